@@ -1,0 +1,47 @@
+"""Luna's pack and unpack attention as the paper writes them (section 3.1, equations 3 to 5).
+
+This file is the specification: every faster path is tested against it. Shapes: context `[B, M, H, K]`, packed sequence
+P `[B, L, H, K]`, query `[B, T, H, K]`. Masks are boolean, True = may be attended to.
+"""
+
+import torch
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    dropout: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax(scale * Q K^T) V per head, `[B, T, H, K]`, and the weights `[B, H, T, M]`.
+
+    The softmax is taken in float32 (float64 for float64 inputs). A query with no key to attend to gives 0.
+    """
+    scores = torch.einsum("bthk,bmhk->bhtm", query * scale, key)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if mask is not None:
+        masked = ~mask[:, None, None, :]
+        scores = scores.masked_fill(masked, torch.finfo(scores.dtype).min)
+    weights = scores.softmax(dim=-1)
+    if mask is not None:
+        weights = weights.masked_fill(masked, 0.0)
+    weights = torch.dropout(weights.to(value.dtype), dropout, train=True)
+    return torch.einsum("bhtm,bmhk->bthk", weights, value), weights
+
+
+def luna_attention(
+    query: torch.Tensor,
+    pack_query: torch.Tensor,
+    pack_key: torch.Tensor,
+    pack_value: torch.Tensor,
+    project,
+    context_mask: torch.Tensor | None = None,
+    pack_mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Y_P = Attn(P, C) packs the context, Y_X = Attn(X, Y_P) unpacks it for every query; returns (Y_X, Y_P)."""
+    packed, _ = attend(pack_query, pack_key, pack_value, context_mask, pack_query.shape[-1] ** -0.5)
+    key, value = project(packed)
+    output, _ = attend(query, key, value, pack_mask, query.shape[-1] ** -0.5)
+    return output, packed

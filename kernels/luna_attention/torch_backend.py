@@ -1,0 +1,96 @@
+"""Pack and unpack attention in PyTorch: the fused SDPA kernels, memory linear in the length."""
+
+import torch
+from torch import nn
+
+
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float, dropout: float
+) -> torch.Tensor:
+    """`reference.attend` without the weights. Shapes `[B, T, H, K]`, mask `[B, M]`."""
+    fused = query.device.type == "cpu" and dropout == 0.0
+    # An exported program must not need this package, so export sees PyTorch's own operator.
+    if fused and not torch.compiler.is_exporting():
+        return torch.ops.luna_mega.attend(query, key, value, mask, scale)[0]
+    query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    if mask is None:
+        output = nn.functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, scale=scale)
+        return output.transpose(1, 2)
+    # Not every SDPA kernel defines a row without keys. Here such a row attends to all, and its result is set to 0.
+    any_key = mask.any(dim=-1, keepdim=True)
+    output = nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=(mask | ~any_key)[:, None, None, :], dropout_p=dropout, scale=scale
+    )
+    return output.transpose(1, 2).masked_fill(~any_key[:, :, None, None], 0.0)
+
+
+def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    if mask is None:
+        return None
+    return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, float("-inf"))[:, None, None, :]
+
+
+# The CPU kernel of flash attention, called directly so that its log-sum-exp serves the backward pass. It takes
+# `[B, H, T, K]` views of any strides, computes the softmax in float32 and gives 0 for a row without keys.
+@torch.library.custom_op("luna_mega::attend", mutates_args=(), device_types="cpu")
+def _attend_cpu(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    output, log_sum_exp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        attn_mask=_additive(mask, query.dtype),
+        scale=scale,
+    )
+    return output.transpose(1, 2).contiguous(), log_sum_exp.contiguous()
+
+
+@_attend_cpu.register_fake
+def _(query, key, value, mask, scale):
+    batch, length, heads, _ = query.shape
+    statistics = torch.promote_types(query.dtype, torch.float32)
+    return query.new_empty(query.shape), query.new_empty((batch, heads, length), dtype=statistics)
+
+
+@torch.library.custom_op("luna_mega::attend_backward", mutates_args=(), device_types="cpu")
+def _attend_backward_cpu(
+    grad_output: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    output: torch.Tensor,
+    log_sum_exp: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *(x.transpose(1, 2) for x in (grad_output, query, key, value, output)),
+        log_sum_exp,
+        0.0,
+        False,
+        attn_mask=_additive(mask, query.dtype),
+        scale=scale,
+    )
+    return tuple(x.transpose(1, 2).contiguous() for x in gradients)
+
+
+@_attend_backward_cpu.register_fake
+def _(grad_output, query, key, value, mask, output, log_sum_exp, scale):
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _save_for_backward(ctx, inputs, output):
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _backward(ctx, grad_output, grad_log_sum_exp):
+    query, key, value, mask, output, log_sum_exp = ctx.saved_tensors
+    gradients = torch.ops.luna_mega.attend_backward(
+        grad_output, query, key, value, mask, output, log_sum_exp, ctx.scale
+    )
+    return *gradients, None, None
+
+
+_attend_cpu.register_autograd(_backward, setup_context=_save_for_backward)

@@ -1,0 +1,87 @@
+"""`LunaAttention` against the original `LunarMultiheadAttention`: outputs, packed context, weights, every gradient."""
+
+import json
+
+import pytest
+from safetensors.torch import load_file
+
+from luna_mega import LunaConfig
+from luna_mega.modeling_luna.modeling_luna import LunaAttention
+
+NAMES = {
+    "pq_proj": "pack_query",
+    "pc_proj": "pack_key_value",
+    "pk_proj": "pack_key",
+    "pv_proj": "pack_value",
+    "q_proj": "query",
+    "c_proj": "key_value",
+    "k_proj": "key",
+    "v_proj": "value",
+    "out_proj": "output",
+}
+CASES = ["self_tied", "self_untied_pheads2", "cross_tied_pheads2", "cross_untied"]
+
+
+@pytest.mark.parametrize("output_weights", [False, True], ids=["fused", "weights"])
+@pytest.mark.parametrize("case", CASES)
+def test_raw_module(shared_dir, parity, case, output_weights):
+    folder = shared_dir / "fixtures" / "luna" / f"raw_mha_{case}"
+    meta, io = json.loads((folder / "meta.json").read_text()), load_file(folder / "io.safetensors")
+    attention = _attention(meta, io)
+    batches = sorted({name.split(".")[0] for name in io if name.startswith("n")})
+    assert batches
+    for batch in batches:
+        for masking in ("masked", "nomask"):
+            _compare(parity, attention, io, batch, masking, output_weights)
+
+
+def _attention(meta, io):
+    config = LunaConfig(
+        hidden_size=meta["embed_dim"],
+        num_attention_heads=meta["num_heads"],
+        num_pack_attention_heads=meta["num_pheads"],
+        tie_key_value=meta["tie_kv"],
+        attention_dropout=0.0,
+    )
+    attention = LunaAttention(config)
+    weights = {name.removeprefix("weights."): value for name, value in io.items() if name.startswith("weights.")}
+    attention.load_state_dict({_ours(name): value for name, value in weights.items()})
+    return attention
+
+
+def _ours(name):
+    module, kind = name.split(".")
+    return f"{NAMES[module]}.{kind}"
+
+
+def _compare(parity, attention, io, batch, masking, output_weights):
+    prefix = f"{batch}.{masking}"
+    inputs = {  # time-major in the fixtures
+        name: io[f"{batch}.{name}"].transpose(0, 1).clone().requires_grad_()
+        for name in ("query", "pquery", "context")
+        if f"{batch}.{name}" in io
+    }
+    masks = (None, None)
+    if masking == "masked":
+        masks = tuple(io[f"{batch}.{name}"] == 0 for name in ("context_mask", "pmask"))
+    output, packed, weights, _ = attention(
+        inputs["query"], inputs["pquery"], *masks, output_weights=output_weights, context=inputs.get("context")
+    )
+    parity.check(f"{prefix}.out", output.transpose(0, 1), io[f"{prefix}.out"])
+    parity.check(f"{prefix}.pout", packed.transpose(0, 1), io[f"{prefix}.pout"])
+    if output_weights:
+        parity.check(f"{prefix}.attn", weights.transpose(0, 1), io[f"{prefix}.attn"])
+    else:
+        assert weights is None
+    objective = (output.transpose(0, 1) * io[f"{batch}.w"]).sum() + (packed.transpose(0, 1) * io[f"{batch}.wp"]).sum()
+    attention.zero_grad()
+    objective.backward()
+    # Sums over up to 65 x 3 positions with magnitudes of 10 to 100 (FIXTURES).
+    loose = {"atol": 2e-4, "rtol": 1e-3}
+    expected = {name.removeprefix(f"{prefix}.grad."): io[name] for name in io if name.startswith(f"{prefix}.grad.")}
+    gradients = {name: inputs[name].grad.transpose(0, 1) for name in inputs}
+    parameters = dict(attention.named_parameters())
+    for name, value in expected.items():
+        actual = gradients[name] if name in gradients else parameters[_ours(name)].grad
+        parity.check(f"{prefix}.grad.{name}", actual, value, **loose)
+    assert len(expected) == len(gradients) + len(parameters)
