@@ -106,7 +106,7 @@ class LunaPooler(nn.Module):
                 return packed.amax(dim=1)
             packed = packed.masked_fill(~packed_mask[..., None], torch.finfo(packed.dtype).min).amax(dim=1)
             return packed.masked_fill(~packed_mask.any(dim=1, keepdim=True), 0.0)
-        first = tokens[:, 0] if mask is None else tokens[torch.arange(len(tokens), device=mask.device), _first(mask)]
+        first = tokens[:, 0] if mask is None else _take(tokens, _first(mask)[:, None])[:, 0]
         if self.pooling == "cls":
             return first
         return self.layer_norm(self.attention(first, packed, packed_mask))
@@ -121,13 +121,18 @@ def _first(mask: torch.Tensor) -> torch.Tensor:
     return mask.int().argmax(dim=1)
 
 
+def _take(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """The positions `index` `[B, S]` of `[B, T]` or `[B, T, d]`."""
+    return states.gather(1, index if states.dim() == 2 else index[..., None].expand(-1, -1, states.shape[2]))
+
+
 def _without_first(states: torch.Tensor | None, mask: torch.Tensor | None) -> torch.Tensor | None:
     """`[B, T, ...]` without the first position that the mask keeps, `[B, T - 1, ...]`."""
     if states is None or mask is None:
         return states if states is None else states[:, 1:]
     index = torch.arange(mask.shape[1] - 1, device=mask.device)
-    index = index + (index >= _first(mask)[:, None]).int()
-    return states[torch.arange(len(mask), device=mask.device)[:, None], index]
+    index = index + (index >= _first(mask)[:, None]).long()
+    return _take(states, index)
 
 
 class LunaClassificationHead(nn.Module):

@@ -134,12 +134,15 @@ class LunaEmbeddings(nn.Module):
 
     def packed(self, inputs_embeds, mask):
         """P cut to min(l, T) rows, and of those each sequence uses as many as it has tokens. T is known to the host, so
-        the cut costs no synchronisation; the mask does the rest."""
+        the cut costs no synchronisation; the mask does the rest. An exported program serves every T: no cut."""
         batch, length, width = inputs_embeds.shape
         packed = self.packed_embeddings
         packed_mask = None
         if self.config.dynamic_projection_length:
-            packed = packed[..., :length, :]
+            if torch.compiler.is_exporting():
+                mask = inputs_embeds.new_ones((batch, length), dtype=torch.bool) if mask is None else mask
+            else:
+                packed = packed[..., :length, :]
             if mask is not None:
                 rows = torch.arange(packed.shape[-2], device=mask.device)
                 packed_mask = rows < mask.sum(dim=1, keepdim=True)

@@ -12,6 +12,13 @@ def attend(
     # An exported program must not need this package, so export sees PyTorch's own operator.
     if fused and not torch.compiler.is_exporting():
         return torch.ops.luna_mega.attend(query, key, value, mask, scale)[0]
+    return sdpa(query, key, value, mask, scale, dropout)
+
+
+def sdpa(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float, dropout: float
+) -> torch.Tensor:
+    """`attend` by PyTorch's own choice of kernel, on any device."""
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if mask is None:
         output = nn.functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, scale=scale)

@@ -29,7 +29,6 @@ def parity(request):
     comparison = Parity()
     yield comparison
     ratio, difference, name = comparison.worst
-    print(
-        f"\n{request.node.name}: {comparison.count} tensors; worst: {name}, {difference:.1e}, {ratio:.2f} of the tolerance"
-    )
+    worst = f"worst: {name}, {difference:.1e}, {ratio:.2f} of the tolerance"
+    print(f"\n{request.node.name}: {comparison.count} tensors; {worst}")
     assert comparison.count, "nothing was compared"

@@ -1,0 +1,194 @@
+"""`luna_attention`: the reference against a loop in float64, the torch backend against the reference."""
+
+import math
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from luna_mega.kernels import _dispatch
+from luna_mega.kernels.api import explain, luna_attention, luna_pack, luna_unpack, use_backend
+from luna_mega.kernels.luna_attention import reference, torch_backend
+
+LENGTHS = [(1, 1), (2, 16), (16, 63), (24, 500), (128, 65), (500, 24)]  # queries, keys
+MASKS = ["none", "some", "all of one row"]
+
+
+def make_inputs(queries, keys, masking, dtype=torch.float64, batch=2, heads=3, size=8):
+    generator = torch.Generator().manual_seed(queries * 1000 + keys)
+    query = torch.randn(batch, queries, heads, size, generator=generator, dtype=torch.float64)
+    key, value = (torch.randn(batch, keys, heads, size, generator=generator, dtype=torch.float64) for _ in range(2))
+    mask = None
+    if masking != "none":
+        mask = torch.rand(batch, keys, generator=generator) < 0.7
+        mask[:, 0] = True
+        if masking == "all of one row":
+            mask[-1] = False
+    return [x.to(dtype).requires_grad_() for x in (query, key, value)], mask
+
+
+def run(attend, inputs, mask):
+    """Output and gradients of a fixed random projection of it."""
+    output = attend(*inputs, mask)
+    weight = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(output.dtype)
+    return [output.detach(), *torch.autograd.grad(output, inputs, weight)]
+
+
+def relative_error(actual, exact):
+    """Of the norm; absolute where the norm is below 1 (with one key, the gradient of the query is 0)."""
+    return ((actual.double() - exact).norm() / exact.norm().clamp(min=1.0)).item()
+
+
+@pytest.mark.parametrize("masking", MASKS)
+def test_reference_is_softmax_attention(masking):
+    (query, key, value), mask = make_inputs(3, 5, masking)
+    output, weights = reference.attend(query, key, value, mask, query.shape[-1] ** -0.5)
+    for b in range(query.shape[0]):
+        kept = range(key.shape[1]) if mask is None else mask[b].nonzero().flatten().tolist()
+        for h in range(query.shape[2]):
+            for t in range(query.shape[1]):
+                score = {m: math.exp((query[b, t, h] @ key[b, m, h]).item() / math.sqrt(query.shape[-1])) for m in kept}
+                total = sum(score.values())
+                expected = sum((score[m] / total * value[b, m, h] for m in kept), torch.zeros(query.shape[-1]))
+                torch.testing.assert_close(output[b, t, h], expected.double(), rtol=1e-12, atol=1e-12)
+                assert weights[b, h, t].sum().item() == pytest.approx(1.0 if kept else 0.0)
+
+
+@pytest.mark.parametrize("masking", MASKS)
+def test_reference_gradients(masking):
+    inputs, mask = make_inputs(2, 4, masking, heads=1, size=3)
+    assert torch.autograd.gradcheck(lambda q, k, v: reference.attend(q, k, v, mask, 0.5)[0], inputs)
+
+
+def sdpa_path(query, key, value, mask):
+    """What runs on other devices than the CPU, and in exported programs."""
+    return torch_backend.sdpa(query, key, value, mask, query.shape[-1] ** -0.5, 0.0)
+
+
+@pytest.mark.parametrize("path", [luna_pack, sdpa_path], ids=["cpu", "sdpa"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("masking", MASKS)
+@pytest.mark.parametrize("queries, keys", LENGTHS)
+def test_torch_backend(queries, keys, masking, dtype, path):
+    """Forward and every gradient: no worse than twice the error of the reference in the same dtype."""
+    inputs, mask = make_inputs(queries, keys, masking)
+    exact = run(lambda q, k, v, m: luna_pack(q, k, v, m, backend="reference"), inputs, mask)
+    inputs = [x.detach().to(dtype).requires_grad_() for x in inputs]
+    plain = run(lambda q, k, v, m: luna_pack(q, k, v, m, backend="reference"), inputs, mask)
+    fast = run(path, inputs, mask)
+    floor = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 6e-4}[dtype]
+    for name, expected, low, actual in zip(("output", "query", "key", "value"), exact, plain, fast, strict=True):
+        assert torch.isfinite(actual).all(), name
+        bound = max(floor, 2 * relative_error(low, expected))
+        assert relative_error(actual, expected) <= bound, name
+    if masking == "all of one row":
+        assert all((x[-1] == 0).all() for x in (*fast, *plain))
+
+
+def test_low_precision_softmax_is_float32():
+    """Weights of 1/4096 vanish in a float16 softmax over scores of size 50; in float32 the mean of the values stays."""
+    query = torch.full((1, 1, 1, 4), 5.0, dtype=torch.float16)
+    key, value = torch.full((1, 4096, 1, 4), 5.0, dtype=torch.float16), torch.ones(1, 4096, 1, 4, dtype=torch.float16)
+    for backend in ("reference", "torch"):
+        torch.testing.assert_close(luna_pack(query, key, value, backend=backend), torch.ones_like(query))
+
+
+def test_tied_and_untied_with_other_pack_heads():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 33, 4, 6, generator=generator, dtype=torch.float64)
+    p = torch.randn(2, 5, 2, 12, generator=generator, dtype=torch.float64)
+    context = x.reshape(2, 33, 2, 12)
+    mask, pack_mask = torch.rand(2, 33) < 0.8, torch.tensor([[True] * 5, [True] * 3 + [False] * 2])
+    mask[:, 0] = True
+    for project in (
+        lambda packed: (packed.reshape(2, 5, 4, 6),) * 2,
+        lambda packed: (packed.reshape(2, 5, 4, 6), packed.reshape(2, 5, 4, 6).sin()),
+    ):
+        expected = reference.luna_attention(x, p, context, context, project, mask, pack_mask)
+        actual = luna_attention(x, p, context, context, project, context_mask=mask, pack_mask=pack_mask)
+        torch.testing.assert_close(actual, expected)
+
+
+def test_strided_inputs_and_determinism():
+    (query, key, value), mask = make_inputs(16, 63, "some", torch.float32)
+    strided = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in (query, key, value)]
+    first, again = run(luna_unpack, strided, mask), run(luna_unpack, strided, mask)
+    for a, b, plain in zip(first, again, run(luna_unpack, [query, key, value], mask), strict=True):
+        assert torch.equal(a, b)
+        torch.testing.assert_close(a, plain)
+
+
+@pytest.mark.parametrize("masking", MASKS)
+def test_registration(masking):
+    inputs, mask = make_inputs(4, 9, masking, torch.float32)
+    opcheck(torch.ops.luna_mega.attend, (*inputs, mask, 0.3))
+
+
+def test_compile_fullgraph():
+    inputs, mask = make_inputs(8, 40, "some", torch.float32)
+    compiled = torch.compile(luna_unpack, fullgraph=True, backend="aot_eager")
+    for actual, expected in zip(run(compiled, inputs, mask), run(luna_unpack, inputs, mask), strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+def test_export_needs_no_custom_operator():
+    class Unpack(torch.nn.Module):
+        def forward(self, query, key, value, mask):
+            return luna_unpack(query, key, value, mask)
+
+    inputs, mask = make_inputs(8, 40, "all of one row", torch.float32)
+    inputs = [x.detach() for x in inputs]
+    length = torch.export.Dim("length", min=2)
+    exported = torch.export.export(Unpack(), (*inputs, mask), dynamic_shapes=({1: length}, None, None, None))
+    assert "luna_mega" not in exported.graph_module.code
+    torch.testing.assert_close(exported.module()(*inputs, mask), luna_unpack(*inputs, mask))
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_dropout(backend):
+    (query, key, value), mask = make_inputs(6, 50, "all of one row", torch.float32)
+    torch.manual_seed(0)
+    samples = torch.stack([luna_pack(query, key, value, mask, dropout=0.3, backend=backend) for _ in range(400)])
+    expected = luna_pack(query, key, value, mask)
+    assert (samples[0] - samples[1]).abs().max() > 1e-2
+    assert (samples.mean(0) - expected).abs().max() < 6 * samples.std(0).max() / 20
+    assert (samples[:, -1] == 0).all()
+    gradients = torch.autograd.grad(samples.sum(), (query, key, value))
+    assert all(torch.isfinite(g).all() for g in gradients)
+
+
+def test_backend_choice(monkeypatch):
+    (query, key, value), _ = make_inputs(2, 3, "none")
+    monkeypatch.setattr(_dispatch, "_default", "reference")
+    assert "'reference'" in explain()
+    with use_backend("torch"):
+        assert "'torch'" in explain()
+        assert "'reference'" in explain(backend="reference")
+    assert "'reference'" in explain()
+    with pytest.raises(ValueError, match="no 'triton' backend.*'auto'"):
+        luna_pack(query, key, value, backend="triton")
+    with pytest.raises(ValueError, match="'tritn', which is not a backend"), use_backend("tritn"):
+        pass
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda q, k, v: (q[0], k, v, None), "batch, length, heads, head size"),
+        (lambda q, k, v: (q, k, v[:, :2], None), "must agree"),
+        (lambda q, k, v: (q[:, :, :2], k, v, None), "must agree"),
+        (lambda q, k, v: (q, k.float(), v, None), "dtypes differ"),
+        (lambda q, k, v: (q, k, v, torch.ones(2, 4)), "bool mask"),
+        (lambda q, k, v: (q, k, v, torch.ones(2, 3, dtype=torch.bool)), "bool mask"),
+    ],
+)
+def test_bad_arguments(change, message):
+    inputs, _ = make_inputs(2, 4, "none")
+    with pytest.raises(ValueError, match=message):
+        luna_pack(*change(*inputs))
+
+
+def test_bad_dropout():
+    inputs, _ = make_inputs(2, 4, "none")
+    with pytest.raises(ValueError, match="dropout must be in"):
+        luna_pack(*inputs, dropout=1.0)

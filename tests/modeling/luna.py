@@ -1,0 +1,101 @@
+"""Small Luna models and inputs for the tests."""
+
+import torch
+
+import luna_mega
+
+HEADS = {
+    name: getattr(luna_mega, f"Luna{name}")
+    for name in (
+        "Model",
+        "ForMaskedLM",
+        "ForSequenceClassification",
+        "ForSequencePairClassification",
+        "ForMultipleChoice",
+        "ForTokenClassification",
+        "ForQuestionAnswering",
+    )
+}
+POOLINGS = ("cls", "mean", "packed_max", "packed_mean", "packed_attention")
+VARIANTS = {
+    "tied": {},
+    "untied, other pack heads": {"tie_key_value": False, "num_pack_attention_heads": 2},
+    "sinusoidal": {"position_embedding_type": "sinusoidal"},
+    "no positions, no embedding norm": {"position_embedding_type": "none", "embedding_norm": False},
+    "pre-norm": {"pre_norm": True},
+    "fixed length": {"dynamic_projection_length": False},
+    "shared layers": {"share_layers": True},
+    "P not contextual": {"contextual_projection": False},
+}
+VALUES = {"input_type": "values", "position_embedding_type": "sinusoidal"}
+
+
+def tiny_config(**overrides):
+    fields = {
+        "vocab_size": 40,
+        "hidden_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 32,
+        "projection_length": 6,
+        "max_position_embeddings": 48,
+        "classifier_hidden_size": 20,
+        "num_labels": 3,
+    }
+    return luna_mega.LunaConfig(**fields | overrides)
+
+
+def make(head, **overrides):
+    """A model with weights large enough that every part of it shows in the result."""
+    torch.manual_seed(0)
+    model = HEADS[head](tiny_config(**overrides)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def tokens(lengths, side="right", width=None, seed=0):
+    """`input_ids` and `attention_mask` of sequences of these lengths; a sequence is the same in every batch."""
+    width = width or max(lengths)
+    ids, mask = torch.ones(len(lengths), width, dtype=torch.long), torch.zeros(len(lengths), width, dtype=torch.long)
+    for row, length in enumerate(lengths):
+        generator = torch.Generator().manual_seed(seed + length)
+        place = slice(width - length, None) if side == "left" else slice(None, length)
+        ids[row, place] = torch.randint(4, 40, (length,), generator=generator)
+        mask[row, place] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def head_inputs(head, lengths, side="right", width=None):
+    """Inputs of a head without labels; multiple choice gets two options for each sequence."""
+    inputs = tokens(lengths, side, width)
+    if head == "ForSequencePairClassification":
+        pair = tokens(lengths[::-1], side, width, seed=100)
+        return inputs | {f"pair_{name}": value.flip(0) for name, value in pair.items()}
+    if head == "ForMultipleChoice":
+        other = tokens(lengths, side, width, seed=50)
+        return {name: torch.stack([value, other[name]], dim=1) for name, value in inputs.items()}
+    return inputs
+
+
+def labels(head, inputs):
+    batch, length = inputs["input_ids"].shape[0], inputs["input_ids"].shape[-1]
+    if head == "ForQuestionAnswering":
+        return {"start_positions": torch.zeros(batch, dtype=torch.long), "end_positions": torch.full((batch,), 1)}
+    if head in ("ForMaskedLM", "ForTokenClassification"):
+        return {"labels": torch.arange(batch * length).reshape(batch, length) % 3}
+    return {} if head == "Model" else {"labels": torch.arange(batch) % 2}
+
+
+def results(head, output, mask):
+    """What must not depend on padding or batch mates: one tensor per sequence."""
+    if head == "Model":
+        tensors, kept = output.last_hidden_state, mask
+    elif head in ("ForMaskedLM", "ForTokenClassification"):
+        tensors, kept = output.logits, mask
+    elif head == "ForQuestionAnswering":
+        tensors, kept = torch.stack([output.start_logits, output.end_logits], dim=-1), mask
+    else:
+        return list(output.logits)
+    return [row[keep.bool()] for row, keep in zip(tensors, kept, strict=True)]

@@ -1,0 +1,269 @@
+"""The Luna models as users of transformers meet them: precision, compiling, export, checkpointing, saving, pipelines."""
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+    pipeline,
+)
+
+from luna_mega import LunaConfig, LunaForMaskedLM, LunaForSequenceClassification, LunaForSequencePairClassification
+
+from .luna import HEADS, POOLINGS, VALUES, VARIANTS, head_inputs, labels, make, tiny_config
+
+COUNTS = {  # LUNA_SPEC 8: masked LM, encoder alone
+    "base_512": (131_902_041, 131_259_648),
+    "base_512 untied": (146_076_249, 145_433_856),
+    "base_2048": (133_179_993, 132_537_600),
+    "large_512": (380_783_705, 379_681_792),
+    "large_2048": (380_914_777, 379_812_864),
+}
+
+
+@pytest.mark.parametrize("preset", COUNTS)
+def test_parameter_counts(preset):
+    name, *untied = preset.split()
+    config = getattr(LunaConfig, name)(tied=not untied)
+    with torch.device("meta"):
+        model, classifier = LunaForMaskedLM(config), LunaForSequenceClassification(config)
+    total, encoder = COUNTS[preset]
+    assert model.num_parameters() == total
+    assert model.luna.num_parameters() == encoder
+    head = config.hidden_size * (config.hidden_size + 1) + 2 * (config.hidden_size + 1)
+    assert classifier.num_parameters() == encoder + head
+
+
+@pytest.mark.parametrize("preset", ["listops", "text", "retrieval", "image", "pathfinder", "pathfinder128"])
+def test_lra_presets(preset):
+    config = getattr(LunaConfig, f"lra_{preset}")(vocab_size=20, projection_length=8, max_position_embeddings=32)
+    pair = preset == "retrieval"
+    model = (LunaForSequencePairClassification if pair else LunaForSequenceClassification)(config)
+    head = "ForSequencePairClassification" if pair else "ForSequenceClassification"
+    inputs = {name: value.clamp(max=19) for name, value in head_inputs(head, [9, 4]).items()}
+    assert model(**inputs).logits.shape == (2, 10 if preset in ("listops", "image") else 2)
+    assert not config.tie_key_value and model.classifier.out_proj.bias is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head", HEADS)
+def test_low_precision_training_step(head, dtype):
+    model = make(head).to(dtype).train()
+    inputs = head_inputs(head, [21, 5, 1])
+    output = model(**inputs, **labels(head, inputs))
+    (output[0].float().square().sum()).backward()
+    assert torch.isfinite(output[0]).all()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+
+
+def test_autocast_keeps_gradients_finite():
+    model = make("ForMaskedLM").train()
+    inputs = head_inputs("ForMaskedLM", [21, 5])
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(**inputs, **labels("ForMaskedLM", inputs)).loss
+    loss.backward()
+    assert torch.isfinite(loss) and all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_eager_is_sdpa(variant):
+    """Attention step by step and the fused op: same outputs, same gradients."""
+    inputs = head_inputs("ForMaskedLM", [21, 5])
+    gradients = []
+    for implementation in ("sdpa", "eager"):
+        model = make("ForMaskedLM", **VARIANTS[variant])
+        model.set_attn_implementation(implementation)
+        loss = model(**inputs, **labels("ForMaskedLM", inputs)).loss
+        loss.backward()
+        gradients.append([loss] + [p.grad for p in model.parameters() if p.grad is not None])
+    for fused, eager in zip(*gradients, strict=True):
+        torch.testing.assert_close(fused, eager, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_recorded_states(variant):
+    model = make("ForSequenceClassification", **VARIANTS[variant])
+    inputs = head_inputs("ForSequenceClassification", [21, 5])
+    output = model(**inputs, output_hidden_states=True, output_attentions=True)
+    assert [x.shape for x in output.hidden_states] == [(2, 21, 24)] * 3
+    assert [x.shape for x in output.packed_hidden_states] == [(2, 6, 24)] * 3
+    assert [x.shape for x in output.attentions] == [(2, 4, 21, 6)] * 2
+    base = model.luna(**inputs, output_packed_attentions=True)
+    heads = model.config.num_pack_attention_heads
+    assert [x.shape for x in base.packed_attentions] == [(2, heads, 6, 21)] * 2
+    torch.testing.assert_close(base.packed_attentions[0].sum(-1), torch.ones(2, heads, 6))
+    assert (base.packed_attentions[0][1, :, :, 5:] == 0).all()
+    torch.testing.assert_close(output.hidden_states[-1], base.last_hidden_state)
+    torch.testing.assert_close(output.packed_hidden_states[-1], base.packed_last_hidden_state)
+    assert model(**inputs).packed_hidden_states is None
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_compile_fullgraph(head):
+    model = make(head)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    inputs = head_inputs(head, [21, 5])
+    inputs |= labels(head, inputs)
+    torch.testing.assert_close(compiled(**inputs)[0], model(**inputs)[0])
+
+
+def test_compile_trains():
+    inputs = head_inputs("ForMaskedLM", [21, 5])
+    gradients = []
+    for compiling in (False, True):
+        model = make("ForMaskedLM").train()
+        torch.manual_seed(0)
+        model.config.dropout = 0.0
+        run = torch.compile(model.eval(), fullgraph=True, backend="aot_eager") if compiling else model.eval()
+        run(**inputs, **labels("ForMaskedLM", inputs)).loss.backward()
+        gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+    for plain, compiled in zip(*gradients, strict=True):
+        torch.testing.assert_close(compiled, plain)
+
+
+@pytest.mark.parametrize("head", ["Model", "ForMaskedLM", "ForSequenceClassification"])
+def test_export(head):
+    """One exported program serves every batch size and length, and needs nothing of this package."""
+    model = make(head)
+    inputs = head_inputs(head, [21, 9])
+    shape = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    exported = torch.export.export(model, (), inputs, dynamic_shapes=dict.fromkeys(inputs, shape), strict=False)
+    assert "luna_mega" not in exported.graph_module.code
+    for lengths in ([21, 9], [30, 2, 7], [6, 6, 1, 3], [2, 1]):
+        inputs = head_inputs(head, lengths)
+        torch.testing.assert_close(exported.module()(**inputs)[0], model(**inputs)[0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("variant", ["tied", "pre-norm", "shared layers", "P not contextual"])
+def test_gradient_checkpointing(variant, reentrant):
+    inputs = head_inputs("ForMaskedLM", [21, 5])
+    gradients = []
+    for checkpointing in (False, True):
+        model = make("ForMaskedLM", **VARIANTS[variant]).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        torch.manual_seed(1)
+        model(**inputs, **labels("ForMaskedLM", inputs)).loss.backward()
+        # A reentrant checkpoint gives zeros where a parameter takes no part in the loss.
+        gradients.append({n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()})
+    for name, plain in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], plain, msg=name)
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS, "values"])
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_save_and_load(tmp_path, pooling, variant):
+    overrides = VALUES if variant == "values" else VARIANTS[variant]
+    model = make("ForSequenceClassification", pooling=pooling, **overrides)
+    model.save_pretrained(tmp_path, max_shard_size="10KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    loaded, report = AutoModelForSequenceClassification.from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert type(loaded) is type(model) and loaded.config.to_json_string() == model.config.to_json_string()
+    inputs = {"input_values": torch.randn(2, 9)} if variant == "values" else head_inputs("Model", [9, 4])
+    assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_masked_lm_weights(tmp_path, tied):
+    model = make("ForMaskedLM", tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForMaskedLM.from_pretrained(tmp_path, device_map="auto")
+    words, decoder = loaded.luna.embeddings.word_embeddings.weight, loaded.lm_head.decoder.weight
+    assert (words is decoder) == tied
+    inputs = head_inputs("ForMaskedLM", [9, 4])
+    assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
+    encoder = AutoModel.from_pretrained(tmp_path)
+    assert torch.equal(encoder(**inputs).last_hidden_state, model.luna(**inputs).last_hidden_state)
+    loaded.resize_token_embeddings(50)
+    assert loaded(**inputs).logits.shape == (2, 9, 50) and loaded.config.vocab_size == 50
+    torch.testing.assert_close(loaded(**inputs).logits[..., :40], model(**inputs).logits)
+
+
+def test_every_parameter_is_initialised():
+    """Also the ones that a checkpoint lacks: built on the meta device, none may be left as it was in memory."""
+    for overrides in (*VARIANTS.values(), VALUES):
+        model = HEADS["ForSequenceClassification"].from_pretrained(
+            None, config=tiny_config(pooling="packed_attention", **overrides), state_dict={}
+        )
+        for name, parameter in model.named_parameters():
+            norm = "layer_norm.weight" in name
+            assert norm or parameter.abs().max() < 0.15, name
+            assert parameter.is_meta is False and torch.isfinite(parameter).all(), name
+            if name.endswith("bias"):
+                assert (parameter == 0).all(), name
+            elif not norm:
+                assert 0.01 < parameter.std() < 0.03, name
+
+
+def test_layerdrop():
+    model = make("Model", layerdrop=0.9, num_hidden_layers=8, dropout=0.0, attention_dropout=0.0)
+    inputs = head_inputs("Model", [9])
+    evaluated = [model(**inputs).last_hidden_state for _ in range(2)]
+    assert torch.equal(*evaluated)
+    model.train()
+    torch.manual_seed(0)
+    lengths = {len(model(**inputs, output_hidden_states=True).packed_hidden_states) for _ in range(20)}
+    assert min(lengths) < 4 and max(lengths) < 9
+
+
+def test_dropout_is_drawn_for_every_sequence():
+    model = make("Model", dropout=0.5).train()
+    twice = {name: value.expand(2, -1) for name, value in head_inputs("Model", [9]).items()}
+    states = model.embeddings(model.get_input_embeddings()(twice["input_ids"]), twice["attention_mask"].bool(), None)
+    assert not torch.equal(states[0][0], states[0][1]) and not torch.equal(states[1][0][0], states[1][0][1])
+
+
+def test_sinusoids_are_fairseq_s():
+    """Half sines, half cosines, frequencies 10000^(-k / (d/2 - 1)); the first token is at pad + 1, P at 0."""
+    model = HEADS["Model"](tiny_config(position_embedding_type="sinusoidal", embedding_norm=False)).eval()
+    ids = torch.full((1, 3), 7)
+    tokens, packed, _ = model.embeddings(model.get_input_embeddings()(ids), ids > 0, None)
+    frequency = 10000.0 ** (-torch.arange(12) / 11.0)
+    scale = 24**0.5
+    for actual, raw, first in (
+        (tokens, model.embeddings.word_embeddings.weight[7], 2),
+        (packed[0], model.embeddings.packed_embeddings, 0),
+    ):
+        angle = (first + torch.arange(3.0))[:, None] * frequency
+        expected = scale * (raw if raw.dim() == 1 else raw[:3]) + torch.cat([angle.sin(), angle.cos()], dim=1)
+        torch.testing.assert_close(actual[0], expected)
+
+
+@pytest.fixture
+def tokenizer():
+    words = {
+        word: i for i, word in enumerate(["<s>", "<pad>", "</s>", "<unk>", *(f"w{i}" for i in range(35)), "<mask>"])
+    }
+    backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    names = {
+        "bos_token": "<s>",
+        "pad_token": "<pad>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "mask_token": "<mask>",
+    }
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **names, model_input_names=["input_ids", "attention_mask"])
+
+
+def test_pipelines(tmp_path, tokenizer):
+    tokenizer.save_pretrained(tmp_path)
+    make("ForMaskedLM").save_pretrained(tmp_path)
+    filled = pipeline("fill-mask", model=str(tmp_path), top_k=2)("w1 w2 <mask> w3")
+    assert [set(entry) >= {"score", "token", "sequence"} for entry in filled] == [True, True]
+    make("ForSequenceClassification").save_pretrained(tmp_path)
+    classify = pipeline("text-classification", model=str(tmp_path))
+    together = classify(["w1 w2 w3 w4", "w5"], batch_size=2)
+    assert together[1]["score"] == pytest.approx(classify("w5")[0]["score"], abs=1e-5)
+
+
+def test_auto_classes_know_luna():
+    config = AutoConfig.for_model("luna", hidden_size=24, num_attention_heads=4, num_hidden_layers=1)
+    assert isinstance(config, LunaConfig)
+    assert type(AutoModelForSequenceClassification.from_config(config)) is LunaForSequenceClassification
