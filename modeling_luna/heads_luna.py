@@ -19,40 +19,39 @@ from luna_mega.kernels.api import luna_unpack
 from luna_mega.modeling_luna.configuration_luna import LunaConfig
 from luna_mega.modeling_luna.modeling_luna import LunaModel, LunaModelOutput, LunaPreTrainedModel
 
-_Packed = tuple[torch.FloatTensor, ...] | None
+_PerLayer = tuple[torch.FloatTensor, ...] | None
 
 
 @dataclass
 class LunaSequenceClassifierOutput(SequenceClassifierOutput):
-    """`SequenceClassifierOutput` with the packed sequence of each layer, see `LunaModelOutput`."""
+    """`SequenceClassifierOutput` with the packed sequence and attention of each layer, see `LunaModelOutput`."""
 
-    packed_hidden_states: _Packed = None
+    packed_hidden_states: _PerLayer = None
+    packed_attentions: _PerLayer = None
 
 
 @dataclass
 class LunaMultipleChoiceOutput(MultipleChoiceModelOutput):
-    """`MultipleChoiceModelOutput` with the packed sequence of each layer, see `LunaModelOutput`."""
+    """`MultipleChoiceModelOutput` with the packed sequence and attention of each layer, see `LunaModelOutput`."""
 
-    packed_hidden_states: _Packed = None
+    packed_hidden_states: _PerLayer = None
+    packed_attentions: _PerLayer = None
 
 
 @dataclass
 class LunaTokenClassifierOutput(TokenClassifierOutput):
-    """`TokenClassifierOutput` with the packed sequence of each layer, see `LunaModelOutput`."""
+    """`TokenClassifierOutput` with the packed sequence and attention of each layer, see `LunaModelOutput`."""
 
-    packed_hidden_states: _Packed = None
+    packed_hidden_states: _PerLayer = None
+    packed_attentions: _PerLayer = None
 
 
 @dataclass
 class LunaQuestionAnsweringOutput(QuestionAnsweringModelOutput):
-    """`QuestionAnsweringModelOutput` with the packed sequence of each layer, see `LunaModelOutput`."""
+    """`QuestionAnsweringModelOutput` with the packed sequence and attention of each layer, see `LunaModelOutput`."""
 
-    packed_hidden_states: _Packed = None
-
-
-def _recorded(outputs: LunaModelOutput) -> dict:
-    names = ("hidden_states", "attentions", "packed_hidden_states")
-    return {name: getattr(outputs, name) for name in names}
+    packed_hidden_states: _PerLayer = None
+    packed_attentions: _PerLayer = None
 
 
 def _masked_mean(states: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -94,7 +93,8 @@ class LunaPooler(nn.Module):
 
     def forward(self, outputs: LunaModelOutput, mask: torch.Tensor | None) -> torch.Tensor:
         """`mask` is `[B, T]` bool, True = keep; None = all."""
-        tokens, packed, packed_mask = outputs.last_hidden_state, outputs.packed_last_hidden_state, outputs.packed_mask
+        tokens, packed = outputs.last_hidden_state, outputs.packed_last_hidden_state
+        packed_mask = None if outputs.packed_mask is None else outputs.packed_mask.bool()
         if self.pooling == "mean":
             return _masked_mean(tokens, None if self.pool_padding else mask)
         if self.pooling == "packed_mean":
@@ -222,7 +222,7 @@ class LunaForSequenceClassification(LunaPooledModel):
         loss = None
         if labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
-        return LunaSequenceClassifierOutput(loss=loss, logits=logits, **_recorded(outputs))
+        return LunaSequenceClassifierOutput(loss=loss, logits=logits, **outputs.recorded())
 
 
 class LunaForSequencePairClassification(LunaPooledModel):
@@ -252,6 +252,8 @@ class LunaForSequencePairClassification(LunaPooledModel):
         `labels` and `logits` as in `LunaForSequenceClassification`; hidden states and attentions are those of the
         first.
         """
+        if "position_ids" in kwargs:
+            raise ValueError("pairs take their positions from the attention masks; leave position_ids out")
         first, outputs = self.pool(
             input_ids,
             attention_mask,
@@ -271,7 +273,7 @@ class LunaForSequencePairClassification(LunaPooledModel):
         loss = None
         if labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
-        return LunaSequenceClassifierOutput(loss=loss, logits=logits, **_recorded(outputs))
+        return LunaSequenceClassifierOutput(loss=loss, logits=logits, **outputs.recorded())
 
 
 class LunaForMultipleChoice(LunaPooledModel):
@@ -279,6 +281,7 @@ class LunaForMultipleChoice(LunaPooledModel):
 
     def __init__(self, config: LunaConfig):
         super().__init__(config, config.hidden_size, 1)
+        self.require_tokens()
 
     @can_return_tuple
     def forward(
@@ -303,7 +306,7 @@ class LunaForMultipleChoice(LunaPooledModel):
         features, outputs = self.pool(input_ids, attention_mask, inputs_embeds, None, position_ids, **kwargs)
         logits = self.classifier(features).view(-1, choices)
         loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
-        return LunaMultipleChoiceOutput(loss=loss, logits=logits, **_recorded(outputs))
+        return LunaMultipleChoiceOutput(loss=loss, logits=logits, **outputs.recorded())
 
 
 class LunaForTokenClassification(LunaPreTrainedModel):
@@ -335,7 +338,7 @@ class LunaForTokenClassification(LunaPreTrainedModel):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, config=self.config, **kwargs)
-        return LunaTokenClassifierOutput(loss=loss, logits=logits, **_recorded(outputs))
+        return LunaTokenClassifierOutput(loss=loss, logits=logits, **outputs.recorded())
 
 
 class LunaForQuestionAnswering(LunaPreTrainedModel):
@@ -345,6 +348,7 @@ class LunaForQuestionAnswering(LunaPreTrainedModel):
 
     def __init__(self, config: LunaConfig):
         super().__init__(config)
+        self.require_tokens()
         self.luna = LunaModel(config)
         self.qa_outputs = nn.Linear(config.hidden_size, 2)
         self.post_init()
@@ -367,7 +371,7 @@ class LunaForQuestionAnswering(LunaPreTrainedModel):
         if start_positions is not None and end_positions is not None:
             loss = self.loss_function(start_logits, end_logits, start_positions, end_positions, **kwargs)
         return LunaQuestionAnsweringOutput(
-            loss=loss, start_logits=start_logits, end_logits=end_logits, **_recorded(outputs)
+            loss=loss, start_logits=start_logits, end_logits=end_logits, **outputs.recorded()
         )
 
 

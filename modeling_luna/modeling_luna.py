@@ -33,7 +33,7 @@ class LunaModelOutput(ModelOutput):
     Args:
         last_hidden_state: `[B, T, d]`.
         packed_last_hidden_state: `[B, L, d]`; rows that `packed_mask` excludes are meaningless.
-        packed_mask: `[B, L]` bool, True = a row of P that is in use; None = all are.
+        packed_mask: `[B, L]`, 1 = a row of P that is in use; None = all are.
         hidden_states, packed_hidden_states: with `output_hidden_states=True`, N + 1 tensors each, the embeddings first.
         attentions: with `output_attentions=True`, the unpack weights of every layer, `[B, heads, T, L]`.
         packed_attentions: with `output_packed_attentions=True`, the pack weights, `[B, pack heads, L, T]`.
@@ -41,18 +41,24 @@ class LunaModelOutput(ModelOutput):
 
     last_hidden_state: torch.FloatTensor | None = None
     packed_last_hidden_state: torch.FloatTensor | None = None
-    packed_mask: torch.BoolTensor | None = None
+    packed_mask: torch.LongTensor | None = None
     packed_hidden_states: tuple[torch.FloatTensor, ...] | None = None
     hidden_states: tuple[torch.FloatTensor, ...] | None = None
     attentions: tuple[torch.FloatTensor, ...] | None = None
     packed_attentions: tuple[torch.FloatTensor, ...] | None = None
 
+    def recorded(self) -> dict[str, tuple[torch.FloatTensor, ...] | None]:
+        """What was recorded on request, for the output of a head."""
+        names = ("hidden_states", "attentions", "packed_hidden_states", "packed_attentions")
+        return {name: getattr(self, name) for name in names}
+
 
 @dataclass
 class LunaMaskedLMOutput(MaskedLMOutput):
-    """`MaskedLMOutput` with the packed sequence of each layer, see `LunaModelOutput`."""
+    """`MaskedLMOutput` with the packed sequence and attention of each layer, see `LunaModelOutput`."""
 
     packed_hidden_states: tuple[torch.FloatTensor, ...] | None = None
+    packed_attentions: tuple[torch.FloatTensor, ...] | None = None
 
 
 def sinusoids(length: int, width: int, device: torch.device) -> torch.Tensor:
@@ -343,6 +349,15 @@ class LunaPreTrainedModel(PreTrainedModel):
         if config.input_type == "values":
             self.main_input_name = "input_values"
 
+    def require_tokens(self):
+        """Refuse a configuration of real values for a class or method that needs tokens."""
+        if self.config.input_type != "tokens":
+            raise ValueError(f"{type(self).__name__} needs input_type='tokens', got {self.config.input_type!r}")
+
+    def resize_token_embeddings(self, *args, **kwargs) -> nn.Embedding:
+        self.require_tokens()
+        return super().resize_token_embeddings(*args, **kwargs)
+
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
         return True
@@ -375,8 +390,7 @@ class LunaModel(LunaPreTrainedModel):
         return self.embeddings.word_embeddings
 
     def set_input_embeddings(self, value: nn.Module):
-        if self.config.input_type == "values":
-            raise ValueError("a Luna model with input_type='values' has no token embeddings to set")
+        self.require_tokens()
         self.embeddings.word_embeddings = value
 
     @capture_outputs
@@ -419,7 +433,7 @@ class LunaModel(LunaPreTrainedModel):
         return LunaModelOutput(
             last_hidden_state=hidden_states,
             packed_last_hidden_state=packed_states[-1],
-            packed_mask=packed_mask,
+            packed_mask=None if packed_mask is None else packed_mask.long(),
             packed_hidden_states=tuple(packed_states) if output_hidden_states else None,
         )
 
@@ -474,8 +488,7 @@ class LunaForMaskedLM(LunaPreTrainedModel):
 
     def __init__(self, config: LunaConfig):
         super().__init__(config)
-        if config.input_type != "tokens":
-            raise ValueError(f"masked language modelling needs input_type='tokens', got {config.input_type!r}")
+        self.require_tokens()
         self.luna = LunaModel(config)
         self.lm_head = LunaLMHead(config)
         self.post_init()
@@ -502,13 +515,7 @@ class LunaForMaskedLM(LunaPreTrainedModel):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return LunaMaskedLMOutput(
-            loss=loss,
-            logits=logits,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            packed_hidden_states=outputs.packed_hidden_states,
-        )
+        return LunaMaskedLMOutput(loss=loss, logits=logits, **outputs.recorded())
 
 
 __all__ = ["LunaForMaskedLM", "LunaModel", "LunaPreTrainedModel"]

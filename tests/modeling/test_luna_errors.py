@@ -77,17 +77,28 @@ def test_pairs_of_different_batches():
         make("ForSequencePairClassification")(**inputs)
 
 
+def test_pairs_have_no_position_ids():
+    inputs = head_inputs("ForSequencePairClassification", [9, 4])
+    with pytest.raises(ValueError, match="leave position_ids out"):
+        make("ForSequencePairClassification")(**inputs, position_ids=inputs["input_ids"])
+
+
 def test_multiple_choice_without_options():
     with pytest.raises(ValueError, match=r"input_ids \[B, options, T\].*got \[2, 9\]"):
         make("ForMultipleChoice")(**head_inputs("Model", [9, 4]))
 
 
 def test_values_have_no_vocabulary():
-    with pytest.raises(ValueError, match="needs input_type='tokens'"):
-        LunaForMaskedLM(tiny_config(input_type="values"))
+    for head in ("ForMaskedLM", "ForMultipleChoice", "ForQuestionAnswering"):
+        with pytest.raises(ValueError, match=f"Luna{head} needs input_type='tokens', got 'values'"):
+            make(head, input_type="values")
     model = make("Model", input_type="values")
-    with pytest.raises(ValueError, match="no token embeddings"):
-        model.set_input_embeddings(torch.nn.Embedding(3, 24))
+    for change in (
+        lambda: model.set_input_embeddings(torch.nn.Embedding(3, 24)),
+        lambda: model.resize_token_embeddings(9),
+    ):
+        with pytest.raises(ValueError, match="LunaModel needs input_type='tokens'"):
+            change()
     with pytest.raises(ValueError, match="exactly one of input_values and inputs_embeds"):
         model(**head_inputs("Model", [9]))
 

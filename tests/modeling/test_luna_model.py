@@ -1,4 +1,4 @@
-"""The Luna models as users of transformers meet them: precision, compiling, export, checkpointing, saving, pipelines."""
+"""The Luna models as users of transformers meet them: precision, compiling, export, saving, pipelines."""
 
 import pytest
 import torch
@@ -93,6 +93,7 @@ def test_recorded_states(variant):
     assert [x.shape for x in output.packed_hidden_states] == [(2, 6, 24)] * 3
     assert [x.shape for x in output.attentions] == [(2, 4, 21, 6)] * 2
     base = model.luna(**inputs, output_packed_attentions=True)
+    assert len(model(**inputs, output_packed_attentions=True).packed_attentions) == 2
     heads = model.config.num_pack_attention_heads
     assert [x.shape for x in base.packed_attentions] == [(2, heads, 6, 21)] * 2
     torch.testing.assert_close(base.packed_attentions[0].sum(-1), torch.ones(2, heads, 6))
