@@ -79,7 +79,7 @@ class LunaPoolerAttention(nn.Module):
 
 
 class LunaPooler(nn.Module):
-    """Sentence representation `[B, d]` from tokens or packed sequence, by `config.pooling` (LUNA_SPEC 2.3, 5)."""
+    """Sequence vector `[B, d]` from tokens or packed sequence, by `config.pooling` (heads of `luna_bert` and LRA)."""
 
     def __init__(self, config: LunaConfig):
         super().__init__()
@@ -136,7 +136,7 @@ def _without_first(states: torch.Tensor | None, mask: torch.Tensor | None) -> to
 
 
 class LunaClassificationHead(nn.Module):
-    """dropout, then (dense, activation, dropout) x `classifier_num_layers`, then the output layer (LUNA_SPEC 5)."""
+    """dropout, then (dense, activation, dropout) x `classifier_num_layers`, then the output layer."""
 
     def __init__(self, config: LunaConfig, input_size: int, num_labels: int):
         super().__init__()
@@ -277,7 +277,7 @@ class LunaForSequencePairClassification(LunaPooledModel):
 
 
 class LunaForMultipleChoice(LunaPooledModel):
-    """Luna with one score for every option (RACE, CommonsenseQA; LUNA_SPEC 9)."""
+    """Luna with one score for every option (paper section 4.3: RACE, CommonsenseQA)."""
 
     def __init__(self, config: LunaConfig):
         super().__init__(config, config.hidden_size, 1)

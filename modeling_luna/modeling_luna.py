@@ -125,7 +125,7 @@ class LunaEmbeddings(nn.Module):
 
     def positions(self, inputs_embeds, mask, position_ids):
         """Position embeddings, `[B or 1, T, d]`. A token's position counts the tokens before it that the mask keeps, so
-        that neither side nor amount of padding matters (LUNA_SPEC 2.3)."""
+        that neither side nor amount of padding matters."""
         if self.config.position_embedding_type == "none":
             return None
         length, offset = inputs_embeds.shape[1], self.config.position_offset
@@ -163,7 +163,7 @@ class LunaEmbeddings(nn.Module):
 
 
 class LunaAttention(nn.Module):
-    """Pack and unpack attention with its projections (section 3.1; parameters as LUNA_SPEC 1.1)."""
+    """Pack and unpack attention with its projections (section 3.1, `LunarMultiheadAttention` of the original)."""
 
     def __init__(self, config: LunaConfig):
         super().__init__()
@@ -329,7 +329,7 @@ class LunaEncoder(nn.Module):
 
 
 class LunaPreTrainedModel(PreTrainedModel):
-    """Base of the Luna models: configuration, initialisation (LUNA_SPEC 2.4) and what transformers asks of a model."""
+    """Base of the Luna models: configuration, initialisation and what transformers asks of a model."""
 
     config_class = LunaConfig
     config: LunaConfig
@@ -467,7 +467,7 @@ class LunaModel(LunaPreTrainedModel):
 
 
 class LunaLMHead(nn.Module):
-    """Masked-LM head: dense, activation, LayerNorm, decoder (LUNA_SPEC 2.3)."""
+    """Masked-LM head: dense, activation, LayerNorm, decoder."""
 
     def __init__(self, config: LunaConfig):
         super().__init__()

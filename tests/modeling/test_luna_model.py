@@ -16,7 +16,7 @@ from luna_mega import LunaConfig, LunaForMaskedLM, LunaForSequenceClassification
 
 from .luna import HEADS, POOLINGS, VALUES, VARIANTS, head_inputs, labels, make, tiny_config
 
-COUNTS = {  # LUNA_SPEC 8: masked LM, encoder alone
+COUNTS = {  # counted in the original: masked LM, encoder alone
     "base_512": (131_902_041, 131_259_648),
     "base_512 untied": (146_076_249, 145_433_856),
     "base_2048": (133_179_993, 132_537_600),
