@@ -1,0 +1,36 @@
+# Every target sets up its own virtual environment, once. A fresh machine needs only make and Python >= 3.10.
+PYTHON ?= python3
+VENV ?= .venv
+CONSTRAINTS ?= requirements/ci.txt
+TESTS ?= tests
+
+# Named after the constraints, so that changing them in the same environment installs again.
+INSTALLED := $(VENV)/.installed-$(notdir $(CONSTRAINTS))
+
+.PHONY: help demo test style bench clean
+
+help: ## list the targets
+	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 10
+
+demo: $(INSTALLED) ## train, save, reload and judge a Luna classifier on real handwritten digits (5 minutes)
+	$(VENV)/bin/python examples/digits_demo.py
+
+test: $(INSTALLED) ## run the tests, or those named by TESTS="..."
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist worksteal $(TESTS)
+
+style: $(INSTALLED) ## lint and check the format
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+bench: $(INSTALLED) ## measure the ops
+	$(VENV)/bin/python benchmarks/run.py
+
+clean: ## remove the environments and what was built
+	rm -rf $(VENV) .venv-oldest build dist *.egg-info .pytest_cache .ruff_cache
+
+$(INSTALLED): setup.cfg pyproject.toml $(wildcard requirements/*.txt)
+	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 10), "luna-mega needs Python >= 3.10: make PYTHON=..."'
+	$(PYTHON) -m venv $(VENV)
+	rm -f $(VENV)/.installed-*
+	$(VENV)/bin/python -m pip install --constraint $(CONSTRAINTS) --editable '.[examples,dev]'
+	touch $@

@@ -1,0 +1,60 @@
+# Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
+"""Luna and Mega for transformers. Importing the package registers their classes with the ``Auto*`` classes."""
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from luna_mega._register import register_auto_classes
+
+if TYPE_CHECKING:
+    from luna_mega.modeling_luna.configuration_luna import LunaConfig as LunaConfig
+    from luna_mega.modeling_luna.heads_luna import (
+        LunaForMultipleChoice as LunaForMultipleChoice,
+        LunaForQuestionAnswering as LunaForQuestionAnswering,
+        LunaForSequenceClassification as LunaForSequenceClassification,
+        LunaForSequencePairClassification as LunaForSequencePairClassification,
+        LunaForTokenClassification as LunaForTokenClassification,
+    )
+    from luna_mega.modeling_luna.modeling_luna import (
+        LunaForMaskedLM as LunaForMaskedLM,
+        LunaModel as LunaModel,
+        LunaPreTrainedModel as LunaPreTrainedModel,
+    )
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "luna_mega.modeling_luna.configuration_luna": ["LunaConfig"],
+    "luna_mega.modeling_luna.heads_luna": [
+        "LunaForMultipleChoice",
+        "LunaForQuestionAnswering",
+        "LunaForSequenceClassification",
+        "LunaForSequencePairClassification",
+        "LunaForTokenClassification",
+    ],
+    "luna_mega.modeling_luna.modeling_luna": ["LunaForMaskedLM", "LunaModel", "LunaPreTrainedModel"],
+}
+_MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
+
+__all__ = [*_MODULE_OF, "register_auto_classes"]
+
+# In a checkout the sub-packages stand beside this folder, not in it.
+_root = Path(__file__).resolve().parent.parent
+if (_root / "setup.cfg").is_file():
+    __path__.append(str(_root))
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+register_auto_classes()

@@ -1,0 +1,31 @@
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def repo_root() -> Path:
+    """Root folder of the checkout."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def shared_dir() -> Path:
+    """Folder with the parity fixtures and data sets, beside the checkout; the test is skipped where it is absent."""
+    path = ROOT.parent / "shared"
+    if not path.is_dir():
+        pytest.skip("../shared (parity fixtures and data sets) is absent")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """Same random numbers in every test, whatever ran before it."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
