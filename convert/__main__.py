@@ -1,0 +1,8 @@
+"""`python -m luna_mega.convert CHECKPOINT ...` is `luna-mega convert CHECKPOINT ...`."""
+
+import sys
+
+from luna_mega.convert.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""fairseq dictionaries: reads dict.txt and finds out which file belongs to which part of the model."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from luna_mega.convert.errors import ConversionError
+
+SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
+VOCABULARY_PLACES = ("dict.txt", "src-bin/dict.txt", "input0/dict.txt")
+LABEL_PLACES = ("label-bin/dict.txt", "label/dict.txt")
+
+
+@dataclass(frozen=True)
+class Dictionary:
+    """A dict.txt: `symbols[i]` has id 4 + i, behind the four specials that are not in the file."""
+
+    path: Path
+    symbols: tuple[str, ...]
+
+    def size(self, appended: str) -> int:
+        """Ids in the model: specials, symbols, and the one that fairseq appends after loading if it is not there."""
+        return len(SPECIALS) + len(self.symbols) + (appended not in self.symbols)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The symbols as class names (label id = line index), without the filler that rounds the size up to 8."""
+        return tuple(symbol for symbol in self.symbols if not re.fullmatch(r"madeupword\d{4}", symbol))
+
+
+def read_dictionary(path: str | Path) -> Dictionary:
+    """Reads lines `symbol count`, split at the last space, with fairseq's `#fairseq:overwrite` flag.
+
+    Raises:
+        ConversionError: no such file, or not such a file; the message names the line.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ConversionError(f"{path}: no such dictionary file")
+    symbols: list[str] = []
+    seen = set(SPECIALS)
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ConversionError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
+    for number, line in enumerate(lines[:-1] if lines[-1] == "" else lines, start=1):
+        symbol, _, count = line.rstrip().rpartition(" ")
+        overwrite = count == "#fairseq:overwrite"
+        if overwrite:
+            symbol, _, count = symbol.rpartition(" ")
+        if not symbol or not re.fullmatch(r"-?\d+", count):
+            raise ConversionError(f"{path}: line {number} is not '<symbol> <count>': {line[:40]!r}")
+        if symbol in seen and not overwrite:
+            raise ConversionError(
+                f"{path}: line {number} repeats {symbol!r}; remove it, or end the line with #fairseq:overwrite"
+            )
+        seen.add(symbol)
+        symbols.append(symbol)
+    return Dictionary(path, tuple(symbols))
+
+
+@dataclass
+class Dictionaries:
+    """The dictionaries of one model, and what to tell the user about the search."""
+
+    vocabulary: Dictionary | None
+    labels: Dictionary | None
+    notes: list[str]
+    warnings: list[str]
+
+
+def assign_dictionaries(
+    given: list[str | Path], beside: Path, vocab_size: int | None, appended: str | None, num_labels: int | None
+) -> Dictionaries:
+    """Finds the vocabulary and the label dictionary among `given` or, when none is given, in the folder `beside`.
+
+    Args:
+        vocab_size: rows of the embedding; None = the model has no vocabulary.
+        appended: the symbol that fairseq appends to the vocabulary.
+        num_labels: classes; None = the model has none.
+
+    Raises:
+        ConversionError: a file fits neither role, or two files fit the same one.
+    """
+    found = Dictionaries(None, None, [], [])
+    paths = given or _beside(beside, vocab_size is not None, num_labels is not None)
+    for path in paths:
+        dictionary = read_dictionary(path)
+        if vocab_size is not None and dictionary.size(appended) == vocab_size:
+            role = "vocabulary"
+        elif num_labels is not None and len(dictionary.labels) == num_labels:
+            role = "labels"
+        elif dictionary.path.parent.name in ("label-bin", "label"):
+            # fairseq takes the number of classes from its args and never compares the two.
+            found.warnings.append(
+                f"{path}: {len(dictionary.labels)} labels for {num_labels or 'no'} classes: not used, classes keep "
+                "their numbers"
+            )
+            continue
+        else:
+            raise ConversionError(_no_fit(dictionary, vocab_size, appended, num_labels))
+        other = getattr(found, role)
+        if other is not None and other.symbols != dictionary.symbols:
+            raise ConversionError(f"{path}: fits as {role}, and so does {other.path}; give one of them")
+        setattr(found, role, other or dictionary)
+    if vocab_size is not None and found.vocabulary is None:
+        found.notes.append("no dictionary: the folder has no dict.txt, which a tokenizer is made from; --dict adds it")
+    return found
+
+
+def _beside(folder: Path, vocabulary: bool, labels: bool) -> list[Path]:
+    """At most one file of each role, the first place that has one."""
+    places = [VOCABULARY_PLACES] * vocabulary + [LABEL_PLACES] * labels
+    return [found for names in places if (found := next((p for n in names if (p := folder / n).is_file()), None))]
+
+
+def _no_fit(dictionary: Dictionary, vocab_size: int | None, appended: str | None, num_labels: int | None) -> str:
+    symbols, wanted = len(dictionary.symbols), []
+    if vocab_size is not None:
+        wanted.append(
+            f"{vocab_size} embeddings ({len(SPECIALS)} specials + {symbols} symbols + {appended} = "
+            f"{dictionary.size(appended)})"
+        )
+    if num_labels is not None:
+        wanted.append(f"{num_labels} classes ({len(dictionary.labels)} labels)")
+    model = " or ".join(wanted) or "no vocabulary and no classes"
+    return (
+        f"{dictionary.path}: {symbols} symbols do not fit the model, which has {model}; give the dictionary it was "
+        "trained with (--dict)"
+    )

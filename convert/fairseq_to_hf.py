@@ -1,0 +1,157 @@
+"""Converts a fairseq checkpoint of a Luna encoder into a folder that transformers loads."""
+
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+
+from luna_mega.convert.dictionary import Dictionaries, assign_dictionaries
+from luna_mega.convert.errors import ConversionError
+from luna_mega.convert.fairseq_reader import Checkpoint, read_checkpoint
+from luna_mega.convert.layer_norm import CHOICES, LayerNormDecision, decide_layer_norm
+from luna_mega.convert.mapping import Mapping, convert_tensors, few, map_tensors, without_memory
+from luna_mega.convert.output import check_output, complete_folder
+from luna_mega.convert.plan import Plan
+from luna_mega.convert.plan_luna_bert import plan_luna_bert
+from luna_mega.convert.plan_luna_lra import plan_luna_lra
+from luna_mega.convert.report import FILE_NAME, Report
+from luna_mega.convert.source_detect import Source, canonical, detect
+
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+def convert_checkpoint(
+    path: str | Path,
+    output: str | Path,
+    *,
+    dictionaries: Sequence[str | Path] = (),
+    head: str | None = None,
+    layer_norm: str = "auto",
+    dtype: str = "float32",
+) -> Report:
+    """Converts a luna_bert or Luna LRA checkpoint; nothing in the file is executed.
+
+    Args:
+        path: the checkpoint that fairseq saved.
+        output: folder to write, absent or empty; after a failure it is as it was.
+        dictionaries: vocabulary and label dictionary in any order, told apart by their size; when none is given they
+            are looked for beside the checkpoint.
+        head: name of the luna_bert classification head to convert; None = the only head of a fine-tuned model, else
+            masked LM.
+        layer_norm: "auto", "standard" or "plus-one" (the 2023 code stores weight - 1).
+        dtype: "float32", "float16" or "bfloat16".
+
+    Returns:
+        The report that is also written as conversion_report.json.
+
+    Raises:
+        ConversionError: the input is at fault; one line names the file or field and the way out.
+        ValueError: an option has no such value.
+    """
+    for name, value, choices in (("layer_norm", layer_norm, CHOICES), ("dtype", dtype, DTYPES)):
+        if value not in choices:
+            raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+    output = check_output(output)
+    checkpoint = read_checkpoint(path)
+    source = detect(checkpoint)
+    tensors = canonical(checkpoint)
+    try:
+        plan = _plan(source, tensors, checkpoint.args, head)
+        mapping = map_tensors(plan, tensors)
+        norm = decide_layer_norm([tensors[key] for key in mapping.norm_weights], layer_norm)
+    except ConversionError as error:
+        raise ConversionError(f"{checkpoint.path}: {error}") from error
+    found = assign_dictionaries(
+        list(dictionaries),
+        checkpoint.path.parent,
+        plan.config.vocab_size if plan.appended_symbol else None,
+        plan.appended_symbol,
+        plan.num_labels,
+    )
+    if found.labels is not None:
+        plan.config.id2label = dict(enumerate(found.labels.labels))
+        plan.config.label2id = {label: index for index, label in plan.config.id2label.items()}
+    converted = convert_tensors(plan, mapping, tensors, norm.convention == "plus-one", getattr(torch, dtype))
+    report = _report(output, checkpoint, source, plan, mapping, norm, found, converted)
+    with complete_folder(output) as folder:
+        _write(folder, plan, converted, found, report)
+    return report
+
+
+def _plan(source: Source, tensors: dict, args: dict, head: str | None) -> Plan:
+    if source.layout == "luna_bert":
+        return plan_luna_bert(source, tensors, args, head)
+    if head is not None:
+        raise ConversionError(f"--head {head}: a Luna LRA file has one classifier without a name; leave the option out")
+    return plan_luna_lra(source, tensors, args)
+
+
+def _report(
+    output: Path,
+    checkpoint: Checkpoint,
+    source: Source,
+    plan: Plan,
+    mapping: Mapping,
+    norm: LayerNormDecision,
+    found: Dictionaries,
+    converted: dict[str, torch.Tensor],
+) -> Report:
+    non_finite = [target for target, tensor in converted.items() if not tensor.isfinite().all()]
+    warnings = [*plan.warnings, *found.warnings, *filter(None, [norm.warning])]
+    if non_finite:
+        warnings.append(f"NaN or Inf in {len(non_finite)} of {len(converted)} tensors: {few(non_finite)}")
+    tensors = canonical(checkpoint)
+    shape = {key: list(tensor.shape) for key, tensor in tensors.items()}
+    early = ["early file: its prefix 'decoder.' is today's 'encoder.'"] * (tensors.keys() != checkpoint.tensors.keys())
+    return Report(
+        output=str(output),
+        source={
+            "file": checkpoint.path.name,
+            "sha256": checkpoint.sha256,
+            "serialization": checkpoint.serialization,
+            "layout": source.layout,
+            "revision": source.revision,
+            "arch": source.arch,
+            "task": checkpoint.args.get("task"),
+            "num_updates": checkpoint.num_updates,
+        },
+        model_class=plan.model_class.__name__,
+        decisions={"layer_norm": norm.convention, "layer_norm_mean": norm.mean} | plan.decisions,
+        mapped=[{"source": key, "target": target, "shape": shape[key]} for key, target in mapping.mapped.items()],
+        dropped=[{"source": key, "shape": shape[key], "reason": reason} for key, reason in mapping.dropped.items()],
+        dtype_in=dict(Counter(_name(tensor.dtype) for tensor in tensors.values())),
+        dtype_out=_name(next(iter(converted.values())).dtype),
+        parameters={
+            "model": without_memory(plan.model_class, plan).num_parameters(),
+            "file": sum(tensor.numel() for tensor in converted.values()),
+        },
+        non_finite=non_finite,
+        files=["config.json", "model.safetensors", *_dictionary_files(found), FILE_NAME],
+        args=dict(checkpoint.args),
+        notes=[*plan.notes, *found.notes, *early],
+        warnings=warnings,
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dictionary_files(found: Dictionaries) -> dict[str, Path]:
+    roles = {"dict.txt": found.vocabulary, "dict.label.txt": found.labels}
+    return {name: dictionary.path for name, dictionary in roles.items() if dictionary is not None}
+
+
+def _write(folder: Path, plan: Plan, converted: dict, found: Dictionaries, report: Report) -> None:
+    dtype = next(iter(converted.values())).dtype
+    model = without_memory(plan.model_class, plan).to(dtype)
+    try:
+        model.save_pretrained(folder, state_dict=converted, max_shard_size="50GB")
+    except SafetensorError as error:  # what safetensors makes of a full disk
+        raise ConversionError(f"{report.output}: cannot write model.safetensors: {error}") from error
+    for name, path in _dictionary_files(found).items():
+        shutil.copyfile(path, folder / name)
+    report.save(folder)

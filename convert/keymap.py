@@ -1,0 +1,62 @@
+"""Key maps as data: ordered rows (source pattern, target pattern, transform), read in either direction.
+
+A pattern is a tensor name with fields: `{layer}` and `{n}` are numbers, `{part}` is weight or bias, `{rest}` anything.
+"""
+
+import re
+from dataclasses import dataclass
+from functools import cache
+
+_FIELDS = {"layer": r"\d+", "n": r"\d+", "part": r"weight|bias", "rest": r".+"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a key map; `target` None means that the tensor is left out, for `reason`."""
+
+    source: str
+    target: str | None
+    transform: str | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Match:
+    """A row that fits a name, and the name on the other side (None = left out)."""
+
+    row: Row
+    key: str | None
+
+
+class KeyMap:
+    """Rows in order; the first that fits a name wins."""
+
+    def __init__(self, rows: list[Row]):
+        self.rows = tuple(rows)
+
+    def forward(self, key: str) -> Match | None:
+        """From a fairseq name to ours; None when no row fits."""
+        return self._match(key, "source", "target")
+
+    def backward(self, key: str) -> Match | None:
+        """From our name to fairseq's; None when no row fits."""
+        return self._match(key, "target", "source")
+
+    def _match(self, key: str, from_side: str, to_side: str) -> Match | None:
+        for row in self.rows:
+            pattern, other = getattr(row, from_side), getattr(row, to_side)
+            found = pattern is not None and _compile(pattern).fullmatch(key)
+            if found:
+                return Match(row, None if other is None else other.format(**found.groupdict()))
+        return None
+
+
+@cache
+def _compile(pattern: str) -> re.Pattern:
+    literal_and_field = re.split(r"\{(\w+)\}", pattern)
+    return re.compile(
+        "".join(
+            f"(?P<{text}>{_FIELDS[text]})" if index % 2 else re.escape(text)
+            for index, text in enumerate(literal_and_field)
+        )
+    )

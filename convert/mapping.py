@@ -1,0 +1,90 @@
+"""From the tensors of a checkpoint to those of the model: every one mapped, dropped with a reason, or an error."""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from luna_mega.convert.errors import ConversionError
+from luna_mega.convert.keymap import KeyMap
+from luna_mega.convert.keymap_luna import LAYER_NORM
+from luna_mega.convert.plan import Plan
+
+_TIED_TO_EMBEDDING = "lm_head.decoder.weight"
+
+
+@dataclass(frozen=True)
+class Mapping:
+    """`mapped`: source name -> target name; `dropped`: source name -> reason; `norm_weights`: source names."""
+
+    mapped: dict[str, str]
+    dropped: dict[str, str]
+    norm_weights: list[str]
+
+
+def map_tensors(plan: Plan, tensors: dict[str, torch.Tensor]) -> Mapping:
+    """Names every tensor's place and checks it against the model.
+
+    Raises:
+        ConversionError: a tensor without a place, a place without a tensor, or another shape.
+    """
+    mapped, dropped, norm_weights, unexpected = {}, {}, [], []
+    expected = _expected_shapes(plan)
+    for key in tensors:
+        match = plan.keymap.forward(key)
+        if match is None or match.key not in (None, *expected):
+            unexpected.append(key)
+        elif match.key is None:
+            dropped[key] = match.row.reason
+        else:
+            mapped[key] = match.key
+            if match.row.transform == LAYER_NORM and key.endswith(".weight"):
+                norm_weights.append(key)
+    missing = [_source_name(plan.keymap, target) for target in expected if target not in mapped.values()]
+    problems = [f"{what}: {few(keys)}" for what, keys in (("missing", missing), ("unexpected", unexpected)) if keys]
+    if problems:
+        raise ConversionError(
+            f"the tensors are not those of {plan.model_class.__name__} ({'; '.join(problems)}); the file is incomplete "
+            "or of a changed model"
+        )
+    for key, target in mapped.items():
+        if tensors[key].shape != expected[target]:
+            raise ConversionError(
+                f"tensor {key!r} has shape {list(tensors[key].shape)}, the model needs {list(expected[target])}"
+            )
+    return Mapping(mapped, dropped, norm_weights)
+
+
+def convert_tensors(
+    plan: Plan, mapping: Mapping, tensors: dict[str, torch.Tensor], plus_one: bool, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """The tensors under their new names in `dtype`; with `plus_one` the norm weights are stored minus one."""
+    raised = set(mapping.norm_weights) if plus_one else set()
+    return {
+        target: (tensors[key].float() + 1 if key in raised else tensors[key]).to(dtype)
+        for key, target in mapping.mapped.items()
+        if not (target == _TIED_TO_EMBEDDING and plan.config.tie_word_embeddings)
+    }
+
+
+def without_memory(model_class: type[PreTrainedModel], plan: Plan) -> PreTrainedModel:
+    """The model on the meta device: names and shapes only."""
+    with torch.device("meta"):
+        return model_class(plan.config)
+
+
+def few(keys: list[str]) -> str:
+    """The first five names and how many more there are."""
+    return ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
+
+
+def _expected_shapes(plan: Plan) -> dict[str, torch.Size]:
+    shapes = {}
+    for model_class in (plan.model_class, *plan.also_loads):
+        shapes |= {name: tensor.shape for name, tensor in without_memory(model_class, plan).state_dict().items()}
+    return shapes
+
+
+def _source_name(keymap: KeyMap, target: str) -> str:
+    match = keymap.backward(target)
+    return target if match is None else match.key

@@ -1,0 +1,38 @@
+"""What a conversion is going to do, before a tensor is touched."""
+
+from dataclasses import dataclass, field
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import PreTrainedModel
+
+import luna_mega
+from luna_mega.convert.errors import ConversionError
+from luna_mega.convert.keymap import KeyMap
+
+
+@dataclass
+class Plan:
+    """The class and configuration to write, the key map, and what to tell the user.
+
+    `appended_symbol` is what fairseq adds to the dictionary after loading it (None: no vocabulary), `num_labels` the
+    number of classes that can have names (None: none); `also_loads` are classes that load from the same folder with all
+    their weights.
+    """
+
+    model_class: type[PreTrainedModel]
+    config: "luna_mega.LunaConfig"
+    keymap: KeyMap
+    appended_symbol: str | None
+    num_labels: int | None
+    also_loads: tuple[type[PreTrainedModel], ...] = ()
+    decisions: dict[str, str | int | float | bool] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def build_config(**fields) -> "luna_mega.LunaConfig":
+    """A `LunaConfig`; args and shapes that do not fit together end in a `ConversionError`."""
+    try:
+        return luna_mega.LunaConfig(**fields)
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        raise ConversionError(f"args and tensors do not fit together: {error}") from error

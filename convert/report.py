@@ -1,0 +1,77 @@
+"""The report of a conversion: a table for the screen, conversion_report.json for machines and for export."""
+
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+FILE_NAME = "conversion_report.json"
+_REVISIONS = {"r21": "2021 code", "head": "2023 code"}
+_WORDS = {True: "yes", False: "no", None: "none"}
+
+
+@dataclass
+class Report:
+    """What a conversion read, decided and wrote.
+
+    `mapped` has `{"source", "target", "shape"}` and `dropped` `{"source", "shape", "reason"}` for every tensor of the
+    checkpoint; `args` are fairseq's, as JSON values, so that an export can write them back. `missing` and `unexpected`
+    are empty: a conversion with either fails.
+    """
+
+    output: str
+    source: dict[str, Any]
+    model_class: str
+    decisions: dict[str, Any]
+    mapped: list[dict[str, Any]]
+    dropped: list[dict[str, Any]]
+    dtype_in: dict[str, int]
+    dtype_out: str
+    parameters: dict[str, int]
+    non_finite: list[str]
+    files: list[str]
+    args: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+
+    def save(self, folder: Path) -> None:
+        """Writes conversion_report.json into `folder`."""
+        content = {"format": 1} | asdict(self)
+        del content["output"]  # a path of this machine
+        (folder / FILE_NAME).write_text(json.dumps(content, indent=2, default=_plain) + "\n", encoding="utf-8")
+
+    def __str__(self) -> str:
+        source = self.source
+        decisions = {name.replace("_", " "): value for name, value in self.decisions.items()}
+        mean = decisions.pop("layer norm mean")
+        rows = {
+            "read": f"{source['file']}: {source['layout']} of the {_REVISIONS[source['revision']]}, "
+            f"arch {source['arch']}, task {source['task']}, updates: {source['num_updates'] or 'not recorded'}",
+            "class": self.model_class,
+            **{name: _WORDS.get(value, value) for name, value in decisions.items()},
+            "layer norm": f"{decisions['layer norm']} (the mean of the norm weights is {mean:.3f})",
+            "tensors": f"{len(self.mapped)} mapped, {len(self.dropped)} dropped, "
+            f"{len(self.missing)} missing, {len(self.unexpected)} unexpected",
+            "parameters": f"{self.parameters['model']:,} in the model, {self.parameters['file']:,} in the file",
+            "dtype": f"{', '.join(self.dtype_in)} -> {self.dtype_out}",
+        }
+        reasons = Counter(row["reason"] for row in self.dropped)
+        lines = [
+            *rows.items(),
+            *(("dropped", f"{number} x {reason}") for reason, number in reasons.items()),
+            *(("note", note) for note in self.notes),
+            *(("warning", warning) for warning in self.warnings),
+            ("written", f"{self.output}: {', '.join(self.files)}"),
+        ]
+        width = max(len(name) for name, _ in lines) + 2
+        return "\n".join(f"{name:<{width}}{value}" for name, value in lines)
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has no type for: numpy numbers become Python's, a nested Namespace a dict, the rest its text."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return vars(value) if hasattr(value, "__dict__") else str(value)

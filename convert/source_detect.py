@@ -1,0 +1,64 @@
+"""Tells which code wrote a checkpoint, from its tensor names and args; refuses what cannot be converted."""
+
+import re
+from dataclasses import dataclass
+
+from luna_mega.convert.errors import ConversionError
+from luna_mega.convert.fairseq_reader import Checkpoint
+
+_MEGA = r"(^|\.)(mega_layer|move)\.|^(delta|alpha|beta|gamma|omega)$"
+# Complex EMA, the norm after the moving average and the group norms over time exist in the Megalodon line only.
+_MEGALODON = r"(^|\.)(theta|cema|move_act|timenorm|prior_mean)(\.|$)"
+
+
+@dataclass(frozen=True)
+class Source:
+    """The kind of file: `layout` is "luna_bert" or "luna_lra", `revision` is "r21" (2021 code) or "head" (2023)."""
+
+    layout: str
+    revision: str
+    arch: str
+
+
+def detect(checkpoint: Checkpoint) -> Source:
+    """Which original code wrote the file.
+
+    Raises:
+        ConversionError: not a Luna encoder; the message names what it is and what to do.
+    """
+    keys, arch = checkpoint.tensors.keys(), str(checkpoint.args.get("arch"))
+    if any(re.search(_MEGA, key) for key in keys) or any(re.search(_MEGALODON, key) for key in keys):
+        raise ConversionError(f"{checkpoint.path}: {_mega_refusal(keys, arch)}")
+    if any(re.match(r"(encoder|decoder)\.sentence_encoder\.projected_embeddings$", key) for key in keys):
+        # An argument that the code has had since May 2022.
+        return Source("luna_bert", "head" if "stop_min_lr" in checkpoint.args else "r21", arch)
+    if "encoder.encoder.projected_embeddings" in keys:
+        return Source("luna_lra", "r21" if any(key.startswith("classifier.") for key in keys) else "head", arch)
+    raise ConversionError(f"{checkpoint.path}: {_other_refusal(keys, arch)}")
+
+
+def _mega_refusal(keys, arch: str) -> str:
+    no_output_bias = any(k.endswith("mega_layer.h_proj.weight") and k[:-6] + "bias" not in keys for k in keys)
+    if no_output_bias or any(re.search(_MEGALODON, key) for key in keys):
+        return (
+            f"a Megalodon-line checkpoint (arch {arch!r}: complex EMA, timestep norm): neither Luna nor Mega computes "
+            "what its layers do, so it cannot be converted; run it with the code that wrote it"
+        )
+    return f"a Mega checkpoint (arch {arch!r}), not Luna: this version converts Luna encoders only"
+
+
+def _other_refusal(keys, arch: str) -> str:
+    if "encoder.projected_embeddings" in keys and any(key.startswith("decoder.layers.") for key in keys):
+        return (
+            f"a Luna encoder-decoder (arch {arch!r}): encoder-decoder conversion is not there yet in this version, "
+            "which converts luna_bert and Luna LRA encoders"
+        )
+    return (
+        f"not a Luna checkpoint (arch {arch!r}): there is no packed sequence, '*.projected_embeddings', among its "
+        f"{len(keys)} tensors; this version converts luna_bert and Luna LRA encoders"
+    )
+
+
+def canonical(checkpoint: Checkpoint) -> dict:
+    """The tensors under today's names: early luna_bert files say `decoder.` for `encoder.`, as fairseq knows."""
+    return {re.sub(r"^decoder\.", "encoder.", key): tensor for key, tensor in checkpoint.tensors.items()}

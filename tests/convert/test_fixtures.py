@@ -1,0 +1,108 @@
+"""Every parity fixture that part A converts, through the command line. Numbers are compared in tests/parity."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForMaskedLM, AutoModelForMultipleChoice, AutoModelForSequenceClassification
+
+from luna_mega import LunaForSequencePairClassification
+from luna_mega.convert.cli import main
+from luna_mega.convert.fairseq_reader import read_checkpoint
+
+CLASSES = {
+    "LunaForMaskedLM": AutoModelForMaskedLM,
+    "LunaForMultipleChoice": AutoModelForMultipleChoice,
+    "LunaForSequenceClassification": AutoModelForSequenceClassification,
+    "LunaForSequencePairClassification": LunaForSequencePairClassification,
+}
+
+
+def folders(shared_dir, *patterns):
+    root = shared_dir / "fixtures" / "luna"
+    found = [folder for pattern in patterns for folder in sorted(root.glob(pattern))]
+    assert found, f"no fixtures in {root}"
+    return found
+
+
+def expected_class(meta):
+    if meta["kind"] == "luna_lra":
+        return "LunaForSequencePairClassification" if meta["pair"] else "LunaForSequenceClassification"
+    return "LunaForMultipleChoice" if meta["args"]["task"] == "sentence_ranking" else "LunaForMaskedLM"
+
+
+def expected_pooling(meta):
+    args, revision = meta["args"], meta["revision"]
+    if args["use_p"]:
+        return "packed_mean", True
+    return ("mean", revision == "r21") if args.get("sen_rep_type") == "mp" else ("cls", False)
+
+
+def check_config(config, meta):
+    args = meta["args"]
+    assert config.num_attention_heads == args["encoder_attention_heads"]
+    assert config.num_hidden_layers == args["encoder_layers"]
+    assert config.hidden_size == args["encoder_embed_dim"]
+    assert config.projection_length == args.get("projection_length", args.get("encoder_projection_length"))
+    assert config.max_position_embeddings == args["max_positions"]
+    if meta["vocab_size"] is not None:
+        assert config.vocab_size == meta["vocab_size"]
+    if meta["kind"] == "luna_bert":
+        assert config.tie_key_value is not args["untie_luna_kv"]
+        assert config.tie_word_embeddings is not args["untie_weights_luna"]
+        assert config.dynamic_projection_length is not args["fix_projection_length"]
+        return
+    assert config.tie_key_value is args.get("tie_kv", False)
+    assert config.share_layers is args.get("tie_layer_weights", False)
+    assert config.num_labels == args["sentence_class_num"]
+    assert (config.pooling, config.pool_padding) == expected_pooling(meta)
+    assert config.input_type == ("values" if meta["image"] else "tokens")
+    assert config.position_embedding_type == ("learned" if args["encoder_learned_pos"] else "sinusoidal")
+
+
+def test_every_fixture(shared_dir, tmp_path, capsys):
+    for fixture in folders(shared_dir, "bert_*", "head_bert_*", "lra*"):
+        meta = json.loads((fixture / "meta.json").read_text())
+        output = tmp_path / fixture.name
+        assert main([str(fixture / "checkpoint.pt"), "--output", str(output)]) == 0, capsys.readouterr().err
+        report = json.loads((output / "conversion_report.json").read_text())
+        assert report["model_class"] == expected_class(meta), fixture.name
+        assert report["source"]["revision"] == meta["revision"]
+        assert report["decisions"]["layer_norm"] == ("plus-one" if meta["revision"] == "head" else "standard")
+        accounted = [row["source"] for row in report["mapped"] + report["dropped"]]
+        assert sorted(accounted) == sorted(read_checkpoint(fixture / "checkpoint.pt").tensors)
+        assert (output / "dict.txt").is_file() is (fixture / "dict.txt").is_file()
+        model, info = CLASSES[report["model_class"]].from_pretrained(output, output_loading_info=True)
+        assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"], info
+        check_config(model.config, meta)
+
+
+def test_every_head(shared_dir, tmp_path):
+    for fixture in folders(shared_dir, "bert_heads"):
+        heads = json.loads((fixture / "meta.json").read_text())["heads"]
+        assert heads
+        for name, sizes in heads.items():
+            output = tmp_path / name
+            assert main([str(fixture / "checkpoint.pt"), "--output", str(output), "--head", name]) == 0
+            model = AutoModelForSequenceClassification.from_pretrained(output)
+            assert model.config.num_labels == sizes["num_classes"]
+            assert model.config.classifier_hidden_size == (sizes["inner_dim"] or model.config.hidden_size)
+
+
+def test_half_precision_fixture(shared_dir, tmp_path):
+    for fixture in folders(shared_dir, "bert_ranking_fp16"):
+        assert main([str(fixture / "checkpoint.pt"), "--output", str(tmp_path / "out")]) == 0
+        model = AutoModelForMultipleChoice.from_pretrained(tmp_path / "out")
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize(("family", "pattern"), [("luna", "s2s_*"), ("mega", "0[789]_*"), ("mega", "1*")])
+def test_other_models_are_refused(shared_dir, tmp_path, capsys, family, pattern):
+    files = sorted((shared_dir / "fixtures" / family).glob(f"{pattern}/checkpoint.pt"))
+    assert files
+    for file in files:
+        assert main([str(file), "--output", str(tmp_path / "out")]) == 1
+        message = capsys.readouterr().err
+        expected = "encoder-decoder conversion is not there yet" if family == "luna" else "a Mega checkpoint"
+        assert expected in message and message.count("\n") == 1, message
+    assert not list(tmp_path.iterdir())

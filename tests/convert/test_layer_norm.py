@@ -1,0 +1,75 @@
+import pytest
+import torch
+
+from luna_mega import LunaForMaskedLM
+from luna_mega.convert import ConversionError
+from luna_mega.convert.layer_norm import decide_layer_norm
+
+
+@pytest.mark.parametrize(
+    ("mean", "expected"),
+    [(1.0, "standard"), (0.8, "standard"), (1.2, "standard"), (0.0, "plus-one"), (-0.2, "plus-one")],
+)
+def test_auto_decides_by_the_mean(mean, expected):
+    decision = decide_layer_norm([torch.full((3,), mean - 0.01), torch.full((3,), mean + 0.01)], "auto")
+    assert decision.convention == expected and decision.warning is None
+    assert decision.mean == pytest.approx(mean)
+
+
+@pytest.mark.parametrize("mean", [0.26, 0.5, 0.74, 1.3, -0.3, 40.0, float("nan")])
+def test_auto_refuses_what_is_near_neither(mean):
+    with pytest.raises(ConversionError, match="--layer-norm standard or --layer-norm plus-one"):
+        decide_layer_norm([torch.full((3,), mean)], "auto")
+
+
+def test_a_nan_does_not_hide_the_mean():
+    assert decide_layer_norm([torch.tensor([1.0, float("nan"), 1.0])], "auto").convention == "standard"
+
+
+@pytest.mark.parametrize("choice", ["standard", "plus-one"])
+def test_explicit_choice(choice):
+    other = {"standard": 0.0, "plus-one": 1.0}[choice]
+    contradicted = decide_layer_norm([torch.full((3,), other)], choice)
+    assert contradicted.convention == choice and "contradicts" in contradicted.warning
+    assert decide_layer_norm([torch.full((3,), 1 - other)], choice).warning is None
+    assert decide_layer_norm([torch.full((3,), 0.5)], choice).warning is None
+
+
+def weights(folder):
+    return LunaForMaskedLM.from_pretrained(folder).state_dict()
+
+
+def test_both_conventions_give_the_same_model(convert, make):
+    state = make.bert()
+    standard = weights(convert(state))
+    assert "standard (the mean of the norm weights is 1.0" in convert.screen
+    convert.output = convert.output.with_name("plus-one")
+    plus_one = weights(convert(state | {"model": make.minus_one(state["model"])}))
+    assert "plus-one (the mean of the norm weights is " in convert.screen
+    for name, tensor in standard.items():
+        torch.testing.assert_close(plus_one[name], tensor, rtol=0, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("fresh", [1.0, 0.0])
+def test_untrained_file(convert, make, fresh):
+    state = make.bert()
+    for key, tensor in state["model"].items():
+        if key.endswith("layer_norm.weight"):
+            tensor.fill_(fresh)
+    assert weights(convert(state))["luna.embeddings.layer_norm.weight"].eq(1).all()
+    assert f"(the mean of the norm weights is {fresh:.3f})" in convert.screen
+
+
+def test_ambiguous_file_converts_with_the_option(convert, make):
+    state = make.bert()
+    for key, tensor in state["model"].items():
+        if key.endswith("layer_norm.weight"):
+            tensor.fill_(0.5)
+    assert "--layer-norm" in convert.error(state)
+    norm = "luna.embeddings.layer_norm.weight"
+    assert weights(convert(state, "--layer-norm", "plus-one"))[norm].eq(1.5).all()
+
+
+def test_contradicting_option_warns(convert, make):
+    convert(make.bert(), "--layer-norm", "plus-one")
+    assert "contradicts the norm weights" in convert.screen

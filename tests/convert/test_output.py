@@ -1,0 +1,111 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from luna_mega import cli
+from luna_mega.convert import ConversionError, convert_checkpoint, fairseq_to_hf
+from luna_mega.convert.cli import main
+
+
+def test_empty_output_folder_and_new_parents(convert, make):
+    convert.output.mkdir()
+    convert(make.bert())
+    convert.output = convert.output / "new" / "deeper"
+    assert sorted(path.name for path in convert(make.bert()).iterdir()) == [
+        "config.json",
+        "conversion_report.json",
+        "model.safetensors",
+    ]
+
+
+def test_occupied_output(convert, make):
+    convert.output.mkdir()
+    (convert.output / "mine").write_text("precious")
+    assert "not empty" in convert.error(make.bert())
+    assert [path.name for path in convert.output.iterdir()] == ["mine"]
+    (convert.output / "mine").rename(convert.output.with_name("file"))
+    convert.output = convert.output.with_name("file")
+    assert "is a file" in convert.error()
+
+
+@pytest.mark.parametrize("error", [OSError("no space left"), KeyboardInterrupt(), RuntimeError("bug")])
+@pytest.mark.parametrize("there", [False, True])
+def test_nothing_half_written(convert, make, monkeypatch, error, there):
+    """The failure comes after the weights are on the disk."""
+    if there:
+        convert.output.mkdir()
+    before = sorted(convert.output.parent.rglob("*"))
+
+    def fail(report, folder):
+        assert (folder / "model.safetensors").is_file()
+        raise error
+
+    monkeypatch.setattr(fairseq_to_hf.Report, "save", fail)
+    convert.save(make.bert())
+    with pytest.raises(type(error)):
+        convert_checkpoint(convert.file, convert.output / "x" / "y" if not there else convert.output)
+    assert sorted(convert.output.parent.rglob("*")) == [*before, convert.file]
+
+
+def test_full_disk(convert, make):
+    resource = pytest.importorskip("resource")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    convert.save(make.bert())
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        status = cli.main(["convert", str(convert.file), "--output", str(convert.output)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert status == 1
+    assert "cannot write model.safetensors" in convert.capsys.readouterr().err.splitlines()[-1]
+    assert list(convert.output.parent.iterdir()) == [convert.source]
+
+
+def test_report(convert, make):
+    output = convert(make.bert(heads=[("a_head", 3)], lr=[0.1], fp16=False))
+    report = json.loads((output / "conversion_report.json").read_text())
+    assert report["source"]["arch"] == "luna_base_tied_512" and report["source"]["num_updates"] == 1000
+    assert len(report["source"]["sha256"]) == 64 and report["source"]["file"] == "model.pt"
+    assert report["args"]["lr"] == [0.1] and report["args"]["task"] == "masked_lm"
+    assert report["decisions"]["layer_norm"] == "standard" and report["decisions"]["head"] is None
+    assert report["missing"] == report["unexpected"] == []
+    keys = [row["source"] for row in report["mapped"]] + [row["source"] for row in report["dropped"]]
+    state = make.bert(heads=[("a_head", 3)])
+    assert sorted(keys) == sorted(state["model"])
+    assert all("--head a_head" in row["reason"] for row in report["dropped"])
+    row = next(row for row in report["mapped"] if row["source"] == "encoder.lm_head.weight")
+    assert row == {
+        "source": "encoder.lm_head.weight",
+        "target": "lm_head.decoder.weight",
+        "shape": [make.vocabulary, make.width],
+    }
+    assert str(convert.source) not in (output / "conversion_report.json").read_text()
+
+
+@pytest.mark.parametrize("argv", [[], ["model.pt"], ["--output", "x"], ["model.pt", "--output", "x", "--bpe", "y"]])
+def test_usage_errors_exit_with_2(argv, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(argv)
+    assert exit_.value.code == 2
+
+
+def test_public_function_checks_its_options(tmp_path):
+    with pytest.raises(ValueError, match="dtype must be one of"):
+        convert_checkpoint(tmp_path, tmp_path, dtype="int8")
+    with pytest.raises(ValueError, match="layer_norm must be one of"):
+        convert_checkpoint(tmp_path, tmp_path, layer_norm="minus-one")
+    with pytest.raises(ConversionError, match="no such file"):
+        convert_checkpoint(tmp_path / "nowhere.pt", tmp_path / "output")
+
+
+def test_module_and_console_command_agree(convert, make, repo_root):
+    convert.save(make.bert())
+    by_module, by_command = (convert.output.with_name(name) for name in "ab")
+    command = [sys.executable, "-m", "luna_mega.convert", str(convert.file), "--output", str(by_module)]
+    done = subprocess.run(command, cwd=repo_root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert cli.main(["convert", str(convert.file), "--output", str(by_command)]) == 0
+    assert (by_module / "model.safetensors").read_bytes() == (by_command / "model.safetensors").read_bytes()
+    assert cli.main(["convert", str(convert.file), "--output", str(by_command)]) == 1

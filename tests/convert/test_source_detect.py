@@ -1,0 +1,52 @@
+import pytest
+import torch
+
+from luna_mega.convert.fairseq_reader import Checkpoint
+from luna_mega.convert.source_detect import detect
+
+
+def source(state):
+    return detect(Checkpoint(None, "", "zip", vars(state["args"]), state["model"], None))
+
+
+def test_layout_and_revision(make):
+    assert (source(make.bert()).layout, source(make.bert()).revision) == ("luna_bert", "r21")
+    assert source(make.bert(stop_min_lr=-1)).revision == "head"
+    assert (source(make.lra21()).layout, source(make.lra21()).revision) == ("luna_lra", "r21")
+    for state in (make.lra23(), make.lra23(pre_logits=True), make.lra23(learned=True), make.lra23(image=True)):
+        assert (source(state).layout, source(state).revision) == ("luna_lra", "head")
+
+
+def test_early_luna_bert(convert, make):
+    state = make.bert()
+    state["model"] = {key.replace("encoder.", "decoder.", 1): tensor for key, tensor in state["model"].items()}
+    convert(state)
+    assert "'decoder.' is today's 'encoder.'" in convert.screen
+
+
+REFUSED = {
+    "mega": (
+        ["decoder.layers.0.mega_layer.move.delta", "decoder.layers.0.mega_layer.h_proj.bias"],
+        "a Mega checkpoint",
+    ),
+    "ema": (["delta", "alpha", "beta", "gamma", "omega"], "a Mega checkpoint"),
+    "megalodon_complex_ema": (["encoder.encoder.layers.0.mega_layer.move.theta"], "Megalodon"),
+    "megalodon_real_ema": (
+        ["encoder.encoder.layers.0.mega_layer.move.delta", "encoder.encoder.layers.0.mega_layer.h_proj.weight"],
+        "Megalodon",
+    ),
+    "megalodon": (["layers.0.attn.cema.alpha", "layers.0.attn.timenorm.prior_mean"], "Megalodon"),
+    "luna_seq2seq": (
+        ["encoder.projected_embeddings", "decoder.layers.0.encoder_attn.pq_proj.weight"],
+        "encoder-decoder conversion is not there yet",
+    ),
+    "roberta_base": (["decoder.sentence_encoder.layers.0.self_attn.k_proj.weight"], "not a Luna checkpoint"),
+    "transformer": (["encoder.layers.0.self_attn.k_proj.weight"], "not a Luna checkpoint"),
+}
+
+
+@pytest.mark.parametrize("arch", REFUSED)
+def test_refused_with_a_reason(convert, make, arch):
+    keys, expected = REFUSED[arch]
+    message = convert.error(make.checkpoint({key: torch.zeros(2) for key in keys}, arch=arch))
+    assert expected in message and f"'{arch}'" in message and str(convert.file) in message
