@@ -107,7 +107,7 @@ def write_code(model_type: str, folder: Path) -> tuple[list[Path], dict[str, str
         The files, and the `auto_map` of config.json: Auto class -> "file.Class".
 
     Raises:
-        ConversionError: a source has an import that a flat file cannot have, or needs a package that may be absent.
+        RuntimeError: a source of this package has what a flat file cannot have; the message has the line.
     """
     family = _families()[model_type]
     classes = {name: getattr(luna_mega, family + suffix) for name, (suffix, _) in _register._AUTO_CLASSES.items()}
@@ -115,23 +115,23 @@ def write_code(model_type: str, folder: Path) -> tuple[list[Path], dict[str, str
     texts = _flat_texts({cls.__module__ for cls in classes.values()})
     # One file for all classes, because transformers copies the code once for every file that `auto_map` names.
     entry = f"auto_{model_type}"
-    imports = _import_lines([(cls.__module__, cls.__name__) for cls in classes.values()])
-    texts[entry] = f"{_GENERATED}{luna_mega.__version__}.\n{imports}\n"
-    # A model that was loaded from a bundle and is saved again takes with it what its file imports, directly or not. All
-    # import the configuration; through these lines, which never run, that is all files.
+    texts[entry] = _import_lines([(cls.__module__, cls.__name__, None) for cls in classes.values()]) + "\n"
+    # A model that was loaded from a bundle and is saved again takes with it the files that its own file imports,
+    # directly or not. All import the configuration, and by these lines, which never run, the configuration imports all.
     config = classes["AutoConfig"]
-    again = f"from typing import TYPE_CHECKING\n\nif TYPE_CHECKING:\n    from .{entry} import {config.__name__}\n"
-    texts[_flat_name(config.__module__)] += f"\n{again}"
+    texts[_flat_name(config.__module__)] += (
+        f"\nfrom typing import TYPE_CHECKING\n\nif TYPE_CHECKING:\n    from .{entry} import {config.__name__}\n"
+    )
     for name, text in texts.items():
-        (folder / f"{name}.py").write_text(text, encoding="utf-8")
+        header = f"{_GENERATED}{luna_mega.__version__}. Licensed under the Apache License, Version 2.0.\n"
+        (folder / f"{name}.py").write_text(header + text, encoding="utf-8")
     _check(folder / f"{entry}.py")
     return sorted(folder.glob("*.py")), {name: f"{entry}.{cls.__name__}" for name, cls in classes.items()}
 
 
 def _flat_texts(modules: Iterable[str]) -> dict[str, str]:
     """Flat name -> text, for these modules and all of this package that they import."""
-    texts: dict[str, str] = {}
-    waiting, seen = sorted(modules), set()
+    texts, waiting, seen = {}, list(modules), set()
     while waiting:
         module = waiting.pop()
         if module in seen:
@@ -139,21 +139,25 @@ def _flat_texts(modules: Iterable[str]) -> dict[str, str]:
         seen.add(module)
         name = _flat_name(module)
         if name in texts:
-            raise ConversionError(f"{module}: another module is called {name} in a flat folder as well")
+            raise RuntimeError(f"{module}: in a flat folder {name} is another module as well")
         texts[name], needed = _flat_text(module)
         waiting += needed
     return texts
 
 
 def _flat_name(module: str) -> str:
-    """luna_mega.modeling_luna.heads_luna -> heads_luna, luna_mega.kernels.luna_attention.op -> kernels_luna_attention_op"""
+    """luna_mega.modeling_luna.heads_luna -> heads_luna; luna_mega.kernels.luna_attention.op keeps its folders."""
     _, folder, *rest = module.split(".")
     return rest[-1] if folder.startswith("modeling_") else "_".join([folder, *rest])
 
 
 def _flat_text(module: str) -> tuple[str, set[str]]:
-    """The text of a module with flat imports, and the modules of this package that it imports."""
-    source = inspect.getsource(importlib.import_module(module))
-    lines, needed = source.splitlines(), set()
-    for node in ast.walk(ast.parse(source)):
-        names = [alias.name for alias in getattr(node, "names", ()) if isinstance(alias, ast.alias)]
+    """The text of a module with flat imports, and the modules of this package that it needs."""
+    text = inspect.getsource(importlib.import_module(module))
+    lines, needed = text.splitlines(), set()
+    for node in sorted(filter(_imports_this_package, ast.walk(ast.parse(text))), key=lambda node: -node.lineno):
+        first, last = node.lineno - 1, node.end_lineno
+        indent, behind = lines[first][: node.col_offset], lines[last - 1][node.end_col_offset :]
+        imports = [(*_definition(node.module, alias), alias.asname) for alias in node.names]
+        lines[first:last] = [_import_lines(...)]
+    return text, needed

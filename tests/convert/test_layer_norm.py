@@ -8,7 +8,7 @@ from luna_mega.convert.layer_norm import decide_layer_norm
 
 @pytest.mark.parametrize(
     ("mean", "expected"),
-    [(1.0, "standard"), (0.8, "standard"), (1.2, "standard"), (0.0, "plus-one"), (-0.2, "plus-one")],
+    [(1.0, "standard"), (0.65, "standard"), (1.3, "standard"), (0.0, "plus-one"), (0.35, "plus-one"), (-0.3, "plus-one")],
 )
 def test_auto_decides_by_the_mean(mean, expected):
     decision = decide_layer_norm([torch.full((3,), mean - 0.01), torch.full((3,), mean + 0.01)], "auto")
@@ -16,7 +16,7 @@ def test_auto_decides_by_the_mean(mean, expected):
     assert decision.mean == pytest.approx(mean)
 
 
-@pytest.mark.parametrize("mean", [0.26, 0.5, 0.74, 1.3, -0.3, 40.0, float("nan")])
+@pytest.mark.parametrize("mean", [0.42, 0.5, 0.58, 1.5, -0.5, 40.0, float("nan")])
 def test_auto_refuses_what_is_near_neither(mean):
     with pytest.raises(ConversionError, match="--layer-norm standard or --layer-norm plus-one"):
         decide_layer_norm([torch.full((3,), mean)], "auto")
