@@ -1,0 +1,146 @@
+"""Run transformers' own common model tests against the Luna classes.
+
+    python tests/contract/run_contract.py [--workers N] [pytest arguments]
+
+The tests are those of exactly the installed transformers: `tests/*.py` of its source distribution, fetched once with
+pip into a cache folder and run from a temporary one together with `luna_tester.py`. The source distribution carries no
+sub-folder of `tests/`, so the few names that the common tests import from there get stand-ins (`STAND_INS`).
+
+Exit status: that of pytest, or 77 when the source distribution cannot be obtained. Without a network, put
+`transformers-X.Y.Z.tar.gz` into the cache folder: `$LUNA_MEGA_CONTRACT_CACHE`, else `luna-mega/contract` below
+`$XDG_CACHE_HOME` or `~/.cache`.
+"""
+
+import argparse
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+CHECKOUT = HERE.parents[1]
+EXIT_UNAVAILABLE = 77
+STAND_INS = {
+    "__init__.py": "",
+    # All of the original's export tests are marked slow, which the default run leaves out.
+    "exporters/__init__.py": "",
+    "exporters/test_export.py": "class ExportTesterMixin:\n    pass\n",
+    # No Luna encoder can generate; the common tests only ask that nobody inherits this mixin.
+    "generation/__init__.py": "",
+    "generation/test_utils.py": "class GenerationTesterMixin:\n    pass\n",
+    # Every field of the base configuration with a value that is not its default.
+    "utils/__init__.py": "",
+    "utils/test_configuration_utils.py": """config_common_kwargs = {
+    "return_dict": False,
+    "output_hidden_states": True,
+    "output_attentions": True,
+    "dtype": "float16",
+    "chunk_size_feed_forward": 5,
+    "architectures": ["LunaModel"],
+    "id2label": {0: "label"},
+    "label2id": {"label": "0"},
+    "problem_type": "regression",
+}
+""",
+}
+
+
+class SourceUnavailableError(Exception):
+    """The source distribution is neither in the cache nor to be had from the package index."""
+
+
+def cache_folder() -> Path:
+    """Where source distributions and their unpacked tests are kept between runs."""
+    if "LUNA_MEGA_CONTRACT_CACHE" in os.environ:
+        return Path(os.environ["LUNA_MEGA_CONTRACT_CACHE"])
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "luna-mega" / "contract"
+
+
+def download_sdist(version: str, archive: Path) -> None:
+    """Let pip fetch the source distribution of transformers `version` to `archive`.
+
+    pip reads the metadata of what it downloads, for which it needs setuptools: that of this environment, or else one
+    that pip brings into an environment of its own.
+    """
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    command += ["--no-binary", "transformers", f"transformers=={version}"]
+    if importlib.util.find_spec("setuptools"):
+        command.append("--no-build-isolation")
+    with tempfile.TemporaryDirectory(dir=archive.parent) as folder:
+        result = subprocess.run([*command, "--dest", folder], capture_output=True, text=True, check=False)
+        fetched = Path(folder) / archive.name
+        if result.returncode or not fetched.exists():
+            reason = (result.stderr.strip() or result.stdout.strip() or "no output").splitlines()[-1]
+            raise SourceUnavailableError(f"pip cannot download the source of transformers {version}: {reason}")
+        fetched.replace(archive)
+
+
+def common_tests(version: str) -> Path:
+    """Folder with `tests/*.py` of transformers `version`, from the cache or the package index.
+
+    Raises:
+        SourceUnavailableError: it is in neither.
+    """
+    name = f"transformers-{version}"
+    cache = cache_folder()
+    tests = cache / name / "tests"
+    if (tests / "test_modeling_common.py").exists():
+        return tests
+    cache.mkdir(parents=True, exist_ok=True)
+    archive = cache / f"{name}.tar.gz"
+    if not archive.exists():
+        download_sdist(version, archive)
+    with tempfile.TemporaryDirectory(dir=cache) as folder, tarfile.open(archive) as tar:
+        wanted = [member for member in tar if Path(member.name).match(f"{name}/tests/*.py")]
+        tar.extractall(folder, wanted, filter="data")
+        shutil.rmtree(cache / name, ignore_errors=True)
+        (Path(folder) / name).replace(cache / name)
+    return tests
+
+
+def assemble(tests: Path, folder: Path) -> Path:
+    """Lay out the package `tests` in `folder`: common tests, stand-ins and our tester, whose path is returned."""
+    package = folder / "tests"
+    shutil.copytree(tests, package)
+    for path, text in STAND_INS.items():
+        (package / path).parent.mkdir(exist_ok=True)
+        (package / path).write_text(text)
+    (folder / "pytest.ini").write_text("[pytest]\n")
+    (package / "luna").mkdir()
+    (package / "luna" / "__init__.py").touch()
+    return Path(shutil.copy(HERE / "luna_tester.py", package / "luna" / "test_modeling_luna.py"))
+
+
+def run(workers: int, pytest_arguments: list[str]) -> int:
+    """Run the contract on the installed transformers; returns the exit status."""
+    version = importlib.metadata.version("transformers")
+    try:
+        tests = common_tests(version)
+    except SourceUnavailableError as error:
+        print(error)
+        return EXIT_UNAVAILABLE
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "HF_HUB_OFFLINE": "1"}
+    environment.pop("PYTEST_ADDOPTS", None)  # meant for the run that may have started this one
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(CHECKOUT), os.environ.get("PYTHONPATH")]))
+    with tempfile.TemporaryDirectory() as folder:
+        tester = assemble(tests, Path(folder))
+        command = [sys.executable, "-m", "pytest", str(tester), "-q", "-W", "ignore", "-p", "no:cacheprovider"]
+        if workers > 1 and importlib.util.find_spec("xdist"):
+            command += ["-n", str(workers), "--dist", "worksteal"]
+        return subprocess.run([*command, *pytest_arguments], cwd=folder, env=environment, check=False).returncode
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workers", type=int, default=min(2, os.cpu_count() or 1), help="processes, with pytest-xdist")
+    arguments, pytest_arguments = parser.parse_known_args()
+    return run(arguments.workers, pytest_arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

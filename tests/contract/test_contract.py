@@ -1,0 +1,23 @@
+"""transformers' own common model tests must pass for the Luna classes, see `run_contract.py`."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RUN_CONTRACT = Path(__file__).with_name("run_contract.py")
+EXIT_UNAVAILABLE = 77
+# Fewer would mean that tests were switched off: 5.17 runs the fewest.
+FEWEST_PASSED = 400
+
+
+def test_common_model_tests_of_transformers():
+    command = [sys.executable, str(RUN_CONTRACT), "--show-capture=no", "--tb=short"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode == EXIT_UNAVAILABLE:
+        pytest.skip(result.stdout.strip())
+    assert result.returncode == 0, result.stdout[-10000:] + result.stderr
+    passed = re.search(r"(\d+) passed", result.stdout)
+    assert passed and int(passed[1]) >= FEWEST_PASSED, result.stdout[-1000:]
