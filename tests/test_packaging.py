@@ -1,0 +1,207 @@
+"""What is built holds everything and nothing else, and works however and wherever it is installed and started."""
+
+import configparser
+import json
+import os
+import shutil
+import site
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+from transformers.utils.import_utils import KERNELS_MIN_VERSION
+
+import luna_mega
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT_FOLDERS = ["requirements", "docs", "tests", "examples", "benchmarks"]
+
+# Runs in each installation; one process gathers all facts, because every start imports torch and transformers.
+PROBE = """
+import importlib.util, json, multiprocessing, pickle, sys
+from importlib.resources import files
+import transformers
+import luna_mega
+import luna_mega.convert
+from luna_mega.kernels import api
+from luna_mega.modeling_luna import modeling_luna
+
+config = luna_mega.LunaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+                              intermediate_size=32, projection_length=4, max_position_embeddings=12)
+kernels = importlib.util.find_spec("kernels")
+with multiprocessing.get_context("spawn").Pool(1) as pool:
+    spawned = pool.apply(getattr, (config, "hidden_size"))
+print(json.dumps({
+    "files": [module.__file__ for module in (luna_mega, api, modeling_luna, luna_mega.convert)],
+    "auto": type(transformers.AutoModelForMaskedLM.from_config(config)).__name__,
+    "class_pickles": pickle.loads(pickle.dumps(luna_mega.LunaModel)) is luna_mega.LunaModel,
+    "config_pickles": pickle.loads(pickle.dumps(config)).to_dict() == config.to_dict(),
+    "spawned": spawned,
+    "data": [files("luna_mega").joinpath("py.typed").is_file(),
+             files("luna_mega.kernels.luna_attention").joinpath("README.md").is_file()],
+    "kernels": kernels and kernels.origin,
+    "transformers_sees_kernels": transformers.utils.import_utils.is_kernels_available(),
+}))
+"""
+
+# Stands for the PyPI package `kernels`: every name is a class whose instances are identity decorators.
+FAKE_KERNELS = """
+class Anything:
+    def __init__(self, *args, **kwargs): pass
+    def __call__(self, decorated): return decorated
+
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return Anything
+"""
+
+
+def packaged_folders() -> dict[str, str]:
+    """Package -> its folder in the checkout."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    rows = setup["options"]["package_dir"].strip().split("\n")
+    return dict(row.split(" = ") for row in rows)
+
+
+def run(*command: str | Path, cwd: Path, **environment: str) -> str:
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | environment
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="session")
+def checkout(tmp_path_factory) -> Path:
+    """A copy of what git holds of the checkout as far as packaging goes: builds leave their traces there."""
+    copy = tmp_path_factory.mktemp("packaging") / "checkout"
+    copy.mkdir()
+    for file in filter(Path.is_file, ROOT.iterdir()):
+        shutil.copy(file, copy)
+    for folder in [*packaged_folders().values(), *SCRIPT_FOLDERS]:
+        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    return copy
+
+
+@pytest.fixture(scope="session")
+def built(checkout) -> dict[str, Path]:
+    """Suffix -> the source distribution, and the wheel built from it."""
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", "../dist", ".", cwd=checkout)
+    return {suffix: next((checkout.parent / "dist").glob(f"*{suffix}")) for suffix in (".tar.gz", ".whl")}
+
+
+@pytest.fixture(scope="session")
+def pythons(checkout, built) -> dict[str, Path]:
+    """Way of installing -> interpreter of an environment that has luna_mega that way and shares all other packages."""
+    ways = {"wheel": [built[".whl"]], "editable": ["--no-build-isolation", "--editable", checkout], "none": None}
+    interpreters = {}
+    for way, arguments in ways.items():
+        folder = checkout.parent / way
+        venv.create(folder, symlinks=True)
+        interpreters[way] = folder / "bin" / "python"
+        # Bare paths: the .pth files found there are not read, so the editable install of this environment stays out.
+        own_site = next(folder.glob("lib/python*/site-packages"))
+        (own_site / "shared.pth").write_text("\n".join(site.getsitepackages()))
+        if arguments:
+            pip = [sys.executable, "-m", "pip", "--python", interpreters[way], "install"]
+            run(*pip, "--no-deps", "--no-index", "--force-reinstall", *arguments, cwd=checkout.parent)
+    return interpreters
+
+
+@pytest.fixture(scope="session")
+def fake_kernels(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    (folder / "kernels").mkdir()
+    (folder / "kernels" / "__init__.py").write_text(FAKE_KERNELS)
+    (folder / "kernels.dist-info").mkdir()
+    metadata = f"Metadata-Version: 2.1\nName: kernels\nVersion: {KERNELS_MIN_VERSION}\n"
+    (folder / "kernels.dist-info" / "METADATA").write_text(metadata)
+    return folder
+
+
+def test_kernels_stays_a_namespace_folder():
+    """With an __init__.py it would shadow the PyPI package that transformers imports, whenever Python starts here."""
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+def test_wheel_holds_every_file_of_the_packages_and_nothing_else(checkout, built):
+    expected = {
+        f"{package.replace('.', '/')}/{file.relative_to(checkout / folder).as_posix()}"
+        for package, folder in packaged_folders().items()
+        for file in (checkout / folder).rglob("*")
+        if file.is_file() and "egg-info" not in str(file)
+    }
+    names = zipfile.ZipFile(built[".whl"]).namelist()
+    dist_info = f"luna_mega-{luna_mega.__version__}.dist-info/"
+    assert {name for name in names if not name.startswith(dist_info)} == expected
+    assert f"{dist_info}licenses/LICENSE" in names
+
+
+def test_wheel_metadata(built):
+    with zipfile.ZipFile(built[".whl"]) as wheel:
+        read = {name.split("/")[1]: wheel.read(name).decode() for name in wheel.namelist() if ".dist-info/" in name}
+    metadata = Parser().parsestr(read["METADATA"])
+    assert (metadata["Name"], metadata["Version"]) == ("luna-mega", luna_mega.__version__)
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Requires-Python"] == ">=3.10"
+    requirements = metadata.get_all("Requires-Dist")
+    assert {"torch>=2.11", "transformers>=5.17"} <= set(requirements)
+    assert any("triton>=3.6" in row and "Linux" in row and "extra" in row for row in requirements)
+    assert read["top_level.txt"].split() == ["luna_mega"]
+    assert "luna-mega = luna_mega.cli:main" in read["entry_points.txt"]
+
+
+def test_source_distribution_holds_tests_and_examples(checkout, built):
+    with tarfile.open(built[".tar.gz"]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    scripts = [file for folder in SCRIPT_FOLDERS for file in (checkout / folder).rglob("*.py")]
+    assert {"LICENSE", "README.md", "CHANGELOG.md", "setup.cfg", "pyproject.toml", "Makefile"} <= names
+    assert {file.relative_to(checkout).as_posix() for file in scripts} <= names
+
+
+@pytest.mark.parametrize(
+    ("way", "place", "with_kernels"),
+    [
+        ("wheel", "outside", False),
+        ("wheel", "root", True),
+        ("editable", "outside", True),
+        ("editable", "root", True),
+        ("none", "root", False),
+    ],
+)
+def test_installed_package_works(way, place, with_kernels, checkout, pythons, fake_kernels, tmp_path):
+    cwd = checkout if place == "root" else tmp_path
+    environment = {"PYTHONPATH": str(fake_kernels)} if with_kernels else {}
+    facts = json.loads(run(pythons[way], "-c", PROBE, cwd=cwd, **environment).splitlines()[-1])
+    home = pythons[way].parent.parent if (way, place) == ("wheel", "outside") else checkout
+    assert all(Path(file).is_relative_to(home) for file in facts.pop("files"))
+    assert facts == {
+        "auto": "LunaForMaskedLM",
+        "class_pickles": True,
+        "config_pickles": True,
+        "spawned": 16,
+        "data": [True, True],
+        "kernels": str(fake_kernels / "kernels" / "__init__.py") if with_kernels else None,
+        "transformers_sees_kernels": with_kernels,
+    }
+
+
+@pytest.mark.parametrize(
+    ("way", "place", "command"),
+    [
+        ("wheel", "outside", ["luna-mega", "convert"]),
+        ("wheel", "root", ["python", "-m", "luna_mega.convert"]),
+        ("editable", "outside", ["python", "-m", "luna_mega.convert"]),
+        ("editable", "root", ["luna-mega", "convert"]),
+        ("none", "root", ["python", "-m", "luna_mega.convert"]),
+    ],
+)
+def test_command_line_starts(way, place, command, checkout, pythons, tmp_path):
+    program = pythons[way].with_name(command[0])
+    assert "CHECKPOINT" in run(program, *command[1:], "--help", cwd=checkout if place == "root" else tmp_path)
