@@ -1,6 +1,7 @@
 """fairseq dictionaries: reads dict.txt and finds out which file belongs to which part of the model."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from luna_mega.convert.errors import ConversionError
 SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
 VOCABULARY_PLACES = ("dict.txt", "src-bin/dict.txt", "input0/dict.txt")
 LABEL_PLACES = ("label-bin/dict.txt", "label/dict.txt")
+FILLER = re.compile(r"madeupword\d{4}")
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Dictionary:
     @property
     def labels(self) -> tuple[str, ...]:
         """The symbols as class names (label id = line index), without the filler that rounds the size up to 8."""
-        return tuple(symbol for symbol in self.symbols if not re.fullmatch(r"madeupword\d{4}", symbol))
+        return tuple(symbol for symbol in self.symbols if not FILLER.fullmatch(symbol))
 
 
 def read_dictionary(path: str | Path) -> Dictionary:
@@ -57,6 +59,23 @@ def read_dictionary(path: str | Path) -> Dictionary:
         seen.add(symbol)
         symbols.append(symbol)
     return Dictionary(path, tuple(symbols))
+
+
+def vocabulary(names: Iterable[str], appended: str) -> dict[str, int]:
+    """The ids of a dictionary whose lines are called `names`, with the specials and the appended symbol.
+
+    Where a name comes again (`#fairseq:overwrite`) it means the later line, and the earlier id gets a name that no
+    text has; the specials keep theirs.
+    """
+    ids = {special: index for index, special in enumerate(SPECIALS)}
+    for index, name in enumerate(names, start=len(SPECIALS)):
+        if name in SPECIALS:
+            name = f"{name} (id {index})"
+        elif name in ids:
+            ids[f"{name} (id {ids[name]})"] = ids[name]
+        ids[name] = index
+    ids.setdefault(appended, len(ids))
+    return ids
 
 
 @dataclass

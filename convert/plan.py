@@ -14,9 +14,9 @@ from luna_mega.convert.keymap import KeyMap
 class Plan:
     """The class and configuration to write, the key map, and what to tell the user.
 
-    `appended_symbol` is what fairseq adds to the dictionary after loading it (None: no vocabulary), `num_labels` the
-    number of classes that can have names (None: none); `also_loads` are classes that load from the same folder with all
-    their weights.
+    `appended_symbol` is what fairseq adds to the dictionary after loading it (None: no vocabulary), `prepends_appended`
+    whether every sequence starts with it, `num_labels` the number of classes that can have names (None: none);
+    `also_loads` are classes that load from the same folder with all their weights.
     """
 
     model_class: type[PreTrainedModel]
@@ -24,6 +24,7 @@ class Plan:
     keymap: KeyMap
     appended_symbol: str | None
     num_labels: int | None
+    prepends_appended: bool = False
     also_loads: tuple[type[PreTrainedModel], ...] = ()
     decisions: dict[str, str | int | float | bool] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)

@@ -67,7 +67,8 @@ def plan_luna_lra(source: Source, tensors: dict, args: dict) -> Plan:
     pooling = _pooling(evidence, source)
     config = build_config(**fields, **positions, **classifier, **pair, **pooling)
     notes = [_PADDING_NOTE] if config.pool_padding else []
-    if tokens and (source.revision == "r21" or evidence.arg("sen_rep_type") == "cls"):
+    starts_with_cls = tokens and (source.revision == "r21" or evidence.arg("sen_rep_type") == "cls")
+    if starts_with_cls:
         notes.append(f"every sequence starts with <CLS>, id {config.vocab_size - 1}, and ends with </s>, id 2")
     if config.position_embedding_type == "sinusoidal":
         notes.append(
@@ -80,6 +81,7 @@ def plan_luna_lra(source: Source, tensors: dict, args: dict) -> Plan:
         keymap_luna.luna_lra(source.revision, config.input_type),
         appended_symbol="<CLS>" if tokens else None,
         num_labels=config.num_labels,
+        prepends_appended=starts_with_cls,
         decisions={name: getattr(config, name) for name in _DECIDED},
         notes=notes,
         warnings=evidence.warnings,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         LunaModel as LunaModel,
         LunaPreTrainedModel as LunaPreTrainedModel,
     )
+    from luna_mega.modeling_luna.tokenization_luna import LunaTokenizer as LunaTokenizer
 
 __version__ = "0.1.0"
 
@@ -34,6 +35,7 @@ _EXPORTS = {
         "LunaForTokenClassification",
     ],
     "luna_mega.modeling_luna.modeling_luna": ["LunaForMaskedLM", "LunaModel", "LunaPreTrainedModel"],
+    "luna_mega.modeling_luna.tokenization_luna": ["LunaTokenizer"],
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 

@@ -31,3 +31,4 @@ def register_auto_classes() -> None:
             model = getattr(luna_mega, family + suffix)
             getattr(transformers, auto_class).register(config, model, exist_ok=True)
             getattr(modeling_auto, names_table)[config.model_type] = model.__name__
+    transformers.AutoTokenizer.register(luna_mega.LunaConfig, luna_mega.LunaTokenizer, exist_ok=True)

@@ -1,0 +1,74 @@
+"""The tokenizer of a converted checkpoint: GPT-2 BPE for luna_bert, whitespace-separated symbols for Luna LRA."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import TokenizersBackend
+
+from luna_mega.convert.dictionary import Dictionary
+from luna_mega.convert.errors import ConversionError
+from luna_mega.convert.plan import Plan
+from luna_mega.convert.tokenizer_bpe import bpe_tokenizer, read_gpt2_bpe
+from luna_mega.convert.tokenizer_words import word_tokenizer
+
+
+@dataclass(frozen=True)
+class ConvertedTokenizer:
+    """A tokenizer, its kind, and the pieces of GPT-2 that become `<unk>` because the dictionary lacks them."""
+
+    tokenizer: TokenizersBackend
+    kind: str
+    missing_pieces: list[str]
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """What the report says about it."""
+        return {
+            "class": type(self.tokenizer).__name__,
+            "kind": self.kind,
+            "size": len(self.tokenizer),
+            "missing_pieces": self.missing_pieces,
+        }
+
+    def save(self, folder: Path) -> None:
+        """Writes tokenizer.json and tokenizer_config.json, and the code of a class that transformers does not have."""
+        try:
+            self.tokenizer.save_pretrained(folder)
+        except OSError:
+            raise
+        except Exception as error:  # the tokenizers library has no type of its own for a full disk
+            raise ConversionError(f"cannot write tokenizer.json: {error}") from error
+
+
+def convert_tokenizer(
+    plan: Plan, layout: str, dictionary: Dictionary | None, bpe: str | Path | None
+) -> ConvertedTokenizer | None:
+    """Makes the tokenizer if there is what it takes: a dictionary and, for luna_bert, the BPE files.
+
+    Args:
+        plan: gets a note when an option would add a tokenizer, or when transformers alone does not load it.
+        layout: "luna_bert" or "luna_lra".
+        dictionary: the vocabulary, of the size of the embedding; None = there is none.
+        bpe: folder with GPT-2's BPE files.
+
+    Raises:
+        ConversionError: `bpe` is given and the checkpoint, the dictionary or the folder is not such a one.
+    """
+    max_length = plan.config.max_position_embeddings
+    if layout == "luna_lra":
+        if bpe is not None:
+            raise ConversionError(f"--bpe {bpe}: Luna LRA does not read GPT-2's pieces; leave the option out")
+        if dictionary is None:
+            return None
+        tokenizer = word_tokenizer(dictionary, plan.appended_symbol, plan.prepends_appended, max_length)
+        return ConvertedTokenizer(tokenizer, "whitespace-separated symbols", [])
+    if bpe is None:
+        plan.notes.append("no tokenizer: --bpe DIR, the folder with GPT-2's encoder.json and vocab.bpe, adds it")
+        return None
+    if dictionary is None:
+        raise ConversionError(f"--bpe {bpe}: there is no dictionary beside the checkpoint; give it with --dict")
+    tokenizer, missing = bpe_tokenizer(dictionary, read_gpt2_bpe(bpe), plan.appended_symbol, max_length)
+    if missing:
+        plan.notes.append("the tokenizer's class is in the folder: without luna_mega it needs trust_remote_code=True")
+    return ConvertedTokenizer(tokenizer, "GPT-2 byte-pair encoding", missing)

@@ -1,0 +1,99 @@
+# Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
+"""Tokenizer for a dictionary that lacks some of GPT-2's pieces; one that has them all needs only `RobertaTokenizer`."""
+
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any
+
+from transformers import AddedToken, TokenizersBackend
+
+
+class LunaTokenizer(TokenizersBackend):
+    """GPT-2 byte-pair encoding and then a dictionary, as fairseq encodes text: a piece that is not in it is `<unk>`.
+
+    The BPE of the tokenizers library identifies a piece by its id, in the merges and in the result, so that a piece
+    without an id of its own cannot take part in a merge. Here the backend has all pieces, the missing ones numbered
+    behind the dictionary, and this class turns their numbers into that of `<unk>`. Only `encodings` of a
+    `BatchEncoding` show what the piece was; every other id is below `len(tokenizer)`.
+
+    Args:
+        dictionary_size (`int`): ids of the model; those of the backend from there on are missing pieces.
+        add_prefix_space (`bool`, *optional*, defaults to `False`): the first word gets the space of any other word.
+    """
+
+    model_input_names = ["input_ids", "attention_mask"]
+    _auto_class = "AutoTokenizer"  # saving copies this file: trust_remote_code loads the folder without luna_mega
+
+    def __init__(self, *, dictionary_size: int | None = None, **kwargs: Any) -> None:
+        if dictionary_size is None:  # what AutoTokenizer comes to in a folder that has a model only
+            raise ValueError(
+                "no tokenizer here: it needs tokenizer.json and dictionary_size in tokenizer_config.json; "
+                "`luna-mega convert` writes the tokenizer of a model when it is given the dictionary (--dict, --bpe)"
+            )
+        self._dictionary_size = dictionary_size
+        super().__init__(dictionary_size=dictionary_size, **kwargs)
+        for part in (self._tokenizer.pre_tokenizer, self._tokenizer.post_processor):
+            part.add_prefix_space = self.add_prefix_space
+
+    @classmethod
+    def convert_to_native_format(cls, **kwargs: Any) -> dict[str, Any]:
+        return kwargs  # tokenizer.json is loaded as it is, not taken apart and built anew
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids of the dictionary, without added tokens."""
+        return self._dictionary_size
+
+    @cached_property
+    def _missing(self) -> range:
+        return range(self.vocab_size, self._tokenizer.get_vocab_size(with_added_tokens=False))
+
+    @cached_property
+    def _unknown(self) -> int:
+        return self._tokenizer.token_to_id(str(self.unk_token))
+
+    def _from_backend(self, ids: Iterable[int]) -> list[int]:
+        start, stop, unknown = self._missing.start, self._missing.stop, self._unknown
+        return [i if i < start else unknown if i < stop else i - stop + start for i in ids]
+
+    def _to_backend(self, ids: Iterable[int]) -> list[int]:
+        start, missing = self._missing.start, len(self._missing)
+        return [i if i < start else i + missing for i in map(int, ids)]
+
+    def __len__(self) -> int:
+        return self._tokenizer.get_vocab_size(with_added_tokens=True) - len(self._missing)
+
+    def get_vocab(self) -> dict[str, int]:
+        vocab = self._tokenizer.get_vocab(with_added_tokens=True)
+        known = {token: index for token, index in vocab.items() if index not in self._missing}
+        return dict(zip(known, self._from_backend(known.values()), strict=True))
+
+    @property
+    def added_tokens_decoder(self) -> dict[int, AddedToken]:
+        missing = len(self._missing)
+        tokens = self._tokenizer.get_added_tokens_decoder()
+        return {index if index < self.vocab_size else index - missing: token for index, token in tokens.items()}
+
+    def convert_ids_to_tokens(self, ids: int | list[int], skip_special_tokens: bool = False) -> str | list[str]:
+        if isinstance(ids, int):
+            return self._convert_id_to_token(ids)
+        skipped = set(self.all_special_ids) if skip_special_tokens else ()
+        return [self._tokenizer.id_to_token(i) for i in self._to_backend(i for i in ids if int(i) not in skipped)]
+
+    def _convert_id_to_token(self, index: int) -> str | None:
+        return self._tokenizer.id_to_token(*self._to_backend([index]))
+
+    def _convert_token_to_id_with_added_voc(self, token: str) -> int:
+        return self._from_backend([super()._convert_token_to_id_with_added_voc(token)])[0]
+
+    def _convert_encoding(self, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], list[Any]]:
+        columns, encodings = super()._convert_encoding(*args, **kwargs)
+        columns["input_ids"] = [self._from_backend(ids) for ids in columns["input_ids"]]
+        return columns, encodings
+
+    def _decode(self, token_ids: int | list[int] | dict[str, Any], *args: Any, **kwargs: Any) -> str:
+        ids = token_ids["input_ids"] if isinstance(token_ids, dict) else token_ids
+        return super()._decode(self._to_backend([ids] if isinstance(ids, int) else ids), *args, **kwargs)
+
+    def train_new_from_iterator(self, *args: Any, **kwargs: Any) -> TokenizersBackend:
+        raise NotImplementedError("a LunaTokenizer belongs to its dictionary; train a RobertaTokenizer instead")

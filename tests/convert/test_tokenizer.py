@@ -1,0 +1,342 @@
+"""GPT-2 BPE and a dictionary as a fast tokenizer, against the same in plain Python; small files made here."""
+
+import json
+import pickle
+import random
+import subprocess
+import sys
+
+import pytest
+import transformers
+from transformers import AutoTokenizer, RobertaTokenizer
+
+from luna_mega import LunaTokenizer
+from luna_mega.convert import ConversionError
+from luna_mega.convert.dictionary import read_dictionary
+from luna_mega.convert.tokenizer import ConvertedTokenizer
+from luna_mega.convert.tokenizer_bpe import bpe_tokenizer, read_gpt2_bpe
+
+regex = pytest.importorskip("regex")
+
+MERGES = ["Ġ t", "h e", "Ġt he", "a b", "ab c", "b c", "c a", "Ġ ab", "Ã ©", "abc ab", "Ġ Ġ", "Ġt h"]
+TEXTS = [
+    "the abc the",
+    " the  abc\n\n the",
+    "abcabcab ababc bcabcc",
+    "café é caché 😀 the",
+    "it's a b's 12 34!? thee",
+    "",
+    "\tthe \u2028abc\x1cabc",
+    "madeupword0000 <|endoftext|> thé",
+]
+
+
+def byte_alphabet():
+    """GPT-2's characters for the 256 bytes, as its encoder.py makes them."""
+    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return dict(zip(shown + hidden, map(chr, shown + [256 + n for n in range(len(hidden))]), strict=True))
+
+
+class Reference:
+    """fairseq's encode: the BPE of GPT-2's encoder.py, then the dictionary's `index`."""
+
+    words = regex.compile(r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+""")
+
+    def __init__(self, merges, symbols):
+        self.alphabet = byte_alphabet()
+        self.ranks = {tuple(merge.split()): rank for rank, merge in enumerate(merges)}
+        pieces = [*self.alphabet.values(), *("".join(pair) for pair in self.ranks)]
+        self.number = {piece: str(index) for index, piece in enumerate(pieces)}
+        self.index = {symbol: 4 + line for line, symbol in enumerate(symbols)}
+
+    def pieces(self, text):
+        return [piece for word in self.words.findall(text) for piece in self.bpe(word)]
+
+    def bpe(self, word):
+        symbols = [self.alphabet[byte] for byte in word.encode()]
+        while len(symbols) > 1:
+            pair = min(zip(symbols, symbols[1:], strict=False), key=lambda pair: self.ranks.get(pair, len(self.ranks)))
+            if pair not in self.ranks:
+                break
+            merged, at = [], 0
+            while at < len(symbols):
+                here = tuple(symbols[at : at + 2]) == pair
+                merged.append("".join(pair) if here else symbols[at])
+                at += 2 if here else 1
+            symbols = merged
+        return symbols
+
+    def __call__(self, text):
+        return [0, *(self.index.get(self.number[piece], 3) for piece in self.pieces(text)), 2]
+
+
+def write_bpe(folder, merges=MERGES):
+    folder.mkdir()
+    pieces = [*byte_alphabet().values(), *(merge.replace(" ", "") for merge in merges), "<|endoftext|>"]
+    (folder / "encoder.json").write_text(json.dumps({piece: index for index, piece in enumerate(pieces)}))
+    (folder / "vocab.bpe").write_text("#version: 0.2\n" + "\n".join(merges) + "\n", encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def bpe(tmp_path):
+    return write_bpe(tmp_path / "bpe")
+
+
+@pytest.fixture
+def numbers():
+    """All GPT-2 ids of the small files, in an order of their own, and two fillers."""
+    symbols = [str(number) for number in range(256 + len(MERGES) + 1)]
+    random.shuffle(symbols)
+    return [*symbols, "madeupword0000", "madeupword0001"]
+
+
+def build(tmp_path, bpe, symbols, max_length=20):
+    path = tmp_path / "symbols.txt"
+    path.write_text("".join(f"{symbol} 1\n" for symbol in symbols))
+    return bpe_tokenizer(read_dictionary(path), read_gpt2_bpe(bpe), "<mask>", max_length)
+
+
+def without(numbers, *pieces):
+    number = Reference(MERGES, []).number
+    return [symbol for symbol in numbers if symbol not in {number[piece] for piece in pieces}]
+
+
+def test_complete_dictionary(tmp_path, bpe, numbers):
+    tokenizer, missing = build(tmp_path, bpe, numbers)
+    reference = Reference(MERGES, numbers)
+    assert type(tokenizer) is RobertaTokenizer and missing == []
+    assert len(tokenizer) == tokenizer.vocab_size == 4 + len(numbers) + 1
+    for text in TEXTS:
+        encoded = tokenizer(text)
+        assert encoded["input_ids"] == reference(text), text
+        assert set(encoded) == {"input_ids", "attention_mask"}
+        assert tokenizer.decode(encoded["input_ids"], skip_special_tokens=True) == text
+    assert tokenizer.convert_tokens_to_ids(["<s>", "<pad>", "</s>", "<unk>"]) == [0, 1, 2, 3]
+    assert tokenizer.convert_tokens_to_ids("madeupword0001") == 4 + numbers.index("madeupword0001")
+    assert (tokenizer.model_max_length, tokenizer.padding_side, tokenizer.truncation_side) == (20, "right", "right")
+
+
+def test_mask_takes_the_space_before_it(tmp_path, bpe, numbers):
+    tokenizer, _ = build(tmp_path, bpe, numbers)
+    mask = tokenizer.mask_token_id
+    assert mask == len(tokenizer) - 1
+    the = tokenizer.convert_tokens_to_ids(["Ġthe", "a"])
+    assert tokenizer(" the <mask>a", add_special_tokens=False).input_ids == [the[0], mask, the[1]]
+
+
+def test_pairs(tmp_path, bpe, numbers):
+    tokenizer, _ = build(tmp_path, bpe, numbers)
+    first, second = (Reference(MERGES, numbers)(text) for text in ("abc the", " the"))
+    assert tokenizer("abc the", " the").input_ids == [*first, 2, *second[1:]]
+
+
+@pytest.mark.parametrize("lacks", [["Ġthe"], ["Ġt", "he"], ["abc", "h"], ["ab"], ["Ã©", "a", "abcab"]])
+def test_missing_piece_is_one_unknown(tmp_path, bpe, numbers, lacks):
+    symbols = without(numbers, *lacks)
+    tokenizer, missing = build(tmp_path, bpe, symbols)
+    reference = Reference(MERGES, symbols)
+    assert sorted(missing) == sorted(lacks) and len(tokenizer) == 4 + len(symbols) + 1
+    assert type(tokenizer) is LunaTokenizer
+    words = ["".join(random.choices(" abct hé", k=random.randrange(9))) for _ in range(500)]
+    texts = [*TEXTS, *words, "the".join(words[:9])]
+    assert tokenizer(texts).input_ids == [reference(text) for text in texts]
+    assert any(3 in reference(text) for text in texts)
+    for text in texts:
+        assert tokenizer(text).tokens()[1:-1] == reference.pieces(text)
+
+
+def test_nothing_but_unknown(tmp_path, bpe):
+    tokenizer, missing = build(tmp_path, bpe, ["madeupword0000"])
+    assert len(missing) == 256 + len(MERGES) and len(tokenizer) == 6
+    assert tokenizer("the abc").input_ids == [0, 3, 3, 3, 3, 2]  # t he Ġ abc
+
+
+def test_end_of_text_is_no_loss(tmp_path, bpe, numbers):
+    tokenizer, missing = build(tmp_path, bpe, [symbol for symbol in numbers if symbol != str(256 + len(MERGES))])
+    assert type(tokenizer) is RobertaTokenizer and missing == []
+
+
+@pytest.fixture
+def thinned(tmp_path, bpe, numbers):
+    tokenizer, _ = build(tmp_path, bpe, without(numbers, "Ġthe", "ab", "Ã"))
+    return tokenizer
+
+
+def test_thinned_vocabulary_has_no_other_ids(thinned):
+    size = len(thinned)
+    vocab = thinned.get_vocab()
+    assert sorted(vocab.values()) == list(range(size)) and thinned.vocab_size == size
+    assert thinned.mask_token_id == size - 1
+    assert thinned.convert_tokens_to_ids(["Ġthe", "he", "<mask>"]) == [3, vocab["he"], size - 1]
+    for token, index in vocab.items():
+        assert thinned.convert_ids_to_tokens(index) == token
+    assert thinned.convert_ids_to_tokens([0, vocab["he"], 2], skip_special_tokens=True) == ["he"]
+    assert thinned.decode(thinned("abc the é Ã").input_ids) == "<s>abc<unk> é <unk>\ufffd</s>"
+    assert thinned.decode(thinned("he")) == "<s>he</s>"
+    assert thinned.decode(vocab["he"]) == "he" and thinned.decode([[vocab["he"]]]) == ["he"]
+    padded = thinned(["the", "abc the abc"], padding=True, return_tensors="pt", return_offsets_mapping=True)
+    assert int(padded["input_ids"].max()) < size and int(padded["input_ids"][0, -1]) == 1
+    overflowing = thinned("abc the" * 9, max_length=6, truncation=True, return_overflowing_tokens=True)
+    assert len(overflowing.input_ids) > 3 and max(map(max, overflowing.input_ids)) < size
+
+
+def test_thinned_tokenizer_takes_new_tokens(thinned, tmp_path):
+    size = len(thinned)
+    assert thinned.add_tokens(["xyz"]) == 1 and thinned.add_special_tokens({"extra_special_tokens": ["<e>"]}) == 1
+    assert len(thinned) == size + 2 and thinned.vocab_size == size
+    assert thinned.get_added_vocab()["xyz"] == thinned.get_vocab()["xyz"] == size
+    ids = thinned("abc xyz<e> the").input_ids
+    assert size in ids and size + 1 in ids and max(ids) == size + 1
+    assert thinned.decode(ids) == "<s>abc xyz<e><unk></s>"
+    thinned.save_pretrained(tmp_path / "saved")
+    again = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert again("abc xyz<e> the").input_ids == ids and len(again) == size + 2
+
+
+def test_thinned_tokenizer_is_not_trained_anew(thinned):
+    with pytest.raises(NotImplementedError, match="RobertaTokenizer"):
+        thinned.train_new_from_iterator([["the"]], 300)
+
+
+@pytest.mark.parametrize("lacks", [(), ("Ġthe", "ab")])
+def test_pickled_and_reloaded(tmp_path, bpe, numbers, lacks):
+    tokenizer, _ = build(tmp_path, bpe, without(numbers, *lacks))
+    tokenizer.save_pretrained(tmp_path / "saved")
+    for other in (pickle.loads(pickle.dumps(tokenizer)), AutoTokenizer.from_pretrained(tmp_path / "saved")):
+        assert type(other) is type(tokenizer)
+        assert other.get_vocab() == tokenizer.get_vocab() and len(other) == len(tokenizer)
+        assert other.model_max_length == 20 and other.padding_side == "right"
+        texts = [*TEXTS, "a <mask> the"]
+        for options in ({}, {"return_offsets_mapping": True, "return_special_tokens_mask": True}):
+            assert dict(other(texts, **options)) == dict(tokenizer(texts, **options))
+
+
+@pytest.mark.parametrize("lacks", [(), ("abc",)])
+def test_space_before_the_first_word(tmp_path, bpe, numbers, lacks):
+    build(tmp_path, bpe, without(numbers, *lacks))[0].save_pretrained(tmp_path / "saved")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "saved", add_prefix_space=True)
+    tokenizer.save_pretrained(tmp_path / "again")
+    for other in (tokenizer, AutoTokenizer.from_pretrained(tmp_path / "again")):
+        encoded = other("the abc", add_special_tokens=False, return_offsets_mapping=True)
+        assert encoded.tokens() == ["Ġthe", "Ġ", "abc"]
+        assert encoded["offset_mapping"] == [(0, 3), (4, 4), (4, 7)]
+        words = other(["the", "abc"], add_special_tokens=False, is_split_into_words=True)
+        assert words.tokens() == encoded.tokens() and words.word_ids() == [0, 1, 1]
+
+
+def test_both_kinds_of_folder(tmp_path, bpe, numbers):
+    other = tmp_path / "hf"
+    other.mkdir()
+    (other / "merges.txt").write_bytes((bpe / "vocab.bpe").read_bytes().removesuffix(b"\n"))
+    # RoBERTa's vocab.json has the ids of RoBERTa's own dictionary.
+    pieces = ["<s>", "<pad>", *reversed(json.loads((bpe / "encoder.json").read_text()))]
+    (other / "vocab.json").write_text(json.dumps({piece: index for index, piece in enumerate(pieces)}))
+    assert read_gpt2_bpe(other) == read_gpt2_bpe(bpe)
+
+
+def checkpoint_with_dictionary(convert, make, symbols):
+    """A luna_bert checkpoint of 12 symbols, and its dictionary beside it."""
+    assert len(symbols) == make.symbols
+    (convert.source / "dict.txt").write_text("".join(f"{symbol} 1\n" for symbol in symbols))
+    return make.bert()
+
+
+@pytest.fixture
+def twelve():
+    number = Reference(MERGES, []).number
+    return [number[piece] for piece in ("Ġthe", "he", "a", "b", "c", "Ġ", "abc", "t", "Ġab")] + [
+        f"madeupword000{filler}" for filler in range(3)
+    ]
+
+
+def test_conversion(convert, make, bpe, twelve):
+    output = convert(checkpoint_with_dictionary(convert, make, twelve), "--bpe", bpe)
+    tokenizer = AutoTokenizer.from_pretrained(output)
+    text = "abc the abx"
+    assert tokenizer(text).input_ids == Reference(MERGES, twelve)(text)
+    assert tokenizer.model_max_length == make.positions and len(tokenizer) == make.vocabulary
+    report = json.loads((output / "conversion_report.json").read_text())
+    entry = report["tokenizer"]
+    assert (entry["class"], entry["size"]) == ("LunaTokenizer", make.vocabulary)
+    assert "x" in entry["missing_pieces"] and "abc" not in entry["missing_pieces"]
+    assert len(entry["missing_pieces"]) == 256 + len(MERGES) - 9
+    assert sorted(report["files"]) == sorted(file.name for file in output.iterdir())
+    assert "259 pieces become <unk>" in convert.screen and "needs trust_remote_code=True" in convert.screen
+    assert "no tokenizer" not in convert.screen
+    model = transformers.AutoModelForMaskedLM.from_pretrained(output)
+    assert model(**tokenizer([text, "a <mask>"], padding=True, return_tensors="pt")).logits.shape[-1] == len(tokenizer)
+
+
+def test_without_bpe_a_note_names_the_option(convert, make, twelve):
+    output = convert(checkpoint_with_dictionary(convert, make, twelve))
+    assert "no tokenizer: --bpe DIR" in convert.screen
+    assert not (output / "tokenizer.json").exists()
+    assert json.loads((output / "conversion_report.json").read_text())["tokenizer"] is None
+    with pytest.raises(ValueError, match="no tokenizer here.*--bpe"):
+        AutoTokenizer.from_pretrained(output)
+
+
+def test_class_travels_with_the_folder(convert, make, bpe, twelve):
+    output = convert(checkpoint_with_dictionary(convert, make, twelve), "--bpe", bpe)
+    code = (
+        "import sys; sys.modules['luna_mega'] = None; from transformers import AutoTokenizer\n"
+        f"print(AutoTokenizer.from_pretrained({str(output)!r}, trust_remote_code=True)('abc the abx').input_ids)\n"
+        f"AutoTokenizer.from_pretrained({str(output)!r})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=output.parent, stdin=subprocess.DEVNULL
+    )
+    assert done.stdout.splitlines()[0] == str(Reference(MERGES, twelve)("abc the abx")), done.stderr
+    assert done.returncode != 0 and "trust_remote_code=True" in done.stderr  # never other ids without saying so
+
+
+def test_overwritten_line_is_the_later_id(tmp_path, bpe, numbers):
+    path = tmp_path / "symbols.txt"
+    path.write_text("".join(f"{symbol} 1\n" for symbol in numbers) + f"{numbers[5]} 1 #fairseq:overwrite\n")
+    tokenizer, missing = bpe_tokenizer(read_dictionary(path), read_gpt2_bpe(bpe), "<mask>", 20)
+    assert missing == [] and len(tokenizer) == 4 + len(numbers) + 2
+    assert tokenizer.convert_ids_to_tokens(4 + 5) == tokenizer.convert_ids_to_tokens(4 + len(numbers)) + " (id 9)"
+
+
+def test_bpe_errors_are_one_line(convert, make, bpe, twelve, tmp_path):
+    state = make.bert()
+    assert "there is no dictionary beside the checkpoint; give it with --dict" in convert.error(state, "--bpe", bpe)
+    state = checkpoint_with_dictionary(convert, make, twelve)
+    assert "has neither encoder.json and vocab.bpe nor" in convert.error(state, "--bpe", tmp_path / "nowhere")
+    make.dictionary(convert.source / "dict.txt")
+    assert "symbol 'w0' is not a number" in convert.error(state, "--bpe", bpe)
+    checkpoint_with_dictionary(convert, make, [*twelve[:-1], "70000"])
+    assert "symbol '70000' is no GPT-2 id; they end at 268" in convert.error(state, "--bpe", bpe)
+    assert "Luna LRA does not read" in convert.error(make.lra21(), "--bpe", bpe)
+    make.dictionary(convert.source / "dict.txt", symbols=make.symbols + 1)
+    assert f"{make.vocabulary} embeddings" in convert.error(state, "--bpe", bpe)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "expected"),
+    [
+        ("encoder.json", b"{", "encoder.json: not JSON"),
+        ("encoder.json", b"[]", "holds a list"),
+        ("encoder.json", b"\xff", "encoder.json: not UTF-8"),
+        ("encoder.json", b'{"!": 0, "#": 1}', "'\"' has id None, by vocab.bpe it has 1"),
+        ("encoder.json", b'{"!": 4}', "'!' has id 4, by vocab.bpe it has 0"),
+        ("vocab.bpe", b"#version: 0.2\n", "the file is empty"),
+        ("vocab.bpe", b"#version: 0.2\na b c\n", "'a b c' is not a pair"),
+        ("vocab.bpe", b"#version: 0.2\nq q\n", "'qq' has id None, by vocab.bpe it has 256"),
+    ],
+)
+def test_files_that_are_not_gpt2s(bpe, file, content, expected):
+    (bpe / file).write_bytes(content)
+    with pytest.raises(ConversionError) as error:
+        read_gpt2_bpe(bpe)
+    assert expected in str(error.value)
+
+
+def test_full_disk(tmp_path, thinned):
+    folder = tmp_path / "full"
+    folder.mkdir()
+    (folder / "tokenizer.json").symlink_to("/dev/full")
+    with pytest.raises(ConversionError, match="cannot write tokenizer.json"):
+        ConvertedTokenizer(thinned, "GPT-2 byte-pair encoding", []).save(folder)

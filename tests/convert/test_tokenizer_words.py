@@ -1,0 +1,163 @@
+"""Dictionaries of whitespace-separated symbols (Luna LRA) as a fast tokenizer."""
+
+import json
+import pickle
+import subprocess
+import sys
+
+import pytest
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, TokenizersBackend
+
+from luna_mega.convert.cli import main
+from luna_mega.convert.dictionary import SPECIALS, read_dictionary
+from luna_mega.convert.tokenizer_words import word_tokenizer
+
+SYMBOLS = ["[MAX", "]", "9", "a", "é", "😀", "255", "the", "madeupword0000"]
+CLS = 4 + len(SYMBOLS)
+
+
+def build(tmp_path, prepend_cls=True, symbols=SYMBOLS, max_length=6):
+    path = tmp_path / "symbols.txt"
+    path.write_text("".join(f"{symbol} 1\n" for symbol in symbols))
+    return word_tokenizer(read_dictionary(path), "<CLS>", prepend_cls, max_length)
+
+
+def reference(text, prepend_cls=True):
+    """fairseq-preprocess, then PrependTokenDataset."""
+    index = {symbol: number for number, symbol in enumerate([*SPECIALS, *SYMBOLS, "<CLS>"])}
+    return [CLS] * prepend_cls + [index.get(symbol, 3) for symbol in text.split()] + [2]
+
+
+TEXTS = [
+    "[MAX 9 9 ]",
+    "  the\ta \n\u2028 é\u00a0😀\x1c255 ",
+    "thea the, THE",
+    "",
+    "</s> <unk> a<pad>a <mask> <CLS>a",
+    "madeupword0000 the",
+]
+
+
+@pytest.mark.parametrize("prepend_cls", [True, False])
+def test_ids(tmp_path, prepend_cls):
+    tokenizer = build(tmp_path, prepend_cls)
+    assert type(tokenizer) is TokenizersBackend and len(tokenizer) == CLS + 1
+    for text in TEXTS:
+        encoded = tokenizer(text)
+        assert encoded["input_ids"] == reference(text, prepend_cls), text
+        assert set(encoded) == {"input_ids", "attention_mask"}
+    assert tokenizer.cls_token_id == CLS and tokenizer.pad_token_id == 1 and tokenizer.eos_token_id == 2
+    assert tokenizer.unk_token_id == 3 and tokenizer.bos_token_id == 0
+
+
+def test_whole_symbols_only(tmp_path):
+    """Special tokens are looked up like every symbol; none is cut out of the text."""
+    assert build(tmp_path)("x</s>y", add_special_tokens=False).input_ids == [3]
+
+
+def test_offsets_and_decode(tmp_path):
+    tokenizer = build(tmp_path)
+    text = " the\t😀  é"
+    encoded = tokenizer(text, return_offsets_mapping=True, return_special_tokens_mask=True)
+    assert [text[start:end] for start, end in encoded["offset_mapping"]] == ["", "the", "😀", "é", ""]
+    assert encoded["special_tokens_mask"] == [1, 0, 0, 0, 1]
+    assert tokenizer.decode(encoded["input_ids"]) == "<CLS> the 😀 é </s>"
+    assert tokenizer.decode(encoded["input_ids"], skip_special_tokens=True) == "the 😀 é"
+
+
+def test_truncation_keeps_the_end_and_can_do_as_the_original(tmp_path):
+    tokenizer = build(tmp_path)
+    text = "the a 9 255 é 😀"
+    assert tokenizer(text, truncation=True).input_ids == [*reference(text)[:5], 2]
+    original = tokenizer(f"<CLS> {text} </s>", add_special_tokens=False, truncation=True).input_ids
+    assert original == reference(text)[:6]
+    padded = tokenizer([text, "a"], truncation=True, padding="max_length")
+    assert padded["input_ids"][1] == [CLS, 7, 2, 1, 1, 1] and padded["attention_mask"][1] == [1, 1, 1, 0, 0, 0]
+
+
+def test_each_text_of_a_pair_is_a_sequence(tmp_path):
+    assert build(tmp_path)("the a", "9").input_ids == reference("the a") + reference("9")
+
+
+def test_words_that_are_split_already(tmp_path):
+    tokenizer = build(tmp_path)
+    encoded = tokenizer(["the", "255", "x"], is_split_into_words=True)
+    assert encoded.input_ids == reference("the 255 x") and encoded.word_ids() == [None, 0, 1, 2, None]
+
+
+def test_pickled_and_reloaded(tmp_path):
+    tokenizer = build(tmp_path)
+    tokenizer.save_pretrained(tmp_path / "saved")
+    for other in (pickle.loads(pickle.dumps(tokenizer)), AutoTokenizer.from_pretrained(tmp_path / "saved")):
+        assert type(other) is TokenizersBackend and other.get_vocab() == tokenizer.get_vocab()
+        assert (other.model_max_length, other.padding_side) == (6, "right")
+        assert dict(other(TEXTS)) == dict(tokenizer(TEXTS))
+
+
+def test_overwritten_line_is_the_later_id(tmp_path):
+    path = tmp_path / "symbols.txt"
+    path.write_text("a 1\nb 1\na 1 #fairseq:overwrite\n<s> 1 #fairseq:overwrite\n")
+    tokenizer = word_tokenizer(read_dictionary(path), "<CLS>", True, 9)
+    assert tokenizer("a b").input_ids == [8, 6, 5, 2]
+    assert tokenizer.convert_ids_to_tokens([0, 4, 6, 7]) == ["<s>", "a (id 4)", "a", "<s> (id 7)"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "args", "starts_with_cls"),
+    [
+        ("lra21", {}, True),
+        ("lra21", {"sen_rep_type": "mp"}, True),
+        ("lra21", {"use_p": True}, True),
+        ("lra23", {"sen_rep_type": "cls"}, True),
+        ("lra23", {"sen_rep_type": "mp"}, False),
+    ],
+)
+def test_conversion(convert, make, kind, args, starts_with_cls):
+    make.dictionary(convert.source / "src-bin" / "dict.txt")
+    output = convert(getattr(make, kind)(**args))
+    tokenizer = AutoTokenizer.from_pretrained(output)
+    cls = [make.vocabulary - 1] * starts_with_cls
+    assert tokenizer("w0 w2 x").input_ids == [*cls, 4, 6, 3, 2]
+    assert tokenizer.model_max_length == make.positions and len(tokenizer) == make.vocabulary
+    report = json.loads((output / "conversion_report.json").read_text())
+    assert report["tokenizer"] == {
+        "class": "TokenizersBackend",
+        "kind": "whitespace-separated symbols",
+        "size": make.vocabulary,
+        "missing_pieces": [],
+    }
+    assert "whitespace-separated symbols, 17 ids" in convert.screen
+    model = AutoModelForSequenceClassification.from_pretrained(output).eval()
+    batch = tokenizer(["w0 w2 x", "w1 " * 30], padding=True, truncation=True, return_tensors="pt")
+    assert batch["input_ids"].shape == (2, make.positions) and model(**batch).logits.isfinite().all()
+
+
+def test_no_tokenizer_without_a_dictionary_or_for_pixels(convert, make):
+    assert not (convert(make.lra21()) / "tokenizer.json").exists()
+    assert "no dictionary" in convert.screen
+    convert.output = convert.output.with_name("pixels")
+    assert not (convert(make.lra23(image=True, sen_rep_type="mp")) / "tokenizer.json").exists()
+
+
+def test_loads_without_this_package(tmp_path):
+    build(tmp_path).save_pretrained(tmp_path / "saved")
+    code = (
+        "import sys; sys.modules['luna_mega'] = None; from transformers import AutoTokenizer\n"
+        f"print(AutoTokenizer.from_pretrained({str(tmp_path / 'saved')!r})('the a').input_ids)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout.strip() == str(reference("the a")), done.stderr
+
+
+def test_fixtures(shared_dir, tmp_path):
+    for fixture in sorted((shared_dir / "fixtures" / "luna").glob("lra*")):
+        meta = json.loads((fixture / "meta.json").read_text())
+        output = tmp_path / fixture.name
+        assert main([str(fixture / "checkpoint.pt"), "--output", str(output)]) == 0
+        assert (output / "tokenizer.json").is_file() is not meta["image"]
+        if meta["image"]:
+            continue
+        tokenizer = AutoTokenizer.from_pretrained(output)
+        symbols = [line.rsplit(" ", 1)[0] for line in (output / "dict.txt").read_text().splitlines()]
+        ids = tokenizer(" ".join(symbols), add_special_tokens=False).input_ids
+        assert ids == list(range(4, 4 + len(symbols))) and len(tokenizer) == meta["vocab_size"]
