@@ -27,9 +27,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             options.checkpoint,
             options.output,
             dictionaries=options.dict,
+            bpe=options.bpe,
             head=options.head,
             layer_norm=options.layer_norm,
             dtype=options.dtype,
+            license=options.license,
         )
     except (ConversionError, OSError) as error:
         print(f"luna-mega convert: error: {' '.join(str(error).split())}", file=sys.stderr)
@@ -55,6 +57,12 @@ def _parser() -> argparse.ArgumentParser:
         help="dict.txt of the vocabulary and, if there is one, of the labels (default: the ones beside the checkpoint)",
     )
     parser.add_argument(
+        "--bpe",
+        metavar="DIR",
+        help="folder with GPT-2's encoder.json and vocab.bpe, or vocab.json and merges.txt: writes the tokenizer of a "
+        "luna_bert model (Luna LRA needs only the dictionary)",
+    )
+    parser.add_argument(
         "--head",
         metavar="NAME",
         help="classification head to convert (default: the only head of a fine-tuned model, else masked LM)",
@@ -66,4 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         help="how norm weights are stored: as they are, or minus one as the 2023 code does (default: by their mean)",
     )
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the written weights (default: float32)")
+    parser.add_argument(
+        "--license", metavar="ID", help="licence of the weights for the model card, as mit (default: none is stated)"
+    )
     return parser

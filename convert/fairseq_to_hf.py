@@ -13,12 +13,15 @@ from luna_mega.convert.errors import ConversionError
 from luna_mega.convert.fairseq_reader import Checkpoint, read_checkpoint
 from luna_mega.convert.layer_norm import CHOICES, LayerNormDecision, decide_layer_norm
 from luna_mega.convert.mapping import Mapping, convert_tensors, few, map_tensors, without_memory
+from luna_mega.convert.model_card import conversion_card
 from luna_mega.convert.output import check_output, complete_folder
 from luna_mega.convert.plan import Plan
 from luna_mega.convert.plan_luna_bert import plan_luna_bert
 from luna_mega.convert.plan_luna_lra import plan_luna_lra
 from luna_mega.convert.report import FILE_NAME, Report
 from luna_mega.convert.source_detect import Source, canonical, detect
+from luna_mega.convert.source_norms import save_source_norms
+from luna_mega.convert.tokenizer import ConvertedTokenizer, convert_tokenizer
 
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -28,9 +31,11 @@ def convert_checkpoint(
     output: str | Path,
     *,
     dictionaries: Sequence[str | Path] = (),
+    bpe: str | Path | None = None,
     head: str | None = None,
     layer_norm: str = "auto",
     dtype: str = "float32",
+    license: str | None = None,
 ) -> Report:
     """Converts a luna_bert or Luna LRA checkpoint; nothing in the file is executed.
 
@@ -39,10 +44,12 @@ def convert_checkpoint(
         output: folder to write, absent or empty; after a failure it is as it was.
         dictionaries: vocabulary and label dictionary in any order, told apart by their size; when none is given they
             are looked for beside the checkpoint.
+        bpe: folder with GPT-2's BPE files, for the tokenizer of a luna_bert model; Luna LRA needs only the dictionary.
         head: name of the luna_bert classification head to convert; None = the only head of a fine-tuned model, else
             masked LM.
         layer_norm: "auto", "standard" or "plus-one" (the 2023 code stores weight - 1).
         dtype: "float32", "float16" or "bfloat16".
+        license: identifier of the licence of the weights, for the model card; None = the card says that none is stated.
 
     Returns:
         The report that is also written as conversion_report.json.
@@ -74,10 +81,13 @@ def convert_checkpoint(
     if found.labels is not None:
         plan.config.id2label = dict(enumerate(found.labels.labels))
         plan.config.label2id = {label: index for index, label in plan.config.id2label.items()}
+    tokenizer = convert_tokenizer(plan, source.layout, found.vocabulary, bpe)
     converted = convert_tensors(plan, mapping, tensors, norm.convention == "plus-one", getattr(torch, dtype))
-    report = _report(output, checkpoint, source, plan, mapping, norm, found, converted)
+    report = _report(output, checkpoint, source, plan, mapping, norm, found, tokenizer, converted)
     with complete_folder(output) as folder:
-        _write(folder, plan, converted, found, report)
+        if norm.convention == "plus-one":
+            save_source_norms({key: tensors[key] for key in mapping.norm_weights}, folder)
+        _write(folder, plan, converted, found, tokenizer, report, license)
     return report
 
 
@@ -97,6 +107,7 @@ def _report(
     mapping: Mapping,
     norm: LayerNormDecision,
     found: Dictionaries,
+    tokenizer: ConvertedTokenizer | None,
     converted: dict[str, torch.Tensor],
 ) -> Report:
     non_finite = [target for target, tensor in converted.items() if not tensor.isfinite().all()]
@@ -129,7 +140,7 @@ def _report(
             "file": sum(tensor.numel() for tensor in converted.values()),
         },
         non_finite=non_finite,
-        files=["config.json", "model.safetensors", *_dictionary_files(found), FILE_NAME],
+        tokenizer=tokenizer and tokenizer.summary,
         args=dict(checkpoint.args),
         notes=[*plan.notes, *found.notes, *early],
         warnings=warnings,
@@ -145,7 +156,15 @@ def _dictionary_files(found: Dictionaries) -> dict[str, Path]:
     return {name: dictionary.path for name, dictionary in roles.items() if dictionary is not None}
 
 
-def _write(folder: Path, plan: Plan, converted: dict, found: Dictionaries, report: Report) -> None:
+def _write(
+    folder: Path,
+    plan: Plan,
+    converted: dict,
+    found: Dictionaries,
+    tokenizer: ConvertedTokenizer | None,
+    report: Report,
+    license: str | None,
+) -> None:
     dtype = next(iter(converted.values())).dtype
     model = without_memory(plan.model_class, plan).to(dtype)
     try:
@@ -154,4 +173,8 @@ def _write(folder: Path, plan: Plan, converted: dict, found: Dictionaries, repor
         raise ConversionError(f"{report.output}: cannot write model.safetensors: {error}") from error
     for name, path in _dictionary_files(found).items():
         shutil.copyfile(path, folder / name)
+    if tokenizer is not None:
+        tokenizer.save(folder)
+    conversion_card(report, plan.config, license).save(folder / "README.md")
+    report.files = [*sorted(file.name for file in folder.iterdir()), FILE_NAME]
     report.save(folder)

@@ -58,10 +58,13 @@ def map_tensors(plan: Plan, tensors: dict[str, torch.Tensor]) -> Mapping:
 def convert_tensors(
     plan: Plan, mapping: Mapping, tensors: dict[str, torch.Tensor], plus_one: bool, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """The tensors under their new names in `dtype`; with `plus_one` the norm weights are stored minus one."""
+    """The tensors under their new names in `dtype`; with `plus_one` the norm weights are stored minus one.
+
+    Every one has storage of its own: what shares it is saved once, also where the model does not tie it.
+    """
     raised = set(mapping.norm_weights) if plus_one else set()
     return {
-        target: (tensors[key].float() + 1 if key in raised else tensors[key]).to(dtype)
+        target: tensors[key].float().add(1).to(dtype) if key in raised else tensors[key].to(dtype, copy=True)
         for key, target in mapping.mapped.items()
         if not (target == _TIED_TO_EMBEDDING and plan.config.tie_word_embeddings)
     }

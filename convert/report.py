@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from luna_mega.convert.mapping import few
+
 FILE_NAME = "conversion_report.json"
 _REVISIONS = {"r21": "2021 code", "head": "2023 code"}
 _WORDS = {True: "yes", False: "no", None: "none"}
@@ -16,8 +18,8 @@ class Report:
     """What a conversion read, decided and wrote.
 
     `mapped` has `{"source", "target", "shape"}` and `dropped` `{"source", "shape", "reason"}` for every tensor of the
-    checkpoint; `args` are fairseq's, as JSON values, so that an export can write them back. `missing` and `unexpected`
-    are empty: a conversion with either fails.
+    checkpoint; `tokenizer` has `{"class", "kind", "size", "missing_pieces"}`; `args` are fairseq's, as JSON values, so
+    that an export can write them back. `missing` and `unexpected` are empty: a conversion with either fails.
     """
 
     output: str
@@ -30,8 +32,9 @@ class Report:
     dtype_out: str
     parameters: dict[str, int]
     non_finite: list[str]
-    files: list[str]
+    tokenizer: dict[str, Any] | None
     args: dict[str, Any]
+    files: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -57,6 +60,7 @@ class Report:
             f"{len(self.missing)} missing, {len(self.unexpected)} unexpected",
             "parameters": f"{self.parameters['model']:,} in the model, {self.parameters['file']:,} in the file",
             "dtype": f"{', '.join(self.dtype_in)} -> {self.dtype_out}",
+            "tokenizer": _tokenizer_row(**self.tokenizer) if self.tokenizer else "none",
         }
         reasons = Counter(row["reason"] for row in self.dropped)
         lines = [
@@ -68,6 +72,13 @@ class Report:
         ]
         width = max(len(name) for name, _ in lines) + 2
         return "\n".join(f"{name:<{width}}{value}" for name, value in lines)
+
+
+def _tokenizer_row(kind: str, size: int, missing_pieces: list[str], **of_class: str) -> str:
+    row = f"{of_class['class']}, {kind}, {size:,} ids"
+    if missing_pieces:
+        row += f", {len(missing_pieces):,} pieces become <unk>: {few(missing_pieces)}"
+    return row
 
 
 def _plain(value: Any) -> Any:

@@ -8,7 +8,14 @@ from luna_mega.convert.layer_norm import decide_layer_norm
 
 @pytest.mark.parametrize(
     ("mean", "expected"),
-    [(1.0, "standard"), (0.65, "standard"), (1.3, "standard"), (0.0, "plus-one"), (0.35, "plus-one"), (-0.3, "plus-one")],
+    [
+        (1.0, "standard"),
+        (0.65, "standard"),
+        (1.3, "standard"),
+        (0.0, "plus-one"),
+        (0.35, "plus-one"),
+        (-0.3, "plus-one"),
+    ],
 )
 def test_auto_decides_by_the_mean(mean, expected):
     decision = decide_layer_norm([torch.full((3,), mean - 0.01), torch.full((3,), mean + 0.01)], "auto")

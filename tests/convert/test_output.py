@@ -3,6 +3,7 @@ import subprocess
 import sys
 
 import pytest
+from huggingface_hub import ModelCard
 
 from luna_mega import cli
 from luna_mega.convert import ConversionError, convert_checkpoint, fairseq_to_hf
@@ -14,6 +15,7 @@ def test_empty_output_folder_and_new_parents(convert, make):
     convert(make.bert())
     convert.output = convert.output / "new" / "deeper"
     assert sorted(path.name for path in convert(make.bert()).iterdir()) == [
+        "README.md",
         "config.json",
         "conversion_report.json",
         "model.safetensors",
@@ -84,7 +86,16 @@ def test_report(convert, make):
     assert str(convert.source) not in (output / "conversion_report.json").read_text()
 
 
-@pytest.mark.parametrize("argv", [[], ["model.pt"], ["--output", "x"], ["model.pt", "--output", "x", "--bpe", "y"]])
+def test_model_card(convert, make):
+    output = convert(make.bert(), "--license", "mit", "--dict", make.dictionary(convert.source / "dict.txt"))
+    card = ModelCard.load(output / "README.md")
+    assert (card.data.license, card.data.pipeline_tag) == ("mit", "fill-mask")
+    report = json.loads((output / "conversion_report.json").read_text())
+    assert "README.md" in report["files"] and report["source"]["sha256"] in card.text
+    assert str(convert.source) not in card.text and str(output) not in card.text
+
+
+@pytest.mark.parametrize("argv", [[], ["model.pt"], ["--output", "x"], ["model.pt", "--output", "x", "--vocab", "y"]])
 def test_usage_errors_exit_with_2(argv, capsys):
     with pytest.raises(SystemExit) as exit_:
         main(argv)

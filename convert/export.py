@@ -1,0 +1,440 @@
+"""Writes a Luna folder back as a checkpoint of the original fairseq code: `luna-mega export`."""
+
+import argparse
+import re
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from luna_mega import LunaConfig
+from luna_mega.convert import fairseq_args, keymap_luna
+from luna_mega.convert.dictionary import SPECIALS, assign_dictionaries
+from luna_mega.convert.errors import ConversionError
+from luna_mega.convert.evidence import same_bits
+from luna_mega.convert.fairseq_to_hf import DTYPES
+from luna_mega.convert.layer_norm import CONVENTIONS
+from luna_mega.convert.mapping import Mapping, few, map_tensors
+from luna_mega.convert.model_folder import ModelFolder, read_folder
+from luna_mega.convert.plan import Plan
+from luna_mega.convert.plan_luna_bert import plan_luna_bert
+from luna_mega.convert.plan_luna_lra import plan_luna_lra
+from luna_mega.convert.source_detect import Source
+from luna_mega.convert.source_norms import source_norms
+from luna_mega.modeling_luna.modeling_luna import LunaLMHead, sinusoids
+
+_EMBEDDING, _LM_WEIGHT = "luna.embeddings.word_embeddings.weight", "lm_head.decoder.weight"
+_CRITERIA = {
+    "masked_lm": "MaskedLmLoss",
+    "sentence_prediction": "SentencePredictionCriterion",
+    "sentence_ranking": "SentenceRankingCriterion",
+    "lra_cross_entropy": "LRACrossEntropyCriterion",
+}
+# Where a task of the original looks for its dictionaries, beside the file.
+_VOCABULARY_OF_TASK = {
+    "sentence_prediction": "input0/dict.txt",
+    "sentence_ranking": "input0/dict.txt",
+    "long_range_arena": "src-bin/dict.txt",
+    "lra-text": "src-bin/dict.txt",
+}
+_LABELS_OF_TASK = {"sentence_prediction": "label/dict.txt"}
+
+
+@dataclass
+class ExportReport:
+    """What an export read and wrote."""
+
+    folder: str
+    output: str
+    model_class: str
+    layout: str
+    args: dict[str, Any]
+    head: str | None
+    layer_norm: str
+    tensors: int
+    dtype: str
+    files: list[str]
+    notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [
+            ("read", f"{self.folder}: {self.model_class}"),
+            ("layout", f"{self.layout}, arch {self.args.get('arch')}, task {self.args.get('task')}"),
+            ("head", self.head or "none with a name"),
+            ("layer norm", self.layer_norm),
+            ("tensors", f"{self.tensors}, {self.dtype}"),
+            *(("note", note) for note in self.notes),
+            *(("warning", warning) for warning in self.warnings),
+            ("written", f"{self.output}: {', '.join(self.files)}"),
+        ]
+        return "\n".join(f"{name:<12}{value}" for name, value in lines)
+
+
+@dataclass(frozen=True)
+class _Target:
+    """The layout to write, the classification head's name in it, and what is known of the file that was converted."""
+
+    layout: tuple[str, str]
+    head: str | None
+    layer_norm: str
+    recorded_args: dict[str, Any] | None
+    recorded_head: str | None
+
+
+def export_checkpoint(
+    folder: str | Path,
+    output: str | Path,
+    *,
+    head: str | None = None,
+    layer_norm: str | None = None,
+    dtype: str | None = None,
+    dictionaries: Sequence[str | Path] = (),
+    progress: bool = False,
+) -> ExportReport:
+    """Writes a checkpoint that fairseq's loader and `convert_checkpoint` read, and its dictionaries beside it.
+
+    Args:
+        folder: what `luna-mega convert` or `save_pretrained` wrote.
+        output: file to write, which must not exist; after a failure it does not.
+        head: name of a luna_bert classification head, which there is its kind. None = as in the converted file, else
+            the usual one.
+        layer_norm: "standard" or "plus-one" (the 2023 code stores weight - 1); None = as in the converted file, else
+            as in the code that has the model.
+        dtype: "float32", "float16" or "bfloat16"; None = that of the converted file if nothing is lost by it, else
+            that of the folder.
+        dictionaries: vocabulary and label dictionary in any order; when none is given, those of the folder.
+        progress: show a progress bar on stderr if that is a terminal.
+
+    Returns the report that the command prints.
+
+    Raises:
+        ConversionError: the folder is at fault, or the original cannot express the model; one line says how.
+        ValueError: an option has no such value.
+    """
+    output = _check_options(output, layer_norm, dtype)
+    source = read_folder(folder)
+    try:
+        target = _choose_target(source, head)
+        tensors, notes = _rename(source, target)
+        plan, mapping, args, warnings = _plan_args(source, target, tensors)
+    except ConversionError as error:
+        raise ConversionError(f"{source.path}: {error}") from error
+    if target.head is not None and args.get("task") == "masked_lm":
+        notes.append(f"the task in args is masked_lm: luna-mega convert takes the head with --head {target.head}")
+    convention = layer_norm or target.layer_norm
+    tensors, stored_as = _store(source, tensors, mapping, convention == "plus-one", dtype)
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=_existing_parent(output)) as temporary:
+        missing = _write_dictionaries(Path(temporary), output.parent, source, plan, args.get("task"), dictionaries)
+        _write(Path(temporary, output.name), _state(source, args, tensors), progress)
+        files = _publish(Path(temporary), output)
+    return ExportReport(
+        folder=str(source.path),
+        output=str(output.parent),
+        model_class=source.model_class.__name__,
+        layout=fairseq_args.LAYOUT_NAMES[target.layout],
+        args=args,
+        head=target.head,
+        layer_norm=convention,
+        tensors=len(tensors),
+        dtype=_name(next(iter(tensors.values())).dtype),
+        files=files,
+        notes=[*notes, *stored_as, *missing],
+        warnings=warnings,
+    )
+
+
+def _check_options(output: str | Path, layer_norm: str | None, dtype: str | None) -> Path:
+    for name, value, choices in (("layer_norm", layer_norm, CONVENTIONS), ("dtype", dtype, DTYPES)):
+        if value not in (None, *choices):
+            raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+    output = Path(output).resolve()
+    if output.exists():
+        raise ConversionError(f"{output}: exists already; give a new file name or remove it")
+    return output
+
+
+def _choose_target(source: ModelFolder, head: str | None) -> _Target:
+    report = source.report or {}
+    given = (report["source"]["layout"], report["source"]["revision"]) if report else None
+    classifier = fairseq_args.has_classifier(source.model_class)
+    recorded = report["decisions"].get("head") if report and classifier else None
+    layout = fairseq_args.choose_layout(source.config, source.model_class, head or recorded, given)
+    named = classifier and layout[0] == "luna_bert"
+    if head is not None and not named:
+        raise ConversionError(f"--head {head}: the original has no named head for a {source.model_class.__name__}")
+    if head is not None and not re.fullmatch(r"[\w-]+", head):
+        raise ConversionError(f"--head {head!r}: a name has letters, digits, '_' and '-' only")
+    default = "plus-one" if layout == fairseq_args.LRA_2023 else "standard"
+    return _Target(
+        layout,
+        (head or recorded or fairseq_args.HEAD_OF_POOLING[source.config.pooling]) if named else None,
+        report["decisions"]["layer_norm"] if report else default,
+        report.get("args"),
+        recorded,
+    )
+
+
+def _rename(source: ModelFolder, target: _Target) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """The tensors under fairseq's names, with those that a folder does not have, and notes about them."""
+    config, ours, notes = source.config, source.tensors(), []
+    keymap = keymap_luna.luna_lra(target.layout[1], config.input_type)
+    if target.layout[0] == "luna_bert":
+        keymap = keymap_luna.luna_bert(target.head)
+        if not any(name.startswith("lm_head.") for name in ours):
+            ours |= _fresh_lm_head(config, next(iter(ours.values())).dtype)
+            notes.append("the folder has no LM head, which fairseq's loader asks for: a new, untrained one is written")
+        if config.tie_word_embeddings and _EMBEDDING in ours:
+            ours[_LM_WEIGHT] = ours[_EMBEDDING]
+    matches = {name: keymap.backward(name) for name in ours}
+    if unknown := [name for name, match in matches.items() if match is None]:
+        raise ConversionError(f"{fairseq_args.LAYOUT_NAMES[target.layout]} has no place for {few(unknown)}")
+    tensors = {matches[name].key: tensor for name, tensor in ours.items()}
+    if target.layout == fairseq_args.LRA_2023 and config.position_embedding_type == "sinusoidal":
+        dtype, body = next(iter(ours.values())).dtype, "encoder.encoder"
+        table = sinusoids(config.projection_length, config.hidden_size, torch.device("cpu"))
+        tensors[f"{body}.projected_positions"] = table.to(dtype)
+        tensors[f"{body}.embed_positions._float_tensor"] = torch.zeros(1, dtype=dtype)
+    dropped = [row["source"] for row in (source.report or {}).get("dropped", [])]
+    if heads := sorted({name.split(".")[1] for name in dropped if name.startswith("classification_heads.")}):
+        notes.append(f"the conversion left out the heads {', '.join(heads)}: they are not in the file")
+    return tensors, notes
+
+
+def _fresh_lm_head(config: LunaConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # the same file every time
+        head = LunaLMHead(config)
+        for linear in (head.dense, head.decoder):
+            nn.init.normal_(linear.weight, std=config.initializer_range)
+            nn.init.zeros_(linear.bias)
+    return {f"lm_head.{name}": tensor.to(dtype) for name, tensor in head.state_dict().items()}
+
+
+def _plan_args(
+    source: ModelFolder, target: _Target, tensors: dict[str, torch.Tensor]
+) -> tuple[Plan, Mapping, dict[str, Any], list[str]]:
+    """The args, and how the converter understands the file with them: it must be the model of the folder."""
+    if target.recorded_args is not None and target.head == target.recorded_head:
+        try:
+            plan, mapping = _read_back(target, tensors, target.recorded_args)
+        except ConversionError:
+            plan = None  # config.json was edited; the args are made from it below
+        if plan is not None and not _differences(source, plan):
+            return plan, mapping, target.recorded_args, []
+    recorded = target.recorded_args or {}
+    args = recorded | fairseq_args.make_args(source.config, source.model_class, target.layout, target.head)
+    plan, mapping = _read_back(target, tensors, args)
+    warnings = []
+    for name, ours, theirs in _differences(source, plan):
+        if name not in fairseq_args.TRAINING_FIELDS:
+            raise ConversionError(
+                f"config.json: {name} = {ours!r}, but the original reads {theirs!r} from these weights"
+            )
+        warnings.append(f"{name} = {ours!r} is not in the original, which trains with {theirs!r}; scores are the same")
+    if changed := sorted(name for name in recorded if recorded[name] != args[name]):
+        warnings.append(f"args of the converted file that no longer hold are replaced: {', '.join(changed)}")
+    return plan, mapping, args, warnings
+
+
+def _read_back(target: _Target, tensors: dict[str, torch.Tensor], args: dict[str, Any]) -> tuple[Plan, Mapping]:
+    layout = Source(*target.layout, args.get("arch"))
+    if target.layout[0] == "luna_bert":
+        plan = plan_luna_bert(layout, tensors, args, target.head)
+    else:
+        plan = plan_luna_lra(layout, tensors, args)
+    return plan, map_tensors(plan, tensors)
+
+
+def _differences(source: ModelFolder, plan: Plan) -> list[tuple[str, Any, Any]]:
+    found = fairseq_args.differences(source.config, plan.config, source.model_class)
+    if plan.model_class is not source.model_class and fairseq_args.has_classifier(source.model_class):
+        found.append(("architectures", source.model_class.__name__, plan.model_class.__name__))
+    return found
+
+
+def _store(
+    source: ModelFolder, tensors: dict[str, torch.Tensor], mapping: Mapping, plus_one: bool, dtype: str | None
+) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """The tensors in the dtype of the file, with `plus_one` the norm weights minus one, and notes on what changes."""
+    notes, ours = [], {key: tensors[key] for key in mapping.norm_weights} if plus_one else {}
+    lowered = {key: weight.float() - 1 for key, weight in ours.items()} | source_norms(source.path, ours)
+    originals = set((source.report or {}).get("dtype_in", {}))
+    if dtype is None:
+        stored = {_name(tensor.dtype) for tensor in tensors.values()}
+        fitting = [names.pop() for names in (set(originals), stored) if len(names) == 1 and names <= set(DTYPES)]
+        read_back = {key: tensors[key] for key in mapping.mapped}
+        dtype = next((name for name in fitting if _keeps_all(read_back, lowered, name)), "float32")
+        if originals and originals != {dtype}:
+            notes.append(f"the converted file was {', '.join(sorted(originals))}; {dtype} keeps what the folder has")
+    if rounded := sum((weight.float() + 1 != ours[key].float()).sum().item() for key, weight in lowered.items()):
+        notes.append(f"{rounded} norm weights below 0.5 are rounded by up to 6e-8: minus one they need more bits")
+    cast: dict[int, torch.Tensor] = {}
+    for key, tensor in tensors.items():
+        value = lowered.get(key, tensor)
+        cast.setdefault(id(tensor), value.to(getattr(torch, dtype)))  # a tied tensor is written once
+    return {key: cast[id(tensor)] for key, tensor in tensors.items()}, notes
+
+
+def _keeps_all(tensors: dict[str, torch.Tensor], lowered: dict[str, torch.Tensor], dtype: str) -> bool:
+    """Whether converting the file again gives the same tensors."""
+    target = getattr(torch, dtype)
+    return all(
+        same_bits((lowered[key].to(target).float() + 1).to(tensor.dtype), (lowered[key].float() + 1).to(tensor.dtype))
+        if key in lowered
+        else tensor.dtype == target or same_bits(tensor.to(target).to(tensor.dtype), tensor)
+        for key, tensor in tensors.items()
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _state(source: ModelFolder, args: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """What fairseq's `checkpoint_utils.save_state` saves, at the start of an epoch and without an optimizer state."""
+    history = {
+        "criterion_name": _CRITERIA.get(args.get("criterion"), "CrossEntropyCriterion"),
+        "optimizer_name": "FairseqAdam",
+        "lr_scheduler_state": {"best": None},
+        "num_updates": (source.report or {"source": {}})["source"].get("num_updates") or 0,
+    }
+    return {
+        "args": argparse.Namespace(**args),
+        "model": tensors,
+        "optimizer_history": [history],
+        "extra_state": {"train_iterator": {"epoch": 1, "iterations_in_epoch": 0, "shuffle": True}, "val_loss": None},
+    }
+
+
+def _write_dictionaries(
+    folder: Path, beside: Path, source: ModelFolder, plan: Plan, task: str | None, given: Sequence[str | Path]
+) -> list[str]:
+    """Writes the dictionaries into `folder` where the task looks for them, but those that are in `beside` already."""
+    own = [path for name in ("dict.txt", "dict.label.txt") if (path := source.path / name).is_file()]
+    vocab_size = plan.config.vocab_size if plan.appended_symbol else None
+    found = assign_dictionaries(list(given) or own, source.path, vocab_size, plan.appended_symbol, plan.num_labels)
+    labels = _LABELS_OF_TASK.get(task, "label-bin/dict.txt")
+    files, notes = {}, list(found.warnings)
+    if found.vocabulary is not None:
+        for name in {"dict.txt", _VOCABULARY_OF_TASK.get(task, "dict.txt")}:
+            files[name] = found.vocabulary.path.read_bytes()
+    elif vocab_size is not None:
+        notes.append("no dict.txt in the folder, which fairseq needs beside the file; --dict adds it")
+    if found.labels is not None:
+        files[labels] = found.labels.path.read_bytes()
+    elif vocab_size is not None and plan.num_labels and plan.config.problem_type != "regression":
+        files[labels] = _label_dictionary([source.config.id2label[index] for index in range(plan.num_labels)])
+    for name, content in files.items():
+        if (beside / name).exists():
+            if (beside / name).read_bytes() != content:
+                raise ConversionError(f"{beside / name}: another file is there; remove it or give another --output")
+            continue
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
+    return notes
+
+
+def _label_dictionary(names: list[str]) -> bytes:
+    for name in names:
+        if not re.fullmatch(r"\S+( \S+)*", name) or name in SPECIALS or names.count(name) > 1:
+            raise ConversionError(f"config.json: id2label has {name!r}, which no dictionary can hold; rename the class")
+    return "".join(f"{name} 1\n" for name in names).encode()
+
+
+def _write(path: Path, state: dict[str, Any], progress: bool) -> None:
+    size = sum({id(tensor): tensor.nbytes for tensor in state["model"].values()}.values())
+    bar = {"desc": path.name, "total": size, "disable": None if progress else True, "delay": 1}
+    try:
+        with path.open("wb") as file, tqdm.wrapattr(file, "write", **bar) as writer:
+            torch.save(state, writer)
+    except RuntimeError as error:  # what torch makes of a full disk
+        raise ConversionError(f"cannot write {path.name}: {error}") from error
+
+
+def _existing_parent(output: Path) -> Path:
+    return next(folder for folder in output.parents if folder.is_dir())
+
+
+def _publish(folder: Path, output: Path) -> list[str]:
+    """Moves the files from `folder` to beside `output`, the checkpoint itself last."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != output.name]
+    names = [str(path.relative_to(folder)) for path in (*files, folder / output.name)]
+    done = []
+    try:
+        for name in names:
+            target = output.parent / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).rename(target)
+            done.append(target)
+    except BaseException:  # an interrupt leaves nothing behind either
+        for path in done:
+            path.unlink()
+        raise
+    return names
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`luna-mega export`: writes a checkpoint and prints the report.
+
+    Args:
+        argv: arguments without the program name; those of the process when None.
+
+    Returns:
+        Exit status: 0 done, 1 the input is at fault, with one line about it on stderr.
+
+    Raises:
+        SystemExit: 2 on wrong usage, 0 after `--help`.
+    """
+    options = _parser().parse_args(argv)
+    try:
+        report = export_checkpoint(
+            options.folder,
+            options.output,
+            head=options.head,
+            layer_norm=options.layer_norm,
+            dtype=options.dtype,
+            dictionaries=options.dict,
+            progress=True,
+        )
+    except (ConversionError, OSError) as error:
+        print(f"luna-mega export: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    print(report)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="luna-mega export",
+        description="Writes a folder of a Luna encoder back as a checkpoint of the original fairseq code.",
+    )
+    parser.add_argument("folder", metavar="DIR", help="what luna-mega convert or save_pretrained wrote")
+    parser.add_argument("--output", metavar="FILE", required=True, help="the .pt file to write, which must not exist")
+    parser.add_argument(
+        "--head",
+        metavar="NAME",
+        help="name of a luna_bert classification head, which decides its kind (default: its name in the converted "
+        "file, else the usual one of its kind)",
+    )
+    parser.add_argument(
+        "--layer-norm",
+        choices=CONVENTIONS,
+        help="store norm weights as they are, or minus one for the 2023 code (default: as the converted file)",
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="default: that of the converted file, if nothing is lost by it")
+    parser.add_argument(
+        "--dict",
+        metavar="FILE",
+        nargs="+",
+        action="extend",
+        default=[],
+        help="dict.txt of the vocabulary and of the labels, to write beside the file (default: those of the folder)",
+    )
+    return parser

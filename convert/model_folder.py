@@ -1,0 +1,118 @@
+"""Reads model folders (`save_pretrained`, `luna-mega convert`, a Hub snapshot) without building the model."""
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+import luna_mega
+from luna_mega.convert import report
+from luna_mega.convert.errors import ConversionError
+
+_REPORT_FIELDS = {"source", "decisions", "dropped", "dtype_in", "args"}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Shape and dtype of a tensor on the disk, and the file it is in."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A Luna folder: class and configuration from config.json, `report` = conversion_report.json (None: not there)."""
+
+    path: Path
+    model_class: type[PreTrainedModel]
+    config: "luna_mega.LunaConfig"
+    transformers_version: str | None
+    report: dict[str, Any] | None
+
+    @cached_property
+    def tensor_info(self) -> dict[str, TensorInfo]:
+        """Name -> where it is, from the headers of the weight files alone. Names are those of a model with a head."""
+        found = {}
+        for file in self._weight_files():
+            with _open(file) as weights:
+                for name in weights.keys():
+                    part = weights.get_slice(name)
+                    found[self._full_name(name)] = TensorInfo(file, tuple(part.get_shape()), part.get_dtype())
+        return found
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors, mapped from the files, under the names of `tensor_info`."""
+        found = {}
+        for file in self._weight_files():
+            with _open(file) as weights:
+                found |= {self._full_name(name): weights.get_tensor(name) for name in weights.keys()}
+        return found
+
+    def _full_name(self, name: str) -> str:
+        return f"luna.{name}" if self.model_class is luna_mega.LunaModel else name
+
+    def _weight_files(self) -> list[Path]:
+        index = self.path / SAFE_WEIGHTS_INDEX_NAME
+        names = [SAFE_WEIGHTS_NAME]
+        if index.is_file():
+            names = sorted(set(_read_json(index).get("weight_map", {}).values()))
+        files = [self.path / name for name in names]
+        if missing := [file.name for file in files if not file.is_file()]:
+            raise ConversionError(f"{self.path}: no {', '.join(missing)}; give a folder that save_pretrained wrote")
+        return files
+
+
+def read_folder(path: str | Path) -> ModelFolder:
+    """Opens a folder that holds a Luna model.
+
+    Raises:
+        ConversionError: not such a folder, or a damaged one; one line names the file and the way out.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise ConversionError(f"{path}: {'is a file, give a model folder' if path.exists() else 'no such folder'}")
+    file = path / "config.json"
+    if not file.is_file():
+        raise ConversionError(f"{path}: no config.json; give a folder that save_pretrained wrote")
+    content = _read_json(file)
+    if content.get("model_type") != luna_mega.LunaConfig.model_type:
+        raise ConversionError(f"{file}: model_type {content.get('model_type')!r}; this version knows 'luna'")
+    try:
+        config = luna_mega.LunaConfig.from_dict(content)
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        raise ConversionError(f"{file}: {error}") from error
+    names = content.get("architectures") or [None]
+    classes = [name for name in luna_mega.__all__ if name.startswith("LunaFor") or name == "LunaModel"]
+    if names[0] not in classes:
+        raise ConversionError(f"{file}: architectures {names[0]!r} is not one of {', '.join(classes)}")
+    conversion = path / report.FILE_NAME
+    written = _read_json(conversion) if conversion.is_file() else None
+    if written is not None and (written.get("format") != 1 or not _REPORT_FIELDS <= written.keys()):
+        raise ConversionError(f"{conversion}: format {written.get('format')!r} is not one that this version reads")
+    return ModelFolder(path, getattr(luna_mega, names[0]), config, content.get("transformers_version"), written)
+
+
+def _open(file: Path) -> safe_open:
+    try:
+        return safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise ConversionError(f"{file}: damaged or truncated ({error}); copy or download it again") from error
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConversionError(f"{file}: not JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise ConversionError(f"{file}: not a JSON object")
+    return content

@@ -1,0 +1,171 @@
+"""The files of `luna-mega export`: what it reads, what it writes beside the checkpoint, and what it leaves alone."""
+
+import json
+
+import pytest
+from safetensors.torch import load_file
+
+from luna_mega import LunaConfig, LunaForMaskedLM, LunaForSequenceClassification
+from luna_mega.convert import ConversionError, convert_checkpoint, export
+from luna_mega.convert.export import export_checkpoint, main
+from luna_mega.convert.fairseq_reader import read_checkpoint
+
+
+def save(folder, model_class, **fields):
+    sizes = {"vocab_size": 17, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"intermediate_size": 24, "projection_length": 6, "max_position_embeddings": 20}
+    model_class(LunaConfig(**sizes | fields)).save_pretrained(folder)
+    return folder
+
+
+def edit(folder, **changes):
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def fails(capsys, folder, output):
+    """The one line of an export that must fail."""
+    capsys.readouterr()
+    assert main([str(folder), "--output", str(output)]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("\n") == 1 and printed.err.startswith("luna-mega export: error: ")
+    return printed.err
+
+
+def test_shards(tmp_path):
+    folder = save(tmp_path / "model", LunaForMaskedLM)
+    LunaForMaskedLM.from_pretrained(folder).save_pretrained(tmp_path / "shards", max_shard_size="5KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+    export_checkpoint(folder, tmp_path / "one.pt")
+    export_checkpoint(tmp_path / "shards", tmp_path / "two.pt")
+    first, second = read_checkpoint(tmp_path / "one.pt").tensors, read_checkpoint(tmp_path / "two.pt").tensors
+    assert len(first) == len(load_file(folder / "model.safetensors")) + 1
+    assert first.keys() == second.keys() and all(first[name].equal(second[name]) for name in first)
+    next((tmp_path / "shards").glob("*2-of*.safetensors")).unlink()
+    with pytest.raises(ConversionError, match="no model-00002-of"):
+        export_checkpoint(tmp_path / "shards", tmp_path / "three.pt")
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "no config.json"),
+        (lambda folder: (folder / "config.json").write_text("{"), "not JSON"),
+        (lambda folder: edit(folder, model_type="bert"), "model_type 'bert'"),
+        (lambda folder: edit(folder, architectures=None), "architectures None"),
+        (lambda folder: edit(folder, hidden_size=15), "divisible"),
+        (lambda folder: edit(folder, intermediate_size=25), "intermediate_size = 25, but the original reads 24"),
+        (lambda folder: edit(folder, num_hidden_layers=3), "encoder_layers"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "no model.safetensors"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"\x08" + bytes(30)), "damaged or truncated"),
+        (lambda folder: (folder / "conversion_report.json").write_text('{"format": 2}'), "format 2"),
+        (lambda folder: (folder / "dict.txt").write_text("a 1\n"), "1 symbols do not fit"),
+    ],
+)
+def test_bad_folders(tmp_path, capsys, damage, expected):
+    folder = save(tmp_path / "model", LunaForMaskedLM)
+    damage(folder)
+    assert expected in fails(capsys, folder, tmp_path / "model.pt")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_absent_folder(tmp_path, capsys):
+    assert "no such folder" in fails(capsys, tmp_path / "model", tmp_path / "model.pt")
+    (tmp_path / "model").touch()
+    assert "is a file" in fails(capsys, tmp_path / "model", tmp_path / "model.pt")
+
+
+def test_dictionaries(make, tmp_path):
+    """Where the task of the original looks for them."""
+    dictionary = make.dictionary(tmp_path / "given.txt")
+    fields = {"id2label": {0: "no", 1: "not at all", 2: "yes"}}
+    folder = save(tmp_path / "model", LunaForSequenceClassification, **fields)
+    report = export_checkpoint(folder, tmp_path / "a" / "model.pt", dictionaries=[dictionary])
+    assert report.files == ["dict.txt", "input0/dict.txt", "label/dict.txt", "model.pt"]
+    for name in ("dict.txt", "input0/dict.txt"):
+        assert (tmp_path / "a" / name).read_text() == dictionary.read_text()
+    assert (tmp_path / "a" / "label" / "dict.txt").read_text() == "no 1\nnot at all 1\nyes 1\n"
+    convert_checkpoint(tmp_path / "a" / "model.pt", tmp_path / "back")
+    assert LunaConfig.from_pretrained(tmp_path / "back").id2label == fields["id2label"]
+    assert not report.notes or not any("dict.txt" in note for note in report.notes)
+    again = export_checkpoint(folder, tmp_path / "a" / "second.pt", dictionaries=[dictionary])
+    assert again.files == ["second.pt"]
+    folder = save(tmp_path / "lra", LunaForSequenceClassification, classifier_bias=False)
+    report = export_checkpoint(folder, tmp_path / "b" / "model.pt", dictionaries=[dictionary])
+    assert report.files == ["dict.txt", "label-bin/dict.txt", "src-bin/dict.txt", "model.pt"]
+
+
+def test_dictionaries_of_a_converted_folder(convert, make, tmp_path):
+    make.dictionary(convert.source / "dict.txt")
+    make.dictionary(convert.source / "label-bin" / "dict.txt", symbols=3, prefix="label")
+    folder = convert(make.bert(heads=[("a", 3)], task="sentence_ranking"))
+    report = export_checkpoint(folder, tmp_path / "out" / "model.pt")
+    assert report.files == ["dict.txt", "input0/dict.txt", "label-bin/dict.txt", "model.pt"]
+    for name in ("dict.txt", "label-bin/dict.txt"):
+        assert (tmp_path / "out" / name).read_bytes() == (convert.source / name).read_bytes()
+
+
+def test_no_dictionary_is_said(tmp_path):
+    report = export_checkpoint(save(tmp_path / "model", LunaForMaskedLM), tmp_path / "model.pt")
+    assert report.files == ["model.pt"] and any("--dict adds it" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("label", ["a\nb", " a", "", "<pad>", "yes"])
+def test_labels_that_no_dictionary_can_hold(tmp_path, capsys, label):
+    folder = save(tmp_path / "model", LunaForSequenceClassification, id2label={0: "yes", 1: label})
+    assert "id2label" in fails(capsys, folder, tmp_path / "out" / "model.pt")
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_is_overwritten(make, tmp_path, capsys):
+    folder = save(tmp_path / "model", LunaForMaskedLM)
+    make.dictionary(folder / "dict.txt")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "dict.txt").write_text("mine 1\n")
+    assert "another file is there" in fails(capsys, folder, tmp_path / "out" / "model.pt")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["dict.txt"]
+    (tmp_path / "out" / "model.pt").write_text("mine")
+    assert "exists already" in fails(capsys, folder, tmp_path / "out" / "model.pt")
+    assert (tmp_path / "out" / "model.pt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("error", [OSError("no space left"), KeyboardInterrupt()])
+@pytest.mark.parametrize("broken", ["save", "publish"])
+def test_nothing_half_written(make, tmp_path, monkeypatch, error, broken):
+    folder = save(tmp_path / "model", LunaForMaskedLM)
+    make.dictionary(folder / "dict.txt")
+    before = sorted(tmp_path.rglob("*"))
+
+    def fail(*args):
+        if broken == "save" or args[0].name == "model.pt":
+            raise error
+        return rename(*args)
+
+    rename = export.Path.rename
+    monkeypatch.setattr(*((export.torch, "save") if broken == "save" else (export.Path, "rename")), fail)
+    with pytest.raises(type(error)):
+        export_checkpoint(folder, tmp_path / "model.pt")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_full_disk(tmp_path, capsys):
+    resource = pytest.importorskip("resource")
+    folder = save(tmp_path / "model", LunaForMaskedLM)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        status = main([str(folder), "--output", str(tmp_path / "model.pt")])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert status == 1 and "luna-mega export: error: " in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_wrong_options(tmp_path):
+    with pytest.raises(ValueError, match="dtype"):
+        export_checkpoint(tmp_path, tmp_path / "model.pt", dtype="int8")
+    with pytest.raises(ValueError, match="layer_norm"):
+        export_checkpoint(tmp_path, tmp_path / "model.pt", layer_norm="auto")
+    with pytest.raises(SystemExit) as stop:
+        main([str(tmp_path)])
+    assert stop.value.code == 2
