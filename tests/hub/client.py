@@ -1,0 +1,174 @@
+"""Processes for the client's side: huggingface_hub reads its settings when it is imported, and a bundle is to be loaded
+where `luna_mega` cannot be. Below `Client`, what they run."""
+
+import importlib
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import transformers
+from huggingface_hub import HfApi
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, Trainer, TrainingArguments
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+from tests.hub.loopback import TOKEN
+
+
+class Client:
+    """A Python process with a Hub cache and token of its own, with or without `luna_mega`."""
+
+    def __init__(self, url: str, home: Path, package: bool = True):
+        self.settings = {
+            "HF_ENDPOINT": url,
+            "HF_HOME": str(home),
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_OFFLINE": "0",
+            "HF_TOKEN": TOKEN,
+            "NO_PROXY": "127.0.0.1",
+        }
+        context = multiprocessing.get_context("spawn")
+        self.pool = ProcessPoolExecutor(1, context, initializer=_start, initargs=[package])
+
+    def __call__(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        """What `function` returns in that process."""
+        value, error = self._run(function, args, kwargs)
+        assert error is None, error
+        return value
+
+    def error(self, function: Callable, *args: Any, **kwargs: Any) -> str:
+        """The exception that `function` must raise there, as "Type: message"."""
+        value, error = self._run(function, args, kwargs)
+        assert error is not None, value
+        return error
+
+    def _run(self, function, args, kwargs):
+        with mock.patch.dict(os.environ, self.settings):  # for the process, which starts with the first call
+            return self.pool.submit(_attempt, function, args, kwargs).result(timeout=120)
+
+
+def _start(package: bool) -> None:
+    time.sleep = lambda seconds: None  # the client would wait before it tries again
+    if package:
+        importlib.import_module("luna_mega")
+    else:
+        sys.modules["luna_mega"] = None
+
+
+def _attempt(function, args, kwargs):
+    try:
+        return function(*args, **kwargs), None
+    except (Exception, SystemExit) as error:
+        return None, f"{type(error).__name__}: {error}"
+
+
+def push(folder: Path, repository: str, **options: Any) -> None:
+    """Model, tokenizer and card, in three commits."""
+    AutoModelForSequenceClassification.from_pretrained(folder).push_to_hub(repository, **options)
+    AutoTokenizer.from_pretrained(folder).push_to_hub(repository, **options)
+    push_card((folder / "README.md").read_text(), repository)
+
+
+def push_model(folder: Path, repository: str, **options: Any) -> None:
+    AutoModelForSequenceClassification.from_pretrained(folder).push_to_hub(repository, **options)
+
+
+def create(repository: str) -> None:
+    HfApi().create_repo(repository)
+
+
+def push_card(content: str, repository: str) -> None:
+    # ModelCard.push_to_hub of huggingface_hub 1.x validates at huggingface.co, whatever HF_ENDPOINT says.
+    HfApi().upload_file(path_or_fileobj=content.encode(), path_in_repo="README.md", repo_id=repository)
+
+
+def push_folder(folder: Path, repository: str) -> None:
+    HfApi().create_repo(repository, exist_ok=True)
+    HfApi().upload_folder(repo_id=repository, folder_path=folder)
+
+
+def encode(source: str | Path, texts: list[str], **options: Any) -> list[list[int]]:
+    return AutoTokenizer.from_pretrained(source, **options)(texts)["input_ids"]
+
+
+def outputs(source: str | Path, auto_class: str, inputs: dict[str, list], **options: Any) -> dict[str, Any]:
+    """Name of the model class, module it is from, and all tensors of its output."""
+    model = getattr(transformers, auto_class).from_pretrained(source, **options).eval()
+    with torch.no_grad():
+        output = model(**{name: torch.tensor(value) for name, value in inputs.items()})
+    tensors = {name: value.tolist() for name, value in output.items() if isinstance(value, torch.Tensor)}
+    return {"class": type(model).__name__, "module": type(model).__module__, **tensors}
+
+
+def train(examples: Path, folder: Path, output: Path, **options: Any) -> None:
+    """Four steps with a checkpoint in the middle, as the scripts in examples/ do it."""
+    sys.path.insert(0, str(examples))
+    from common.hub import check_hub, publish
+
+    data = [{"input_ids": [0, 5 + index, 2], "labels": index % 2} for index in range(8)]
+    arguments = TrainingArguments(
+        output_dir=str(output),
+        max_steps=4,
+        save_steps=2,
+        per_device_train_batch_size=4,
+        push_to_hub=True,
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        **options,
+    )
+    check_hub(arguments)
+    trainer = Trainer(
+        model=AutoModelForSequenceClassification.from_pretrained(folder),
+        args=arguments,
+        train_dataset=data,
+        eval_dataset=data,
+        processing_class=AutoTokenizer.from_pretrained(folder),
+    )
+    trainer.train()
+    publish(trainer, "run_glue.py", ["--do_train"], trainer.evaluate(), dataset="nyu-mll/glue", dataset_config="sst2")
+
+
+def train_without_token(*args: Any) -> None:
+    token = os.environ.pop("HF_TOKEN")
+    try:
+        train(*args)
+    finally:
+        os.environ["HF_TOKEN"] = token
+
+
+def save_again(source: Path, auto_class: str, output: Path) -> None:
+    getattr(transformers, auto_class).from_pretrained(source, trust_remote_code=True).save_pretrained(output)
+
+
+def gradients_beside(folders: list[Path], inputs: dict[str, list]) -> list[tuple[str, bool]]:
+    """Compiles the masked LM of the first bundle, then loads those of the others, and the first with the package.
+
+    Returns:
+        For each, and the compiled one again: the module of its class, and whether its gradients are those that the
+        first had before the others were there.
+    """
+    import luna_mega
+
+    def gradients(model, run):
+        model.zero_grad()
+        run(**{name: torch.tensor(value) for name, value in inputs.items()}).logits.sum().backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    def load(folder):
+        return get_class_from_dynamic_module("auto_luna.LunaForMaskedLM", folder).from_pretrained(folder).eval()
+
+    first = load(folders[0])
+    compiled = torch.compile(first, backend="eager", fullgraph=True)
+    wanted = gradients(first, compiled)
+    models = [first, *map(load, folders[1:]), luna_mega.LunaForMaskedLM.from_pretrained(folders[0]).eval()]
+    found = [(model, gradients(model, run)) for model, run in [*zip(models, models, strict=True), (first, compiled)]]
+    return [(type(model).__module__, all(map(torch.allclose, got, wanted))) for model, got in found]

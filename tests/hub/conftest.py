@@ -1,0 +1,44 @@
+import pytest
+from transformers import RobertaTokenizer
+
+from tests.hub.client import Client
+from tests.hub.loopback import LoopbackHub
+
+
+@pytest.fixture(scope="session")
+def server():
+    server = LoopbackHub()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def hub(server):
+    """The loopback Hub, empty and without faults."""
+    server.repositories.clear()
+    server.objects.clear()
+    server.requests.clear()
+    server.faults.clear()
+    return server
+
+
+@pytest.fixture(scope="session")
+def client(server, tmp_path_factory):
+    """A process that has luna_mega."""
+    client = Client(server.url, tmp_path_factory.mktemp("home"))
+    yield client
+    client.pool.shutdown()
+
+
+@pytest.fixture(scope="session")
+def stranger(server, tmp_path_factory):
+    """A process in which luna_mega cannot be imported."""
+    client = Client(server.url, tmp_path_factory.mktemp("home"), package=False)
+    yield client
+    client.pool.shutdown()
+
+
+@pytest.fixture
+def tokenizer():
+    symbols = ["<s>", "<pad>", "</s>", "<unk>", *"abcdefghijklmnopqrstuvwxyz", "<mask>"]
+    return RobertaTokenizer(vocab={symbol: index for index, symbol in enumerate(symbols)}, merges=[])

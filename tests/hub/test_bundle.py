@@ -1,0 +1,261 @@
+"""`luna-mega bundle`: what it writes loads where luna_mega is not, and gives the same numbers bit for bit."""
+
+import errno
+import json
+
+import pytest
+import torch
+from transformers import RobertaTokenizer
+
+from luna_mega import LunaTokenizer, cli
+from luna_mega.convert import hub_bundle
+from tests.hub import client as on_client
+from tests.modeling.luna import VALUES, head_inputs, make
+
+AUTO_CLASSES = {
+    "AutoModel": "Model",
+    "AutoModelForPreTraining": "ForMaskedLM",
+    "AutoModelForMaskedLM": "ForMaskedLM",
+    "AutoModelForSequenceClassification": "ForSequenceClassification",
+    "AutoModelForMultipleChoice": "ForMultipleChoice",
+    "AutoModelForTokenClassification": "ForTokenClassification",
+    "AutoModelForQuestionAnswering": "ForQuestionAnswering",
+}
+MASKED_LM = "AutoModelForMaskedLM"
+REMOTE = {"trust_remote_code": True}
+
+
+def bundle(*arguments):
+    return cli.main(["bundle", *map(str, arguments)])
+
+
+def expected(model, inputs):
+    with torch.no_grad():
+        return {name: value.tolist() for name, value in model(**inputs).items() if isinstance(value, torch.Tensor)}
+
+
+def lists(inputs):
+    return {name: value.tolist() for name, value in inputs.items()}
+
+
+def on_remote_code(result):
+    """Takes class and module out of what a client returned, and checks that the code was that of the bundle."""
+    assert result.pop("module").startswith("transformers_modules.")
+    return result.pop("class"), result
+
+
+@pytest.fixture
+def saved(tmp_path, tokenizer):
+    """A folder with a masked-LM model, tokenizer and card; the model and inputs."""
+    model, inputs = make("ForMaskedLM"), head_inputs("ForMaskedLM", [7, 3])
+    model.save_pretrained(tmp_path / "saved")
+    tokenizer.save_pretrained(tmp_path / "saved")
+    (tmp_path / "saved" / "README.md").write_text("# Small\n")
+    return tmp_path / "saved", model, inputs
+
+
+@pytest.mark.parametrize("auto_class", AUTO_CLASSES)
+def test_every_auto_class(stranger, tmp_path, auto_class):
+    head = AUTO_CLASSES[auto_class]
+    model, inputs = make(head), head_inputs(head, [7, 3])
+    model.save_pretrained(tmp_path / "saved")
+    assert bundle(tmp_path / "saved", "--output", tmp_path / "bundle") == 0
+    name, result = on_remote_code(stranger(on_client.outputs, tmp_path / "bundle", auto_class, lists(inputs), **REMOTE))
+    assert name == type(model).__name__
+    assert result == expected(model, inputs)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tie_key_value": False, "pooling": "packed_attention"},
+        {"pooling": "mean", **VALUES},
+    ],
+    ids=["packed_attention", "values"],
+)
+def test_other_configurations(stranger, tmp_path, fields):
+    model = make("ForSequenceClassification", **fields)
+    inputs = head_inputs("ForSequenceClassification", [7, 3])
+    if "input_type" in fields:
+        inputs = {"input_values": torch.rand(2, 7), "attention_mask": inputs["attention_mask"]}
+    model.save_pretrained(tmp_path)
+    assert bundle(tmp_path) == 0
+    result = stranger(on_client.outputs, tmp_path, "AutoModelForSequenceClassification", lists(inputs), **REMOTE)
+    assert on_remote_code(result)[1] == expected(model, inputs)
+
+
+def test_tokenizer_with_code_of_its_own(stranger, saved, tmp_path):
+    folder, *_ = saved
+    vocabulary = {symbol: index for index, symbol in enumerate(["<s>", "<pad>", "</s>", "<unk>", "a", "<mask>", "b"])}
+    backend = RobertaTokenizer(vocab=vocabulary, merges=[]).backend_tokenizer
+    special = {"cls_token": "<s>", "pad_token": "<pad>", "sep_token": "</s>", "unk_token": "<unk>"}
+    LunaTokenizer(tokenizer_object=backend, dictionary_size=6, **special).save_pretrained(folder)
+    assert bundle(folder, "--output", tmp_path / "bundle") == 0
+    assert stranger(on_client.encode, tmp_path / "bundle", ["ab"], **REMOTE) == [[0, 4, 3, 2]]
+
+
+def test_package_wins_where_it_is_imported(client, saved):
+    folder, model, inputs = saved
+    assert bundle(folder) == 0
+    result = client(on_client.outputs, folder, MASKED_LM, lists(inputs), **REMOTE)
+    assert result.pop("module") == "luna_mega.modeling_luna.modeling_luna"
+    assert result.pop("class") == "LunaForMaskedLM" and result == expected(model, inputs)
+
+
+def test_through_the_hub(hub, stranger, saved):
+    """Model, tokenizer and code in one push; without consent to run the code an error says what to do."""
+    folder, model, inputs = saved
+    assert bundle(folder) == 0
+    stranger(on_client.push_folder, folder, "tester/bundle")
+    result = stranger(on_client.outputs, "tester/bundle", MASKED_LM, lists(inputs), **REMOTE)
+    assert on_remote_code(result)[1] == expected(model, inputs)
+    assert stranger(on_client.encode, "tester/bundle", ["abc"], **REMOTE) == [[0, 4, 5, 6, 2]]
+    error = stranger.error(on_client.outputs, "tester/bundle", MASKED_LM, lists(inputs), trust_remote_code=False)
+    assert "trust_remote_code=True" in error
+
+
+def test_bundles_beside_each_other_and_the_package(client, tmp_path, saved):
+    """Each runs operators of its own, forward, backward and compiled, also beside a version that computes otherwise."""
+    folder, _, inputs = saved
+    assert bundle(folder) == 0
+    assert bundle(folder, "--output", tmp_path / "other") == 0
+    code = tmp_path / "other" / "kernels_luna_attention_torch_backend.py"
+    changed = code.read_text().replace(
+        "return output.transpose(1, 2).contiguous()", "return output.transpose(1, 2) * 2"
+    )
+    assert changed != code.read_text()
+    code.write_text(changed)
+    modules, equal = zip(*client(on_client.gradients_beside, [folder, tmp_path / "other"], lists(inputs)), strict=True)
+    assert len(set(modules)) == 3 and modules[2].startswith("luna_mega.")
+    assert equal == (True, False, True, True)
+
+
+def test_saved_again_it_is_still_a_bundle(stranger, tmp_path):
+    """transformers copies what the class of the saved model imports: that must be the code of all heads."""
+    model, inputs = make("ForSequenceClassification"), head_inputs("ForSequenceClassification", [7, 3])
+    model.save_pretrained(tmp_path / "first")
+    assert bundle(tmp_path / "first") == 0
+    stranger(on_client.save_again, tmp_path / "first", "AutoModelForSequenceClassification", tmp_path / "second")
+    for auto_class in ("AutoModelForSequenceClassification", MASKED_LM, "AutoModel"):
+        result = stranger(on_client.outputs, tmp_path / "second", auto_class, lists(inputs), **REMOTE)
+        name, values = on_remote_code(result)
+        if name == type(model).__name__:
+            assert values == expected(model, inputs)
+    assert bundle(tmp_path / "second") == 0
+
+
+def test_output_gets_what_belongs_to_a_model(saved, tmp_path):
+    folder, *_ = saved
+    for name in ("training_args.bin", "optimizer.pt", ".hidden"):
+        (folder / name).write_text("")
+    (folder / "checkpoint-1").mkdir()
+    before = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+    assert bundle(folder, "--output", tmp_path / "out") == 0
+    assert {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()} == before
+    kept = {name for name in before if not name.endswith((".bin", ".pt")) and not name.startswith(".")}
+    names = {file.name for file in (tmp_path / "out").iterdir()}
+    assert {name for name in names if not name.endswith(".py")} == kept
+    auto_map = json.loads((tmp_path / "out" / "config.json").read_text())["auto_map"]
+    assert auto_map.keys() == {"AutoConfig", *AUTO_CLASSES}
+    old, new = (json.loads((place / "config.json").read_text()) for place in (folder, tmp_path / "out"))
+    assert new.pop("auto_map") and new == old
+
+
+def test_a_second_time_the_code_is_replaced(saved):
+    folder, *_ = saved
+    assert bundle(folder) == 0
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    (folder / "heads_luna.py").write_text("# Generated by luna-mega 0.0.1\n")
+    (folder / "gone_luna.py").write_text("# Generated by luna-mega 0.0.1\n")
+    assert bundle(folder) == 0
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+
+
+def break_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "no config.json"),
+        (lambda folder: (folder / "config.json").write_text("{"), "not the configuration of a model"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "not the configuration of a model"),
+        (lambda folder: break_config(folder, model_type="bert"), "model_type 'bert' is not of this package (luna"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "no model.safetensors"),
+        (
+            lambda folder: (folder / "modeling_luna.py").write_text("mine"),
+            "modeling_luna.py is not of an earlier bundle",
+        ),
+    ],
+)
+def test_folder_at_fault(saved, capsys, harm, message):
+    folder, *_ = saved
+    harm(folder)
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    assert bundle(folder) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("luna-mega bundle: error: ") and error.count("\n") == 1 and message in error
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+
+
+def test_disk_full(saved, tmp_path, monkeypatch, capsys):
+    """The configuration is written last: until then the folder loads as before."""
+    folder, *_ = saved
+    config = (folder / "config.json").read_bytes()
+    replace = hub_bundle.os.replace
+
+    def until_full(source, target):
+        if target.name == "modeling_luna.py":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace(source, target)
+
+    monkeypatch.setattr(hub_bundle.os, "replace", until_full)
+    assert bundle(folder) == bundle(folder, "--output", tmp_path / "out") == 1
+    assert capsys.readouterr().err.count("No space left on device") == 2
+    assert (folder / "config.json").read_bytes() == config
+    assert not [file for file in folder.iterdir() if file.is_dir()] and not (tmp_path / "out").exists()
+    monkeypatch.undo()
+    assert bundle(folder) == 0
+
+
+def test_output_at_fault(saved, tmp_path, capsys):
+    folder, *_ = saved
+    assert bundle(folder, "--output", folder) == 1
+    assert "the output folder is not empty" in capsys.readouterr().err
+    assert bundle(tmp_path / "nowhere") == 1
+    assert "no config.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("import luna_mega.kernels.api", "write `from luna_mega.x.y import name`"),
+        ("from luna_mega.kernels.api import *", "write `from luna_mega.x.y import name`"),
+        ("from . import reference", "write `from luna_mega.x.y import name`"),
+        ("x = 1; from luna_mega.kernels.api import luna_pack", "write `from luna_mega.x.y import name`"),
+        ("operator = torch.ops.luna_mega", "`luna_mega` is used in a way"),
+        ("name = 'luna_mega::attend'", "`luna_mega` is used in a way"),
+        ("import triton", "needs triton"),
+        ('"""\nfrom .elsewhere import x\n"""', "looks to transformers like an import of"),
+    ],
+)
+def test_source_that_no_flat_file_can_have(monkeypatch, tmp_path, line, message):
+    """A source that the rewriting does not understand ends it."""
+    read = hub_bundle.inspect.getsource
+
+    def changed(module):
+        added = f"\n{line}\n" if module.__name__.endswith("torch_backend") else ""
+        return read(module) + added
+
+    monkeypatch.setattr(hub_bundle.inspect, "getsource", changed)
+    with pytest.raises(RuntimeError, match=message):
+        hub_bundle.write_code("luna", tmp_path)
+
+
+def test_optional_package_in_a_try_is_allowed(monkeypatch, tmp_path):
+    read = hub_bundle.inspect.getsource
+    added = "\ntry:\n    import triton\nexcept ImportError:\n    triton = None\n"
+    monkeypatch.setattr(hub_bundle.inspect, "getsource", lambda module: read(module) + added)
+    assert hub_bundle.write_code("luna", tmp_path)[0]

@@ -1,0 +1,168 @@
+import pytest
+
+from tests.hub import client as on_client
+from tests.modeling.luna import make
+
+CARD = "---\nlibrary_name: transformers\n---\n\n# Small\n"
+INPUTS = {"input_ids": [[0, 5, 6, 7, 2], [0, 8, 2, 1, 1]]}
+SEQUENCES = "AutoModelForSequenceClassification"
+REPOSITORY = "tester/small"
+
+
+def saved(folder, tokenizer, **fields):
+    """A folder with model, tokenizer and card, and the model's logits."""
+    model = make("ForSequenceClassification", **fields)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "README.md").write_text(CARD)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path, tokenizer):
+    return saved(tmp_path / "small", tokenizer)
+
+
+@pytest.fixture
+def examples(repo_root):
+    return repo_root / "examples"
+
+
+def logits(client, source, **options):
+    return client(on_client.outputs, source, SEQUENCES, INPUTS, **options)["logits"]
+
+
+def test_model_tokenizer_and_card(hub, client, folder):
+    client(on_client.push, folder, REPOSITORY)
+    files = hub.repositories[REPOSITORY].files
+    assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= set(files)
+    assert files["model.safetensors"] == (folder / "model.safetensors").read_bytes()
+    assert files["README.md"].decode() == CARD
+    assert not any(name.endswith(".py") for name in files)
+    assert logits(client, REPOSITORY) == logits(client, folder)
+    assert (
+        client(on_client.encode, REPOSITORY, ["abc"]) == client(on_client.encode, folder, ["abc"]) == [[0, 4, 5, 6, 2]]
+    )
+
+
+def test_training_script(hub, client, folder, tmp_path, examples):
+    output = tmp_path / "trained"
+    client(on_client.train, examples, folder, output, hub_model_id=REPOSITORY)
+    files = hub.repositories[REPOSITORY].files
+    assert {"model.safetensors", "config.json", "tokenizer.json"} <= set(files)
+    assert not any(name.startswith("checkpoint") for name in files)
+    card = files["README.md"].decode()
+    assert "name: nyu-mll/glue sst2" in card and "python examples/run_glue.py --do_train" in card
+    assert files["model.safetensors"] == (output / "model.safetensors").read_bytes()
+    assert files["model.safetensors"] != (folder / "model.safetensors").read_bytes()
+    assert logits(client, REPOSITORY) == logits(client, output)
+
+
+def test_training_script_whose_push_fails(hub, client, folder, tmp_path, examples):
+    output = tmp_path / "trained"
+    hub.fail("POST .*/commit/main", 500)
+    error = client.error(on_client.train, examples, folder, output, hub_model_id=REPOSITORY, hub_strategy="end")
+    assert error.startswith("SystemExit: error: the push failed: ") and "\n" not in error
+    assert "500 Internal Server Error" in error and f"`hf upload {REPOSITORY} {output} . " in error
+    assert not hub.repositories[REPOSITORY].files
+    assert (output / "README.md").is_file()
+    hub.faults.clear()
+    client(on_client.push_folder, output, REPOSITORY)
+    assert logits(client, REPOSITORY) == logits(client, output)
+
+
+def test_training_script_that_cannot_push_does_not_train(hub, client, folder, tmp_path, examples):
+    output = tmp_path / "trained"
+    arguments = examples, folder, output
+    assert "SystemExit: error: --push_to_hub: Token is required" in client.error(
+        on_client.train_without_token, *arguments
+    )
+    assert "training_args.bin" in client.error(on_client.train, *arguments, hub_token="hf_secret")
+    hub.stop()
+    try:
+        assert "Connection refused" in client.error(on_client.train, *arguments)
+    finally:
+        hub.start()
+    assert not output.exists() and not hub.repositories
+
+
+@pytest.mark.parametrize(
+    ("request_", "kind", "message"),
+    [
+        ("PUT /lfs/.*", 500, "Error while uploading 'model.safetensors'"),
+        ("PUT /lfs/.*", "cut", "Error while uploading 'model.safetensors'"),
+        ("POST .*/lfs/objects/batch", 500, "500 Internal Server Error"),
+        ("POST .*/commit/main", 500, "500 Internal Server Error"),
+        ("POST .*/commit/main", "cut", "Server disconnected"),
+    ],
+)
+def test_upload_that_breaks(hub, client, folder, tokenizer, tmp_path, request_, kind, message):
+    """The client says so, the repository stays as it was, and the next push succeeds."""
+    client(on_client.push_model, folder, REPOSITORY)
+    repository = hub.repositories[REPOSITORY]
+    before = dict(repository.files), list(repository.commits)
+    other = saved(tmp_path / "other", tokenizer, hidden_size=32)
+    hub.fail(request_, kind)
+    assert message in client.error(on_client.push_model, other, REPOSITORY)
+    assert (repository.files, repository.commits) == before
+    assert logits(client, REPOSITORY) == logits(client, folder)
+    hub.faults.clear()
+    client(on_client.push_model, other, REPOSITORY)
+    assert logits(client, REPOSITORY) == logits(client, other) != logits(client, folder)
+
+
+def test_short_disturbance_is_overcome(hub, client, folder):
+    hub.fail("PUT /lfs/.*", 503, times=2)
+    client(on_client.push_model, folder, REPOSITORY)
+    assert sum(request.startswith("PUT") for request in hub.requests) == 3
+    assert logits(client, REPOSITORY) == logits(client, folder)
+
+
+def test_no_network(hub, client, folder):
+    hub.stop()
+    try:
+        assert "ConnectError" in client.error(on_client.push_model, folder, REPOSITORY)
+    finally:
+        hub.start()
+    assert logits(client, folder)
+    client(on_client.push_model, folder, REPOSITORY)
+    assert logits(client, REPOSITORY) == logits(client, folder)
+
+
+@pytest.mark.parametrize("token", [False, "hf_wrong"])
+def test_no_token_or_a_wrong_one(hub, client, folder, token):
+    error = client.error(on_client.push_model, folder, REPOSITORY, token=token)
+    assert "401" in error and "Invalid username or password" in error
+    assert not hub.repositories
+
+
+def test_repository_that_exists_keeps_its_other_files(hub, client, folder):
+    client(on_client.create, REPOSITORY)
+    client(on_client.push_card, CARD, REPOSITORY)
+    assert "409" in client.error(on_client.create, REPOSITORY)
+    client(on_client.push_model, folder, REPOSITORY)
+    files = hub.repositories[REPOSITORY].files
+    assert files["README.md"].decode() == CARD and "model.safetensors" in files
+
+
+def test_private_repository(hub, client, folder):
+    client(on_client.push_model, folder, REPOSITORY, private=True)
+    assert hub.repositories[REPOSITORY].private
+    error = client.error(on_client.outputs, REPOSITORY, SEQUENCES, INPUTS, token=False)
+    assert "is not a valid model identifier" in error and "private" in error, error
+    assert logits(client, REPOSITORY) == logits(client, folder)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ("base_model: ../local folder", "is no repository"),
+        ("datasets: [/data/glue]", "is no repository"),
+        ("license: 2.0", "must be a string"),
+        ("model-index: [{name: x, results: [{task: {}}]}]", "model_index"),
+    ],
+)
+def test_card_that_the_hub_refuses(hub, client, metadata, message):
+    """The loopback Hub checks cards, so that the tests of the cards can fail."""
+    client(on_client.create, REPOSITORY)
+    assert message in client.error(on_client.push_card, f"---\n{metadata}\n---\n\n# Small\n", REPOSITORY)
