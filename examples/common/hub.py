@@ -1,0 +1,64 @@
+"""What a run hands on: the model card and, with `--push_to_hub`, the whole output folder."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HTTPError
+from transformers import Trainer, TrainingArguments
+
+from common.arguments import fail
+from luna_mega.convert.model_card import FILE_NAME, training_card
+
+
+def check_hub(training: TrainingArguments) -> None:
+    """Ends the script before it trains what it could not push."""
+    if training.hub_token:
+        fail("--hub_token: Trainer writes it into training_args.bin and pushes that; use `hf auth login` or HF_TOKEN")
+    if training.push_to_hub:
+        try:
+            HfApi().whoami()
+        except (HTTPError, OSError) as error:
+            fail(f"--push_to_hub: {error}")
+
+
+def publish(
+    trainer: Trainer,
+    script: str,
+    argv: list[str] | None,
+    summary: dict[str, Any],
+    *,
+    dataset: str,
+    dataset_config: str | None = None,
+    base_model: str | None = None,
+    license: str | None = None,
+) -> None:
+    """Writes README.md and pushes the output folder, which stays complete whatever happens to the push.
+
+    Args:
+        script, argv: `__file__` and the arguments of `main`, for the command in the card.
+        summary: rows of the summary; those that begin with "eval_" are the results.
+        dataset, dataset_config, base_model, license: as `training_card`.
+    """
+    card = training_card(
+        trainer,
+        ["python", f"examples/{Path(script).name}", *(sys.argv[1:] if argv is None else argv)],
+        dataset,
+        dataset_config,
+        metrics={name: value for name, value in summary.items() if name.startswith("eval_")},
+        base_model=base_model,
+        license=license,
+    )
+    output = Path(trainer.args.output_dir)
+    # Trainer writes a card before it pushes, which would replace this one.
+    trainer.create_model_card = lambda **_: card.save(output / FILE_NAME)
+    if trainer.is_world_process_zero():
+        trainer.create_model_card()
+    if not trainer.args.push_to_hub:
+        return
+    try:
+        trainer.push_to_hub()
+    except (HTTPError, OSError, RuntimeError) as error:
+        again = f'hf upload {trainer.hub_model_id} {output} . --exclude "checkpoint-*"'
+        fail(f"the push failed: {error} {error.__cause__ or ''} Nothing is lost: `{again}` sends {output}")

@@ -1,0 +1,288 @@
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import yaml
+from datasets import Dataset
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+TINY = "hidden_size=16,num_hidden_layers=1,num_attention_heads=2,intermediate_size=16,projection_length=4,dropout=0.1"
+GOOD, BAD = ["fine", "lovely", "superb"], ["poor", "awful", "dull"]
+
+
+def sentence(good: bool, draw: random.Random) -> str:
+    words = ["the", draw.choice(["film", "book", "play"]), "was", *["so"] * draw.randrange(6)]
+    return " ".join([*words, draw.choice(GOOD if good else BAD)])
+
+
+def rows(task: str, size: int, seed: int) -> list[dict]:
+    draw = random.Random(seed)
+    examples = []
+    for index in range(size):
+        label = draw.randrange({"mnli": 3}.get(task, 2))
+        pair = {"premise": sentence(label == 0, draw), "hypothesis": sentence(label == 2, draw)}
+        if task == "sst2":
+            examples.append({"sentence": sentence(label == 1, draw), "label": label, "idx": index})
+        elif task == "mnli":
+            examples.append({**pair, "label": label})
+        else:
+            examples.append({"sentence1": pair["premise"], "sentence2": pair["hypothesis"], "label": 2.5 * label})
+    return examples
+
+
+def write(examples: list[dict], path: Path) -> None:
+    path.parent.mkdir(exist_ok=True)
+    frame = pd.DataFrame(examples)
+    if path.suffix == ".parquet":
+        frame.to_parquet(path)
+    elif path.suffix == ".csv":
+        frame.to_csv(path, index=False)
+    else:
+        frame.to_json(path, orient="records", lines=True)
+
+
+@pytest.fixture
+def run(script):
+    """Calls the script in this process: small, quiet and on the CPU; returns its summary."""
+    main = script("run_glue").main
+    quiet = ["--use_cpu", "--disable_tqdm", "true", "--max_seq_length", "32", "--logging_steps", "1"]
+    return lambda *arguments: main([*quiet, *map(str, arguments)])
+
+
+@pytest.fixture
+def sst2(tmp_path):
+    for split, size in (("train", 64), ("validation", 32), ("test", 8)):
+        write(rows("sst2", size, seed=size), tmp_path / "sst2" / f"{split}-00000-of-00001.parquet")
+    return tmp_path / "sst2"
+
+
+def scratch(task: str, data: Path, output: Path) -> list:
+    return [
+        *("--task_name", task, "--dataset_path", data, "--output_dir", output, "--do_train"),
+        *("--config_overrides", TINY, "--vocab_size", 300, "--per_device_train_batch_size", 8),
+    ]
+
+
+def test_single_sentences_from_scratch(run, sst2, tmp_path):
+    output = tmp_path / "out"
+    summary = run(
+        *scratch("sst2", sst2, output),
+        *("--do_eval", "--do_predict", "--learning_rate", 0.02, "--num_train_epochs", 6, "--eval_strategy", "epoch"),
+        *("--save_strategy", "epoch", "--load_best_model_at_end", "--early_stopping_patience", 2),
+        *("--train_sampling_strategy", "group_by_length"),  # must not change the order of the predictions
+    )
+    assert summary["eval_accuracy"] == 1.0
+    assert summary["tokens_per_second"] > 0 and summary["peak_memory_gb"] > 0
+    assert json.loads((output / "summary.json").read_text()) == summary
+    assert (output / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((output / "trainer_state.json").read_text())["best_metric"] == 1.0
+
+    # The saved folder alone gives the predictions that were written, with the names of the labels.
+    model = AutoModelForSequenceClassification.from_pretrained(output).eval()
+    tokenizer = AutoTokenizer.from_pretrained(output)
+    assert model.config.id2label == {0: "negative", 1: "positive"}
+    texts = [row["sentence"] for row in rows("sst2", 8, seed=8)]
+    with torch.no_grad():
+        predicted = model(**tokenizer(texts, padding=True, return_tensors="pt")).logits.argmax(-1).tolist()
+    table = pd.read_csv(output / "SST-2.tsv", sep="\t")
+    assert table.columns.tolist() == ["index", "prediction"]
+    assert table["prediction"].tolist() == predicted == [row["label"] for row in rows("sst2", 8, seed=8)]
+
+
+def test_pairs_with_two_validation_sets(run, tmp_path):
+    for split in ("train", "validation_matched", "validation_mismatched", "test_matched", "test_mismatched"):
+        write(rows("mnli", 16, seed=len(split)), tmp_path / "data" / f"{split}.jsonl")
+    output = tmp_path / "out"
+    summary = run(
+        *scratch("mnli", tmp_path / "data", output),
+        *("--do_eval", "--do_predict", "--max_steps", 2, "--eval_strategy", "steps", "--eval_steps", 1),
+        *("--save_steps", 1, "--load_best_model_at_end", "--max_predict_samples", 5),
+    )
+    assert {"eval_matched_accuracy", "eval_mismatched_accuracy"} <= set(summary)
+    for name in ("MNLI-m.tsv", "MNLI-mm.tsv"):
+        predicted = pd.read_csv(output / name, sep="\t")["prediction"]
+        assert len(predicted) == 5
+        assert set(predicted) <= {"entailment", "neutral", "contradiction"}
+    state = json.loads((output / "trainer_state.json").read_text())
+    assert state["best_metric"] == max(entry.get("eval_matched_accuracy", 0) for entry in state["log_history"])
+
+
+def test_regression(run, tmp_path):
+    for split, size in (("train", 16), ("validation", 16), ("test", 4)):
+        write(rows("stsb", size, seed=size), tmp_path / "data" / f"{split}.csv")
+    output = tmp_path / "out"
+    summary = run(*scratch("stsb", tmp_path / "data", output), "--do_eval", "--do_predict", "--max_steps", 2)
+    assert {"eval_pearson", "eval_spearmanr", "eval_combined_score"} <= set(summary)
+    model = AutoModelForSequenceClassification.from_pretrained(output)
+    assert model.config.num_labels == 1 and model.config.problem_type == "regression"
+    assert np.isfinite(pd.read_csv(output / "STS-B.tsv", sep="\t")["prediction"]).all()
+
+
+def test_resumed_run_ends_with_the_same_weights(run, sst2, tmp_path):
+    arguments = ["--max_steps", 4, "--save_steps", 2]
+    run(*scratch("sst2", sst2, tmp_path / "whole"), *arguments)
+    checkpoint = tmp_path / "whole" / "checkpoint-2"
+    summary = run(*scratch("sst2", sst2, tmp_path / "resumed"), *arguments, "--resume_from_checkpoint", checkpoint)
+    assert summary["steps"] == 4
+    whole, resumed = (
+        AutoModelForSequenceClassification.from_pretrained(tmp_path / name).state_dict()
+        for name in ("whole", "resumed")
+    )
+    torch.testing.assert_close(resumed, whole)
+    assert run(*scratch("sst2", sst2, tmp_path / "whole"), "--max_steps", 5, "--resume_from_checkpoint", "last")
+
+
+def test_fine_tuning_a_saved_model_on_another_task(run, sst2, tmp_path):
+    run(*scratch("sst2", sst2, tmp_path / "first"), "--max_steps", 1, "--save_strategy", "no")
+    for split in ("train", "validation"):
+        write(rows("stsb", 8, seed=1), tmp_path / "stsb" / f"{split}.jsonl")
+    second = ["--task_name", "stsb", "--dataset_path", tmp_path / "stsb", "--output_dir", tmp_path / "second"]
+    second += ["--model_name_or_path", tmp_path / "first", "--do_train", "--do_eval", "--max_steps", 1]
+    summary = run(*second, "--ignore_mismatched_sizes", "--config_overrides", "dropout=0.3")
+    config = AutoModelForSequenceClassification.from_pretrained(tmp_path / "second").config
+    assert (config.num_labels, config.dropout, config.hidden_size) == (1, 0.3, 16)
+    assert "eval_pearson" in summary
+
+
+def test_evaluation_alone_gives_the_accuracy_of_the_training_run(run, sst2, tmp_path):
+    trained = run(*scratch("sst2", sst2, tmp_path / "out"), "--do_eval", "--max_steps", 3, "--save_strategy", "no")
+    again = ["--task_name", "sst2", "--dataset_path", sst2, "--output_dir", tmp_path / "again", "--do_eval"]
+    summary = run(*again, "--model_name_or_path", tmp_path / "out")
+    assert summary["eval_loss"] == pytest.approx(trained["eval_loss"], abs=1e-6)
+    assert "steps" not in summary
+
+
+def test_command_line_wins_over_recipe(run, script, sst2, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("task_name: sst2\ndo_train: true\nlearning_rate: 1e-5\nmax_steps: 7\nseed: 3\n")
+    data, _, training = script("run_glue").parse(["--recipe", str(recipe), "--max_steps", "1", "--output_dir", "x"])
+    assert (data.task_name, training.do_train, training.seed) == ("sst2", True, 3)
+    assert (training.learning_rate, training.max_steps) == (1e-5, 1)
+    assert training.metric_for_best_model == "accuracy"
+
+
+def recipes() -> list[Path]:
+    return sorted((Path(__file__).resolve().parents[2] / "examples" / "recipes" / "glue").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", recipes(), ids=lambda path: path.stem)
+def test_shipped_recipes_are_complete(path, script, tmp_path):
+    data, model, training = script("run_glue").parse(["--recipe", str(path), "--output_dir", str(tmp_path)])
+    assert data.task_name == path.stem.split("_")[0]
+    assert training.do_train and training.do_eval
+    for name, value in yaml.safe_load(path.read_text()).items():
+        holder = next(arguments for arguments in (data, model, training) if hasattr(arguments, name))
+        assert getattr(holder, name) == (float(value) if isinstance(getattr(holder, name), float) else value)
+
+
+ERRORS = {
+    "unknown task": (["--task_name", "squad"], "--task_name squad: choose one of cola, mnli"),
+    "unknown field": (["--config_overrides", "width=3"], "luna has no field width"),
+    "bad field value": (["--config_overrides", "hidden_size=16,num_attention_heads=3"], "must be divisible"),
+    "bad choice": (["--config_overrides", "pooling=max"], "pooling must be one of"),
+    "small vocabulary": (["--vocab_size", "100"], r"vocab_size \(100\) must be at least 261"),
+    "vocabulary above the model's": (["--config_overrides", f"{TINY},vocab_size=200"], "only vocab_size=200"),
+    "other padding": (["--config_overrides", f"{TINY},pad_token_id=5"], "pads with id 1, the model with 5"),
+    "too long": (
+        ["--config_overrides", f"{TINY},max_position_embeddings=8"],
+        "32 tokens do not fit in the 8 positions",
+    ),
+    "no folder": (["--dataset_path", "nowhere"], "cannot load nowhere"),
+    "no recipe": (["--recipe", "nowhere.yaml"], "recipe nowhere.yaml"),
+    "no tokenizer": (["--tokenizer_name", "nowhere"], "no tokenizer in nowhere"),
+    "no checkpoint": (["--resume_from_checkpoint", "last"], "--resume_from_checkpoint last: no checkpoint there"),
+    "early stopping": (["--early_stopping_patience", "2"], "needs --load_best_model_at_end"),
+    "strategies": (["--load_best_model_at_end"], "save and eval strategy"),
+    "no training samples": (["--max_train_samples", "0"], "split train is empty"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_wrong_options_end_in_one_line(case, run, sst2, tmp_path):
+    options, message = ERRORS[case]
+    with pytest.raises(SystemExit, match=message) as error:
+        run(*scratch("sst2", sst2, tmp_path / "out"), *options)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_unknown_option(run, sst2, tmp_path, capsys):
+    with pytest.raises(SystemExit) as error:
+        run(*scratch("sst2", sst2, tmp_path / "out"), "--learning_rat", "1")
+    assert error.value.code == 2
+    assert "unknown option --learning_rat 1" in capsys.readouterr().err
+
+
+def test_wrong_recipes(run, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    for text, message in (
+        ("learning_rat: 1", "unknown option learning_rat"),
+        ("- 1", "option: value"),
+        ("a: [", "recipe"),
+    ):
+        recipe.write_text(text)
+        with pytest.raises(SystemExit, match=message):
+            run("--recipe", recipe)
+
+
+def test_nothing_to_do_and_nothing_to_evaluate(run, tmp_path):
+    with pytest.raises(SystemExit, match="nothing to do"):
+        run("--task_name", "sst2", "--output_dir", tmp_path)
+    with pytest.raises(SystemExit, match="need --model_name_or_path"):
+        run("--task_name", "sst2", "--output_dir", tmp_path, "--do_eval")
+
+
+def test_checkpoints_of_another_run_are_not_overwritten(run, sst2, tmp_path):
+    (tmp_path / "out" / "checkpoint-5").mkdir(parents=True)
+    with pytest.raises(SystemExit, match="checkpoint-5 is there already: pass --resume_from_checkpoint last"):
+        run(*scratch("sst2", sst2, tmp_path / "out"))
+
+
+WRONG_DATA = {
+    "empty": ([], "empty|cannot load"),
+    "no text column": ([{"text": "a", "label": 0}], "split train has no column sentence, only text, label"),
+    "no label column": ([{"sentence": "a"}], "no column label"),
+    "label out of range": ([{"sentence": "a", "label": 1}, {"sentence": "b", "label": 2}], "row 1: label 2 is not one"),
+    "hidden label": ([{"sentence": "a", "label": -1}], "row 0: label -1 is not one of 0 to 1"),
+    "label name": ([{"sentence": "a", "label": "good"}], "label 'good' is not one of 0 to 1"),
+    "no text": ([{"sentence": "a", "label": 0}, {"sentence": None, "label": 0}], "row 1: sentence is None"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_DATA)
+def test_wrong_data_ends_in_one_line(case, run, tmp_path):
+    examples, message = WRONG_DATA[case]
+    write(examples, tmp_path / "data" / "train.jsonl")
+    with pytest.raises(SystemExit, match=message) as error:
+        run(*scratch("sst2", tmp_path / "data", tmp_path / "out"))
+    assert "\n" not in str(error.value)
+
+
+def test_missing_split_mixed_files_and_hub_without_network(run, sst2, tmp_path):
+    (sst2 / "test-00000-of-00001.parquet").unlink()
+    with pytest.raises(SystemExit, match="has no split test"):
+        run(*scratch("sst2", sst2, tmp_path / "out"), "--do_predict")
+    write(rows("sst2", 4, seed=0), sst2 / "test.jsonl")
+    with pytest.raises(SystemExit, match="must be of one kind, not json and parquet"):
+        run(*scratch("sst2", sst2, tmp_path / "out"), "--do_predict")
+    with pytest.raises(SystemExit, match="cannot load nyu-mll/glue"):
+        run("--task_name", "sst2", "--output_dir", tmp_path / "out", "--do_train")
+
+
+def test_hidden_tokens(script):
+    """About the share that is asked for, never a special token, and others at every reading."""
+    common, tokenizer = script("common.data"), script("common.bpe").train_bpe(["a b c d e f"] * 9, 300, 64)
+    plain = Dataset.from_dict({"input_ids": [tokenizer("a b c d e f " * 9)["input_ids"]] * 40, "label": [0] * 40})
+    hidden = common.hide_tokens(plain, tokenizer, 0.3)
+    first, second = hidden[:]["input_ids"], hidden[:]["input_ids"]
+    assert first != second and hidden[0]["label"] == 0
+    changed = np.array(first) != np.array(plain["input_ids"][:])
+    assert 0.25 < changed[:, 1:-1].mean() < 0.35 and not changed[:, [0, -1]].any()
+    assert (np.array(first)[changed] == tokenizer.mask_token_id).all()
+    assert common.hide_tokens(plain, tokenizer, 0.0) is plain
+    with pytest.raises(SystemExit, match="token_dropout 1.0"):
+        common.hide_tokens(plain, tokenizer, 1.0)

@@ -1,0 +1,245 @@
+import json
+import math
+import random
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+TINY = "hidden_size=32,num_hidden_layers=1,num_attention_heads=2,intermediate_size=32,projection_length=4,dropout=0.0"
+BOS, EOS = 0, 2
+
+
+def texts(size: int, seed: int) -> list[str]:
+    """Lines that count: a hidden word follows from its neighbours."""
+    draw = random.Random(seed)
+    words = ["one", "two", "three", "four", "five", "six"]
+    starts = [draw.randrange(6) for _ in range(size)]
+    return [" ".join(words[(start + step) % 6] for step in range(draw.randrange(8, 16))) for start in starts]
+
+
+def write(lines: list[str], path: Path) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    if path.suffix == ".txt":
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    elif path.suffix == ".parquet":
+        pd.DataFrame({"text": lines}).to_parquet(path)
+    else:
+        pd.DataFrame({"text": lines}).to_json(path, orient="records", lines=True)
+    return path.parent
+
+
+@pytest.fixture
+def run(script):
+    """Calls the script in this process: small, quiet and on the CPU; returns its summary."""
+    main = script("run_mlm").main
+    quiet = ["--use_cpu", "--disable_tqdm", "true", "--logging_steps", "1"]
+    return lambda *arguments: main([*quiet, *map(str, arguments)])
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    for split, size in (("train", 60), ("validation", 20)):
+        write([*texts(size, seed=size), "", "  \n"], tmp_path / "corpus" / f"{split}-00000-of-00001.parquet")
+    return tmp_path / "corpus"
+
+
+def scratch(data: Path, output: Path) -> list:
+    return [
+        *("--dataset_path", data, "--output_dir", output, "--do_train", "--config_overrides", TINY),
+        *("--vocab_size", 300, "--block_size", 32, "--per_device_train_batch_size", 8),
+    ]
+
+
+@pytest.fixture
+def tokenizer(script):
+    return script("common.bpe").train_bpe(texts(50, seed=1), vocab_size=300, model_max_length=64)
+
+
+def pack(script, tokenizer, lines: list[str], block_size: int):
+    module = script("run_mlm")
+    data = module.DataArguments(block_size=block_size)
+    return module.pack(module.Dataset.from_dict({"text": lines}), "train", tokenizer, data)
+
+
+@pytest.mark.parametrize("block_size", [2, 7, 33])
+def test_blocks_are_whole_and_in_order(block_size, script, tokenizer):
+    lines = ["", *texts(40, seed=2), "   ", " = Title = \n"]
+    stream = []
+    for line in lines:
+        if line.strip():
+            stream += [*tokenizer.encode(line.strip(), add_special_tokens=False), EOS]
+    blocks = pack(script, tokenizer, lines, block_size)["input_ids"]
+    assert all(len(block) == block_size and block[0] == BOS for block in blocks)
+    packed = [token for block in blocks for token in block[1:]]
+    assert packed == stream[: len(packed)]
+    assert len(stream) - len(packed) < block_size - 1
+
+
+def test_masking_is_dynamic_in_training_and_fixed_in_evaluation(script, tokenizer):
+    module = script("run_mlm")
+    blocks = pack(script, tokenizer, texts(2000, seed=3), 64)
+    collator = module.BlockCollator(tokenizer, mlm_probability=0.15)
+    first, second = collator(list(blocks)), collator(list(blocks))
+    assert not torch.equal(first["labels"], second["labels"])
+
+    original = torch.tensor(blocks["input_ids"])
+    chosen = first["labels"] != -100
+    special = (original == BOS) | (original == EOS)
+    assert not (chosen & special).any()
+    torch.testing.assert_close(first["input_ids"][~chosen], original[~chosen])
+    torch.testing.assert_close(first["labels"][chosen], original[chosen])
+    assert (chosen.sum() / (~special).sum()).item() == pytest.approx(0.15, abs=0.02)
+    shown = first["input_ids"][chosen]
+    assert (shown == tokenizer.mask_token_id).float().mean().item() == pytest.approx(0.8, abs=0.03)
+    # A tenth stays as it is, and so does one random token in the size of the vocabulary.
+    assert (shown == original[chosen]).float().mean().item() == pytest.approx(0.1, abs=0.03)
+
+    data = module.DataArguments()
+    masked = [module.mask_once(blocks, tokenizer, data, seed=seed)["labels"] for seed in (1, 1, 2)]
+    assert masked[0] == masked[1] != masked[2]
+    fixed = module.mask_once(blocks, tokenizer, data, seed=1)
+    assert collator(list(fixed))["labels"].tolist() == masked[0]
+
+
+def test_pretraining_learns_and_its_perplexity_is_exact(run, script, corpus, tmp_path):
+    output = tmp_path / "out"
+    summary = run(
+        *scratch(corpus, output),
+        *("--do_eval", "--learning_rate", 0.01, "--num_train_epochs", 12, "--warmup_steps", 5, "--seed", 5),
+        *("--eval_strategy", "epoch", "--save_strategy", "epoch", "--load_best_model_at_end"),
+    )
+    history = json.loads((output / "trainer_state.json").read_text())["log_history"]
+    perplexities = [entry["eval_perplexity"] for entry in history if "eval_perplexity" in entry]
+    assert min(perplexities) < 0.5 * perplexities[0]
+    assert summary["eval_perplexity"] < 20  # 300 before training, 7 for the right frequencies
+    assert json.loads((output / "summary.json").read_text()) == summary
+    assert (output / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+    card = (output / "README.md").read_text()
+    assert "pipeline_tag: fill-mask" in card and "on corpus" in card and "perplexity" in card
+
+    module = script("run_mlm")
+    model, tokenizer = AutoModelForMaskedLM.from_pretrained(output).eval(), AutoTokenizer.from_pretrained(output)
+    data = module.DataArguments(block_size=32)
+    blocks = module.pack(module.Dataset.from_dict({"text": texts(20, seed=20)}), "validation", tokenizer, data)
+    masked = module.mask_once(blocks, tokenizer, data, seed=5)
+    labels = torch.tensor(masked["labels"])
+    with torch.no_grad():
+        logits = model(torch.tensor(masked["input_ids"])).logits[labels != -100]
+    loss = torch.nn.functional.cross_entropy(logits, labels[labels != -100]).item()
+    assert summary["eval_perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
+    accuracy = (logits.argmax(-1) == labels[labels != -100]).float().mean().item()
+    assert summary["eval_accuracy"] == pytest.approx(accuracy)
+
+
+def test_text_files_bf16_and_accumulation(run, tmp_path):
+    write(texts(30, seed=1), tmp_path / "a.txt")
+    write(texts(30, seed=2), tmp_path / "b.txt")
+    write(texts(10, seed=3), tmp_path / "c.txt")
+    arguments = scratch("", tmp_path / "out")[2:]
+    files = ["--train_files", tmp_path / "a.txt", tmp_path / "b.txt", "--validation_files", tmp_path / "c.txt"]
+    options = ["--bf16", "true", "--gradient_accumulation_steps", 2, "--max_steps", 2, "--do_eval"]
+    summary = run(*arguments, *files, *options, "--per_device_train_batch_size", 4)
+    assert summary["steps"] == 2 and math.isfinite(summary["eval_perplexity"])
+
+
+def test_a_pretrained_model_is_fine_tuned(run, script, corpus, tmp_path):
+    run(*scratch(corpus, tmp_path / "mlm"), "--max_steps", 2, "--save_strategy", "no")
+    options = {"label": list("ABCDE"), "text": ["one", "two", "three", "four", "five"]}
+    row = {"id": "1", "question": "two follows", "choices": options, "answerKey": "A"}
+    (tmp_path / "csqa").mkdir()
+    (tmp_path / "csqa" / "train.jsonl").write_text(json.dumps(row) + "\n")
+    arguments = ["--task", "csqa", "--dataset_path", tmp_path / "csqa", "--max_seq_length", 32, "--do_train"]
+    arguments += ["--output_dir", tmp_path / "tuned", "--model_name_or_path", tmp_path / "mlm", "--use_cpu"]
+    script("run_race").main([str(item) for item in [*arguments, "--max_steps", 1, "--learning_rate", 0]])
+    mlm, tuned = (
+        torch.nn.Module.state_dict(AutoModelForMaskedLM.from_pretrained(tmp_path / name).luna)
+        for name in ("mlm", "tuned")
+    )
+    torch.testing.assert_close(tuned, mlm)
+
+
+def test_continued_pretraining_starts_from_the_checkpoint(run, corpus, tmp_path):
+    first = run(*scratch(corpus, tmp_path / "first"), "--do_eval", "--max_steps", 3, "--save_strategy", "no")
+    again = ["--dataset_path", corpus, "--block_size", 32, "--do_eval", "--model_name_or_path", tmp_path / "first"]
+    summary = run(*again, "--output_dir", tmp_path / "again")
+    assert summary["eval_perplexity"] == pytest.approx(first["eval_perplexity"], rel=1e-5)
+    summary = run(*again, "--output_dir", tmp_path / "more", "--do_train", "--max_steps", 3, "--learning_rate", 0.01)
+    assert summary["eval_perplexity"] < first["eval_perplexity"]
+
+
+def test_resumed_run_goes_on_where_it_stopped(run, corpus, tmp_path):
+    options = ["--save_steps", 2, "--learning_rate", 0.01, "--lr_scheduler_type", "linear"]
+    options += ["--dataloader_drop_last", "true"]
+    run(*scratch(corpus, tmp_path / "out"), *options, "--max_steps", 4)
+    (tmp_path / "out" / "checkpoint-4").rename(tmp_path / "other")
+    before = (tmp_path / "out" / "checkpoint-2" / "trainer_state.json").read_text()
+    summary = run(*scratch(corpus, tmp_path / "out"), *options, "--max_steps", 4, "--resume_from_checkpoint", "last")
+    state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
+    assert summary["steps"] == state["global_step"] == 4
+    assert state["log_history"][:2] == json.loads(before)["log_history"][:2]
+    rates = [entry["learning_rate"] for entry in state["log_history"] if "learning_rate" in entry]
+    assert rates == pytest.approx([0.01, 0.0075, 0.005, 0.0025])
+    assert state["num_input_tokens_seen"] == 4 * 8 * 32
+
+
+RECIPES = sorted((Path(__file__).resolve().parents[2] / "examples" / "recipes" / "mlm").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_shipped_recipes_are_complete(path, script, tmp_path):
+    options = ["--recipe", str(path), "--dataset_path", "x", "--output_dir", str(tmp_path)]
+    data, model, training = script("run_mlm").parse(options)
+    assert training.do_train and training.do_eval
+    for name, value in yaml.safe_load(path.read_text()).items():
+        holder = next(parsed for parsed in (data, model, training) if hasattr(parsed, name))
+        assert getattr(holder, name) == (float(value) if isinstance(getattr(holder, name), float) else value)
+
+
+ERRORS = {
+    "two sources": (["--dataset_name", "wikitext"], "pass one of --dataset_name, --dataset_path"),
+    "test split": (["--do_predict"], "no test predictions"),
+    "probability": (["--mlm_probability", "1.5"], "--mlm_probability 1.5 must be between 0 and 1"),
+    "no room": (["--block_size", "1"], "--block_size 1 must be at least 2"),
+    "little text": (["--block_size", "4000"], "split train has too little text for one block of 4000 tokens"),
+    "column": (["--text_column", "sentence"], "split train has no column sentence, only text"),
+    "positions": (["--config_overrides", f"{TINY},max_position_embeddings=8"], "32 tokens do not fit in the 8"),
+    "padding": (["--config_overrides", f"{TINY},pad_token_id=5"], "pads with id 1, the model with 5"),
+    "tokenizer": (["--tokenizer_name", "nowhere"], "no tokenizer in nowhere"),
+    "no samples": (["--max_train_samples", "0"], "split train is empty"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_wrong_options_end_in_one_line(case, run, corpus, tmp_path):
+    options, message = ERRORS[case]
+    with pytest.raises(SystemExit, match=message) as error:
+        run(*scratch(corpus, tmp_path / "out"), *options)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_wrong_files(run, tmp_path):
+    arguments = scratch("", tmp_path / "out")[2:]
+    write(texts(10, seed=1), tmp_path / "a.txt")
+    (tmp_path / "a.md").write_text("text")
+    for files, message in (
+        ([], "pass one of --dataset_name"),
+        (["--validation_files", tmp_path / "a.txt"], "pass --train_files as well"),
+        (["--train_files", tmp_path / "b.txt"], "cannot load the files"),
+        (["--train_files", tmp_path / "a.md"], "cannot read .md files, only .parquet"),
+        (["--dataset_name", "Salesforce/wikitext"], "cannot load Salesforce/wikitext"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            run(*arguments, *files)
+
+
+def test_tokenizer_without_a_mask(run, corpus, tokenizer, tmp_path):
+    tokenizer.mask_token = None
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    with pytest.raises(SystemExit, match="the tokenizer has no mask_token"):
+        run(*scratch(corpus, tmp_path / "out"), "--tokenizer_name", tmp_path / "tokenizer")

@@ -1,0 +1,311 @@
+import json
+import random
+import re
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForMultipleChoice, AutoTokenizer
+
+TINY = "hidden_size=16,num_hidden_layers=1,num_attention_heads=2,intermediate_size=16,projection_length=4,dropout=0.0"
+WORDS = ["red", "blue", "green", "black", "white", "brown", "grey", "pink"]
+BOS, EOS = 0, 2
+
+
+def race_rows(size: int, seed: int, level: str = "middle") -> list[dict]:
+    """The right option is "good" anything: learnable without the passage."""
+    draw = random.Random(seed)
+    examples = []
+    for index in range(size):
+        label = draw.randrange(4)
+        options = [f"{'good' if option == label else 'bad'} {draw.choice(WORDS)}" for option in range(4)]
+        question = draw.choice(["The door is _ .", "What is\n the  door ?", "_ and _", "Why ? "])
+        article = f" The door\nis   {draw.choice(WORDS)} .\n" * draw.randrange(1, 6)
+        row = {"article": article, "question": question, "options": options, "answer": "ABCD"[label]}
+        examples.append({"example_id": f"{level}{index // 2}.txt", **row})
+    return examples
+
+
+def csqa_rows(size: int, seed: int, answers: bool = True) -> list[dict]:
+    draw = random.Random(seed)
+    examples = []
+    for index in range(size):
+        label = draw.randrange(5)
+        texts = [f"{'good' if option == label else 'bad'} {draw.choice(WORDS)}" for option in range(5)]
+        choices = {"label": list("ABCDE"), "text": texts}
+        row = {"question": f"What  is {draw.choice(WORDS)} ?", "choices": choices}
+        examples.append({"id": f"{index:04x}", **row, "answerKey": "ABCDE"[label] if answers else ""})
+    return examples
+
+
+def write(examples: list[dict], path: Path) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    frame = pd.DataFrame(examples)
+    if path.suffix == ".parquet":
+        frame.to_parquet(path)
+    else:
+        frame.to_json(path, orient="records", lines=True)
+    return path.parent
+
+
+@pytest.fixture
+def run(script):
+    """Calls the script in this process: small, quiet and on the CPU; returns its summary."""
+    main = script("run_race").main
+    quiet = ["--use_cpu", "--disable_tqdm", "true", "--max_seq_length", "48", "--logging_steps", "1"]
+    return lambda *arguments: main([*quiet, *map(str, arguments)])
+
+
+@pytest.fixture
+def race(tmp_path):
+    for split, size in (("train", 48), ("validation", 24), ("test", 9)):
+        write(race_rows(size, seed=size), tmp_path / "middle" / f"{split}-00000-of-00001.parquet")
+    return tmp_path / "middle"
+
+
+@pytest.fixture
+def csqa(tmp_path):
+    for split, size in (("train", 48), ("validation", 24), ("test", 6)):
+        write(csqa_rows(size, seed=size, answers=split != "test"), tmp_path / "csqa" / f"{split}.jsonl")
+    return tmp_path / "csqa"
+
+
+@pytest.fixture
+def tokenizer(script):
+    texts = [text for row in race_rows(40, seed=1) for text in (row["article"], row["question"], *row["options"])]
+    return script("common.bpe").train_bpe([*texts, "Q: A: What is"], vocab_size=400, model_max_length=512)
+
+
+def scratch(data: Path, output: Path, task: str = "race") -> list:
+    return [
+        *("--task", task, "--dataset_path", data, "--output_dir", output, "--do_train", "--config_overrides", TINY),
+        *("--vocab_size", 300, "--per_device_train_batch_size", 8),
+    ]
+
+
+def encode(script, tokenizer, examples: list[dict], name: str, **options) -> list[list[list[int]]]:
+    module = script("run_race")
+    data = module.DataArguments(task=name, **options)
+    split = module.Dataset.from_list(examples)
+    return module.encode_split(split, "train", tokenizer, data)["input_ids"]
+
+
+def fairseq_race(row: dict, tokenizer, max_option_length: int, max_positions: int) -> list[list[int]]:
+    """preprocess_RACE.py, multiprocessing_bpe_encoder.py, fairseq-preprocess and the sentence_ranking task, in turn."""
+
+    def binarize(line: str) -> list[int]:
+        return tokenizer.encode(line.strip(), add_special_tokens=False) + [EOS]
+
+    passage = [EOS] + binarize(re.sub(r"\s+", " ", row["article"].replace("\n", " ")))
+    inputs = []
+    for option in row["options"]:
+        if "_" in row["question"]:
+            merged = row["question"].replace("_", option)
+        else:
+            merged = " ".join([row["question"], option])
+        merged = [BOS] + binarize(re.sub(r"\s+", " ", merged))
+        inputs.append((merged[:max_option_length] + passage)[:max_positions])
+    return inputs
+
+
+@pytest.mark.parametrize(
+    ("option_length", "length"), [(128, 512), (9, 512), (8, 40), (128, 12), (5, 5)], ids=lambda value: str(value)
+)
+def test_race_inputs_are_those_of_fairseq(option_length, length, script, tokenizer):
+    examples = race_rows(30, seed=2)
+    inputs = encode(script, tokenizer, examples, "race", max_option_length=option_length, max_seq_length=length)
+    assert inputs == [fairseq_race(row, tokenizer, option_length, length) for row in examples]
+
+
+def test_race_truncation(script, tokenizer):
+    row = {**race_rows(1, seed=0)[0], "question": "red " * 300, "article": "blue " * 900}
+    red, blue = (tokenizer.encode(color, add_special_tokens=False)[0] for color in ("red", "blue"))
+    for option in encode(script, tokenizer, [row], "race")[0]:
+        assert option == [BOS, *[red] * 127, EOS, *[blue] * 383]  # without the </s> of either
+
+
+def test_csqa_inputs_are_those_of_fairseq(script, tokenizer):
+    examples = csqa_rows(20, seed=2)
+
+    def binarize(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False) + [EOS]
+
+    expected = [
+        [[BOS] + binarize("Q: " + row["question"]) + binarize("A: " + text) for text in row["choices"]["text"]]
+        for row in examples
+    ]
+    assert encode(script, tokenizer, examples, "csqa") == expected
+    text = tokenizer.decode(expected[0][0])
+    assert re.fullmatch(r"<s> Q: What  is \w+ \?</s> A: (good|bad) \w+</s>", text), text
+
+
+def test_csqa_is_never_cut(script, tokenizer):
+    with pytest.raises(SystemExit, match=r"an input has \d\d tokens, above --max_seq_length 12"):
+        encode(script, tokenizer, csqa_rows(1, seed=0), "csqa", max_seq_length=12)
+
+
+def test_race_from_scratch_with_both_levels(run, script, race, tmp_path):
+    high = write(race_rows(24, seed=3, level="high"), tmp_path / "high" / "train.jsonl")
+    write(race_rows(8, seed=4, level="high"), tmp_path / "high" / "validation.jsonl")
+    write(race_rows(5, seed=5, level="high"), tmp_path / "high" / "test.jsonl")
+    output = tmp_path / "out"
+    arguments = scratch(race, output)
+    arguments.insert(arguments.index(race) + 1, high)
+    summary = run(
+        *arguments,
+        *("--do_eval", "--do_predict", "--learning_rate", 0.02, "--num_train_epochs", 8, "--eval_strategy", "epoch"),
+        *("--save_strategy", "epoch", "--load_best_model_at_end", "--early_stopping_patience", 3),
+        *("--train_sampling_strategy", "group_by_length"),
+    )
+    assert summary["train_samples"] == 72
+    middle, high = (summary[f"eval_{level}_accuracy"] for level in ("middle", "high"))
+    assert summary["eval_accuracy"] == pytest.approx((24 * middle + 8 * high) / 32) and summary["eval_accuracy"] > 0.8
+    assert summary["tokens_per_second"] > 0 and summary["peak_memory_gb"] > 0
+    assert json.loads((output / "summary.json").read_text()) == summary
+    assert (output / "curve.png").read_bytes().startswith(b"\x89PNG")
+    state = json.loads((output / "trainer_state.json").read_text())
+    assert state["best_metric"] == max(entry.get("eval_accuracy", 0) for entry in state["log_history"])
+
+    card = (output / "README.md").read_text()
+    assert "pipeline_tag: multiple-choice" in card and "on middle and high" in card and "high_accuracy" in card
+
+    # The saved folder alone gives the predictions that were written, in the order of the test set.
+    examples = race_rows(9, seed=9) + race_rows(5, seed=5, level="high")
+    model, tokenizer = AutoModelForMultipleChoice.from_pretrained(output).eval(), AutoTokenizer.from_pretrained(output)
+    predicted = []
+    for options in encode(script, tokenizer, examples, "race", max_seq_length=48):
+        batch = tokenizer.pad({"input_ids": options}, return_tensors="pt")
+        with torch.no_grad():
+            predicted.append("ABCD"[model(**{name: value[None] for name, value in batch.items()}).logits.argmax()])
+    table = pd.read_csv(output / "predictions.tsv", sep="\t")
+    assert table.columns.tolist() == ["index", "example_id", "prediction"]
+    assert table["prediction"].tolist() == predicted
+    assert table["example_id"].tolist() == [row["example_id"] for row in examples]
+    right = [letter == row["answer"] for letter, row in zip(predicted, examples, strict=True)]
+    assert summary["test_accuracy"] == pytest.approx(sum(right) / 14)
+    assert summary["test_high_accuracy"] == pytest.approx(sum(right[9:]) / 5)
+
+
+def test_one_level_has_no_accuracy_of_the_other(run, race, tmp_path):
+    summary = run(*scratch(race, tmp_path / "out"), "--do_eval", "--max_steps", 1)
+    assert summary["eval_middle_accuracy"] == summary["eval_accuracy"]
+    assert "eval_high_accuracy" not in summary
+
+
+def test_csqa_with_unknown_test_answers(run, csqa, tmp_path):
+    summary = run(*scratch(csqa, tmp_path / "out", "csqa"), "--do_eval", "--do_predict", "--max_steps", 2)
+    assert 0 <= summary["eval_accuracy"] <= 1
+    assert not any(name.startswith("test_") for name in summary)
+    table = pd.read_csv(summary["predictions"], sep="\t", dtype=str)
+    assert table["id"].tolist() == [f"{index:04x}" for index in range(6)]
+    assert set(table["prediction"]) <= set("ABCDE")
+
+
+def test_resumed_run_ends_with_the_same_weights(run, race, tmp_path):
+    arguments = ["--max_steps", 4, "--save_steps", 2]
+    run(*scratch(race, tmp_path / "whole"), *arguments)
+    checkpoint = tmp_path / "whole" / "checkpoint-2"
+    summary = run(*scratch(race, tmp_path / "resumed"), *arguments, "--resume_from_checkpoint", checkpoint)
+    assert summary["steps"] == 4
+    whole, resumed = (
+        AutoModelForMultipleChoice.from_pretrained(tmp_path / name).state_dict() for name in ("whole", "resumed")
+    )
+    torch.testing.assert_close(resumed, whole)
+
+
+def test_gradient_checkpointing_and_accumulation_change_nothing(run, race, tmp_path):
+    arguments = ["--max_steps", 2, "--save_strategy", "no", "--do_eval"]
+    plain = run(*scratch(race, tmp_path / "plain"), *arguments)
+    split = ["--per_device_train_batch_size", 2, "--gradient_accumulation_steps", 4, "--gradient_checkpointing", "true"]
+    summary = run(*scratch(race, tmp_path / "split"), *arguments, *split)
+    assert summary["eval_loss"] == pytest.approx(plain["eval_loss"], abs=1e-5)
+
+
+def test_evaluation_alone_gives_the_accuracy_of_the_training_run(run, race, tmp_path):
+    trained = run(*scratch(race, tmp_path / "out"), "--do_eval", "--max_steps", 3, "--save_strategy", "no")
+    again = ["--dataset_path", race, "--output_dir", tmp_path / "again", "--do_eval", "--model_name_or_path"]
+    assert run(*again, tmp_path / "out")["eval_loss"] == pytest.approx(trained["eval_loss"], abs=1e-6)
+
+
+RECIPES = sorted((Path(__file__).resolve().parents[2] / "examples" / "recipes").glob("[rc]*/*.yaml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_shipped_recipes_are_complete(path, script, tmp_path):
+    module = script("run_race")
+    arguments = (module.DataArguments, module.ModelArguments, module.TrainingArguments)
+    options = ["--recipe", str(path), "--output_dir", str(tmp_path)]
+    data, model, training = module.parse_arguments(arguments, options)
+    assert data.task == path.parent.name and training.do_train and training.do_eval
+    for name, value in yaml.safe_load(path.read_text()).items():
+        holder = next(parsed for parsed in (data, model, training) if hasattr(parsed, name))
+        assert getattr(holder, name) == (float(value) if isinstance(getattr(holder, name), float) else value)
+
+
+OPTION_ERRORS = {
+    "unknown task": (["--task", "swag"], "--task swag: choose one of race, csqa"),
+    "too long": (
+        ["--config_overrides", f"{TINY},max_position_embeddings=8"],
+        "48 tokens do not fit in the 8 positions",
+    ),
+    "no folder": (["--dataset_path", "nowhere"], "cannot load nowhere"),
+    "no tokenizer": (["--tokenizer_name", "nowhere"], "no tokenizer in nowhere"),
+    "vocabulary": (["--config_overrides", f"{TINY},vocab_size=200"], "only vocab_size=200"),
+    "early stopping": (["--early_stopping_patience", "2"], "needs --load_best_model_at_end"),
+    "no samples": (["--max_train_samples", "0"], "split train is empty"),
+    "no checkpoint": (["--resume_from_checkpoint", "last"], "--resume_from_checkpoint last: no checkpoint there"),
+}
+
+
+@pytest.mark.parametrize("case", OPTION_ERRORS)
+def test_wrong_options_end_in_one_line(case, run, race, tmp_path):
+    options, message = OPTION_ERRORS[case]
+    with pytest.raises(SystemExit, match=message) as error:
+        run(*scratch(race, tmp_path / "out"), *options)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+RACE_ROW = {"example_id": "middle1.txt", "article": "a", "question": "b", "options": list("wxyz"), "answer": "A"}
+CSQA_ROW = {"id": "1", "question": "a", "choices": {"label": list("ABCDE"), "text": list("vwxyz")}, "answerKey": "A"}
+DATA_ERRORS = {
+    "three options": (RACE_ROW, {"options": list("abc")}, "row 1: 3 options instead of 4"),
+    "options as text": (RACE_ROW, {"options": "abcd"}, "instead of a list of texts"),
+    "answer out of range": (RACE_ROW, {"answer": "E"}, "row 1: answer is 'E', not one of A, B, C, D"),
+    "no answer": (RACE_ROW, {"answer": ""}, "row 1: answer is '', not one of"),
+    "no passage": (RACE_ROW, {"article": None}, "row 1: article is None instead of text"),
+    "four choices": (CSQA_ROW, {"choices": {"label": list("ABCD"), "text": list("wxyz")}}, "4 options instead of 5"),
+    "other labels": (CSQA_ROW, {"choices": {"label": list("abcde"), "text": list("vwxyz")}}, "are called"),
+    "unknown key": (CSQA_ROW, {"answerKey": "F"}, "row 1: answerKey is 'F', not one of A, B, C, D, E"),
+}
+
+
+@pytest.mark.parametrize("case", DATA_ERRORS)
+def test_wrong_data_ends_in_one_line(case, run, tmp_path):
+    row, change, message = DATA_ERRORS[case]
+    first = {**row, **change} if case == "options as text" else row  # a column has one type
+    folder = write([first, {**row, **change}], tmp_path / "data" / "train.jsonl")
+    with pytest.raises(SystemExit, match=message) as error:
+        run(*scratch(folder, tmp_path / "out", "csqa" if row is CSQA_ROW else "race"))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("column", RACE_ROW)
+def test_missing_column(column, run, tmp_path):
+    row = {name: value for name, value in RACE_ROW.items() if name != column}
+    folder = write([row], tmp_path / "data" / "train.jsonl")
+    with pytest.raises(SystemExit, match=f"split train has no column {column}, only "):
+        run(*scratch(folder, tmp_path / "out"))
+
+
+def test_folders_that_do_not_fit_and_hub_without_network(run, race, tmp_path):
+    number = write([{**RACE_ROW, "options": [[1]] * 4}], tmp_path / "lists" / "train.jsonl")
+    arguments = scratch(race, tmp_path / "out")
+    arguments.insert(arguments.index(race) + 1, number)
+    with pytest.raises(SystemExit, match="split train of the folders does not fit together"):
+        run(*arguments)
+    for task, name in (("race", "ehovy/race"), ("csqa", "tau/commonsense_qa")):
+        with pytest.raises(SystemExit, match=f"cannot load {name}"):
+            run("--task", task, "--output_dir", tmp_path / "out", "--do_train")
