@@ -57,6 +57,8 @@ class Client:
 
 def _start(package: bool) -> None:
     time.sleep = lambda seconds: None  # the client would wait before it tries again
+    # A module cache that the parent has used would be found before the one of this process.
+    sys.path[:] = [path for path in sys.path if Path(path).name != "modules"]
     if package:
         importlib.import_module("luna_mega")
     else:
