@@ -73,6 +73,33 @@ FAMILIES = {
             ("The first token is position 0, also with padding on the left.", "The first token that is not padding."),
         ),
     ),
+    "mega": Family(
+        paper="[Mega: Moving Average Equipped Gated Attention](https://arxiv.org/abs/2209.10655) (Ma et al. 2022)",
+        bibtex="""@inproceedings{ma2023mega,
+  title     = {Mega: Moving Average Equipped Gated Attention},
+  author    = {Xuezhe Ma and Chunting Zhou and Xiang Kong and Junxian He and Liangke Gui and Graham Neubig and
+               Jonathan May and Luke Zettlemoyer},
+  booktitle = {International Conference on Learning Representations},
+  year      = {2023},
+  url       = {https://arxiv.org/abs/2209.10655}
+}""",
+        fields=(
+            "num_hidden_layers", "hidden_size", "intermediate_size", "shared_representation_size",
+            "ema_projection_size", "nffn_hidden_size", "bidirectional", "use_chunking", "chunk_size", "truncation",
+            "attention_activation", "relative_positional_bias", "normalization_type", "normalize_before_mega",
+            "input_type", "vocab_size", "max_positions", "pooling",
+        ),  # fmt: skip
+        differences=(
+            (
+                "A chunk whose keys are all padding is attended to as if it were not.",
+                "A position with nothing to attend to gives 0, with gradient 0.",
+            ),
+            (
+                "Chunks are counted from the first position of the batch, also where that is padding.",
+                "From the first token of the sequence.",
+            ),
+        ),
+    ),
 }  # fmt: skip
 
 

@@ -22,6 +22,19 @@ if TYPE_CHECKING:
         LunaPreTrainedModel as LunaPreTrainedModel,
     )
     from luna_mega.modeling_luna.tokenization_luna import LunaTokenizer as LunaTokenizer
+    from luna_mega.modeling_mega.configuration_mega import MegaConfig as MegaConfig
+    from luna_mega.modeling_mega.heads_mega import (
+        MegaForMultipleChoice as MegaForMultipleChoice,
+        MegaForQuestionAnswering as MegaForQuestionAnswering,
+        MegaForSequenceClassification as MegaForSequenceClassification,
+        MegaForSequencePairClassification as MegaForSequencePairClassification,
+        MegaForTokenClassification as MegaForTokenClassification,
+    )
+    from luna_mega.modeling_mega.modeling_mega import (
+        MegaForMaskedLM as MegaForMaskedLM,
+        MegaModel as MegaModel,
+        MegaPreTrainedModel as MegaPreTrainedModel,
+    )
 
 __version__ = "0.1.0"
 
@@ -36,6 +49,15 @@ _EXPORTS = {
     ],
     "luna_mega.modeling_luna.modeling_luna": ["LunaForMaskedLM", "LunaModel", "LunaPreTrainedModel"],
     "luna_mega.modeling_luna.tokenization_luna": ["LunaTokenizer"],
+    "luna_mega.modeling_mega.configuration_mega": ["MegaConfig"],
+    "luna_mega.modeling_mega.heads_mega": [
+        "MegaForMultipleChoice",
+        "MegaForQuestionAnswering",
+        "MegaForSequenceClassification",
+        "MegaForSequencePairClassification",
+        "MegaForTokenClassification",
+    ],
+    "luna_mega.modeling_mega.modeling_mega": ["MegaForMaskedLM", "MegaModel", "MegaPreTrainedModel"],
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 

@@ -2,7 +2,7 @@
 import transformers
 from transformers.models.auto import modeling_auto
 
-_FAMILIES = ["Luna"]
+_FAMILIES = ["Luna", "Mega"]
 
 # Auto class -> (suffix of our class, table of class names in transformers). Trainer and pipelines look a class up
 # by its name in that table; the Auto class itself knows only class objects.

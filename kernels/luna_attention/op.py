@@ -13,12 +13,6 @@ BACKENDS: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
-def explain(backend: str | None = None) -> str:
-    """One line that says which backend `luna_attention` would run now, and why."""
-    chosen = _dispatch.select("luna_attention", BACKENDS, backend)
-    return f"luna_attention runs on {chosen!r}; this version has {' and '.join(map(repr, BACKENDS))}, no Triton kernel"
-
-
 def luna_pack(
     pack_query: torch.Tensor,
     key: torch.Tensor,

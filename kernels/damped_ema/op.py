@@ -1,0 +1,162 @@
+"""Mega's moving average: `damped_ema` over a sequence or a segment of one, `damped_ema_step` over one position."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+
+from luna_mega.kernels import _dispatch
+from luna_mega.kernels.damped_ema import reference, torch_backend
+
+BACKENDS: dict[str, Callable] = {"reference": reference.damped_ema, "torch": torch_backend.damped_ema}
+STEP_BACKENDS: dict[str, Callable] = {"reference": reference.step, "torch": torch_backend.step}
+
+
+def damped_ema(
+    x: torch.Tensor,
+    input_logit: torch.Tensor,
+    damping_logit: torch.Tensor,
+    expansion: torch.Tensor,
+    projection: torch.Tensor,
+    skip: torch.Tensor | None = None,
+    *,
+    mask: torch.Tensor | None = None,
+    shift: bool = False,
+    truncation: int | None = None,
+    initial_state: torch.Tensor | None = None,
+    return_state: bool = False,
+    backend: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Damped multi-dimensional exponential moving average of every channel (Mega section 3.1).
+
+    With p = sigmoid(input_logit) and q = 1 - p sigmoid(damping_logit), the N states of a channel follow
+    h_t = q h_{t-1} + p expansion x_t, and the result is y_t = sum_n projection_n / sqrt(N) h_{t,n}.
+
+    Args:
+        x: `[B, T, D]`, T at least 1.
+        input_logit, damping_logit, expansion, projection: `[R, N]`; alpha and delta (as logits), beta and eta of the
+            paper. R = D: causal. R = 2 D: bidirectional, rows D and on are the average that runs from the end.
+        skip: `[D]`; with it the result is silu(y + skip x), without it y.
+        mask: `[B, T]` bool, True = keep; None = all. Other positions enter the average as 0 (the states still decay
+            there); the skip sees x as it is.
+        shift: bidirectional only. The average from the end starts at the next position, so that a position counts
+            once; without it the position itself counts in both directions.
+        truncation: the average forgets what is this many positions away or more; None or a number below 1: nothing.
+        initial_state: `[B, D, N]` float32 or float64, causal only: the states before the first position; None = 0.
+        return_state: causal only: return the states behind the last position as well.
+        backend: one of `"auto"`, `"reference"`, `"torch"`; None = as `luna_mega.kernels.api.use_backend` and
+            `LUNA_MEGA_BACKEND` say.
+
+    Returns:
+        `[B, T, D]` in the dtype of `x`; with `return_state` (that, states `[B, D, N]`). States and everything up to
+        the result are computed in float32, also under autocast, in float64 where x or a parameter is float64.
+        Gradients flow through both states.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit together, `shift` without a second direction, states with one or with
+            a truncation, or the backend does not exist.
+
+    Example:
+        >>> import torch
+        >>> x, parameters = torch.randn(2, 100, 8), [torch.randn(8, 4) for _ in range(4)]
+        >>> first, state = damped_ema(x[:, :60], *parameters, return_state=True)
+        >>> second = damped_ema(x[:, 60:], *parameters, initial_state=state)
+        >>> torch.allclose(torch.cat([first, second], 1), damped_ema(x, *parameters), atol=1e-5)
+        True
+    """
+    if truncation is not None and truncation < 1:
+        truncation = None
+    _check_sequence(x, input_logit, mask, shift, truncation, initial_state, return_state)
+    parameters = (input_logit, damping_logit, expansion, projection)
+    _check("damped_ema", x, parameters, skip, initial_state)
+    run = BACKENDS[_dispatch.select("damped_ema", BACKENDS, backend)]
+    with _without_autocast(x.device.type):
+        coefficients, skip, initial_state = _full_precision(x, parameters, skip, initial_state)
+        output, state = run(x, coefficients, skip, mask, shift, truncation, initial_state, return_state)
+    return (output, state) if return_state else output
+
+
+def damped_ema_step(
+    x: torch.Tensor,
+    state: torch.Tensor,
+    input_logit: torch.Tensor,
+    damping_logit: torch.Tensor,
+    expansion: torch.Tensor,
+    projection: torch.Tensor,
+    skip: torch.Tensor | None = None,
+    *,
+    mask: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One position of the causal `damped_ema`: (y `[B, D]`, next state `[B, D, N]`) of x `[B, D]` and the state before.
+
+    Arguments and errors as there, with R = D and `mask` `[B]`. The state given is not changed.
+    """
+    if x.dim() != 2 or input_logit.shape[:1] != x.shape[1:]:
+        raise ValueError(
+            f"damped_ema_step needs x [batch, channels] and one row of parameters per channel, got {list(x.shape)} and "
+            f"{list(input_logit.shape)}"
+        )
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:1]):
+        raise ValueError(f"damped_ema_step needs a bool mask [{len(x)}], got {mask.dtype} {list(mask.shape)}")
+    parameters = (input_logit, damping_logit, expansion, projection)
+    _check("damped_ema_step", x, parameters, skip, state)
+    run = STEP_BACKENDS[_dispatch.select("damped_ema_step", STEP_BACKENDS, backend)]
+    with _without_autocast(x.device.type):
+        coefficients, skip, state = _full_precision(x, parameters, skip, state)
+        return run(x, state, coefficients, skip, mask)
+
+
+def _without_autocast(device):
+    # The meta device has no autocast to switch off.
+    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
+
+
+def _full_precision(x, parameters, skip, state):
+    dtype = torch.float32
+    for tensor in (x, *parameters):
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    coefficients = reference.coefficients(*(parameter.to(dtype) for parameter in parameters))
+    return coefficients, *(None if tensor is None else tensor.to(dtype) for tensor in (skip, state))
+
+
+def _check_sequence(x, input_logit, mask, shift, truncation, initial_state, return_state):
+    if x.dim() != 3 or x.shape[1] < 1:
+        raise ValueError(f"damped_ema needs x [batch, length, channels] of length 1 or more, got {list(x.shape)}")
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:2]):
+        raise ValueError(
+            f"damped_ema needs a bool mask of shape {list(x.shape[:2])} (True = keep), got {mask.dtype} "
+            f"{list(mask.shape)}"
+        )
+    channels, rows = x.shape[2], len(input_logit)
+    if rows not in (channels, 2 * channels):
+        raise ValueError(
+            f"damped_ema: {rows} rows of parameters fit neither {channels} channels (causal) nor twice that "
+            "(bidirectional)"
+        )
+    if shift and rows == channels:
+        raise ValueError("damped_ema: shift=True needs two directions, these parameters are causal; leave shift out")
+    stateful = return_state or initial_state is not None
+    if stateful and rows != channels:
+        raise ValueError("damped_ema: a bidirectional average has no state; leave out initial_state and return_state")
+    if stateful and truncation is not None:
+        raise ValueError(
+            f"damped_ema: a state holds all that came before, which truncation={truncation} would forget; pass "
+            "truncation=None with a state"
+        )
+
+
+def _check(op, x, parameters, skip, state):
+    shapes = [list(parameter.shape) for parameter in parameters]
+    if parameters[0].dim() != 2 or any(shape != shapes[0] for shape in shapes):
+        raise ValueError(
+            f"{op} needs input_logit, damping_logit, expansion and projection of one shape [rows, N], got {shapes}"
+        )
+    if not all(tensor.is_floating_point() for tensor in (x, *parameters)):
+        raise ValueError(f"{op} needs floating-point x and parameters, got {[t.dtype for t in (x, *parameters)]}")
+    if skip is not None and skip.shape != x.shape[-1:]:
+        raise ValueError(f"{op} needs a skip of shape {list(x.shape[-1:])}, got {list(skip.shape)}")
+    if state is not None:
+        needed = [len(x), x.shape[-1], shapes[0][1]]
+        if list(state.shape) != needed or state.dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"{op} needs a float32 or float64 state {needed}, got {state.dtype} {list(state.shape)}")

@@ -1,0 +1,91 @@
+"""The damped multi-dimensional EMA as the paper writes it (Mega, section 3.1, equations 2 to 7).
+
+This file is the specification: every faster path is tested against it. Shapes: input `[B, T, D]`, parameters `[R, N]`
+with R = D (causal) or R = 2 D (bidirectional, the rows from D on are the average that runs backwards), state
+`[B, D, N]`. Masks are boolean, True = keep.
+"""
+
+import math
+
+import torch
+from torch import nn
+
+
+def log_decay(input_logit: torch.Tensor, damping_logit: torch.Tensor) -> torch.Tensor:
+    """log q = log(1 - sigmoid(input_logit) sigmoid(damping_logit)), at least log(1e-30), with finite gradients.
+
+    log(1 - p) of the product p itself loses slow decays, where p is below the rounding error of 1; log1p(-p) loses fast
+    ones, where p rounds to 1.
+    """
+    product = torch.sigmoid(input_logit) * torch.sigmoid(damping_logit)
+    log_product = nn.functional.logsigmoid(input_logit) + nn.functional.logsigmoid(damping_logit)
+    # Both forms are evaluated everywhere, so each gets an argument at which its gradient is finite.
+    slow = torch.log1p(-product.clamp(max=0.5))
+    fast = torch.log(-torch.expm1(log_product.clamp(-math.log(2), -1e-30)))
+    return torch.where(product > 0.5, fast, slow)
+
+
+def coefficients(
+    input_logit: torch.Tensor, damping_logit: torch.Tensor, expansion: torch.Tensor, projection: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """log q, the weight p beta with which the input enters the state, and the weight eta / sqrt(N) of the state."""
+    weight_in = torch.sigmoid(input_logit) * expansion
+    return log_decay(input_logit, damping_logit), weight_in, projection / math.sqrt(projection.shape[-1])
+
+
+def finish(average: torch.Tensor, x: torch.Tensor, skip: torch.Tensor | None) -> torch.Tensor:
+    """silu(average + skip x) in the dtype of x, or the average alone where there is no skip."""
+    if skip is not None:
+        average = nn.functional.silu(average + skip * x)
+    return average.to(x.dtype)
+
+
+def step(
+    x: torch.Tensor,
+    state: torch.Tensor,
+    coefficients: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    skip: torch.Tensor | None,
+    mask: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """h_t = q h_{t-1} + p beta x_t; y_t = <eta / sqrt(N), h_t>. One position: x `[B, D]`, mask `[B]`."""
+    log_q, weight_in, weight_out = coefficients
+    kept = x if mask is None else x.masked_fill(~mask[:, None], 0.0)
+    state = log_q.exp() * state + weight_in * kept[..., None].to(log_q.dtype)
+    return finish((weight_out * state).sum(-1), x, skip), state
+
+
+def damped_ema(
+    x: torch.Tensor,
+    coefficients: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    skip: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    shift: bool = False,
+    truncation: int | None = None,
+    initial_state: torch.Tensor | None = None,
+    return_state: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """y_t = sum_j k_j x_{t-j} with k_j = sum_n eta_n / sqrt(N) q_n^j p_n beta_n; the final state, where asked for."""
+    log_q, weight_in, weight_out = coefficients
+    length, channels = x.shape[1:]
+    kept = (x if mask is None else x.masked_fill(~mask[..., None], 0.0)).to(log_q.dtype)
+    positions = torch.arange(length, device=x.device, dtype=log_q.dtype)
+    powers = torch.exp(log_q[..., None] * positions)
+    kernel = torch.einsum("rn,rnt->rt", weight_in * weight_out, powers)
+    average, state = _convolve(kept, kernel[:channels], truncation), None
+    if len(kernel) > channels:
+        backward = _convolve(kept.flip(1), kernel[channels:], truncation).flip(1)
+        # The shifted average starts at the next token.
+        average = average + (nn.functional.pad(backward[:, 1:], (0, 0, 0, 1)) if shift else backward)
+    if return_state:
+        state = torch.einsum("dnt,btd->bdn", powers.flip(-1), kept) * weight_in
+    if initial_state is not None:
+        decayed = powers * (initial_state * log_q.exp())[..., None]
+        average = average + torch.einsum("dn,bdnt->btd", weight_out, decayed)
+        state = state + decayed[..., -1] if return_state else None
+    return finish(average, x, skip), state
+
+
+def _convolve(x, kernel, truncation):
+    """`[B, T, D]`, one lag after the other."""
+    length = x.shape[1] if truncation is None else min(truncation, x.shape[1])
+    return sum(nn.functional.pad(kernel[:, j] * x[:, : x.shape[1] - j], (0, 0, j, 0)) for j in range(length))

@@ -1,0 +1,384 @@
+"""The damped EMA in PyTorch: by FFT, or in chunks with a carried state; memory linear in the length."""
+
+import functools
+
+import torch
+from torch import nn
+
+from luna_mega.kernels.damped_ema.reference import finish
+
+CHUNK = 64
+# Channels that are worked on at a time: temporary tensors are as large as this share of the input.
+BLOCK = 32
+# Positions of the batch from which on chunks are faster than the FFT (README).
+MANY_POSITIONS = 4096
+
+
+def damped_ema(
+    x: torch.Tensor,
+    coefficients: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    skip: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    shift: bool = False,
+    truncation: int | None = None,
+    initial_state: torch.Tensor | None = None,
+    return_state: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`reference.damped_ema`; the final state only where it is asked for."""
+    # An exported program must not need this package, and its length is not known, so export sees PyTorch's own FFT.
+    if torch.compiler.is_exporting():
+        return _exported(x, coefficients, skip, mask, shift, truncation, initial_state, return_state)
+    batch, length, channels = x.shape
+    stateful = return_state or initial_state is not None
+    truncated = truncation is not None and truncation < length
+    if truncated or (batch * length < MANY_POSITIONS and not stateful):
+        taps, center = _taps(coefficients, channels, truncation if truncated else length, shift)
+        return torch.ops.luna_mega.damped_ema(x, mask, skip, taps, center, None, None, None, None)[0], None
+    chunk = 16 if length <= 16 else CHUNK
+    taps, center = _taps(coefficients, channels, chunk, shift)
+    inward, outward, decay = _chunk_maps(coefficients, channels, chunk, shift)
+    output, _, state = torch.ops.luna_mega.damped_ema(
+        x, mask, skip, taps, center, inward, outward, decay, initial_state
+    )
+    return output, _final_state(x, mask, coefficients, state, inward) if return_state else None
+
+
+def step(
+    x: torch.Tensor,
+    state: torch.Tensor,
+    coefficients: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    skip: torch.Tensor | None,
+    mask: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`reference.step`, with q - 1 instead of q: thousands of steps add up the rounding error of q."""
+    log_q, weight_in, weight_out = coefficients
+    kept = x if mask is None else x.masked_fill(~mask[:, None], 0.0)
+    state = torch.addcmul(state, state, torch.expm1(log_q)) + weight_in * kept[..., None].to(log_q.dtype)
+    return finish((weight_out * state).sum(-1), x, skip), state
+
+
+def _series(weight, log_q, length):
+    """sum_n weight_n q_n^t for t < length, `[..., R, length]` of `[..., R, N]`: q^(i c + j) = q^(i c) q^j."""
+    inner = 16 if not torch.compiler.is_exporting() and length <= 256 else 64
+    # Export would take a count of 1 for a constant, so there are never fewer than 2.
+    outer = torch.arange(length // inner + 2, device=log_q.device, dtype=log_q.dtype) * inner
+    coarse = torch.exp(log_q[..., None] * outer) * weight[..., None]
+    fine = torch.exp(log_q[..., None] * torch.arange(inner, device=log_q.device, dtype=log_q.dtype))
+    series = (coarse.mT @ fine).flatten(-2)
+    if torch.compiler.is_exporting():
+        return series.index_select(-1, torch.arange(length, device=series.device))
+    return series[..., :length]
+
+
+def _taps(coefficients, channels, length, shift):
+    """The kernel of both directions in one row per channel, and the index at which the lag is 0."""
+    log_q, weight_in, weight_out = coefficients
+    kernel = _series(weight_in * weight_out, log_q, length)
+    if len(kernel) == channels:
+        return kernel, 0
+    center = length if shift else length - 1  # without shift lag 0 counts in both directions
+    forward = nn.functional.pad(kernel[:channels], (center, 0))
+    return forward + nn.functional.pad(kernel[channels:].flip(1), (0, center)), center
+
+
+def _chunk_maps(coefficients, channels, chunk, shift):
+    """What takes a chunk to the states, the states to a chunk, `[D, N', C]`, and q^C - 1, `[D, N']`.
+
+    N' = N, or 2 N with the states of the average that runs backwards last.
+    """
+    log_q, weight_in, weight_out = coefficients
+    positions = torch.arange(chunk + 1, device=log_q.device, dtype=log_q.dtype)
+    powers = torch.exp(log_q[..., None] * positions)
+    now, later = powers[..., :chunk], powers[..., 1:]
+    inward, outward = weight_in[..., None] * now, weight_out[..., None] * later
+    decay = torch.expm1(log_q * chunk)
+    if len(decay) == channels:
+        return inward.flip(-1), outward, decay
+    if shift:
+        outward = torch.cat([outward[:channels], weight_out[channels:, :, None] * now[channels:]])
+    inward = torch.cat([inward[:channels].flip(-1), inward[channels:]], dim=1)
+    outward = torch.cat([outward[:channels], outward[channels:].flip(-1)], dim=1)
+    return inward, outward, torch.cat([decay[:channels], decay[channels:]], dim=1)
+
+
+def _final_state(x, mask, coefficients, state, inward):
+    """The state behind the last position, from the state before the last chunk, which may be a short one."""
+    chunk = inward.shape[-1]
+    rest = (x.shape[1] - 1) % chunk + 1
+    last = x[:, -rest:]
+    if mask is not None:
+        last = last.masked_fill(~mask[:, -rest:, None], 0.0)
+    gained = torch.einsum("dnt,btd->bdn", inward[..., chunk - rest :], last.to(inward.dtype))
+    return torch.exp(coefficients[0] * rest) * state + gained
+
+
+def _exported(x, coefficients, skip, mask, shift, truncation, initial_state, return_state):
+    log_q, weight_in, weight_out = coefficients
+    length, channels = x.shape[1:]
+    signal = (x if mask is None else x.masked_fill(~mask[..., None], 0.0)).permute(2, 0, 1).to(log_q.dtype)
+    taps, center = _taps(coefficients, channels, length, shift)
+    if truncation is not None:
+        lags = torch.arange(taps.shape[1], device=x.device) - center
+        taps = taps.masked_fill((lags >= truncation) | (-lags >= truncation + shift), 0.0)
+    average = _convolve(signal, taps, center, 2 * length).permute(1, 2, 0)
+    state = None
+    if initial_state is not None:
+        average = average + _series(initial_state * log_q.exp() * weight_out, log_q, length).mT
+    if return_state:
+        since = torch.arange(length, device=x.device, dtype=log_q.dtype).flip(0)
+        gained = [torch.matmul(signal, torch.exp(rate[:, None] * since)[..., None]) for rate in log_q.unbind(1)]
+        state = torch.cat(gained, -1).transpose(0, 1) * weight_in
+        if initial_state is not None:
+            state = state + torch.exp(log_q * length) * initial_state
+    return finish(average, x, skip), state
+
+
+@functools.lru_cache
+def _fft_length(at_least):
+    """The next number without prime factors above 5: others take up to six times as long."""
+    while True:
+        rest = at_least
+        for prime in (2, 3, 5):
+            while rest % prime == 0:
+                rest //= prime
+        if rest == 1:
+            return at_least
+        at_least += 1
+
+
+def _spectrum(taps, center, size):
+    """Of the taps on a circle of `size` positions, where the lags below 0 stand at the end."""
+    circle = torch.roll(nn.functional.pad(taps, (0, size - taps.shape[1])), -center, 1)
+    return torch.fft.rfft(circle)[:, None]
+
+
+def _convolve(signal, taps, center, size):
+    """`[D, B, T]`: every lag of `taps` `[D, K]` at once."""
+    spectrum = torch.fft.rfft(signal, n=size) * _spectrum(taps, center, size)
+    return torch.fft.irfft(spectrum, n=size)[..., : signal.shape[-1]]
+
+
+def _convolve_backward(gradient, signal, taps, center):
+    length, size = signal.shape[-1], _circle(signal, taps, center)
+    spectrum = torch.fft.rfft(gradient, n=size)
+    grad_signal = torch.fft.irfft(spectrum * _spectrum(taps, center, size).conj(), n=size)[..., :length]
+    lags = torch.fft.irfft((spectrum * torch.fft.rfft(signal, n=size).conj()).sum(1), n=size)
+    return grad_signal, torch.roll(lags, center, 1)[:, : taps.shape[1]]
+
+
+def _circle(signal, taps, center):
+    return _fft_length(signal.shape[-1] + max(center, taps.shape[1] - center - 1))
+
+
+def _toeplitz(taps, center, chunk):
+    """`[D, C, C]`, row: position of the input, column: position of the output."""
+    taps = nn.functional.pad(taps, (chunk - 1 - center, 0))
+    return taps.unfold(1, chunk, 1).flip(1)
+
+
+def _lag_sums(products, center):
+    """The transpose of `_toeplitz`: sums over the diagonals."""
+    chunk = products.shape[-1]
+    # With 2 C - 1 columns instead of 2 C, each row starts one column further right.
+    rows = nn.functional.pad(products.flip(1), (0, chunk)).flatten(1)[:, : chunk * (2 * chunk - 1)]
+    sums = rows.view(-1, chunk, 2 * chunk - 1).sum(1)
+    return nn.functional.pad(sums, (center - chunk + 1, 0))
+
+
+def _carry(gains, decay, first, forward, backward):
+    """States before each chunk: s_i = q^C s_{i-1} + gains_{i-1}, `[D, B, chunks, N']`, from `first` `[D, B, N']` on.
+
+    `forward`, `backward`: slices of the states, those that run with time and those that run against it.
+    """
+    carried = gains.new_empty(gains.shape[2], *gains.shape[:2], gains.shape[3])
+    carried[0] = first
+    carried[1:, ..., forward] = gains[:, :, :-1, forward].permute(2, 0, 1, 3)
+    carried[1:, ..., backward] = gains[:, :, 1:, backward].flip(2).permute(2, 0, 1, 3)
+    rows, decay = carried.unbind(0), decay[:, None]
+    for before, row in zip(rows[:-1], rows[1:], strict=True):
+        row.add_(before).addcmul_(before, decay)
+    states = torch.empty_like(gains)
+    states[..., forward] = carried[..., forward].permute(1, 2, 0, 3)
+    states[..., backward] = carried[..., backward].flip(0).permute(1, 2, 0, 3)
+    return states
+
+
+def _directions(inward, center):
+    count = inward.shape[1] if center == 0 else inward.shape[1] // 2
+    return slice(0, count), slice(count, None)
+
+
+def _states(chunks, inward, decay, initial, directions):
+    gains = (chunks.flatten(1, 2) @ inward.mT).unflatten(1, chunks.shape[1:3])
+    first = 0.0 if initial is None else initial.transpose(0, 1)
+    return _carry(gains, decay, first, *directions)
+
+
+def _scan(chunks, taps, center, inward, outward, decay, initial):
+    """Chunks `[D, B, chunks, C]`; the result likewise, and the state before the last chunk."""
+    states = _states(chunks, inward, decay, initial, _directions(inward, center))
+    rows = chunks.flatten(1, 2) @ _toeplitz(taps, center, chunks.shape[-1])
+    rows.baddbmm_(states.flatten(1, 2), outward)
+    return rows.view(chunks.shape), states[:, :, -1]
+
+
+def _scan_backward(gradient, grad_last, chunks, taps, center, inward, outward, decay, initial):
+    forward, backward = _directions(inward, center)
+    states = _states(chunks, inward, decay, initial, (forward, backward))
+    rows, grad_rows = chunks.flatten(1, 2), gradient.flatten(1, 2)
+    from_output = (grad_rows @ outward.mT).view(states.shape)
+    if grad_last is not None:
+        from_output[:, :, -1] += grad_last.transpose(0, 1)
+    grad_gains = _carry(from_output, decay, 0.0, backward, forward)
+    grad_initial = torch.addcmul(from_output[:, :, 0] + grad_gains[:, :, 0], grad_gains[:, :, 0], decay[:, None])
+    grad_decay = (grad_gains * states).sum((1, 2))
+    states, grad_gains = states.flatten(1, 2), grad_gains.flatten(1, 2)
+    grad_chunks = grad_rows @ _toeplitz(taps, center, chunks.shape[-1]).mT
+    grad_chunks.baddbmm_(grad_gains, inward)
+    grad_taps = _lag_sums(rows.mT @ grad_rows, center)
+    grad_inward, grad_outward = grad_gains.mT @ rows, states.mT @ grad_rows
+    return grad_chunks.view(chunks.shape), grad_taps, grad_inward, grad_outward, grad_decay, grad_initial
+
+
+def _blocks(x):
+    """Slices of the channels. Only on the CPU: elsewhere many small kernels cost more than the memory they save."""
+    channels = x.shape[2]
+    size = BLOCK if x.device.type == "cpu" else channels
+    return [slice(start, min(start + size, channels)) for start in range(0, channels, size)]
+
+
+def _rows(x, mask, multiple):
+    """`[B, T, D]` as `[D, B, T']`, T' = T filled up with zeros to a multiple of `multiple`; zeros where masked."""
+    if mask is not None:
+        x = x.masked_fill(~mask[..., None], 0.0)
+    x = nn.functional.pad(x, (0, 0, 0, -x.shape[1] % multiple)).contiguous()
+    # Transposing a contiguous matrix is four times as fast as copying a permuted slice.
+    return x.flatten(0, 1).t().contiguous().view(-1, *x.shape[:2])
+
+
+@torch.library.custom_op("luna_mega::damped_ema", mutates_args=())
+def _damped_ema(
+    x: torch.Tensor,
+    mask: torch.Tensor | None,
+    skip: torch.Tensor | None,
+    taps: torch.Tensor,
+    center: int,
+    inward: torch.Tensor | None,
+    outward: torch.Tensor | None,
+    decay: torch.Tensor | None,
+    initial: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The result, what silu was applied to, and the state before the last chunk; the last two may be empty.
+
+    Without `inward`, `outward` and `decay` all lags stand in `taps`, which are convolved by FFT. With them `taps` are
+    the lags within a chunk.
+    """
+    batch, length, channels = x.shape
+    average = torch.empty(x.shape, dtype=taps.dtype, device=x.device)
+    last = taps.new_empty(0 if inward is None else (batch, channels, inward.shape[1]))
+    chunk = 1 if inward is None else inward.shape[2]
+    for block in _blocks(x):
+        rows = _rows(x[..., block].to(taps.dtype), mask, chunk)
+        if inward is None:
+            rows = _convolve(rows, taps[block], center, _circle(rows, taps, center))
+        else:
+            maps = _of_block(block, inward, outward, decay, initial)
+            rows, state = _scan(rows.unflatten(-1, (-1, chunk)), taps[block], center, *maps)
+            rows, last[:, block] = rows.flatten(2), state.transpose(0, 1)
+        average[..., block] = rows[..., :length].permute(1, 2, 0)
+    if skip is None:
+        return average.to(x.dtype), taps.new_empty(0), last
+    average.addcmul_(skip, x)
+    return nn.functional.silu(average).to(x.dtype), average, last
+
+
+@_damped_ema.register_fake
+def _(x, mask, skip, taps, center, inward, outward, decay, initial):
+    average = taps.new_empty(0 if skip is None else x.shape)
+    last = taps.new_empty(0 if inward is None else (x.shape[0], x.shape[2], inward.shape[1]))
+    return x.new_empty(x.shape), average, last
+
+
+@torch.library.custom_op("luna_mega::damped_ema_backward", mutates_args=())
+def _damped_ema_backward(
+    gradient: torch.Tensor,
+    grad_last: torch.Tensor | None,
+    average: torch.Tensor,
+    x: torch.Tensor,
+    mask: torch.Tensor | None,
+    skip: torch.Tensor | None,
+    taps: torch.Tensor,
+    center: int,
+    inward: torch.Tensor | None,
+    outward: torch.Tensor | None,
+    decay: torch.Tensor | None,
+    initial: torch.Tensor | None,
+) -> list[torch.Tensor]:
+    """Gradients of x, skip, taps, inward, outward, decay and initial; empty where the input is None."""
+    length, dtype = x.shape[1], taps.dtype
+    chunk = 1 if inward is None else inward.shape[2]
+    grads = _empty_like(x, skip, taps, inward, outward, decay, initial)
+    grad_x, grad_skip, grad_taps, *grad_maps, grad_initial = grads
+    for block in _blocks(x):
+        inputs, grad_average = x[..., block].to(dtype), gradient[..., block].to(dtype)
+        if skip is not None:
+            grad_average = torch.ops.aten.silu_backward(grad_average, average[..., block])
+            grad_skip[block] = (grad_average * inputs).sum((0, 1))
+        rows, grad_rows = _rows(inputs, mask, chunk), _rows(grad_average, None, chunk)
+        if inward is None:
+            through, grad_taps[block] = _convolve_backward(grad_rows, rows, taps[block], center)
+        else:
+            through, grad_taps[block], *of_maps, of_initial = _scan_backward(
+                grad_rows.unflatten(-1, (-1, chunk)),
+                None if grad_last is None else grad_last[:, block],
+                rows.unflatten(-1, (-1, chunk)),
+                taps[block],
+                center,
+                *_of_block(block, inward, outward, decay, initial),
+            )
+            for grad, value in zip(grad_maps, of_maps, strict=True):
+                grad[block] = value
+            if initial is not None:
+                grad_initial[:, block] = of_initial.transpose(0, 1)
+            through = through.flatten(2)
+        grad_block = through[..., :length].permute(1, 2, 0)
+        if mask is not None:
+            grad_block = grad_block.masked_fill(~mask[..., None], 0.0)
+        if skip is not None:
+            grad_block = torch.addcmul(grad_block, grad_average, skip[block])
+        grad_x[..., block] = grad_block
+    return grads
+
+
+@_damped_ema_backward.register_fake
+def _(gradient, grad_last, average, x, mask, skip, taps, center, inward, outward, decay, initial):
+    return _empty_like(x, skip, taps, inward, outward, decay, initial)
+
+
+def _empty_like(x, *inputs):
+    return [x.new_empty(x.shape), *(x.new_empty(0 if t is None else t.shape, dtype=inputs[1].dtype) for t in inputs)]
+
+
+def _of_block(block, inward, outward, decay, initial):
+    return inward[block], outward[block], decay[block], None if initial is None else initial[:, block]
+
+
+def _save_for_backward(ctx, inputs, output):
+    x, mask, skip, taps, ctx.center, *rest = inputs
+    ctx.save_for_backward(x, mask, skip, taps, *rest, output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, gradient, _, grad_last):
+    x, mask, skip, taps, *rest, average = ctx.saved_tensors
+    if gradient is None:
+        gradient = torch.zeros_like(x)
+    grads = torch.ops.luna_mega.damped_ema_backward(
+        gradient, grad_last, average, x, mask, skip, taps, ctx.center, *rest
+    )
+    inputs = (x, skip, taps, *rest)
+    grad_x, *grads = (None if tensor is None else grad for tensor, grad in zip(inputs, grads, strict=True))
+    return grad_x, None, *grads[:2], None, *grads[2:]
+
+
+_damped_ema.register_autograd(_backward, setup_context=_save_for_backward)

@@ -1,0 +1,251 @@
+"""Gated attention in PyTorch: one block of scores at a time, computed again in the backward pass."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from luna_mega.kernels.gated_attention import reference
+
+BLOCK_ROWS = 256
+# Scores of a block that covers several sequences or chunks: what fits a CPU's cache, what keeps another device busy.
+BLOCK_SCORES_CPU, BLOCK_SCORES = 2**20, 2**26
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    function: str,
+    causal: bool,
+    chunk_size: int | None,
+    offset: int,
+    dropout: float,
+) -> torch.Tensor:
+    """`reference.attend`."""
+    # An exported program must not need this package, so export sees PyTorch's own operators.
+    if torch.compiler.is_exporting():
+        return _attend_for_export(query, key, value, bias, mask, function, causal, chunk_size, offset, dropout)
+    if chunk_size is None:
+        return _attend_full(query, key, value, bias, mask, function, causal, offset, dropout)
+    batch, length, _ = query.shape
+    whole = length - length % chunk_size
+    parts = []
+    for start, stop, size in ((0, whole, chunk_size), (whole, length, length - whole)):
+        if start < stop:
+            q, k, v = (x[:, start:stop].reshape(-1, size, x.shape[2]) for x in (query, key, value))
+            m = None if mask is None else mask[:, start:stop].reshape(-1, size)
+            output = _attend_full(q, k, v, bias, m, function, causal, 0, dropout)
+            parts.append(output.view(batch, stop - start, value.shape[2]))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _attend_for_export(query, key, value, bias, mask, function, causal, chunk_size, offset, dropout):
+    """`reference.attend` for any length in one program, shorter than a chunk and not a multiple included."""
+    if chunk_size is None:
+        return reference.attend(query, key, value, bias, mask, function, causal, None, offset, dropout)
+    batch, length, _ = query.shape
+    # Computed from the shape, the number of chunks would tie the program to lengths like the one it was traced with.
+    chunks = ((torch.full((), length, device=query.device) + chunk_size - 1) // chunk_size).item()
+    torch._check(chunks >= 1)
+    position = torch.arange(chunks * chunk_size, device=query.device).view(chunks, chunk_size)
+    real = position < length
+    position = position.clamp(max=length - 1)
+    mask = real.expand(batch, -1, -1) if mask is None else mask[:, position] & real
+    query, key, value = query[:, position], key[:, position], value[:, position]
+    weights = reference.weights(query, key, bias, mask, function, causal)
+    output = torch.dropout(weights.to(value.dtype), dropout, train=True) @ value
+    return output.flatten(1, 2)[:, torch.arange(length, device=query.device)]
+
+
+def _attend_full(query, key, value, bias, mask, function, causal, offset, dropout):
+    if bias is not None:
+        middle, positions = bias.shape[0] // 2, _positions(query, key, offset)
+        bias = bias[middle - positions + 1 : middle + positions]
+    # The backward pass draws the dropped weights again from this seed.
+    seed = torch.randint(2**63 - 1, ()) if dropout > 0.0 else None
+    return torch.ops.luna_mega.gated_attend(query, key, value, bias, mask, function, causal, offset, dropout, seed)
+
+
+def _positions(query, key, offset):
+    return max(1, offset + query.shape[1], key.shape[1])
+
+
+class _Blocks:
+    """Scores and weights of N sequences or chunks, one block (some sequences, some queries) after the other."""
+
+    def __init__(self, query, key, value, bias, mask, function, causal, offset, dropout, seed):
+        self.function, self.causal, self.offset, self.dropout = function, causal, offset, dropout
+        self.wide = torch.promote_types(torch.promote_types(query.dtype, value.dtype), torch.float32)
+        # The products with the value take most of the time: they keep its dtype, unless it is slow (float16 on a CPU).
+        slow = value.dtype == torch.float16 and value.device.type == "cpu"
+        self.narrow = self.wide if slow else value.dtype
+        self.divisor = reference.divisor(query, key, mask, function, causal, offset)
+        self.query, self.key, self.value = query.to(self.wide) / self.divisor, key.to(self.wide), value.to(self.narrow)
+        # Entry positions - 1 + lag; the lags above 0 are the keys after the query, so this is the causal mask, too.
+        self.positions = _positions(query, key, offset)
+        self.bias = query.new_zeros(2 * self.positions - 1, dtype=self.wide)
+        if bias is not None:
+            self.bias += bias
+        if causal:
+            self.bias[self.positions :] = float("-inf")
+        self.masked = self.keyless = None
+        if mask is not None:
+            self.masked = ~mask[:, None, :]
+        if mask is not None and function == "softmax":
+            seen = mask.cumsum(dim=1)[:, offset : offset + query.shape[1]] if causal else mask.sum(dim=1, keepdim=True)
+            self.keyless = (seen == 0)[:, :, None].expand(-1, query.shape[1], 1)
+        self.generator = None if seed is None else torch.Generator(query.device).manual_seed(int(seed))
+
+    def __iter__(self) -> Iterator[tuple[slice, slice, slice]]:
+        """(sequences, queries, keys) of every block, in an order that the generator relies on."""
+        count, length, keys = self.query.shape[0], self.query.shape[1], self.key.shape[1]
+        limit = BLOCK_SCORES_CPU if self.query.device.type == "cpu" else BLOCK_SCORES
+        sequences = max(1, limit // max(1, min(BLOCK_ROWS, length) * keys))
+        for first in range(0, count, sequences):
+            for row in range(0, length, BLOCK_ROWS):
+                stop = min(row + BLOCK_ROWS, length)
+                seen = self.offset + stop if self.causal else keys
+                yield slice(first, first + sequences), slice(row, stop), slice(0, seen)
+
+    def lags(self, rows: slice, keys: slice) -> slice:
+        """The part of the bias vector between a block's queries and keys."""
+        first = self.positions - self.offset - rows.stop
+        return slice(first, first + rows.stop - rows.start + keys.stop - 1)
+
+    def scores(self, n: slice, rows: slice, keys: slice) -> torch.Tensor:
+        bias = self.bias[self.lags(rows, keys)].unfold(0, keys.stop, 1).flip(0)
+        scores = torch.baddbmm(bias, self.query[n, rows], self.key[n, keys].transpose(1, 2))
+        # The lowest number and not -inf: the softmax of a query without keys stays finite until it is set to 0.
+        if self.masked is not None:
+            scores.masked_fill_(self.masked[n, :, keys], torch.finfo(self.wide).min)
+        return scores
+
+    def weights(self, scores: torch.Tensor, n: slice, rows: slice) -> torch.Tensor:
+        if self.function != "softmax":
+            return getattr(reference, self.function)(scores)
+        weights = torch.softmax(scores, dim=-1)
+        return weights if self.keyless is None else weights.masked_fill_(self.keyless[n, rows], 0.0)
+
+    def through_function(self, grad: torch.Tensor, scores: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Gradient of the scores from that of the weights."""
+        if self.function == "softmax":
+            return weights.mul_(grad - (grad * weights).sum(dim=-1, keepdim=True))
+        if self.function == "relu2":
+            return torch.relu(scores).mul_(2.0).mul_(grad)
+        deviation = reference.LAPLACE_DEVIATION
+        density = ((scores - reference.LAPLACE_MEAN) / deviation).square_().mul_(-0.5).exp_()
+        return density.mul_(grad).div_(deviation * math.sqrt(2.0 * math.pi))
+
+    def dropped(self, weights: torch.Tensor) -> torch.Tensor:
+        """What the weights are multiplied by."""
+        keep = 1.0 - self.dropout
+        return torch.empty_like(weights).bernoulli_(keep, generator=self.generator).div_(keep)
+
+
+@torch.library.custom_op("luna_mega::gated_attend", mutates_args=())
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    function: str,
+    causal: bool,
+    offset: int,
+    dropout: float,
+    seed: torch.Tensor | None,
+) -> torch.Tensor:
+    with torch.autocast(query.device.type, enabled=False):
+        blocks = _Blocks(query, key, value, bias, mask, function, causal, offset, dropout, seed)
+        output = value.new_empty(*query.shape[:2], value.shape[2])
+        for n, rows, keys in blocks:
+            weights = blocks.weights(blocks.scores(n, rows, keys), n, rows)
+            if dropout > 0.0:
+                weights *= blocks.dropped(weights)
+            output[n, rows] = torch.bmm(weights.to(blocks.narrow), blocks.value[n, keys])
+        return output
+
+
+@_attend.register_fake
+def _(query, key, value, bias, mask, function, causal, offset, dropout, seed):
+    return value.new_empty(query.shape[0], query.shape[1], value.shape[2])
+
+
+@torch.library.custom_op("luna_mega::gated_attend_backward", mutates_args=())
+def _attend_backward(
+    grad_output: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    function: str,
+    causal: bool,
+    offset: int,
+    dropout: float,
+    seed: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    with torch.autocast(query.device.type, enabled=False):
+        blocks = _Blocks(query, key, value, bias, mask, function, causal, offset, dropout, seed)
+        grad_query, grad_key, grad_value = (x.new_zeros(x.shape, dtype=blocks.wide) for x in (query, key, value))
+        grad_bias = torch.zeros_like(blocks.bias)
+        grad_output = grad_output.to(blocks.narrow)
+        for n, rows, keys in blocks:
+            scores = blocks.scores(n, rows, keys)
+            weights = blocks.weights(scores, n, rows)
+            grad = torch.bmm(grad_output[n, rows], blocks.value[n, keys].transpose(1, 2)).to(blocks.wide)
+            used = weights
+            if dropout > 0.0:
+                dropped = blocks.dropped(weights)
+                grad *= dropped
+                used = weights * dropped
+            _add_product(grad_value[n, keys], used.to(blocks.narrow).transpose(1, 2), grad_output[n, rows])
+            grad = blocks.through_function(grad, scores, weights)
+            grad_query[n, rows] = torch.bmm(grad, blocks.key[n, keys])
+            _add_product(grad_key[n, keys], grad.transpose(1, 2), blocks.query[n, rows])
+            if bias is not None:
+                grad_bias[blocks.lags(rows, keys)] += _diagonal_sums(grad.sum(dim=0))
+        grad_query /= blocks.divisor
+        gradients = zip((grad_query, grad_key, grad_value), (query, key, value), strict=True)
+        grad_bias = query.new_empty(0) if bias is None else grad_bias.to(bias.dtype)
+        return *(grad.to(x.dtype) for grad, x in gradients), grad_bias
+
+
+@_attend_backward.register_fake
+def _(grad_output, query, key, value, bias, mask, function, causal, offset, dropout, seed):
+    grad_bias = query.new_empty(0) if bias is None else bias.new_empty(bias.shape)
+    return *(x.new_empty(x.shape) for x in (query, key, value)), grad_bias
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    if total.dtype == left.dtype:
+        total.baddbmm_(left, right)
+    else:
+        total += torch.bmm(left, right)
+
+
+def _diagonal_sums(matrix: torch.Tensor) -> torch.Tensor:
+    """Sums over the diagonals of `[R, S]`, from the lower left corner to the upper right one, `[R + S - 1]`."""
+    rows, columns = matrix.shape
+    # Rows one element too long for the next view: each stands one place further to the right than the row above.
+    skewed = torch.nn.functional.pad(matrix.flip(0), (0, rows)).flatten()
+    return skewed[: rows * (rows + columns - 1)].view(rows, rows + columns - 1).sum(dim=0)
+
+
+def _save_for_backward(ctx, inputs, output):
+    query, key, value, bias, mask, *ctx.options, seed = inputs
+    ctx.save_for_backward(query, key, value, bias, mask, seed)
+
+
+def _backward(ctx, grad_output):
+    query, key, value, bias, mask, seed = ctx.saved_tensors
+    *gradients, grad_bias = torch.ops.luna_mega.gated_attend_backward(
+        grad_output, query, key, value, bias, mask, *ctx.options, seed
+    )
+    return *gradients, None if bias is None else grad_bias, None, None, None, None, None, None
+
+
+_attend.register_autograd(_backward, setup_context=_save_for_backward)

@@ -1,0 +1,207 @@
+# Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
+"""Configuration of the Mega models."""
+
+from huggingface_hub.dataclasses import strict
+from transformers.activations import ACT2FN
+from transformers.configuration_utils import PreTrainedConfig
+
+_CHOICES = {
+    "input_type": ("tokens", "values"),
+    "attention_activation": ("softmax", "laplace", "relu2"),
+    "normalization_type": ("layernorm", "scalenorm", "rmsnorm", "batchnorm", "syncbatchnorm"),
+    "relative_positional_bias": ("rotary", "simple"),
+    "pooling": ("cls", "mean"),
+    "pair_features": ("concat", "interaction"),
+}
+
+
+@strict
+class MegaConfig(PreTrainedConfig):
+    """Configuration of a Mega model (Moving Average Equipped Gated Attention, Ma et al. 2022).
+
+    The first group of fields is that of the Mega of transformers v4, with its names and defaults, so that its folders
+    load as they are; the second is what the paper's own models need beside.
+
+    Args:
+        vocab_size: number of tokens; not read when `input_type` is `"values"`.
+        hidden_size: width d of the model.
+        num_hidden_layers: number of Mega blocks.
+        intermediate_size: width v of the values (the paper's v).
+        ema_projection_size: dimensions h of the moving average, for every channel.
+        bidirectional: the moving average runs in both directions, and attention sees all positions of its chunk.
+        shared_representation_size: width z of queries and keys.
+        use_chunking: attention within chunks of `chunk_size` positions (Mega-chunk, section 3.5), of any length.
+        chunk_size: positions of a chunk; with `relative_positional_bias="simple"` it fixes the size of the bias table.
+        truncation: longest lag of the moving average in the parallel form; None or less than 1 = all.
+        normalize_before_mega, normalize_before_ffn: norm before the sub-layer, else after its residual.
+        normalization_type: `"layernorm"`, `"scalenorm"`, `"rmsnorm"`, `"batchnorm"` or `"syncbatchnorm"`.
+        norm_affine: norms have learned parameters.
+        activation: of values, candidate and feed-forward layer (the paper's SiLU).
+        attention_activation: `"softmax"`, `"laplace"` (section 3.4) or `"relu2"`.
+        dropout_prob: on embeddings, the moving average's output and both sub-layers' outputs.
+        hidden_dropout_prob: on the values.
+        attention_probs_dropout_prob: on attention weights.
+        use_feature_dropout: `dropout_prob` and `hidden_dropout_prob` drop whole channels over all positions.
+        use_normalized_ffn: a block has a feed-forward layer.
+        nffn_hidden_size: its width.
+        nffn_activation_dropout_prob: probability after its activation.
+        max_positions: longest sequence with `relative_positional_bias="simple"` and no chunks.
+        add_token_type_embeddings, type_vocab_size: embeddings of token types.
+        initializer_range: standard deviation of linear and embedding weights.
+        ema_delta_alpha_range, ema_beta_range, ema_gamma_omega_range: deviations of the moving average's weights.
+        relative_positional_bias: `"rotary"` (any length) or `"simple"` (a table).
+        classifier_dropout: probability before each layer of the classification head; None = `hidden_dropout_prob`.
+        add_lm_hidden_dense_layer: the language-model heads have a dense layer with tanh.
+        num_attention_heads: always 1; kept because v4 files have it.
+        is_decoder, add_cross_attention: a decoder block; see the error for what this version has.
+
+        input_type: `"tokens"` (`input_ids`) or `"values"` (`input_values`, one real number a position: pixels, audio).
+        scale_embedding: multiply embeddings by sqrt(d).
+        embedding_norm: a norm on the embeddings.
+        final_norm: a norm after the last block; None = no. `final_norm_affine`: it has parameters.
+        ema_shift: the backward moving average starts at the next token (files of fairseq's `flash` branch).
+        padded_batch_statistics: batch norm counts padding, as the original does.
+        legacy_rms_norm: `"rmsnorm"` only multiplies by its weight, as the Mega of transformers v4 does.
+        legacy_bias_table: a `"simple"` table of `2 * max_positions - 1` entries is read from entry 0 with its centre at
+            `chunk_size - 1`, as in transformers v4 whenever `chunk_size` is not negative.
+        pooling: what a sequence classifier reads: the first token or the mean.
+        classifier_num_layers, classifier_hidden_size, classifier_activation, classifier_bias: the classification head.
+        pair_features: what the pair classifier reads of a and b: `"concat"` [b, a] or `"interaction"`
+            [a, b, a * b, a - b].
+
+    Raises:
+        ValueError: the fields do not fit together; the message has the numbers.
+    """
+
+    model_type = "mega"
+    keys_to_ignore_at_inference = ["past_key_values"]
+    attribute_map = {"d_model": "hidden_size", "max_position_embeddings": "max_positions"}
+
+    vocab_size: int = 30522
+    hidden_size: int = 128
+    num_hidden_layers: int = 4
+    intermediate_size: int = 256
+    ema_projection_size: int = 16
+    bidirectional: bool = True
+    shared_representation_size: int = 64
+    use_chunking: bool = False
+    chunk_size: int = -1
+    truncation: int | None = None
+    normalize_before_mega: bool = True
+    normalization_type: str = "scalenorm"
+    norm_affine: bool = True
+    activation: str = "silu"
+    attention_activation: str = "softmax"
+    dropout_prob: float | int = 0.1
+    hidden_dropout_prob: float | int = 0.1
+    attention_probs_dropout_prob: float | int = 0.1
+    use_feature_dropout: bool = False
+    use_normalized_ffn: bool = True
+    nffn_hidden_size: int = 256
+    normalize_before_ffn: bool = True
+    nffn_activation_dropout_prob: float | int = 0.1
+    max_positions: int = 2048
+    add_token_type_embeddings: bool = False
+    type_vocab_size: int = 2
+    initializer_range: float = 0.02
+    ema_delta_alpha_range: float = 0.2
+    ema_beta_range: float = 0.02
+    ema_gamma_omega_range: float = 1.0
+    pad_token_id: int | None = 1
+    bos_token_id: int | None = 0
+    eos_token_id: int | list[int] | None = 2
+    relative_positional_bias: str = "rotary"
+    classifier_dropout: float | int | None = None
+    use_cache: bool = True
+    add_lm_hidden_dense_layer: bool = True
+    num_attention_heads: int = 1
+    is_decoder: bool = False
+    add_cross_attention: bool = False
+    tie_word_embeddings: bool = True
+
+    input_type: str = "tokens"
+    scale_embedding: bool = False
+    embedding_norm: bool = False
+    final_norm: bool = False
+    final_norm_affine: bool = True
+    ema_shift: bool = False
+    padded_batch_statistics: bool = False
+    legacy_rms_norm: bool = False
+    legacy_bias_table: bool = False
+    pooling: str = "cls"
+    classifier_num_layers: int = 1
+    classifier_hidden_size: int | None = None
+    classifier_activation: str = "tanh"
+    classifier_bias: bool = True
+    pair_features: str = "concat"
+
+    def __post_init__(self, **kwargs):
+        if self.classifier_hidden_size is None:
+            self.classifier_hidden_size = self.hidden_size
+        if self.classifier_dropout is None:
+            self.classifier_dropout = self.hidden_dropout_prob
+        super().__post_init__(**kwargs)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict, **kwargs) -> "MegaConfig":
+        """As the base class. A configuration that transformers v4 wrote gets the two flags that its weights rely on."""
+        if str(config_dict.get("transformers_version", "")).startswith("4."):
+            config_dict = {
+                "legacy_rms_norm": config_dict.get("normalization_type") == "rmsnorm",
+                "legacy_bias_table": config_dict.get("relative_positional_bias") == "simple"
+                and config_dict.get("chunk_size", -1) >= 0,
+            } | config_dict
+        return super().from_dict(config_dict, **kwargs)
+
+    @property
+    def attention_chunk(self) -> int | None:
+        """Positions of an attention chunk; None = attention over the whole sequence."""
+        return self.chunk_size if self.use_chunking else None
+
+    @property
+    def bias_positions(self) -> int:
+        """M of a `"simple"` table with 2 M - 1 entries."""
+        return self.chunk_size if self.use_chunking and not self.legacy_bias_table else self.max_positions
+
+    def validate_architecture(self):
+        """Part of the `@strict` contract: runs after `__init__` and before saving."""
+        for field, choices in _CHOICES.items():
+            if getattr(self, field) not in choices:
+                raise ValueError(f"{field} must be one of {', '.join(choices)}, got {getattr(self, field)!r}")
+        for field in ("activation", "classifier_activation"):
+            if getattr(self, field) not in ACT2FN:
+                raise ValueError(f"{field} is {getattr(self, field)!r}, which transformers' ACT2FN does not have")
+        for field in (
+            "vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "ema_projection_size",
+            "shared_representation_size", "nffn_hidden_size", "max_positions", "type_vocab_size",
+            "classifier_hidden_size",
+        ):  # fmt: skip
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
+        for field in (
+            "dropout_prob", "hidden_dropout_prob", "attention_probs_dropout_prob", "nffn_activation_dropout_prob",
+            "classifier_dropout",
+        ):  # fmt: skip
+            if not 0.0 <= getattr(self, field) < 1.0:
+                raise ValueError(f"{field} must be in [0, 1), got {getattr(self, field)}")
+        if self.use_chunking and self.chunk_size < 1:
+            raise ValueError(f"use_chunking needs a chunk_size of at least 1, got {self.chunk_size}")
+        if self.relative_positional_bias == "rotary" and self.shared_representation_size % 2:
+            raise ValueError(
+                f"a rotary bias needs an even shared_representation_size, got {self.shared_representation_size}"
+            )
+        if self.num_attention_heads != 1:
+            raise ValueError(f"Mega has a single head: num_attention_heads must be 1, got {self.num_attention_heads}")
+        if self.input_type == "tokens" and (self.pad_token_id is None or not 0 <= self.pad_token_id < self.vocab_size):
+            raise ValueError(
+                f"pad_token_id ({self.pad_token_id}) must be a token of the vocabulary (0 to {self.vocab_size - 1})"
+            )
+        if self.is_decoder and self.bidirectional:
+            raise ValueError("is_decoder=True needs bidirectional=False: a decoder sees no later position")
+        if self.ema_shift and not self.bidirectional:
+            raise ValueError("ema_shift=True needs bidirectional=True: it is about the average that runs backward")
+        if self.add_cross_attention and not self.is_decoder:
+            raise ValueError("add_cross_attention=True needs is_decoder=True")
+
+
+__all__ = ["MegaConfig"]

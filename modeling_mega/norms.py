@@ -1,0 +1,143 @@
+"""The norms of Mega: `build_norm` makes the one that a configuration names."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+class MegaLayerNorm(nn.LayerNorm):
+    """Layer norm of `[B, T, D]`; every position by itself, so that the mask does not matter."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(x)
+
+
+class MegaScaleNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps), times one learned number (`scalar`, `[1]`); the mask does not matter."""
+
+    def __init__(self, width: int, eps: float, affine: bool):
+        super().__init__()
+        self.width, self.eps = width, eps
+        self.scalar = nn.Parameter(torch.ones(1)) if affine else None
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        normed = nn.functional.rms_norm(x, (self.width,), eps=self.eps)
+        return normed if self.scalar is None else (normed * self.scalar).to(x.dtype)
+
+
+class MegaRMSNorm(nn.RMSNorm):
+    """x / sqrt(mean(x^2) + eps) weight; the mask does not matter.
+
+    `legacy`: x weight, which is all that the Mega of transformers v4 computes, and what its checkpoints expect.
+    """
+
+    def __init__(self, width: int, eps: float, affine: bool, legacy: bool):
+        super().__init__(width, eps=eps, elementwise_affine=affine)
+        self.legacy = legacy
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        if not self.legacy:
+            return super().forward(x)
+        return x if self.weight is None else (x * self.weight).to(x.dtype)
+
+
+class MegaBatchNorm(nn.BatchNorm1d):
+    """Batch norm of the features of `[B, T, D]`, with statistics in float32 (float64 for float64 inputs).
+
+    The statistics of a training step are those of the positions that `mask` `[B, T]` (True = real) keeps, so that they
+    do not depend on how much padding a batch has. `padded_statistics` counts all positions, as the original does. A
+    batch without a real position leaves the running statistics as they are.
+    """
+
+    def __init__(self, width: int, eps: float, affine: bool, padded_statistics: bool):
+        super().__init__(width, eps=eps, affine=affine)
+        self.padded_statistics = padded_statistics
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        mean, variance = self.running_mean, self.running_var
+        if self.training:
+            mean, variance, count = self._batch_statistics(wide, None if self.padded_statistics else mask)
+            # Gradient checkpointing runs the step again inside the backward pass; it must not count twice.
+            if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
+                self._update(mean, variance, count)
+        normed = (wide - mean) * torch.rsqrt(variance + self.eps)
+        if self.affine:
+            normed = normed * self.weight + self.bias
+        return normed.to(x.dtype)
+
+    def _batch_statistics(self, x, mask):
+        x = x.flatten(0, 1)
+        keep = x.new_ones(x.shape[0], 1) if mask is None else mask.reshape(-1, 1).to(x.dtype)
+        sums, count = self._total(torch.cat(((x * keep).sum(dim=0), keep.sum(dim=0)))).split([x.shape[1], 1])
+        some = count.clamp(min=1.0)
+        mean = sums / some
+        return mean, self._total(((x - mean).square() * keep).sum(dim=0)) / some, count
+
+    @torch.no_grad()
+    def _update(self, mean, variance, count):
+        rate = self.momentum * (count > 0).to(mean.dtype)
+        unbiased = variance * count / (count - 1.0).clamp(min=1.0)
+        self.running_mean.add_(rate * (mean - self.running_mean))
+        self.running_var.add_(rate * (unbiased - self.running_var))
+        self.num_batches_tracked.add_(1)
+
+    def _total(self, sums: torch.Tensor) -> torch.Tensor:
+        """The sums over all that share the statistics."""
+        return sums
+
+
+class MegaSyncBatchNorm(MegaBatchNorm):
+    """Batch norm over the batches of all processes of the default group; without a group `MegaBatchNorm`."""
+
+    def _total(self, sums: torch.Tensor) -> torch.Tensor:
+        return _SumOverProcesses.apply(sums) if dist.is_available() and dist.is_initialized() else sums
+
+
+class _SumOverProcesses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        total = x.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _SumOverProcesses.apply(grad)
+
+
+def build_norm(
+    norm_type: str,
+    width: int,
+    affine: bool = True,
+    eps: float = 1e-5,
+    *,
+    padded_statistics: bool = False,
+    legacy_rms_norm: bool = False,
+) -> nn.Module:
+    """A norm over the last dimension, called with `[B, T, width]` and a mask `[B, T]` (True = real) or None.
+
+    Args:
+        norm_type: `"layernorm"`, `"scalenorm"`, `"rmsnorm"`, `"batchnorm"` or `"syncbatchnorm"`.
+        width: number of features.
+        affine: learned parameters.
+        eps: added to the variance or the mean square.
+        padded_statistics: the two batch norms count padding.
+        legacy_rms_norm: `"rmsnorm"` does not normalise, see `MegaRMSNorm`.
+
+    Raises:
+        ValueError: unknown `norm_type`.
+    """
+    if norm_type == "layernorm":
+        return MegaLayerNorm(width, eps=eps, elementwise_affine=affine)
+    if norm_type == "scalenorm":
+        return MegaScaleNorm(width, eps, affine)
+    if norm_type == "rmsnorm":
+        return MegaRMSNorm(width, eps, affine, legacy_rms_norm)
+    if norm_type == "batchnorm":
+        return MegaBatchNorm(width, eps, affine, padded_statistics)
+    if norm_type == "syncbatchnorm":
+        return MegaSyncBatchNorm(width, eps, affine, padded_statistics)
+    raise ValueError(
+        f"there is no norm {norm_type!r}; choose one of layernorm, scalenorm, rmsnorm, batchnorm, syncbatchnorm"
+    )

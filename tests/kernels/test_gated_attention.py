@@ -1,0 +1,339 @@
+"""`gated_attention`: the reference against loops in float64, the torch backend against the reference."""
+
+import math
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from luna_mega.kernels.api import explain, gated_attention
+from luna_mega.kernels.gated_attention import reference, torch_backend
+
+FUNCTIONS = reference.FUNCTIONS
+CHUNK = 8
+LENGTHS = [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3, 63, 500]
+MASKS = ["none", "some", "right", "chunk and row"]
+NAMES = ("output", "query", "key", "value", "bias")
+
+
+def make_mask(masking, batch, length):
+    if masking == "none":
+        return None
+    mask = torch.rand(batch, length, generator=torch.Generator().manual_seed(length)) < 0.7
+    mask[:, 0] = True
+    if masking == "right":
+        mask = torch.arange(length) < torch.tensor([[length], [(length + 1) // 2], [1]][:batch])
+    if masking == "chunk and row":
+        mask[0, CHUNK : 2 * CHUNK] = False
+        mask[-1] = False
+    return mask
+
+
+def make_inputs(queries, keys=None, dtype=torch.float64, batch=2, size=6, width=10, positions=None):
+    generator = torch.Generator().manual_seed(queries)
+    keys = keys or queries
+    shapes = (batch, queries, size), (batch, keys, size), (batch, keys, width), (2 * (positions or keys) - 1,)
+    tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    tensors[3] *= 0.5
+    return [x.to(dtype).requires_grad_() for x in tensors]
+
+
+def run(inputs, **options):
+    """Output and gradients of a fixed random projection of it."""
+    output = gated_attention(*inputs, **options)
+    weight = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(output.dtype)
+    return [output.detach(), *torch.autograd.grad(output, inputs, weight)]
+
+
+def relative_error(actual, exact):
+    """Of the norm; absolute where the norm is below 1."""
+    return ((actual.double() - exact).norm() / exact.norm().clamp(min=1.0)).item()
+
+
+def by_loops(query, key, value, bias, mask, function, causal, chunk, offset):
+    """The definition, one number after the other."""
+    output = torch.zeros(*query.shape[:2], value.shape[2], dtype=torch.float64)
+    for b in range(query.shape[0]):
+        for t in range(query.shape[1]):
+            at = offset + t
+            first = 0 if chunk is None else at // chunk * chunk
+            last = key.shape[1] if chunk is None else min(first + chunk, key.shape[1])
+            real = [s for s in range(first, last) if mask is None or mask[b, s]]
+            seen = [s for s in real if s <= at or not causal]
+            divisor = at - first + 1 if causal else max(len(real), 1)
+            weights = {}
+            for s in seen:
+                product, shift = (query[b, t] @ key[b, s]).item(), bias[bias.shape[0] // 2 + s - at].item()
+                if function == "softmax":
+                    weights[s] = math.exp(product / math.sqrt(query.shape[2]) + shift)
+                elif function == "laplace":
+                    score = product / divisor + shift
+                    weights[s] = 0.5 * (1 + math.erf((score - 0.707107) / (0.282095 * math.sqrt(2))))
+                else:
+                    weights[s] = max(product / divisor + shift, 0.0) ** 2
+            total = sum(weights.values()) if function == "softmax" else 1.0
+            for s in seen:
+                output[b, t] += weights[s] / total * value[b, s]
+    return output
+
+
+@pytest.mark.parametrize("masking", MASKS)
+@pytest.mark.parametrize("chunk", [None, 4])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_reference_is_the_definition(function, causal, chunk, masking):
+    inputs = [x.detach() for x in make_inputs(11, positions=14)]
+    mask = make_mask(masking, 2, 11)
+    expected = by_loops(*inputs, mask, function, causal, chunk, 0)
+    actual = reference.attend(*inputs, mask, function, causal, chunk)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    weights = reference.attention_weights(
+        *inputs[:2], inputs[3], function=function, causal=causal, chunk_size=chunk, mask=mask
+    )
+    assert list(weights.shape) == ([2, 1, 11, 11] if chunk is None else [2, 3, 4, 4])
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("causal, queries, keys, offset", [(True, 3, 9, 4), (False, 7, 4, 0), (False, 2, 6, 3)])
+def test_reference_with_offset_and_other_keys(function, causal, queries, keys, offset):
+    inputs = [x.detach() for x in make_inputs(queries, keys, positions=9)]
+    expected = by_loops(*inputs, None, function, causal, None, offset)
+    actual = reference.attend(*inputs, None, function, causal, offset=offset)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("chunk", [None, 2])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_gradients(function, causal, chunk, backend):
+    inputs = make_inputs(3, size=2, width=3)
+    options = {"function": function, "causal": causal, "chunk_size": chunk, "backend": backend}
+    options["mask"] = torch.tensor([[True, True, True], [False, True, False]])
+    assert torch.autograd.gradcheck(lambda *tensors: gated_attention(*tensors, **options), inputs)
+
+
+@pytest.fixture(params=["one block", "many blocks"])
+def blocks(request, monkeypatch):
+    """Blocks that end in the middle of chunks, sequences and batches as well."""
+    if request.param == "many blocks":
+        monkeypatch.setattr(torch_backend, "BLOCK_ROWS", 3)
+        monkeypatch.setattr(torch_backend, "BLOCK_SCORES_CPU", 60)
+
+
+@pytest.mark.parametrize("masking", MASKS)
+@pytest.mark.parametrize("chunk", [None, CHUNK])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_torch_backend(function, causal, chunk, masking, blocks):
+    for length in LENGTHS if torch_backend.BLOCK_ROWS > 3 else LENGTHS[:-1]:
+        inputs = make_inputs(length, batch=3)
+        options = {"function": function, "causal": causal, "chunk_size": chunk, "mask": make_mask(masking, 3, length)}
+        expected = run(inputs, backend="reference", **options)
+        for name, right, actual in zip(NAMES, expected, run(inputs, backend="torch", **options), strict=True):
+            assert relative_error(actual, right) <= 1e-12, (name, length)
+            if masking == "chunk and row" and name != "bias":
+                assert (actual[-1] == 0).all(), (name, length)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("chunk", [None, CHUNK])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_dtypes(function, chunk, dtype):
+    """Forward and every gradient: no worse than twice the error of the reference in the same dtype."""
+    for causal, length in ((False, 63), (True, 19)):
+        options = {"function": function, "causal": causal, "chunk_size": chunk}
+        options["mask"] = make_mask("chunk and row", 2, length)
+        exact = run(make_inputs(length), backend="reference", **options)
+        inputs = make_inputs(length, dtype=dtype)
+        plain, fast = run(inputs, backend="reference", **options), run(inputs, backend="torch", **options)
+        floor = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 6e-4}[dtype]
+        for name, right, low, actual in zip(NAMES, exact, plain, fast, strict=True):
+            assert actual.dtype == dtype
+            assert relative_error(actual, right) <= max(floor, 2 * relative_error(low, right)), name
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_float32_inside(backend):
+    """With half precision inputs, with a value of another dtype, and under autocast."""
+    query, value = torch.full((1, 1, 4), 5.0, dtype=torch.float16), torch.ones(1, 4096, 4, dtype=torch.float16)
+    key = query.expand(1, 4096, 4)
+    torch.testing.assert_close(gated_attention(query, key, value, backend=backend), torch.ones_like(query))
+    inputs = make_inputs(19, dtype=torch.float32)
+    expected = run(inputs, backend=backend)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = run(inputs, backend=backend)
+    # A plain operator's backward pass is not what autocast is meant for; the custom one is safe there, too.
+    for actual, right in list(zip(inside, expected, strict=True))[: 1 if backend == "reference" else None]:
+        assert torch.equal(actual, right)
+    mixed = gated_attention(*inputs[:2], inputs[2].bfloat16(), inputs[3], backend=backend)
+    assert mixed.dtype == torch.bfloat16
+    torch.testing.assert_close(mixed.float(), expected[0], rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("chunk", [None, CHUNK])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_padding_and_batch_mates_change_nothing(function, chunk):
+    query, key, value, bias = (x.detach() for x in make_inputs(40, batch=3))
+    for causal in (False, True):
+        options = {"function": function, "causal": causal, "chunk_size": chunk}
+        mask = torch.arange(40) < torch.tensor([[40], [21], [3]])
+        batch = gated_attention(query, key, value, bias, mask=mask, **options)
+        for row, length in enumerate((40, 21, 3)):
+            alone = (x[row : row + 1, :length] for x in (query, key, value))
+            expected = gated_attention(*alone, bias, **options)
+            torch.testing.assert_close(batch[row : row + 1, :length], expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_steps_are_rows_of_the_parallel_form(function):
+    query, key, value, bias = (x.detach() for x in make_inputs(19))
+    mask = make_mask("some", 2, 19)
+    for chunk in (None, CHUNK):
+        expected = gated_attention(query, key, value, bias, function=function, causal=True, chunk_size=chunk, mask=mask)
+        for start, stop in [(t, t + 1) for t in range(19)] + [(2, 7), (16, 19)]:
+            first = 0 if chunk is None else start // chunk * chunk
+            keys = slice(first, stop)
+            actual = gated_attention(
+                query[:, start:stop], key[:, keys], value[:, keys], bias,
+                function=function, causal=True, mask=mask[:, keys], offset=start - first,
+            )  # fmt: skip
+            torch.testing.assert_close(actual, expected[:, start:stop], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_cross_attention(function):
+    for queries, keys, offset in ((7, 4, 0), (4, 9, 0), (1, 9, 5), (3, 0, 0)):
+        inputs = make_inputs(queries, positions=12)
+        inputs[1:3] = [torch.randn(2, keys, x.shape[2], dtype=x.dtype, requires_grad=True) for x in inputs[1:3]]
+        mask = torch.ones(2, keys, dtype=torch.bool)
+        mask[1] = False
+        options = {"function": function, "mask": mask, "offset": offset}
+        for right, actual in zip(run(inputs, backend="reference", **options), run(inputs, **options), strict=True):
+            torch.testing.assert_close(actual, right, rtol=1e-12, atol=1e-12)
+
+
+def test_no_bias_strided_inputs_and_determinism():
+    query, key, value, _ = make_inputs(63, dtype=torch.float32)
+    inputs = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in (query, key, value)]
+    for function in FUNCTIONS:
+        options = {"function": function, "chunk_size": CHUNK, "mask": make_mask("some", 2, 63)}
+        first, again = run(inputs, **options), run(inputs, **options)
+        for a, b, plain in zip(first, again, run([query, key, value], backend="reference", **options), strict=True):
+            assert torch.equal(a, b)
+            torch.testing.assert_close(a, plain)
+    empty = torch.zeros(2, 0, 4)
+    assert gated_attention(empty, empty, empty, torch.zeros(3), chunk_size=2).shape == (2, 0, 4)
+
+
+def test_scores_of_one_block_at_a_time(monkeypatch):
+    """No more than 256 rows of the 2048 x 2048 scores exist together, in the forward and the backward pass."""
+    sizes, product = [], torch.baddbmm
+
+    def watched(*arguments):
+        sizes.append(product(*arguments).numel())
+        return product(*arguments)
+
+    inputs = make_inputs(2048, dtype=torch.float32, batch=1)
+    monkeypatch.setattr(torch, "baddbmm", watched)
+    run(inputs, function="laplace")
+    assert sizes == [256 * 2048] * 16
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_registration(function, dropout):
+    query, key, value, bias = make_inputs(9, dtype=torch.float32)
+    seed = torch.tensor(3) if dropout else None
+    for bias_or_none, mask in ((bias, make_mask("chunk and row", 2, 9)), (None, None)):
+        arguments = (query, key, value, bias_or_none, mask, function, True, 0, dropout, seed)
+        opcheck(torch.ops.luna_mega.gated_attend, arguments)
+
+
+@pytest.mark.parametrize("chunk", [None, CHUNK])
+def test_compile_fullgraph(chunk):
+    inputs, options = make_inputs(19, dtype=torch.float32), {"function": "laplace", "chunk_size": chunk}
+    compiled = torch.compile(lambda *x: gated_attention(*x, **options), fullgraph=True, backend="aot_eager")
+    output = compiled(*inputs)
+    gradients = torch.autograd.grad(output, inputs, torch.ones_like(output))
+    expected = gated_attention(*inputs, **options)
+    torch.testing.assert_close(output, expected)
+    torch.testing.assert_close(gradients, torch.autograd.grad(expected, inputs, torch.ones_like(output)))
+
+
+@pytest.mark.parametrize("chunk", [None, CHUNK])
+@pytest.mark.parametrize("function", ["softmax", "laplace"])
+def test_export(function, chunk):
+    """One exported program, without a custom operator, serves every length, shorter than a chunk and not a multiple."""
+
+    class Attention(torch.nn.Module):
+        def forward(self, query, key, value, bias, mask):
+            bias = bias if chunk else bias[: 2 * query.shape[1] - 1]
+            return gated_attention(query, key, value, bias, function=function, chunk_size=chunk, mask=mask)
+
+    def example(length):
+        bias = torch.linspace(-1.0, 1.0, 2 * CHUNK - 1 if chunk else 199)
+        return *(x.detach() for x in make_inputs(length, dtype=torch.float32)[:3]), bias, make_mask("some", 2, length)
+
+    length = {1: torch.export.Dim("length", min=2, max=100)}
+    exported = torch.export.export(Attention(), example(19), dynamic_shapes=(length, length, length, None, length))
+    assert "luna_mega" not in exported.graph_module.code
+    for other in (2, CHUNK, 33):
+        inputs = example(other)
+        torch.testing.assert_close(exported.module()(*inputs), Attention()(*inputs))
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_dropout(backend, monkeypatch):
+    monkeypatch.setattr(torch_backend, "BLOCK_ROWS", 4)
+    inputs = make_inputs(6, dtype=torch.float32)
+    options = {"mask": make_mask("chunk and row", 2, 6), "backend": backend}
+    samples = torch.stack([gated_attention(*inputs, dropout=0.3, **options) for _ in range(400)])
+    expected = gated_attention(*inputs, **options)
+    assert (samples[0] - samples[1]).abs().max() > 1e-2
+    assert (samples.mean(0) - expected).abs().max() < 6 * samples.std(0).max() / 20
+    assert (samples[:, -1] == 0).all()
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_gradients_with_dropout(function, monkeypatch):
+    """The backward pass drops what the forward pass dropped."""
+    monkeypatch.setattr(torch_backend, "BLOCK_ROWS", 2)
+
+    def attend(*tensors):
+        torch.manual_seed(5)
+        return gated_attention(*tensors, function=function, chunk_size=3, dropout=0.4)
+
+    assert torch.autograd.gradcheck(attend, make_inputs(5, size=2, width=3))
+
+
+def test_backend_choice():
+    assert "'torch'" in explain("gated_attention")
+    with pytest.raises(ValueError, match="gated_attention has no 'triton' backend"):
+        gated_attention(*make_inputs(3), backend="triton")
+
+
+@pytest.mark.parametrize(
+    "change, options, message",
+    [
+        (lambda q, k, v, b: (q[0], k, v, b), {}, r"\[batch, length, size\]"),
+        (lambda q, k, v, b: (q[:, :, :2], k, v, b), {}, "must agree in batch and size"),
+        (lambda q, k, v, b: (q, k, v[:, :2], b), {}, "must agree in batch and size"),
+        (lambda q, k, v, b: (q, k.float(), v, b), {}, "torch.float64, key torch.float32"),
+        (lambda q, k, v, b: (q, k, v, b[None]), {}, r"shape \[2 M - 1\]"),
+        (lambda q, k, v, b: (q, k, v, b[1:]), {}, r"shape \[2 M - 1\], got torch.float64 \[16\]"),
+        (lambda q, k, v, b: (q, k, v, b[1:-1]), {}, "length 15 serves 8 positions, but 9 are in use.*17"),
+        (lambda q, k, v, b: (q, k, v, b[6:-6]), {"chunk_size": 4}, "serves 3 positions, but 4"),
+        (lambda *x: x, {"mask": torch.ones(2, 9)}, "bool mask"),
+        (lambda *x: x, {"mask": torch.ones(2, 8, dtype=torch.bool)}, r"shape \[2, 9\]"),
+        (lambda *x: x, {"function": "gelu"}, "no function 'gelu'; choose one of softmax, laplace, relu2"),
+        (lambda *x: x, {"chunk_size": 0}, "at least 1.*got 0"),
+        (lambda q, k, v, b: (q[:, :4], k, v, b), {"chunk_size": 4}, "4 queries, 9 keys and offset 0"),
+        (lambda *x: x, {"causal": True, "offset": 1}, "9 queries from position 1 on do not lie among 9 keys"),
+        (lambda *x: x, {"offset": -1}, "offset cannot be negative"),
+        (lambda *x: x, {"dropout": 1.0}, "dropout must be in"),
+    ],
+)
+def test_bad_arguments(change, options, message):
+    with pytest.raises(ValueError, match=message):
+        gated_attention(*change(*make_inputs(9)), **options)

@@ -1,0 +1,215 @@
+"""Mega's norms and relative biases: against the original's fixtures, against PyTorch, and in two processes."""
+
+import argparse
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from luna_mega.modeling_mega.norms import build_norm
+from luna_mega.modeling_mega.position import MegaRotaryRelativeBias, MegaSimpleRelativeBias
+
+NORMS = ("layernorm", "scalenorm", "rmsnorm", "batchnorm", "syncbatchnorm")
+BATCH_NORMS = NORMS[3:]
+
+
+def make_norm(norm_type, width=5, **options):
+    """A norm with parameters and running statistics that show."""
+    norm = build_norm(norm_type, width, **options)
+    with torch.no_grad():
+        for tensor in (*norm.parameters(), *norm.buffers()):
+            if tensor.is_floating_point():
+                tensor.copy_(torch.rand_like(tensor) + 0.5)
+    return norm
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("norm_type", NORMS)
+def test_norms_of_the_original(norm_type, affine, shared_dir):
+    folder = shared_dir / "fixtures" / "mega" / "02_norms_and_activations"
+    tensors = load_file(folder / "io.safetensors")
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        original = torch.load(folder / "checkpoint.pt", weights_only=True)["model"]
+    name = f"{norm_type}_{'affine' if affine else 'plain'}"
+    prefix = f"{name}.norm."
+    norm = build_norm(norm_type, 32, affine=affine).eval()
+    state = {k.removeprefix(prefix): v for k, v in original.items() if k.startswith(prefix)}
+    norm.load_state_dict(state, strict=True)
+    actual = norm(tensors["x"].transpose(0, 1))
+    torch.testing.assert_close(actual, tensors[f"out.{name}"].transpose(0, 1), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("norm_type", NORMS)
+def test_half_precision(norm_type):
+    """Squares of 1000 overflow float16, and the mean of 4096 numbers of size 1000 is lost in its sums."""
+    x = 1000.0 + 100.0 * torch.randn(2, 2048, 5)
+    norm = make_norm(norm_type)
+    for dtype, tolerance in ((torch.float16, 4e-3), (torch.bfloat16, 3e-2)):
+        rounded = x.to(dtype)
+        expected = norm(rounded.float())
+        copy = build_norm(norm_type, 5).to(dtype)
+        copy.load_state_dict(norm.state_dict())
+        actual = copy(rounded.requires_grad_())
+        assert actual.dtype == dtype
+        torch.testing.assert_close(actual.float(), expected, rtol=tolerance, atol=tolerance)
+        actual.float().square().sum().backward()
+        assert torch.isfinite(rounded.grad).all()
+
+
+def test_legacy_rms_norm():
+    x = torch.randn(2, 7, 5)
+    norm = make_norm("rmsnorm", legacy_rms_norm=True)
+    assert torch.equal(norm(x), x * norm.weight)
+    assert torch.equal(build_norm("rmsnorm", 5, affine=False, legacy_rms_norm=True)(x), x)
+
+
+def test_unknown_norm():
+    with pytest.raises(ValueError, match="no norm 'groupnorm'; choose one of layernorm"):
+        build_norm("groupnorm", 5)
+
+
+@pytest.mark.parametrize("norm_type", BATCH_NORMS)
+def test_batch_norm_trains_as_pytorch_does(norm_type):
+    x = torch.randn(3, 7, 5, dtype=torch.float64, requires_grad=True)
+    norm = make_norm(norm_type).double()
+    plain = nn.BatchNorm1d(5).double()
+    plain.load_state_dict(norm.state_dict())
+    weight = torch.randn_like(x)
+    for _ in range(2):
+        actual, expected = norm(x), plain(x.flatten(0, 1)).view_as(x)
+        torch.testing.assert_close(actual, expected)
+        for a, b in zip(
+            torch.autograd.grad(actual, (x, *norm.parameters()), weight),
+            torch.autograd.grad(expected, (x, *plain.parameters()), weight),
+            strict=True,
+        ):
+            torch.testing.assert_close(a, b)
+    torch.testing.assert_close(norm.state_dict(), plain.state_dict())
+    assert not norm.running_mean.requires_grad and not norm.running_var.requires_grad
+
+
+def test_batch_statistics_of_real_tokens():
+    x, mask = torch.randn(2, 9, 5, dtype=torch.float64), torch.arange(9) < torch.tensor([[9], [4]])
+    norm, packed = make_norm("batchnorm").double(), make_norm("batchnorm").double()
+    packed.load_state_dict(norm.state_dict())
+    actual = norm(x, mask)
+    torch.testing.assert_close(actual[mask], packed(x[mask][None])[0])
+    torch.testing.assert_close(norm.state_dict(), packed.state_dict())
+    padded = make_norm("batchnorm", padded_statistics=True).double()
+    whole = make_norm("batchnorm").double()
+    whole.load_state_dict(padded.state_dict())
+    torch.testing.assert_close(padded(x, mask), whole(x))
+    assert (actual - padded(x, mask)).abs().max() > 1e-2
+
+
+def test_batch_of_padding_and_batch_of_one():
+    norm = make_norm("batchnorm")
+    before = {name: tensor.clone() for name, tensor in norm.state_dict().items()}
+    assert torch.isfinite(norm(torch.randn(1, 3, 5), torch.zeros(1, 3, dtype=torch.bool))).all()
+    assert torch.equal(norm.running_mean, before["running_mean"])
+    assert torch.equal(norm.running_var, before["running_var"])
+    assert torch.isfinite(norm(torch.randn(1, 1, 5))).all()
+    assert torch.isfinite(norm.running_var).all()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_counts_a_step_once(reentrant):
+    norm, plain = make_norm("batchnorm"), make_norm("batchnorm")
+    plain.load_state_dict(norm.state_dict())
+    x = torch.randn(2, 4, 5, requires_grad=True)
+    checkpoint(norm, x, use_reentrant=reentrant).square().sum().backward()
+    plain(x).square().sum().backward()
+    torch.testing.assert_close(norm.state_dict(), plain.state_dict())
+    torch.testing.assert_close(norm.weight.grad, plain.weight.grad)
+
+
+@pytest.mark.parametrize("norm_type", NORMS)
+def test_compile_fullgraph(norm_type):
+    x, mask = torch.randn(2, 6, 5), torch.arange(6) < torch.tensor([[6], [2]])
+    norm, plain = make_norm(norm_type), make_norm(norm_type)
+    plain.load_state_dict(norm.state_dict())
+    compiled = torch.compile(norm, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, mask), plain(x, mask))
+    torch.testing.assert_close(norm.state_dict(), plain.state_dict())
+
+
+TWO_PROCESSES = """
+import sys
+import torch
+import torch.distributed as dist
+from luna_mega.modeling_mega.norms import build_norm
+
+folder, rank = sys.argv[1], int(sys.argv[2])
+dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2)
+case = torch.load(f"{folder}/case.pt")
+norm = build_norm("syncbatchnorm", 5).double()
+rows = slice(0, 1) if rank == 0 else slice(1, 3)
+x = case["x"][rows].requires_grad_()
+output = norm(x, case["mask"][rows])
+output.backward(case["weight"][rows])
+torch.save({"output": output.detach(), "grad": x.grad, "state": norm.state_dict(), "weight": norm.weight.grad},
+           f"{folder}/{rank}.pt")
+dist.destroy_process_group()
+"""
+
+
+def test_sync_batch_norm_in_two_processes(tmp_path, repo_root):
+    """Two processes with different numbers of sequences and tokens are one batch."""
+    x, weight = torch.randn(2, 3, 6, 5, dtype=torch.float64)
+    mask = torch.arange(6) < torch.tensor([[6], [2], [4]])
+    torch.save({"x": x, "weight": weight, "mask": mask}, tmp_path / "case.pt")
+    command = [sys.executable, "-c", TWO_PROCESSES, str(tmp_path)]
+    processes = [subprocess.Popen([*command, str(rank)], cwd=repo_root) for rank in range(2)]
+    assert [process.wait(timeout=120) for process in processes] == [0, 0]
+    results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    norm = build_norm("batchnorm", 5).double()
+    output = norm(x.requires_grad_(), mask)
+    output.backward(weight)
+    torch.testing.assert_close(torch.cat([result["output"] for result in results]), output.detach())
+    torch.testing.assert_close(torch.cat([result["grad"] for result in results]), x.grad)
+    torch.testing.assert_close(sum(result["weight"] for result in results), norm.weight.grad)
+    for result in results:
+        torch.testing.assert_close(result["state"], norm.state_dict())
+
+
+def test_simple_bias():
+    bias = MegaSimpleRelativeBias(6)
+    nn.init.normal_(bias.rel_pos_bias)
+    table = bias.rel_pos_bias.detach()
+    assert torch.equal(bias(6), table) and torch.equal(bias(2), table[4:7])
+    assert torch.equal(bias(3, centre=3), table[1:6])
+    with pytest.raises(ValueError, match="11 entries.* at most 6 positions, got 7"):
+        bias(7)
+    with pytest.raises(ValueError, match="entry 3, serves at most 4 positions, got 5"):
+        bias(5, centre=3)
+    assert bias.bfloat16()(4).dtype == torch.float32
+    assert list(bias.state_dict()) == ["rel_pos_bias"]
+
+
+def test_rotary_bias():
+    """The vector over the distances is the product of the rotated vectors."""
+    bias = MegaRotaryRelativeBias(8).double()
+    for parameter in bias.parameters():
+        nn.init.normal_(parameter)
+    frequency = torch.exp(torch.arange(4, dtype=torch.float64) * -(math.log(10000.0) / 4))
+    angle = torch.arange(9, dtype=torch.float64)[:, None] * frequency
+
+    def rotate(vector):
+        first, second = vector.expand(9, 8).chunk(2, dim=1)
+        cos, sin = angle.cos(), angle.sin()
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=1)
+
+    matrix = rotate(bias.alpha) @ rotate(bias.b_param).T
+    vector = bias(9)
+    for i in range(9):
+        torch.testing.assert_close(vector[8 - i : 17 - i], matrix[i])
+    torch.testing.assert_close(bias(4), vector[5:12])
+    assert sorted(bias.state_dict()) == ["alpha", "b_param"]
+    assert bias.half()(5).dtype == torch.float32
+    with pytest.raises(ValueError, match="even width, got 7"):
+        MegaRotaryRelativeBias(7)

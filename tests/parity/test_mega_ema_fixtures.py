@@ -1,0 +1,113 @@
+"""`damped_ema` against the original `MultiHeadEMA`: outputs, every gradient, steps and segments of a cached sequence.
+
+Branch `main` calls the logit of the input weight delta, branch `flash` alpha, and there the backward average starts at
+the next token.
+"""
+
+import argparse
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from luna_mega.kernels.api import damped_ema, damped_ema_step
+from luna_mega.kernels.damped_ema import reference, torch_backend
+
+CASES = [
+    "01_ema_bidir",
+    "01_ema_bidir_extreme",
+    "01_ema_bidir_trunc",
+    "01_ema_causal",
+    "01_ema_causal_extreme",
+    "01_ema_causal_trunc",
+    "15_flash_ema_bidir",
+    "15_flash_ema_bidir_trunc",
+    "15_flash_ema_bidir_trunc0",
+    "15_flash_ema_causal",
+]
+
+
+@pytest.fixture(params=["reference", "fft", "chunks"])
+def backend(request, monkeypatch):
+    """Name of a backend; the torch backend with each of its forms (truncated kernels are always the FFT's)."""
+    monkeypatch.setattr(torch_backend, "MANY_POSITIONS", 0 if request.param == "chunks" else 4096)
+    return "reference" if request.param == "reference" else "torch"
+
+
+class Fixture:
+    def __init__(self, folder):
+        self.meta, self.io = json.loads((folder / "meta.json").read_text()), load_file(folder / "io.safetensors")
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            weights = torch.load(folder / "checkpoint.pt", weights_only=True)["model"]
+        self.flash = "branch flash" in self.meta["source"]
+        logits = ("alpha", "delta") if self.flash else ("delta", "alpha")
+        self.names = (*logits, "beta", "gamma", "omega")
+        self.parameters = [weights[name].squeeze(-1).requires_grad_() for name in self.names]
+        self.truncation = self.meta["args"]["truncation"]
+        self.options = {"shift": self.flash and self.meta["args"]["bidirectional"], "truncation": self.truncation}
+        self.mask = self.io["padding_mask"] == 0
+        # Time-major in the fixtures.
+        self.x, self.cotangent = (self.io[name].transpose(0, 1).contiguous() for name in ("x", "cot"))
+        tolerance = self.meta["tolerance"]
+        self.tight = {"atol": tolerance["atol"], "rtol": tolerance["rtol"]}
+        self.loose = {"atol": tolerance["grad_atol"], "rtol": tolerance["grad_rtol"]}
+
+
+@pytest.fixture
+def fixture(request, shared_dir):
+    return Fixture(shared_dir / "fixtures" / "mega" / request.param)
+
+
+@pytest.mark.parametrize("fixture", CASES, indirect=True)
+def test_parallel(fixture, parity, backend):
+    for padded in ("", "_padded"):
+        x = fixture.x.clone().requires_grad_()
+        mask = fixture.mask if padded else None
+        output = damped_ema(x, *fixture.parameters, mask=mask, backend=backend, **fixture.options)
+        parity.check(f"out{padded}", output.transpose(0, 1), fixture.io[f"out{padded}"], **fixture.tight)
+        gradients = torch.autograd.grad(output, [x, *fixture.parameters], fixture.cotangent)
+        expected = fixture.io[f"grad_x{padded}"]
+        parity.check(f"grad_x{padded}", gradients[0].transpose(0, 1), expected, **fixture.loose)
+        for name, gradient in zip(fixture.names, gradients[1:], strict=True):
+            expected = fixture.io[f"grad{padded}.{name}"]
+            parity.check(f"grad{padded}.{name}", gradient.view(expected.shape), expected, **fixture.loose)
+
+
+@pytest.mark.parametrize("fixture", CASES, indirect=True)
+def test_kernel(fixture, parity):
+    coefficients = reference.coefficients(*fixture.parameters[:4])
+    expected = fixture.io["kernel"]
+    kernel = torch_backend._series(coefficients[1] * coefficients[2], coefficients[0], expected.shape[1])
+    parity.check("kernel", kernel, expected, **fixture.tight)
+    parity.check("coeff_q", coefficients[0].exp()[..., None], fixture.io["coeff_q"], **fixture.tight)
+
+
+@pytest.mark.parametrize("fixture", [case for case in CASES if "causal" in case], indirect=True)
+def test_steps_and_segments(fixture, parity, backend):
+    """The original's recurrence never truncates, so that a truncated case has the steps of an untruncated one."""
+    rows, channels = fixture.x.shape[0], fixture.x.shape[2]
+    state = torch.zeros(rows, channels, fixture.meta["args"]["ndim"])
+    steps = []
+    for x in fixture.x.unbind(1):
+        output, state = damped_ema_step(x, state, *fixture.parameters, backend=backend)
+        steps.append(output)
+    parity.check("step_out", torch.stack(steps), fixture.io["step_out"], **fixture.tight)
+    parity.check("step_final_state", state, fixture.io["step_final_state"], **fixture.tight)
+    cuts = fixture.io["segment_cuts"].tolist()
+    for padded in ("", "_padded"):
+        state, segments = None, []
+        for start, end in zip(cuts[:-1], cuts[1:], strict=True):
+            output, state = damped_ema(
+                fixture.x[:, start:end],
+                *fixture.parameters,
+                mask=fixture.mask[:, start:end] if padded else None,
+                initial_state=state,
+                return_state=True,
+                backend=backend,
+            )
+            segments.append(output)
+        expected = fixture.io[f"segment_out{padded}"]
+        parity.check(f"segment_out{padded}", torch.cat(segments, 1).transpose(0, 1), expected, **fixture.tight)
+        if not padded:
+            parity.check("segment_final_state", state, fixture.io["segment_final_state"], **fixture.tight)
