@@ -122,9 +122,16 @@ def mask_once(blocks: Dataset, tokenizer: PreTrainedTokenizerBase, data: DataArg
 
 
 def token_scores(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """`[B, T, 2]`: negative log-likelihood of every masked token, and whether it is the best guess."""
-    loss = cross_entropy(logits.float().transpose(1, 2), labels, reduction="none")
-    return torch.stack([loss, logits.argmax(-1) == labels], dim=-1)
+    """`[B, T, 2]`: negative log-likelihood of every masked token, and whether it is the best guess.
+
+    `logits` are those of all positions or, of a model with `sparse_prediction`, of the masked ones.
+    """
+    masked = labels != -100
+    logits, targets = (logits[masked] if logits.dim() == 3 else logits).float(), labels[masked]
+    scores = logits.new_zeros(*labels.shape, 2)
+    loss = cross_entropy(logits, targets, reduction="none")
+    scores[masked] = torch.stack([loss, logits.argmax(-1) == targets], dim=-1)
+    return scores
 
 
 def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
@@ -139,7 +146,7 @@ def build_trainer(data: DataArguments, model: ModelArguments, training: Training
     tokenizer = make_tokenizer(model, texts, data.block_size)
     if tokenizer.mask_token_id is None:
         fail("the tokenizer has no mask_token; a masked language model needs one")
-    config = make_config(model, tokenizer, data.block_size)
+    config = make_config(model, tokenizer, data.block_size, sparse_prediction=True)
     blocks = {name: pack(split, name, tokenizer, data) for name, split in splits.items()}
     if "validation" in blocks:
         blocks["validation"] = mask_once(blocks["validation"], tokenizer, data, training.seed)

@@ -61,6 +61,8 @@ class LunaConfig(PreTrainedConfig):
             code) or `"interaction"` [a, b, a * b, a - b].
         pad_token_id: also fixes the first learned or sinusoidal position, `pad_token_id` + 1, as in fairseq.
         tie_word_embeddings: the masked-LM output weight is the embedding.
+        sparse_prediction: under labels the masked-LM head projects the predicted positions alone, so that its cost and
+            memory are those of M positions in place of B T; `logits` then are `[M, vocab_size]`.
 
     Raises:
         ValueError: the fields do not fit together; the message has the numbers.
@@ -110,6 +112,7 @@ class LunaConfig(PreTrainedConfig):
     bos_token_id: int | None = 0
     eos_token_id: int | list[int] | None = 2
     tie_word_embeddings: bool = True
+    sparse_prediction: bool = False
 
     def __post_init__(self, **kwargs):
         if self.num_pack_attention_heads is None:

@@ -509,9 +509,17 @@ class LunaForMaskedLM(LunaPreTrainedModel):
         labels: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> LunaMaskedLMOutput:
-        """As `LunaModel.forward`; `labels` `[B, T]`: tokens, -100 = not predicted; `logits`: `[B, T, vocab_size]`."""
+        """As `LunaModel.forward`; `labels` `[B, T]`: tokens, -100 = not predicted.
+
+        `logits`: `[B, T, vocab_size]`, with `sparse_prediction` and labels only those of the M predicted positions,
+        `[M, vocab_size]`.
+        """
         outputs = self.luna(input_ids, attention_mask, inputs_embeds=inputs_embeds, position_ids=position_ids, **kwargs)
-        logits = self.lm_head(outputs.last_hidden_state)
+        hidden_states = outputs.last_hidden_state
+        if labels is not None and self.config.sparse_prediction:
+            predicted = labels != -100
+            hidden_states, labels = hidden_states[predicted], labels[predicted]
+        logits = self.lm_head(hidden_states)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)

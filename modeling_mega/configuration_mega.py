@@ -68,6 +68,8 @@ class MegaConfig(PreTrainedConfig):
         classifier_num_layers, classifier_hidden_size, classifier_activation, classifier_bias: the classification head.
         pair_features: what the pair classifier reads of a and b: `"concat"` [b, a] or `"interaction"`
             [a, b, a * b, a - b].
+        sparse_prediction: under labels the masked-LM head projects the predicted positions alone, so that its cost and
+            memory are those of M positions in place of B T; `logits` then are `[M, vocab_size]`.
 
     Raises:
         ValueError: the fields do not fit together; the message has the numbers.
@@ -134,6 +136,7 @@ class MegaConfig(PreTrainedConfig):
     classifier_activation: str = "tanh"
     classifier_bias: bool = True
     pair_features: str = "concat"
+    sparse_prediction: bool = False
 
     def __post_init__(self, **kwargs):
         if self.classifier_hidden_size is None:

@@ -441,11 +441,18 @@ class MegaForMaskedLM(MegaPreTrainedModel):
         labels: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> MaskedLMOutput:
-        """As `MegaModel.forward`; `labels` `[B, T]`: tokens, -100 = not predicted; `logits`: `[B, T, vocab_size]`."""
+        """As `MegaModel.forward`; `labels` `[B, T]`: tokens, -100 = not predicted.
+
+        `logits`: `[B, T, vocab_size]`, with `sparse_prediction` and labels only those of the M predicted positions,
+        `[M, vocab_size]`.
+        """
         outputs = self.mega(
             input_ids, attention_mask, inputs_embeds=inputs_embeds, token_type_ids=token_type_ids, **kwargs
         )
         hidden_states = outputs.last_hidden_state
+        if labels is not None and self.config.sparse_prediction:
+            predicted = labels != -100
+            hidden_states, labels = hidden_states[predicted], labels[predicted]
         if self.dense is not None:
             hidden_states = torch.tanh(self.dense(hidden_states))
         logits = self.mlm_head(self.dropout(hidden_states))
