@@ -60,7 +60,8 @@ class MegaConfig(PreTrainedConfig):
         embedding_norm: a norm on the embeddings.
         final_norm: a norm after the last block; None = no. `final_norm_affine`: it has parameters.
         ema_shift: the backward moving average starts at the next token (files of fairseq's `flash` branch).
-        padded_batch_statistics: batch norm counts padding, as the original does.
+        padded_batch_statistics: batch norm counts padding, with embeddings of 0 there, as the original does (which also
+            fills up the last chunk: pad to a multiple of `chunk_size` for the very same statistics).
         legacy_rms_norm: `"rmsnorm"` only multiplies by its weight, as the Mega of transformers v4 does.
         legacy_bias_table: a `"simple"` table of `2 * max_positions - 1` entries is read from entry 0 with its centre at
             `chunk_size - 1`, as in transformers v4 whenever `chunk_size` is not negative.

@@ -369,6 +369,9 @@ class MegaModel(MegaPreTrainedModel):
         if self.embedding_norm is not None:
             hidden_states = self.embedding_norm(hidden_states, mask)
         hidden_states = self.embedding_dropout(hidden_states)
+        if self.config.padded_batch_statistics and mask is not None:
+            # What the original's batch norm counts at padding.
+            hidden_states = hidden_states.masked_fill(~mask[..., None], 0.0)
         output_weights = kwargs.get("output_attentions", self.config.output_attentions)
         for layer in self.layers:
             hidden_states = layer(hidden_states, mask, output_weights)
