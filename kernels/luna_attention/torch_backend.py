@@ -8,11 +8,12 @@ def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float, dropout: float
 ) -> torch.Tensor:
     """`reference.attend` without the weights. Shapes `[B, T, H, K]`, mask `[B, M]`."""
-    fused = query.device.type == "cpu" and dropout == 0.0
     # An exported program must not need this package, so export sees PyTorch's own operator.
-    if fused and not torch.compiler.is_exporting():
+    if query.device.type != "cpu" or dropout > 0.0 or torch.compiler.is_exporting():
+        return sdpa(query, key, value, mask, scale, dropout)
+    if torch.compiler.is_compiling():  # the compiler would take the kernel apart and write the weights to memory
         return torch.ops.luna_mega.attend(query, key, value, mask, scale)[0]
-    return sdpa(query, key, value, mask, scale, dropout)
+    return _flash(query, key, value, mask, scale)[0]
 
 
 def sdpa(
@@ -37,12 +38,13 @@ def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | N
     return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, float("-inf"))[:, None, None, :]
 
 
-# The CPU kernel of flash attention, called directly so that its log-sum-exp serves the backward pass. It takes
-# `[B, H, T, K]` views of any strides, computes the softmax in float32 and gives 0 for a row without keys.
-@torch.library.custom_op("luna_mega::attend", mutates_args=(), device_types="cpu")
-def _attend_cpu(
+def _flash(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """The CPU kernel of flash attention and its log-sum-exp.
+
+    It takes `[B, H, T, K]` views of any strides, computes the softmax in float32 and gives 0 for a row without keys.
+    """
     output, log_sum_exp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query.transpose(1, 2),
         key.transpose(1, 2),
@@ -50,7 +52,15 @@ def _attend_cpu(
         attn_mask=_additive(mask, query.dtype),
         scale=scale,
     )
-    return output.transpose(1, 2).contiguous(), log_sum_exp.contiguous()
+    return output.transpose(1, 2), log_sum_exp
+
+
+@torch.library.custom_op("luna_mega::attend", mutates_args=(), device_types="cpu")
+def _attend_cpu(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    output, log_sum_exp = _flash(query, key, value, mask, scale)
+    return output.contiguous(), log_sum_exp.contiguous()
 
 
 @_attend_cpu.register_fake
