@@ -1,6 +1,12 @@
 """What the ops are measured against: the sequence of operations of the original code."""
 
+import math
+
 import torch
+from torch import nn
+
+from luna_mega.kernels.gated_attention.reference import laplace, relu2
+from luna_mega.modeling_mega.modeling_mega import MegaGatedAttention
 
 
 def original_luna_attention(
@@ -29,3 +35,53 @@ def _attend(query, key, value, mask, upcast):
     dtype = torch.promote_types(scores.dtype, torch.float32) if upcast else None
     weights = torch.softmax(scores, dim=-1, dtype=dtype).to(value.dtype)
     return torch.bmm(weights, value).view(batch, heads, length, size).transpose(1, 2)
+
+
+def original_damped_ema(
+    x: torch.Tensor,
+    input_logit: torch.Tensor,
+    damping_logit: torch.Tensor,
+    expansion: torch.Tensor,
+    projection: torch.Tensor,
+    skip: torch.Tensor,
+) -> torch.Tensor:
+    """`damped_ema` as facebookresearch/mega's `MultiHeadEMA` computes it, with all powers of q in memory."""
+    length = x.shape[1]
+    p = torch.sigmoid(input_logit)[..., None]
+    q = 1.0 - p * torch.sigmoid(damping_logit)[..., None]
+    powers = torch.exp(torch.arange(length, dtype=x.dtype, device=x.device) * torch.log(q))
+    kernel = torch.einsum("rnl,rn->rl", p * expansion[..., None] * powers, projection / math.sqrt(projection.shape[1]))
+    signal, size, start = x.transpose(1, 2), length, 0
+    if len(kernel) == 2 * x.shape[2]:
+        forward, backward = kernel.chunk(2)
+        kernel = nn.functional.pad(forward, (length - 1, 0)) + nn.functional.pad(backward.flip(-1), (0, length - 1))
+        signal, size, start = nn.functional.pad(signal, (length - 1, 0)), 2 * length - 1, 2 * length - 2
+    product = torch.fft.rfft(signal, n=2 * size) * torch.fft.rfft(kernel, n=2 * size)
+    average = torch.fft.irfft(product, n=2 * size)[..., start : start + length]
+    return nn.functional.silu(average.transpose(1, 2) + x * skip)
+
+
+def original_mega_layer(layer: MegaGatedAttention, x: torch.Tensor) -> torch.Tensor:
+    """The gated attention layer as facebookresearch/mega computes it, for lengths that are multiples of the chunk."""
+    normed = layer.norm(x, None)
+    value = nn.functional.silu(layer.v_proj(normed))
+    average = layer.ema_gate
+    logits = (average.damping_factor, average.decay_factor, average.ema_expansion_matrix)
+    parameters = (*(tensor.squeeze(-1) for tensor in logits), average.kernel_projection_matrix)
+    base = layer.mx_proj(original_damped_ema(normed, *parameters, average.residual_weight))
+    update, shared, reset, candidate = base.split(layer.sizes, dim=-1)
+    shared, reset = nn.functional.silu(shared), nn.functional.silu(reset)
+    query, key = (shared[..., None, :] * layer.qk_weight + layer.qk_bias).unbind(dim=-2)
+    chunk = layer.config.attention_chunk or x.shape[1]
+    query, key, value = (tensor.unflatten(1, (-1, chunk)) for tensor in (query, key, value))
+    position = torch.arange(chunk, device=x.device)
+    bias = layer.relative_bias(chunk)[chunk - 1 + position - position[:, None]]
+    if layer.config.attention_activation == "softmax":
+        scores = (query / math.sqrt(query.shape[-1])) @ key.transpose(-1, -2) + bias
+        weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
+    else:
+        function = {"laplace": laplace, "relu2": relu2}[layer.config.attention_activation]
+        weights = function(query @ key.transpose(-1, -2) / chunk + bias)
+    attended = (weights @ value).flatten(1, 2)
+    attended = nn.functional.silu(candidate + layer.h_proj(attended * reset))
+    return x + update.sigmoid() * (attended - x)

@@ -5,11 +5,14 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from baselines import original_luna_attention
+from baselines import original_damped_ema, original_luna_attention, original_mega_layer
 from transformers import RobertaConfig, RobertaModel
 
-from luna_mega import LunaConfig, LunaModel
-from luna_mega.kernels.api import luna_attention
+from luna_mega import LunaConfig, LunaModel, MegaConfig
+from luna_mega.kernels.api import damped_ema, luna_attention
+from luna_mega.modeling_mega.modeling_mega import MegaGatedAttention, MegaPreTrainedModel
+
+Size = dict[str, int | str]
 
 
 @dataclass(frozen=True)
@@ -22,15 +25,15 @@ class Work:
 
 @dataclass(frozen=True)
 class Case:
-    """A row of the registry. `make` of a variant takes (device, dtype) and a size; the first variant is ours."""
+    """A row of the registry. A variant is called with (device, dtype) and a size; the first is ours."""
 
     name: str
     variants: dict[str, Callable[..., Work]]
-    sizes: tuple[dict[str, int], ...]
-    quick: tuple[dict[str, int], ...]
+    sizes: tuple[Size, ...]
+    quick: tuple[Size, ...]
     repeats: int
     # Sizes at which the variants must give the same outputs and gradients before any speed-up is printed.
-    parity: tuple[dict[str, int], ...] = ()
+    parity: tuple[Size, ...] = ()
 
     @property
     def ours(self) -> str:
@@ -50,6 +53,37 @@ def _attention(attend, device, dtype, l, n, batch=1, heads=12, head_size=64):  #
         return attend(query, packed, context, context, lambda rows: (rows, rows), context_mask=mask)
 
     return Work(forward, [query, context, packed])
+
+
+def _ema(average, device, dtype, b, n, directions, d=512, states=16):
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((b, n, d), *[(directions * d, states)] * 4, (d,))
+    x, *logits, expansion, projection, skip = (torch.randn(shape, generator=generator) for shape in shapes)
+    parameters = [*(0.2 * logit for logit in logits), expansion, projection, skip]
+    leaves = [tensor.to(device, dtype).requires_grad_() for tensor in (x, *parameters)]
+    return Work(lambda: (average(*leaves),), leaves)
+
+
+def _mega_layer(run, device, dtype, n, function, chunk, d=512, values=1024, shared=128, b=1):
+    """One layer of the paper's width; `chunk` 0 = attention over the whole sequence."""
+    torch.manual_seed(0)
+    config = MegaConfig(
+        hidden_size=d,
+        intermediate_size=values,
+        shared_representation_size=shared,
+        normalization_type="layernorm",
+        attention_activation=function,
+        use_chunking=chunk > 0,
+        chunk_size=chunk or -1,
+        dropout_prob=0.0,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    layer = MegaGatedAttention(config)
+    layer.apply(MegaPreTrainedModel(config)._init_weights)
+    layer = layer.to(device, dtype)
+    x = torch.randn(b, n, d, generator=torch.Generator().manual_seed(0)).to(device, dtype).requires_grad_()
+    return Work(lambda: (run(layer, x),), [x, *layer.parameters()])
 
 
 def _model(make, device, dtype, n, batch=1):
@@ -89,6 +123,45 @@ CASES = {
             sizes=tuple({"n": n} for n in (512, 1024, 2048, 4096, 8192)),
             quick=({"n": 512},),
             repeats=3,
+        ),
+        Case(
+            "damped_ema",
+            {"luna_mega": partial(_ema, damped_ema), "original": partial(_ema, original_damped_ema)},
+            sizes=tuple(
+                {"b": b, "n": n, "directions": directions}
+                for b, n in ((1, 1024), (1, 4096), (8, 1024))
+                for directions in (1, 2)
+            ),
+            quick=({"b": 1, "n": 1024, "directions": 2},),
+            repeats=5,
+            parity=({"b": 2, "n": 77, "directions": 1}, {"b": 2, "n": 77, "directions": 2}),
+        ),
+        Case(
+            "damped_ema_long",  # the original's powers of q alone would need 4 GB here
+            {"luna_mega": partial(_ema, damped_ema)},
+            sizes=tuple({"b": 1, "n": n, "directions": 2} for n in (4096, 16384, 65536)),
+            quick=(),
+            repeats=3,
+        ),
+        Case(
+            "mega_layer",
+            {
+                "luna_mega": partial(_mega_layer, lambda layer, x: layer(x, None)[0]),
+                "original": partial(_mega_layer, original_mega_layer),
+            },
+            sizes=tuple(
+                {"n": n, "function": function, "chunk": chunk}
+                for n in (1024, 4096)
+                for function in ("softmax", "laplace")
+                for chunk in (0, 128)
+            ),
+            quick=({"n": 1024, "function": "laplace", "chunk": 128},),
+            repeats=3,
+            parity=tuple(
+                {"n": 48, "function": function, "chunk": chunk}
+                for function in ("softmax", "laplace", "relu2")
+                for chunk in (0, 16)
+            ),
         ),
     )
 }

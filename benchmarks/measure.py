@@ -4,12 +4,10 @@ import statistics
 import time
 
 import torch
-from cases import CASES
+from cases import CASES, Size
 
 
-def measure(
-    case_name: str, variant: str, size: dict[str, int], device: str, dtype: str, threads: int
-) -> dict[str, float]:
+def measure(case_name: str, variant: str, size: Size, device: str, dtype: str, threads: int) -> dict[str, float]:
     """Median milliseconds of forward (no gradient) and of forward and backward, and peak megabytes of the latter."""
     if threads:
         torch.set_num_threads(threads)
@@ -68,7 +66,7 @@ def _status(field):
     return 1024 * int(line.split()[1])
 
 
-def agree(case_name: str, size: dict[str, int], device: str) -> str | None:
+def agree(case_name: str, size: Size, device: str) -> str | None:
     """Whether all variants of a case give the same outputs and gradients in float64; the first difference, or None."""
     case = CASES[case_name]
     results = {}

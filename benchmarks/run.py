@@ -91,21 +91,25 @@ def _write(rows, arguments):
     print(json.dumps(about))
 
 
-def _key(row):
-    return tuple((field, row[field]) for field in ("l", "n") if field in row)
+def _key(row, without=()):
+    return tuple(
+        (field, row[field])
+        for field in ("b", "l", "n", "directions", "function", "chunk")
+        if field in row and field not in without
+    )
 
 
 def _print_table(case, rows):
     ours = {_key(row): row for row in rows if row["variant"] == case.ours}
     print(f"\n{case.name}: median ms and peak MB; ratios: {case.ours} against the row's variant (above 1: we win)")
     columns = " ".join(f"{name:>10}" for name in ("forward", "both", "memory"))
-    print(f"{'size':18} {'variant':14} {columns}   {columns}")
+    print(f"{'size':34} {'variant':14} {columns}   {columns}")
     for row in rows:
         mine = ours[_key(row)]
         ratios = [f"{row[f] / max(mine[f], 1e-9):9.2f}x" for f in ("forward_ms", "both_ms", "memory_mb")]
         size = " ".join(f"{name}={value}" for name, value in _key(row))
         figures = f"{row['forward_ms']:10.1f} {row['both_ms']:10.1f} {row['memory_mb']:10.0f}"
-        print(f"{size:18} {row['variant']:14} {figures}   {' '.join(ratios) if row is not mine else ''}")
+        print(f"{size:34} {row['variant']:14} {figures}   {' '.join(ratios) if row is not mine else ''}")
 
 
 def _plot(case, rows, path):
@@ -117,10 +121,10 @@ def _plot(case, rows, path):
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     plotted = (("both_ms", "forward + backward, ms"), ("memory_mb", "peak memory, MB"))
     for axis, (field, title) in zip(axes, plotted, strict=True):
-        for line in dict.fromkeys((row.get("l"), row["variant"]) for row in rows):
-            points = [(row["n"], row[field]) for row in rows if (row.get("l"), row["variant"]) == line]
-            label = line[1] if line[0] is None else f"{line[1]} l={line[0]}"
-            axis.plot(*zip(*points, strict=True), "-o" if line[1] == case.ours else "--s", label=label)
+        for line in dict.fromkeys((row["variant"], *_key(row, without="n")) for row in rows):
+            points = [(row["n"], row[field]) for row in rows if (row["variant"], *_key(row, without="n")) == line]
+            label = " ".join([line[0], *(f"{name}={value}" for name, value in line[1:])])
+            axis.plot(*zip(*points, strict=True), "-o" if line[0] == case.ours else "--s", label=label)
         axis.set(xscale="log", yscale="log", xlabel="length n", ylabel=title, title=case.name)
         axis.legend(fontsize=7)
     figure.savefig(path, dpi=120)
