@@ -23,7 +23,7 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from luna_mega.kernels.api import damped_ema, gated_attention
-from luna_mega.kernels.gated_attention.reference import attention_weights
+from luna_mega.kernels.gated_attention.reference import attention_weights, into_chunks
 from luna_mega.modeling_mega.configuration_mega import MegaConfig
 from luna_mega.modeling_mega.norms import MegaScaleNorm, build_norm
 from luna_mega.modeling_mega.position import MegaRotaryRelativeBias, MegaSimpleRelativeBias
@@ -164,7 +164,8 @@ class MegaGatedAttention(nn.Module):
         shared, reset = nn.functional.silu(shared), nn.functional.silu(reset)
         attended, weights = self.attend(shared, value, mask, output_weights)
         attended = self.dropout(self.activation(candidate + self.h_proj(attended * reset)))
-        output = torch.lerp(residual, attended, update.sigmoid())
+        # Under autocast the residual is wider than the other two, and lerp wants one dtype.
+        output = torch.lerp(residual, attended.to(residual.dtype), update.to(residual.dtype).sigmoid())
         if not self.config.normalize_before_mega:
             output = self.norm(output, mask)
         return output, weights
@@ -186,8 +187,14 @@ class MegaGatedAttention(nn.Module):
             "mask": mask,
         }
         dropout = self.config.attention_probs_dropout_prob if self.training else 0.0
-        attended = gated_attention(query, key, value, dropout=dropout, **options)
-        weights = attention_weights(query, key, **options) if output_weights else None
+        if output_weights:
+            # Step by step, so that the output depends on the weights that are handed out.
+            with torch.autocast(shared.device.type, enabled=False):
+                weights = attention_weights(query, key, **options)
+                dropped = torch.dropout(weights.to(value.dtype), dropout, train=True)
+                attended = (dropped @ into_chunks(value, chunk)).flatten(1, 2)[:, : value.shape[1]]
+        else:
+            attended, weights = gated_attention(query, key, value, dropout=dropout, **options), None
         return (_to_front(attended, mask_in_place, back=True) if move else attended), weights
 
     def relative_bias(self, length: int) -> torch.Tensor:
@@ -263,6 +270,8 @@ class MegaPreTrainedModel(PreTrainedModel):
         super().__init__(config)
         if config.input_type == "values":
             self.main_input_name = "input_values"
+        if config.normalization_type.endswith("batchnorm"):
+            self._keep_in_fp32_modules_strict = [*self._keep_in_fp32_modules_strict, "running_mean", "running_var"]
 
     def require_tokens(self):
         """Refuse a configuration of real values for a class or method that needs tokens."""
@@ -391,7 +400,13 @@ class MegaModel(MegaPreTrainedModel):
             raise ValueError(
                 f"this model has input_type={self.config.input_type!r}: give exactly one of {name} and inputs_embeds"
             )
-        batch, length = (inputs if inputs_embeds is None else inputs_embeds).shape[:2]
+        given, width = (inputs, []) if inputs_embeds is None else (inputs_embeds, [self.config.hidden_size])
+        if given.dim() < 2 or list(given.shape[2:]) != width:
+            raise ValueError(
+                f"this model takes {name} [B, T] or inputs_embeds [B, T, {self.config.hidden_size}], got the shape "
+                f"{list(given.shape)}"
+            )
+        batch, length = given.shape[:2]
         if batch == 0 or length == 0:
             raise ValueError(f"the batch is empty: {batch} sequences of length {length}")
         if attention_mask is not None and attention_mask.shape != (batch, length):

@@ -41,6 +41,10 @@ class MegaRMSNorm(nn.RMSNorm):
         return x if self.weight is None else (x * self.weight).to(x.dtype)
 
 
+def _widen(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 class MegaBatchNorm(nn.BatchNorm1d):
     """Batch norm of the features of `[B, T, D]`, with statistics in float32 (float64 for float64 inputs).
 
@@ -52,9 +56,18 @@ class MegaBatchNorm(nn.BatchNorm1d):
     def __init__(self, width: int, eps: float, affine: bool, padded_statistics: bool):
         super().__init__(width, eps=eps, affine=affine)
         self.padded_statistics = padded_statistics
+        self.running_mean, self.running_var = (_widen(x) for x in (self.running_mean, self.running_var))
+
+    def _apply(self, fn, recurse=True):
+        """As the base class, but running statistics are never of half precision, in which they would hardly move."""
+        statistics = self.running_mean, self.running_var
+        super()._apply(fn, recurse)
+        if torch.finfo(self.running_mean.dtype).bits < 32:
+            self.running_mean, self.running_var = (x.to(self.running_mean.device) for x in statistics)
+        return self
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = _widen(x)
         mean, variance = self.running_mean, self.running_var
         if self.training:
             mean, variance, count = self._batch_statistics(wide, None if self.padded_statistics else mask)

@@ -58,4 +58,6 @@ class MegaRotaryRelativeBias(nn.Module):
         angle = torch.arange(length, dtype=dtype, device=device)[:, None] * frequency
         even = (angle.cos() * (alpha_1 * beta_1 + alpha_2 * beta_2)).sum(dim=-1)
         odd = (angle.sin() * (alpha_2 * beta_1 - alpha_1 * beta_2)).sum(dim=-1)
-        return torch.cat(((even - odd)[1:].flip(0), even + odd))
+        # Not in two halves: one of length - 1 positions would bar sequences of 1 and 2 from an exported program.
+        lag = torch.arange(1 - length, length, device=device)
+        return even[lag.abs()] + lag.sign() * odd[lag.abs()]

@@ -1,10 +1,11 @@
-"""Run transformers' own common model tests against the Luna classes.
+"""Run transformers' own common model tests against the Luna and the Mega classes.
 
     python tests/contract/run_contract.py [--workers N] [pytest arguments]
 
 The tests are those of exactly the installed transformers: `tests/*.py` of its source distribution, fetched once with
-pip into a cache folder and run from a temporary one together with `luna_tester.py`. The source distribution carries no
-sub-folder of `tests/`, so the few names that the common tests import from there get stand-ins (`STAND_INS`).
+pip into a cache folder and run from a temporary one together with `luna_tester.py` and `mega_tester.py`. The source
+distribution carries no sub-folder of `tests/`, so the few names that the common tests import from there get stand-ins
+(`STAND_INS`).
 
 Exit status: that of pytest, or 77 when the source distribution cannot be obtained. Without a network, put
 `transformers-X.Y.Z.tar.gz` into the cache folder: `$LUNA_MEGA_CONTRACT_CACHE`, else `luna-mega/contract` below
@@ -30,7 +31,7 @@ STAND_INS = {
     # All of the original's export tests are marked slow, which the default run leaves out.
     "exporters/__init__.py": "",
     "exporters/test_export.py": "class ExportTesterMixin:\n    pass\n",
-    # No Luna encoder can generate; the common tests only ask that nobody inherits this mixin.
+    # No encoder can generate; the common tests only ask that nobody inherits this mixin.
     "generation/__init__.py": "",
     "generation/test_utils.py": "class GenerationTesterMixin:\n    pass\n",
     # Every field of the base configuration with a value that is not its default.
@@ -103,17 +104,21 @@ def common_tests(version: str) -> Path:
     return tests
 
 
-def assemble(tests: Path, folder: Path) -> Path:
-    """Lay out the package `tests` in `folder`: common tests, stand-ins and our tester, whose path is returned."""
+def assemble(tests: Path, folder: Path) -> list[Path]:
+    """Lay out the package `tests` in `folder`: common tests, stand-ins and our testers, whose paths are returned."""
     package = folder / "tests"
     shutil.copytree(tests, package)
     for path, text in STAND_INS.items():
         (package / path).parent.mkdir(exist_ok=True)
         (package / path).write_text(text)
     (folder / "pytest.ini").write_text("[pytest]\n")
-    (package / "luna").mkdir()
-    (package / "luna" / "__init__.py").touch()
-    return Path(shutil.copy(HERE / "luna_tester.py", package / "luna" / "test_modeling_luna.py"))
+    shutil.copy(HERE / "encoder_testing.py", package)
+    testers = []
+    for name in ("luna", "mega"):
+        (package / name).mkdir()
+        (package / name / "__init__.py").touch()
+        testers.append(Path(shutil.copy(HERE / f"{name}_tester.py", package / name / f"test_modeling_{name}.py")))
+    return testers
 
 
 def run(workers: int, pytest_arguments: list[str]) -> int:
@@ -128,8 +133,8 @@ def run(workers: int, pytest_arguments: list[str]) -> int:
     environment.pop("PYTEST_ADDOPTS", None)  # meant for the run that may have started this one
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(CHECKOUT), os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryDirectory() as folder:
-        tester = assemble(tests, Path(folder))
-        command = [sys.executable, "-m", "pytest", str(tester), "-q", "-W", "ignore", "-p", "no:cacheprovider"]
+        testers = assemble(tests, Path(folder))
+        command = [sys.executable, "-m", "pytest", *map(str, testers), "-q", "-W", "ignore", "-p", "no:cacheprovider"]
         if workers > 1 and importlib.util.find_spec("xdist"):
             command += ["-n", str(workers), "--dist", "worksteal"]
         return subprocess.run([*command, *pytest_arguments], cwd=folder, env=environment, check=False).returncode

@@ -1,4 +1,4 @@
-"""transformers' own common model tests must pass for the Luna classes, see `run_contract.py`."""
+"""transformers' own common model tests must pass for the Luna and the Mega classes, see `run_contract.py`."""
 
 import re
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 RUN_CONTRACT = Path(__file__).with_name("run_contract.py")
 EXIT_UNAVAILABLE = 77
 # Fewer would mean that tests were switched off: 5.17 runs the fewest.
-FEWEST_PASSED = 400
+FEWEST_PASSED = 630
 
 
 def test_common_model_tests_of_transformers():

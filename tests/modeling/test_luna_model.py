@@ -2,13 +2,11 @@
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
-    PreTrainedTokenizerFast,
     pipeline,
 )
 
@@ -236,23 +234,6 @@ def test_sinusoids_are_fairseq_s():
         angle = (first + torch.arange(3.0))[:, None] * frequency
         expected = scale * (raw if raw.dim() == 1 else raw[:3]) + torch.cat([angle.sin(), angle.cos()], dim=1)
         torch.testing.assert_close(actual[0], expected)
-
-
-@pytest.fixture
-def tokenizer():
-    words = {
-        word: i for i, word in enumerate(["<s>", "<pad>", "</s>", "<unk>", *(f"w{i}" for i in range(35)), "<mask>"])
-    }
-    backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    names = {
-        "bos_token": "<s>",
-        "pad_token": "<pad>",
-        "eos_token": "</s>",
-        "unk_token": "<unk>",
-        "mask_token": "<mask>",
-    }
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **names, model_input_names=["input_ids", "attention_mask"])
 
 
 def test_pipelines(tmp_path, tokenizer):

@@ -1,230 +1,242 @@
-"""The Mega encoder as users of transformers meet it: invariance to padding, precision, compiling, saving, errors."""
+"""The Mega models as users of transformers meet them: compiling, export, saving, training, dropout."""
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    Trainer,
+    TrainingArguments,
+    pipeline,
+)
 
-import luna_mega
+from luna_mega import MegaConfig, MegaForSequenceClassification
 from luna_mega.modeling_mega.modeling_mega import MegaDropout
 
-from .luna import head_inputs, labels, results
-
-HEADS = {
-    name: getattr(luna_mega, f"Mega{name}")
-    for name in (
-        "Model",
-        "ForMaskedLM",
-        "ForSequenceClassification",
-        "ForSequencePairClassification",
-        "ForMultipleChoice",
-        "ForTokenClassification",
-        "ForQuestionAnswering",
-    )
-}
-VARIANTS = {
-    "rotary scalenorm": {},
-    "laplace chunks": {"attention_activation": "laplace", "use_chunking": True, "chunk_size": 8},
-    "relu2 simple post-norm": {
-        "attention_activation": "relu2",
-        "relative_positional_bias": "simple",
-        "normalize_before_mega": False,
-        "normalize_before_ffn": False,
-        "normalization_type": "layernorm",
-    },
-    "one direction, truncated": {"bidirectional": False, "truncation": 5, "normalization_type": "rmsnorm"},
-    "batchnorm, norms around": {
-        "normalization_type": "batchnorm",
-        "embedding_norm": True,
-        "final_norm": True,
-        "scale_embedding": True,
-    },
-    "simple chunks, shift, no ffn": {
-        "relative_positional_bias": "simple",
-        "use_chunking": True,
-        "chunk_size": 7,
-        "ema_shift": True,
-        "use_normalized_ffn": False,
-    },
-}
+from .luna import head_inputs, labels, tokens
+from .mega import HEADS, NO_DROPOUT, VALUES, VARIANTS, make, tiny_config
 
 
-def tiny_config(**overrides):
-    fields = {
-        "vocab_size": 40,
-        "hidden_size": 24,
-        "num_hidden_layers": 2,
-        "intermediate_size": 32,
-        "ema_projection_size": 4,
-        "shared_representation_size": 12,
-        "nffn_hidden_size": 20,
-        "max_positions": 48,
-        "num_labels": 3,
-    }
-    return luna_mega.MegaConfig(**fields | overrides)
+def gradients(model):
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def make(head, **overrides):
-    torch.manual_seed(0)
-    model = HEADS[head](tiny_config(**overrides)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("head", HEADS)
-def test_a_sequence_does_not_depend_on_padding_or_batch_mates(head, variant):
-    model, lengths = make(head, **VARIANTS[variant]), [21, 1, 5, 13]
+def test_compile_fullgraph(head):
+    torch.compiler.reset()  # code that was compiled often in this process is refused
+    model = make(head, num_hidden_layers=1, **VARIANTS["laplace chunks"])
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    inputs = head_inputs(head, [21, 5])
+    inputs |= labels(head, inputs)
     with torch.no_grad():
-        together = None
-        for side, width in (("right", 21), ("right", 30), ("left", 30)):
-            inputs = head_inputs(head, lengths, side, width)
-            actual = results(head, model(**inputs), inputs["attention_mask"])
-            together = together or actual
-            for expected, row in zip(together, actual, strict=True):
-                torch.testing.assert_close(row, expected, atol=2e-5, rtol=1e-4)
-        for row, length in enumerate(lengths):
-            inputs = {name: value[row : row + 1] for name, value in head_inputs(head, lengths).items()}
-            alone = {name: value if "pair" in name else value[..., :length] for name, value in inputs.items()}
-            actual = results(head, model(**alone), alone["attention_mask"])[0]
-            torch.testing.assert_close(actual, together[row], atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(compiled(**inputs)[0], model(**inputs)[0])
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_row_of_padding_is_finite_and_alone(variant):
-    model = make("ForSequenceClassification", pooling="mean", **VARIANTS[variant])
-    inputs = head_inputs("ForSequenceClassification", [9, 9])
-    expected = model(**inputs).logits[0].detach()
-    inputs["attention_mask"][1] = 0
-    logits = model(**inputs).logits
-    torch.testing.assert_close(logits[0], expected, atol=2e-5, rtol=1e-4)
-    logits.square().sum().backward()
-    assert torch.isfinite(logits).all()
-    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("function", ["softmax", "laplace", "relu2"])
-@pytest.mark.parametrize("norm", ["layernorm", "scalenorm", "rmsnorm", "batchnorm", "syncbatchnorm"])
-def test_low_precision_training_step(norm, function, dtype):
-    model = make("ForMaskedLM", normalization_type=norm, attention_activation=function).to(dtype).train()
-    inputs = head_inputs("ForMaskedLM", [21, 5, 1])
-    output = model(**inputs, **labels("ForMaskedLM", inputs))
-    output.loss.backward()
-    assert torch.isfinite(output.logits).all() and torch.isfinite(output.loss)
-    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
-
-
-@pytest.mark.parametrize("variant", ["rotary scalenorm", "laplace chunks", "one direction, truncated"])
-def test_compile_fullgraph(variant):
+def test_compile_trains(variant):
+    """Outputs, gradients and batch statistics of a training step."""
     torch.compiler.reset()  # code that was compiled often in this process is refused
-    model = make("ForMaskedLM", **VARIANTS[variant])
     inputs = head_inputs("ForMaskedLM", [21, 5])
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(**inputs).logits, model(**inputs).logits)
+    states = []
+    for compiling in (False, True):
+        model = make("ForMaskedLM", num_hidden_layers=1, **VARIANTS[variant], **NO_DROPOUT).train()
+        run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiling else model
+        run(**inputs, **labels("ForMaskedLM", inputs)).loss.backward()
+        states.append(gradients(model) | dict(model.named_buffers()))
+    for name, plain in states[0].items():
+        torch.testing.assert_close(states[1][name], plain, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@pytest.mark.parametrize(
+    "head, variant", [("ForMaskedLM", "rotary scalenorm"), *(("ForSequenceClassification", v) for v in VARIANTS)]
+)
+def test_export(head, variant):
+    """One exported program serves every batch size and length, and needs nothing of this package."""
+    model = make(head, num_hidden_layers=1, **VARIANTS[variant])
+    inputs = head_inputs(head, [21, 9])
+    shape = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    exported = torch.export.export(model, (), inputs, dynamic_shapes=dict.fromkeys(inputs, shape), strict=False)
+    assert "luna_mega" not in exported.graph_module.code
+    for lengths in ([21, 9], [30, 2, 7], [8, 8, 1, 3], [2, 1]):
+        for side in ("left", "right"):
+            inputs = head_inputs(head, lengths, side)
+            torch.testing.assert_close(exported.module()(**inputs)[0], model(**inputs)[0], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing(reentrant):
+@pytest.mark.parametrize("variant", ["laplace chunks", "batchnorm, norms around"])
+def test_gradient_checkpointing(variant, reentrant):
+    """Same dropout, gradients and batch statistics."""
     inputs = head_inputs("ForMaskedLM", [21, 5])
-    gradients = []
+    states = []
     for checkpointing in (False, True):
-        model = make("ForMaskedLM", normalization_type="batchnorm").train()
+        model = make("ForMaskedLM", use_feature_dropout=True, **VARIANTS[variant]).train()
         if checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
         torch.manual_seed(1)
         model(**inputs, **labels("ForMaskedLM", inputs)).loss.backward()
-        gradients.append({n: p.grad for n, p in model.named_parameters()} | dict(model.named_buffers()))
-    for name, plain in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], plain, msg=name)
+        states.append(gradients(model) | dict(model.named_buffers()))
+    for name, plain in states[0].items():
+        torch.testing.assert_close(states[1][name], plain, msg=name)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, "values"])
 def test_save_and_load(tmp_path, variant):
-    model = make("ForSequenceClassification", classifier_num_layers=2, **VARIANTS[variant])
+    overrides = VALUES if variant == "values" else VARIANTS[variant]
+    model = make("ForSequenceClassification", classifier_num_layers=2, **overrides)
     model.save_pretrained(tmp_path, max_shard_size="10KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
     loaded, report = AutoModelForSequenceClassification.from_pretrained(tmp_path, output_loading_info=True)
-    assert type(loaded) is type(model) and not report["missing_keys"] and not report["unexpected_keys"]
-    inputs = head_inputs("Model", [9, 4])
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert type(loaded) is type(model) and loaded.config.to_json_string() == model.config.to_json_string()
+    inputs = {"input_values": torch.randn(2, 9)} if variant == "values" else tokens([9, 4])
     assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_masked_lm_weights(tmp_path, tied):
+    model = make("ForMaskedLM", tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForMaskedLM.from_pretrained(tmp_path, device_map="auto")
+    words, decoder = loaded.mega.embedding_layer.word_embeddings.weight, loaded.mlm_head.weight
+    assert (words is decoder) == tied
+    inputs = tokens([9, 4])
+    assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
+    encoder = AutoModel.from_pretrained(tmp_path)
+    assert torch.equal(encoder(**inputs).last_hidden_state, model.mega(**inputs).last_hidden_state)
+    loaded.resize_token_embeddings(50)
+    assert loaded(**inputs).logits.shape == (2, 9, 50) and loaded.config.vocab_size == 50
+    torch.testing.assert_close(loaded(**inputs).logits[..., :40], model(**inputs).logits)
+
+
 def test_every_parameter_is_initialised():
-    for overrides in (*VARIANTS.values(), {"input_type": "values"}):
+    """Also the ones that a checkpoint lacks: built on the meta device, none may be left as it was in memory."""
+    for overrides in (*VARIANTS.values(), VALUES):
         config = tiny_config(add_token_type_embeddings=True, **overrides)
         model = HEADS["ForSequenceClassification"].from_pretrained(None, config=config, state_dict={})
         for name, tensor in model.state_dict().items():
-            assert torch.isfinite(tensor).all() and tensor.abs().max() < 10, name
+            assert not tensor.is_meta and torch.isfinite(tensor).all() and tensor.abs().max() < 10, name
             if name.endswith("ema_expansion_matrix"):
                 assert (tensor[:, ::2] > 0).all() and (tensor[:, 1::2] < 0).all()
 
 
-def test_recorded_states():
-    model = make("ForMaskedLM", use_chunking=True, chunk_size=8)
-    output = model(**head_inputs("ForMaskedLM", [21, 5]), output_hidden_states=True, output_attentions=True)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_recorded_states(variant):
+    """Recording changes neither the outputs nor their gradients."""
+    model, inputs = make("ForMaskedLM", **VARIANTS[variant]), head_inputs("ForMaskedLM", [21, 5])
+    inputs |= labels("ForMaskedLM", inputs)
+    chunk = model.config.attention_chunk or 21
+    shape = (2, -(-21 // chunk), chunk, chunk)
+    states = []
+    for recording in (False, True):
+        model.zero_grad()
+        output = model(**inputs, output_hidden_states=recording, output_attentions=recording)
+        output.loss.backward()
+        states.append({"logits": output.logits} | gradients(model))
+    for name, plain in states[0].items():
+        torch.testing.assert_close(states[1][name], plain, msg=lambda text, n=name: f"{n}: {text}")
     assert [x.shape for x in output.hidden_states] == [(2, 21, 24)] * 3
-    assert [x.shape for x in output.attentions] == [(2, 3, 8, 8)] * 2
+    assert [x.shape for x in output.attentions] == [shape] * 2
+    if model.config.attention_activation == "softmax":
+        sums = output.attentions[0][0].sum(dim=-1).flatten()[:21]
+        torch.testing.assert_close(sums, torch.ones(21))
 
 
-def test_values_and_dropout():
-    model = HEADS["ForSequenceClassification"](
-        tiny_config(input_type="values", pooling="mean", use_feature_dropout=True)
+def test_training_with_trainer(tmp_path):
+    """Real values, chunks, batch norm, autocast, gradient checkpointing and accumulation."""
+    options = {"normalization_type": "batchnorm", "use_chunking": True, "chunk_size": 8, "use_feature_dropout": True}
+    model = MegaForSequenceClassification(tiny_config(**VALUES, **options))
+    data = [
+        {"input_values": torch.randn(19), "attention_mask": torch.ones(19, dtype=torch.long), "labels": i % 3}
+        for i in range(12)
+    ]
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    arguments = TrainingArguments(
+        output_dir=tmp_path,
+        max_steps=2,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        gradient_checkpointing=True,
+        bf16=True,
+        use_cpu=True,
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
     )
-    loss = model(input_values=torch.randn(4, 19), labels=torch.tensor([0, 1, 2, 0])).loss
-    loss.backward()
-    assert torch.isfinite(loss) and model.main_input_name == "input_values"
+    trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == 2 and all(0.5 < loss < 2.0 for loss in losses)
+    for name, tensor in model.state_dict().items():
+        assert torch.isfinite(tensor).all() and not torch.equal(tensor, before[name]), name
+    assert 0.5 < trainer.evaluate()["eval_loss"] < 2.0
+    loaded = MegaForSequenceClassification.from_pretrained(tmp_path / "checkpoint-2")
+    torch.testing.assert_close(loaded.state_dict(), model.state_dict())
 
 
 def test_feature_dropout_drops_channels():
     dropout = MegaDropout(0.5, features=True).train()
-    torch.manual_seed(0)
     dropped = dropout(torch.ones(3, 7, 50))
     assert ((dropped == 0).all(dim=1) | (dropped == 2).all(dim=1)).all()
     assert 0.3 < (dropped == 0).float().mean() < 0.7
     assert torch.equal(dropout.eval()(torch.ones(3, 7, 50)), torch.ones(3, 7, 50))
 
 
-@pytest.mark.parametrize(
-    "fields, message",
-    [
-        ({"attention_activation": "gelu"}, "attention_activation must be one of softmax, laplace, relu2"),
-        ({"normalization_type": "norm"}, "normalization_type must be one of"),
-        ({"use_chunking": True}, "use_chunking needs a chunk_size of at least 1, got -1"),
-        ({"shared_representation_size": 13}, "an even shared_representation_size, got 13"),
-        ({"num_attention_heads": 2}, "num_attention_heads must be 1, got 2"),
-        ({"ema_shift": True, "bidirectional": False}, "ema_shift=True needs bidirectional=True"),
-        ({"is_decoder": True}, "is_decoder=True needs bidirectional=False"),
-        ({"add_cross_attention": True}, "add_cross_attention=True needs is_decoder=True"),
-        ({"dropout_prob": 1.0}, r"dropout_prob must be in \[0, 1\), got 1.0"),
-    ],
-)
-def test_configuration(fields, message):
-    with pytest.raises(Exception, match=message):  # transformers 5.17 wraps the ValueError
-        tiny_config(**fields)
+@pytest.mark.parametrize("features", [False, True])
+def test_where_dropout_is(features):
+    """Every dropout of the configuration acts in training alone, and differently for two equal sequences."""
+    inputs = {name: value.expand(2, -1) for name, value in tokens([9]).items()}
+    for field in NO_DROPOUT:
+        model = make(
+            "Model", **NO_DROPOUT | {field: 0.5}, use_feature_dropout=features, use_chunking=True, chunk_size=4
+        )
+        first, second = model(**inputs).last_hidden_state
+        torch.testing.assert_close(first, second)
+        dropped, other = model.train()(**inputs).last_hidden_state
+        assert not torch.allclose(dropped, other) and not torch.allclose(dropped, first), field
+    model = make("ForTokenClassification", **NO_DROPOUT, classifier_dropout=0.5)
+    expected = model(**inputs).logits
+    assert torch.equal(model(**inputs).logits, expected)
+    assert not torch.allclose(model.train()(**inputs).logits, expected)
 
 
-def test_what_this_version_does_not_have():
-    with pytest.raises(ValueError, match="the Mega encoder only"):
-        HEADS["Model"](tiny_config(is_decoder=True, bidirectional=False))
+def test_sublayers_of_a_block(monkeypatch):
+    """Feature dropout acts on values, moving average, both outputs and the hidden layer; pointwise on the weights."""
+    seen = []
+
+    def record(states, *options):
+        seen.append(tuple(states.shape))
+        return states
+
+    monkeypatch.setattr(nn.functional, "dropout1d", record)
+    make("Model", num_hidden_layers=1, use_feature_dropout=True).train()(**tokens([9, 4]))
+    width, values, hidden = 24, 32, 20
+    channels = [width, values, width, width, hidden, width]  # embeddings; values, average, output; hidden, output
+    assert seen == [(2, size, 9) for size in channels]
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"input_ids": torch.zeros(0, 5, dtype=torch.long), "attention_mask": None}, "batch is empty: 0 sequences"),
-        ({"input_ids": None}, "exactly one of input_ids and inputs_embeds"),
-        ({"attention_mask": torch.ones(2, 8)}, "attention_mask must have the shape"),
-        ({"token_type_ids": torch.zeros(2, 9, dtype=torch.long)}, "add_token_type_embeddings=False"),
-        ({"position_ids": torch.zeros(2, 9)}, "Mega models take no position_ids"),
-    ],
-)
-def test_inputs(change, message):
-    with pytest.raises(ValueError, match=message):
-        make("Model")(**head_inputs("Model", [9, 4]) | change)
+def test_pipelines(tmp_path, tokenizer):
+    """By the folder alone; a text gives the same alone and in a padded batch."""
+    texts = ["w1 w2 <mask> w3 w4 w5 w6 w7 w8", "w5 <mask>"]
+    options = {"use_chunking": True, "chunk_size": 4}
+    for task, head in (
+        ("fill-mask", "ForMaskedLM"),
+        ("text-classification", "ForSequenceClassification"),
+        ("token-classification", "ForTokenClassification"),
+    ):
+        tokenizer.save_pretrained(tmp_path / head)
+        make(head, **options).save_pretrained(tmp_path / head)
+        pipe = pipeline(task, model=str(tmp_path / head))
+        alone, together = [pipe(text) for text in texts], pipe(texts, batch_size=2)
+        for one, other in zip(alone, together, strict=True):
+            entries = zip(one, other if isinstance(other, list) else [other], strict=True)
+            assert all(a["score"] == pytest.approx(b["score"], abs=1e-5) for a, b in entries)
 
 
-def test_sequence_longer_than_the_bias_table():
-    with pytest.raises(ValueError, match="serves at most 48 positions, got 49"):
-        make("Model", relative_positional_bias="simple")(**head_inputs("Model", [49]))
-    make("Model")(**head_inputs("Model", [49]))
+def test_auto_classes_know_mega():
+    config = AutoConfig.for_model("mega", hidden_size=24, num_hidden_layers=1)
+    assert isinstance(config, MegaConfig)
+    assert type(AutoModelForSequenceClassification.from_config(config)) is MegaForSequenceClassification

@@ -72,10 +72,10 @@ def test_v4_folder(shared_dir, parity, tmp_path, case):
 
 
 def compare(parity, model, io, input_ids, mask, prefix):
-    """Rows at padding are meaningless. `hidden_states` are after every layer, `attentions` by chunk."""
+    """Rows at padding are meaningless. `hidden_states` are after every layer."""
     with torch.no_grad():
         options = {"token_type_ids": io["token_type_ids"]} if "token_type_ids" in io else {}
-        output = model(input_ids, mask, output_hidden_states=True, output_attentions=True, **options)
+        output = model(input_ids, mask, output_hidden_states=True, **options)
     keep = None if mask is None else mask.bool().flatten(0, -2)
     for index, states in enumerate(output.hidden_states):
         name = f"{prefix}hidden_states.{index}"

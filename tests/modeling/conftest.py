@@ -1,0 +1,21 @@
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+
+@pytest.fixture
+def tokenizer():
+    """A word is a token: w0 to w34 and the special tokens."""
+    words = {
+        word: i for i, word in enumerate(["<s>", "<pad>", "</s>", "<unk>", *(f"w{i}" for i in range(35)), "<mask>"])
+    }
+    backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    names = {
+        "bos_token": "<s>",
+        "pad_token": "<pad>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "mask_token": "<mask>",
+    }
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **names, model_input_names=["input_ids", "attention_mask"])

@@ -1,0 +1,74 @@
+"""Small Mega models for the tests; their inputs are those of `luna.py`."""
+
+import torch
+
+import luna_mega
+
+HEADS = {
+    name: getattr(luna_mega, f"Mega{name}")
+    for name in (
+        "Model",
+        "ForMaskedLM",
+        "ForSequenceClassification",
+        "ForSequencePairClassification",
+        "ForMultipleChoice",
+        "ForTokenClassification",
+        "ForQuestionAnswering",
+    )
+}
+VARIANTS = {
+    "rotary scalenorm": {},
+    "laplace chunks": {"attention_activation": "laplace", "use_chunking": True, "chunk_size": 8},
+    "relu2 simple post-norm": {
+        "attention_activation": "relu2",
+        "relative_positional_bias": "simple",
+        "normalize_before_mega": False,
+        "normalize_before_ffn": False,
+        "normalization_type": "layernorm",
+    },
+    "one direction, truncated": {"bidirectional": False, "truncation": 5, "normalization_type": "rmsnorm"},
+    "batchnorm, norms around": {
+        "normalization_type": "batchnorm",
+        "embedding_norm": True,
+        "final_norm": True,
+        "scale_embedding": True,
+    },
+    "simple chunks, shift, no ffn": {
+        "relative_positional_bias": "simple",
+        "use_chunking": True,
+        "chunk_size": 7,
+        "ema_shift": True,
+        "use_normalized_ffn": False,
+    },
+}
+NO_DROPOUT = dict.fromkeys(
+    ("dropout_prob", "hidden_dropout_prob", "attention_probs_dropout_prob", "nffn_activation_dropout_prob"), 0.0
+)
+VALUES = {"input_type": "values", "pooling": "mean"}
+
+
+def tiny_config(**overrides):
+    fields = {
+        "vocab_size": 40,
+        "hidden_size": 24,
+        "num_hidden_layers": 2,
+        "intermediate_size": 32,
+        "ema_projection_size": 4,
+        "shared_representation_size": 12,
+        "nffn_hidden_size": 20,
+        "max_positions": 48,
+        "num_labels": 3,
+    }
+    return luna_mega.MegaConfig(**fields | overrides)
+
+
+def make(head, **overrides):
+    """A model with weights large enough that every part of it shows in the result."""
+    torch.manual_seed(0)
+    model = HEADS[head](tiny_config(**overrides)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Attention starts out near uniform and for relu2 near 0.
+            size = 0.5 if "qk_weight" in name or "rel_pos_bias" in name else 0.1
+            parameter.add_(size * torch.randn_like(parameter))
+    return model

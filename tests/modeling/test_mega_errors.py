@@ -1,0 +1,191 @@
+"""What does not fit is refused in one sentence that names the field and the way out."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForMaskedLM
+
+from luna_mega import MegaConfig, MegaForMaskedLM
+
+from .luna import head_inputs, tokens
+from .mega import HEADS, VALUES, make, tiny_config
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"attention_activation": "gelu"}, "attention_activation must be one of softmax, laplace, relu2, got 'gelu'"),
+        ({"normalization_type": "norm"}, "normalization_type must be one of layernorm, .* got 'norm'"),
+        ({"relative_positional_bias": "alibi"}, "relative_positional_bias must be one of rotary, simple, got 'alibi'"),
+        ({"input_type": "pixels"}, "input_type must be one of tokens, values"),
+        ({"pooling": "max"}, "pooling must be one of cls, mean"),
+        ({"pair_features": "sum"}, "pair_features must be one of"),
+        ({"activation": "gleu"}, "activation is 'gleu'"),
+        ({"classifier_activation": "tanhh"}, "classifier_activation is 'tanhh'"),
+        ({"use_chunking": True}, "use_chunking needs a chunk_size of at least 1, got -1"),
+        ({"use_chunking": True, "chunk_size": 0}, "use_chunking needs a chunk_size of at least 1, got 0"),
+        ({"shared_representation_size": 13}, "an even shared_representation_size, got 13"),
+        ({"num_attention_heads": 2}, "num_attention_heads must be 1, got 2"),
+        ({"ema_shift": True, "bidirectional": False}, "ema_shift=True needs bidirectional=True"),
+        ({"is_decoder": True}, "is_decoder=True needs bidirectional=False"),
+        ({"add_cross_attention": True}, "add_cross_attention=True needs is_decoder=True"),
+        ({"dropout_prob": 1.0}, r"dropout_prob must be in \[0, 1\), got 1.0"),
+        ({"ema_projection_size": 0}, "ema_projection_size must be at least 1, got 0"),
+        ({"pad_token_id": None}, r"pad_token_id \(None\) must be a token"),
+        ({"pad_token_id": 40}, r"pad_token_id \(40\) must be a token of the vocabulary \(0 to 39\)"),
+        ({"classifier_num_layers": -1}, "classifier_num_layers must be at least 0, got -1"),
+        ({"hidden_size": "wide"}, "hidden_size"),
+    ],
+)
+def test_configuration(fields, message):
+    with pytest.raises(Exception, match=message):  # transformers 5.17 wraps the ValueError
+        tiny_config(**fields)
+
+
+def test_odd_queries_need_the_simple_bias():
+    model = make("Model", shared_representation_size=13, relative_positional_bias="simple")
+    assert torch.isfinite(model(**tokens([9, 4])).last_hidden_state).all()
+
+
+@pytest.mark.parametrize("truncation", [0, -1])
+def test_no_truncation(truncation):
+    """As in v4, a number below 1 stands for none."""
+    config, inputs = tiny_config(truncation=truncation), tokens([21])
+    assert config.truncation is None
+    expected = make("Model")(**inputs).last_hidden_state
+    assert torch.equal(make("Model", truncation=truncation)(**inputs).last_hidden_state, expected)
+
+
+def test_what_this_version_does_not_have():
+    with pytest.raises(ValueError, match="the Mega encoder only"):
+        HEADS["Model"](tiny_config(is_decoder=True, bidirectional=False))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"input_ids": torch.zeros(0, 5, dtype=torch.long), "attention_mask": None}, "batch is empty: 0 sequences"),
+        ({"input_ids": torch.zeros(2, 0, dtype=torch.long), "attention_mask": None}, "2 sequences of length 0"),
+        ({"input_ids": None}, "exactly one of input_ids and inputs_embeds"),
+        ({"inputs_embeds": torch.zeros(2, 9, 24)}, "exactly one of input_ids and inputs_embeds"),
+        ({"input_values": torch.zeros(2, 9)}, "input_type='tokens'"),
+        ({"input_ids": torch.zeros(9, dtype=torch.long)}, r"takes input_ids \[B, T\] or .* got the shape \[9\]"),
+        ({"input_ids": torch.zeros(2, 9, 3, dtype=torch.long)}, r"got the shape \[2, 9, 3\]"),
+        ({"input_ids": None, "inputs_embeds": torch.zeros(2, 9, 23)}, r"inputs_embeds \[B, T, 24\], got .* 23\]"),
+        ({"input_ids": None, "inputs_embeds": torch.zeros(2, 24)}, r"got the shape \[2, 24\]"),
+        (
+            {"attention_mask": torch.ones(2, 8)},
+            r"attention_mask must have the shape \[2, 9\] of the input, got \[2, 8\]",
+        ),
+        ({"attention_mask": torch.ones(2, 1, 9, 9)}, "attention_mask must have the shape"),
+        ({"token_type_ids": torch.zeros(2, 9, dtype=torch.long)}, "add_token_type_embeddings=False"),
+        ({"position_ids": torch.zeros(2, 9)}, "Mega models take no position_ids"),
+        ({"use_cache": True}, "Mega models take no use_cache"),
+    ],
+)
+def test_inputs(change, message):
+    with pytest.raises(ValueError, match=message):
+        make("Model")(**head_inputs("Model", [9, 4]) | change)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_sequence_longer_than_the_bias_table(legacy):
+    model = make("Model", relative_positional_bias="simple", legacy_bias_table=legacy, chunk_size=24)
+    length = 24 if legacy else 48
+    assert torch.isfinite(model(**tokens([length])).last_hidden_state).all()
+    with pytest.raises(ValueError, match=f"serves at most {length} positions, got {length + 1}.* raise max_positions"):
+        model(**tokens([length + 1]))
+    make("Model")(**tokens([49]))
+    make("Model", relative_positional_bias="simple", use_chunking=True, chunk_size=24)(**tokens([49]))
+
+
+def test_pairs():
+    model, inputs = make("ForSequencePairClassification"), head_inputs("ForSequencePairClassification", [9, 4])
+    fewer = inputs | {"pair_input_ids": inputs["pair_input_ids"][:1], "pair_attention_mask": None}
+    with pytest.raises(ValueError, match="first input has 2 sequences and the second 1"):
+        model(**fewer)
+    with pytest.raises(ValueError, match="a pair have no token types; leave token_type_ids out"):
+        model(**inputs, token_type_ids=inputs["input_ids"])
+
+
+def test_multiple_choice_without_options():
+    with pytest.raises(ValueError, match=r"input_ids \[B, options, T\].*got \[2, 9\]"):
+        make("ForMultipleChoice")(**head_inputs("Model", [9, 4]))
+
+
+def test_values_have_no_vocabulary():
+    for head in ("ForMaskedLM", "ForMultipleChoice", "ForQuestionAnswering"):
+        with pytest.raises(ValueError, match=f"Mega{head} needs input_type='tokens', got 'values'"):
+            make(head, **VALUES)
+    model = make("Model", **VALUES)
+    for change in (
+        lambda: model.set_input_embeddings(torch.nn.Embedding(3, 24)),
+        lambda: model.resize_token_embeddings(9),
+    ):
+        with pytest.raises(ValueError, match="MegaModel needs input_type='tokens'"):
+            change()
+    with pytest.raises(ValueError, match="exactly one of input_values and inputs_embeds"):
+        model(**head_inputs("Model", [9]))
+
+
+@pytest.mark.parametrize(
+    "implementation, message",
+    [
+        ("sdpa", 'MegaForMaskedLM does not support .*scaled_dot_product_attention.*"eager"'),
+        ("flash_attention_2", "MegaForMaskedLM does not support Flash Attention 2"),
+        ("fastest", '"fastest"` is not supported.*"eager"'),
+    ],
+)
+def test_unsupported_attention_implementation(tmp_path, implementation, message):
+    """Mega has one implementation, under the name "eager"; another one is no reason to change a model that exists."""
+    model = make("ForMaskedLM")
+    with pytest.raises(ValueError, match=message):
+        MegaForMaskedLM._from_config(tiny_config(), attn_implementation=implementation)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        MegaForMaskedLM.from_pretrained(tmp_path, attn_implementation=implementation)
+    model.set_attn_implementation(implementation)  # a warning of transformers
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.fixture
+def v4_folder(tmp_path):
+    """A folder as transformers v4 wrote it, with a field that nobody knows."""
+    make("ForMaskedLM").save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text()) | {"transformers_version": "4.40.0", "house_style": "gothic"}
+    path.write_text(json.dumps(config))
+    return tmp_path
+
+
+def test_v4_folder_with_an_unknown_field(v4_folder, tmp_path):
+    """It is kept and saved again, as transformers does with every configuration."""
+    config = AutoConfig.from_pretrained(v4_folder)
+    assert isinstance(config, MegaConfig) and config.house_style == "gothic"
+    config.save_pretrained(tmp_path / "again")
+    assert AutoConfig.from_pretrained(tmp_path / "again").house_style == "gothic"
+    inputs = tokens([9, 4])
+    torch.testing.assert_close(
+        AutoModelForMaskedLM.from_pretrained(v4_folder)(**inputs).logits, make("ForMaskedLM")(**inputs).logits
+    )
+
+
+def test_v4_folder_with_a_wrong_field(v4_folder):
+    path = v4_folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"attention_activation": "swish"}))
+    with pytest.raises(Exception, match="attention_activation must be one of softmax, laplace, relu2, got 'swish'"):
+        AutoModelForMaskedLM.from_pretrained(v4_folder)
+
+
+def test_v4_folder_without_a_tensor(v4_folder):
+    """The loading report names it; it is initialised as in a new model."""
+    missing = "mega.layers.1.mega_layer.ema_gate.ema_expansion_matrix"
+    tensors = load_file(v4_folder / "model.safetensors")
+    kept = tensors.pop(missing)
+    save_file(tensors, v4_folder / "model.safetensors", {"format": "pt"})
+    model, report = AutoModelForMaskedLM.from_pretrained(v4_folder, output_loading_info=True)
+    assert report["missing_keys"] == {missing} and not report["unexpected_keys"]
+    new = model.get_parameter(missing)
+    assert torch.isfinite(new).all() and not torch.equal(new, kept)

@@ -1,0 +1,114 @@
+"""Mega in float16 and bfloat16: finite training steps, and moving averages and statistics that stay in float32."""
+
+import math
+
+import pytest
+import torch
+
+from luna_mega import MegaForMaskedLM
+
+from .luna import head_inputs, labels, tokens
+from .mega import HEADS, NO_DROPOUT, VARIANTS, make
+
+HALF = (torch.bfloat16, torch.float16)
+NORMS = ("layernorm", "scalenorm", "rmsnorm", "batchnorm", "syncbatchnorm")
+FUNCTIONS = ("softmax", "laplace", "relu2")
+
+
+def training_step(model, head, inputs):
+    """One step of SGD; asserts that everything is finite before and after it."""
+    output = model.train()(**inputs, **labels(head, inputs))
+    output[0].float().square().sum().backward()
+    assert torch.isfinite(output[0]).all()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert all(torch.isfinite(tensor).all() for tensor in model.state_dict().values())
+    assert torch.isfinite(model.eval()(**inputs)[0]).all()
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("bias", ["simple", "rotary"])
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("norm", NORMS)
+def test_training_step(norm, function, bias, dtype):
+    """A row is padding throughout, and with chunks so is the end of another."""
+    options = {"normalization_type": norm, "attention_activation": function, "relative_positional_bias": bias}
+    inputs = tokens([21, 5, 0])
+    for chunks in ({}, {"use_chunking": True, "chunk_size": 8}):
+        training_step(make("ForMaskedLM", **options, **chunks).to(dtype), "ForMaskedLM", inputs)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("head", HEADS)
+def test_training_step_of_a_head(head, dtype):
+    model = make(head, use_chunking=True, chunk_size=8, use_feature_dropout=True)
+    training_step(model.to(dtype), head, head_inputs(head, [21, 5, 1]))
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_autocast(variant, dtype):
+    """Close to float32, with the attention weights recorded or not."""
+    inputs = head_inputs("ForMaskedLM", [21, 5])
+    for options in ({}, {"output_attentions": True}):
+        model = make("ForMaskedLM", **VARIANTS[variant], **NO_DROPOUT).train()
+        expected = model(**inputs, **labels("ForMaskedLM", inputs)).loss
+        with torch.autocast("cpu", dtype):
+            loss = model(**inputs, **labels("ForMaskedLM", inputs), **options).loss
+        loss.backward()
+        torch.testing.assert_close(loss, expected, atol=0.0, rtol=0.01)
+        assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, *HALF), ids=str)
+@pytest.mark.parametrize("damping", [-40.0, 40.0])
+@pytest.mark.parametrize("weight", [-40.0, 40.0])
+def test_saturated_logits(weight, damping, dtype):
+    """An average that forgets everything at once, never forgets, or takes in nothing."""
+    model = make("ForMaskedLM")
+    with torch.no_grad():
+        for layer in model.mega.layers:
+            layer.mega_layer.ema_gate.damping_factor.fill_(weight)
+            layer.mega_layer.ema_gate.decay_factor.fill_(damping)
+    training_step(model.to(dtype), "ForMaskedLM", head_inputs("ForMaskedLM", [48, 5]))
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_a_slow_average_is_exact_in_a_half_precision_model(tmp_path, dtype):
+    """Its parameters are loaded in float32: with q = 1 - 2^-12 in bfloat16 it would not forget at all."""
+    model = make("ForMaskedLM", num_hidden_layers=1).double()
+    average = model.mega.layers[0].mega_layer.ema_gate
+    with torch.no_grad():
+        average.damping_factor.fill_(math.log(2.0**-6 / (1 - 2.0**-6)))
+        average.decay_factor.fill_(math.log(2.0**-6 / (1 - 2.0**-6)))
+        average.ema_expansion_matrix.abs_()
+        average.kernel_projection_matrix.abs_()
+    x = torch.rand(2, 4096, 24).to(dtype)
+    expected = average(x.double(), None)
+    model.save_pretrained(tmp_path)
+    loaded = MegaForMaskedLM.from_pretrained(tmp_path, dtype=dtype)
+    average = loaded.mega.layers[0].mega_layer.ema_gate
+    assert loaded.dtype == dtype and all(p.dtype == torch.float32 for p in average.parameters())
+    actual = average(x, None)
+    assert actual.dtype == dtype
+    assert ((actual.double() - expected).norm() / expected.norm()) < 0.01
+    training_step(loaded, "ForMaskedLM", head_inputs("ForMaskedLM", [21, 5]))
+
+
+@pytest.mark.parametrize("norm", ["batchnorm", "syncbatchnorm"])
+def test_running_statistics_of_a_half_precision_model(tmp_path, norm):
+    """Loaded, converted or built in half precision, they are float32, and follow small differences."""
+    model = make("ForMaskedLM", normalization_type=norm)
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            buffer.add_(1e-6)
+    model.save_pretrained(tmp_path)
+    expected = dict(model.named_buffers())
+    loaded = MegaForMaskedLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    for half in (loaded, make("ForMaskedLM", normalization_type=norm).bfloat16()):
+        assert {p.dtype for name, p in half.named_parameters() if "norm" in name} == {torch.bfloat16}
+        assert {b.dtype for name, b in half.named_buffers() if "running" in name} == {torch.float32}
+    torch.testing.assert_close(dict(loaded.named_buffers()), expected, atol=0.0, rtol=0.0)
+    built = MegaForMaskedLM._from_config(model.config, dtype=torch.bfloat16)
+    assert {b.dtype for name, b in built.named_buffers() if "running" in name} == {torch.float32}
+    torch.testing.assert_close(dict(model.half().named_buffers()), expected, atol=0.0, rtol=0.0)

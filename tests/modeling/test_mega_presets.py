@@ -1,0 +1,67 @@
+"""The published Mega models of LRA and raw speech: sizes, recipes, parameter counts."""
+
+import pytest
+import torch
+
+from luna_mega import MegaConfig, MegaForSequenceClassification, MegaForSequencePairClassification
+
+# Preset -> vocabulary, millions of parameters in the original.
+PUBLISHED = {
+    "lra_listops": (21, 0.602),
+    "lra_text": (261, 0.991),
+    "lra_retrieval": (261, 1.485),
+    "lra_image": (None, 2.839),
+    "lra_pathfinder": (None, 1.387),
+    "lra_pathfinder128": (None, 0.382),
+    "sc_base": (None, 0.343),
+    "sc_big": (None, 0.476),
+}
+
+
+def preset(name, **overrides):
+    vocabulary, _ = PUBLISHED[name]
+    return getattr(MegaConfig, name)(*([] if vocabulary is None else [vocabulary]), **overrides)
+
+
+def model_class(name):
+    return MegaForSequencePairClassification if name == "lra_retrieval" else MegaForSequenceClassification
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters(name):
+    with torch.device("meta"):
+        model = model_class(name)(preset(name))
+    assert round(model.num_parameters() / 1e6, 3) == PUBLISHED[name][1]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_recipe(name):
+    config, tokens = preset(name), PUBLISHED[name][0] is not None
+    assert config.input_type == ("tokens" if tokens else "values")
+    assert config.attention_activation == ("softmax" if tokens else "laplace")
+    assert {config.normalize_before_mega, config.normalize_before_ffn, config.final_norm} == {not tokens}
+    assert (config.dropout_prob, config.classifier_dropout) == ((0.1, 0.1) if tokens else (0.0, 0.0))
+    assert config.hidden_dropout_prob == config.attention_probs_dropout_prob == config.nffn_activation_dropout_prob == 0
+    assert (config.pooling, config.relative_positional_bias) == ("mean", "simple")
+    norms = {"lra_listops": "layernorm", "lra_pathfinder128": "syncbatchnorm"}
+    assert config.normalization_type == norms.get(name, "scalenorm" if tokens else "batchnorm")
+    assert config.attention_chunk == (1000 if name.startswith("sc_") else None)
+    classes = {"lra_listops": 10, "lra_image": 10, "sc_base": 10, "sc_big": 10}
+    assert config.num_labels == classes.get(name, 2)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_overrides_win_and_the_model_runs(name):
+    config = preset(name, num_hidden_layers=1, max_positions=64, use_chunking=True, chunk_size=16, num_labels=3)
+    assert (config.num_hidden_layers, config.attention_chunk, config.num_labels) == (1, 16, 3)
+    model = model_class(name)(config).eval()
+    inputs = {"input_values": torch.randn(2, 41)}
+    if config.input_type == "tokens":
+        inputs = {"input_ids": torch.randint(4, 21, (2, 41))}
+    if name == "lra_retrieval":
+        inputs["pair_input_ids"] = inputs["input_ids"]
+    assert model(**inputs).logits.shape == (2, 3)
+
+
+def test_truncation_below_one_is_none():
+    assert {MegaConfig(truncation=truncation).truncation for truncation in (None, 0, -1)} == {None}
