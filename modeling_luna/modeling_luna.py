@@ -23,6 +23,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from luna_mega.kernels.api import luna_attention
 from luna_mega.kernels.luna_attention.reference import attend as attend_with_weights
+from luna_mega.kernels.masks import drop_if_full
 from luna_mega.modeling_luna.configuration_luna import LunaConfig
 
 
@@ -463,7 +464,7 @@ class LunaModel(LunaPreTrainedModel):
             inputs_embeds = self.get_input_embeddings()(inputs)
             if mask is None and name == "input_ids":
                 mask = input_ids != self.config.pad_token_id
-        return inputs_embeds, mask
+        return inputs_embeds, drop_if_full(mask)
 
 
 class LunaLMHead(nn.Module):
