@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         LunaPreTrainedModel as LunaPreTrainedModel,
     )
     from luna_mega.modeling_luna.tokenization_luna import LunaTokenizer as LunaTokenizer
+    from luna_mega.modeling_mega.cache_mega import MegaCache as MegaCache
     from luna_mega.modeling_mega.configuration_mega import MegaConfig as MegaConfig
     from luna_mega.modeling_mega.heads_mega import (
         MegaForMultipleChoice as MegaForMultipleChoice,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
         MegaForTokenClassification as MegaForTokenClassification,
     )
     from luna_mega.modeling_mega.modeling_mega import (
+        MegaForCausalLM as MegaForCausalLM,
         MegaForMaskedLM as MegaForMaskedLM,
         MegaModel as MegaModel,
         MegaPreTrainedModel as MegaPreTrainedModel,
@@ -49,6 +51,7 @@ _EXPORTS = {
     ],
     "luna_mega.modeling_luna.modeling_luna": ["LunaForMaskedLM", "LunaModel", "LunaPreTrainedModel"],
     "luna_mega.modeling_luna.tokenization_luna": ["LunaTokenizer"],
+    "luna_mega.modeling_mega.cache_mega": ["MegaCache"],
     "luna_mega.modeling_mega.configuration_mega": ["MegaConfig"],
     "luna_mega.modeling_mega.heads_mega": [
         "MegaForMultipleChoice",
@@ -57,7 +60,12 @@ _EXPORTS = {
         "MegaForSequencePairClassification",
         "MegaForTokenClassification",
     ],
-    "luna_mega.modeling_mega.modeling_mega": ["MegaForMaskedLM", "MegaModel", "MegaPreTrainedModel"],
+    "luna_mega.modeling_mega.modeling_mega": [
+        "MegaForCausalLM",
+        "MegaForMaskedLM",
+        "MegaModel",
+        "MegaPreTrainedModel",
+    ],
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 

@@ -9,6 +9,7 @@ _FAMILIES = ["Luna", "Mega"]
 _AUTO_CLASSES = {
     "AutoModel": ("Model", "MODEL_MAPPING_NAMES"),
     "AutoModelForPreTraining": ("ForMaskedLM", "MODEL_FOR_PRETRAINING_MAPPING_NAMES"),
+    "AutoModelForCausalLM": ("ForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
     "AutoModelForMaskedLM": ("ForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING_NAMES"),
     "AutoModelForSequenceClassification": (
         "ForSequenceClassification",
@@ -28,7 +29,9 @@ def register_auto_classes() -> None:
         config = getattr(luna_mega, f"{family}Config")
         transformers.AutoConfig.register(config.model_type, config, exist_ok=True)
         for auto_class, (suffix, names_table) in _AUTO_CLASSES.items():
-            model = getattr(luna_mega, family + suffix)
+            model = getattr(luna_mega, family + suffix, None)
+            if model is None:
+                continue
             getattr(transformers, auto_class).register(config, model, exist_ok=True)
             getattr(modeling_auto, names_table)[config.model_type] = model.__name__
     transformers.AutoTokenizer.register(luna_mega.LunaConfig, luna_mega.LunaTokenizer, exist_ok=True)

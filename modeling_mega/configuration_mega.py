@@ -53,10 +53,12 @@ class MegaConfig(PreTrainedConfig):
         classifier_dropout: probability before each layer of the classification head; None = `hidden_dropout_prob`.
         add_lm_hidden_dense_layer: the language-model heads have a dense layer with tanh.
         num_attention_heads: always 1; kept because v4 files have it.
-        is_decoder, add_cross_attention: a decoder block; see the error for what this version has.
+        is_decoder: causal attention, for `MegaForCausalLM`; needs `bidirectional=False`.
+        add_cross_attention: not in this version.
 
         input_type: `"tokens"` (`input_ids`) or `"values"` (`input_values`, one real number a position: pixels, audio).
         scale_embedding: multiply embeddings by sqrt(d).
+        embedding_size: width of the word vectors, which a linear layer brings to `hidden_size`; None = that.
         embedding_norm: a norm on the embeddings.
         final_norm: a norm after the last block; None = no. `final_norm_affine`: it has parameters.
         ema_shift: the backward moving average starts at the next token (files of fairseq's `flash` branch).
@@ -69,6 +71,13 @@ class MegaConfig(PreTrainedConfig):
         classifier_num_layers, classifier_hidden_size, classifier_activation, classifier_bias: the classification head.
         pair_features: what the pair classifier reads of a and b: `"concat"` [b, a] or `"interaction"`
             [a, b, a * b, a - b].
+        lm_head_bias: the output layer of `MegaForCausalLM` has a bias.
+        adaptive_input_cutoffs: first tokens of the second and every later band of an adaptive input embedding; None =
+            an ordinary one. `adaptive_input_factor`: by which the width of the vectors falls from band to band.
+        adaptive_softmax_cutoffs, adaptive_softmax_factor: the same for an adaptive softmax in `MegaForCausalLM`, which
+            gives log-probabilities in place of logits. `adaptive_softmax_dropout`: on its inputs and within its tails.
+        tie_adaptive_projections: an adaptive softmax with tied word vectors uses the projections of the input as well.
+        legacy_adaptive_loss: the loss leaves out one word of every tail, as the original's does by mistake.
         sparse_prediction: under labels the masked-LM head projects the predicted positions alone, so that its cost and
             memory are those of M positions in place of B T; `logits` then are `[M, vocab_size]`.
 
@@ -124,6 +133,7 @@ class MegaConfig(PreTrainedConfig):
 
     input_type: str = "tokens"
     scale_embedding: bool = False
+    embedding_size: int | None = None
     embedding_norm: bool = False
     final_norm: bool = False
     final_norm_affine: bool = True
@@ -137,11 +147,21 @@ class MegaConfig(PreTrainedConfig):
     classifier_activation: str = "tanh"
     classifier_bias: bool = True
     pair_features: str = "concat"
+    lm_head_bias: bool = True
+    adaptive_input_cutoffs: list[int] | None = None
+    adaptive_input_factor: float | int = 4
+    adaptive_softmax_cutoffs: list[int] | None = None
+    adaptive_softmax_factor: float | int = 4
+    adaptive_softmax_dropout: float | int = 0.0
+    tie_adaptive_projections: bool = False
+    legacy_adaptive_loss: bool = False
     sparse_prediction: bool = False
 
     def __post_init__(self, **kwargs):
         if self.classifier_hidden_size is None:
             self.classifier_hidden_size = self.hidden_size
+        if self.embedding_size is None:
+            self.embedding_size = self.hidden_size
         if self.classifier_dropout is None:
             self.classifier_dropout = self.hidden_dropout_prob
         if self.truncation is not None and self.truncation < 1:
@@ -268,7 +288,7 @@ class MegaConfig(PreTrainedConfig):
         for field in (
             "vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "ema_projection_size",
             "shared_representation_size", "nffn_hidden_size", "max_positions", "type_vocab_size",
-            "classifier_hidden_size",
+            "classifier_hidden_size", "embedding_size",
         ):  # fmt: skip
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
@@ -276,7 +296,7 @@ class MegaConfig(PreTrainedConfig):
             raise ValueError(f"classifier_num_layers must be at least 0, got {self.classifier_num_layers}")
         for field in (
             "dropout_prob", "hidden_dropout_prob", "attention_probs_dropout_prob", "nffn_activation_dropout_prob",
-            "classifier_dropout",
+            "classifier_dropout", "adaptive_softmax_dropout",
         ):  # fmt: skip
             if not 0.0 <= getattr(self, field) < 1.0:
                 raise ValueError(f"{field} must be in [0, 1), got {getattr(self, field)}")
@@ -296,8 +316,33 @@ class MegaConfig(PreTrainedConfig):
             raise ValueError("is_decoder=True needs bidirectional=False: a decoder sees no later position")
         if self.ema_shift and not self.bidirectional:
             raise ValueError("ema_shift=True needs bidirectional=True: it is about the average that runs backward")
+        self._validate_adaptive()
         if self.add_cross_attention and not self.is_decoder:
             raise ValueError("add_cross_attention=True needs is_decoder=True")
+
+    def _validate_adaptive(self):
+        for field in ("adaptive_input", "adaptive_softmax"):
+            cutoffs, factor = getattr(self, f"{field}_cutoffs"), getattr(self, f"{field}_factor")
+            if cutoffs is None:
+                continue
+            edges = [0, *cutoffs, self.vocab_size]
+            if len(edges) < 3 or sorted(set(edges)) != edges:
+                raise ValueError(
+                    f"{field}_cutoffs must rise strictly between 0 and vocab_size={self.vocab_size}, got {cutoffs}"
+                )
+            width = self.embedding_size if field == "adaptive_input" else self.hidden_size
+            if factor < 1 or width // factor ** len(cutoffs) < 1:
+                raise ValueError(
+                    f"{field}_factor {factor} leaves the last of {len(cutoffs) + 1} bands nothing of a width of {width}"
+                )
+        adaptive = self.adaptive_input_cutoffs is not None or self.adaptive_softmax_cutoffs is not None
+        if adaptive and self.tie_word_embeddings and self.adaptive_input_cutoffs != self.adaptive_softmax_cutoffs:
+            raise ValueError(
+                f"tie_word_embeddings=True needs the same cutoffs on both sides, got {self.adaptive_input_cutoffs} for "
+                f"the input and {self.adaptive_softmax_cutoffs} for the softmax; or pass tie_word_embeddings=False"
+            )
+        if self.tie_adaptive_projections and not (adaptive and self.tie_word_embeddings):
+            raise ValueError("tie_adaptive_projections=True needs an adaptive softmax with tie_word_embeddings=True")
 
 
 __all__ = ["MegaConfig"]

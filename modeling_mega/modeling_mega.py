@@ -15,15 +15,24 @@ import torch
 from torch import nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
+from transformers.generation import GenerationMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPooling, MaskedLMOutput
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPoolingAndCrossAttentions,
+    CausalLMOutputWithPast,
+    MaskedLMOutput,
+)
 from transformers.modeling_utils import PreTrainedModel
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from luna_mega.kernels.api import damped_ema, gated_attention
+from luna_mega.kernels.api import damped_ema, damped_ema_step, gated_attention
+from luna_mega.kernels.damped_ema.reference import log_decay
 from luna_mega.kernels.gated_attention.reference import attention_weights, into_chunks
+from luna_mega.kernels.masks import drop_if_full
+from luna_mega.modeling_mega.adaptive import MegaAdaptiveEmbedding, MegaAdaptiveSoftmax
+from luna_mega.modeling_mega.cache_mega import MegaCache, MegaCacheLayer
 from luna_mega.modeling_mega.configuration_mega import MegaConfig
 from luna_mega.modeling_mega.norms import MegaScaleNorm, build_norm
 from luna_mega.modeling_mega.position import MegaRotaryRelativeBias, MegaSimpleRelativeBias
@@ -46,16 +55,23 @@ class MegaEmbeddings(nn.Module):
 
     def __init__(self, config: MegaConfig):
         super().__init__()
-        if config.input_type == "tokens":
-            self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
-        else:
+        if config.input_type == "values":
             self.value_embeddings = MegaValueEmbeddings(config.hidden_size)
+        elif config.adaptive_input_cutoffs is not None:
+            self.word_embeddings = MegaAdaptiveEmbedding(config)
+        else:
+            size = config.embedding_size
+            self.word_embeddings = nn.Embedding(config.vocab_size, size, padding_idx=config.pad_token_id)
+            if size != config.hidden_size:
+                self.projection = nn.Linear(size, config.hidden_size, bias=False)
         if config.add_token_type_embeddings:
             self.token_type_embeddings = nn.Embedding(config.type_vocab_size, config.hidden_size)
         self.scale = math.sqrt(config.hidden_size) if config.scale_embedding else 1.0
 
     def forward(self, inputs_embeds: torch.Tensor, token_type_ids: torch.Tensor | None) -> torch.Tensor:
         hidden_states = inputs_embeds * self.scale
+        if hasattr(self, "projection"):
+            hidden_states = self.projection(hidden_states)
         if not hasattr(self, "token_type_embeddings"):
             return hidden_states
         if token_type_ids is None:
@@ -106,18 +122,50 @@ class MegaMovingAverage(nn.Module):
         self.residual_weight = nn.Parameter(torch.empty(config.hidden_size))
         self.shift, self.truncation = config.ema_shift, config.truncation
 
-    def forward(self, hidden_states: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        return damped_ema(
-            hidden_states,
+    def forward(
+        self, hidden_states: torch.Tensor, mask: torch.Tensor | None, past: MegaCacheLayer | None = None
+    ) -> torch.Tensor:
+        parameters = (
             self.damping_factor.squeeze(-1),
             self.decay_factor.squeeze(-1),
             self.ema_expansion_matrix.squeeze(-1),
             self.kernel_projection_matrix,
-            self.residual_weight,
-            mask=mask,
-            shift=self.shift,
-            truncation=self.truncation,
         )
+        if past is None:
+            options = {"mask": mask, "shift": self.shift, "truncation": self.truncation}
+            return damped_ema(hidden_states, *parameters, self.residual_weight, **options)
+        if self.truncation is not None and self.truncation > 0:
+            return self.truncated(hidden_states, mask, past, parameters)
+        output, average = self.run(hidden_states, mask, past.average, parameters, self.residual_weight)
+        past.store(average=average)
+        return output
+
+    @staticmethod
+    def run(inputs, mask, state, parameters, skip=None):
+        """The average over inputs that follow on `state`, and the state behind them."""
+        if inputs.shape[1] > 1 or state is None:
+            return damped_ema(inputs, *parameters, skip, mask=mask, initial_state=state, return_state=True)
+        output, state = damped_ema_step(
+            inputs[:, 0], state, *parameters, skip, mask=None if mask is None else mask[:, 0]
+        )
+        return output[:, None], state
+
+    def truncated(self, inputs, mask, past, parameters):
+        """The average of the last `truncation` inputs: all of them, less what is older.
+
+        What is older is the average of the inputs delayed by `truncation`, decayed by q^truncation.
+        """
+        batch, length, width = inputs.shape
+        wide = inputs.to(torch.promote_types(inputs.dtype, self.residual_weight.dtype))
+        kept = wide if mask is None else wide.masked_fill(~mask[..., None], 0.0)
+        older = wide.new_zeros(batch, self.truncation, width) if past.inputs is None else past.inputs
+        recent = torch.cat((older, kept), dim=1)
+        average, state = self.run(kept, None, past.average, parameters)
+        *rest, projection = parameters
+        projection = projection * torch.exp(self.truncation * log_decay(*parameters[:2]))
+        late, forgotten = self.run(recent[:, :length], None, past.forgotten, (*rest, projection))
+        past.store(average=state, forgotten=forgotten, inputs=recent[:, length:].clone())
+        return nn.functional.silu(average - late + self.residual_weight * wide).to(inputs.dtype)
 
 
 def _to_front(states: torch.Tensor, mask: torch.Tensor, back: bool = False) -> torch.Tensor:
@@ -152,17 +200,31 @@ class MegaGatedAttention(nn.Module):
         self.hidden_dropout = MegaDropout(config.hidden_dropout_prob, config.use_feature_dropout)
 
     def forward(
-        self, hidden_states: torch.Tensor, mask: torch.Tensor | None, output_weights: bool = False
+        self,
+        hidden_states: torch.Tensor,
+        mask: torch.Tensor | None,
+        output_weights: bool = False,
+        past: MegaCacheLayer | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`[B, T, d]` -> the same, and with `output_weights` the attention weights `[B, chunks, C, C]`."""
+        """`[B, T, d]` -> the same, and with `output_weights` the attention weights `[B, chunks, C, C]`.
+
+        With `past` the sequences go on from there, and it is brought up to date.
+        """
         residual = hidden_states
         if self.config.normalize_before_mega:
             hidden_states = self.norm(hidden_states, mask)
         value = self.hidden_dropout(self.activation(self.v_proj(hidden_states)))
-        smoothed = self.dropout(self.ema_gate(hidden_states, mask))
+        smoothed = self.dropout(self.ema_gate(hidden_states, mask, past))
         update, shared, reset, candidate = self.mx_proj(smoothed).split(self.sizes, dim=-1)
         shared, reset = nn.functional.silu(shared), nn.functional.silu(reset)
-        attended, weights = self.attend(shared, value, mask, output_weights)
+        query, key = (shared * self.qk_weight[row] + self.qk_bias[row] for row in (0, 1))
+        if past is not None:
+            window = None if self.config.attention_chunk is None else self.config.attention_chunk - 1
+            key, value, key_mask, start = past.extend(key, value, mask, window)
+        if key.shape[1] == query.shape[1]:
+            attended, weights = self.attend(query, key, value, mask, output_weights)
+        else:
+            attended, weights = self.attend_on(query, key, value, key_mask, start), None
         attended = self.dropout(self.activation(candidate + self.h_proj(attended * reset)))
         # Under autocast the residual is wider than the other two, and lerp wants one dtype.
         output = torch.lerp(residual, attended.to(residual.dtype), update.to(residual.dtype).sigmoid())
@@ -170,32 +232,62 @@ class MegaGatedAttention(nn.Module):
             output = self.norm(output, mask)
         return output, weights
 
-    def attend(self, shared, value, mask, output_weights):
+    def attend(self, query, key, value, mask, output_weights):
         """Attention in chunks that begin with the sequence's first token, wherever padding has put that."""
-        chunk = self.config.attention_chunk
-        # Only chunks care for absolute positions.
-        move = chunk is not None and mask is not None
+        # Only chunks, and the divisor of a causal attention without softmax, care for absolute positions.
+        options, divisor = self.options(), self.config.is_decoder and self.config.attention_activation != "softmax"
+        move = mask is not None and (options["chunk_size"] is not None or divisor)
         if move:
-            shared, value, mask_in_place = _to_front(shared, mask), _to_front(value, mask), mask
-            mask = _to_front(mask, mask)
-        query, key = (shared * self.qk_weight[row] + self.qk_bias[row] for row in (0, 1))
-        options = {
-            "bias": self.relative_bias(shared.shape[1]),
-            "function": self.config.attention_activation,
-            "causal": self.config.is_decoder,
-            "chunk_size": chunk,
-            "mask": mask,
-        }
+            query, key, value, mask, mask_in_place = *(_to_front(x, mask) for x in (query, key, value, mask)), mask
+        options |= {"bias": self.relative_bias(query.shape[1]), "mask": mask}
         dropout = self.config.attention_probs_dropout_prob if self.training else 0.0
         if output_weights:
             # Step by step, so that the output depends on the weights that are handed out.
-            with torch.autocast(shared.device.type, enabled=False):
+            with torch.autocast(value.device.type, enabled=False):
                 weights = attention_weights(query, key, **options)
                 dropped = torch.dropout(weights.to(value.dtype), dropout, train=True)
-                attended = (dropped @ into_chunks(value, chunk)).flatten(1, 2)[:, : value.shape[1]]
+                attended = (dropped @ into_chunks(value, options["chunk_size"])).flatten(1, 2)[:, : value.shape[1]]
         else:
             attended, weights = gated_attention(query, key, value, dropout=dropout, **options), None
         return (_to_front(attended, mask_in_place, back=True) if move else attended), weights
+
+    def options(self):
+        """The arguments of the attention that the configuration fixes."""
+        return {
+            "function": self.config.attention_activation,
+            "causal": self.config.is_decoder,
+            "chunk_size": self.config.attention_chunk,
+        }
+
+    def attend_on(self, query, key, value, mask, start):
+        """Causal attention of the last T of S keys, the first of which is at the position `start` `[B, 1]`."""
+        new, chunk = query.shape[1], self.config.attention_chunk
+        old = key.shape[1] - new
+        if chunk is not None and new > 1:
+            return self.attend_in_chunks(nn.functional.pad(query, (0, 0, old, 0)), key, value, mask, start)[:, old:]
+        place = start + torch.arange(old, old + new, device=start.device)  # of the queries, [B, T]
+        if chunk is not None:
+            # A single position sees the keys of its own chunk.
+            place = place % chunk
+            mask = mask & (torch.arange(old + 1, device=start.device) >= old - place)
+        if self.config.attention_activation != "softmax":
+            # The op divides by the number of columns, which padding and the last chunk's keys are among.
+            columns = torch.arange(old + 1, old + new + 1, device=start.device)
+            query = query * (columns / (place + 1).clamp(min=1))[..., None].to(query.dtype)
+        options = self.options() | {"bias": self.relative_bias(key.shape[1]), "chunk_size": None}
+        return gated_attention(query, key, value, mask=mask, offset=old, **options)
+
+    def attend_in_chunks(self, query, key, value, mask, start):
+        """Attention in chunks of which the first began `start % chunk_size` positions before the first key."""
+        chunk, length = self.config.attention_chunk, key.shape[1]
+        index = torch.arange(length + chunk - 1, device=start.device) - start % chunk
+        inside = (index >= 0) & (index < length)
+        index = index.clamp(0, length - 1)
+        query, key, value = (x.gather(1, index[..., None].expand(-1, -1, x.shape[2])) for x in (query, key, value))
+        options = self.options() | {"bias": self.relative_bias(chunk), "mask": mask.gather(1, index) & inside}
+        attended = gated_attention(query, key, value, **options)
+        back = torch.arange(length, device=start.device) + start % chunk
+        return attended.gather(1, back[..., None].expand(-1, -1, attended.shape[2]))
 
     def relative_bias(self, length: int) -> torch.Tensor:
         """The bias of the positions of a chunk, or of all, a vector over their differences."""
@@ -235,9 +327,13 @@ class MegaBlock(GradientCheckpointingLayer):
         self.nffn = MegaNormalizedFeedForwardNetwork(config) if config.use_normalized_ffn else None
 
     def forward(
-        self, hidden_states: torch.Tensor, mask: torch.Tensor | None, output_weights: bool = False
+        self,
+        hidden_states: torch.Tensor,
+        mask: torch.Tensor | None,
+        output_weights: bool = False,
+        past: MegaCacheLayer | None = None,
     ) -> torch.Tensor:
-        hidden_states, _ = self.mega_layer(hidden_states, mask, output_weights)
+        hidden_states, _ = self.mega_layer(hidden_states, mask, output_weights, past)
         return hidden_states if self.nffn is None else self.nffn(hidden_states, mask)
 
 
@@ -280,6 +376,8 @@ class MegaPreTrainedModel(PreTrainedModel):
 
     def resize_token_embeddings(self, *args, **kwargs) -> nn.Embedding:
         self.require_tokens()
+        if self.config.adaptive_input_cutoffs is not None or self.config.adaptive_softmax_cutoffs is not None:
+            raise NotImplementedError("an adaptive vocabulary is in bands by frequency and cannot be resized")
         return super().resize_token_embeddings(*args, **kwargs)
 
     @torch.no_grad()
@@ -305,6 +403,11 @@ class MegaPreTrainedModel(PreTrainedModel):
         elif isinstance(module, MegaRotaryRelativeBias):
             init.normal_(module.alpha, std=std)
             init.normal_(module.b_param, std=std)
+        elif isinstance(module, nn.Embedding) and config.scale_embedding:
+            # Scaled by sqrt(d), the vectors have entries around 1.
+            init.normal_(module.weight, std=module.embedding_dim**-0.5)
+            if module.padding_idx is not None:
+                init.zeros_(module.weight[module.padding_idx])
         elif isinstance(module, MegaValueEmbeddings):
             init.normal_(module.weight)
             init.normal_(module.bias, std=0.1)
@@ -314,14 +417,14 @@ _FORWARD_KWARGS = {"num_items_in_batch", "output_hidden_states", "output_attenti
 
 
 class MegaModel(MegaPreTrainedModel):
-    """The Mega encoder without a head."""
+    """Mega without a head: the encoder, or with `is_decoder` the decoder of a language model."""
 
     def __init__(self, config: MegaConfig, add_pooling_layer: bool = True):
         super().__init__(config)
-        if config.is_decoder:
+        if config.add_cross_attention:
             raise ValueError(
-                "is_decoder=True: this version has the Mega encoder only; a decoder's folder loads in a version with "
-                "MegaForCausalLM"
+                "add_cross_attention=True: this version has no cross-attention; a folder with it loads in a version "
+                "with MegaForConditionalGeneration"
             )
         self.embedding_layer = MegaEmbeddings(config)
         self.embedding_norm = MegaSequenceNorm(config, config.norm_affine) if config.embedding_norm else None
@@ -349,8 +452,10 @@ class MegaModel(MegaPreTrainedModel):
         inputs_embeds: torch.FloatTensor | None = None,
         input_values: torch.FloatTensor | None = None,
         token_type_ids: torch.LongTensor | None = None,
+        past_key_values: MegaCache | None = None,
+        use_cache: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> BaseModelOutputWithPooling:
+    ) -> BaseModelOutputWithPoolingAndCrossAttentions:
         """Encode a batch of B sequences of T positions.
 
         Args:
@@ -359,10 +464,14 @@ class MegaModel(MegaPreTrainedModel):
             inputs_embeds: `[B, T, d]` embeddings in place of tokens or values.
             input_values: `[B, T]` real numbers (`input_type="values"`).
             token_type_ids: `[B, T]`, with `add_token_type_embeddings`; None = all 0.
+            past_key_values: `is_decoder` only: what was returned for the positions before these. It is changed in
+                place. `attention_mask` is that of the T positions, or of these and all before them.
+            use_cache: `is_decoder` only: return `past_key_values`. None = `config.use_cache`, but not in training.
             kwargs: `output_hidden_states`, `output_attentions`, `return_dict`.
 
         Returns:
             `last_hidden_state` `[B, T, d]` (rows at padding are meaningless), `pooler_output` `[B, d]` or None,
+            `past_key_values` or None,
             `hidden_states` N + 1 of `[B, T, d]`, `attentions` N of `[B, chunks, C, C]`.
 
         Raises:
@@ -373,6 +482,9 @@ class MegaModel(MegaPreTrainedModel):
             raise ValueError(f"Mega models take no {', '.join(sorted(unknown))}; leave the argument out")
         if token_type_ids is not None and not self.config.add_token_type_embeddings:
             raise ValueError("this model has add_token_type_embeddings=False: leave token_type_ids out")
+        past = self._cache(past_key_values, use_cache)
+        if past is not None and past.get_seq_length() and attention_mask is not None:
+            attention_mask = attention_mask[:, -(input_ids if inputs_embeds is None else inputs_embeds).shape[1] :]
         inputs_embeds, mask = self._embed(input_ids, attention_mask, inputs_embeds, input_values)
         hidden_states = self.embedding_layer(inputs_embeds, token_type_ids)
         if self.embedding_norm is not None:
@@ -382,14 +494,54 @@ class MegaModel(MegaPreTrainedModel):
             # What the original's batch norm counts at padding.
             hidden_states = hidden_states.masked_fill(~mask[..., None], 0.0)
         output_weights = kwargs.get("output_attentions", self.config.output_attentions)
-        for layer in self.layers:
-            hidden_states = layer(hidden_states, mask, output_weights)
+        if past is not None:
+            if mask is None:
+                mask = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.bool)
+            self._check_cache(past, len(mask), output_weights)
+        for index, layer in enumerate(self.layers):
+            hidden_states = layer(hidden_states, mask, output_weights, None if past is None else past.layers[index])
         if self.final_norm is not None:
             hidden_states = self.final_norm(hidden_states, mask)
-        return BaseModelOutputWithPooling(
+        return BaseModelOutputWithPoolingAndCrossAttentions(
             last_hidden_state=hidden_states,
+            past_key_values=past,
             pooler_output=None if self.pooler is None else self.pooler(first_token(hidden_states, mask)),
         )
+
+    def _cache(self, past, use_cache):
+        """The cache to read and to fill, or None."""
+        if not self.config.is_decoder:
+            if past is not None or use_cache:
+                raise ValueError(
+                    "past_key_values and use_cache=True need a decoder (is_decoder=True, bidirectional=False): an "
+                    "encoder's output depends on what is yet to come"
+                )
+            return None
+        if past is not None and not isinstance(past, MegaCache):
+            raise ValueError(f"past_key_values must be a MegaCache, got a {type(past).__name__}; leave it out to begin")
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        if past is None and use_cache:
+            past = MegaCache(self.config)
+        if past is not None and self.training and self.gradient_checkpointing:
+            raise ValueError("gradient checkpointing runs a layer twice, a cache only once: pass use_cache=False")
+        return past
+
+    def _check_cache(self, past, batch, output_weights):
+        config, layer = self.config, past.layers[0]
+        if not layer.is_initialized:
+            return
+        expected = (batch, config.hidden_size, config.ema_projection_size), (
+            batch, config.shared_representation_size, config.intermediate_size
+        )  # fmt: skip
+        given = tuple(layer.average.shape), (len(layer.keys), layer.keys.shape[2], layer.values.shape[2])
+        if given != expected or len(past) != config.num_hidden_layers:
+            raise ValueError(
+                f"past_key_values does not fit this model and batch: {len(past)} layers with states and keys of "
+                f"{given}, needed are {config.num_hidden_layers} with {expected} (batch size first)"
+            )
+        if output_weights:
+            raise ValueError("output_attentions=True goes with a new cache only; pass use_cache=False for the weights")
 
     def _embed(self, input_ids, attention_mask, inputs_embeds, input_values):
         """Check the inputs; return embeddings `[B, T, d]` and bool mask `[B, T]` (None = all)."""
@@ -418,7 +570,7 @@ class MegaModel(MegaPreTrainedModel):
             inputs_embeds = self.get_input_embeddings()(inputs)
             if mask is None and name == "input_ids":
                 mask = input_ids != self.config.pad_token_id
-        return inputs_embeds, mask
+        return inputs_embeds, drop_if_full(mask)
 
 
 def first_token(states: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -482,4 +634,114 @@ class MegaForMaskedLM(MegaPreTrainedModel):
         )
 
 
-__all__ = ["MegaForMaskedLM", "MegaModel", "MegaPreTrainedModel"]
+class MegaForCausalLM(MegaPreTrainedModel, GenerationMixin):
+    """Mega with a language-modelling head; generates at constant memory where attention is in chunks.
+
+    Needs `is_decoder=True` and `bidirectional=False`.
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "mega.embedding_layer.word_embeddings.weight"}
+    _is_stateful = True  # a moving average cannot go back, so no assisted decoding
+
+    def __init__(self, config: MegaConfig):
+        super().__init__(config)
+        self.require_tokens()
+        if not config.is_decoder:
+            raise ValueError("MegaForCausalLM needs a configuration with is_decoder=True and bidirectional=False")
+        self.mega = MegaModel(config, add_pooling_layer=False)
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size) if config.add_lm_hidden_dense_layer else None
+        self.dropout = nn.Dropout(config.dropout_prob)
+        if config.adaptive_softmax_cutoffs is None:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.lm_head_bias)
+        else:
+            self.lm_head = MegaAdaptiveSoftmax(config)
+            self._tied_weights_keys = {}  # what is tied has no second name
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        return None if self.config.adaptive_softmax_cutoffs is not None else self.lm_head
+
+    def set_output_embeddings(self, new_embeddings: nn.Module):
+        self.lm_head = new_embeddings
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
+        past_key_values: MegaCache | None = None,
+        use_cache: bool | None = None,
+        labels: torch.LongTensor | None = None,
+        shift_labels: torch.LongTensor | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> CausalLMOutputWithPast:
+        """As `MegaModel.forward`; `labels` `[B, T]`: the tokens themselves (the loss shifts them), -100 = not counted.
+
+        `shift_labels` `[B, T]` in place of `labels`: the token that follows each position, also behind the last.
+        `logits`: `[B, T, vocab_size]`, or those of the last `logits_to_keep` positions, or of these positions. With an
+        adaptive softmax they are log-probabilities, and None where there are labels, as the loss needs no more than the
+        bands of these.
+        """
+        outputs = self.mega(
+            input_ids,
+            attention_mask,
+            inputs_embeds=inputs_embeds,
+            token_type_ids=token_type_ids,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        hidden_states = outputs.last_hidden_state[:, kept]
+        if self.dense is not None:
+            hidden_states = torch.tanh(self.dense(hidden_states))
+        if self.config.adaptive_softmax_cutoffs is None:
+            logits, loss = self.lm_head(self.dropout(hidden_states)), None
+            if labels is not None or shift_labels is not None:
+                if shift_labels is not None:
+                    kwargs["shift_labels"] = shift_labels.contiguous()
+                loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        else:
+            logits, loss = self._adaptive(hidden_states, labels, shift_labels, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    def _adaptive(self, hidden_states, labels, shift_labels, num_items_in_batch=None, **kwargs):
+        """Log-probabilities and None, or None and the loss."""
+        embedding = self.mega.get_input_embeddings()
+        if labels is None and shift_labels is None:
+            return self.lm_head(hidden_states.flatten(0, 1), embedding).unflatten(0, hidden_states.shape[:2]), None
+        if shift_labels is None:
+            shift_labels = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+        counted = shift_labels != -100
+        total = self.lm_head.loss(hidden_states[counted], shift_labels[counted], embedding)
+        return None, total / (counted.sum() if num_items_in_batch is None else num_items_in_batch)
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args):
+        """Called by `generate`."""
+        if generation_config.cache_implementation not in (None, "dynamic"):
+            raise ValueError(
+                f"cache_implementation={generation_config.cache_implementation!r}: a Mega decoder keeps its own "
+                "MegaCache, already of constant size with chunks; leave the argument out"
+            )
+        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
+            model_kwargs["past_key_values"] = MegaCache(self.config)
+        else:
+            super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
+
+    def init_continuous_batching(self, *args, **kwargs):
+        """Refuse what needs a cache of keys and values alone; `generate` batches prompts of any lengths."""
+        raise NotImplementedError("continuous batching needs attention caches; call generate with a padded batch")
+
+    generate_batch = init_continuous_batching
+
+
+__all__ = ["MegaForCausalLM", "MegaForMaskedLM", "MegaModel", "MegaPreTrainedModel"]

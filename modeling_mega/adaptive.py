@@ -1,0 +1,112 @@
+"""Adaptive input embeddings (Baevski and Auli 2019) and adaptive softmax (Grave et al. 2017) of the language models.
+
+The vocabulary, sorted by frequency, falls into bands at the cutoffs. Words of band b have vectors of width
+`embedding_size / factor^b`; those of the first band, the head, are scored together with one class per other band, the
+tails.
+"""
+
+from itertools import pairwise
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, linear
+
+from luna_mega.modeling_mega.configuration_mega import MegaConfig
+
+
+def _bands(cutoffs: list[int], vocab_size: int, width: int, factor: float) -> tuple[list[int], list[int]]:
+    """The first word of every band and the size of the vocabulary; the width of every band's vectors."""
+    edges = [0, *cutoffs, vocab_size]
+    return edges, [int(width // factor**band) for band in range(len(edges) - 1)]
+
+
+def _wide(scores: torch.Tensor) -> torch.Tensor:
+    return scores.to(torch.promote_types(scores.dtype, torch.float32))
+
+
+class MegaAdaptiveEmbedding(nn.Module):
+    """Tokens `[B, T]` to `[B, T, d]`: a vector of the width of the token's band, then that band's projection."""
+
+    def __init__(self, config: MegaConfig):
+        super().__init__()
+        self.width = config.hidden_size
+        self.edges, widths = _bands(
+            config.adaptive_input_cutoffs, config.vocab_size, config.embedding_size, config.adaptive_input_factor
+        )
+        sizes = [end - start for start, end in pairwise(self.edges)]
+        self.words = nn.ModuleList(nn.Embedding(size, width) for size, width in zip(sizes, widths, strict=True))
+        self.projections = nn.ModuleList(nn.Linear(width, self.width, bias=False) for width in widths)
+
+    def forward(self, tokens: torch.LongTensor) -> torch.Tensor:
+        embedded = self.projections[0].weight.new_zeros(*tokens.shape, self.width)
+        for (start, end), words, projection in zip(pairwise(self.edges), self.words, self.projections, strict=True):
+            inside = (tokens >= start) & (tokens < end)
+            embedded = embedded.index_put((inside,), projection(words(tokens[inside] - start)).to(embedded.dtype))
+        return embedded
+
+
+class MegaAdaptiveSoftmax(nn.Module):
+    """Log-probabilities or loss of hidden states `[M, d]`.
+
+    With `tie_word_embeddings` the word vectors are those of the `MegaAdaptiveEmbedding` passed in, with
+    `tie_adaptive_projections` the projections of the tails as well (transposed); what is tied has no parameters here.
+    """
+
+    def __init__(self, config: MegaConfig):
+        super().__init__()
+        self.tied, width = config.tie_word_embeddings, config.hidden_size
+        if self.tied:
+            factor, inner = config.adaptive_input_factor, config.embedding_size
+        else:
+            factor, inner = config.adaptive_softmax_factor, width
+        self.edges, widths = _bands(config.adaptive_softmax_cutoffs, config.vocab_size, inner, factor)
+        # The original's loss leaves out the word of a tail whose number there is that of the padding.
+        self.left_out = config.pad_token_id if config.legacy_adaptive_loss else -100
+        self.dropout = nn.Dropout(config.adaptive_softmax_dropout)
+        first, *sizes = (end - start for start, end in pairwise(self.edges))
+        self.head = nn.Linear(width, len(sizes) if self.tied else first + len(sizes), bias=False)
+        project_head = self.tied and inner != width
+        self.head_projection = nn.Linear(width, inner, bias=False) if project_head else None
+        self.projections = self.words = None
+        if not (self.tied and config.tie_adaptive_projections):
+            self.projections = nn.ModuleList(nn.Linear(width, tail, bias=False) for tail in widths[1:])
+        if not self.tied:
+            shapes = zip(widths[1:], sizes, strict=True)
+            self.words = nn.ModuleList(nn.Linear(tail, size, bias=False) for tail, size in shapes)
+
+    def score_head(self, states: torch.Tensor, embedding: nn.Module) -> torch.Tensor:
+        """Scores of the words of the first band and of the tails, `[M, size + tails]` float32."""
+        if not self.tied:
+            return _wide(self.head(states))
+        projected = states if self.head_projection is None else self.head_projection(states)
+        return _wide(torch.cat((linear(projected, embedding.words[0].weight), self.head(states)), dim=-1))
+
+    def score_tail(self, tail: int, states: torch.Tensor, embedding: nn.Module) -> torch.Tensor:
+        """Scores of the words of a tail, `[M, size]` float32."""
+        if self.projections is None:
+            projected = states @ embedding.projections[tail + 1].weight
+        else:
+            projected = self.projections[tail](states)
+        words = embedding.words[tail + 1] if self.words is None else self.words[tail]
+        return _wide(linear(self.dropout(projected), words.weight))
+
+    def forward(self, states: torch.Tensor, embedding: nn.Module) -> torch.Tensor:
+        """Log-probabilities of the whole vocabulary, `[M, vocab_size]` float32."""
+        states, first = self.dropout(states), self.edges[1]
+        head = self.score_head(states, embedding).log_softmax(dim=-1)
+        tails = (
+            self.score_tail(tail, states, embedding).log_softmax(dim=-1) + head[:, first + tail, None]
+            for tail in range(len(self.edges) - 2)
+        )
+        return torch.cat((head[:, :first], *tails), dim=-1)
+
+    def loss(self, states: torch.Tensor, targets: torch.LongTensor, embedding: nn.Module) -> torch.Tensor:
+        """Sum of the negative log-probabilities of `targets` `[M]`; a tail costs only what its words need."""
+        states, first = self.dropout(states), self.edges[1]
+        classes, total = targets, 0.0
+        for tail, (start, end) in enumerate(pairwise(self.edges[1:])):
+            inside = (targets >= start) & (targets < end)
+            classes = classes.masked_fill(inside, first + tail)
+            scores, chosen = self.score_tail(tail, states[inside], embedding), targets[inside] - start
+            total = total + cross_entropy(scores, chosen, ignore_index=self.left_out, reduction="sum")
+        return total + cross_entropy(self.score_head(states, embedding), classes, reduction="sum")
