@@ -20,17 +20,18 @@ def name_data(paths: list[str]) -> str:
 
 
 def find_files(folder: str) -> dict[str, list[str]]:
-    """The data files of `folder` by split: `train.jsonl`, or shards such as `train-00000-of-00001.parquet`."""
+    """The data files of `folder` by split: `train.jsonl`, `train.txt.gz`, or shards `train-00000-of-00001.parquet`."""
     files: dict[str, list[str]] = {}
     for file in sorted(Path(folder).iterdir()):
-        if file.suffix in READERS:
-            files.setdefault(re.sub(r"-\d{5}-of-\d{5}$", "", file.stem), []).append(str(file))
+        name = Path(file.name.removesuffix(".gz"))
+        if name.suffix in READERS:
+            files.setdefault(re.sub(r"-\d{5}-of-\d{5}$", "", name.stem), []).append(str(file))
     return files
 
 
 def load_files(files: dict[str, list[str]]) -> dict[str, Dataset]:
     """Loads the splits from their files, which must be of one kind; a text file has one row a line."""
-    suffixes = {Path(file).suffix for shards in files.values() for file in shards}
+    suffixes = {Path(file.removesuffix(".gz")).suffix for shards in files.values() for file in shards}
     if unknown := suffixes - READERS.keys():
         fail(f"cannot read {' or '.join(sorted(unknown))} files, only {', '.join(READERS)}")
     readers = {READERS[suffix] for suffix in suffixes}

@@ -1,0 +1,47 @@
+"""Tokenizers of characters, bytes and words, for language models; `bpe.py` has the byte-level BPE."""
+
+from collections.abc import Iterable
+from itertools import chain
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from common.bpe import SPECIAL_TOKENS
+
+
+def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    bos, pad, eos, unk = SPECIAL_TOKENS
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=bos, pad_token=pad, eos_token=eos, unk_token=unk
+    )
+
+
+def _word_level(words: Iterable[str]) -> Tokenizer:
+    vocab = {word: index for index, word in enumerate([*SPECIAL_TOKENS, *words])}
+    return Tokenizer(models.WordLevel(vocab, unk_token=SPECIAL_TOKENS[-1]))
+
+
+def train_characters(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """Every character of `texts` is a token, newlines and spaces included; others become `<unk>`."""
+    tokenizer = _word_level(sorted(set(chain.from_iterable(texts))))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return _wrap(tokenizer)
+
+
+def make_bytes() -> PreTrainedTokenizerFast:
+    """The 256 bytes of UTF-8; no text has an `<unk>`."""
+    vocab = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(vocab)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return _wrap(tokenizer)
+
+
+def train_words(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """The `vocab_size` most frequent words between white space, the most frequent first, as adaptive softmax needs."""
+    tokenizer = _word_level([])
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    trainer = trainers.WordLevelTrainer(vocab_size=vocab_size, special_tokens=SPECIAL_TOKENS, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    return _wrap(tokenizer)

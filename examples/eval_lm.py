@@ -1,0 +1,139 @@
+"""Scores text with a causal language model as the original does: in blocks read by segments that carry the state on.
+
+    python examples/eval_lm.py --model_name_or_path OUT --dataset_path DIR --split validation --output_dir SCORES
+
+Draws perplexity over the length of the context and, where the relative bias is rotary, over the attention chunk: a
+model can be tested with longer chunks than it was trained with (Mega, appendix D.3 and Figure 6).
+"""
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import torch
+from common.arguments import fail
+from common.bpe import load_tokenizer
+from common.data import check_split, load_splits
+from common.language_model import Score, encode, score
+from common.report import peak_memory_gb, print_table, save_json
+from transformers import AutoModelForCausalLM, HfArgumentParser, PreTrainedModel
+
+import luna_mega
+
+
+@dataclass
+class Arguments:
+    model_name_or_path: str = field(metadata={"help": "trained or converted model, or Hub name"})
+    output_dir: str = field(metadata={"help": "where scores and plots go"})
+    dataset_path: str | None = field(default=None, metadata={"help": "local folder: files named by split"})
+    dataset_name: str | None = field(default=None, metadata={"help": "Hub name: Salesforce/wikitext"})
+    dataset_config: str | None = field(default=None, metadata={"help": "its configuration: wikitext-103-v1"})
+    split: str = field(default="validation", metadata={"help": "split that is scored"})
+    last_share: float = field(default=1.0, metadata={"help": "score the last part of its tokens only: 0.1"})
+    text_column: str = field(default="text", metadata={"help": "column with the text"})
+    line_end: str = field(default="eos", metadata={"help": "what follows a row of text: newline, or eos (</s>)"})
+    context: list[int] = field(
+        default_factory=lambda: [128, 512, 2048, 8192], metadata={"help": "lengths of the blocks, in tokens"}
+    )
+    chunk: list[int] = field(default_factory=list, metadata={"help": "attention chunks; default the model's own"})
+    segment: int = field(default=1024, metadata={"help": "tokens of a block that are read at a time"})
+    batch_size: int = field(default=8, metadata={"help": "blocks that are read side by side"})
+    device: str = field(default="cuda" if torch.cuda.is_available() else "cpu")
+
+
+def parse(argv: list[str] | None) -> Arguments:
+    (arguments,) = HfArgumentParser(Arguments, allow_abbrev=False).parse_args_into_dataclasses(argv)
+    for name in ("context", "chunk", "segment", "batch_size"):
+        value = getattr(arguments, name)
+        if any(number < 1 for number in (value if isinstance(value, list) else [value])):
+            fail(f"--{name} {value} must be at least 1")
+    if (arguments.dataset_name is None) == (arguments.dataset_path is None):
+        fail("pass one of --dataset_name and --dataset_path")
+    if arguments.line_end not in ("newline", "eos"):
+        fail(f"--line_end {arguments.line_end} must be newline or eos")
+    if not 0 < arguments.last_share <= 1:
+        fail(f"--last_share {arguments.last_share} must be in (0, 1]")
+    return arguments
+
+
+def load(arguments: Arguments) -> tuple[PreTrainedModel, torch.LongTensor]:
+    try:
+        model = AutoModelForCausalLM.from_pretrained(arguments.model_name_or_path).to(arguments.device).eval()
+        tokenizer = load_tokenizer(arguments.model_name_or_path)
+    except (OSError, ValueError) as error:
+        fail(error)
+    path, name = arguments.dataset_path, arguments.dataset_name
+    split = load_splits([arguments.split], path, name, arguments.dataset_config)[arguments.split]
+    check_split(split, arguments.split, (arguments.text_column,), labels=None)
+    stream = encode(split, arguments.text_column, tokenizer, arguments.line_end)
+    return model, stream[-round(len(stream) * arguments.last_share) :]
+
+
+def set_chunk(model: PreTrainedModel, chunk: int) -> None:
+    config = model.config
+    if not getattr(config, "use_chunking", False) or config.relative_positional_bias != "rotary":
+        fail("--chunk needs a model with attention in chunks and a rotary bias; a table of biases has a fixed length")
+    config.chunk_size = chunk
+
+
+def plot(results: list[tuple[int | None, int, Score]], path: Path) -> None:
+    chunks = list(dict.fromkeys(chunk for chunk, _, _ in results))
+    contexts = list(dict.fromkeys(context for _, context, _ in results))
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained", sharey=True)
+    for chunk in chunks:
+        points = [(context, result.perplexity) for c, context, result in results if c == chunk]
+        axes[0].plot(*zip(*points, strict=True), "o-", label="full attention" if chunk is None else f"chunk {chunk}")
+    for context in contexts if chunks != [None] else []:
+        points = [(chunk, result.perplexity) for chunk, c, result in results if c == context]
+        axes[1].plot(*zip(*points, strict=True), "o-", label=f"context {context}")
+    for axis, name in zip(axes, ("context, tokens", "attention chunk, tokens"), strict=True):
+        axis.set_xscale("log", base=2)
+        axis.set(xlabel=name, ylabel="perplexity")
+        if axis.lines:
+            axis.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    start = time.perf_counter()
+    arguments = parse(argv)
+    model, stream = load(arguments)
+    results = []
+    for chunk in arguments.chunk or [getattr(model.config, "attention_chunk", None)]:
+        if arguments.chunk:
+            set_chunk(model, chunk)
+        for context in arguments.context:
+            result = score(model, stream, context, arguments.segment, arguments.batch_size, progress=True)
+            results.append((chunk, context, result))
+            print_table(
+                f"chunk {chunk}, context {context}",
+                {"loss": result.loss, "perplexity": result.perplexity, "bits_per_token": result.bits},
+            )
+    output = Path(arguments.output_dir)
+    output.mkdir(parents=True, exist_ok=True)
+    plot(results, output / "context.png")
+    best = min(results, key=lambda row: row[2].loss)
+    summary = {
+        "model": arguments.model_name_or_path,
+        "luna_mega": luna_mega.__version__,
+        "tokens": best[2].tokens,
+        "best_chunk": best[0],
+        "best_context": best[1],
+        "loss": best[2].loss,
+        "perplexity": best[2].perplexity,
+        "bits_per_token": best[2].bits,
+        "curve": str(output / "context.png"),
+        "peak_memory_gb": peak_memory_gb(model.device),
+        "total_seconds": time.perf_counter() - start,
+    }
+    rows = [{"chunk": chunk, "context": context, "loss": result.loss} for chunk, context, result in results]
+    save_json(summary | {"scores": rows}, output / "scores.json")
+    print_table("scores", summary)
+    return summary
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""run_clm.py and eval_lm.py: streams of tokens, tokenizers, training, resuming, scores."""
+
+import gzip
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+TINY = (
+    "hidden_size=16,num_hidden_layers=1,intermediate_size=24,nffn_hidden_size=24,shared_representation_size=8,"
+    "ema_projection_size=2,use_chunking=true,chunk_size=8,dropout_prob=0.0,hidden_dropout_prob=0.0,"
+    "attention_probs_dropout_prob=0.0,nffn_activation_dropout_prob=0.0,initializer_range=0.1"
+)
+LINES = ["abcdefghij" * 3, "", "jihgfedcba" * 2] * 20
+
+
+@pytest.fixture
+def corpus(tmp_path) -> Path:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    with gzip.open(folder / "train.txt.gz", "wt", encoding="utf-8") as file:
+        file.write("\n".join(LINES) + "\n")
+    return folder
+
+
+@pytest.fixture
+def run(script, corpus, tmp_path):
+    """Trains on the CPU with the tiny model; returns the summary."""
+    main = script("run_clm").main
+    quiet = ["--use_cpu", "--disable_tqdm", "true", "--logging_steps", "1", "--dataset_path", str(corpus)]
+    small = ["--block_size", "32", "--eval_context", "64", "--eval_segment", "16", "--per_device_train_batch_size", "4"]
+    quiet += [*small, "--config_overrides", TINY, "--output_dir", str(tmp_path / "out"), "--do_train"]
+    return lambda *arguments: main([*quiet, *map(str, arguments)])
+
+
+CHARACTERS = ["--tokenization", "char", "--line_end", "newline", "--validation_share", "0.1"]
+
+
+def test_tokenizers(script):
+    vocabulary = script("common.vocabulary")
+    text = "To be,  or\nnot é"
+    for tokenizer in (vocabulary.train_characters([text]), vocabulary.make_bytes()):
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
+        assert [tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id] == [0, 1, 2]
+    assert len(ids) == len(text.encode())
+    words = vocabulary.train_words(["a a a b b c", "a d"], vocab_size=6)
+    assert words.convert_ids_to_tokens([4, 5]) == ["a", "b"]
+    assert words("a c")["input_ids"] == [4, 3]
+
+
+@pytest.mark.parametrize("line_end", ["newline", "eos"])
+def test_stream(script, line_end):
+    language_model, vocabulary = script("common.language_model"), script("common.vocabulary")
+    tokenizer = vocabulary.train_characters([*LINES, "\n"])
+    texts = script("run_clm").Dataset.from_dict({"text": ["ab", "", " c"]})
+    stream = language_model.encode(texts, "text", tokenizer, line_end)
+    expected = "ab\n\n c\n" if line_end == "newline" else "ab</s>c</s>"
+    assert tokenizer.decode(stream, clean_up_tokenization_spaces=False) == expected.replace(" c", "<unk>c")
+
+
+def test_streams_go_on_where_the_batch_before_ended(script):
+    streams = script("common.language_model").Streams(torch.arange(100), length=7, rows=3)
+    batches = [[streams[step * 3 + row] for row in range(3)] for step in range(len(streams) // 3)]
+    for row in range(3):
+        joined = torch.cat([batch[row]["input_ids"] for batch in batches])
+        assert torch.equal(joined, torch.arange(33 * row, 33 * row + len(joined)))
+        assert all(torch.equal(batch[row]["shift_labels"], batch[row]["input_ids"] + 1) for batch in batches)
+    assert [int(batch[0]["step"]) for batch in batches] == [0, 1, 2, 3]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("context", "rows"), [(20, 1), (20, 3), (7, 2), (1000, 4)])
+def test_score(script, context, rows):
+    """Blocks read by segments score as blocks read whole; every token but the first counts once."""
+    from luna_mega import MegaConfig, MegaForCausalLM
+
+    torch.manual_seed(0)
+    fields = {"vocab_size": 12, "hidden_size": 16, "num_hidden_layers": 1, "use_chunking": True, "chunk_size": 4}
+    model = MegaForCausalLM(MegaConfig(**fields, bidirectional=False, is_decoder=True, initializer_range=0.3)).eval()
+    stream = torch.randint(3, 12, (53,))
+    total = 0.0
+    for start in range(0, 52, context):
+        block = stream[start : start + context + 1]
+        log_probabilities = model(block[None, :-1], torch.ones(1, len(block) - 1)).logits[0].log_softmax(-1)
+        total -= log_probabilities.gather(1, block[1:, None]).sum().item()
+    result = script("common.language_model").score(model, stream, context, segment=3, rows=rows)
+    assert result.tokens == 52
+    assert result.total == pytest.approx(total, rel=1e-5)
+    assert result.bits == pytest.approx(result.loss / math.log(2))
+
+
+def test_training_learns_resumes_and_loads(run, script, corpus, tmp_path):
+    options = [*CHARACTERS, "--learning_rate", "1e-2", "--save_steps", "10", "--eval_strategy", "no"]
+    first = run(*options, "--do_eval", "--max_steps", "40")
+    assert first["eval_loss"] < 1.8 < math.log(11)
+    assert first["eval_bits_per_token"] == pytest.approx(first["eval_loss"] / math.log(2))
+    resumed = run(*options, "--max_steps", "50", "--resume_from_checkpoint", "last", "--do_eval")
+    assert resumed["steps"] == 50 and (tmp_path / "out" / "curve.png").is_file()
+    model, tokenizer = (kind.from_pretrained(tmp_path / "out") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    ids = tokenizer("abcdefg", return_tensors="pt", add_special_tokens=False)["input_ids"]
+    assert model.generate(ids, max_new_tokens=5, do_sample=False).shape == (1, 12)
+    scores = script("eval_lm").main(
+        [
+            *("--model_name_or_path", str(tmp_path / "out"), "--dataset_path", str(corpus), "--split", "train"),
+            *("--line_end", "newline", "--last_share", "0.1", "--context", "16", "64", "--chunk", "8", "12"),
+            *("--segment", "16", "--output_dir", str(tmp_path / "scores"), "--device", "cpu"),
+        ]
+    )
+    rows = json.loads((tmp_path / "scores" / "scores.json").read_text())["scores"]
+    assert [(row["chunk"], row["context"]) for row in rows] == [(8, 16), (8, 64), (12, 16), (12, 64)]
+    assert scores["loss"] == min(row["loss"] for row in rows)
+    assert next(row for row in rows if row["context"] == 64)["loss"] == pytest.approx(resumed["eval_loss"], rel=0.02)
+
+
+@pytest.mark.parametrize("options", [["--carry_state", "true"], ["--min_block_size", "8"]], ids=["carried", "lengths"])
+def test_other_blocks(run, options):
+    summary = run(*CHARACTERS, *options, "--max_steps", "15", "--learning_rate", "1e-2", "--do_eval")
+    assert summary["eval_loss"] < math.log(14)
+
+
+def test_words_with_an_adaptive_softmax(run):
+    adaptive = ",adaptive_input_cutoffs=[5],adaptive_softmax_cutoffs=[5],adaptive_input_factor=2"
+    words = ["--tokenization", "word", "--vocab_size", "100", "--validation_share", "0.5", "--block_size", "8"]
+    summary = run(*words, "--max_steps", "3", "--do_eval", "--config_overrides", TINY + adaptive)
+    assert math.isfinite(summary["eval_perplexity"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tokenization", "syllable"], "must be one of char, byte, bpe, word"),
+        (["--line_end", "dot"], "must be one of newline, eos"),
+        (["--validation_share", "1.5"], "must be in"),
+        (["--model_type", "luna"], "of type mega only"),
+        (["--block_size", "100000"], "too few for blocks of 100000"),
+        (["--carry_state", "true", "--block_size", "5000"], "too few for 4 streams"),
+        (["--min_block_size", "12"], "must be whole chunks of 8"),
+        (["--carry_state", "true", "--min_block_size", "8"], "not with --carry_state"),
+        (["--do_predict", "true"], "no test predictions"),
+        (["--dataset_name", "x"], "pass one of"),
+    ],
+)
+def test_errors(run, options, message):
+    with pytest.raises(SystemExit, match=message):
+        run(*CHARACTERS, *options)
+
+
+def test_a_table_of_biases_has_one_chunk(run, script, corpus, tmp_path):
+    run(*CHARACTERS, "--max_steps", "1", "--config_overrides", TINY + ",relative_positional_bias=simple")
+    options = ["--dataset_path", str(corpus), "--split", "train", "--line_end", "newline", "--device", "cpu"]
+    with pytest.raises(SystemExit, match="rotary bias"):
+        script("eval_lm").main(
+            [
+                "--model_name_or_path",
+                str(tmp_path / "out"),
+                "--output_dir",
+                str(tmp_path / "s"),
+                *options,
+                "--chunk",
+                "4",
+            ]
+        )
