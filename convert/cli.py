@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from luna_mega.convert import ema_convention
 from luna_mega.convert.errors import ConversionError
 from luna_mega.convert.fairseq_to_hf import DTYPES, convert_checkpoint
 from luna_mega.convert.layer_norm import CHOICES
@@ -30,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             bpe=options.bpe,
             head=options.head,
             layer_norm=options.layer_norm,
+            ema_convention=options.ema_convention,
             dtype=options.dtype,
             license=options.license,
         )
@@ -43,8 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="luna-mega convert",
-        description="Turns a fairseq checkpoint of a Luna encoder (luna_bert, Luna LRA) into a folder for "
-        "transformers. Nothing in the checkpoint is executed.",
+        description="Turns a fairseq checkpoint of a Luna encoder (luna_bert, LRA) or a Mega encoder (LRA, raw speech) "
+        "into a folder for transformers. Nothing in the checkpoint is executed.",
     )
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="the .pt file that fairseq saved")
     parser.add_argument("--output", metavar="DIR", required=True, help="folder to write, absent or empty")
@@ -60,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
         "--bpe",
         metavar="DIR",
         help="folder with GPT-2's encoder.json and vocab.bpe, or vocab.json and merges.txt: writes the tokenizer of a "
-        "luna_bert model (Luna LRA needs only the dictionary)",
+        "luna_bert model (LRA needs only the dictionary)",
     )
     parser.add_argument(
         "--head",
@@ -71,7 +73,15 @@ def _parser() -> argparse.ArgumentParser:
         "--layer-norm",
         choices=CHOICES,
         default="auto",
-        help="how norm weights are stored: as they are, or minus one as the 2023 code does (default: by their mean)",
+        help="how norm weights of Luna are stored: as they are, or minus one as the 2023 code does (default: by their "
+        "mean)",
+    )
+    parser.add_argument(
+        "--ema-convention",
+        choices=ema_convention.CHOICES,
+        default="auto",
+        help="branch of the Mega code that wrote the file: flash calls alpha what main calls delta (default: by the "
+        "order of the tensors)",
     )
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the written weights (default: float32)")
     parser.add_argument(

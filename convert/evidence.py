@@ -17,6 +17,8 @@ _ACTIVATIONS = {
     "silu": "silu",
     "linear": "linear",
 }
+# Our name -> fairseq's; of two that mean the same the one that is not deprecated.
+FAIRSEQ_ACTIVATIONS = {ours: theirs for theirs, ours in _ACTIVATIONS.items() if theirs != "gelu_fast"}
 
 
 @dataclass
@@ -54,7 +56,7 @@ class Evidence:
             raise ConversionError(f"tensor {key!r} has shape {list(shape)}, expected [{', '.join(dims)}]")
         return shape
 
-    def prefer(self, name: str, from_file: int | bool) -> int | bool:
+    def prefer(self, name: str, from_file: int | bool | str) -> int | bool | str:
         """What the tensors say; a warning when the argument disagrees."""
         value = self.args.get(name)
         if value is not None and value != from_file:

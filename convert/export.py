@@ -1,4 +1,4 @@
-"""Writes a Luna folder back as a checkpoint of the original fairseq code: `luna-mega export`."""
+"""Writes a model folder back as a checkpoint of the original fairseq code: `luna-mega export`."""
 
 import argparse
 import re
@@ -14,7 +14,7 @@ from torch import nn
 from tqdm import tqdm
 
 from luna_mega import LunaConfig
-from luna_mega.convert import fairseq_args, keymap_luna
+from luna_mega.convert import fairseq_args, keymap_luna, keymap_mega
 from luna_mega.convert.dictionary import SPECIALS, assign_dictionaries
 from luna_mega.convert.errors import ConversionError
 from luna_mega.convert.evidence import same_bits
@@ -25,6 +25,7 @@ from luna_mega.convert.model_folder import ModelFolder, read_folder
 from luna_mega.convert.plan import Plan
 from luna_mega.convert.plan_luna_bert import plan_luna_bert
 from luna_mega.convert.plan_luna_lra import plan_luna_lra
+from luna_mega.convert.plan_mega_lra import plan_mega_lra
 from luna_mega.convert.source_detect import Source
 from luna_mega.convert.source_norms import source_norms
 from luna_mega.modeling_luna.modeling_luna import LunaLMHead, sinusoids
@@ -56,7 +57,7 @@ class ExportReport:
     layout: str
     args: dict[str, Any]
     head: str | None
-    layer_norm: str
+    layer_norm: str | None
     tensors: int
     dtype: str
     files: list[str]
@@ -68,7 +69,7 @@ class ExportReport:
             ("read", f"{self.folder}: {self.model_class}"),
             ("layout", f"{self.layout}, arch {self.args.get('arch')}, task {self.args.get('task')}"),
             ("head", self.head or "none with a name"),
-            ("layer norm", self.layer_norm),
+            *([("layer norm", self.layer_norm)] if self.layer_norm else []),
             ("tensors", f"{self.tensors}, {self.dtype}"),
             *(("note", note) for note in self.notes),
             *(("warning", warning) for warning in self.warnings),
@@ -83,7 +84,7 @@ class _Target:
 
     layout: tuple[str, str]
     head: str | None
-    layer_norm: str
+    layer_norm: str | None
     recorded_args: dict[str, Any] | None
     recorded_head: str | None
 
@@ -105,8 +106,8 @@ def export_checkpoint(
         output: file to write, which must not exist; after a failure it does not.
         head: name of a luna_bert classification head, which there is its kind. None = as in the converted file, else
             the usual one.
-        layer_norm: "standard" or "plus-one" (the 2023 code stores weight - 1); None = as in the converted file, else
-            as in the code that has the model.
+        layer_norm: of Luna, "standard" or "plus-one" (the 2023 code stores weight - 1); None = as in the converted
+            file, else as in the code that has the model.
         dtype: "float32", "float16" or "bfloat16"; None = that of the converted file if nothing is lost by it, else
             that of the folder.
         dictionaries: vocabulary and label dictionary in any order; when none is given, those of the folder.
@@ -122,6 +123,8 @@ def export_checkpoint(
     source = read_folder(folder)
     try:
         target = _choose_target(source, head)
+        if layer_norm is not None and target.layer_norm is None:
+            raise ConversionError(f"--layer-norm {layer_norm}: Mega stores norm weights as they are; leave it out")
         tensors, notes = _rename(source, target)
         plan, mapping, args, warnings = _plan_args(source, target, tensors)
     except ConversionError as error:
@@ -171,11 +174,15 @@ def _choose_target(source: ModelFolder, head: str | None) -> _Target:
         raise ConversionError(f"--head {head}: the original has no named head for a {source.model_class.__name__}")
     if head is not None and not re.fullmatch(r"[\w-]+", head):
         raise ConversionError(f"--head {head!r}: a name has letters, digits, '_' and '-' only")
-    default = "plus-one" if layout == fairseq_args.LRA_2023 else "standard"
+    convention = "plus-one" if layout == fairseq_args.LRA_2023 else "standard"
+    if layout[0] == "mega_lra":
+        convention = None
+    elif report:
+        convention = report["decisions"]["layer_norm"]
     return _Target(
         layout,
         (head or recorded or fairseq_args.HEAD_OF_POOLING[source.config.pooling]) if named else None,
-        report["decisions"]["layer_norm"] if report else default,
+        convention,
         report.get("args"),
         recorded,
     )
@@ -184,8 +191,11 @@ def _choose_target(source: ModelFolder, head: str | None) -> _Target:
 def _rename(source: ModelFolder, target: _Target) -> tuple[dict[str, torch.Tensor], list[str]]:
     """The tensors under fairseq's names, with those that a folder does not have, and notes about them."""
     config, ours, notes = source.config, source.tensors(), []
-    keymap = keymap_luna.luna_lra(target.layout[1], config.input_type)
-    if target.layout[0] == "luna_bert":
+    if target.layout[0] == "mega_lra":
+        keymap = keymap_mega.mega_lra(target.layout[1], config.input_type, config.classifier_num_layers)
+    elif target.layout[0] == "luna_lra":
+        keymap = keymap_luna.luna_lra(target.layout[1], config.input_type)
+    else:
         keymap = keymap_luna.luna_bert(target.head)
         if not any(name.startswith("lm_head.") for name in ours):
             ours |= _fresh_lm_head(config, next(iter(ours.values())).dtype)
@@ -201,6 +211,12 @@ def _rename(source: ModelFolder, target: _Target) -> tuple[dict[str, torch.Tenso
         table = sinusoids(config.projection_length, config.hidden_size, torch.device("cpu"))
         tensors[f"{body}.projected_positions"] = table.to(dtype)
         tensors[f"{body}.embed_positions._float_tensor"] = torch.zeros(1, dtype=dtype)
+    if target.layout[0] == "mega_lra":
+        if config.relative_positional_bias == "rotary":
+            layers = [f"{keymap_mega.BODY}.layers.{index}" for index in range(config.num_hidden_layers)]
+            tensors |= {f"{layer}.{keymap_mega.FLOAT_TENSOR}": torch.zeros(1) for layer in layers}
+        # By the order fairseq's branches are told apart.
+        tensors = {key: tensors[key] for key in sorted(tensors, key=keymap.position)}
     dropped = [row["source"] for row in (source.report or {}).get("dropped", [])]
     if heads := sorted({name.split(".")[1] for name in dropped if name.startswith("classification_heads.")}):
         notes.append(f"the conversion left out the heads {', '.join(heads)}: they are not in the file")
@@ -230,6 +246,8 @@ def _plan_args(
             return plan, mapping, target.recorded_args, []
     recorded = target.recorded_args or {}
     args = recorded | fairseq_args.make_args(source.config, source.model_class, target.layout, target.head)
+    if target.layout[0] == "mega_lra":
+        args |= {name: recorded[name] for name in ("arch", "task") if name in recorded}
     plan, mapping = _read_back(target, tensors, args)
     warnings = []
     for name, ours, theirs in _differences(source, plan):
@@ -247,8 +265,10 @@ def _read_back(target: _Target, tensors: dict[str, torch.Tensor], args: dict[str
     layout = Source(*target.layout, args.get("arch"))
     if target.layout[0] == "luna_bert":
         plan = plan_luna_bert(layout, tensors, args, target.head)
-    else:
+    elif target.layout[0] == "luna_lra":
         plan = plan_luna_lra(layout, tensors, args)
+    else:
+        plan = plan_mega_lra(layout, tensors, args)
     return plan, map_tensors(plan, tensors)
 
 
@@ -265,11 +285,12 @@ def _store(
     """The tensors in the dtype of the file, with `plus_one` the norm weights minus one, and notes on what changes."""
     notes, ours = [], {key: tensors[key] for key in mapping.norm_weights} if plus_one else {}
     lowered = {key: weight.float() - 1 for key, weight in ours.items()} | source_norms(source.path, ours)
-    originals = set((source.report or {}).get("dtype_in", {}))
+    in_file = (source.report or {}).get("dtype_in", {})
+    originals = {name for name in in_file if getattr(torch, name).is_floating_point}
     if dtype is None:
-        stored = {_name(tensor.dtype) for tensor in tensors.values()}
+        stored = {_name(tensor.dtype) for tensor in tensors.values() if tensor.is_floating_point()}
         fitting = [names.pop() for names in (set(originals), stored) if len(names) == 1 and names <= set(DTYPES)]
-        read_back = {key: tensors[key] for key in mapping.mapped}
+        read_back = {key: tensors[key] for key in mapping.mapped if tensors[key].is_floating_point()}
         dtype = next((name for name in fitting if _keeps_all(read_back, lowered, name)), "float32")
         if originals and originals != {dtype}:
             notes.append(f"the converted file was {', '.join(sorted(originals))}; {dtype} keeps what the folder has")
@@ -278,7 +299,8 @@ def _store(
     cast: dict[int, torch.Tensor] = {}
     for key, tensor in tensors.items():
         value = lowered.get(key, tensor)
-        cast.setdefault(id(tensor), value.to(getattr(torch, dtype)))  # a tied tensor is written once
+        target = getattr(torch, dtype) if value.is_floating_point() else value.dtype
+        cast.setdefault(id(tensor), value.to(target))  # a tied tensor is written once
     return {key: cast[id(tensor)] for key, tensor in tensors.items()}, notes
 
 
@@ -413,7 +435,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="luna-mega export",
-        description="Writes a folder of a Luna encoder back as a checkpoint of the original fairseq code.",
+        description="Writes a folder of a Luna or Mega encoder back as a checkpoint of the original fairseq code.",
     )
     parser.add_argument("folder", metavar="DIR", help="what luna-mega convert or save_pretrained wrote")
     parser.add_argument("--output", metavar="FILE", required=True, help="the .pt file to write, which must not exist")
@@ -426,7 +448,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--layer-norm",
         choices=CONVENTIONS,
-        help="store norm weights as they are, or minus one for the 2023 code (default: as the converted file)",
+        help="store norm weights of Luna as they are, or minus one for the 2023 code (default: as the converted file)",
     )
     parser.add_argument("--dtype", choices=DTYPES, help="default: that of the converted file, if nothing is lost by it")
     parser.add_argument(

@@ -1,9 +1,9 @@
-"""What the original code can express of a Luna configuration, and its command line arguments for that."""
+"""What the original code can express of a configuration, and its command line arguments for that."""
 
 from collections.abc import Iterator
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from luna_mega import (
     LunaConfig,
@@ -12,8 +12,13 @@ from luna_mega import (
     LunaForSequenceClassification,
     LunaForSequencePairClassification,
     LunaModel,
+    MegaConfig,
+    MegaForSequenceClassification,
+    MegaForSequencePairClassification,
 )
+from luna_mega.convert import fairseq_args_mega as mega
 from luna_mega.convert.errors import ConversionError
+from luna_mega.convert.evidence import FAIRSEQ_ACTIVATIONS
 
 LUNA_BERT, LRA_2021, LRA_2023 = ("luna_bert", "r21"), ("luna_lra", "r21"), ("luna_lra", "head")
 LAYOUT_NAMES = {
@@ -21,14 +26,14 @@ LAYOUT_NAMES = {
     ("luna_bert", "head"): "luna_bert of the 2023 code",
     LRA_2021: "Luna LRA of the 2021 code",
     LRA_2023: "Luna LRA of the 2023 code",
-}
+} | mega.LAYOUT_NAMES
 _LAYOUTS_OF_CLASS = {
     LunaModel: (LUNA_BERT,),
     LunaForMaskedLM: (LUNA_BERT,),
     LunaForMultipleChoice: (LUNA_BERT,),
     LunaForSequenceClassification: (LUNA_BERT, LRA_2021, LRA_2023),
     LunaForSequencePairClassification: (LRA_2021, LRA_2023),
-}
+} | mega.LAYOUTS_OF_CLASS
 HEAD_OF_POOLING = {
     "cls": "sentence_classification_head",
     "packed_max": "pooling_classification_head",
@@ -40,14 +45,6 @@ _TASKS = {
     LunaForMaskedLM: "masked_lm",
     LunaForMultipleChoice: "sentence_ranking",
     LunaForSequenceClassification: "sentence_prediction",
-}
-_ACTIVATIONS = {
-    "gelu": "gelu",
-    "gelu_new": "gelu_accurate",
-    "relu": "relu",
-    "tanh": "tanh",
-    "silu": "silu",
-    "linear": "linear",
 }
 # Sizes (layers, d, ffn, heads, positions, l) -> architecture. All sizes are in the args as well, so that an
 # architecture of other sizes does where none has these.
@@ -65,6 +62,7 @@ TRAINING_FIELDS = (
     "layerdrop",
     "classifier_dropout",
     "problem_type",
+    *mega.TRAINING_FIELDS,
 )
 _HEAD_FIELDS = (
     "pooling",
@@ -86,7 +84,7 @@ def has_classifier(model_class: type[PreTrainedModel]) -> bool:
 
 
 def choose_layout(
-    config: LunaConfig, model_class: type[PreTrainedModel], head: str | None, given: tuple[str, str] | None
+    config: PreTrainedConfig, model_class: type[PreTrainedModel], head: str | None, given: tuple[str, str] | None
 ) -> tuple[str, str]:
     """The (layout, revision) that can express the model.
 
@@ -101,11 +99,11 @@ def choose_layout(
     if given is not None:
         layouts = (given,) if given[0] in {name for name, _ in layouts} else ()
     if not layouts:
-        name = LAYOUT_NAMES[given] if given else "fairseq's Luna"
-        raise ConversionError(
-            f"{name} has no head like that of {model_class.__name__}; to export the encoder alone, load the folder as "
-            "LunaModel and save that"
-        )
+        name = LAYOUT_NAMES[given] if given else "the fairseq code"
+        way_out = "to export the encoder alone, load the folder as LunaModel and save that"
+        if isinstance(config, MegaConfig):
+            way_out = f"what can be exported are {' and '.join(cls.__name__ for cls in mega.LAYOUTS_OF_CLASS)}"
+        raise ConversionError(f"{name} has no head like that of {model_class.__name__}; {way_out}")
     problems = {layout: list(_problems(config, model_class, layout, head)) for layout in layouts}
     layout = min(layouts, key=lambda layout: len(problems[layout]))
     if problems[layout]:
@@ -122,8 +120,10 @@ def _problems(config, model_class, layout, head) -> Iterator[str]:
 
 def _allowed(config, model_class, layout, head) -> dict[str, tuple]:
     """Field -> the values that the layout has for it; fields that may have any value are not listed."""
+    if layout[0] == "mega_lra":
+        return mega.allowed(config, model_class, layout)
     # `tanh` left the 2023 code and `silu` came; files of the time between have either.
-    activations = tuple(name for name in _ACTIVATIONS if layout[1] == "head" or name != "silu")
+    activations = tuple(name for name in FAIRSEQ_ACTIVATIONS if layout[1] == "head" or name != "silu")
     allowed = {
         "hidden_act": activations,
         "num_pack_attention_heads": (config.num_attention_heads,),
@@ -187,9 +187,11 @@ def _lra_2023_head(config: LunaConfig, model_class: type) -> dict[str, tuple]:
 
 
 def make_args(
-    config: LunaConfig, model_class: type[PreTrainedModel], layout: tuple[str, str], head: str | None
+    config: PreTrainedConfig, model_class: type[PreTrainedModel], layout: tuple[str, str], head: str | None
 ) -> dict[str, Any]:
     """The args of a checkpoint of `layout` for a configuration that it can express, see `choose_layout`."""
+    if layout[0] == "mega_lra":
+        return mega.make_args(config, model_class)
     args = {
         "data": ".",
         "seed": 1,
@@ -200,7 +202,7 @@ def make_args(
         "encoder_attention_heads": config.num_attention_heads,
         "max_positions": config.max_position_embeddings,
         "tokens_per_sample": config.max_position_embeddings,
-        "activation_fn": _ACTIVATIONS[config.hidden_act],
+        "activation_fn": FAIRSEQ_ACTIVATIONS[config.hidden_act],
         "dropout": config.dropout,
         "attention_dropout": config.attention_dropout,
     }
@@ -237,7 +239,7 @@ def _bert_args(config: LunaConfig, model_class: type, head: str | None) -> dict[
     if head is None:
         return args
     args |= {
-        "pooler_activation_fn": _ACTIVATIONS[config.classifier_activation],
+        "pooler_activation_fn": FAIRSEQ_ACTIVATIONS[config.classifier_activation],
         "pooler_dropout": config.classifier_dropout,
     }
     if task == "sentence_ranking":  # its num_classes is the number of options, which the model does not know
@@ -273,7 +275,7 @@ def _lra_args(config: LunaConfig, model_class: type, layout: tuple[str, str]) ->
             "classifier_layers": config.classifier_num_layers,
             "classifier_in_dim": (2 if pair else 1) * config.hidden_size,
             "classifier_out_dim": config.classifier_hidden_size,
-            "classifier_activation_fn": _ACTIVATIONS[config.classifier_activation],
+            "classifier_activation_fn": FAIRSEQ_ACTIVATIONS[config.classifier_activation],
         }
     return args | {
         "task": "lra-image" if image else "lra-text",
@@ -283,13 +285,13 @@ def _lra_args(config: LunaConfig, model_class: type, layout: tuple[str, str]) ->
     }
 
 
-def problem_type(config: LunaConfig) -> str:
+def problem_type(config: PreTrainedConfig) -> str:
     """`config.problem_type`, where it is not set as transformers guesses it."""
     return config.problem_type or ("regression" if config.num_labels == 1 else "single_label_classification")
 
 
 def differences(
-    config: LunaConfig, planned: LunaConfig, model_class: type[PreTrainedModel]
+    config: PreTrainedConfig, planned: PreTrainedConfig, model_class: type[PreTrainedModel]
 ) -> list[tuple[str, Any, Any]]:
     """(field, `config`'s, `planned`'s) of all fields that the class uses and in which the two differ."""
     ignored = {"initializer_range", "bos_token_id", "eos_token_id"}
@@ -299,12 +301,14 @@ def differences(
         ignored |= set(_HEAD_FIELDS)
     if model_class is LunaForMultipleChoice:
         ignored |= {"num_labels", "drop_first_token"}
-    if model_class is not LunaForSequencePairClassification:
+    if isinstance(config, MegaConfig):
+        ignored |= mega.unused_fields(config)
+    if model_class not in (LunaForSequencePairClassification, MegaForSequencePairClassification):
         ignored.add("pair_features")
     if config.classifier_num_layers == 0:
         ignored |= {"classifier_hidden_size", "classifier_activation"}
-    fields = [field for field in (*LunaConfig.__annotations__, "num_labels") if field not in ignored]
+    fields = [field for field in (*type(config).__annotations__, "num_labels") if field not in ignored]
     pairs = [(field, getattr(config, field), getattr(planned, field)) for field in fields]
-    if model_class is LunaForSequenceClassification:
+    if model_class in (LunaForSequenceClassification, MegaForSequenceClassification):
         pairs.append(("problem_type", problem_type(config), problem_type(planned)))
     return [(field, ours, theirs) for field, ours, theirs in pairs if ours != theirs]

@@ -1,14 +1,16 @@
-"""Converts a fairseq checkpoint of a Luna encoder into a folder that transformers loads."""
+"""Converts a fairseq checkpoint of a Luna or Mega encoder into a folder that transformers loads."""
 
 import shutil
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 
 from luna_mega.convert.dictionary import Dictionaries, assign_dictionaries
+from luna_mega.convert.ema_convention import CHOICES as EMA_CHOICES, decide_ema_convention
 from luna_mega.convert.errors import ConversionError
 from luna_mega.convert.fairseq_reader import Checkpoint, read_checkpoint
 from luna_mega.convert.layer_norm import CHOICES, LayerNormDecision, decide_layer_norm
@@ -18,6 +20,7 @@ from luna_mega.convert.output import check_output, complete_folder
 from luna_mega.convert.plan import Plan
 from luna_mega.convert.plan_luna_bert import plan_luna_bert
 from luna_mega.convert.plan_luna_lra import plan_luna_lra
+from luna_mega.convert.plan_mega_lra import plan_mega_lra
 from luna_mega.convert.report import FILE_NAME, Report
 from luna_mega.convert.source_detect import Source, canonical, detect
 from luna_mega.convert.source_norms import save_source_norms
@@ -34,20 +37,22 @@ def convert_checkpoint(
     bpe: str | Path | None = None,
     head: str | None = None,
     layer_norm: str = "auto",
+    ema_convention: str = "auto",
     dtype: str = "float32",
     license: str | None = None,
 ) -> Report:
-    """Converts a luna_bert or Luna LRA checkpoint; nothing in the file is executed.
+    """Converts a luna_bert, Luna LRA, Mega LRA or Mega speech checkpoint; nothing in the file is executed.
 
     Args:
         path: the checkpoint that fairseq saved.
         output: folder to write, absent or empty; after a failure it is as it was.
         dictionaries: vocabulary and label dictionary in any order, told apart by their size; when none is given they
             are looked for beside the checkpoint.
-        bpe: folder with GPT-2's BPE files, for the tokenizer of a luna_bert model; Luna LRA needs only the dictionary.
+        bpe: folder with GPT-2's BPE files, for the tokenizer of a luna_bert model; LRA needs only the dictionary.
         head: name of the luna_bert classification head to convert; None = the only head of a fine-tuned model, else
             masked LM.
-        layer_norm: "auto", "standard" or "plus-one" (the 2023 code stores weight - 1).
+        layer_norm: "auto", "standard" or "plus-one" (the 2023 code of Luna stores weight - 1).
+        ema_convention: "auto", "main" or "flash": the branch of the Mega code, by the order of the tensors or as given.
         dtype: "float32", "float16" or "bfloat16".
         license: identifier of the licence of the weights, for the model card; None = the card says that none is stated.
 
@@ -58,19 +63,18 @@ def convert_checkpoint(
         ConversionError: the input is at fault; one line names the file or field and the way out.
         ValueError: an option has no such value.
     """
-    for name, value, choices in (("layer_norm", layer_norm, CHOICES), ("dtype", dtype, DTYPES)):
+    given = (
+        ("layer_norm", layer_norm, CHOICES),
+        ("ema_convention", ema_convention, EMA_CHOICES),
+        ("dtype", dtype, DTYPES),
+    )
+    for name, value, choices in given:
         if value not in choices:
             raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
     output = check_output(output)
     checkpoint = read_checkpoint(path)
-    source = detect(checkpoint)
     tensors = canonical(checkpoint)
-    try:
-        plan = _plan(source, tensors, checkpoint.args, head)
-        mapping = map_tensors(plan, tensors)
-        norm = decide_layer_norm([tensors[key] for key in mapping.norm_weights], layer_norm)
-    except ConversionError as error:
-        raise ConversionError(f"{checkpoint.path}: {error}") from error
+    source, plan, mapping, norm = _understand(checkpoint, tensors, head, layer_norm, ema_convention)
     found = assign_dictionaries(
         list(dictionaries),
         checkpoint.path.parent,
@@ -82,21 +86,50 @@ def convert_checkpoint(
         plan.config.id2label = dict(enumerate(found.labels.labels))
         plan.config.label2id = {label: index for index, label in plan.config.id2label.items()}
     tokenizer = convert_tokenizer(plan, source.layout, found.vocabulary, bpe)
-    converted = convert_tensors(plan, mapping, tensors, norm.convention == "plus-one", getattr(torch, dtype))
+    plus_one = norm is not None and norm.convention == "plus-one"
+    converted = convert_tensors(plan, mapping, tensors, plus_one, getattr(torch, dtype))
     report = _report(output, checkpoint, source, plan, mapping, norm, found, tokenizer, converted)
     with complete_folder(output) as folder:
-        if norm.convention == "plus-one":
+        if plus_one:
             save_source_norms({key: tensors[key] for key in mapping.norm_weights}, folder)
         _write(folder, plan, converted, found, tokenizer, report, license)
     return report
 
 
+def _check_options(source: Source, head: str | None, layer_norm: str, ema_convention: str) -> None:
+    """Refuse an option that is about another kind of file."""
+    if head is not None and source.layout != "luna_bert":
+        raise ConversionError(f"--head {head}: an LRA file has one classifier without a name; leave the option out")
+    if layer_norm != "auto" and source.layout == "mega_lra":
+        raise ConversionError(f"--layer-norm {layer_norm}: Mega stores norm weights as they are; leave the option out")
+    if ema_convention != "auto" and source.layout != "mega_lra":
+        raise ConversionError(f"--ema-convention {ema_convention}: Luna has no moving average; leave the option out")
+
+
+def _understand(
+    checkpoint: Checkpoint, tensors: dict[str, torch.Tensor], head: str | None, layer_norm: str, ema_convention: str
+) -> tuple[Source, Plan, Mapping, LayerNormDecision | None]:
+    source = detect(checkpoint)
+    norm = average = None
+    try:
+        _check_options(source, head, layer_norm, ema_convention)
+        if source.layout == "mega_lra":
+            average = decide_ema_convention(tensors, ema_convention)
+            source = replace(source, revision=average.convention)
+        plan = _plan(source, tensors, checkpoint.args, head)
+        mapping = map_tensors(plan, tensors)
+        if mapping.norm_weights:
+            norm = decide_layer_norm([tensors[key] for key in mapping.norm_weights], layer_norm)
+    except ConversionError as error:
+        raise ConversionError(f"{checkpoint.path}: {error}") from error
+    plan.warnings += [decision.warning for decision in (average, norm) if decision and decision.warning]
+    return source, plan, mapping, norm
+
+
 def _plan(source: Source, tensors: dict, args: dict, head: str | None) -> Plan:
     if source.layout == "luna_bert":
         return plan_luna_bert(source, tensors, args, head)
-    if head is not None:
-        raise ConversionError(f"--head {head}: a Luna LRA file has one classifier without a name; leave the option out")
-    return plan_luna_lra(source, tensors, args)
+    return (plan_luna_lra if source.layout == "luna_lra" else plan_mega_lra)(source, tensors, args)
 
 
 def _report(
@@ -105,16 +138,17 @@ def _report(
     source: Source,
     plan: Plan,
     mapping: Mapping,
-    norm: LayerNormDecision,
+    norm: LayerNormDecision | None,
     found: Dictionaries,
     tokenizer: ConvertedTokenizer | None,
     converted: dict[str, torch.Tensor],
 ) -> Report:
     non_finite = [target for target, tensor in converted.items() if not tensor.isfinite().all()]
-    warnings = [*plan.warnings, *found.warnings, *filter(None, [norm.warning])]
+    warnings = [*plan.warnings, *found.warnings]
     if non_finite:
         warnings.append(f"NaN or Inf in {len(non_finite)} of {len(converted)} tensors: {few(non_finite)}")
-    tensors = canonical(checkpoint)
+    tensors, model = canonical(checkpoint), without_memory(plan.model_class, plan)
+    statistics = {name for name, _ in model.named_buffers()}
     shape = {key: list(tensor.shape) for key, tensor in tensors.items()}
     early = ["early file: its prefix 'decoder.' is today's 'encoder.'"] * (tensors.keys() != checkpoint.tensors.keys())
     return Report(
@@ -130,14 +164,14 @@ def _report(
             "num_updates": checkpoint.num_updates,
         },
         model_class=plan.model_class.__name__,
-        decisions={"layer_norm": norm.convention, "layer_norm_mean": norm.mean} | plan.decisions,
+        decisions=({"layer_norm": norm.convention, "layer_norm_mean": norm.mean} if norm else {}) | plan.decisions,
         mapped=[{"source": key, "target": target, "shape": shape[key]} for key, target in mapping.mapped.items()],
         dropped=[{"source": key, "shape": shape[key], "reason": reason} for key, reason in mapping.dropped.items()],
         dtype_in=dict(Counter(_name(tensor.dtype) for tensor in tensors.values())),
         dtype_out=_name(next(iter(converted.values())).dtype),
         parameters={
-            "model": without_memory(plan.model_class, plan).num_parameters(),
-            "file": sum(tensor.numel() for tensor in converted.values()),
+            "model": model.num_parameters(),
+            "file": sum(tensor.numel() for name, tensor in converted.items() if name not in statistics),
         },
         non_finite=non_finite,
         tokenizer=tokenizer and tokenizer.summary,

@@ -106,7 +106,7 @@ def write_code(model_type: str, folder: Path) -> tuple[list[Path], dict[str, str
         RuntimeError: a source of this package has what a flat file cannot have; the message says where.
     """
     family = _families()[model_type]
-    classes = {name: getattr(luna_mega, family + suffix) for name, (suffix, _) in _register._AUTO_CLASSES.items()}
+    classes = _register.auto_classes(family)
     classes["AutoConfig"] = config = getattr(luna_mega, f"{family}Config")
     texts = _flat_texts({cls.__module__ for cls in classes.values()})
     # One file for all classes, because transformers copies the code once for every file that `auto_map` names.

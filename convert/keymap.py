@@ -42,6 +42,16 @@ class KeyMap:
         """From our name to fairseq's; None when no row fits."""
         return self._match(key, "target", "source")
 
+    def position(self, key: str) -> tuple:
+        """Sorts fairseq names in the order of the rows: those with `{layer}` layer by layer, weight before bias."""
+        first = next(index for index, row in enumerate(self.rows) if "{layer}" in row.source)
+        for index, row in enumerate(self.rows):
+            if found := _compile(row.source).fullmatch(key):
+                fields = found.groupdict()
+                block = first if "layer" in fields else index
+                return block, int(fields.get("layer", 0)), index, fields.get("part") == "bias"
+        raise KeyError(key)
+
     def _match(self, key: str, from_side: str, to_side: str) -> Match | None:
         for row in self.rows:
             pattern, other = getattr(row, from_side), getattr(row, to_side)

@@ -15,11 +15,15 @@ _TIED_TO_EMBEDDING = "lm_head.decoder.weight"
 
 @dataclass(frozen=True)
 class Mapping:
-    """`mapped`: source name -> target name; `dropped`: source name -> reason; `norm_weights`: source names."""
+    """`mapped`: source name -> target name; `dropped`: source name -> reason; `norm_weights`: source names.
+
+    `absent`: target names of counters that a file may lack, and that start at 0.
+    """
 
     mapped: dict[str, str]
     dropped: dict[str, str]
     norm_weights: list[str]
+    absent: list[str]
 
 
 def map_tensors(plan: Plan, tensors: dict[str, torch.Tensor]) -> Mapping:
@@ -40,7 +44,9 @@ def map_tensors(plan: Plan, tensors: dict[str, torch.Tensor]) -> Mapping:
             mapped[key] = match.key
             if match.row.transform == LAYER_NORM and key.endswith(".weight"):
                 norm_weights.append(key)
-    missing = [_source_name(plan.keymap, target) for target in expected if target not in mapped.values()]
+    without = [target for target in expected if target not in mapped.values()]
+    absent = [target for target in without if target.endswith(".num_batches_tracked")]
+    missing = [_source_name(plan.keymap, target) for target in without if target not in absent]
     problems = [f"{what}: {few(keys)}" for what, keys in (("missing", missing), ("unexpected", unexpected)) if keys]
     if problems:
         raise ConversionError(
@@ -52,7 +58,7 @@ def map_tensors(plan: Plan, tensors: dict[str, torch.Tensor]) -> Mapping:
             raise ConversionError(
                 f"tensor {key!r} has shape {list(tensors[key].shape)}, the model needs {list(expected[target])}"
             )
-    return Mapping(mapped, dropped, norm_weights)
+    return Mapping(mapped, dropped, norm_weights, absent)
 
 
 def convert_tensors(
@@ -60,14 +66,16 @@ def convert_tensors(
 ) -> dict[str, torch.Tensor]:
     """The tensors under their new names in `dtype`; with `plus_one` the norm weights are stored minus one.
 
-    Every one has storage of its own: what shares it is saved once, also where the model does not tie it.
+    Integers stay what they are. Every one has storage of its own: what shares it is saved once, also where the model
+    does not tie it.
     """
     raised = set(mapping.norm_weights) if plus_one else set()
-    return {
-        target: tensors[key].float().add(1).to(dtype) if key in raised else tensors[key].to(dtype, copy=True)
-        for key, target in mapping.mapped.items()
-        if not (target == _TIED_TO_EMBEDDING and plan.config.tie_word_embeddings)
-    }
+    converted = {}
+    for key, target in mapping.mapped.items():
+        tensor = tensors[key].float().add(1) if key in raised else tensors[key]
+        if not (target == _TIED_TO_EMBEDDING and plan.config.tie_word_embeddings):
+            converted[target] = tensor.to(dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
+    return converted | {target: torch.zeros((), dtype=torch.long) for target in mapping.absent}
 
 
 def without_memory(model_class: type[PreTrainedModel], plan: Plan) -> PreTrainedModel:

@@ -1,6 +1,7 @@
 """Reads model folders (`save_pretrained`, `luna-mega convert`, a Hub snapshot) without building the model."""
 
 import json
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 import luna_mega
@@ -30,11 +31,11 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A Luna folder: class and configuration from config.json, `report` = conversion_report.json (None: not there)."""
+    """A folder: class and configuration from config.json, `report` = conversion_report.json (None: not there)."""
 
     path: Path
     model_class: type[PreTrainedModel]
-    config: "luna_mega.LunaConfig"
+    config: PreTrainedConfig
     transformers_version: str | None
     report: dict[str, Any] | None
 
@@ -58,7 +59,8 @@ class ModelFolder:
         return found
 
     def _full_name(self, name: str) -> str:
-        return f"luna.{name}" if self.model_class is luna_mega.LunaModel else name
+        bare = self.model_class in (luna_mega.LunaModel, luna_mega.MegaModel)
+        return f"{self.model_class.base_model_prefix}.{name}" if bare else name
 
     def _weight_files(self) -> list[Path]:
         index = self.path / SAFE_WEIGHTS_INDEX_NAME
@@ -71,8 +73,16 @@ class ModelFolder:
         return files
 
 
+def position_limit(config: PreTrainedConfig) -> int | None:
+    """Positions that the model has a table for; None: any number."""
+    if config.model_type == "luna":
+        return config.max_position_embeddings if config.position_embedding_type == "learned" else None
+    table = config.relative_positional_bias == "simple" and not config.use_chunking
+    return config.max_positions if table else None
+
+
 def read_folder(path: str | Path) -> ModelFolder:
-    """Opens a folder that holds a Luna model.
+    """Opens a folder that holds a Luna or Mega model.
 
     Raises:
         ConversionError: not such a folder, or a damaged one; one line names the file and the way out.
@@ -84,14 +94,18 @@ def read_folder(path: str | Path) -> ModelFolder:
     if not file.is_file():
         raise ConversionError(f"{path}: no config.json; give a folder that save_pretrained wrote")
     content = _read_json(file)
-    if content.get("model_type") != luna_mega.LunaConfig.model_type:
-        raise ConversionError(f"{file}: model_type {content.get('model_type')!r}; this version knows 'luna'")
+    families = {"luna": luna_mega.LunaConfig, "mega": luna_mega.MegaConfig}
+    if content.get("model_type") not in families:
+        raise ConversionError(
+            f"{file}: model_type {content.get('model_type')!r}; this version knows {', '.join(map(repr, families))}"
+        )
     try:
-        config = luna_mega.LunaConfig.from_dict(content)
+        config = families[content["model_type"]].from_dict(content)
     except (ValueError, TypeError, StrictDataclassError) as error:
         raise ConversionError(f"{file}: {error}") from error
     names = content.get("architectures") or [None]
-    classes = [name for name in luna_mega.__all__ if name.startswith("LunaFor") or name == "LunaModel"]
+    family = type(config).__name__.removesuffix("Config")
+    classes = [name for name in luna_mega.__all__ if re.match(rf"{family}(For|Model$)", name)]
     if names[0] not in classes:
         raise ConversionError(f"{file}: architectures {names[0]!r} is not one of {', '.join(classes)}")
     conversion = path / report.FILE_NAME

@@ -3,9 +3,8 @@
 from dataclasses import dataclass, field
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-import luna_mega
 from luna_mega.convert.errors import ConversionError
 from luna_mega.convert.keymap import KeyMap
 
@@ -20,7 +19,7 @@ class Plan:
     """
 
     model_class: type[PreTrainedModel]
-    config: "luna_mega.LunaConfig"
+    config: PreTrainedConfig
     keymap: KeyMap
     appended_symbol: str | None
     num_labels: int | None
@@ -31,9 +30,9 @@ class Plan:
     warnings: list[str] = field(default_factory=list)
 
 
-def build_config(**fields) -> "luna_mega.LunaConfig":
-    """A `LunaConfig`; args and shapes that do not fit together end in a `ConversionError`."""
+def build_config(config_class: type[PreTrainedConfig], **fields) -> PreTrainedConfig:
+    """A configuration; args and shapes that do not fit together end in a `ConversionError`."""
     try:
-        return luna_mega.LunaConfig(**fields)
+        return config_class(**fields)
     except (ValueError, TypeError, StrictDataclassError) as error:
         raise ConversionError(f"args and tensors do not fit together: {error}") from error

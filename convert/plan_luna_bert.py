@@ -2,7 +2,7 @@
 
 import re
 
-from luna_mega import LunaForMaskedLM, LunaForMultipleChoice, LunaForSequenceClassification
+from luna_mega import LunaConfig, LunaForMaskedLM, LunaForMultipleChoice, LunaForSequenceClassification
 from luna_mega.convert import keymap_luna
 from luna_mega.convert.errors import ConversionError
 from luna_mega.convert.evidence import Evidence, same_bits
@@ -58,7 +58,7 @@ def plan_luna_bert(source: Source, tensors: dict, args: dict, head: str | None) 
         fields |= head_fields
     return Plan(
         model_class,
-        build_config(**fields),
+        build_config(LunaConfig, **fields),
         keymap_luna.luna_bert(head, tuple(name for name in names if name != head)),
         appended_symbol="<mask>",
         num_labels=fields.get("num_labels"),

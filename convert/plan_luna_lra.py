@@ -2,8 +2,8 @@
 
 import torch
 
-from luna_mega import LunaForSequenceClassification, LunaForSequencePairClassification
-from luna_mega.convert import keymap_luna
+from luna_mega import LunaConfig, LunaForSequenceClassification, LunaForSequencePairClassification
+from luna_mega.convert import keymap_luna, plan_lra
 from luna_mega.convert.errors import ConversionError
 from luna_mega.convert.evidence import Evidence
 from luna_mega.convert.plan import Plan, build_config
@@ -65,11 +65,11 @@ def plan_luna_lra(source: Source, tensors: dict, args: dict) -> Plan:
     classifier, in_features = _classifier(evidence, source)
     model_class, pair = _towers(in_features, fields["hidden_size"], source)
     pooling = _pooling(evidence, source)
-    config = build_config(**fields, **positions, **classifier, **pair, **pooling)
+    config = build_config(LunaConfig, **fields, **positions, **classifier, **pair, **pooling)
     notes = [_PADDING_NOTE] if config.pool_padding else []
     starts_with_cls = tokens and (source.revision == "r21" or evidence.arg("sen_rep_type") == "cls")
     if starts_with_cls:
-        notes.append(f"every sequence starts with <CLS>, id {config.vocab_size - 1}, and ends with </s>, id 2")
+        notes.append(plan_lra.first_token_note(config))
     if config.position_embedding_type == "sinusoidal":
         notes.append(
             "the 2023 code scales P in place, so that there every call changes the parameter; converted is what it was "
@@ -186,22 +186,15 @@ def _classifier(evidence: Evidence, source: Source) -> tuple[dict, int]:
 
 def _towers(in_features: int, width: int, source: Source) -> tuple[type, dict]:
     factor, features = (2, "concat") if source.revision == "r21" else (4, "interaction")
-    if in_features == width:
-        return LunaForSequenceClassification, {}
-    if in_features == factor * width:
-        return LunaForSequencePairClassification, {"pair_features": features}
-    raise ConversionError(
-        f"the classifier reads {in_features} features; with a width of {width} the original reads {width} (one "
-        f"sequence) or {factor * width} (a pair)"
+    model_class = plan_lra.choose_class(
+        in_features, width, factor, LunaForSequenceClassification, LunaForSequencePairClassification
     )
+    return model_class, {"pair_features": features} if model_class is LunaForSequencePairClassification else {}
 
 
 def _pooling(evidence: Evidence, source: Source) -> dict:
     if evidence.arg("use_p"):
         return {"pooling": "packed_mean", "pool_padding": True, "drop_first_token": source.revision == "r21"}
-    representation = evidence.arg("sen_rep_type")
-    if representation == "cls":
+    if plan_lra.representation(evidence) == "cls":
         return {"pooling": "cls"}
-    if representation == "mp":
-        return {"pooling": "mean", "pool_padding": source.revision == "r21"}
-    raise ConversionError(f"args.sen_rep_type = {representation!r} fails in the original as well; it knows cls and mp")
+    return {"pooling": "mean", "pool_padding": source.revision == "r21"}

@@ -9,7 +9,7 @@ from typing import Any
 from luna_mega.convert.mapping import few
 
 FILE_NAME = "conversion_report.json"
-_REVISIONS = {"r21": "2021 code", "head": "2023 code"}
+_REVISIONS = {"r21": "2021 code", "head": "2023 code", "main": "branch main", "flash": "branch flash"}
 _WORDS = {True: "yes", False: "no", None: "none"}
 
 
@@ -49,13 +49,14 @@ class Report:
     def __str__(self) -> str:
         source = self.source
         decisions = {name.replace("_", " "): value for name, value in self.decisions.items()}
-        mean = decisions.pop("layer norm mean")
+        if "layer norm" in decisions:
+            mean = decisions.pop("layer norm mean")
+            decisions["layer norm"] += f" (the mean of the norm weights is {mean:.3f})"
         rows = {
             "read": f"{source['file']}: {source['layout']} of the {_REVISIONS[source['revision']]}, "
             f"arch {source['arch']}, task {source['task']}, updates: {source['num_updates'] or 'not recorded'}",
             "class": self.model_class,
             **{name: _WORDS.get(value, value) for name, value in decisions.items()},
-            "layer norm": f"{decisions['layer norm']} (the mean of the norm weights is {mean:.3f})",
             "tensors": f"{len(self.mapped)} mapped, {len(self.dropped)} dropped, "
             f"{len(self.missing)} missing, {len(self.unexpected)} unexpected",
             "parameters": f"{self.parameters['model']:,} in the model, {self.parameters['file']:,} in the file",

@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 
+from luna_mega.convert.ema_convention import order_of
 from luna_mega.convert.errors import ConversionError
 from luna_mega.convert.fairseq_reader import Checkpoint
 
@@ -13,7 +14,10 @@ _MEGALODON = r"(^|\.)(theta|cema|move_act|timenorm|prior_mean)(\.|$)"
 
 @dataclass(frozen=True)
 class Source:
-    """The kind of file: `layout` is "luna_bert" or "luna_lra", `revision` is "r21" (2021 code) or "head" (2023)."""
+    """The kind of file: `layout` is "luna_bert", "luna_lra" or "mega_lra" (also raw speech).
+
+    `revision` of Luna is "r21" (2021 code) or "head" (2023), of Mega the branch: "main", "flash" or "unknown".
+    """
 
     layout: str
     revision: str
@@ -24,11 +28,13 @@ def detect(checkpoint: Checkpoint) -> Source:
     """Which original code wrote the file.
 
     Raises:
-        ConversionError: not a Luna encoder; the message names what it is and what to do.
+        ConversionError: not such an encoder; the message names what it is and what to do.
     """
     keys, arch = checkpoint.tensors.keys(), str(checkpoint.args.get("arch"))
     if any(re.search(_MEGA, key) for key in keys) or any(re.search(_MEGALODON, key) for key in keys):
-        raise ConversionError(f"{checkpoint.path}: {_mega_refusal(keys, arch)}")
+        if refusal := _mega_refusal(keys, arch):
+            raise ConversionError(f"{checkpoint.path}: {refusal}")
+        return Source("mega_lra", order_of(keys) or "unknown", arch)
     if any(re.match(r"(encoder|decoder)\.sentence_encoder\.projected_embeddings$", key) for key in keys):
         # An argument that the code has had since May 2022.
         return Source("luna_bert", "head" if "stop_min_lr" in checkpoint.args else "r21", arch)
@@ -37,14 +43,23 @@ def detect(checkpoint: Checkpoint) -> Source:
     raise ConversionError(f"{checkpoint.path}: {_other_refusal(keys, arch)}")
 
 
-def _mega_refusal(keys, arch: str) -> str:
+def _mega_refusal(keys, arch: str) -> str | None:
     no_output_bias = any(k.endswith("mega_layer.h_proj.weight") and k[:-6] + "bias" not in keys for k in keys)
     if no_output_bias or any(re.search(_MEGALODON, key) for key in keys):
         return (
             f"a Megalodon-line checkpoint (arch {arch!r}: complex EMA, timestep norm): neither Luna nor Mega computes "
             "what its layers do, so it cannot be converted; run it with the code that wrote it"
         )
-    return f"a Mega checkpoint (arch {arch!r}), not Luna: this version converts Luna encoders only"
+    has = {key.split(".layers.")[0] for key in keys if ".layers." in key}
+    if has == {"encoder.encoder"}:
+        return None
+    kind = "a Mega checkpoint, but neither an encoder of LRA nor one of raw speech"
+    if "decoder" in has:
+        kind = "a Mega encoder-decoder for translation" if "encoder" in has else "a Mega language model"
+    return (
+        f"{kind} (arch {arch!r}): this version has no model with such a head yet; it converts the Mega encoders of LRA "
+        "(mega_lra_*) and raw speech (mega_sc_raw_*)"
+    )
 
 
 def _other_refusal(keys, arch: str) -> str:
@@ -54,11 +69,12 @@ def _other_refusal(keys, arch: str) -> str:
             "which converts luna_bert and Luna LRA encoders"
         )
     return (
-        f"not a Luna checkpoint (arch {arch!r}): there is no packed sequence, '*.projected_embeddings', among its "
-        f"{len(keys)} tensors; this version converts luna_bert and Luna LRA encoders"
+        f"not a Luna or Mega checkpoint (arch {arch!r}): there is neither a packed sequence, '*.projected_embeddings', "
+        f"nor a '*.mega_layer' among its {len(keys)} tensors; this version converts luna_bert, Luna LRA and Mega LRA "
+        "encoders, and Mega for raw speech"
     )
 
 
 def canonical(checkpoint: Checkpoint) -> dict:
-    """The tensors under today's names: early luna_bert files say `decoder.` for `encoder.`, as fairseq knows."""
+    """The tensors, in order, under today's names: early luna_bert files say `decoder.` for `encoder.`."""
     return {re.sub(r"^decoder\.", "encoder.", key): tensor for key, tensor in checkpoint.tensors.items()}

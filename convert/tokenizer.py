@@ -1,4 +1,4 @@
-"""The tokenizer of a converted checkpoint: GPT-2 BPE for luna_bert, whitespace-separated symbols for Luna LRA."""
+"""The tokenizer of a converted checkpoint: GPT-2 BPE for luna_bert, whitespace-separated symbols for LRA."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +48,7 @@ def convert_tokenizer(
 
     Args:
         plan: gets a note when an option would add a tokenizer, or when transformers alone does not load it.
-        layout: "luna_bert" or "luna_lra".
+        layout: "luna_bert", "luna_lra" or "mega_lra".
         dictionary: the vocabulary, of the size of the embedding; None = there is none.
         bpe: folder with GPT-2's BPE files.
 
@@ -56,9 +56,9 @@ def convert_tokenizer(
         ConversionError: `bpe` is given and the checkpoint, the dictionary or the folder is not such a one.
     """
     max_length = plan.config.max_position_embeddings
-    if layout == "luna_lra":
+    if layout != "luna_bert":
         if bpe is not None:
-            raise ConversionError(f"--bpe {bpe}: Luna LRA does not read GPT-2's pieces; leave the option out")
+            raise ConversionError(f"--bpe {bpe}: LRA does not read GPT-2's pieces; leave the option out")
         if dictionary is None:
             return None
         tokenizer = word_tokenizer(dictionary, plan.appended_symbol, plan.prepends_appended, max_length)

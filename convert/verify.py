@@ -1,4 +1,4 @@
-"""Compares two Luna models, layer by layer, on the same inputs: `luna-mega verify`."""
+"""Compares two models, layer by layer, on the same inputs: `luna-mega verify`."""
 
 import argparse
 import inspect
@@ -15,15 +15,15 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tqdm import tqdm
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedConfig
 from transformers.utils import logging
 
-from luna_mega import LunaConfig, LunaForMultipleChoice, LunaForSequencePairClassification
+from luna_mega.convert import ema_convention as ema
 from luna_mega.convert.errors import ConversionError
 from luna_mega.convert.fairseq_to_hf import convert_checkpoint
 from luna_mega.convert.layer_norm import CHOICES
 from luna_mega.convert.mapping import few
-from luna_mega.convert.model_folder import ModelFolder, read_folder
+from luna_mega.convert.model_folder import ModelFolder, position_limit, read_folder
 
 _INPUTS = (
     "input_ids",
@@ -35,23 +35,16 @@ _INPUTS = (
 )
 _RESULTS = ("logits", "start_logits", "end_logits", "last_hidden_state")
 # In these two models must agree, or there is nothing to compare layer by layer.
-_SHAPE_FIELDS = (
-    "input_type",
-    "vocab_size",
-    "num_hidden_layers",
-    "hidden_size",
-    "projection_length",
-    "dynamic_projection_length",
-    "drop_first_token",
-)
+_SHAPE_FIELDS = ("input_type", "vocab_size", "num_hidden_layers", "hidden_size")
+_LUNA_SHAPE_FIELDS = ("projection_length", "dynamic_projection_length", "drop_first_token")
 
 
 @dataclass(frozen=True)
 class Comparison:
     """Largest absolute differences between two models `a` and `b`.
 
-    `layers` has `{"layer", "hidden", "packed"}`, layer 0 = the embeddings, and `results` the outputs. None = NaN or Inf
-    in one model and not in the other. Padding is not compared.
+    `layers` has `{"layer", "hidden"}`, of Luna "packed" besides, layer 0 = the embeddings, and `results` the outputs.
+    None = NaN or Inf in one model and not in the other. Padding is not compared.
     """
 
     a: str
@@ -65,7 +58,7 @@ class Comparison:
     @property
     def largest(self) -> float | None:
         """The largest of all differences; None as in `layers`."""
-        found = [row[name] for row in self.layers for name in ("hidden", "packed")] + list(self.results.values())
+        found = [row[name] for row in self.layers for name in row if name != "layer"] + list(self.results.values())
         return None if None in found else max(found)
 
     @property
@@ -76,10 +69,11 @@ class Comparison:
     def __str__(self) -> str:
         inputs = ", ".join(f"{name} {shape}" for name, shape in self.inputs.items())
         lines = [f"A        {self.a}", f"B        {self.b}", f"class    {self.model_class}", f"inputs   {inputs}", ""]
-        lines.append(f"{'layer':<20}{'hidden':>10}{'packed':>10}")
+        columns = [name for name in self.layers[0] if name != "layer"]
+        lines.append(f"{'layer':<20}" + "".join(f"{name:>10}" for name in columns))
         for row in self.layers:
             name = "embeddings" if row["layer"] == 0 else str(row["layer"])
-            lines.append(f"{name:<20}{_number(row['hidden']):>10}{_number(row['packed']):>10}")
+            lines.append(f"{name:<20}" + "".join(f"{_number(row[column]):>10}" for column in columns))
         lines += [f"{name:<20}{_number(value):>10}" for name, value in self.results.items()]
         verdict = "equal in every number" if self.largest == 0 else f"largest difference {_number(self.largest)}"
         return "\n".join([*lines, "", f"{verdict}: {'within' if self.within else 'MORE THAN'} {self.tolerance:g}"])
@@ -101,6 +95,7 @@ def compare(
     tolerance: float = 1e-5,
     head: str | None = None,
     layer_norm: str = "auto",
+    ema_convention: str = "auto",
     progress: bool = False,
 ) -> Comparison:
     """Runs two models of one kind in float32 and evaluation mode on the same inputs.
@@ -112,13 +107,14 @@ def compare(
         batch, length, seed: of the random inputs that are made if neither is given. Every second sequence is shorter,
             so that padding is covered.
         tolerance: largest difference that counts as equal.
-        head, layer_norm: for checkpoints, as in `convert_checkpoint`.
+        head, layer_norm, ema_convention: for checkpoints, as in `convert_checkpoint`.
         progress: show a progress bar on stderr if that is a terminal.
 
     Raises:
         ConversionError: a model or the inputs are at fault, or the models are of different kinds.
     """
-    with _quiet_transformers(), _folder(a, head, layer_norm) as first, _folder(b, head, layer_norm) as second:
+    options = {"head": head, "layer_norm": layer_norm, "ema_convention": ema_convention}
+    with _quiet_transformers(), _folder(a, options) as first, _folder(b, options) as second:
         _check_same_kind(a, first, b, second)
         if inputs is not None:
             tensors = _read_inputs(Path(inputs), first)
@@ -135,7 +131,7 @@ def compare(
         b=str(b),
         model_class=first.model_class.__name__,
         inputs={name: list(tensor.shape) for name, tensor in tensors.items()},
-        layers=_layers(*outputs, mask, first.config.dynamic_projection_length),
+        layers=_layers(*outputs, mask, getattr(first.config, "dynamic_projection_length", False)),
         results=_results(*outputs, mask),
         tolerance=tolerance,
     )
@@ -156,19 +152,21 @@ def _quiet_transformers() -> Iterator[None]:
 
 
 @contextmanager
-def _folder(path: str | Path, head: str | None, layer_norm: str) -> Iterator[ModelFolder]:
+def _folder(path: str | Path, options: dict[str, str | None]) -> Iterator[ModelFolder]:
     if not Path(path).is_file():
         yield read_folder(path)
         return
     with TemporaryDirectory() as temporary:
-        convert_checkpoint(path, Path(temporary, "model"), head=head, layer_norm=layer_norm)
+        convert_checkpoint(path, Path(temporary, "model"), **options)
         yield read_folder(Path(temporary, "model"))
 
 
 def _check_same_kind(a, first: ModelFolder, b, second: ModelFolder) -> None:
     pairs = [("class", first.model_class.__name__, second.model_class.__name__)]
-    fields = [name for name in _SHAPE_FIELDS if name != "vocab_size" or first.config.input_type == "tokens"]
-    pairs += [(name, getattr(first.config, name), getattr(second.config, name)) for name in fields]
+    if type(first.config) is type(second.config):
+        fields = [name for name in _SHAPE_FIELDS if name != "vocab_size" or first.config.input_type == "tokens"]
+        fields += _LUNA_SHAPE_FIELDS if first.config.model_type == "luna" else ()
+        pairs += [(name, getattr(first.config, name), getattr(second.config, name)) for name in fields]
     if different := [f"{name}: {ours!r} and {theirs!r}" for name, ours, theirs in pairs if ours != theirs]:
         raise ConversionError(
             f"{a} and {b} are not models of one kind ({'; '.join(different)}); of a checkpoint, --head chooses the head"
@@ -181,7 +179,7 @@ def _read_inputs(path: Path, folder: ModelFolder) -> dict[str, torch.Tensor]:
         tensors = load_file(path)
     except SafetensorError as error:
         raise ConversionError(f"{path}: not a safetensors file ({error})") from error
-    known = [name for name in _INPUTS if name in inspect.signature(model_class.forward).parameters]
+    known = [name for name in _INPUTS if _reads(model_class, name)]
     if unknown := sorted(tensors.keys() - set(known)):
         raise ConversionError(
             f"{path}: {few(unknown)}: {model_class.__name__} has no such inputs; it takes {', '.join(known)}"
@@ -196,7 +194,7 @@ def _read_inputs(path: Path, folder: ModelFolder) -> dict[str, torch.Tensor]:
 
 def _tokenize(texts: Sequence[str], *folders: ModelFolder) -> dict[str, torch.Tensor]:
     model_class = folders[0].model_class
-    if model_class is LunaForSequencePairClassification:
+    if _reads(model_class, "pair_input_ids"):
         raise ConversionError("--text: this model reads pairs of sequences; give --inputs")
     for folder in folders:
         if not (folder.path / "tokenizer_config.json").is_file():
@@ -205,22 +203,30 @@ def _tokenize(texts: Sequence[str], *folders: ModelFolder) -> dict[str, torch.Te
         limit = folder.config.max_position_embeddings
         tokens = tokenizer(list(texts), padding=True, truncation=True, max_length=limit, return_tensors="pt")
         tensors = {name: tokens[name] for name in ("input_ids", "attention_mask")}
-        if model_class is LunaForMultipleChoice:
+        if _has_options(model_class):
             return {name: tensor[None] for name, tensor in tensors.items()}
         return tensors
     raise ConversionError("--text: neither of the models has a tokenizer; convert with --bpe, or give --inputs")
 
 
+def _reads(model_class: type, name: str) -> bool:
+    return name in inspect.signature(model_class.forward).parameters
+
+
+def _has_options(model_class: type) -> bool:
+    return model_class.__name__.endswith("ForMultipleChoice")
+
+
 def _random_inputs(folder: ModelFolder, batch: int, length: int, seed: int) -> dict[str, torch.Tensor]:
     config, generator = folder.config, torch.Generator().manual_seed(seed)
-    if config.position_embedding_type == "learned":
-        length = min(length, config.max_position_embeddings)
-    options = (2,) if folder.model_class is LunaForMultipleChoice else ()
+    if (limit := position_limit(config)) is not None:
+        length = min(length, limit)
+    options = (2,) if _has_options(folder.model_class) else ()
     shape = (batch, *options, length)
     lengths = torch.full(shape[:-1], length)
     lengths[1::2] = (length + 1) // 2
     mask = torch.arange(length) < lengths[..., None]
-    towers = ("", "pair_") if folder.model_class is LunaForSequencePairClassification else ("",)
+    towers = ("", "pair_") if _reads(folder.model_class, "pair_input_ids") else ("",)
     tensors = {}
     for tower in towers:
         if config.input_type == "values":
@@ -244,7 +250,7 @@ def _run(folder: ModelFolder, tensors: Mapping[str, torch.Tensor]) -> Mapping:
         raise ConversionError(f"the inputs do not fit {folder.path}: {error}") from error
 
 
-def _mask(tensors: Mapping[str, torch.Tensor], config: LunaConfig) -> torch.Tensor:
+def _mask(tensors: Mapping[str, torch.Tensor], config: PreTrainedConfig) -> torch.Tensor:
     """Positions that count, `[B, T]` bool (multiple choice: the options side by side). Pairs: of the first sequence."""
     if "attention_mask" in tensors:
         mask = tensors["attention_mask"].bool()
@@ -254,17 +260,20 @@ def _mask(tensors: Mapping[str, torch.Tensor], config: LunaConfig) -> torch.Tens
         mask = torch.ones_like(tensors["input_values"], dtype=torch.bool)
     mask = mask.flatten(0, -2)
     # Without the first token of each, wherever the padding is.
-    return mask[:, 1:] & mask[:, :-1] if config.drop_first_token else mask
+    return mask[:, 1:] & mask[:, :-1] if getattr(config, "drop_first_token", False) else mask
 
 
 def _layers(first: Mapping, second: Mapping, mask: torch.Tensor, dynamic: bool) -> list[dict]:
-    rows = torch.arange(first["packed_hidden_states"][0].shape[1])
-    in_use = rows < mask.sum(dim=1, keepdim=True) if dynamic else None
-    hidden, packed = (
-        [_difference(ours, theirs, keep) for ours, theirs in zip(first[name], second[name], strict=True)]
-        for name, keep in (("hidden_states", mask), ("packed_hidden_states", in_use))
-    )
-    return [{"layer": index, "hidden": x, "packed": p} for index, (x, p) in enumerate(zip(hidden, packed, strict=True))]
+    compared = {"hidden": ("hidden_states", mask)}
+    if "packed_hidden_states" in first:
+        rows = torch.arange(first["packed_hidden_states"][0].shape[1])
+        compared["packed"] = "packed_hidden_states", rows < mask.sum(dim=1, keepdim=True) if dynamic else None
+    found = {"layer": range(len(first["hidden_states"]))}
+    for column, (name, keep) in compared.items():
+        found[column] = [
+            _difference(ours, theirs, keep) for ours, theirs in zip(first[name], second[name], strict=True)
+        ]
+    return [dict(zip(found, row, strict=True)) for row in zip(*found.values(), strict=True)]
 
 
 def _results(first: Mapping, second: Mapping, mask: torch.Tensor) -> dict[str, float | None]:
@@ -309,10 +318,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     random = {name: value for name, value in random.items() if value is not None}
     if random and (options.inputs or options.text):
         parser.error(f"--{next(iter(random))} is of the random inputs; leave it out with --inputs and --text")
-    if (options.head or options.layer_norm != "auto") and not any(
-        Path(path).is_file() for path in (options.a, options.b)
-    ):
-        parser.error("--head and --layer-norm are for checkpoints; leave them out, both models are folders")
+    of_checkpoints = options.head or options.layer_norm != "auto" or options.ema_convention != "auto"
+    if of_checkpoints and not any(Path(path).is_file() for path in (options.a, options.b)):
+        parser.error(
+            "--head, --layer-norm and --ema-convention are for checkpoints; leave them out, both models are folders"
+        )
     try:
         comparison = compare(
             options.a,
@@ -322,6 +332,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             tolerance=options.tolerance,
             head=options.head,
             layer_norm=options.layer_norm,
+            ema_convention=options.ema_convention,
             progress=not options.json,
             **random,
         )
@@ -339,7 +350,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="luna-mega verify",
-        description="Runs two Luna models on the same inputs, in float32, and prints the largest difference of every "
+        description="Runs two models on the same inputs, in float32, and prints the largest difference of every "
         "layer. Exit status 0: within the tolerance; 1: not, or the input is at fault.",
     )
     for name in "ab":
@@ -356,6 +367,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--head", metavar="NAME", help="classification head of a checkpoint (see luna-mega convert)")
     parser.add_argument(
         "--layer-norm", choices=CHOICES, default="auto", help="norm weights of a checkpoint (see luna-mega convert)"
+    )
+    parser.add_argument(
+        "--ema-convention", choices=ema.CHOICES, default="auto", help="branch of a checkpoint (see luna-mega convert)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser

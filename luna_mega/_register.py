@@ -21,6 +21,14 @@ _AUTO_CLASSES = {
 }
 
 
+def auto_classes(family: str) -> dict[str, type]:
+    """The class of a family for every ``Auto*`` class that has one."""
+    import luna_mega
+
+    classes = {name: getattr(luna_mega, family + suffix, None) for name, (suffix, _) in _AUTO_CLASSES.items()}
+    return {name: model for name, model in classes.items() if model is not None}
+
+
 def register_auto_classes() -> None:
     """Make the ``Auto*`` classes of transformers know every model of this package. Calling it again changes nothing."""
     import luna_mega
@@ -28,10 +36,7 @@ def register_auto_classes() -> None:
     for family in _FAMILIES:
         config = getattr(luna_mega, f"{family}Config")
         transformers.AutoConfig.register(config.model_type, config, exist_ok=True)
-        for auto_class, (suffix, names_table) in _AUTO_CLASSES.items():
-            model = getattr(luna_mega, family + suffix, None)
-            if model is None:
-                continue
+        for auto_class, model in auto_classes(family).items():
             getattr(transformers, auto_class).register(config, model, exist_ok=True)
-            getattr(modeling_auto, names_table)[config.model_type] = model.__name__
+            getattr(modeling_auto, _AUTO_CLASSES[auto_class][1])[config.model_type] = model.__name__
     transformers.AutoTokenizer.register(luna_mega.LunaConfig, luna_mega.LunaTokenizer, exist_ok=True)

@@ -17,7 +17,8 @@ from luna_mega import (
     LunaForTokenClassification,
     LunaModel,
 )
-from luna_mega.convert.info import count_parameters, describe, flops_per_token, main, training_activations
+from luna_mega.convert.cost_luna import flops_per_token, training_activations
+from luna_mega.convert.info import count_parameters, describe, main
 from luna_mega.kernels.api import use_backend
 
 SIZES = {
@@ -197,7 +198,7 @@ def test_lra_checkpoints(convert, make):
         (lambda folder: None, ["--length", "65"], "64 learned positions"),
         (lambda folder: (folder / "config.json").unlink(), [], "no config.json"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"junk"), [], "damaged"),
-        (lambda folder: (folder / "config.json").write_text('{"model_type": "mega"}'), [], "model_type 'mega'"),
+        (lambda folder: (folder / "config.json").write_text('{"model_type": "bert"}'), [], "model_type 'bert'"),
     ],
 )
 def test_bad_input(tmp_path, capsys, damage, options, expected):

@@ -2,7 +2,9 @@ import pytest
 
 from luna_mega.convert import keymap_luna
 from luna_mega.convert.keymap import KeyMap, Row
+from luna_mega.convert.keymap_mega import mega_lra
 from luna_mega.convert.source_detect import canonical
+from tests.convert.mega import mega
 
 HEADS = ["sentence_classification_head", "pooling_classification_head", "attention_classification_head"]
 
@@ -16,6 +18,19 @@ def maps(make):
     yield keymap_luna.luna_lra("head"), make.lra23(pre_logits=True)
     yield keymap_luna.luna_lra("head"), make.lra23(learned=True)
     yield keymap_luna.luna_lra("head", "values"), make.lra23(image=True)
+    yield from mega_maps()
+
+
+def mega_maps():
+    for branch in ("main", "flash"):
+        yield (
+            mega_lra(branch, classifier_layers=3),
+            mega(branch=branch, depth=3, norm_type="scalenorm", embed_norm=True),
+        )
+        yield mega_lra(branch), mega(branch=branch, rotary=True, norm_type="layernorm", prenorm=True)
+        yield mega_lra(branch, "values"), mega(branch=branch, values=True, norm_type="batchnorm", prenorm=True)
+        yield mega_lra(branch), mega(branch=branch, norm_type="batchnorm", embed_norm=True)
+        yield mega_lra(branch), mega(branch=branch, norm_type="scalenorm", prenorm=True)
 
 
 def test_forward_then_backward_is_the_identity(make):
@@ -33,7 +48,7 @@ def test_transforms_are_the_same_in_both_directions(make):
             forward = keymap.forward(key)
             if forward.key is not None:
                 assert keymap.backward(forward.key).row is forward.row
-                is_norm = "layer_norm" in key or "layernorm" in key
+                is_norm = "layer_norm." in key or "layernorm." in key
                 assert (forward.row.transform == keymap_luna.LAYER_NORM) == is_norm, key
 
 
@@ -43,6 +58,14 @@ def test_every_row_is_used_by_some_checkpoint(make):
         rows |= {row.target for row in keymap.rows}
         used |= {keymap.forward(key).row.target for key in state["model"]}
     assert rows == used
+
+
+def test_names_sort_as_the_original_registers_them():
+    for keymap, state in mega_maps():
+        names = list(state["model"])
+        assert sorted(sorted(names), key=keymap.position) == names
+    with pytest.raises(KeyError):
+        keymap.position("encoder.encoder.layers.0.mega_layer.elsewhere")
 
 
 @pytest.mark.parametrize(

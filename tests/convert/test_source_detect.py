@@ -3,6 +3,7 @@ import torch
 
 from luna_mega.convert.fairseq_reader import Checkpoint
 from luna_mega.convert.source_detect import detect
+from tests.convert.mega import mega
 
 
 def source(state):
@@ -24,12 +25,27 @@ def test_early_luna_bert(convert, make):
     assert "'decoder.' is today's 'encoder.'" in convert.screen
 
 
+@pytest.mark.parametrize("arch", ["mega_lra_imdb", "mega_lra_pf32", "mega_sc_raw_big"])
+def test_mega(arch):
+    for branch in ("main", "flash"):
+        found = source(mega(arch, branch, values=arch != "mega_lra_imdb"))
+        assert (found.layout, found.revision, found.arch) == ("mega_lra", branch, arch)
+    state = mega(arch)
+    state["model"] = dict(sorted(state["model"].items()))
+    assert source(state).revision == "unknown"
+
+
 REFUSED = {
-    "mega": (
+    "mega_lm": (
         ["decoder.layers.0.mega_layer.move.delta", "decoder.layers.0.mega_layer.h_proj.bias"],
-        "a Mega checkpoint",
+        "a Mega language model",
     ),
-    "ema": (["delta", "alpha", "beta", "gamma", "omega"], "a Mega checkpoint"),
+    "mega_wmt_en_de": (
+        ["encoder.layers.0.mega_layer.move.delta", "decoder.layers.0.mega_layer.move.delta"],
+        "a Mega encoder-decoder for translation",
+    ),
+    "ema": (["delta", "alpha", "beta", "gamma", "omega"], "neither an encoder of LRA nor one of raw speech"),
+    "layer": (["move.delta", "move.alpha"], "neither an encoder of LRA nor one of raw speech"),
     "megalodon_complex_ema": (["encoder.encoder.layers.0.mega_layer.move.theta"], "Megalodon"),
     "megalodon_real_ema": (
         ["encoder.encoder.layers.0.mega_layer.move.delta", "encoder.encoder.layers.0.mega_layer.h_proj.weight"],
@@ -40,8 +56,9 @@ REFUSED = {
         ["encoder.projected_embeddings", "decoder.layers.0.encoder_attn.pq_proj.weight"],
         "encoder-decoder conversion is not there yet",
     ),
-    "roberta_base": (["decoder.sentence_encoder.layers.0.self_attn.k_proj.weight"], "not a Luna checkpoint"),
-    "transformer": (["encoder.layers.0.self_attn.k_proj.weight"], "not a Luna checkpoint"),
+    "roberta_base": (["decoder.sentence_encoder.layers.0.self_attn.k_proj.weight"], "not a Luna or Mega checkpoint"),
+    "transformer": (["encoder.layers.0.self_attn.k_proj.weight"], "not a Luna or Mega checkpoint"),
+    "flash_lra_imdb": (["encoder.encoder.layers.0.flash_layer.gamma"], "not a Luna or Mega checkpoint"),
 }
 
 

@@ -309,7 +309,7 @@ def test_bpe_errors_are_one_line(convert, make, bpe, twelve, tmp_path):
     assert "symbol 'w0' is not a number" in convert.error(state, "--bpe", bpe)
     checkpoint_with_dictionary(convert, make, [*twelve[:-1], "70000"])
     assert "symbol '70000' is no GPT-2 id; they end at 268" in convert.error(state, "--bpe", bpe)
-    assert "Luna LRA does not read" in convert.error(make.lra21(), "--bpe", bpe)
+    assert "LRA does not read" in convert.error(make.lra21(), "--bpe", bpe)
     make.dictionary(convert.source / "dict.txt", symbols=make.symbols + 1)
     assert f"{make.vocabulary} embeddings" in convert.error(state, "--bpe", bpe)
 

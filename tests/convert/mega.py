@@ -1,0 +1,105 @@
+"""Small Mega checkpoints in fairseq's layout, with the tensors in the order in which the original registers them."""
+
+import argparse
+
+import torch
+
+WIDTH, VALUES, SHARED, EMA, FFN, LAYERS, POSITIONS, HIDDEN, SYMBOLS = 16, 24, 6, 4, 20, 2, 30, 10, 12
+VOCABULARY = 4 + SYMBOLS + 1
+BODY = "encoder.encoder"
+ORDER = {"main": ("delta", "alpha"), "flash": ("alpha", "delta")}
+
+
+def linear(name, rows, columns, bias=True):
+    tensors = {f"{name}.weight": torch.randn(rows, columns) * 0.3}
+    return tensors | ({f"{name}.bias": torch.randn(rows) * 0.1} if bias else {})
+
+
+def norm(name, kind):
+    weight = {f"{name}.norm.weight": 1 + 0.1 * torch.randn(WIDTH)}
+    if kind == "scalenorm":
+        return {f"{name}.norm.scalar": torch.tensor([1.1])}
+    if kind == "rmsnorm":
+        return weight
+    tensors = weight | {f"{name}.norm.bias": torch.randn(WIDTH) * 0.1}
+    if kind == "layernorm":
+        return tensors
+    return tensors | {
+        f"{name}.norm.running_mean": torch.randn(WIDTH),
+        f"{name}.norm.running_var": 1 + torch.rand(WIDTH),
+        f"{name}.norm.num_batches_tracked": torch.tensor(70001),  # float16 has no such number
+    }
+
+
+def layer(name, branch, norm_type, bias, ffn):
+    attention = f"{name}.mega_layer"
+    tensors = {f"{attention}.gamma": torch.randn(2, SHARED), f"{attention}.beta": torch.randn(2, SHARED)}
+    tensors |= norm(f"{attention}.norm", norm_type)
+    for parameter in (*ORDER[branch], "beta"):
+        tensors[f"{attention}.move.{parameter}"] = torch.randn(2 * WIDTH, EMA, 1)
+    tensors[f"{attention}.move.gamma"] = torch.randn(2 * WIDTH, EMA)
+    tensors[f"{attention}.move.omega"] = torch.randn(WIDTH)
+    tensors |= linear(f"{attention}.v_proj", VALUES, WIDTH)
+    tensors |= linear(f"{attention}.mx_proj", SHARED + VALUES + 2 * WIDTH, WIDTH)
+    tensors |= linear(f"{attention}.h_proj", WIDTH, VALUES)
+    tensors |= {f"{attention}.rel_pos_bias.{part}": tensor for part, tensor in bias.items()}
+    if not ffn:
+        return tensors
+    tensors |= norm(f"{name}.nffn.norm", norm_type)
+    return tensors | linear(f"{name}.nffn.fc1", FFN, WIDTH) | linear(f"{name}.nffn.fc2", WIDTH, FFN)
+
+
+def mega(
+    arch="mega_lra_imdb",
+    branch="main",
+    *,
+    values=False,
+    norm_type="layernorm",
+    prenorm=False,
+    embed_norm=False,
+    rotary=False,
+    chunk=-1,
+    ffn=True,
+    classes=2,
+    towers=1,
+    depth=1,
+    **args,
+):
+    """A checkpoint of LRA or, with an arch of it, of raw speech. An argument that is None is left out."""
+    model = {f"{BODY}.embed_tokens.embed.weight": torch.randn(VOCABULARY, WIDTH)}
+    if values:
+        model = {f"{BODY}.embed_tokens.{part}": torch.randn(WIDTH) for part in ("weight", "bias")}
+    if embed_norm:
+        model |= norm(f"{BODY}.embed_norm", norm_type)
+    for index in range(LAYERS):
+        bias = {"rel_pos_bias": torch.randn(2 * (chunk if (chunk or 0) > 0 else POSITIONS) - 1)}
+        if rotary:
+            bias = {"alpha": torch.randn(1, SHARED), "beta": torch.randn(1, SHARED), "_float_tensor": torch.zeros(1)}
+        model |= layer(f"{BODY}.layers.{index}", branch, norm_type, bias, ffn)
+    if prenorm:
+        model |= norm(f"{BODY}.final_norm", norm_type)
+    for index in range(depth):
+        model |= linear(f"classifier.{index}.0", HIDDEN, HIDDEN if index else towers * WIDTH)
+    features = HIDDEN if depth else towers * WIDTH
+    model |= linear("sentence_projection_layer", classes, features, bias=False)
+    speech = arch.startswith("mega_sc")
+    args = {
+        "arch": arch,
+        "task": "speech_commands" if speech else f"lra-{'image' if values else 'text'}",
+        "input_type": None if speech else "image" if values else "text",
+        "encoder_layers": LAYERS,
+        "encoder_embed_dim": WIDTH,
+        "encoder_hidden_dim": VALUES,
+        "encoder_ffn_embed_dim": FFN if ffn else 0,
+        "z_dim": SHARED,
+        "n_dim": EMA,
+        "chunk_size": chunk,
+        "max_positions": POSITIONS,
+        "norm_type": norm_type,
+        "rel_pos_bias": "rotary" if rotary else "simple",
+        "encoder_normalize_before": prenorm,
+        "normalize_embedding": embed_norm,
+        "classifier_layers": depth,
+    } | args
+    args = {name: value for name, value in args.items() if value is not None}
+    return {"args": argparse.Namespace(**args), "model": model, "optimizer_history": [{"num_updates": 1000}]}

@@ -1,0 +1,376 @@
+"""Mega files of LRA and raw speech: what is read from tensors and args, the two branches, files at fault."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from luna_mega import MegaForSequencePairClassification
+from luna_mega.convert import convert_checkpoint
+from tests.convert.mega import BODY, HIDDEN, POSITIONS, SYMBOLS, VOCABULARY, mega
+
+TOKENS = torch.tensor([[16, 5, 6, 2], [16, 7, 2, 1]])
+TEXT_RECIPE = {"dropout": 0.1, "attention_dropout": 0.0, "attention_activation_fn": "softmax"}
+
+
+def load(folder):
+    config = json.loads((folder / "config.json").read_text())
+    pair = config["architectures"] == ["MegaForSequencePairClassification"]
+    model_class = MegaForSequencePairClassification if pair else AutoModelForSequenceClassification
+    model, info = model_class.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"] and not info["mismatched_keys"] and not info["unexpected_keys"], info
+    return model.eval()
+
+
+def all_weights_arrived(model, state, folder):
+    report = json.loads((folder / "conversion_report.json").read_text())
+    ours = model.state_dict()
+    assert len(report["mapped"]) == len(ours)
+    for row in report["mapped"]:
+        assert torch.equal(ours[row["target"]], state["model"][row["source"]]), row
+    dropped = [row["source"] for row in report["dropped"]]
+    assert all(key.endswith("_float_tensor") for key in dropped)
+    assert {row["source"] for row in report["mapped"]} | set(dropped) == state["model"].keys()
+
+
+def fields(config, *names):
+    return tuple(getattr(config, name) for name in names)
+
+
+def test_text(convert):
+    state = mega(classes=3, depth=2, **TEXT_RECIPE, act_dropout=0.2, feature_dropout=True)
+    model = load(convert(state))
+    config = model.config
+    assert type(model).__name__ == "MegaForSequenceClassification"
+    assert fields(config, "hidden_size", "intermediate_size", "shared_representation_size") == (16, 24, 6)
+    assert fields(config, "ema_projection_size", "nffn_hidden_size", "num_hidden_layers") == (4, 20, 2)
+    assert fields(config, "vocab_size", "max_positions", "num_labels") == (VOCABULARY, POSITIONS, 3)
+    assert fields(config, "attention_chunk", "truncation", "pooling", "bidirectional") == (None, 1024, "mean", True)
+    assert fields(config, "normalize_before_mega", "normalize_before_ffn", "final_norm") == (False, False, False)
+    assert fields(config, "activation", "attention_activation", "ema_shift") == ("silu", "softmax", False)
+    assert fields(config, "dropout_prob", "attention_probs_dropout_prob", "classifier_dropout") == (0.1, 0.0, 0.1)
+    assert fields(config, "hidden_dropout_prob", "nffn_activation_dropout_prob") == (0.2, 0.2)
+    assert config.use_feature_dropout is True
+    assert fields(config, "classifier_num_layers", "classifier_hidden_size") == (2, HIDDEN)
+    assert fields(config, "classifier_activation", "classifier_bias") == ("gelu", False)
+    all_weights_arrived(model, state, convert.output)
+    assert model(TOKENS).logits.shape == (2, 3)
+    assert "warning" not in convert.screen and "<CLS>" not in convert.screen
+    assert "ema convention            main" in convert.screen and "branch main, arch mega_lra_imdb" in convert.screen
+
+
+@pytest.mark.parametrize("norm_type", ["layernorm", "scalenorm", "rmsnorm", "batchnorm", "syncbatchnorm"])
+@pytest.mark.parametrize("place", [{"prenorm": True}, {"embed_norm": True}, {}])
+def test_norms(convert, norm_type, place):
+    state = mega(norm_type=norm_type, rotary=True, **place)
+    model = load(convert(state))
+    before, around = "prenorm" in place, "embed_norm" in place
+    assert model.config.normalization_type == norm_type
+    assert fields(model.config, "normalize_before_mega", "normalize_before_ffn", "final_norm") == (before,) * 3
+    assert model.config.embedding_norm is around
+    all_weights_arrived(model, state, convert.output)
+    assert model(TOKENS).logits.isfinite().all() and "warning" not in convert.screen
+
+
+@pytest.mark.parametrize("rotary", [True, False])
+@pytest.mark.parametrize("chunk", [-1, 0, 5])
+def test_bias_and_chunks(convert, rotary, chunk):
+    state = mega(rotary=rotary, chunk=chunk)
+    model = load(convert(state))
+    assert model.config.attention_chunk == (chunk if chunk > 0 else None)
+    assert model.config.relative_positional_bias == ("rotary" if rotary else "simple")
+    all_weights_arrived(model, state, convert.output)
+    assert model(torch.randint(4, 16, (2, 13))).logits.isfinite().all()
+
+
+@pytest.mark.parametrize(("length", "expected"), [(7, 7), (0, None), (-1, None), (None, None)])
+def test_truncation(convert, length, expected):
+    state = mega()
+    state["args"].truncation_length = length
+    assert load(convert(state)).config.truncation == expected
+
+
+def test_without_feed_forward_layers(convert):
+    state = mega(ffn=False)
+    model = load(convert(state))
+    assert model.config.use_normalized_ffn is False
+    all_weights_arrived(model, state, convert.output)
+
+
+def test_without_classifier_layers(convert):
+    state = mega(depth=0)
+    model = load(convert(state))
+    assert model.config.classifier_num_layers == 0
+    all_weights_arrived(model, state, convert.output)
+
+
+@pytest.mark.parametrize(("pooling", "starts"), [("cls", True), ("mp", False)])
+def test_dictionary_and_tokenizer(convert, make, pooling, starts):
+    make.dictionary(convert.source / "dict.txt")
+    make.dictionary(convert.source / "label-bin" / "dict.txt", symbols=3, prefix="class")
+    model = load(convert(mega(sen_rep_type=pooling, classes=3)))
+    assert model.config.pooling == ("cls" if starts else "mean")
+    assert model.config.id2label == {0: "class0", 1: "class1", 2: "class2"}
+    tokenizer = AutoTokenizer.from_pretrained(convert.output)
+    assert tokenizer("w0 w3").input_ids == [VOCABULARY - 1] * starts + [4, 7, 2]
+    assert tokenizer.model_max_length == POSITIONS
+    assert ("every sequence starts with <CLS>, id 16" in convert.screen) is starts
+
+
+def test_dictionary_with_cls_and_one_of_another_model(convert, make):
+    dictionary = make.dictionary(convert.source / "dict.txt")
+    dictionary.write_text(dictionary.read_text() + "<CLS> 1\n")
+    assert (convert(mega()) / "dict.txt").is_file()
+    convert.output = convert.output.with_name("other")
+    make.dictionary(dictionary, symbols=SYMBOLS + 1)
+    assert "symbols do not fit the model" in convert.error(mega())
+
+
+@pytest.mark.parametrize(
+    ("normalization", "expected"), [([0.48, 0.24], "(x / 255 - 0.48) / 0.24"), (None, "(x / 255 - 0.5) / 0.5")]
+)
+def test_pixels(convert, normalization, expected):
+    state = mega("mega_lra_cifar10", values=True, classes=10, chunk=8, pixel_normalization=normalization)
+    model = load(convert(state))
+    assert fields(model.config, "input_type", "attention_chunk", "num_labels") == ("values", 8, 10)
+    all_weights_arrived(model, state, convert.output)
+    assert model(input_values=torch.randn(2, 21)).logits.shape == (2, 10)
+    assert expected in convert.screen and "dictionary" not in convert.screen
+
+
+def test_speech(convert):
+    state = mega("mega_sc_raw_base", values=True, norm_type="batchnorm", prenorm=True, chunk=8, classes=10)
+    del state["args"].norm_type, state["args"].encoder_normalize_before, state["args"].rel_pos_bias
+    model = load(convert(state))
+    assert fields(model.config, "input_type", "normalization_type", "final_norm") == ("values", "batchnorm", True)
+    assert fields(model.config, "attention_activation", "truncation", "dropout_prob") == ("laplace", 1000, 0.0)
+    all_weights_arrived(model, state, convert.output)
+    assert "pixel" not in convert.screen and "warning" not in convert.screen
+
+
+def test_pairs(convert):
+    state = mega("mega_lra_aan", towers=2)
+    model = load(convert(state))
+    assert type(model) is MegaForSequencePairClassification and model.config.pair_features == "concat"
+    all_weights_arrived(model, state, convert.output)
+    assert model(input_ids=TOKENS, pair_input_ids=TOKENS).logits.shape == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("arch", "expected"),
+    [
+        ("mega_lra_listop", (2002, None, 1024, "relu2", 0.1)),
+        ("mega_lra_imdb", (4002, None, 1024, "relu2", 0.1)),
+        ("mega_lra_aan", (4002, None, 1024, "relu2", 0.1)),
+        ("mega_lra_cifar10", (1024, 1024, 1024, "relu2", 0.1)),
+        ("mega_lra_pf32", (1024, 1024, 1024, "relu2", 0.1)),
+        ("mega_lra_pf128", (16384, 16384, 4096, "relu2", 0.1)),
+        ("mega_sc_raw_base", (16000, 1000, 1000, "laplace", 0.0)),
+        ("mega_sc_raw_big", (16000, 1000, 1000, "laplace", 0.0)),
+    ],
+)
+def test_old_args_get_the_defaults_of_their_arch(convert, arch, expected):
+    values = "sc" in arch or expected[1] is not None
+    state = mega(arch, values=values, rotary=True, chunk=None, max_positions=None)
+    config = load(convert(state)).config
+    names = ("max_positions", "attention_chunk", "truncation", "attention_activation", "dropout_prob")
+    assert fields(config, *names) == expected
+    assert fields(config, "activation", "classifier_activation", "pooling") == ("silu", "gelu", "mean")
+
+
+def test_shapes_win_over_args(convert):
+    state = mega(z_dim=7, encoder_hidden_dim=25, max_positions=40, norm_type="scalenorm", sentence_class_num=5)
+    for key in [key for key in state["model"] if ".norm.norm." in key]:
+        del state["model"][key]
+    state["model"] |= {
+        f"{BODY}.layers.{index}.{part}.norm.norm.weight": torch.ones(16)
+        for index in range(2)
+        for part in ("mega_layer", "nffn")
+    }
+    config = load(convert(state)).config
+    assert fields(config, "shared_representation_size", "intermediate_size", "max_positions") == (6, 24, POSITIONS)
+    assert fields(config, "normalization_type", "num_labels") == ("rmsnorm", 2)
+    assert convert.screen.count("the tensors win") == 5
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_branches(convert, legacy):
+    """The same names and shapes, told apart by their order."""
+    for branch, weight, damping in (("main", "delta", "alpha"), ("flash", "alpha", "delta")):
+        state = mega(branch=branch)
+        convert.output = convert.output.with_name(branch)
+        model = load(convert(state, legacy=legacy))
+        average, source = model.mega.layers[1].mega_layer.ema_gate, f"{BODY}.layers.1.mega_layer.move"
+        assert torch.equal(average.damping_factor, state["model"][f"{source}.{weight}"])
+        assert torch.equal(average.decay_factor, state["model"][f"{source}.{damping}"])
+        assert model.config.ema_shift is (branch == "flash")
+        assert f"of the branch {branch}" in convert.screen
+
+
+def test_branch_on_request(convert):
+    state = mega(branch="main")
+    assert load(convert(state, "--ema-convention", "flash")).config.ema_shift is True
+    assert "--ema-convention flash contradicts the order of the tensors" in convert.screen
+    convert.output = convert.output.with_name("agreed")
+    convert(state, "--ema-convention", "main")
+    assert "contradicts" not in convert.screen
+
+
+@pytest.mark.parametrize("order", ["sorted", "one layer", "reversed"])
+def test_order_of_neither_branch(convert, order):
+    state = mega()
+    names = list(state["model"])
+    if order == "one layer":
+        first = names.index(f"{BODY}.layers.1.mega_layer.move.delta")
+        names[first : first + 2] = names[first : first + 2][::-1]
+    else:
+        names.sort(reverse=order == "reversed")
+    state["model"] = {name: state["model"][name] for name in names}
+    message = convert.error(state)
+    assert "pass --ema-convention main or --ema-convention flash" in message and str(convert.file) in message
+    assert load(convert(state, "--ema-convention", "flash")).config.ema_shift is True
+    assert "contradicts" not in convert.screen
+
+
+def test_half_precision(convert):
+    state = mega("mega_lra_cifar10", values=True, norm_type="batchnorm", prenorm=True)
+    state["model"] = {key: t.half() if t.is_floating_point() else t for key, t in state["model"].items()}
+    model = load(convert(state))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    counter = model.mega.final_norm.norm.num_batches_tracked
+    assert counter.dtype == torch.long and counter == 70001
+    all_weights_arrived(model.half(), state, convert.output)
+    convert.output = convert.output.with_name("half")
+    folder = convert(state, "--dtype", "float16")
+    assert torch.equal(load(folder).mega.final_norm.norm.num_batches_tracked, counter)
+
+
+def test_counters_may_be_absent(convert):
+    state = mega("mega_lra_cifar10", values=True, norm_type="batchnorm")
+    state["model"] = {key: t for key, t in state["model"].items() if "num_batches" not in key}
+    assert load(convert(state)).mega.layers[0].nffn.norm.norm.num_batches_tracked == 0
+
+
+def test_dropout_of_the_head(convert):
+    """Before every layer of the head, with the probability of the encoder."""
+    head, inputs = load(convert(mega(dropout=0.5, act_dropout=0.0))).classifier.train(), []
+    for linear in (head.dense, head.out_proj):
+        linear.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
+    head(torch.ones(100, 16))
+    assert set(inputs[0].unique().tolist()) == {0.0, 2.0}
+    assert all(0.4 < (states == 0).float().mean() < 0.6 for states in inputs)
+
+
+def test_nan_is_reported_and_a_placeholder_is_not(convert):
+    state = mega(rotary=True)
+    state["model"][f"{BODY}.layers.0.mega_layer.rel_pos_bias._float_tensor"].fill_(float("nan"))
+    convert(state)
+    assert "NaN" not in convert.screen
+    state["model"][f"{BODY}.layers.0.mega_layer.h_proj.bias"][0] = float("nan")
+    convert.output = convert.output.with_name("nan")
+    convert(state)
+    assert "NaN or Inf in 1 of" in convert.screen
+
+
+LAYER = f"{BODY}.layers.0.mega_layer"
+MISSING = [
+    f"{BODY}.embed_tokens.embed.weight",
+    f"{LAYER}.gamma",
+    f"{LAYER}.move.delta",
+    f"{LAYER}.move.omega",
+    f"{LAYER}.mx_proj.bias",
+    f"{LAYER}.rel_pos_bias.rel_pos_bias",
+    f"{BODY}.layers.1.nffn.norm.norm.bias",
+    f"{BODY}.final_norm.norm.weight",
+    "classifier.0.0.weight",
+    "sentence_projection_layer.weight",
+]
+
+
+@pytest.mark.parametrize("key", MISSING)
+def test_missing_tensor(convert, key):
+    state = mega(prenorm=True)
+    del state["model"][key]
+    message = convert.error(state)
+    assert "missing" in message and (key in message or "rel_pos_bias" in key)
+
+
+@pytest.mark.parametrize("prefix", [f"{BODY}.final_norm.", f"{BODY}.layers.0.", f"{LAYER}.norm.", "classifier."])
+def test_missing_module(convert, prefix):
+    state = mega(prenorm=True)
+    state["model"] = {key: tensor for key, tensor in state["model"].items() if not key.startswith(prefix)}
+    assert any(word in convert.error(state) for word in ("missing", "incomplete"))
+
+
+@pytest.mark.parametrize(
+    ("key", "shape", "expected"),
+    [
+        (f"{LAYER}.move.alpha", (16, 4, 1), "has shape [16, 4, 1], the model needs [32, 4, 1]"),
+        (f"{LAYER}.mx_proj.weight", (61, 16), "has shape [61, 16], the model needs [62, 16]"),
+        (f"{BODY}.layers.1.mega_layer.rel_pos_bias.rel_pos_bias", (9,), "has shape [9], the model needs [59]"),
+        (f"{LAYER}.v_proj.weight", (24,), "expected [value width, width]"),
+        (f"{BODY}.embed_tokens.embed.weight", (17, 8), "has shape [16], the model needs [8]"),
+        (
+            "classifier.0.0.weight",
+            (10, 48),
+            "reads 48 features; with a width of 16 the original reads 16 (one sequence)",
+        ),
+    ],
+)
+def test_wrong_shape(convert, key, shape, expected):
+    state = mega()
+    state["model"][key] = torch.zeros(shape)
+    assert expected in convert.error(state)
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        ({"attention_activation_fn": "gelu"}, "attention_activation must be one of softmax, laplace, relu2"),
+        ({"activation_fn": "tanhshrink"}, "args.activation_fn = 'tanhshrink'"),
+        ({"sen_rep_type": "first"}, "args.sen_rep_type = 'first'"),
+        ({"sen_rep_type": "cls", "values": True}, "with pixels or audio"),
+        ({"use_p": True}, "args.use_p"),
+        ({"encoder_layers": 3}, "args.encoder_layers = 3 but the file holds 2 layers"),
+        ({"arch": "mine", "max_positions": None}, "args.max_positions is missing"),
+        ({"dropout": 1.0}, "dropout_prob must be in [0, 1), got 1.0"),
+    ],
+)
+def test_args_at_fault(convert, args, expected):
+    assert expected in convert.error(mega(**args))
+
+
+@pytest.mark.parametrize(
+    "key", [f"{BODY}.version", f"{LAYER}.move.theta2", "classifier.0.0.scale", f"{BODY}.lm.weight"]
+)
+def test_unexpected_tensor(convert, key):
+    state = mega()
+    state["model"][key] = torch.zeros(3)
+    assert f"unexpected: {key}" in convert.error(state)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--head", "a"], "--head a"),
+        (["--layer-norm", "standard"], "Mega stores norm weights as they are"),
+        (["--bpe", "."], "LRA does not read GPT-2's pieces"),
+    ],
+)
+def test_options_of_other_files(convert, options, expected):
+    assert expected in convert.error(mega(), *options)
+
+
+def test_convention_is_not_for_luna(convert, make, tmp_path):
+    assert "Luna has no moving average" in convert.error(make.lra21(), "--ema-convention", "main")
+    with pytest.raises(ValueError, match="ema_convention must be one of auto, main, flash, got 'x'"):
+        convert_checkpoint(convert.file, tmp_path / "out", ema_convention="x")
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize("fraction", [0.1, 0.5, 0.99])
+def test_truncated_file(convert, legacy, fraction):
+    content = convert.save(mega(), legacy).read_bytes()
+    convert.file.write_bytes(content[: int(len(content) * fraction)])
+    assert "truncated" in convert.error()

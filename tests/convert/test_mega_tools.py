@@ -1,0 +1,232 @@
+"""`luna-mega verify` and `luna-mega info` for Mega; the formulas against what PyTorch counts and keeps."""
+
+import json
+import weakref
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+import luna_mega
+from luna_mega import LunaConfig, LunaModel, MegaConfig, MegaForMaskedLM, MegaForSequenceClassification, MegaModel
+from luna_mega.convert import ConversionError, cost_mega, info, verify
+from luna_mega.convert.verify import compare
+from luna_mega.kernels.api import use_backend
+from tests.convert.mega import BODY, POSITIONS, mega
+
+SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "intermediate_size": 56,
+    "shared_representation_size": 16,
+    "ema_projection_size": 4,
+    "nffn_hidden_size": 40,
+    "max_positions": 64,
+}
+CHUNKS = {"use_chunking": True, "chunk_size": 8}
+CLASSES = [name for name in luna_mega.__all__ if name.startswith("MegaFor")] + ["MegaModel"]
+
+
+def save(folder, model_class=MegaForMaskedLM, **fields):
+    model_class(MegaConfig(**SIZES | fields)).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_model_equals_itself(tmp_path, name):
+    folder = save(tmp_path / "a", getattr(luna_mega, name))
+    comparison = compare(folder, folder, tolerance=0.0, length=9)
+    assert comparison.within and comparison.largest == 0 and comparison.model_class == name
+    assert [row["layer"] for row in comparison.layers] == [0, 1, 2, 3]
+    assert not compare(folder, save(tmp_path / "b", getattr(luna_mega, name))).within
+
+
+@pytest.mark.parametrize("fields", [{"input_type": "values"}, {"relative_positional_bias": "simple"}, CHUNKS])
+def test_other_inputs(tmp_path, capsys, fields):
+    folder = save(tmp_path / "a", MegaForSequenceClassification, pooling="mean", **fields)
+    assert verify.main([str(folder), str(folder), "--length", "90"]) == 0
+    printed = capsys.readouterr().out
+    assert "packed" not in printed and "embeddings" in printed and "equal in every number" in printed
+
+
+def test_models_of_two_families(tmp_path):
+    LunaModel(LunaConfig(vocab_size=40, hidden_size=32, num_hidden_layers=3, num_attention_heads=4)).save_pretrained(
+        tmp_path / "luna"
+    )
+    with pytest.raises(ConversionError, match="class: 'MegaModel' and 'LunaModel'"):
+        compare(save(tmp_path / "mega", MegaModel), tmp_path / "luna")
+
+
+def test_checkpoints_of_the_two_branches(convert, tmp_path):
+    """The numbers of one file, read as those of either branch."""
+    state = mega(rotary=True)
+    folder = convert(state)
+    assert compare(folder, convert.file).largest == 0
+    other = compare(folder, convert.file, ema_convention="flash")
+    assert other.layers[0]["hidden"] == 0 and other.layers[1]["hidden"] > 1e-3
+    with pytest.raises(SystemExit):
+        verify.main([str(folder), str(folder), "--ema-convention", "flash"])
+
+
+MODELS = {
+    "mlm": (MegaForMaskedLM, {}),
+    "no dense": (MegaForMaskedLM, {"add_lm_hidden_dense_layer": False}),
+    "encoder": (MegaModel, {"use_normalized_ffn": False, "normalization_type": "batchnorm"}),
+    "chunks": (MegaModel, CHUNKS | {"attention_activation": "laplace"}),
+    "classes": (MegaForSequenceClassification, {"classifier_num_layers": 2, "classifier_hidden_size": 10}),
+    "pair": (luna_mega.MegaForSequencePairClassification, {"pooling": "mean"}),
+    "choice": (luna_mega.MegaForMultipleChoice, {}),
+    "tokens": (luna_mega.MegaForTokenClassification, {}),
+    "spans": (luna_mega.MegaForQuestionAnswering, {}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_flops_are_those_that_pytorch_counts(name):
+    """But for the moving average, whose operations the counter does not know."""
+    (model_class, fields), length = MODELS[name], 24
+    model = model_class(MegaConfig(**SIZES | fields)).eval()
+    inputs, sequences = {"input_ids": torch.randint(4, 40, (1, length))}, 1
+    if name == "pair":
+        inputs["pair_input_ids"], sequences = torch.randint(4, 40, (1, length)), 2
+    if name == "choice":
+        inputs["input_ids"] = inputs["input_ids"][None]
+    with torch.no_grad(), use_backend("reference"), FlopCounterMode(display=False) as counter:
+        model(**inputs)
+    counts = counter.get_flop_counts()
+    average = sum(sum(count.values()) for module, count in counts.items() if module.endswith("ema_gate"))
+    found = cost_mega.flops_per_token(model, length)
+    expected = (found["total"] - found["moving_average"]) * length * sequences
+    assert expected == pytest.approx(counter.get_total_flops() - average, rel=1e-9)
+    assert found["moving_average"] == 3 * 2 * 32 * 6 * 4
+
+
+def test_keys_of_a_short_last_chunk():
+    whole, chunks = (cost_mega.flops_per_token(MegaModel(MegaConfig(**SIZES | c)), 21) for c in ({}, CHUNKS))
+    assert chunks["attention"] / whole["attention"] == pytest.approx((8 * 8 + 8 * 8 + 5 * 5) / 21**2)
+
+
+VARIANTS = {
+    "plain": {},
+    "no dropout": dict.fromkeys(("dropout_prob", "hidden_dropout_prob", "nffn_activation_dropout_prob"), 0.0),
+    "scale norm": {"normalization_type": "scalenorm"},
+    "batch norm": {"normalization_type": "batchnorm"},
+    "chunks": CHUNKS,
+    "truncated": {"truncation": 40},
+    "no feed-forward": {"use_normalized_ffn": False},
+    "one direction": {"bidirectional": False},
+    "wide average": {"ema_projection_size": 16},
+}
+
+
+@pytest.mark.parametrize(
+    ("model_class", "variant", "length"),
+    [(MegaModel, variant, length) for variant in VARIANTS for length in (100, 300)]
+    + [(MegaModel, "chunks", 4100)]
+    + [(MegaForMaskedLM, variant, 100) for variant in ("plain", "no dropout")],
+)
+def test_training_activations_are_those_that_autograd_keeps(model_class, variant, length):
+    fields = {"normalization_type": "layernorm"} | VARIANTS[variant]
+    model = model_class(MegaConfig(**SIZES | fields)).train()
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    ids = torch.randint(4, 40, (1, length))
+    labels = {"labels": ids} if model_class is MegaForMaskedLM else {}
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = model(ids, attention_mask=torch.ones_like(ids), **labels)
+    numbers = sum(storage.nbytes() for storage in kept.values()) / 4
+    if labels:
+        numbers += output.logits.numel()  # not kept by autograd, but by the output
+    assert cost_mega.training_activations(model, length) == pytest.approx(numbers, rel=0.04)
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that results of operations hold at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.peak, self.seen = 0, 0, set()
+
+    def free(self, key, size):
+        self.alive -= size
+        self.seen.remove(key)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        given = {x.untyped_storage()._cdata for x in tree_leaves(args) if isinstance(x, torch.Tensor)}
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
+            if storage is not None and storage._cdata not in self.seen | given:
+                self.seen.add(storage._cdata)
+                self.alive += storage.nbytes()
+                weakref.finalize(storage, self.free, storage._cdata, storage.nbytes())
+        self.peak = max(self.peak, self.alive)
+        return result
+
+
+@pytest.mark.parametrize("model_class", [MegaModel, MegaForMaskedLM])
+@pytest.mark.parametrize("fields", [{}, CHUNKS, {"nffn_hidden_size": 500}, {"vocab_size": 4000}])
+def test_inference_peak(model_class, fields):
+    model, ids = model_class(MegaConfig(**SIZES | fields)).eval(), torch.randint(4, 40, (1, 300))
+    with torch.no_grad(), Peak() as peak:
+        model(ids, attention_mask=torch.ones_like(ids))
+    assert cost_mega.inference_activations(model, 300) == pytest.approx(peak.peak / 4, rel=0.03)
+
+
+def test_info_of_a_folder(tmp_path, capsys):
+    folder = save(tmp_path / "a", MegaForSequenceClassification, normalization_type="batchnorm")
+    assert info.main([str(folder), "--length", "500"]) == 0
+    printed = capsys.readouterr().out
+    assert "moving_average" in printed and "of one sequence of length 500" in printed and "recurrence" in printed
+    assert info.main([str(folder), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    model = MegaForSequenceClassification.from_pretrained(folder)
+    assert found["parameters"]["total"] == model.num_parameters() and found["length"] == 64
+    assert found["parameters"]["embeddings"] == 40 * 32
+    assert found["parameters"]["head"] == model.classifier.dense.weight.numel() + 32 + 2 * 33
+    assert found["weights"] == {"dtype": "float32", "bytes": 4 * model.num_parameters()}
+    assert found["heads"] == ["SequenceClassification: 2 classes, pooling cls"]
+    assert found["config"]["ema_projection_size"] == 4 and "2 for each multiply-add" in found["formulas"]["FLOPs/token"]
+
+
+@pytest.mark.parametrize(("branch", "sort"), [("main", False), ("flash", False), ("main", True)])
+def test_info_of_a_checkpoint(convert, branch, sort):
+    state = mega("mega_sc_raw_big", branch, values=True, norm_type="batchnorm", prenorm=True, classes=10)
+    if sort:
+        state["model"] = dict(sorted(state["model"].items()))
+    convert.save(state)
+    found = info.describe(convert.file)
+    expected = "branch main or flash (the order of its tensors does not tell)" if sort else f"branch {branch}"
+    assert found.written_by == f"fairseq: a mega_lra checkpoint (arch mega_sc_raw_big) of the Mega code, {expected}"
+    assert found.heads == ["SequenceClassification: 10 classes, pooling mean"] and found.length == POSITIONS
+    running = ("running_mean", "running_var", "num_batches_tracked")
+    parameters = sum(tensor.numel() for key, tensor in state["model"].items() if not key.endswith(running))
+    assert found.parameters["total"] == parameters
+    assert found.parameters["embeddings"] == sum(
+        state["model"][f"{BODY}.embed_tokens.{p}"].numel() for p in ("weight", "bias")
+    )
+
+
+def test_length_that_the_table_does_not_have(tmp_path):
+    folder = save(tmp_path / "a", relative_positional_bias="simple")
+    with pytest.raises(ConversionError, match="the model has 64 learned positions"):
+        info.describe(folder, 65)
+    assert info.describe(save(tmp_path / "b", relative_positional_bias="simple", **CHUNKS), 65).length == 65
+
+
+def test_v4_folders(shared_dir):
+    """Folders of transformers v4 are read as they are."""
+    folder = shared_dir / "fixtures" / "mega" / "hf_mlm_softmax_rotary_scalenorm"
+    found = info.describe(folder)
+    assert found.heads == ["masked LM"] and "transformers 4." in found.written_by
+    assert compare(folder, folder, tolerance=0.0).within
