@@ -240,3 +240,16 @@ def test_auto_classes_know_mega():
     config = AutoConfig.for_model("mega", hidden_size=24, num_hidden_layers=1)
     assert isinstance(config, MegaConfig)
     assert type(AutoModelForSequenceClassification.from_config(config)) is MegaForSequenceClassification
+
+
+def test_evaluation_keeps_nothing_of_old_weights():
+    """The original caches the kernel of the moving average in evaluation mode, until it is wrong."""
+    model, inputs = make("Model"), tokens([21])
+    model(**inputs).last_hidden_state.sum().backward()
+    changed = {name: 0.5 * value for name, value in model.state_dict().items()}
+    fresh = HEADS["Model"](model.config).eval()
+    for each in (model, fresh):
+        each.load_state_dict(changed)
+    output = model(**inputs).last_hidden_state
+    assert torch.equal(output, fresh(**inputs).last_hidden_state)
+    output.sum().backward()
