@@ -12,7 +12,7 @@ INSTALLED := $(VENV)/.installed-$(notdir $(CONSTRAINTS))
 help: ## list the targets
 	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 10
 
-demo: $(INSTALLED) ## train, save, reload and judge a Luna classifier on real handwritten digits (5 minutes)
+demo: $(INSTALLED) ## train, save, reload and judge a Luna and a Mega on real handwritten digits (5 minutes with the set-up)
 	$(VENV)/bin/python examples/digits_demo.py
 
 test: $(INSTALLED) ## run the tests, or those named by TESTS="..."

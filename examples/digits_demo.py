@@ -1,4 +1,4 @@
-"""Real handwritten digits, read pixel by pixel: train, save, reload and judge a small classifier in about a minute.
+"""Real handwritten digits, pixel by pixel: train, save, reload and judge a small Luna and a small Mega, in two minutes.
 
     python examples/digits_demo.py
 
@@ -15,7 +15,7 @@ import evaluate
 import numpy as np
 import torch
 from common.arguments import fail
-from common.report import plot_curve, print_table, save_json
+from common.report import plot_curve, print_columns, save_json
 from datasets import Dataset
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
@@ -33,9 +33,8 @@ import luna_mega
 
 METRICS = Path(__file__).resolve().parent / "metrics" / "glue_metrics"
 CLASSES, PIXELS = 10, 64
-MODELS = {
+CONFIGS = {
     "luna": {
-        "input_type": "values",
         "max_position_embeddings": PIXELS,
         "hidden_size": 64,
         "initializer_range": 0.1,  # 0.02 is made for widths around 768 and starts a narrow model too flat
@@ -46,15 +45,39 @@ MODELS = {
         "pooling": "mean",
         "dropout": 0.25,
     },
+    # As the image models of the paper: batch norm before every sub-layer, Laplace attention in chunks, no dropout.
+    "mega": {
+        "hidden_size": 64,
+        "initializer_range": 0.1,
+        "num_hidden_layers": 2,
+        "intermediate_size": 128,
+        "nffn_hidden_size": 128,
+        "shared_representation_size": 32,
+        "use_chunking": True,
+        "chunk_size": 16,
+        "relative_positional_bias": "simple",
+        "attention_activation": "laplace",
+        "normalization_type": "batchnorm",
+        "final_norm": True,
+        "dropout_prob": 0.0,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "nffn_activation_dropout_prob": 0.0,
+        "pooling": "mean",
+        "classifier_hidden_size": 128,
+        "classifier_activation": "gelu",
+    },
 }
+EPOCHS = {"luna": 40, "mega": 30}
+LEARNING_RATES = {"luna": 3e-3, "mega": 1e-2}
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter, description=__doc__)
-    parser.add_argument("--model_type", choices=MODELS, default="luna", help="model to train")
+    parser.add_argument("--model_type", choices=[*CONFIGS, "both"], default="both", help="model to train")
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/digits"), help="where everything is written")
-    parser.add_argument("--epochs", type=float, default=40, help="passes over the training images")
-    parser.add_argument("--learning_rate", type=float, default=3e-3, help="peak of the schedule")
+    parser.add_argument("--epochs", type=float, help=f"passes over the training images; None: {EPOCHS}")
+    parser.add_argument("--learning_rate", type=float, help=f"peak of the schedule; None: {LEARNING_RATES}")
     parser.add_argument("--seed", type=int, default=0, help="of the split, the weights and the order of the images")
     parser.add_argument("--min_accuracy", type=float, default=0.95, help="a lower test accuracy is a failure")
     arguments = parser.parse_args(argv)
@@ -76,8 +99,8 @@ def load_data(seed: int) -> tuple[Dataset, Dataset]:
     )
 
 
-def train(arguments: argparse.Namespace, train_set: Dataset, test_set: Dataset) -> Trainer:
-    config = AutoConfig.for_model(arguments.model_type, num_labels=CLASSES, **MODELS[arguments.model_type])
+def train(model_type: str, arguments: argparse.Namespace, train_set: Dataset, test_set: Dataset) -> Trainer:
+    config = AutoConfig.for_model(model_type, input_type="values", num_labels=CLASSES, **CONFIGS[model_type])
     accuracy = evaluate.load(str(METRICS), "accuracy", keep_in_memory=True)
 
     def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
@@ -86,9 +109,9 @@ def train(arguments: argparse.Namespace, train_set: Dataset, test_set: Dataset) 
     trainer = Trainer(
         model=AutoModelForSequenceClassification.from_config(config),
         args=TrainingArguments(
-            output_dir=str(arguments.output_dir),
-            num_train_epochs=arguments.epochs,
-            learning_rate=arguments.learning_rate,
+            output_dir=str(arguments.output_dir / model_type),
+            num_train_epochs=arguments.epochs or EPOCHS[model_type],
+            learning_rate=arguments.learning_rate or LEARNING_RATES[model_type],
             lr_scheduler_type="cosine",
             warmup_steps=50,
             per_device_train_batch_size=32,
@@ -115,24 +138,20 @@ def predict(model: PreTrainedModel, test_set: Dataset) -> np.ndarray:
     return model.eval()(input_values=torch.tensor(test_set["input_values"][:])).logits.numpy()
 
 
-def main(argv: list[str] | None = None) -> dict[str, Any]:
+def run(model_type: str, arguments: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, float]]]:
+    """Trains, saves, reloads and judges one model; returns its summary and what the Trainer logged."""
     start = time.perf_counter()
-    arguments = parse(argv)
     set_seed(arguments.seed)
     train_set, test_set = load_data(arguments.seed)
-    trainer = train(arguments, train_set, test_set)
+    trainer = train(model_type, arguments, train_set, test_set)
     trained = trainer.predict(test_set)
     # A fresh model from the files alone has to give what the trained one gave.
-    reloaded = predict(AutoModelForSequenceClassification.from_pretrained(arguments.output_dir), test_set)
+    folder = trainer.args.output_dir
+    reloaded = predict(AutoModelForSequenceClassification.from_pretrained(folder), test_set)
     difference = float(np.abs(reloaded - trained.predictions).max())
     if difference > 1e-4 or (reloaded.argmax(-1) != trained.predictions.argmax(-1)).any():
-        fail(f"the model reloaded from {arguments.output_dir} predicts differently (logits by {difference:.2g})")
-    output = arguments.output_dir
-    title = f"{arguments.model_type} on handwritten digits"
-    plot_curve(trainer.state.log_history, ["eval_accuracy"], title, output / "curve.png")
+        fail(f"the model reloaded from {folder} predicts differently (logits by {difference:.2g})")
     summary = {
-        "model_type": arguments.model_type,
-        "luna_mega": luna_mega.__version__,
         "parameters": trainer.model.num_parameters(),
         "train_images": len(train_set),
         "test_images": len(test_set),
@@ -141,14 +160,25 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         "reloaded_model_predicts_the_same": True,
         "largest_logit_difference": difference,
         "seconds": time.perf_counter() - start,
-        "model_and_summary": str(output),
-        "curve": str(output / "curve.png"),
+        "model": folder,
     }
-    save_json(summary, output / "summary.json")
-    print_table(title, summary)
-    if summary["test_accuracy"] < arguments.min_accuracy:
-        fail(f"test accuracy {summary['test_accuracy']:.4f} is below {arguments.min_accuracy}")
-    return summary
+    return summary, trainer.state.log_history
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    arguments = parse(argv)
+    summaries, histories = {}, {}
+    for model_type in CONFIGS if arguments.model_type == "both" else [arguments.model_type]:
+        summaries[model_type], histories[model_type] = run(model_type, arguments)
+    title, output = "Handwritten digits, pixel by pixel", arguments.output_dir
+    plot_curve(histories, ["eval_accuracy"], title, output / "curve.png")
+    save_json({"luna_mega": luna_mega.__version__, **summaries}, output / "summary.json")
+    print_columns(title, summaries)
+    print(f"\n  {output / 'summary.json'}\n  {output / 'curve.png'}")
+    for model_type, summary in summaries.items():
+        if summary["test_accuracy"] < arguments.min_accuracy:
+            fail(f"{model_type}: test accuracy {summary['test_accuracy']:.4f} is below {arguments.min_accuracy}")
+    return summaries
 
 
 if __name__ == "__main__":

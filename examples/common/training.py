@@ -10,7 +10,7 @@ from transformers import Trainer, TrainingArguments
 import luna_mega
 from common.arguments import fail
 from common.hub import check_hub
-from common.model import ModelArguments
+from common.model import CheckpointArguments
 from common.report import SpeedCallback, peak_memory_gb, plot_curve, print_table, save_json
 
 
@@ -25,7 +25,7 @@ class OrderedTrainer(Trainer):
 
 
 def check_training(
-    training: TrainingArguments, model: ModelArguments, early_stopping_patience: int | None = None
+    training: TrainingArguments, model: CheckpointArguments, early_stopping_patience: int | None = None
 ) -> None:
     """Ends the script when it has nothing to do or nothing to do it with; asks Trainer to count tokens."""
     if not (training.do_train or training.do_eval or training.do_predict):
@@ -39,7 +39,7 @@ def check_training(
         training.include_num_input_tokens_seen = "non_padding"
 
 
-def describe(trainer: Trainer, model: ModelArguments) -> dict[str, Any]:
+def describe(trainer: Trainer, model: CheckpointArguments) -> dict[str, Any]:
     """The first rows of the summary."""
     return {
         "model": model.model_name_or_path or f"{model.model_type} from scratch",
@@ -81,7 +81,7 @@ def finish(trainer: Trainer, title: str, summary: dict[str, Any], curves: list[s
     output = Path(trainer.args.output_dir)
     output.mkdir(parents=True, exist_ok=True)
     if trainer.args.do_train:
-        plot_curve(trainer.state.log_history, curves, f"{title}: {summary['model']}", output / "curve.png")
+        plot_curve({"": trainer.state.log_history}, curves, f"{title}: {summary['model']}", output / "curve.png")
         summary["curve"] = str(output / "curve.png")
     summary |= {
         "peak_memory_gb": peak_memory_gb(trainer.args.device),

@@ -10,25 +10,34 @@ def demo(script):
     return script("digits_demo")
 
 
-def test_one_epoch(demo, tmp_path, capsys):
+def test_both_models_side_by_side(demo, tmp_path, capsys):
     output = tmp_path / "digits"
-    summary = demo.main(["--epochs", "1", "--min_accuracy", "0.2", "--output_dir", str(output)])
-    assert json.loads((output / "summary.json").read_text()) == summary
+    summary = demo.main(["--epochs", "0.2", "--min_accuracy", "0", "--output_dir", str(output)])
+    saved = json.loads((output / "summary.json").read_text())
+    assert {name: saved[name] for name in ("luna", "mega")} == summary
     assert (output / "curve.png").read_bytes().startswith(b"\x89PNG")
-    assert "test accuracy" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert ["luna", "mega"] in [line.split() for line in lines]
+    (line,) = (line for line in lines if line.startswith("  test accuracy"))
+    assert line.split()[2:] == [f"{summary[name]['test_accuracy']:.4g}" for name in ("luna", "mega")]
 
     # The reported accuracy is that of the saved model.
     _, test_set = demo.load_data(seed=0)
-    predicted = demo.predict(AutoModelForSequenceClassification.from_pretrained(output), test_set).argmax(-1)
-    assert summary["test_accuracy"] == pytest.approx((predicted == np.array(test_set["labels"])).mean())
+    for name in ("luna", "mega"):
+        model = AutoModelForSequenceClassification.from_pretrained(output / name)
+        assert model.config.model_type == name
+        right = demo.predict(model, test_set).argmax(-1) == np.array(test_set["labels"])
+        assert summary[name]["test_accuracy"] == pytest.approx(right.mean())
+    assert model.config.attention_chunk == 16
 
 
 def test_too_low_an_accuracy_is_a_failure_and_the_folder_can_be_used_again(demo, tmp_path):
-    arguments = ["--epochs", "0.1", "--output_dir", str(tmp_path)]
-    for _ in range(2):
-        with pytest.raises(SystemExit, match="test accuracy 0.* is below 0.95"):
-            demo.main(arguments)
-    assert not list(tmp_path.glob("checkpoint-*"))
+    arguments = ["--epochs", "0.02", "--output_dir", str(tmp_path)]
+    for model_type in ("luna", "mega"):
+        with pytest.raises(SystemExit, match=f"{model_type}: test accuracy 0.* is below 0.95"):
+            demo.main([*arguments, "--model_type", model_type])
+        assert model_type in json.loads((tmp_path / "summary.json").read_text())
+    assert not list(tmp_path.glob("*/checkpoint-*"))
 
 
 def test_folder_with_other_files_is_left_alone(demo, tmp_path):

@@ -229,7 +229,8 @@ def test_evaluation_alone_gives_the_accuracy_of_the_training_run(run, race, tmp_
     assert run(*again, tmp_path / "out")["eval_loss"] == pytest.approx(trained["eval_loss"], abs=1e-6)
 
 
-RECIPES = sorted((Path(__file__).resolve().parents[2] / "examples" / "recipes").glob("[rc]*/*.yaml"))
+FOLDER = Path(__file__).resolve().parents[2] / "examples" / "recipes"
+RECIPES = [path for task in ("csqa", "race") for path in sorted((FOLDER / task).glob("*.yaml"))]
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}-{path.stem}")

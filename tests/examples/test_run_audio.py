@@ -1,0 +1,249 @@
+import io
+import json
+import wave
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import yaml
+from datasets import Audio, Dataset
+from transformers import AutoFeatureExtractor, AutoModelForSequenceClassification
+
+RATE, TONES = 1000, {"low": 20, "high": 110}
+MEGA = "hidden_size=16,num_hidden_layers=1,intermediate_size=16,nffn_hidden_size=16,shared_representation_size=8"
+MEGA += ",ema_projection_size=4,use_chunking=true,chunk_size=16,relative_positional_bias=simple"
+MEGA += ",attention_activation=laplace,normalization_type=batchnorm,pooling=mean,dropout_prob=0.0"
+LUNA = "hidden_size=16,num_hidden_layers=1,num_attention_heads=2,intermediate_size=16,projection_length=4,dropout=0.0"
+
+
+def tone(name: str, length: int, phase: float, rate: int = RATE) -> np.ndarray:
+    return 0.5 * np.sin(phase + 2 * np.pi * TONES[name] * np.arange(length) / rate).astype(np.float32)
+
+
+def rows(size: int, seed: int, rate: int = RATE) -> list[dict]:
+    draw = np.random.default_rng(seed)
+    examples = []
+    for index in range(size):
+        label = int(draw.integers(2))
+        clip = tone(list(TONES)[label], int(draw.integers(40, 90)) * rate // RATE, draw.uniform(0, 6), rate)
+        examples.append(
+            {"clip": (32767 * clip).astype("<i2").tobytes(), "sampling_rate": rate, "label": label, "take": index % 4}
+        )
+    return examples
+
+
+@pytest.fixture
+def run(script):
+    """Calls the script in this process: small, quiet and on the CPU; returns its summary."""
+    main = script("run_audio").main
+    quiet = ["--use_cpu", "--disable_tqdm", "true", "--logging_steps", "1", "--per_device_train_batch_size", "8"]
+    return lambda *arguments: main([*quiet, *map(str, arguments)])
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """16-bit samples in parquet files, labels as numbers, no split for validation."""
+    path = tmp_path / "tones"
+    path.mkdir()
+    for split, size in (("train", 64), ("test", 12)):
+        pd.DataFrame(rows(size, seed=size)).to_parquet(path / f"{split}-00000-of-00001.parquet")
+    return path
+
+
+def options(path: Path, output: Path, *more, model_type: str = "mega") -> list:
+    overrides = {"mega": MEGA, "luna": LUNA}[model_type]
+    model = ["--model_type", model_type, "--config_overrides", overrides]
+    return ["--dataset_path", path, "--output_dir", output, "--audio_column", "clip", *model, "--do_train", *more]
+
+
+def test_mega_from_scratch_with_held_out_takes(run, script, folder, tmp_path):
+    output = tmp_path / "out"
+    summary = run(
+        *options(folder, output, "--do_eval", "--do_predict", "--hold_out", "take=2,3", "--num_train_epochs", 8),
+        *("--learning_rate", 0.02, "--eval_strategy", "epoch", "--save_strategy", "epoch", "--load_best_model_at_end"),
+        *("--train_sampling_strategy", "group_by_length", "--random_shift", 0.01, "--random_noise", 0.05),
+    )
+    assert summary["train_samples"] == 32
+    assert summary["eval_accuracy"] == summary["test_accuracy"] == 1.0
+    assert json.loads((output / "summary.json").read_text()) == summary
+    assert (output / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert "accuracy" in (output / "README.md").read_text()
+
+    # The saved folder alone gives the predictions that were written.
+    model = AutoModelForSequenceClassification.from_pretrained(output).eval()
+    extractor = AutoFeatureExtractor.from_pretrained(output)
+    assert (extractor.sampling_rate, model.config.id2label) == (RATE, {0: "0", 1: "1"})
+    test = rows(12, seed=12)
+    clips = [np.frombuffer(row["clip"], "<i2") / 32768 for row in test]
+    with torch.no_grad():
+        inputs = extractor(clips, sampling_rate=RATE, padding=True, return_tensors="pt")
+        predicted = model(**inputs).logits.argmax(-1).tolist()
+    table = pd.read_csv(output / "predictions.tsv", sep="\t")
+    assert table["prediction"].tolist() == predicted == [row["label"] for row in test]
+
+    again = ["--dataset_path", folder, "--audio_column", "clip", "--model_name_or_path", output, "--do_eval"]
+    again += ["--hold_out", "take=2,3", "--output_dir", tmp_path / "again"]
+    assert run(*again)["eval_loss"] == pytest.approx(summary["eval_loss"], abs=1e-5)
+
+
+def test_luna_names_as_labels_lists_and_another_rate(run, tmp_path):
+    path = tmp_path / "tones"
+    path.mkdir()
+    for split, rate in (("train", RATE), ("validation", 2 * RATE), ("test", RATE)):
+        examples = rows(32, seed=1, rate=rate)
+        for row in examples:
+            row["clip"] = (np.frombuffer(row["clip"], "<i2") / 32768).tolist()
+            row["label"] = None if split == "test" else list(TONES)[row["label"]]
+        pd.DataFrame(examples).to_json(path / f"{split}.jsonl", orient="records", lines=True)
+    more = ["--do_eval", "--do_predict", "--max_steps", 2, "--save_strategy", "no", "--max_seconds", 0.05]
+    summary = run(*options(path, tmp_path / "out", *more, model_type="luna"))
+    config = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").config
+    assert config.id2label == {0: "high", 1: "low"} and config.max_position_embeddings == 50
+    assert "eval_accuracy" in summary and "test_accuracy" not in summary
+    assert set(pd.read_csv(tmp_path / "out" / "predictions.tsv", sep="\t")["prediction"]) <= set(TONES)
+
+
+def encode(script, split: Dataset, rate: int, **options) -> list[np.ndarray]:
+    module = script("run_audio")
+    data = module.DataArguments(**options)
+    extractor = module.Wav2Vec2FeatureExtractor(sampling_rate=rate)
+    return [np.array(clip) for clip in module.encode_split(split, "test", data, extractor, ["0"])["input_values"]]
+
+
+def test_bytes_and_lists_give_the_same_and_resampling_keeps_the_tone(script):
+    samples = [tone("low", 400, 0.3, rate) for rate in (RATE, RATE // 2)]
+    coded = [(32768 * clip).astype("<i2") for clip in samples]
+    raw = [{"audio": clip.tobytes(), "sampling_rate": RATE} for clip in coded]
+    lists = [{"audio": (clip / 32768).tolist(), "sampling_rate": RATE} for clip in coded]
+    a, b = (encode(script, Dataset.from_list(kind), RATE)[0] for kind in (raw, lists))
+    np.testing.assert_allclose(a, b, atol=1e-6)
+    assert a.mean() == pytest.approx(0, abs=1e-5) and a.std() == pytest.approx(1, abs=1e-3)
+    (half,) = encode(script, Dataset.from_list(raw[:1]), RATE // 2, max_seconds=0.3)
+    assert len(half) == 150
+    expected = samples[1][:150] / samples[1][:150].std()
+    np.testing.assert_allclose(half[20:-20], expected[20:-20], atol=0.05)
+
+
+def test_augmentation(script):
+    module = script("run_audio")
+    clip = np.random.default_rng(0).standard_normal(500).astype(np.float32)
+
+    def augment(**options) -> np.ndarray:
+        return module.augment(clip, RATE, module.DataArguments(**options))
+
+    np.testing.assert_array_equal(augment(), clip)
+    lengths = {len(augment(random_shift=0.05)) for _ in range(50)}
+    assert 450 <= min(lengths) < 480 and 520 < max(lengths) <= 550
+    lengths = {len(augment(random_speed=0.1)) for _ in range(50)}
+    assert 454 <= min(lengths) < 480 and 520 < max(lengths) <= 556
+    gains = [augment(random_gain=6).std() / clip.std() for _ in range(50)]
+    assert 0.5 <= min(gains) < 0.7 and 1.4 < max(gains) <= 2.0
+    noise = [(augment(random_noise=0.5) - clip).std() / clip.std() for _ in range(50)]
+    assert min(noise) < 0.1 and 0.4 < max(noise) < 0.6
+
+    split = Dataset.from_dict({"input_values": [clip, clip[:90]], "labels": [0, 1]})
+    assert module.augment_split(split, RATE, module.DataArguments()) is split
+    moved = module.augment_split(split, RATE, module.DataArguments(random_noise=0.1))
+    assert (moved[0]["input_values"] != moved[0]["input_values"]).any() and moved[1]["labels"] == 1
+
+
+def test_audio_files(run, tmp_path):
+    """Files that the data set holds are decoded where there is a decoder, else the error says what to install."""
+    files = []
+    for row in rows(8, seed=0):
+        file = io.BytesIO()
+        with wave.open(file, "wb") as writer:
+            writer.setparams((1, 2, RATE, 0, "NONE", ""))
+            writer.writeframes(row["clip"])
+        files.append({"clip": {"bytes": file.getvalue(), "path": None}, "label": row["label"]})
+    (tmp_path / "files").mkdir()
+    Dataset.from_list(files).cast_column("clip", Audio()).to_parquet(tmp_path / "files" / "train.parquet")
+    arguments = options(tmp_path / "files", tmp_path / "out", "--max_steps", 1)
+    if find_spec("torchcodec"):
+        assert run(*arguments)["train_samples"] == 8
+    else:
+        with pytest.raises(SystemExit, match="clip cannot be decoded: .*torchcodec"):
+            run(*arguments)
+
+
+RECIPES = sorted((Path(__file__).resolve().parents[2] / "examples" / "recipes" / "audio").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_shipped_recipes_are_complete(path, script, tmp_path):
+    arguments = ["--recipe", str(path), "--dataset_path", "x", "--output_dir", str(tmp_path)]
+    data, model, training = script("run_audio").parse(arguments)
+    assert training.do_train and training.do_eval and training.do_predict
+    for name, value in yaml.safe_load(path.read_text()).items():
+        holder = next(parsed for parsed in (data, model, training) if hasattr(parsed, name))
+        assert getattr(holder, name) == (float(value) if isinstance(getattr(holder, name), float) else value)
+
+
+ERRORS = {
+    "two sources": (["--dataset_name", "x"], "pass one of --dataset_name and --dataset_path"),
+    "no validation": (["--do_eval"], "has no split validation"),
+    "rows of no column": (["--do_eval", "--hold_out", "speaker=3"], "split train has no column speaker, only clip"),
+    "rows of no value": (["--do_eval", "--hold_out", "take=9"], "take=9: means 0 of the 64 training rows"),
+    "all rows": (["--do_eval", "--hold_out", "take=0,1,2,3"], "means 64 of the 64 training rows"),
+    "no clips": (["--audio_column", "audio"], "split train has no column audio, only clip"),
+    "no rate": (["--rate_column", "rate"], "split train has no column rate"),
+    "negative": (["--random_noise", "-1"], "--random_noise -1.0: must be at least 0"),
+    "speed": (["--random_speed", "1"], "--random_speed 1.0: must be at least 0, below 1"),
+    "length": (["--max_seconds", "0"], "--max_seconds 0.0: must be above 0"),
+    "nothing left": (["--max_seconds", "0.0001"], "split train, row 0: clip is empty, not finite or"),
+    "no samples": (["--max_train_samples", "0"], "split train is empty"),
+    "short table": (
+        ["--config_overrides", "relative_positional_bias=simple,max_positions=8"],
+        "values do not fit in the 8",
+    ),
+    "no clip": (["--audio_column", "take"], "column take holds '0', which is no clip"),
+    "tokens": (["--config_overrides", f"{MEGA},input_type=tokens"], "the model reads tokens .input_type., not values"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_wrong_options_end_in_one_line(case, run, folder, tmp_path):
+    more, message = ERRORS[case]
+    with pytest.raises(SystemExit, match=message) as error:
+        run(*options(folder, tmp_path / "out", *more))
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_rate_or_another_label_than_the_model_has(run, folder, tmp_path):
+    run(*options(folder, tmp_path / "out", "--max_steps", 1))
+    model = ["--model_name_or_path", tmp_path / "out", "--audio_column", "clip", "--output_dir", tmp_path / "again"]
+    with pytest.raises(SystemExit, match="--sampling_rate 500: .* has 1000"):
+        run("--dataset_path", folder, *model, "--do_predict", "--sampling_rate", 500)
+    examples = rows(8, seed=0)
+    examples[5]["label"] = 7
+    pd.DataFrame(examples).to_parquet(folder / "validation.parquet")
+    with pytest.raises(SystemExit, match="split validation, row 5: label 7 is not one of 0, 1"):
+        run("--dataset_path", folder, *model, "--do_eval")
+
+
+def test_wrong_rows(run, tmp_path):
+    path, good = tmp_path / "data", [0.1, -0.1] * 40
+    path.mkdir()
+    for clip, label, message in (
+        ([[0.1, 0.2]], "a", "row 1: clip is empty, not finite or has several channels"),
+        ([], "a", "row 1: clip is empty"),
+        (good, None, "row 1: label None is not one of a"),
+    ):
+        examples = [{"clip": good if len(clip) != 1 else [good], "label": "a"}, {"clip": clip, "label": label}]
+        pd.DataFrame([{**row, "sampling_rate": RATE} for row in examples]).to_parquet(path / "train.parquet")
+        with pytest.raises(SystemExit, match=message.replace("row 1", "row [01]")):
+            run(*options(path, tmp_path / "out"))
+
+
+def test_a_model_that_reads_tokens(run, script, folder, tmp_path):
+    config = script("run_audio").AutoConfig.for_model("mega", hidden_size=16, num_hidden_layers=1)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "text")
+    with pytest.raises(SystemExit, match="preprocessor_config.json"):
+        run(*options(folder, tmp_path / "out"), "--model_name_or_path", tmp_path / "text")
+    script("run_audio").Wav2Vec2FeatureExtractor(sampling_rate=RATE).save_pretrained(tmp_path / "text")
+    with pytest.raises(SystemExit, match="text reads tokens .input_type., not values"):
+        run(*options(folder, tmp_path / "out"), "--model_name_or_path", tmp_path / "text")
