@@ -531,13 +531,19 @@ class MegaModel(MegaPreTrainedModel):
         config, layer = self.config, past.layers[0]
         if not layer.is_initialized:
             return
-        expected = (batch, config.hidden_size, config.ema_projection_size), (
-            batch, config.shared_representation_size, config.intermediate_size
-        )  # fmt: skip
-        given = tuple(layer.average.shape), (len(layer.keys), layer.keys.shape[2], layer.values.shape[2])
+        kept = layer.seen if config.attention_chunk is None else min(layer.seen, config.attention_chunk - 1)
+        expected = [
+            (batch, config.hidden_size, config.ema_projection_size),
+            (batch, kept, config.shared_representation_size),
+            (batch, kept, config.intermediate_size),
+        ]
+        if config.truncation is not None:
+            expected.append((batch, config.truncation, config.hidden_size))
+        tensors = (layer.average, layer.keys, layer.values, layer.inputs)
+        given = [tuple(tensor.shape) for tensor in tensors if tensor is not None]
         if given != expected or len(past) != config.num_hidden_layers:
             raise ValueError(
-                f"past_key_values does not fit this model and batch: {len(past)} layers with states and keys of "
+                f"past_key_values does not fit this model and batch: {len(past)} layers with states, keys, values of "
                 f"{given}, needed are {config.num_hidden_layers} with {expected} (batch size first)"
             )
         if output_weights:
@@ -674,17 +680,19 @@ class MegaForCausalLM(MegaPreTrainedModel, GenerationMixin):
         past_key_values: MegaCache | None = None,
         use_cache: bool | None = None,
         labels: torch.LongTensor | None = None,
-        shift_labels: torch.LongTensor | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
         """As `MegaModel.forward`; `labels` `[B, T]`: the tokens themselves (the loss shifts them), -100 = not counted.
 
-        `shift_labels` `[B, T]` in place of `labels`: the token that follows each position, also behind the last.
+        The keyword `shift_labels` `[B, T]` in place of `labels`: the token that follows each position, also the last.
         `logits`: `[B, T, vocab_size]`, or those of the last `logits_to_keep` positions, or of these positions. With an
         adaptive softmax they are log-probabilities, and None where there are labels, as the loss needs no more than the
         bands of these.
+
+        Raises `ValueError` as `MegaModel.forward`, and for labels of other positions than those kept.
         """
+        shift_labels = kwargs.pop("shift_labels", None)  # as a parameter, Trainer would take it for a second label
         outputs = self.mega(
             input_ids,
             attention_mask,
@@ -696,11 +704,17 @@ class MegaForCausalLM(MegaPreTrainedModel, GenerationMixin):
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         hidden_states = outputs.last_hidden_state[:, kept]
+        targets = labels if shift_labels is None else shift_labels
+        if targets is not None and targets.shape != hidden_states.shape[:2]:
+            raise ValueError(
+                f"labels must have the shape {list(hidden_states.shape[:2])} of the positions, with logits_to_keep of "
+                f"those kept, got {list(targets.shape)}"
+            )
         if self.dense is not None:
             hidden_states = torch.tanh(self.dense(hidden_states))
         if self.config.adaptive_softmax_cutoffs is None:
             logits, loss = self.lm_head(self.dropout(hidden_states)), None
-            if labels is not None or shift_labels is not None:
+            if targets is not None:
                 if shift_labels is not None:
                     kwargs["shift_labels"] = shift_labels.contiguous()
                 loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
@@ -725,8 +739,31 @@ class MegaForCausalLM(MegaPreTrainedModel, GenerationMixin):
         total = self.lm_head.loss(hidden_states[counted], shift_labels[counted], embedding)
         return None, total / (counted.sum() if num_items_in_batch is None else num_items_in_batch)
 
+    def _prepare_model_inputs(self, *args, **kwargs):
+        """Called by `generate`."""
+        prompt, *rest = super()._prepare_model_inputs(*args, **kwargs)
+        if prompt.shape[1] == 0:
+            raise ValueError("the prompts have length 0: give each a token, or no input_ids to begin with bos_token_id")
+        return prompt, *rest
+
+    def prepare_inputs_for_generation(self, input_ids, attention_mask=None, inputs_embeds=None, **kwargs):
+        """Called by `generate`, which drops a mask that keeps everything; in `forward` its absence drops padding."""
+        inputs = super().prepare_inputs_for_generation(
+            input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs
+        )
+        if attention_mask is None:
+            given = inputs["input_ids"] if inputs.get("inputs_embeds") is None else inputs["inputs_embeds"]
+            inputs["attention_mask"] = given.new_ones(given.shape[:2], dtype=torch.long)
+        return inputs
+
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args):
         """Called by `generate`."""
+        mask = model_kwargs.get("attention_mask")
+        if mask is not None and not (filled := mask.any(dim=1)).all():
+            raise ValueError(
+                f"nothing but padding in the prompts {(~filled).nonzero().flatten().tolist()}: give each a token, such "
+                "as bos_token_id"
+            )
         if generation_config.cache_implementation not in (None, "dynamic"):
             raise ValueError(
                 f"cache_implementation={generation_config.cache_implementation!r}: a Mega decoder keeps its own "

@@ -2,18 +2,28 @@
 
 What is switched off, and why:
 
-* tests of a vocabulary, for the model of real values.
+* tests of a vocabulary, for the model of real values; for the adaptive model those that resize it or take it for a
+  single `nn.Embedding`.
 * `test_keep_in_fp32_modules` of transformers below 5.23, for the model with batch norm: it wants the integer
   `num_batches_tracked` in half precision. `tests/modeling/test_mega_precision.py` has what it is about.
+* attention maps of generation with a cache, which a Mega decoder refuses; without a cache they are asked for.
+
+Of the generation tests transformers itself skips, apart from those that need a GPU or a package, what a Mega decoder
+declares not to have: assisted decoding (`_is_stateful`), a static cache (`_can_compile_fullgraph`), position ids and 4D
+masks, other attention functions. Padding within a continued sequence, which is only tested on models with
+`layer_types`, is in `tests/modeling/test_mega_causal.py`.
 """
 
 import unittest
 
+import torch
 import transformers
 from packaging import version
 
 from luna_mega import (
+    MegaCache,
     MegaConfig,
+    MegaForCausalLM,
     MegaForMaskedLM,
     MegaForMultipleChoice,
     MegaForQuestionAnswering,
@@ -24,6 +34,7 @@ from luna_mega import (
 )
 
 from ..encoder_testing import EncoderTester, EncoderTests, PipelineTests, WithoutVocabulary
+from ..generation.test_utils import GenerationTesterMixin
 
 
 class MegaModelTester(EncoderTester):
@@ -104,6 +115,74 @@ class MegaValuesModelTest(WithoutVocabulary, MegaModelTest):
     @unittest.skipIf(version.parse(transformers.__version__) < version.parse("5.23"), "it counts integers as weights")
     def test_keep_in_fp32_modules(self):
         super().test_keep_in_fp32_modules()
+
+
+class MegaCausalModelTester(MegaModelTester):
+    causal_lm_class = MegaForCausalLM
+    # test_training_overfit prompts with token 1, which must not be the padding.
+    small = MegaModelTester.small | {"is_decoder": True, "bidirectional": False, "pad_token_id": 0, "bos_token_id": 1}
+
+
+class MegaCausalModelTest(GenerationTesterMixin, MegaModelTest):
+    """The language model with the defaults, and what it generates."""
+
+    model_tester_class = MegaCausalModelTester
+    all_model_classes = (MegaForCausalLM,)
+
+    def _greedy_generate(self, *arguments, use_cache=True, output_attentions=False, **options):
+        options |= {"use_cache": use_cache, "output_attentions": output_attentions and not use_cache}
+        return super()._greedy_generate(*arguments, **options)
+
+    def _beam_search_generate(self, *arguments, use_cache=True, output_attentions=False, **options):
+        options |= {"use_cache": use_cache, "output_attentions": output_attentions and not use_cache}
+        return super()._beam_search_generate(*arguments, **options)
+
+    def _check_attentions_for_generate(
+        self, batch_size, attentions, prompt_length, output_length, config, decoder_past_key_values
+    ):
+        if decoder_past_key_values is not None:
+            self.assertIsNone(attentions)
+            return
+        self.assertEqual(len(attentions), output_length - prompt_length)
+        for length, step in enumerate(attentions, start=prompt_length):
+            size = config.attention_chunk or length
+            self.assertEqual({layer.shape for layer in step}, {(batch_size, -(-length // size), size, size)})
+
+    def _check_past_key_values_for_generate(self, batch_size, past_key_values, seq_length, config):
+        self.assertIsInstance(past_key_values, MegaCache)
+        self.assertEqual(len(past_key_values), config.num_hidden_layers)
+        self.assertEqual(past_key_values.get_seq_length(), seq_length)
+        kept = seq_length if config.attention_chunk is None else min(seq_length, config.attention_chunk - 1)
+        for layer in past_key_values.layers:
+            self.assertEqual(layer.average.shape, (batch_size, config.hidden_size, config.ema_projection_size))
+            self.assertEqual(layer.keys.shape, (batch_size, kept, config.shared_representation_size))
+            self.assertEqual(layer.values.shape, (batch_size, kept, config.intermediate_size))
+
+    def _check_caches_are_equal(self, cache1, cache2):
+        super()._check_caches_are_equal(cache1, cache2)
+        for one, other in zip(cache1.layers, cache2.layers, strict=True):
+            for field in ("average", "mask", "position"):
+                torch.testing.assert_close(getattr(one, field), getattr(other, field))
+
+
+class MegaCausalChunkModelTest(MegaChunkModelTest, MegaCausalModelTest):
+    """The language model in chunks that neither prompt nor output is a multiple of."""
+
+
+class MegaAdaptiveModelTest(MegaCausalModelTest):
+    """Adaptive embeddings and softmax with tied words, RMSNorm, truncated moving average."""
+
+    fields = {
+        "adaptive_input_cutoffs": [20, 50],
+        "adaptive_softmax_cutoffs": [20, 50],
+        "normalization_type": "rmsnorm",
+        "truncation": 3,
+    }
+    test_resize_embeddings = False
+
+    @unittest.skip("the test expects an nn.Embedding, adaptive ones are several")
+    def test_model_get_set_embeddings(self):
+        pass
 
 
 class MegaPipelineTest(PipelineTests, unittest.TestCase):

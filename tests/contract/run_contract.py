@@ -5,11 +5,12 @@
 The tests are those of exactly the installed transformers: `tests/*.py` of its source distribution, fetched once with
 pip into a cache folder and run from a temporary one together with `luna_tester.py` and `mega_tester.py`. The source
 distribution carries no sub-folder of `tests/`, so the few names that the common tests import from there get stand-ins
-(`STAND_INS`).
+(`STAND_INS`). The generation tests, `tests/generation/test_utils.py`, come from the repository at that version; where
+it cannot be reached, the run says so and goes on without them.
 
 Exit status: that of pytest, or 77 when the source distribution cannot be obtained. Without a network, put
-`transformers-X.Y.Z.tar.gz` into the cache folder: `$LUNA_MEGA_CONTRACT_CACHE`, else `luna-mega/contract` below
-`$XDG_CACHE_HOME` or `~/.cache`.
+`transformers-X.Y.Z.tar.gz` into the cache folder, `$LUNA_MEGA_CONTRACT_CACHE`, else `luna-mega/contract` below
+`$XDG_CACHE_HOME` or `~/.cache`, and the generation tests below its `transformers-X.Y.Z`.
 """
 
 import argparse
@@ -21,19 +22,22 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import urllib.request
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 CHECKOUT = HERE.parents[1]
 EXIT_UNAVAILABLE = 77
+REPOSITORY = "https://raw.githubusercontent.com/huggingface/transformers"
+GENERATION_TESTS = "generation/test_utils.py"
 STAND_INS = {
     "__init__.py": "",
     # All of the original's export tests are marked slow, which the default run leaves out.
     "exporters/__init__.py": "",
-    "exporters/test_export.py": "class ExportTesterMixin:\n    pass\n",
-    # No encoder can generate; the common tests only ask that nobody inherits this mixin.
+    "exporters/test_export.py": "class ExportTesterMixin:\n    pass\n\n\nclass ExportGenerateTesterMixin:\n    pass\n",
     "generation/__init__.py": "",
-    "generation/test_utils.py": "class GenerationTesterMixin:\n    pass\n",
+    # For want of the real one, see `add_generation_tests`.
+    GENERATION_TESTS: "class GenerationTesterMixin:\n    pass\n",
     # Every field of the base configuration with a value that is not its default.
     "utils/__init__.py": "",
     "utils/test_configuration_utils.py": """config_common_kwargs = {
@@ -104,13 +108,28 @@ def common_tests(version: str) -> Path:
     return tests
 
 
+def add_generation_tests(version: str, tests: Path) -> bool:
+    """Put the generation tests of transformers `version` beside the others in the cache; False = out of reach."""
+    target = tests / GENERATION_TESTS
+    if not target.exists():
+        try:
+            with urllib.request.urlopen(f"{REPOSITORY}/v{version}/tests/{GENERATION_TESTS}", timeout=20) as response:
+                content = response.read()
+        except OSError:
+            return False
+        target.parent.mkdir(exist_ok=True)
+        target.write_bytes(content)
+    return True
+
+
 def assemble(tests: Path, folder: Path) -> list[Path]:
     """Lay out the package `tests` in `folder`: common tests, stand-ins and our testers, whose paths are returned."""
     package = folder / "tests"
     shutil.copytree(tests, package)
     for path, text in STAND_INS.items():
         (package / path).parent.mkdir(exist_ok=True)
-        (package / path).write_text(text)
+        if not (package / path).exists():
+            (package / path).write_text(text)
     (folder / "pytest.ini").write_text("[pytest]\n")
     shutil.copy(HERE / "encoder_testing.py", package)
     testers = []
@@ -129,6 +148,8 @@ def run(workers: int, pytest_arguments: list[str]) -> int:
     except SourceUnavailableError as error:
         print(error)
         return EXIT_UNAVAILABLE
+    found = "with" if add_generation_tests(version, tests) else "without (out of reach)"
+    print(f"transformers {version}, {found} the generation tests", flush=True)
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "HF_HUB_OFFLINE": "1"}
     environment.pop("PYTEST_ADDOPTS", None)  # meant for the run that may have started this one
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(CHECKOUT), os.environ.get("PYTHONPATH")]))

@@ -1,9 +1,9 @@
-"""The published Mega models of LRA and raw speech: sizes, recipes, parameter counts."""
+"""The published Mega models of LRA, raw speech and language modelling: sizes, recipes, parameter counts."""
 
 import pytest
 import torch
 
-from luna_mega import MegaConfig, MegaForSequenceClassification, MegaForSequencePairClassification
+from luna_mega import MegaConfig, MegaForCausalLM, MegaForSequenceClassification, MegaForSequencePairClassification
 
 # Preset -> vocabulary, millions of parameters in the original.
 PUBLISHED = {
@@ -61,6 +61,40 @@ def test_overrides_win_and_the_model_runs(name):
     if name == "lra_retrieval":
         inputs["pair_input_ids"] = inputs["input_ids"]
     assert model(**inputs).logits.shape == (2, 3)
+
+
+@pytest.mark.parametrize(("name", "millions"), [("lm_wikitext103", 252.24), ("lm_enwik8", 39.14)])
+def test_language_models(name, millions):
+    config, adaptive = getattr(MegaConfig, name)(), name == "lm_wikitext103"
+    with torch.device("meta"):
+        model = MegaForCausalLM(config)
+    assert round(model.num_parameters() / 1e6, 2) == millions
+    assert (config.vocab_size, config.attention_chunk) == ((267744, 1024) if adaptive else (208, 2048))
+    assert (config.relative_positional_bias, config.truncation, config.attention_activation) == (
+        "rotary",
+        8192,
+        "softmax",
+    )
+    assert (config.normalization_type, config.normalize_before_mega, config.normalize_before_ffn) == (
+        "layernorm",
+        True,
+        True,
+    )
+    assert (config.final_norm, config.final_norm_affine, config.scale_embedding) == (True, False, True)
+    assert (config.dropout_prob, config.adaptive_softmax_dropout) == ((0.3, 0.2) if adaptive else (0.1, 0.0))
+    others = {config.hidden_dropout_prob, config.attention_probs_dropout_prob, config.nffn_activation_dropout_prob}
+    assert others == ({0.1} if adaptive else {0.0})
+    assert config.tie_word_embeddings and config.tie_adaptive_projections is adaptive
+
+
+def test_language_model_of_another_size():
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "shared_representation_size": 6}
+    for name, fields in (
+        ("lm_wikitext103", {"adaptive_input_cutoffs": [9], "adaptive_softmax_cutoffs": [9]}),
+        ("lm_enwik8", {}),
+    ):
+        model = MegaForCausalLM(getattr(MegaConfig, name)(40, chunk_size=4, **sizes, **fields)).eval()
+        assert model(torch.randint(4, 40, (2, 11))).logits.shape == (2, 11, 40)
 
 
 def test_truncation_below_one_is_none():
