@@ -45,8 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="luna-mega convert",
-        description="Turns a fairseq checkpoint of a Luna encoder (luna_bert, LRA) or a Mega encoder (LRA, raw speech) "
-        "into a folder for transformers. Nothing in the checkpoint is executed.",
+        description="Turns a fairseq checkpoint of a Luna encoder (luna_bert, LRA) or a Mega model (LRA, raw speech, "
+        "language models) into a folder for transformers. Nothing in the checkpoint is executed.",
     )
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="the .pt file that fairseq saved")
     parser.add_argument("--output", metavar="DIR", required=True, help="folder to write, absent or empty")
@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
         "--bpe",
         metavar="DIR",
         help="folder with GPT-2's encoder.json and vocab.bpe, or vocab.json and merges.txt: writes the tokenizer of a "
-        "luna_bert model (LRA needs only the dictionary)",
+        "luna_bert model, or of a language model of GPT-2's ids (the others need only the dictionary)",
     )
     parser.add_argument(
         "--head",

@@ -20,9 +20,9 @@ class Dictionary:
     path: Path
     symbols: tuple[str, ...]
 
-    def size(self, appended: str) -> int:
+    def size(self, appended: str | None) -> int:
         """Ids in the model: specials, symbols, and the one that fairseq appends after loading if it is not there."""
-        return len(SPECIALS) + len(self.symbols) + (appended not in self.symbols)
+        return len(SPECIALS) + len(self.symbols) + (appended is not None and appended not in self.symbols)
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -61,7 +61,7 @@ def read_dictionary(path: str | Path) -> Dictionary:
     return Dictionary(path, tuple(symbols))
 
 
-def vocabulary(names: Iterable[str], appended: str) -> dict[str, int]:
+def vocabulary(names: Iterable[str], appended: str | None) -> dict[str, int]:
     """The ids of a dictionary whose lines are called `names`, with the specials and the appended symbol.
 
     Where a name comes again (`#fairseq:overwrite`) it means the later line, and the earlier id gets a name that no
@@ -74,7 +74,8 @@ def vocabulary(names: Iterable[str], appended: str) -> dict[str, int]:
         elif name in ids:
             ids[f"{name} (id {ids[name]})"] = ids[name]
         ids[name] = index
-    ids.setdefault(appended, len(ids))
+    if appended is not None:
+        ids.setdefault(appended, len(ids))
     return ids
 
 
@@ -95,7 +96,7 @@ def assign_dictionaries(
 
     Args:
         vocab_size: rows of the embedding; None = the model has no vocabulary.
-        appended: the symbol that fairseq appends to the vocabulary.
+        appended: the symbol that fairseq appends to the vocabulary; None = none.
         num_labels: classes; None = the model has none.
 
     Raises:
@@ -136,10 +137,8 @@ def _beside(folder: Path, vocabulary: bool, labels: bool) -> list[Path]:
 def _no_fit(dictionary: Dictionary, vocab_size: int | None, appended: str | None, num_labels: int | None) -> str:
     symbols, wanted = len(dictionary.symbols), []
     if vocab_size is not None:
-        wanted.append(
-            f"{vocab_size} embeddings ({len(SPECIALS)} specials + {symbols} symbols + {appended} = "
-            f"{dictionary.size(appended)})"
-        )
+        parts = [f"{len(SPECIALS)} specials", f"{symbols} symbols", *([] if appended is None else [appended])]
+        wanted.append(f"{vocab_size} embeddings ({' + '.join(parts)} = {dictionary.size(appended)})")
     if num_labels is not None:
         wanted.append(f"{num_labels} classes ({len(dictionary.labels)} labels)")
     model = " or ".join(wanted) or "no vocabulary and no classes"

@@ -70,12 +70,12 @@ class Evidence:
             raise ConversionError(f"layers {sorted(numbers)} of '{prefix}' are not 0 to n-1; the file is incomplete")
         return len(numbers)
 
-    def unshared_layers(self, prefix: str) -> int:
-        """How many layers the file has, which must be the number in the args if that is given."""
-        in_file, in_args = self.layers(prefix), self.args.get("encoder_layers")
+    def unshared_layers(self, prefix: str, name: str = "encoder_layers") -> int:
+        """How many layers the file has, which must be the number in the args, `name`, if that is given."""
+        in_file, in_args = self.layers(prefix), self.args.get(name)
         if in_args not in (None, in_file):
             raise ConversionError(
-                f"args.encoder_layers = {in_args} but the file holds {in_file} layers under '{prefix}'; "
+                f"args.{name} = {in_args} but the file holds {in_file} layers under '{prefix}'; "
                 "the file is incomplete or its args are of another model"
             )
         return in_file

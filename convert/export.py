@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from luna_mega import LunaConfig
+from luna_mega import LunaConfig, MegaConfig
 from luna_mega.convert import fairseq_args, keymap_luna, keymap_mega
 from luna_mega.convert.dictionary import SPECIALS, assign_dictionaries
 from luna_mega.convert.errors import ConversionError
@@ -23,20 +23,25 @@ from luna_mega.convert.layer_norm import CONVENTIONS
 from luna_mega.convert.mapping import Mapping, few, map_tensors
 from luna_mega.convert.model_folder import ModelFolder, read_folder
 from luna_mega.convert.plan import Plan
-from luna_mega.convert.plan_luna_bert import plan_luna_bert
-from luna_mega.convert.plan_luna_lra import plan_luna_lra
-from luna_mega.convert.plan_mega_lra import plan_mega_lra
+from luna_mega.convert.plans import make_plan
 from luna_mega.convert.source_detect import Source
 from luna_mega.convert.source_norms import source_norms
 from luna_mega.modeling_luna.modeling_luna import LunaLMHead, sinusoids
 
-_EMBEDDING, _LM_WEIGHT = "luna.embeddings.word_embeddings.weight", "lm_head.decoder.weight"
+# Output layer -> the embedding that it may be tied to, and that then is all that the folder has.
+_TIED = {
+    "luna": ("lm_head.decoder.weight", "luna.embeddings.word_embeddings.weight"),
+    "mega": ("lm_head.weight", "mega.embedding_layer.word_embeddings.weight"),
+}
 _CRITERIA = {
     "masked_lm": "MaskedLmLoss",
     "sentence_prediction": "SentencePredictionCriterion",
     "sentence_ranking": "SentenceRankingCriterion",
     "lra_cross_entropy": "LRACrossEntropyCriterion",
+    "adaptive_loss": "AdaptiveLoss",
 }
+# Buffers that hold the number of a layout.
+_VERSIONS = {"decoder.version": torch.tensor([3.0]), "decoder.adaptive_softmax.version": torch.tensor([1])}
 # Where a task of the original looks for its dictionaries, beside the file.
 _VOCABULARY_OF_TASK = {
     "sentence_prediction": "input0/dict.txt",
@@ -87,6 +92,10 @@ class _Target:
     layer_norm: str | None
     recorded_args: dict[str, Any] | None
     recorded_head: str | None
+
+    @property
+    def is_mega(self) -> bool:
+        return self.layout[0].startswith("mega_")
 
 
 def export_checkpoint(
@@ -175,7 +184,7 @@ def _choose_target(source: ModelFolder, head: str | None) -> _Target:
     if head is not None and not re.fullmatch(r"[\w-]+", head):
         raise ConversionError(f"--head {head!r}: a name has letters, digits, '_' and '-' only")
     convention = "plus-one" if layout == fairseq_args.LRA_2023 else "standard"
-    if layout[0] == "mega_lra":
+    if layout[0].startswith("mega_"):
         convention = None
     elif report:
         convention = report["decisions"]["layer_norm"]
@@ -193,6 +202,8 @@ def _rename(source: ModelFolder, target: _Target) -> tuple[dict[str, torch.Tenso
     config, ours, notes = source.config, source.tensors(), []
     if target.layout[0] == "mega_lra":
         keymap = keymap_mega.mega_lra(target.layout[1], config.input_type, config.classifier_num_layers)
+    elif target.layout[0] == "mega_lm":
+        keymap = keymap_mega.mega_lm(target.layout[1], config)
     elif target.layout[0] == "luna_lra":
         keymap = keymap_luna.luna_lra(target.layout[1], config.input_type)
     else:
@@ -200,8 +211,9 @@ def _rename(source: ModelFolder, target: _Target) -> tuple[dict[str, torch.Tenso
         if not any(name.startswith("lm_head.") for name in ours):
             ours |= _fresh_lm_head(config, next(iter(ours.values())).dtype)
             notes.append("the folder has no LM head, which fairseq's loader asks for: a new, untrained one is written")
-        if config.tie_word_embeddings and _EMBEDDING in ours:
-            ours[_LM_WEIGHT] = ours[_EMBEDDING]
+    output, embedding = _TIED[config.model_type]
+    if target.layout[0] in ("luna_bert", "mega_lm") and config.tie_word_embeddings and embedding in ours:
+        ours[output] = ours[embedding]
     matches = {name: keymap.backward(name) for name in ours}
     if unknown := [name for name, match in matches.items() if match is None]:
         raise ConversionError(f"{fairseq_args.LAYOUT_NAMES[target.layout]} has no place for {few(unknown)}")
@@ -211,16 +223,23 @@ def _rename(source: ModelFolder, target: _Target) -> tuple[dict[str, torch.Tenso
         table = sinusoids(config.projection_length, config.hidden_size, torch.device("cpu"))
         tensors[f"{body}.projected_positions"] = table.to(dtype)
         tensors[f"{body}.embed_positions._float_tensor"] = torch.zeros(1, dtype=dtype)
-    if target.layout[0] == "mega_lra":
-        if config.relative_positional_bias == "rotary":
-            layers = [f"{keymap_mega.BODY}.layers.{index}" for index in range(config.num_hidden_layers)]
-            tensors |= {f"{layer}.{keymap_mega.FLOAT_TENSOR}": torch.zeros(1) for layer in layers}
+    if target.is_mega:
+        tensors |= _mega_extras(config, target.layout[0], tensors)
         # By the order fairseq's branches are told apart.
         tensors = {key: tensors[key] for key in sorted(tensors, key=keymap.position)}
     dropped = [row["source"] for row in (source.report or {}).get("dropped", [])]
     if heads := sorted({name.split(".")[1] for name in dropped if name.startswith("classification_heads.")}):
         notes.append(f"the conversion left out the heads {', '.join(heads)}: they are not in the file")
     return tensors, notes
+
+
+def _mega_extras(config: MegaConfig, layout: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What the original saves besides: numbers of its layout, buffers without content, copies of tied tensors."""
+    if layout == "mega_lra":
+        return {name: torch.zeros(1) for name in keymap_mega.bias_placeholders(keymap_mega.BODY, config)}
+    extras = {name: torch.zeros(1) for name in keymap_mega.placeholders(config)}
+    extras |= {name: number for name, number in _VERSIONS.items() if name in extras}
+    return extras | {copy: tensors[name] for copy, name in keymap_mega.tied_copies(config).items() if name in tensors}
 
 
 def _fresh_lm_head(config: LunaConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -246,7 +265,7 @@ def _plan_args(
             return plan, mapping, target.recorded_args, []
     recorded = target.recorded_args or {}
     args = recorded | fairseq_args.make_args(source.config, source.model_class, target.layout, target.head)
-    if target.layout[0] == "mega_lra":
+    if target.is_mega:
         args |= {name: recorded[name] for name in ("arch", "task") if name in recorded}
     plan, mapping = _read_back(target, tensors, args)
     warnings = []
@@ -262,13 +281,7 @@ def _plan_args(
 
 
 def _read_back(target: _Target, tensors: dict[str, torch.Tensor], args: dict[str, Any]) -> tuple[Plan, Mapping]:
-    layout = Source(*target.layout, args.get("arch"))
-    if target.layout[0] == "luna_bert":
-        plan = plan_luna_bert(layout, tensors, args, target.head)
-    elif target.layout[0] == "luna_lra":
-        plan = plan_luna_lra(layout, tensors, args)
-    else:
-        plan = plan_mega_lra(layout, tensors, args)
+    plan = make_plan(Source(*target.layout, args.get("arch")), tensors, args, target.head)
     return plan, map_tensors(plan, tensors)
 
 
@@ -340,7 +353,7 @@ def _write_dictionaries(
 ) -> list[str]:
     """Writes the dictionaries into `folder` where the task looks for them, but those that are in `beside` already."""
     own = [path for name in ("dict.txt", "dict.label.txt") if (path := source.path / name).is_file()]
-    vocab_size = plan.config.vocab_size if plan.appended_symbol else None
+    vocab_size = plan.vocab_size
     found = assign_dictionaries(list(given) or own, source.path, vocab_size, plan.appended_symbol, plan.num_labels)
     labels = _LABELS_OF_TASK.get(task, "label-bin/dict.txt")
     files, notes = {}, list(found.warnings)

@@ -13,6 +13,7 @@ from luna_mega import (
     LunaForSequencePairClassification,
     LunaModel,
     MegaConfig,
+    MegaForCausalLM,
     MegaForSequenceClassification,
     MegaForSequencePairClassification,
 )
@@ -80,7 +81,7 @@ _HEAD_FIELDS = (
 
 def has_classifier(model_class: type[PreTrainedModel]) -> bool:
     """Whether the class ends in a classification head (as opposed to the LM head or none)."""
-    return model_class not in (LunaModel, LunaForMaskedLM)
+    return model_class not in (LunaModel, LunaForMaskedLM, MegaForCausalLM)
 
 
 def choose_layout(
@@ -102,7 +103,7 @@ def choose_layout(
         name = LAYOUT_NAMES[given] if given else "the fairseq code"
         way_out = "to export the encoder alone, load the folder as LunaModel and save that"
         if isinstance(config, MegaConfig):
-            way_out = f"what can be exported are {' and '.join(cls.__name__ for cls in mega.LAYOUTS_OF_CLASS)}"
+            way_out = f"what can be exported are {', '.join(cls.__name__ for cls in mega.LAYOUTS_OF_CLASS)}"
         raise ConversionError(f"{name} has no head like that of {model_class.__name__}; {way_out}")
     problems = {layout: list(_problems(config, model_class, layout, head)) for layout in layouts}
     layout = min(layouts, key=lambda layout: len(problems[layout]))
@@ -120,7 +121,7 @@ def _problems(config, model_class, layout, head) -> Iterator[str]:
 
 def _allowed(config, model_class, layout, head) -> dict[str, tuple]:
     """Field -> the values that the layout has for it; fields that may have any value are not listed."""
-    if layout[0] == "mega_lra":
+    if isinstance(config, MegaConfig):
         return mega.allowed(config, model_class, layout)
     # `tanh` left the 2023 code and `silu` came; files of the time between have either.
     activations = tuple(name for name in FAIRSEQ_ACTIVATIONS if layout[1] == "head" or name != "silu")
@@ -190,7 +191,7 @@ def make_args(
     config: PreTrainedConfig, model_class: type[PreTrainedModel], layout: tuple[str, str], head: str | None
 ) -> dict[str, Any]:
     """The args of a checkpoint of `layout` for a configuration that it can express, see `choose_layout`."""
-    if layout[0] == "mega_lra":
+    if isinstance(config, MegaConfig):
         return mega.make_args(config, model_class)
     args = {
         "data": ".",
@@ -302,7 +303,7 @@ def differences(
     if model_class is LunaForMultipleChoice:
         ignored |= {"num_labels", "drop_first_token"}
     if isinstance(config, MegaConfig):
-        ignored |= mega.unused_fields(config)
+        ignored |= mega.unused_fields(config, model_class)
     if model_class not in (LunaForSequencePairClassification, MegaForSequencePairClassification):
         ignored.add("pair_features")
     if config.classifier_num_layers == 0:

@@ -1,15 +1,22 @@
-"""What the original Mega code for LRA and raw speech can express of a configuration, and its arguments for that."""
+"""What the original Mega code can express of a configuration, and its arguments for that."""
 
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from luna_mega import MegaConfig, MegaForSequenceClassification, MegaForSequencePairClassification
+from luna_mega import MegaConfig, MegaForCausalLM, MegaForSequenceClassification, MegaForSequencePairClassification
 from luna_mega.convert.evidence import FAIRSEQ_ACTIVATIONS
 
 MAIN, FLASH = ("mega_lra", "main"), ("mega_lra", "flash")
-LAYOUT_NAMES = {MAIN: "Mega LRA of branch main", FLASH: "Mega LRA of branch flash"}
+LM_MAIN, LM_FLASH = ("mega_lm", "main"), ("mega_lm", "flash")
+LAYOUT_NAMES = {
+    MAIN: "Mega LRA of branch main",
+    FLASH: "Mega LRA of branch flash",
+    LM_MAIN: "Mega LM of branch main",
+    LM_FLASH: "Mega LM of branch flash",
+}
 LAYOUTS_OF_CLASS = {
+    MegaForCausalLM: (LM_MAIN, LM_FLASH),
     MegaForSequenceClassification: (MAIN, FLASH),
     MegaForSequencePairClassification: (MAIN, FLASH),
 }
@@ -25,17 +32,27 @@ TRAINING_FIELDS = (
     "nffn_activation_dropout_prob",
     "use_feature_dropout",
     "padded_batch_statistics",
+    "adaptive_softmax_dropout",
+    "legacy_adaptive_loss",
 )
 # They are of other heads, of initialisation, or without effect.
 _UNUSED_FIELDS = {
-    "add_lm_hidden_dense_layer",
     "ema_beta_range",
     "ema_delta_alpha_range",
     "ema_gamma_omega_range",
     "sparse_prediction",
-    "tie_word_embeddings",
     "type_vocab_size",
     "use_cache",
+}
+_FIELDS_OF_LM = {
+    "add_lm_hidden_dense_layer",
+    "lm_head_bias",
+    "tie_word_embeddings",
+    "adaptive_softmax_cutoffs",
+    "adaptive_softmax_factor",
+    "adaptive_softmax_dropout",
+    "tie_adaptive_projections",
+    "legacy_adaptive_loss",
 }
 
 
@@ -44,23 +61,31 @@ def allowed(config: MegaConfig, model_class: type[PreTrainedModel], layout: tupl
     before, tokens = config.normalize_before_mega, config.input_type == "tokens"
     activations = tuple(name for name in FAIRSEQ_ACTIVATIONS if name != "tanh")
     fields = {
-        "bidirectional": (True,),
-        "ema_shift": (layout == FLASH,),
         "activation": activations,
         "normalize_before_ffn": (before,),
         "final_norm": (before,),
         "embedding_norm": (False,) if before else (False, True),
         "norm_affine": (True,),
-        "final_norm_affine": (True,),
         "legacy_rms_norm": (False,),
         "legacy_bias_table": (False,),
-        "scale_embedding": (False,),
         "add_token_type_embeddings": (False,),
+    }
+    if tokens:
+        fields["pad_token_id"] = (1,)
+    if model_class is MegaForCausalLM:
+        return fields | _of_language_model(config)
+    fields |= {
+        "bidirectional": (True,),
+        "ema_shift": (layout == FLASH,),
+        "final_norm_affine": (True,),
+        "scale_embedding": (False,),
+        "embedding_size": (config.hidden_size,),
+        "adaptive_input_cutoffs": (None,),
         "pooling": ("cls", "mean") if tokens else ("mean",),
         "classifier_bias": (False,),
     }
     if tokens:
-        fields |= {"pad_token_id": (1,), "bos_token_id": (0, None), "eos_token_id": (2, None)}
+        fields |= {"bos_token_id": (0, None), "eos_token_id": (2, None)}
     if config.classifier_num_layers:
         fields["classifier_activation"] = activations
     if model_class is MegaForSequencePairClassification:
@@ -68,8 +93,19 @@ def allowed(config: MegaConfig, model_class: type[PreTrainedModel], layout: tupl
     return fields
 
 
+def _of_language_model(config: MegaConfig) -> dict[str, tuple]:
+    fields = {"add_lm_hidden_dense_layer": (False,), "lm_head_bias": (False,), "eos_token_id": (2, None)}
+    if config.adaptive_softmax_cutoffs is None and config.tie_word_embeddings:
+        fields |= {"embedding_size": (config.hidden_size,), "adaptive_input_cutoffs": (None,)}
+    if not config.final_norm:
+        fields["final_norm_affine"] = (True, False)
+    return fields
+
+
 def make_args(config: MegaConfig, model_class: type[PreTrainedModel]) -> dict[str, Any]:
     """The args of a checkpoint for a configuration that the original can express, see `allowed`."""
+    if model_class is MegaForCausalLM:
+        return _lm_args(config)
     pair = model_class is MegaForSequencePairClassification
     in_features = (2 if pair else 1) * config.hidden_size
     args = {
@@ -118,9 +154,83 @@ def make_args(config: MegaConfig, model_class: type[PreTrainedModel]) -> dict[st
     return args | {"arch": arch, "task": "lra-image", "input_type": "image"}
 
 
-def unused_fields(config: MegaConfig) -> set[str]:
+def _lm_args(config: MegaConfig) -> dict[str, Any]:
+    ffn, tied = config.nffn_hidden_size if config.use_normalized_ffn else 0, config.tie_word_embeddings
+    adaptive = config.adaptive_softmax_cutoffs is not None
+    softmax_factor = config.adaptive_input_factor if tied else config.adaptive_softmax_factor
+    return {
+        "data": ".",
+        "seed": 1,
+        "no_save_optimizer_state": True,
+        "task": "language_modeling",
+        "arch": "mega_lm_adaptive_big" if adaptive else "mega_lm",  # every size is below
+        "criterion": "adaptive_loss" if adaptive else "cross_entropy",
+        "sample_break_mode": "complete",
+        "tokens_per_sample": config.max_positions,
+        "max_target_positions": config.max_positions,
+        "output_dictionary_size": -1,
+        "self_target": False,
+        "future_target": False,
+        "past_target": False,
+        "add_bos_token": False,
+        "shorten_method": "none",
+        "shorten_data_split_list": "",
+        "variant_block_multiple_min": 1,
+        "variant_block_multiple_max": 1,
+        "valid_block": "splits:10",
+        "decoder_layers": config.num_hidden_layers,
+        "decoder_embed_dim": config.hidden_size,
+        "decoder_input_dim": config.embedding_size,
+        "decoder_hidden_dim": config.intermediate_size,
+        "decoder_ffn_embed_dim": ffn,
+        "decoder_z_dim": config.shared_representation_size,
+        "decoder_n_dim": config.ema_projection_size,
+        "decoder_chunk_size": config.attention_chunk or -1,
+        "decoder_embed_path": None,
+        "truncation_length": config.truncation,
+        "rel_pos_bias": config.relative_positional_bias,
+        "activation_fn": FAIRSEQ_ACTIVATIONS[config.activation],
+        "attention_activation_fn": config.attention_activation,
+        "normalization_type": config.normalization_type,
+        "normalize_before": config.normalize_before_mega,
+        "normalize_embedding": config.embedding_norm,
+        "no_affine_final_norm": not config.final_norm_affine,
+        "no_scale_embedding": not config.scale_embedding,
+        "feature_dropout": config.use_feature_dropout,
+        "dropout": config.dropout_prob,
+        "attention_dropout": config.attention_probs_dropout_prob,
+        "hidden_dropout": config.hidden_dropout_prob,
+        "activation_dropout": config.nffn_activation_dropout_prob,
+        "share_decoder_input_output_embed": tied and not adaptive,
+        "share_all_embeddings": False,
+        "adaptive_input": config.adaptive_input_cutoffs is not None,
+        "adaptive_input_cutoff": _listed(config.adaptive_input_cutoffs),
+        "adaptive_input_factor": config.adaptive_input_factor,
+        "adaptive_softmax_cutoff": _listed(config.adaptive_softmax_cutoffs),
+        "adaptive_softmax_factor": softmax_factor,
+        "adaptive_softmax_dropout": config.adaptive_softmax_dropout,
+        "tie_adaptive_weights": tied and adaptive,
+        "tie_adaptive_proj": config.tie_adaptive_projections,
+    }
+
+
+def _listed(cutoffs: list[int] | None) -> str | None:
+    return None if cutoffs is None else ",".join(map(str, cutoffs))
+
+
+def unused_fields(config: MegaConfig, model_class: type[PreTrainedModel]) -> set[str]:
     """Fields that a model of this configuration does not read."""
     unused = set(_UNUSED_FIELDS)
+    if model_class is not MegaForCausalLM:
+        unused |= _FIELDS_OF_LM
+    if config.adaptive_input_cutoffs is None:
+        unused.add("adaptive_input_factor")
+    if config.adaptive_softmax_cutoffs is None:
+        unused |= {"adaptive_softmax_factor", "adaptive_softmax_dropout", "legacy_adaptive_loss"}
+    if config.tie_word_embeddings:
+        unused.add("adaptive_softmax_factor")
+    if not config.final_norm:
+        unused.add("final_norm_affine")
     if not config.use_chunking:
         unused.add("chunk_size")
     if not config.use_normalized_ffn:

@@ -1,4 +1,4 @@
-"""Converts a fairseq checkpoint of a Luna or Mega encoder into a folder that transformers loads."""
+"""Converts a fairseq checkpoint of a Luna or Mega model into a folder that transformers loads."""
 
 import shutil
 from collections import Counter
@@ -18,9 +18,7 @@ from luna_mega.convert.mapping import Mapping, convert_tensors, few, map_tensors
 from luna_mega.convert.model_card import conversion_card
 from luna_mega.convert.output import check_output, complete_folder
 from luna_mega.convert.plan import Plan
-from luna_mega.convert.plan_luna_bert import plan_luna_bert
-from luna_mega.convert.plan_luna_lra import plan_luna_lra
-from luna_mega.convert.plan_mega_lra import plan_mega_lra
+from luna_mega.convert.plans import make_plan
 from luna_mega.convert.report import FILE_NAME, Report
 from luna_mega.convert.source_detect import Source, canonical, detect
 from luna_mega.convert.source_norms import save_source_norms
@@ -41,14 +39,15 @@ def convert_checkpoint(
     dtype: str = "float32",
     license: str | None = None,
 ) -> Report:
-    """Converts a luna_bert, Luna LRA, Mega LRA or Mega speech checkpoint; nothing in the file is executed.
+    """Converts a luna_bert, Luna LRA, or Mega LRA, speech or LM checkpoint; nothing in the file is executed.
 
     Args:
         path: the checkpoint that fairseq saved.
         output: folder to write, absent or empty; after a failure it is as it was.
         dictionaries: vocabulary and label dictionary in any order, told apart by their size; when none is given they
             are looked for beside the checkpoint.
-        bpe: folder with GPT-2's BPE files, for the tokenizer of a luna_bert model; LRA needs only the dictionary.
+        bpe: folder with GPT-2's BPE files, for the tokenizer of a luna_bert model, or of a Mega language model whose
+            symbols are GPT-2's ids; the others need only the dictionary.
         head: name of the luna_bert classification head to convert; None = the only head of a fine-tuned model, else
             masked LM.
         layer_norm: "auto", "standard" or "plus-one" (the 2023 code of Luna stores weight - 1).
@@ -78,7 +77,7 @@ def convert_checkpoint(
     found = assign_dictionaries(
         list(dictionaries),
         checkpoint.path.parent,
-        plan.config.vocab_size if plan.appended_symbol else None,
+        plan.vocab_size,
         plan.appended_symbol,
         plan.num_labels,
     )
@@ -99,10 +98,10 @@ def convert_checkpoint(
 def _check_options(source: Source, head: str | None, layer_norm: str, ema_convention: str) -> None:
     """Refuse an option that is about another kind of file."""
     if head is not None and source.layout != "luna_bert":
-        raise ConversionError(f"--head {head}: an LRA file has one classifier without a name; leave the option out")
-    if layer_norm != "auto" and source.layout == "mega_lra":
+        raise ConversionError(f"--head {head}: only luna_bert files have heads with names; leave the option out")
+    if layer_norm != "auto" and source.is_mega:
         raise ConversionError(f"--layer-norm {layer_norm}: Mega stores norm weights as they are; leave the option out")
-    if ema_convention != "auto" and source.layout != "mega_lra":
+    if ema_convention != "auto" and not source.is_mega:
         raise ConversionError(f"--ema-convention {ema_convention}: Luna has no moving average; leave the option out")
 
 
@@ -113,10 +112,10 @@ def _understand(
     norm = average = None
     try:
         _check_options(source, head, layer_norm, ema_convention)
-        if source.layout == "mega_lra":
+        if source.is_mega:
             average = decide_ema_convention(tensors, ema_convention)
             source = replace(source, revision=average.convention)
-        plan = _plan(source, tensors, checkpoint.args, head)
+        plan = make_plan(source, tensors, checkpoint.args, head)
         mapping = map_tensors(plan, tensors)
         if mapping.norm_weights:
             norm = decide_layer_norm([tensors[key] for key in mapping.norm_weights], layer_norm)
@@ -124,12 +123,6 @@ def _understand(
         raise ConversionError(f"{checkpoint.path}: {error}") from error
     plan.warnings += [decision.warning for decision in (average, norm) if decision and decision.warning]
     return source, plan, mapping, norm
-
-
-def _plan(source: Source, tensors: dict, args: dict, head: str | None) -> Plan:
-    if source.layout == "luna_bert":
-        return plan_luna_bert(source, tensors, args, head)
-    return (plan_luna_lra if source.layout == "luna_lra" else plan_mega_lra)(source, tensors, args)
 
 
 def _report(

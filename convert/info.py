@@ -16,9 +16,7 @@ from luna_mega.convert import cost_luna, cost_mega
 from luna_mega.convert.errors import ConversionError
 from luna_mega.convert.fairseq_reader import read_checkpoint
 from luna_mega.convert.model_folder import ModelFolder, position_limit, read_folder
-from luna_mega.convert.plan_luna_bert import plan_luna_bert
-from luna_mega.convert.plan_luna_lra import plan_luna_lra
-from luna_mega.convert.plan_mega_lra import plan_mega_lra
+from luna_mega.convert.plans import make_plan
 from luna_mega.convert.source_detect import canonical, detect
 
 _COSTS = {"luna": cost_luna, "mega": cost_mega}
@@ -31,6 +29,7 @@ _PARTS = {
     "layers": "encoder",
     "final_norm": "encoder",
 }
+_LM_HEADS = {"luna_bert": "masked LM", "mega_lm": "causal LM"}
 _CODE = {
     "r21": "the 2021 fairseq code",
     "head": "the 2023 fairseq code",
@@ -93,7 +92,7 @@ def describe(path: str | Path, length: int | None = None) -> Info:
     """Describes a model without building it in memory.
 
     Args:
-        path: model folder, or fairseq checkpoint of a Luna or Mega encoder.
+        path: model folder, or fairseq checkpoint of a Luna or Mega model.
         length: positions for memory and FLOPs; None = `max_position_embeddings` or `max_positions`.
 
     Raises:
@@ -122,13 +121,20 @@ def describe(path: str | Path, length: int | None = None) -> Info:
         weights={"dtype": dtype, "bytes": parameters["total"] * size},
         length=length,
         flops_per_token=cost.flops_per_token(model, length),
-        activation_bytes={
-            "inference": size * cost.inference_activations(model, length),
-            "training": size * cost.training_activations(model, length),
-        },
+        activation_bytes=_activations(model, cost, length, size),
         training_state_bytes=4 * size * parameters["total"],
         formulas=cost.FORMULAS,
     )
+
+
+def _activations(model: PreTrainedModel, cost, length: int, size: int) -> dict[str, int]:
+    numbers = {
+        "inference": cost.inference_activations(model, length),
+        "training": cost.training_activations(model, length),
+    }
+    if getattr(model.config, "is_decoder", False):
+        numbers["cache"] = cost.cache_numbers(model, length)
+    return {name: size * count for name, count in numbers.items()}
 
 
 def _read_folder(path: str | Path):
@@ -158,9 +164,11 @@ def _fairseq(layout: str, revision: str, arch: str) -> str:
 
 def _folder_heads(folder: ModelFolder) -> list[str]:
     names, heads = folder.tensor_info, []
-    if any(name.startswith(("lm_head.", "mlm_head.")) for name in names):
-        heads.append("masked LM")
     name, config = folder.model_class.__name__.rpartition("For")[2], folder.config
+    if name == "CausalLM":
+        heads.append("causal LM")
+    elif any(name.startswith(("lm_head.", "mlm_head.")) for name in names):
+        heads.append("masked LM")
     if name == "QuestionAnswering":
         heads.append(f"{name}: start and end")
     elif name == "TokenClassification":
@@ -174,13 +182,12 @@ def _folder_heads(folder: ModelFolder) -> list[str]:
 def _read_checkpoint(path: str | Path):
     checkpoint = read_checkpoint(path)
     source, tensors = detect(checkpoint), canonical(checkpoint)
-    if source.layout == "luna_bert":
-        plan = plan_luna_bert(source, tensors, checkpoint.args, None)
-        heads = ["masked LM"]
+    # The branch of the Mega code does not change what is described.
+    known = replace(source, revision="main") if source.revision == "unknown" else source
+    plan = make_plan(known, tensors, checkpoint.args)
+    if source.layout in _LM_HEADS:
+        heads = [_LM_HEADS[source.layout]]
     else:
-        # The branch of the Mega code does not change what is described.
-        known = replace(source, revision="main") if source.revision == "unknown" else source
-        plan = (plan_luna_lra if source.layout == "luna_lra" else plan_mega_lra)(known, tensors, checkpoint.args)
         name = plan.model_class.__name__.rpartition("For")[2]
         heads = [f"{name}: {plan.config.num_labels} classes, pooling {plan.config.pooling}"]
     for key, tensor in tensors.items():

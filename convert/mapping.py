@@ -10,7 +10,8 @@ from luna_mega.convert.keymap import KeyMap
 from luna_mega.convert.keymap_luna import LAYER_NORM
 from luna_mega.convert.plan import Plan
 
-_TIED_TO_EMBEDDING = "lm_head.decoder.weight"
+# Output layers that are tied to the embedding, which is saved.
+_TIED_TO_EMBEDDING = ("lm_head.decoder.weight", "lm_head.weight")
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def convert_tensors(
     converted = {}
     for key, target in mapping.mapped.items():
         tensor = tensors[key].float().add(1) if key in raised else tensors[key]
-        if not (target == _TIED_TO_EMBEDDING and plan.config.tie_word_embeddings):
+        if not (target in _TIED_TO_EMBEDDING and plan.config.tie_word_embeddings):
             converted[target] = tensor.to(dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
     return converted | {target: torch.zeros((), dtype=torch.long) for target in mapping.absent}
 

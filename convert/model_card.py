@@ -21,6 +21,7 @@ FILE_NAME = "README.md"
 _TASKS = {
     "Model": "feature-extraction",
     "ForMaskedLM": "fill-mask",
+    "ForCausalLM": "text-generation",
     "ForSequenceClassification": "text-classification",
     "ForMultipleChoice": "multiple-choice",
     "ForTokenClassification": "token-classification",
@@ -87,7 +88,7 @@ FAMILIES = {
             "num_hidden_layers", "hidden_size", "intermediate_size", "shared_representation_size",
             "ema_projection_size", "nffn_hidden_size", "bidirectional", "use_chunking", "chunk_size", "truncation",
             "attention_activation", "relative_positional_bias", "normalization_type", "normalize_before_mega",
-            "input_type", "vocab_size", "max_positions", "pooling",
+            "input_type", "vocab_size", "adaptive_softmax_cutoffs", "max_positions", "pooling",
         ),  # fmt: skip
         differences=(
             (

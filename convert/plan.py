@@ -13,7 +13,7 @@ from luna_mega.convert.keymap import KeyMap
 class Plan:
     """The class and configuration to write, the key map, and what to tell the user.
 
-    `appended_symbol` is what fairseq adds to the dictionary after loading it (None: no vocabulary), `prepends_appended`
+    `appended_symbol` is what fairseq adds to the dictionary after loading it (None: nothing), `prepends_appended`
     whether every sequence starts with it, `num_labels` the number of classes that can have names (None: none);
     `also_loads` are classes that load from the same folder with all their weights.
     """
@@ -25,9 +25,14 @@ class Plan:
     num_labels: int | None
     prepends_appended: bool = False
     also_loads: tuple[type[PreTrainedModel], ...] = ()
-    decisions: dict[str, str | int | float | bool] = field(default_factory=dict)
+    decisions: dict[str, str | int | float | bool | list[int] | None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Rows of the embedding; None: the model reads real numbers."""
+        return self.config.vocab_size if self.config.input_type == "tokens" else None
 
 
 def build_config(config_class: type[PreTrainedConfig], **fields) -> PreTrainedConfig:

@@ -56,7 +56,7 @@ class Report:
             "read": f"{source['file']}: {source['layout']} of the {_REVISIONS[source['revision']]}, "
             f"arch {source['arch']}, task {source['task']}, updates: {source['num_updates'] or 'not recorded'}",
             "class": self.model_class,
-            **{name: _WORDS.get(value, value) for name, value in decisions.items()},
+            **{name: _shown(value) for name, value in decisions.items()},
             "tensors": f"{len(self.mapped)} mapped, {len(self.dropped)} dropped, "
             f"{len(self.missing)} missing, {len(self.unexpected)} unexpected",
             "parameters": f"{self.parameters['model']:,} in the model, {self.parameters['file']:,} in the file",
@@ -73,6 +73,12 @@ class Report:
         ]
         width = max(len(name) for name, _ in lines) + 2
         return "\n".join(f"{name:<{width}}{value}" for name, value in lines)
+
+
+def _shown(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return _WORDS[value]
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _tokenizer_row(kind: str, size: int, missing_pieces: list[str], **of_class: str) -> str:

@@ -14,7 +14,7 @@ _MEGALODON = r"(^|\.)(theta|cema|move_act|timenorm|prior_mean)(\.|$)"
 
 @dataclass(frozen=True)
 class Source:
-    """The kind of file: `layout` is "luna_bert", "luna_lra" or "mega_lra" (also raw speech).
+    """The kind of file: `layout` is "luna_bert", "luna_lra", "mega_lra" (also raw speech) or "mega_lm".
 
     `revision` of Luna is "r21" (2021 code) or "head" (2023), of Mega the branch: "main", "flash" or "unknown".
     """
@@ -23,18 +23,23 @@ class Source:
     revision: str
     arch: str
 
+    @property
+    def is_mega(self) -> bool:
+        return self.layout.startswith("mega_")
+
 
 def detect(checkpoint: Checkpoint) -> Source:
     """Which original code wrote the file.
 
     Raises:
-        ConversionError: not such an encoder; the message names what it is and what to do.
+        ConversionError: not such a model; the message names what it is and what to do.
     """
     keys, arch = checkpoint.tensors.keys(), str(checkpoint.args.get("arch"))
     if any(re.search(_MEGA, key) for key in keys) or any(re.search(_MEGALODON, key) for key in keys):
         if refusal := _mega_refusal(keys, arch):
             raise ConversionError(f"{checkpoint.path}: {refusal}")
-        return Source("mega_lra", order_of(keys) or "unknown", arch)
+        layout = "mega_lm" if any(key.startswith("decoder.") for key in keys) else "mega_lra"
+        return Source(layout, order_of(keys) or "unknown", arch)
     if any(re.match(r"(encoder|decoder)\.sentence_encoder\.projected_embeddings$", key) for key in keys):
         # An argument that the code has had since May 2022.
         return Source("luna_bert", "head" if "stop_min_lr" in checkpoint.args else "r21", arch)
@@ -51,14 +56,14 @@ def _mega_refusal(keys, arch: str) -> str | None:
             "what its layers do, so it cannot be converted; run it with the code that wrote it"
         )
     has = {key.split(".layers.")[0] for key in keys if ".layers." in key}
-    if has == {"encoder.encoder"}:
+    if has in ({"encoder.encoder"}, {"decoder"}):
         return None
-    kind = "a Mega checkpoint, but neither an encoder of LRA nor one of raw speech"
-    if "decoder" in has:
-        kind = "a Mega encoder-decoder for translation" if "encoder" in has else "a Mega language model"
+    kind = "a Mega checkpoint, but neither an encoder of LRA or raw speech nor a language model"
+    if has == {"encoder", "decoder"}:
+        kind = "a Mega encoder-decoder for translation"
     return (
-        f"{kind} (arch {arch!r}): this version has no model with such a head yet; it converts the Mega encoders of LRA "
-        "(mega_lra_*) and raw speech (mega_sc_raw_*)"
+        f"{kind} (arch {arch!r}): this version has no such model yet; it converts the Mega encoders of LRA "
+        "(mega_lra_*) and raw speech (mega_sc_raw_*) and language models (mega_lm*)"
     )
 
 
@@ -71,10 +76,11 @@ def _other_refusal(keys, arch: str) -> str:
     return (
         f"not a Luna or Mega checkpoint (arch {arch!r}): there is neither a packed sequence, '*.projected_embeddings', "
         f"nor a '*.mega_layer' among its {len(keys)} tensors; this version converts luna_bert, Luna LRA and Mega LRA "
-        "encoders, and Mega for raw speech"
+        "encoders, Mega for raw speech, and Mega language models"
     )
 
 
 def canonical(checkpoint: Checkpoint) -> dict:
     """The tensors, in order, under today's names: early luna_bert files say `decoder.` for `encoder.`."""
-    return {re.sub(r"^decoder\.", "encoder.", key): tensor for key, tensor in checkpoint.tensors.items()}
+    early = r"^decoder\.(?=(sentence_encoder|lm_head)\.)"
+    return {re.sub(early, "encoder.", key): tensor for key, tensor in checkpoint.tensors.items()}

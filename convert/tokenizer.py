@@ -1,4 +1,4 @@
-"""The tokenizer of a converted checkpoint: GPT-2 BPE for luna_bert, whitespace-separated symbols for LRA."""
+"""The tokenizer of a converted checkpoint: GPT-2 BPE for luna_bert, symbols between white space for LRA, or an LM's."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,9 +8,13 @@ from transformers import TokenizersBackend
 
 from luna_mega.convert.dictionary import Dictionary
 from luna_mega.convert.errors import ConversionError
+from luna_mega.convert.model_folder import position_limit
 from luna_mega.convert.plan import Plan
 from luna_mega.convert.tokenizer_bpe import bpe_tokenizer, read_gpt2_bpe
+from luna_mega.convert.tokenizer_lm import byte_tokenizer, holds_bytes, lm_bpe_tokenizer, lm_word_tokenizer
 from luna_mega.convert.tokenizer_words import word_tokenizer
+
+_WORDS, _PIECES = "whitespace-separated symbols", "GPT-2 byte-pair encoding"
 
 
 @dataclass(frozen=True)
@@ -48,13 +52,15 @@ def convert_tokenizer(
 
     Args:
         plan: gets a note when an option would add a tokenizer, or when transformers alone does not load it.
-        layout: "luna_bert", "luna_lra" or "mega_lra".
+        layout: "luna_bert", "luna_lra", "mega_lra" or "mega_lm".
         dictionary: the vocabulary, of the size of the embedding; None = there is none.
         bpe: folder with GPT-2's BPE files.
 
     Raises:
         ConversionError: `bpe` is given and the checkpoint, the dictionary or the folder is not such a one.
     """
+    if layout == "mega_lm":
+        return _of_language_model(plan, dictionary, bpe)
     max_length = plan.config.max_position_embeddings
     if layout != "luna_bert":
         if bpe is not None:
@@ -62,7 +68,7 @@ def convert_tokenizer(
         if dictionary is None:
             return None
         tokenizer = word_tokenizer(dictionary, plan.appended_symbol, plan.prepends_appended, max_length)
-        return ConvertedTokenizer(tokenizer, "whitespace-separated symbols", [])
+        return ConvertedTokenizer(tokenizer, _WORDS, [])
     if bpe is None:
         plan.notes.append("no tokenizer: --bpe DIR, the folder with GPT-2's encoder.json and vocab.bpe, adds it")
         return None
@@ -71,4 +77,17 @@ def convert_tokenizer(
     tokenizer, missing = bpe_tokenizer(dictionary, read_gpt2_bpe(bpe), plan.appended_symbol, max_length)
     if missing:
         plan.notes.append("the tokenizer's class is in the folder: without luna_mega it needs trust_remote_code=True")
-    return ConvertedTokenizer(tokenizer, "GPT-2 byte-pair encoding", missing)
+    return ConvertedTokenizer(tokenizer, _PIECES, missing)
+
+
+def _of_language_model(plan: Plan, dictionary: Dictionary | None, bpe: str | Path | None) -> ConvertedTokenizer | None:
+    max_length = position_limit(plan.config)
+    if bpe is not None:
+        if dictionary is None:
+            raise ConversionError(f"--bpe {bpe}: there is no dictionary beside the checkpoint; give it with --dict")
+        return ConvertedTokenizer(lm_bpe_tokenizer(dictionary, read_gpt2_bpe(bpe), max_length), _PIECES, [])
+    if dictionary is None:
+        return None
+    if holds_bytes(dictionary):
+        return ConvertedTokenizer(byte_tokenizer(dictionary, max_length), "bytes", [])
+    return ConvertedTokenizer(lm_word_tokenizer(dictionary, max_length), _WORDS, [])

@@ -96,7 +96,7 @@ def bpe_tokenizer(
     Raises:
         ConversionError: a symbol is not a GPT-2 id.
     """
-    vocab = vocabulary((_name(symbol, dictionary, bpe, mask) for symbol in dictionary.symbols), mask)
+    vocab = vocabulary(piece_names(dictionary, bpe, mask), mask)
     # No text becomes the end of text, so that it is no loss.
     missing = [piece for piece in bpe.pieces[:-1] if piece not in vocab]
     size = len(vocab)
@@ -114,7 +114,16 @@ def bpe_tokenizer(
     return tokenizer, missing
 
 
-def _name(symbol: str, dictionary: Dictionary, bpe: Gpt2Bpe, mask: str) -> str:
+def piece_names(dictionary: Dictionary, bpe: Gpt2Bpe, mask: str | None) -> list[str]:
+    """What the symbols of a dictionary of GPT-2 ids number; fillers and `mask` stay what they are.
+
+    Raises:
+        ConversionError: a symbol is not a GPT-2 id.
+    """
+    return [_name(symbol, dictionary, bpe, mask) for symbol in dictionary.symbols]
+
+
+def _name(symbol: str, dictionary: Dictionary, bpe: Gpt2Bpe, mask: str | None) -> str:
     if symbol == mask or FILLER.fullmatch(symbol):
         return symbol
     number = int(symbol) if symbol.isascii() and symbol.isdigit() else -1

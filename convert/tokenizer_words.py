@@ -6,7 +6,7 @@ from transformers import TokenizersBackend
 from luna_mega.convert.dictionary import Dictionary, vocabulary
 
 # What Python's `str.split()`, and so fairseq, takes for white space: also the four separators before the space.
-_WHITE_SPACE = r"[\s\x1c-\x1f]+"
+WHITE_SPACE = r"[\s\x1c-\x1f]+"
 
 
 def word_tokenizer(dictionary: Dictionary, cls_token: str, prepend_cls: bool, max_length: int) -> TokenizersBackend:
@@ -23,7 +23,7 @@ def word_tokenizer(dictionary: Dictionary, cls_token: str, prepend_cls: bool, ma
     """
     vocab = vocabulary(dictionary.symbols, cls_token)
     backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(_WHITE_SPACE), behavior="removed")
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(WHITE_SPACE), behavior="removed")
     single = f"{cls_token} $A </s>" if prepend_cls else "$A </s>"
     backend.post_processor = processors.TemplateProcessing(
         single=single,

@@ -31,13 +31,13 @@ def norm(name, kind):
     }
 
 
-def layer(name, branch, norm_type, bias, ffn):
+def layer(name, branch, norm_type, bias, ffn, rows=2 * WIDTH):
     attention = f"{name}.mega_layer"
     tensors = {f"{attention}.gamma": torch.randn(2, SHARED), f"{attention}.beta": torch.randn(2, SHARED)}
     tensors |= norm(f"{attention}.norm", norm_type)
     for parameter in (*ORDER[branch], "beta"):
-        tensors[f"{attention}.move.{parameter}"] = torch.randn(2 * WIDTH, EMA, 1)
-    tensors[f"{attention}.move.gamma"] = torch.randn(2 * WIDTH, EMA)
+        tensors[f"{attention}.move.{parameter}"] = torch.randn(rows, EMA, 1)
+    tensors[f"{attention}.move.gamma"] = torch.randn(rows, EMA)
     tensors[f"{attention}.move.omega"] = torch.randn(WIDTH)
     tensors |= linear(f"{attention}.v_proj", VALUES, WIDTH)
     tensors |= linear(f"{attention}.mx_proj", SHARED + VALUES + 2 * WIDTH, WIDTH)
@@ -47,6 +47,12 @@ def layer(name, branch, norm_type, bias, ffn):
         return tensors
     tensors |= norm(f"{name}.nffn.norm", norm_type)
     return tensors | linear(f"{name}.nffn.fc1", FFN, WIDTH) | linear(f"{name}.nffn.fc2", WIDTH, FFN)
+
+
+def relative_bias(rotary, chunk):
+    if rotary:
+        return {"alpha": torch.randn(1, SHARED), "beta": torch.randn(1, SHARED), "_float_tensor": torch.zeros(1)}
+    return {"rel_pos_bias": torch.randn(2 * (chunk if (chunk or 0) > 0 else POSITIONS) - 1)}
 
 
 def mega(
@@ -72,10 +78,7 @@ def mega(
     if embed_norm:
         model |= norm(f"{BODY}.embed_norm", norm_type)
     for index in range(LAYERS):
-        bias = {"rel_pos_bias": torch.randn(2 * (chunk if (chunk or 0) > 0 else POSITIONS) - 1)}
-        if rotary:
-            bias = {"alpha": torch.randn(1, SHARED), "beta": torch.randn(1, SHARED), "_float_tensor": torch.zeros(1)}
-        model |= layer(f"{BODY}.layers.{index}", branch, norm_type, bias, ffn)
+        model |= layer(f"{BODY}.layers.{index}", branch, norm_type, relative_bias(rotary, chunk), ffn)
     if prenorm:
         model |= norm(f"{BODY}.final_norm", norm_type)
     for index in range(depth):

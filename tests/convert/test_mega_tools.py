@@ -10,7 +10,15 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 import luna_mega
-from luna_mega import LunaConfig, LunaModel, MegaConfig, MegaForMaskedLM, MegaForSequenceClassification, MegaModel
+from luna_mega import (
+    LunaConfig,
+    LunaModel,
+    MegaConfig,
+    MegaForCausalLM,
+    MegaForMaskedLM,
+    MegaForSequenceClassification,
+    MegaModel,
+)
 from luna_mega.convert import ConversionError, cost_mega, info, verify
 from luna_mega.convert.verify import compare
 from luna_mega.kernels.api import use_backend
@@ -26,12 +34,15 @@ SIZES = {
     "nffn_hidden_size": 40,
     "max_positions": 64,
 }
+DECODER = {"is_decoder": True, "bidirectional": False, "add_lm_hidden_dense_layer": False}
+BANDS = {"adaptive_input_cutoffs": [30], "adaptive_softmax_cutoffs": [30], "adaptive_input_factor": 2}
 CHUNKS = {"use_chunking": True, "chunk_size": 8}
 CLASSES = [name for name in luna_mega.__all__ if name.startswith("MegaFor")] + ["MegaModel"]
 
 
 def save(folder, model_class=MegaForMaskedLM, **fields):
-    model_class(MegaConfig(**SIZES | fields)).save_pretrained(folder)
+    decoder = DECODER if model_class is MegaForCausalLM else {}
+    model_class(MegaConfig(**SIZES | decoder | fields)).save_pretrained(folder)
     return folder
 
 
@@ -81,6 +92,12 @@ MODELS = {
     "choice": (luna_mega.MegaForMultipleChoice, {}),
     "tokens": (luna_mega.MegaForTokenClassification, {}),
     "spans": (luna_mega.MegaForQuestionAnswering, {}),
+    "lm": (MegaForCausalLM, DECODER | CHUNKS),
+    "dense lm": (MegaForCausalLM, DECODER | {"add_lm_hidden_dense_layer": True}),
+    "narrow": (MegaForCausalLM, DECODER | {"embedding_size": 20, "tie_word_embeddings": False}),
+    "adaptive": (MegaForCausalLM, DECODER | BANDS),
+    "adaptive tied": (MegaForCausalLM, DECODER | BANDS | {"tie_adaptive_projections": True, "embedding_size": 40}),
+    "adaptive untied": (MegaForCausalLM, DECODER | BANDS | {"tie_word_embeddings": False}),
 }
 
 
@@ -89,7 +106,7 @@ def test_flops_are_those_that_pytorch_counts(name):
     """But for the moving average, whose operations the counter does not know."""
     (model_class, fields), length = MODELS[name], 24
     model = model_class(MegaConfig(**SIZES | fields)).eval()
-    inputs, sequences = {"input_ids": torch.randint(4, 40, (1, length))}, 1
+    inputs, sequences = {"input_ids": torch.randint(4, 30, (1, length))}, 1
     if name == "pair":
         inputs["pair_input_ids"], sequences = torch.randint(4, 40, (1, length)), 2
     if name == "choice":
@@ -101,7 +118,7 @@ def test_flops_are_those_that_pytorch_counts(name):
     found = cost_mega.flops_per_token(model, length)
     expected = (found["total"] - found["moving_average"]) * length * sequences
     assert expected == pytest.approx(counter.get_total_flops() - average, rel=1e-9)
-    assert found["moving_average"] == 3 * 2 * 32 * 6 * 4
+    assert found["moving_average"] == 3 * (2 if model.config.bidirectional else 1) * 32 * 6 * 4
 
 
 def test_keys_of_a_short_last_chunk():
@@ -119,14 +136,26 @@ VARIANTS = {
     "no feed-forward": {"use_normalized_ffn": False},
     "one direction": {"bidirectional": False},
     "wide average": {"ema_projection_size": 16},
+    "lm": DECODER,
+    "large lm": DECODER | {"vocab_size": 4000},
+    "lm without dropout": DECODER | {"dropout_prob": 0.0},
+    "adaptive": DECODER | BANDS | {"vocab_size": 4000, "adaptive_softmax_dropout": 0.1},
 }
+
+
+def padded(ids):
+    """A mask that the model cannot leave out."""
+    mask = torch.ones_like(ids)
+    mask[:, -1] = 0
+    return mask
 
 
 @pytest.mark.parametrize(
     ("model_class", "variant", "length"),
     [(MegaModel, variant, length) for variant in VARIANTS for length in (100, 300)]
     + [(MegaModel, "chunks", 4100)]
-    + [(MegaForMaskedLM, variant, 100) for variant in ("plain", "no dropout")],
+    + [(MegaForMaskedLM, variant, 100) for variant in ("plain", "no dropout")]
+    + [(MegaForCausalLM, variant, 300) for variant in ("lm", "large lm", "lm without dropout", "adaptive")],
 )
 def test_training_activations_are_those_that_autograd_keeps(model_class, variant, length):
     fields = {"normalization_type": "layernorm"} | VARIANTS[variant]
@@ -141,11 +170,12 @@ def test_training_activations_are_those_that_autograd_keeps(model_class, variant
         return tensor
 
     ids = torch.randint(4, 40, (1, length))
-    labels = {"labels": ids} if model_class is MegaForMaskedLM else {}
+    ids = ids % 26 + 4  # all of the first band, where there are bands
+    labels = {"labels": ids} if model_class is not MegaModel else {}
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = model(ids, attention_mask=torch.ones_like(ids), **labels)
+        output = model(ids, attention_mask=padded(ids), **labels)
     numbers = sum(storage.nbytes() for storage in kept.values()) / 4
-    if labels:
+    if labels and output.logits is not None:
         numbers += output.logits.numel()  # not kept by autograd, but by the output
     assert cost_mega.training_activations(model, length) == pytest.approx(numbers, rel=0.04)
 
@@ -174,13 +204,36 @@ class Peak(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("model_class", [MegaModel, MegaForMaskedLM])
-@pytest.mark.parametrize("fields", [{}, CHUNKS, {"nffn_hidden_size": 500}, {"vocab_size": 4000}])
+PEAKS = [{}, CHUNKS, {"nffn_hidden_size": 500}, {"vocab_size": 4000}]
+LARGE_BANDS = {"vocab_size": 4000, "adaptive_input_cutoffs": [400, 1200], "adaptive_softmax_cutoffs": [400, 1200]}
+
+
+@pytest.mark.parametrize(
+    ("model_class", "fields"),
+    [(model_class, fields) for model_class in (MegaModel, MegaForMaskedLM) for fields in PEAKS]
+    + [(MegaForCausalLM, DECODER | {"use_cache": False} | fields) for fields in (*PEAKS, LARGE_BANDS)],
+)
 def test_inference_peak(model_class, fields):
     model, ids = model_class(MegaConfig(**SIZES | fields)).eval(), torch.randint(4, 40, (1, 300))
     with torch.no_grad(), Peak() as peak:
-        model(ids, attention_mask=torch.ones_like(ids))
+        model(ids, attention_mask=padded(ids))
     assert cost_mega.inference_activations(model, 300) == pytest.approx(peak.peak / 4, rel=0.03)
+
+
+@pytest.mark.parametrize("fields", [{}, CHUNKS, {"truncation": 40}, CHUNKS | {"truncation": 400}])
+def test_cache_is_what_a_decoder_remembers(fields, tmp_path):
+    model, ids = MegaForCausalLM(MegaConfig(**SIZES | DECODER | fields)).eval(), torch.randint(4, 40, (1, 103))
+    with torch.no_grad():
+        layers = model(ids).past_key_values.layers
+    kept = sum(
+        tensor.numel()
+        for layer in layers
+        for tensor in vars(layer).values()
+        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point()
+    )
+    assert cost_mega.cache_numbers(model, 103) == kept
+    model.save_pretrained(tmp_path)
+    assert info.describe(tmp_path, 103).activation_bytes["cache"] == 4 * kept
 
 
 def test_info_of_a_folder(tmp_path, capsys):

@@ -4,6 +4,7 @@ import torch
 from luna_mega.convert.fairseq_reader import Checkpoint
 from luna_mega.convert.source_detect import detect
 from tests.convert.mega import mega
+from tests.convert.mega_lm import KINDS, mega_lm
 
 
 def source(state):
@@ -35,17 +36,23 @@ def test_mega(arch):
     assert source(state).revision == "unknown"
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_mega_language_model(kind):
+    for branch in ("main", "flash"):
+        found = source(mega_lm("mega_lm", branch, **KINDS[kind]))
+        assert (found.layout, found.revision, found.arch) == ("mega_lm", branch, "mega_lm")
+
+
 REFUSED = {
-    "mega_lm": (
-        ["decoder.layers.0.mega_layer.move.delta", "decoder.layers.0.mega_layer.h_proj.bias"],
-        "a Mega language model",
-    ),
     "mega_wmt_en_de": (
         ["encoder.layers.0.mega_layer.move.delta", "decoder.layers.0.mega_layer.move.delta"],
         "a Mega encoder-decoder for translation",
     ),
-    "ema": (["delta", "alpha", "beta", "gamma", "omega"], "neither an encoder of LRA nor one of raw speech"),
-    "layer": (["move.delta", "move.alpha"], "neither an encoder of LRA nor one of raw speech"),
+    "ema": (
+        ["delta", "alpha", "beta", "gamma", "omega"],
+        "neither an encoder of LRA or raw speech nor a language model",
+    ),
+    "layer": (["move.delta", "move.alpha"], "neither an encoder of LRA or raw speech nor a language model"),
     "megalodon_complex_ema": (["encoder.encoder.layers.0.mega_layer.move.theta"], "Megalodon"),
     "megalodon_real_ema": (
         ["encoder.encoder.layers.0.mega_layer.move.delta", "encoder.encoder.layers.0.mega_layer.h_proj.weight"],

@@ -110,6 +110,12 @@ def outputs(source: str | Path, auto_class: str, inputs: dict[str, list], **opti
     return {"class": type(model).__name__, "module": type(model).__module__, **tensors}
 
 
+def generate(source: str | Path, inputs: dict[str, list], settings: dict[str, Any], **options: Any) -> list[list[int]]:
+    """The tokens that a language model writes, the prompt before them."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(source, **options).eval()
+    return model.generate(**{name: torch.tensor(value) for name, value in inputs.items()}, **settings).tolist()
+
+
 def train(examples: Path, folder: Path, output: Path, **options: Any) -> None:
     """Four steps with a checkpoint in the middle, as the scripts in examples/ do it."""
     sys.path.insert(0, str(examples))

@@ -105,6 +105,25 @@ def test_mega(stranger, tmp_path, auto_class, fields):
     assert name == type(model).__name__ and result == expected(model, inputs)
 
 
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_mega_language_model(stranger, tmp_path, adaptive):
+    fields = {"adaptive_input_cutoffs": [8], "adaptive_softmax_cutoffs": [8]} if adaptive else {}
+    sizes = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 2, "ema_projection_size": 4}
+    decoder = {"is_decoder": True, "bidirectional": False, "use_chunking": True, "chunk_size": 4, "use_cache": False}
+    model = luna_mega.MegaForCausalLM(MegaConfig(**sizes, **decoder, **fields)).eval()
+    inputs = {"input_ids": torch.randint(4, 20, (2, 7))}
+    model.save_pretrained(tmp_path)
+    assert bundle(tmp_path) == 0
+    files = {file.name for file in tmp_path.glob("*.py")}
+    assert {"adaptive.py", "cache_mega.py", "presets_mega.py", "kernels_masks.py"} <= files
+    auto_class = "AutoModelForCausalLM"
+    name, result = on_remote_code(stranger(on_client.outputs, tmp_path, auto_class, lists(inputs), **REMOTE))
+    assert name == "MegaForCausalLM" and result == expected(model, inputs)
+    written = model.generate(**inputs, max_new_tokens=9, do_sample=False, use_cache=True).tolist()
+    options = {"max_new_tokens": 9, "do_sample": False, "use_cache": True}
+    assert stranger(on_client.generate, tmp_path, lists(inputs), options, **REMOTE) == written
+
+
 def test_tokenizer_with_code_of_its_own(stranger, saved, tmp_path):
     folder, *_ = saved
     vocabulary = {symbol: index for index, symbol in enumerate(["<s>", "<pad>", "</s>", "<unk>", "a", "<mask>", "b"])}

@@ -1,0 +1,124 @@
+# Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
+"""The published sizes and recipes of Mega, as class methods of `MegaConfig`; keyword arguments win over a recipe."""
+
+
+class MegaPresets:
+    """A part of `MegaConfig`."""
+
+    @classmethod
+    def _lra(cls, width, values, overrides, **fields):
+        """Long Range Arena and raw speech, as the recipes of the original have them: `simple` bias, mean pooling."""
+        fields |= {
+            "hidden_size": width, "intermediate_size": values, "nffn_hidden_size": values,
+            "relative_positional_bias": "simple", "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+            "nffn_activation_dropout_prob": 0.0, "pooling": "mean", "classifier_hidden_size": values,
+            "classifier_activation": "gelu", "classifier_bias": False,
+        }  # fmt: skip
+        return cls(**fields | overrides)
+
+    @classmethod
+    def _lra_tokens(cls, vocab_size, width, values, overrides, **fields):
+        """Norms after the residual, softmax."""
+        fields |= {
+            "vocab_size": vocab_size, "shared_representation_size": 64, "truncation": 1024, "dropout_prob": 0.1,
+            "classifier_dropout": 0.1, "normalize_before_mega": False, "normalize_before_ffn": False,
+        }  # fmt: skip
+        return cls._lra(width, values, overrides, **fields)
+
+    @classmethod
+    def _lra_values(cls, width, values, overrides, **fields):
+        """Real numbers, batch norm before the layers, Laplace attention, no dropout."""
+        fields = {
+            "input_type": "values", "normalization_type": "batchnorm", "final_norm": True,
+            "attention_activation": "laplace", "dropout_prob": 0.0, "classifier_dropout": 0.0,
+        } | fields  # fmt: skip
+        return cls._lra(width, values, overrides, **fields)
+
+    @classmethod
+    def lra_listops(cls, vocab_size: int, **overrides):
+        """`mega_lra_listop` with layer norm and softmax. Mega-chunk: `use_chunking=True, chunk_size=128`.
+
+        In all LRA presets the chunk is that, but for `lra_pathfinder128`.
+        """
+        return cls._lra_tokens(
+            vocab_size, 80, 160, overrides, num_hidden_layers=6, normalization_type="layernorm", max_positions=2002,
+            num_labels=10,
+        )  # fmt: skip
+
+    @classmethod
+    def lra_text(cls, vocab_size: int, **overrides):
+        """`mega_lra_imdb`, byte-level text classification."""
+        return cls._lra_tokens(vocab_size, 128, 256, overrides, num_hidden_layers=4, max_positions=4002)
+
+    @classmethod
+    def lra_retrieval(cls, vocab_size: int, **overrides):
+        """`mega_lra_aan`, for `MegaForSequencePairClassification`."""
+        return cls.lra_text(vocab_size, **{"num_hidden_layers": 6} | overrides)
+
+    @classmethod
+    def lra_image(cls, **overrides):
+        """`mega_lra_cifar10`: 32 x 32 grey pixels."""
+        return cls._lra_values(
+            160, 320, overrides, num_hidden_layers=8, shared_representation_size=96, truncation=1024,
+            max_positions=1024, num_labels=10,
+        )  # fmt: skip
+
+    @classmethod
+    def lra_pathfinder(cls, **overrides):
+        """`mega_lra_pf32`: 32 x 32 pixels."""
+        return cls._lra_values(128, 256, overrides, num_hidden_layers=6, truncation=1024, max_positions=1024)
+
+    @classmethod
+    def lra_pathfinder128(cls, **overrides):
+        """`mega_lra_pf128` (Path-X), 128 x 128 pixels. Mega-chunk: `use_chunking=True, chunk_size=4096`."""
+        return cls._lra_values(
+            64, 128, overrides, num_hidden_layers=4, shared_representation_size=32, truncation=4096,
+            max_positions=16384, normalization_type="syncbatchnorm",
+        )  # fmt: skip
+
+    @classmethod
+    def sc_base(cls, **overrides):
+        """`mega_sc_raw_base`: Speech Commands, 16000 samples in chunks of 1000."""
+        return cls._lra_values(
+            60, 120, overrides, num_hidden_layers=6, shared_representation_size=30, truncation=1000,
+            use_chunking=True, chunk_size=1000, max_positions=16000, num_labels=10,
+        )  # fmt: skip
+
+    @classmethod
+    def sc_big(cls, **overrides):
+        """`mega_sc_raw_big`: `sc_base` with a width of 72."""
+        wider = {
+            "hidden_size": 72, "intermediate_size": 144, "nffn_hidden_size": 144, "classifier_hidden_size": 144,
+            "shared_representation_size": 36,
+        }  # fmt: skip
+        return cls.sc_base(**wider | overrides)
+
+    @classmethod
+    def _lm(cls, width, values, overrides, **fields):
+        """Language models: norms before the layers, softmax in chunks, `rotary` bias; `</s>` before the first token."""
+        fields |= {
+            "hidden_size": width, "intermediate_size": values, "nffn_hidden_size": values, "bidirectional": False,
+            "is_decoder": True, "use_chunking": True, "truncation": 8192, "normalization_type": "layernorm",
+            "final_norm": True, "final_norm_affine": False, "scale_embedding": True, "lm_head_bias": False,
+            "add_lm_hidden_dense_layer": False, "bos_token_id": 2,
+        }  # fmt: skip
+        return cls(**fields | overrides)
+
+    @classmethod
+    def lm_wikitext103(cls, vocab_size: int = 267744, **overrides):
+        """`mega_lm_adaptive_big` as its recipe has it, 252 M parameters: `MegaForCausalLM` with adaptive softmax."""
+        cutoffs = [20000, 60000]
+        return cls._lm(
+            1024, 2048, overrides, vocab_size=vocab_size, num_hidden_layers=16, shared_representation_size=256,
+            chunk_size=1024, max_positions=8096, dropout_prob=0.3, adaptive_softmax_dropout=0.2,
+            adaptive_input_cutoffs=cutoffs, adaptive_softmax_cutoffs=cutoffs, tie_adaptive_projections=True,
+        )  # fmt: skip
+
+    @classmethod
+    def lm_enwik8(cls, vocab_size: int = 208, **overrides):
+        """`mega_lm_enwik8_base` as its recipe has it, 39 M parameters: bytes."""
+        return cls._lm(
+            512, 1024, overrides, vocab_size=vocab_size, num_hidden_layers=12, shared_representation_size=128,
+            chunk_size=2048, max_positions=10384, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+            nffn_activation_dropout_prob=0.0,
+        )  # fmt: skip

@@ -1,0 +1,235 @@
+"""Mega language models: what is read from tensors and args, what is tied, files at fault, dictionaries."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from luna_mega.convert import info
+from tests.convert.mega import LAYERS, POSITIONS
+from tests.convert.mega_lm import CUTOFFS, KINDS, TAIL, VOCABULARY, mega_lm
+
+TOKENS = torch.tensor([[2, 5, 16, 31, 9], [2, 7, 22, 1, 1]])
+WORDS, OUT = "decoder.embed_tokens.weight", "decoder.output_projection.weight"
+
+
+def load(folder):
+    model, loading = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not loading["missing_keys"] and not loading["mismatched_keys"] and not loading["unexpected_keys"], loading
+    return model.eval()
+
+
+@pytest.mark.parametrize("branch", ["main", "flash"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_tensor_arrives(convert, kind, branch):
+    state = mega_lm(branch=branch, **KINDS[kind])
+    model = load(convert(state))
+    report, ours = json.loads((convert.output / "conversion_report.json").read_text()), model.state_dict()
+    assert {row["target"] for row in report["mapped"]} == ours.keys()
+    for row in report["mapped"]:
+        assert torch.equal(ours[row["target"]], state["model"][row["source"]]), row
+    sources = [row["source"] for row in report["mapped"] + report["dropped"]]
+    assert sorted(sources) == sorted(state["model"])
+    for row in report["dropped"]:
+        assert row["reason"] == "tied to the embedding" or row["source"].endswith(("version", "_float_tensor"))
+    assert "warning" not in convert.screen and f"branch {branch}" in convert.screen
+    assert model(TOKENS).logits.isfinite().all() and model(TOKENS, labels=TOKENS).loss.isfinite()
+
+
+def fields(config, *names):
+    return tuple(getattr(config, name) for name in names)
+
+
+def test_fields(convert):
+    config = load(convert(mega_lm("mega_lm_adaptive_big", activation_dropout=None, dropout=0.25))).config
+    assert fields(config, "is_decoder", "bidirectional", "ema_shift", "scale_embedding") == (True, False, False, True)
+    assert fields(config, "pad_token_id", "bos_token_id", "eos_token_id") == (1, 2, 2)
+    assert fields(config, "add_lm_hidden_dense_layer", "lm_head_bias", "use_cache") == (False, False, True)
+    assert fields(config, "dropout_prob", "attention_probs_dropout_prob", "hidden_dropout_prob") == (0.25, 0.1, 0.1)
+    assert fields(config, "nffn_activation_dropout_prob", "attention_activation", "activation") == (
+        0.1,
+        "softmax",
+        "silu",
+    )
+    assert fields(config, "vocab_size", "num_hidden_layers", "max_positions") == (VOCABULARY, LAYERS, POSITIONS)
+    assert fields(config, "attention_chunk", "truncation", "legacy_adaptive_loss") == (8, 2048, False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("tied", {"final_norm": True, "final_norm_affine": False, "normalize_before_mega": True}),
+        (
+            "untied",
+            {"final_norm": False, "embedding_norm": True, "tie_word_embeddings": False, "attention_chunk": None},
+        ),
+        ("table of a chunk", {"relative_positional_bias": "simple", "chunk_size": 8, "truncation": 7}),
+        ("project in", {"embedding_size": 10, "hidden_size": 16, "scale_embedding": False}),
+        ("no feed-forward", {"use_normalized_ffn": False, "attention_chunk": None, "truncation": None}),
+        ("adaptive", {"adaptive_softmax_cutoffs": [*CUTOFFS], "tie_adaptive_projections": True}),
+        ("adaptive, own projections", {"embedding_size": 24, "tie_adaptive_projections": False}),
+        ("adaptive, square", {"tie_adaptive_projections": True, "adaptive_input_factor": 1}),
+        ("adaptive, untied", {"adaptive_softmax_cutoffs": [7, 9, 30], "adaptive_softmax_factor": 1.5}),
+        ("adaptive softmax", {"adaptive_input_cutoffs": None, "tie_adaptive_projections": False}),
+        ("adaptive input", {"adaptive_input_cutoffs": [5, 6], "adaptive_softmax_cutoffs": None}),
+    ],
+)
+def test_fields_of_a_kind(convert, kind, expected):
+    config = load(convert(mega_lm(**KINDS[kind]))).config
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("arch", ["mega_lm", "mega_lm_big", "mega_lm_enwik8_large"])
+def test_activation_dropout_that_the_original_asks_for(convert, arch):
+    assert load(convert(mega_lm(arch, activation_dropout=None))).config.nffn_activation_dropout_prob == 0.0
+    assert "args.activation_dropout is missing" in convert.screen
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_args_of_the_architecture(convert, kind):
+    """Nothing but the name of the architecture and what tensors cannot tell."""
+    state = mega_lm(**KINDS[kind])
+    keep = ("arch", "task", "decoder_chunk_size", "normalize_before", "no_affine_final_norm", "no_scale_embedding")
+    keep += ("adaptive_input_factor", "adaptive_softmax_factor", "truncation_length", "attention_activation_fn")
+    for name in vars(state["args"]).keys() - set(keep):
+        delattr(state["args"], name)
+    convert(state)
+    report = json.loads((convert.output / "conversion_report.json").read_text())
+    assert report["warnings"] == []
+    config = load(convert.output).config
+    assert config.tie_word_embeddings is KINDS[kind].get("tied", False)
+    assert config.tie_adaptive_projections is KINDS[kind].get("tied_proj", False)
+
+
+def test_copies_that_are_not_tied(convert):
+    """Equal numbers, but the args say that they are trained apart; numbers that differ, and args that deny it."""
+    state = mega_lm(tied=True, share_decoder_input_output_embed=False)
+    assert load(convert(state)).config.tie_word_embeddings is False
+    state = mega_lm(share_decoder_input_output_embed=True)
+    convert.output = convert.output.with_name("other")
+    model = load(convert(state))
+    assert torch.equal(model.lm_head.weight, state["model"][OUT]) and model.config.tie_word_embeddings is False
+    assert "args.share_decoder_input_output_embed = True but the tensors say False" in convert.screen
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({f"{TAIL}.1.2.weight": torch.ones(12, 4)}, "'decoder.embed_tokens.embeddings.2.0.weight' are tied"),
+        ({f"{TAIL}.0.0.weight": torch.ones(16, 8)}, "'decoder.embed_tokens.embeddings.1.1.weight' are tied"),
+        ({f"{TAIL}.0.2.weight": None}, f"tensor '{TAIL}.0.2.weight' is missing"),
+        ({"decoder.embed_tokens.embeddings.1.0.weight": None}, "missing"),
+        ({"decoder.embed_tokens.embeddings.2.1.weight": torch.ones(16, 3)}, "has shape [16, 3]"),
+        ({"decoder.layers.1.mega_layer.gamma": None}, "missing: decoder.layers.1.mega_layer.gamma"),
+        ({"decoder.embed_out": torch.ones(2)}, "unexpected: decoder.embed_out"),
+    ],
+)
+def test_changed_files(convert, change, expected):
+    state = mega_lm(**KINDS["adaptive"])
+    for name, tensor in change.items():
+        state["model"].pop(name) if tensor is None else state["model"].update({name: tensor})
+    assert expected in convert.error(state)
+
+
+def test_missing_tensors(convert):
+    for name in (WORDS, OUT):
+        state = mega_lm()
+        del state["model"][name]
+        assert f"tensor '{name}' is missing" in convert.error(state)
+    state = mega_lm(affine=False, no_affine_final_norm=False)
+    assert "missing: decoder.final_norm.norm.weight" in convert.error(state)
+
+
+def test_cutoffs_in_the_args(convert):
+    """They may end with the vocabulary; others are a warning."""
+    convert(mega_lm(**KINDS["adaptive"] | {"adaptive_input_cutoff": f"12, 20,{VOCABULARY}"}))
+    assert "warning" not in convert.screen
+    convert.output = convert.output.with_name("other")
+    convert(mega_lm(**KINDS["adaptive"] | {"adaptive_softmax_cutoff": "12,21"}))
+    assert "args.adaptive_softmax_cutoff = 12,21 but the tensors say 12,20" in convert.screen
+
+
+def test_options_of_other_files(convert):
+    state = mega_lm()
+    assert "only luna_bert files have heads" in convert.error(state, "--head", "a")
+    assert "Mega stores norm weights as they are" in convert.error(state, "--layer-norm", "standard")
+    state["model"] = dict(sorted(state["model"].items()))
+    assert "pass --ema-convention" in convert.error(state)
+    convert(state, "--ema-convention", "flash")
+    assert "ema convention            flash" in convert.screen
+
+
+def test_info(convert):
+    state = mega_lm(**KINDS["adaptive"])
+    convert.save(state)
+    found = info.describe(convert.file)
+    assert found.heads == ["causal LM"] and "a mega_lm checkpoint (arch mega_lm_enwik8_base)" in found.written_by
+    model = load(convert(state))
+    assert found.parameters["total"] == model.num_parameters() == info.describe(convert.output).parameters["total"]
+    assert info.describe(convert.output).heads == ["causal LM"]
+
+
+def dictionary(convert, symbols):
+    path = convert.source / "dict.txt"
+    path.write_text("".join(f"{symbol} 1\n" for symbol in symbols))
+
+
+def test_words(convert):
+    dictionary(convert, [*(f"w{index}" for index in range(26)), "madeupword0000", "madeupword0001"])
+    model = load(convert(mega_lm(rotary=False, chunk=-1)))
+    tokenizer = AutoTokenizer.from_pretrained(convert.output)
+    assert tokenizer("w0 x  w2\nw3 </s> \n\nw4").input_ids == [2, 4, 3, 6, 2, 7, 2, 2, 2, 8]
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (2, 2, 1)
+    assert tokenizer.model_max_length == POSITIONS and len(tokenizer) == VOCABULARY
+    written = model.generate(**tokenizer("w0 w1", return_tensors="pt"), max_new_tokens=3, do_sample=False)
+    assert tokenizer.decode(written[0], skip_special_tokens=True).startswith("w0 w1")
+    assert model.generate(max_new_tokens=2, do_sample=False)[0, 0] == 2
+
+
+def test_bytes(convert):
+    symbols = [101, 32, 116, 97, 195, 169, 60, 47, 115, 62, *range(200, 217)]
+    dictionary(convert, [*symbols, "madeupword0000"])
+    load(convert(mega_lm()))
+    tokenizer = AutoTokenizer.from_pretrained(convert.output)
+    ids = {byte: 4 + index for index, byte in enumerate(symbols)} | {10: 2}
+    text = "tea é\n\n</s>  ate\n"
+    assert tokenizer(text).input_ids == [ids[byte] for byte in text.encode()]
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+    assert tokenizer("b").input_ids == [3] and tokenizer.eos_token_id == tokenizer.bos_token_id == 2
+    assert len(tokenizer) == VOCABULARY and tokenizer.model_max_length > 1e9
+    assert "bytes, 32 ids" in convert.screen
+
+
+def test_bytes_with_a_newline_of_its_own(convert):
+    dictionary(convert, range(28))
+    load(convert(mega_lm()))
+    tokenizer = AutoTokenizer.from_pretrained(convert.output)
+    assert tokenizer("\n").input_ids == [14] and tokenizer.eos_token == "</s>" and tokenizer.eos_token_id == 2
+
+
+def test_dictionary_of_another_size(convert):
+    dictionary(convert, range(300))
+    assert "(4 specials + 300 symbols = 304)" in convert.error(mega_lm())
+
+
+def test_bpe_of_a_dictionary_that_lacks_pieces(convert, shared_dir):
+    dictionary(convert, range(28))
+    message = convert.error(mega_lm(), "--bpe", shared_dir / "data" / "gpt2_bpe")
+    assert "of GPT-2's pieces" in message and "leave --bpe out" in message
+    (convert.source / "dict.txt").unlink()
+    assert "no dictionary beside" in convert.error(mega_lm(), "--bpe", shared_dir / "data" / "gpt2_bpe")
+
+
+def test_bpe(convert, shared_dir):
+    """All of GPT-2's pieces, in another order than its own."""
+    dictionary(convert, [*range(50256, -1, -1)])
+    state = mega_lm()
+    for name in (WORDS, OUT):
+        state["model"][name] = torch.randn(50261, 16)
+    load(convert(state, "--bpe", shared_dir / "data" / "gpt2_bpe"))
+    tokenizer = AutoTokenizer.from_pretrained(convert.output)
+    assert tokenizer("Hello world").input_ids == [2, *(4 + 50256 - piece for piece in (15496, 995))]
+    assert tokenizer.decode(tokenizer("Hello world").input_ids, skip_special_tokens=True) == "Hello world"
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (2, 2, 1)
+    assert len(tokenizer) == 50261 and "GPT-2 byte-pair encoding" in convert.screen

@@ -1,0 +1,131 @@
+"""`luna-mega export` of Mega language models that were made here, and what the original cannot express."""
+
+import json
+
+import pytest
+import torch
+
+from luna_mega import MegaConfig, MegaForCausalLM
+from luna_mega.convert.export import export_checkpoint
+from luna_mega.convert.fairseq_reader import read_checkpoint
+from tests.convert.mega_lm import KINDS, mega_lm
+from tests.convert.test_export_mega import convert_again, fails, identical
+
+SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "intermediate_size": 24,
+    "shared_representation_size": 6,
+    "ema_projection_size": 4,
+    "nffn_hidden_size": 20,
+    "max_positions": 20,
+    "is_decoder": True,
+    "bidirectional": False,
+    "final_norm": True,
+    "lm_head_bias": False,
+    "add_lm_hidden_dense_layer": False,
+}
+BANDS = {"adaptive_input_cutoffs": [10, 20], "adaptive_softmax_cutoffs": [10, 20]}
+AFTER = {"normalize_before_mega": False, "normalize_before_ffn": False, "final_norm": False}
+MADE_HERE = {
+    "tied": {"final_norm_affine": False, "scale_embedding": True},
+    "untied": {"tie_word_embeddings": False, "embedding_size": 12},
+    "after": AFTER | {"embedding_norm": True, "normalization_type": "batchnorm", "final_norm_affine": False},
+    "chunks": {"relative_positional_bias": "simple", "use_chunking": True, "chunk_size": 6, "truncation": 4},
+    "table": {"relative_positional_bias": "simple", "attention_activation": "relu2", "use_normalized_ffn": False},
+    "adaptive": BANDS | {"adaptive_input_factor": 2, "adaptive_softmax_dropout": 0.2},
+    "projections": BANDS | {"tie_adaptive_projections": True, "embedding_size": 32},
+    "adaptive untied": {
+        "adaptive_input_cutoffs": [10],
+        "adaptive_softmax_cutoffs": [15, 25],
+        "tie_word_embeddings": False,
+        "adaptive_softmax_factor": 2.0,
+    },
+    "adaptive input": {"adaptive_input_cutoffs": [10], "tie_word_embeddings": False},
+}
+
+
+def save(folder, **fields):
+    model = MegaForCausalLM(MegaConfig(**SIZES | fields))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", MADE_HERE)
+def test_made_here(tmp_path, name):
+    fields = MADE_HERE[name]
+    report, back = convert_again(tmp_path, save(tmp_path / "model", **fields))
+    adaptive = "adaptive_softmax_cutoffs" in fields
+    assert not report.warnings and report.layout == "Mega LM of branch main"
+    assert report.args["arch"] == ("mega_lm_adaptive_big" if adaptive else "mega_lm")
+    config = MegaConfig.from_pretrained(back)
+    for field, expected in (SIZES | fields).items():
+        if not (field == "nffn_hidden_size" and name == "table"):
+            assert getattr(config, field) == expected, field
+
+
+REFUSED = {
+    "dense layer": ({"add_lm_hidden_dense_layer": True}, "add_lm_hidden_dense_layer = True"),
+    "bias": ({"lm_head_bias": True}, "lm_head_bias = True"),
+    "mixed norms": ({"normalize_before_ffn": False}, "normalize_before_ffn = False"),
+    "no final norm": ({"final_norm": False}, "final_norm = False"),
+    "two norms": ({"embedding_norm": True}, "embedding_norm = True"),
+    "padding": ({"pad_token_id": 0}, "pad_token_id = 0"),
+    "end": ({"eos_token_id": 5}, "eos_token_id = 5"),
+    "token types": ({"add_token_type_embeddings": True}, "add_token_type_embeddings = True"),
+    "activation": ({"activation": "tanh"}, "activation = 'tanh'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_original_cannot_express(tmp_path, capsys, name):
+    fields, expected = REFUSED[name]
+    message = fails(capsys, save(tmp_path / "model", **fields), tmp_path / "model.pt")
+    assert expected in message and "Mega LM of branch main cannot express" in message
+
+
+def test_fields_of_training_are_a_warning(tmp_path):
+    fields = {"legacy_adaptive_loss": True, "padded_batch_statistics": True}
+    report, _ = convert_again(tmp_path, save(tmp_path / "model", **BANDS, **fields))
+    assert {warning.split(" = ")[0] for warning in report.warnings} == fields.keys()
+
+
+def test_edited_configuration(convert, tmp_path, capsys):
+    folder = convert(mega_lm(**KINDS["adaptive"], lr=[0.1]))
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"dropout_prob": 0.25, "chunk_size": 16}))
+    report, back = convert_again(tmp_path, folder)
+    changed = "args of the converted file that no longer hold are replaced: decoder_chunk_size, dropout"
+    assert any(warning.startswith(changed.split(":")[0]) for warning in report.warnings)
+    config = MegaConfig.from_pretrained(back)
+    assert (config.dropout_prob, config.chunk_size) == (0.25, 16) and report.args["lr"] == [0.1]
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"adaptive_input_factor": 3}))
+    assert "error" in fails(capsys, folder, tmp_path / "model.pt")
+
+
+def test_half_precision_comes_back(convert, tmp_path):
+    state = mega_lm(**KINDS["adaptive"])
+    state["model"] = {key: t.half() if t.is_floating_point() else t for key, t in state["model"].items()}
+    report, _ = convert_again(tmp_path, convert(state))
+    identical(state["model"], read_checkpoint(tmp_path / "fairseq" / "model.pt").tensors)
+    assert report.dtype == "float16"
+
+
+def test_dictionary(convert, make, tmp_path):
+    make.dictionary(convert.source / "dict.txt", symbols=28)
+    report = export_checkpoint(convert(mega_lm()), tmp_path / "out" / "model.pt")
+    assert report.files == ["dict.txt", "model.pt"]
+    assert (tmp_path / "out" / "dict.txt").read_bytes() == (convert.source / "dict.txt").read_bytes()
+
+
+def test_a_tied_tensor_is_written_once(convert, tmp_path):
+    state = mega_lm(**KINDS["adaptive"])
+    convert(state)
+    export_checkpoint(convert.output, tmp_path / "model.pt")
+    tensors = torch.load(tmp_path / "model.pt", weights_only=False)["model"]
+    copies = "decoder.adaptive_softmax.tail.0.2.weight", "decoder.embed_tokens.embeddings.1.0.weight"
+    assert len({tensors[name].data_ptr() for name in copies}) == 1
