@@ -134,7 +134,7 @@ class MegaMovingAverage(nn.Module):
         if past is None:
             options = {"mask": mask, "shift": self.shift, "truncation": self.truncation}
             return damped_ema(hidden_states, *parameters, self.residual_weight, **options)
-        if self.truncation is not None and self.truncation > 0:
+        if self.truncation is not None:
             return self.truncated(hidden_states, mask, past, parameters)
         output, average = self.run(hidden_states, mask, past.average, parameters, self.residual_weight)
         past.store(average=average)
