@@ -37,6 +37,27 @@ def _attend(query, key, value, mask, upcast):
     return torch.bmm(weights, value).view(batch, heads, length, size).transpose(1, 2)
 
 
+def original_causal_attention(
+    query: torch.Tensor, pack_query: torch.Tensor, pack_key: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> torch.Tensor:
+    """`luna_causal_attention` as fairseq-apollo's `LunarCausalAttention` computes it in training (its parallel form),
+    with the sums up to every token in memory."""
+    batch, length, heads, size = query.shape
+    tensors = (query * size**-0.5, pack_query * size**-0.5, pack_key, key, value)
+    query, pack_query, pack_key, key, value = (x.transpose(1, 2).reshape(batch * heads, -1, size) for x in tensors)
+    packed = nn.functional.softplus(torch.bmm(pack_key, pack_query.transpose(1, 2)), beta=math.log(2.0))
+    scores = _prefix_products(query, key, packed)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
+    output = _prefix_products(weights, packed, value)
+    return output.view(batch, heads, length, size).transpose(1, 2)
+
+
+def _prefix_products(x, y, z):
+    sums = torch.matmul(y.unsqueeze(3), z.unsqueeze(2)).cumsum(dim=1)
+    positions = torch.arange(1, x.shape[1] + 1, device=x.device)
+    return torch.matmul(x.unsqueeze(2), sums).squeeze(2) / positions[None, :, None]
+
+
 def original_damped_ema(
     x: torch.Tensor,
     input_logit: torch.Tensor,

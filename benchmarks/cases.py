@@ -5,11 +5,16 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from baselines import original_damped_ema, original_luna_attention, original_mega_layer
+from baselines import (
+    original_causal_attention,
+    original_damped_ema,
+    original_luna_attention,
+    original_mega_layer,
+)
 from transformers import RobertaConfig, RobertaModel
 
 from luna_mega import LunaConfig, LunaModel, MegaConfig
-from luna_mega.kernels.api import damped_ema, luna_attention
+from luna_mega.kernels.api import damped_ema, luna_attention, luna_causal_attention
 from luna_mega.modeling_mega.modeling_mega import MegaGatedAttention, MegaPreTrainedModel
 
 Size = dict[str, int | str]
@@ -53,6 +58,16 @@ def _attention(attend, device, dtype, l, n, batch=1, heads=12, head_size=64):  #
         return attend(query, packed, context, context, lambda rows: (rows, rows), context_mask=mask)
 
     return Work(forward, [query, context, packed])
+
+
+def _causal_attention(attend, device, dtype, l, n, batch=1, heads=8, head_size=64):  # noqa: E741 - the paper's l
+    generator = torch.Generator().manual_seed(0)
+    query, pack_query, pack_key, context = (
+        torch.randn(batch, length, heads, head_size, generator=generator).to(device, dtype).requires_grad_()
+        for length in (n, l, n, n)
+    )
+    leaves = [query, pack_query, pack_key, context]
+    return Work(lambda: (attend(*leaves, context),), leaves)
 
 
 def _ema(average, device, dtype, b, n, directions, d=512, states=16):
@@ -116,6 +131,28 @@ CASES = {
             quick=({"l": 128, "n": 512}, {"l": 128, "n": 4096}),
             repeats=7,
             parity=({"l": 16, "n": 33}, {"l": 128, "n": 500}),
+        ),
+        Case(
+            "luna_causal_attention",
+            {
+                "luna_mega": partial(_causal_attention, luna_causal_attention),
+                "original": partial(_causal_attention, original_causal_attention),
+            },
+            sizes=(
+                *({"l": 32, "n": n} for n in (4, 64, 512, 2048)),
+                {"l": 16, "n": 2048},
+                {"l": 128, "n": 512},
+            ),
+            quick=({"l": 32, "n": 2048},),
+            repeats=5,
+            parity=({"l": 16, "n": 33}, {"l": 32, "n": 200}),
+        ),
+        Case(
+            "luna_causal_attention_long",  # the original would need 8 GB and more here
+            {"luna_mega": partial(_causal_attention, luna_causal_attention)},
+            sizes=tuple({"l": 32, "n": n} for n in (8192, 32768)),
+            quick=(),
+            repeats=3,
         ),
         Case(
             "base_model",

@@ -2,7 +2,9 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
 
 NAMES = ("auto", "reference", "torch", "triton")
 
@@ -45,3 +47,9 @@ def select(op: str, backends: Mapping[str, Callable], argument: str | None = Non
             f"{op} has no {wanted!r} backend in this version; choose one of {', '.join(backends)} or 'auto'"
         )
     return wanted
+
+
+def without_autocast(device: str) -> AbstractContextManager:
+    """Inside, ops on this type of device keep the dtypes they are given."""
+    # The meta device has no autocast to switch off.
+    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()

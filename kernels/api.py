@@ -8,13 +8,22 @@ from luna_mega.kernels.gated_attention import op as _gated_attention
 from luna_mega.kernels.gated_attention.op import gated_attention
 from luna_mega.kernels.luna_attention import op as _luna_attention
 from luna_mega.kernels.luna_attention.op import luna_attention, luna_pack, luna_unpack
+from luna_mega.kernels.luna_causal_attention import op as _luna_causal_attention
+from luna_mega.kernels.luna_causal_attention.op import (
+    LunaCausalState,
+    luna_causal_attention,
+    luna_causal_attention_step,
+)
 
 __all__ = [
+    "LunaCausalState",
     "damped_ema",
     "damped_ema_step",
     "explain",
     "gated_attention",
     "luna_attention",
+    "luna_causal_attention",
+    "luna_causal_attention_step",
     "luna_pack",
     "luna_unpack",
     "use_backend",
@@ -24,6 +33,7 @@ _BACKENDS = {
     "damped_ema": _damped_ema.BACKENDS,
     "gated_attention": _gated_attention.BACKENDS,
     "luna_attention": _luna_attention.BACKENDS,
+    "luna_causal_attention": _luna_causal_attention.BACKENDS,
 }
 
 

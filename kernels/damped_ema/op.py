@@ -1,7 +1,6 @@
 """Mega's moving average: `damped_ema` over a sequence or a segment of one, `damped_ema_step` over one position."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import torch
 
@@ -70,7 +69,7 @@ def damped_ema(
     parameters = (input_logit, damping_logit, expansion, projection)
     _check("damped_ema", x, parameters, skip, initial_state)
     run = BACKENDS[_dispatch.select("damped_ema", BACKENDS, backend)]
-    with _without_autocast(x.device.type):
+    with _dispatch.without_autocast(x.device.type):
         coefficients, skip, initial_state = _full_precision(x, parameters, skip, initial_state)
         output, state = run(x, coefficients, skip, mask, shift, truncation, initial_state, return_state)
     return (output, state) if return_state else output
@@ -102,14 +101,9 @@ def damped_ema_step(
     parameters = (input_logit, damping_logit, expansion, projection)
     _check("damped_ema_step", x, parameters, skip, state)
     run = STEP_BACKENDS[_dispatch.select("damped_ema_step", STEP_BACKENDS, backend)]
-    with _without_autocast(x.device.type):
+    with _dispatch.without_autocast(x.device.type):
         coefficients, skip, state = _full_precision(x, parameters, skip, state)
         return run(x, state, coefficients, skip, mask)
-
-
-def _without_autocast(device):
-    # The meta device has no autocast to switch off.
-    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
 
 
 def _full_precision(x, parameters, skip, state):

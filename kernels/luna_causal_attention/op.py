@@ -1,0 +1,152 @@
+"""Luna's causal attention: `luna_causal_attention` over a sequence or a segment of one, and over one token,
+`luna_causal_attention_step`."""
+
+from collections.abc import Callable
+
+import torch
+
+from luna_mega.kernels import _dispatch
+from luna_mega.kernels.luna_causal_attention import reference, torch_backend
+from luna_mega.kernels.luna_causal_attention.reference import LunaCausalState
+
+BACKENDS: dict[str, Callable] = {"reference": reference.attend, "torch": torch_backend.attend}
+STEP_BACKENDS: dict[str, Callable] = {"reference": reference.step, "torch": torch_backend.step}
+
+
+def luna_causal_attention(
+    query: torch.Tensor,
+    pack_query: torch.Tensor,
+    pack_key: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    pack_mask: torch.Tensor | None = None,
+    activation: str = "softplus",
+    state: LunaCausalState | None = None,
+    return_state: bool = False,
+    dropout: float = 0.0,
+    backend: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, LunaCausalState]:
+    """Causal linear unified nested attention (Luna section 3.3), in time and memory linear in T.
+
+    With z = K^-1/2 and the pack weights a_t = act(z pack_query pack_key_t), every token t attends to the L rows of P,
+    into which the tokens up to t have been packed:
+
+        w_t = softmax(z query_t (1/t) sum_{j<=t} key_j^T a_j)        y_t = w_t (1/t) sum_{j<=t} a_j^T value_j
+
+    where t counts the tokens of its row that are not masked, so that padding, on either side, changes nothing.
+
+    Args:
+        query, pack_key, key: `[B, T, H, K]`, T at least 1; they are scaled in here. key and value may be one tensor.
+        value: `[B, T, H, V]`.
+        pack_query: projected P, `[B, L, H, K]`, the same at every token.
+        mask: `[B, T]` bool, True = keep; None = all. What stands at other positions, NaN included, does not matter to
+            any other token; their own output is what their query reads from the tokens before.
+        pack_mask: `[B, L]` bool, True = a row of P that is in use; None = all.
+        activation: `"softplus"`: log2(1 + 2^s), or `"elu"`: elu(s) + 1.
+        state: what an earlier call returned: this one continues it; None = these are the first tokens.
+        return_state: return the state behind the last token as well.
+        dropout: probability with which a pack weight and an unpack weight is dropped (the caller passes 0 in
+            evaluation); both sums see the same pack weights.
+        backend: one of `"auto"`, `"reference"`, `"torch"`; None = as `luna_mega.kernels.api.use_backend` and
+            `LUNA_MEGA_BACKEND` say.
+
+    Returns:
+        `[B, T, H, V]` in the dtype of the inputs; with `return_state` (that, state). Everything up to the result and
+        the state are float32, under autocast as well, float64 where the inputs are. Gradients flow through both
+        states. A token without any kept token up to it, and a row whose P is masked throughout, give 0, with
+        gradient 0.
+
+    Raises:
+        ValueError: shapes, dtypes or options do not fit together, or the backend does not exist.
+
+    Example:
+        >>> import torch
+        >>> x, p = torch.randn(2, 100, 4, 16), torch.randn(2, 8, 4, 16)
+        >>> first, state = luna_causal_attention(x[:, :60], p, *[x[:, :60]] * 3, return_state=True)
+        >>> second = luna_causal_attention(x[:, 60:], p, *[x[:, 60:]] * 3, state=state)
+        >>> torch.allclose(torch.cat([first, second], 1), luna_causal_attention(x, p, x, x, x), atol=1e-5)
+        True
+    """
+    op = "luna_causal_attention"
+    if query.dim() != 4 or query.shape[1] == 0:
+        raise ValueError(f"{op} needs query [batch, length, heads, size] of length 1 or more, got {list(query.shape)}")
+    _check(op, query, pack_query, pack_key, key, value, mask, pack_mask, activation, state, dropout)
+    run = BACKENDS[_dispatch.select(op, BACKENDS, backend)]
+    output, state = _run(run, query, pack_query, pack_key, key, value, mask, pack_mask, activation, state, dropout)
+    return (output, state) if return_state else output
+
+
+def luna_causal_attention_step(
+    query: torch.Tensor,
+    pack_query: torch.Tensor,
+    pack_key: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    state: LunaCausalState | None,
+    *,
+    mask: torch.Tensor | None = None,
+    pack_mask: torch.Tensor | None = None,
+    activation: str = "softplus",
+    dropout: float = 0.0,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, LunaCausalState]:
+    """One token of `luna_causal_attention`: (y `[B, H, V]`, next state) of the token and the state before.
+
+    Arguments and errors as there, without the dimension T: query, pack_key and key `[B, H, K]`, value `[B, H, V]`,
+    mask `[B]`. The state given is not changed.
+    """
+    op = "luna_causal_attention_step"
+    if query.dim() != 3:
+        raise ValueError(f"{op} needs query [batch, heads, size], got {list(query.shape)}")
+    _check(op, query, pack_query, pack_key, key, value, mask, pack_mask, activation, state, dropout)
+    run = STEP_BACKENDS[_dispatch.select(op, STEP_BACKENDS, backend)]
+    return _run(run, query, pack_query, pack_key, key, value, mask, pack_mask, activation, state, dropout)
+
+
+def _run(run, query, *arguments):
+    with _dispatch.without_autocast(query.device.type):
+        return run(query, *arguments)
+
+
+def _check(op, query, pack_query, pack_key, key, value, mask, pack_mask, activation, state, dropout):
+    heads, size = query.shape[-2:]
+    if pack_key.shape != query.shape or key.shape != query.shape or value.shape[:-1] != query.shape[:-1]:
+        raise ValueError(
+            f"{op}: query {list(query.shape)}, pack_key {list(pack_key.shape)} and key {list(key.shape)} must have one "
+            f"shape, value {list(value.shape)} that shape but for the last dimension"
+        )
+    rows = pack_query.shape[1] if pack_query.dim() == 4 else 0
+    if rows == 0 or list(pack_query.shape) != [query.shape[0], rows, heads, size]:
+        raise ValueError(
+            f"{op} needs pack_query [{query.shape[0]}, rows, {heads}, {size}] with 1 row or more, got "
+            f"{list(pack_query.shape)}"
+        )
+    dtypes = [x.dtype for x in (query, pack_query, pack_key, key, value)]
+    if len(set(dtypes)) > 1 or not query.is_floating_point():
+        raise ValueError(f"{op} needs floating-point tensors of one dtype, got {', '.join(map(str, dtypes))}")
+    for name, given, needed in (("mask", mask, key.shape[:-2]), ("pack_mask", pack_mask, pack_query.shape[:2])):
+        if given is not None and (given.dtype != torch.bool or given.shape != needed):
+            raise ValueError(
+                f"{op} needs a bool {name} of shape {list(needed)} (True = keep), got {given.dtype} {list(given.shape)}"
+            )
+    if activation not in reference.ACTIVATIONS:
+        raise ValueError(f"{op} has no activation {activation!r}; choose one of {', '.join(reference.ACTIVATIONS)}")
+    if not 0.0 <= dropout < 1.0:
+        raise ValueError(f"{op}: dropout must be in [0, 1), got {dropout}")
+    if state is not None:
+        _check_state(op, state, (query.shape[0], heads, size, rows, value.shape[-1]))
+
+
+def _check_state(op, state, sizes):
+    batch, heads, size, rows, width = sizes
+    needed = {"key_mean": [batch, heads, size, rows], "value_mean": [batch, heads, rows, width], "count": [batch]}
+    got = {name: list(getattr(state, name).shape) for name in needed}
+    if got != needed:
+        raise ValueError(f"{op}: a state of shapes {got} does not fit these inputs, which need {needed}")
+    if state.count.dtype != torch.int64 or any(x.dtype not in (torch.float32, torch.float64) for x in state[:2]):
+        raise ValueError(
+            f"{op} needs means of float32 or float64 and an int64 count in the state, got "
+            f"{', '.join(str(x.dtype) for x in state)}"
+        )

@@ -1,0 +1,116 @@
+"""Luna's causal attention as the paper writes it (section 3.3), with the scales of the original code.
+
+This file is the specification: every faster path is tested against it. Shapes: query, pack key, key `[B, T, H, K]`,
+value `[B, T, H, V]`, pack query `[B, L, H, K]`. Masks are boolean, True = keep.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+ACTIVATIONS = ("softplus", "elu")
+
+
+class LunaCausalState(NamedTuple):
+    """What causal attention keeps of the tokens so far; as large after the first token as after any other.
+
+    key_mean `[B, H, K, L]`: mean of k_j^T a_j; value_mean `[B, H, L, V]`: mean of a_j^T v_j; both float32 or float64.
+    count `[B]` int64: the number of tokens of the row, without masked ones, that these are means over.
+    """
+
+    key_mean: torch.Tensor
+    value_mean: torch.Tensor
+    count: torch.Tensor
+
+
+def activate(scores: torch.Tensor, activation: str) -> torch.Tensor:
+    """log2(1 + 2^s), or elu(s) + 1; both keep their relative precision where s is very negative."""
+    if activation == "elu":
+        return scores.clamp(max=0.0).exp() + scores.relu()
+    # PyTorch returns s itself above a threshold; at 40 that is exact in float64, at the default of 20 it is not.
+    return nn.functional.softplus(scores, beta=math.log(2.0), threshold=40.0)
+
+
+def unpack_weights(scores: torch.Tensor, masked: torch.Tensor | None) -> torch.Tensor:
+    """softmax over L of `[..., L]`; 0 where `masked`, also where all are."""
+    if masked is None:
+        return scores.softmax(dim=-1)
+    weights = scores.masked_fill(masked, torch.finfo(scores.dtype).min).softmax(dim=-1)
+    return weights.masked_fill(masked, 0.0)
+
+
+def pack_weights(
+    pack_key: torch.Tensor,
+    pack_query: torch.Tensor,
+    mask: torch.Tensor | None,
+    pack_mask: torch.Tensor | None,
+    activation: str,
+) -> torch.Tensor:
+    """a_t, `[B, H, T, L]`; 0 for masked tokens and in masked rows of P."""
+    scale = pack_key.shape[-1] ** -0.5
+    weights = activate(torch.einsum("bthk,blhk->bhtl", pack_key, pack_query * scale), activation)
+    if mask is not None:
+        weights = weights.masked_fill(~mask[:, None, :, None], 0.0)
+    if pack_mask is not None:
+        weights = weights.masked_fill(~pack_mask[:, None, None], 0.0)
+    return weights
+
+
+def attend(
+    query: torch.Tensor,
+    pack_query: torch.Tensor,
+    pack_key: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    pack_mask: torch.Tensor | None,
+    activation: str,
+    state: LunaCausalState | None,
+    dropout: float = 0.0,
+) -> tuple[torch.Tensor, LunaCausalState]:
+    """y_t = w_t (1/t) sum_{j<=t} a_j^T v_j with w_t = softmax(q_t / sqrt(K) (1/t) sum_{j<=t} k_j^T a_j).
+
+    Returns y `[B, T, H, V]` and the state behind the last token. Computed in float32, or float64 for float64 inputs.
+    """
+    dtype, wide = query.dtype, torch.promote_types(query.dtype, torch.float32)
+    query, pack_query, pack_key, key, value = (x.to(wide) for x in (query, pack_query, pack_key, key, value))
+    if mask is not None:
+        pack_key, key, value = (x.masked_fill(~mask[..., None, None], 0.0) for x in (pack_key, key, value))
+    if pack_mask is not None:
+        pack_query = pack_query.masked_fill(~pack_mask[..., None, None], 0.0)
+    packed = torch.dropout(pack_weights(pack_key, pack_query, mask, pack_mask, activation), dropout, train=True)
+    kept = torch.ones(key.shape[:2], dtype=torch.int64, device=key.device) if mask is None else mask
+    count = kept.cumsum(dim=1)
+    key_sum = torch.einsum("bthk,bhtl->bhtkl", key, packed).cumsum(dim=2)
+    value_sum = torch.einsum("bhtl,bthv->bhtlv", packed, value).cumsum(dim=2)
+    if state is not None:
+        seen = state.count.to(wide)[:, None, None, None, None]
+        key_sum = key_sum + seen * state.key_mean.to(wide)[:, :, None]
+        value_sum = value_sum + seen * state.value_mean.to(wide)[:, :, None]
+        count = count + state.count[:, None]
+    # Before the first token the sums are 0, and so is the result.
+    divisor = count.clamp(min=1).to(wide)[:, None, :, None, None]
+    key_mean, value_mean = key_sum / divisor, value_sum / divisor
+    scores = torch.einsum("bthk,bhtkl->bhtl", query * query.shape[-1] ** -0.5, key_mean)
+    masked = None if pack_mask is None else ~pack_mask[:, None, None]
+    weights = torch.dropout(unpack_weights(scores, masked), dropout, train=True)
+    output = torch.einsum("bhtl,bhtlv->bthv", weights, value_mean)
+    return output.to(dtype), LunaCausalState(key_mean[:, :, -1], value_mean[:, :, -1], count[:, -1])
+
+
+def step(
+    query: torch.Tensor,
+    pack_query: torch.Tensor,
+    pack_key: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    *rest,
+) -> tuple[torch.Tensor, LunaCausalState]:
+    """`attend` for one token: query, pack key, key `[B, H, K]`, value `[B, H, V]`, mask `[B]`; y `[B, H, V]`."""
+    query, pack_key, key, value = (x[:, None] for x in (query, pack_key, key, value))
+    mask = None if mask is None else mask[:, None]
+    output, state = attend(query, pack_query, pack_key, key, value, mask, *rest)
+    return output[:, 0], state

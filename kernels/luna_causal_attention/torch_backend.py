@@ -1,0 +1,381 @@
+"""Causal Luna attention in PyTorch: chunks and prefix sums, computed again in the backward pass."""
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from luna_mega.kernels import _dispatch
+from luna_mega.kernels.luna_causal_attention import reference
+from luna_mega.kernels.luna_causal_attention.reference import LunaCausalState
+
+CHUNK = 64
+# Tokens times heads that are worked on at a time on a CPU; elsewhere all, as many small kernels cost more.
+BLOCK_TOKENS = 2048
+
+
+def attend(
+    query: torch.Tensor,
+    pack_query: torch.Tensor,
+    pack_key: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    pack_mask: torch.Tensor | None,
+    activation: str,
+    state: LunaCausalState | None,
+    dropout: float,
+) -> tuple[torch.Tensor, LunaCausalState]:
+    """`reference.attend`."""
+    tokens = (query, pack_key, key, value)
+    # An exported program must not need this package, so export sees PyTorch's own operators.
+    if torch.compiler.is_exporting():
+        return _exported(tokens, pack_query, mask, pack_mask, activation, state, dropout)
+    if query.shape[1] == 1:
+        tokens = (query[:, 0], pack_query, pack_key[:, 0], key[:, 0], value[:, 0])
+        output, state = step(*tokens, None if mask is None else mask[:, 0], pack_mask, activation, state, dropout)
+        return output[:, None], state
+    key_mean, value_mean, seen = (None, None, None) if state is None else state
+    count = _count(mask, query, seen)
+    # The backward pass draws the dropped weights again from this seed.
+    seed = torch.randint(2**63 - 1, ()) if dropout > 0.0 else None
+    output, key_mean, value_mean = torch.ops.luna_mega.luna_causal_attention(
+        *tokens, pack_query, count, mask, pack_mask, key_mean, value_mean, seen, activation, dropout, seed
+    )
+    return output, LunaCausalState(key_mean, value_mean, count[:, -1].clone())
+
+
+def step(
+    query: torch.Tensor,
+    pack_query: torch.Tensor,
+    pack_key: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    pack_mask: torch.Tensor | None,
+    activation: str,
+    state: LunaCausalState | None,
+    dropout: float,
+) -> tuple[torch.Tensor, LunaCausalState]:
+    """`reference.step`: the means move by 1 / count of the way to the new token."""
+    dtype, wide, scale = query.dtype, _wide(query), query.shape[-1] ** -0.5
+    query, pack_query, pack_key, key, value = (x.to(wide) for x in (query, pack_query, pack_key, key, value))
+    if mask is not None:
+        pack_key, key, value = (x.masked_fill(~mask[:, None, None], 0.0) for x in (pack_key, key, value))
+    if pack_mask is not None:
+        pack_query = pack_query.masked_fill(~pack_mask[:, :, None, None], 0.0)
+    packed = reference.activate(torch.einsum("bhk,blhk->bhl", pack_key * scale, pack_query), activation)
+    if pack_mask is not None:
+        packed = packed.masked_fill(~pack_mask[:, None], 0.0)
+    packed = torch.dropout(packed, dropout, train=True)
+    count = _count(None if mask is None else mask[:, None], query[:, None], None if state is None else state.count)
+    rate = count.clamp(min=1).to(wide).reciprocal()[:, :, None, None]
+    if mask is not None:  # a first token that is masked starts from 0
+        rate = rate.masked_fill((~mask & (count[:, 0] > 0))[:, None, None, None], 0.0)
+    key_mean, value_mean = key[..., None] * packed[:, :, None], packed[..., None] * value[:, :, None]
+    if state is None:
+        key_mean, value_mean = key_mean * rate, value_mean * rate
+    else:
+        key_mean = torch.lerp(state.key_mean.to(wide), key_mean, rate)
+        value_mean = torch.lerp(state.value_mean.to(wide), value_mean, rate)
+    masked = None if pack_mask is None else ~pack_mask[:, None, None]
+    weights = reference.unpack_weights((query * scale)[:, :, None] @ key_mean, masked)
+    output = (torch.dropout(weights, dropout, train=True) @ value_mean)[:, :, 0]
+    return output.to(dtype), LunaCausalState(key_mean, value_mean, count[:, 0])
+
+
+def _wide(x):
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _count(mask, query, seen):
+    """Kept tokens up to and including each, `[B, T]`."""
+    kept = torch.ones(query.shape[:2], dtype=torch.int64, device=query.device) if mask is None else mask
+    count = kept.cumsum(dim=1)
+    return count if seen is None else count + seen[:, None]
+
+
+def _exported(tokens, pack_query, mask, pack_mask, activation, state, dropout):
+    """`attend` for any length in one program."""
+    batch, length = tokens[0].shape[:2]
+    device = tokens[0].device
+    # Computed from the shape, the number of chunks would tie the program to lengths like the one it was traced with.
+    chunks = ((torch.full((), length, device=device) + CHUNK - 1) // CHUNK).item()
+    torch._check(chunks >= 1)
+    position = torch.arange(chunks * CHUNK, device=device)
+    kept = (position < length).expand(batch, -1)
+    position = position.clamp(max=length - 1)
+    if mask is not None:
+        kept = kept & mask[:, position]
+    state = (None, None, None) if state is None else state
+    count = _count(kept, kept, state[2])
+    tokens = [x[:, position] for x in tokens]
+    block = _Block(tokens, pack_query, count, (kept, pack_mask), state, activation, CHUNK)
+    block.weigh(dropout, None)
+    output = block.tokens(block.output())[:, torch.arange(length, device=device)]
+    return output.to(pack_query.dtype), LunaCausalState(*block.means(), count[:, -1])
+
+
+class _Block:
+    """Some heads of all sequences: R = heads * batch * chunks matrices of C tokens.
+
+    y_t = (1/t) w_t (sum over the chunks before + sum over the tokens before in the chunk), w_t likewise.
+    """
+
+    def __init__(self, tokens, pack_query, count, masks, state, activation, chunk):
+        (query, pack_key, key, value), (mask, pack_mask), (key_mean, value_mean, seen) = tokens, masks, state
+        self.batch, _, self.heads, size = query.shape
+        self.chunk, self.activation, self.scale = chunk, activation, size**-0.5
+        self.dtype = torch.promote_types(query.dtype, torch.float32)
+        if mask is not None:  # without key and value a token adds nothing, whatever its pack weights are
+            pack_key, key, value = (x.masked_fill(~mask[:, :, None, None], 0.0) for x in (pack_key, key, value))
+        self.query, self.pack_key, self.key, self.value = map(self.chunks, (query, pack_key, key, value))
+        if pack_mask is not None:
+            pack_query = pack_query.masked_fill(~pack_mask[:, :, None, None], 0.0)
+        self.pack_query = pack_query.permute(2, 0, 1, 3).flatten(0, 1).to(self.dtype) * self.scale
+        # Before the first token the sums are 0, and so is the result.
+        rate = count.clamp(min=1).to(self.dtype).reciprocal()
+        self.last_rate = self.per_head(rate[:, -1, None, None, None])
+        rate = nn.functional.pad(rate, (0, -rate.shape[1] % chunk))
+        self.rate = self.per_head(rate).reshape(-1, chunk, 1)
+        self.seen = None if seen is None else self.per_head(seen.to(self.dtype)[:, None, None, None])
+        self.initial_key, self.initial_value = (self.state_sum(mean, self.seen) for mean in (key_mean, value_mean))
+        self.masked = None
+        if pack_mask is not None:
+            masked = self.per_head(~pack_mask[:, None, None])
+            self.masked = masked.expand(-1, rate.shape[1] // chunk, -1, -1).flatten(0, 1)
+
+    def chunks(self, x: torch.Tensor) -> torch.Tensor:
+        """`[B, T, H, K]` as `[R, C, K]`, filled up with zeros."""
+        x = x.permute(2, 0, 1, 3).to(self.dtype)
+        return nn.functional.pad(x, (0, 0, 0, -x.shape[2] % self.chunk)).reshape(-1, self.chunk, x.shape[3])
+
+    def tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """`[R, C, K]` as `[B, T, H, K]`, what was filled up included."""
+        return x.reshape(self.heads, self.batch, -1, x.shape[2]).permute(1, 2, 0, 3)
+
+    def per_row(self, x: torch.Tensor) -> torch.Tensor:
+        """`[R, C, K]` as `[H B, T, K]`."""
+        return x.view(self.pack_query.shape[0], -1, x.shape[2])
+
+    def per_head(self, x: torch.Tensor) -> torch.Tensor:
+        """`[B, ...]` as `[H B, ...]`."""
+        return x.expand(self.heads, *x.shape).flatten(0, 1)
+
+    def state_sum(self, mean: torch.Tensor | None, factor: torch.Tensor) -> torch.Tensor | float:
+        """`[B, H, K, L]` as `[H B, 1, K, L]`, times the factor of every row."""
+        return 0.0 if mean is None else mean.transpose(0, 1).flatten(0, 1)[:, None].to(self.dtype) * factor
+
+    def state(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        """The way back."""
+        return (x * factor).unflatten(0, (self.heads, self.batch)).squeeze(2).transpose(0, 1)
+
+    def before(self, sums: torch.Tensor, first: torch.Tensor | float) -> tuple[torch.Tensor, torch.Tensor]:
+        """`first` and what the chunks before add to it, `[R, K, L]`; that and all chunks, `[H B, 1, K, L]`."""
+        sums = sums.unflatten(0, (self.heads * self.batch, -1))
+        sums = _prefix_sums(torch.cat([torch.zeros_like(sums[:, :1]) + first, sums], dim=1))
+        return sums[:, :-1].flatten(0, 1), sums[:, -1:]
+
+    def after(self, sums: torch.Tensor, last: torch.Tensor | float) -> tuple[torch.Tensor, torch.Tensor]:
+        """`before`, against time."""
+        turn = (self.heads * self.batch, -1)
+        sums, total = self.before(sums.unflatten(0, turn).flip(1).flatten(0, 1), last)
+        return sums.unflatten(0, turn).flip(1).flatten(0, 1), total
+
+    def weigh(self, dropout: float, generator: torch.Generator | None):
+        """Pack weights, the sums before every chunk, unpack weights."""
+        scores = torch.bmm(self.per_row(self.pack_key), self.pack_query.mT)
+        self.pack_scores = scores.view(-1, self.chunk, scores.shape[2])
+        packed = reference.activate(self.pack_scores, self.activation)
+        if self.masked is not None:
+            packed = packed.masked_fill(self.masked, 0.0)
+        self.packed, self.pack_dropped = _dropped(packed, dropout, generator)
+        self.key_sum, self.key_total = self.before(torch.bmm(self.key.mT, self.packed), self.initial_key)
+        self.value_sum, self.value_total = self.before(torch.bmm(self.packed.mT, self.value), self.initial_value)
+        self.similarity = torch.bmm(self.query, self.key.mT).tril_()
+        scores = torch.baddbmm(torch.bmm(self.query, self.key_sum), self.similarity, self.packed)
+        self.weights = reference.unpack_weights(scores * (self.rate * self.scale), self.masked)
+        self.used, self.unpack_dropped = _dropped(self.weights, dropout, generator)
+        self.blend = torch.bmm(self.used, self.packed.mT).tril_()
+
+    def output(self) -> torch.Tensor:
+        return torch.baddbmm(torch.bmm(self.used, self.value_sum), self.blend, self.value) * self.rate
+
+    def means(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Behind the last token, `[B, H, K, L]` and `[B, H, L, V]`."""
+        return tuple(self.state(total, self.last_rate) for total in (self.key_total, self.value_total))
+
+    def backward(self, grad_output, grad_key_mean, grad_value_mean):
+        """Gradients of query, pack key, key and value `[R, C, K]`, pack query and of both initial sums."""
+        grad = self.chunks(grad_output) * self.rate
+        after_key, after_value = (self.state_sum(x, self.last_rate) for x in (grad_key_mean, grad_value_mean))
+        grad_blend = torch.bmm(grad, self.value.mT).tril_()
+        grad_weights = torch.bmm(grad, self.value_sum.mT).baddbmm_(grad_blend, self.packed)
+        if self.unpack_dropped is not None:
+            grad_weights *= self.unpack_dropped
+        grad_scores = torch.ops.aten._softmax_backward_data(grad_weights, self.weights, -1, self.dtype)
+        grad_scores *= self.rate * self.scale
+        grad_similarity = torch.bmm(grad_scores, self.packed.mT).tril_()
+        grad_query = torch.bmm(grad_scores, self.key_sum.mT).baddbmm_(grad_similarity, self.key)
+        after_key, grad_initial_key = self.after(torch.bmm(self.query.mT, grad_scores), after_key)
+        after_value, grad_initial_value = self.after(torch.bmm(self.used.mT, grad), after_value)
+        grad_key = torch.bmm(self.packed, after_key.mT).baddbmm_(grad_similarity.mT, self.query)
+        grad_value = torch.bmm(self.packed, after_value).baddbmm_(self.blend.mT, grad)
+        grad_packed = torch.bmm(self.key, after_key).baddbmm_(self.value, after_value.mT)
+        grad_packed.baddbmm_(grad_blend.mT, self.used).baddbmm_(self.similarity.mT, grad_scores)
+        if self.pack_dropped is not None:
+            grad_packed *= self.pack_dropped
+        if self.masked is not None:
+            grad_packed.masked_fill_(self.masked, 0.0)
+        grad_packed *= _slope(self.pack_scores, self.activation)
+        grad_packed = self.per_row(grad_packed)
+        grad_pack_key = torch.bmm(grad_packed, self.pack_query).view(self.pack_key.shape)
+        grad_pack_query = torch.bmm(grad_packed.mT, self.per_row(self.pack_key)) * self.scale
+        return grad_query, grad_pack_key, grad_key, grad_value, grad_pack_query, grad_initial_key, grad_initial_value
+
+
+def _prefix_sums(x):
+    if x.device.type != "cpu" or torch.compiler.is_exporting():
+        return x.cumsum(dim=1)
+    for before, row in pairwise(x.unbind(1)):  # a quarter of the time of cumsum, which has long strides here
+        row += before
+    return x
+
+
+def _dropped(weights, dropout, generator):
+    """The weights after dropout, and what they were multiplied by."""
+    if dropout == 0.0:
+        return weights, None
+    factors = torch.empty_like(weights).bernoulli_(1.0 - dropout, generator=generator).div_(1.0 - dropout)
+    return weights * factors, factors
+
+
+def _slope(scores, activation):
+    """The derivative of `reference.activate`."""
+    if activation == "elu":
+        return scores.clamp(max=0.0).exp()
+    return torch.sigmoid(scores * math.log(2.0))
+
+
+def _blocks(tokens, pack_query, count, masks, state, activation, dropout, seed) -> Iterator[tuple[slice, _Block]]:
+    """Slices of the heads and what was computed for them, in an order that the generator relies on."""
+    (batch, length, heads, _), device, (*means, seen) = tokens[0].shape, pack_query.device, state
+    size = max(1, BLOCK_TOKENS // (batch * length)) if device.type == "cpu" else heads
+    generator = None if seed is None else torch.Generator(device).manual_seed(int(seed))
+    for start in range(0, heads, size):
+        some = slice(start, min(start + size, heads))
+        part = [x[:, :, some] for x in (*tokens, pack_query)]
+        state = (*(None if x is None else x[:, some] for x in means), seen)
+        block = _Block(part[:4], part[4], count, masks, state, activation, min(CHUNK, length))
+        block.weigh(dropout, generator)
+        yield some, block
+
+
+@torch.library.custom_op("luna_mega::luna_causal_attention", mutates_args=())
+def _attend(
+    query: torch.Tensor,
+    pack_key: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pack_query: torch.Tensor,
+    count: torch.Tensor,
+    mask: torch.Tensor | None,
+    pack_mask: torch.Tensor | None,
+    key_mean: torch.Tensor | None,
+    value_mean: torch.Tensor | None,
+    seen: torch.Tensor | None,
+    activation: str,
+    dropout: float,
+    seed: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The result, and the means behind the last token."""
+    tokens, masks, state = (query, pack_key, key, value), (mask, pack_mask), (key_mean, value_mean, seen)
+    output, *means = _empty(query, value, pack_query)
+    with _dispatch.without_autocast(query.device.type):
+        for heads, block in _blocks(tokens, pack_query, count, masks, state, activation, dropout, seed):
+            output[:, :, heads] = block.tokens(block.output())[:, : query.shape[1]]
+            for mean, of_block in zip(means, block.means(), strict=True):
+                mean[:, heads] = of_block
+    return output, *means
+
+
+def _empty(query, value, pack_query):
+    batch, _, heads, size = query.shape
+    rows, wide = pack_query.shape[1], _wide(query)
+    key_mean = query.new_empty((batch, heads, size, rows), dtype=wide)
+    return value.new_empty(value.shape), key_mean, query.new_empty((batch, heads, rows, value.shape[3]), dtype=wide)
+
+
+@_attend.register_fake
+def _(query, pack_key, key, value, pack_query, *rest):
+    return _empty(query, value, pack_query)
+
+
+@torch.library.custom_op("luna_mega::luna_causal_attention_backward", mutates_args=())
+def _attend_backward(
+    grad_output: torch.Tensor,
+    grad_key_mean: torch.Tensor | None,
+    grad_value_mean: torch.Tensor | None,
+    query: torch.Tensor,
+    pack_key: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pack_query: torch.Tensor,
+    count: torch.Tensor,
+    mask: torch.Tensor | None,
+    pack_mask: torch.Tensor | None,
+    key_mean: torch.Tensor | None,
+    value_mean: torch.Tensor | None,
+    seen: torch.Tensor | None,
+    activation: str,
+    dropout: float,
+    seed: torch.Tensor | None,
+) -> list[torch.Tensor]:
+    """Gradients of query, pack_key, key, value, pack_query, and of the means, which may be empty."""
+    tokens, masks, state = (query, pack_key, key, value), (mask, pack_mask), (key_mean, value_mean, seen)
+    grads = _empty_grads(*tokens, pack_query, key_mean, value_mean)
+    with _dispatch.without_autocast(query.device.type):
+        for heads, block in _blocks(tokens, pack_query, count, masks, state, activation, dropout, seed):
+            of_means = (None if x is None else x[:, heads] for x in (grad_key_mean, grad_value_mean))
+            *of_tokens, of_pack_query, of_key, of_value = block.backward(grad_output[:, :, heads], *of_means)
+            for grad, of_block in zip(grads[:4], of_tokens, strict=True):
+                grad[:, :, heads] = block.tokens(of_block)[:, : query.shape[1]]
+            grads[4][:, :, heads] = block.tokens(of_pack_query)
+            if key_mean is not None:
+                grads[5][:, heads] = block.state(of_key, block.seen)
+                grads[6][:, heads] = block.state(of_value, block.seen)
+    if mask is not None:
+        for grad in grads[1:4]:
+            grad.masked_fill_(~mask[:, :, None, None], 0.0)
+    return grads
+
+
+def _empty_grads(*inputs):
+    return [inputs[0].new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs]
+
+
+@_attend_backward.register_fake
+def _(grad_output, grad_key_mean, grad_value_mean, *inputs):
+    return _empty_grads(*inputs[:5], *inputs[8:10])
+
+
+def _save_for_backward(ctx, inputs, output):
+    *tensors, ctx.activation, ctx.dropout, seed = inputs
+    ctx.save_for_backward(*tensors, seed)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, grad_output, *grad_means):
+    *tensors, seed = ctx.saved_tensors
+    if grad_output is None:
+        grad_output = torch.zeros_like(tensors[3])
+    grads = torch.ops.luna_mega.luna_causal_attention_backward(
+        grad_output, *grad_means, *tensors, ctx.activation, ctx.dropout, seed
+    )
+    grads[5:] = (None if x is None else grad for x, grad in zip(tensors[8:10], grads[5:], strict=True))
+    return *grads[:5], None, None, None, *grads[5:], None, None, None, None
+
+
+_attend.register_autograd(_backward, setup_context=_save_for_backward)

@@ -1,0 +1,498 @@
+"""`luna_causal_attention`: the reference against a loop over numbers, the torch backend against the reference."""
+
+import decimal
+import itertools
+import math
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from luna_mega.kernels.api import LunaCausalState, explain, luna_causal_attention, luna_causal_attention_step
+from luna_mega.kernels.luna_causal_attention import reference, torch_backend
+
+CHUNK = torch_backend.CHUNK
+ACTIVATIONS = reference.ACTIVATIONS
+MASKS = ["none", "left", "right", "middle", "all of one row"]
+NAMES = ("query", "pack_query", "pack_key", "key", "value", "key_mean", "value_mean")
+
+
+def make_mask(masking, length):
+    position = torch.arange(length)
+    some = {
+        "left": position >= length // 3,
+        "right": position < length - length // 3,
+        "middle": (position < length // 4) | (position >= length // 2),
+        "all of one row": torch.zeros(length, dtype=torch.bool),
+    }
+    return None if masking == "none" else torch.stack([torch.ones(length, dtype=torch.bool), some[masking]])
+
+
+class Inputs:
+    """Tensors of one call, in the order of `NAMES`; both means only with a state."""
+
+    def __init__(self, length, masking="none", stateful=False, pack_masked=False, heads=3, size=5, width=6, rows=4):
+        generator = torch.Generator().manual_seed(10 * length + rows)
+
+        def normal(*shape):
+            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+        tokens = [normal(2, length, heads, size) for _ in range(3)]
+        leaves = [tokens[0], normal(2, rows, heads, size), *tokens[1:], normal(2, length, heads, width)]
+        self.count = None
+        if stateful:
+            leaves += [normal(2, heads, size, rows), normal(2, heads, rows, width)]
+            self.count = torch.tensor([7, 300])
+        self.mask = make_mask(masking, length)
+        self.pack_mask = torch.arange(rows) != torch.tensor([[0], [rows - 1]]) if pack_masked else None
+        self.leaves = [leaf.requires_grad_() for leaf in leaves]
+
+    def to(self, dtype):
+        state = torch.promote_types(dtype, torch.float32)
+        self.leaves = [
+            leaf.detach().to(state if index > 4 else dtype).requires_grad_() for index, leaf in enumerate(self.leaves)
+        ]
+        return self
+
+    def call(self, *leaves, **options):
+        """Output and both means behind the last token."""
+        state = None if self.count is None else LunaCausalState(*leaves[5:], self.count)
+        options = {"mask": self.mask, "pack_mask": self.pack_mask, "state": state, **options}
+        output, state = luna_causal_attention(*leaves[:5], return_state=True, **options)
+        return output, *state[:2]
+
+    def run(self, function=None, **options):
+        """Outputs, and gradients of a fixed random projection of them."""
+        outputs = (function or self.call)(*self.leaves, **options)
+        generator = torch.Generator().manual_seed(1)
+        weights = [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o.dtype) for o in outputs]
+        gradients = torch.autograd.grad(outputs, self.leaves, weights)
+        return [output.detach() for output in outputs] + list(gradients)
+
+
+def relative_error(actual, exact):
+    """Of the norm; absolute where the norm is below 1."""
+    return ((actual.double() - exact).norm() / exact.norm().clamp(min=1.0)).item()
+
+
+def assert_same(actual, expected, bound=1e-12):
+    for name, a, b in zip(("output", "mean", "mean", *NAMES), actual, expected, strict=False):
+        assert a.shape == b.shape
+        assert relative_error(a, b.double()) <= bound, f"{name}: {relative_error(a, b.double()):.1e}"
+    assert len(actual) == len(expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_are_exact_in_both_tails(activation, dtype):
+    """Value and slope; at s = 29 PyTorch's softplus is off by 3e-9, elu(s) + 1 is 0 from s = -37 on."""
+    numbers = [-700.0, -80.0, -40.0, -9.0, -1.0, -1e-3, 1e-3, 1.0, 9.0, 28.0, 29.0, 57.0, 58.0, 100.0, 1e4]
+    scores = torch.tensor([s for s in numbers if dtype == torch.float64 or s > -90], dtype=dtype, requires_grad=True)
+    actual = reference.activate(scores, activation)
+    (slope,) = torch.autograd.grad(actual.sum(), scores)
+    torch.testing.assert_close(torch_backend._slope(scores.detach(), activation), slope)
+    with decimal.localcontext(prec=600):
+        for s, value, rate in zip(scores.tolist(), actual.tolist(), slope.tolist(), strict=True):
+            exact = decimal.Decimal(s)
+            if activation == "elu":
+                exact_value, exact_rate = (exact + 1, 1) if s > 0 else (exact.exp(), exact.exp())
+            else:
+                power = 2**exact
+                exact_value = (1 + power).ln() / decimal.Decimal(2).ln()
+                exact_rate = power / (1 + power)
+            tolerance = 4 * max(1.0, -s) * torch.finfo(dtype).eps
+            assert value == pytest.approx(float(exact_value), rel=tolerance, abs=0)
+            assert rate == pytest.approx(float(exact_rate), rel=tolerance, abs=0)
+
+
+def by_loops(inputs, activation):
+    """The definition, one token of one head after the other: output, both means, count."""
+    query, pack_query, pack_key, key, value, *means = (leaf.detach() for leaf in inputs.leaves)
+    batch, length, heads, size = query.shape
+    rows, width = pack_query.shape[1], value.shape[3]
+    output = torch.zeros(batch, length, heads, width, dtype=torch.float64)
+    key_mean = torch.zeros(batch, heads, size, rows, dtype=torch.float64)
+    value_mean = torch.zeros(batch, heads, rows, width, dtype=torch.float64)
+    count = torch.zeros(batch, dtype=torch.int64)
+    for b, h in itertools.product(range(batch), range(heads)):
+        n = 0 if inputs.count is None else int(inputs.count[b])
+        key_sum, value_sum = (n * means[0][b, h], n * means[1][b, h]) if means else (key_mean[b, h], value_mean[b, h])
+        real = [r for r in range(rows) if inputs.pack_mask is None or inputs.pack_mask[b, r]]
+        for t in range(length):
+            if inputs.mask is None or inputs.mask[b, t]:
+                n += 1
+                packed = torch.zeros(rows, dtype=torch.float64)
+                for r in real:
+                    s = (pack_key[b, t, h] @ pack_query[b, r, h]).item() / math.sqrt(size)
+                    packed[r] = math.log2(1 + 2**s) if activation == "softplus" else (s + 1 if s > 0 else math.exp(s))
+                key_sum = key_sum + torch.outer(key[b, t, h], packed)
+                value_sum = value_sum + torch.outer(packed, value[b, t, h])
+            if n > 0 and real:
+                scores = [math.exp((query[b, t, h] @ key_sum[:, r]).item() / n / math.sqrt(size)) for r in real]
+                for r, score in zip(real, scores, strict=True):
+                    output[b, t, h] += score / sum(scores) * value_sum[r] / n
+        key_mean[b, h], value_mean[b, h], count[b] = key_sum / max(n, 1), value_sum / max(n, 1), n
+    return output, key_mean, value_mean, count
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.parametrize("pack_masked", [False, True])
+@pytest.mark.parametrize("masking", MASKS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_reference_is_the_definition(activation, masking, pack_masked, stateful):
+    inputs = Inputs(9, masking, stateful, pack_masked)
+    if stateful and pack_masked:  # a state of these rows of P is 0 in those that are masked
+        with torch.no_grad():
+            inputs.leaves[5].masked_fill_(~inputs.pack_mask[:, None, None], 0.0)
+            inputs.leaves[6].masked_fill_(~inputs.pack_mask[:, None, :, None], 0.0)
+    *expected, count = by_loops(inputs, activation)
+    actual = inputs.call(*inputs.leaves, activation=activation, backend="reference")
+    assert_same(actual, expected)
+    for backend in ("reference", "torch"):
+        state = None if inputs.count is None else LunaCausalState(*inputs.leaves[5:], inputs.count)
+        options = {"mask": inputs.mask, "state": state, "return_state": True, "backend": backend}
+        final = luna_causal_attention(*inputs.leaves[:5], **options)[1]
+        assert torch.equal(final.count, count) and final.count.dtype == torch.int64
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gradients(monkeypatch, activation, stateful, backend):
+    monkeypatch.setattr(torch_backend, "CHUNK", 2)
+    inputs = Inputs(5, "left", stateful, pack_masked=stateful, heads=1, size=2, width=3, rows=2)
+    options = {"activation": activation, "backend": backend}
+    assert torch.autograd.gradcheck(lambda *leaves: inputs.call(*leaves, **options), inputs.leaves)
+
+
+@pytest.fixture(params=["one block", "a head each"])
+def blocks(request, monkeypatch):
+    monkeypatch.setattr(torch_backend, "BLOCK_TOKENS", 1 if request.param == "a head each" else 1 << 60)
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.parametrize("pack_masked", [False, True])
+@pytest.mark.parametrize("masking", MASKS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_torch_backend(activation, masking, pack_masked, stateful, blocks):
+    for length in (1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 500):
+        inputs = Inputs(length, masking, stateful, pack_masked)
+        assert_same(inputs.run(activation=activation), inputs.run(activation=activation, backend="reference"))
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.parametrize("masking", MASKS)
+def test_segments_and_steps_are_one_call(masking, stateful, backend):
+    inputs = Inputs(150, masking, stateful, pack_masked=True)
+    expected = inputs.run(backend=backend)
+
+    def segments(*leaves, lengths):
+        query, pack_query, pack_key, key, value, *means = leaves
+        state = LunaCausalState(*means, inputs.count) if stateful else None
+        outputs, start = [], 0
+        for length in lengths:
+            part = slice(start, start + length) if length > 1 else start
+            mask = None if inputs.mask is None else inputs.mask[:, part]
+            tokens = (query[:, part], pack_query, *(x[:, part] for x in (pack_key, key, value)))
+            options = {"mask": mask, "pack_mask": inputs.pack_mask, "backend": backend}
+            if length > 1:
+                output, state = luna_causal_attention(*tokens, state=state, return_state=True, **options)
+            else:
+                output, state = luna_causal_attention_step(*tokens, state, **options)
+            outputs.append(output if length > 1 else output[:, None])
+            start += length
+        return torch.cat(outputs, 1), *state[:2]
+
+    for lengths in ([1, 2, 37, 1, 90, 19], [1] * 150):
+        assert_same(inputs.run(segments, lengths=lengths), expected)
+
+
+def test_thousands_of_steps_in_float32():
+    """The error of the carried means stays at that of float32, and no step changes the state it is given."""
+    inputs = Inputs(3000)
+    exact = inputs.call(*inputs.leaves)
+    query, pack_query, pack_key, key, value = (leaf.detach().float() for leaf in inputs.leaves)
+    state, outputs = None, []
+    for t in range(3000):
+        before = None if state is None else [x.clone() for x in state]
+        output, following = luna_causal_attention_step(
+            query[:, t], pack_query, pack_key[:, t], key[:, t], value[:, t], state
+        )
+        assert state is None or all(map(torch.equal, state, before))
+        state = following
+        outputs.append(output)
+    assert_same([torch.stack(outputs, 1), *state[:2]], exact, 1e-6)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_padding_changes_nothing(backend, poison):
+    """Before, between and behind the tokens, whatever stands there: same results, gradients and state."""
+    inputs = Inputs(90, pack_masked=True)
+    expected = inputs.run(backend=backend)
+    mask = torch.tensor([False] * 7 + [True] * 50 + [False] * 70 + [True] * 40 + [False] * 3)
+
+    def padded(query, pack_query, *rest):
+        wide = [x.new_full((2, len(mask), *x.shape[2:]), poison) for x in rest]
+        wide = [x.index_put((torch.tensor([[0], [1]]), mask.nonzero().T), y) for x, y in zip(wide, rest, strict=True)]
+        query = torch.zeros_like(wide[0]).index_put((torch.tensor([[0], [1]]), mask.nonzero().T), query)
+        options = {"mask": mask.expand(2, -1), "backend": backend}
+        output, *means = inputs.call(query, pack_query, *wide, **options)
+        return output[:, mask], *means
+
+    assert_same(inputs.run(padded), expected)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("length", [1, 90])
+def test_rows_without_tokens_and_without_p(backend, length):
+    """0 with gradient 0, also behind a state of no tokens."""
+    inputs = Inputs(length, "all of one row", stateful=True)
+    inputs.count = torch.tensor([4, 0])
+    inputs.pack_mask = torch.tensor([[False] * 4, [True] * 4])
+    output, _, _, *gradients = inputs.run(backend=backend)
+    assert (output == 0).all()
+    assert all((gradient[1] == 0).all() for gradient in gradients)
+    output = inputs.call(*inputs.leaves, backend=backend)[0]
+    for gradient in torch.autograd.grad(output.sum(), inputs.leaves):
+        assert (gradient == 0).all()
+    padding_first = Inputs(length + 3)
+    padding_first.mask = torch.arange(length + 3).expand(2, -1) >= 3
+    assert (padding_first.call(*padding_first.leaves, backend=backend)[0][:, :3] == 0).all()
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("length", [1, 70])
+def test_masked_rows_of_p_are_as_if_absent(backend, length):
+    """Whatever stands there: same results and gradients without them, and 0 in the state."""
+    inputs = Inputs(length)
+    keep = torch.tensor([True, False, True, True])
+
+    def without(query, pack_query, *rest):
+        return inputs.call(query, pack_query[:, keep], *rest, backend=backend)
+
+    def masked(query, pack_query, *rest):
+        poisoned = pack_query.masked_fill(~keep[:, None, None], math.nan)
+        options = {"pack_mask": keep.expand(2, -1), "backend": backend}
+        output, key_mean, value_mean = inputs.call(query, poisoned, *rest, **options)
+        assert (key_mean[..., ~keep] == 0).all() and (value_mean[:, :, ~keep] == 0).all()
+        return output, key_mean[..., keep], value_mean[:, :, keep]
+
+    assert_same(inputs.run(masked), inputs.run(without))
+
+
+def test_the_past_does_not_see_the_future():
+    inputs = Inputs(200)
+    before = luna_causal_attention(*inputs.leaves)
+    changed = [x.clone() if i == 1 else torch.cat([x[:, :100], -x[:, 100:]], 1) for i, x in enumerate(inputs.leaves)]
+    after = luna_causal_attention(*changed)
+    assert torch.equal(before[:, :100], after[:, :100])
+    assert not torch.isclose(before[:, 100:], after[:, 100:]).any(dim=-1).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_low_precision(activation, dtype):
+    """Forward and every gradient: within the rounding of the inputs and results."""
+    for length in (1, 150):
+        inputs = Inputs(length, "left", stateful=True, pack_masked=True).to(dtype).to(torch.float64)
+        exact = inputs.run(activation=activation, backend="reference")
+        floor = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 6e-4}[dtype]
+        for backend in ("reference", "torch"):
+            actual = inputs.to(dtype).run(activation=activation, backend=backend)
+            assert_same(actual, exact, floor)
+            state = torch.promote_types(dtype, torch.float32)
+            assert [x.dtype for x in actual] == [dtype, state, state, *[dtype] * 5, state, state]
+
+
+def test_large_activations_in_float16():
+    """At 8 times unit scale the original's sums leave float16 before 2048 tokens; ours are exact to its rounding."""
+    inputs = Inputs(2048, size=64, width=64, heads=2, rows=16)
+    inputs.leaves = [8 * leaf.detach() for leaf in inputs.leaves]
+    half = [leaf.half() for leaf in inputs.leaves]
+    output, state = luna_causal_attention(*half, return_state=True)
+    exact = luna_causal_attention(*(leaf.double() for leaf in half))
+    assert output.dtype == torch.float16 and torch.isfinite(output).all()
+    assert all(torch.isfinite(x).all() for x in state)
+    assert relative_error(output, exact) < 6e-4
+    query, pack_query, pack_key, key, _ = half
+    packed = reference.activate(torch.einsum("bthk,blhk->bhtl", pack_key, pack_query / 8), "softplus")
+    assert not torch.isfinite(torch.einsum("bthk,bhtl->bhkl", key.abs(), packed)).all()
+
+
+def test_autocast_and_mixed_states():
+    inputs = Inputs(100, "left", stateful=True).to(torch.float32)
+
+    def autocast(*leaves):
+        with torch.autocast("cpu", torch.bfloat16):
+            return inputs.call(*leaves)
+
+    expected = inputs.run()
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = inputs.run()
+    for other in (inputs.run(autocast), inside):
+        assert all(map(torch.equal, other, expected))
+    leaves = [*inputs.leaves[:5], *(x.double() for x in inputs.leaves[5:])]
+    assert all(map(torch.equal, inputs.call(*leaves), expected[:3]))
+
+
+def test_determinism_and_strides(blocks):
+    inputs = Inputs(200, "middle").to(torch.float32)
+    first, again = inputs.run(), inputs.run()
+    inputs.leaves = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in inputs.leaves]
+    inputs.leaves[1] = inputs.leaves[1][:1].detach().expand(2, -1, -1, -1).requires_grad_()
+    for a, b in zip(first, again, strict=True):
+        assert torch.equal(a, b)
+    assert_same(inputs.run(), inputs.run(backend="reference"), 1e-6)
+
+
+def test_memory_is_linear(monkeypatch):
+    """Nothing but the inputs is kept for the backward pass, and no tensor has T x K x L elements."""
+    sizes, kept = [], []
+    product = torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda *x: sizes.append((out := product(*x)).numel()) or out)
+    for length in (1024, 4096):
+        inputs = Inputs(length, size=32, width=32, rows=16).to(torch.float32)
+        sizes.clear()
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+            outputs = luna_causal_attention(*inputs.leaves)
+        torch.autograd.grad(outputs.sum(), inputs.leaves)
+        assert sum(kept) == sum(leaf.numel() for leaf in inputs.leaves) + 2 * length  # and the counts
+        assert max(sizes) <= 2 * length * CHUNK  # one head of both sequences
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_registration(monkeypatch, dropout, stateful):
+    calls, operator = [], torch.ops.luna_mega.luna_causal_attention
+    inputs = Inputs(70, "middle", stateful, pack_masked=stateful).to(torch.float32)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.ops.luna_mega, "luna_causal_attention", lambda *x: calls.append(x) or operator(*x))
+        inputs.call(*inputs.leaves, dropout=dropout)
+    opcheck(operator, calls[0])
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_fullgraph(dynamic, stateful):
+    torch.compiler.reset()
+    for length in (40, 90) if dynamic else (1, 90):
+        inputs = Inputs(length, "left", stateful, pack_masked=True).to(torch.float32)
+        compiled = torch.compile(inputs.call, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+        assert_same(inputs.run(compiled), inputs.run(), 1e-6)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("stateful", [False, True])
+def test_export_needs_no_custom_operator(stateful, activation):
+    """One program for every length, shorter than a chunk and not a multiple of it."""
+
+    class Attention(torch.nn.Module):
+        def forward(self, query, pack_query, pack_key, key, value, mask, pack_mask, *means):
+            state = LunaCausalState(*means, torch.full(query.shape[:1], 7)) if means else None
+            options = {"mask": mask, "pack_mask": pack_mask, "activation": activation, "state": state}
+            return luna_causal_attention(query, pack_query, pack_key, key, value, return_state=True, **options)
+
+    def example(length):
+        inputs = Inputs(length, "middle", stateful, pack_masked=True).to(torch.float32)
+        leaves = [leaf.detach() for leaf in inputs.leaves]
+        return *leaves[:5], inputs.mask, inputs.pack_mask, *leaves[5:]
+
+    tokens, batch = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length", min=2)}, {0: torch.export.Dim("batch")}
+    shapes = (tokens, batch, *[tokens] * 4, batch, *([(batch, batch)] if stateful else []))
+    exported = torch.export.export(Attention(), example(70), dynamic_shapes=shapes)
+    assert "luna_mega" not in exported.graph_module.code
+    for other in (2, CHUNK, 131):
+        batch_of_6 = [torch.cat([x, x, x]) for x in example(other)]
+        torch.testing.assert_close(exported.module()(*batch_of_6), Attention()(*batch_of_6))
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("length", [1, 6])
+def test_dropout(backend, length):
+    """The mean over samples of a state is the state without dropout; one seed, one result."""
+    inputs = Inputs(length, rows=8).to(torch.float32)
+    leaves = [leaf.detach().expand(200, *leaf.shape).flatten(0, 1) for leaf in inputs.leaves]
+    options = {"return_state": True, "backend": backend}
+    output, state = luna_causal_attention(*leaves, dropout=0.3, **options)
+    plain, exact = luna_causal_attention(*inputs.leaves, **options)
+    for dropped, right in zip(state[:2], exact[:2], strict=True):
+        samples = dropped.unflatten(0, (200, 2))
+        assert ((samples.mean(0) - right).abs() <= 6 * samples.std(0) / math.sqrt(200) + 1e-6).all()
+    assert (output.unflatten(0, (200, 2)).std(0) > 1e-3).all()
+    if length == 1:  # key and value sums see the same dropped pack weights
+        packed = state.value_mean[..., 0] / leaves[4][:, 0, :, None, 0]
+        torch.testing.assert_close(state.key_mean[..., 0, :], packed * leaves[3][:, 0, :, :1])
+        assert 0.25 < (packed == 0).float().mean() < 0.35
+    torch.manual_seed(3)
+    first = luna_causal_attention(*leaves, dropout=0.3, **options)[0]
+    torch.manual_seed(3)
+    assert torch.equal(first, luna_causal_attention(*leaves, dropout=0.3, **options)[0])
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gradients_with_dropout(monkeypatch, activation, blocks):
+    """The backward pass drops what the forward pass dropped."""
+    monkeypatch.setattr(torch_backend, "CHUNK", 2)
+    inputs = Inputs(5, "left", stateful=True, heads=2, size=2, width=2, rows=3)
+
+    def attend(*leaves):
+        torch.manual_seed(5)
+        return inputs.call(*leaves, activation=activation, dropout=0.4)
+
+    assert torch.autograd.gradcheck(attend, inputs.leaves)
+
+
+def test_backend_choice():
+    assert "'torch'" in explain("luna_causal_attention")
+    with pytest.raises(ValueError, match="luna_causal_attention has no 'triton' backend"):
+        luna_causal_attention(*Inputs(3).leaves, backend="triton")
+
+
+def state_of(key_mean=(2, 3, 5, 4), value_mean=(2, 3, 4, 6), count=(2,), dtype=torch.float32, integer=torch.int64):
+    means = (torch.zeros(shape, dtype=dtype) for shape in (key_mean, value_mean))
+    return LunaCausalState(*means, torch.zeros(count, dtype=integer))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"query": lambda x: x[0]}, r"\[batch, length, heads, size\].*got \[9, 3, 5\]"),
+        ({name: lambda x: x[:, :0] for name in NAMES[:5]}, "length 1 or more"),
+        ({"query": lambda x: x[..., :4]}, r"query \[2, 9, 3, 4\].*must have one shape"),
+        ({"key": lambda x: x[:, :8]}, "must have one shape"),
+        ({"value": lambda x: x[:, :8]}, r"value \[2, 8, 3, 6\] that shape but for the last"),
+        ({"pack_query": lambda x: x[:1]}, r"pack_query \[2, rows, 3, 5\].*got \[1, 4, 3, 5\]"),
+        ({"pack_query": lambda x: x[:, :0]}, "1 row or more"),
+        ({"key": lambda x: x.float()}, "one dtype, got.*torch.float32"),
+        ({name: lambda x: x.long() for name in NAMES[:5]}, "floating-point tensors"),
+        ({"mask": torch.ones(2, 9)}, r"bool mask of shape \[2, 9\].*torch.float32"),
+        ({"mask": torch.ones(2, 8, dtype=torch.bool)}, r"bool mask of shape \[2, 9\].*\[2, 8\]"),
+        ({"pack_mask": torch.ones(2, 9, dtype=torch.bool)}, r"bool pack_mask of shape \[2, 4\].*\[2, 9\]"),
+        ({"activation": "gelu"}, "no activation 'gelu'; choose one of softplus, elu"),
+        ({"dropout": 1.0}, "dropout must be in .*got 1.0"),
+        ({"state": state_of(key_mean=(2, 3, 5, 3))}, r"'key_mean': \[2, 3, 5, 3\].*need.*\[2, 3, 5, 4\]"),
+        ({"state": state_of(count=(3,))}, "does not fit these inputs"),
+        ({"state": state_of(dtype=torch.float16)}, "float32 or float64.*torch.float16"),
+        ({"state": state_of(integer=torch.float32)}, "int64 count"),
+    ],
+)
+def test_bad_arguments(change, message):
+    arguments = dict(zip(NAMES, Inputs(9).leaves, strict=False))
+    for name, value in change.items():
+        arguments[name] = value(arguments[name]) if name in NAMES else value
+    with pytest.raises(ValueError, match=message):
+        luna_causal_attention(**arguments)
+
+
+def test_bad_arguments_of_a_step():
+    query, pack_query, *rest = Inputs(9).leaves
+    with pytest.raises(ValueError, match=r"\[batch, heads, size\], got \[2, 9, 3, 5\]"):
+        luna_causal_attention_step(query, pack_query, *rest, None)
+    tokens = query[:, 0], pack_query, *(x[:, 0] for x in rest)
+    with pytest.raises(ValueError, match=r"bool mask of shape \[2\]"):
+        luna_causal_attention_step(*tokens, None, mask=torch.ones(2))
+    with pytest.raises(ValueError, match="luna_causal_attention_step: a state of shapes"):
+        luna_causal_attention_step(*tokens, state_of(count=(1,)))
