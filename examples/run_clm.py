@@ -23,6 +23,9 @@ from datasets import Dataset
 from torch.utils.data import SequentialSampler, default_collate
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, Trainer, TrainingArguments, set_seed
 
+# The fields that make a decoder.
+DECODER = {"mega": {"is_decoder": True, "bidirectional": False}, "luna": {"is_decoder": True}}
+
 
 @dataclass
 class DataArguments:
@@ -120,8 +123,8 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, Traini
     for name in ("block_size", "eval_context", "eval_segment"):
         if getattr(data, name) < 1:
             fail(f"--{name} {getattr(data, name)} must be at least 1")
-    if model.model_type != "mega":
-        fail(f"--model_type {model.model_type}: there is a causal language model of type mega only")
+    if model.model_type not in DECODER:
+        fail(f"--model_type {model.model_type} must be one of {', '.join(DECODER)}")
     if data.carry_state and data.min_block_size:
         fail("--min_block_size goes with blocks at random places, not with --carry_state")
     if data.carry_state and (training.gradient_checkpointing or training.n_gpu > 1 or training.world_size > 1):
@@ -156,7 +159,7 @@ def build_trainer(data: DataArguments, model: ModelArguments, training: Training
     if data.validation_share:
         cut = math.ceil(len(streams["train"]) * (1 - data.validation_share))
         streams["train"], streams["validation"] = streams["train"][:cut], streams["train"][cut:]
-    config = make_config(model, tokenizer, data.block_size, is_decoder=True, bidirectional=False)
+    config = make_config(model, tokenizer, data.block_size, **DECODER[model.model_type])
     chunk = getattr(config, "attention_chunk", None) or 1
     if data.min_block_size and (data.min_block_size % chunk or data.block_size % chunk):
         fail(

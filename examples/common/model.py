@@ -49,8 +49,7 @@ def make_config(
     """
     kind = "values" if tokenizer is None else "tokens"
     try:
-        items = (item.partition("=") for item in model.config_overrides.split(",") if item.strip())
-        overrides = {name.strip(): yaml.safe_load(value) for name, _, value in items}
+        overrides = yaml.safe_load(f"{{{model.config_overrides.replace('=', ': ')}}}")
         if model.model_name_or_path:
             config = AutoConfig.from_pretrained(model.model_name_or_path)
             values = {**config.to_dict(), **values}

@@ -1,9 +1,10 @@
 """Tokenizers of characters, bytes and words, for language models; `bpe.py` has the byte-level BPE."""
 
+from collections import Counter
 from collections.abc import Iterable
 from itertools import chain
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from common.bpe import SPECIAL_TOKENS
@@ -40,8 +41,7 @@ def make_bytes() -> PreTrainedTokenizerFast:
 
 def train_words(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """The `vocab_size` most frequent words between white space, the most frequent first, as adaptive softmax needs."""
-    tokenizer = _word_level([])
+    counts = Counter(word for text in texts for word in text.split() if word not in SPECIAL_TOKENS)
+    tokenizer = _word_level(word for word, _ in counts.most_common(vocab_size - len(SPECIAL_TOKENS)))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    trainer = trainers.WordLevelTrainer(vocab_size=vocab_size, special_tokens=SPECIAL_TOKENS, show_progress=False)
-    tokenizer.train_from_iterator(texts, trainer)
     return _wrap(tokenizer)

@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -20,9 +21,11 @@ from luna_mega import (
     MegaModel,
 )
 from luna_mega.convert import ConversionError, cost_mega, info, verify
+from luna_mega.convert.cli import main as convert_main
 from luna_mega.convert.verify import compare
 from luna_mega.kernels.api import use_backend
 from tests.convert.mega import BODY, POSITIONS, mega
+from tests.convert.mega_lm import KINDS, mega_lm
 
 SIZES = {
     "vocab_size": 40,
@@ -69,6 +72,27 @@ def test_models_of_two_families(tmp_path):
     )
     with pytest.raises(ConversionError, match="class: 'MegaModel' and 'LunaModel'"):
         compare(save(tmp_path / "mega", MegaModel), tmp_path / "luna")
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied", "adaptive", "adaptive, untied"])
+def test_language_models(convert, tmp_path, kind):
+    state = mega_lm(**KINDS[kind])
+    folder = convert(state)
+    comparison = compare(folder, convert.file, tolerance=0.0)
+    assert comparison.within and list(comparison.results) == ["logits"]
+    assert ModelCard.load(folder / "README.md").data.pipeline_tag == "text-generation"
+    state["model"]["decoder.layers.1.mega_layer.h_proj.weight"] *= 1.5
+    torch.save(state, tmp_path / "other.pt")
+    assert [row["hidden"] > 0 for row in compare(folder, tmp_path / "other.pt").layers] == [False, False, True]
+
+
+@pytest.mark.parametrize("name", ["07_lm_enwik8_tied_rotary_chunk_notmultiple", "08_lm_wt103_adaptive_tied"])
+def test_genuine_language_models(shared_dir, tmp_path, capsys, name):
+    checkpoint, folder = shared_dir / "fixtures" / "mega" / name / "checkpoint.pt", tmp_path / "model"
+    assert convert_main([str(checkpoint), "--output", str(folder)]) == 0
+    assert ModelCard.load(folder / "README.md").data.pipeline_tag == "text-generation"
+    assert verify.main([str(folder), str(checkpoint), "--length", "50", "--tolerance", "0"]) == 0
+    assert "MegaForCausalLM" in capsys.readouterr().out
 
 
 def test_checkpoints_of_the_two_branches(convert, tmp_path):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 TINY = (
@@ -47,9 +48,9 @@ def test_tokenizers(script):
         assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
         assert [tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id] == [0, 1, 2]
     assert len(ids) == len(text.encode())
-    words = vocabulary.train_words(["a a a b b c", "a d"], vocab_size=6)
-    assert words.convert_ids_to_tokens([4, 5]) == ["a", "b"]
-    assert words("a c")["input_ids"] == [4, 3]
+    words = vocabulary.train_words(["a a a b b c", "a <unk> <unk>\td"], vocab_size=6)
+    assert words.get_vocab() == {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "a": 4, "b": 5}
+    assert words("a c <unk>b", add_special_tokens=False)["input_ids"] == [4, 3, 3, 5]
 
 
 @pytest.mark.parametrize("line_end", ["newline", "eos"])
@@ -122,8 +123,17 @@ def test_other_blocks(run, options):
     assert summary["eval_loss"] < math.log(14)
 
 
+@pytest.mark.parametrize("carry", [[], ["--carry_state"]], ids=["blocks", "carried state"])
+def test_luna(run, carry):
+    fields = "hidden_size=16,num_hidden_layers=1,num_attention_heads=2,intermediate_size=16,projection_length=4"
+    options = ["--model_type", "luna", "--config_overrides", fields + ",position_embedding_type=sinusoidal"]
+    summary = run(*CHARACTERS, "--max_steps", "3", "--do_eval", *carry, *options)
+    assert math.isfinite(summary["eval_perplexity"])
+    assert type(AutoModelForCausalLM.from_pretrained(summary["output_dir"])).__name__ == "LunaForCausalLM"
+
+
 def test_words_with_an_adaptive_softmax(run):
-    adaptive = ",adaptive_input_cutoffs=[5],adaptive_softmax_cutoffs=[5],adaptive_input_factor=2"
+    adaptive = ",adaptive_input_cutoffs=[4,5],adaptive_softmax_cutoffs=[4,5],adaptive_input_factor=2"
     words = ["--tokenization", "word", "--vocab_size", "100", "--validation_share", "0.5", "--block_size", "8"]
     summary = run(*words, "--max_steps", "3", "--do_eval", "--config_overrides", TINY + adaptive)
     assert math.isfinite(summary["eval_perplexity"])
@@ -135,7 +145,7 @@ def test_words_with_an_adaptive_softmax(run):
         (["--tokenization", "syllable"], "must be one of char, byte, bpe, word"),
         (["--line_end", "dot"], "must be one of newline, eos"),
         (["--validation_share", "1.5"], "must be in"),
-        (["--model_type", "luna"], "of type mega only"),
+        (["--model_type", "bert"], "bert must be one of mega, luna"),
         (["--block_size", "100000"], "too few for blocks of 100000"),
         (["--carry_state", "true", "--block_size", "5000"], "too few for 4 streams"),
         (["--min_block_size", "12"], "must be whole chunks of 8"),
@@ -147,6 +157,23 @@ def test_words_with_an_adaptive_softmax(run):
 def test_errors(run, options, message):
     with pytest.raises(SystemExit, match=message):
         run(*CHARACTERS, *options)
+
+
+RECIPES = sorted((Path(__file__).resolve().parents[2] / "examples" / "recipes" / "clm").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_shipped_recipes_are_complete(path, script, tmp_path):
+    arguments = ["--recipe", str(path), "--dataset_path", "x", "--output_dir", str(tmp_path)]
+    data, model, training = script("run_clm").parse(arguments)
+    assert training.do_train and training.do_eval
+    for name, value in yaml.safe_load(path.read_text()).items():
+        holder = next(parsed for parsed in (data, model, training) if hasattr(parsed, name))
+        assert getattr(holder, name) == (float(value) if isinstance(getattr(holder, name), float) else value)
+    tokenizer = script("common.vocabulary").train_words([f"w{word}" for word in range(model.vocab_size)], 10**6)
+    config = script("common.model").make_config(model, tokenizer, data.block_size, is_decoder=True, bidirectional=False)
+    assert data.block_size % config.attention_chunk == 0
+    assert AutoModelForCausalLM.from_config(config).config.adaptive_softmax_cutoffs == config.adaptive_input_cutoffs
 
 
 def test_a_table_of_biases_has_one_chunk(run, script, corpus, tmp_path):

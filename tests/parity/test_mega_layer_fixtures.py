@@ -1,7 +1,7 @@
 """The modules of a Mega block against the original: gated attention, feed-forward layer, norms.
 
-Outputs, weights, every gradient, and the statistics of a training step under batch norm. The causal layers are in their
-parallel form.
+Outputs, weights, every gradient, and the statistics of a training step under batch norm. The causal layers also step
+by step and in segments.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from torch import nn
 from luna_mega import MegaConfig
 from luna_mega.kernels.gated_attention.reference import laplace, relu2
 from luna_mega.modeling_mega import modeling_mega
+from luna_mega.modeling_mega.cache_mega import MegaCacheLayer
 from luna_mega.modeling_mega.modeling_mega import MegaGatedAttention, MegaNormalizedFeedForwardNetwork
 from luna_mega.modeling_mega.norms import build_norm
 
@@ -148,6 +149,21 @@ def test_gated_attention(fixture, parity, padding_attends):
         output.backward(fixture.time_major("cot"))
         parity.check(f"grad_x{padded}", x.grad.transpose(0, 1), fixture.io[f"grad_x{padded}"], **fixture.loose)
         check_gradients(fixture, parity, layer, f"grad{padded}.")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("fixture", [case for case in MODULES if "causal" in case], indirect=True)
+def test_steps_and_segments(fixture, parity):
+    layer, x = gated_attention(fixture), fixture.time_major("x")
+    chunk = layer.config.attention_chunk
+    recorded = [("step_out", 1)] + ([("segment_out", chunk), ("segment_out", 2 * chunk)] if chunk else [])
+    assert {name for name, _ in recorded} == fixture.io.keys() & {"step_out", "segment_out"}
+    for name, length in [*recorded, ("out", 5)]:  # the original has no segments that end within a chunk
+        past = MegaCacheLayer()
+        outputs = [layer(part, torch.ones(part.shape[:2]).bool(), past=past)[0] for part in x.split(length, dim=1)]
+        # The original's steps never truncate the average: here they give what the parallel form gives.
+        expected = fixture.io[name if layer.config.truncation is None else "out"]
+        parity.check(f"{name} by {length}", torch.cat(outputs, dim=1).transpose(0, 1), expected, **fixture.tight)
 
 
 def toeplitz(layer: MegaGatedAttention, expected: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,102 @@
+"""Writes text of any length with a causal language model.
+
+    python examples/generate_lm.py --model_name_or_path OUT --prompt "ROMEO:" --max_new_tokens 20000 --output_dir TEXT
+
+Says how fast, and with how much memory: a Mega with attention in chunks needs the same for every token.
+"""
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from common.arguments import fail
+from common.bpe import load_tokenizer
+from common.report import peak_memory_gb, print_table, save_json, show
+from transformers import AutoModelForCausalLM, HfArgumentParser, TextStreamer, set_seed
+
+import luna_mega
+
+
+@dataclass
+class Arguments:
+    model_name_or_path: str = field(metadata={"help": "trained or converted model, or Hub name"})
+    prompt: str = field(metadata={"help": "what the text begins with"})
+    output_dir: str = field(metadata={"help": "where text.txt and summary.json go"})
+    max_new_tokens: int = field(default=1000, metadata={"help": "tokens to write"})
+    temperature: float = field(default=1.0, metadata={"help": "below 1 more cautious; 0 = always the likeliest token"})
+    top_k: int = field(default=0, metadata={"help": "draw from the likeliest tokens only; 0 = from all"})
+    report_every: int = field(default=1000, metadata={"help": "tokens between two lines about speed and memory"})
+    seed: int = 42
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class MeasuredStreamer(TextStreamer):
+    """Writes the text to a file as it comes; counts tokens a second, and what process and cache (`see`) take."""
+
+    def __init__(self, tokenizer, file, every: int, device: torch.device):
+        super().__init__(tokenizer, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        self.file, self.every, self.device = file, every, device
+        self.count, self.rows, self.start = 0, [], None
+
+    def see(self, module, arguments, output):  # a forward hook
+        self.cache = output.past_key_values
+
+    def put(self, value: torch.Tensor):
+        super().put(value)
+        now = time.perf_counter()
+        if self.start is None:  # the first value is the prompt
+            self.start = now
+            return
+        self.count += 1
+        if self.count % self.every == 0:
+            row = {"tokens": self.count, "tokens_per_second": self.every / (now - self.start)}
+            row |= {"cache_bytes": cache_bytes(self.cache), "peak_memory_gb": peak_memory_gb(self.device)}
+            print("  ".join(f"{name} {show(value)}" for name, value in row.items()), flush=True)
+            self.rows.append(row)
+            self.start = now
+
+    def on_finalized_text(self, text: str, stream_end: bool = False):
+        self.file.write(text)
+
+
+def cache_bytes(cache) -> int:
+    tensors = (value for layer in cache.layers for value in vars(layer).values() if isinstance(value, torch.Tensor))
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    (arguments,) = HfArgumentParser(Arguments, allow_abbrev=False).parse_args_into_dataclasses(argv)
+    for name, least in (("max_new_tokens", 1), ("report_every", 1), ("temperature", 0), ("top_k", 0)):
+        if getattr(arguments, name) < least:
+            fail(f"--{name} {getattr(arguments, name)} must be at least {least}")
+    set_seed(arguments.seed)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(arguments.model_name_or_path).to(arguments.device).eval()
+        tokenizer = load_tokenizer(arguments.model_name_or_path)
+    except (OSError, ValueError) as error:
+        fail(error)
+    prompt = tokenizer(arguments.prompt, add_special_tokens=False, return_tensors="pt").to(model.device)["input_ids"]
+    if prompt.shape[1] == 0:
+        fail(f"--prompt {arguments.prompt!r} has no tokens")
+    model.generation_config.eos_token_id = None  # </s> ends a line or document, not the text
+    options = {"max_new_tokens": arguments.max_new_tokens, "do_sample": arguments.temperature > 0}
+    if arguments.temperature:
+        options |= {"temperature": arguments.temperature, "top_k": arguments.top_k}
+    output = Path(arguments.output_dir)
+    output.mkdir(parents=True, exist_ok=True)
+    with (output / "text.txt").open("w", encoding="utf-8") as file:
+        streamer = MeasuredStreamer(tokenizer, file, arguments.report_every, model.device)
+        model.register_forward_hook(streamer.see)
+        model.generate(prompt, attention_mask=torch.ones_like(prompt), streamer=streamer, **options)
+    summary = {"model": arguments.model_name_or_path, "luna_mega": luna_mega.__version__, "tokens": streamer.count}
+    for name, row in zip(("first", "last"), streamer.rows[:1] + streamer.rows[-1:], strict=False):
+        summary |= {f"{name}_{key}": value for key, value in row.items() if key != "tokens"}
+    save_json(summary | {"rows": streamer.rows}, output / "summary.json")
+    print_table("generation", summary | {"text": str(output / "text.txt")})
+    return summary
+
+
+if __name__ == "__main__":
+    main()

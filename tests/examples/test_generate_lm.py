@@ -1,0 +1,55 @@
+"""generate_lm.py: text of any length at constant memory."""
+
+import json
+
+import pytest
+
+from luna_mega import MegaConfig, MegaForCausalLM
+
+FIELDS = {"hidden_size": 16, "num_hidden_layers": 2, "shared_representation_size": 8, "initializer_range": 0.2}
+CHUNKS = {"use_chunking": True, "chunk_size": 8}
+
+
+@pytest.fixture
+def generate(script, tmp_path):
+    """Generates with an untrained model of characters; returns the summary and the text."""
+    tokenizer = script("common.vocabulary").train_characters(["abcdefgh \n"])
+    tokenizer.save_pretrained(tmp_path / "model")
+
+    def run(*options, **fields):
+        config = MegaConfig(vocab_size=len(tokenizer), is_decoder=True, bidirectional=False, **FIELDS | fields)
+        MegaForCausalLM(config).save_pretrained(tmp_path / "model")
+        paths = ["--model_name_or_path", tmp_path / "model", "--output_dir", tmp_path / "text"]
+        summary = script("generate_lm").main([*map(str, [*paths, "--prompt", "ab", "--device", "cpu", *options])])
+        return summary, (tmp_path / "text" / "text.txt").read_text()
+
+    return run
+
+
+@pytest.mark.parametrize("sampling", [["--temperature", "0"], ["--top_k", "3"]], ids=["greedy", "sampled"])
+def test_constant_memory(generate, tmp_path, sampling):
+    summary, text = generate("--max_new_tokens", "200", "--report_every", "20", *sampling, **CHUNKS)
+    rows = json.loads((tmp_path / "text" / "summary.json").read_text())["rows"]
+    assert [row["tokens"] for row in rows] == list(range(20, 201, 20))
+    assert len({row["cache_bytes"] for row in rows}) == 1 and rows[0]["cache_bytes"] > 0
+    assert summary["first_cache_bytes"] == summary["last_cache_bytes"] and summary["last_tokens_per_second"] > 0
+    assert text.startswith("ab") and len(text) > 100 and set(text) <= set("abcdefgh \n")
+
+
+def test_without_chunks_the_cache_grows(generate):
+    summary, _ = generate("--max_new_tokens", "60", "--report_every", "20")
+    assert summary["last_cache_bytes"] > 2 * summary["first_cache_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--max_new_tokens", "0"], "must be at least 1"),
+        (["--temperature", "-1"], "must be at least 0"),
+        (["--prompt", ""], "has no tokens"),
+        (["--model_name_or_path", "absent"], "error: "),
+    ],
+)
+def test_errors(generate, options, message):
+    with pytest.raises(SystemExit, match=message):
+        generate(*options)
