@@ -81,8 +81,8 @@ class Evidence:
         return in_file
 
     def tied_key_value(self) -> bool:
-        """Whether keys and values share one projection: `pc_proj` is there instead of `pk_proj` and `pv_proj`."""
-        return any(".self_attn.pc_proj." in key for key in self.tensors)
+        """Whether keys and values share one projection: there are no `pk_proj` and `pv_proj`."""
+        return not any(".self_attn.pk_proj." in key for key in self.tensors)
 
 
 def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:

@@ -1,8 +1,10 @@
-"""Key maps of the Luna encoders: luna_bert and Luna LRA of both code revisions. Data only; see keymap.py."""
+"""Key maps of luna_bert and Luna LRA of both code revisions and of Luna seq2seq. Data only; see keymap.py."""
 
 from luna_mega.convert.keymap import KeyMap, Row
 
 LAYER_NORM = "layer_norm"
+_SINUSOIDS = "sinusoids of P: checked against the formula, not stored"
+_PLACEHOLDER = "placeholder buffer of the original, no content"
 
 _ATTENTION = {
     "pq_proj": "pack_query",
@@ -22,9 +24,16 @@ _LAYER_NORMS = {
 }
 
 
-def _encoder(source: str) -> list[Row]:
-    """The encoder without its input embedding; `source` is its prefix in the checkpoint."""
-    embeddings, layer, to_layer = "luna.embeddings", f"{source}.layers.{{layer}}", "luna.encoder.layers.{layer}"
+_CAUSAL_ATTENTION = _ATTENTION | {"pc_proj": "pack_key"}
+
+
+def _encoder(source: str, model: str = "luna") -> list[Row]:
+    """The encoder without its input embedding; `source` is its prefix in the file, `model` that of `LunaModel`."""
+    embeddings, layer, to_layer = (
+        f"{model}.embeddings",
+        f"{source}.layers.{{layer}}",
+        f"{model}.encoder.layers.{{layer}}",
+    )
     return [
         Row(f"{source}.projected_embeddings", f"{embeddings}.packed_embeddings"),
         Row(f"{source}.embed_positions.weight", f"{embeddings}.position_embeddings.weight"),
@@ -83,8 +92,8 @@ def luna_lra(revision: str, input_type: str = "tokens") -> KeyMap:
         "r21": [Row("classifier.{n}.{part}", "classifier.dense.{n}.{part}")],
         "head": [
             Row("pre_logits.0.{part}", "classifier.dense.0.{part}"),
-            Row(f"{body}.projected_positions", None, reason="sinusoids of P: checked against the formula, not stored"),
-            Row(f"{body}.embed_positions._float_tensor", None, reason="placeholder buffer of the original, no content"),
+            Row(f"{body}.projected_positions", None, reason=_SINUSOIDS),
+            Row(f"{body}.embed_positions._float_tensor", None, reason=_PLACEHOLDER),
         ],
     }
     return KeyMap(
@@ -93,5 +102,59 @@ def luna_lra(revision: str, input_type: str = "tokens") -> KeyMap:
             *_encoder(body),
             *classifier[revision],
             Row("sentence_projection_layer.weight", "classifier.out_proj.weight"),
+        ]
+    )
+
+
+def luna_seq2seq() -> KeyMap:
+    """The map of a Luna encoder-decoder."""
+    encoder, decoder = "luna.encoder", "luna.decoder"
+    layer, to_layer = "decoder.layers.{layer}", f"{decoder}.decoder.layers.{{layer}}"
+    attentions = {"self_attn": ("attention", _CAUSAL_ATTENTION), "encoder_attn": ("cross_attention", _ATTENTION)}
+    norms = {
+        "self_attn_layer_norm": "attention_layer_norm",
+        "encoder_attn_layer_norm": "cross_attention_layer_norm",
+        "encoder_atten_proj_layer_norm": "packed_layer_norm",
+        "final_layer_norm": "final_layer_norm",
+    }
+    return KeyMap(
+        [
+            *_encoder("encoder", encoder),
+            *(
+                row
+                for source, model in (("encoder", encoder), ("decoder", decoder))
+                for row in (
+                    Row(f"{source}.embed_tokens.weight", f"{model}.embeddings.word_embeddings.weight"),
+                    Row(
+                        f"{source}.layernorm_embedding.{{part}}", f"{model}.embeddings.layer_norm.{{part}}", LAYER_NORM
+                    ),
+                    Row(f"{source}.layer_norm.{{part}}", f"{model}.{source}.layer_norm.{{part}}", LAYER_NORM),
+                    Row(
+                        f"{source}.proj_layer_norm.{{part}}", f"{model}.{source}.packed_layer_norm.{{part}}", LAYER_NORM
+                    ),
+                    Row(f"{source}.embed_positions._float_tensor", None, reason=_PLACEHOLDER),
+                    Row(f"{source}.version", None, reason="version of the file format"),
+                )
+            ),
+            # The spelling is the original's.
+            Row(
+                "encoder.layernorm_porjected_embedding.{part}",
+                f"{encoder}.embeddings.packed_layer_norm.{{part}}",
+                LAYER_NORM,
+            ),
+            Row("encoder.projected_positions", None, reason=_SINUSOIDS),
+            Row("decoder.embed_positions.weight", f"{decoder}.embeddings.position_embeddings.weight"),
+            *(
+                Row(f"{layer}.{source}.{theirs}.{{part}}", f"{to_layer}.{target}.{ours}.{{part}}")
+                for source, (target, names) in attentions.items()
+                for theirs, ours in names.items()
+            ),
+            *(
+                Row(f"{layer}.{theirs}.{{part}}", f"{to_layer}.{ours}.{{part}}", LAYER_NORM)
+                for theirs, ours in norms.items()
+            ),
+            Row(f"{layer}.fc1.{{part}}", f"{to_layer}.fc1.{{part}}"),
+            Row(f"{layer}.fc2.{{part}}", f"{to_layer}.fc2.{{part}}"),
+            Row("decoder.output_projection.weight", "lm_head.weight"),
         ]
     )

@@ -149,19 +149,18 @@ def _positions(evidence: Evidence, source: Source, tokens: bool) -> dict:
             "position_embedding_type": "learned",
             "max_position_embeddings": evidence.prefer("max_positions", rows - offset),
         }
-    _check_sinusoids(evidence)
+    check_sinusoids(evidence, f"{_BODY}.projected_positions")
     return {"position_embedding_type": "sinusoidal", "max_position_embeddings": evidence.arg("max_positions")}
 
 
-def _check_sinusoids(evidence: Evidence) -> None:
-    """The saved sinusoids of P must be what the model computes."""
-    key = f"{_BODY}.projected_positions"
+def check_sinusoids(evidence: Evidence, key: str) -> None:
+    """The saved sinusoids of P, tensor `key`, must be what the model computes."""
     if key not in evidence.tensors:
         return
     length, width = evidence.shape(key, "projection length", "width")
     saved = evidence.tensors[key]
     tolerance = 1e-4 if saved.dtype in (torch.float32, torch.float64) else 1e-2
-    if not torch.allclose(saved.float(), sinusoids(length, width, saved.device), rtol=0, atol=tolerance):
+    if not torch.allclose(saved.float(), sinusoids(torch.arange(length), width), rtol=0, atol=tolerance):
         raise ConversionError(f"tensor {key!r} is not the sinusoids of the original; the model cannot reproduce it")
 
 

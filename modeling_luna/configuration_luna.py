@@ -1,20 +1,36 @@
 # Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
 """Configuration of the Luna models."""
 
+import copy
+
 from huggingface_hub.dataclasses import strict
 from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
+
+from luna_mega.modeling_luna.presets_luna import LunaPresets
 
 _CHOICES = {
     "input_type": ("tokens", "values"),
     "position_embedding_type": ("learned", "sinusoidal", "none"),
     "pooling": ("cls", "mean", "packed_max", "packed_mean", "packed_attention"),
     "pair_features": ("concat", "interaction"),
+    "causal_activation": ("softplus", "elu"),
+}
+# Fields of the decoder of an encoder-decoder -> the encoder's, which it has where its own is None.
+DECODER_FIELDS = {
+    "num_decoder_layers": "num_hidden_layers",
+    "decoder_intermediate_size": "intermediate_size",
+    "num_decoder_attention_heads": "num_attention_heads",
+    "num_decoder_pack_attention_heads": "num_pack_attention_heads",
+    "decoder_position_embedding_type": "position_embedding_type",
+    "decoder_pre_norm": "pre_norm",
+    "max_target_positions": "max_position_embeddings",
+    "decoder_vocab_size": "vocab_size",
 }
 
 
 @strict
-class LunaConfig(PreTrainedConfig):
+class LunaConfig(LunaPresets, PreTrainedConfig):
     """Configuration of a Luna model (Linear Unified Nested Attention, Ma et al. 2021).
 
     The defaults are those of `luna_base_tied_512`, RoBERTa-size with 132 M parameters.
@@ -28,9 +44,11 @@ class LunaConfig(PreTrainedConfig):
         intermediate_size: width of the feed-forward layers.
         projection_length: rows l of the packed sequence P.
         dynamic_projection_length: a sequence of n tokens uses min(n, `projection_length`) rows of P, as the original
-            does by default; False = always all rows (`--fix-projection-length`).
+            does by default; False = always all rows (`--fix-projection-length`). None = True, but for a decoder without
+            an encoder, whose n is not known.
         contextual_projection: P is updated from layer to layer (paper section 3.1); False = every layer has a learned P
-            of its own (the ablation of Table 5).
+            of its own (the ablation of Table 5, and section 3.3 for a decoder without an encoder). None = True, but
+            for such a decoder.
         tie_key_value: one projection serves as key and value (section 4.2).
         hidden_act: activation of the feed-forward layers.
         dropout: probability on embeddings and on the outputs of attention and feed-forward layers.
@@ -63,6 +81,21 @@ class LunaConfig(PreTrainedConfig):
         tie_word_embeddings: the masked-LM output weight is the embedding.
         sparse_prediction: under labels the masked-LM head projects the predicted positions alone, so that its cost and
             memory are those of M positions in place of B T; `logits` then are `[M, vocab_size]`.
+        is_decoder: Luna's causal attention (section 3.3), for `LunaForCausalLM`.
+        is_encoder_decoder: an encoder and a decoder, for `LunaForConditionalGeneration`. The fields above describe
+            the encoder, and the decoder where there is no field of its own below.
+        add_cross_attention: the decoder attends to an encoder; set by `decoder_config`.
+        causal_activation: weights of the causal pack: `"softplus"`, to base 2, or `"elu"`, elu + 1.
+        word_dropout: probability of leaving out the embedding of a whole token in training.
+        num_decoder_layers, decoder_intermediate_size, num_decoder_attention_heads, num_decoder_pack_attention_heads,
+            decoder_position_embedding_type, decoder_pre_norm: of the decoder; None = as the encoder, pack heads as
+            `num_decoder_attention_heads` where that is given.
+        max_target_positions: longest target with learned positions; None = `max_position_embeddings`.
+        decoder_vocab_size: number of target tokens; None = `vocab_size`.
+        share_encoder_decoder_embeddings: one embedding for both languages; None = where `tie_word_embeddings` and
+            equal vocabularies allow it.
+        decoder_start_token_id: what decoding starts from; fairseq starts from `</s>`.
+        use_cache: a decoder returns `past_key_values` in evaluation.
 
     Raises:
         ValueError: the fields do not fit together; the message has the numbers.
@@ -82,8 +115,8 @@ class LunaConfig(PreTrainedConfig):
     num_pack_attention_heads: int | None = None
     intermediate_size: int = 3072
     projection_length: int = 128
-    dynamic_projection_length: bool = True
-    contextual_projection: bool = True
+    dynamic_projection_length: bool | None = None
+    contextual_projection: bool | None = None
     tie_key_value: bool = True
     hidden_act: str = "gelu"
     dropout: float | int = 0.1
@@ -99,6 +132,7 @@ class LunaConfig(PreTrainedConfig):
     share_layers: bool = False
     layer_norm_eps: float = 1e-5
     initializer_range: float = 0.02
+    aligned_init: bool = False
     pooling: str = "cls"
     pool_padding: bool = False
     drop_first_token: bool = False
@@ -113,6 +147,22 @@ class LunaConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = 2
     tie_word_embeddings: bool = True
     sparse_prediction: bool = False
+    is_decoder: bool = False
+    is_encoder_decoder: bool = False
+    add_cross_attention: bool = False
+    causal_activation: str = "softplus"
+    word_dropout: float | int = 0.0
+    num_decoder_layers: int | None = None
+    decoder_intermediate_size: int | None = None
+    num_decoder_attention_heads: int | None = None
+    num_decoder_pack_attention_heads: int | None = None
+    decoder_position_embedding_type: str | None = None
+    decoder_pre_norm: bool | None = None
+    max_target_positions: int | None = None
+    decoder_vocab_size: int | None = None
+    share_encoder_decoder_embeddings: bool | None = None
+    decoder_start_token_id: int | None = 2
+    use_cache: bool = True
 
     def __post_init__(self, **kwargs):
         if self.num_pack_attention_heads is None:
@@ -121,7 +171,54 @@ class LunaConfig(PreTrainedConfig):
             self.classifier_hidden_size = self.hidden_size
         if self.scale_embedding is None:
             self.scale_embedding = self.position_embedding_type == "sinusoidal"
+        for field in ("dynamic_projection_length", "contextual_projection"):
+            if getattr(self, field) is None:
+                setattr(self, field, not self.learns_causal_projection)
         super().__post_init__(**kwargs)
+
+    @property
+    def learns_causal_projection(self) -> bool:
+        """A decoder without an encoder: P is a parameter of every layer (section 3.3)."""
+        return self.is_decoder and not self.add_cross_attention
+
+    @property
+    def shares_embeddings(self) -> bool:
+        """Whether source and target have one embedding."""
+        if self.share_encoder_decoder_embeddings is not None:
+            return self.share_encoder_decoder_embeddings
+        return self.tie_word_embeddings and self.decoder_vocab_size in (None, self.vocab_size)
+
+    @property
+    def encoder_config(self) -> "LunaConfig":
+        """The configuration of the encoder of an encoder-decoder."""
+        config = copy.deepcopy(self)
+        config.is_encoder_decoder = False
+        return config
+
+    @property
+    def decoder_config(self) -> "LunaConfig":
+        """The configuration of the decoder of an encoder-decoder."""
+        config = self.encoder_config
+        config.is_decoder = config.add_cross_attention = True
+        if self.num_decoder_attention_heads is not None:
+            config.num_pack_attention_heads = self.num_decoder_attention_heads
+        for own, field in DECODER_FIELDS.items():
+            if getattr(self, own) is not None:
+                setattr(config, field, getattr(self, own))
+        return config
+
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> "LunaConfig":
+        """As the base class: of an encoder-decoder that of one side, where only this is asked for.
+
+        Asked for neither, `vocab_size` is the target's: `generate` and `compute_transition_scores` count by it.
+        """
+        if self.is_encoder_decoder and decoder != encoder:
+            return self.decoder_config if decoder else self.encoder_config
+        if not self.is_encoder_decoder or self.decoder_vocab_size in (None, self.vocab_size):
+            return self
+        config = copy.deepcopy(self)
+        config.vocab_size = self.decoder_vocab_size
+        return config
 
     @property
     def position_offset(self) -> int:
@@ -130,6 +227,40 @@ class LunaConfig(PreTrainedConfig):
 
     def validate_architecture(self):
         """Part of the `@strict` contract: runs after `__init__` and before saving."""
+        self._validate_fields()
+        if self.is_encoder_decoder:
+            if self.is_decoder or self.add_cross_attention:
+                raise ValueError("is_encoder_decoder=True has a decoder: leave is_decoder and add_cross_attention out")
+            self.decoder_config._validate_fields()
+            self._validate_embeddings()
+        if self.add_cross_attention and not self.is_decoder:
+            raise ValueError("add_cross_attention=True needs is_decoder=True")
+        if (self.is_decoder or self.is_encoder_decoder) and self.input_type != "tokens":
+            raise ValueError(f"a decoder needs input_type='tokens', got {self.input_type!r}")
+        if self.learns_causal_projection:
+            for field in ("dynamic_projection_length", "contextual_projection"):
+                if getattr(self, field):
+                    raise ValueError(
+                        f"{field}=True needs an encoder: P of a decoder alone is a parameter of every layer, as what "
+                        f"it packs is yet to come; leave {field} out"
+                    )
+
+    def _validate_embeddings(self):
+        vocabulary = self.decoder_config.vocab_size
+        if self.shares_embeddings and not (self.tie_word_embeddings and vocabulary == self.vocab_size):
+            raise ValueError(
+                "share_encoder_decoder_embeddings=True needs tie_word_embeddings=True and equal vocabularies, got "
+                f"tie_word_embeddings={self.tie_word_embeddings}, vocab_size={self.vocab_size} and "
+                f"decoder_vocab_size={vocabulary}"
+            )
+        start = self.decoder_start_token_id
+        if start is None or start == self.pad_token_id or not 0 <= start < vocabulary:
+            raise ValueError(
+                f"decoder_start_token_id must be one of the {vocabulary} target tokens and not the padding "
+                f"{self.pad_token_id}, which attention leaves out, got {start}"
+            )
+
+    def _validate_fields(self):
         for field, choices in _CHOICES.items():
             if getattr(self, field) not in choices:
                 raise ValueError(f"{field} must be one of {', '.join(choices)}, got {getattr(self, field)!r}")
@@ -144,7 +275,14 @@ class LunaConfig(PreTrainedConfig):
                 raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
         if self.classifier_num_layers < 0:
             raise ValueError(f"classifier_num_layers must be at least 0, got {self.classifier_num_layers}")
-        for field in ("dropout", "attention_dropout", "activation_dropout", "layerdrop", "classifier_dropout"):
+        for field in (
+            "dropout",
+            "attention_dropout",
+            "activation_dropout",
+            "layerdrop",
+            "classifier_dropout",
+            "word_dropout",
+        ):
             if not 0.0 <= getattr(self, field) < 1.0:
                 raise ValueError(f"{field} must be in [0, 1), got {getattr(self, field)}")
         for field in ("num_attention_heads", "num_pack_attention_heads"):
@@ -161,84 +299,6 @@ class LunaConfig(PreTrainedConfig):
             )
         if self.pool_padding and self.pooling not in ("mean", "packed_mean"):
             raise ValueError(f"pool_padding applies to pooling 'mean' and 'packed_mean', not to {self.pooling!r}")
-
-    @classmethod
-    def base_512(cls, tied: bool = True, **overrides) -> "LunaConfig":
-        """`luna_base_tied_512` (132 M parameters) or, with `tied=False`, `luna_base_untied_512` (146 M)."""
-        return cls(**{"tie_key_value": tied} | overrides)
-
-    @classmethod
-    def base_2048(cls, tied: bool = True, **overrides) -> "LunaConfig":
-        """`luna_base_2048`: l = 256, 2048 positions, 133 M parameters."""
-        return cls.base_512(tied, **{"max_position_embeddings": 2048, "projection_length": 256} | overrides)
-
-    @classmethod
-    def large_512(cls, tied: bool = True, **overrides) -> "LunaConfig":
-        """`luna_large_512`: 24 layers, d = 1024, 381 M parameters."""
-        large = {
-            "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096,
-        }  # fmt: skip
-        return cls.base_512(tied, **large | overrides)
-
-    @classmethod
-    def large_2048(cls, tied: bool = True, **overrides) -> "LunaConfig":
-        """`luna_large_2048`: l = 256. The original has 512 positions in spite of its name, and so has this."""
-        return cls.large_512(tied, **{"projection_length": 256} | overrides)
-
-    @classmethod
-    def _lra(cls, vocab_size, projection_length, width, overrides, **fields):
-        """Long Range Arena as the 2021 code builds it (paper Table 1): untied, classifier [Linear + ReLU] + Linear."""
-        fields |= {
-            "vocab_size": vocab_size, "projection_length": projection_length, "hidden_size": width,
-            "tie_key_value": False, "classifier_activation": "relu", "classifier_bias": False,
-        }  # fmt: skip
-        return cls(**fields | overrides)
-
-    @classmethod
-    def lra_listops(cls, vocab_size: int, projection_length: int = 16, **overrides) -> "LunaConfig":
-        """`luna_lra_listop`: six applications of one shared layer (the README passes `--encoder-layers 1`)."""
-        return cls._lra(
-            vocab_size, projection_length, 512, overrides, num_hidden_layers=6, share_layers=True,
-            num_attention_heads=8, intermediate_size=2048, max_position_embeddings=2001, classifier_hidden_size=2048,
-            num_labels=10,
-        )  # fmt: skip
-
-    @classmethod
-    def lra_text(cls, vocab_size: int, projection_length: int = 16, **overrides) -> "LunaConfig":
-        """`luna_lra_imdb`, byte-level text classification."""
-        return cls._lra(
-            vocab_size, projection_length, 256, overrides, num_hidden_layers=4, num_attention_heads=4,
-            intermediate_size=1024, max_position_embeddings=4002, classifier_hidden_size=1024,
-        )  # fmt: skip
-
-    @classmethod
-    def lra_retrieval(cls, vocab_size: int, projection_length: int = 16, **overrides) -> "LunaConfig":
-        """`luna_lra_aan`, for `LunaForSequencePairClassification`."""
-        return cls._lra(
-            vocab_size, projection_length, 128, overrides, num_hidden_layers=4, num_attention_heads=4,
-            intermediate_size=512, max_position_embeddings=4002, classifier_hidden_size=512,
-        )  # fmt: skip
-
-    @classmethod
-    def lra_image(cls, vocab_size: int, projection_length: int = 16, **overrides) -> "LunaConfig":
-        """`luna_lra_cifar10`: grey pixels as tokens."""
-        return cls._lra(
-            vocab_size, projection_length, 64, overrides, num_hidden_layers=1, num_attention_heads=8,
-            intermediate_size=128, max_position_embeddings=1024, classifier_hidden_size=128, num_labels=10,
-        )  # fmt: skip
-
-    @classmethod
-    def lra_pathfinder(cls, vocab_size: int, projection_length: int = 16, **overrides) -> "LunaConfig":
-        """`luna_lra_pf32`: 32 x 32 pixels as tokens, mean pooling."""
-        return cls._lra(
-            vocab_size, projection_length, 128, overrides, num_hidden_layers=1, num_attention_heads=4,
-            intermediate_size=128, max_position_embeddings=1026, classifier_hidden_size=256, pooling="mean",
-        )  # fmt: skip
-
-    @classmethod
-    def lra_pathfinder128(cls, vocab_size: int, projection_length: int = 16, **overrides) -> "LunaConfig":
-        """`luna_lra_pf128`: as `lra_pathfinder` for 128 x 128 pixels."""
-        return cls.lra_pathfinder(vocab_size, projection_length, **{"max_position_embeddings": 16386} | overrides)
 
 
 __all__ = ["LunaConfig"]

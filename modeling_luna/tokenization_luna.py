@@ -1,5 +1,5 @@
 # Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
-"""Tokenizer for a dictionary that lacks some of GPT-2's pieces; one that has them all needs only `RobertaTokenizer`."""
+"""Tokenizer for a dictionary that lacks some of the pieces that its byte-pair encoding makes."""
 
 from collections.abc import Iterable
 from functools import cached_property
@@ -9,7 +9,8 @@ from transformers import AddedToken, TokenizersBackend
 
 
 class LunaTokenizer(TokenizersBackend):
-    """GPT-2 byte-pair encoding and then a dictionary, as fairseq encodes text: a piece that is not in it is `<unk>`.
+    """Byte-pair encoding (GPT-2's, subword-nmt's) and then a dictionary, as fairseq encodes text: a piece that is not in
+    it is `<unk>`.
 
     The BPE of the tokenizers library identifies a piece by its id, in the merges and in the result, so that a piece
     without an id of its own cannot take part in a merge. Here the backend has all pieces, the missing ones numbered
@@ -18,7 +19,8 @@ class LunaTokenizer(TokenizersBackend):
 
     Args:
         dictionary_size (`int`): ids of the model; those of the backend from there on are missing pieces.
-        add_prefix_space (`bool`, *optional*, defaults to `False`): the first word gets the space of any other word.
+        add_prefix_space (`bool`, *optional*, defaults to `False`): of GPT-2's pieces: the first word gets the space of
+            any other word.
     """
 
     model_input_names = ["input_ids", "attention_mask"]
@@ -33,7 +35,8 @@ class LunaTokenizer(TokenizersBackend):
         self._dictionary_size = dictionary_size
         super().__init__(dictionary_size=dictionary_size, **kwargs)
         for part in (self._tokenizer.pre_tokenizer, self._tokenizer.post_processor):
-            part.add_prefix_space = self.add_prefix_space
+            if hasattr(part, "add_prefix_space"):  # of GPT-2's pieces, not of subword-nmt's
+                part.add_prefix_space = self.add_prefix_space
 
     @classmethod
     def convert_to_native_format(cls, **kwargs: Any) -> dict[str, Any]:

@@ -5,14 +5,24 @@ What is switched off, and why:
 * `test_all_params_have_gradient`: the last norm of P has no gradient under a head that does not read P.
   `test_parameters_without_gradient` asserts that this is the only one.
 * tests of a vocabulary, for the model of real values.
+* attention maps of decoders (`has_attentions`): causal attention weighs sums over tokens, a decoder's cross-attention
+  the rows of P. `tests/modeling/test_luna_seq2seq.py` asks for what there is.
+
+Of the generation tests transformers itself skips, apart from those that need a GPU or a package, what a Luna decoder
+declares not to have: assisted decoding (`_is_stateful`), a static cache (`_can_compile_fullgraph`), 4D masks, other
+attention functions.
 """
 
 import unittest
 
+import torch
 from transformers.testing_utils import torch_device
 
 from luna_mega import (
+    LunaCache,
     LunaConfig,
+    LunaForCausalLM,
+    LunaForConditionalGeneration,
     LunaForMaskedLM,
     LunaForMultipleChoice,
     LunaForQuestionAnswering,
@@ -20,9 +30,12 @@ from luna_mega import (
     LunaForSequencePairClassification,
     LunaForTokenClassification,
     LunaModel,
+    LunaSeq2SeqCache,
 )
 
 from ..encoder_testing import EncoderTester, EncoderTests, PipelineTests, WithoutVocabulary
+from ..generation.test_utils import GenerationTesterMixin
+from ..test_modeling_common import ids_tensor, random_attention_mask
 
 
 class LunaModelTester(EncoderTester):
@@ -105,6 +118,93 @@ class LunaValuesModelTest(WithoutVocabulary, LunaModelTest):
         LunaForSequencePairClassification,
     )
     fields = {"input_type": "values", "pooling": "mean"}
+
+
+class LunaDecoderTests(GenerationTesterMixin, EncoderTests):
+    """What the decoders share."""
+
+    has_attentions = False
+    test_all_params_have_gradient = False
+
+    def _check_past_key_values_for_generate(self, batch_size, past_key_values, seq_length, config):
+        cache = past_key_values
+        if config.is_encoder_decoder:
+            self.assertIsInstance(past_key_values, LunaSeq2SeqCache)
+            cache, config = past_key_values.self_attention_cache, config.decoder_config
+        self.assertIsInstance(cache, LunaCache)
+        self.assertEqual(len(cache), config.num_hidden_layers)
+        self.assertEqual(cache.get_seq_length(), seq_length)
+        heads, width = config.num_attention_heads, config.hidden_size // config.num_attention_heads
+        for layer in cache.layers:
+            self.assertEqual(layer.tensors["key_mean"].shape[:3], (batch_size, heads, width))
+            self.assertEqual(layer.tensors["pack_query"].shape[::2], (batch_size, heads))
+
+    def _check_caches_are_equal(self, cache1, cache2):
+        if isinstance(cache1, LunaSeq2SeqCache):
+            self._check_caches_are_equal(cache1.self_attention_cache, cache2.self_attention_cache)
+            self._check_caches_are_equal(cache1.cross_attention_cache, cache2.cross_attention_cache)
+            return
+        for one, other in zip(cache1.layers, cache2.layers, strict=True):
+            self.assertEqual((one.seen, one.tensors.keys()), (other.seen, other.tensors.keys()))
+            for name, tensor in one.tensors.items():
+                torch.testing.assert_close(tensor, other.tensors[name])
+
+
+class LunaCausalModelTester(LunaModelTester):
+    num_hidden_states_types = 2
+    causal_lm_class = LunaForCausalLM
+    # test_training_overfit prompts with token 1, which must not be the padding.
+    small = LunaModelTester.small | {"is_decoder": True, "pad_token_id": 0, "bos_token_id": 1}
+
+
+class LunaCausalModelTest(LunaDecoderTests, unittest.TestCase):
+    """The decoder alone with the defaults, and what it generates."""
+
+    model_tester_class = LunaCausalModelTester
+    all_model_classes = (LunaForCausalLM,)
+
+
+class LunaCausalPreNormModelTest(LunaCausalModelTest):
+    """elu, untied keys and values, sinusoidal positions, pre-norm."""
+
+    fields = {
+        "causal_activation": "elu",
+        "tie_key_value": False,
+        "position_embedding_type": "sinusoidal",
+        "pre_norm": True,
+    }
+
+
+class LunaSeq2SeqModelTester(LunaModelTester):
+    causal_lm_class = LunaForConditionalGeneration
+    decoder_seq_length = LunaModelTester.seq_length
+    small = LunaModelTester.small | {"is_encoder_decoder": True, "pad_token_id": 0, "bos_token_id": 1}
+
+    def prepare_config_and_inputs_for_common(self):
+        config, inputs = super().prepare_config_and_inputs_for_common()
+        shape, first_word = [self.batch_size, self.decoder_seq_length], config.eos_token_id + 1
+        inputs["decoder_input_ids"] = ids_tensor(shape, config.vocab_size - first_word) + first_word
+        inputs["decoder_attention_mask"] = random_attention_mask(shape)
+        return config, inputs
+
+
+class LunaSeq2SeqModelTest(LunaDecoderTests, unittest.TestCase):
+    """Encoder-decoder with the defaults: one embedding, learned positions, post-norm."""
+
+    model_tester_class = LunaSeq2SeqModelTester
+    all_model_classes = (LunaForConditionalGeneration,)
+
+
+class LunaSeq2SeqPreNormModelTest(LunaSeq2SeqModelTest):
+    """Untied, sinusoidal positions, pre-norm, two embeddings."""
+
+    fields = {
+        "tie_key_value": False,
+        "position_embedding_type": "sinusoidal",
+        "pre_norm": True,
+        "embedding_norm": False,
+        "share_encoder_decoder_embeddings": False,
+    }
 
 
 class LunaPipelineTest(PipelineTests, unittest.TestCase):

@@ -1,0 +1,101 @@
+"""P as a memory that runs through the segments of a document."""
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from luna_mega import LunaModel, read_segments
+from tests.modeling.luna import VARIANTS, make, tiny_config
+from tests.modeling.luna_decoders import padded
+
+FIXED = {"dynamic_projection_length": False}
+
+
+def last(model, *args, **options):
+    """P behind the last segment."""
+    *_, output = read_segments(model, *args, **options)
+    return output.packed_last_hidden_state
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "P not contextual"])
+def test_a_document_does_not_depend_on_its_batch(variant):
+    """Not on longer batch mates, nor on the padding behind it."""
+    model = make("Model", **VARIANTS[variant] | FIXED).double()
+    lengths = [23, 9, 16]
+    ids, mask = padded(lengths, 23, "right")
+    together = list(read_segments(model, ids, mask, segment_length=8))
+    assert [output.last_hidden_state.shape[1] for output in together] == [8, 8, 7]
+    for row, length in enumerate(lengths):
+        alone = list(read_segments(model, ids[row : row + 1, :length], segment_length=8))
+        memory = together[-1].packed_last_hidden_state[row]
+        torch.testing.assert_close(memory, alone[-1].packed_last_hidden_state[0])
+        for whole, part in zip(together, alone, strict=False):
+            kept = part.last_hidden_state.shape[1]
+            torch.testing.assert_close(whole.last_hidden_state[row, :kept], part.last_hidden_state[0])
+
+
+@torch.no_grad()
+def test_in_two_calls():
+    model = make("Model", **FIXED)
+    ids, _ = padded([24, 24], 24, "right")
+    memory = last(model, ids[:, :16], segment_length=8)
+    assert torch.equal(
+        last(model, ids[:, 16:], segment_length=8, packed_states=memory), last(model, ids, segment_length=8)
+    )
+
+
+@pytest.mark.parametrize(("segments", "reached"), [(None, [0, 1, 2, 3]), (1, [3]), (2, [2, 3]), (3, [3])])
+def test_gradient_reaches_the_chosen_segments(segments, reached):
+    model = make("Model", **FIXED)
+    ids = torch.arange(4, 20).view(1, 16)  # every token once, so that its gradient says where it came from
+    last(model, ids, segment_length=4, gradient_segments=segments).square().sum().backward()
+    moved = model.get_input_embeddings().weight.grad[4:20].abs().sum(dim=1).view(4, 4) > 0
+    assert moved.all(dim=1).nonzero().flatten().tolist() == reached
+    assert moved.any(dim=1).nonzero().flatten().tolist() == reached
+
+
+def test_a_late_segment_uses_what_an_early_one_said():
+    """Only the first of three segments has the class, and only what comes out of the last is trained to tell it."""
+    torch.manual_seed(0)
+    model = LunaModel(
+        tiny_config(num_hidden_layers=1, projection_length=4, dropout=0.0, attention_dropout=0.0, **FIXED)
+    )
+    classifier = torch.nn.Linear(24, 2)
+    optimizer = torch.optim.Adam([*model.parameters(), *classifier.parameters()], lr=3e-3)
+
+    def batch():
+        ids, labels = torch.randint(6, 40, (32, 12)), torch.randint(2, (32,))
+        ids[:, 1] = 4 + labels
+        return ids, labels
+
+    def score(ids):
+        *_, output = read_segments(model, ids, segment_length=4)
+        return classifier(output.packed_last_hidden_state.mean(dim=1))
+
+    for _ in range(120):
+        ids, labels = batch()
+        cross_entropy(score(ids), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ids, labels = batch()
+    with torch.no_grad():
+        assert (score(ids).argmax(1) == labels).float().mean() > 0.95
+        # The last segment alone does not know.
+        forgotten = classifier(model(ids[:, 8:]).packed_last_hidden_state.mean(dim=1))
+        assert 0.2 < (forgotten.argmax(1) == labels).float().mean() < 0.8
+
+
+def test_errors():
+    ids = torch.randint(4, 40, (2, 9))
+    with pytest.raises(ValueError, match="dynamic_projection_length=False"):
+        last(make("Model"), ids, segment_length=4)
+    model = make("Model", **FIXED)
+    with pytest.raises(ValueError, match="segment_length must be at least 1, got 0"):
+        last(model, ids, segment_length=0)
+    with pytest.raises(ValueError, match="gradient_segments must be at least 1, got -1"):
+        last(model, ids, segment_length=4, gradient_segments=-1)
+    with pytest.raises(ValueError, match="padding_side='right'"):
+        last(model, *padded([9, 5], 9, "left"), segment_length=4)
+    with pytest.raises(ValueError, match=r"packed_states must have the shape \[2, rows, 24\]"):
+        last(model, ids, segment_length=4, packed_states=torch.zeros(1, 6, 24))
