@@ -2,7 +2,8 @@
 
     python examples/generate_lm.py --model_name_or_path OUT --prompt "ROMEO:" --max_new_tokens 20000 --output_dir TEXT
 
-Says how fast, and with how much memory: a Mega with attention in chunks needs the same for every token.
+Says how fast, and with how much memory: a Luna, and a Mega with attention in chunks, needs
+the same for every token.
 """
 
 import time
@@ -62,7 +63,8 @@ class MeasuredStreamer(TextStreamer):
 
 
 def cache_bytes(cache) -> int:
-    tensors = (value for layer in cache.layers for value in vars(layer).values() if isinstance(value, torch.Tensor))
+    held = (getattr(layer, "tensors", vars(layer)) for layer in cache.layers)  # Luna's are in a dictionary
+    tensors = (value for fields in held for value in fields.values() if isinstance(value, torch.Tensor))
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 

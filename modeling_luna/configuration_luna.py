@@ -132,7 +132,6 @@ class LunaConfig(LunaPresets, PreTrainedConfig):
     share_layers: bool = False
     layer_norm_eps: float = 1e-5
     initializer_range: float = 0.02
-    aligned_init: bool = False
     pooling: str = "cls"
     pool_padding: bool = False
     drop_first_token: bool = False

@@ -32,9 +32,8 @@ class LunaSeq2SeqModelOutput(Seq2SeqModelOutput):
         packed_mask: `[B, L]`, 1 = a row of both that is in use; None = all are, or nothing was encoded.
         encoder_packed_hidden_states, packed_hidden_states: with `output_hidden_states=True`, P as it is given to the
             first layer and leaves each layer of encoder and decoder.
-        cross_attentions: with `output_attentions=True`, weights over the rows of P, not over source positions:
-            `[B, heads, T, L]`; `encoder_attentions` likewise. `decoder_attentions` is None: causal attention weighs
-            sums over tokens.
+        cross_attentions, decoder_attentions, encoder_attentions: with `output_attentions=True`, weights over the rows
+            of P, not over positions: `[B, heads, T, L]`, of the encoder `[B, heads, S, L]`.
         cross_packed_attentions: with `output_packed_attentions=True`, the weights of the source in these rows,
             `[B, pack heads, L, S]`; None with a filled cache.
     """
@@ -171,6 +170,7 @@ class LunaForCausalLM(LunaGenerationMixin, LunaPreTrainedModel):
             logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
             packed_hidden_states=outputs.packed_hidden_states,
         )
 
@@ -277,6 +277,7 @@ class LunaSeq2SeqModel(LunaPreTrainedModel):
             last_hidden_state=outputs.last_hidden_state,
             past_key_values=outputs.past_key_values,
             decoder_hidden_states=outputs.hidden_states,
+            decoder_attentions=outputs.attentions,
             cross_attentions=outputs.cross_attentions,
             encoder_last_hidden_state=context,
             encoder_hidden_states=encoder_outputs.hidden_states,
@@ -386,6 +387,7 @@ class LunaForConditionalGeneration(LunaGenerationMixin, LunaPreTrainedModel):
             logits=logits,
             past_key_values=outputs.past_key_values,
             decoder_hidden_states=outputs.decoder_hidden_states,
+            decoder_attentions=outputs.decoder_attentions,
             cross_attentions=outputs.cross_attentions,
             encoder_last_hidden_state=outputs.encoder_last_hidden_state,
             encoder_hidden_states=outputs.encoder_hidden_states,

@@ -25,6 +25,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from luna_mega.kernels.api import LunaCausalState, luna_causal_attention, luna_pack, luna_unpack
 from luna_mega.kernels.luna_attention.reference import attend as attend_with_weights
+from luna_mega.kernels.luna_causal_attention.reference import attend_with_weights as attend_causally_with_weights
 from luna_mega.kernels.masks import drop_if_full
 from luna_mega.modeling_luna.cache_luna import LunaCache, LunaCacheLayer, LunaSeq2SeqCache
 from luna_mega.modeling_luna.configuration_luna import LunaConfig
@@ -193,14 +194,6 @@ class LunaAttention(nn.Module):
             self.key, self.value = nn.Linear(width, width), nn.Linear(width, width)
         self.output = nn.Linear(width, width)
 
-    @torch.no_grad()
-    def align(self):
-        """Start from attention by similarity: a row of P packs the tokens, and a token unpacks the rows, that are like
-        it. Under random projections all rows begin as the same mean, and it takes long until they part."""
-        key, value = (self.pack_key_value,) * 2 if self.tied else (self.pack_key, self.pack_value)
-        init.copy_(self.pack_query.weight, key.weight)
-        init.copy_(self.query.weight, (self.key_value if self.tied else self.key).weight @ value.weight)
-
     def context_key_value(self, context: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`[B, M, d]` -> pack key and value, `[B, M, pack heads, K]`."""
         if self.tied:
@@ -289,10 +282,11 @@ class LunaCausalAttention(nn.Module):
         packed: torch.Tensor | None,
         mask: torch.Tensor | None = None,
         packed_mask: torch.Tensor | None = None,
+        output_weights: bool = False,
         past: LunaCacheLayer | None = None,
-    ) -> torch.Tensor:
-        """Tokens `[B, T, d]` and P `[B, L, d]` (None with a filled `past`) -> `[B, T, d]`. Masks `[B, T]` and `[B, L]`
-        are bool, True = keep."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Tokens `[B, T, d]` and P `[B, L, d]` (None with a filled `past`) -> `[B, T, d]`, and with
+        `output_weights` the unpack weights `[B, heads, T, L]`. Masks `[B, T]` and `[B, L]` are bool, True = keep."""
         state = None
         if past is not None and past.is_initialized:
             pack_query = past.tensors["pack_query"]
@@ -303,23 +297,19 @@ class LunaCausalAttention(nn.Module):
             key = value = _split(self.key_value(hidden_states), self.num_heads)
         else:
             key, value = (_split(linear(hidden_states), self.num_heads) for linear in (self.key, self.value))
-        output = luna_causal_attention(
-            _split(self.query(hidden_states), self.num_heads),
-            pack_query,
-            _split(self.pack_key(hidden_states), self.num_heads),
-            key,
-            value,
-            mask=mask,
-            pack_mask=packed_mask,
-            activation=self.activation,
-            state=state,
-            return_state=past is not None,
-            dropout=self.dropout if self.training else 0.0,
-        )
+        query, pack_key = (_split(linear(hidden_states), self.num_heads) for linear in (self.query, self.pack_key))
+        inputs = (query, pack_query, pack_key, key, value)
+        dropout, weights = self.dropout if self.training else 0.0, None
+        if output_weights:
+            output, weights, state = attend_causally_with_weights(
+                *inputs, mask, packed_mask, self.activation, state, dropout
+            )
+        else:
+            options = {"mask": mask, "pack_mask": packed_mask, "activation": self.activation, "state": state}
+            output, state = luna_causal_attention(*inputs, **options, return_state=True, dropout=dropout)
         if past is not None:
-            output, state = output
             past.store(hidden_states.shape[1], pack_query=pack_query, pack_mask=packed_mask, **state._asdict())
-        return self.output(output.flatten(2))
+        return self.output(output.flatten(2)), weights
 
 
 class LunaLayer(GradientCheckpointingLayer):
@@ -447,8 +437,8 @@ class LunaDecoderLayer(LunaLayer):
         """Tokens `[B, T, d]` and P `[B, L, d]` -> the same of the next layer. P does not depend on the tokens, so that
         filled caches take its place, and that of the encoder's output `context` `[B, M, d]`."""
         norm = self.attention_layer_norm
-        output = self.attention(
-            norm(hidden_states) if self.pre_norm else hidden_states, packed, mask, packed_mask, past
+        output, _ = self.attention(
+            norm(hidden_states) if self.pre_norm else hidden_states, packed, mask, packed_mask, output_weights, past
         )
         hidden_states = self.add(hidden_states, output, norm)
         if self.cross_attention is not None:
@@ -526,7 +516,10 @@ class LunaPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["LunaLayer", "LunaDecoderLayer", "LunaEmbeddings"]
     _can_record_outputs = {
         "hidden_states": LunaLayer,
-        "attentions": OutputRecorder(LunaAttention, index=2, layer_name="attention"),
+        "attentions": [
+            OutputRecorder(LunaAttention, index=2, layer_name="attention"),
+            OutputRecorder(LunaCausalAttention, index=1),
+        ],
         "cross_attentions": OutputRecorder(LunaAttention, index=2, layer_name="cross_attention"),
         "packed_attentions": OutputRecorder(LunaAttention, index=3),
     }
@@ -566,13 +559,6 @@ class LunaPreTrainedModel(PreTrainedModel):
         elif isinstance(module, LunaValueEmbeddings):
             init.normal_(module.weight, std=self.config.initializer_range)
             init.zeros_(module.bias)
-
-    def initialize_weights(self):
-        super().initialize_weights()
-        if self.config.aligned_init:
-            for module in self.modules():  # `_init_weights` sees no module without weights of its own
-                if isinstance(module, LunaAttention):
-                    module.align()
 
 
 _FORWARD_KWARGS = {"num_items_in_batch", "output_hidden_states", "output_attentions", "output_packed_attentions"}
@@ -810,10 +796,6 @@ class LunaModel(LunaPreTrainedModel):
 
     def _output_weights(self, options):
         """Whether attention runs step by step, which has weights to return."""
-        if options.get("output_attentions", self.config.output_attentions) and self.config.learns_causal_projection:
-            raise ValueError(
-                "output_attentions=True: causal attention weighs sums over tokens, not tokens; leave it out"
-            )
         return self.config._attn_implementation == "eager" or any(
             options.get(name, getattr(self.config, name, False))
             for name in ("output_attentions", "output_packed_attentions")

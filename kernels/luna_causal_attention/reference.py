@@ -58,7 +58,7 @@ def pack_weights(
     return weights
 
 
-def attend(
+def attend_with_weights(
     query: torch.Tensor,
     pack_query: torch.Tensor,
     pack_key: torch.Tensor,
@@ -69,10 +69,11 @@ def attend(
     activation: str,
     state: LunaCausalState | None,
     dropout: float = 0.0,
-) -> tuple[torch.Tensor, LunaCausalState]:
+) -> tuple[torch.Tensor, torch.Tensor, LunaCausalState]:
     """y_t = w_t (1/t) sum_{j<=t} a_j^T v_j with w_t = softmax(q_t / sqrt(K) (1/t) sum_{j<=t} k_j^T a_j).
 
-    Returns y `[B, T, H, V]` and the state behind the last token. Computed in float32, or float64 for float64 inputs.
+    Returns y `[B, T, H, V]`, w `[B, H, T, L]` and the state behind the last token. Computed in float32, or float64 for
+    float64 inputs.
     """
     dtype, wide = query.dtype, torch.promote_types(query.dtype, torch.float32)
     query, pack_query, pack_key, key, value = (x.to(wide) for x in (query, pack_query, pack_key, key, value))
@@ -97,7 +98,13 @@ def attend(
     masked = None if pack_mask is None else ~pack_mask[:, None, None]
     weights = torch.dropout(unpack_weights(scores, masked), dropout, train=True)
     output = torch.einsum("bhtl,bhtlv->bthv", weights, value_mean)
-    return output.to(dtype), LunaCausalState(key_mean[:, :, -1], value_mean[:, :, -1], count[:, -1])
+    return output.to(dtype), weights, LunaCausalState(key_mean[:, :, -1], value_mean[:, :, -1], count[:, -1])
+
+
+def attend(*args) -> tuple[torch.Tensor, LunaCausalState]:
+    """`attend_with_weights` without the weights."""
+    output, _, state = attend_with_weights(*args)
+    return output, state
 
 
 def step(

@@ -11,6 +11,7 @@ import luna_mega
 from luna_mega import LunaTokenizer, MegaConfig, cli
 from luna_mega.convert import hub_bundle
 from tests.hub import client as on_client
+from tests.modeling import luna_decoders
 from tests.modeling.luna import VALUES, head_inputs, make
 
 AUTO_CLASSES = {
@@ -22,6 +23,7 @@ AUTO_CLASSES = {
     "AutoModelForTokenClassification": "ForTokenClassification",
     "AutoModelForQuestionAnswering": "ForQuestionAnswering",
 }
+DECODERS = {"AutoModelForCausalLM": {}, "AutoModelForSeq2SeqLM": {"is_encoder_decoder": True}}
 MASKED_LM = "AutoModelForMaskedLM"
 REMOTE = {"trust_remote_code": True}
 
@@ -83,6 +85,17 @@ def test_other_configurations(stranger, tmp_path, fields):
     assert bundle(tmp_path) == 0
     result = stranger(on_client.outputs, tmp_path, "AutoModelForSequenceClassification", lists(inputs), **REMOTE)
     assert on_remote_code(result)[1] == expected(model, inputs)
+
+
+@pytest.mark.parametrize("auto_class", DECODERS)
+def test_luna_decoders(stranger, tmp_path, auto_class):
+    model = luna_decoders.make(torch.float32, **DECODERS[auto_class])
+    ids, mask = luna_decoders.padded([7, 3], 7, "right")
+    inputs = luna_decoders.source(model, 2) | luna_decoders.target(model, ids, mask)
+    model.save_pretrained(tmp_path)
+    assert bundle(tmp_path) == 0
+    name, result = on_remote_code(stranger(on_client.outputs, tmp_path, auto_class, lists(inputs), **REMOTE))
+    assert name == type(model).__name__ and result == expected(model, inputs)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +207,7 @@ def test_output_gets_what_belongs_to_a_model(saved, tmp_path):
     names = {file.name for file in (tmp_path / "out").iterdir()}
     assert {name for name in names if not name.endswith(".py")} == kept
     auto_map = json.loads((tmp_path / "out" / "config.json").read_text())["auto_map"]
-    assert auto_map.keys() == {"AutoConfig", *AUTO_CLASSES}
+    assert auto_map.keys() == {"AutoConfig", *AUTO_CLASSES, *DECODERS}
     old, new = (json.loads((place / "config.json").read_text()) for place in (folder, tmp_path / "out"))
     assert new.pop("auto_map") and new == old
 

@@ -224,6 +224,27 @@ def test_logits_to_keep(model):
         model(**inputs, labels=ids, logits_to_keep=3)
 
 
+@torch.no_grad()
+def test_attentions():
+    """In one go and with a cache; a row of P that is not in use has no weight."""
+    model = make()
+    ids, mask = padded([7, 3], 7, "left")
+    prefix = {
+        "packed_states": torch.randn(2, 4, 24).double(),
+        "packed_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]),
+    }
+    whole = model(ids, mask, **prefix, output_attentions=True)
+    torch.testing.assert_close(whole.logits, model(ids, mask, **prefix).logits)
+    first = model(ids[:, :4], mask[:, :4], **prefix, output_attentions=True, use_cache=True)
+    second = model(ids[:, 4:], mask, past_key_values=first.past_key_values, output_attentions=True)
+    for weights, *parts in zip(whole.attentions, first.attentions, second.attentions, strict=True):
+        assert weights.shape == (2, 4, 7, 4) and (weights[1, :, :, 2:] == 0).all()
+        torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 7).double())
+        torch.testing.assert_close(
+            torch.cat(parts, dim=2)[mask[:, None].expand(2, 4, 7).bool()], weights[mask[:, None].expand(2, 4, 7).bool()]
+        )
+
+
 def test_shift_labels():
     model = make()
     ids, mask = padded([7, 3], 7, "left")
@@ -343,8 +364,6 @@ def test_errors_of_a_decoder_alone():
             model.generate(**padding, **mask)
     with pytest.raises(ValueError, match="must be a LunaCache, got a tuple"):
         model(ids, past_key_values=((),))
-    with pytest.raises(ValueError, match="output_attentions=True"):
-        model(ids, output_attentions=True)
     with pytest.raises(ValueError, match=r"packed_states must have the shape \[2, rows, 24\], got \[1, 3, 24\]"):
         model(ids, packed_states=torch.zeros(1, 3, 24).double())
     with pytest.raises(ValueError, match=r"packed_mask must have the shape \[2, 3\] .* got \[2, 4\]"):

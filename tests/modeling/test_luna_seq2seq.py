@@ -87,9 +87,9 @@ def test_recorded_states(pre_norm):
     assert [weights.shape for weights in output.encoder_attentions] == [(3, 4, 9, 6)] * 2
     assert [weights.shape for weights in output.cross_attentions] == [(3, 4, 5, 6)] * 3
     assert [weights.shape for weights in output.cross_packed_attentions] == [(3, 2, 6, 9)] * 3
-    for weights in (*output.cross_attentions, *output.cross_packed_attentions):
+    for weights in (*output.cross_attentions, *output.decoder_attentions, *output.cross_packed_attentions):
         torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights.sum(-1)))
-    assert output.decoder_attentions is None
+    assert [weights.shape for weights in output.decoder_attentions] == [(3, 4, 5, 6)] * 3
 
 
 @torch.no_grad()

@@ -1,0 +1,248 @@
+"""run_translation.py: tokenizers, data, training, averages of checkpoints, scores, translations."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+TINY = {
+    "luna": "hidden_size=32,num_hidden_layers=1,num_attention_heads=2,intermediate_size=64,projection_length=8,"
+    "dropout=0.0,attention_dropout=0.0,initializer_range=0.1",
+    "mega": "hidden_size=32,num_hidden_layers=1,intermediate_size=64,nffn_hidden_size=64,shared_representation_size=16,"
+    "ema_projection_size=4,normalization_type=layernorm,initializer_range=0.1,dropout_prob=0.0,hidden_dropout_prob=0.0,"
+    "attention_probs_dropout_prob=0.0,nffn_activation_dropout_prob=0.0",
+}
+WORDS = {"one": "eins", "two": "zwei", "three": "drei", "four": "vier"}
+
+
+def make_pairs(count):
+    """Numbers in two languages, word by word."""
+    chosen = [random.choices(list(WORDS), k=random.randint(1, 4)) for _ in range(count)]
+    return [{"en": " ".join(words) + ".", "de": " ".join(map(WORDS.get, words)) + "."} for words in chosen]
+
+
+@pytest.fixture
+def corpus(tmp_path) -> Path:
+    """A split per file, with `translation` as the Hub's data sets have it; the test split has plain columns."""
+    folder = tmp_path / "numbers"
+    folder.mkdir()
+    splits = {"train": make_pairs(400), "validation": make_pairs(20)}
+    for name, pairs in splits.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"translation": pair}) + "\n" for pair in pairs))
+    other = tmp_path / "more"
+    other.mkdir()
+    (other / "test.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in make_pairs(20)))
+    return folder
+
+
+@pytest.fixture
+def run(script, corpus, tmp_path):
+    """Runs on the CPU with a tiny model; returns the summary."""
+    main = script("run_translation").main
+    quiet = [
+        "--use_cpu",
+        "--disable_tqdm",
+        "true",
+        "--dataset_path",
+        str(corpus),
+        "--output_dir",
+        str(tmp_path / "out"),
+    ]
+    short = ["--max_source_length", "16", "--max_target_length", "16", "--logging_steps", "10"]
+
+    def call(*arguments, model_type="luna"):
+        model = ["--model_type", model_type, "--config_overrides", TINY[model_type], "--vocab_size", "300"]
+        return main([*quiet, *short, *(model if "--model_name_or_path" not in arguments else []), *map(str, arguments)])
+
+    return call
+
+
+TRAIN = ["--do_train", "--per_device_train_batch_size", 32, "--learning_rate", "1e-2", "--label_smoothing_factor", 0.1]
+OFTEN = ["--eval_strategy", "steps", "--eval_steps", 20, "--save_steps", 20, "--predict_with_generate"]
+
+
+def test_bpe_gives_the_text_back(script):
+    train = script("common.translation").train_joint_bpe
+    tokenizer = train(["Zwei Männer.", "Two men's  dog"] * 9, vocab_size=300, model_max_length=9)
+    for text in ("Zwei Männer.", "two  dogs, 😀!", "a\tb\u00a0c"):
+        ids = tokenizer(text)["input_ids"]
+        assert ids[-1] == tokenizer.eos_token_id == 2 and not {0, 3} & set(ids)
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    assert (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.model_max_length) == (1, 3, 9)
+    assert tokenizer.tokenize("Zwei Zwei") == ["ĠZwei", "ĠZwei"]
+    with pytest.raises(SystemExit, match="--vocab_size 100 must be at least 260"):
+        train(["a"], vocab_size=100, model_max_length=9)
+
+
+def test_encode(script):
+    """Training leaves out what does not fit; elsewhere it is cut, keeps </s>, and comes longest first."""
+    translation = script("common.translation")
+    tokenizer = translation.train_joint_bpe(["a b c"], 260, 99)
+    columns = {"source": ["a", "abcd", " ", "ab", "abc"], "target": ["b", "b", "b", "abcdef", "  "]}
+    pairs = translation.Dataset.from_dict(columns)
+    train, test = (translation.encode(pairs, name, (tokenizer,) * 2, 4, 6) for name in ("train", "test"))
+    assert train["row"][:] == [0] and train["length"][:] == [6]
+    assert test["row"][:] == [3, 1, 0, 4, 2] and test["target"][0] == "abcdef"
+    assert [len(ids) for ids in test["input_ids"]] == [4, 4, 3, 4, 1]
+    assert test["labels"][0][-1] == 2 and len(test["labels"][0]) == 6
+    assert tokenizer.decode(test["labels"][0], skip_special_tokens=True) == "abcd"
+
+
+@pytest.mark.parametrize("side", ["source", "target"])
+def test_tokenizer_has_to_end_a_sentence(script, tmp_path, side):
+    translation, model = script("common.translation"), script("common.model")
+    joint = translation.train_joint_bpe(["a b"], 260, 99)
+    joint.save_pretrained(tmp_path)
+    joint.save_pretrained(tmp_path / "target")
+    arguments = model.ModelArguments(tokenizer_name=str(tmp_path))
+    first, second = translation.make_tokenizers(arguments, [], 99)
+    assert first is not second and first("b").input_ids == second("b").input_ids == joint("b").input_ids
+    bare = script("common.vocabulary").make_bytes()
+    bare.save_pretrained(tmp_path if side == "source" else tmp_path / "target")
+    with pytest.raises(SystemExit, match="does not end a sentence"):
+        translation.make_tokenizers(arguments, [], 99)
+
+
+def test_milestones(script):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+    schedule = script("common.schedules").milestone_schedule(optimizer, 4, [6, 8], 0.1)
+    rates = []
+    for _ in range(10):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert rates == pytest.approx([0, 0.5, 1, 1.5, 2, 2, 0.2, 0.2, 0.02, 0.02])
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    """Four, of which those of steps 5 and 100 have the lowest loss."""
+    losses = {5: 1.0, 20: 3.0, 30: 4.0, 100: 2.0}
+    for step in losses:
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        weights = {"weight": torch.full((2,), float(step), dtype=torch.bfloat16), "count": torch.tensor(step)}
+        save_file(weights, tmp_path / f"checkpoint-{step}" / "model.safetensors")
+    history = [{"step": step, "eval_loss": loss, "eval_bleu": loss} for step, loss in losses.items()]
+    (tmp_path / "checkpoint-100" / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+    return tmp_path
+
+
+def test_averages_of_checkpoints(script, checkpoints):
+    averaging = script("common.averaging")
+    for metric, steps in ((None, [30, 100]), ("eval_loss", [100, 5]), ("eval_bleu", [20, 30])):
+        chosen = averaging.choose_checkpoints(str(checkpoints), 2, metric)
+        assert [path.name for path in chosen] == [f"checkpoint-{step}" for step in steps]
+        mean = averaging.average(chosen)
+        assert mean["weight"].tolist() == [sum(steps) / 2] * 2 and mean["weight"].dtype is torch.bfloat16
+        assert mean["count"] == steps[-1]
+    for count, metric, message in ((5, None, "has 4 checkpoints, too few"), (2, "eval_x", "step 5 has no eval_x")):
+        with pytest.raises(SystemExit, match=message):
+            averaging.choose_checkpoints(str(checkpoints), count, metric)
+    save_file({"other": torch.zeros(1)}, checkpoints / "checkpoint-100" / "model.safetensors")
+    with pytest.raises(SystemExit, match="holds another model"):
+        averaging.average([checkpoints / "checkpoint-30", checkpoints / "checkpoint-100"])
+
+
+@pytest.mark.parametrize("model_type", ["luna", "mega"])
+def test_training_learns_resumes_averages_and_loads(run, script, corpus, tmp_path, model_type):
+    more = ["--do_eval", "--do_predict", "--test_paths", corpus.parent / "more"]
+    first = run(*TRAIN, *OFTEN, *more, "--max_steps", 160, "--average_checkpoints", 2, model_type=model_type)
+    assert first["eval_bleu"] > 50 and first["more_bleu"] > 50
+    assert first["averaged"] == "checkpoint-140, checkpoint-160"
+    assert first["bleu_signature"].startswith("nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:")
+    out = tmp_path / "out"
+    weights = [load_file(path / "model.safetensors") for path in (out, out / "checkpoint-140", out / "checkpoint-160")]
+    for name, mean in weights[0].items():
+        torch.testing.assert_close(mean, (weights[1][name] + weights[2][name]) / 2)
+
+    model, tokenizer = (kind.from_pretrained(out) for kind in (AutoModelForSeq2SeqLM, AutoTokenizer))
+    assert (model.generation_config.num_beams, model.generation_config.max_length) == (5, 17)
+    rows = [json.loads(line) for line in (corpus.parent / "more" / "test.jsonl").read_text().splitlines()]
+    written = (out / "translations.more.de").read_text().splitlines()
+    for row, line in list(zip(rows, written, strict=True))[:5]:
+        ids = model.generate(**tokenizer(row["en"], return_tensors="pt"))
+        assert tokenizer.decode(ids[0], skip_special_tokens=True) == line
+    references = [[row["de"] for row in rows]]
+    assert script("run_translation").BLEU().corpus_score(written, references).score == pytest.approx(first["more_bleu"])
+
+    resumed = run(*TRAIN, *OFTEN, "--max_steps", 200, "--resume_from_checkpoint", "last", model_type=model_type)
+    assert resumed["steps"] == 200 and (out / "curve.png").is_file()
+    again = ["--model_name_or_path", out, "--do_eval", "--average_checkpoints", 2, "--average_by", "best"]
+    assert run(*again, "--output_dir", tmp_path / "again")["averaged"].count("checkpoint") == 2
+
+
+def test_vocabularies_apart(run, script, corpus, tmp_path):
+    """A checkpoint with a tokenizer for each language, as the converter writes it, is trained and saved as one."""
+    from luna_mega import LunaConfig, LunaForConditionalGeneration
+
+    train_bpe = script("common.translation").train_joint_bpe
+    tokenizers = [train_bpe(words, size, 99) for words, size in ((WORDS, 264), (WORDS.values(), 261))]
+    fields = dict(item.split("=") for item in TINY["luna"].split(","))
+    fields = {name: float(value) if "." in value else int(value) for name, value in fields.items()}
+    fields |= {"vocab_size": len(tokenizers[0]), "decoder_vocab_size": len(tokenizers[1])}
+    config = LunaConfig(is_encoder_decoder=True, share_encoder_decoder_embeddings=False, **fields)
+    folder = tmp_path / "apart"
+    LunaForConditionalGeneration(config).save_pretrained(folder)
+    tokenizers[0].save_pretrained(folder)
+    tokenizers[1].save_pretrained(folder / "target")
+    summary = run(*TRAIN, "--model_name_or_path", folder, "--max_steps", 2, "--save_steps", 2, "--do_eval")
+    assert summary["vocabulary"] == len(tokenizers[0]) and "eval_bleu" in summary
+    for place in ("out", "out/checkpoint-2"):
+        loaded = script("common.translation").make_tokenizers(
+            script("common.model").ModelArguments(tokenizer_name=str(tmp_path / place)), [], 99
+        )
+        assert [len(tokenizer) for tokenizer in loaded] == [len(tokenizers[0]), len(tokenizers[1])]
+    tokenizers[0].save_pretrained(folder / "target")
+    with pytest.raises(SystemExit, match="the target's tokenizer has 264 entries, the decoder only 261"):
+        run(*TRAIN, "--model_name_or_path", folder, "--output_dir", tmp_path / "other")
+
+
+def test_loss_alone_translates_nothing_while_training(run, tmp_path):
+    options = ["--eval_strategy", "steps", "--eval_steps", 2, "--max_steps", 4, "--warmup_steps", 1]
+    schedule = ["--lr_scheduler_type", "constant_with_warmup", "--milestones", 2, "--save_strategy", "no"]
+    summary = run(*TRAIN, *options, *schedule, "--logging_steps", 1)
+    history = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
+    assert not any("eval_bleu" in entry for entry in history) and "eval_bleu" in summary
+    rates = [entry["learning_rate"] for entry in history if "learning_rate" in entry]
+    assert rates == pytest.approx([0, 1e-2, 1e-3, 1e-3])
+
+
+@pytest.mark.parametrize("recipe", ["multi30k_luna", "multi30k_mega", "wmt14_ende_luna_tied", "wmt16_ende_mega"])
+def test_recipes(script, examples_dir, recipe):
+    """Every option of a recipe exists, and so does every field of its model."""
+    module = script("run_translation")
+    path = examples_dir / "recipes" / "translation" / f"{recipe}.yaml"
+    data, method, model, _ = module.parse(["--recipe", str(path), "--dataset_path", "x", "--bf16", "false"])
+    tokenizer = script("common.translation").train_joint_bpe(["a"], 260, 512)
+    start = {"is_encoder_decoder": True, "decoder_start_token_id": 2}
+    config = module.make_config(model, tokenizer, data.max_source_length, **start)
+    assert config.is_encoder_decoder and method.num_beams == 5
+    if recipe.startswith("multi30k"):
+        config.vocab_size = config.decoder_vocab_size = model.vocab_size
+        assert AutoModelForSeq2SeqLM.from_config(config).num_parameters() < 12e6
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--source_lang", "fr"], "split train has no column translation.fr, only translation"),
+        (["--max_target_length", 1], "--max_target_length 1 must be at least 2"),
+        (["--max_source_length", 2], "no training pair fits"),
+        (["--num_beams", 0], "--num_beams 0 must be at least 1"),
+        (["--milestones", 5], "but constant_with_warmup"),
+        (["--lr_scheduler_type", "constant_with_warmup", "--milestones", 5, 2], "must be in order"),
+        (["--average_by", "worst"], "must be last or best"),
+        (["--average_checkpoints", 3, "--save_total_limit", 2], "is above --save_total_limit"),
+        (["--average_checkpoints", 3, "--max_steps", 1], "has 1 checkpoints, too few"),
+        (["--dataset_name", "x"], "pass one of"),
+        (["--do_predict"], "has no split test"),
+        (["--do_predict", "--test_paths", "more", "sub/more"], "need names of their own"),
+    ],
+)
+def test_errors(run, options, message):
+    with pytest.raises(SystemExit, match=message):
+        run(*TRAIN, *options)
