@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="luna-mega convert",
         description="Turns a fairseq checkpoint of a Luna encoder (luna_bert, LRA) or a Mega model (LRA, raw speech, "
-        "language models) into a folder for transformers. Nothing in the checkpoint is executed.",
+        "language models, translation) into a folder for transformers. Nothing in the checkpoint is executed.",
     )
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="the .pt file that fairseq saved")
     parser.add_argument("--output", metavar="DIR", required=True, help="folder to write, absent or empty")
@@ -56,13 +56,15 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         action="extend",
         default=[],
-        help="dict.txt of the vocabulary and, if there is one, of the labels (default: the ones beside the checkpoint)",
+        help="dict.txt of the vocabulary and, if there is one, of the labels, or those of source and target (default: "
+        "the ones beside the checkpoint)",
     )
     parser.add_argument(
         "--bpe",
-        metavar="DIR",
+        metavar="PATH",
         help="folder with GPT-2's encoder.json and vocab.bpe, or vocab.json and merges.txt: writes the tokenizer of a "
-        "luna_bert model, or of a language model of GPT-2's ids (the others need only the dictionary)",
+        "luna_bert model, or of a language model of GPT-2's ids; for translation the codes, a file of subword-nmt "
+        "or fastBPE (the others need only the dictionary)",
     )
     parser.add_argument(
         "--head",

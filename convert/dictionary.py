@@ -10,6 +10,7 @@ from luna_mega.convert.errors import ConversionError
 SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
 VOCABULARY_PLACES = ("dict.txt", "src-bin/dict.txt", "input0/dict.txt")
 LABEL_PLACES = ("label-bin/dict.txt", "label/dict.txt")
+_ROLES = ("source", "target")
 FILLER = re.compile(r"madeupword\d{4}")
 
 
@@ -81,12 +82,13 @@ def vocabulary(names: Iterable[str], appended: str | None) -> dict[str, int]:
 
 @dataclass
 class Dictionaries:
-    """The dictionaries of one model, and what to tell the user about the search."""
+    """The dictionaries of one model, and what to tell the user about the search; `target`: of an encoder-decoder."""
 
     vocabulary: Dictionary | None
     labels: Dictionary | None
     notes: list[str]
     warnings: list[str]
+    target: Dictionary | None = None
 
 
 def assign_dictionaries(
@@ -126,6 +128,55 @@ def assign_dictionaries(
     if vocab_size is not None and found.vocabulary is None:
         found.notes.append("no dictionary: the folder has no dict.txt, which a tokenizer is made from; --dict adds it")
     return found
+
+
+def assign_pair(
+    given: list[str | Path], beside: Path, languages: tuple[str, str], sizes: tuple[int, int], joint: bool
+) -> Dictionaries:
+    """Finds source and target dictionary among `given` or, when none is given, as dict.LANGUAGE.txt in `beside`.
+
+    A file has the role that its name or its size says; of two that fit either, the first is the source's.
+
+    Args:
+        languages: of source and target.
+        sizes: rows of their embeddings.
+        joint: they have one embedding, so that one file serves both.
+
+    Raises:
+        ConversionError: a file fits no role, two fit the same, one is missing, or two of a joint vocabulary differ.
+    """
+    names = [f"dict.{language}.txt" for language in languages]
+    paths = list(map(Path, given)) or [path for name in dict.fromkeys(names) if (path := beside / name).is_file()]
+    found: dict[str, Dictionary] = {}
+    for path in paths:
+        dictionary = read_dictionary(path)
+        fitting = [role for role, size in zip(_ROLES, sizes, strict=True) if dictionary.size(None) == size]
+        if path.name in names and names[0] != names[1]:
+            fitting = [role for role in fitting if role == _ROLES[names.index(path.name)]]
+        free = [role for role in fitting if role not in found]
+        if not fitting:
+            rows = " and ".join(f"{size} embeddings of the {role}" for role, size in zip(_ROLES, sizes, strict=True))
+            raise ConversionError(
+                f"{path}: {len(dictionary.symbols)} symbols and {len(SPECIALS)} specials do not fit the {rows}, which "
+                f"are in {' and '.join(names)}; give the dictionaries it was trained with (--dict)"
+            )
+        if not free:
+            raise ConversionError(f"{path}: fits as {fitting[-1]}, and so does {found[fitting[-1]].path}; give one")
+        found[free[0]] = dictionary
+    if found and joint:
+        first, *others = found.values()
+        if any(other.symbols != first.symbols for other in others):
+            raise ConversionError(f"{others[0].path}: differs from {first.path}, but the model has one embedding")
+        found = dict.fromkeys(_ROLES, first)
+    notes = []
+    if not found:
+        notes.append(f"no dictionary: there is no {' or '.join(names)}, which tokenizers are made of; see --dict")
+    elif missing := [name for role, name in zip(_ROLES, names, strict=True) if role not in found]:
+        raise ConversionError(
+            f"{next(iter(found.values())).path}: the dictionary of the other language, {missing[0]}, is missing; give "
+            "both with --dict"
+        )
+    return Dictionaries(found.get("source"), None, notes, [], found.get("target"))
 
 
 def _beside(folder: Path, vocabulary: bool, labels: bool) -> list[Path]:

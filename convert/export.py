@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from luna_mega import LunaConfig, MegaConfig
 from luna_mega.convert import fairseq_args, keymap_luna, keymap_mega
-from luna_mega.convert.dictionary import SPECIALS, assign_dictionaries
+from luna_mega.convert.dictionary import SPECIALS, assign_dictionaries, assign_pair
 from luna_mega.convert.errors import ConversionError
 from luna_mega.convert.evidence import same_bits
 from luna_mega.convert.fairseq_to_hf import DTYPES
@@ -39,9 +39,16 @@ _CRITERIA = {
     "sentence_ranking": "SentenceRankingCriterion",
     "lra_cross_entropy": "LRACrossEntropyCriterion",
     "adaptive_loss": "AdaptiveLoss",
+    "label_smoothed_cross_entropy": "LabelSmoothedCrossEntropyCriterion",
 }
 # Buffers that hold the number of a layout.
-_VERSIONS = {"decoder.version": torch.tensor([3.0]), "decoder.adaptive_softmax.version": torch.tensor([1])}
+_VERSIONS = {
+    "encoder.version": torch.tensor([3.0]),
+    "decoder.version": torch.tensor([3.0]),
+    "decoder.adaptive_softmax.version": torch.tensor([1]),
+}
+# What a model says nothing about.
+_KEPT_ARGS = ("arch", "task", "source_lang", "target_lang", "left_pad_source", "left_pad_target")
 # Where a task of the original looks for its dictionaries, beside the file.
 _VOCABULARY_OF_TASK = {
     "sentence_prediction": "input0/dict.txt",
@@ -204,6 +211,12 @@ def _rename(source: ModelFolder, target: _Target) -> tuple[dict[str, torch.Tenso
         keymap = keymap_mega.mega_lra(target.layout[1], config.input_type, config.classifier_num_layers)
     elif target.layout[0] == "mega_lm":
         keymap = keymap_mega.mega_lm(target.layout[1], config)
+    elif target.layout[0] == "mega_seq2seq":
+        keymap = keymap_mega.mega_seq2seq(target.layout[1], config)
+        ours = _with_copies(ours, config.shares_embeddings, config.tie_word_embeddings)
+    elif target.layout[0] == "luna_seq2seq":
+        keymap = keymap_luna.luna_seq2seq()
+        ours = _with_copies(ours, config.shares_embeddings, config.tie_word_embeddings)
     elif target.layout[0] == "luna_lra":
         keymap = keymap_luna.luna_lra(target.layout[1], config.input_type)
     else:
@@ -218,11 +231,12 @@ def _rename(source: ModelFolder, target: _Target) -> tuple[dict[str, torch.Tenso
     if unknown := [name for name, match in matches.items() if match is None]:
         raise ConversionError(f"{fairseq_args.LAYOUT_NAMES[target.layout]} has no place for {few(unknown)}")
     tensors = {matches[name].key: tensor for name, tensor in ours.items()}
-    if target.layout == fairseq_args.LRA_2023 and config.position_embedding_type == "sinusoidal":
-        dtype, body = next(iter(ours.values())).dtype, "encoder.encoder"
-        table = sinusoids(config.projection_length, config.hidden_size, torch.device("cpu"))
-        tensors[f"{body}.projected_positions"] = table.to(dtype)
-        tensors[f"{body}.embed_positions._float_tensor"] = torch.zeros(1, dtype=dtype)
+    dtype = next(iter(ours.values())).dtype
+    if target.layout == fairseq_args.LRA_2023:
+        tensors |= _sinusoids_of(config, "encoder.encoder", dtype)
+    if target.layout[0] == "luna_seq2seq":
+        tensors |= _sinusoids_of(config, "encoder", dtype) | _sinusoids_of(config.decoder_config, "decoder", dtype)
+        tensors |= {f"{side}.version": _VERSIONS[f"{side}.version"] for side in ("encoder", "decoder")}
     if target.is_mega:
         tensors |= _mega_extras(config, target.layout[0], tensors)
         # By the order fairseq's branches are told apart.
@@ -233,12 +247,35 @@ def _rename(source: ModelFolder, target: _Target) -> tuple[dict[str, torch.Tenso
     return tensors, notes
 
 
+def _sinusoids_of(config: LunaConfig, body: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The buffers that the original saves where positions are sinusoidal."""
+    if config.position_embedding_type != "sinusoidal":
+        return {}
+    buffers = {f"{body}.embed_positions._float_tensor": torch.zeros(1, dtype=dtype)}
+    if not config.add_cross_attention:
+        table = sinusoids(torch.arange(config.projection_length), config.hidden_size)
+        buffers[f"{body}.projected_positions"] = table.to(dtype)
+    return buffers
+
+
+def _with_copies(ours: dict[str, torch.Tensor], joint: bool, tied: bool) -> dict[str, torch.Tensor]:
+    """The tensors of an encoder-decoder with those that are copies: the target's words, and the output layer."""
+    source = next(name for name in ours if ".encoder." in name and name.endswith(".word_embeddings.weight"))
+    target = source.replace(".encoder.", ".decoder.", 1)
+    if joint:
+        ours = ours | {target: ours[source]}
+    return ours | {"lm_head.weight": ours[target]} if tied and target in ours else ours
+
+
 def _mega_extras(config: MegaConfig, layout: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What the original saves besides: numbers of its layout, buffers without content, copies of tied tensors."""
     if layout == "mega_lra":
         return {name: torch.zeros(1) for name in keymap_mega.bias_placeholders(keymap_mega.BODY, config)}
-    extras = {name: torch.zeros(1) for name in keymap_mega.placeholders(config)}
+    placeholders = keymap_mega.seq2seq_placeholders if config.is_encoder_decoder else keymap_mega.placeholders
+    extras = {name: torch.zeros(1) for name in placeholders(config)}
     extras |= {name: number for name, number in _VERSIONS.items() if name in extras}
+    if config.is_encoder_decoder:
+        return extras
     return extras | {copy: tensors[name] for copy, name in keymap_mega.tied_copies(config).items() if name in tensors}
 
 
@@ -266,7 +303,7 @@ def _plan_args(
     recorded = target.recorded_args or {}
     args = recorded | fairseq_args.make_args(source.config, source.model_class, target.layout, target.head)
     if target.is_mega:
-        args |= {name: recorded[name] for name in ("arch", "task") if name in recorded}
+        args |= {name: recorded[name] for name in _KEPT_ARGS if name in recorded}
     plan, mapping = _read_back(target, tensors, args)
     warnings = []
     for name, ours, theirs in _differences(source, plan):
@@ -352,9 +389,22 @@ def _write_dictionaries(
     folder: Path, beside: Path, source: ModelFolder, plan: Plan, task: str | None, given: Sequence[str | Path]
 ) -> list[str]:
     """Writes the dictionaries into `folder` where the task looks for them, but those that are in `beside` already."""
+    task_files = _dictionaries if plan.languages is None else _dictionary_pair
+    files, notes = task_files(source, plan, task, list(given))
+    for name, content in files.items():
+        if (beside / name).exists():
+            if (beside / name).read_bytes() != content:
+                raise ConversionError(f"{beside / name}: another file is there; remove it or give another --output")
+            continue
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
+    return notes
+
+
+def _dictionaries(source: ModelFolder, plan: Plan, task: str | None, given: list) -> tuple[dict[str, bytes], list[str]]:
     own = [path for name in ("dict.txt", "dict.label.txt") if (path := source.path / name).is_file()]
     vocab_size = plan.vocab_size
-    found = assign_dictionaries(list(given) or own, source.path, vocab_size, plan.appended_symbol, plan.num_labels)
+    found = assign_dictionaries(given or own, source.path, vocab_size, plan.appended_symbol, plan.num_labels)
     labels = _LABELS_OF_TASK.get(task, "label-bin/dict.txt")
     files, notes = {}, list(found.warnings)
     if found.vocabulary is not None:
@@ -366,14 +416,20 @@ def _write_dictionaries(
         files[labels] = found.labels.path.read_bytes()
     elif vocab_size is not None and plan.num_labels and plan.config.problem_type != "regression":
         files[labels] = _label_dictionary([source.config.id2label[index] for index in range(plan.num_labels)])
-    for name, content in files.items():
-        if (beside / name).exists():
-            if (beside / name).read_bytes() != content:
-                raise ConversionError(f"{beside / name}: another file is there; remove it or give another --output")
-            continue
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_bytes(content)
-    return notes
+    return files, notes
+
+
+def _dictionary_pair(
+    source: ModelFolder, plan: Plan, task: str | None, given: list
+) -> tuple[dict[str, bytes], list[str]]:
+    """Those of source and target, which fairseq looks for by the languages."""
+    own = [path for name in ("dict.txt", "dict.target.txt") if (path := source.path / name).is_file()]
+    sizes, joint = (plan.vocab_size, plan.target_vocab_size), plan.config.share_encoder_decoder_embeddings
+    found = assign_pair(given or own, source.path, plan.languages, sizes, joint)
+    if found.vocabulary is None:
+        return {}, ["no dict.txt in the folder, but fairseq needs both languages' beside the file; --dict adds them"]
+    dictionaries = zip(plan.languages, (found.vocabulary, found.target), strict=True)
+    return {f"dict.{language}.txt": dictionary.path.read_bytes() for language, dictionary in dictionaries}, []
 
 
 def _label_dictionary(names: list[str]) -> bytes:

@@ -7,6 +7,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from luna_mega import (
     LunaConfig,
+    LunaForConditionalGeneration,
     LunaForMaskedLM,
     LunaForMultipleChoice,
     LunaForSequenceClassification,
@@ -14,10 +15,11 @@ from luna_mega import (
     LunaModel,
     MegaConfig,
     MegaForCausalLM,
+    MegaForConditionalGeneration,
     MegaForSequenceClassification,
     MegaForSequencePairClassification,
 )
-from luna_mega.convert import fairseq_args_mega as mega
+from luna_mega.convert import fairseq_args_luna_seq2seq as luna_seq2seq, fairseq_args_mega as mega
 from luna_mega.convert.errors import ConversionError
 from luna_mega.convert.evidence import FAIRSEQ_ACTIVATIONS
 
@@ -27,6 +29,7 @@ LAYOUT_NAMES = {
     ("luna_bert", "head"): "luna_bert of the 2023 code",
     LRA_2021: "Luna LRA of the 2021 code",
     LRA_2023: "Luna LRA of the 2023 code",
+    luna_seq2seq.LAYOUT: "Luna translation",
 } | mega.LAYOUT_NAMES
 _LAYOUTS_OF_CLASS = {
     LunaModel: (LUNA_BERT,),
@@ -34,6 +37,7 @@ _LAYOUTS_OF_CLASS = {
     LunaForMultipleChoice: (LUNA_BERT,),
     LunaForSequenceClassification: (LUNA_BERT, LRA_2021, LRA_2023),
     LunaForSequencePairClassification: (LRA_2021, LRA_2023),
+    LunaForConditionalGeneration: (luna_seq2seq.LAYOUT,),
 } | mega.LAYOUTS_OF_CLASS
 HEAD_OF_POOLING = {
     "cls": "sentence_classification_head",
@@ -60,6 +64,7 @@ TRAINING_FIELDS = (
     "dropout",
     "attention_dropout",
     "activation_dropout",
+    "word_dropout",
     "layerdrop",
     "classifier_dropout",
     "problem_type",
@@ -81,7 +86,8 @@ _HEAD_FIELDS = (
 
 def has_classifier(model_class: type[PreTrainedModel]) -> bool:
     """Whether the class ends in a classification head (as opposed to the LM head or none)."""
-    return model_class not in (LunaModel, LunaForMaskedLM, MegaForCausalLM)
+    others = (LunaForConditionalGeneration, MegaForCausalLM, MegaForConditionalGeneration)
+    return model_class not in (LunaModel, LunaForMaskedLM, *others)
 
 
 def choose_layout(
@@ -123,6 +129,8 @@ def _allowed(config, model_class, layout, head) -> dict[str, tuple]:
     """Field -> the values that the layout has for it; fields that may have any value are not listed."""
     if isinstance(config, MegaConfig):
         return mega.allowed(config, model_class, layout)
+    if layout == luna_seq2seq.LAYOUT:
+        return luna_seq2seq.allowed(config)
     # `tanh` left the 2023 code and `silu` came; files of the time between have either.
     activations = tuple(name for name in FAIRSEQ_ACTIVATIONS if layout[1] == "head" or name != "silu")
     allowed = {
@@ -193,6 +201,8 @@ def make_args(
     """The args of a checkpoint of `layout` for a configuration that it can express, see `choose_layout`."""
     if isinstance(config, MegaConfig):
         return mega.make_args(config, model_class)
+    if layout == luna_seq2seq.LAYOUT:
+        return luna_seq2seq.make_args(config)
     args = {
         "data": ".",
         "seed": 1,
@@ -295,7 +305,7 @@ def differences(
     config: PreTrainedConfig, planned: PreTrainedConfig, model_class: type[PreTrainedModel]
 ) -> list[tuple[str, Any, Any]]:
     """(field, `config`'s, `planned`'s) of all fields that the class uses and in which the two differ."""
-    ignored = {"initializer_range", "bos_token_id", "eos_token_id"}
+    ignored = {"initializer_range", "bos_token_id", "eos_token_id", "sparse_prediction", "use_cache"}
     if config.input_type == "values":
         ignored |= {"vocab_size", "pad_token_id"}
     if not has_classifier(model_class):
@@ -304,6 +314,9 @@ def differences(
         ignored |= {"num_labels", "drop_first_token"}
     if isinstance(config, MegaConfig):
         ignored |= mega.unused_fields(config, model_class)
+        config, planned = mega.seq2seq.resolved(config), mega.seq2seq.resolved(planned)
+    elif config.is_encoder_decoder:
+        config, planned = luna_seq2seq.resolved(config), luna_seq2seq.resolved(planned)
     if model_class not in (LunaForSequencePairClassification, MegaForSequencePairClassification):
         ignored.add("pair_features")
     if config.classifier_num_layers == 0:

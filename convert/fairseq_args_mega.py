@@ -4,7 +4,14 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from luna_mega import MegaConfig, MegaForCausalLM, MegaForSequenceClassification, MegaForSequencePairClassification
+from luna_mega import (
+    MegaConfig,
+    MegaForCausalLM,
+    MegaForConditionalGeneration,
+    MegaForSequenceClassification,
+    MegaForSequencePairClassification,
+)
+from luna_mega.convert import fairseq_args_mega_seq2seq as seq2seq
 from luna_mega.convert.evidence import FAIRSEQ_ACTIVATIONS
 
 MAIN, FLASH = ("mega_lra", "main"), ("mega_lra", "flash")
@@ -14,9 +21,12 @@ LAYOUT_NAMES = {
     FLASH: "Mega LRA of branch flash",
     LM_MAIN: "Mega LM of branch main",
     LM_FLASH: "Mega LM of branch flash",
+    seq2seq.MAIN: "Mega translation of branch main",
+    seq2seq.FLASH: "Mega translation of branch flash",
 }
 LAYOUTS_OF_CLASS = {
     MegaForCausalLM: (LM_MAIN, LM_FLASH),
+    MegaForConditionalGeneration: (seq2seq.MAIN, seq2seq.FLASH),
     MegaForSequenceClassification: (MAIN, FLASH),
     MegaForSequencePairClassification: (MAIN, FLASH),
 }
@@ -74,6 +84,8 @@ def allowed(config: MegaConfig, model_class: type[PreTrainedModel], layout: tupl
         fields["pad_token_id"] = (1,)
     if model_class is MegaForCausalLM:
         return fields | _of_language_model(config)
+    if model_class is MegaForConditionalGeneration:
+        return fields | seq2seq.allowed(config, layout)
     fields |= {
         "bidirectional": (True,),
         "ema_shift": (layout == FLASH,),
@@ -106,6 +118,8 @@ def make_args(config: MegaConfig, model_class: type[PreTrainedModel]) -> dict[st
     """The args of a checkpoint for a configuration that the original can express, see `allowed`."""
     if model_class is MegaForCausalLM:
         return _lm_args(config)
+    if model_class is MegaForConditionalGeneration:
+        return seq2seq.make_args(config)
     pair = model_class is MegaForSequencePairClassification
     in_features = (2 if pair else 1) * config.hidden_size
     args = {
@@ -223,6 +237,8 @@ def unused_fields(config: MegaConfig, model_class: type[PreTrainedModel]) -> set
     unused = set(_UNUSED_FIELDS)
     if model_class is not MegaForCausalLM:
         unused |= _FIELDS_OF_LM
+    if model_class is MegaForConditionalGeneration:
+        unused = unused - {"tie_word_embeddings"} | seq2seq.unused_fields(config)
     if config.adaptive_input_cutoffs is None:
         unused.add("adaptive_input_factor")
     if config.adaptive_softmax_cutoffs is None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from luna_mega.convert.dictionary import Dictionaries, assign_dictionaries
+from luna_mega.convert.dictionary import Dictionaries, assign_dictionaries, assign_pair
 from luna_mega.convert.ema_convention import CHOICES as EMA_CHOICES, decide_ema_convention
 from luna_mega.convert.errors import ConversionError
 from luna_mega.convert.fairseq_reader import Checkpoint, read_checkpoint
@@ -39,15 +39,16 @@ def convert_checkpoint(
     dtype: str = "float32",
     license: str | None = None,
 ) -> Report:
-    """Converts a luna_bert, Luna LRA, or Mega LRA, speech or LM checkpoint; nothing in the file is executed.
+    """Converts a luna_bert, Luna LRA, or Mega LRA, speech, LM or translation checkpoint; nothing in it is executed.
 
     Args:
         path: the checkpoint that fairseq saved.
         output: folder to write, absent or empty; after a failure it is as it was.
-        dictionaries: vocabulary and label dictionary in any order, told apart by their size; when none is given they
-            are looked for beside the checkpoint.
+        dictionaries: vocabulary and label dictionary, or dictionaries of source and target, in any order, told apart by
+            name and size; when none is given they are looked for beside the checkpoint.
         bpe: folder with GPT-2's BPE files, for the tokenizer of a luna_bert model, or of a Mega language model whose
-            symbols are GPT-2's ids; the others need only the dictionary.
+            symbols are GPT-2's ids; for translation the codes of a byte-pair encoding. The others need only the
+            dictionary.
         head: name of the luna_bert classification head to convert; None = the only head of a fine-tuned model, else
             masked LM.
         layer_norm: "auto", "standard" or "plus-one" (the 2023 code of Luna stores weight - 1).
@@ -74,17 +75,11 @@ def convert_checkpoint(
     checkpoint = read_checkpoint(path)
     tensors = canonical(checkpoint)
     source, plan, mapping, norm = _understand(checkpoint, tensors, head, layer_norm, ema_convention)
-    found = assign_dictionaries(
-        list(dictionaries),
-        checkpoint.path.parent,
-        plan.vocab_size,
-        plan.appended_symbol,
-        plan.num_labels,
-    )
+    found = _find_dictionaries(plan, list(dictionaries), checkpoint.path.parent)
     if found.labels is not None:
         plan.config.id2label = dict(enumerate(found.labels.labels))
         plan.config.label2id = {label: index for index, label in plan.config.id2label.items()}
-    tokenizer = convert_tokenizer(plan, source.layout, found.vocabulary, bpe)
+    tokenizer = convert_tokenizer(plan, source.layout, found.vocabulary, bpe, found.target)
     plus_one = norm is not None and norm.convention == "plus-one"
     converted = convert_tensors(plan, mapping, tensors, plus_one, getattr(torch, dtype))
     report = _report(output, checkpoint, source, plan, mapping, norm, found, tokenizer, converted)
@@ -93,6 +88,13 @@ def convert_checkpoint(
             save_source_norms({key: tensors[key] for key in mapping.norm_weights}, folder)
         _write(folder, plan, converted, found, tokenizer, report, license)
     return report
+
+
+def _find_dictionaries(plan: Plan, given: list[str | Path], beside: Path) -> Dictionaries:
+    if plan.languages is None:
+        return assign_dictionaries(given, beside, plan.vocab_size, plan.appended_symbol, plan.num_labels)
+    joint = plan.config.share_encoder_decoder_embeddings
+    return assign_pair(given, beside, plan.languages, (plan.vocab_size, plan.target_vocab_size), joint)
 
 
 def _check_options(source: Source, head: str | None, layer_norm: str, ema_convention: str) -> None:
@@ -180,6 +182,8 @@ def _name(dtype: torch.dtype) -> str:
 
 def _dictionary_files(found: Dictionaries) -> dict[str, Path]:
     roles = {"dict.txt": found.vocabulary, "dict.label.txt": found.labels}
+    if found.target is not found.vocabulary:
+        roles["dict.target.txt"] = found.target
     return {name: dictionary.path for name, dictionary in roles.items() if dictionary is not None}
 
 
@@ -194,6 +198,8 @@ def _write(
 ) -> None:
     dtype = next(iter(converted.values())).dtype
     model = without_memory(plan.model_class, plan).to(dtype)
+    if plan.generation:
+        model.generation_config.update(**plan.generation)
     try:
         model.save_pretrained(folder, state_dict=converted, max_shard_size="50GB")
     except SafetensorError as error:  # what safetensors makes of a full disk

@@ -24,6 +24,7 @@ import luna_mega
 from luna_mega import _register
 from luna_mega.convert.errors import ConversionError
 from luna_mega.convert.output import check_output, complete_folder
+from luna_mega.convert.tokenizer import TARGET_FOLDER
 
 # Packages that the code may need; others it may only try to import.
 _REQUIRED = {"huggingface_hub", "torch", "transformers"}
@@ -36,9 +37,10 @@ def bundle(folder: str | Path, output: str | Path | None = None) -> list[str]:
 
     Args:
         folder: what `save_pretrained` wrote for a model of this package.
-        output: folder to write, absent or empty, for the code and a copy of the files in `folder`: not of sub-folders
-            such as checkpoints, hidden files, and pickles, which are training state. None = the code is added to
-            `folder` itself, where it replaces that of an earlier bundle.
+        output: folder to write, absent or empty, for the code and a copy of the files in `folder`, and of the tokenizer
+            in its sub-folder `target`: not of other sub-folders such as checkpoints, hidden files, and pickles, which
+            are training state. None = the code is added to `folder` itself, where it replaces that of an earlier
+            bundle.
 
     Returns:
         Names of the code files.
@@ -54,6 +56,8 @@ def bundle(folder: str | Path, output: str | Path | None = None) -> list[str]:
         for file in folder.iterdir():
             if file.is_file() and not file.name.startswith((".", "_")) and file.suffix not in _PICKLES:
                 shutil.copyfile(file, target / file.name)
+            elif file.name == TARGET_FOLDER and file.is_dir():
+                shutil.copytree(file, target / file.name)
         return _add_code(target, config)
 
 

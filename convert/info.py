@@ -100,6 +100,12 @@ def describe(path: str | Path, length: int | None = None) -> Info:
     """
     read = _read_checkpoint if Path(path).is_file() else _read_folder
     config, model_class, written_by, heads, dtypes = read(path)
+    if config.is_encoder_decoder or (config.model_type == "luna" and config.is_decoder):
+        kind = "an encoder-decoder" if config.is_encoder_decoder else "a decoder of Luna"
+        raise ConversionError(
+            f"{path}: {model_class.__name__} is {kind}, whose cost this version does not count; config.json has its "
+            "sizes"
+        )
     limit, cost = position_limit(config), _COSTS[config.model_type]
     if length is not None and limit is not None and length > limit:
         raise ConversionError(f"--length {length}: the model has {limit} learned positions")

@@ -44,11 +44,12 @@ class KeyMap:
 
     def position(self, key: str) -> tuple:
         """Sorts fairseq names in the order of the rows: those with `{layer}` layer by layer, weight before bias."""
-        first = next(index for index, row in enumerate(self.rows) if "{layer}" in row.source)
         for index, row in enumerate(self.rows):
             if found := _compile(row.source).fullmatch(key):
                 fields = found.groupdict()
-                block = first if "layer" in fields else index
+                block = index
+                while "layer" in fields and block and "{layer}" in self.rows[block - 1].source:
+                    block -= 1  # the rows of a layer are one block
                 return block, int(fields.get("layer", 0)), index, fields.get("part") == "bias"
         raise KeyError(key)
 

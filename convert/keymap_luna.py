@@ -27,18 +27,20 @@ _LAYER_NORMS = {
 _CAUSAL_ATTENTION = _ATTENTION | {"pc_proj": "pack_key"}
 
 
-def _encoder(source: str, model: str = "luna") -> list[Row]:
-    """The encoder without its input embedding; `source` is its prefix in the file, `model` that of `LunaModel`."""
-    embeddings, layer, to_layer = (
-        f"{model}.embeddings",
-        f"{source}.layers.{{layer}}",
-        f"{model}.encoder.layers.{{layer}}",
-    )
+def _encoder(
+    source: str, model: str = "luna", norms: tuple[str, str] = ("emb_layer_norm", "proj_emb_layer_norm")
+) -> list[Row]:
+    """The encoder without its input embedding.
+
+    `source` is its prefix in the file, `model` that of `LunaModel`, `norms` the names of those of embeddings and P.
+    """
+    embeddings, layer = f"{model}.embeddings", f"{source}.layers.{{layer}}"
+    to_layer, (norm, packed_norm) = f"{model}.encoder.layers.{{layer}}", norms
     return [
         Row(f"{source}.projected_embeddings", f"{embeddings}.packed_embeddings"),
         Row(f"{source}.embed_positions.weight", f"{embeddings}.position_embeddings.weight"),
-        Row(f"{source}.emb_layer_norm.{{part}}", f"{embeddings}.layer_norm.{{part}}", LAYER_NORM),
-        Row(f"{source}.proj_emb_layer_norm.{{part}}", f"{embeddings}.packed_layer_norm.{{part}}", LAYER_NORM),
+        Row(f"{source}.{norm}.{{part}}", f"{embeddings}.layer_norm.{{part}}", LAYER_NORM),
+        Row(f"{source}.{packed_norm}.{{part}}", f"{embeddings}.packed_layer_norm.{{part}}", LAYER_NORM),
         *(
             Row(f"{layer}.self_attn.{theirs}.{{part}}", f"{to_layer}.attention.{ours}.{{part}}")
             for theirs, ours in _ATTENTION.items()
@@ -119,15 +121,13 @@ def luna_seq2seq() -> KeyMap:
     }
     return KeyMap(
         [
-            *_encoder("encoder", encoder),
+            # The spelling is the original's.
+            *_encoder("encoder", encoder, ("layernorm_embedding", "layernorm_porjected_embedding")),
             *(
                 row
                 for source, model in (("encoder", encoder), ("decoder", decoder))
                 for row in (
                     Row(f"{source}.embed_tokens.weight", f"{model}.embeddings.word_embeddings.weight"),
-                    Row(
-                        f"{source}.layernorm_embedding.{{part}}", f"{model}.embeddings.layer_norm.{{part}}", LAYER_NORM
-                    ),
                     Row(f"{source}.layer_norm.{{part}}", f"{model}.{source}.layer_norm.{{part}}", LAYER_NORM),
                     Row(
                         f"{source}.proj_layer_norm.{{part}}", f"{model}.{source}.packed_layer_norm.{{part}}", LAYER_NORM
@@ -136,12 +136,7 @@ def luna_seq2seq() -> KeyMap:
                     Row(f"{source}.version", None, reason="version of the file format"),
                 )
             ),
-            # The spelling is the original's.
-            Row(
-                "encoder.layernorm_porjected_embedding.{part}",
-                f"{encoder}.embeddings.packed_layer_norm.{{part}}",
-                LAYER_NORM,
-            ),
+            Row("decoder.layernorm_embedding.{part}", f"{decoder}.embeddings.layer_norm.{{part}}", LAYER_NORM),
             Row("encoder.projected_positions", None, reason=_SINUSOIDS),
             Row("decoder.embed_positions.weight", f"{decoder}.embeddings.position_embeddings.weight"),
             *(

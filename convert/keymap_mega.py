@@ -13,6 +13,7 @@ LM_OUT, ADAPTIVE = f"{LM_BODY}.output_projection.weight", f"{LM_BODY}.adaptive_s
 
 _PLACEHOLDER = "placeholder buffer of the original, no content"
 _PROJECTIONS = ("v_proj", "mx_proj", "h_proj")
+_CROSS_PROJECTIONS = ("k_proj", "v_proj", "q_proj", "h_proj")
 _NORM_PARTS = ("scalar", "weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 _EMA = {
     "main": {"delta": "damping_factor", "alpha": "decay_factor"},
@@ -69,6 +70,20 @@ def mega_lm(convention: str, config: MegaConfig) -> KeyMap:
     )
 
 
+def mega_seq2seq(convention: str, config: MegaConfig) -> KeyMap:
+    """The map of an encoder-decoder of branch `convention`; what is one embedding is that of `config`."""
+    rows = []
+    for side in ("encoder", "decoder"):
+        rows += [
+            Row(f"{side}.version", None, reason=_PLACEHOLDER),
+            Row(f"{side}.embed_tokens.weight", f"mega.{side}.embedding_layer.word_embeddings.weight"),
+            *_norm(f"{side}.embed_norm", f"mega.{side}.embedding_norm"),
+            *_layers(side, convention, f"mega.{side}", cross=side == "decoder"),
+            *_norm(f"{side}.final_norm", f"mega.{side}.final_norm"),
+        ]
+    return KeyMap([*rows, Row(LM_OUT, "lm_head.weight")])
+
+
 def tied_copies(config: MegaConfig) -> dict[str, str]:
     """Of a language model with tied adaptive softmax: tensors that are copies -> those that they are copies of."""
     if config.adaptive_softmax_cutoffs is None or not config.tie_word_embeddings:
@@ -91,6 +106,14 @@ def placeholders(config: MegaConfig) -> list[str]:
         names.append(f"{ADAPTIVE}.version")
         names += [f"{ADAPTIVE}.head._float_tensor"] * config.tie_word_embeddings
     return names + bias_placeholders(LM_BODY, config)
+
+
+def seq2seq_placeholders(config: MegaConfig) -> list[str]:
+    """The same of an encoder-decoder."""
+    names = ["encoder.version", "decoder.version", *bias_placeholders("encoder", config.encoder_config)]
+    for name in bias_placeholders("decoder", config.decoder_config):
+        names += [name, name.replace(".mega_layer.", ".cross_attn.")]
+    return names
 
 
 def bias_placeholders(body: str, config: MegaConfig) -> list[str]:
@@ -126,8 +149,9 @@ def _adaptive_softmax(config: MegaConfig) -> list[Row]:
     return rows
 
 
-def _layers(body: str, convention: str) -> list[Row]:
-    layer, to_layer = f"{body}.layers.{{layer}}", "mega.layers.{layer}"
+def _layers(body: str, convention: str, model: str = "mega", cross: bool = False) -> list[Row]:
+    """The layers under `body` in the file and under `model` here; `cross`: they have cross-attention."""
+    layer, to_layer = f"{body}.layers.{{layer}}", f"{model}.layers.{{layer}}"
     ema = _EMA[convention] | _EMA_OF_BOTH
     attention, to_attention = f"{layer}.mega_layer", f"{to_layer}.mega_layer"
     return [
@@ -136,12 +160,27 @@ def _layers(body: str, convention: str) -> list[Row]:
         *_norm(f"{attention}.norm", f"{to_attention}.norm"),
         *(Row(f"{attention}.move.{name}", f"{to_attention}.ema_gate.{ema[name]}") for name in ORDER[convention]),
         *(Row(f"{attention}.{name}.{{part}}", f"{to_attention}.{name}.{{part}}") for name in _PROJECTIONS),
-        Row(f"{attention}.rel_pos_bias.rel_pos_bias", f"{to_attention}.rel_pos_bias.rel_pos_bias"),
-        Row(f"{attention}.rel_pos_bias.alpha", f"{to_attention}.rel_pos_bias.alpha"),
-        Row(f"{attention}.rel_pos_bias.beta", f"{to_attention}.rel_pos_bias.b_param"),
-        Row(f"{attention}.rel_pos_bias._float_tensor", None, reason=_PLACEHOLDER),
+        *_bias(attention, to_attention),
+        *(_cross_attention(f"{layer}.cross_attn", f"{to_layer}.cross_attn") if cross else []),
         *_norm(f"{layer}.nffn.norm", f"{to_layer}.nffn.norm"),
         *(Row(f"{layer}.nffn.{name}.{{part}}", f"{to_layer}.nffn.{name}.{{part}}") for name in ("fc1", "fc2")),
+    ]
+
+
+def _cross_attention(source: str, target: str) -> list[Row]:
+    return [
+        *_norm(f"{source}.norm", f"{target}.norm"),
+        *(Row(f"{source}.{name}.{{part}}", f"{target}.{name}.{{part}}") for name in _CROSS_PROJECTIONS),
+        *_bias(source, target),
+    ]
+
+
+def _bias(source: str, target: str) -> list[Row]:
+    return [
+        Row(f"{source}.rel_pos_bias.rel_pos_bias", f"{target}.rel_pos_bias.rel_pos_bias"),
+        Row(f"{source}.rel_pos_bias.alpha", f"{target}.rel_pos_bias.alpha"),
+        Row(f"{source}.rel_pos_bias.beta", f"{target}.rel_pos_bias.b_param"),
+        Row(f"{source}.rel_pos_bias._float_tensor", None, reason=_PLACEHOLDER),
     ]
 
 

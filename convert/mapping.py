@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from luna_mega.convert.errors import ConversionError
 from luna_mega.convert.keymap import KeyMap
@@ -74,9 +74,17 @@ def convert_tensors(
     converted = {}
     for key, target in mapping.mapped.items():
         tensor = tensors[key].float().add(1) if key in raised else tensors[key]
-        if not (target in _TIED_TO_EMBEDDING and plan.config.tie_word_embeddings):
+        if not _is_copy(target, plan.config):
             converted[target] = tensor.to(dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
     return converted | {target: torch.zeros((), dtype=torch.long) for target in mapping.absent}
+
+
+def _is_copy(target: str, config: PreTrainedConfig) -> bool:
+    """Whether a tensor of the model is another one's copy, which is not saved."""
+    if target in _TIED_TO_EMBEDDING:
+        return config.tie_word_embeddings
+    of_target = ".decoder." in target and target.endswith(".word_embeddings.weight")
+    return of_target and config.share_encoder_decoder_embeddings
 
 
 def without_memory(model_class: type[PreTrainedModel], plan: Plan) -> PreTrainedModel:

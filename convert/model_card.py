@@ -22,6 +22,7 @@ _TASKS = {
     "Model": "feature-extraction",
     "ForMaskedLM": "fill-mask",
     "ForCausalLM": "text-generation",
+    "ForConditionalGeneration": "translation",
     "ForSequenceClassification": "text-classification",
     "ForMultipleChoice": "multiple-choice",
     "ForTokenClassification": "token-classification",

@@ -59,7 +59,7 @@ class ModelFolder:
         return found
 
     def _full_name(self, name: str) -> str:
-        bare = self.model_class in (luna_mega.LunaModel, luna_mega.MegaModel)
+        bare = "For" not in self.model_class.__name__
         return f"{self.model_class.base_model_prefix}.{name}" if bare else name
 
     def _weight_files(self) -> list[Path]:
@@ -105,7 +105,7 @@ def read_folder(path: str | Path) -> ModelFolder:
         raise ConversionError(f"{file}: {error}") from error
     names = content.get("architectures") or [None]
     family = type(config).__name__.removesuffix("Config")
-    classes = [name for name in luna_mega.__all__ if re.match(rf"{family}(For|Model$)", name)]
+    classes = [name for name in luna_mega.__all__ if re.match(rf"{family}(For|Model$|Seq2SeqModel$)", name)]
     if names[0] not in classes:
         raise ConversionError(f"{file}: architectures {names[0]!r} is not one of {', '.join(classes)}")
     conversion = path / report.FILE_NAME

@@ -1,6 +1,7 @@
 """What a conversion is going to do, before a tensor is touched."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -15,7 +16,8 @@ class Plan:
 
     `appended_symbol` is what fairseq adds to the dictionary after loading it (None: nothing), `prepends_appended`
     whether every sequence starts with it, `num_labels` the number of classes that can have names (None: none);
-    `also_loads` are classes that load from the same folder with all their weights.
+    `also_loads` are classes that load from the same folder with all their weights; `languages` are those of source and
+    target of an encoder-decoder, `generation` what `generate` does by default.
     """
 
     model_class: type[PreTrainedModel]
@@ -24,6 +26,8 @@ class Plan:
     appended_symbol: str | None
     num_labels: int | None
     prepends_appended: bool = False
+    languages: tuple[str, str] | None = None
+    generation: dict[str, Any] = field(default_factory=dict)
     also_loads: tuple[type[PreTrainedModel], ...] = ()
     decisions: dict[str, str | int | float | bool | list[int] | None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -33,6 +37,11 @@ class Plan:
     def vocab_size(self) -> int | None:
         """Rows of the embedding; None: the model reads real numbers."""
         return self.config.vocab_size if self.config.input_type == "tokens" else None
+
+    @property
+    def target_vocab_size(self) -> int:
+        """Rows of the embedding of an encoder-decoder's target."""
+        return self.config.get_text_config(decoder=True).vocab_size
 
 
 def build_config(config_class: type[PreTrainedConfig], **fields) -> PreTrainedConfig:

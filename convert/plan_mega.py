@@ -70,7 +70,7 @@ def layer_fields(evidence: Evidence, stack: Stack, width: int) -> dict:
 
 
 def _feed_forward(evidence: Evidence, stack: Stack) -> dict:
-    there = any(".nffn." in key for key in evidence.tensors)
+    there = any(key.startswith(f"{stack.body}.") and ".nffn." in key for key in evidence.tensors)
     if not there and (evidence.args.get(stack.ffn) or 0) < 1:
         return {"use_normalized_ffn": False}
     ffn, _ = evidence.shape(f"{stack.first}.nffn.fc1.weight", "ffn width", "width")

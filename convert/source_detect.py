@@ -9,12 +9,18 @@ from luna_mega.convert.fairseq_reader import Checkpoint
 
 _MEGA = r"(^|\.)(mega_layer|move)\.|^(delta|alpha|beta|gamma|omega)$"
 # Complex EMA, the norm after the moving average and the group norms over time exist in the Megalodon line only.
+_MEGA_LAYOUTS = {
+    frozenset({"encoder.encoder"}): "mega_lra",
+    frozenset({"decoder"}): "mega_lm",
+    frozenset({"encoder", "decoder"}): "mega_seq2seq",
+}
 _MEGALODON = r"(^|\.)(theta|cema|move_act|timenorm|prior_mean)(\.|$)"
 
 
 @dataclass(frozen=True)
 class Source:
-    """The kind of file: `layout` is "luna_bert", "luna_lra", "mega_lra" (also raw speech) or "mega_lm".
+    """The kind of file: `layout` is "luna_bert", "luna_lra", "luna_seq2seq", "mega_lra" (also raw speech), "mega_lm" or
+    "mega_seq2seq".
 
     `revision` of Luna is "r21" (2021 code) or "head" (2023), of Mega the branch: "main", "flash" or "unknown".
     """
@@ -38,13 +44,14 @@ def detect(checkpoint: Checkpoint) -> Source:
     if any(re.search(_MEGA, key) for key in keys) or any(re.search(_MEGALODON, key) for key in keys):
         if refusal := _mega_refusal(keys, arch):
             raise ConversionError(f"{checkpoint.path}: {refusal}")
-        layout = "mega_lm" if any(key.startswith("decoder.") for key in keys) else "mega_lra"
-        return Source(layout, order_of(keys) or "unknown", arch)
+        return Source(_MEGA_LAYOUTS[_stacks(keys)], order_of(keys) or "unknown", arch)
     if any(re.match(r"(encoder|decoder)\.sentence_encoder\.projected_embeddings$", key) for key in keys):
         # An argument that the code has had since May 2022.
         return Source("luna_bert", "head" if "stop_min_lr" in checkpoint.args else "r21", arch)
     if "encoder.encoder.projected_embeddings" in keys:
         return Source("luna_lra", "r21" if any(key.startswith("classifier.") for key in keys) else "head", arch)
+    if "encoder.projected_embeddings" in keys and any(key.startswith("decoder.layers.") for key in keys):
+        return Source("luna_seq2seq", "r21", arch)
     raise ConversionError(f"{checkpoint.path}: {_other_refusal(keys, arch)}")
 
 
@@ -55,28 +62,25 @@ def _mega_refusal(keys, arch: str) -> str | None:
             f"a Megalodon-line checkpoint (arch {arch!r}: complex EMA, timestep norm): neither Luna nor Mega computes "
             "what its layers do, so it cannot be converted; run it with the code that wrote it"
         )
-    has = {key.split(".layers.")[0] for key in keys if ".layers." in key}
-    if has in ({"encoder.encoder"}, {"decoder"}):
+    if _stacks(keys) in _MEGA_LAYOUTS:
         return None
-    kind = "a Mega checkpoint, but neither an encoder of LRA or raw speech nor a language model"
-    if has == {"encoder", "decoder"}:
-        kind = "a Mega encoder-decoder for translation"
     return (
-        f"{kind} (arch {arch!r}): this version has no such model yet; it converts the Mega encoders of LRA "
-        "(mega_lra_*) and raw speech (mega_sc_raw_*) and language models (mega_lm*)"
+        f"a Mega checkpoint, but of none of the kinds that are known (arch {arch!r}): this version converts the "
+        "encoders of LRA (mega_lra_*) and raw speech (mega_sc_raw_*), language models (mega_lm*) and encoder-decoders "
+        "for translation (mega, mega_wmt_*)"
     )
 
 
+def _stacks(keys) -> frozenset[str]:
+    """Where the file has layers."""
+    return frozenset(key.split(".layers.")[0] for key in keys if ".layers." in key)
+
+
 def _other_refusal(keys, arch: str) -> str:
-    if "encoder.projected_embeddings" in keys and any(key.startswith("decoder.layers.") for key in keys):
-        return (
-            f"a Luna encoder-decoder (arch {arch!r}): encoder-decoder conversion is not there yet in this version, "
-            "which converts luna_bert and Luna LRA encoders"
-        )
     return (
         f"not a Luna or Mega checkpoint (arch {arch!r}): there is neither a packed sequence, '*.projected_embeddings', "
         f"nor a '*.mega_layer' among its {len(keys)} tensors; this version converts luna_bert, Luna LRA and Mega LRA "
-        "encoders, Mega for raw speech, and Mega language models"
+        "encoders, Mega for raw speech, Mega language models, and encoder-decoders of both"
     )
 
 

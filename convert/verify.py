@@ -116,6 +116,11 @@ def compare(
     options = {"head": head, "layer_norm": layer_norm, "ema_convention": ema_convention}
     with _quiet_transformers(), _folder(a, options) as first, _folder(b, options) as second:
         _check_same_kind(a, first, b, second)
+        if first.config.is_encoder_decoder:
+            raise ConversionError(
+                f"{a}: {first.model_class.__name__} is an encoder-decoder, of which this version compares no states; "
+                "compare the logits of two from_pretrained models"
+            )
         if inputs is not None:
             tensors = _read_inputs(Path(inputs), first)
         elif texts:

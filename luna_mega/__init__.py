@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 from luna_mega._register import register_auto_classes
 
 if TYPE_CHECKING:
+    from luna_mega.modeling_luna.cache_luna import LunaCache as LunaCache, LunaSeq2SeqCache as LunaSeq2SeqCache
     from luna_mega.modeling_luna.configuration_luna import LunaConfig as LunaConfig
+    from luna_mega.modeling_luna.generation_luna import (
+        LunaForCausalLM as LunaForCausalLM,
+        LunaForConditionalGeneration as LunaForConditionalGeneration,
+        LunaSeq2SeqModel as LunaSeq2SeqModel,
+    )
     from luna_mega.modeling_luna.heads_luna import (
         LunaForMultipleChoice as LunaForMultipleChoice,
         LunaForQuestionAnswering as LunaForQuestionAnswering,
@@ -21,8 +27,9 @@ if TYPE_CHECKING:
         LunaModel as LunaModel,
         LunaPreTrainedModel as LunaPreTrainedModel,
     )
+    from luna_mega.modeling_luna.segments_luna import read_segments as read_segments
     from luna_mega.modeling_luna.tokenization_luna import LunaTokenizer as LunaTokenizer
-    from luna_mega.modeling_mega.cache_mega import MegaCache as MegaCache
+    from luna_mega.modeling_mega.cache_mega import MegaCache as MegaCache, MegaSeq2SeqCache as MegaSeq2SeqCache
     from luna_mega.modeling_mega.configuration_mega import MegaConfig as MegaConfig
     from luna_mega.modeling_mega.heads_mega import (
         MegaForMultipleChoice as MegaForMultipleChoice,
@@ -37,11 +44,17 @@ if TYPE_CHECKING:
         MegaModel as MegaModel,
         MegaPreTrainedModel as MegaPreTrainedModel,
     )
+    from luna_mega.modeling_mega.seq2seq_mega import (
+        MegaForConditionalGeneration as MegaForConditionalGeneration,
+        MegaSeq2SeqModel as MegaSeq2SeqModel,
+    )
 
 __version__ = "0.1.0"
 
 _EXPORTS = {
+    "luna_mega.modeling_luna.cache_luna": ["LunaCache", "LunaSeq2SeqCache"],
     "luna_mega.modeling_luna.configuration_luna": ["LunaConfig"],
+    "luna_mega.modeling_luna.generation_luna": ["LunaForCausalLM", "LunaForConditionalGeneration", "LunaSeq2SeqModel"],
     "luna_mega.modeling_luna.heads_luna": [
         "LunaForMultipleChoice",
         "LunaForQuestionAnswering",
@@ -50,8 +63,9 @@ _EXPORTS = {
         "LunaForTokenClassification",
     ],
     "luna_mega.modeling_luna.modeling_luna": ["LunaForMaskedLM", "LunaModel", "LunaPreTrainedModel"],
+    "luna_mega.modeling_luna.segments_luna": ["read_segments"],
     "luna_mega.modeling_luna.tokenization_luna": ["LunaTokenizer"],
-    "luna_mega.modeling_mega.cache_mega": ["MegaCache"],
+    "luna_mega.modeling_mega.cache_mega": ["MegaCache", "MegaSeq2SeqCache"],
     "luna_mega.modeling_mega.configuration_mega": ["MegaConfig"],
     "luna_mega.modeling_mega.heads_mega": [
         "MegaForMultipleChoice",
@@ -66,6 +80,7 @@ _EXPORTS = {
         "MegaModel",
         "MegaPreTrainedModel",
     ],
+    "luna_mega.modeling_mega.seq2seq_mega": ["MegaForConditionalGeneration", "MegaSeq2SeqModel"],
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 

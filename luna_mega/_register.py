@@ -10,6 +10,7 @@ _AUTO_CLASSES = {
     "AutoModel": ("Model", "MODEL_MAPPING_NAMES"),
     "AutoModelForPreTraining": ("ForMaskedLM", "MODEL_FOR_PRETRAINING_MAPPING_NAMES"),
     "AutoModelForCausalLM": ("ForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
+    "AutoModelForSeq2SeqLM": ("ForConditionalGeneration", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"),
     "AutoModelForMaskedLM": ("ForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING_NAMES"),
     "AutoModelForSequenceClassification": (
         "ForSequenceClassification",

@@ -329,6 +329,21 @@ class LunaForConditionalGeneration(LunaGenerationMixin, LunaPreTrainedModel):
         self.config.decoder_vocab_size = None
         return embedding
 
+    def _update_finished_beams(self, *, topk_log_probs, next_token_hits_stopping_criteria, early_stopping, **state):
+        """Called by beam search. With `early_stopping=True` the first `num_beams` that are complete remain, as in
+        fairseq: transformers lets those that complete last, where more do than there is room for, displace others."""
+        if early_stopping is True:
+            complete = next_token_hits_stopping_criteria & state["top_num_beam_mask"]
+            order = topk_log_probs.masked_fill(~complete, float("-inf")).argsort(dim=1, descending=True)
+            room = (~state["is_sent_finished"]).sum(dim=1, keepdim=True)
+            next_token_hits_stopping_criteria = complete & (order.argsort(dim=1) < room)
+        return super()._update_finished_beams(
+            topk_log_probs=topk_log_probs,
+            next_token_hits_stopping_criteria=next_token_hits_stopping_criteria,
+            early_stopping=early_stopping,
+            **state,
+        )
+
     def prepare_decoder_input_ids_from_labels(self, labels: torch.LongTensor) -> torch.LongTensor:
         """Decoder inputs `[B, T]` for labels `[B, T]`: shifted by one behind `decoder_start_token_id`."""
         shifted = labels.new_full(labels.shape, self.config.decoder_start_token_id)

@@ -1,12 +1,24 @@
 # Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
 """Configuration of the Mega models."""
 
+import copy
+
 from huggingface_hub.dataclasses import strict
 from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 
 from luna_mega.modeling_mega.presets_mega import MegaPresets
 
+# Fields of the decoder of an encoder-decoder -> the encoder's, which it has where its own is None.
+DECODER_FIELDS = {
+    "num_decoder_layers": "num_hidden_layers",
+    "decoder_intermediate_size": "intermediate_size",
+    "decoder_nffn_hidden_size": "nffn_hidden_size",
+    "decoder_shared_representation_size": "shared_representation_size",
+    "decoder_ema_projection_size": "ema_projection_size",
+    "decoder_vocab_size": "vocab_size",
+    "decoder_max_positions": "max_positions",
+}
 _CHOICES = {
     "input_type": ("tokens", "values"),
     "attention_activation": ("softmax", "laplace", "relu2"),
@@ -56,7 +68,7 @@ class MegaConfig(MegaPresets, PreTrainedConfig):
         add_lm_hidden_dense_layer: the language-model heads have a dense layer with tanh.
         num_attention_heads: always 1; kept because v4 files have it.
         is_decoder: causal attention, for `MegaForCausalLM`; needs `bidirectional=False`.
-        add_cross_attention: not in this version.
+        add_cross_attention: a decoder attends to `encoder_hidden_states`; needs `is_decoder=True`.
 
         input_type: `"tokens"` (`input_ids`) or `"values"` (`input_values`, one real number a position: pixels, audio).
         scale_embedding: multiply embeddings by sqrt(d).
@@ -82,6 +94,18 @@ class MegaConfig(MegaPresets, PreTrainedConfig):
         legacy_adaptive_loss: the loss leaves out one word of every tail, as the original's does by mistake.
         sparse_prediction: under labels the masked-LM head projects the predicted positions alone, so that its cost and
             memory are those of M positions in place of B T; `logits` then are `[M, vocab_size]`.
+
+        is_encoder_decoder: an encoder and a decoder with cross-attention, for `MegaForConditionalGeneration`. The
+            fields above are the encoder's, and the decoder's where the following are None.
+        num_decoder_layers, decoder_intermediate_size, decoder_nffn_hidden_size, decoder_shared_representation_size,
+            decoder_ema_projection_size, decoder_vocab_size: sizes of the decoder.
+        decoder_chunk_size: its attention chunks; below 1 = attention over the whole sequence.
+        decoder_max_positions: longest target with `relative_positional_bias="simple"` and no chunks.
+        cross_attention_positions: longest source or target of a `"simple"` bias in cross-attention; None = the longer
+            of `max_positions` and `decoder_max_positions`.
+        share_encoder_decoder_embeddings: one embedding for source and target; None = where `tie_word_embeddings` and
+            the vocabularies are equal. With `tie_word_embeddings` the output layer is the decoder's embedding.
+        decoder_start_token_id: what a target starts from; fairseq starts from `</s>`.
 
     Raises:
         ValueError: the fields do not fit together; the message has the numbers.
@@ -159,6 +183,19 @@ class MegaConfig(MegaPresets, PreTrainedConfig):
     legacy_adaptive_loss: bool = False
     sparse_prediction: bool = False
 
+    is_encoder_decoder: bool = False
+    num_decoder_layers: int | None = None
+    decoder_intermediate_size: int | None = None
+    decoder_nffn_hidden_size: int | None = None
+    decoder_shared_representation_size: int | None = None
+    decoder_ema_projection_size: int | None = None
+    decoder_vocab_size: int | None = None
+    decoder_chunk_size: int | None = None
+    decoder_max_positions: int | None = None
+    cross_attention_positions: int | None = None
+    share_encoder_decoder_embeddings: bool | None = None
+    decoder_start_token_id: int | None = 2
+
     def __post_init__(self, **kwargs):
         if self.classifier_hidden_size is None:
             self.classifier_hidden_size = self.hidden_size
@@ -190,6 +227,53 @@ class MegaConfig(MegaPresets, PreTrainedConfig):
     def bias_positions(self) -> int:
         """M of a `"simple"` table with 2 M - 1 entries."""
         return self.chunk_size if self.use_chunking and not self.legacy_bias_table else self.max_positions
+
+    @property
+    def cross_positions(self) -> int:
+        """M of a `"simple"` table in cross-attention."""
+        return self.cross_attention_positions or max(self.max_positions, self.decoder_max_positions or 0)
+
+    @property
+    def shares_embeddings(self) -> bool:
+        """Whether source and target have one embedding."""
+        if self.share_encoder_decoder_embeddings is not None:
+            return self.share_encoder_decoder_embeddings
+        return self.tie_word_embeddings and self.decoder_vocab_size in (None, self.vocab_size)
+
+    @property
+    def encoder_config(self) -> "MegaConfig":
+        """The configuration of the encoder of an encoder-decoder."""
+        config = copy.deepcopy(self)
+        config.is_encoder_decoder = config.is_decoder = False
+        return config
+
+    @property
+    def decoder_config(self) -> "MegaConfig":
+        """The configuration of the decoder of an encoder-decoder."""
+        config = self.encoder_config
+        for own, field in DECODER_FIELDS.items():
+            if getattr(self, own) is not None:
+                setattr(config, field, getattr(self, own))
+        if self.decoder_chunk_size is not None:
+            config.chunk_size = self.decoder_chunk_size
+            config.use_chunking = self.decoder_chunk_size > 0
+        config.cross_attention_positions = self.cross_positions
+        config.is_decoder = config.add_cross_attention = True
+        config.bidirectional = config.ema_shift = False
+        return config
+
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> "MegaConfig":
+        """As the base class: of an encoder-decoder that of one side, where only this is asked for.
+
+        Asked for neither, `vocab_size` is the target's: `generate` and `compute_transition_scores` count by it.
+        """
+        if self.is_encoder_decoder and decoder != encoder:
+            return self.decoder_config if decoder else self.encoder_config
+        if not self.is_encoder_decoder or self.decoder_vocab_size in (None, self.vocab_size):
+            return self
+        config = copy.deepcopy(self)
+        config.vocab_size = self.decoder_vocab_size
+        return config
 
     def validate_architecture(self):
         """Part of the `@strict` contract: runs after `__init__` and before saving."""
@@ -233,6 +317,44 @@ class MegaConfig(MegaPresets, PreTrainedConfig):
         self._validate_adaptive()
         if self.add_cross_attention and not self.is_decoder:
             raise ValueError("add_cross_attention=True needs is_decoder=True")
+        if self.is_encoder_decoder:
+            self._validate_encoder_decoder()
+
+    def _validate_encoder_decoder(self):
+        if self.is_decoder or self.add_cross_attention:
+            raise ValueError("is_encoder_decoder=True has a decoder: leave is_decoder and add_cross_attention out")
+        if self.input_type != "tokens" or self.adaptive_input_cutoffs or self.adaptive_softmax_cutoffs:
+            raise ValueError(
+                "is_encoder_decoder=True needs input_type='tokens' and no adaptive vocabulary, got "
+                f"input_type={self.input_type!r}, adaptive_input_cutoffs={self.adaptive_input_cutoffs} and "
+                f"adaptive_softmax_cutoffs={self.adaptive_softmax_cutoffs}"
+            )
+        if self.embedding_size != self.hidden_size:
+            raise ValueError(
+                f"is_encoder_decoder=True needs embedding_size={self.hidden_size}, the hidden_size, got "
+                f"{self.embedding_size}"
+            )
+        for field in ("cross_attention_positions", *DECODER_FIELDS):
+            if getattr(self, field) is not None and getattr(self, field) < 1:
+                raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
+        decoder = self.decoder_config
+        if self.decoder_start_token_id is None or not 0 <= self.decoder_start_token_id < decoder.vocab_size:
+            raise ValueError(
+                f"decoder_start_token_id ({self.decoder_start_token_id}) must be a token of the target vocabulary "
+                f"(0 to {decoder.vocab_size - 1})"
+            )
+        if self.decoder_start_token_id == self.pad_token_id:
+            raise ValueError(
+                f"decoder_start_token_id and pad_token_id are both {self.pad_token_id}: padding is masked, so a target "
+                "would have no first token"
+            )
+        if self.shares_embeddings and not (self.tie_word_embeddings and decoder.vocab_size == self.vocab_size):
+            raise ValueError(
+                "share_encoder_decoder_embeddings=True needs tie_word_embeddings=True and equal vocabularies, got "
+                f"tie_word_embeddings={self.tie_word_embeddings}, vocab_size={self.vocab_size} and "
+                f"decoder_vocab_size={decoder.vocab_size}"
+            )
+        decoder.validate_architecture()
 
     def _validate_adaptive(self):
         for field in ("adaptive_input", "adaptive_softmax"):

@@ -19,7 +19,7 @@ from transformers.generation import GenerationMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
     BaseModelOutputWithPoolingAndCrossAttentions,
-    CausalLMOutputWithPast,
+    CausalLMOutputWithCrossAttentions,
     MaskedLMOutput,
 )
 from transformers.modeling_utils import PreTrainedModel
@@ -32,9 +32,17 @@ from luna_mega.kernels.damped_ema.reference import log_decay
 from luna_mega.kernels.gated_attention.reference import attention_weights, into_chunks
 from luna_mega.kernels.masks import drop_if_full
 from luna_mega.modeling_mega.adaptive import MegaAdaptiveEmbedding, MegaAdaptiveSoftmax
-from luna_mega.modeling_mega.cache_mega import MegaCache, MegaCacheLayer
+from luna_mega.modeling_mega.cache_mega import (
+    MegaCache,
+    MegaCacheLayer,
+    MegaCrossCache,
+    MegaCrossCacheLayer,
+    MegaSeq2SeqCache,
+)
 from luna_mega.modeling_mega.configuration_mega import MegaConfig
-from luna_mega.modeling_mega.norms import MegaScaleNorm, build_norm
+from luna_mega.modeling_mega.cross_attention import MegaGatedCrossAttention
+from luna_mega.modeling_mega.norms import MegaScaleNorm
+from luna_mega.modeling_mega.parts import MegaDropout, MegaSequenceNorm, build_relative_bias, relative_bias, to_front
 from luna_mega.modeling_mega.position import MegaRotaryRelativeBias, MegaSimpleRelativeBias
 
 
@@ -77,36 +85,6 @@ class MegaEmbeddings(nn.Module):
         if token_type_ids is None:
             token_type_ids = torch.zeros(inputs_embeds.shape[:2], dtype=torch.long, device=inputs_embeds.device)
         return hidden_states + self.token_type_embeddings(token_type_ids)
-
-
-class MegaSequenceNorm(nn.Module):
-    """The norm that `config.normalization_type` names, for `[B, T, d]`; `mask` keeps padding out of its statistics."""
-
-    def __init__(self, config: MegaConfig, affine: bool):
-        super().__init__()
-        self.norm = build_norm(
-            config.normalization_type,
-            config.hidden_size,
-            affine=affine,
-            padded_statistics=config.padded_batch_statistics,
-            legacy_rms_norm=config.legacy_rms_norm,
-        )
-
-    def forward(self, hidden_states: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        return self.norm(hidden_states, mask)
-
-
-class MegaDropout(nn.Module):
-    """Dropout of `[B, T, d]`, of single entries or (feature dropout) of a channel at all positions of a sequence."""
-
-    def __init__(self, probability: float, features: bool):
-        super().__init__()
-        self.probability, self.features = probability, features
-
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        if self.features:
-            return nn.functional.dropout1d(states.transpose(1, 2), self.probability, self.training).transpose(1, 2)
-        return nn.functional.dropout(states, self.probability, self.training)
 
 
 class MegaMovingAverage(nn.Module):
@@ -168,14 +146,6 @@ class MegaMovingAverage(nn.Module):
         return nn.functional.silu(average - late + self.residual_weight * wide).to(inputs.dtype)
 
 
-def _to_front(states: torch.Tensor, mask: torch.Tensor, back: bool = False) -> torch.Tensor:
-    """Move each sequence of `[B, T, ...]` so that its first token is at position 0 (`back`: to where it was)."""
-    length = mask.shape[1]
-    first = mask.int().argmax(dim=1, keepdim=True)
-    index = (torch.arange(length, device=mask.device) + (-first if back else first)) % length
-    return states.gather(1, index if states.dim() == 2 else index[..., None].expand(-1, -1, states.shape[2]))
-
-
 class MegaGatedAttention(nn.Module):
     """Moving average equipped gated attention (section 3.2; equations 6 to 13)."""
 
@@ -191,10 +161,7 @@ class MegaGatedAttention(nn.Module):
         self.h_proj = nn.Linear(values, width)
         self.qk_weight = nn.Parameter(torch.empty(2, shared))
         self.qk_bias = nn.Parameter(torch.empty(2, shared))
-        if config.relative_positional_bias == "simple":
-            self.rel_pos_bias = MegaSimpleRelativeBias(config.bias_positions)
-        else:
-            self.rel_pos_bias = MegaRotaryRelativeBias(shared)
+        self.rel_pos_bias = build_relative_bias(config, config.bias_positions)
         self.activation = ACT2FN[config.activation]
         self.dropout = MegaDropout(config.dropout_prob, config.use_feature_dropout)
         self.hidden_dropout = MegaDropout(config.hidden_dropout_prob, config.use_feature_dropout)
@@ -238,7 +205,7 @@ class MegaGatedAttention(nn.Module):
         options, divisor = self.options(), self.config.is_decoder and self.config.attention_activation != "softmax"
         move = mask is not None and (options["chunk_size"] is not None or divisor)
         if move:
-            query, key, value, mask, mask_in_place = *(_to_front(x, mask) for x in (query, key, value, mask)), mask
+            query, key, value, mask, mask_in_place = *(to_front(x, mask) for x in (query, key, value, mask)), mask
         options |= {"bias": self.relative_bias(query.shape[1]), "mask": mask}
         dropout = self.config.attention_probs_dropout_prob if self.training else 0.0
         if output_weights:
@@ -249,7 +216,7 @@ class MegaGatedAttention(nn.Module):
                 attended = (dropped @ into_chunks(value, options["chunk_size"])).flatten(1, 2)[:, : value.shape[1]]
         else:
             attended, weights = gated_attention(query, key, value, dropout=dropout, **options), None
-        return (_to_front(attended, mask_in_place, back=True) if move else attended), weights
+        return (to_front(attended, mask_in_place, back=True) if move else attended), weights
 
     def options(self):
         """The arguments of the attention that the configuration fixes."""
@@ -291,10 +258,7 @@ class MegaGatedAttention(nn.Module):
 
     def relative_bias(self, length: int) -> torch.Tensor:
         """The bias of the positions of a chunk, or of all, a vector over their differences."""
-        positions = self.config.attention_chunk or length
-        if self.config.relative_positional_bias == "simple" and self.config.legacy_bias_table:
-            return self.rel_pos_bias(positions, centre=self.config.chunk_size - 1)
-        return self.rel_pos_bias(positions)
+        return relative_bias(self.config, self.rel_pos_bias, self.config.attention_chunk or length)
 
 
 class MegaNormalizedFeedForwardNetwork(nn.Module):
@@ -319,11 +283,12 @@ class MegaNormalizedFeedForwardNetwork(nn.Module):
 
 
 class MegaBlock(GradientCheckpointingLayer):
-    """One Mega block (Figure 2): gated attention, then the feed-forward layer."""
+    """One Mega block (Figure 2): gated attention, in a decoder cross-attention, then the feed-forward layer."""
 
     def __init__(self, config: MegaConfig):
         super().__init__()
         self.mega_layer = MegaGatedAttention(config)
+        self.cross_attn = MegaGatedCrossAttention(config) if config.add_cross_attention else None
         self.nffn = MegaNormalizedFeedForwardNetwork(config) if config.use_normalized_ffn else None
 
     def forward(
@@ -332,8 +297,15 @@ class MegaBlock(GradientCheckpointingLayer):
         mask: torch.Tensor | None,
         output_weights: bool = False,
         past: MegaCacheLayer | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        encoder_mask: torch.Tensor | None = None,
+        source: MegaCrossCacheLayer | None = None,
     ) -> torch.Tensor:
         hidden_states, _ = self.mega_layer(hidden_states, mask, output_weights, past)
+        if self.cross_attn is not None:
+            hidden_states, _ = self.cross_attn(
+                hidden_states, mask, encoder_hidden_states, encoder_mask, output_weights, past, source
+            )
         return hidden_states if self.nffn is None else self.nffn(hidden_states, mask)
 
 
@@ -360,7 +332,11 @@ class MegaPreTrainedModel(PreTrainedModel):
     _keep_in_fp32_modules_strict = ["ema_gate"]
     # Placeholder buffers of the original code, with arbitrary content.
     _keys_to_ignore_on_load_unexpected = [r"rel_pos_bias\._float_tensor$"]
-    _can_record_outputs = {"hidden_states": MegaBlock, "attentions": OutputRecorder(MegaGatedAttention, index=1)}
+    _can_record_outputs = {
+        "hidden_states": MegaBlock,
+        "attentions": OutputRecorder(MegaGatedAttention, index=1),
+        "cross_attentions": OutputRecorder(MegaGatedCrossAttention, index=1),
+    }
 
     def __init__(self, config: MegaConfig):
         super().__init__(config)
@@ -421,10 +397,10 @@ class MegaModel(MegaPreTrainedModel):
 
     def __init__(self, config: MegaConfig, add_pooling_layer: bool = True):
         super().__init__(config)
-        if config.add_cross_attention:
+        if config.is_encoder_decoder:
             raise ValueError(
-                "add_cross_attention=True: this version has no cross-attention; a folder with it loads in a version "
-                "with MegaForConditionalGeneration"
+                f"{type(self).__name__} is one side only, and the configuration has is_encoder_decoder=True: use "
+                "MegaSeq2SeqModel, MegaForConditionalGeneration or their Auto classes"
             )
         self.embedding_layer = MegaEmbeddings(config)
         self.embedding_norm = MegaSequenceNorm(config, config.norm_affine) if config.embedding_norm else None
@@ -434,6 +410,24 @@ class MegaModel(MegaPreTrainedModel):
         self.pooler = MegaPooler(config) if add_pooling_layer else None
         self.gradient_checkpointing = False
         self.post_init()
+
+    @classmethod
+    def _for_auto_model(cls, config):
+        """The class that `AutoModel`, which knows one for every kind of configuration, means by this one."""
+        if cls is MegaModel and isinstance(config, MegaConfig) and config.is_encoder_decoder:
+            from luna_mega.modeling_mega.seq2seq_mega import MegaSeq2SeqModel
+
+            return MegaSeq2SeqModel
+        return super()
+
+    @classmethod
+    def _from_config(cls, config: MegaConfig, **kwargs) -> MegaPreTrainedModel:
+        return cls._for_auto_model(config)._from_config(config, **kwargs)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, config=None, **kwargs) -> MegaPreTrainedModel:
+        model_class = cls._for_auto_model(config)
+        return model_class.from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)
 
     def get_input_embeddings(self) -> nn.Module:
         if self.config.input_type == "values":
@@ -452,8 +446,10 @@ class MegaModel(MegaPreTrainedModel):
         inputs_embeds: torch.FloatTensor | None = None,
         input_values: torch.FloatTensor | None = None,
         token_type_ids: torch.LongTensor | None = None,
-        past_key_values: MegaCache | None = None,
+        past_key_values: MegaCache | MegaSeq2SeqCache | None = None,
         use_cache: bool | None = None,
+        encoder_hidden_states: torch.FloatTensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPoolingAndCrossAttentions:
         """Encode a batch of B sequences of T positions.
@@ -467,12 +463,15 @@ class MegaModel(MegaPreTrainedModel):
             past_key_values: `is_decoder` only: what was returned for the positions before these. It is changed in
                 place. `attention_mask` is that of the T positions, or of these and all before them.
             use_cache: `is_decoder` only: return `past_key_values`. None = `config.use_cache`, but not in training.
+            encoder_hidden_states: `[B, S, d]`, `add_cross_attention` only: the source, which `past_key_values` keeps.
+            encoder_attention_mask: `[B, S]`, 1 = keep; None = all. A source without a token gives attention of 0.
             kwargs: `output_hidden_states`, `output_attentions`, `return_dict`.
 
         Returns:
             `last_hidden_state` `[B, T, d]` (rows at padding are meaningless), `pooler_output` `[B, d]` or None,
             `past_key_values` or None,
-            `hidden_states` N + 1 of `[B, T, d]`, `attentions` N of `[B, chunks, C, C]`.
+            `hidden_states` N + 1 of `[B, T, d]`, `attentions` N of `[B, chunks, C, C]`, `cross_attentions` N of
+            `[B, 1, T, S]`.
 
         Raises:
             ValueError: not exactly one kind of input, an empty batch, a mask of another shape, a sequence longer than
@@ -486,6 +485,12 @@ class MegaModel(MegaPreTrainedModel):
         if past is not None and past.get_seq_length() and attention_mask is not None:
             attention_mask = attention_mask[:, -(input_ids if inputs_embeds is None else inputs_embeds).shape[1] :]
         inputs_embeds, mask = self._embed(input_ids, attention_mask, inputs_embeds, input_values)
+        own, sources = past, None
+        if self.config.add_cross_attention and past is not None:
+            own, sources = past.self_attention_cache, past.cross_attention_cache
+        encoder_mask = self._check_source(
+            encoder_hidden_states, encoder_attention_mask, sources, inputs_embeds.shape[0]
+        )
         hidden_states = self.embedding_layer(inputs_embeds, token_type_ids)
         if self.embedding_norm is not None:
             hidden_states = self.embedding_norm(hidden_states, mask)
@@ -497,9 +502,17 @@ class MegaModel(MegaPreTrainedModel):
         if past is not None:
             if mask is None:
                 mask = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.bool)
-            self._check_cache(past, len(mask), output_weights)
+            self._check_cache(own, len(mask), output_weights)
         for index, layer in enumerate(self.layers):
-            hidden_states = layer(hidden_states, mask, output_weights, None if past is None else past.layers[index])
+            hidden_states = layer(
+                hidden_states,
+                mask,
+                output_weights,
+                None if own is None else own.layers[index],
+                encoder_hidden_states,
+                encoder_mask,
+                None if sources is None else sources.layers[index],
+            )
         if self.final_norm is not None:
             hidden_states = self.final_norm(hidden_states, mask)
         return BaseModelOutputWithPoolingAndCrossAttentions(
@@ -517,15 +530,47 @@ class MegaModel(MegaPreTrainedModel):
                     "encoder's output depends on what is yet to come"
                 )
             return None
-        if past is not None and not isinstance(past, MegaCache):
-            raise ValueError(f"past_key_values must be a MegaCache, got a {type(past).__name__}; leave it out to begin")
+        kind, given = "MegaCache", [past]
+        if self.config.add_cross_attention:
+            kind = "MegaSeq2SeqCache"
+            given = [getattr(past, name, past) for name in ("self_attention_cache", "cross_attention_cache")]
+        if past is not None and not all(map(isinstance, given, (MegaCache, MegaCrossCache))):
+            raise ValueError(f"past_key_values must be a {kind}, got a {type(past).__name__}; leave it out to begin")
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         if past is None and use_cache:
-            past = MegaCache(self.config)
+            past = new_cache(self.config)
         if past is not None and self.training and self.gradient_checkpointing:
             raise ValueError("gradient checkpointing runs a layer twice, a cache only once: pass use_cache=False")
         return past
+
+    def _check_source(self, states, mask, sources, batch):
+        """The mask of the source as bool `[B, S]`, or None; what is kept of the source already must fit."""
+        if not self.config.add_cross_attention:
+            if states is not None or mask is not None:
+                raise ValueError("encoder_hidden_states need a decoder with add_cross_attention=True; leave them out")
+            return None
+        kept = None if sources is None or not sources.layers[0].is_initialized else sources.layers[0]
+        if states is None and kept is None:
+            raise ValueError("a decoder with add_cross_attention=True needs encoder_hidden_states [B, S, d]")
+        width, length = self.config.hidden_size, (kept.keys if states is None else states).shape[1]
+        if states is not None and (states.dim() != 3 or states.shape[::2] != (batch, width) or length == 0):
+            raise ValueError(
+                f"encoder_hidden_states must have the shape [{batch}, S, {width}], S at least 1, got "
+                f"{list(states.shape)}"
+            )
+        if mask is not None and mask.shape != (batch, length):
+            raise ValueError(f"encoder_attention_mask must have the shape {[batch, length]}, got {list(mask.shape)}")
+        if kept is not None:
+            expected = [(batch, length, self.config.shared_representation_size), (batch, length, width)]
+            given = [tuple(tensor.shape) for tensor in (kept.keys, kept.values)]
+            if given != expected or len(sources) != self.config.num_hidden_layers:
+                raise ValueError(
+                    f"past_key_values has another source, of another batch or model: {len(sources)} layers with keys "
+                    f"and values of {given}, needed are {self.config.num_hidden_layers} with {expected}; begin with a "
+                    "new cache"
+                )
+        return None if mask is None else drop_if_full(mask.bool())
 
     def _check_cache(self, past, batch, output_weights):
         config, layer = self.config, past.layers[0]
@@ -577,6 +622,11 @@ class MegaModel(MegaPreTrainedModel):
             if mask is None and name == "input_ids":
                 mask = input_ids != self.config.pad_token_id
         return inputs_embeds, drop_if_full(mask)
+
+
+def new_cache(config: MegaConfig) -> MegaCache | MegaSeq2SeqCache:
+    """An empty cache for a decoder of this configuration."""
+    return MegaSeq2SeqCache(config) if config.add_cross_attention else MegaCache(config)
 
 
 def first_token(states: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -677,12 +727,14 @@ class MegaForCausalLM(MegaPreTrainedModel, GenerationMixin):
         attention_mask: torch.Tensor | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         token_type_ids: torch.LongTensor | None = None,
-        past_key_values: MegaCache | None = None,
+        past_key_values: MegaCache | MegaSeq2SeqCache | None = None,
         use_cache: bool | None = None,
+        encoder_hidden_states: torch.FloatTensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
         labels: torch.LongTensor | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> CausalLMOutputWithPast:
+    ) -> CausalLMOutputWithCrossAttentions:
         """As `MegaModel.forward`; `labels` `[B, T]`: the tokens themselves (the loss shifts them), -100 = not counted.
 
         The keyword `shift_labels` `[B, T]` in place of `labels`: the token that follows each position, also the last.
@@ -700,6 +752,8 @@ class MegaForCausalLM(MegaPreTrainedModel, GenerationMixin):
             token_type_ids=token_type_ids,
             past_key_values=past_key_values,
             use_cache=use_cache,
+            encoder_hidden_states=encoder_hidden_states,
+            encoder_attention_mask=encoder_attention_mask,
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -720,12 +774,13 @@ class MegaForCausalLM(MegaPreTrainedModel, GenerationMixin):
                 loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         else:
             logits, loss = self._adaptive(hidden_states, labels, shift_labels, **kwargs)
-        return CausalLMOutputWithPast(
+        return CausalLMOutputWithCrossAttentions(
             loss=loss,
             logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            cross_attentions=outputs.cross_attentions,
         )
 
     def _adaptive(self, hidden_states, labels, shift_labels, num_items_in_batch=None, **kwargs):
@@ -770,7 +825,7 @@ class MegaForCausalLM(MegaPreTrainedModel, GenerationMixin):
                 "MegaCache, already of constant size with chunks; leave the argument out"
             )
         if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
-            model_kwargs["past_key_values"] = MegaCache(self.config)
+            model_kwargs["past_key_values"] = new_cache(self.config)
         else:
             super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
 

@@ -122,3 +122,24 @@ class MegaPresets:
             chunk_size=2048, max_positions=10384, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
             nffn_activation_dropout_prob=0.0,
         )  # fmt: skip
+
+    @classmethod
+    def _wmt(cls, width, values, shared, dropout, overrides):
+        """Translation: norms behind the sub-layers, softmax over the whole sentence, `simple` bias, one vocabulary."""
+        fields = {
+            "is_encoder_decoder": True, "hidden_size": width, "intermediate_size": values, "nffn_hidden_size": values,
+            "shared_representation_size": shared, "num_hidden_layers": 6, "max_positions": 1024,
+            "relative_positional_bias": "simple", "normalization_type": "layernorm", "normalize_before_mega": False,
+            "normalize_before_ffn": False, "scale_embedding": True, "dropout_prob": dropout,
+        }  # fmt: skip
+        return cls(**fields | overrides)
+
+    @classmethod
+    def wmt_en_de(cls, vocab_size: int = 33000, **overrides):
+        """`mega_wmt_en_de` as its recipe has it, 63 M parameters: `MegaForConditionalGeneration`, joint vocabulary."""
+        return cls._wmt(512, 1024, 128, 0.15, {"vocab_size": vocab_size} | overrides)
+
+    @classmethod
+    def wmt_en_de_big(cls, vocab_size: int = 33000, **overrides):
+        """`mega_wmt_en_de_big`, the same with a width of 1024."""
+        return cls._wmt(1024, 2048, 256, 0.3, {"vocab_size": vocab_size} | overrides)

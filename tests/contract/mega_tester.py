@@ -24,6 +24,7 @@ from luna_mega import (
     MegaCache,
     MegaConfig,
     MegaForCausalLM,
+    MegaForConditionalGeneration,
     MegaForMaskedLM,
     MegaForMultipleChoice,
     MegaForQuestionAnswering,
@@ -31,6 +32,8 @@ from luna_mega import (
     MegaForSequencePairClassification,
     MegaForTokenClassification,
     MegaModel,
+    MegaSeq2SeqCache,
+    MegaSeq2SeqModel,
 )
 
 from ..encoder_testing import EncoderTester, EncoderTests, PipelineTests, WithoutVocabulary
@@ -182,6 +185,84 @@ class MegaAdaptiveModelTest(MegaCausalModelTest):
 
     @unittest.skip("the test expects an nn.Embedding, adaptive ones are several")
     def test_model_get_set_embeddings(self):
+        pass
+
+
+class MegaSeq2SeqModelTester(MegaModelTester):
+    small = MegaModelTester.small | {"is_encoder_decoder": True, "decoder_intermediate_size": 40}
+
+    def prepare_config_and_inputs_for_common(self):
+        config, inputs = super().prepare_config_and_inputs_for_common()
+        inputs["decoder_input_ids"] = inputs["input_ids"].flip(0)
+        inputs["decoder_attention_mask"] = inputs["attention_mask"].flip(0)
+        return config, inputs
+
+
+class MegaSeq2SeqModelTest(MegaCausalModelTest):
+    """The encoder-decoder with one vocabulary, and what it generates."""
+
+    model_tester_class = MegaSeq2SeqModelTester
+    all_model_classes = (MegaForConditionalGeneration,)
+    is_encoder_decoder = True
+
+    @unittest.skip("the test overfits on a sequence and then generates it from its own beginning")
+    def test_training_overfit(self):
+        pass
+
+    def _check_attentions_for_generate(
+        self, batch_size, attentions, prompt_length, output_length, config, decoder_past_key_values
+    ):
+        super()._check_attentions_for_generate(
+            batch_size, attentions, prompt_length, output_length, config.decoder_config, decoder_past_key_values
+        )
+
+    def _check_encoder_attention_for_generate(self, attentions, **expected):
+        if attentions is not None:  # with a cache they are not asked for
+            super()._check_encoder_attention_for_generate(attentions, **expected)
+
+    def _check_past_key_values_for_generate(self, batch_size, past_key_values, seq_length, config):
+        if isinstance(past_key_values, MegaSeq2SeqCache):
+            past_key_values = past_key_values.self_attention_cache
+        super()._check_past_key_values_for_generate(batch_size, past_key_values, seq_length, config.decoder_config)
+
+    def _check_caches_are_equal(self, cache1, cache2):
+        super()._check_caches_are_equal(cache1.self_attention_cache, cache2.self_attention_cache)
+        sources = (cache1.cross_attention_cache, cache2.cross_attention_cache)
+        for one, other in zip(*(cache.layers for cache in sources), strict=True):
+            torch.testing.assert_close((one.keys, one.values), (other.keys, other.values))
+
+
+class MegaSeparateSeq2SeqModelTest(MegaSeq2SeqModelTest):
+    """Three matrices of words, a narrower decoder, Laplace attention, simple bias, LayerNorm behind the sub-layers."""
+
+    fields = {
+        "attention_activation": "laplace",
+        "relative_positional_bias": "simple",
+        "normalization_type": "layernorm",
+        "normalize_before_mega": False,
+        "normalize_before_ffn": False,
+        "decoder_shared_representation_size": 12,
+        "tie_word_embeddings": False,
+    }
+
+
+class MegaSeq2SeqBodyTester(MegaSeq2SeqModelTester):
+    is_training = False  # without a head there is no loss
+
+
+class MegaSeq2SeqBodyTest(EncoderTests, unittest.TestCase):
+    """The encoder-decoder without a head."""
+
+    model_tester_class = MegaSeq2SeqBodyTester
+    all_model_classes = (MegaSeq2SeqModel,)
+    is_encoder_decoder = True
+
+    @unittest.skip("its encoder is a model of its own, not what a head stands on")
+    def test_base_model_prefix_loads_base_weights(self):
+        pass
+
+    @unittest.skip("without a head there is no loss")
+    def test_training_overfit(self):
         pass
 
 

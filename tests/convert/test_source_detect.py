@@ -43,26 +43,23 @@ def test_mega_language_model(kind):
         assert (found.layout, found.revision, found.arch) == ("mega_lm", branch, "mega_lm")
 
 
+@pytest.mark.parametrize("branch", ["main", "flash"])
+def test_mega_translation(branch):
+    names = ("delta", "alpha") if branch == "main" else ("alpha", "delta")
+    keys = [f"{side}.layers.0.mega_layer.move.{name}" for side in ("encoder", "decoder") for name in names]
+    found = detect(Checkpoint(None, "", "zip", {"arch": "mega"}, dict.fromkeys(keys, torch.zeros(2)), None))
+    assert (found.layout, found.revision) == ("mega_seq2seq", branch)
+
+
 REFUSED = {
-    "mega_wmt_en_de": (
-        ["encoder.layers.0.mega_layer.move.delta", "decoder.layers.0.mega_layer.move.delta"],
-        "a Mega encoder-decoder for translation",
-    ),
-    "ema": (
-        ["delta", "alpha", "beta", "gamma", "omega"],
-        "neither an encoder of LRA or raw speech nor a language model",
-    ),
-    "layer": (["move.delta", "move.alpha"], "neither an encoder of LRA or raw speech nor a language model"),
+    "ema": (["delta", "alpha", "beta", "gamma", "omega"], "of none of the kinds that are known"),
+    "layer": (["move.delta", "move.alpha"], "of none of the kinds that are known"),
     "megalodon_complex_ema": (["encoder.encoder.layers.0.mega_layer.move.theta"], "Megalodon"),
     "megalodon_real_ema": (
         ["encoder.encoder.layers.0.mega_layer.move.delta", "encoder.encoder.layers.0.mega_layer.h_proj.weight"],
         "Megalodon",
     ),
     "megalodon": (["layers.0.attn.cema.alpha", "layers.0.attn.timenorm.prior_mean"], "Megalodon"),
-    "luna_seq2seq": (
-        ["encoder.projected_embeddings", "decoder.layers.0.encoder_attn.pq_proj.weight"],
-        "encoder-decoder conversion is not there yet",
-    ),
     "roberta_base": (["decoder.sentence_encoder.layers.0.self_attn.k_proj.weight"], "not a Luna or Mega checkpoint"),
     "transformer": (["encoder.layers.0.self_attn.k_proj.weight"], "not a Luna or Mega checkpoint"),
     "flash_lra_imdb": (["encoder.encoder.layers.0.flash_layer.gamma"], "not a Luna or Mega checkpoint"),

@@ -58,11 +58,6 @@ def test_no_truncation(truncation):
     assert torch.equal(make("Model", truncation=truncation)(**inputs).last_hidden_state, expected)
 
 
-def test_what_this_version_does_not_have():
-    with pytest.raises(ValueError, match="no cross-attention"):
-        HEADS["Model"](tiny_config(is_decoder=True, bidirectional=False, add_cross_attention=True))
-
-
 @pytest.mark.parametrize(
     "change, message",
     [

@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from luna_mega import MegaConfig, MegaForCausalLM, MegaForSequenceClassification, MegaForSequencePairClassification
+from luna_mega import (
+    MegaConfig,
+    MegaForCausalLM,
+    MegaForConditionalGeneration,
+    MegaForSequenceClassification,
+    MegaForSequencePairClassification,
+)
 
 # Preset -> vocabulary, millions of parameters in the original.
 PUBLISHED = {
@@ -99,3 +105,30 @@ def test_language_model_of_another_size():
 
 def test_truncation_below_one_is_none():
     assert {MegaConfig(truncation=truncation).truncation for truncation in (None, 0, -1)} == {None}
+
+
+@pytest.mark.parametrize(
+    ("name", "vocabulary", "millions"),
+    [("wmt_en_de", 32768, 63.14), ("wmt_en_de", 33000, 63.26), ("wmt_en_de_big", 33000, 217.70)],
+)
+def test_translation(name, vocabulary, millions):
+    """As many as the original's base model has; of the big one no number is published."""
+    config = getattr(MegaConfig, name)(vocabulary)
+    with torch.device("meta"):
+        model = MegaForConditionalGeneration(config)
+    assert round(model.num_parameters() / 1e6, 2) == millions
+    if name == "wmt_en_de":
+        body = model.num_parameters() - model.lm_head.weight.numel()
+        assert round(body / 1e6, 2) == 46.36
+    assert (config.normalize_before_mega, config.final_norm, config.scale_embedding) == (False, False, True)
+    assert (config.relative_positional_bias, config.truncation, config.attention_chunk) == ("simple", None, None)
+    assert config.dropout_prob == (0.15 if name == "wmt_en_de" else 0.3)
+    others = {config.hidden_dropout_prob, config.attention_probs_dropout_prob, config.nffn_activation_dropout_prob}
+    assert others == {0.1} and config.shares_embeddings and config.vocab_size == vocabulary
+
+
+def test_translation_of_another_size():
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "shared_representation_size": 6}
+    model = MegaForConditionalGeneration(MegaConfig.wmt_en_de(40, num_decoder_layers=2, **sizes)).eval()
+    ids = torch.randint(4, 40, (2, 11))
+    assert model(ids, labels=ids).logits.shape == (2, 11, 40) and len(model.mega.decoder.layers) == 2

@@ -1,0 +1,60 @@
+"""What the sub-layers of a Mega block share: norm, dropout, relative bias, and moving padding out of the way."""
+
+import torch
+from torch import nn
+
+from luna_mega.modeling_mega.configuration_mega import MegaConfig
+from luna_mega.modeling_mega.norms import build_norm
+from luna_mega.modeling_mega.position import MegaRotaryRelativeBias, MegaSimpleRelativeBias
+
+
+class MegaSequenceNorm(nn.Module):
+    """The norm that `config.normalization_type` names, for `[B, T, d]`; `mask` keeps padding out of its statistics."""
+
+    def __init__(self, config: MegaConfig, affine: bool):
+        super().__init__()
+        self.norm = build_norm(
+            config.normalization_type,
+            config.hidden_size,
+            affine=affine,
+            padded_statistics=config.padded_batch_statistics,
+            legacy_rms_norm=config.legacy_rms_norm,
+        )
+
+    def forward(self, hidden_states: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        return self.norm(hidden_states, mask)
+
+
+class MegaDropout(nn.Module):
+    """Dropout of `[B, T, d]`, of single entries or (feature dropout) of a channel at all positions of a sequence."""
+
+    def __init__(self, probability: float, features: bool):
+        super().__init__()
+        self.probability, self.features = probability, features
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        if self.features:
+            return nn.functional.dropout1d(states.transpose(1, 2), self.probability, self.training).transpose(1, 2)
+        return nn.functional.dropout(states, self.probability, self.training)
+
+
+def build_relative_bias(config: MegaConfig, positions: int) -> nn.Module:
+    """The relative bias that `config` names; a table of it serves `positions`."""
+    if config.relative_positional_bias == "simple":
+        return MegaSimpleRelativeBias(positions)
+    return MegaRotaryRelativeBias(config.shared_representation_size)
+
+
+def relative_bias(config: MegaConfig, module: nn.Module, positions: int) -> torch.Tensor:
+    """The bias of `positions` positions, a vector `[2 positions - 1]` over their differences."""
+    if config.relative_positional_bias == "simple" and config.legacy_bias_table:
+        return module(positions, centre=config.chunk_size - 1)
+    return module(positions)
+
+
+def to_front(states: torch.Tensor, mask: torch.Tensor, back: bool = False) -> torch.Tensor:
+    """Move each sequence of `[B, T, ...]` so that its first token is at position 0 (`back`: to where it was)."""
+    length = mask.shape[1]
+    first = mask.int().argmax(dim=1, keepdim=True)
+    index = (torch.arange(length, device=mask.device) + (-first if back else first)) % length
+    return states.gather(1, index if states.dim() == 2 else index[..., None].expand(-1, -1, states.shape[2]))

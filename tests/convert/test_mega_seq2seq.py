@@ -1,0 +1,216 @@
+"""Mega translation models: from fairseq's file to a folder and back, dictionaries of two languages, what is refused."""
+
+import argparse
+import json
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from luna_mega import MegaConfig, MegaForConditionalGeneration, MegaSeq2SeqModel
+from luna_mega.convert.errors import ConversionError
+from luna_mega.convert.export import export_checkpoint
+from luna_mega.convert.fairseq_to_hf import convert_checkpoint
+from luna_mega.convert.info import describe
+from luna_mega.convert.verify import compare
+
+FIXTURES = [
+    "09_mt_softmax_shared",
+    "10_mt_laplace_shared",
+    "10_mt_relu2_rotary_prenorm_chunk_unshared",
+    "15_flash_mt_softmax_trunc0",
+]
+KINDS = {
+    "joint": {},
+    "tied": {"share_encoder_decoder_embeddings": False},
+    "two vocabularies": {"decoder_vocab_size": 14, "decoder_chunk_size": -1, "use_chunking": True, "chunk_size": 4},
+    "untied, other decoder, simple": {
+        "tie_word_embeddings": False,
+        "relative_positional_bias": "simple",
+        "max_positions": 20,
+        "decoder_max_positions": 30,
+        "num_decoder_layers": 1,
+        "decoder_intermediate_size": 9,
+        "decoder_shared_representation_size": 5,
+        "normalization_type": "scalenorm",
+        "normalize_before_mega": True,
+        "normalize_before_ffn": True,
+        "final_norm": True,
+        "ema_shift": True,
+    },
+    "no ffn": {"use_normalized_ffn": False, "embedding_norm": True, "scale_embedding": True},
+}
+
+
+def read(path):
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        return torch.load(path, weights_only=True)
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_a_file_of_the_original_comes_back(shared_dir, tmp_path, name):
+    source = shared_dir / "fixtures" / "mega" / name
+    convert_checkpoint(source / "checkpoint.pt", tmp_path / "folder")
+    export_checkpoint(tmp_path / "folder", tmp_path / "out" / "checkpoint.pt")
+    expected, actual = read(source / "checkpoint.pt"), read(tmp_path / "out" / "checkpoint.pt")
+    assert list(actual["model"]) == list(expected["model"])
+    for key, tensor in expected["model"].items():
+        if "_float_tensor" not in key:
+            assert actual["model"][key].dtype == tensor.dtype and torch.equal(actual["model"][key], tensor), key
+    assert vars(actual["args"]) == vars(expected["args"])
+    for language in ("en", "de"):
+        file = f"dict.{language}.txt"
+        assert (tmp_path / "out" / file).read_bytes() == (source / file).read_bytes()
+
+
+def model(**fields):
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 19,
+        "hidden_size": 8,
+        "num_hidden_layers": 2,
+        "intermediate_size": 12,
+        "shared_representation_size": 6,
+        "ema_projection_size": 3,
+        "nffn_hidden_size": 10,
+        "normalization_type": "layernorm",
+        "normalize_before_mega": False,
+        "normalize_before_ffn": False,
+        "is_encoder_decoder": True,
+    }
+    return MegaForConditionalGeneration(MegaConfig(**sizes | fields)).eval()
+
+
+def dictionary(path, size):
+    path.write_text("".join(f"w{index} 1\n" for index in range(size - 4)))
+    return path
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_goes_there_and_back(tmp_path, kind):
+    ours = model(**KINDS[kind])
+    ours.save_pretrained(tmp_path / "ours")
+    size = ours.config.decoder_config.vocab_size
+    files = [dictionary(tmp_path / f"{name}.txt", rows) for name, rows in (("a", 19), ("b", size))]
+    report = export_checkpoint(tmp_path / "ours", tmp_path / "out" / "model.pt", dictionaries=files)
+    assert not report.warnings
+    assert (tmp_path / "out" / "dict.target.txt").read_text().count("\n") == size - 4
+    branch = "flash" if ours.config.ema_shift else "main"
+    assert report.layout == f"Mega translation of branch {branch}"
+    converted = convert_checkpoint(tmp_path / "out" / "model.pt", tmp_path / "back")
+    assert converted.model_class == "MegaForConditionalGeneration" and not converted.warnings
+    back = MegaForConditionalGeneration.from_pretrained(tmp_path / "back").eval()
+    expected, actual = ours.state_dict(), back.state_dict()
+    assert expected.keys() == actual.keys()
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
+    ids = torch.randint(4, 14, (2, 9))
+    torch.testing.assert_close(back(ids, labels=ids).logits, ours(ids, labels=ids).logits)
+    assert export_checkpoint(tmp_path / "back", tmp_path / "again" / "model.pt").args == report.args
+    assert AutoTokenizer.from_pretrained(tmp_path / "back")("w3 w1 zzz").input_ids == [7, 5, 3, 2]
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A file of two vocabularies, without dictionaries beside it."""
+    model(**KINDS["two vocabularies"]).save_pretrained(tmp_path / "ours")
+    export_checkpoint(tmp_path / "ours", tmp_path / "out" / "model.pt")
+    return tmp_path / "out" / "model.pt"
+
+
+def test_dictionaries(tmp_path, checkpoint):
+    report = convert_checkpoint(checkpoint, tmp_path / "none")
+    assert report.tokenizer is None and any("dict.source.txt or dict.target.txt" in note for note in report.notes)
+    source, target = dictionary(tmp_path / "dict.en.txt", 19), dictionary(tmp_path / "dict.de.txt", 14)
+    convert_checkpoint(checkpoint, tmp_path / "both", dictionaries=[target, source])  # told apart by their sizes
+    tokenizers = [AutoTokenizer.from_pretrained(tmp_path / "both", subfolder=name) for name in ("", "target")]
+    assert [len(tokenizer) for tokenizer in tokenizers] == [19, 14]
+    for given, message in (
+        ([source], "the dictionary of the other language, dict.target.txt, is missing"),
+        ([target], "the dictionary of the other language, dict.source.txt, is missing"),
+        ([source, source], "fits as source, and so does"),
+        ([source, dictionary(tmp_path / "c.txt", 15)], "11 symbols and 4 specials do not fit the 19 embeddings"),
+    ):
+        with pytest.raises(ConversionError, match=message):
+            convert_checkpoint(checkpoint, tmp_path / "bad", dictionaries=given)
+    dictionary(checkpoint.parent / "dict.source.txt", 14)
+    with pytest.raises(ConversionError, match=r"dict\.source\.txt: 10 symbols and 4 specials do not fit"):
+        convert_checkpoint(checkpoint, tmp_path / "bad")
+    with pytest.raises(ConversionError, match="there is no dictionary beside"):
+        (checkpoint.parent / "dict.source.txt").unlink()
+        convert_checkpoint(checkpoint, tmp_path / "bad", bpe=tmp_path / "codes")
+
+
+def test_a_joint_vocabulary_has_one_dictionary(tmp_path):
+    model().save_pretrained(tmp_path / "ours")
+    export_checkpoint(tmp_path / "ours", tmp_path / "out" / "model.pt")
+    one, other = dictionary(tmp_path / "a.txt", 19), dictionary(tmp_path / "b.txt", 19)
+    convert_checkpoint(tmp_path / "out" / "model.pt", tmp_path / "one", dictionaries=[one])
+    assert not (tmp_path / "one" / "target").exists()
+    other.write_text(other.read_text().replace("w3", "x"))
+    with pytest.raises(ConversionError, match="but the model has one embedding"):
+        convert_checkpoint(tmp_path / "out" / "model.pt", tmp_path / "two", dictionaries=[one, other])
+
+
+def change(checkpoint, **args):
+    state = read(checkpoint)
+    vars(state["args"]).update(args)
+    return state
+
+
+def test_args_and_tensors(tmp_path, checkpoint):
+    """Where they disagree the tensors win; what the encoder-decoder here has not is refused."""
+    state = change(checkpoint, share_all_embeddings=True, decoder_z_dim=99)
+    torch.save(state, tmp_path / "a.pt")
+    warnings = "\n".join(convert_checkpoint(tmp_path / "a.pt", tmp_path / "a").warnings)
+    assert "args.share_all_embeddings = True but the tensors say False" in warnings
+    assert "args.decoder_z_dim = 99 but the tensors say 6" in warnings
+    cases = {
+        "holds 2 layers under 'decoder.layers'": change(checkpoint, decoder_layers=3),
+        "adaptive softmax": change(checkpoint),
+        "tensor 'decoder.output_projection.weight' is missing": change(checkpoint),
+        "missing: encoder.layers.1.mega_layer.gamma": change(checkpoint),
+    }
+    cases["adaptive softmax"]["model"]["decoder.adaptive_softmax.head.weight"] = torch.zeros(2, 2)
+    del cases["tensor 'decoder.output_projection.weight' is missing"]["model"]["decoder.output_projection.weight"]
+    del cases["missing: encoder.layers.1.mega_layer.gamma"]["model"]["encoder.layers.1.mega_layer.gamma"]
+    for message, state in cases.items():
+        torch.save(state, tmp_path / "b.pt")
+        with pytest.raises(ConversionError, match=message):
+            convert_checkpoint(tmp_path / "b.pt", tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"decoder_start_token_id": 0}, "decoder_start_token_id = 0"),
+        ({"norm_affine": False}, "norm_affine = False"),
+        ({"relative_positional_bias": "simple", "cross_attention_positions": 9}, "cross_attention_positions = 9"),
+        ({"final_norm": True}, "final_norm = True"),
+    ],
+    ids=str,
+)
+def test_what_the_original_cannot_express(tmp_path, fields, message):
+    model(**fields).save_pretrained(tmp_path / "ours")
+    with pytest.raises(ConversionError, match=message):
+        export_checkpoint(tmp_path / "ours", tmp_path / "model.pt")
+
+
+def test_a_body_alone_is_not_exported(tmp_path):
+    MegaSeq2SeqModel(model().config).save_pretrained(tmp_path / "body")
+    with pytest.raises(ConversionError, match="MegaForConditionalGeneration"):
+        export_checkpoint(tmp_path / "body", tmp_path / "model.pt")
+
+
+def test_other_commands_say_that_they_do_not_know_it(tmp_path, checkpoint):
+    with pytest.raises(ConversionError, match="MegaForConditionalGeneration is an encoder-decoder"):
+        describe(checkpoint)
+    with pytest.raises(ConversionError, match="MegaForConditionalGeneration is an encoder-decoder"):
+        compare(checkpoint, checkpoint)
+
+
+def test_folder(tmp_path, checkpoint):
+    report = convert_checkpoint(checkpoint, tmp_path / "folder")
+    generation = json.loads((tmp_path / "folder" / "generation_config.json").read_text())
+    assert (generation["num_beams"], generation["max_length"], generation["decoder_start_token_id"]) == (5, 202, 2)
+    assert "AutoModelForSeq2SeqLM" in (tmp_path / "folder" / "README.md").read_text()
+    assert report.decisions["share_encoder_decoder_embeddings"] is False
