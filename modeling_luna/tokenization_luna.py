@@ -9,8 +9,8 @@ from transformers import AddedToken, TokenizersBackend
 
 
 class LunaTokenizer(TokenizersBackend):
-    """Byte-pair encoding (GPT-2's, subword-nmt's) and then a dictionary, as fairseq encodes text: a piece that is not in
-    it is `<unk>`.
+    """Byte-pair encoding (GPT-2's, subword-nmt's) and then a dictionary, as fairseq encodes text: a piece that is not
+    in it is `<unk>`.
 
     The BPE of the tokenizers library identifies a piece by its id, in the merges and in the result, so that a piece
     without an id of its own cannot take part in a merge. Here the backend has all pieces, the missing ones numbered

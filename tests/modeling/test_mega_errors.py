@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForMaskedLM
 from luna_mega import MegaConfig, MegaForMaskedLM
 
 from .luna import head_inputs, tokens
-from .mega import HEADS, VALUES, make, tiny_config
+from .mega import VALUES, make, tiny_config
 
 
 @pytest.mark.parametrize(
