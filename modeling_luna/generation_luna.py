@@ -63,10 +63,20 @@ class LunaGenerationMixin(GenerationMixin):
     def _prepare_model_inputs(self, *args, **kwargs):
         """Called by `generate`."""
         inputs, name, model_kwargs = super()._prepare_model_inputs(*args, **kwargs)
-        model_kwargs.pop("labels", None)  # Seq2SeqTrainer passes the whole batch
         if inputs.shape[1] == 0:
             raise ValueError("the prompts have length 0: give each a token, or no input_ids to begin with bos_token_id")
         return inputs, name, model_kwargs
+
+    def _prepare_decoder_input_ids_for_generation(self, *args, **kwargs):
+        """Called by `generate`, of an encoder-decoder."""
+        target, model_kwargs = super()._prepare_decoder_input_ids_for_generation(*args, **kwargs)
+        past = model_kwargs.get("past_key_values")
+        if past is not None and (seen := past.get_seq_length()) >= target.shape[1]:
+            raise ValueError(
+                f"past_key_values has {seen} positions already, and the target {target.shape[1]}: pass a new cache, or "
+                "decoder_input_ids that go on from it"
+            )
+        return target, model_kwargs
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args):
         """Called by `generate`."""

@@ -146,6 +146,18 @@ def test_generate_after_a_prefix_of_the_target():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("cached", [2, 4])
+def test_generate_goes_on_from_a_target_in_a_cache(cached):
+    model = make(**DECODERS["encoder-decoder: translation"])
+    ids, _ = padded([5, 5], 5, "right")
+    ids[:, 0] = model.config.decoder_start_token_id
+    given, options = source(model, 2), {"do_sample": False, "max_new_tokens": 6, "eos_token_id": None}
+    whole = model.generate(**given, decoder_input_ids=ids, **options)
+    past = model(**given, decoder_input_ids=ids[:, :cached], use_cache=True).past_key_values
+    assert torch.equal(model.generate(**given, decoder_input_ids=ids, past_key_values=past, **options), whole)
+
+
+@torch.no_grad()
 def test_chunked_prefill():
     model = make()
     ids, mask = padded([7, 3], 7, "left")
@@ -335,7 +347,7 @@ def test_errors(model):
         model(**one, past_key_values=past)
     with pytest.raises(ValueError, match="does not fit this model and batch"):
         make(is_encoder_decoder=config.is_encoder_decoder, num_hidden_layers=3)(**inputs, past_key_values=past)
-    with pytest.raises(ValueError, match="does not fit this model and batch"):
+    with pytest.raises(ValueError, match="does not fit this model and batch|has 5 positions already"):
         model.generate(**(given or {"input_ids": ids}), past_key_values=past, num_beams=2)
     with pytest.raises(ValueError, match="length 0"):
         model(**given, **target(model, ids[:, :0]))

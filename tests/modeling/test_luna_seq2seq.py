@@ -215,6 +215,8 @@ def test_errors():
         with pytest.raises(ValueError, match=r"nothing but padding in the sequences \[1\]"):
             model.generate(padding, **mask)
     past = model(**inputs, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="past_key_values has 5 positions already, and the target 1"):
+        model.generate(**given, past_key_values=past)
     with pytest.raises(ValueError, match="must be a LunaSeq2SeqCache, got a LunaCache"):
         model(**inputs, past_key_values=past.self_attention_cache)
     with pytest.raises(ValueError, match="must be a LunaSeq2SeqCache, got a DynamicCache"):
