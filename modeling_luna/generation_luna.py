@@ -260,6 +260,8 @@ class LunaSeq2SeqModel(LunaPreTrainedModel):
             ValueError: as `LunaModel.forward`; `encoder_outputs` that are no `LunaModelOutput`.
         """
         decoded = past_key_values is not None and past_key_values.get_seq_length() > 0
+        for name in ("output_hidden_states", "output_attentions"):  # both sides have configurations of their own
+            kwargs.setdefault(name, getattr(self.config, name))
         recording = {name: value for name, value in kwargs.items() if name.startswith("output_")}
         if encoder_outputs is None and not (decoded and input_ids is None and inputs_embeds is None):
             encoder_outputs = self.encoder(input_ids, attention_mask, inputs_embeds=inputs_embeds, **recording)

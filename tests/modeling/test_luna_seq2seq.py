@@ -93,6 +93,14 @@ def test_recorded_states(pre_norm):
 
 
 @torch.no_grad()
+def test_recording_by_the_configuration():
+    model = seq2seq()
+    model.config.output_hidden_states = True
+    output = model(**source(model, 2), decoder_input_ids=torch.full((2, 3), 5))
+    assert len(output.encoder_hidden_states) == len(output.decoder_hidden_states) == 3
+
+
+@torch.no_grad()
 def test_generate_records(tmp_path):
     model = seq2seq()
     output = model.generate(
