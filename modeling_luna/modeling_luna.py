@@ -595,8 +595,9 @@ class LunaModel(LunaPreTrainedModel):
         return cls._for_auto_model(config)._from_config(config, **kwargs)
 
     @classmethod
-    def from_pretrained(cls, folder, *args, config: LunaConfig | None = None, **kwargs) -> LunaPreTrainedModel:
-        return cls._for_auto_model(config).from_pretrained(folder, *args, config=config, **kwargs)
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, config=None, **kwargs) -> LunaPreTrainedModel:
+        model_class = cls._for_auto_model(config)
+        return model_class.from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)
 
     def get_input_embeddings(self) -> nn.Module:
         if self.config.input_type == "values":
