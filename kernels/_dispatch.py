@@ -31,22 +31,80 @@ def use_backend(name: str) -> Iterator[None]:
         _override = previous
 
 
-def select(op: str, backends: Mapping[str, Callable], argument: str | None = None) -> str:
-    """The name of the backend that runs `op`, whose implementations are `backends`.
+def select(
+    op: str,
+    backends: Mapping[str, Callable],
+    argument: str | None,
+    device: torch.device,
+    unsupported: str | None = None,
+) -> str:
+    """The name of the backend that runs `op` on `device`, whose implementations are `backends`.
 
-    Raises `ValueError` where a backend was asked for by name and the op does not have it.
+    `unsupported`: why the Triton kernels cannot take the arguments of this call, None where they can. Raises
+    `ValueError` where a backend was asked for by name that cannot run the call.
     """
+    return decide(op, backends, argument, device, unsupported)[0]
+
+
+def decide(op, backends, argument, device, unsupported=None) -> tuple[str, str]:
+    """`select`, and the reason for the choice."""
     if argument is not None:
-        wanted = _checked(argument, f"{op}'s argument backend")
+        wanted, source = _checked(argument, f"{op}'s argument backend"), "its argument"
+    elif _override is not None:
+        wanted, source = _override, "use_backend"
     else:
-        wanted = _default if _override is None else _override
+        wanted, source = _default, "LUNA_MEGA_BACKEND"
     if wanted == "auto":
-        return "torch"
+        # Interpreted kernels are for tests: only their name chooses them.
+        against = f"the tensors are on {device.type}" if device.type != "cuda" else _why_not(device) or unsupported
+        if torch.compiler.is_exporting():
+            against = "an exported program must not need this package"
+        return ("triton", "automatic choice") if against is None else ("torch", f"no Triton kernel: {against}")
     if wanted not in backends:
-        raise ValueError(
-            f"{op} has no {wanted!r} backend in this version; choose one of {', '.join(backends)} or 'auto'"
-        )
-    return wanted
+        raise ValueError(f"{op} has no {wanted!r} backend; choose one of {', '.join(backends)} or 'auto'")
+    if wanted == "triton" and (against := _why_not(device) or unsupported) is not None:
+        raise ValueError(f"{op} cannot run on 'triton': {against}; choose 'torch' or 'auto'")
+    return wanted, f"chosen by {source}"
+
+
+@torch.compiler.assume_constant_result
+def _why_not(device: torch.device) -> str | None:
+    """Why no Triton kernel runs on `device`; None where they do."""
+    try:
+        import triton
+    except ImportError:
+        return "Triton is not installed; pip install 'luna-mega[triton]' on Linux"
+    if device.type == "cuda" and torch.version.hip is None:
+        major, minor = torch.cuda.get_device_capability(device)
+        return None if major >= 8 else f"compute capability {major}.{minor} is below 8.0"
+    if triton.knobs.runtime.interpret:
+        return None
+    where = "a ROCm device" if device.type == "cuda" else device.type
+    return f"the tensors are on {where}; the kernels need CUDA, or TRITON_INTERPRET=1 before the first of them runs"
+
+
+FLOAT32_PRECISIONS = ("tf32x3", "ieee")
+_float32_precision = "tf32x3"
+
+
+@contextmanager
+def use_float32_precision(name: str) -> Iterator[None]:
+    """How Triton kernels multiply float32 matrices inside the block.
+
+    `"tf32x3"`, the default: on tensor cores, in three passes, accurate to about 1e-6; `"ieee"`: as float32, slower.
+    """
+    global _float32_precision
+    if name not in FLOAT32_PRECISIONS:
+        raise ValueError(f"there is no float32 precision {name!r}; choose one of {', '.join(FLOAT32_PRECISIONS)}")
+    previous, _float32_precision = _float32_precision, name
+    try:
+        yield
+    finally:
+        _float32_precision = previous
+
+
+def float32_precision() -> str:
+    return _float32_precision
 
 
 def without_autocast(device: str) -> AbstractContextManager:

@@ -1,7 +1,9 @@
 """Public names of the kernels."""
 
+import torch
+
 from luna_mega.kernels import _dispatch
-from luna_mega.kernels._dispatch import use_backend
+from luna_mega.kernels._dispatch import use_backend, use_float32_precision
 from luna_mega.kernels.damped_ema import op as _damped_ema
 from luna_mega.kernels.damped_ema.op import damped_ema, damped_ema_step
 from luna_mega.kernels.gated_attention import op as _gated_attention
@@ -27,6 +29,7 @@ __all__ = [
     "luna_pack",
     "luna_unpack",
     "use_backend",
+    "use_float32_precision",
 ]
 
 _BACKENDS = {
@@ -37,9 +40,15 @@ _BACKENDS = {
 }
 
 
-def explain(op: str = "luna_attention", backend: str | None = None) -> str:
-    """One line that says which backend `op` would run now, and which backends it has."""
+def explain(op: str = "luna_attention", backend: str | None = None, device: torch.device | str | None = None) -> str:
+    """One line that says which backend `op` runs on `device` (None = the GPU where there is one), and why.
+
+    What depends on the arguments of a call (dtype, sizes, options) is not looked at: where Triton cannot take them, the
+    automatic choice is `"torch"`, and `"triton"` by name raises an error that says which.
+    """
     if op not in _BACKENDS:
         raise ValueError(f"there is no op {op!r}; choose one of {', '.join(_BACKENDS)}")
-    chosen = _dispatch.select(op, _BACKENDS[op], backend)
-    return f"{op} runs on {chosen!r}; this version has {' and '.join(map(repr, _BACKENDS[op]))}, no Triton kernel"
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    chosen, reason = _dispatch.decide(op, _BACKENDS[op], backend, torch.device(device))
+    return f"{op} runs on {chosen!r}: {reason}"

@@ -1,0 +1,144 @@
+"""Which backend is chosen, and what is said about it; on a machine with and without Triton and a GPU."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from luna_mega.kernels import _dispatch, api
+
+CALLS = {
+    "luna_attention": lambda **options: api.luna_pack(*[torch.randn(1, 4, 2, 16)] * 3, **options),
+    "luna_causal_attention": lambda **options: api.luna_causal_attention(*[torch.randn(1, 4, 2, 16)] * 5, **options),
+    "damped_ema": lambda **options: api.damped_ema(torch.randn(1, 4, 8), *[torch.randn(8, 2)] * 4, **options),
+    "gated_attention": lambda **options: api.gated_attention(*[torch.randn(1, 4, 16)] * 3, **options),
+}
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture(params=CALLS)
+def op(request):
+    return request.param
+
+
+def decide(op, argument=None, device=CUDA, unsupported=None):
+    return _dispatch.decide(op, api._BACKENDS[op], argument, device, unsupported)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU of compute capability 9.0, as far as the choice is concerned."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+
+
+def test_a_gpu_runs_triton(op, gpu):
+    assert decide(op) == ("triton", "automatic choice")
+    assert f"{op} runs on 'triton'" in api.explain(op, device="cuda")
+    assert decide(op, "torch") == ("torch", "chosen by its argument")
+
+
+def test_what_keeps_triton_away(op, gpu, monkeypatch):
+    assert decide(op, unsupported="of no reason") == ("torch", "no Triton kernel: of no reason")
+    with pytest.raises(ValueError, match=f"{op} cannot run on 'triton': of no reason; choose 'torch' or 'auto'"):
+        decide(op, "triton", unsupported="of no reason")
+    assert decide(op, device=torch.device("cpu")) == ("torch", "no Triton kernel: the tensors are on cpu")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+    assert decide(op) == ("torch", "no Triton kernel: compute capability 7.5 is below 8.0")
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 4))
+    monkeypatch.setattr("triton.knobs.runtime.interpret", False)
+    assert "ROCm" in decide(op)[1]
+
+
+def test_an_exported_program_needs_no_triton(op, gpu, monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
+    assert decide(op)[0] == "torch"
+
+
+def test_order_of_choices(op, gpu, monkeypatch):
+    monkeypatch.setattr(_dispatch, "_default", "reference")
+    assert decide(op) == ("reference", "chosen by LUNA_MEGA_BACKEND")
+    with api.use_backend("torch"):
+        assert decide(op) == ("torch", "chosen by use_backend")
+        assert decide(op, "triton") == ("triton", "chosen by its argument")
+
+
+def test_every_op_has_every_backend(op, triton_device):
+    if triton_device.type == "cuda":
+        pytest.skip("the tensors of this test are on the CPU")
+    results = []
+    for backend in ("reference", "torch", "triton"):
+        torch.manual_seed(0)
+        results.append(CALLS[op](backend=backend))
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=1e-4, atol=1e-5)
+
+
+def test_float32_precision():
+    assert _dispatch.float32_precision() == "tf32x3"
+    with api.use_float32_precision("ieee"):
+        assert _dispatch.float32_precision() == "ieee"
+    assert _dispatch.float32_precision() == "tf32x3"
+    with pytest.raises(ValueError, match="no float32 precision 'tf32'; choose one of tf32x3, ieee"):
+        api.use_float32_precision("tf32").__enter__()
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="no op 'luna'; choose one of"):
+        api.explain("luna")
+    with pytest.raises(ValueError, match="'cuda', which is not a backend"):
+        api.explain(backend="cuda")
+
+
+def run(code, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, timeout=300
+    )
+
+
+def test_without_triton(repo_root):
+    """Everything but the kernels works, and the reason is told."""
+    code = """
+import sys
+sys.modules["triton"] = None
+import torch
+from luna_mega.kernels.api import explain, luna_pack
+x = torch.randn(1, 4, 2, 16)
+luna_pack(x, x, x)
+print(explain(device="cuda"))
+luna_pack(x, x, x, backend="triton")
+"""
+    result = run(code, PYTHONPATH=str(repo_root))
+    assert "luna_attention runs on 'torch': no Triton kernel: Triton is not installed" in result.stdout
+    assert "ValueError: luna_pack cannot run on 'triton': Triton is not installed; pip install" in result.stderr
+
+
+def test_the_interpreter_is_not_chosen_by_itself(repo_root):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    code = """
+from luna_mega.kernels.api import explain
+for backend in ("auto", "triton"):
+    print(explain(backend=backend, device="cpu"))
+"""
+    result = run(code, PYTHONPATH=str(repo_root), TRITON_INTERPRET="1")
+    assert result.stdout.splitlines() == [
+        "luna_attention runs on 'torch': no Triton kernel: the tensors are on cpu",
+        "luna_attention runs on 'triton': chosen by its argument",
+    ]
+    result = run(code, PYTHONPATH=str(repo_root), TRITON_INTERPRET="0")
+    assert "the tensors are on cpu; the kernels need CUDA, or TRITON_INTERPRET=1" in result.stderr
+
+
+def test_environment_variable(repo_root):
+    code = "from luna_mega.kernels.api import explain; print(explain(device='cpu'))"
+    assert (
+        "runs on 'reference': chosen by LUNA_MEGA_BACKEND"
+        in run(code, PYTHONPATH=str(repo_root), LUNA_MEGA_BACKEND="reference").stdout
+    )
+    assert (
+        "LUNA_MEGA_BACKEND is 'fast', which is not a backend"
+        in run(code, PYTHONPATH=str(repo_root), LUNA_MEGA_BACKEND="fast").stderr
+    )
