@@ -1,14 +1,36 @@
 """Mega's moving average: `damped_ema` over a sequence or a segment of one, `damped_ema_step` over one position."""
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 
-from luna_mega.kernels import _dispatch
+from luna_mega.kernels import _dispatch, varlen
 from luna_mega.kernels.damped_ema import reference, torch_backend
 
-BACKENDS: dict[str, Callable] = {"reference": reference.damped_ema, "torch": torch_backend.damped_ema}
-STEP_BACKENDS: dict[str, Callable] = {"reference": reference.step, "torch": torch_backend.step}
+
+def _triton(x, coefficients, skip, mask, shift, truncation, initial_state, return_state, cu_seqlens, max_seqlen):
+    from luna_mega.kernels.damped_ema import triton_backend
+
+    return triton_backend.damped_ema(
+        x, coefficients, skip, mask, shift, initial_state, return_state, cu_seqlens, max_seqlen
+    )
+
+
+def _triton_step(x, state, parameters, skip, mask):
+    from luna_mega.kernels.damped_ema import triton_step
+
+    return triton_step.step(x, state, parameters, skip, mask)
+
+
+BACKENDS: dict[str, Callable] = {
+    "reference": reference.damped_ema,
+    "torch": torch_backend.damped_ema,
+    "triton": _triton,
+}
+STEP_BACKENDS: dict[str, Callable] = {"reference": reference.step, "torch": torch_backend.step, "triton": _triton_step}
+# Of the Triton kernels, which hold the states of a channel in registers.
+MAX_STATES = 64
 
 
 def damped_ema(
@@ -24,6 +46,8 @@ def damped_ema(
     truncation: int | None = None,
     initial_state: torch.Tensor | None = None,
     return_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
     backend: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Damped multi-dimensional exponential moving average of every channel (Mega section 3.1).
@@ -43,8 +67,13 @@ def damped_ema(
         truncation: the average forgets what is this many positions away or more; None or a number below 1: nothing.
         initial_state: `[B, D, N]` float32 or float64, causal only: the states before the first position; None = 0.
         return_state: causal only: return the states behind the last position as well.
-        backend: one of `"auto"`, `"reference"`, `"torch"`; None = as `luna_mega.kernels.api.use_backend` and
-            `LUNA_MEGA_BACKEND` say.
+        cu_seqlens: `[S + 1]` int32 or int64: x is S sequences laid end to end, `[1, total, D]`, the mask `[1, total]`,
+            sequence s is `[cu_seqlens[s], cu_seqlens[s+1])`; states are then `[S, D, N]`, and each sequence gets what
+            it would get alone.
+        max_seqlen: the longest of them; None: read from `cu_seqlens`, which waits for the device.
+        backend: one of `"auto"`, `"reference"`, `"torch"`, `"triton"`; None = as `luna_mega.kernels.api.use_backend`
+            and `LUNA_MEGA_BACKEND` say. Triton has kernels for up to 64 states per channel, without truncation and not
+            for float64. The others run packed sequences padded, those with states one after the other.
 
     Returns:
         `[B, T, D]` in the dtype of `x`; with `return_state` (that, states `[B, D, N]`). States and everything up to
@@ -53,7 +82,7 @@ def damped_ema(
 
     Raises:
         ValueError: shapes or dtypes do not fit together, `shift` without a second direction, states with one or with
-            a truncation, or the backend does not exist.
+            a truncation, or the backend does not exist or cannot run the call.
 
     Example:
         >>> import torch
@@ -67,11 +96,27 @@ def damped_ema(
         truncation = None
     _check_sequence(x, input_logit, mask, shift, truncation, initial_state, return_state)
     parameters = (input_logit, damping_logit, expansion, projection)
-    _check("damped_ema", x, parameters, skip, initial_state)
-    run = BACKENDS[_dispatch.select("damped_ema", BACKENDS, backend)]
+    sequences, longest = x.shape[:2]
+    if cu_seqlens is not None:
+        if sequences != 1:
+            raise ValueError(f"damped_ema needs x [1, total, channels] with cu_seqlens, got {list(x.shape)}")
+        longest = varlen.check("damped_ema", cu_seqlens, max_seqlen, x.shape[1])
+        sequences = len(cu_seqlens) - 1
+    elif max_seqlen is not None:
+        raise ValueError("damped_ema: max_seqlen belongs to cu_seqlens; leave it out")
+    _check("damped_ema", x, parameters, skip, initial_state, sequences)
+    unsupported = _unsupported(x, parameters, truncation, longest)
+    chosen = _dispatch.select("damped_ema", BACKENDS, backend, x.device, unsupported)
+    run = BACKENDS[chosen]
     with _dispatch.without_autocast(x.device.type):
         coefficients, skip, initial_state = _full_precision(x, parameters, skip, initial_state)
-        output, state = run(x, coefficients, skip, mask, shift, truncation, initial_state, return_state)
+        arguments = (coefficients, skip, mask, shift, truncation, initial_state, return_state)
+        if chosen == "triton":
+            output, state = run(x, *arguments, cu_seqlens, longest)
+        elif cu_seqlens is None:
+            output, state = run(x, *arguments)
+        else:
+            output, state = _packed(run, x, *arguments, cu_seqlens, longest)
     return (output, state) if return_state else output
 
 
@@ -99,17 +144,57 @@ def damped_ema_step(
     if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:1]):
         raise ValueError(f"damped_ema_step needs a bool mask [{len(x)}], got {mask.dtype} {list(mask.shape)}")
     parameters = (input_logit, damping_logit, expansion, projection)
-    _check("damped_ema_step", x, parameters, skip, state)
-    run = STEP_BACKENDS[_dispatch.select("damped_ema_step", STEP_BACKENDS, backend)]
+    _check("damped_ema_step", x, parameters, skip, state, len(x))
+    unsupported = "x or a parameter is float64" if _dtype(x, parameters) == torch.float64 else None
+    chosen = _dispatch.select("damped_ema_step", STEP_BACKENDS, backend, x.device, unsupported)
+    run = STEP_BACKENDS[chosen]
     with _dispatch.without_autocast(x.device.type):
+        if chosen == "triton":
+            return run(x, state.to(torch.float32), parameters, skip, mask)
         coefficients, skip, state = _full_precision(x, parameters, skip, state)
         return run(x, state, coefficients, skip, mask)
 
 
-def _full_precision(x, parameters, skip, state):
+def _packed(run, x, coefficients, skip, mask, shift, truncation, initial_state, return_state, cu_seqlens, max_seqlen):
+    """Sequences laid end to end, on a backend that knows rows of one length."""
+    if initial_state is None and not return_state:
+        keep = varlen.keep(cu_seqlens, max_seqlen)
+        mask = keep if mask is None else keep & varlen.pad(mask, cu_seqlens, max_seqlen)
+        output, _ = run(varlen.pad(x, cu_seqlens, max_seqlen), coefficients, skip, mask, shift, truncation)
+        return varlen.unpad(output, cu_seqlens, x.shape[1]), None
+    # Padding behind a sequence would decay its states.
+    bounds, outputs, states = cu_seqlens.tolist(), [], []
+    if initial_state is None:
+        initial_state = coefficients[0].new_zeros(len(bounds) - 1, *coefficients[0].shape)
+    for index, (start, end) in enumerate(pairwise(bounds)):
+        state = initial_state[index : index + 1]
+        if start < end:
+            part = None if mask is None else mask[:, start:end]
+            output, state = run(x[:, start:end], coefficients, skip, part, shift, truncation, state, True)
+            outputs.append(output)
+        states.append(state)
+    return torch.cat(outputs, 1), torch.cat(states)
+
+
+def _unsupported(x, parameters, truncation, length):
+    if _dtype(x, parameters) == torch.float64:
+        return "x or a parameter is float64"
+    # Comparing with the length would tie an exported program to lengths on one side of it.
+    if truncation is not None and (torch.compiler.is_exporting() or truncation < length):
+        return f"its average never forgets, and truncation={truncation} is below the length {length}"
+    states = parameters[0].shape[1]
+    return f"{states} states per channel are more than {MAX_STATES}" if states > MAX_STATES else None
+
+
+def _dtype(x, parameters):
     dtype = torch.float32
     for tensor in (x, *parameters):
         dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype
+
+
+def _full_precision(x, parameters, skip, state):
+    dtype = _dtype(x, parameters)
     coefficients = reference.coefficients(*(parameter.to(dtype) for parameter in parameters))
     return coefficients, *(None if tensor is None else tensor.to(dtype) for tensor in (skip, state))
 
@@ -140,7 +225,7 @@ def _check_sequence(x, input_logit, mask, shift, truncation, initial_state, retu
         )
 
 
-def _check(op, x, parameters, skip, state):
+def _check(op, x, parameters, skip, state, sequences):
     shapes = [list(parameter.shape) for parameter in parameters]
     if parameters[0].dim() != 2 or any(shape != shapes[0] for shape in shapes):
         raise ValueError(
@@ -151,6 +236,6 @@ def _check(op, x, parameters, skip, state):
     if skip is not None and skip.shape != x.shape[-1:]:
         raise ValueError(f"{op} needs a skip of shape {list(x.shape[-1:])}, got {list(skip.shape)}")
     if state is not None:
-        needed = [len(x), x.shape[-1], shapes[0][1]]
+        needed = [sequences, x.shape[-1], shapes[0][1]]
         if list(state.shape) != needed or state.dtype not in (torch.float32, torch.float64):
             raise ValueError(f"{op} needs a float32 or float64 state {needed}, got {state.dtype} {list(state.shape)}")

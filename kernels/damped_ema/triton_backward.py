@@ -1,0 +1,185 @@
+"""Backward pass of the damped EMA in Triton: no states are stored.
+
+The gradients of the parameters come from one more scan of x that carries, beside every state, its derivative with
+respect to q, which follows s_t = q s_{t-1} + h_{t-1}. The gradient of x is the scan of the result's gradient against
+the direction, with the two weights exchanged.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from luna_mega.kernels._triton import launch
+from luna_mega.kernels.damped_ema.triton_forward import LOWEST_LOG_Q, _decay, _place, make_plan, scan, states_before
+
+# Four tiles of states leave fewer registers for inputs than two.
+UNROLL = 4
+
+
+@triton.jit
+def _gradient_kernel(
+    gradient, x, mask, log_q, weight_in, weight_out, starts, last_gradient, sums, skip, other, inner, skip_sums,
+    cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,
+    stride_b, stride_t, stride_d, x_stride_b, x_stride_t, x_stride_d,
+    N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr,
+    REVERSED: tl.constexpr, SHIFT: tl.constexpr, SCALED: tl.constexpr, CARRIED: tl.constexpr,
+):  # fmt: skip
+    """Sums of gradient times state and of gradient times slope, d state / d q, over a chunk.
+
+    `gradient` is that of the average, or, with `skip`, of the result: then `inner` gets that of the average, and
+    `skip_sums` that of the skip. SCALED: the second sum is that of q.
+    """
+    block, sequence, number, slot, row, first, size = _place(cu_seqlens, length, chunk, chunks, blocks)
+    begin = number * chunk
+    count = tl.minimum(size - begin, chunk)
+    if (count <= 0) & (number > 0):
+        return
+    n, d = tl.arange(0, BLOCK_N)[:, None], tl.multiple_of(block * BLOCK_D + tl.arange(0, BLOCK_D), 1)
+    inside = d < channels
+    tile, end = (n < N) & inside[None, :], tl.where(inside, count, 0)
+    rows, kept = n * width + d[None, :], n * channels + d[None, :]
+    states = channels * N
+    q, correction = _decay(tl.load(log_q + rows, tile, other=LOWEST_LOG_Q), UNROLL)
+    if SCALED or skip is not None:
+        entry = tl.load(weight_in + rows, tile, other=0.0)
+        exit = tl.load(weight_out + rows, tile, other=0.0)
+        if not SCALED:
+            exit *= entry
+    state = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    slope = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    if starts is not None:
+        state = tl.load(starts + slot * states + kept, tile, other=0.0)
+        if CARRIED:
+            slope = tl.load(starts + (slots + slot) * states + kept, tile, other=0.0)
+    state_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    slope_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    if skip is not None:
+        skip_weight = tl.load(skip + d, inside, other=0.0)
+        skip_sum = tl.zeros([BLOCK_D], tl.float32)
+    values = gradient + row * stride_b + (first + begin) * stride_t + d * stride_d
+    inputs = x + row * x_stride_b + (first + begin) * x_stride_t + d * x_stride_d
+    token = row * length + first + begin
+    places = token * channels + d
+    for start in range(0, count, UNROLL):
+        signals, gradients, keeps, others = (), (), (), ()
+        for i in tl.static_range(UNROLL):
+            t = start + i
+            if REVERSED:
+                t = tl.cdiv(count, UNROLL) * UNROLL - 1 - t
+            used = t < end
+            signals += (tl.load(inputs + t * x_stride_t, used, other=0.0).to(tl.float32),)
+            gradients += (tl.load(values + t * stride_t, used, other=0.0).to(tl.float32),)
+            if mask is not None:
+                keeps += (tl.load(mask + token + t, t < count, other=0),)
+            if other is not None:
+                others += (tl.load(other + places + t * channels, used, other=0.0),)
+        state += state * correction
+        slope += slope * correction
+        for i in tl.static_range(UNROLL):
+            t = start + i
+            if REVERSED:
+                t = tl.cdiv(count, UNROLL) * UNROLL - 1 - t
+            entering, received = signals[i], gradients[i]
+            if mask is not None:
+                entering = tl.where(keeps[i], entering, 0.0)
+            if SHIFT:
+                state_sum += received[None, :] * state
+                slope_sum += received[None, :] * slope
+            next_slope = slope * q + state
+            if SCALED:
+                following = state * q + entry * entering[None, :]
+            else:
+                following = state * q + entering[None, :]
+            if SCALED:
+                next_slope = tl.where(t < count, next_slope, slope)
+                following = tl.where(t < count, following, state)
+            state, slope = following, next_slope
+            if skip is not None:
+                inside_silu = tl.sum(exit * state, 0) + skip_weight * signals[i]
+                if other is not None:
+                    inside_silu += others[i]
+                gate = tl.sigmoid(inside_silu)
+                factor = gate * (1.0 + inside_silu * (1.0 - gate))
+                # Nothing comes from where the result is not used, even if x is NaN there.
+                unused = received == 0.0
+                received = tl.where(unused, 0.0, received * factor)
+                skip_sum += tl.where(unused, 0.0, received * signals[i])
+                tl.store(inner + places + t * channels, received, t < end)
+            if not SHIFT:
+                state_sum += received[None, :] * state
+                slope_sum += received[None, :] * slope
+    if SCALED:
+        slope_sum *= exit
+        if last_gradient is not None:
+            if begin + chunk >= size:
+                slope_sum += slope * tl.load(last_gradient + sequence * states + kept, tile, other=0.0)
+    tl.store(sums + 2 * slot * states + kept, state_sum, tile)
+    tl.store(sums + (2 * slot + 1) * states + kept, slope_sum, tile)
+    if skip is not None:
+        tl.store(skip_sums + slot * channels + d, skip_sum, inside)
+
+
+def backward(
+    gradient, last_gradient, x, mask, skip, log_q, weight_in, weight_out, initial_state, shift, cu_seqlens, max_seqlen
+):
+    """Gradients of x, skip, log_q, weight_in, weight_out and the initial states; empty where the input is None."""
+    plan = make_plan(x, log_q, shift, cu_seqlens, max_seqlen)
+    scaled = initial_state is not None or last_gradient is not None
+    coefficients, q, empty = (log_q, weight_in, weight_out), log_q.exp(), log_q.new_empty(0)
+    gradient, sums, grad_skip = _parameter_sums(
+        plan, gradient, last_gradient, x, mask, skip, coefficients, initial_state, scaled
+    )
+    state_sums, slope_sums = sums
+    after = None
+    if last_gradient is not None:
+        # A scan meets its first position with states that have decayed once.
+        after = last_gradient * torch.exp(-log_q.clamp(min=LOWEST_LOG_Q.value))
+    starts = states_before(plan, gradient, None, log_q, weight_out if scaled else None, after, flipped=True)
+    coefficients, options = (log_q, weight_out, weight_in), {"scaled": scaled, "gradient": True}
+    other = None
+    if plan.directions == 2:
+        other = scan(plan, 1, gradient, mask, coefficients, starts, log_q.new_empty(x.shape), **options)
+    options |= {"skip": skip, "other": other}
+    if scaled:
+        first = log_q.new_empty(plan.sequences, plan.states, plan.channels)
+        input_sums = log_q.new_zeros(plan.slots, plan.states, plan.channels)
+        options |= {"last": first, "x": x, "sums": input_sums}
+    grad_x = scan(plan, 0, gradient, mask, coefficients, starts, x.new_empty(x.shape), **options)
+    if scaled:
+        grad_initial = empty if initial_state is None else first * q
+        return [grad_x, grad_skip, q * slope_sums, input_sums.sum(0), state_sums, grad_initial]
+    grad_log_q = q * weight_in * weight_out * slope_sums
+    return [grad_x, grad_skip, grad_log_q, weight_out * state_sums, weight_in * state_sums, empty]
+
+
+def _parameter_sums(plan, gradient, last_gradient, x, mask, skip, coefficients, initial_state, scaled):
+    """The gradient of the average, the sums of `_gradient_kernel`, two of `[N, R]`, and the gradient of the skip."""
+    log_q, weight_in, _ = coefficients
+    starts = states_before(plan, x, mask, log_q, weight_in if scaled else None, initial_state, slope=True)
+    # Packed sequences leave slots unused.
+    sums = log_q.new_zeros(plan.directions, plan.slots, 2, plan.states, plan.channels)
+    received, other, skip_sums = gradient, None, log_q.new_zeros(plan.slots if skip is not None else 0, plan.channels)
+    if skip is not None:
+        gradient = log_q.new_empty(x.shape)
+        if plan.directions == 2:
+            # Not kept from the forward pass: it is as large as x in float32, and a small part of this pass.
+            other = scan(plan, 1, x, mask, coefficients, starts, log_q.new_empty(x.shape))
+    finish = (None,) * 4 if skip is None else (skip, other, gradient, skip_sums)
+    for direction in range(plan.directions):
+        launch(
+            _gradient_kernel,
+            (plan.programs,),
+            *(received, x, mask, *(rows[:, direction * plan.channels :] for rows in coefficients)),
+            *(starts[direction], last_gradient, sums[direction], *finish, *plan.sizes),
+            *(*received.stride(), *x.stride()),
+            **(plan.constants | {"UNROLL": UNROLL}),
+            REVERSED=direction == 1,
+            SHIFT=plan.shift and direction == 1,
+            SCALED=scaled,
+            CARRIED=plan.chunks > 1,
+            num_warps=1,
+            num_stages=1,
+        )
+        received, finish = gradient, (None,) * 4
+    sums = sums.sum(1).permute(1, 2, 0, 3).flatten(2)
+    return gradient, sums, log_q.new_empty(0) if skip is None else skip_sums.sum(0)

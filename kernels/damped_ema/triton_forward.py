@@ -1,0 +1,388 @@
+"""Forward pass of the damped EMA in Triton: a scan in registers, in chunks that run side by side.
+
+A program walks through one chunk of one sequence with the states of BLOCK_D channels in a tile `[BLOCK_N, BLOCK_D]`.
+The states before each chunk come from two small kernels: the states each chunk would end with if it started from zero,
+and their way from chunk to chunk. Everything per state is laid out `[..., N, D]`.
+
+`tl.multiple_of(d, 1)` hides from the compiler that blocks start at multiples of more: it would let a thread load four
+channels of every fourth state at once. So it holds columns of the tile, and sums over states need no other thread.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from luna_mega.kernels._triton import launch, target
+
+# A pass should have this many programs, of one warp each, per processor, unless chunks would get shorter than this.
+PROGRAMS = 8
+SHORTEST_CHUNK = 64
+# Positions whose inputs are loaded together.
+UNROLL = 8
+# States that decay faster are as good as forgotten, and what is divided by q must not overflow.
+LOWEST_LOG_Q = tl.constexpr(-46.0)
+
+
+@triton.jit
+def _minus_one(log_q):
+    """exp(log_q) - 1 for log_q > -0.5."""
+    series = 1.0 + log_q * (1 / 10)
+    for k in tl.static_range(9, 1, -1):
+        series = 1.0 + series * log_q * (1 / k)
+    return log_q * series
+
+
+@triton.jit
+def _decay(log_q, STEPS: tl.constexpr):
+    """q, and the share of a state that the rounding of q takes from it in STEPS steps.
+
+    Thousands of steps would add up that error where q is close to 1.
+    """
+    log_q = tl.maximum(log_q, LOWEST_LOG_Q)
+    near, slow = _minus_one(log_q), log_q > -0.5
+    q = tl.where(slow, 1.0 + near, tl.exp(log_q))
+    return q, tl.where(slow, STEPS * (near - (q - 1.0)) / q, 0.0)
+
+
+@triton.jit
+def _place(cu_seqlens, length, chunk, chunks, blocks):
+    """Of this program: block of channels, sequence, number of the chunk in it, its slot in what is kept per chunk; row
+    of the batch, first position of the sequence there, length of the sequence."""
+    program = tl.program_id(0).to(tl.int64)
+    item = program // blocks
+    sequence, number = item // chunks, item % chunks
+    if cu_seqlens is None:
+        slot, row, first, size = item, sequence, sequence * 0, sequence * 0 + length
+    else:
+        row, first = sequence * 0, tl.load(cu_seqlens + sequence).to(tl.int64)
+        size = tl.load(cu_seqlens + sequence + 1).to(tl.int64) - first
+        # Distinct, as a sequence has at most one chunk more than its part of the positions has whole ones.
+        slot = tl.where(chunks == 1, sequence, first // chunk + sequence + number)
+    return program % blocks, sequence, number, slot, row, first, size
+
+
+@triton.jit
+def _ends_kernel(
+    signal, mask, log_q, weight, ends, cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,
+    stride_b, stride_t, stride_d,
+    N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr, FLIPPED: tl.constexpr,
+    SLOPE: tl.constexpr,
+):  # fmt: skip
+    """The states with which a chunk ends if it starts from zero; with SLOPE their derivatives with respect to q too.
+
+    Program `(block of channels, chunk, sequence; direction)`. FLIPPED: direction 0 runs from the end, 1 from the start.
+    """
+    block, sequence, number, slot, row, first, size = _place(cu_seqlens, length, chunk, chunks, blocks)
+    begin = number * chunk
+    count = tl.minimum(size - begin, chunk)
+    if count <= 0:
+        return
+    direction = tl.program_id(1).to(tl.int64)
+    from_end = (direction == 1) != FLIPPED
+    n, d = tl.arange(0, BLOCK_N)[:, None], tl.multiple_of(block * BLOCK_D + tl.arange(0, BLOCK_D), 1)
+    inside = d < channels
+    tile, end = (n < N) & inside[None, :], tl.where(inside, count, 0)
+    rows = n * width + direction * channels + d[None, :]
+    q, correction = _decay(tl.load(log_q + rows, tile, other=LOWEST_LOG_Q), UNROLL)
+    if weight is not None:
+        entry = tl.load(weight + rows, tile, other=0.0)
+    state = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    slope = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    values = signal + row * stride_b + (first + begin) * stride_t + d * stride_d
+    token = row * length + first + begin
+    # From the end, positions behind the last come first, and leave the states 0.
+    start_at = tl.where(from_end, tl.cdiv(count, UNROLL) * UNROLL - 1, 0)
+    step = tl.where(from_end, -1, 1)
+    for start in range(0, count, UNROLL):
+        entering = ()
+        for i in tl.static_range(UNROLL):
+            t = start_at + (start + i) * step
+            value = tl.load(values + t * stride_t, t < end, other=0.0).to(tl.float32)
+            if mask is not None:
+                value = tl.where(tl.load(mask + token + t, t < count, other=0), value, 0.0)
+            entering += (value[None, :],)
+        state += state * correction
+        if SLOPE:
+            slope += slope * correction
+        for i in tl.static_range(UNROLL):
+            if SLOPE:
+                slope = slope * q + state
+            if weight is not None:
+                state = state * q + entry * entering[i]
+            else:
+                state = state * q + entering[i]
+    kept = ends + (direction * (2 if SLOPE else 1) * slots + slot) * channels * N + n * channels + d[None, :]
+    tl.store(kept, state, tile)
+    if SLOPE:
+        tl.store(kept + slots * channels * N, slope, tile)
+
+
+@triton.jit
+def _carry_kernel(
+    ends, log_q, starts, own_blocks, cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,
+    N: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, FLIPPED: tl.constexpr, SLOPE: tl.constexpr,
+):  # fmt: skip
+    """Put the states before each chunk, in its direction, in place of those it would end with from zero.
+
+    The first ones are `starts` `[S, N, D]`; their slope is 0. Program `(block of states, sequence; direction)`.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    block, sequence = program % own_blocks, program // own_blocks
+    if cu_seqlens is None:
+        first_slot, size = sequence * chunks, sequence * 0 + length
+    else:
+        first = tl.load(cu_seqlens + sequence).to(tl.int64)
+        first_slot, size = first // chunk + sequence, tl.load(cu_seqlens + sequence + 1).to(tl.int64) - first
+    direction = tl.program_id(1).to(tl.int64)
+    from_end = (direction == 1) != FLIPPED
+    states = channels * N
+    place = tl.multiple_of(block * BLOCK + tl.arange(0, BLOCK), 1)
+    inside = place < states
+    n, d = place // channels, place % channels
+    log_q = tl.load(log_q + n * width + direction * channels + d, inside, other=LOWEST_LOG_Q)
+    log_q = tl.maximum(log_q, LOWEST_LOG_Q)
+    count = tl.maximum(tl.cdiv(size, chunk), 1)
+    # From the end, the first chunk may be a short one.
+    steps = tl.where(from_end, size - (count - 1) * chunk, chunk).to(tl.float32)
+    if starts is None:
+        state = tl.zeros([BLOCK], tl.float32)
+    else:
+        state = tl.load(starts + sequence * states + place, inside, other=0.0)
+    slope = tl.zeros([BLOCK], tl.float32)
+    ahead = tl.arange(0, AHEAD)[:, None]
+    values = ends + (direction * (2 if SLOPE else 1) * slots + first_slot) * states + place[None, :]
+    for start in range(0, count, AHEAD):
+        number = tl.where(from_end, count - 1 - start - ahead, start + ahead)
+        used = (start + ahead < count) & inside[None, :]
+        gained = tl.load(values + number * states, used, other=0.0)
+        carried = tl.zeros([AHEAD, BLOCK], tl.float32)
+        if SLOPE:
+            slope_gained = tl.load(values + (slots + number) * states, used, other=0.0)
+            slope_carried = tl.zeros([AHEAD, BLOCK], tl.float32)
+        for i in tl.static_range(AHEAD):
+            length_before = tl.where(start + i == 0, steps, chunk.to(tl.float32))
+            total = log_q * length_before
+            lost = tl.where(total > -0.5, _minus_one(total), tl.exp(total) - 1.0)
+            carried = tl.where(ahead == i, state[None, :], carried)
+            if SLOPE:
+                slope_carried = tl.where(ahead == i, slope[None, :], slope_carried)
+                slope += slope * lost + state * length_before * tl.exp(total - log_q)
+                slope += tl.sum(tl.where(ahead == i, slope_gained, 0.0), 0)
+            state += state * lost + tl.sum(tl.where(ahead == i, gained, 0.0), 0)
+        tl.store(values + number * states, carried, used)
+        if SLOPE:
+            tl.store(values + (slots + number) * states, slope_carried, used)
+
+
+@triton.jit
+def _scan_kernel(
+    signal, mask, log_q, weight_in, weight_out, skip, starts, other, x, output, last, sums,
+    cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,
+    stride_b, stride_t, stride_d, x_stride_b, x_stride_t, x_stride_d,
+    N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr,
+    REVERSED: tl.constexpr, SHIFT: tl.constexpr, SCALED: tl.constexpr, GRADIENT: tl.constexpr,
+):  # fmt: skip
+    """One direction of the average of `signal` plus `other`, finished: silu(average + skip signal).
+
+    GRADIENT: where `signal` is the gradient of an average, and the two weights are exchanged, finished to that of x:
+    masked average + skip signal; `sums` get the sum of state times x. The states after the last step go to `last`.
+    """
+    block, sequence, number, slot, row, first, size = _place(cu_seqlens, length, chunk, chunks, blocks)
+    begin = number * chunk
+    count = tl.minimum(size - begin, chunk)
+    if (count <= 0) & (number > 0):
+        return
+    n, d = tl.arange(0, BLOCK_N)[:, None], tl.multiple_of(block * BLOCK_D + tl.arange(0, BLOCK_D), 1)
+    inside = d < channels
+    tile, end = (n < N) & inside[None, :], tl.where(inside, count, 0)
+    rows, kept = n * width + d[None, :], n * channels + d[None, :]
+    q, correction = _decay(tl.load(log_q + rows, tile, other=LOWEST_LOG_Q), UNROLL)
+    entry = tl.load(weight_in + rows, tile, other=0.0)
+    exit = tl.load(weight_out + rows, tile, other=0.0)
+    if not SCALED:
+        exit *= entry
+    state = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    if starts is not None:
+        state = tl.load(starts + slot * channels * N + kept, tile, other=0.0)
+    if skip is not None:
+        skip_weight = tl.load(skip + d, inside, other=0.0)
+    if sums is not None:
+        total = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+        inputs = x + row * x_stride_b + (first + begin) * x_stride_t + d * x_stride_d
+    values = signal + row * stride_b + (first + begin) * stride_t + d * stride_d
+    token = row * length + first + begin
+    places = token * channels + d
+    for start in range(0, count, UNROLL):
+        signals, keeps, others, multiplied = (), (), (), ()
+        for i in tl.static_range(UNROLL):
+            t = start + i
+            if REVERSED:  # positions behind the last come first
+                t = tl.cdiv(count, UNROLL) * UNROLL - 1 - t
+            used = t < end
+            signals += (tl.load(values + t * stride_t, used, other=0.0).to(tl.float32),)
+            keep = t < count
+            if mask is not None:
+                keep = tl.load(mask + token + t, keep, other=0)
+            keeps += (keep,)
+            if other is not None:
+                others += (tl.load(other + places + t * channels, used, other=0.0),)
+            if sums is not None:
+                value = tl.load(inputs + t * x_stride_t, used, other=0.0).to(tl.float32)
+                multiplied += (tl.where(keep, value, 0.0),)
+        state += state * correction
+        for i in tl.static_range(UNROLL):
+            t = start + i
+            if REVERSED:
+                t = tl.cdiv(count, UNROLL) * UNROLL - 1 - t
+            entering = signals[i]
+            if mask is not None and not GRADIENT:
+                entering = tl.where(keeps[i], entering, 0.0)
+            if SHIFT:
+                average = tl.sum(exit * state, 0)
+            if SCALED:
+                following = state * q + entry * entering[None, :]
+            else:
+                following = state * q + entering[None, :]
+            if SCALED or last is not None:
+                following = tl.where(t < count, following, state)
+            state = following
+            if not SHIFT:
+                average = tl.sum(exit * state, 0)
+            if sums is not None:
+                total += state * multiplied[i][None, :]
+            if other is not None:
+                average += others[i]
+            if GRADIENT and mask is not None:
+                average = tl.where(keeps[i], average, 0.0)
+            if skip is not None:
+                average += skip_weight * signals[i]
+                if not GRADIENT:
+                    average *= tl.sigmoid(average)
+            tl.store(output + places + t * channels, average.to(output.dtype.element_ty), t < end)
+    if last is not None:
+        if not SCALED:
+            state *= entry
+        if (REVERSED and number == 0) or (not REVERSED and begin + chunk >= size):
+            tl.store(last + sequence * channels * N + kept, state, tile)
+    if sums is not None:
+        tl.store(sums + slot * channels * N + kept, total, tile)
+
+
+class Plan(NamedTuple):
+    """How a call is divided. `slots`: places for what is kept per chunk; packed sequences leave some unused."""
+
+    cu_seqlens: torch.Tensor | None
+    sequences: int
+    length: int
+    channels: int
+    directions: int
+    states: int
+    shift: bool
+    block: int
+    chunk: int
+    chunks: int
+    slots: int
+
+    @property
+    def blocks(self) -> int:
+        return triton.cdiv(self.channels, self.block)
+
+    @property
+    def programs(self) -> int:
+        return self.blocks * self.chunks * self.sequences
+
+    @property
+    def sizes(self) -> tuple:
+        """Arguments of every kernel of the scan, from `cu_seqlens` on."""
+        width = self.directions * self.channels
+        return self.cu_seqlens, self.length, self.chunk, self.chunks, self.channels, self.blocks, width, self.slots
+
+    @property
+    def constants(self) -> dict:
+        block_n = triton.next_power_of_2(self.states)
+        return {"N": self.states, "BLOCK_N": block_n, "BLOCK_D": self.block, "UNROLL": UNROLL}
+
+
+def make_plan(x, log_q, shift, cu_seqlens, max_seqlen) -> Plan:
+    batch, length, channels = x.shape
+    states, width = log_q.shape
+    sequences, longest = (batch, length) if cu_seqlens is None else (len(cu_seqlens) - 1, max_seqlen)
+    block = min(32, 512 // triton.next_power_of_2(states))  # 16 states per thread
+    work = batch * length * triton.cdiv(channels, block) // (PROGRAMS * target(x.device).processors)
+    chunk = max(SHORTEST_CHUNK, 1 << (max(work, 1).bit_length() - 1))
+    chunks = triton.cdiv(max(longest, 1), chunk)
+    slots = sequences * chunks if cu_seqlens is None or chunks == 1 else length // chunk + sequences
+    return Plan(
+        cu_seqlens, sequences, length, channels, width // max(channels, 1), states, shift, block, chunk, chunks, slots
+    )
+
+
+def states_before(plan, signal, mask, log_q, weight, initial, *, flipped=False, slope=False):
+    """States before every chunk `[directions, slots, N, D]`, with their slopes `[directions, 2, slots, N, D]`.
+
+    `weight`: with which the signal enters them, None = 1. Of one chunk per sequence: `initial` for the only direction.
+    """
+    if plan.chunks == 1:
+        return [initial] * plan.directions
+    ends = log_q.new_empty(plan.directions, *(2,) * slope, plan.slots, plan.states, plan.channels)
+    options = {"FLIPPED": flipped, "SLOPE": slope}
+    launch(
+        _ends_kernel,
+        (plan.programs, plan.directions),
+        *(signal, mask, log_q, weight, ends, *plan.sizes, *signal.stride()),
+        **plan.constants,
+        **options,
+        num_warps=1,
+        num_stages=1,
+    )
+    blocks = triton.cdiv(plan.states * plan.channels, 128)
+    launch(
+        _carry_kernel,
+        (blocks * plan.sequences, plan.directions),
+        *(ends, log_q, initial, blocks, *plan.sizes),
+        **options,
+        N=plan.states,
+        BLOCK=128,
+        AHEAD=8,
+        num_warps=4,
+        num_stages=1,
+    )
+    return ends
+
+
+def scan(
+    plan, direction, signal, mask, coefficients, starts, output,
+    *, scaled=False, skip=None, other=None, last=None, x=None, sums=None, gradient=False,
+):  # fmt: skip
+    """One direction of the average of `signal` into `output`, which is returned; as `_scan_kernel`."""
+    launch(
+        _scan_kernel,
+        (plan.programs,),
+        *(signal, mask, *(rows[:, direction * plan.channels :] for rows in coefficients), skip),
+        *(starts[direction], other, x, output, last, sums, *plan.sizes),
+        *(*signal.stride(), *((0, 0, 0) if x is None else x.stride())),
+        **plan.constants,
+        REVERSED=(direction == 1) != gradient,
+        SHIFT=plan.shift and direction == 1,
+        SCALED=scaled,
+        GRADIENT=gradient,
+        num_warps=1,
+        num_stages=1,
+    )
+    return output
+
+
+def forward(x, mask, skip, log_q, weight_in, weight_out, initial_state, return_state, shift, cu_seqlens, max_seqlen):
+    """The result and the final states `[S, N, D]`, empty unless asked for."""
+    plan = make_plan(x, log_q, shift, cu_seqlens, max_seqlen)
+    coefficients, scaled = (log_q, weight_in, weight_out), initial_state is not None
+    last = log_q.new_empty((plan.sequences, plan.states, plan.channels) if return_state else 0)
+    starts = states_before(plan, x, mask, log_q, weight_in if scaled else None, initial_state)
+    other = None
+    if plan.directions == 2:
+        # In float32 until the other direction is added.
+        other = scan(plan, 1, x, mask, coefficients, starts, log_q.new_empty(x.shape))
+    options = {"scaled": scaled, "skip": skip, "other": other, "last": last if return_state else None}
+    return scan(plan, 0, x, mask, coefficients, starts, x.new_empty(x.shape), **options), last
