@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from luna_mega.kernels import _dispatch
+from luna_mega.kernels import _dispatch, varlen
 from luna_mega.kernels.gated_attention import reference, torch_backend
 
 
@@ -13,7 +13,17 @@ def _reference(query, *arguments):
         return reference.attend(query, *arguments)
 
 
-BACKENDS: dict[str, Callable[..., torch.Tensor]] = {"reference": _reference, "torch": torch_backend.attend}
+def _triton(*arguments):
+    from luna_mega.kernels.gated_attention import triton_backend
+
+    return triton_backend.attend(*arguments)
+
+
+BACKENDS: dict[str, Callable[..., torch.Tensor]] = {
+    "reference": _reference,
+    "torch": torch_backend.attend,
+    "triton": _triton,
+}
 
 
 def gated_attention(
@@ -28,6 +38,8 @@ def gated_attention(
     mask: torch.Tensor | None = None,
     offset: int = 0,
     dropout: float = 0.0,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
     """f(Q K^T / divisor + bias) V with one head and a value of any width (Mega sections 3.2 to 3.5).
@@ -46,8 +58,11 @@ def gated_attention(
         offset: position of the first query among the keys, for a step of cached decoding (S = the keys so far) or of
             cross-attention. Without chunks only.
         dropout: probability with which a weight is dropped (the caller passes 0 in evaluation).
-        backend: one of `"auto"`, `"reference"`, `"torch"`; None = as `luna_mega.kernels.api.use_backend` and
-            `LUNA_MEGA_BACKEND` say.
+        cu_seqlens: `[sequences + 1]` int32 or int64: B is 1, T = S, and sequence b lies at `[cu_seqlens[b],
+            cu_seqlens[b + 1])`; positions and chunks count from its beginning. Without an offset only.
+        max_seqlen: length of the longest sequence, or more; None = looked up, which waits for the device.
+        backend: one of `"auto"`, `"reference"`, `"torch"`, `"triton"`; None = as `luna_mega.kernels.api.use_backend`
+            and `LUNA_MEGA_BACKEND` say.
 
     Returns:
         `[B, T, V]` in the dtype of `value`. Scores and weights are computed in float32, under autocast as well. A query
@@ -65,13 +80,40 @@ def gated_attention(
     """
     _check_tensors(query, key, value, mask)
     _check_options(query, key, function, causal, chunk_size, offset, dropout)
+    length = query.shape[1]
+    if cu_seqlens is not None:
+        if query.shape[0] != 1 or length != key.shape[1] or offset != 0:
+            raise ValueError(
+                "gated_attention with cu_seqlens needs a batch of 1, as many queries as keys and offset 0, got query "
+                f"{list(query.shape)}, key {list(key.shape)} and offset {offset}"
+            )
+        length = max_seqlen = varlen.check("gated_attention", cu_seqlens, max_seqlen, length)
     # In an exported program the length may vary, so there a chunk that is too long is filled up.
-    if chunk_size is not None and not torch.compiler.is_exporting() and query.shape[1] <= chunk_size:
+    if chunk_size is not None and not torch.compiler.is_exporting() and length <= chunk_size:
         chunk_size = None
     if bias is not None:
-        _check_bias(bias, max(offset + query.shape[1], key.shape[1]) if chunk_size is None else chunk_size)
-    attend = BACKENDS[_dispatch.select("gated_attention", BACKENDS, backend)]
-    return attend(query, key, value, bias, mask, function, causal, chunk_size, offset, dropout)
+        keys = key.shape[1] if cu_seqlens is None else length
+        _check_bias(bias, max(offset + length, keys) if chunk_size is None else chunk_size)
+    chosen = _dispatch.select("gated_attention", BACKENDS, backend, query.device, _unsupported(query, value))
+    options = function, causal, chunk_size, offset, dropout
+    if chosen == "triton":
+        return _triton(query, key, value, bias, mask, *options, cu_seqlens, max_seqlen)
+    if cu_seqlens is None:
+        return BACKENDS[chosen](query, key, value, bias, mask, *options)
+    kept = varlen.keep(cu_seqlens, max_seqlen)
+    mask = kept if mask is None else varlen.pad(mask, cu_seqlens, max_seqlen)
+    padded = (varlen.pad(x, cu_seqlens, max_seqlen) for x in (query, key, value))
+    return varlen.unpad(BACKENDS[chosen](*padded, bias, mask, *options), cu_seqlens, query.shape[1])
+
+
+def _unsupported(query, value):
+    """Why the Triton kernels cannot take these arguments."""
+    for name, dtype in (("query and key are", query.dtype), ("value is", value.dtype)):
+        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            return f"{name} {dtype}; the kernels take float32, float16 and bfloat16"
+    if query.shape[2] > 256:
+        return f"query and key have size {query.shape[2]}; the kernels take up to 256"
+    return None
 
 
 def _check_tensors(query, key, value, mask):

@@ -309,7 +309,7 @@ def test_gradients_with_dropout(function, monkeypatch):
 
 def test_backend_choice():
     assert "'torch'" in explain("gated_attention")
-    with pytest.raises(ValueError, match="gated_attention has no 'triton' backend"):
+    with pytest.raises(ValueError, match="gated_attention cannot run on 'triton'"):  # float64, or no Triton
         gated_attention(*make_inputs(3), backend="triton")
 
 
@@ -332,6 +332,8 @@ def test_backend_choice():
         (lambda *x: x, {"causal": True, "offset": 1}, "9 queries from position 1 on do not lie among 9 keys"),
         (lambda *x: x, {"offset": -1}, "offset cannot be negative"),
         (lambda *x: x, {"dropout": 1.0}, "dropout must be in"),
+        (lambda *x: x, {"cu_seqlens": torch.tensor([0, 9])}, "batch of 1"),
+        (lambda *x: (*(t[:1] for t in x[:3]), x[3]), {"cu_seqlens": torch.tensor([0, 8])}, "rise from 0 to 9"),
     ],
 )
 def test_bad_arguments(change, options, message):

@@ -1,0 +1,358 @@
+"""The backward kernels of gated attention.
+
+One kernel writes the weights and the gradient of the scores for as many segments, or queries of a long one, as a fixed
+number of scores holds; every gradient is then a product with one of the two, and each of its blocks has one owner.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from luna_mega.kernels._triton import dot, launch, target
+from luna_mega.kernels.gated_attention.triton_forward import (
+    DENSITY,
+    INVERSE_DEVIATION,
+    LOG2_E,
+    MEAN,
+    SQRT_HALF,
+    Problem,
+    along_rows,
+    block_of,
+    dropped,
+    find_segment,
+    finish,
+    live_keys,
+    load_rows,
+    multiply,
+    problem,
+    scales,
+)
+
+# Of which weights and gradients exist at one time.
+SCORES = 2**26
+
+
+@triton.jit
+def _delta_kernel(
+    OUT, GRAD, DELTA, tokens, queries, width, grad_row, grad_token, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr
+):  # fmt: skip
+    """Sums over rows of the output times its gradient."""
+    token = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    grad = GRAD + token // queries * grad_row + token % queries * grad_token
+    total = tl.zeros([BLOCK_M], tl.float32)
+    for first in range(0, width, BLOCK_V):
+        v = first + tl.arange(0, BLOCK_V)
+        inside = (token < tokens)[:, None] & (v < width)[None, :]
+        output = tl.load(OUT + token[:, None] * width + v[None, :], mask=inside, other=0.0).to(tl.float32)
+        total += tl.sum(output * tl.load(grad[:, None] + v[None, :], mask=inside, other=0.0).to(tl.float32), axis=1)
+    tl.store(DELTA + token, total, mask=token < tokens)
+
+
+@triton.jit
+def _scores_kernel(
+    Q, K, V, GRAD, LSE, DELTA, WEIGHTS, GRAD_SCORES, BIAS, MASK, LIVE, BOUNDS, SEED,
+    queries, keys, size, width, chunk, chunks, offset, center, dropout,
+    q_row, q_token, k_row, k_token, v_row, v_token, grad_row, grad_token,
+    first_segment, first_query, band, stride, row_blocks, key_blocks,
+    FUNCTION: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK_Z: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """A tile of the weights as the values were multiplied by them, and of the gradient of the scores.
+
+    Tiles without a query and a key that it sees are not written; what the other kernels read lies in those that are.
+    """
+    program = tl.program_id(0)
+    local = program // key_blocks // row_blocks
+    segment = first_segment + local
+    row, start, n_queries, n_keys = find_segment(segment, BOUNDS, queries, keys, chunk, chunks)
+    n_queries = tl.minimum(n_queries, first_query + band)
+    first = first_query + program // key_blocks % row_blocks * BLOCK_M
+    first_key = program % key_blocks * BLOCK_N
+    if (first >= n_queries) | (first_key >= n_keys):
+        return
+    if CAUSAL:
+        if first_key > offset + first + BLOCK_M - 1:
+            return
+    i = first + tl.arange(0, BLOCK_M)
+    j = first_key + tl.arange(0, BLOCK_N)
+    live = live_keys(MASK, row * keys + start, j, n_keys)
+    grad = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for first_column in range(0, width, BLOCK_V):
+        v = first_column + tl.arange(0, BLOCK_V)
+        grad_output = load_rows(GRAD + row * grad_row + start * grad_token, i, grad_token, i < n_queries, v, width)
+        values = load_rows(V + row * v_row + start * v_token, j, v_token, live, v, width)
+        grad = dot(grad_output, tl.trans(values), grad, PRECISION)
+    q_first = Q + row * q_row + start * q_token
+    k_first = K + row * k_row + start * k_token
+    products = multiply(None, q_first, i, q_token, n_queries, k_first, j, k_token, live, size, SIZE, BLOCK_Z, PRECISION)
+    scale = scales(LIVE, segment, i, offset, n_keys, size, FUNCTION, CAUSAL)
+    scores, kept = finish(products, scale, BIAS, center, i, j, live, n_queries, offset, CAUSAL)
+    multiplier = 1.0
+    if SEED is not None:
+        multiplier = dropped(SEED, segment, i, j, chunk, dropout)
+        grad = grad * multiplier
+    token = row * queries + start + i
+    if FUNCTION == "softmax":
+        lse = tl.load(LSE + token, mask=i < n_queries, other=0.0)
+        weights = tl.exp2(scores * LOG2_E - lse[:, None])
+        grad = weights * (grad - tl.load(DELTA + token, mask=i < n_queries, other=0.0)[:, None])
+    elif FUNCTION == "laplace":
+        deviations = (scores - MEAN) * INVERSE_DEVIATION
+        weights = 0.5 + 0.5 * tl.math.erf(deviations * SQRT_HALF)
+        grad = grad * (DENSITY * tl.exp2(deviations * deviations * (-0.5 * LOG2_E)))
+    else:
+        weights = tl.maximum(scores, 0.0)
+        grad = grad * (2.0 * weights)
+        weights = weights * weights
+    weights = tl.where(kept, weights * multiplier, 0.0)
+    grad = tl.where(kept, grad, 0.0)
+    place = (local.to(tl.int64) * band + (i - first_query))[:, None] * stride + j[None, :]
+    tl.store(WEIGHTS + place, weights.to(WEIGHTS.dtype.element_ty))
+    tl.store(GRAD_SCORES + place, grad.to(GRAD_SCORES.dtype.element_ty))
+
+
+@triton.jit
+def _product_kernel(
+    SCORES, X, OUT, MASK, LIVE, BOUNDS,
+    queries, keys, size, chunk, chunks, offset, x_row, x_token, columns,
+    first_segment, first_query, band, stride, blocks, slices,
+    FUNCTION: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    TRANSPOSED: tl.constexpr, SCALED: tl.constexpr, ADD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """`[queries, keys]` times rows of the keys; TRANSPOSED: `[keys, queries]` times rows of the queries.
+
+    SCALED: every score divided as it was made. ADD: to what OUT holds.
+    """
+    program = tl.program_id(0)
+    local = program // slices // blocks
+    segment = first_segment + local
+    row, start, n_queries, n_keys = find_segment(segment, BOUNDS, queries, keys, chunk, chunks)
+    n_queries = tl.minimum(n_queries, first_query + band)
+    block = program // slices % blocks
+    if not TRANSPOSED:
+        block = blocks - 1 - block  # the longest of a causal attention come first
+    column = program % slices * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = block * BLOCK_M
+    low = first_query
+    high = n_queries
+    if TRANSPOSED:
+        if CAUSAL:
+            low = tl.maximum(low, (first - offset) // BLOCK_K * BLOCK_K)
+        rows = n_keys
+    else:
+        first += first_query
+        low = 0
+        high = n_keys
+        if CAUSAL:
+            high = tl.minimum(n_keys, offset + first + BLOCK_M)
+        rows = n_queries
+    if first >= rows:
+        return
+    outer = first + tl.arange(0, BLOCK_M)
+    # The middle of the divisors i + 1, by which fp16 neither overflows nor loses digits.
+    unit = tl.sqrt(tl.maximum(n_keys, 1).to(tl.float32))
+    BY_QUERY: tl.constexpr = SCALED and TRANSPOSED and CAUSAL and FUNCTION != "softmax"
+    scores = SCORES + (local.to(tl.int64) * band - first_query) * stride
+    x_first = X + row * x_row + start * x_token
+    output = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for first_inner in range(low, high, BLOCK_K):
+        inner = first_inner + tl.arange(0, BLOCK_K)
+        if TRANSPOSED:
+            tile = tl.trans(tl.load(scores + inner.to(tl.int64)[:, None] * stride + outer[None, :]))
+            x = load_rows(x_first, inner, x_token, inner < n_queries, column, columns)
+            if BY_QUERY:
+                x = (x.to(tl.float32) * (unit / (inner + offset + 1).to(tl.float32))[:, None]).to(x.dtype)
+        else:
+            tile = tl.load(scores + outer.to(tl.int64)[:, None] * stride + inner[None, :])
+            live = live_keys(MASK, row * keys + start, inner, n_keys)
+            x = load_rows(x_first, inner, x_token, live, column, columns)
+        output = dot(tile, x, output, PRECISION)
+    if BY_QUERY:
+        output = output / unit
+    elif SCALED:
+        output *= scales(LIVE, segment, outer, offset, n_keys, size, FUNCTION, CAUSAL)[:, None]
+    total = keys if TRANSPOSED else queries
+    pointers = OUT + (row * total + start + outer)[:, None] * columns + column[None, :]
+    inside = (outer < rows)[:, None] & (column < columns)[None, :]
+    if ADD:
+        output += tl.load(pointers, mask=inside, other=0.0)
+    tl.store(pointers, output.to(OUT.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _bias_kernel(
+    SCORES, TILES, BOUNDS,
+    queries, keys, chunk, chunks, offset, first_segment, segments, first_query, band, stride,
+    blocks, diagonals, share, CAUSAL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The sum of the tiles on one diagonal of tiles, over a share of the segments."""
+    program = tl.program_id(0)
+    shift = program % diagonals - (blocks - 1)  # of a tile's block of keys from its block of queries
+    first_local = program // diagonals * share
+    a = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK, BLOCK], tl.float32)
+    low = tl.maximum(0, -shift)
+    for local in range(first_local, tl.minimum(first_local + share, segments)):
+        _, _, n_queries, n_keys = find_segment(first_segment + local, BOUNDS, queries, keys, chunk, chunks)
+        n_queries = tl.minimum(n_queries - first_query, band)
+        high = tl.minimum(tl.cdiv(n_queries, BLOCK), tl.cdiv(n_keys, BLOCK) - shift)
+        if CAUSAL:
+            if shift * BLOCK - BLOCK >= offset + first_query:
+                high = low
+        scores = SCORES + tl.cast(local, tl.int64) * band * stride
+        for block in range(low, high):
+            i = block * BLOCK + a
+            j = (block + shift) * BLOCK + a
+            total += tl.load(scores + i.to(tl.int64)[:, None] * stride + j[None, :]).to(tl.float32)
+    tl.store(TILES + program.to(tl.int64) * BLOCK * BLOCK + a[:, None] * BLOCK + a[None, :], total)
+
+
+class Blocks(NamedTuple):
+    """A configuration: a block of queries and one of keys, what is read of them or of columns at a time, columns."""
+
+    queries: int
+    keys: int
+    inner: int
+    columns: int
+    warps: int
+    stages: int
+
+
+class _Part(NamedTuple):
+    """What is computed at one time: some segments, and of their queries a band; and the scores of these."""
+
+    problem: Problem
+    blocks: Blocks
+    first_segment: int
+    segments: int
+    first_query: int
+    weights: torch.Tensor
+    grad_scores: torch.Tensor
+
+    @property
+    def band(self) -> int:
+        return self.weights.shape[1]
+
+    @property
+    def stride(self) -> int:
+        return self.weights.shape[2]
+
+
+def _blocks(p: Problem) -> Blocks:
+    hopper = target(p.query.device).capability >= (9, 0)
+    if not p.narrow:
+        return Blocks(block_of(p.queries, 64), block_of(p.keys, 64 if hopper else 32), 32, 64, 8, 2)
+    # Random numbers take registers.
+    largest = 128 if hopper and p.seed is None else 64
+    return Blocks(block_of(p.queries, 128), block_of(p.keys, largest), 64, 128, 8, 3)
+
+
+def backward(
+    grad_output, output, lse, query, key, value, bias, mask, bounds, function, causal, chunk, offset, dropout, seed,
+    precision,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """Gradients of query, key, value and bias; `output` and `lse`, of the forward pass, count for softmax only."""
+    arguments = query, key, value, bias, mask, bounds, function, causal, chunk, offset, dropout, seed, precision
+    p, grad_output = problem(*arguments), along_rows(grad_output)
+    delta = _delta(output, grad_output) if function == "softmax" else None
+    blocks = _blocks(p)
+    stride = _whole(p.keys, blocks.keys)
+    band = min(_whole(p.queries, blocks.queries), _whole(SCORES // stride, blocks.queries))
+    group = max(1, min(p.segments, SCORES // (band * stride)))
+    banded = band < p.queries
+    grad_query = query.new_empty(query.shape)
+    # A band adds to what the bands before it gave.
+    grad_key, grad_value = (
+        x.new_zeros(x.shape, dtype=torch.float32) if banded else x.new_empty(x.shape) for x in (key, value)
+    )
+    grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+    weights, grad_scores = (x.new_empty(group, band, stride) for x in (value, query))
+    for first_segment in range(0, p.segments, group):
+        for first_query in range(0, max(p.queries, 1), band):
+            segments = min(group, p.segments - first_segment)
+            part = _Part(p, blocks, first_segment, segments, first_query, weights, grad_scores)
+            _scores(part, grad_output, lse, delta)
+            _product(part, grad_scores, p.key, grad_query, transposed=False, scaled=True, add=False)
+            _product(part, grad_scores, p.query, grad_key, transposed=True, scaled=True, add=banded)
+            _product(part, weights, grad_output, grad_value, transposed=True, scaled=False, add=banded)
+            if grad_bias is not None:
+                _add_diagonals(grad_bias, part)
+    grad_bias = None if bias is None else grad_bias.to(bias.dtype)
+    return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), grad_bias
+
+
+def _delta(output, grad_output):
+    batch, length, width = output.shape
+    delta = output.new_empty(batch, length, dtype=torch.float32)
+    launch(
+        _delta_kernel, (triton.cdiv(batch * length, 16),),
+        output, grad_output, delta, batch * length, length, width, *grad_output.stride()[:2],
+        num_warps=4, num_stages=2, BLOCK_M=16, BLOCK_V=block_of(width),
+    )  # fmt: skip
+    return delta
+
+
+def _whole(size: int, block: int) -> int:
+    return max(1, triton.cdiv(size, block)) * block
+
+
+def _scores(part: _Part, grad_output, lse, delta):
+    p, blocks = part.problem, part.blocks
+    row_blocks, key_blocks = part.band // blocks.queries, part.stride // blocks.keys
+    launch(
+        _scores_kernel, (part.segments * row_blocks * key_blocks,),
+        p.query, p.key, p.value, grad_output, lse, delta, part.weights, part.grad_scores, *p.options,
+        *p.strides, *grad_output.stride()[:2],
+        part.first_segment, part.first_query, part.band, part.stride, row_blocks, key_blocks,
+        num_warps=blocks.warps, num_stages=blocks.stages, **p.constants,
+        BLOCK_M=blocks.queries, BLOCK_N=blocks.keys, BLOCK_V=block_of(p.width, blocks.inner),
+    )  # fmt: skip
+
+
+def _product(part: _Part, scores, x, output, *, transposed, scaled, add):
+    p, blocks, columns = part.problem, part.blocks, x.shape[2]
+    rows, outer, inner = part.band, blocks.queries, blocks.keys
+    if transposed:
+        rows, outer, inner = p.keys, blocks.keys, blocks.queries
+    block_columns = block_of(columns, blocks.columns)
+    row_blocks, slices = triton.cdiv(rows, outer), triton.cdiv(columns, block_columns)
+    queries, keys, size, _, chunk, chunks, offset, _ = p.sizes
+    constants = {name: p.constants[name] for name in ("FUNCTION", "CAUSAL", "PRECISION")}
+    launch(
+        _product_kernel, (part.segments * row_blocks * slices,),
+        scores, x, output, p.mask, p.live, p.bounds,
+        queries, keys, size, chunk, chunks, offset, *x.stride()[:2], columns,
+        part.first_segment, part.first_query, part.band, part.stride, row_blocks, slices,
+        num_warps=blocks.warps, num_stages=blocks.stages, **constants, TRANSPOSED=transposed, SCALED=scaled, ADD=add,
+        BLOCK_M=outer, BLOCK_K=min(inner, blocks.inner), BLOCK_N=block_columns,
+    )  # fmt: skip
+
+
+def _add_diagonals(grad_bias, part: _Part):
+    """Sums over the diagonals of the gradient of the scores."""
+    p, size = part.problem, min(64, part.blocks.queries, part.blocks.keys)
+    blocks = part.band // size
+    diagonals = blocks + part.stride // size - 1
+    shares = min(part.segments, triton.cdiv(4 * target(grad_bias.device).processors, diagonals))
+    share = triton.cdiv(part.segments, max(1, shares))
+    shares = triton.cdiv(part.segments, max(1, share))
+    tiles = grad_bias.new_empty(shares, diagonals, size, size)
+    queries, keys, _, _, chunk, chunks, offset, center = p.sizes
+    launch(
+        _bias_kernel, (shares * diagonals,),
+        part.grad_scores, tiles, p.bounds, queries, keys, chunk, chunks, offset,
+        part.first_segment, part.segments, part.first_query, part.band, part.stride,
+        blocks, diagonals, share,
+        num_warps=4, num_stages=3, CAUSAL=p.constants["CAUSAL"], BLOCK=size,
+    )  # fmt: skip
+    # Row a of a tile begins size - 1 - a places behind the lower left corner's diagonal.
+    skewed = torch.nn.functional.pad(tiles.sum(dim=0).flip(1), (0, size)).flatten(1)[:, : size * (2 * size - 1)]
+    sums = skewed.view(diagonals, size, 2 * size - 1).sum(dim=1)
+    sums = torch.nn.functional.pad(sums, (0, 1)).view(diagonals, 2, size)
+    total = torch.nn.functional.pad(sums[:, 0], (0, 0, 0, 1)) + torch.nn.functional.pad(sums[:, 1], (0, 0, 1, 0))
+    first = center - offset - part.first_query - blocks * size + 1
+    inside = slice(max(first, 0), min(first + total.numel(), grad_bias.shape[0]))
+    grad_bias[inside] += total.flatten()[inside.start - first : inside.stop - first]

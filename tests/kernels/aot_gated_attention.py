@@ -1,0 +1,54 @@
+"""What `aot.py` compiles of `gated_attention`: the shapes of Mega's recipes, and one step of decoding."""
+
+import functools
+
+import torch
+
+from luna_mega.kernels.gated_attention import triton_backward, triton_forward
+
+# batch, queries, keys, chunk, Z, V, function, causal, mask, dtype
+LRA = (8, 4096, 4096, 128, 64, 256, "laplace", False, True)
+ENWIK8 = (4, 8192, 8192, 2048, 128, 1024, "laplace", True, False, torch.bfloat16)
+WT103 = (4, 8192, 8192, 1024, 256, 1536, "softmax", True, False, torch.bfloat16)
+FULL = (4, 4096, 4096, 4096, 128, 1024, "softmax", False, True, torch.bfloat16)
+STEP_ENWIK8 = (8, 1, 1000, 1000, 128, 1024, "laplace", True, True, torch.bfloat16)
+STEP_WT103 = (8, 1, 1000, 1000, 256, 1536, "softmax", True, True, torch.bfloat16)
+
+
+def cases():
+    for name, *shape in (
+        ("LRA text bf16", *LRA, torch.bfloat16),
+        ("LRA text fp16", *LRA, torch.float16),
+        ("LRA text fp32", *LRA, torch.float32),
+        ("enwik8 bf16", *ENWIK8),
+        ("wt103 bf16", *WT103),
+        ("full bf16", *FULL),
+        ("step enwik8 bf16", *STEP_ENWIK8),
+        ("step wt103 bf16", *STEP_WT103),
+    ):
+        yield name, functools.partial(run, *shape)
+        if name in ("LRA text bf16", "LRA text fp32", "wt103 bf16"):
+            yield f"{name} backward", functools.partial(run, *shape, backward=True)
+    yield "packed, dropout, bf16", functools.partial(run, *LRA, torch.bfloat16, packed=True)
+
+
+def run(
+    batch, queries, keys, chunk, size, width, function, causal, masked, dtype, backward=False, packed=False
+):  # fmt: skip
+    def empty(*shape, dtype=dtype):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    bounds = seed = None
+    if packed:
+        bounds, seed = empty(batch * keys // chunk + 100, 2, dtype=torch.int32), empty(dtype=torch.int64)
+        batch, queries, keys = 1, batch * queries, batch * keys
+    query, key, value = empty(batch, queries, size), empty(batch, keys, size), empty(batch, keys, width)
+    bias = empty(2 * chunk - 1, dtype=torch.float32)
+    mask = empty(batch, keys, dtype=torch.bool) if masked else None
+    offset, dropout = keys - queries, 0.1 if packed else 0.0
+    arguments = query, key, value, bias, mask, bounds, function, causal, chunk, offset, dropout, seed, "tf32x3"
+    output = empty(batch, queries, width)
+    if backward:
+        lse = empty(batch, queries, dtype=torch.float32)
+        return triton_backward.backward(output, output, lse, *arguments)
+    return triton_forward.forward(*arguments)

@@ -1,0 +1,301 @@
+"""`gated_attention` on Triton against the reference in float64; interpreted where there is no GPU."""
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from luna_mega.kernels.api import gated_attention, use_float32_precision
+from luna_mega.kernels.gated_attention import reference
+
+FUNCTIONS = reference.FUNCTIONS
+CHUNK = 16
+LENGTHS = [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 63]
+NAMES = ("output", "query", "key", "value", "bias")
+# Of the norm; float32 by the three passes of tf32x3.
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch):
+    """What is not written is NaN."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(3).new_empty(2).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def make_inputs(device, queries, keys=None, dtype=torch.float32, batch=2, size=20, width=37, positions=None):
+    generator = torch.Generator().manual_seed(queries)
+    keys = queries if keys is None else keys
+    shapes = (batch, queries, size), (batch, keys, size), (batch, keys, width), (2 * (positions or keys) - 1,)
+    tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    tensors[3] *= 0.5
+    return [x.to(device, dtype).requires_grad_() for x in tensors]
+
+
+def make_mask(device, batch, length, row=True):
+    """Some keys masked; in the first sequence all of a chunk, in the last one all."""
+    mask = torch.rand(batch, length, generator=torch.Generator().manual_seed(length)) < 0.7
+    mask[0, CHUNK : 2 * CHUNK] = False
+    if row:
+        mask[-1] = False
+    return mask.to(device)
+
+
+def run(inputs, weight=None, **options):
+    """Output and gradients of a fixed random projection of it."""
+    output = gated_attention(*inputs, **options)
+    if weight is None:
+        weight = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    weight = weight.to(output.device, output.dtype)
+    return [output.detach(), *torch.autograd.grad(output, inputs, weight)]
+
+
+def check(inputs, tolerance=None, **options):
+    """Every result of Triton against the reference in float64."""
+    results = run(inputs, backend="triton", **options)
+    exact = run([x.detach().double().requires_grad_() for x in inputs], backend="reference", **options)
+    for name, x, result, right in zip(NAMES, [inputs[2], *inputs], results, exact, strict=True):
+        assert result.dtype == x.dtype and result.shape == right.shape, name
+        # A softmax over one key has gradients of 0, but for rounding.
+        size = right.norm().clamp(min=1e-2 * right.numel() ** 0.5)
+        assert (result.double() - right).norm() <= (tolerance or TOLERANCE[x.dtype]) * size, name
+    return results
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("chunk", [None, CHUNK])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_results_and_gradients(triton_device, function, causal, chunk, masked):
+    for length in LENGTHS if masked else LENGTHS[1::2]:
+        options = {"function": function, "causal": causal, "chunk_size": chunk}
+        options["mask"] = make_mask(triton_device, 2, length) if masked else None
+        results = check(make_inputs(triton_device, length, positions=70), **options)
+        if masked:
+            assert all((result[-1] == 0).all() for result in results[:-1])
+            assert all((result[0, CHUNK : 2 * CHUNK] == 0).all() for result in results[2:4])
+            if chunk:
+                assert all((result[0, CHUNK : 2 * CHUNK] == 0).all() for result in results[:2])
+
+
+@pytest.mark.parametrize(
+    "function, causal, batch, length, chunk",
+    [
+        ("softmax", False, 1, 300, None),
+        ("laplace", True, 1, 500, None),
+        ("softmax", True, 2, 300, 140),
+        ("relu2", False, 2, 300, 140),
+    ],
+)
+def test_many_blocks(triton_device, function, causal, batch, length, chunk, monkeypatch):
+    """Of queries, keys and columns; in the backward pass bands of a segment, or groups of segments."""
+    from luna_mega.kernels.gated_attention import triton_backward
+
+    monkeypatch.setattr(triton_backward, "SCORES", 80000)
+    inputs = make_inputs(triton_device, length, batch=batch, width=70)
+    mask = make_mask(triton_device, batch, length, row=False)
+    check(inputs, function=function, causal=causal, chunk_size=chunk, mask=mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_half_precision(triton_device, function, dtype):
+    for causal, length, chunk in ((False, 300, None), (True, 63, CHUNK)):
+        options = {"function": function, "causal": causal, "chunk_size": chunk}
+        options["mask"] = make_mask(triton_device, 2, length)
+        inputs = make_inputs(triton_device, length, dtype=dtype, size=32, width=64)
+        exact = run([x.detach().double().requires_grad_() for x in inputs], backend="reference", **options)
+        plain = run(inputs, backend="reference", **options)
+        fast = run(inputs, backend="triton", **options)
+        for name, right, low, result in zip(NAMES, exact, plain, fast, strict=True):
+            error, usual = (((x.double() - right).norm() / right.norm()).item() for x in (result, low))
+            assert result.dtype == dtype
+            assert error <= max(2 * usual, TOLERANCE[dtype]), name
+
+
+def test_small_numbers_in_float16(triton_device):
+    """Divisors of thousands take a causal query neither below float16's range nor above it."""
+    for size in (0.02, 50.0):
+        inputs = make_inputs(triton_device, 500, dtype=torch.float16, batch=1)
+        with torch.no_grad():
+            inputs[0] *= size
+        check(inputs, tolerance=4e-3, function="laplace", causal=True)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_mixed_dtypes_and_wide_bias(triton_device, function):
+    query, key, value, bias = make_inputs(triton_device, 40)
+    inputs = [query, key, value.detach().bfloat16().requires_grad_(), bias.detach().double().requires_grad_()]
+    check(inputs, tolerance=1.5e-2, function=function, causal=True)
+    assert run(inputs, function=function, backend="triton")[1].dtype == torch.float32
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize(
+    "causal, queries, keys, offset",
+    [(True, 1, 20, 19), (True, 5, 30, 7), (False, 7, 4, 0), (False, 4, 90, 9), (False, 3, 0, 0), (False, 0, 3, 0)],
+)
+def test_other_keys_than_queries(triton_device, function, causal, queries, keys, offset):
+    """Steps and segments of cached decoding, cross-attention, nothing to attend to, nobody who attends."""
+    inputs = make_inputs(triton_device, queries, keys, positions=100)
+    check(inputs, function=function, causal=causal, offset=offset)
+    options = {"function": function, "causal": causal, "offset": offset}
+    check(inputs, mask=make_mask(triton_device, 2, keys), **options)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_steps_are_rows_of_the_parallel_form(triton_device, function):
+    query, key, value, bias = (x.detach() for x in make_inputs(triton_device, 140, width=70))
+    mask = make_mask(triton_device, 2, 140, row=False)
+    options = {"function": function, "causal": True, "backend": "triton"}
+    expected = gated_attention(query, key, value, bias, mask=mask, **options)
+    for t in (0, 20, 139):
+        past = (x[:, : t + 1] for x in (key, value))
+        step = gated_attention(query[:, t : t + 1], *past, bias, mask=mask[:, : t + 1], offset=t, **options)
+        torch.testing.assert_close(step[:, 0], expected[:, t], rtol=2e-5, atol=2e-5)
+
+
+def test_what_is_masked_may_be_nan(triton_device):
+    for function in FUNCTIONS:
+        for length, chunk in ((20, CHUNK), (40, None)):
+            inputs = make_inputs(triton_device, length)
+            mask = make_mask(triton_device, 2, length)
+            options = {"function": function, "causal": True, "chunk_size": chunk, "mask": mask, "backend": "triton"}
+            expected = run(inputs, **options)
+            with torch.no_grad():
+                inputs[1][~mask], inputs[2][~mask] = float("nan"), float("inf")
+            for name, right, result in zip(NAMES, expected, run(inputs, **options), strict=True):
+                assert torch.equal(result, right), name
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_strides_no_bias_and_determinism(triton_device, function):
+    query, key, value, bias = make_inputs(triton_device, 63, batch=2, size=20, width=20)
+    options = {"function": function, "chunk_size": CHUNK, "mask": make_mask(triton_device, 2, 63), "backend": "triton"}
+    expected = run([query, key, value, bias], **options)
+    for result, right in zip(run([query, key, value, bias], **options), expected, strict=True):
+        assert torch.equal(result, right)
+    stacked = torch.stack((query, key, value), dim=2).detach()
+    across = value.detach().transpose(1, 2).contiguous().transpose(1, 2)
+    views = [*(x.requires_grad_() for x in stacked.unbind(dim=2)[:2]), across.requires_grad_(), bias]
+    for result, right in zip(run(views, **options), expected, strict=True):
+        assert torch.equal(result, right)
+    without = [x.detach().clone().requires_grad_() for x in (query, key, value)]
+    zero = torch.zeros_like(bias)
+    one = torch.ones((), device=triton_device).expand(2, 63, 20)
+    expected = run([*without, zero.requires_grad_()], weight=one, **options)
+    for result, right in zip(run(without, weight=one, **options), expected, strict=False):
+        assert torch.equal(result, right)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch", "triton"])
+@pytest.mark.parametrize("chunk", [None, CHUNK, 64])
+def test_sequences_end_to_end(triton_device, chunk, backend):
+    """As the sequences one by one; an empty one among them."""
+    lengths = [17, 0, 1, 45, CHUNK]
+    cu_seqlens = torch.tensor([0, *lengths], device=triton_device).cumsum(0).int()
+    inputs = make_inputs(triton_device, sum(lengths), batch=1, positions=45)
+    some = torch.rand(1, sum(lengths), generator=torch.Generator().manual_seed(2)).to(triton_device) < 0.7
+    some[:, 17] = False  # all there is of a sequence
+    for function, causal, mask in (("laplace", False, some), ("softmax", True, None), ("relu2", False, None)):
+        options = {"function": function, "causal": causal, "chunk_size": chunk, "backend": backend}
+        packed = gated_attention(*inputs, mask=mask, cu_seqlens=cu_seqlens, max_seqlen=45, **options)
+        found = gated_attention(*inputs, mask=mask, cu_seqlens=cu_seqlens.long(), **options)
+        assert torch.equal(packed, found)
+        parts = []
+        for start, stop in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
+            part = None if mask is None else mask[:, start:stop]
+            parts.append(gated_attention(*(x[:, start:stop] for x in inputs[:3]), inputs[3], mask=part, **options))
+        expected = torch.cat(parts, dim=1)
+        weight = torch.randn(packed.shape, device=triton_device)
+        gradients = (torch.autograd.grad(x, inputs, weight) for x in (packed, expected))
+        torch.testing.assert_close(packed, expected, rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(*gradients, rtol=5e-5, atol=5e-5)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_dropout(triton_device, function, packed):
+    """An identity for a value shows what was dropped; outputs and gradients follow from it."""
+    length, rate = 72, 0.3
+    inputs = make_inputs(triton_device, length, batch=1 if packed else 2)
+    options = {"function": function, "chunk_size": 24}
+    cu_seqlens = {"cu_seqlens": torch.tensor([0, 48, 72], device=triton_device)} if packed else {}
+    on_triton = {**options, **cu_seqlens, "dropout": rate, "backend": "triton"}
+    identity = torch.eye(length, device=triton_device).expand(len(inputs[0]), -1, -1)
+
+    def seeded(*tensors):
+        torch.manual_seed(5)
+        return gated_attention(*tensors, **on_triton)
+
+    query, key, value, bias = (x.detach().double().requires_grad_() for x in inputs)
+    whole = gated_attention(query, key, identity.double(), bias, backend="reference", **options)
+    shown = seeded(*inputs[:2], identity, inputs[3]).detach().double()
+    multiplier = (shown > 0.5 * whole) / (1.0 - rate)
+    dropped = whole * multiplier
+    torch.testing.assert_close(shown, dropped.detach(), rtol=1e-4, atol=1e-5)
+    gone = multiplier[whole > 1e-3] == 0
+    assert abs(gone.double().mean() - rate) < 0.05
+    assert not torch.equal(multiplier[0, :24, :24], multiplier[0, 24:48, 24:48])
+    output, expected = seeded(*inputs), dropped @ value
+    weight = torch.randn(output.shape, device=triton_device)
+    torch.testing.assert_close(output.double(), expected, rtol=2e-5, atol=2e-5)
+    exact = torch.autograd.grad(expected, (query, key, value, bias), weight.double())
+    for result, right in zip(torch.autograd.grad(output, inputs, weight), exact, strict=True):
+        assert (result - right).norm() <= 2e-5 * right.norm()
+    assert not torch.equal(gated_attention(*inputs, **on_triton), output)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_registration(triton_device, function):
+    inputs = make_inputs(triton_device, 17)
+    from luna_mega.kernels.gated_attention import triton_backend
+
+    seed = torch.tensor(3, device=triton_device)
+    mask = make_mask(triton_device, 2, 17)
+    utils = ("test_schema", "test_faketensor", "test_autograd_registration")
+    for arguments in ((*inputs, mask, None), (*inputs[:3], None, None, None)):
+        options = function, True, CHUNK, 0, 0.2 if mask is None else 0.0, seed, "tf32x3"
+        opcheck(torch.ops.luna_mega.gated_attention_triton, (*arguments, *options), test_utils=utils)
+    bounds = triton_backend.segment_bounds(torch.tensor([0, 5, 17], device=triton_device), 8, 17)
+    assert bounds.tolist() == [[0, 5], [5, 13], [13, 17], [17, 17]]
+    first = [x[:1].detach().requires_grad_() for x in inputs[:3]]
+    options = function, False, 8, 0, 0.0, None, "tf32x3"
+    opcheck(torch.ops.luna_mega.gated_attention_triton, (*first, inputs[3], None, bounds, *options), test_utils=utils)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_compile_fullgraph(triton_device, packed):
+    inputs = make_inputs(triton_device, 40, batch=1)
+    options = {"function": "softmax", "chunk_size": CHUNK, "backend": "triton"}
+    if packed:
+        options |= {"cu_seqlens": torch.tensor([0, 7, 40], device=triton_device), "max_seqlen": 33}
+    compiled = torch.compile(lambda *x: gated_attention(*x, **options), fullgraph=True, backend="aot_eager")
+    output, expected = compiled(*inputs), gated_attention(*inputs, **options)
+    assert torch.equal(output, expected)
+    weight = torch.randn_like(output)
+    for pair in zip(*(torch.autograd.grad(x, inputs, weight) for x in (output, expected)), strict=True):
+        assert torch.equal(*pair)
+
+
+def test_ieee_and_autocast(triton_device):
+    inputs = make_inputs(triton_device, 63)
+    with use_float32_precision("ieee"):
+        check(inputs, tolerance=2e-6, function="laplace", chunk_size=CHUNK)
+    expected = run(inputs, backend="triton")
+    with torch.autocast(triton_device.type, dtype=torch.bfloat16):
+        inside = run(inputs, backend="triton")
+    assert all(torch.equal(a, b) for a, b in zip(inside, expected, strict=True))
+
+
+def test_what_is_refused(triton_device):
+    wide = make_inputs(triton_device, 3, size=300)
+    with pytest.raises(ValueError, match="gated_attention cannot run on 'triton': query and key have size 300"):
+        gated_attention(*wide, backend="triton")
+    double = make_inputs(triton_device, 3, dtype=torch.float64)
+    with pytest.raises(ValueError, match="query and key are torch.float64; the kernels take"):
+        gated_attention(*double, backend="triton")
+    for inputs in (wide, double):
+        torch.testing.assert_close(gated_attention(*inputs), gated_attention(*inputs, backend="torch"))
