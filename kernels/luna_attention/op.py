@@ -4,12 +4,23 @@ from collections.abc import Callable
 
 import torch
 
-from luna_mega.kernels import _dispatch
+from luna_mega.kernels import _dispatch, varlen
 from luna_mega.kernels.luna_attention import reference, torch_backend
+
+
+def _triton(query, key, value, mask, scale, dropout, cu_seqlens=None, packed=None, max_seqlen=0):
+    # Imported where it is needed: the import decides whether kernels are interpreted.
+    from luna_mega.kernels.luna_attention import triton_backend
+
+    if cu_seqlens is None and _sdpa_is_best(query, key, value, mask):
+        return torch_backend.sdpa(query, key, value, mask, scale, dropout)
+    return triton_backend.attend(query, key, value, mask, scale, dropout, cu_seqlens, packed, max_seqlen)
+
 
 BACKENDS: dict[str, Callable[..., torch.Tensor]] = {
     "reference": lambda *args: reference.attend(*args)[0],
     "torch": torch_backend.attend,
+    "triton": _triton,
 }
 
 
@@ -21,6 +32,8 @@ def luna_pack(
     *,
     dropout: float = 0.0,
     backend: str | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
 ) -> torch.Tensor:
     """Pack a context of any length into L rows: softmax(P K^T / sqrt(K)) V per head (Luna eq. 3).
 
@@ -29,17 +42,21 @@ def luna_pack(
         key, value: projected context, `[B, M, H, K]`; the same tensor twice where key and value are tied.
         mask: `[B, M]` bool, True = a context position that may be attended to; None = all.
         dropout: probability with which a weight is dropped (the caller passes 0 in evaluation).
-        backend: one of `"auto"`, `"reference"`, `"torch"`; None = as `luna_mega.kernels.api.use_backend` and
-            `LUNA_MEGA_BACKEND` say.
+        backend: one of `"auto"`, `"reference"`, `"torch"`, `"triton"`; None = as `luna_mega.kernels.api.use_backend`
+            and `LUNA_MEGA_BACKEND` say. `"triton"` takes float32, float16 and bfloat16 and head sizes up to 128, and
+            leaves to PyTorch's attention what that is best at.
+        cu_seqlens: `[B + 1]` int32 or int64, `[0, ..., total]`: the contexts lie end to end, `key` and `value` are `[1,
+            total, H, K]` and `mask` `[1, total]`. `pack_query` and the result have a row for every one of them.
+        max_seqlen: length of the longest of them; None = read from `cu_seqlens`, which waits for the device.
 
     Returns:
         `[B, L, H, K]` in the dtype of `pack_query`. The softmax is computed in float32. A row whose context is masked
         throughout is 0, with gradient 0.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit together, or the backend does not exist.
+        ValueError: shapes, dtypes or devices do not fit together, or the backend does not exist or cannot take them.
     """
-    return _attend("luna_pack", pack_query, key, value, mask, dropout, backend)
+    return _attend("luna_pack", pack_query, key, value, mask, dropout, backend, cu_seqlens, max_seqlen)
 
 
 def luna_unpack(
@@ -50,13 +67,15 @@ def luna_unpack(
     *,
     dropout: float = 0.0,
     backend: str | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
 ) -> torch.Tensor:
     """Unpack for every query: softmax(Q K^T / sqrt(K)) V over the L packed rows (Luna eq. 4).
 
     Arguments, result and errors as `luna_pack`, with `query` `[B, T, H, K]`, `key` and `value` `[B, L, H, K]`, `mask`
-    `[B, L]`.
+    `[B, L]`. With `cu_seqlens` the queries lie end to end: they and the result are `[1, total, H, K]`.
     """
-    return _attend("luna_unpack", query, key, value, mask, dropout, backend)
+    return _attend("luna_unpack", query, key, value, mask, dropout, backend, cu_seqlens, max_seqlen)
 
 
 def luna_attention(
@@ -70,6 +89,8 @@ def luna_attention(
     pack_mask: torch.Tensor | None = None,
     dropout: float = 0.0,
     backend: str | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Linear unified nested attention (Luna section 3.1): pack the context, project what was packed, unpack.
 
@@ -80,6 +101,8 @@ def luna_attention(
         project: maps the packed context `[B, L, Hp, Kp]` to unpack key and value, `[B, L, H, K]` each.
         context_mask, pack_mask: `[B, M]` and `[B, L]` bool, True = keep; None = all.
         dropout, backend: as in `luna_pack`.
+        cu_seqlens, max_seqlen: as in `luna_pack`, for queries and context alike, which are then the same B sequences
+            end to end: `query` `[1, total, H, K]`, context `[1, total, Hp, Kp]` and `context_mask` `[1, total]`.
 
     Returns:
         (output `[B, T, H, K]`, packed context `[B, L, Hp, Kp]`).
@@ -94,26 +117,81 @@ def luna_attention(
         >>> output.shape, packed.shape
         (torch.Size([2, 100, 4, 16]), torch.Size([2, 8, 4, 16]))
     """
-    packed = luna_pack(pack_query, pack_key, pack_value, context_mask, dropout=dropout, backend=backend)
+    options = {"dropout": dropout, "backend": backend}
+    if cu_seqlens is not None:
+        if query.shape[:2] != pack_key.shape[:2]:
+            raise ValueError(
+                "luna_attention with cu_seqlens needs queries and context of one total length, got "
+                f"{list(query.shape)} and {list(pack_key.shape)}"
+            )
+        if max_seqlen is None:
+            max_seqlen = varlen.check("luna_attention", cu_seqlens, None, query.shape[1])
+        options |= {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+    packed = luna_pack(pack_query, pack_key, pack_value, context_mask, **options)
     key, value = project(packed)
-    return luna_unpack(query, key, value, pack_mask, dropout=dropout, backend=backend), packed
+    return luna_unpack(query, key, value, pack_mask, **options), packed
 
 
-def _attend(op, query, key, value, mask, dropout, backend):
-    _check(op, query, key, value, mask, dropout)
-    return BACKENDS[_dispatch.select(op, BACKENDS, backend)](query, key, value, mask, query.shape[-1] ** -0.5, dropout)
+def _attend(op, query, key, value, mask, dropout, backend, cu_seqlens, max_seqlen):
+    packed = None if cu_seqlens is None else "key" if op == "luna_pack" else "query"
+    _check(op, query, key, value, mask, dropout, cu_seqlens, packed)
+    chosen = _dispatch.select(op, BACKENDS, backend, query.device, _unsupported(query))
+    options = query.shape[-1] ** -0.5, dropout
+    if packed is None:
+        return BACKENDS[chosen](query, key, value, mask, *options)
+    total = (query if packed == "query" else key).shape[1]
+    max_seqlen = varlen.check(op, cu_seqlens, max_seqlen, total)
+    if chosen == "triton":
+        return BACKENDS[chosen](query, key, value, mask, *options, cu_seqlens, packed, max_seqlen)
+    if packed == "query":
+        output = BACKENDS[chosen](varlen.pad(query, cu_seqlens, max_seqlen), key, value, mask, *options)
+        return varlen.unpad(output, cu_seqlens, total)
+    kept = varlen.keep(cu_seqlens, max_seqlen) if mask is None else varlen.pad(mask, cu_seqlens, max_seqlen)
+    rows = varlen.pad(key, cu_seqlens, max_seqlen)
+    values = rows if value is key else varlen.pad(value, cu_seqlens, max_seqlen)
+    return BACKENDS[chosen](query, rows, values, kept, *options)
 
 
-def _check(op, query, key, value, mask, dropout):
+def _unsupported(query: torch.Tensor) -> str | None:
+    if query.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"the kernels take float32, float16 and bfloat16, not {query.dtype}"
+    if query.shape[-1] > 128:
+        return f"the kernels take head sizes up to 128, not {query.shape[-1]}"
+    return None
+
+
+def _sdpa_is_best(query, key, value, mask) -> bool:
+    """Where PyTorch's flash kernels read and write no more than has to be, on the GPU, with and without dropout.
+
+    They take no mask, fill their tiles from 128 queries on, and load keys and values apart: that costs time where
+    these are one tensor and most of what is read, but few keys (unpack) stay on the chip.
+    """
+    if query.device.type != "cuda" or mask is not None or query.dtype == torch.float32 or query.shape[-1] % 8:
+        return False
+    queries, keys = query.shape[1], key.shape[1]
+    return keys <= max(queries, 256) or (key is not value and queries >= 128)
+
+
+def _check(op, query, key, value, mask, dropout, cu_seqlens, packed):
     if query.dim() != 4 or key.dim() != 4:
         raise ValueError(
             f"{op} needs [batch, length, heads, head size] tensors, got {list(query.shape)} and {list(key.shape)}"
         )
-    if key.shape != value.shape or query.shape[::2] != key.shape[::2] or query.shape[-1] != key.shape[-1]:
+    if key.shape != value.shape or query.shape[2:] != key.shape[2:]:
         raise ValueError(
-            f"{op}: query {list(query.shape)}, key {list(key.shape)} and value {list(value.shape)} must agree in all "
-            "but the length, key and value in that as well"
+            f"{op}: query {list(query.shape)}, key {list(key.shape)} and value {list(value.shape)} must agree in heads "
+            "and head size, key and value in all"
         )
+    if packed is None:
+        if len(query) != len(key):
+            raise ValueError(f"{op}: query {list(query.shape)} and key {list(key.shape)} differ in batch size")
+    else:
+        flat, other = (query, key) if packed == "query" else (key, query)
+        if len(flat) != 1 or len(other) != cu_seqlens.numel() - 1:
+            raise ValueError(
+                f"{op} with cu_seqlens {list(cu_seqlens.shape)} needs {packed} [1, total, heads, head size] and "
+                f"{cu_seqlens.numel() - 1} rows in the other batch, got {list(flat.shape)} and {list(other.shape)}"
+            )
     if not query.dtype == key.dtype == value.dtype:
         raise ValueError(f"{op}: dtypes differ: query {query.dtype}, key {key.dtype}, value {value.dtype}")
     if mask is not None and (mask.dtype != torch.bool or mask.shape != key.shape[:2]):

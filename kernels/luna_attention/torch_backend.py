@@ -11,6 +11,8 @@ def attend(
     # An exported program must not need this package, so export sees PyTorch's own operator.
     if query.device.type != "cpu" or dropout > 0.0 or torch.compiler.is_exporting():
         return sdpa(query, key, value, mask, scale, dropout)
+    if not query.numel() or not key.numel():  # the CPU kernel divides by the lengths, which ends the process
+        return sdpa(query, key, value, mask, scale, dropout)
     if torch.compiler.is_compiling():  # the compiler would take the kernel apart and write the weights to memory
         return torch.ops.luna_mega.attend(query, key, value, mask, scale)[0]
     return _flash(query, key, value, mask, scale)[0]

@@ -118,6 +118,18 @@ def test_strided_inputs_and_determinism():
         torch.testing.assert_close(a, plain)
 
 
+@pytest.mark.parametrize("batch, queries, keys", [(2, 3, 0), (2, 0, 3), (0, 2, 3)])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_nothing_to_attend_to(batch, queries, keys, masked, backend):
+    (query, key, value), _ = make_inputs(queries, keys, "none", batch=batch)
+    mask = torch.zeros(batch, keys, dtype=torch.bool) if masked else None
+    output, *gradients = run(lambda q, k, v, m: luna_pack(q, k, v, m, backend=backend), (query, key, value), mask)
+    assert torch.equal(output, torch.zeros_like(query)) or keys
+    assert [x.shape for x in (output, *gradients)] == [query.shape, query.shape, key.shape, value.shape]
+    assert torch.equal(gradients[0], torch.zeros_like(query)) or keys
+
+
 @pytest.mark.parametrize("masking", MASKS)
 def test_registration(masking):
     inputs, mask = make_inputs(4, 9, masking, torch.float32)
@@ -165,7 +177,7 @@ def test_backend_choice(monkeypatch):
         assert "'torch'" in explain()
         assert "'reference'" in explain(backend="reference")
     assert "'reference'" in explain()
-    with pytest.raises(ValueError, match="no 'triton' backend.*'auto'"):
+    with pytest.raises(ValueError, match="cannot run on 'triton'.*'auto'"):
         luna_pack(query, key, value, backend="triton")
     with pytest.raises(ValueError, match="'tritn', which is not a backend"), use_backend("tritn"):
         pass
@@ -192,3 +204,59 @@ def test_bad_dropout():
     inputs, _ = make_inputs(2, 4, "none")
     with pytest.raises(ValueError, match="dropout must be in"):
         luna_pack(*inputs, dropout=1.0)
+
+
+LENGTHS_OF_PACKED = [3, 0, 7, 1]
+
+
+def make_packed(heads=2, size=6):
+    """Four sequences end to end, one of them empty, with what belongs to each, and `cu_seqlens`."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, heads, size, generator=generator, dtype=torch.float64).requires_grad_()
+
+    total, sequences = sum(LENGTHS_OF_PACKED), len(LENGTHS_OF_PACKED)
+    cu_seqlens = torch.tensor([0, *LENGTHS_OF_PACKED]).cumsum(0)
+    return normal(1, total), normal(1, total), normal(1, total), normal(sequences, 5), cu_seqlens
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("max_seqlen", [None, 9])
+def test_packed_sequences(backend, max_seqlen):
+    """Results and gradients of every sequence on its own."""
+    x, key, value, p, cu_seqlens = make_packed()
+    mask, pack_mask = torch.rand(1, x.shape[1]) < 0.7, torch.rand(len(p), 5) < 0.7
+    pack_mask[:, 0] = True
+    options = {"backend": backend, "context_mask": mask, "pack_mask": pack_mask}
+
+    def project(packed):
+        return packed, packed.sin()
+
+    actual = luna_attention(x, p, key, value, project, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, **options)
+    expected = []
+    for i, (first, last) in enumerate(zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True)):
+        options |= {"context_mask": mask[:, first:last], "pack_mask": pack_mask[i : i + 1]}
+        rows = (tensor[:, first:last] for tensor in (x, key, value))
+        query, *context = rows
+        expected.append(luna_attention(query, p[i : i + 1], *context, project, **options))
+    expected = torch.cat([o for o, _ in expected], 1), torch.cat([packed for _, packed in expected])
+    torch.testing.assert_close(actual, expected)
+    gradients = [torch.autograd.grad([o.square().sum() for o in two], (x, key, value, p)) for two in (actual, expected)]
+    torch.testing.assert_close(*gradients)
+
+
+def test_packed_sequences_that_do_not_fit():
+    x, key, value, p, cu_seqlens = make_packed()
+    with pytest.raises(ValueError, match="needs key .1, total, heads, head size. and 4 rows in the other batch"):
+        luna_pack(p[:3], key, value, cu_seqlens=cu_seqlens)
+    with pytest.raises(ValueError, match="needs query .1, total"):
+        luna_unpack(x.expand(2, -1, -1, -1), p, p, cu_seqlens=cu_seqlens)
+    with pytest.raises(ValueError, match="must rise from 0 to 10"):
+        luna_pack(p, key[:, :10], value[:, :10], cu_seqlens=cu_seqlens)
+    with pytest.raises(ValueError, match="max_seqlen is 6"):
+        luna_unpack(x, p, p, cu_seqlens=cu_seqlens, max_seqlen=6)
+    with pytest.raises(ValueError, match="one total length"):
+        luna_attention(x[:, :5], p, key, value, lambda packed: (packed, packed), cu_seqlens=cu_seqlens)
+    with pytest.raises(ValueError, match="batch size"):
+        luna_pack(p, key, value)

@@ -1,0 +1,320 @@
+"""Triton kernels of `luna_attention` against the reference in float64: native on a GPU, interpreted without one."""
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from luna_mega.kernels.api import luna_attention, luna_pack, luna_unpack, use_float32_precision
+from luna_mega.kernels.luna_attention import op, reference
+
+LENGTHS = [(1, 1), (2, 16), (16, 63), (17, 64), (63, 65), (65, 2)]  # queries, keys; blocks are of 16, 32 and 64
+DTYPES = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
+
+
+@pytest.fixture(autouse=True)
+def poison():
+    """`torch.empty` gives NaN, so that what is never written is seen."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(100).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def device(triton_device):
+    return triton_device
+
+
+def attend(query, key, value, mask=None, dropout=0.0, **packed):
+    """The kernels, whatever the sizes."""
+    from luna_mega.kernels.luna_attention import triton_backend
+
+    return triton_backend.attend(query, key, value, mask, query.shape[-1] ** -0.5, dropout, **packed)
+
+
+def exact(query, key, value, mask=None):
+    return reference.attend(query, key, value, mask, query.shape[-1] ** -0.5)[0]
+
+
+def make_leaves(device, dtype, queries, keys, tied, batch=2, heads=2, size=10):
+    shapes = [(batch, queries, heads, size)] + [(batch, keys, heads, size)] * (1 if tied else 2)
+    return [torch.randn(shape, device=device).to(dtype).requires_grad_() for shape in shapes]
+
+
+def make_mask(device, batch, keys):
+    """The last row keeps nothing."""
+    mask = torch.rand(batch, keys, device=device) < 0.7
+    mask[:, 0] = True
+    mask[-1] = False
+    return mask
+
+
+def run(function, leaves, *arguments, **options):
+    """Output and gradients; a single key leaf is the value too."""
+    output = function(leaves[0], leaves[1], leaves[-1], *arguments, **options)
+    weight = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
+    return [output.detach(), *torch.autograd.grad(output, leaves, weight)]
+
+
+def doubled(leaves):
+    return [x.detach().double().requires_grad_() for x in leaves]
+
+
+def check(actual, expected, tolerance):
+    """Error of the norm; absolute where the norm is below 1 (with one key, the gradient of the query is 0)."""
+    for name, a, e in zip(("output", "query", "key", "value"), actual, expected, strict=False):
+        assert torch.isfinite(a).all(), name
+        error = ((a.double() - e.double()).norm() / e.double().norm().clamp(min=1.0)).item()
+        assert error <= tolerance, (name, error)
+
+
+@pytest.fixture
+def launches(monkeypatch, device):
+    """(kernel, grid, constants) of what is launched."""
+    from luna_mega.kernels import _triton
+
+    seen, launch = [], _triton.launch
+
+    def record(kernel, grid, *arguments, **constants):
+        seen.append((kernel.fn.__name__, grid, constants))
+        launch(kernel, grid, *arguments, **constants)
+
+    monkeypatch.setattr(_triton, "launch", record)
+    return seen
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("queries, keys", LENGTHS)
+def test_forward_and_gradients(device, queries, keys, dtype, tied):
+    leaves = make_leaves(device, dtype, queries, keys, tied)
+    mask = make_mask(device, 2, keys)
+    actual = run(attend, leaves, mask)
+    check(actual, run(exact, doubled(leaves), mask), DTYPES[dtype])
+    assert all((x[-1] == 0).all() for x in actual)
+    assert all(x.dtype == dtype for x in actual)
+
+
+@pytest.mark.parametrize("queries, keys", [(5, 500), (500, 5)])
+@pytest.mark.parametrize("dtype, tied", [(torch.float32, False), (torch.float16, True)], ids=str)
+def test_splits(device, launches, queries, keys, dtype, tied):
+    """The long side is cut into partial results, of which two runs give the same sum."""
+    leaves = make_leaves(device, dtype, queries, keys, tied, heads=1)
+    mask = make_mask(device, 2, keys)
+    actual = run(attend, leaves, mask)
+    check(actual, run(exact, doubled(leaves), mask), DTYPES[dtype])
+    splits = {name: grid[1] for name, grid, _ in launches if len(grid) == 2}
+    cut = {name for name, number in splits.items() if number > 1}
+    assert cut == ({"_forward_kernel", "_query_kernel"} if keys > queries else {"_key_kernel"})
+    assert ("_merge_kernel" in [name for name, *_ in launches]) == (keys > queries)
+    assert all(torch.equal(a, b) for a, b in zip(actual, run(attend, leaves, mask), strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [1, 16, 64, 80, 128])
+def test_head_sizes_without_mask(device, size, dtype):
+    leaves = make_leaves(device, dtype, 20, 40, size == 64, batch=1, size=size)
+    check(run(attend, leaves), run(exact, doubled(leaves)), DTYPES[dtype])
+
+
+def test_large_scores(device):
+    """The maximum is taken off in every split: scores reach 500, and exp(500) no float32."""
+    leaves = make_leaves(device, torch.float32, 5, 200, False, batch=1)
+    leaves[0] = leaves[0].detach().mul(200).requires_grad_()
+    scores = torch.einsum("bthk,bmhk->bhtm", leaves[0], leaves[1]) * 10**-0.5
+    assert scores.amax(-1).min() > 100 and scores.max() > 500
+    check(run(attend, leaves), run(exact, doubled(leaves)), 2e-4)
+
+
+@pytest.mark.parametrize("queries, keys", [(5, 100), (100, 5)])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_masked_is_not_read(device, queries, keys, bad):
+    leaves = make_leaves(device, torch.float16, queries, keys, False)
+    mask = make_mask(device, 2, keys)
+    clean = [leaves[0], *(x.detach().masked_fill(~mask[:, :, None, None], 0).requires_grad_() for x in leaves[1:])]
+    leaves = [leaves[0], *(x.detach().masked_fill(~mask[:, :, None, None], bad).requires_grad_() for x in leaves[1:])]
+    for actual, expected in zip(run(attend, leaves, mask), run(attend, clean, mask), strict=True):
+        assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("processors, most", [(8, 4), (132, 62), (10**6, 1 << 30)])
+def test_number_of_splits(device, processors, most):
+    """Two programs for a processor, walks of four blocks or more, and always one."""
+    from luna_mega.kernels.luna_attention import triton_forward
+
+    sizes = triton_forward.Problem(2, 2, 64, 64, 16, 500, processors, {})
+    assert sizes.splits(16, 16, 64 * 100, 64) == min(most, 2 * processors // 4, 25)
+    assert sizes.splits(16, 16, 0, 64) == sizes.splits(0, 16, 64, 64) == 1
+
+
+def test_strided_inputs(device, launches):
+    """Heads before tokens, slices of one projection, rows of a batch that are the same memory, columns reversed."""
+    queries, keys, size = 9, 40, 16
+    projection = torch.randn(2, keys, 2, 2 * size, device=device)
+    columns = torch.randn(2, keys, size, 2, device=device).transpose(2, 3)
+    tensors = [
+        torch.randn(1, 2, queries, size, device=device).transpose(1, 2).expand(2, -1, -1, -1),
+        projection[..., :size],
+        projection[..., size:],
+    ]
+    for key, value in ((tensors[1], tensors[2]), (columns, columns)):
+        leaves = [x.requires_grad_() for x in (tensors[0].detach(), key.detach(), value.detach())]
+        assert not any(x.is_contiguous() for x in leaves)
+        weight = torch.randn(2, 2, queries, size, device=device).transpose(1, 2)
+        actual, expected = (
+            [output := f(*x), *torch.autograd.grad(output, x, weight.to(output))]
+            for f, x in ((attend, leaves), (exact, doubled(leaves)))
+        )
+        check(actual, expected, 2e-5)
+
+
+@pytest.mark.parametrize("batch, queries, keys", [(0, 3, 4), (2, 0, 4), (2, 3, 0)])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_nothing_to_attend_to(device, batch, queries, keys, tied):
+    leaves = make_leaves(device, torch.float32, queries, keys, tied, batch=batch)
+    for actual, like in zip(run(attend, leaves), [leaves[0], *leaves], strict=True):
+        assert torch.equal(actual, torch.zeros_like(like)) and actual.shape == like.shape
+
+
+SEQUENCES = [33, 0, 90, 1]
+
+
+@pytest.fixture
+def cu_seqlens(device):
+    return torch.tensor([0, *SEQUENCES], device=device).cumsum(0, dtype=torch.int32)
+
+
+def one_by_one(query, key, value, mask, packed):
+    """Each sequence by the reference; `packed` tells which side is cut up."""
+    outputs, first = [], 0
+    for i, length in enumerate(SEQUENCES):
+        rows, row = slice(first, first := first + length), slice(i, i + 1)
+        q = query[:, rows] if packed == "query" else query[row]
+        k, v, m = (x[:, rows] if packed == "key" else x[row] for x in (key, value, mask))
+        outputs.append(exact(q, k, v, m))
+    return torch.cat(outputs, 1 if packed == "query" else 0)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("packed", ["query", "key"])
+def test_packed_sequences(device, cu_seqlens, packed, dtype, tied):
+    flat, rows = (1, sum(SEQUENCES)), (len(SEQUENCES), 5)
+    query, key = (flat, rows) if packed == "query" else (rows, flat)
+    leaves = [torch.randn(*query, 2, 10), *(torch.randn(*key, 2, 10) for _ in range(1 if tied else 2))]
+    leaves = [x.to(device, dtype).requires_grad_() for x in leaves]
+    mask = make_mask(device, *key) if packed == "query" else torch.rand(key, device=device) < 0.7
+    options = {"cu_seqlens": cu_seqlens, "packed": packed, "max_seqlen": 260}
+    actual = run(attend, leaves, mask, **options)
+    check(actual, run(one_by_one, doubled(leaves), mask, packed), DTYPES[dtype])
+    assert all(torch.equal(a, b) for a, b in zip(actual, run(attend, leaves, mask, **options), strict=True))
+
+
+def test_public_ops(device, cu_seqlens):
+    """Pack, projection and unpack with `cu_seqlens`, as on the torch backend, and without."""
+    x, context = (torch.randn(1, sum(SEQUENCES), 2, 16, device=device, requires_grad=True) for _ in range(2))
+    p = torch.randn(len(SEQUENCES), 4, 2, 16, device=device, requires_grad=True)
+    results = []
+    for backend in ("triton", "torch"):
+        both = luna_attention(
+            x, p, context, context, lambda y: (y, y), cu_seqlens=cu_seqlens, max_seqlen=90, backend=backend
+        )
+        plain = luna_attention(x, p[:1], context, context, lambda y: (y, y), backend=backend)
+        results.append([*both, *plain])
+        results[-1] += torch.autograd.grad(sum(o.square().sum() for o in results[-1]), (x, p, context))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_dropout(device, dtype, tied):
+    """What is dropped is read off by values that are unit vectors; then output and gradients of any values follow."""
+    queries, keys, rate = 70, 64, 0.3
+    leaves = make_leaves(device, dtype, queries, keys, tied, batch=1, size=keys)
+    mask = torch.arange(keys, device=device)[None] != 5
+    units = torch.eye(keys, device=device, dtype=dtype)[None, :, None].expand(1, -1, 2, -1)
+    torch.manual_seed(5)
+    weights = attend(leaves[0], leaves[1], units, mask, rate).double().permute(0, 2, 1, 3)
+    alive = weights != 0
+    seen = alive[..., mask[0]].double()
+    assert abs(seen.mean() - (1 - rate)) < 4 * (rate * (1 - rate) / seen.numel()) ** 0.5
+    # Neither rows nor columns are alike: their means spread as those of independent draws.
+    for dim, length in ((-1, seen.shape[-1]), (-2, queries)):
+        spread = seen.mean(dim).std() / (rate * (1 - rate) / length) ** 0.5
+        assert 0.8 < spread < 1.2, (dim, spread)
+    assert not torch.equal(alive[0, 0], alive[0, 1])
+
+    def dropped(query, key, value):
+        weights = reference.attend(query, key, value, mask, keys**-0.5)[1] * alive / (1 - rate)
+        return torch.einsum("bhtm,bmhk->bthk", weights, value)
+
+    torch.manual_seed(5)
+    actual = run(attend, leaves, mask, rate)
+    check(actual, run(dropped, doubled(leaves)), DTYPES[dtype])
+    torch.manual_seed(5)
+    assert all(torch.equal(a, b) for a, b in zip(actual, run(attend, leaves, mask, rate), strict=True))
+    torch.manual_seed(6)
+    assert not torch.equal(actual[0], attend(leaves[0], leaves[1], leaves[-1], mask, rate))
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("packed", [None, "query", "key"])
+def test_registration(device, packed, tied):
+    query, key, *value = make_leaves(device, torch.float32, 9, 9, tied, batch=1)
+    mask = make_mask(device, 1, 9) if packed is None else None
+    cu_seqlens = None if packed is None else torch.tensor([0, 9], device=device)
+    attend(query, key, key)
+    seed = torch.ones(1, dtype=torch.int64, device=device)
+    arguments = query, key, value[0] if value else None, mask, cu_seqlens, seed, packed, 9, 0.3, 0.1, "tf32x3"
+    tests = "test_schema", "test_faketensor", "test_autograd_registration"
+    opcheck(torch.ops.luna_mega.luna_attention_triton, arguments, test_utils=tests)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("packed", [False, True], ids=["mask", "packed"])
+def test_compile_fullgraph(device, packed, tied):
+    leaves = make_leaves(device, torch.float16, 8, 40, tied, batch=1)
+    options = {"backend": "triton", "mask": make_mask(device, 1, 40)}
+    if packed:
+        options = {"backend": "triton", "cu_seqlens": torch.tensor([0, 40], device=device), "max_seqlen": 40}
+    compiled = torch.compile(luna_pack, fullgraph=True, backend="aot_eager")
+    actual, expected = run(compiled, leaves, **options), run(luna_pack, leaves, **options)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+def test_a_choice_that_cannot_be_met(device):
+    for size, dtype, message in ((8, torch.float64, "not torch.float64"), (130, torch.float32, "128, not 130")):
+        query, key = (torch.randn(1, 3, 1, size, dtype=dtype, device=device) for _ in range(2))
+        with pytest.raises(ValueError, match=f"luna_unpack cannot run on 'triton'.*{message}"):
+            luna_unpack(query, key, key, backend="triton")
+        torch.testing.assert_close(luna_unpack(query, key, key), exact(query, key, key))
+
+
+def test_float32_precision(device, launches):
+    leaves = make_leaves(device, torch.float32, 4, 20, True)
+    with use_float32_precision("ieee"):
+        output = attend(leaves[0], leaves[1], leaves[1])
+    gradients = torch.autograd.grad(output.square().sum(), leaves)
+    inexact = doubled(leaves)
+    expected = exact(inexact[0], inexact[1], inexact[1])
+    check([output, *gradients], [expected, *torch.autograd.grad(expected.square().sum(), inexact)], 2e-6)
+    assert [c["PRECISION"] for *_, c in launches] == ["ieee"] * 3
+    attend(leaves[0], leaves[1], leaves[1])
+    assert launches[-1][2]["PRECISION"] == "tf32x3"
+
+
+def test_what_is_left_to_pytorch(monkeypatch):
+    class On:
+        """A CUDA tensor, as far as the choice looks at it."""
+
+        def __init__(self, length, dtype=torch.bfloat16, size=64, device="cuda"):
+            self.shape, self.dtype, self.device = (8, length, 12, size), dtype, torch.device(device)
+
+    few, many, context = On(64), On(128), On(4096)
+    assert op._sdpa_is_best(many, context, On(4096), None)
+    assert op._sdpa_is_best(context, few, few, None) and op._sdpa_is_best(On(1), few, few, None)
+    assert not op._sdpa_is_best(many, context, context, None)
+    assert not op._sdpa_is_best(few, context, On(4096), None)
+    assert not op._sdpa_is_best(context, few, few, "a mask")
+    for other in (On(4096, torch.float32), On(4096, size=60), On(4096, device="cpu")):
+        assert not op._sdpa_is_best(other, few, few, None)
