@@ -5,12 +5,33 @@ from collections.abc import Callable
 
 import torch
 
-from luna_mega.kernels import _dispatch
+from luna_mega.kernels import _dispatch, varlen
 from luna_mega.kernels.luna_causal_attention import reference, torch_backend
 from luna_mega.kernels.luna_causal_attention.reference import LunaCausalState
 
-BACKENDS: dict[str, Callable] = {"reference": reference.attend, "torch": torch_backend.attend}
-STEP_BACKENDS: dict[str, Callable] = {"reference": reference.step, "torch": torch_backend.step}
+
+def _triton_attend(*arguments):
+    from luna_mega.kernels.luna_causal_attention import triton_backend
+
+    return triton_backend.attend(*arguments)
+
+
+def _triton_step(*arguments):
+    from luna_mega.kernels.luna_causal_attention import triton_backend
+
+    return triton_backend.step(*arguments)
+
+
+BACKENDS: dict[str, Callable] = {
+    "reference": reference.attend,
+    "torch": torch_backend.attend,
+    "triton": _triton_attend,
+}
+STEP_BACKENDS: dict[str, Callable] = {
+    "reference": reference.step,
+    "torch": torch_backend.step,
+    "triton": _triton_step,
+}
 
 
 def luna_causal_attention(
@@ -26,6 +47,8 @@ def luna_causal_attention(
     state: LunaCausalState | None = None,
     return_state: bool = False,
     dropout: float = 0.0,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
     backend: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, LunaCausalState]:
     """Causal linear unified nested attention (Luna section 3.3), in time and memory linear in T.
@@ -49,8 +72,12 @@ def luna_causal_attention(
         return_state: return the state behind the last token as well.
         dropout: probability with which a pack weight and an unpack weight is dropped (the caller passes 0 in
             evaluation); both sums see the same pack weights.
-        backend: one of `"auto"`, `"reference"`, `"torch"`; None = as `luna_mega.kernels.api.use_backend` and
-            `LUNA_MEGA_BACKEND` say.
+        cu_seqlens: `[S + 1]` int32 or int64, ascending from 0 to T: B is 1, and the tokens are those of S sequences end
+            to end, each attended to as if it were alone. pack_query, pack_mask and state are those of the sequences,
+            `[S, ...]`.
+        max_seqlen: length of the longest of these, or more; None = computed, which waits for the device.
+        backend: one of `"auto"`, `"reference"`, `"torch"`, `"triton"`; None = as `luna_mega.kernels.api.use_backend`
+            and `LUNA_MEGA_BACKEND` say.
 
     Returns:
         `[B, T, H, V]` in the dtype of the inputs; with `return_state` (that, state). Everything up to the result and
@@ -59,7 +86,9 @@ def luna_causal_attention(
         gradient 0.
 
     Raises:
-        ValueError: shapes, dtypes or options do not fit together, or the backend does not exist.
+        ValueError: shapes, dtypes or options do not fit together, or the backend does not exist or cannot run them:
+            Triton kernels take float32, float16 and bfloat16, K and V up to 128 and L up to 256, in
+            float32 up to 128.
 
     Example:
         >>> import torch
@@ -72,9 +101,18 @@ def luna_causal_attention(
     op = "luna_causal_attention"
     if query.dim() != 4 or query.shape[1] == 0:
         raise ValueError(f"{op} needs query [batch, length, heads, size] of length 1 or more, got {list(query.shape)}")
+    if cu_seqlens is not None:
+        _check_packed(op, query, (pack_key, key, value), mask)
+        total, longest = query.shape[1], varlen.check(op, cu_seqlens, max_seqlen, query.shape[1])
+        kept = varlen.keep(cu_seqlens, longest)
+        mask = kept if mask is None else varlen.pad(mask, cu_seqlens, longest)
+        query, pack_key, key, value = (varlen.pad(x, cu_seqlens, longest) for x in (query, pack_key, key, value))
     _check(op, query, pack_query, pack_key, key, value, mask, pack_mask, activation, state, dropout)
-    run = BACKENDS[_dispatch.select(op, BACKENDS, backend)]
+    unsupported = _unsupported(query, pack_query, value)
+    run = BACKENDS[_dispatch.select(op, BACKENDS, backend, query.device, unsupported)]
     output, state = _run(run, query, pack_query, pack_key, key, value, mask, pack_mask, activation, state, dropout)
+    if cu_seqlens is not None:
+        output = varlen.unpad(output, cu_seqlens, total)
     return (output, state) if return_state else output
 
 
@@ -101,13 +139,34 @@ def luna_causal_attention_step(
     if query.dim() != 3:
         raise ValueError(f"{op} needs query [batch, heads, size], got {list(query.shape)}")
     _check(op, query, pack_query, pack_key, key, value, mask, pack_mask, activation, state, dropout)
-    run = STEP_BACKENDS[_dispatch.select(op, STEP_BACKENDS, backend)]
+    unsupported = _unsupported(query, pack_query, value)
+    run = STEP_BACKENDS[_dispatch.select(op, STEP_BACKENDS, backend, query.device, unsupported)]
     return _run(run, query, pack_query, pack_key, key, value, mask, pack_mask, activation, state, dropout)
 
 
 def _run(run, query, *arguments):
     with _dispatch.without_autocast(query.device.type):
         return run(query, *arguments)
+
+
+def _unsupported(query, pack_query, value) -> str | None:
+    """Why the Triton kernels cannot take these."""
+    if query.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"its kernels take float32, float16 and bfloat16, not {query.dtype}"
+    if max(query.shape[-1], value.shape[-1]) > 128:
+        return f"its kernels take heads up to 128, not {query.shape[-1]} (query) and {value.shape[-1]} (value)"
+    most = 128 if query.dtype == torch.float32 else 256  # what fits the registers
+    if pack_query.shape[1] > most:
+        return f"its kernels take up to {most} rows of pack_query in {query.dtype}, not {pack_query.shape[1]}"
+    return None
+
+
+def _check_packed(op, query, rest, mask):
+    shapes = [list(x.shape[:2]) for x in (query, *rest, *(() if mask is None else (mask,)))]
+    if any(shape != [1, query.shape[1]] for shape in shapes):
+        raise ValueError(
+            f"{op} with cu_seqlens needs tokens and mask [1, {query.shape[1]}, ...], got {', '.join(map(str, shapes))}"
+        )
 
 
 def _check(op, query, pack_query, pack_key, key, value, mask, pack_mask, activation, state, dropout):

@@ -447,8 +447,8 @@ def test_gradients_with_dropout(monkeypatch, activation, blocks):
 
 def test_backend_choice():
     assert "'torch'" in explain("luna_causal_attention")
-    with pytest.raises(ValueError, match="luna_causal_attention has no 'triton' backend"):
-        luna_causal_attention(*Inputs(3).leaves, backend="triton")
+    with pytest.raises(ValueError, match="luna_causal_attention's argument backend is 'cuda', which is not a backend"):
+        luna_causal_attention(*Inputs(3).leaves, backend="cuda")
 
 
 def state_of(key_mean=(2, 3, 5, 4), value_mean=(2, 3, 4, 6), count=(2,), dtype=torch.float32, integer=torch.int64):

@@ -1,0 +1,399 @@
+"""`luna_causal_attention` in Triton against its reference in float64; interpreted where there is no GPU.
+
+Leaves are on the CPU; `on` takes them to the device of the kernels and back.
+"""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from luna_mega.kernels import _dispatch
+from luna_mega.kernels.api import (
+    LunaCausalState,
+    luna_causal_attention,
+    luna_causal_attention_step,
+    use_float32_precision,
+)
+from luna_mega.kernels.luna_causal_attention import reference
+from tests.kernels.test_luna_causal_attention import Inputs, assert_same, relative_error
+
+# Largest error of the norm. The interpreter cuts float32 off to bfloat16 where a GPU rounds; a GPU multiplies what of
+# float16 inputs has become float32 in TF32, cut off to 10 bits, where the interpreter does in float32.
+GPU = torch.cuda.is_available()
+BOUNDS = {torch.float32: 1e-5, torch.float16: 5e-3 if GPU else 1e-3, torch.bfloat16: 1e-2 if GPU else 3e-2}
+DTYPES = tuple(BOUNDS)
+FUSED, SCANS = 16, 70  # rows of P
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """What kernels do not write is NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def short_segments(monkeypatch, triton_device):
+    from luna_mega.kernels.luna_causal_attention import triton_common
+
+    monkeypatch.setattr(triton_common, "MIN_SEGMENT", 64)
+
+
+def on(device, inputs, **options):
+    """`inputs.call` in Triton."""
+    moved = copy.copy(inputs)
+    for name in ("mask", "pack_mask", "count"):
+        x = getattr(inputs, name)
+        setattr(moved, name, None if x is None else x.to(device))
+
+    def call(*leaves, **more):
+        outputs = moved.call(*(leaf.to(device) for leaf in leaves), **{"backend": "triton", **options, **more})
+        return [x.cpu() for x in outputs]
+
+    return call
+
+
+def exact(inputs, **options):
+    """Outputs and gradients of the same numbers, by the reference."""
+    wide = copy.copy(inputs)
+    wide.leaves = [leaf.detach().double().requires_grad_() for leaf in inputs.leaves]
+    return wide.run(backend="reference", **options)
+
+
+def check(device, inputs, dtype, **options):
+    inputs.to(dtype)
+    actual = inputs.run(on(device, inputs, **options))
+    assert_same(actual, exact(inputs, **options), BOUNDS[dtype])
+    state = torch.float32
+    assert [x.dtype for x in actual] == [dtype, state, state, *[dtype] * 5, *[state] * (len(inputs.leaves) - 5)]
+    return actual
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "length, masking, stateful, pack_masked, sizes",
+    [
+        (1, "none", False, False, (5, 6, 4)),
+        (1, "all of one row", True, True, (5, 6, 4)),
+        (2, "left", True, False, (16, 16, 16)),
+        (15, "right", False, True, (24, 5, 3)),
+        (17, "middle", False, False, (5, 33, 17)),
+        (63, "left", True, True, (5, 6, 4)),
+        (64, "none", False, False, (32, 32, 33)),
+        (65, "all of one row", True, True, (5, 6, 4)),
+        (40, "middle", True, True, (5, 6, SCANS)),
+        (65, "none", False, False, (20, 40, SCANS)),
+    ],
+)
+def test_kernels(triton_device, length, masking, stateful, pack_masked, sizes, dtype):
+    """Outputs, both means and every gradient."""
+    size, width, rows = sizes
+    heads = 3 if length < 20 else 1
+    inputs = Inputs(length, masking, stateful, pack_masked, heads=heads, size=size, width=width, rows=rows)
+    check(triton_device, inputs, dtype, activation="elu" if stateful else "softplus")
+
+
+@pytest.mark.parametrize(
+    "length, rows, dtype", [(200, FUSED, torch.float32), (500, FUSED, torch.bfloat16), (200, SCANS, torch.float16)]
+)
+def test_many_segments(triton_device, length, rows, dtype):
+    check(triton_device, Inputs(length, "middle", stateful=True, heads=1, rows=rows), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_one_segment_of_several_chunks(monkeypatch, triton_device, dtype):
+    from luna_mega.kernels.luna_causal_attention import triton_common
+
+    monkeypatch.setattr(triton_common, "MIN_SEGMENT", 1 << 20)
+    check(triton_device, Inputs(130, "right", stateful=True, heads=1), dtype)
+
+
+def test_one_segment_in_two_scans(monkeypatch, triton_device):
+    from luna_mega.kernels.luna_causal_attention import triton_common
+
+    monkeypatch.setattr(triton_common, "MIN_SEGMENT", 1 << 20)
+    check(triton_device, Inputs(130, "right", heads=1, rows=SCANS), torch.bfloat16)
+
+
+@pytest.mark.parametrize("rows, dtype", [(64, torch.float32), (256, torch.bfloat16)])
+def test_largest_tiles(triton_device, rows, dtype):
+    check(triton_device, Inputs(33, "left", True, heads=1, size=128, width=100, rows=rows), dtype)
+
+
+@pytest.mark.skipif(GPU, reason="looks at the target of interpreted kernels")
+@pytest.mark.parametrize("rows", [FUSED, 48, SCANS])
+def test_configurations_of_sm_80(monkeypatch, triton_device, rows):
+    from luna_mega.kernels import _triton
+
+    monkeypatch.setattr(_triton, "_target", _triton.Target((8, 0), 108))
+    check(triton_device, Inputs(90, "left", True, heads=1, rows=rows, size=48), torch.float16)
+
+
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+def test_activations_in_both_tails(triton_device, activation):
+    """The mean of values of 1 behind one token is the pack weight."""
+    numbers = [-90.0, -80.0, -40.0, -9.0, -1.0, -1e-3, 0.0, 1e-3, 1.0, 9.0, 29.0, 58.0, 100.0, 1e4]
+    scores = torch.tensor(numbers).view(1, -1, 1, 1)
+    one = torch.ones(1, 1, 1, 1)
+    right = reference.activate(scores.double().flatten(), activation)
+    tolerance = 1e-6 * scores.flatten().abs().clamp(min=1.0) * right
+    for length in (1, 2):
+        tokens = [one.expand(1, length, 1, 1).to(triton_device)] * 3
+        options = {"activation": activation, "return_state": True, "backend": "triton"}
+        _, state = luna_causal_attention(tokens[0], scores.to(triton_device), *tokens, **options)
+        assert ((state.value_mean.flatten().cpu() - right).abs() <= tolerance).all()
+
+
+@pytest.mark.parametrize("poison, rows", [(math.nan, FUSED), (math.inf, FUSED), (math.nan, SCANS)])
+def test_what_is_masked_does_not_matter(triton_device, poison, rows):
+    """Tokens and rows of P; bit for bit, and their gradients are 0."""
+    inputs = Inputs(20, "middle", stateful=True, pack_masked=True, heads=1, rows=rows).to(torch.float32)
+    expected = inputs.run(on(triton_device, inputs))
+    kept = inputs.mask[:, :, None, None], inputs.pack_mask[:, :, None, None]
+    for index, leaf in enumerate(inputs.leaves[1:5], 1):
+        inputs.leaves[index] = leaf.detach().masked_fill(~kept[index == 1], poison).requires_grad_()
+    actual = inputs.run(on(triton_device, inputs))
+    assert all(map(torch.equal, actual, expected))
+    for index, gradient in enumerate(actual[4:8]):
+        assert (gradient.masked_select(~kept[index == 0]) == 0).all()
+
+
+@pytest.mark.parametrize("rows", [FUSED, SCANS])
+@pytest.mark.parametrize("length", [1, 20])
+def test_rows_without_tokens_and_without_p(triton_device, length, rows):
+    """0 with gradient 0, also behind a state of no tokens."""
+    inputs = Inputs(length, "all of one row", stateful=True, heads=1, rows=rows).to(torch.float32)
+    inputs.count = torch.tensor([4, 0])
+    inputs.pack_mask = torch.tensor([[False] * rows, [True] * rows])
+    output, _, _, *gradients = inputs.run(on(triton_device, inputs))
+    assert (output == 0).all()
+    assert all((gradient[1] == 0).all() for gradient in gradients)
+    output = on(triton_device, inputs)(*inputs.leaves)[0]
+    for gradient in torch.autograd.grad(output.sum(), inputs.leaves):
+        assert (gradient == 0).all()
+
+
+@pytest.mark.parametrize("rows, dtype", [(FUSED, torch.float32), (FUSED, torch.bfloat16), (SCANS, torch.bfloat16)])
+def test_two_runs_are_one(triton_device, rows, dtype):
+    inputs = Inputs(70, "left", stateful=True, heads=1, rows=rows).to(dtype)
+    assert all(map(torch.equal, *(inputs.run(on(triton_device, inputs)) for _ in range(2))))
+
+
+@pytest.mark.parametrize("rows", [FUSED, SCANS])
+@pytest.mark.parametrize("length", [1, 20])
+def test_strides(triton_device, length, rows):
+    """Heads before tokens, slices of one projection, strided rows, an expanded P."""
+    inputs = Inputs(length, heads=2, size=5, width=5, rows=rows).to(torch.float32)
+    query, pack_query, *rest = (leaf.detach() for leaf in inputs.leaves)
+    pack_query = pack_query[:1].expand(2, -1, -1, -1)
+    inputs.leaves = [x.clone().requires_grad_() for x in (query, pack_query, *rest)]
+    expected = inputs.run(on(triton_device, inputs))
+
+    def views(query, pack_query, pack_key, key, value):
+        query = query.transpose(1, 2).contiguous().transpose(1, 2)
+        pack_key, key = torch.cat([pack_key, key], -1).split(5, -1)
+        value = torch.stack([value, value], -1)[..., 0]
+        return on(triton_device, inputs)(query, pack_query[:1].expand(2, -1, -1, -1), pack_key, key, value)
+
+    actual = inputs.run(views)
+    actual[4], expected[4] = actual[4].sum(0), expected[4].sum(0)  # that of P is on its first row
+    assert_same(actual, expected, 1e-6)
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.parametrize("rows", [FUSED, SCANS])
+def test_steps_are_one_call(triton_device, rows, stateful):
+    """Outputs, means, and gradients through all steps; no step changes the state it is given."""
+    inputs = Inputs(5, "middle", stateful, pack_masked=True, heads=2, rows=rows).to(torch.float32)
+
+    def steps(*leaves):
+        query, pack_query, pack_key, key, value, *means = (leaf.to(triton_device) for leaf in leaves)
+        pack_mask, mask = inputs.pack_mask.to(triton_device), inputs.mask.to(triton_device)
+        state = LunaCausalState(*means, inputs.count.to(triton_device)) if stateful else None
+        outputs = []
+        for t in range(5):
+            tokens = (query[:, t], pack_query, *(x[:, t] for x in (pack_key, key, value)))
+            before = None if state is None else [x.clone() for x in state]
+            given, options = state, {"mask": mask[:, t], "pack_mask": pack_mask, "backend": "triton"}
+            output, state = luna_causal_attention_step(*tokens, given, **options)
+            assert given is None or all(map(torch.equal, given, before))
+            outputs.append(output)
+        count = inputs.mask.sum(1) + (inputs.count if stateful else 0)
+        assert torch.equal(state.count.cpu(), count) and state.count.dtype == torch.int64
+        return [x.cpu() for x in (torch.stack(outputs, 1), *state[:2])]
+
+    assert_same(inputs.run(steps), exact(inputs), 1e-5)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch", "triton"])
+@pytest.mark.parametrize("stateful", [False, True])
+def test_packed_sequences(triton_device, backend, stateful):
+    """Each as if it were alone: outputs, states and gradients."""
+    lengths = [5, 0, 1, 66]
+    total, many, rows = sum(lengths), len(lengths), 4
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(1, total, 2, 5), (many, rows, 2, 5), (1, total, 2, 5), (1, total, 2, 5), (1, total, 2, 6)]
+    sizes += [(many, 2, 5, rows), (many, 2, rows, 6)] if stateful else []
+    leaves = [torch.randn(size, generator=generator).to(triton_device).requires_grad_() for size in sizes]
+    pack_mask = (torch.arange(rows) != torch.tensor([[0], [1], [2], [3]])).to(triton_device)
+    mask = (torch.arange(total) % 3 != 1)[None].to(triton_device)
+    count = torch.tensor([3, 0, 8, 1]).to(triton_device)
+
+    def packed(query, pack_query, *rest):
+        state = LunaCausalState(*rest[3:], count) if stateful else None
+        options = {"mask": mask, "pack_mask": pack_mask, "state": state, "return_state": True, "backend": backend}
+        options |= {"cu_seqlens": bounds.to(triton_device, torch.int32), "max_seqlen": 70 if stateful else None}
+        output, state = luna_causal_attention(query, pack_query, *rest[:3], **options)
+        return output, *state[:2]
+
+    def alone(query, pack_query, *rest):
+        outputs, states = [], []
+        for i, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+            row = slice(i, i + 1)
+            state = LunaCausalState(*(x[row] for x in rest[3:]), count[row]) if stateful else None
+            if start == end:
+                empty = (torch.zeros(1, *x, device=triton_device) for x in ((2, 5, rows), (2, rows, 6)))
+                states.append(state[:2] if stateful and count[i] > 0 else tuple(empty))
+                continue
+            tokens = [x[:, start:end] for x in (query, *rest[:3])]
+            options = {"mask": mask[:, start:end], "pack_mask": pack_mask[row], "state": state, "return_state": True}
+            output, after = luna_causal_attention(
+                tokens[0], pack_query[row], *tokens[1:], backend="reference", **options
+            )
+            outputs.append(output)
+            states.append(after[:2])
+        return torch.cat(outputs, 1), *map(torch.cat, zip(*states, strict=True))
+
+    outputs = packed(*leaves), alone(*leaves)
+    weights = [torch.randn(x.shape, generator=generator).to(triton_device) for x in outputs[0]]
+    gradients = [torch.autograd.grad(x, leaves, weights) for x in outputs]
+    for actual, right in zip((*outputs[0], *gradients[0]), (*outputs[1], *gradients[1]), strict=True):
+        assert relative_error(actual.detach().cpu(), right.detach().cpu().double()) < 1e-5
+
+
+def test_packed_sequences_need_one_row(triton_device):
+    leaves = [leaf.detach() for leaf in Inputs(9).leaves]
+    with pytest.raises(ValueError, match=r"with cu_seqlens needs tokens and mask \[1, 9, ...\], got \[2, 9\]"):
+        luna_causal_attention(*leaves, cu_seqlens=torch.tensor([0, 9]))
+
+
+@pytest.mark.parametrize("length, rows", [(1, 24), (70, 24), (20, 100)])
+def test_dropout(monkeypatch, triton_device, length, rows):
+    """What is dropped is read back; with that the reference gives the outputs and gradients."""
+    inputs = Inputs(length, heads=2, rows=rows, stateful=True).to(torch.float32)
+
+    def call(leaves, **options):
+        torch.manual_seed(5)
+        return on(triton_device, inputs, dropout=0.5, **options)(*leaves)
+
+    def tokens(*last):
+        return torch.ones(2, length, 2, *last)
+
+    # Values that are an identity make the mean of values the pack weights, and a mean that is one the unpack weights.
+    ones, no_mean = tokens(1), torch.zeros(2, 2, 1, rows)
+    inputs.count = torch.zeros(2, dtype=torch.int64)
+    identity = torch.eye(length)[None, :, None].expand(2, -1, 2, -1)
+    flat = [ones, torch.zeros(2, rows, 2, 1), ones, ones]
+    packed = call([*flat, identity, no_mean, torch.zeros(2, 2, rows, length)])[2].mT * length
+    inputs.count = torch.full((2,), 1 << 40)
+    mean = torch.eye(rows).expand(2, 2, -1, -1)
+    unpacked = call([*flat, tokens(rows), no_mean, mean])[0].transpose(1, 2) * rows
+    factors = [x.double().round() for x in (packed, unpacked)]
+    for factor in factors:
+        assert set(factor.unique().tolist()) == {0.0, 2.0}
+        assert abs((factor == 0).double().mean() - 0.5) < 5 * math.sqrt(0.25 / factor.numel())
+    assert not torch.equal(*factors)
+
+    inputs = Inputs(length, "left", heads=2, rows=rows, stateful=True).to(torch.float32)
+    actual = inputs.run(lambda *leaves: call(leaves))
+    left = list(factors)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "dropout", lambda x, *_, **__: x * left.pop(0))
+        assert_same(actual, exact(inputs), 1e-5)
+    assert not left
+
+
+@pytest.mark.parametrize("precision", _dispatch.FLOAT32_PRECISIONS)
+@pytest.mark.parametrize("rows", [FUSED, SCANS])
+def test_float32_precision(monkeypatch, triton_device, rows, precision):
+    """The kernels are told, those of the backward pass outside of the block as well."""
+    from luna_mega.kernels import _triton
+
+    told, launch = set(), _triton.launch
+
+    def listen(*args, **constants):
+        told.add(constants.get("PRECISION", precision))
+        launch(*args, **constants)
+
+    monkeypatch.setattr(_triton, "launch", listen)
+    inputs = Inputs(20, heads=1, rows=rows).to(torch.float32)
+
+    def call(*leaves):
+        with use_float32_precision(precision):
+            return on(triton_device, inputs)(*leaves)
+
+    assert_same(inputs.run(call), exact(inputs), 1e-6 if precision == "ieee" else 1e-5)
+    assert told == {precision}
+
+
+def test_autocast_and_mixed_states(triton_device):
+    inputs = Inputs(20, "left", stateful=True, heads=1).to(torch.float32)
+    expected = inputs.run(on(triton_device, inputs))
+    with torch.autocast(triton_device.type, torch.bfloat16):
+        assert all(map(torch.equal, inputs.run(on(triton_device, inputs)), expected))
+    inputs.leaves[5:] = [x.detach().double().requires_grad_() for x in inputs.leaves[5:]]
+    for length in (1, 20):
+        part = [x[:, :length] if index in (0, 2, 3, 4) else x for index, x in enumerate(inputs.leaves)]
+        other = copy.copy(inputs)
+        other.mask = inputs.mask[:, :length]
+        outputs = on(triton_device, other)(*part)
+        gradients = torch.autograd.grad(outputs[0].sum(), inputs.leaves[5:])
+        assert all(x.dtype == torch.float32 for x in outputs) and all(x.dtype == torch.float64 for x in gradients)
+
+
+@pytest.mark.parametrize("dropout, stateful", [(0.0, False), (0.4, True)])
+@pytest.mark.parametrize("length, rows", [(1, FUSED), (20, FUSED), (4, SCANS)])
+def test_registration(monkeypatch, triton_device, length, rows, dropout, stateful):
+    inputs = Inputs(length, "middle", stateful, pack_masked=stateful, heads=1, rows=rows).to(torch.float32)
+    name = "luna_causal_attention_step_triton" if length == 1 else "luna_causal_attention_triton"
+    import luna_mega.kernels.luna_causal_attention.triton_backend  # noqa: F401
+
+    calls, operator = [], getattr(torch.ops.luna_mega, name)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.ops.luna_mega, name, lambda *x: calls.append(x) or operator(*x))
+        on(triton_device, inputs, dropout=dropout)(*inputs.leaves)
+    opcheck(operator, [x.detach().requires_grad_(x.requires_grad) if torch.is_tensor(x) else x for x in calls[0]])
+
+
+@pytest.mark.parametrize("length, rows, stateful", [(1, FUSED, True), (20, FUSED, True), (4, SCANS, False)])
+def test_compile_fullgraph(triton_device, length, rows, stateful):
+    torch.compiler.reset()
+    inputs = Inputs(length, "left", stateful, pack_masked=True, heads=1, rows=rows).to(torch.float32)
+    compiled = torch.compile(on(triton_device, inputs), fullgraph=True, backend="aot_eager")
+    assert_same(inputs.run(compiled), inputs.run(on(triton_device, inputs)), 1e-6)
+
+
+@pytest.mark.parametrize(
+    "sizes, dtype, message",
+    [
+        ({"size": 129}, torch.float32, r"heads up to 128, not 129 \(query\) and 6 \(value\)"),
+        ({"width": 130}, torch.float32, r"not 5 \(query\) and 130 \(value\)"),
+        ({"rows": 257}, torch.float16, "up to 256 rows of pack_query in torch.float16, not 257"),
+        ({"rows": 129}, torch.float32, "up to 128 rows of pack_query in torch.float32, not 129"),
+        ({}, torch.float64, "take float32, float16 and bfloat16, not torch.float64"),
+    ],
+)
+def test_what_the_kernels_cannot_take(triton_device, sizes, dtype, message):
+    """By name it is refused, automatically it is left to PyTorch."""
+    inputs = Inputs(3, heads=1, **sizes).to(dtype)
+    with pytest.raises(ValueError, match=f"cannot run on 'triton': .*{message}"):
+        on(triton_device, inputs)(*inputs.leaves)
+    query, pack_query, *rest = (leaf.to(triton_device) for leaf in inputs.leaves)
+    with pytest.raises(ValueError, match=message):
+        luna_causal_attention_step(query[:, 0], pack_query, *(x[:, 0] for x in rest[:3]), None, backend="triton")
+    on(triton_device, inputs, backend="auto")(*inputs.leaves)
