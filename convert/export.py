@@ -26,7 +26,8 @@ from luna_mega.convert.plan import Plan
 from luna_mega.convert.plans import make_plan
 from luna_mega.convert.source_detect import Source
 from luna_mega.convert.source_norms import source_norms
-from luna_mega.modeling_luna.modeling_luna import LunaLMHead, sinusoids
+from luna_mega.modeling_luna.heads_luna import LunaLMHead
+from luna_mega.modeling_luna.modeling_luna import sinusoids
 
 # Output layer -> the embedding that it may be tied to, and that then is all that the folder has.
 _TIED = {

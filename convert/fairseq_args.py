@@ -305,7 +305,7 @@ def differences(
     config: PreTrainedConfig, planned: PreTrainedConfig, model_class: type[PreTrainedModel]
 ) -> list[tuple[str, Any, Any]]:
     """(field, `config`'s, `planned`'s) of all fields that the class uses and in which the two differ."""
-    ignored = {"initializer_range", "bos_token_id", "eos_token_id", "sparse_prediction", "use_cache"}
+    ignored = {"initializer_range", "bos_token_id", "eos_token_id", "sparse_prediction", "unpad_inputs", "use_cache"}
     if config.input_type == "values":
         ignored |= {"vocab_size", "pad_token_id"}
     if not has_classifier(model_class):

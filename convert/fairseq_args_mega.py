@@ -52,6 +52,7 @@ _UNUSED_FIELDS = {
     "ema_gamma_omega_range",
     "sparse_prediction",
     "type_vocab_size",
+    "unpad_inputs",
     "use_cache",
 }
 _FIELDS_OF_LM = {

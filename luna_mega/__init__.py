@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         LunaSeq2SeqModel as LunaSeq2SeqModel,
     )
     from luna_mega.modeling_luna.heads_luna import (
+        LunaForMaskedLM as LunaForMaskedLM,
         LunaForMultipleChoice as LunaForMultipleChoice,
         LunaForQuestionAnswering as LunaForQuestionAnswering,
         LunaForSequenceClassification as LunaForSequenceClassification,
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
         LunaForTokenClassification as LunaForTokenClassification,
     )
     from luna_mega.modeling_luna.modeling_luna import (
-        LunaForMaskedLM as LunaForMaskedLM,
         LunaModel as LunaModel,
         LunaPreTrainedModel as LunaPreTrainedModel,
     )
@@ -56,13 +56,14 @@ _EXPORTS = {
     "luna_mega.modeling_luna.configuration_luna": ["LunaConfig"],
     "luna_mega.modeling_luna.generation_luna": ["LunaForCausalLM", "LunaForConditionalGeneration", "LunaSeq2SeqModel"],
     "luna_mega.modeling_luna.heads_luna": [
+        "LunaForMaskedLM",
         "LunaForMultipleChoice",
         "LunaForQuestionAnswering",
         "LunaForSequenceClassification",
         "LunaForSequencePairClassification",
         "LunaForTokenClassification",
     ],
-    "luna_mega.modeling_luna.modeling_luna": ["LunaForMaskedLM", "LunaModel", "LunaPreTrainedModel"],
+    "luna_mega.modeling_luna.modeling_luna": ["LunaModel", "LunaPreTrainedModel"],
     "luna_mega.modeling_luna.segments_luna": ["read_segments"],
     "luna_mega.modeling_luna.tokenization_luna": ["LunaTokenizer"],
     "luna_mega.modeling_mega.cache_mega": ["MegaCache", "MegaSeq2SeqCache"],

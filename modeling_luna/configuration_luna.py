@@ -81,6 +81,8 @@ class LunaConfig(LunaPresets, PreTrainedConfig):
         tie_word_embeddings: the masked-LM output weight is the embedding.
         sparse_prediction: under labels the masked-LM head projects the predicted positions alone, so that its cost and
             memory are those of M positions in place of B T; `logits` then are `[M, vocab_size]`.
+        unpad_inputs: the layers leave padding out, which then costs nothing; states at padding are 0. Without effect
+            where states or weights are returned, with a cache, and in compiled or exported programs.
         is_decoder: Luna's causal attention (section 3.3), for `LunaForCausalLM`.
         is_encoder_decoder: an encoder and a decoder, for `LunaForConditionalGeneration`. The fields above describe
             the encoder, and the decoder where there is no field of its own below.
@@ -146,6 +148,7 @@ class LunaConfig(LunaPresets, PreTrainedConfig):
     eos_token_id: int | list[int] | None = 2
     tie_word_embeddings: bool = True
     sparse_prediction: bool = False
+    unpad_inputs: bool = False
     is_decoder: bool = False
     is_encoder_decoder: bool = False
     add_cross_attention: bool = False
@@ -298,6 +301,8 @@ class LunaConfig(LunaPresets, PreTrainedConfig):
             )
         if self.pool_padding and self.pooling not in ("mean", "packed_mean"):
             raise ValueError(f"pool_padding applies to pooling 'mean' and 'packed_mean', not to {self.pooling!r}")
+        if self.pool_padding and self.unpad_inputs and self.pooling == "mean":
+            raise ValueError("pool_padding=True counts states at padding, which unpad_inputs=True does not compute")
 
 
 __all__ = ["LunaConfig"]

@@ -1,4 +1,4 @@
-"""Luna with classification heads: sequences, pairs of sequences, multiple choice, tokens, question answering."""
+"""Luna with a masked-LM head, and with classification heads for sequences, pairs, choices, tokens and answers."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 from transformers.modeling_outputs import (
+    MaskedLMOutput,
     MultipleChoiceModelOutput,
     QuestionAnsweringModelOutput,
     SequenceClassifierOutput,
@@ -16,10 +17,19 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
 from luna_mega.kernels.api import luna_unpack
+from luna_mega.kernels.varlen import refuse_packed
 from luna_mega.modeling_luna.configuration_luna import LunaConfig
 from luna_mega.modeling_luna.modeling_luna import LunaModel, LunaModelOutput, LunaPreTrainedModel
 
 _PerLayer = tuple[torch.FloatTensor, ...] | None
+
+
+@dataclass
+class LunaMaskedLMOutput(MaskedLMOutput):
+    """`MaskedLMOutput` with the packed sequence and attention of each layer, see `LunaModelOutput`."""
+
+    packed_hidden_states: tuple[torch.FloatTensor, ...] | None = None
+    packed_attentions: tuple[torch.FloatTensor, ...] | None = None
 
 
 @dataclass
@@ -52,6 +62,66 @@ class LunaQuestionAnsweringOutput(QuestionAnsweringModelOutput):
 
     packed_hidden_states: _PerLayer = None
     packed_attentions: _PerLayer = None
+
+
+class LunaLMHead(nn.Module):
+    """Masked-LM head: dense, activation, LayerNorm, decoder."""
+
+    def __init__(self, config: LunaConfig):
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.activation = ACT2FN[config.hidden_act]
+        self.layer_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.decoder(self.layer_norm(self.activation(self.dense(hidden_states))))
+
+
+class LunaForMaskedLM(LunaPreTrainedModel):
+    """Luna with a masked-language-modelling head (`luna_bert` of the original code)."""
+
+    _tied_weights_keys = {"lm_head.decoder.weight": "luna.embeddings.word_embeddings.weight"}
+    _keys_to_ignore_on_load_unexpected = [r"^pooler\.", r"^classifier\."]
+
+    def __init__(self, config: LunaConfig):
+        super().__init__(config)
+        self.require_tokens()
+        self.luna = LunaModel(config)
+        self.lm_head = LunaLMHead(config)
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head.decoder
+
+    def set_output_embeddings(self, new_embeddings: nn.Module):
+        self.lm_head.decoder = new_embeddings
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> LunaMaskedLMOutput:
+        """As `LunaModel.forward`; `labels` `[B, T]`: tokens, -100 = not predicted.
+
+        `logits`: `[B, T, vocab_size]`, with `sparse_prediction` and labels only those of the M predicted positions,
+        `[M, vocab_size]`.
+        """
+        outputs = self.luna(input_ids, attention_mask, inputs_embeds=inputs_embeds, position_ids=position_ids, **kwargs)
+        hidden_states = outputs.last_hidden_state
+        if labels is not None and self.config.sparse_prediction:
+            predicted = labels != -100
+            hidden_states, labels = hidden_states[predicted], labels[predicted]
+        logits = self.lm_head(hidden_states)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return LunaMaskedLMOutput(loss=loss, logits=logits, **outputs.recorded())
 
 
 def _masked_mean(states: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -179,6 +249,9 @@ class LunaPooledModel(LunaPreTrainedModel):
     ) -> tuple[torch.Tensor, LunaModelOutput]:
         """Sentence representation `[B, d]` and the encoder's outputs. Arguments as `LunaModel.forward`."""
         mask = None if attention_mask is None else attention_mask.bool()
+        given = next((x for x in (input_ids, inputs_embeds, input_values) if x is not None), None)
+        if mask is None and given is not None:
+            refuse_packed(self, given, position_ids, kwargs)
         if mask is None and input_ids is not None:
             mask = input_ids != self.config.pad_token_id
         inputs = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "input_values": input_values}
@@ -376,6 +449,7 @@ class LunaForQuestionAnswering(LunaPreTrainedModel):
 
 
 __all__ = [
+    "LunaForMaskedLM",
     "LunaForMultipleChoice",
     "LunaForQuestionAnswering",
     "LunaForSequenceClassification",

@@ -3,8 +3,8 @@
 Attention to a context of length n is split in two: a short *packed* sequence P of l rows attends to the context (pack),
 and every token attends to the l rows that came out (unpack). Time and memory are linear in n. P is carried from layer
 to layer beside the tokens. A decoder attends to the tokens so far through sums over them (section 3.3). From top to
-bottom: outputs, embeddings, attention, causal attention, layers, encoder, decoder, model, masked-LM head. The other
-heads are in `heads_luna.py`, language models and translation in `generation_luna.py`.
+bottom: outputs, embeddings, attention, causal attention, layers, encoder, decoder, model. The heads are in
+`heads_luna.py`, language models and translation in `generation_luna.py`.
 """
 
 import math
@@ -16,17 +16,18 @@ from torch import nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import MaskedLMOutput, ModelOutput
+from transformers.modeling_outputs import ModelOutput
 from transformers.modeling_utils import PreTrainedModel
 from transformers.processing_utils import Unpack
 from transformers.pytorch_utils import apply_chunking_to_forward
-from transformers.utils import TransformersKwargs, can_return_tuple
+from transformers.utils import TransformersKwargs
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from luna_mega.kernels.api import LunaCausalState, luna_causal_attention, luna_pack, luna_unpack
 from luna_mega.kernels.luna_attention.reference import attend as attend_with_weights
 from luna_mega.kernels.luna_causal_attention.reference import attend_with_weights as attend_causally_with_weights
 from luna_mega.kernels.masks import drop_if_full
+from luna_mega.kernels.varlen import PACKED_BATCH, Sequences, as_options, find_packing, locate
 from luna_mega.modeling_luna.cache_luna import LunaCache, LunaCacheLayer, LunaSeq2SeqCache
 from luna_mega.modeling_luna.configuration_luna import LunaConfig
 
@@ -63,14 +64,6 @@ class LunaModelOutput(ModelOutput):
         """What was recorded on request, for the output of a head."""
         names = ("hidden_states", "attentions", "packed_hidden_states", "packed_attentions")
         return {name: getattr(self, name) for name in names}
-
-
-@dataclass
-class LunaMaskedLMOutput(MaskedLMOutput):
-    """`MaskedLMOutput` with the packed sequence and attention of each layer, see `LunaModelOutput`."""
-
-    packed_hidden_states: tuple[torch.FloatTensor, ...] | None = None
-    packed_attentions: tuple[torch.FloatTensor, ...] | None = None
 
 
 def sinusoids(positions: torch.Tensor, width: int) -> torch.Tensor:
@@ -143,23 +136,27 @@ class LunaEmbeddings(nn.Module):
         return sinusoids(position_ids, self.config.hidden_size)
 
     def packed(
-        self, inputs_embeds: torch.Tensor, mask: torch.Tensor | None
+        self, inputs_embeds: torch.Tensor, mask: torch.Tensor | Sequences | None
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """The initial P `[B, L, d]` (one tensor, or one a layer where P is not contextual), and its mask `[B, L]`.
 
         P is cut to min(l, T) rows, and of those each sequence uses as many as it has tokens. T is known to the host, so
         the cut costs no synchronisation; the mask does the rest. An exported program serves every T: no cut."""
         batch, length, width = inputs_embeds.shape
+        count = None
+        if isinstance(mask, Sequences):
+            batch, length, count = len(mask.cu_seqlens) - 1, mask.max_seqlen, mask.cu_seqlens.diff()[:, None]
+        elif mask is not None:
+            count = mask.sum(dim=1, keepdim=True)
         packed = self.packed_embeddings
         packed_mask = None
         if self.config.dynamic_projection_length:
-            if torch.compiler.is_exporting():
-                mask = inputs_embeds.new_ones((batch, length), dtype=torch.bool) if mask is None else mask
-            else:
+            if not torch.compiler.is_exporting():
                 packed = packed[..., :length, :]
-            if mask is not None:
-                rows = torch.arange(packed.shape[-2], device=mask.device)
-                packed_mask = rows < mask.sum(dim=1, keepdim=True)
+            elif count is None:
+                count = inputs_embeds.new_ones((batch, length), dtype=torch.long).sum(dim=1, keepdim=True)
+            if count is not None:
+                packed_mask = torch.arange(packed.shape[-2], device=count.device) < count
         packed = packed * self.scale
         if self.config.position_embedding_type == "sinusoidal":
             rows = torch.arange(packed.shape[-2], device=packed.device)
@@ -224,14 +221,17 @@ class LunaAttention(nn.Module):
 
         Returns the output `[B, T, d]`, the packed context `[B, L, d]`, and with `output_weights` the unpack weights
         `[B, heads, T, L]` and pack weights `[B, pack heads, L, M]` (else None). `mask` `[B, M]` and `packed_mask` `[B,
-        L]` are bool, True = keep. With a filled `past` the context is packed already: P, context and what was packed of
-        it are None.
+        L]` are bool, True = keep; with `Sequences` for a mask queries and context are laid end to end. With a filled
+        `past` the context is packed already: P, context and what was packed of it are None.
         """
         packed_context = pack_weights = None
+        unpack_options = {"mask": packed_mask} | (as_options(mask) if isinstance(mask, Sequences) else {})
         if past is None or not past.is_initialized:
             pack_query = _split(self.pack_query(packed), self.num_pack_heads)
             context_key_value = self.context_key_value(hidden_states if context is None else context)
-            packed_context, pack_weights = self.attend(luna_pack, pack_query, *context_key_value, mask, output_weights)
+            packed_context, pack_weights = self.attend(
+                luna_pack, pack_query, *context_key_value, output_weights, **as_options(mask)
+            )
             key, value = self.packed_key_value(packed_context)
             packed_context = packed_context.flatten(2)
             if past is not None:
@@ -239,15 +239,15 @@ class LunaAttention(nn.Module):
         else:
             key, value = past.tensors["key"], past.tensors["value"]
         query = _split(self.query(hidden_states), self.num_heads)
-        output, weights = self.attend(luna_unpack, query, key, value, packed_mask, output_weights)
+        output, weights = self.attend(luna_unpack, query, key, value, output_weights, **unpack_options)
         return self.output(output.flatten(2)), packed_context, weights, pack_weights
 
-    def attend(self, op, query, key, value, mask, output_weights):
+    def attend(self, op, query, key, value, output_weights, **options):
         """Attention by `op` and None, or step by step with the weights."""
         dropout = self.dropout if self.training else 0.0
         if output_weights:
-            return attend_with_weights(query, key, value, mask, query.shape[-1] ** -0.5, dropout)
-        return op(query, key, value, mask, dropout=dropout), None
+            return attend_with_weights(query, key, value, options["mask"], query.shape[-1] ** -0.5, dropout)
+        return op(query, key, value, dropout=dropout, **options), None
 
 
 def _split(projected: torch.Tensor, heads: int) -> torch.Tensor:
@@ -305,7 +305,7 @@ class LunaCausalAttention(nn.Module):
                 *inputs, mask, packed_mask, self.activation, state, dropout
             )
         else:
-            options = {"mask": mask, "pack_mask": packed_mask, "activation": self.activation, "state": state}
+            options = {"pack_mask": packed_mask, "activation": self.activation, "state": state, **as_options(mask)}
             output, state = luna_causal_attention(*inputs, **options, return_state=True, dropout=dropout)
         if past is not None:
             past.store(hidden_states.shape[1], pack_query=pack_query, pack_mask=packed_mask, **state._asdict())
@@ -562,6 +562,7 @@ class LunaPreTrainedModel(PreTrainedModel):
 
 
 _FORWARD_KWARGS = {"num_items_in_batch", "output_hidden_states", "output_attentions", "output_packed_attentions"}
+_FORWARD_KWARGS |= PACKED_BATCH
 
 
 class LunaModel(LunaPreTrainedModel):
@@ -632,7 +633,9 @@ class LunaModel(LunaPreTrainedModel):
             attention_mask: `[B, T]`, 1 = keep. None = all positions, with `input_ids` all that are not `pad_token_id`.
             inputs_embeds: `[B, T, d]` embeddings in place of tokens or values.
             input_values: `[B, T]` real numbers (`input_type="values"`).
-            position_ids: `[B, T]`, the first token at 0; None = counted from `attention_mask`.
+            position_ids: `[B, T]`, the first token at 0; None = counted from `attention_mask`. Where they do not rise
+                within a row, without an `attention_mask`, a new sequence begins: a packed batch, which is S sequences
+                end to end, as `DataCollatorWithFlattening` makes it. It has P for each, `[S, L, d]`, and no cache.
             packed_states: `[B, L, d]`, P in place of the learned one: of an encoder the `packed_last_hidden_state` of
                 the segment before, so that P is a memory that runs through a document (section 6, future work); of a
                 decoder that of an encoder, or of a LunaModel that has read a prefix (section 3.3). A sequence with no
@@ -643,7 +646,8 @@ class LunaModel(LunaPreTrainedModel):
                 place, and holds what came from the encoder. `attention_mask` is that of the T positions, or of these
                 and all before them.
             use_cache: `is_decoder` only: return `past_key_values`. None = `config.use_cache`, but not in training.
-            options: `output_hidden_states`, `output_attentions`, `output_packed_attentions`, `return_dict`.
+            options: `output_hidden_states`, `output_attentions`, `output_packed_attentions`, `return_dict`; of a packed
+                batch also `cu_seq_lens_q` `[S + 1]` and `max_length_q`, or `seq_idx` `[B, T]`.
 
         Returns:
             `LunaModelOutput`.
@@ -654,19 +658,27 @@ class LunaModel(LunaPreTrainedModel):
         """
         if unknown := options.keys() - _FORWARD_KWARGS:
             raise ValueError(f"Luna models take no {', '.join(sorted(unknown))}; leave the argument out")
+        output_weights = self._output_weights(options)
+        output_hidden_states = options.get("output_hidden_states", self.config.output_hidden_states)
         past = self._cache(past_key_values, use_cache)
         given = next((x for x in (inputs_embeds, input_ids, input_values) if x is not None), None)
         if past is not None and past.get_seq_length() and attention_mask is not None and given is not None:
             attention_mask = attention_mask[:, -given.shape[1] :]
         inputs_embeds, mask = self._embed(input_ids, attention_mask, inputs_embeds, input_values)
+        batch, length = inputs_embeds.shape[:2]
         if past is not None:
-            self._check_cache(past, len(inputs_embeds))
-        if position_ids is None:
-            position_ids = self._position_ids(inputs_embeds, mask, past)
-        self._check_positions(inputs_embeds.shape[1], position_ids, past)
-        hidden_states = self.embeddings(inputs_embeds, mask, position_ids)
-        packed, packed_mask = self._packed(inputs_embeds, mask, packed_states, packed_mask, past)
-        output_weights = self._output_weights(options)
+            self._check_cache(past, batch)
+        may_unpad = self.config.unpad_inputs and past is None and not output_weights and not output_hidden_states
+        restarts = position_ids if attention_mask is None else None
+        packing = find_packing((batch, length), mask, restarts, options, may_unpad)
+        if packing is not None:
+            self._check_packed(past_key_values, use_cache, output_weights, output_hidden_states, batch)
+            past = None  # what a decoder would have begun by default
+            inputs_embeds = packing.pack(inputs_embeds)
+        layout = mask if packing is None else packing.sequences
+        position_ids = self._position_ids(position_ids, inputs_embeds, mask, packing, past)
+        hidden_states = self.embeddings(inputs_embeds, mask if packing is None else None, position_ids)
+        packed, packed_mask = self._packed(inputs_embeds, layout, packed_states, packed_mask, past)
         if self.config.is_decoder:
             if encoder_attention_mask is not None:
                 encoder_attention_mask = encoder_attention_mask.bool()
@@ -674,7 +686,7 @@ class LunaModel(LunaPreTrainedModel):
             hidden_states, states = self.decoder(
                 hidden_states,
                 packed,
-                mask,
+                layout,
                 packed_mask,
                 output_weights,
                 encoder_hidden_states,
@@ -684,10 +696,12 @@ class LunaModel(LunaPreTrainedModel):
         else:
             if encoder_hidden_states is not None or encoder_attention_mask is not None:
                 raise ValueError("encoder_hidden_states needs a decoder with add_cross_attention=True")
-            hidden_states, states = self.encoder(hidden_states, packed, mask, packed_mask, output_weights)
-            if packed_states is not None and mask is not None:
-                states[-1] = torch.where(mask.any(dim=1)[:, None, None], states[-1], packed_states)
-        output_hidden_states = options.get("output_hidden_states", self.config.output_hidden_states)
+            hidden_states, states = self.encoder(hidden_states, packed, layout, packed_mask, output_weights)
+            if packed_states is not None and layout is not None:
+                read = mask.any(dim=1) if packing is None else layout.cu_seqlens.diff() > 0
+                states[-1] = torch.where(read[:, None, None], states[-1], packed_states)
+        if packing is not None:
+            hidden_states = packing.unpack(hidden_states, batch, length)
         return LunaModelOutput(
             last_hidden_state=hidden_states,
             packed_last_hidden_state=states[-1],
@@ -735,16 +749,39 @@ class LunaModel(LunaPreTrainedModel):
                 f"heads, head size) {given}, needed are {config.num_hidden_layers} with {(batch, heads, width)}"
             )
 
-    def _position_ids(self, inputs_embeds, mask, past):
+    def _check_packed(self, past, use_cache, output_weights, output_hidden_states, batch):
+        """Refuse what sequences laid end to end do not have."""
+        if past is not None or use_cache:
+            raise ValueError("a packed batch has no cache: leave past_key_values out and pass use_cache=False")
+        if self.config.add_cross_attention:
+            raise ValueError("a decoder with add_cross_attention=True takes no packed batch: pad it")
+        if output_weights:
+            raise ValueError(
+                "a packed batch has no attention weights to return: pass output_attentions=False and load the model "
+                "with attn_implementation='sdpa'"
+            )
+        if output_hidden_states and batch > 1:
+            raise ValueError(f"output_hidden_states=True takes a packed batch of one row, not one of {batch}")
+
+    def _position_ids(self, position_ids, inputs_embeds, mask, packing, past):
         """A token's position counts the tokens before it that the mask keeps, so that neither side nor amount of
         padding matters. `[B or 1, T]`."""
-        if mask is None:
-            position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)[None]
-        else:
-            position_ids = (mask.cumsum(dim=1) - 1).clamp(min=0)
-        if past is not None and past.get_seq_length():
-            cache = past.self_attention_cache if self.config.add_cross_attention else past
-            position_ids = position_ids + cache.layers[0].tensors["count"][:, None]
+        length = inputs_embeds.shape[1]
+        if packing is not None:
+            length = packing.sequences.max_seqlen
+            if position_ids is None:
+                position_ids = locate(packing.sequences.cu_seqlens, inputs_embeds.shape[1])[1][None]
+            else:
+                position_ids = packing.pack(position_ids)
+        elif position_ids is None:
+            if mask is None:
+                position_ids = torch.arange(length, device=inputs_embeds.device)[None]
+            else:
+                position_ids = (mask.cumsum(dim=1) - 1).clamp(min=0)
+            if past is not None and past.get_seq_length():
+                cache = past.self_attention_cache if self.config.add_cross_attention else past
+                position_ids = position_ids + cache.layers[0].tensors["count"][:, None]
+        self._check_positions(length, position_ids, past)
         return position_ids
 
     def _check_positions(self, length, position_ids, past):
@@ -766,8 +803,10 @@ class LunaModel(LunaPreTrainedModel):
             cache = past.self_attention_cache if self.config.add_cross_attention else past
             return [None] * layers, cache.layers[0].tensors.get("pack_mask")
         if packed_states is not None:
-            if packed_states.dim() != 3 or packed_states.shape[::2] != inputs_embeds.shape[::2]:
-                batch, _, width = inputs_embeds.shape
+            batch, _, width = inputs_embeds.shape
+            if isinstance(mask, Sequences):
+                batch = len(mask.cu_seqlens) - 1
+            if packed_states.dim() != 3 or packed_states.shape[::2] != (batch, width):
                 raise ValueError(
                     f"packed_states must have the shape [{batch}, rows, {width}], got {list(packed_states.shape)}"
                 )
@@ -826,64 +865,4 @@ class LunaModel(LunaPreTrainedModel):
         return inputs_embeds, drop_if_full(mask)
 
 
-class LunaLMHead(nn.Module):
-    """Masked-LM head: dense, activation, LayerNorm, decoder."""
-
-    def __init__(self, config: LunaConfig):
-        super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
-        self.activation = ACT2FN[config.hidden_act]
-        self.layer_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.decoder(self.layer_norm(self.activation(self.dense(hidden_states))))
-
-
-class LunaForMaskedLM(LunaPreTrainedModel):
-    """Luna with a masked-language-modelling head (`luna_bert` of the original code)."""
-
-    _tied_weights_keys = {"lm_head.decoder.weight": "luna.embeddings.word_embeddings.weight"}
-    _keys_to_ignore_on_load_unexpected = [r"^pooler\.", r"^classifier\."]
-
-    def __init__(self, config: LunaConfig):
-        super().__init__(config)
-        self.require_tokens()
-        self.luna = LunaModel(config)
-        self.lm_head = LunaLMHead(config)
-        self.post_init()
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.lm_head.decoder
-
-    def set_output_embeddings(self, new_embeddings: nn.Module):
-        self.lm_head.decoder = new_embeddings
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        labels: torch.LongTensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> LunaMaskedLMOutput:
-        """As `LunaModel.forward`; `labels` `[B, T]`: tokens, -100 = not predicted.
-
-        `logits`: `[B, T, vocab_size]`, with `sparse_prediction` and labels only those of the M predicted positions,
-        `[M, vocab_size]`.
-        """
-        outputs = self.luna(input_ids, attention_mask, inputs_embeds=inputs_embeds, position_ids=position_ids, **kwargs)
-        hidden_states = outputs.last_hidden_state
-        if labels is not None and self.config.sparse_prediction:
-            predicted = labels != -100
-            hidden_states, labels = hidden_states[predicted], labels[predicted]
-        logits = self.lm_head(hidden_states)
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return LunaMaskedLMOutput(loss=loss, logits=logits, **outputs.recorded())
-
-
-__all__ = ["LunaForMaskedLM", "LunaModel", "LunaPreTrainedModel"]
+__all__ = ["LunaModel", "LunaPreTrainedModel"]

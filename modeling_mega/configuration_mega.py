@@ -94,6 +94,8 @@ class MegaConfig(MegaPresets, PreTrainedConfig):
         legacy_adaptive_loss: the loss leaves out one word of every tail, as the original's does by mistake.
         sparse_prediction: under labels the masked-LM head projects the predicted positions alone, so that its cost and
             memory are those of M positions in place of B T; `logits` then are `[M, vocab_size]`.
+        unpad_inputs: the layers leave padding out, which then costs nothing; states at padding are 0. Without effect
+            where states or weights are returned, with a cache, and in compiled or exported programs.
 
         is_encoder_decoder: an encoder and a decoder with cross-attention, for `MegaForConditionalGeneration`. The
             fields above are the encoder's, and the decoder's where the following are None.
@@ -182,6 +184,7 @@ class MegaConfig(MegaPresets, PreTrainedConfig):
     tie_adaptive_projections: bool = False
     legacy_adaptive_loss: bool = False
     sparse_prediction: bool = False
+    unpad_inputs: bool = False
 
     is_encoder_decoder: bool = False
     num_decoder_layers: int | None = None
@@ -314,6 +317,8 @@ class MegaConfig(MegaPresets, PreTrainedConfig):
             raise ValueError("is_decoder=True needs bidirectional=False: a decoder sees no later position")
         if self.ema_shift and not self.bidirectional:
             raise ValueError("ema_shift=True needs bidirectional=True: it is about the average that runs backward")
+        if self.padded_batch_statistics and self.unpad_inputs:
+            raise ValueError("padded_batch_statistics=True counts padding, which unpad_inputs=True does not compute")
         self._validate_adaptive()
         if self.add_cross_attention and not self.is_decoder:
             raise ValueError("add_cross_attention=True needs is_decoder=True")

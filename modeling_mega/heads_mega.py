@@ -13,6 +13,7 @@ from transformers.modeling_outputs import (
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
+from luna_mega.kernels.varlen import refuse_packed
 from luna_mega.modeling_mega.configuration_mega import MegaConfig
 from luna_mega.modeling_mega.modeling_mega import MegaModel, MegaPreTrainedModel, first_token
 
@@ -59,6 +60,9 @@ class MegaPooledModel(MegaPreTrainedModel):
     ) -> tuple[torch.Tensor, BaseModelOutputWithPooling]:
         """Sentence representation `[B, d]` by `config.pooling`, and the encoder's outputs."""
         mask = None if attention_mask is None else attention_mask.bool()
+        inputs = next((x for x in (input_ids, inputs_embeds, input_values) if x is not None), None)
+        if mask is None and inputs is not None:
+            refuse_packed(self, inputs, kwargs.get("position_ids"), kwargs)
         if mask is None and input_ids is not None:
             mask = input_ids != self.config.pad_token_id
         outputs = self.mega(input_ids, mask, inputs_embeds, input_values, token_type_ids, **kwargs)
@@ -179,6 +183,8 @@ class MegaForMultipleChoice(MegaPreTrainedModel):
             None if tensor is None else tensor.flatten(0, 1)
             for tensor in (input_ids, attention_mask, inputs_embeds, token_type_ids)
         )
+        if attention_mask is None:
+            refuse_packed(self, inputs.flatten(0, 1), kwargs.get("position_ids"), kwargs)
         outputs = self.mega(
             input_ids, attention_mask, inputs_embeds=inputs_embeds, token_type_ids=token_type_ids, **kwargs
         )

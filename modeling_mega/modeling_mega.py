@@ -31,6 +31,7 @@ from luna_mega.kernels.api import damped_ema, damped_ema_step, gated_attention
 from luna_mega.kernels.damped_ema.reference import log_decay
 from luna_mega.kernels.gated_attention.reference import attention_weights, into_chunks
 from luna_mega.kernels.masks import drop_if_full
+from luna_mega.kernels.varlen import PACKED_BATCH, Sequences, as_options, find_packing
 from luna_mega.modeling_mega.adaptive import MegaAdaptiveEmbedding, MegaAdaptiveSoftmax
 from luna_mega.modeling_mega.cache_mega import (
     MegaCache,
@@ -110,7 +111,7 @@ class MegaMovingAverage(nn.Module):
             self.kernel_projection_matrix,
         )
         if past is None:
-            options = {"mask": mask, "shift": self.shift, "truncation": self.truncation}
+            options = {"shift": self.shift, "truncation": self.truncation, **as_options(mask)}
             return damped_ema(hidden_states, *parameters, self.residual_weight, **options)
         if self.truncation is not None:
             return self.truncated(hidden_states, mask, past, parameters)
@@ -175,13 +176,14 @@ class MegaGatedAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`[B, T, d]` -> the same, and with `output_weights` the attention weights `[B, chunks, C, C]`.
 
-        With `past` the sequences go on from there, and it is brought up to date.
+        `mask`: `[B, T]` bool, True = keep; with `Sequences` in its place the tokens are laid end to end. With `past`
+        the sequences go on from there, and it is brought up to date.
         """
         residual = hidden_states
         if self.config.normalize_before_mega:
             hidden_states = self.norm(hidden_states, mask)
-        value = self.hidden_dropout(self.activation(self.v_proj(hidden_states)))
-        smoothed = self.dropout(self.ema_gate(hidden_states, mask, past))
+        value = self.hidden_dropout(self.activation(self.v_proj(hidden_states)), mask)
+        smoothed = self.dropout(self.ema_gate(hidden_states, mask, past), mask)
         update, shared, reset, candidate = self.mx_proj(smoothed).split(self.sizes, dim=-1)
         shared, reset = nn.functional.silu(shared), nn.functional.silu(reset)
         query, key = (shared * self.qk_weight[row] + self.qk_bias[row] for row in (0, 1))
@@ -192,7 +194,7 @@ class MegaGatedAttention(nn.Module):
             attended, weights = self.attend(query, key, value, mask, output_weights)
         else:
             attended, weights = self.attend_on(query, key, value, key_mask, start), None
-        attended = self.dropout(self.activation(candidate + self.h_proj(attended * reset)))
+        attended = self.dropout(self.activation(candidate + self.h_proj(attended * reset)), mask)
         # Under autocast the residual is wider than the other two, and lerp wants one dtype.
         output = torch.lerp(residual, attended.to(residual.dtype), update.to(residual.dtype).sigmoid())
         if not self.config.normalize_before_mega:
@@ -203,10 +205,12 @@ class MegaGatedAttention(nn.Module):
         """Attention in chunks that begin with the sequence's first token, wherever padding has put that."""
         # Only chunks, and the divisor of a causal attention without softmax, care for absolute positions.
         options, divisor = self.options(), self.config.is_decoder and self.config.attention_activation != "softmax"
-        move = mask is not None and (options["chunk_size"] is not None or divisor)
+        packed = isinstance(mask, Sequences)
+        move = mask is not None and not packed and (options["chunk_size"] is not None or divisor)
         if move:
             query, key, value, mask, mask_in_place = *(to_front(x, mask) for x in (query, key, value, mask)), mask
-        options |= {"bias": self.relative_bias(query.shape[1]), "mask": mask}
+        length = mask.max_seqlen if packed else query.shape[1]
+        options |= {"bias": self.relative_bias(length), **as_options(mask)}
         dropout = self.config.attention_probs_dropout_prob if self.training else 0.0
         if output_weights:
             # Step by step, so that the output depends on the weights that are handed out.
@@ -274,11 +278,12 @@ class MegaNormalizedFeedForwardNetwork(nn.Module):
         self.dropout = MegaDropout(config.dropout_prob, config.use_feature_dropout)
         self.hidden_dropout = MegaDropout(config.nffn_activation_dropout_prob, config.use_feature_dropout)
 
-    def forward(self, hidden_states: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, mask: torch.Tensor | Sequences | None) -> torch.Tensor:
         residual = hidden_states
         if self.pre_norm:
             hidden_states = self.norm(hidden_states, mask)
-        hidden_states = residual + self.dropout(self.fc2(self.hidden_dropout(self.activation(self.fc1(hidden_states)))))
+        hidden_states = self.hidden_dropout(self.activation(self.fc1(hidden_states)), mask)
+        hidden_states = residual + self.dropout(self.fc2(hidden_states), mask)
         return hidden_states if self.pre_norm else self.norm(hidden_states, mask)
 
 
@@ -389,7 +394,7 @@ class MegaPreTrainedModel(PreTrainedModel):
             init.normal_(module.bias, std=0.1)
 
 
-_FORWARD_KWARGS = {"num_items_in_batch", "output_hidden_states", "output_attentions"}
+_FORWARD_KWARGS = {"num_items_in_batch", "output_hidden_states", "output_attentions", "position_ids"} | PACKED_BATCH
 
 
 class MegaModel(MegaPreTrainedModel):
@@ -465,10 +470,14 @@ class MegaModel(MegaPreTrainedModel):
             use_cache: `is_decoder` only: return `past_key_values`. None = `config.use_cache`, but not in training.
             encoder_hidden_states: `[B, S, d]`, `add_cross_attention` only: the source, which `past_key_values` keeps.
             encoder_attention_mask: `[B, S]`, 1 = keep; None = all. A source without a token gives attention of 0.
-            kwargs: `output_hidden_states`, `output_attentions`, `return_dict`.
+            kwargs: `output_hidden_states`, `output_attentions`, `return_dict`, and of packed batches (several sequences
+                end to end in a row, as `DataCollatorWithFlattening` makes them) `position_ids` `[B, T]`, which rise
+                but where a sequence begins and do not matter else, `seq_idx` `[B, T]`, or `cu_seq_lens_q` `[S + 1]` and
+                `max_length_q`. They need `attention_mask=None`, and no cache.
 
         Returns:
-            `last_hidden_state` `[B, T, d]` (rows at padding are meaningless), `pooler_output` `[B, d]` or None,
+            `last_hidden_state` `[B, T, d]` (rows at padding are meaningless), `pooler_output` `[B, d]` or None (also
+            for a packed batch),
             `past_key_values` or None,
             `hidden_states` N + 1 of `[B, T, d]`, `attentions` N of `[B, chunks, C, C]`, `cross_attentions` N of
             `[B, 1, T, S]`.
@@ -491,22 +500,30 @@ class MegaModel(MegaPreTrainedModel):
         encoder_mask = self._check_source(
             encoder_hidden_states, encoder_attention_mask, sources, inputs_embeds.shape[0]
         )
+        output_weights = kwargs.get("output_attentions", self.config.output_attentions)
+        batch, length = inputs_embeds.shape[:2]
+        restarts = kwargs.get("position_ids") if attention_mask is None else None
+        packing = self._packing((batch, length), mask, restarts, past_key_values, past, use_cache, kwargs)
+        layout, packed = mask, packing is not None and len(packing.sequences.cu_seqlens) - 1 != batch
+        if packing is not None:
+            past = own = sources = None  # what a decoder would have begun by default
+            layout, inputs_embeds = packing.sequences, packing.pack(inputs_embeds)
+            token_type_ids = None if token_type_ids is None else packing.pack(token_type_ids)
         hidden_states = self.embedding_layer(inputs_embeds, token_type_ids)
         if self.embedding_norm is not None:
-            hidden_states = self.embedding_norm(hidden_states, mask)
-        hidden_states = self.embedding_dropout(hidden_states)
-        if self.config.padded_batch_statistics and mask is not None:
+            hidden_states = self.embedding_norm(hidden_states, layout)
+        hidden_states = self.embedding_dropout(hidden_states, layout)
+        if self.config.padded_batch_statistics and mask is not None and packing is None:
             # What the original's batch norm counts at padding.
             hidden_states = hidden_states.masked_fill(~mask[..., None], 0.0)
-        output_weights = kwargs.get("output_attentions", self.config.output_attentions)
         if past is not None:
             if mask is None:
-                mask = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.bool)
+                layout = mask = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.bool)
             self._check_cache(own, len(mask), output_weights)
         for index, layer in enumerate(self.layers):
             hidden_states = layer(
                 hidden_states,
-                mask,
+                layout,
                 output_weights,
                 None if own is None else own.layers[index],
                 encoder_hidden_states,
@@ -514,12 +531,32 @@ class MegaModel(MegaPreTrainedModel):
                 None if sources is None else sources.layers[index],
             )
         if self.final_norm is not None:
-            hidden_states = self.final_norm(hidden_states, mask)
+            hidden_states = self.final_norm(hidden_states, layout)
+        if packing is not None:
+            hidden_states = packing.unpack(hidden_states, batch, length)
         return BaseModelOutputWithPoolingAndCrossAttentions(
             last_hidden_state=hidden_states,
             past_key_values=past,
-            pooler_output=None if self.pooler is None else self.pooler(first_token(hidden_states, mask)),
+            pooler_output=None if self.pooler is None or packed else self.pooler(first_token(hidden_states, mask)),
         )
+
+    def _packing(self, shape, mask, position_ids, given_past, past, use_cache, options):
+        """How the batch is laid out where that is not row by row."""
+        weights, states = (
+            options.get(name, getattr(self.config, name)) for name in ("output_attentions", "output_hidden_states")
+        )
+        may_unpad = self.config.unpad_inputs and past is None and not weights and not states
+        packing = find_packing(shape, mask, position_ids, options, may_unpad)
+        if packing is not None and not may_unpad:
+            if given_past is not None or use_cache:
+                raise ValueError("a packed batch has no cache: leave past_key_values out and pass use_cache=False")
+            if self.config.add_cross_attention:
+                raise ValueError("a decoder with add_cross_attention=True takes no packed batch: pad it")
+            if weights:
+                raise ValueError("a packed batch has no attention weights to return: pass output_attentions=False")
+            if states and shape[0] > 1:
+                raise ValueError(f"output_hidden_states=True takes a packed batch of one row, not one of {shape[0]}")
+        return packing
 
     def _cache(self, past, use_cache):
         """The cache to read and to fill, or None."""

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from luna_mega.kernels.varlen import Sequences, locate
 from luna_mega.modeling_mega.configuration_mega import MegaConfig
 from luna_mega.modeling_mega.norms import build_norm
 from luna_mega.modeling_mega.position import MegaRotaryRelativeBias, MegaSimpleRelativeBias
@@ -21,8 +22,8 @@ class MegaSequenceNorm(nn.Module):
             legacy_rms_norm=config.legacy_rms_norm,
         )
 
-    def forward(self, hidden_states: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        return self.norm(hidden_states, mask)
+    def forward(self, hidden_states: torch.Tensor, mask: torch.Tensor | Sequences | None) -> torch.Tensor:
+        return self.norm(hidden_states, None if isinstance(mask, Sequences) else mask)
 
 
 class MegaDropout(nn.Module):
@@ -32,7 +33,11 @@ class MegaDropout(nn.Module):
         super().__init__()
         self.probability, self.features = probability, features
 
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
+    def forward(self, states: torch.Tensor, mask: torch.Tensor | Sequences | None = None) -> torch.Tensor:
+        if self.features and self.training and isinstance(mask, Sequences):
+            _, length, width = states.shape
+            factors = nn.functional.dropout(states.new_ones(len(mask.cu_seqlens) - 1, width), self.probability)
+            return states * factors[locate(mask.cu_seqlens, length)[0]]
         if self.features:
             return nn.functional.dropout1d(states.transpose(1, 2), self.probability, self.training).transpose(1, 2)
         return nn.functional.dropout(states, self.probability, self.training)

@@ -76,7 +76,7 @@ def test_no_truncation(truncation):
         ),
         ({"attention_mask": torch.ones(2, 1, 9, 9)}, "attention_mask must have the shape"),
         ({"token_type_ids": torch.zeros(2, 9, dtype=torch.long)}, "add_token_type_embeddings=False"),
-        ({"position_ids": torch.zeros(2, 9)}, "Mega models take no position_ids"),
+        ({"head_mask": torch.zeros(2, 9)}, "Mega models take no head_mask"),
         ({"use_cache": True}, "need a decoder"),
     ],
 )

@@ -1,0 +1,78 @@
+"""Models train with the Triton kernels as without them, and give the same whatever the batch looks like."""
+
+import pytest
+import torch
+
+from luna_mega.kernels.api import use_backend
+
+from . import luna, luna_decoders, mega, test_mega_causal as mega_decoders
+
+STEPS = 30
+ONE_LAYER = {"num_hidden_layers": 1, "vocab_size": 40}
+LUNA = ONE_LAYER | {"dropout": 0.0, "attention_dropout": 0.0}
+MEGA = ONE_LAYER | mega.NO_DROPOUT
+MODELS = {
+    "luna": lambda: luna.make("ForMaskedLM", unpad_inputs=True, **LUNA),
+    "luna decoder": lambda: luna_decoders.make(dtype=torch.float32, **LUNA),
+    "mega": lambda: mega.make("ForMaskedLM", unpad_inputs=True, **mega.VARIANTS["laplace chunks"], **MEGA),
+    "mega decoder": lambda: mega_decoders.make(**mega_decoders.SHAPES["laplace chunks"], **MEGA).float(),
+}
+
+
+@pytest.fixture(params=MODELS)
+def make(request):
+    return MODELS[request.param]
+
+
+def train(model, backend, device, dtype):
+    """The losses of some steps on one padded batch."""
+    model = model.to(device, dtype).train()
+    inputs = {name: value.to(device) for name, value in luna.tokens([13, 16, 3]).items()}
+    labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
+    with use_backend(backend):
+        for _ in range(STEPS):
+            loss = model(**inputs, labels=labels).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return torch.tensor(losses)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_losses_do_not_depend_on_the_backend(make, dtype, triton_device):
+    without, with_kernels = (train(make(), backend, triton_device, dtype) for backend in ("torch", "triton"))
+    assert without[-1] < 0.7 * without[0]
+    tolerance = 1e-3 if dtype == torch.float32 else 5e-2
+    torch.testing.assert_close(with_kernels, without, rtol=tolerance, atol=0.0)
+
+
+def test_one_sequence_is_the_same_in_every_batch(make, triton_device):
+    """Padding, its side, the batch mates and packing do not show in what the kernels give."""
+    model = make().to(triton_device).eval()
+    decoder = {"use_cache": False} if model.config.is_decoder else {}
+    alone = luna.tokens([21])
+    batches = [alone, luna.tokens([21, 30, 3]), luna.tokens([30, 21], "left")]
+    results = []
+    with use_backend("triton"), torch.no_grad():
+        for row, batch in zip((0, 0, 1), batches, strict=True):
+            batch = {name: value.to(triton_device) for name, value in batch.items()}
+            logits = model(**batch, **decoder).logits[row]
+            results.append(logits[batch["attention_mask"][row].bool()])
+        both = torch.cat([luna.tokens([30])["input_ids"], alone["input_ids"]], dim=1).to(triton_device)
+        position_ids = torch.cat([torch.arange(30), torch.arange(21)])[None].to(triton_device)
+        results.append(model(both, position_ids=position_ids, **decoder).logits[0, 30:])
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=1e-4, atol=1e-5)
+
+
+def test_generation(triton_device):
+    """Decoding with the kernels, steps and their states included, finds the same tokens."""
+    inputs = {name: value.to(triton_device) for name, value in luna.tokens([9, 4], "left").items()}
+    for name in ("luna decoder", "mega decoder"):
+        model, generated = MODELS[name]().to(triton_device).eval(), []
+        for backend in ("torch", "triton"):
+            with use_backend(backend):
+                generated.append(model.generate(**inputs, max_new_tokens=8, do_sample=False))
+        assert generated[0].equal(generated[1])
