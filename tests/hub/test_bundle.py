@@ -2,6 +2,9 @@
 
 import errno
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -151,7 +154,7 @@ def test_package_wins_where_it_is_imported(client, saved):
     folder, model, inputs = saved
     assert bundle(folder) == 0
     result = client(on_client.outputs, folder, MASKED_LM, lists(inputs), **REMOTE)
-    assert result.pop("module") == "luna_mega.modeling_luna.modeling_luna"
+    assert result.pop("module") == "luna_mega.modeling_luna.heads_luna"
     assert result.pop("class") == "LunaForMaskedLM" and result == expected(model, inputs)
 
 
@@ -288,25 +291,45 @@ def test_output_at_fault(saved, tmp_path, capsys):
         ("x = 1; from luna_mega.kernels.api import luna_pack", "write `from luna_mega.x.y import name`"),
         ("operator = torch.ops.luna_mega", "`luna_mega` is used in a way"),
         ("name = 'luna_mega::attend'", "`luna_mega` is used in a way"),
-        ("import triton", "needs triton"),
+        ("import scipy", "needs scipy"),
         ('"""\nfrom .elsewhere import x\n"""', "looks to transformers like an import of"),
     ],
 )
 def test_source_that_no_flat_file_can_have(monkeypatch, tmp_path, line, message):
     """A source that the rewriting does not understand ends it."""
-    read = hub_bundle.inspect.getsource
+    read = hub_bundle._source
 
     def changed(module):
-        added = f"\n{line}\n" if module.__name__.endswith("torch_backend") else ""
-        return read(module) + added
+        return read(module) + (f"\n{line}\n" if module.endswith("torch_backend") else "")
 
-    monkeypatch.setattr(hub_bundle.inspect, "getsource", changed)
+    monkeypatch.setattr(hub_bundle, "_source", changed)
     with pytest.raises(RuntimeError, match=message):
         hub_bundle.write_code("luna", tmp_path)
 
 
 def test_optional_package_in_a_try_is_allowed(monkeypatch, tmp_path):
-    read = hub_bundle.inspect.getsource
-    added = "\ntry:\n    import triton\nexcept ImportError:\n    triton = None\n"
-    monkeypatch.setattr(hub_bundle.inspect, "getsource", lambda module: read(module) + added)
+    read = hub_bundle._source
+    added = "\ntry:\n    import scipy\nexcept ImportError:\n    scipy = None\n"
+    monkeypatch.setattr(hub_bundle, "_source", lambda module: read(module) + added)
     assert hub_bundle.write_code("luna", tmp_path)[0]
+
+
+@pytest.mark.parametrize("model_type", ["luna", "mega"])
+def test_kernels_are_part_of_it(model_type, tmp_path, repo_root):
+    """Also where the bundle is made on a machine without Triton."""
+    code = f"""
+import sys
+sys.modules["triton"] = None
+from pathlib import Path
+from luna_mega.convert.hub_bundle import write_code
+write_code({model_type!r}, Path({str(tmp_path / "without")!r}))
+"""
+    for name in ("with", "without"):
+        (tmp_path / name).mkdir()
+    hub_bundle.write_code(model_type, tmp_path / "with")
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": str(repo_root)})
+    files = {file.name: file.read_text() for file in (tmp_path / "with").iterdir()}
+    assert files == {file.name: file.read_text() for file in (tmp_path / "without").iterdir()}
+    op = {"luna": "luna_attention", "mega": "damped_ema"}[model_type]
+    assert "try:\n    import triton\nexcept ImportError:\n    raise\n" in files["kernels__triton.py"]
+    assert f"kernels_{op}_triton_backend.py" in files
