@@ -1,11 +1,16 @@
 """What the ops are measured against: the sequence of operations of the original code."""
 
 import math
+from unittest import mock
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from luna_mega.kernels.gated_attention.reference import laplace, relu2
+from luna_mega.kernels.api import damped_ema, use_backend
+from luna_mega.kernels.damped_ema import torch_backend as ema_backend
+from luna_mega.kernels.gated_attention.reference import laplace, relu2, weights
+from luna_mega.kernels.luna_attention import torch_backend as attention_backend
 from luna_mega.modeling_mega.modeling_mega import MegaGatedAttention
 
 
@@ -35,6 +40,13 @@ def _attend(query, key, value, mask, upcast):
     dtype = torch.promote_types(scores.dtype, torch.float32) if upcast else None
     weights = torch.softmax(scores, dim=-1, dtype=dtype).to(value.dtype)
     return torch.bmm(weights, value).view(batch, heads, length, size).transpose(1, 2)
+
+
+def sdpa_luna_attention(backend: SDPBackend, query, pack_query, key, value, project, *, context_mask=None):
+    """`luna_attention` by one kernel of PyTorch's scaled dot-product attention, which may refuse the mask."""
+    with sdpa_kernel(backend):
+        packed = attention_backend.sdpa(pack_query, key, value, context_mask, query.shape[-1] ** -0.5, 0.0)
+        return attention_backend.sdpa(query, *project(packed), None, query.shape[-1] ** -0.5, 0.0), packed
 
 
 def original_causal_attention(
@@ -80,6 +92,19 @@ def original_damped_ema(
     product = torch.fft.rfft(signal, n=2 * size) * torch.fft.rfft(kernel, n=2 * size)
     average = torch.fft.irfft(product, n=2 * size)[..., start : start + length]
     return nn.functional.silu(average.transpose(1, 2) + x * skip)
+
+
+def fft_damped_ema(*arguments):
+    """`damped_ema` by FFT at every length, on a GPU cuFFT, without the powers of q in memory."""
+    with use_backend("torch"), mock.patch.object(ema_backend, "MANY_POSITIONS", 2**62):
+        return damped_ema(*arguments)
+
+
+def original_gated_attention(query, key, value, bias, *, function, causal, chunk_size):
+    """`gated_attention` with the weights in memory, for lengths that are multiples of the chunk."""
+    chunk = chunk_size or query.shape[1]
+    query, key, value = (x.unflatten(1, (-1, chunk)) for x in (query, key, value))
+    return (weights(query, key, bias, None, function, causal).to(value.dtype) @ value).flatten(1, 2)
 
 
 def original_mega_layer(layer: MegaGatedAttention, x: torch.Tensor) -> torch.Tensor:

@@ -1,20 +1,26 @@
 """The registry: what is measured, at which sizes, against what. An entry makes functions of no argument to time."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cache, partial
 
+import floors
 import torch
 from baselines import (
+    fft_damped_ema,
     original_causal_attention,
     original_damped_ema,
+    original_gated_attention,
     original_luna_attention,
     original_mega_layer,
+    sdpa_luna_attention,
 )
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import RobertaConfig, RobertaModel
 
-from luna_mega import LunaConfig, LunaModel, MegaConfig
-from luna_mega.kernels.api import damped_ema, luna_attention, luna_causal_attention
+from luna_mega import LunaConfig, LunaModel, MegaConfig, MegaModel
+from luna_mega.kernels.api import damped_ema, gated_attention, luna_attention, luna_causal_attention, use_backend
 from luna_mega.modeling_mega.modeling_mega import MegaGatedAttention, MegaPreTrainedModel
 
 Size = dict[str, int | str]
@@ -39,19 +45,51 @@ class Case:
     repeats: int
     # Sizes at which the variants must give the same outputs and gradients before any speed-up is printed.
     parity: tuple[Size, ...] = ()
+    # On a GPU: sizes, more variants, and those that are measured at the first size alone, as they are compiled first.
+    gpu: tuple[Size, ...] = ()
+    gpu_variants: dict[str, Callable[..., Work]] = field(default_factory=dict)
+    compiled: dict[str, Callable[..., Work]] = field(default_factory=dict)
+    # (bytes of an element, **size) -> the floors of forward and backward.
+    floor: Callable[..., tuple[floors.Floor, floors.Floor]] | None = None
 
     @property
     def ours(self) -> str:
         return next(iter(self.variants))
 
+    def measurements(self, device: str, quick: bool) -> list[tuple[Size, str]]:
+        """(size, variant) of everything that is measured on a device."""
+        if device != "cuda":
+            return [(size, variant) for size in (self.quick if quick else self.sizes) for variant in self.variants]
+        sizes = self.gpu[:1] if quick else self.gpu
+        pairs = [(size, variant) for size in sizes for variant in {**self.variants, **self.gpu_variants}]
+        return pairs + [(size, variant) for size in sizes[:1] for variant in self.compiled]
 
-def _attention(attend, device, dtype, l, n, batch=1, heads=12, head_size=64):  # noqa: E741 - the paper's l
+    def make(self, variant: str, device: torch.device, dtype: torch.dtype, size: Size) -> Work:
+        return {**self.variants, **self.gpu_variants, **self.compiled}[variant](device, dtype, **size)
+
+
+@cache
+def _compiled(function):
+    return torch.compile(function, dynamic=False)
+
+
+def _by_torch(function):
+    """The op, or the model, without Triton kernels."""
+
+    def run(*arguments, **options):
+        with use_backend("torch"):
+            return function(*arguments, **options)
+
+    return run
+
+
+def _attention(attend, device, dtype, l, n, b=1, masked=1, heads=12, head_size=64):  # noqa: E741 - the paper's l
     generator = torch.Generator().manual_seed(0)
     query, context, packed = (
-        torch.randn(batch, length, heads, head_size, generator=generator).to(device, dtype).requires_grad_()
+        torch.randn(b, length, heads, head_size, generator=generator).to(device, dtype).requires_grad_()
         for length in (n, n, l)
     )
-    mask = (torch.arange(n) < n - n // 8).expand(batch, n).to(device)
+    mask = (torch.arange(n) < n - n // 8).expand(b, n).to(device) if masked else None
 
     def forward():
         # Tied keys and values; the projections between are Linear layers, the same for every variant, and left out.
@@ -60,10 +98,10 @@ def _attention(attend, device, dtype, l, n, batch=1, heads=12, head_size=64):  #
     return Work(forward, [query, context, packed])
 
 
-def _causal_attention(attend, device, dtype, l, n, batch=1, heads=8, head_size=64):  # noqa: E741 - the paper's l
+def _causal_attention(attend, device, dtype, l, n, b=1, heads=8, head_size=64):  # noqa: E741 - the paper's l
     generator = torch.Generator().manual_seed(0)
     query, pack_query, pack_key, context = (
-        torch.randn(batch, length, heads, head_size, generator=generator).to(device, dtype).requires_grad_()
+        torch.randn(b, length, heads, head_size, generator=generator).to(device, dtype).requires_grad_()
         for length in (n, l, n, n)
     )
     leaves = [query, pack_query, pack_key, context]
@@ -77,6 +115,15 @@ def _ema(average, device, dtype, b, n, directions, d=512, states=16):
     parameters = [*(0.2 * logit for logit in logits), expansion, projection, skip]
     leaves = [tensor.to(device, dtype).requires_grad_() for tensor in (x, *parameters)]
     return Work(lambda: (average(*leaves),), leaves)
+
+
+def _gated(attend, device, dtype, n, function, chunk, b=1, causal=0, shared=128, values=1024):
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(b, n, size, generator=generator) for size in (shared, shared, values))
+    bias = torch.randn(2 * (chunk or n) - 1, generator=generator)
+    leaves = [*(x.to(device, dtype).requires_grad_() for x in (query, key, value)), bias.to(device).requires_grad_()]
+    options = {"function": function, "causal": bool(causal), "chunk_size": chunk or None}
+    return Work(lambda: (attend(*leaves, **options),), leaves)
 
 
 def _mega_layer(run, device, dtype, n, function, chunk, d=512, values=1024, shared=128, b=1):
@@ -101,11 +148,31 @@ def _mega_layer(run, device, dtype, n, function, chunk, d=512, values=1024, shar
     return Work(lambda: (run(layer, x),), [x, *layer.parameters()])
 
 
-def _model(make, device, dtype, n, batch=1):
+def _model(make, device, dtype, n, b=1, within=nullcontext):
     torch.manual_seed(0)
     model = make(n).to(device, dtype)
-    ids = torch.randint(4, 1000, (batch, n), device=device)
-    return Work(lambda: (model(ids).last_hidden_state,), [p for p in model.parameters() if p.requires_grad])
+    ids = torch.randint(4, 1000, (b, n), device=device)
+
+    def forward():
+        with within():
+            return (model(ids).last_hidden_state,)
+
+    return Work(forward, [p for p in model.parameters() if p.requires_grad])
+
+
+def _padded(make, unpad, device, dtype, n, b):
+    """Lengths from n / 8 to n in equal steps: 44 % of the batch are padding. Padded outputs are left out."""
+    torch.manual_seed(0)
+    model = make(n).to(device, dtype)
+    model.config.unpad_inputs = unpad
+    ids = torch.randint(4, 1000, (b, n), device=device)
+    lengths = torch.linspace(n // 8, n, b, device=device).long()
+    mask = (torch.arange(n, device=device) < lengths[:, None]).long()
+    kept = mask.bool()
+    return Work(
+        lambda: (model(ids, attention_mask=mask).last_hidden_state[kept],),
+        [p for p in model.parameters() if p.requires_grad],
+    )
 
 
 def _luna_base(n):
@@ -117,6 +184,28 @@ def _roberta_base(n):
     config = RobertaConfig(vocab_size=50265, max_position_embeddings=n + 2, type_vocab_size=1, **dropouts)
     return RobertaModel._from_config(config, attn_implementation="sdpa", add_pooling_layer=False)
 
+
+def _mega_base(n):
+    """Mega-chunk of RoBERTa-base's depth and width."""
+    dropouts = {"dropout_prob": 0.0, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = MegaConfig(
+        vocab_size=50265,
+        hidden_size=768,
+        num_hidden_layers=12,
+        intermediate_size=1536,
+        nffn_hidden_size=1536,
+        shared_representation_size=128,
+        normalization_type="layernorm",
+        attention_activation="softmax",
+        use_chunking=True,
+        chunk_size=128,
+        **dropouts,
+    )
+    return MegaModel(config, add_pooling_layer=False)
+
+
+_TOKENS = ((512, 128), (4096, 16), (32768, 2))  # (n, b): 65,536 tokens
+_MODEL_TOKENS = tuple({"n": n, "b": 65536 // n} for n in (512, 1024, 2048, 4096, 16384, 32768))
 
 CASES = {
     case.name: case
@@ -131,6 +220,17 @@ CASES = {
             quick=({"l": 128, "n": 512}, {"l": 128, "n": 4096}),
             repeats=7,
             parity=({"l": 16, "n": 33}, {"l": 128, "n": 500}),
+            gpu=(
+                *({"l": l, "n": n, "b": b} for l in (128, 16, 256) for n, b in _TOKENS),  # noqa: E741
+                {"l": 128, "n": 4096, "b": 16, "masked": 0},
+            ),
+            gpu_variants={
+                "torch": partial(_attention, _by_torch(luna_attention)),
+                "sdpa_cudnn": partial(_attention, partial(sdpa_luna_attention, SDPBackend.CUDNN_ATTENTION)),
+                "sdpa_flash": partial(_attention, partial(sdpa_luna_attention, SDPBackend.FLASH_ATTENTION)),
+            },
+            compiled={"original_compiled": partial(_attention, _compiled(original_luna_attention))},
+            floor=floors.luna_attention,
         ),
         Case(
             "luna_causal_attention",
@@ -146,6 +246,15 @@ CASES = {
             quick=({"l": 32, "n": 2048},),
             repeats=5,
             parity=({"l": 16, "n": 33}, {"l": 32, "n": 200}),
+            gpu=(
+                {"l": 32, "n": 4096, "b": 8},
+                {"l": 16, "n": 4096, "b": 8},
+                {"l": 128, "n": 4096, "b": 8},
+                {"l": 32, "n": 65536, "b": 1},
+            ),
+            gpu_variants={"torch": partial(_causal_attention, _by_torch(luna_causal_attention))},
+            compiled={"original_compiled": partial(_causal_attention, _compiled(original_causal_attention))},
+            floor=floors.luna_causal_attention,
         ),
         Case(
             "luna_causal_attention_long",  # the original would need 8 GB and more here
@@ -153,13 +262,7 @@ CASES = {
             sizes=tuple({"l": 32, "n": n} for n in (8192, 32768)),
             quick=(),
             repeats=3,
-        ),
-        Case(
-            "base_model",
-            {"luna_128": partial(_model, _luna_base), "roberta_sdpa": partial(_model, _roberta_base)},
-            sizes=tuple({"n": n} for n in (512, 1024, 2048, 4096, 8192)),
-            quick=({"n": 512},),
-            repeats=3,
+            floor=floors.luna_causal_attention,
         ),
         Case(
             "damped_ema",
@@ -172,6 +275,14 @@ CASES = {
             quick=({"b": 1, "n": 1024, "directions": 2},),
             repeats=5,
             parity=({"b": 2, "n": 77, "directions": 1}, {"b": 2, "n": 77, "directions": 2}),
+            gpu=tuple(
+                {"b": b, "n": n, "directions": directions}
+                for b, n in ((8, 4096), (32, 1024), (1, 65536))
+                for directions in (1, 2)
+            ),
+            gpu_variants={"torch": partial(_ema, _by_torch(damped_ema)), "fft": partial(_ema, fft_damped_ema)},
+            compiled={"original_compiled": partial(_ema, _compiled(original_damped_ema))},
+            floor=floors.damped_ema,
         ),
         Case(
             "damped_ema_long",  # the original's powers of q alone would need 4 GB here
@@ -179,6 +290,36 @@ CASES = {
             sizes=tuple({"b": 1, "n": n, "directions": 2} for n in (4096, 16384, 65536)),
             quick=(),
             repeats=3,
+            floor=floors.damped_ema,
+        ),
+        Case(
+            "gated_attention",
+            {
+                "luna_mega": partial(_gated, gated_attention),
+                "original": partial(_gated, original_gated_attention),
+            },
+            sizes=tuple(
+                {"n": 2048, "function": function, "chunk": chunk}
+                for function in ("softmax", "laplace")
+                for chunk in (0, 128)
+            ),
+            quick=({"n": 1024, "function": "laplace", "chunk": 128},),
+            repeats=5,
+            parity=tuple(
+                {"n": 96, "function": function, "chunk": chunk, "causal": causal}
+                for function in ("softmax", "laplace", "relu2")
+                for chunk in (0, 32)
+                for causal in (0, 1)
+            ),
+            gpu=(
+                {"n": 4096, "b": 16, "function": "laplace", "chunk": 128, "shared": 64, "values": 256},
+                {"n": 4096, "b": 16, "function": "softmax", "chunk": 128},
+                {"n": 4096, "b": 16, "function": "laplace", "chunk": 2048, "causal": 1},
+                {"n": 2048, "b": 16, "function": "softmax", "chunk": 0},
+            ),
+            gpu_variants={"torch": partial(_gated, _by_torch(gated_attention))},
+            compiled={"original_compiled": partial(_gated, _compiled(original_gated_attention))},
+            floor=floors.gated_attention,
         ),
         Case(
             "mega_layer",
@@ -199,6 +340,43 @@ CASES = {
                 for function in ("softmax", "laplace", "relu2")
                 for chunk in (0, 16)
             ),
+            gpu=({"n": 4096, "b": 8, "function": "laplace", "chunk": 128},),
+            gpu_variants={"torch": partial(_mega_layer, _by_torch(lambda layer, x: layer(x, None)[0]))},
+            compiled={"original_compiled": partial(_mega_layer, _compiled(original_mega_layer))},
+        ),
+        Case(
+            "base_model",
+            {"luna_128": partial(_model, _luna_base), "roberta_sdpa": partial(_model, _roberta_base)},
+            sizes=tuple({"n": n} for n in (512, 1024, 2048, 4096, 8192)),
+            quick=({"n": 512},),
+            repeats=3,
+            gpu=_MODEL_TOKENS,
+            gpu_variants={
+                "roberta_cudnn": partial(
+                    _model, _roberta_base, within=partial(sdpa_kernel, SDPBackend.CUDNN_ATTENTION)
+                ),
+                "roberta_flash": partial(
+                    _model, _roberta_base, within=partial(sdpa_kernel, SDPBackend.FLASH_ATTENTION)
+                ),
+                "luna_torch": partial(_model, _luna_base, within=partial(use_backend, "torch")),
+            },
+        ),
+        Case(
+            "padding",
+            {"unpadded": partial(_padded, _luna_base, True), "padded": partial(_padded, _luna_base, False)},
+            sizes=({"n": 512, "b": 8},),
+            quick=(),
+            repeats=3,
+            gpu=({"n": 512, "b": 128}, {"n": 4096, "b": 16}),
+        ),
+        Case(
+            "mega_model",
+            {"mega_chunk": partial(_model, _mega_base), "roberta_sdpa": partial(_model, _roberta_base)},
+            sizes=tuple({"n": n} for n in (512, 2048)),
+            quick=({"n": 512},),
+            repeats=3,
+            gpu=_MODEL_TOKENS,
+            gpu_variants={"mega_torch": partial(_model, _mega_base, within=partial(use_backend, "torch"))},
         ),
     )
 }

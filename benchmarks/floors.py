@@ -1,0 +1,108 @@
+"""What no implementation of an op can do without, and what the machine can do: percent of the floor is their ratio.
+
+The formulas count every input read and every output written once, and the multiplications of the algorithm. The rates
+of copying and of matrix products are measured in the same run, the others come from the processor's data sheet.
+"""
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Of one pass: bytes to and from memory, operations of matrix products, float32 operations, exponentials."""
+
+    bytes: float
+    flops: float = 0.0
+    float32: float = 0.0
+    exponentials: float = 0.0
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Per second; None = not known, not counted."""
+
+    bytes: float
+    flops: float
+    float32: float | None
+    exponentials: float | None
+
+    def milliseconds(self, floor: Floor) -> float:
+        """The time that the scarcest of the four takes alone."""
+        pairs = ((floor.bytes, self.bytes), (floor.flops, self.flops))
+        pairs += ((floor.float32, self.float32), (floor.exponentials, self.exponentials))
+        return 1000 * max(amount / rate for amount, rate in pairs if rate is not None)
+
+
+def luna_attention(width, l, n, b=1, heads=12, head_size=64, **_):  # noqa: E741 - the paper's l
+    """Pack of tied keys and values, and unpack: reads context and query, writes the output; backward likewise."""
+    row, tokens, d = heads * head_size * width, b * n, heads * head_size
+    exponentials = 2 * heads * l * tokens
+    return (
+        Floor(3 * row * tokens, 8 * l * d * tokens, exponentials=exponentials),
+        Floor(5 * row * tokens, 20 * l * d * tokens, exponentials=exponentials),
+    )
+
+
+def luna_causal_attention(width, l, n, b=1, heads=8, head_size=64, chunk=64, **_):  # noqa: E741
+    """Query, pack key and context in, output out; the products of chunks of 64."""
+    d, tokens = heads * head_size, b * n
+    flops = (4 * chunk * d + 4 * chunk * l * heads + 10 * l * d) * tokens
+    exponentials = 3 * heads * l * tokens
+    return (
+        Floor(4 * d * width * tokens, flops, exponentials=exponentials),
+        Floor(7 * d * width * tokens, 2.5 * flops, exponentials=exponentials),
+    )
+
+
+def damped_ema(width, n, b=1, directions=1, d=512, states=16, **_):
+    """The input in, the output out; a multiply-add for the state and one for the output, of every state."""
+    elements = b * n * d
+    return (
+        Floor(2 * width * elements, float32=4 * states * directions * elements),
+        Floor(3 * width * elements, float32=14 * states * directions * elements),
+    )
+
+
+def gated_attention(width, n, chunk, b=1, shared=128, values=1024, causal=0, **_):
+    """Query, key and value in, output out; scores and their products with the value, half of them if causal."""
+    tokens, keys = b * n, (chunk or n) / (2 if causal else 1)
+    return (
+        Floor((2 * shared + 2 * values) * width * tokens, 2 * keys * (shared + values) * tokens),
+        Floor((4 * shared + 3 * values) * width * tokens, 2 * keys * (3 * shared + 2 * values) * tokens),
+    )
+
+
+def rates(device: str, dtype: str) -> Rates:
+    """Copying and multiplying large matrices, at their fastest of five; the rest from the processor's data sheet."""
+    size, side = (2**30, 8192) if device == "cuda" else (2**27, 2048)
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    left = torch.randn(side, side, device=device, dtype=getattr(torch, dtype))
+    copied = 2 * size / _seconds(lambda: target.copy_(source), device)
+    multiplied = 2 * side**3 / _seconds(lambda: left @ left, device)
+    if device != "cuda":
+        return Rates(copied, multiplied, multiplied, None)
+    # A multiprocessor issues 16 exponentials a clock, and 64 (compute capability 8.0) or 128 multiply-adds.
+    properties = torch.cuda.get_device_properties(device)
+    clock = getattr(properties, "clock_rate", None)  # kHz; older versions of torch do not tell it
+    if clock is None:
+        return Rates(copied, multiplied, None, None)
+    clocks = 1000.0 * clock * properties.multi_processor_count
+    lanes = 64 if (properties.major, properties.minor) == (8, 0) else 128
+    return Rates(copied, multiplied, 2 * lanes * clocks, 16 * clocks)
+
+
+def _seconds(function, device):
+    times = []
+    for _ in range(6):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        function()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return min(times[1:])

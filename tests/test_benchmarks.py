@@ -1,0 +1,84 @@
+"""The benchmark runner: a wrong op gets no figures, every size has a floor, and what is written can be read."""
+
+import csv
+import json
+import sys
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="module")
+def runner(repo_root):
+    sys.path.insert(0, str(repo_root / "benchmarks"))
+    try:
+        import run
+
+        yield run
+    finally:
+        sys.path.remove(str(repo_root / "benchmarks"))
+
+
+def test_a_red_parity_test_means_no_figures(runner, monkeypatch, tmp_path, capsys):
+    case = runner.CASES["damped_ema"]
+    ours = case.variants[case.ours]
+
+    def wrong(*arguments, **size):
+        work = ours(*arguments, **size)
+        return type(work)(lambda: tuple(1.001 * output for output in work.forward()), work.leaves)
+
+    monkeypatch.setitem(case.variants, case.ours, wrong)
+    assert runner.main(["damped_ema", "--quick", "--device", "cpu", "--output", str(tmp_path)]) == 1
+    printed = capsys.readouterr()
+    assert "parity fails, so nothing is measured: damped_ema" in printed.err
+    assert not printed.out and not list(tmp_path.iterdir())
+
+
+def test_floors(runner):
+    """Of every size, on a CPU and on a GPU; bytes grow with the width of an element."""
+    for case in runner.CASES.values():
+        for size in (*case.sizes, *case.gpu):
+            if case.floor is not None:
+                for narrow, wide in zip(case.floor(2, **size), case.floor(4, **size), strict=True):
+                    assert 0 < 2 * narrow.bytes == wide.bytes
+                    assert narrow.flops + narrow.float32 > 0
+        for _, variant in case.measurements("cuda", quick=False):
+            assert variant in {**case.variants, **case.gpu_variants, **case.compiled}
+    from floors import Floor, Rates
+
+    assert Rates(10.0, 5.0, None, 2.0).milliseconds(Floor(20.0, 5.0, 9.0, 8.0)) == 4000.0
+
+
+def test_what_is_written(runner, tmp_path, capsys):
+    arguments = ["gated_attention", "--quick", "--device", "cpu", "--threads", "1", "--output", str(tmp_path)]
+    assert runner.main(arguments) == 0
+    printed = capsys.readouterr().out
+    result = json.loads((tmp_path / "results.json").read_text())
+    assert result["about"]["device"].endswith("CPU") and result["about"]["rates"]["bytes"] > 1e8
+    with open(tmp_path / "results.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["variant"] for row in rows] == ["luna_mega", "original"]
+    for row, written in zip(rows, result["rows"], strict=True):
+        for name in ("forward", "backward", "both"):
+            assert float(row[f"{name}_ms"]) == written[f"{name}_ms"] > 0
+        assert 0 < float(row["forward_percent_of_floor"]) < 150
+    assert (tmp_path / "gated_attention.png").stat().st_size > 5000
+    assert "luna_mega" in printed and "%floor" in printed
+
+
+def test_every_parity_holds(runner):
+    from measure import agree
+
+    for case in runner.CASES.values():
+        for size in case.parity:
+            assert agree(case.name, size, "cpu", "float32") is None
+
+
+def test_a_variant_that_cannot_is_told(runner, monkeypatch):
+    from measure import measure
+
+    def refuse(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
+
+    monkeypatch.setitem(runner.CASES["damped_ema"].variants, "original", refuse)
+    assert measure("damped_ema", "original", {"n": 8}, "cpu", "float32", 0) == {"error": "CUDA out of memory."}
