@@ -183,7 +183,7 @@ def _check(op, query, key, value, mask, dropout, cu_seqlens, packed):
             "and head size, key and value in all"
         )
     if packed is None:
-        if len(query) != len(key):
+        if query.shape[0] != key.shape[0]:  # len() would fix the batch size of an exported program
             raise ValueError(f"{op}: query {list(query.shape)} and key {list(key.shape)} differ in batch size")
     else:
         flat, other = (query, key) if packed == "query" else (key, query)

@@ -12,7 +12,7 @@ ONE_LAYER = {"num_hidden_layers": 1, "vocab_size": 40}
 LUNA = ONE_LAYER | {"dropout": 0.0, "attention_dropout": 0.0}
 MEGA = ONE_LAYER | mega.NO_DROPOUT
 MODELS = {
-    "luna": lambda: luna.make("ForMaskedLM", unpad_inputs=True, **LUNA),
+    "luna": lambda: luna.make("ForMaskedLM", unpad_inputs=True, num_attention_heads=2, **LUNA),
     "luna decoder": lambda: luna_decoders.make(dtype=torch.float32, **LUNA),
     "mega": lambda: mega.make("ForMaskedLM", unpad_inputs=True, **mega.VARIANTS["laplace chunks"], **MEGA),
     "mega decoder": lambda: mega_decoders.make(**mega_decoders.SHAPES["laplace chunks"], **MEGA).float(),

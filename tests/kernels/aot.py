@@ -1,0 +1,153 @@
+"""Compile the launches of every Triton backend for sm_80 and sm_90, without a GPU, and report what they use.
+
+A script, because a process that interprets kernels cannot compile them:
+`TRITON_INTERPRET=0 python tests/kernels/aot.py [op ...] [--arch 90] [--json FILE] [--budgets]`.
+
+Which launches: `cases()` of `aot_<op>.py` beside this file yields (name, function without arguments); the function
+calls the backend's Python functions with tensors on meta, and what they launch is compiled exactly so.
+"""
+
+import argparse
+import csv
+import importlib.util
+import json
+import re
+import subprocess
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from luna_mega.kernels import _triton
+
+HERE = Path(__file__).resolve().parent
+OPS = ("luna_attention", "luna_causal_attention", "damped_ema", "gated_attention")
+TARGETS = {80: _triton.Target((8, 0), 108), 90: _triton.Target((9, 0), 132)}
+# Of one block, in bytes; the CUDA driver keeps 1 KB of it.
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+TYPES |= {torch.bool: "i1", torch.uint8: "u8"}
+# What a kernel may use, in the newest and in the oldest Triton: `test_aot.py` fails where it uses more.
+BUDGETS = HERE / "aot_budgets.csv"
+COLUMNS = ("registers", "stack", "spills", "shared", "hgmma", "hmma")
+INSTRUCTIONS = ("hgmma", "hmma")
+KEY = ("op", "kernel", "case", "arch")
+
+
+def launches(op: str, arch: int):
+    """(case, launch) of every different kernel that the cases of an op launch."""
+    spec = importlib.util.spec_from_file_location(f"aot_{op}", HERE / f"aot_{op}.py")
+    cases = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(cases)
+    for name, run in cases.cases():
+        with _triton.recording(TARGETS[arch]) as recorded:
+            run()
+        for launch in recorded:
+            yield name, launch
+
+
+def compile_launch(launch: _triton.Launch, arch: int):
+    """As Triton's launcher would: None and 1 are constants; pointers and multiples of 16 are known to be such."""
+    names, signature, constants, attributes = launch.kernel.arg_names, {}, {}, {}
+    values = dict(zip(names, launch.arguments, strict=False)) | launch.constants
+    for index, name in enumerate(names):
+        value = values[name]
+        if name in launch.constants or value is None or (type(value) is int and value == 1):
+            signature[name], constants[(index,)] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[name], attributes[(index,)] = f"*{TYPES[value.dtype]}", [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+        else:
+            signature[name] = "i32" if abs(value) < 2**31 else "i64"
+            if value % 16 == 0:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": True}
+    key = repr((launch.kernel.fn.__name__, signature, constants, attributes, options))
+    return key, lambda: triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def report(compiled) -> dict[str, int]:
+    """Registers and bytes of stack of a thread, spills, bytes of shared memory, tensor-core instructions."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        usage, code = (
+            subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
+            for option in ("-res-usage", "-sass")
+        )
+    registers, stack, static = map(int, re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", usage).groups())
+    found = {name: len(re.findall(rf"\b{name}\b", code)) for name in ("LDL", "STL", "HGMMA", "HMMA")}
+    spills, shared = found["LDL"] + found["STL"], compiled.metadata.shared + static
+    return dict(zip(COLUMNS, (registers, stack, spills, shared, found["HGMMA"], found["HMMA"]), strict=True))
+
+
+def read_budgets() -> dict[tuple[str, ...], dict[str, int]]:
+    """(op, kernel, case, arch) -> column -> limit; of the tensor-core instructions the least, of all else the most."""
+    with open(BUDGETS, newline="") as file:
+        rows = list(csv.DictReader(file))
+    return {tuple(row[name] for name in KEY): {name: int(row[name]) for name in COLUMNS} for row in rows}
+
+
+def widen_budgets(rows: list[dict]) -> None:
+    """Allow what these reports say, in addition to what the table allows. Rows of other kernels of their ops go."""
+    table = read_budgets() if BUDGETS.exists() else {}
+    ops, reported = {row["op"] for row in rows}, {tuple(str(row[name]) for name in KEY): row for row in rows}
+    table = {key: limits for key, limits in table.items() if key[0] not in ops or key in reported}
+    for key, row in reported.items():
+        old = table.get(key, row)
+        limits = {name: (min if name in INSTRUCTIONS else max)(int(row[name]), int(old[name])) for name in COLUMNS}
+        table[key] = limits
+    with open(BUDGETS, "w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow((*KEY, *COLUMNS))
+        writer.writerows((*key, *limits.values()) for key, limits in sorted(table.items()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("ops", nargs="*", default=[], help=f"of {', '.join(OPS)}; all by default")
+    parser.add_argument("--arch", type=int, choices=TARGETS, action="append")
+    parser.add_argument("--json", type=Path, help="file that the reports are written to")
+    parser.add_argument("--budgets", action="store_true", help="allow what is reported in aot_budgets.csv")
+    arguments = parser.parse_args()
+    if triton.knobs.runtime.interpret:
+        parser.error("needs TRITON_INTERPRET=0")
+    rows = []
+    print(
+        f"Triton {triton.__version__}\n{'kernel, case':<72} arch ", *(f"{column:>9}" for column in COLUMNS), "seconds"
+    )
+    for op in arguments.ops or OPS:
+        for arch in arguments.arch or TARGETS:
+            seen, variants = set(), Counter()
+            for case, launch in launches(op, arch):
+                key, compile_it = compile_launch(launch, arch)
+                if key in seen:
+                    continue
+                seen.add(key)
+                start = time.perf_counter()
+                used = report(compile_it())
+                kernel = launch.kernel.fn.__name__
+                variants[kernel, case] += 1
+                if variants[kernel, case] > 1:  # of one case, the forward and the backward pass may launch the same
+                    case += f" ({variants[kernel, case]})"
+                rows.append({"op": op, "kernel": kernel, "case": case, "arch": arch, **used})
+                label = f"{op} {kernel}, {case}"
+                print(
+                    f"{label:<72} sm_{arch}", *(f"{used[c]:>9}" for c in COLUMNS), f"{time.perf_counter() - start:7.1f}"
+                )
+    if arguments.budgets:
+        widen_budgets(rows)
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"triton": triton.__version__, "kernels": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
