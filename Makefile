@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= requirements/ci.txt
 TESTS ?= tests
+DTYPE ?= float32
 
 # Named after the constraints, so that changing them in the same environment installs again.
 INSTALLED := $(VENV)/.installed-$(notdir $(CONSTRAINTS))
@@ -22,8 +23,8 @@ style: $(INSTALLED) ## lint and check the format
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 
-bench: $(INSTALLED) ## measure the ops
-	$(VENV)/bin/python benchmarks/run.py
+bench: $(INSTALLED) ## measure the ops, on a GPU where there is one (DTYPE=bfloat16)
+	$(VENV)/bin/python benchmarks/run.py --dtype $(DTYPE)
 
 clean: ## remove the environments and what was built
 	rm -rf $(VENV) .venv-oldest build dist *.egg-info .pytest_cache .ruff_cache
@@ -32,5 +33,5 @@ $(INSTALLED): setup.cfg pyproject.toml $(wildcard requirements/*.txt)
 	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 10), "luna-mega needs Python >= 3.10: make PYTHON=..."'
 	$(PYTHON) -m venv $(VENV)
 	rm -f $(VENV)/.installed-*
-	$(VENV)/bin/python -m pip install --constraint $(CONSTRAINTS) --editable '.[examples,dev]'
+	$(VENV)/bin/python -m pip install --constraint $(CONSTRAINTS) --editable '.[triton,examples,dev]'
 	touch $@
