@@ -13,10 +13,12 @@ def _reference(query, *arguments):
         return reference.attend(query, *arguments)
 
 
-def _triton(*arguments):
+def _triton(query, key, value, *arguments):
     from luna_mega.kernels.gated_attention import triton_backend
 
-    return triton_backend.attend(*arguments)
+    if torch.is_autocast_enabled(query.device.type):  # tensor cores want operands of 16 bits, as autocast does
+        query, key = query.to(value.dtype), key.to(value.dtype)
+    return triton_backend.attend(query, key, value, *arguments)
 
 
 BACKENDS: dict[str, Callable[..., torch.Tensor]] = {
@@ -65,8 +67,8 @@ def gated_attention(
             and `LUNA_MEGA_BACKEND` say.
 
     Returns:
-        `[B, T, V]` in the dtype of `value`. Scores and weights are computed in float32, under autocast as well. A query
-        without any key is 0, with gradient 0.
+        `[B, T, V]` in the dtype of `value`. Scores and weights are computed in float32, under autocast as well, where
+        `"triton"` rounds query and key to the dtype of `value` before. A query without any key is 0, with gradient 0.
 
     Raises:
         ValueError: shapes, dtypes or options do not fit together, the function is unknown, the bias is too short, or

@@ -299,3 +299,16 @@ def test_what_is_refused(triton_device):
         gated_attention(*double, backend="triton")
     for inputs in (wide, double):
         torch.testing.assert_close(gated_attention(*inputs), gated_attention(*inputs, backend="torch"))
+
+
+def test_autocast_multiplies_in_the_dtype_of_the_value(triton_device):
+    """Under autocast learned scales make query and key float32, while the value is narrow."""
+    query, key = (torch.randn(2, 40, 16, device=triton_device, requires_grad=True) for _ in range(2))
+    value = torch.randn(2, 40, 24, device=triton_device, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autocast(triton_device.type, dtype=torch.bfloat16):
+        output = gated_attention(query, key, value, backend="triton")
+    narrow = gated_attention(query.bfloat16(), key.bfloat16(), value, backend="triton")
+    assert output.dtype == torch.bfloat16 and output.equal(narrow)
+    assert not output.equal(gated_attention(query, key, value, backend="triton"))
+    output.float().square().sum().backward()
+    assert query.grad.dtype == torch.float32 and query.grad.isfinite().all()
