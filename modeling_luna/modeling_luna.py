@@ -679,27 +679,13 @@ class LunaModel(LunaPreTrainedModel):
         position_ids = self._position_ids(position_ids, inputs_embeds, mask, packing, past)
         hidden_states = self.embeddings(inputs_embeds, mask if packing is None else None, position_ids)
         packed, packed_mask = self._packed(inputs_embeds, layout, packed_states, packed_mask, past)
-        if self.config.is_decoder:
-            if encoder_attention_mask is not None:
-                encoder_attention_mask = encoder_attention_mask.bool()
-            self._check_context(encoder_hidden_states, encoder_attention_mask, past)
-            hidden_states, states = self.decoder(
-                hidden_states,
-                packed,
-                layout,
-                packed_mask,
-                output_weights,
-                encoder_hidden_states,
-                encoder_attention_mask,
-                past,
-            )
-        else:
-            if encoder_hidden_states is not None or encoder_attention_mask is not None:
-                raise ValueError("encoder_hidden_states needs a decoder with add_cross_attention=True")
-            hidden_states, states = self.encoder(hidden_states, packed, layout, packed_mask, output_weights)
-            if packed_states is not None and layout is not None:
-                read = mask.any(dim=1) if packing is None else layout.cu_seqlens.diff() > 0
-                states[-1] = torch.where(read[:, None, None], states[-1], packed_states)
+        context = (encoder_hidden_states, None if encoder_attention_mask is None else encoder_attention_mask.bool())
+        hidden_states, states = self._run_layers(
+            hidden_states, packed, layout, packed_mask, output_weights, *context, past
+        )
+        if packed_states is not None and layout is not None and not self.config.is_decoder:
+            read = mask.any(dim=1) if packing is None else layout.cu_seqlens.diff() > 0
+            states[-1] = torch.where(read[:, None, None], states[-1], packed_states)
         if packing is not None:
             hidden_states = packing.unpack(hidden_states, batch, length)
         return LunaModelOutput(
@@ -710,6 +696,15 @@ class LunaModel(LunaPreTrainedModel):
             past_key_values=past,
             packed_hidden_states=tuple(states) if output_hidden_states and states[-1] is not None else None,
         )
+
+    def _run_layers(self, hidden_states, packed, layout, packed_mask, output_weights, context, context_mask, past):
+        inputs = (hidden_states, packed, layout, packed_mask, output_weights)
+        if self.config.is_decoder:
+            self._check_context(context, context_mask, past)
+            return self.decoder(*inputs, context, context_mask, past)
+        if context is not None or context_mask is not None:
+            raise ValueError("encoder_hidden_states needs a decoder with add_cross_attention=True")
+        return self.encoder(*inputs)
 
     def _cache(self, past, use_cache):
         """The cache to read and to fill, or None."""
