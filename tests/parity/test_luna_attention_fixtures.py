@@ -6,6 +6,7 @@ import pytest
 from safetensors.torch import load_file
 
 from luna_mega import LunaConfig
+from luna_mega.kernels.api import use_backend
 from luna_mega.modeling_luna.modeling_luna import LunaAttention
 
 NAMES = {
@@ -33,6 +34,14 @@ def test_raw_module(shared_dir, parity, case, output_weights):
     for batch in batches:
         for masking in ("masked", "nomask"):
             _compare(parity, attention, io, batch, masking, output_weights)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_raw_module_by_kernels(shared_dir, parity, triton_device, case):
+    if triton_device.type == "cuda":
+        pytest.skip("the fixtures are compared on the CPU, by interpreted kernels")
+    with use_backend("triton"):
+        test_raw_module(shared_dir, parity, case, output_weights=False)
 
 
 def _attention(meta, io):

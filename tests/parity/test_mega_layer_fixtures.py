@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from luna_mega import MegaConfig
+from luna_mega.kernels.api import use_backend
 from luna_mega.kernels.gated_attention.reference import laplace, relu2
 from luna_mega.modeling_mega import modeling_mega
 from luna_mega.modeling_mega.cache_mega import MegaCacheLayer
@@ -149,6 +150,14 @@ def test_gated_attention(fixture, parity, padding_attends):
         output.backward(fixture.time_major("cot"))
         parity.check(f"grad_x{padded}", x.grad.transpose(0, 1), fixture.io[f"grad_x{padded}"], **fixture.loose)
         check_gradients(fixture, parity, layer, f"grad{padded}.")
+
+
+@pytest.mark.parametrize("fixture", [case for case in MODULES if "trunc" not in case], indirect=True)
+def test_gated_attention_by_kernels(fixture, parity, padding_attends, triton_device):
+    if triton_device.type == "cuda":
+        pytest.skip("the fixtures are compared on the CPU, by interpreted kernels")
+    with use_backend("triton"):
+        test_gated_attention(fixture, parity, padding_attends)
 
 
 @torch.no_grad()
