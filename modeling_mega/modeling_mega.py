@@ -520,8 +520,18 @@ class MegaModel(MegaPreTrainedModel):
             if mask is None:
                 layout = mask = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.bool)
             self._check_cache(own, len(mask), output_weights)
-        inputs = (layout, output_weights, own, encoder_hidden_states, encoder_mask, sources)
-        hidden_states = self._run_layers(hidden_states, *inputs)
+        for index, layer in enumerate(self.layers):
+            hidden_states = layer(
+                hidden_states,
+                layout,
+                output_weights,
+                None if own is None else own.layers[index],
+                encoder_hidden_states,
+                encoder_mask,
+                None if sources is None else sources.layers[index],
+            )
+        if self.final_norm is not None:
+            hidden_states = self.final_norm(hidden_states, layout)
         if packing is not None:
             hidden_states = packing.unpack(hidden_states, batch, length)
         return BaseModelOutputWithPoolingAndCrossAttentions(
@@ -529,19 +539,6 @@ class MegaModel(MegaPreTrainedModel):
             past_key_values=past,
             pooler_output=None if self.pooler is None or packed else self.pooler(first_token(hidden_states, mask)),
         )
-
-    def _run_layers(self, hidden_states, layout, output_weights, past, context, context_mask, sources):
-        for index, layer in enumerate(self.layers):
-            hidden_states = layer(
-                hidden_states,
-                layout,
-                output_weights,
-                None if past is None else past.layers[index],
-                context,
-                context_mask,
-                None if sources is None else sources.layers[index],
-            )
-        return hidden_states if self.final_norm is None else self.final_norm(hidden_states, layout)
 
     def _packing(self, shape, mask, position_ids, given_past, past, use_cache, options):
         """How the batch is laid out where that is not row by row."""
