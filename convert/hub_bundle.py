@@ -158,7 +158,7 @@ def _flat_text(module: str) -> tuple[str, set[str]]:
     lines, needed = text.splitlines(), set()
     for node in sorted(filter(_is_ours, ast.walk(ast.parse(text))), key=lambda node: node.lineno, reverse=True):
         first, last = node.lineno - 1, node.end_lineno
-        indent, behind = lines[first][: node.col_offset], lines[last - 1][node.end_col_offset :].partition("#")[0]
+        indent, behind = lines[first][: node.col_offset], lines[last - 1][node.end_col_offset :]
         names = [alias.name for alias in node.names]
         if not isinstance(node, ast.ImportFrom) or node.level or "*" in names or (indent + behind).strip():
             raise RuntimeError(f"{module}, line {node.lineno}: write `from luna_mega.x.y import name` on its own lines")
