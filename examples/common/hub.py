@@ -9,7 +9,7 @@ from huggingface_hub.errors import HTTPError
 from transformers import Trainer, TrainingArguments
 
 from common.arguments import fail
-from luna_mega.convert.model_card import FILE_NAME, training_card
+from luna_mega.hub.card import FILE_NAME, training_card
 
 
 def check_hub(training: TrainingArguments) -> None:
