@@ -24,7 +24,7 @@ import luna_mega
 from luna_mega import _register
 from luna_mega.convert.errors import ConversionError
 from luna_mega.convert.output import check_output, complete_folder
-from luna_mega.convert.tokenizer import TARGET_FOLDER
+from luna_mega.convert.tokenizers import TARGET_FOLDER
 
 # Packages that the code may need; others it may only try to import.
 _REQUIRED = {"huggingface_hub", "torch", "transformers"}

@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from luna_mega.convert import cost_luna, cost_mega
 from luna_mega.convert.errors import ConversionError
-from luna_mega.convert.fairseq_reader import read_checkpoint
 from luna_mega.convert.model_folder import ModelFolder, position_limit, read_folder
 from luna_mega.convert.plans import make_plan
+from luna_mega.convert.reader import read_checkpoint
 from luna_mega.convert.source_detect import canonical, detect
 
 _COSTS = {"luna": cost_luna, "mega": cost_mega}

@@ -19,7 +19,7 @@ from luna_mega import (
 )
 from luna_mega.convert import convert_checkpoint, export
 from luna_mega.convert.export import export_checkpoint, main
-from luna_mega.convert.fairseq_reader import read_checkpoint
+from luna_mega.convert.reader import read_checkpoint
 from luna_mega.convert.verify import compare
 
 KINDS = {

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from luna_mega import LunaConfig, LunaForMaskedLM, LunaForSequenceClassification
 from luna_mega.convert import ConversionError, convert_checkpoint, export
 from luna_mega.convert.export import export_checkpoint, main
-from luna_mega.convert.fairseq_reader import read_checkpoint
+from luna_mega.convert.reader import read_checkpoint
 
 
 def save(folder, model_class, **fields):

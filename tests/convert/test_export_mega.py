@@ -10,7 +10,7 @@ import luna_mega
 from luna_mega import MegaConfig, MegaForSequenceClassification, MegaForSequencePairClassification
 from luna_mega.convert import convert_checkpoint
 from luna_mega.convert.export import export_checkpoint, main
-from luna_mega.convert.fairseq_reader import read_checkpoint
+from luna_mega.convert.reader import read_checkpoint
 from luna_mega.convert.verify import compare
 from tests.convert.mega import mega
 from tests.convert.mega_lm import KINDS, mega_lm

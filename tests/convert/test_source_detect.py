@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from luna_mega.convert.fairseq_reader import Checkpoint
+from luna_mega.convert.reader import Checkpoint
 from luna_mega.convert.source_detect import detect
 from tests.convert.mega import mega
 from tests.convert.mega_lm import KINDS, mega_lm

@@ -10,10 +10,15 @@ from luna_mega.convert.dictionary import Dictionary
 from luna_mega.convert.errors import ConversionError
 from luna_mega.convert.model_folder import position_limit
 from luna_mega.convert.plan import Plan
-from luna_mega.convert.tokenizer_bpe import bpe_tokenizer, read_gpt2_bpe
-from luna_mega.convert.tokenizer_lm import byte_tokenizer, holds_bytes, lm_bpe_tokenizer, lm_word_tokenizer
-from luna_mega.convert.tokenizer_translation import translation_tokenizer
-from luna_mega.convert.tokenizer_words import word_tokenizer
+from luna_mega.convert.tokenizers.gpt2_bpe import bpe_tokenizer, read_gpt2_bpe
+from luna_mega.convert.tokenizers.language_models import (
+    byte_tokenizer,
+    holds_bytes,
+    lm_bpe_tokenizer,
+    lm_word_tokenizer,
+)
+from luna_mega.convert.tokenizers.translation import translation_tokenizer
+from luna_mega.convert.tokenizers.words import word_tokenizer
 
 TARGET_FOLDER = "target"
 _WORDS, _PIECES = "whitespace-separated symbols", "GPT-2 byte-pair encoding"
