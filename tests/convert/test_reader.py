@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from luna_mega.convert import ConversionError
-from luna_mega.convert.fairseq_reader import read_checkpoint
+from luna_mega.convert.reader import read_checkpoint
 
 
 class Attack:
