@@ -115,8 +115,8 @@ def assign_dictionaries(
         elif dictionary.path.parent.name in ("label-bin", "label"):
             # fairseq takes the number of classes from its args and never compares the two.
             found.warnings.append(
-                f"{path}: {len(dictionary.labels)} labels for {num_labels or 'no'} classes: not used, classes keep "
-                "their numbers"
+                f"{dictionary.path.parent.name}/{dictionary.path.name}: {len(dictionary.labels)} labels for "
+                f"{num_labels or 'no'} classes: not used, classes keep their numbers"
             )
             continue
         else:

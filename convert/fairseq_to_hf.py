@@ -139,7 +139,7 @@ def _report(
     converted: dict[str, torch.Tensor],
 ) -> Report:
     non_finite = [target for target, tensor in converted.items() if not tensor.isfinite().all()]
-    warnings = [*plan.warnings, *found.warnings]
+    warnings = [*checkpoint.warnings, *plan.warnings, *found.warnings]
     if non_finite:
         warnings.append(f"NaN or Inf in {len(non_finite)} of {len(converted)} tensors: {few(non_finite)}")
     tensors, model = canonical(checkpoint), without_memory(plan.model_class, plan)
