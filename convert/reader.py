@@ -113,7 +113,7 @@ def _load(path: Path, serialization: str):
             return torch.load(str(path), map_location="cpu", weights_only=True, mmap=serialization == "zip")
     except OSError:
         raise
-    except Exception as error:  # a broken or hostile pickle can raise any type
+    except Exception as error:  # a broken or hostile pickle may raise any type
         raise ConversionError(f"{path}: {_reason(str(error))}") from error
 
 
