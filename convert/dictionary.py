@@ -74,8 +74,8 @@ def read_dictionary(path: str | Path) -> Dictionary:
 def vocabulary(names: Iterable[str], appended: str | None) -> dict[str, int]:
     """Return the ids of a dictionary with lines of these `names`, of the specials and of the appended symbol.
 
-    A name that comes again (`#fairseq:overwrite`) means the later line, and the earlier id gets a name that occurs in no
-    text. The specials keep their names.
+    A name that comes again (`#fairseq:overwrite`) means the later line, and the earlier id gets a name that no text
+    has. The specials keep their names.
     """
     ids = {special: index for index, special in enumerate(SPECIALS)}
     for index, name in enumerate(names, start=len(SPECIALS)):

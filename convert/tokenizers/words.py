@@ -10,8 +10,8 @@ from luna_mega.convert.tokenizers._shared import OPTIONS, split_at_white_space
 def word_tokenizer(dictionary: Dictionary, cls_token: str, prepend_cls: bool, max_length: int) -> TokenizersBackend:
     """Make a tokenizer that splits text at white space and looks every symbol up, as fairseq-preprocess does.
 
-    A sequence ends with `</s>` and, with `prepend_cls`, starts with `cls_token`. A special token is recognised only as a
-    whole symbol.
+    A sequence ends with `</s>` and, with `prepend_cls`, starts with `cls_token`. Special tokens are recognised only as
+    whole symbols.
 
     Args:
         dictionary: the vocabulary of the model.
