@@ -52,7 +52,7 @@ def test_recipe_is_complete(path, parsed):
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_recipe_names_no_folder_outside_the_repository(path):
-    assert ".." not in path.read_text().replace("(../", "(")
+    assert "../" not in path.read_text()
 
 
 @pytest.mark.parametrize("path", [path for path in RECIPES if path.parent.name == "clm"], ids=lambda path: path.stem)
