@@ -14,11 +14,11 @@ def _reference(query, *arguments):
 
 
 def _triton(query, key, value, *arguments):
-    from luna_mega.kernels.gated_attention import triton_backend
+    from luna_mega.kernels.gated_attention import triton_ops
 
     if torch.is_autocast_enabled(query.device.type):  # tensor cores want operands of 16 bits, as autocast does
         query, key = query.to(value.dtype), key.to(value.dtype)
-    return triton_backend.attend(query, key, value, *arguments)
+    return triton_ops.attend(query, key, value, *arguments)
 
 
 BACKENDS: dict[str, Callable[..., torch.Tensor]] = {
