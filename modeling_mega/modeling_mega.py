@@ -179,14 +179,12 @@ class MegaGatedAttention(nn.Module):
         update, shared, reset, candidate = self.mx_proj(smoothed).split(self.sizes, dim=-1)
         shared, reset = nn.functional.silu(shared), nn.functional.silu(reset)
         query, key = (shared * self.qk_weight[row] + self.qk_bias[row] for row in (0, 1))
-        ragged = isinstance(mask, Sequences)
-        start = None if ragged else first_position(mask)
-        if past is not None:
+        if past is None:
+            key_mask, start = mask, None if isinstance(mask, Sequences) else first_position(mask)
+        else:
             window = None if self.config.attention_chunk is None else self.config.attention_chunk - 1
-            key, value, mask_of_keys, start = past.extend(key, value, mask, window)
-        attended, weights = self.attend(
-            query, key, value, mask if past is None else mask_of_keys, start, output_weights
-        )
+            key, value, key_mask, start = past.extend(key, value, mask, window)
+        attended, weights = self.attend(query, key, value, key_mask, start, output_weights)
         attended = self.dropout(self.activation(candidate + self.h_proj(attended * reset)), mask)
         # Under autocast the residual is wider than the other two, and lerp wants one dtype.
         output = torch.lerp(residual, attended.to(residual.dtype), update.to(residual.dtype).sigmoid())
