@@ -29,19 +29,35 @@ from .mega import VALUES, make, tiny_config
         ({"shared_representation_size": 13}, "an even shared_representation_size, got 13"),
         ({"num_attention_heads": 2}, "num_attention_heads must be 1, got 2"),
         ({"ema_shift": True, "bidirectional": False}, "ema_shift=True needs bidirectional=True"),
-        ({"is_decoder": True}, "is_decoder=True needs bidirectional=False"),
+        ({"is_decoder": True, "bidirectional": True}, "is_decoder=True needs bidirectional=False"),
         ({"add_cross_attention": True}, "add_cross_attention=True needs is_decoder=True"),
         ({"dropout_prob": 1.0}, r"dropout_prob must be in \[0, 1\), got 1.0"),
         ({"ema_projection_size": 0}, "ema_projection_size must be at least 1, got 0"),
         ({"pad_token_id": None}, r"pad_token_id \(None\) must be a token"),
         ({"pad_token_id": 40}, r"pad_token_id \(40\) must be a token of the vocabulary \(0 to 39\)"),
         ({"classifier_num_layers": -1}, "classifier_num_layers must be at least 0, got -1"),
+        ({"classifier_dropout": -0.1}, r"classifier_dropout must be in \[0, 1\), got -0.1"),
+        ({"ema_beta_range": -1.0}, "ema_beta_range must be a number of at least 0, got -1.0"),
         ({"hidden_size": "wide"}, "hidden_size"),
+        ({"activation": {}}, "activation"),
     ],
 )
 def test_configuration(fields, message):
     with pytest.raises(Exception, match=message):  # transformers 5.17 wraps the ValueError
         tiny_config(**fields)
+
+
+def test_a_decoder_has_one_direction(tmp_path):
+    """`bidirectional` follows from `is_decoder`, and the two contradict each other where a saved encoder says so."""
+    assert tiny_config().bidirectional and not tiny_config(is_decoder=True).bidirectional
+    tiny_config(is_decoder=True).save_pretrained(tmp_path / "decoder")
+    assert json.loads((tmp_path / "decoder" / "config.json").read_text())["bidirectional"] is False
+    assert not MegaConfig.from_pretrained(tmp_path / "decoder").bidirectional
+    tiny_config().save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["bidirectional"] is True
+    with pytest.raises(Exception, match="is_decoder=True needs bidirectional=False"):
+        MegaConfig.from_pretrained(tmp_path, is_decoder=True)
+    assert MegaConfig.from_pretrained(tmp_path, is_decoder=True, bidirectional=False).is_decoder
 
 
 def test_odd_queries_need_the_simple_bias():
