@@ -199,6 +199,7 @@ def _kept(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> to
     return hidden_states[:, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep]
 
 
+@LunaModel.register_encoder_decoder
 class LunaSeq2SeqModel(LunaPreTrainedModel):
     """Luna encoder-decoder without a head: the decoder's P is the encoder's, and goes on through its layers."""
 

@@ -8,7 +8,7 @@ bottom: outputs, embeddings, attention, causal attention, layers, encoder, decod
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,6 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import ModelOutput
-from transformers.modeling_utils import PreTrainedModel
 from transformers.processing_utils import Unpack
 from transformers.pytorch_utils import apply_chunking_to_forward
 from transformers.utils import TransformersKwargs
@@ -28,6 +27,8 @@ from luna_mega.kernels.luna_attention.reference import attend as attend_with_wei
 from luna_mega.kernels.luna_causal_attention.reference import attend_with_weights as attend_causally_with_weights
 from luna_mega.kernels.masks import drop_if_full
 from luna_mega.kernels.varlen import PACKED_BATCH, Sequences, as_options, find_packing, locate
+from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel
+from luna_mega.modeling_common.inputs import ValueEmbeddings
 from luna_mega.modeling_luna.cache_luna import LunaCache, LunaCacheLayer, LunaSeq2SeqCache
 from luna_mega.modeling_luna.configuration_luna import LunaConfig
 
@@ -60,11 +61,6 @@ class LunaModelOutput(ModelOutput):
     cross_attentions: tuple[torch.FloatTensor, ...] | None = None
     packed_attentions: tuple[torch.FloatTensor, ...] | None = None
 
-    def recorded(self) -> dict[str, tuple[torch.FloatTensor, ...] | None]:
-        """What was recorded on request, for the output of a head."""
-        names = ("hidden_states", "attentions", "packed_hidden_states", "packed_attentions")
-        return {name: getattr(self, name) for name in names}
-
 
 def sinusoids(positions: torch.Tensor, width: int) -> torch.Tensor:
     """Sinusoids of positions `[...]`, `[..., width]` in float32: sines, then cosines, as in fairseq."""
@@ -72,18 +68,6 @@ def sinusoids(positions: torch.Tensor, width: int) -> torch.Tensor:
     index = torch.arange(half, device=positions.device, dtype=torch.float32)
     angle = positions[..., None].float() * torch.exp(index * (-math.log(10000.0) / (half - 1)))
     return nn.functional.pad(torch.cat([angle.sin(), angle.cos()], dim=-1), (0, width % 2))
-
-
-class LunaValueEmbeddings(nn.Module):
-    """A real number x becomes x * weight + bias, `[B, T]` to `[B, T, d]` (LRA pixels)."""
-
-    def __init__(self, hidden_size: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(hidden_size))
-        self.bias = nn.Parameter(torch.empty(hidden_size))
-
-    def forward(self, values: torch.Tensor) -> torch.Tensor:
-        return torch.addcmul(self.bias, values[..., None].to(self.weight.dtype), self.weight)
 
 
 class LunaEmbeddings(nn.Module):
@@ -96,7 +80,7 @@ class LunaEmbeddings(nn.Module):
         if config.input_type == "tokens":
             self.word_embeddings = nn.Embedding(config.vocab_size, width, padding_idx=config.pad_token_id)
         else:
-            self.value_embeddings = LunaValueEmbeddings(width)
+            self.value_embeddings = ValueEmbeddings(width)
         if config.position_embedding_type == "learned":
             rows = config.max_position_embeddings + config.position_offset
             padding_row = config.position_offset - 1 if config.position_offset else None
@@ -355,6 +339,13 @@ class LunaLayer(GradientCheckpointingLayer):
         packed = self.packed_layer_norm(packed + self.dropout(packed_output))
         return self.final_layer_norm(hidden_states + self.feed_forward(hidden_states)), packed
 
+    def unpack_modules(self) -> list[nn.Module]:
+        """Return the modules that the tokens behind this layer depend on, and P does not."""
+        names = ("query", "key", "value", "key_value", "output")
+        unpack = [getattr(self.attention, name) for name in names if hasattr(self.attention, name)]
+        norms = [self.final_layer_norm, *([] if self.pre_norm else [self.attention_layer_norm])]
+        return [*unpack, *norms, self.fc1, self.fc2]
+
     def feed_forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return apply_chunking_to_forward(self.feed_forward_chunk, self.chunk_size, 1, hidden_states)
 
@@ -408,6 +399,26 @@ class LunaEncoder(nn.Module):
             if packed_states[-1] is not None and not self.config.learns_causal_projection:
                 packed_states[-1] = self.packed_layer_norm(packed_states[-1])
         return hidden_states, packed_states
+
+    def unread_parameters(self, tokens: bool, packed: bool) -> Iterator[nn.Parameter]:
+        """Yield what no output depends on where `tokens` or P (`packed`) are not read behind the last layer."""
+        config, steps = self.config, [self.layers[0]] if self.config.share_layers else list(self.layers)
+        last, repeated = steps[-1], config.share_layers and config.num_hidden_layers > 1
+        modules = []
+        if not config.pre_norm:
+            # P leaves a layer through this norm, and goes on to the next layer where it is contextual. Where it is not,
+            # layerdrop makes any layer the last.
+            handed_on = [last] if repeated else steps[:-1]
+            read = handed_on if config.contextual_projection or (packed and config.layerdrop) else []
+            read = [*read, last] if packed else read
+            modules += [layer.packed_layer_norm for layer in steps if layer not in read]
+        elif not packed:
+            modules.append(getattr(self, "packed_layer_norm", None))
+        if not tokens:
+            modules += [self.layer_norm] if config.pre_norm else []
+            modules += [] if repeated else last.unpack_modules()
+        for module in modules:
+            yield from () if module is None else module.parameters()
 
 
 class LunaDecoderLayer(LunaLayer):
@@ -504,15 +515,12 @@ class LunaDecoder(LunaEncoder):
         return self.final_norm(hidden_states, packed_states)
 
 
-class LunaPreTrainedModel(PreTrainedModel):
+class LunaPreTrainedModel(CommonPreTrainedModel):
     """Base of the Luna models: configuration, initialisation and what transformers asks of a model."""
 
     config_class = LunaConfig
     config: LunaConfig
     base_model_prefix = "luna"
-    supports_gradient_checkpointing = True
-    # "eager" computes attention step by step and has weights to return; "sdpa" (default) is `luna_mega.kernels`.
-    _supports_sdpa = True
     _no_split_modules = ["LunaLayer", "LunaDecoderLayer", "LunaEmbeddings"]
     _can_record_outputs = {
         "hidden_states": LunaLayer,
@@ -524,28 +532,21 @@ class LunaPreTrainedModel(PreTrainedModel):
         "packed_attentions": OutputRecorder(LunaAttention, index=3),
     }
 
-    def __init__(self, config: LunaConfig):
-        super().__init__(config)
-        if config.input_type == "values":
-            self.main_input_name = "input_values"
-
     @property
     def embedding_range(self) -> float:
         """Standard deviation of initial embeddings: scaled by sqrt(d), they have entries around 1."""
         return self.config.hidden_size**-0.5 if self.config.scale_embedding else self.config.initializer_range
 
-    def require_tokens(self):
-        """Refuse a configuration of real values for a class or method that needs tokens."""
-        if self.config.input_type != "tokens":
-            raise ValueError(f"{type(self).__name__} needs input_type='tokens', got {self.config.input_type!r}")
-
-    def resize_token_embeddings(self, *args, **kwargs) -> nn.Embedding:
-        self.require_tokens()
-        return super().resize_token_embeddings(*args, **kwargs)
-
-    @classmethod
-    def _can_set_attn_implementation(cls) -> bool:
-        return True
+    def unread_parameters(self) -> Iterable[nn.Parameter]:
+        """As the base class: a head reads the tokens behind the last layer, not P. Both are outputs of the bodies."""
+        body = self.base_model
+        if body is self:
+            return ()
+        if self.config.is_encoder_decoder:
+            encoder = body.encoder.encoder.unread_parameters(tokens=True, packed=True)
+            return [*encoder, *body.decoder.decoder.unread_parameters(tokens=True, packed=False)]
+        stack = body.decoder if self.config.is_decoder else body.encoder
+        return stack.unread_parameters(tokens=True, packed=False)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
@@ -556,7 +557,7 @@ class LunaPreTrainedModel(PreTrainedModel):
             init.normal_(module.weight, std=self.embedding_range)
             if module.padding_idx is not None:
                 init.zeros_(module.weight[module.padding_idx])
-        elif isinstance(module, LunaValueEmbeddings):
+        elif isinstance(module, ValueEmbeddings):
             init.normal_(module.weight, std=self.config.initializer_range)
             init.zeros_(module.bias)
 
@@ -565,16 +566,11 @@ _FORWARD_KWARGS = {"num_items_in_batch", "output_hidden_states", "output_attenti
 _FORWARD_KWARGS |= PACKED_BATCH
 
 
-class LunaModel(LunaPreTrainedModel):
+class LunaModel(BodyMixin, LunaPreTrainedModel):
     """Luna without a head: the encoder, or with `is_decoder` a decoder."""
 
     def __init__(self, config: LunaConfig):
         super().__init__(config)
-        if config.is_encoder_decoder:
-            raise ValueError(
-                f"{type(self).__name__} is one side only, and the configuration has is_encoder_decoder=True: use "
-                "LunaSeq2SeqModel, LunaForConditionalGeneration or their Auto classes"
-            )
         self.embeddings = LunaEmbeddings(config)
         if config.is_decoder:
             self.decoder = LunaDecoder(config)
@@ -582,32 +578,9 @@ class LunaModel(LunaPreTrainedModel):
             self.encoder = LunaEncoder(config)
         self.post_init()
 
-    @classmethod
-    def _for_auto_model(cls, config):
-        """The class that `AutoModel`, which knows one for every kind of configuration, means by this one."""
-        if cls is LunaModel and isinstance(config, LunaConfig) and config.is_encoder_decoder:
-            from luna_mega.modeling_luna.generation_luna import LunaSeq2SeqModel
-
-            return LunaSeq2SeqModel
-        return super()
-
-    @classmethod
-    def _from_config(cls, config: LunaConfig, **kwargs) -> LunaPreTrainedModel:
-        return cls._for_auto_model(config)._from_config(config, **kwargs)
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *args, config=None, **kwargs) -> LunaPreTrainedModel:
-        model_class = cls._for_auto_model(config)
-        return model_class.from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)
-
-    def get_input_embeddings(self) -> nn.Module:
-        if self.config.input_type == "values":
-            return self.embeddings.value_embeddings
-        return self.embeddings.word_embeddings
-
-    def set_input_embeddings(self, value: nn.Module):
-        self.require_tokens()
-        self.embeddings.word_embeddings = value
+    @property
+    def _embeddings(self) -> nn.Module:
+        return self.embeddings
 
     @capture_outputs
     def forward(

@@ -3,7 +3,7 @@
 A block smooths its input with a multi-dimensional damped moving average, lets a single attention head look at the
 smoothed sequence, and gates the result into the residual; attention may be confined to chunks, across which the
 moving average still carries information. From top to bottom: embeddings, moving average, gated attention, feed-forward
-layer, block, model, masked-LM head. The other heads are in `heads_mega.py`.
+layer, block, model. The heads are in `heads_mega.py`.
 
 Names of modules and parameters are those of the Mega of transformers v4, so that its checkpoints load as they are.
 There `damping_factor` holds the logits of the paper's alpha (weight of the input), `decay_factor` those of its delta.
@@ -20,9 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
     BaseModelOutputWithPoolingAndCrossAttentions,
     CausalLMOutputWithCrossAttentions,
-    MaskedLMOutput,
 )
-from transformers.modeling_utils import PreTrainedModel
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
@@ -32,6 +30,9 @@ from luna_mega.kernels.damped_ema.reference import log_decay
 from luna_mega.kernels.gated_attention.reference import attention_weights, into_chunks
 from luna_mega.kernels.masks import drop_if_full
 from luna_mega.kernels.varlen import PACKED_BATCH, Sequences, as_options, find_packing
+from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel
+from luna_mega.modeling_common.inputs import ValueEmbeddings
+from luna_mega.modeling_common.pooling import first_token
 from luna_mega.modeling_mega.adaptive import MegaAdaptiveEmbedding, MegaAdaptiveSoftmax
 from luna_mega.modeling_mega.cache_mega import (
     MegaCache,
@@ -47,25 +48,13 @@ from luna_mega.modeling_mega.parts import MegaDropout, MegaSequenceNorm, build_r
 from luna_mega.modeling_mega.position import MegaRotaryRelativeBias, MegaSimpleRelativeBias
 
 
-class MegaValueEmbeddings(nn.Module):
-    """A real number x becomes x * weight + bias, `[B, T]` to `[B, T, d]` (pixels, audio samples)."""
-
-    def __init__(self, hidden_size: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(hidden_size))
-        self.bias = nn.Parameter(torch.empty(hidden_size))
-
-    def forward(self, values: torch.Tensor) -> torch.Tensor:
-        return torch.addcmul(self.bias, values[..., None].to(self.weight.dtype), self.weight)
-
-
 class MegaEmbeddings(nn.Module):
     """Tokens or real values; a Mega model has no position embeddings."""
 
     def __init__(self, config: MegaConfig):
         super().__init__()
         if config.input_type == "values":
-            self.value_embeddings = MegaValueEmbeddings(config.hidden_size)
+            self.value_embeddings = ValueEmbeddings(config.hidden_size)
         elif config.adaptive_input_cutoffs is not None:
             self.word_embeddings = MegaAdaptiveEmbedding(config)
         else:
@@ -325,13 +314,12 @@ class MegaPooler(nn.Module):
         return torch.tanh(self.dense(first))
 
 
-class MegaPreTrainedModel(PreTrainedModel):
+class MegaPreTrainedModel(CommonPreTrainedModel):
     """Base of the Mega models: configuration, initialisation and what transformers asks of a model."""
 
     config_class = MegaConfig
     config: MegaConfig
     base_model_prefix = "mega"
-    supports_gradient_checkpointing = True
     _no_split_modules = ["MegaBlock"]
     # The decay is a sigmoid of logits that half precision would blur (1 - q down to 1e-5).
     _keep_in_fp32_modules_strict = ["ema_gate"]
@@ -345,18 +333,11 @@ class MegaPreTrainedModel(PreTrainedModel):
 
     def __init__(self, config: MegaConfig):
         super().__init__(config)
-        if config.input_type == "values":
-            self.main_input_name = "input_values"
         if config.normalization_type.endswith("batchnorm"):
             self._keep_in_fp32_modules_strict = [*self._keep_in_fp32_modules_strict, "running_mean", "running_var"]
 
-    def require_tokens(self):
-        """Refuse a configuration of real values for a class or method that needs tokens."""
-        if self.config.input_type != "tokens":
-            raise ValueError(f"{type(self).__name__} needs input_type='tokens', got {self.config.input_type!r}")
-
     def resize_token_embeddings(self, *args, **kwargs) -> nn.Embedding:
-        self.require_tokens()
+        """As the base class, for vocabularies that are not adaptive."""
         if self.config.adaptive_input_cutoffs is not None or self.config.adaptive_softmax_cutoffs is not None:
             raise NotImplementedError("an adaptive vocabulary is in bands by frequency and cannot be resized")
         return super().resize_token_embeddings(*args, **kwargs)
@@ -389,7 +370,7 @@ class MegaPreTrainedModel(PreTrainedModel):
             init.normal_(module.weight, std=module.embedding_dim**-0.5)
             if module.padding_idx is not None:
                 init.zeros_(module.weight[module.padding_idx])
-        elif isinstance(module, MegaValueEmbeddings):
+        elif isinstance(module, ValueEmbeddings):
             init.normal_(module.weight)
             init.normal_(module.bias, std=0.1)
 
@@ -397,16 +378,11 @@ class MegaPreTrainedModel(PreTrainedModel):
 _FORWARD_KWARGS = {"num_items_in_batch", "output_hidden_states", "output_attentions", "position_ids"} | PACKED_BATCH
 
 
-class MegaModel(MegaPreTrainedModel):
+class MegaModel(BodyMixin, MegaPreTrainedModel):
     """Mega without a head: the encoder, or with `is_decoder` the decoder of a language model."""
 
     def __init__(self, config: MegaConfig, add_pooling_layer: bool = True):
         super().__init__(config)
-        if config.is_encoder_decoder:
-            raise ValueError(
-                f"{type(self).__name__} is one side only, and the configuration has is_encoder_decoder=True: use "
-                "MegaSeq2SeqModel, MegaForConditionalGeneration or their Auto classes"
-            )
         self.embedding_layer = MegaEmbeddings(config)
         self.embedding_norm = MegaSequenceNorm(config, config.norm_affine) if config.embedding_norm else None
         self.embedding_dropout = MegaDropout(config.dropout_prob, config.use_feature_dropout)
@@ -416,32 +392,9 @@ class MegaModel(MegaPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    @classmethod
-    def _for_auto_model(cls, config):
-        """The class that `AutoModel`, which knows one for every kind of configuration, means by this one."""
-        if cls is MegaModel and isinstance(config, MegaConfig) and config.is_encoder_decoder:
-            from luna_mega.modeling_mega.seq2seq_mega import MegaSeq2SeqModel
-
-            return MegaSeq2SeqModel
-        return super()
-
-    @classmethod
-    def _from_config(cls, config: MegaConfig, **kwargs) -> MegaPreTrainedModel:
-        return cls._for_auto_model(config)._from_config(config, **kwargs)
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *args, config=None, **kwargs) -> MegaPreTrainedModel:
-        model_class = cls._for_auto_model(config)
-        return model_class.from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)
-
-    def get_input_embeddings(self) -> nn.Module:
-        if self.config.input_type == "values":
-            return self.embedding_layer.value_embeddings
-        return self.embedding_layer.word_embeddings
-
-    def set_input_embeddings(self, value: nn.Module):
-        self.require_tokens()
-        self.embedding_layer.word_embeddings = value
+    @property
+    def _embeddings(self) -> nn.Module:
+        return self.embedding_layer
 
     @capture_outputs
     def forward(
@@ -666,67 +619,6 @@ def new_cache(config: MegaConfig) -> MegaCache | MegaSeq2SeqCache:
     return MegaSeq2SeqCache(config) if config.add_cross_attention else MegaCache(config)
 
 
-def first_token(states: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """The first position of `[B, T, d]` that the mask keeps, `[B, d]`: with padding on the left it is not 0."""
-    if mask is None:
-        return states[:, 0]
-    index = mask.int().argmax(dim=1)[:, None, None].expand(-1, 1, states.shape[2])
-    return states.gather(1, index)[:, 0]
-
-
-class MegaForMaskedLM(MegaPreTrainedModel):
-    """Mega with a masked-language-modelling head."""
-
-    _tied_weights_keys = {"mlm_head.weight": "mega.embedding_layer.word_embeddings.weight"}
-
-    def __init__(self, config: MegaConfig):
-        super().__init__(config)
-        self.require_tokens()
-        self.mega = MegaModel(config, add_pooling_layer=False)
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size) if config.add_lm_hidden_dense_layer else None
-        self.dropout = nn.Dropout(config.dropout_prob)
-        self.mlm_head = nn.Linear(config.hidden_size, config.vocab_size)
-        self.post_init()
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.mlm_head
-
-    def set_output_embeddings(self, new_embeddings: nn.Module):
-        self.mlm_head = new_embeddings
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        token_type_ids: torch.LongTensor | None = None,
-        labels: torch.LongTensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> MaskedLMOutput:
-        """As `MegaModel.forward`; `labels` `[B, T]`: tokens, -100 = not predicted.
-
-        `logits`: `[B, T, vocab_size]`, with `sparse_prediction` and labels only those of the M predicted positions,
-        `[M, vocab_size]`.
-        """
-        outputs = self.mega(
-            input_ids, attention_mask, inputs_embeds=inputs_embeds, token_type_ids=token_type_ids, **kwargs
-        )
-        hidden_states = outputs.last_hidden_state
-        if labels is not None and self.config.sparse_prediction:
-            predicted = labels != -100
-            hidden_states, labels = hidden_states[predicted], labels[predicted]
-        if self.dense is not None:
-            hidden_states = torch.tanh(self.dense(hidden_states))
-        logits = self.mlm_head(self.dropout(hidden_states))
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return MaskedLMOutput(
-            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
-        )
-
-
 class MegaForCausalLM(MegaPreTrainedModel, GenerationMixin):
     """Mega with a language-modelling head; generates at constant memory where attention is in chunks.
 
@@ -873,4 +765,4 @@ class MegaForCausalLM(MegaPreTrainedModel, GenerationMixin):
     generate_batch = init_continuous_batching
 
 
-__all__ = ["MegaForCausalLM", "MegaForMaskedLM", "MegaModel", "MegaPreTrainedModel"]
+__all__ = ["MegaForCausalLM", "MegaModel", "MegaPreTrainedModel"]

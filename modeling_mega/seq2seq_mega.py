@@ -15,6 +15,7 @@ from luna_mega.modeling_mega.modeling_mega import MegaModel, MegaPreTrainedModel
 _WORDS = "embedding_layer.word_embeddings.weight"
 
 
+@MegaModel.register_encoder_decoder
 class MegaSeq2SeqModel(MegaPreTrainedModel):
     """A Mega encoder and a Mega decoder with gated cross-attention, without a head."""
 

@@ -1,0 +1,126 @@
+"""What both models take: embeddings of real values, and one set of checks for every kind of input."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from luna_mega.modeling_common.layout import RAGGED_OPTIONS, TokenLayout, drop_if_full, find_layout
+
+
+class ValueEmbeddings(nn.Module):
+    """A real number x becomes x * weight + bias, `[B, T]` to `[B, T, d]` (pixels, audio samples)."""
+
+    def __init__(self, hidden_size: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(hidden_size))
+        self.bias = nn.Parameter(torch.empty(hidden_size))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return torch.addcmul(self.bias, values[..., None].to(self.weight.dtype), self.weight)
+
+
+class InputsMixin:
+    """The checked inputs of `LunaModel` and `MegaModel`.
+
+    Each refuses what does not fit with a `ValueError` that has the numbers, and returns what the layers take.
+    """
+
+    forward_options = RAGGED_OPTIONS | {"num_items_in_batch", "output_hidden_states", "output_attentions"}
+
+    def check_options(self, options: dict[str, Any]):
+        """Refuse keyword arguments that the model does not have."""
+        if unknown := options.keys() - self.forward_options:
+            family = self.config.model_type.capitalize()
+            raise ValueError(f"{family} models take no {', '.join(sorted(unknown))}; leave the argument out")
+
+    def is_asked(self, name: str, options: dict[str, Any]) -> bool:
+        """Return the value of an argument such as `output_attentions`, whose default is in the configuration."""
+        return options.get(name, getattr(self.config, name, False))
+
+    def choose_cache(self, past, use_cache: bool | None, kind: type):
+        """Return the cache of class `kind` to read and to fill, or None."""
+        if not self.config.is_decoder:
+            if past is not None or use_cache:
+                raise ValueError(
+                    "past_key_values and use_cache=True need a decoder (is_decoder=True): an encoder's output depends "
+                    "on what is yet to come"
+                )
+            return None
+        if past is not None and not isinstance(past, kind):
+            raise ValueError(
+                f"past_key_values must be a {kind.__name__}, got a {type(past).__name__}; leave it out to begin"
+            )
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        if past is None and use_cache:
+            past = kind(self.config)
+        runs_once = not any(getattr(module, "gradient_checkpointing", False) for module in self.modules())
+        if past is not None and self.training and not (runs_once and not getattr(self.config, "layerdrop", 0.0)):
+            raise ValueError(
+                "a cache needs every layer to run once, not twice (gradient checkpointing) or by chance (layerdrop): "
+                "pass use_cache=False"
+            )
+        return past
+
+    def embed(
+        self,
+        input_ids: torch.LongTensor | None,
+        attention_mask: torch.Tensor | None,
+        inputs_embeds: torch.FloatTensor | None,
+        input_values: torch.FloatTensor | None,
+        past=None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return embeddings `[B, T, d]` and the bool mask `[B, T]`, None = all.
+
+        With a filled cache an `attention_mask` may be that of all positions so far.
+        """
+        name = "input_ids" if self.config.input_type == "tokens" else "input_values"
+        inputs, other = (input_ids, input_values) if name == "input_ids" else (input_values, input_ids)
+        if other is not None or (inputs is None) == (inputs_embeds is None):
+            raise ValueError(
+                f"this model has input_type={self.config.input_type!r}: give exactly one of {name} and inputs_embeds"
+            )
+        given, width = (inputs, []) if inputs_embeds is None else (inputs_embeds, [self.embedding_width])
+        if given.dim() < 2 or list(given.shape[2:]) != width:
+            raise ValueError(
+                f"this model takes {name} [B, T] or inputs_embeds [B, T, {self.embedding_width}], got the shape "
+                f"{list(given.shape)}"
+            )
+        batch, length = given.shape[:2]
+        if batch == 0 or length == 0:
+            raise ValueError(f"the batch is empty: {batch} sequences of length {length}")
+        mask = None if attention_mask is None else attention_mask.bool()
+        if mask is not None and past is not None and past.get_seq_length():
+            mask = mask[:, -length:]
+        if mask is not None and mask.shape != (batch, length):
+            raise ValueError(
+                f"attention_mask must have the shape [{batch}, {length}] of the input, got {list(attention_mask.shape)}"
+            )
+        if inputs_embeds is None:
+            inputs_embeds = self.get_input_embeddings()(inputs)
+            if mask is None and name == "input_ids":
+                mask = input_ids != self.config.pad_token_id
+        return inputs_embeds, drop_if_full(mask)
+
+    def choose_layout(
+        self,
+        inputs_embeds: torch.Tensor,
+        mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        options: dict[str, Any],
+        recorded: dict[str, bool],
+        past,
+    ) -> TokenLayout:
+        """Return the layout of the batch; `recorded` names what the outputs of single layers are wanted for.
+
+        `position_ids` are those that may begin anew within a row. Where the batch came ragged, a cache `past` that a
+        decoder would begin by default is none, see `refuse_with_ragged`.
+        """
+        unpads = self.config.unpad_inputs and not self.config.add_cross_attention and past is None
+        unpads = unpads and not any(recorded.values())
+        layout = find_layout(inputs_embeds.shape[:2], mask, position_ids, options, unpads)
+        batch = inputs_embeds.shape[0]
+        if layout.is_ragged() and recorded["output_hidden_states"] and batch > 1:
+            raise ValueError(f"output_hidden_states=True takes a ragged batch of one row, not one of {batch}")
+        return layout
