@@ -22,9 +22,13 @@ from transformers.pytorch_utils import apply_chunking_to_forward
 from transformers.utils import TransformersKwargs
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from luna_mega.kernels.api import LunaCausalState, luna_causal_attention, luna_pack, luna_unpack
-from luna_mega.kernels.luna_attention.reference import attend as attend_with_weights
-from luna_mega.kernels.luna_causal_attention.reference import attend_with_weights as attend_causally_with_weights
+from luna_mega.kernels.api import (
+    LunaCausalState,
+    luna_attention,
+    luna_causal_attention,
+    luna_causal_attention_step,
+    luna_unpack,
+)
 from luna_mega.kernels.masks import drop_if_full
 from luna_mega.kernels.varlen import PACKED_BATCH, Sequences, as_options, find_packing, locate
 from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel
@@ -208,30 +212,27 @@ class LunaAttention(nn.Module):
         L]` are bool, True = keep; with `Sequences` for a mask queries and context are laid end to end. With a filled
         `past` the context is packed already: P, context and what was packed of it are None.
         """
-        packed_context = pack_weights = None
-        unpack_options = {"mask": packed_mask} | (as_options(mask) if isinstance(mask, Sequences) else {})
-        if past is None or not past.is_initialized:
-            pack_query = _split(self.pack_query(packed), self.num_pack_heads)
-            context_key_value = self.context_key_value(hidden_states if context is None else context)
-            packed_context, pack_weights = self.attend(
-                luna_pack, pack_query, *context_key_value, output_weights, **as_options(mask)
-            )
+        query = _split(self.query(hidden_states), self.num_heads)
+        options = {"dropout": self.dropout if self.training else 0.0, "return_weights": output_weights}
+        if past is not None and past.is_initialized:
+            key, value = past.tensors["key"], past.tensors["value"]
+            output = luna_unpack(query, key, value, packed_mask, **options)
+            output, weights = output if output_weights else (output, None)
+            return self.output(output.flatten(2)), None, weights, None
+
+        def project(packed_context: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             key, value = self.packed_key_value(packed_context)
-            packed_context = packed_context.flatten(2)
             if past is not None:
                 past.store(key.shape[1], key=key, value=value)
-        else:
-            key, value = past.tensors["key"], past.tensors["value"]
-        query = _split(self.query(hidden_states), self.num_heads)
-        output, weights = self.attend(luna_unpack, query, key, value, output_weights, **unpack_options)
-        return self.output(output.flatten(2)), packed_context, weights, pack_weights
+            return key, value
 
-    def attend(self, op, query, key, value, output_weights, **options):
-        """Attention by `op` and None, or step by step with the weights."""
-        dropout = self.dropout if self.training else 0.0
-        if output_weights:
-            return attend_with_weights(query, key, value, options["mask"], query.shape[-1] ** -0.5, dropout)
-        return op(query, key, value, dropout=dropout, **options), None
+        pack_query = _split(self.pack_query(packed), self.num_pack_heads)
+        pack_key, pack_value = self.context_key_value(hidden_states if context is None else context)
+        options |= mask._asdict() if isinstance(mask, Sequences) else {"context_mask": mask}
+        output, packed_context, *weights = luna_attention(
+            query, pack_query, pack_key, pack_value, project, pack_mask=packed_mask, **options
+        )
+        return self.output(output.flatten(2)), packed_context.flatten(2), *(weights or (None, None))
 
 
 def _split(projected: torch.Tensor, heads: int) -> torch.Tensor:
@@ -282,18 +283,22 @@ class LunaCausalAttention(nn.Module):
         else:
             key, value = (_split(linear(hidden_states), self.num_heads) for linear in (self.key, self.value))
         query, pack_key = (_split(linear(hidden_states), self.num_heads) for linear in (self.query, self.pack_key))
-        inputs = (query, pack_query, pack_key, key, value)
-        dropout, weights = self.dropout if self.training else 0.0, None
-        if output_weights:
-            output, weights, state = attend_causally_with_weights(
-                *inputs, mask, packed_mask, self.activation, state, dropout
-            )
+        options = {
+            "pack_mask": packed_mask,
+            "activation": self.activation,
+            "dropout": self.dropout if self.training else 0.0,
+        }
+        if state is not None and hidden_states.shape[1] == 1 and not output_weights:
+            tokens = (query[:, 0], pack_query, pack_key[:, 0], key[:, 0], value[:, 0])
+            options["mask"] = None if mask is None else mask[:, 0]
+            output, state = luna_causal_attention_step(*tokens, state, **options)
+            output, weights = output[:, None], []
         else:
-            options = {"pack_mask": packed_mask, "activation": self.activation, "state": state, **as_options(mask)}
-            output, state = luna_causal_attention(*inputs, **options, return_state=True, dropout=dropout)
+            options |= {"state": state, "return_state": True, "return_weights": output_weights, **as_options(mask)}
+            output, *weights, state = luna_causal_attention(query, pack_query, pack_key, key, value, **options)
         if past is not None:
             past.store(hidden_states.shape[1], pack_query=pack_query, pack_mask=packed_mask, **state._asdict())
-        return self.output(output.flatten(2)), weights
+        return self.output(output.flatten(2)), weights[0] if weights else None
 
 
 class LunaLayer(GradientCheckpointingLayer):
