@@ -12,7 +12,7 @@ from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import ModelOutput
 
-from luna_mega.kernels.varlen import refuse_packed
+from luna_mega.modeling_common.layout import refuse_ragged
 from luna_mega.modeling_common.pooling import without_first
 
 _RECORDED = ("hidden_states", "attentions", "packed_hidden_states", "packed_attentions")
@@ -80,8 +80,9 @@ class PooledMixin:
         names = ("input_ids", "inputs_embeds", "input_values")
         inputs = {name: kwargs.pop(name) for name in names if kwargs.get(name) is not None}
         mask = None if attention_mask is None else attention_mask.bool()
-        if mask is None and inputs:
-            refuse_packed(self, next(iter(inputs.values())), kwargs.get("position_ids"), kwargs)
+        if inputs:
+            restarts = kwargs.get("position_ids") if mask is None else None
+            refuse_ragged(self, next(iter(inputs.values())), restarts, kwargs)
         if mask is None and "input_ids" in inputs:
             mask = inputs["input_ids"] != self.config.pad_token_id
         if drop_first_token:

@@ -55,13 +55,17 @@ class InputsMixin:
             use_cache = self.config.use_cache and not self.training
         if past is None and use_cache:
             past = kind(self.config)
-        runs_once = not any(getattr(module, "gradient_checkpointing", False) for module in self.modules())
-        if past is not None and self.training and not (runs_once and not getattr(self.config, "layerdrop", 0.0)):
+        if past is not None and self.training and self.may_repeat_layers():
             raise ValueError(
                 "a cache needs every layer to run once, not twice (gradient checkpointing) or by chance (layerdrop): "
                 "pass use_cache=False"
             )
         return past
+
+    def may_repeat_layers(self) -> bool:
+        """Return whether a layer may run twice or not at all in a training step."""
+        repeats = any(getattr(module, "gradient_checkpointing", False) for module in self.modules())
+        return repeats or bool(getattr(self.config, "layerdrop", 0.0))
 
     def embed(
         self,
@@ -106,21 +110,36 @@ class InputsMixin:
     def choose_layout(
         self,
         inputs_embeds: torch.Tensor,
+        attention_mask: torch.Tensor | None,
         mask: torch.Tensor | None,
         position_ids: torch.Tensor | None,
         options: dict[str, Any],
-        recorded: dict[str, bool],
         past,
+        needs: dict[str, bool],
     ) -> TokenLayout:
-        """Return the layout of the batch; `recorded` names what the outputs of single layers are wanted for.
+        """Return the layout of the batch.
 
-        `position_ids` are those that may begin anew within a row. Where the batch came ragged, a cache `past` that a
-        decoder would begin by default is none, see `refuse_with_ragged`.
+        `attention_mask` is the argument, `mask` what `embed` made of it. `position_ids` may begin anew within a row.
+        `past` is a cache that the model would fill, `needs` says whether the caller asked for "cache" or "weights".
         """
-        unpads = self.config.unpad_inputs and not self.config.add_cross_attention and past is None
-        unpads = unpads and not any(recorded.values())
+        if attention_mask is not None and options.get("cu_seq_lens_q") is not None:
+            raise ValueError("attention_mask with cu_seq_lens_q: ragged sequences have no padding, leave one out")
+        states, config = self.is_asked("output_hidden_states", options), self.config
+        unpads = config.unpad_inputs and not (
+            config.add_cross_attention or past is not None or needs["weights"] or states
+        )
         layout = find_layout(inputs_embeds.shape[:2], mask, position_ids, options, unpads)
-        batch = inputs_embeds.shape[0]
-        if layout.is_ragged() and recorded["output_hidden_states"] and batch > 1:
-            raise ValueError(f"output_hidden_states=True takes a ragged batch of one row, not one of {batch}")
+        if not layout.is_ragged() or unpads:
+            return layout
+        if needs["cache"]:
+            raise ValueError("a ragged batch has no cache: leave past_key_values out and pass use_cache=False")
+        if config.add_cross_attention:
+            raise ValueError("a decoder with add_cross_attention=True takes no ragged batch: pad it")
+        if needs["weights"]:
+            raise ValueError(
+                "a ragged batch has no attention weights to return: pass output_attentions=False and load the model "
+                "with attn_implementation='sdpa'"
+            )
+        if states and (rows := inputs_embeds.shape[0]) > 1:
+            raise ValueError(f"output_hidden_states=True takes a ragged batch of one row, not one of {rows}")
         return layout

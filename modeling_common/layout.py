@@ -12,7 +12,7 @@ from torch import nn
 
 from luna_mega.kernels.varlen import check, locate
 
-# Keyword arguments of a forward that tell how sequences are laid end to end, as `DataCollatorWithFlattening` makes them.
+# Keyword arguments that tell how sequences are laid end to end, as `DataCollatorWithFlattening` makes them.
 RAGGED_OPTIONS = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})
 
 
@@ -81,6 +81,9 @@ class TokenLayout(NamedTuple):
         return locate(self.cu_seqlens, total)
 
 
+DENSE = TokenLayout()  # no padding
+
+
 def drop_if_full(mask: torch.Tensor | None) -> torch.Tensor | None:
     """Return None in place of a bool mask that keeps everything, so that nothing is masked, moved or counted for it.
 
@@ -114,9 +117,9 @@ def find_layout(
         elif position_ids is not None:
             starts = position_ids.diff(dim=1) <= 0
     if cu_seqlens is not None:
-        if starts is not None and starts.device.type == "cpu" and not starts.equal(_starts(cu_seqlens, shape)[:, 1:]):
-            raise ValueError("seq_idx or position_ids tell other sequences than cu_seq_lens_q: leave out what is wrong")
         longest = check("a ragged batch", cu_seqlens, options.get("max_length_q"), shape[0] * shape[1])
+        if starts is not None and starts.device.type == "cpu" and (starts != _starts(cu_seqlens, shape)[:, 1:]).any():
+            raise ValueError("seq_idx or position_ids tell other sequences than cu_seq_lens_q: leave out what is wrong")
         return TokenLayout(None, cu_seqlens, longest, None, tuple(shape))
     if starts is not None and starts.any():
         return _lay_end_to_end(mask, nn.functional.pad(starts, (1, 0), value=True).expand(shape))
@@ -142,10 +145,8 @@ def _bounds(total: int, options: dict[str, Any]) -> torch.Tensor | None:
         told = keys.device.type == "cpu" and cu_seqlens.device.type == "cpu" and not _is_program()
         if keys.shape != cu_seqlens.shape or (told and (keys != cu_seqlens).any()):
             raise ValueError("cu_seq_lens_k differs from cu_seq_lens_q, but tokens attend to their own sequence")
-    if others["max_length_k"] not in (None, longest):
-        raise ValueError(
-            f"max_length_k is {others['max_length_k']} and max_length_q {longest}, but tokens attend to their own sequence"
-        )
+    if (keys := others["max_length_k"]) not in (None, longest):
+        raise ValueError(f"max_length_k is {keys} and max_length_q {longest}, but tokens attend to their own sequence")
     return cu_seqlens
 
 
