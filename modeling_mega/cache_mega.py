@@ -79,8 +79,8 @@ class MegaCacheLayer(_StateLayer):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Add the keys, values and mask of T positions, and keep the last `window` of all (None: all).
 
-        Returns keys, values and mask of the W positions before and the T new ones, and the position `[B, 1]` of the
-        first of these in its sequence: below 0 where padding precedes the first token.
+        Returns keys, values and mask of the W positions before and the T new ones, and the position `[B]` of the first
+        of these in its sequence: below 0 where padding precedes the first token.
         """
         length, first = mask.shape[1], mask.int().argmax(dim=1)
         begun = first.new_zeros(len(mask)) if self.position is None else self.position
@@ -101,7 +101,7 @@ class MegaCacheLayer(_StateLayer):
             }
         )
         self.seen, self.is_initialized = self.seen + length, True
-        return keys, values, mask, start[:, None]
+        return keys, values, mask, start
 
     def get_seq_length(self) -> int:
         """Positions seen, padding included."""

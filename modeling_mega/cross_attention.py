@@ -9,23 +9,15 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from luna_mega.kernels.api import gated_attention
-from luna_mega.kernels.gated_attention import reference
-from luna_mega.kernels.masks import drop_if_full
 from luna_mega.modeling_mega.cache_mega import MegaCacheLayer, MegaCrossCacheLayer
 from luna_mega.modeling_mega.configuration_mega import MegaConfig
-from luna_mega.modeling_mega.parts import MegaDropout, MegaSequenceNorm, build_relative_bias, relative_bias, to_front
-
-
-def _starts_late(mask: torch.Tensor | None) -> bool:
-    """Whether padding precedes a first token; True as well where finding out is not free."""
-    return mask is not None and drop_if_full(mask[:, :1]) is not None
-
-
-def _places(mask: torch.Tensor | None, states: torch.Tensor) -> torch.Tensor:
-    """Positions of `[B, T, ...]` in the sequences themselves, `[B, T]`, below 0 in the padding before them; without a
-    mask `[1, T]`."""
-    positions = torch.arange(states.shape[1], device=states.device)
-    return positions[None] if mask is None else positions - mask.int().argmax(dim=1, keepdim=True)
+from luna_mega.modeling_mega.parts import (
+    MegaDropout,
+    MegaSequenceNorm,
+    build_relative_bias,
+    first_position,
+    relative_bias,
+)
 
 
 class MegaGatedCrossAttention(nn.Module):
@@ -74,10 +66,7 @@ class MegaGatedCrossAttention(nn.Module):
             if source is not None:
                 source.store(keys=key, values=value, mask=encoder_mask, is_initialized=True)
         value = self.hidden_dropout(value)
-        if output_weights or (past is not None and past.seen > query.shape[1]):
-            attended, weights = self.attend_from(query, key, value, mask, encoder_mask, past)
-        else:
-            attended, weights = self.attend(query, key, value, mask, encoder_mask), None
+        attended, weights = self.attend(query, key, value, mask, encoder_mask, output_weights, past)
         attended = self.dropout(self.activation(self.h_proj(attended * nn.functional.silu(reset))))
         # Under autocast the residual is wider than the other two, and lerp wants one dtype.
         output = torch.lerp(residual, attended.to(residual.dtype), update.to(residual.dtype).sigmoid())
@@ -85,47 +74,24 @@ class MegaGatedCrossAttention(nn.Module):
             output = self.norm(output, mask)
         return output, weights
 
-    def attend(self, query, key, value, mask, encoder_mask):
-        """Attention of whole targets, moved so that both sides begin at position 0."""
-        move = _starts_late(mask)
-        if move:
-            query = to_front(query, mask)
-        if _starts_late(encoder_mask):
-            key, value, encoder_mask = (to_front(x, encoder_mask) for x in (key, value, encoder_mask))
+    def attend(self, query, key, value, mask, encoder_mask, output_weights, past):
+        """Attend from wherever the queries are, which with `past` is behind it."""
+        seen, target, source = query.shape[1], first_position(mask), first_position(encoder_mask)
+        if past is not None:
+            seen, target = past.seen, past.position - past.seen
+        row_offset = target
+        if source is not None:
+            row_offset = -source if target is None else target - source
         attended = gated_attention(
             query,
             key,
             value,
-            relative_bias(self.config, self.rel_pos_bias, max(query.shape[1], key.shape[1])),
+            relative_bias(self.config, self.rel_pos_bias, max(seen, key.shape[1])),
             function=self.config.attention_activation,
             mask=encoder_mask,
+            offset=seen - query.shape[1],
+            row_offset=row_offset,
             dropout=self.config.attention_probs_dropout_prob if self.training else 0.0,
+            return_weights=output_weights,
         )
-        return to_front(attended, mask, back=True) if move else attended
-
-    def attend_from(self, query, key, value, mask, encoder_mask, past):
-        """Attention from wherever the queries are, which with `past` is behind it, and its weights `[B, 1, T, S]`."""
-        new, key_places = query.shape[1], _places(encoder_mask, key)
-        if past is None:
-            places, longest = _places(mask, query), max(new, key.shape[1])
-        else:
-            places = past.position[:, None] + torch.arange(-new, 0, device=query.device)
-            longest = max(past.seen, key.shape[1])
-        bias = relative_bias(self.config, self.rel_pos_bias, longest)
-        # Only padding has positions outside of the bias.
-        lag = (key_places[:, None, :] - places[:, :, None]).clamp(1 - longest, longest - 1)
-        function, dropout = self.config.attention_activation, self.config.attention_probs_dropout_prob
-        with torch.autocast(value.device.type, enabled=False):
-            wide = torch.promote_types(query.dtype, torch.float32)
-            scores = query.to(wide) @ key.to(wide).transpose(1, 2)
-            scores = scores / reference.divisor(query, key, encoder_mask, function, causal=False, offset=0)
-            scores, padding = scores + bias.to(wide)[lag + longest - 1], None
-            if encoder_mask is not None:
-                padding = ~encoder_mask[:, None]
-                scores = scores.masked_fill(padding, torch.finfo(wide).min)
-            weights = scores.softmax(dim=-1) if function == "softmax" else getattr(reference, function)(scores)
-            if padding is not None:
-                weights = weights.masked_fill(padding, 0.0)
-            weights = weights[:, None]
-            attended = torch.dropout(weights.to(value.dtype), dropout, self.training) @ value[:, None]
-        return attended[:, 0], weights
+        return attended if output_weights else (attended, None)

@@ -25,9 +25,13 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from luna_mega.kernels.api import damped_ema, damped_ema_step, gated_attention
-from luna_mega.kernels.damped_ema.reference import log_decay
-from luna_mega.kernels.gated_attention.reference import attention_weights, into_chunks
+from luna_mega.kernels.api import (
+    TruncatedEmaState,
+    damped_ema,
+    damped_ema_step,
+    gated_attention,
+    gated_attention_step,
+)
 from luna_mega.kernels.masks import drop_if_full
 from luna_mega.kernels.varlen import PACKED_BATCH, Sequences, as_options, find_packing
 from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel
@@ -44,7 +48,13 @@ from luna_mega.modeling_mega.cache_mega import (
 from luna_mega.modeling_mega.configuration_mega import MegaConfig
 from luna_mega.modeling_mega.cross_attention import MegaGatedCrossAttention
 from luna_mega.modeling_mega.norms import MegaScaleNorm
-from luna_mega.modeling_mega.parts import MegaDropout, MegaSequenceNorm, build_relative_bias, relative_bias, to_front
+from luna_mega.modeling_mega.parts import (
+    MegaDropout,
+    MegaSequenceNorm,
+    build_relative_bias,
+    first_position,
+    relative_bias,
+)
 from luna_mega.modeling_mega.position import MegaRotaryRelativeBias, MegaSimpleRelativeBias
 
 
@@ -93,47 +103,29 @@ class MegaMovingAverage(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, mask: torch.Tensor | None, past: MegaCacheLayer | None = None
     ) -> torch.Tensor:
-        parameters = (
-            self.damping_factor.squeeze(-1),
-            self.decay_factor.squeeze(-1),
-            self.ema_expansion_matrix.squeeze(-1),
-            self.kernel_projection_matrix,
-        )
+        # The names of transformers v4 and of the paper cross.
+        options = {
+            "input_logit": self.damping_factor.squeeze(-1),
+            "damping_logit": self.decay_factor.squeeze(-1),
+            "expansion": self.ema_expansion_matrix.squeeze(-1),
+            "projection": self.kernel_projection_matrix,
+            "skip": self.residual_weight,
+        }
         if past is None:
-            options = {"shift": self.shift, "truncation": self.truncation, **as_options(mask)}
-            return damped_ema(hidden_states, *parameters, self.residual_weight, **options)
-        if self.truncation is not None:
-            return self.truncated(hidden_states, mask, past, parameters)
-        output, average = self.run(hidden_states, mask, past.average, parameters, self.residual_weight)
-        past.store(average=average)
+            options |= {"shift": self.shift, "truncation": self.truncation, **as_options(mask)}
+            return damped_ema(hidden_states, **options)
+        state = past.average
+        if self.truncation is not None and state is not None:
+            state = TruncatedEmaState(past.average, past.forgotten, past.inputs)
+        if state is not None and hidden_states.shape[1] == 1:
+            mask = None if mask is None else mask[:, 0]
+            output, state = damped_ema_step(hidden_states[:, 0], state, mask=mask, **options)
+            output = output[:, None]
+        else:
+            options |= {"truncation": self.truncation, "initial_state": state, "return_state": True}
+            output, state = damped_ema(hidden_states, mask=mask, **options)
+        past.store(**({"average": state} if self.truncation is None else state._asdict()))
         return output
-
-    @staticmethod
-    def run(inputs, mask, state, parameters, skip=None):
-        """The average over inputs that follow on `state`, and the state behind them."""
-        if inputs.shape[1] > 1 or state is None:
-            return damped_ema(inputs, *parameters, skip, mask=mask, initial_state=state, return_state=True)
-        output, state = damped_ema_step(
-            inputs[:, 0], state, *parameters, skip, mask=None if mask is None else mask[:, 0]
-        )
-        return output[:, None], state
-
-    def truncated(self, inputs, mask, past, parameters):
-        """The average of the last `truncation` inputs: all of them, less what is older.
-
-        What is older is the average of the inputs delayed by `truncation`, decayed by q^truncation.
-        """
-        batch, length, width = inputs.shape
-        wide = inputs.to(torch.promote_types(inputs.dtype, self.residual_weight.dtype))
-        kept = wide if mask is None else wide.masked_fill(~mask[..., None], 0.0)
-        older = wide.new_zeros(batch, self.truncation, width) if past.inputs is None else past.inputs
-        recent = torch.cat((older, kept), dim=1)
-        average, state = self.run(kept, None, past.average, parameters)
-        *rest, projection = parameters
-        projection = projection * torch.exp(self.truncation * log_decay(*parameters[:2]))
-        late, forgotten = self.run(recent[:, :length], None, past.forgotten, (*rest, projection))
-        past.store(average=state, forgotten=forgotten, inputs=recent[:, length:].clone())
-        return nn.functional.silu(average - late + self.residual_weight * wide).to(inputs.dtype)
 
 
 class MegaGatedAttention(nn.Module):
@@ -176,13 +168,14 @@ class MegaGatedAttention(nn.Module):
         update, shared, reset, candidate = self.mx_proj(smoothed).split(self.sizes, dim=-1)
         shared, reset = nn.functional.silu(shared), nn.functional.silu(reset)
         query, key = (shared * self.qk_weight[row] + self.qk_bias[row] for row in (0, 1))
+        ragged = isinstance(mask, Sequences)
+        start = None if ragged else first_position(mask)
         if past is not None:
             window = None if self.config.attention_chunk is None else self.config.attention_chunk - 1
-            key, value, key_mask, start = past.extend(key, value, mask, window)
-        if key.shape[1] == query.shape[1]:
-            attended, weights = self.attend(query, key, value, mask, output_weights)
-        else:
-            attended, weights = self.attend_on(query, key, value, key_mask, start), None
+            key, value, mask_of_keys, start = past.extend(key, value, mask, window)
+        attended, weights = self.attend(
+            query, key, value, mask if past is None else mask_of_keys, start, output_weights
+        )
         attended = self.dropout(self.activation(candidate + self.h_proj(attended * reset)), mask)
         # Under autocast the residual is wider than the other two, and lerp wants one dtype.
         output = torch.lerp(residual, attended.to(residual.dtype), update.to(residual.dtype).sigmoid())
@@ -190,64 +183,23 @@ class MegaGatedAttention(nn.Module):
             output = self.norm(output, mask)
         return output, weights
 
-    def attend(self, query, key, value, mask, output_weights):
-        """Attention in chunks that begin with the sequence's first token, wherever padding has put that."""
-        # Only chunks, and the divisor of a causal attention without softmax, care for absolute positions.
-        options, divisor = self.options(), self.config.is_decoder and self.config.attention_activation != "softmax"
-        packed = isinstance(mask, Sequences)
-        move = mask is not None and not packed and (options["chunk_size"] is not None or divisor)
-        if move:
-            query, key, value, mask, mask_in_place = *(to_front(x, mask) for x in (query, key, value, mask)), mask
-        length = mask.max_seqlen if packed else query.shape[1]
-        options |= {"bias": self.relative_bias(length), **as_options(mask)}
-        dropout = self.config.attention_probs_dropout_prob if self.training else 0.0
-        if output_weights:
-            # Step by step, so that the output depends on the weights that are handed out.
-            with torch.autocast(value.device.type, enabled=False):
-                weights = attention_weights(query, key, **options)
-                dropped = torch.dropout(weights.to(value.dtype), dropout, train=True)
-                attended = (dropped @ into_chunks(value, options["chunk_size"])).flatten(1, 2)[:, : value.shape[1]]
-        else:
-            attended, weights = gated_attention(query, key, value, dropout=dropout, **options), None
-        return (to_front(attended, mask_in_place, back=True) if move else attended), weights
-
-    def options(self):
-        """The arguments of the attention that the configuration fixes."""
-        return {
+    def attend(self, query, key, value, mask, start, output_weights):
+        """Attend to the keys of the sequences so far; `start` `[B]` is the position of the first of them."""
+        length = mask.max_seqlen if isinstance(mask, Sequences) else key.shape[1]
+        options = {
+            "bias": self.relative_bias(length),
             "function": self.config.attention_activation,
-            "causal": self.config.is_decoder,
             "chunk_size": self.config.attention_chunk,
+            "start": start,
+            "dropout": self.config.attention_probs_dropout_prob if self.training else 0.0,
+            **as_options(mask),
         }
-
-    def attend_on(self, query, key, value, mask, start):
-        """Causal attention of the last T of S keys, the first of which is at the position `start` `[B, 1]`."""
-        new, chunk = query.shape[1], self.config.attention_chunk
-        old = key.shape[1] - new
-        if chunk is not None and new > 1:
-            return self.attend_in_chunks(nn.functional.pad(query, (0, 0, old, 0)), key, value, mask, start)[:, old:]
-        place = start + torch.arange(old, old + new, device=start.device)  # of the queries, [B, T]
-        if chunk is not None:
-            # A single position sees the keys of its own chunk.
-            place = place % chunk
-            mask = mask & (torch.arange(old + 1, device=start.device) >= old - place)
-        if self.config.attention_activation != "softmax":
-            # The op divides by the number of columns, which padding and the last chunk's keys are among.
-            columns = torch.arange(old + 1, old + new + 1, device=start.device)
-            query = query * (columns / (place + 1).clamp(min=1))[..., None].to(query.dtype)
-        options = self.options() | {"bias": self.relative_bias(key.shape[1]), "chunk_size": None}
-        return gated_attention(query, key, value, mask=mask, offset=old, **options)
-
-    def attend_in_chunks(self, query, key, value, mask, start):
-        """Attention in chunks of which the first began `start % chunk_size` positions before the first key."""
-        chunk, length = self.config.attention_chunk, key.shape[1]
-        index = torch.arange(length + chunk - 1, device=start.device) - start % chunk
-        inside = (index >= 0) & (index < length)
-        index = index.clamp(0, length - 1)
-        query, key, value = (x.gather(1, index[..., None].expand(-1, -1, x.shape[2])) for x in (query, key, value))
-        options = self.options() | {"bias": self.relative_bias(chunk), "mask": mask.gather(1, index) & inside}
+        offset = key.shape[1] - query.shape[1]
+        if offset > 0 and query.shape[1] == 1:
+            return gated_attention_step(query[:, 0], key, value, **options)[:, None], None
+        options |= {"causal": self.config.is_decoder, "offset": offset, "return_weights": output_weights}
         attended = gated_attention(query, key, value, **options)
-        back = torch.arange(length, device=start.device) + start % chunk
-        return attended.gather(1, back[..., None].expand(-1, -1, attended.shape[2]))
+        return attended if output_weights else (attended, None)
 
     def relative_bias(self, length: int) -> torch.Tensor:
         """The bias of the positions of a chunk, or of all, a vector over their differences."""

@@ -1,4 +1,4 @@
-"""What the sub-layers of a Mega block share: norm, dropout, relative bias, and moving padding out of the way."""
+"""What the sub-layers of a Mega block share: norm, dropout, relative bias, and where sequences begin."""
 
 import torch
 from torch import nn
@@ -57,9 +57,6 @@ def relative_bias(config: MegaConfig, module: nn.Module, positions: int) -> torc
     return module(positions)
 
 
-def to_front(states: torch.Tensor, mask: torch.Tensor, back: bool = False) -> torch.Tensor:
-    """Move each sequence of `[B, T, ...]` so that its first token is at position 0 (`back`: to where it was)."""
-    length = mask.shape[1]
-    first = mask.int().argmax(dim=1, keepdim=True)
-    index = (torch.arange(length, device=mask.device) + (-first if back else first)) % length
-    return states.gather(1, index if states.dim() == 2 else index[..., None].expand(-1, -1, states.shape[2]))
+def first_position(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the position of the first column of `[B, T]` in its sequence, `[B]`: below 0 where padding comes first."""
+    return None if mask is None else -mask.int().argmax(dim=1)
