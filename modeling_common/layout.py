@@ -76,6 +76,13 @@ class TokenLayout(NamedTuple):
             return self.cu_seqlens.diff()[:, None]
         return None if self.mask is None else self.mask.sum(dim=1, keepdim=True)
 
+    def start(self) -> torch.Tensor | None:
+        """Return the position of the first column in each sequence, `[B]`: below 0 where padding comes first.
+
+        None = every sequence begins in the first column.
+        """
+        return None if self.mask is None else -self.mask.int().argmax(dim=1)
+
     def locate(self, total: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sequence of every ragged token and its position in there, `[total]` each."""
         return locate(self.cu_seqlens, total)
