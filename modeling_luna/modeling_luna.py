@@ -28,6 +28,7 @@ from luna_mega.kernels.luna_attention.reference import attend as attend_with_wei
 from luna_mega.kernels.luna_causal_attention.reference import attend_with_weights as attend_causally_with_weights
 from luna_mega.kernels.masks import drop_if_full
 from luna_mega.kernels.varlen import PACKED_BATCH, Sequences, as_options, find_packing, locate
+from luna_mega.modeling_common.cache import begin_cache
 from luna_mega.modeling_luna.cache_luna import LunaCache, LunaCacheLayer, LunaSeq2SeqCache
 from luna_mega.modeling_luna.configuration_luna import LunaConfig
 
@@ -510,6 +511,7 @@ class LunaPreTrainedModel(PreTrainedModel):
     config_class = LunaConfig
     config: LunaConfig
     base_model_prefix = "luna"
+    cache_class, seq2seq_cache_class = LunaCache, LunaSeq2SeqCache
     supports_gradient_checkpointing = True
     # "eager" computes attention step by step and has weights to return; "sdpa" (default) is `luna_mega.kernels`.
     _supports_sdpa = True
@@ -660,7 +662,7 @@ class LunaModel(LunaPreTrainedModel):
             raise ValueError(f"Luna models take no {', '.join(sorted(unknown))}; leave the argument out")
         output_weights = self._output_weights(options)
         output_hidden_states = options.get("output_hidden_states", self.config.output_hidden_states)
-        past = self._cache(past_key_values, use_cache)
+        past = begin_cache(self, past_key_values, use_cache)
         given = next((x for x in (inputs_embeds, input_ids, input_values) if x is not None), None)
         if past is not None and past.get_seq_length() and attention_mask is not None and given is not None:
             attention_mask = attention_mask[:, -given.shape[1] :]
@@ -705,31 +707,6 @@ class LunaModel(LunaPreTrainedModel):
         if context is not None or context_mask is not None:
             raise ValueError("encoder_hidden_states needs a decoder with add_cross_attention=True")
         return self.encoder(*inputs)
-
-    def _cache(self, past, use_cache):
-        """The cache to read and to fill, or None."""
-        if not self.config.is_decoder:
-            if past is not None or use_cache:
-                raise ValueError(
-                    "past_key_values and use_cache=True need a decoder (is_decoder=True): an encoder's output depends "
-                    "on what is yet to come"
-                )
-            return None
-        kind = LunaSeq2SeqCache if self.config.add_cross_attention else LunaCache
-        if past is not None and not isinstance(past, kind):
-            raise ValueError(
-                f"past_key_values must be a {kind.__name__}, got a {type(past).__name__}; leave it out to begin"
-            )
-        if use_cache is None:
-            use_cache = self.config.use_cache and not self.training
-        if past is None and use_cache:
-            past = kind(self.config)
-        if past is not None and self.training and (self.decoder.gradient_checkpointing or self.config.layerdrop):
-            raise ValueError(
-                "gradient checkpointing runs a layer twice and layerdrop not at all, a cache needs once: pass "
-                "use_cache=False"
-            )
-        return past
 
     def _check_cache(self, past, batch):
         config = self.config

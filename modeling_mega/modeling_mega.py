@@ -32,14 +32,9 @@ from luna_mega.kernels.damped_ema.reference import log_decay
 from luna_mega.kernels.gated_attention.reference import attention_weights, into_chunks
 from luna_mega.kernels.masks import drop_if_full
 from luna_mega.kernels.varlen import PACKED_BATCH, Sequences, as_options, find_packing
+from luna_mega.modeling_common.cache import begin_cache, new_cache
 from luna_mega.modeling_mega.adaptive import MegaAdaptiveEmbedding, MegaAdaptiveSoftmax
-from luna_mega.modeling_mega.cache_mega import (
-    MegaCache,
-    MegaCacheLayer,
-    MegaCrossCache,
-    MegaCrossCacheLayer,
-    MegaSeq2SeqCache,
-)
+from luna_mega.modeling_mega.cache_mega import MegaCache, MegaCacheLayer, MegaCrossCacheLayer, MegaSeq2SeqCache
 from luna_mega.modeling_mega.configuration_mega import MegaConfig
 from luna_mega.modeling_mega.cross_attention import MegaGatedCrossAttention
 from luna_mega.modeling_mega.norms import MegaScaleNorm
@@ -331,6 +326,7 @@ class MegaPreTrainedModel(PreTrainedModel):
     config_class = MegaConfig
     config: MegaConfig
     base_model_prefix = "mega"
+    cache_class, seq2seq_cache_class = MegaCache, MegaSeq2SeqCache
     supports_gradient_checkpointing = True
     _no_split_modules = ["MegaBlock"]
     # The decay is a sigmoid of logits that half precision would blur (1 - q down to 1e-5).
@@ -490,7 +486,7 @@ class MegaModel(MegaPreTrainedModel):
             raise ValueError(f"Mega models take no {', '.join(sorted(unknown))}; leave the argument out")
         if token_type_ids is not None and not self.config.add_token_type_embeddings:
             raise ValueError("this model has add_token_type_embeddings=False: leave token_type_ids out")
-        past = self._cache(past_key_values, use_cache)
+        past = begin_cache(self, past_key_values, use_cache)
         if past is not None and past.get_seq_length() and attention_mask is not None:
             attention_mask = attention_mask[:, -(input_ids if inputs_embeds is None else inputs_embeds).shape[1] :]
         inputs_embeds, mask = self._embed(input_ids, attention_mask, inputs_embeds, input_values)
@@ -557,29 +553,6 @@ class MegaModel(MegaPreTrainedModel):
             if states and shape[0] > 1:
                 raise ValueError(f"output_hidden_states=True takes a packed batch of one row, not one of {shape[0]}")
         return packing
-
-    def _cache(self, past, use_cache):
-        """The cache to read and to fill, or None."""
-        if not self.config.is_decoder:
-            if past is not None or use_cache:
-                raise ValueError(
-                    "past_key_values and use_cache=True need a decoder (is_decoder=True, bidirectional=False): an "
-                    "encoder's output depends on what is yet to come"
-                )
-            return None
-        kind, given = "MegaCache", [past]
-        if self.config.add_cross_attention:
-            kind = "MegaSeq2SeqCache"
-            given = [getattr(past, name, past) for name in ("self_attention_cache", "cross_attention_cache")]
-        if past is not None and not all(map(isinstance, given, (MegaCache, MegaCrossCache))):
-            raise ValueError(f"past_key_values must be a {kind}, got a {type(past).__name__}; leave it out to begin")
-        if use_cache is None:
-            use_cache = self.config.use_cache and not self.training
-        if past is None and use_cache:
-            past = new_cache(self.config)
-        if past is not None and self.training and self.gradient_checkpointing:
-            raise ValueError("gradient checkpointing runs a layer twice, a cache only once: pass use_cache=False")
-        return past
 
     def _check_source(self, states, mask, sources, batch):
         """The mask of the source as bool `[B, S]`, or None; what is kept of the source already must fit."""
@@ -659,11 +632,6 @@ class MegaModel(MegaPreTrainedModel):
             if mask is None and name == "input_ids":
                 mask = input_ids != self.config.pad_token_id
         return inputs_embeds, drop_if_full(mask)
-
-
-def new_cache(config: MegaConfig) -> MegaCache | MegaSeq2SeqCache:
-    """An empty cache for a decoder of this configuration."""
-    return MegaSeq2SeqCache(config) if config.add_cross_attention else MegaCache(config)
 
 
 def first_token(states: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -862,7 +830,7 @@ class MegaForCausalLM(MegaPreTrainedModel, GenerationMixin):
                 "MegaCache, already of constant size with chunks; leave the argument out"
             )
         if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
-            model_kwargs["past_key_values"] = new_cache(self.config)
+            model_kwargs["past_key_values"] = new_cache(self)
         else:
             super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
 
