@@ -31,6 +31,11 @@ if TYPE_CHECKING:
     from luna_mega.modeling_luna.tokenization_luna import LunaTokenizer as LunaTokenizer
     from luna_mega.modeling_mega.cache_mega import MegaCache as MegaCache, MegaSeq2SeqCache as MegaSeq2SeqCache
     from luna_mega.modeling_mega.configuration_mega import MegaConfig as MegaConfig
+    from luna_mega.modeling_mega.generation_mega import (
+        MegaForCausalLM as MegaForCausalLM,
+        MegaForConditionalGeneration as MegaForConditionalGeneration,
+        MegaSeq2SeqModel as MegaSeq2SeqModel,
+    )
     from luna_mega.modeling_mega.heads_mega import (
         MegaForMultipleChoice as MegaForMultipleChoice,
         MegaForQuestionAnswering as MegaForQuestionAnswering,
@@ -39,14 +44,9 @@ if TYPE_CHECKING:
         MegaForTokenClassification as MegaForTokenClassification,
     )
     from luna_mega.modeling_mega.modeling_mega import (
-        MegaForCausalLM as MegaForCausalLM,
         MegaForMaskedLM as MegaForMaskedLM,
         MegaModel as MegaModel,
         MegaPreTrainedModel as MegaPreTrainedModel,
-    )
-    from luna_mega.modeling_mega.seq2seq_mega import (
-        MegaForConditionalGeneration as MegaForConditionalGeneration,
-        MegaSeq2SeqModel as MegaSeq2SeqModel,
     )
 
 __version__ = "0.1.0"
@@ -68,6 +68,7 @@ _EXPORTS = {
     "luna_mega.modeling_luna.tokenization_luna": ["LunaTokenizer"],
     "luna_mega.modeling_mega.cache_mega": ["MegaCache", "MegaSeq2SeqCache"],
     "luna_mega.modeling_mega.configuration_mega": ["MegaConfig"],
+    "luna_mega.modeling_mega.generation_mega": ["MegaForCausalLM", "MegaForConditionalGeneration", "MegaSeq2SeqModel"],
     "luna_mega.modeling_mega.heads_mega": [
         "MegaForMultipleChoice",
         "MegaForQuestionAnswering",
@@ -76,12 +77,10 @@ _EXPORTS = {
         "MegaForTokenClassification",
     ],
     "luna_mega.modeling_mega.modeling_mega": [
-        "MegaForCausalLM",
         "MegaForMaskedLM",
         "MegaModel",
         "MegaPreTrainedModel",
     ],
-    "luna_mega.modeling_mega.seq2seq_mega": ["MegaForConditionalGeneration", "MegaSeq2SeqModel"],
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 

@@ -21,10 +21,10 @@ class StateGenerationMixin(GenerationMixin):
             if not self.config.is_encoder_decoder:
                 way_out = "give each a token, or no input_ids to begin with bos_token_id"
             raise ValueError(f"the {self._inputs_name} have length 0: {way_out}")
-        if self.config.is_encoder_decoder and name == "input_ids" and model_kwargs.get("attention_mask") is None:
-            mask = drop_if_full(inputs != self.config.pad_token_id)
-            if mask is not None:
-                model_kwargs["attention_mask"] = mask.long()
+        if self.config.is_encoder_decoder and name == "input_ids":
+            known = (model_kwargs.get(key) for key in ("attention_mask", "encoder_outputs"))
+            if all(value is None for value in known):
+                model_kwargs["attention_mask"] = drop_if_full(inputs != self.config.pad_token_id)
         return inputs, name, model_kwargs
 
     @property
