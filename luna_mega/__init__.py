@@ -30,6 +30,11 @@ from luna_mega.modeling_luna.segments_luna import read_segments as read_segments
 from luna_mega.modeling_luna.tokenization_luna import LunaTokenizer as LunaTokenizer
 from luna_mega.modeling_mega.cache_mega import MegaCache as MegaCache, MegaSeq2SeqCache as MegaSeq2SeqCache
 from luna_mega.modeling_mega.configuration_mega import MegaConfig as MegaConfig
+from luna_mega.modeling_mega.generation_mega import (
+    MegaForCausalLM as MegaForCausalLM,
+    MegaForConditionalGeneration as MegaForConditionalGeneration,
+    MegaSeq2SeqModel as MegaSeq2SeqModel,
+)
 from luna_mega.modeling_mega.heads_mega import (
     MegaForMaskedLM as MegaForMaskedLM,
     MegaForMultipleChoice as MegaForMultipleChoice,
@@ -38,15 +43,7 @@ from luna_mega.modeling_mega.heads_mega import (
     MegaForSequencePairClassification as MegaForSequencePairClassification,
     MegaForTokenClassification as MegaForTokenClassification,
 )
-from luna_mega.modeling_mega.modeling_mega import (
-    MegaForCausalLM as MegaForCausalLM,
-    MegaModel as MegaModel,
-    MegaPreTrainedModel as MegaPreTrainedModel,
-)
-from luna_mega.modeling_mega.seq2seq_mega import (
-    MegaForConditionalGeneration as MegaForConditionalGeneration,
-    MegaSeq2SeqModel as MegaSeq2SeqModel,
-)
+from luna_mega.modeling_mega.modeling_mega import MegaModel as MegaModel, MegaPreTrainedModel as MegaPreTrainedModel
 
 # The imports above are the list of public names.
 __all__ = [name for name, value in list(globals().items()) if getattr(value, "__module__", "").startswith("luna_mega.")]

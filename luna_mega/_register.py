@@ -5,10 +5,10 @@ import transformers
 from transformers.models.auto import modeling_auto
 
 from luna_mega.modeling_luna import configuration_luna, generation_luna, heads_luna, modeling_luna, tokenization_luna
-from luna_mega.modeling_mega import configuration_mega, heads_mega, modeling_mega, seq2seq_mega
+from luna_mega.modeling_mega import configuration_mega, generation_mega, heads_mega, modeling_mega
 
 _MODULES = [configuration_luna, generation_luna, heads_luna, modeling_luna]
-_MODULES += [configuration_mega, heads_mega, modeling_mega, seq2seq_mega]
+_MODULES += [configuration_mega, generation_mega, heads_mega, modeling_mega]
 _CLASSES = {name: getattr(module, name) for module in _MODULES for name in module.__all__}
 _FAMILIES = ["Luna", "Mega"]
 

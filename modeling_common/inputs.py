@@ -38,35 +38,6 @@ class InputsMixin:
         """Return the value of an argument such as `output_attentions`, whose default is in the configuration."""
         return options.get(name, getattr(self.config, name, False))
 
-    def choose_cache(self, past, use_cache: bool | None, kind: type):
-        """Return the cache of class `kind` to read and to fill, or None."""
-        if not self.config.is_decoder:
-            if past is not None or use_cache:
-                raise ValueError(
-                    "past_key_values and use_cache=True need a decoder (is_decoder=True): an encoder's output depends "
-                    "on what is yet to come"
-                )
-            return None
-        if past is not None and not isinstance(past, kind):
-            raise ValueError(
-                f"past_key_values must be a {kind.__name__}, got a {type(past).__name__}; leave it out to begin"
-            )
-        if use_cache is None:
-            use_cache = self.config.use_cache and not self.training
-        if past is None and use_cache:
-            past = kind(self.config)
-        if past is not None and self.training and self.may_repeat_layers():
-            raise ValueError(
-                "a cache needs every layer to run once, not twice (gradient checkpointing) or by chance (layerdrop): "
-                "pass use_cache=False"
-            )
-        return past
-
-    def may_repeat_layers(self) -> bool:
-        """Return whether a layer may run twice or not at all in a training step."""
-        repeats = any(getattr(module, "gradient_checkpointing", False) for module in self.modules())
-        return repeats or bool(getattr(self.config, "layerdrop", 0.0))
-
     def embed(
         self,
         input_ids: torch.LongTensor | None,

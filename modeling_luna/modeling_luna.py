@@ -30,6 +30,7 @@ from luna_mega.kernels.api import (
     luna_unpack,
 )
 from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel
+from luna_mega.modeling_common.cache import begin_cache
 from luna_mega.modeling_common.inputs import ValueEmbeddings
 from luna_mega.modeling_common.layout import DENSE, TokenLayout, drop_if_full
 from luna_mega.modeling_luna.cache_luna import LunaCache, LunaCacheLayer, LunaSeq2SeqCache
@@ -519,6 +520,7 @@ class LunaPreTrainedModel(CommonPreTrainedModel):
     config_class = LunaConfig
     config: LunaConfig
     base_model_prefix = "luna"
+    cache_class, seq2seq_cache_class = LunaCache, LunaSeq2SeqCache
     _no_split_modules = ["LunaLayer", "LunaDecoderLayer", "LunaEmbeddings"]
     _can_record_outputs = {
         "hidden_states": LunaLayer,
@@ -627,8 +629,7 @@ class LunaModel(LunaInputsMixin, BodyMixin, LunaPreTrainedModel):
         self.check_options(options)
         record_weights = [self.is_asked(f"output_{name}", options) for name in ("attentions", "packed_attentions")]
         output_weights = any(record_weights) or self.config._attn_implementation == "eager"
-        kind = LunaSeq2SeqCache if self.config.add_cross_attention else LunaCache
-        past = self.choose_cache(past_key_values, use_cache, kind)
+        past = begin_cache(self, past_key_values, use_cache)
         inputs_embeds, mask = self.embed(input_ids, attention_mask, inputs_embeds, input_values, past)
         self.check_cache(past, inputs_embeds.shape[0])
         restarts = position_ids if attention_mask is None and options.get("cu_seq_lens_q") is None else None

@@ -3,7 +3,7 @@
 A block smooths its input with a multi-dimensional damped moving average, lets a single attention head look at the
 smoothed sequence, and gates the result into the residual; attention may be confined to chunks, across which the
 moving average still carries information. From top to bottom: embeddings, moving average, gated attention, feed-forward
-layer, block, model. The heads are in `heads_mega.py`.
+layer, block, model. The heads are in `heads_mega.py`, language models and translation in `generation_mega.py`.
 
 Names of modules and parameters are those of the Mega of transformers v4, so that its checkpoints load as they are.
 There `damping_factor` holds the logits of the paper's alpha (weight of the input), `decay_factor` those of its delta.
@@ -15,14 +15,10 @@ import torch
 from torch import nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
-from transformers.generation import GenerationMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import (
-    BaseModelOutputWithPoolingAndCrossAttentions,
-    CausalLMOutputWithCrossAttentions,
-)
+from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, can_return_tuple
+from transformers.utils import TransformersKwargs
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from luna_mega.kernels.api import (
@@ -33,16 +29,12 @@ from luna_mega.kernels.api import (
     gated_attention_step,
 )
 from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel
+from luna_mega.modeling_common.cache import begin_cache
 from luna_mega.modeling_common.inputs import ValueEmbeddings
 from luna_mega.modeling_common.layout import DENSE, TokenLayout
 from luna_mega.modeling_common.pooling import first_token
-from luna_mega.modeling_mega.adaptive import MegaAdaptiveEmbedding, MegaAdaptiveSoftmax
-from luna_mega.modeling_mega.cache_mega import (
-    MegaCache,
-    MegaCacheLayer,
-    MegaCrossCacheLayer,
-    MegaSeq2SeqCache,
-)
+from luna_mega.modeling_mega.adaptive import MegaAdaptiveEmbedding
+from luna_mega.modeling_mega.cache_mega import MegaCache, MegaCacheLayer, MegaCrossCacheLayer, MegaSeq2SeqCache
 from luna_mega.modeling_mega.configuration_mega import MegaConfig
 from luna_mega.modeling_mega.cross_attention import MegaGatedCrossAttention
 from luna_mega.modeling_mega.inputs_mega import MegaInputsMixin
@@ -261,6 +253,7 @@ class MegaPreTrainedModel(CommonPreTrainedModel):
     config_class = MegaConfig
     config: MegaConfig
     base_model_prefix = "mega"
+    cache_class, seq2seq_cache_class = MegaCache, MegaSeq2SeqCache
     _no_split_modules = ["MegaBlock"]
     # The decay is a sigmoid of logits that half precision would blur (1 - q down to 1e-5).
     _keep_in_fp32_modules_strict = ["ema_gate"]
@@ -346,7 +339,8 @@ class MegaModel(MegaInputsMixin, BodyMixin, MegaPreTrainedModel):
         use_cache: bool | None = None,
         encoder_hidden_states: torch.FloatTensor | None = None,
         encoder_attention_mask: torch.Tensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
+        # Not by the name of kwargs, for which `generate` would hand the encoder what is the decoder's.
+        **options: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPoolingAndCrossAttentions:
         """Encode a batch of B sequences of T positions.
 
@@ -361,7 +355,7 @@ class MegaModel(MegaInputsMixin, BodyMixin, MegaPreTrainedModel):
             use_cache: `is_decoder` only: return `past_key_values`. None = `config.use_cache`, but not in training.
             encoder_hidden_states: `[B, S, d]`, `add_cross_attention` only: the source, which `past_key_values` keeps.
             encoder_attention_mask: `[B, S]`, 1 = keep; None = all. A source without a token gives attention of 0.
-            kwargs: `output_hidden_states`, `output_attentions`, `return_dict`, and of ragged batches (several sequences
+            options: `output_hidden_states`, `output_attentions`, `return_dict`, and of ragged batches (sequences
                 end to end in a row, as `DataCollatorWithFlattening` makes them) `position_ids` `[B, T]`, which rise
                 but where a sequence begins, `seq_idx` `[B, T]`, or `cu_seq_lens_q` `[S + 1]` and `max_length_q`
                 (`cu_seq_lens_k` and `max_length_k` must be the same). They go without a cache, and all but `seq_idx`
@@ -378,17 +372,16 @@ class MegaModel(MegaInputsMixin, BodyMixin, MegaPreTrainedModel):
             ValueError: not exactly one kind of input, an empty batch, a mask of another shape, a sequence longer than
                 the bias table, an argument that Mega does not have.
         """
-        self.check_options(kwargs)
+        self.check_options(options)
         self.check_token_types(token_type_ids)
-        record_weights = self.is_asked("output_attentions", kwargs)
+        record_weights = self.is_asked("output_attentions", options)
         output_weights = record_weights or self.config._attn_implementation == "eager"
-        kind = MegaSeq2SeqCache if self.config.add_cross_attention else MegaCache
-        past = self.choose_cache(past_key_values, use_cache, kind)
+        past = begin_cache(self, past_key_values, use_cache)
         inputs_embeds, mask = self.embed(input_ids, attention_mask, inputs_embeds, input_values, past)
         batch = inputs_embeds.shape[0]
-        restarts = self.check_position_ids(kwargs.get("position_ids"), attention_mask)
+        restarts = self.check_position_ids(options.get("position_ids"), attention_mask)
         needs = {"cache": past_key_values is not None or bool(use_cache), "weights": output_weights}
-        layout = self.choose_layout(inputs_embeds, attention_mask, mask, restarts, kwargs, past, needs)
+        layout = self.choose_layout(inputs_embeds, attention_mask, mask, restarts, options, past, needs)
         past = None if layout.is_ragged() else past
         own, sources = past, None
         if self.config.add_cross_attention and past is not None:
@@ -428,155 +421,4 @@ class MegaModel(MegaInputsMixin, BodyMixin, MegaPreTrainedModel):
         )
 
 
-def new_cache(config: MegaConfig) -> MegaCache | MegaSeq2SeqCache:
-    """An empty cache for a decoder of this configuration."""
-    return MegaSeq2SeqCache(config) if config.add_cross_attention else MegaCache(config)
-
-
-class MegaForCausalLM(MegaPreTrainedModel, GenerationMixin):
-    """Mega with a language-modelling head; generates at constant memory where attention is in chunks.
-
-    Needs `is_decoder=True` and `bidirectional=False`.
-    """
-
-    _tied_weights_keys = {"lm_head.weight": "mega.embedding_layer.word_embeddings.weight"}
-    _is_stateful = True  # a moving average cannot go back, so no assisted decoding
-
-    def __init__(self, config: MegaConfig):
-        super().__init__(config)
-        self.require_tokens()
-        if not config.is_decoder:
-            raise ValueError("MegaForCausalLM needs a configuration with is_decoder=True and bidirectional=False")
-        self.mega = MegaModel(config, add_pooling_layer=False)
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size) if config.add_lm_hidden_dense_layer else None
-        self.dropout = nn.Dropout(config.dropout_prob)
-        if config.adaptive_softmax_cutoffs is None:
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.lm_head_bias)
-        else:
-            self.lm_head = MegaAdaptiveSoftmax(config)
-            self._tied_weights_keys = {}  # what is tied has no second name
-        self.post_init()
-
-    def get_output_embeddings(self) -> nn.Module | None:
-        return None if self.config.adaptive_softmax_cutoffs is not None else self.lm_head
-
-    def set_output_embeddings(self, new_embeddings: nn.Module):
-        self.lm_head = new_embeddings
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        token_type_ids: torch.LongTensor | None = None,
-        past_key_values: MegaCache | MegaSeq2SeqCache | None = None,
-        use_cache: bool | None = None,
-        encoder_hidden_states: torch.FloatTensor | None = None,
-        encoder_attention_mask: torch.Tensor | None = None,
-        labels: torch.LongTensor | None = None,
-        logits_to_keep: int | torch.Tensor = 0,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> CausalLMOutputWithCrossAttentions:
-        """As `MegaModel.forward`; `labels` `[B, T]`: the tokens themselves (the loss shifts them), -100 = not counted.
-
-        The keyword `shift_labels` `[B, T]` in place of `labels`: the token that follows each position, also the last.
-        `logits`: `[B, T, vocab_size]`, or those of the last `logits_to_keep` positions, or of these positions. With an
-        adaptive softmax they are log-probabilities, and None where there are labels, as the loss needs no more than the
-        bands of these.
-
-        Raises `ValueError` as `MegaModel.forward`, and for labels of other positions than those kept.
-        """
-        shift_labels = kwargs.pop("shift_labels", None)  # as a parameter, Trainer would take it for a second label
-        outputs = self.mega(
-            input_ids,
-            attention_mask,
-            inputs_embeds=inputs_embeds,
-            token_type_ids=token_type_ids,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            encoder_hidden_states=encoder_hidden_states,
-            encoder_attention_mask=encoder_attention_mask,
-            **kwargs,
-        )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        hidden_states = outputs.last_hidden_state[:, kept]
-        targets = labels if shift_labels is None else shift_labels
-        if targets is not None and targets.shape != hidden_states.shape[:2]:
-            raise ValueError(
-                f"labels must have the shape {list(hidden_states.shape[:2])} of the positions, with logits_to_keep of "
-                f"those kept, got {list(targets.shape)}"
-            )
-        if self.dense is not None:
-            hidden_states = torch.tanh(self.dense(hidden_states))
-        if self.config.adaptive_softmax_cutoffs is None:
-            logits, loss = self.lm_head(self.dropout(hidden_states)), None
-            if targets is not None:
-                if shift_labels is not None:
-                    kwargs["shift_labels"] = shift_labels.contiguous()
-                loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        else:
-            logits, loss = self._adaptive(hidden_states, labels, shift_labels, **kwargs)
-        return CausalLMOutputWithCrossAttentions(
-            loss=loss,
-            logits=logits,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            cross_attentions=outputs.cross_attentions,
-        )
-
-    def _adaptive(self, hidden_states, labels, shift_labels, num_items_in_batch=None, **kwargs):
-        """Log-probabilities and None, or None and the loss."""
-        embedding = self.mega.get_input_embeddings()
-        if labels is None and shift_labels is None:
-            return self.lm_head(hidden_states.flatten(0, 1), embedding).unflatten(0, hidden_states.shape[:2]), None
-        if shift_labels is None:
-            shift_labels = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
-        counted = shift_labels != -100
-        total = self.lm_head.loss(hidden_states[counted], shift_labels[counted], embedding)
-        return None, total / (counted.sum() if num_items_in_batch is None else num_items_in_batch)
-
-    def _prepare_model_inputs(self, *args, **kwargs):
-        """Called by `generate`."""
-        prompt, *rest = super()._prepare_model_inputs(*args, **kwargs)
-        if prompt.shape[1] == 0:
-            raise ValueError("the prompts have length 0: give each a token, or no input_ids to begin with bos_token_id")
-        return prompt, *rest
-
-    def prepare_inputs_for_generation(self, input_ids, attention_mask=None, inputs_embeds=None, **kwargs):
-        """Called by `generate`, which drops a mask that keeps everything; in `forward` its absence drops padding."""
-        inputs = super().prepare_inputs_for_generation(
-            input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs
-        )
-        if attention_mask is None:
-            given = inputs["input_ids"] if inputs.get("inputs_embeds") is None else inputs["inputs_embeds"]
-            inputs["attention_mask"] = given.new_ones(given.shape[:2], dtype=torch.long)
-        return inputs
-
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args):
-        """Called by `generate`."""
-        mask = model_kwargs.get("attention_mask")
-        if mask is not None and not (filled := mask.any(dim=1)).all():
-            raise ValueError(
-                f"nothing but padding in the prompts {(~filled).nonzero().flatten().tolist()}: give each a token, such "
-                "as bos_token_id"
-            )
-        if generation_config.cache_implementation not in (None, "dynamic"):
-            raise ValueError(
-                f"cache_implementation={generation_config.cache_implementation!r}: a Mega decoder keeps its own "
-                "MegaCache, already of constant size with chunks; leave the argument out"
-            )
-        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
-            model_kwargs["past_key_values"] = new_cache(self.config)
-        else:
-            super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
-
-    def init_continuous_batching(self, *args, **kwargs):
-        """Refuse what needs a cache of keys and values alone; `generate` batches prompts of any lengths."""
-        raise NotImplementedError("continuous batching needs attention caches; call generate with a padded batch")
-
-    generate_batch = init_continuous_batching
-
-
-__all__ = ["MegaForCausalLM", "MegaModel", "MegaPreTrainedModel"]
+__all__ = ["MegaModel", "MegaPreTrainedModel"]
