@@ -375,8 +375,9 @@ class MegaModel(MegaInputsMixin, BodyMixin, MegaPreTrainedModel):
         self.check_options(options)
         self.check_token_types(token_type_ids)
         record_weights = self.is_asked("output_attentions", options)
-        output_weights = record_weights or self.config._attn_implementation == "eager"
         past = begin_cache(self, past_key_values, use_cache)
+        continued = past is not None and past.get_seq_length() > 0  # by attention that has no weights to return
+        output_weights = record_weights or (self.config._attn_implementation == "eager" and not continued)
         inputs_embeds, mask = self.embed(input_ids, attention_mask, inputs_embeds, input_values, past)
         batch = inputs_embeds.shape[0]
         restarts = self.check_position_ids(options.get("position_ids"), attention_mask)

@@ -92,6 +92,22 @@ def test_attention_implementations(family, tmp_path):
         assert model.config._attn_implementation == "eager"
 
 
+@pytest.mark.parametrize("fields", [{}, {"is_encoder_decoder": True}], ids=["alone", "encoder-decoder"])
+@family
+def test_decoders_that_are_eager(family, fields):
+    """They generate the same, with a cache and without."""
+    torch.manual_seed(0)
+    name, decoder = family.__name__.split(".")[-1].capitalize(), fields or {"is_decoder": True}
+    kind = "ForConditionalGeneration" if fields else "ForCausalLM"
+    chunks = {"use_chunking": True, "chunk_size": 4} if family is mega else {}
+    model = getattr(luna_mega, name + kind)(family.tiny_config(**decoder, **chunks)).eval()
+    inputs, options = luna.tokens([9, 4], "left"), {"max_new_tokens": 7, "do_sample": False, "eos_token_id": 39}
+    expected = model.generate(**inputs, **options)
+    model.set_attn_implementation("eager")
+    for use_cache in (True, False):
+        assert model.generate(**inputs, **options, use_cache=use_cache).equal(expected)
+
+
 @pytest.mark.parametrize("name", ["Luna", "Mega"])
 def test_auto_model_builds_both_sides(name, tmp_path):
     """The class without a head, for a configuration of an encoder-decoder; said by its own name, that is refused."""
