@@ -29,7 +29,7 @@ class CommonPreTrainedModel(PreTrainedModel):
             raise ValueError(f"{type(self).__name__} needs input_type='tokens', got {self.config.input_type!r}")
 
     def resize_token_embeddings(self, *args, **kwargs) -> nn.Embedding:
-        """As the base class, for models of tokens."""
+        """Resize the vocabulary of a model of tokens."""
         self.require_tokens()
         return super().resize_token_embeddings(*args, **kwargs)
 
@@ -38,9 +38,9 @@ class CommonPreTrainedModel(PreTrainedModel):
         return ()
 
     def tie_weights(self, *args, **kwargs):
-        """As the base class; it is called when a model has been made or loaded, and what is never read is frozen then.
+        """Tie weights, and freeze the parameters that are never read; they keep their places in checkpoints.
 
-        A frozen parameter keeps its place in the checkpoint.
+        transformers calls this when a model has been made and when it has been loaded.
         """
         super().tie_weights(*args, **kwargs)
         for parameter in self.unread_parameters():
@@ -48,10 +48,11 @@ class CommonPreTrainedModel(PreTrainedModel):
 
 
 class BodyMixin:
-    """What `LunaModel` and `MegaModel` share: they are one side only, and hold the embeddings.
+    """Base of `LunaModel` and `MegaModel`, which are one side only and hold the embeddings.
 
-    `AutoModel` knows one class for every kind of configuration. The encoder-decoder without a head declares itself with
-    `register_encoder_decoder`, and is built in place of this class where the configuration asks for it.
+    `AutoModel` knows one class per class of configuration, and that is this one. Therefore the encoder-decoder without
+    a head declares itself with `register_encoder_decoder`, and is built in place of this class where the configuration
+    has `is_encoder_decoder`.
     """
 
     encoder_decoder_class = None
@@ -73,7 +74,7 @@ class BodyMixin:
 
     @classmethod
     def _other_class(cls, config: PreTrainedConfig | None) -> type[PreTrainedModel] | None:
-        """Return the class of the encoder-decoder where the configuration is one; a subclass stays what it is."""
+        """Return the class of the encoder-decoder if the configuration is of one, else None; None for a subclass."""
         own = isinstance(config, cls.config_class) and config.is_encoder_decoder
         return vars(cls).get("encoder_decoder_class") if own else None
 
@@ -84,7 +85,7 @@ class BodyMixin:
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, config=None, **kwargs) -> PreTrainedModel:
-        """As the base class; see `BodyMixin` for configurations of an encoder-decoder."""
+        """Load a model; with the `config` of an encoder-decoder its class, see `BodyMixin`."""
         other = cls._other_class(config)
         load = super().from_pretrained if other is None else other.from_pretrained
         return load(pretrained_model_name_or_path, *args, config=config, **kwargs)

@@ -1,5 +1,5 @@
 # Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
-"""What the configurations of both models share: checks of fields, and the two sides of an encoder-decoder."""
+"""The shared part of both configurations: checks of fields, and the two sides of an encoder-decoder."""
 
 import copy
 from collections.abc import Iterable
@@ -41,9 +41,9 @@ class SharedConfig:
         return config
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None):
-        """As the base class: return the configuration of one side of an encoder-decoder where only that is asked for.
+        """Return the configuration of the side of an encoder-decoder that is asked for, else the whole.
 
-        Where neither is, `vocab_size` is the target's: `generate` and `compute_transition_scores` count by it.
+        The whole has the `vocab_size` of the target: `generate` and `compute_transition_scores` count by it.
         """
         if self.is_encoder_decoder and decoder != encoder:
             return self.decoder_config if decoder else self.encoder_config

@@ -1,4 +1,4 @@
-"""What the heads of both models compute from the outputs of the model without a head.
+"""Heads of both models: how they compute logits and losses from the outputs of the model without a head.
 
 The classes of each model have the arguments and the output types; the methods here return the fields of an output.
 """
@@ -19,7 +19,7 @@ _RECORDED = ("hidden_states", "attentions", "packed_hidden_states", "packed_atte
 
 
 def recorded(outputs: ModelOutput) -> dict[str, tuple[torch.Tensor, ...] | None]:
-    """Return what was recorded of every layer on request, the same fields for the output of a head."""
+    """Return the states and weights that were recorded of every layer on request."""
     return {name: getattr(outputs, name) for name in _RECORDED if hasattr(outputs, name)}
 
 
@@ -100,7 +100,7 @@ class PooledMixin:
 
 
 def pair_features(config: PreTrainedConfig, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Return what the classifier reads of two sequences, `[B, d]` each, by `config.pair_features`."""
+    """Return the features of two sequences, `[B, d]` each, by `config.pair_features`."""
     if len(first) != len(second):
         raise ValueError(f"the first input has {len(first)} sequences and the second {len(second)}; give pairs")
     if config.pair_features == "concat":

@@ -1,4 +1,4 @@
-"""What both models take: embeddings of real values, and one set of checks for every kind of input."""
+"""Inputs of both models: embeddings of real values, and one set of checks for every kind of input."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ class ValueEmbeddings(nn.Module):
 class InputsMixin:
     """The checked inputs of `LunaModel` and `MegaModel`.
 
-    Each refuses what does not fit with a `ValueError` that has the numbers, and returns what the layers take.
+    Every method raises `ValueError` with the numbers where arguments do not fit, and returns them as layers take them.
     """
 
     forward_options = RAGGED_OPTIONS | {"num_items_in_batch", "output_hidden_states", "output_attentions"}
@@ -90,8 +90,13 @@ class InputsMixin:
     ) -> TokenLayout:
         """Return the layout of the batch.
 
-        `attention_mask` is the argument, `mask` what `embed` made of it. `position_ids` may begin anew within a row.
-        `past` is a cache that the model would fill, `needs` says whether the caller asked for "cache" or "weights".
+        Args:
+            attention_mask: as the caller gave it.
+            mask: the bool mask that `embed` returned.
+            position_ids: positions that begin anew where a ragged sequence does, or None.
+            options: keyword arguments of the forward.
+            past: the cache that the model would fill.
+            needs: whether the caller asked for a "cache", and whether attention must return "weights".
         """
         if attention_mask is not None and options.get("cu_seq_lens_q") is not None:
             raise ValueError("attention_mask with cu_seq_lens_q: ragged sequences have no padding, leave one out")

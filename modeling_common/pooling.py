@@ -1,4 +1,4 @@
-"""Which token of a sequence is the first, and what makes one vector of a sequence.
+"""The first token of a sequence, and the mean over its tokens.
 
 Masks are bool, `[B, T]`, True = keep; None = all.
 """

@@ -214,7 +214,7 @@ class LunaPooledModel(PooledMixin, LunaPreTrainedModel):
         return self.pooler(outputs, mask)
 
     def unread_parameters(self) -> Iterable[nn.Parameter]:
-        """As the base class, by what the pooler reads."""
+        """Return the parameters that no loss depends on, by what the pooler reads."""
         return self.luna.encoder.unread_parameters(self.pooler.reads_tokens, self.pooler.reads_packed)
 
 

@@ -103,10 +103,7 @@ class LunaEmbeddings(nn.Module):
         self.scale = math.sqrt(width) if config.scale_embedding else 1.0
 
     def forward(self, inputs_embeds: torch.Tensor, layout: TokenLayout, position_ids: torch.Tensor) -> torch.Tensor:
-        """`[B, T, d]` embeddings without positions -> `[B, T, d]`; `position_ids` `[B or 1, T]`, the first token at 0.
-
-        A ragged layout has one row of all tokens.
-        """
+        """Add positions `[B or 1, T]`, the first token at 0, to embeddings `[B, T, d]`; then norm and dropout."""
         hidden_states = inputs_embeds * self.scale
         if self.training and self.config.word_dropout:
             hidden_states = hidden_states * self.word_dropout(hidden_states.new_ones((*hidden_states.shape[:2], 1)))
@@ -176,7 +173,7 @@ class LunaAttention(nn.Module):
         self.output = nn.Linear(width, width)
 
     def context_key_value(self, context: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`[B, M, d]` -> pack key and value, `[B, M, pack heads, K]`."""
+        """Return the pack key and value of `[B, M, d]`, `[B, M, pack heads, K]` each."""
         if self.tied:
             key = _split(self.pack_key_value(context), self.num_pack_heads)
             return key, key
@@ -184,7 +181,7 @@ class LunaAttention(nn.Module):
         return _split(key, self.num_pack_heads), _split(value, self.num_pack_heads)
 
     def packed_key_value(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Packed context `[B, L, pack heads, K]` -> unpack key and value, `[B, L, heads, K]`."""
+        """Return the unpack key and value of the packed context `[B, L, pack heads, K]`, `[B, L, heads, K]` each."""
         packed = packed.flatten(2)
         if self.tied:
             key = _split(self.key_value(packed), self.num_heads)
@@ -234,7 +231,7 @@ def _split(projected: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 class LunaCausalAttention(nn.Module):
-    """Attention of every token to those up to it (section 3.3, `LunarCausalAttention` of the original).
+    """Attention of every token to the tokens up to it (section 3.3, `LunarCausalAttention` of the original).
 
     P only weighs the tokens: nothing is packed into it, and of the pack projections there is one for keys alone.
     """
@@ -386,38 +383,38 @@ class LunaEncoder(nn.Module):
         return self.final_norm(hidden_states, packed_states)
 
     def used_layers(self) -> Iterator[tuple[int, LunaLayer]]:
-        """The index and the layer of every step; layerdrop leaves some out."""
+        """Yield the index and the layer of every step; layerdrop leaves some out."""
         for index in range(self.config.num_hidden_layers):
             if not (self.training and self.config.layerdrop and torch.rand(()) < self.config.layerdrop):
                 yield index, self.layers[0 if self.config.share_layers else index]
 
     def final_norm(self, hidden_states, packed_states):
-        """The norms behind the last layer, where every layer begins with one."""
+        """Apply the norms behind the last layer, which there are where every layer begins with one."""
         if self.config.pre_norm:
             hidden_states = self.layer_norm(hidden_states)
             if packed_states[-1] is not None and not self.config.learns_causal_projection:
                 packed_states[-1] = self.packed_layer_norm(packed_states[-1])
         return hidden_states, packed_states
 
-    def unread_parameters(self, tokens: bool, packed: bool) -> Iterator[nn.Parameter]:
-        """Yield what no output depends on where `tokens` or P (`packed`) are not read behind the last layer."""
-        config, steps = self.config, [self.layers[0]] if self.config.share_layers else list(self.layers)
-        last, repeated = steps[-1], config.share_layers and config.num_hidden_layers > 1
-        modules = []
-        if not config.pre_norm:
-            # P leaves a layer through this norm, and goes on to the next layer where it is contextual. Where it is not,
-            # layerdrop makes any layer the last.
-            handed_on = [last] if repeated else steps[:-1]
-            read = handed_on if config.contextual_projection or (packed and config.layerdrop) else []
-            read = [*read, last] if packed else read
-            modules += [layer.packed_layer_norm for layer in steps if layer not in read]
-        elif not packed:
-            modules.append(getattr(self, "packed_layer_norm", None))
-        if not tokens:
-            modules += [self.layer_norm] if config.pre_norm else []
-            modules += [] if repeated else last.unpack_modules()
-        for module in modules:
-            yield from () if module is None else module.parameters()
+    def unread_parameters(self, tokens: bool, packed: bool) -> list[nn.Parameter]:
+        """Return the parameters that only unread outputs depend on.
+
+        `tokens` and `packed` say whether the tokens and P behind the last layer are read.
+        """
+        config = self.config
+        *earlier, last = [self.layers[0 if config.share_layers else index] for index in range(config.num_hidden_layers)]
+        if config.pre_norm:
+            unread = [] if tokens else [self.layer_norm]
+            unread += [] if packed else [getattr(self, "packed_layer_norm", None)]
+        else:
+            # P leaves a layer by this norm, for the next layer or for the reader behind the last one. With layerdrop
+            # any layer may be the last.
+            reads_earlier = config.contextual_projection or (packed and config.layerdrop > 0.0)
+            read = [*(earlier if reads_earlier else []), *([last] if packed else [])]
+            unread = [layer.packed_layer_norm for layer in self.layers if layer not in read]
+        if not tokens and last not in earlier:
+            unread += last.unpack_modules()
+        return [parameter for module in unread if module is not None for parameter in module.parameters()]
 
 
 class LunaDecoderLayer(LunaLayer):
@@ -469,7 +466,7 @@ class LunaDecoderLayer(LunaLayer):
         return (hidden_states + output if self.pre_norm else self.final_layer_norm(hidden_states + output)), packed
 
     def add(self, residual: torch.Tensor, output: torch.Tensor, norm: nn.Module) -> torch.Tensor:
-        """Dropout, residual and the norm that follows where norms are not before the attention."""
+        """Apply dropout, the residual, and the norm where norms are not before the attention."""
         residual = residual + self.dropout(output)
         return residual if self.pre_norm else norm(residual)
 
@@ -538,7 +535,10 @@ class LunaPreTrainedModel(CommonPreTrainedModel):
         return self.config.hidden_size**-0.5 if self.config.scale_embedding else self.config.initializer_range
 
     def unread_parameters(self) -> Iterable[nn.Parameter]:
-        """As the base class: a head reads the tokens behind the last layer, not P. Both are outputs of the bodies."""
+        """Return the parameters that no loss of this class depends on: heads read the tokens, and not P.
+
+        A model without a head returns both, so that all its parameters are read.
+        """
         body = self.base_model
         if body is self:
             return ()

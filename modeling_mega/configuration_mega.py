@@ -210,7 +210,7 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict, **kwargs) -> "MegaConfig":
-        """As the base class. A configuration that transformers v4 wrote gets the two flags that its weights rely on."""
+        """Read a configuration; one that transformers v4 wrote gets the two flags that its weights rely on."""
         if str(config_dict.get("transformers_version", "")).startswith("4."):
             config_dict = {
                 "legacy_rms_norm": config_dict.get("normalization_type") == "rmsnorm",

@@ -70,7 +70,7 @@ class MegaGatedCrossAttention(nn.Module):
         return output, weights
 
     def attend(self, query, key, value, layout, encoder_layout, output_weights, past):
-        """Attend from wherever the queries are, which with `past` is behind it."""
+        """Attend to the source from where the queries are; with `past` they are the last positions of the sequences."""
         seen, target, source_start = query.shape[1], layout.start(), encoder_layout.start()
         if past is not None:
             seen, target = past.seen, past.position - past.seen

@@ -271,7 +271,7 @@ class MegaPreTrainedModel(CommonPreTrainedModel):
             self._keep_in_fp32_modules_strict = [*self._keep_in_fp32_modules_strict, "running_mean", "running_var"]
 
     def resize_token_embeddings(self, *args, **kwargs) -> nn.Embedding:
-        """As the base class, for vocabularies that are not adaptive."""
+        """Resize a vocabulary that is not adaptive."""
         if self.config.adaptive_input_cutoffs is not None or self.config.adaptive_softmax_cutoffs is not None:
             raise NotImplementedError("an adaptive vocabulary is in bands by frequency and cannot be resized")
         return super().resize_token_embeddings(*args, **kwargs)
