@@ -32,47 +32,38 @@ from luna_mega.modeling_common.pooling import first_token, masked_mean
 from luna_mega.modeling_luna.configuration_luna import LunaConfig
 from luna_mega.modeling_luna.modeling_luna import LunaModel, LunaModelOutput, LunaPreTrainedModel
 
-_PerLayer = tuple[torch.FloatTensor, ...] | None
+
+@dataclass
+class LunaPackedOutputs:
+    """P and the attention that packs it, of each layer, in the outputs of heads; see `LunaModelOutput`."""
+
+    packed_hidden_states: tuple[torch.FloatTensor, ...] | None = None
+    packed_attentions: tuple[torch.FloatTensor, ...] | None = None
 
 
 @dataclass
-class LunaMaskedLMOutput(MaskedLMOutput):
-    """`MaskedLMOutput` with the packed sequence and attention of each layer, see `LunaModelOutput`."""
-
-    packed_hidden_states: _PerLayer = None
-    packed_attentions: _PerLayer = None
+class LunaMaskedLMOutput(LunaPackedOutputs, MaskedLMOutput):
+    """`MaskedLMOutput` with `LunaPackedOutputs`."""
 
 
 @dataclass
-class LunaSequenceClassifierOutput(SequenceClassifierOutput):
-    """`SequenceClassifierOutput` with the packed sequence and attention of each layer, see `LunaModelOutput`."""
-
-    packed_hidden_states: _PerLayer = None
-    packed_attentions: _PerLayer = None
+class LunaSequenceClassifierOutput(LunaPackedOutputs, SequenceClassifierOutput):
+    """`SequenceClassifierOutput` with `LunaPackedOutputs`."""
 
 
 @dataclass
-class LunaMultipleChoiceOutput(MultipleChoiceModelOutput):
-    """`MultipleChoiceModelOutput` with the packed sequence and attention of each layer, see `LunaModelOutput`."""
-
-    packed_hidden_states: _PerLayer = None
-    packed_attentions: _PerLayer = None
+class LunaMultipleChoiceOutput(LunaPackedOutputs, MultipleChoiceModelOutput):
+    """`MultipleChoiceModelOutput` with `LunaPackedOutputs`."""
 
 
 @dataclass
-class LunaTokenClassifierOutput(TokenClassifierOutput):
-    """`TokenClassifierOutput` with the packed sequence and attention of each layer, see `LunaModelOutput`."""
-
-    packed_hidden_states: _PerLayer = None
-    packed_attentions: _PerLayer = None
+class LunaTokenClassifierOutput(LunaPackedOutputs, TokenClassifierOutput):
+    """`TokenClassifierOutput` with `LunaPackedOutputs`."""
 
 
 @dataclass
-class LunaQuestionAnsweringOutput(QuestionAnsweringModelOutput):
-    """`QuestionAnsweringModelOutput` with the packed sequence and attention of each layer, see `LunaModelOutput`."""
-
-    packed_hidden_states: _PerLayer = None
-    packed_attentions: _PerLayer = None
+class LunaQuestionAnsweringOutput(LunaPackedOutputs, QuestionAnsweringModelOutput):
+    """`QuestionAnsweringModelOutput` with `LunaPackedOutputs`."""
 
 
 class LunaLMHead(nn.Module):
