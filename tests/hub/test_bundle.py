@@ -131,7 +131,7 @@ def test_mega_language_model(stranger, tmp_path, adaptive):
     model.save_pretrained(tmp_path)
     assert bundle(tmp_path) == 0
     files = {file.name for file in tmp_path.glob("*.py")}
-    assert {"adaptive.py", "cache_mega.py", "presets_mega.py", "kernels_masks.py"} <= files
+    assert {"adaptive.py", "cache_mega.py", "presets_mega.py", "layout.py"} <= files
     auto_class = "AutoModelForCausalLM"
     name, result = on_remote_code(stranger(on_client.outputs, tmp_path, auto_class, lists(inputs), **REMOTE))
     assert name == "MegaForCausalLM" and result == expected(model, inputs)

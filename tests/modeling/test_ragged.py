@@ -1,9 +1,11 @@
-"""Sequences laid end to end: packed batches, and `unpad_inputs`, which packs a padded batch within the model."""
+"""Ragged batches, sequences laid end to end, and `unpad_inputs`, which makes a padded batch ragged within the model."""
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DataCollatorWithFlattening
+
+from luna_mega import MegaConfig, MegaForConditionalGeneration
 
 from . import luna, luna_decoders, mega, test_mega_causal as mega_decoders
 
@@ -77,7 +79,7 @@ def assert_equal_gradients(actual, expected):
 
 
 @pytest.mark.parametrize("told_by", ["position_ids", "cu_seq_lens", "seq_idx", "two rows"])
-def test_packed_equals_separate(language_model, told_by):
+def test_ragged_equals_separate(language_model, told_by):
     items = sequences()
     expected, gradients = one_by_one(language_model, items)
     if told_by == "cu_seq_lens":
@@ -157,7 +159,7 @@ def test_padding_costs_nothing(family):
 
 
 @pytest.mark.parametrize("family", [luna, mega])
-def test_packed_trains_as_separate_sequences_do(family):
+def test_ragged_trains_as_separate_sequences_do(family):
     """Feature dropout takes a channel away from a sequence, not from a batch: of 6 sequences, some keep it."""
     model = family.make("Model", **({"use_feature_dropout": True} if family is mega else {})).train()
     batch = flattened([{"input_ids": torch.full((4,), 7)} for _ in range(6)])
@@ -166,7 +168,7 @@ def test_packed_trains_as_separate_sequences_do(family):
     assert not torch.allclose(states[0], states[1])
 
 
-def test_packed_batches_are_refused_where_they_cannot_be():
+def test_ragged_batches_are_refused_where_they_cannot_be():
     batch = flattened(sequences())
     batch.pop("labels")
     for family in (luna, mega):
@@ -194,3 +196,65 @@ def test_packed_batches_are_refused_where_they_cannot_be():
         luna.tiny_config(pooling="mean", pool_padding=True, unpad_inputs=True)
     with pytest.raises(Exception, match="unpad_inputs"):
         mega.tiny_config(padded_batch_statistics=True, unpad_inputs=True)
+
+
+BOUNDS = torch.tensor([0, 3, 9], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("family", [luna, mega])
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"cu_seq_lens_k": BOUNDS}, "cu_seq_lens_k without cu_seq_lens_q: pass that as well"),
+        ({"max_length_q": 6}, "max_length_q without cu_seq_lens_q"),
+        ({"seq_idx": None, "max_length_k": 6}, "max_length_k without cu_seq_lens_q"),
+        ({"cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": BOUNDS + 1}, "cu_seq_lens_k differs from cu_seq_lens_q"),
+        ({"cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": BOUNDS[:2]}, "cu_seq_lens_k differs from cu_seq_lens_q"),
+        ({"cu_seq_lens_q": BOUNDS, "max_length_q": 6, "max_length_k": 7}, "max_length_k is 7 and max_length_q 6"),
+        ({"cu_seq_lens_q": BOUNDS, "max_length_k": 6}, "max_length_k is 6 and max_length_q None"),
+        ({"cu_seq_lens_q": BOUNDS, "max_length_q": 5}, "max_seqlen is 5, but a sequence has length 6"),
+        ({"cu_seq_lens_q": BOUNDS, "attention_mask": torch.ones(1, 9)}, "attention_mask with cu_seq_lens_q"),
+        ({"cu_seq_lens_q": BOUNDS, "seq_idx": torch.tensor([[0] * 4 + [1] * 5])}, "seq_idx or position_ids tell other"),
+    ],
+)
+def test_contradictions_are_refused(family, options, message):
+    model, inputs = family.make("Model"), {"input_ids": luna.tokens([9])["input_ids"]}
+    with pytest.raises(ValueError, match=message):
+        model(**inputs, **options)
+
+
+@pytest.mark.parametrize("family", [luna, mega])
+def test_all_that_the_collator_can_tell(family):
+    items = [{"input_ids": item["input_ids"]} for item in sequences()]
+    batch = flattened(items, return_flash_attn_kwargs=True, return_seq_idx=True)
+    batch.pop("labels")
+    model = family.make("Model").double()
+    torch.testing.assert_close(model(**batch)[0], model(batch["input_ids"], position_ids=batch["position_ids"])[0])
+
+
+def test_position_ids_of_mega():
+    """They tell where sequences begin; with a mask they would tell nothing."""
+    inputs = luna.tokens([9, 4])
+    positions = torch.arange(9).expand(2, -1)
+    with pytest.raises(ValueError, match="position_ids of ragged sequences only.*no attention_mask"):
+        mega.make("Model")(**inputs, position_ids=positions)
+    ids = inputs["input_ids"]
+    torch.testing.assert_close(mega.make("Model")(ids, position_ids=positions)[0], mega.make("Model")(ids)[0])
+
+
+@pytest.mark.parametrize("family", ["luna", "mega"])
+def test_encoder_decoders_unpad_their_source(family):
+    """The target stays as it is: its decoder attends to the rows of another batch."""
+    ids, mask = luna_decoders.padded([7, 3], 7, "right")
+    results = []
+    for unpad in (False, True):
+        if family == "luna":
+            model = luna_decoders.make(is_encoder_decoder=True, unpad_inputs=unpad)
+        else:
+            torch.manual_seed(0)
+            sizes = {"hidden_size": 24, "num_hidden_layers": 2, "intermediate_size": 32, "nffn_hidden_size": 20}
+            config = MegaConfig(vocab_size=30, is_encoder_decoder=True, unpad_inputs=unpad, **sizes)
+            model = MegaForConditionalGeneration(config).double().eval()
+        inputs = luna_decoders.source(model, 2) | luna_decoders.target(model, ids, mask)
+        results.append(model(**inputs, use_cache=False).logits[mask.bool()])
+    torch.testing.assert_close(*results)

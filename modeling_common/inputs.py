@@ -1,0 +1,121 @@
+"""Inputs of both models: embeddings of real values, and one set of checks for every kind of input."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from luna_mega.modeling_common.layout import RAGGED_OPTIONS, TokenLayout, drop_if_full, find_layout
+
+
+class ValueEmbeddings(nn.Module):
+    """A real number x becomes x * weight + bias, `[B, T]` to `[B, T, d]` (pixels, audio samples)."""
+
+    def __init__(self, hidden_size: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(hidden_size))
+        self.bias = nn.Parameter(torch.empty(hidden_size))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return torch.addcmul(self.bias, values[..., None].to(self.weight.dtype), self.weight)
+
+
+class InputsMixin:
+    """The checked inputs of `LunaModel` and `MegaModel`.
+
+    Every method raises `ValueError` with the numbers where arguments do not fit, and returns them as layers take them.
+    """
+
+    forward_options = RAGGED_OPTIONS | {"num_items_in_batch", "output_hidden_states", "output_attentions"}
+
+    def check_options(self, options: dict[str, Any]):
+        """Refuse keyword arguments that the model does not have."""
+        if unknown := options.keys() - self.forward_options:
+            family = self.config.model_type.capitalize()
+            raise ValueError(f"{family} models take no {', '.join(sorted(unknown))}; leave the argument out")
+
+    def is_asked(self, name: str, options: dict[str, Any]) -> bool:
+        """Return the value of an argument such as `output_attentions`, whose default is in the configuration."""
+        return options.get(name, getattr(self.config, name, False))
+
+    def embed(
+        self,
+        input_ids: torch.LongTensor | None,
+        attention_mask: torch.Tensor | None,
+        inputs_embeds: torch.FloatTensor | None,
+        input_values: torch.FloatTensor | None,
+        past=None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return embeddings `[B, T, d]` and the bool mask `[B, T]`, None = all.
+
+        With a filled cache an `attention_mask` may be that of all positions so far.
+        """
+        name = "input_ids" if self.config.input_type == "tokens" else "input_values"
+        inputs, other = (input_ids, input_values) if name == "input_ids" else (input_values, input_ids)
+        if other is not None or (inputs is None) == (inputs_embeds is None):
+            raise ValueError(
+                f"this model has input_type={self.config.input_type!r}: give exactly one of {name} and inputs_embeds"
+            )
+        given, width = (inputs, []) if inputs_embeds is None else (inputs_embeds, [self.embedding_width])
+        if given.dim() < 2 or list(given.shape[2:]) != width:
+            raise ValueError(
+                f"this model takes {name} [B, T] or inputs_embeds [B, T, {self.embedding_width}], got the shape "
+                f"{list(given.shape)}"
+            )
+        batch, length = given.shape[:2]
+        if batch == 0 or length == 0:
+            raise ValueError(f"the batch is empty: {batch} sequences of length {length}")
+        mask = None if attention_mask is None else attention_mask.bool()
+        if mask is not None and past is not None and past.get_seq_length():
+            mask = mask[:, -length:]
+        if mask is not None and mask.shape != (batch, length):
+            raise ValueError(
+                f"attention_mask must have the shape [{batch}, {length}] of the input, got {list(attention_mask.shape)}"
+            )
+        if inputs_embeds is None:
+            inputs_embeds = self.get_input_embeddings()(inputs)
+            if mask is None and name == "input_ids":
+                mask = input_ids != self.config.pad_token_id
+        return inputs_embeds, drop_if_full(mask)
+
+    def choose_layout(
+        self,
+        inputs_embeds: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        options: dict[str, Any],
+        past,
+        needs: dict[str, bool],
+    ) -> TokenLayout:
+        """Return the layout of the batch.
+
+        Args:
+            attention_mask: as the caller gave it.
+            mask: the bool mask that `embed` returned.
+            position_ids: positions that begin anew where a ragged sequence does, or None.
+            options: keyword arguments of the forward.
+            past: the cache that the model would fill.
+            needs: whether the caller asked for a "cache", and whether attention must return "weights".
+        """
+        if attention_mask is not None and options.get("cu_seq_lens_q") is not None:
+            raise ValueError("attention_mask with cu_seq_lens_q: ragged sequences have no padding, leave one out")
+        states, config = self.is_asked("output_hidden_states", options), self.config
+        unpads = config.unpad_inputs and not (
+            config.add_cross_attention or past is not None or needs["weights"] or states
+        )
+        layout = find_layout(inputs_embeds.shape[:2], mask, position_ids, options, unpads)
+        if not layout.is_ragged() or unpads:
+            return layout
+        if needs["cache"]:
+            raise ValueError("a ragged batch has no cache: leave past_key_values out and pass use_cache=False")
+        if config.add_cross_attention:
+            raise ValueError("a decoder with add_cross_attention=True takes no ragged batch: pad it")
+        if needs["weights"]:
+            raise ValueError(
+                "a ragged batch has no attention weights to return: pass output_attentions=False and load the model "
+                "with attn_implementation='sdpa'"
+            )
+        if states and (rows := inputs_embeds.shape[0]) > 1:
+            raise ValueError(f"output_hidden_states=True takes a ragged batch of one row, not one of {rows}")
+        return layout
