@@ -38,18 +38,14 @@ class InputsMixin:
         """Return the value of an argument such as `output_attentions`, whose default is in the configuration."""
         return options.get(name, getattr(self.config, name, False))
 
-    def embed(
+    def check_inputs(
         self,
         input_ids: torch.LongTensor | None,
-        attention_mask: torch.Tensor | None,
+        mask: torch.Tensor | None,
         inputs_embeds: torch.FloatTensor | None,
         input_values: torch.FloatTensor | None,
-        past=None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return embeddings `[B, T, d]` and the bool mask `[B, T]`, None = all.
-
-        With a filled cache an `attention_mask` may be that of all positions so far.
-        """
+    ):
+        """Refuse what is not exactly one kind of input `[B, T]` or `[B, T, d]`, at least one token, and its mask."""
         name = "input_ids" if self.config.input_type == "tokens" else "input_values"
         inputs, other = (input_ids, input_values) if name == "input_ids" else (input_values, input_ids)
         if other is not None or (inputs is None) == (inputs_embeds is None):
@@ -65,16 +61,31 @@ class InputsMixin:
         batch, length = given.shape[:2]
         if batch == 0 or length == 0:
             raise ValueError(f"the batch is empty: {batch} sequences of length {length}")
-        mask = None if attention_mask is None else attention_mask.bool()
-        if mask is not None and past is not None and past.get_seq_length():
-            mask = mask[:, -length:]
         if mask is not None and mask.shape != (batch, length):
             raise ValueError(
-                f"attention_mask must have the shape [{batch}, {length}] of the input, got {list(attention_mask.shape)}"
+                f"attention_mask must have the shape [{batch}, {length}] of the input, got {list(mask.shape)}"
             )
+
+    def embed(
+        self,
+        input_ids: torch.LongTensor | None,
+        attention_mask: torch.Tensor | None,
+        inputs_embeds: torch.FloatTensor | None,
+        input_values: torch.FloatTensor | None,
+        past=None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return embeddings `[B, T, d]` and the bool mask `[B, T]`, None = all.
+
+        With a filled cache an `attention_mask` may be that of all positions so far.
+        """
+        mask = None if attention_mask is None else attention_mask.bool()
+        given = next((x for x in (inputs_embeds, input_ids, input_values) if x is not None), None)
+        if mask is not None and past is not None and past.get_seq_length() and given is not None and given.dim() > 1:
+            mask = mask[:, -given.shape[1] :]
+        self.check_inputs(input_ids, mask, inputs_embeds, input_values)
         if inputs_embeds is None:
-            inputs_embeds = self.get_input_embeddings()(inputs)
-            if mask is None and name == "input_ids":
+            inputs_embeds = self.get_input_embeddings()(given)
+            if mask is None and self.config.input_type == "tokens":
                 mask = input_ids != self.config.pad_token_id
         return inputs_embeds, drop_if_full(mask)
 
