@@ -121,3 +121,42 @@ def test_a_wrong_import_is_seen(folder, line):
 )
 def test_a_right_import_passes(folder, line):
     assert not violations(folder, line)
+
+
+def module_of(file: Path) -> str:
+    """Dotted name under which a file of a packaged folder is imported."""
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    parts = parts if parts[0] == "luna_mega" else ("luna_mega", *parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_modules(file: Path, modules: set[str]) -> set[str]:
+    """The modules of this package that a file imports when it is imported itself."""
+    found = set()
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= names if names <= modules else {node.module}
+    return found & modules
+
+
+def test_no_circles():
+    """Apart from the package itself, which imports everything and which nothing of a model or a kernel imports."""
+    files = {module_of(file): file for folder in packaged_folders() - {"luna_mega"} for file in python_files(folder)}
+    graph = {module: imported_modules(file, set(files)) for module, file in files.items()}
+    while free := {module for module, needed in graph.items() if not needed - {module}}:
+        graph = {module: needed - free for module, needed in graph.items() if module not in free}
+    assert not graph
+
+
+@pytest.mark.parametrize("folder", ["modeling_common", "modeling_luna", "modeling_mega", "luna_mega"])
+def test_no_import_inside_a_function(folder):
+    for file in python_files(folder):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+        assert not [
+            node.lineno
+            for function in functions
+            for node in ast.walk(function)
+            if isinstance(node, ast.Import | ast.ImportFrom)
+        ], file
