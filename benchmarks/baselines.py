@@ -11,6 +11,7 @@ from luna_mega.kernels.api import damped_ema, use_backend
 from luna_mega.kernels.damped_ema import torch_backend as ema_backend
 from luna_mega.kernels.gated_attention.reference import laplace, relu2, weights
 from luna_mega.kernels.luna_attention import torch_backend as attention_backend
+from luna_mega.modeling_common.layout import DENSE
 from luna_mega.modeling_mega.modeling_mega import MegaGatedAttention
 
 
@@ -109,7 +110,7 @@ def original_gated_attention(query, key, value, bias, *, function, causal, chunk
 
 def original_mega_layer(layer: MegaGatedAttention, x: torch.Tensor) -> torch.Tensor:
     """The gated attention layer as facebookresearch/mega computes it, for lengths that are multiples of the chunk."""
-    normed = layer.norm(x, None)
+    normed = layer.norm(x, DENSE)
     value = nn.functional.silu(layer.v_proj(normed))
     average = layer.ema_gate
     logits = (average.damping_factor, average.decay_factor, average.ema_expansion_matrix)

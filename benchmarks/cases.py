@@ -21,6 +21,7 @@ from transformers import RobertaConfig, RobertaModel
 
 from luna_mega import LunaConfig, LunaModel, MegaConfig, MegaModel
 from luna_mega.kernels.api import damped_ema, gated_attention, luna_attention, luna_causal_attention, use_backend
+from luna_mega.modeling_common.layout import DENSE
 from luna_mega.modeling_mega.modeling_mega import MegaGatedAttention, MegaPreTrainedModel
 
 Size = dict[str, int | str]
@@ -324,7 +325,7 @@ CASES = {
         Case(
             "mega_layer",
             {
-                "luna_mega": partial(_mega_layer, lambda layer, x: layer(x, None)[0]),
+                "luna_mega": partial(_mega_layer, lambda layer, x: layer(x, DENSE)[0]),
                 "original": partial(_mega_layer, original_mega_layer),
             },
             sizes=tuple(
@@ -341,7 +342,7 @@ CASES = {
                 for chunk in (0, 16)
             ),
             gpu=({"n": 4096, "b": 8, "function": "laplace", "chunk": 128},),
-            gpu_variants={"torch": partial(_mega_layer, _by_torch(lambda layer, x: layer(x, None)[0]))},
+            gpu_variants={"torch": partial(_mega_layer, _by_torch(lambda layer, x: layer(x, DENSE)[0]))},
             compiled={"original_compiled": partial(_mega_layer, _compiled(original_mega_layer))},
         ),
         Case(

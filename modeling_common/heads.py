@@ -77,13 +77,12 @@ class PooledMixin:
 
         `kwargs` as in its `forward`. Raises `ValueError` for sequences laid end to end: a row gets one label.
         """
-        names = ("input_ids", "inputs_embeds", "input_values")
-        inputs = {name: kwargs.pop(name) for name in names if kwargs.get(name) is not None}
+        inputs = {name: kwargs.pop(name, None) for name in ("input_ids", "inputs_embeds", "input_values")}
         mask = None if attention_mask is None else attention_mask.bool()
-        if inputs:
-            restarts = kwargs.get("position_ids") if mask is None else None
-            refuse_ragged(self, next(iter(inputs.values())), restarts, kwargs)
-        if mask is None and "input_ids" in inputs:
+        self.base_model.check_inputs(mask=mask, **inputs)
+        given = next(x for x in inputs.values() if x is not None)
+        refuse_ragged(self, given, kwargs.get("position_ids") if mask is None else None, kwargs)
+        if mask is None and inputs["input_ids"] is not None:
             mask = inputs["input_ids"] != self.config.pad_token_id
         if drop_first_token:
             inputs = {name: without_first(value, mask) for name, value in inputs.items()}

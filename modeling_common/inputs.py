@@ -1,10 +1,12 @@
 """Inputs of both models: embeddings of real values, and one set of checks for every kind of input."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers.cache_utils import Cache
 
+from luna_mega.modeling_common.cache import begin_cache
 from luna_mega.modeling_common.layout import RAGGED_OPTIONS, TokenLayout, drop_if_full, find_layout
 
 
@@ -20,6 +22,24 @@ class ValueEmbeddings(nn.Module):
         return torch.addcmul(self.bias, values[..., None].to(self.weight.dtype), self.weight)
 
 
+class CheckedInputs(NamedTuple):
+    """The inputs of a forward as layers take them.
+
+    Args:
+        embeddings: `[B, T, d]`, or `[1, total, d]` of a ragged batch, without positions.
+        mask: `[B, T]` bool of the batch as it came, True = keep; None = all.
+        layout: where the tokens are.
+        past: the cache to read and to fill, or None.
+        output_weights: whether attention runs step by step, which has weights to return.
+    """
+
+    embeddings: torch.Tensor
+    mask: torch.Tensor | None
+    layout: TokenLayout
+    past: Cache | None
+    output_weights: bool
+
+
 class InputsMixin:
     """The checked inputs of `LunaModel` and `MegaModel`.
 
@@ -27,6 +47,52 @@ class InputsMixin:
     """
 
     forward_options = RAGGED_OPTIONS | {"num_items_in_batch", "output_hidden_states", "output_attentions"}
+
+    def read_inputs(
+        self,
+        input_ids: torch.LongTensor | None,
+        attention_mask: torch.Tensor | None,
+        inputs_embeds: torch.FloatTensor | None,
+        input_values: torch.FloatTensor | None,
+        position_ids: torch.LongTensor | None,
+        past_key_values: Cache | None,
+        use_cache: bool | None,
+        options: dict[str, Any],
+    ) -> CheckedInputs:
+        """Return the checked inputs for the arguments of a forward."""
+        self.check_options(options)
+        past = begin_cache(self, past_key_values, use_cache)
+        embeddings, mask = self.embed(input_ids, attention_mask, inputs_embeds, input_values, past)
+        self.check_cache(past, embeddings.shape[0], options)
+        weights = self.wants_weights(past, options)
+        if attention_mask is not None and options.get("cu_seq_lens_q") is not None:
+            raise ValueError("attention_mask with cu_seq_lens_q: ragged sequences have no padding, leave one out")
+        states, crosses = self.is_asked("output_hidden_states", options), self.config.add_cross_attention
+        unpads = self.config.unpad_inputs and past is None and not (weights or states or crosses)
+        restarts = self.find_restarts(position_ids, attention_mask, options)
+        layout = find_layout(embeddings.shape[:2], mask, restarts, options, unpads)
+        if layout.is_ragged() and not unpads:
+            self._check_ragged(embeddings.shape[0], past_key_values is not None or use_cache, weights, states)
+            past = None  # what a decoder would have begun by default
+        return CheckedInputs(layout.gather(embeddings), mask, layout, past, weights)
+
+    def _check_ragged(self, batch, cache, weights, states):
+        """Refuse what ragged batches do not have."""
+        if cache:
+            raise ValueError("a ragged batch has no cache: leave past_key_values out and pass use_cache=False")
+        if self.config.add_cross_attention:
+            raise ValueError("a decoder with add_cross_attention=True takes no ragged batch: pad it")
+        if weights:
+            raise ValueError(
+                "a ragged batch has no attention weights to return: pass output_attentions=False and load the model "
+                "with attn_implementation='sdpa'"
+            )
+        if states and batch > 1:
+            raise ValueError(f"output_hidden_states=True takes a ragged batch of one row, not one of {batch}")
+
+    def wants_weights(self, past: Cache | None, options: dict[str, Any]) -> bool:
+        """Return whether attention runs step by step, which has weights to return."""
+        return self.is_asked("output_attentions", options) or self.config._attn_implementation == "eager"
 
     def check_options(self, options: dict[str, Any]):
         """Refuse keyword arguments that the model does not have."""
@@ -38,18 +104,14 @@ class InputsMixin:
         """Return the value of an argument such as `output_attentions`, whose default is in the configuration."""
         return options.get(name, getattr(self.config, name, False))
 
-    def embed(
+    def check_inputs(
         self,
         input_ids: torch.LongTensor | None,
-        attention_mask: torch.Tensor | None,
+        mask: torch.Tensor | None,
         inputs_embeds: torch.FloatTensor | None,
         input_values: torch.FloatTensor | None,
-        past=None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return embeddings `[B, T, d]` and the bool mask `[B, T]`, None = all.
-
-        With a filled cache an `attention_mask` may be that of all positions so far.
-        """
+    ):
+        """Refuse what is not exactly one kind of input `[B, T]` or `[B, T, d]`, at least one token, and its mask."""
         name = "input_ids" if self.config.input_type == "tokens" else "input_values"
         inputs, other = (input_ids, input_values) if name == "input_ids" else (input_values, input_ids)
         if other is not None or (inputs is None) == (inputs_embeds is None):
@@ -65,57 +127,30 @@ class InputsMixin:
         batch, length = given.shape[:2]
         if batch == 0 or length == 0:
             raise ValueError(f"the batch is empty: {batch} sequences of length {length}")
-        mask = None if attention_mask is None else attention_mask.bool()
-        if mask is not None and past is not None and past.get_seq_length():
-            mask = mask[:, -length:]
         if mask is not None and mask.shape != (batch, length):
             raise ValueError(
-                f"attention_mask must have the shape [{batch}, {length}] of the input, got {list(attention_mask.shape)}"
+                f"attention_mask must have the shape [{batch}, {length}] of the input, got {list(mask.shape)}"
             )
+
+    def embed(
+        self,
+        input_ids: torch.LongTensor | None,
+        attention_mask: torch.Tensor | None,
+        inputs_embeds: torch.FloatTensor | None,
+        input_values: torch.FloatTensor | None,
+        past=None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return embeddings `[B, T, d]` and the bool mask `[B, T]`, None = all.
+
+        With a filled cache an `attention_mask` may be that of all positions so far.
+        """
+        mask = None if attention_mask is None else attention_mask.bool()
+        given = next((x for x in (inputs_embeds, input_ids, input_values) if x is not None), None)
+        if mask is not None and past is not None and past.get_seq_length() and given is not None and given.dim() > 1:
+            mask = mask[:, -given.shape[1] :]
+        self.check_inputs(input_ids, mask, inputs_embeds, input_values)
         if inputs_embeds is None:
-            inputs_embeds = self.get_input_embeddings()(inputs)
-            if mask is None and name == "input_ids":
+            inputs_embeds = self.get_input_embeddings()(given)
+            if mask is None and self.config.input_type == "tokens":
                 mask = input_ids != self.config.pad_token_id
         return inputs_embeds, drop_if_full(mask)
-
-    def choose_layout(
-        self,
-        inputs_embeds: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        mask: torch.Tensor | None,
-        position_ids: torch.Tensor | None,
-        options: dict[str, Any],
-        past,
-        needs: dict[str, bool],
-    ) -> TokenLayout:
-        """Return the layout of the batch.
-
-        Args:
-            attention_mask: as the caller gave it.
-            mask: the bool mask that `embed` returned.
-            position_ids: positions that begin anew where a ragged sequence does, or None.
-            options: keyword arguments of the forward.
-            past: the cache that the model would fill.
-            needs: whether the caller asked for a "cache", and whether attention must return "weights".
-        """
-        if attention_mask is not None and options.get("cu_seq_lens_q") is not None:
-            raise ValueError("attention_mask with cu_seq_lens_q: ragged sequences have no padding, leave one out")
-        states, config = self.is_asked("output_hidden_states", options), self.config
-        unpads = config.unpad_inputs and not (
-            config.add_cross_attention or past is not None or needs["weights"] or states
-        )
-        layout = find_layout(inputs_embeds.shape[:2], mask, position_ids, options, unpads)
-        if not layout.is_ragged() or unpads:
-            return layout
-        if needs["cache"]:
-            raise ValueError("a ragged batch has no cache: leave past_key_values out and pass use_cache=False")
-        if config.add_cross_attention:
-            raise ValueError("a decoder with add_cross_attention=True takes no ragged batch: pad it")
-        if needs["weights"]:
-            raise ValueError(
-                "a ragged batch has no attention weights to return: pass output_attentions=False and load the model "
-                "with attn_implementation='sdpa'"
-            )
-        if states and (rows := inputs_embeds.shape[0]) > 1:
-            raise ValueError(f"output_hidden_states=True takes a ragged batch of one row, not one of {rows}")
-        return layout

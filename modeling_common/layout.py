@@ -117,7 +117,7 @@ def find_layout(
     Raises:
         ValueError: bounds that are none, or that two of the arguments tell differently.
     """
-    cu_seqlens, starts = _bounds(shape[0] * shape[1], options), None
+    cu_seqlens, starts = _bounds(options), None
     if not _is_program():
         if options.get("seq_idx") is not None:
             starts = options["seq_idx"].diff(dim=1) != 0
@@ -139,7 +139,7 @@ def _is_program() -> bool:
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
-def _bounds(total: int, options: dict[str, Any]) -> torch.Tensor | None:
+def _bounds(options: dict[str, Any]) -> torch.Tensor | None:
     """Return `cu_seq_lens_q`. The bounds of queries are those of keys, and either side's arguments need the bounds."""
     cu_seqlens, longest = options.get("cu_seq_lens_q"), options.get("max_length_q")
     others = {name: options.get(name) for name in ("cu_seq_lens_k", "max_length_q", "max_length_k")}

@@ -1,9 +1,10 @@
 """The checked inputs that Luna has beside those of `modeling_common`: positions, P, and what comes from an encoder."""
 
+from typing import Any
+
 import torch
 
-from luna_mega.modeling_common.inputs import InputsMixin
-from luna_mega.modeling_common.layout import TokenLayout
+from luna_mega.modeling_common.inputs import CheckedInputs, InputsMixin
 from luna_mega.modeling_luna.cache_luna import LunaCache, LunaSeq2SeqCache
 
 
@@ -23,7 +24,18 @@ class LunaInputsMixin(InputsMixin):
             return None
         return past.self_attention_cache if self.config.add_cross_attention else past
 
-    def check_cache(self, past: LunaCache | LunaSeq2SeqCache | None, batch: int):
+    def wants_weights(self, past: LunaCache | LunaSeq2SeqCache | None, options: dict[str, Any]) -> bool:
+        """Return whether attention runs step by step, which has weights to return."""
+        return self.is_asked("output_packed_attentions", options) or super().wants_weights(past, options)
+
+    def find_restarts(
+        self, position_ids: torch.Tensor | None, attention_mask: torch.Tensor | None, options: dict[str, Any]
+    ) -> torch.Tensor | None:
+        """Return the positions where they tell ragged sequences apart, which nothing else does."""
+        told = attention_mask is not None or options.get("cu_seq_lens_q") is not None
+        return None if told else position_ids
+
+    def check_cache(self, past: LunaCache | LunaSeq2SeqCache | None, batch: int, options: dict[str, Any]):
         """Refuse the cache of another model or batch."""
         if (cache := self.own_cache(past)) is None:
             return
@@ -36,30 +48,25 @@ class LunaInputsMixin(InputsMixin):
                 f"heads, head size) {given}, needed are {config.num_hidden_layers} with {(batch, heads, width)}"
             )
 
-    def number_positions(
-        self,
-        position_ids: torch.Tensor | None,
-        inputs_embeds: torch.Tensor,
-        layout: TokenLayout,
-        past: LunaCache | LunaSeq2SeqCache | None,
-    ) -> torch.Tensor:
+    def number_positions(self, position_ids: torch.Tensor | None, inputs: CheckedInputs) -> torch.Tensor:
         """Return the position of every token, `[B or 1, T]`, or `[1, total]` of a ragged batch.
 
         A position counts the tokens before it that the mask keeps, so that neither side nor amount of padding matters.
         """
+        embeddings, _, layout, past, _ = inputs
         if layout.is_ragged():
             if position_ids is None:
-                position_ids = layout.locate(inputs_embeds.shape[1])[1][None]
+                position_ids = layout.locate(embeddings.shape[1])[1][None]
             else:
                 position_ids = layout.gather(position_ids.expand(layout.shape))
         elif position_ids is None:
             if layout.mask is None:
-                position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)[None]
+                position_ids = torch.arange(embeddings.shape[1], device=embeddings.device)[None]
             else:
                 position_ids = (layout.mask.cumsum(dim=1) - 1).clamp(min=0)
             if (cache := self.own_cache(past)) is not None:
                 position_ids = position_ids + cache.layers[0].tensors["count"][:, None]
-        self._check_positions(position_ids, layout.sizes(inputs_embeds)[1], past)
+        self._check_positions(position_ids, layout.sizes(embeddings)[1], past)
         return position_ids
 
     def _check_positions(self, position_ids, length, past):
@@ -74,9 +81,7 @@ class LunaInputsMixin(InputsMixin):
                     "input or train with a larger max_position_embeddings (max_target_positions of a decoder)"
                 )
 
-    def check_packed_states(
-        self, states: torch.Tensor | None, mask: torch.Tensor | None, inputs_embeds: torch.Tensor, layout: TokenLayout
-    ):
+    def check_packed_states(self, states: torch.Tensor | None, mask: torch.Tensor | None, inputs: CheckedInputs):
         """Refuse a given P that is not `[B, L, d]`, or a mask that is not its."""
         if states is None:
             if mask is not None:
@@ -84,7 +89,7 @@ class LunaInputsMixin(InputsMixin):
             if self.config.add_cross_attention:
                 raise ValueError("a decoder with add_cross_attention=True needs packed_states, the P of its encoder")
             return
-        batch, width = layout.sizes(inputs_embeds)[0], inputs_embeds.shape[2]
+        batch, width = inputs.layout.sizes(inputs.embeddings)[0], inputs.embeddings.shape[2]
         if states.dim() != 3 or states.shape[::2] != (batch, width):
             raise ValueError(f"packed_states must have the shape [{batch}, rows, {width}], got {list(states.shape)}")
         if mask is not None and mask.shape != states.shape[:2]:

@@ -30,8 +30,7 @@ from luna_mega.kernels.api import (
     luna_unpack,
 )
 from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel
-from luna_mega.modeling_common.cache import begin_cache
-from luna_mega.modeling_common.inputs import ValueEmbeddings
+from luna_mega.modeling_common.inputs import CheckedInputs, ValueEmbeddings
 from luna_mega.modeling_common.layout import DENSE, TokenLayout, drop_if_full
 from luna_mega.modeling_luna.cache_luna import LunaCache, LunaCacheLayer, LunaSeq2SeqCache
 from luna_mega.modeling_luna.configuration_luna import LunaConfig
@@ -626,54 +625,50 @@ class LunaModel(LunaInputsMixin, BodyMixin, LunaPreTrainedModel):
             ValueError: not exactly one kind of input, an empty batch, a mask of another shape, a sequence longer than
                 the learned positions, a cache of another model or batch, an argument that Luna does not have.
         """
-        self.check_options(options)
-        record_weights = [self.is_asked(f"output_{name}", options) for name in ("attentions", "packed_attentions")]
-        output_weights = any(record_weights) or self.config._attn_implementation == "eager"
-        past = begin_cache(self, past_key_values, use_cache)
-        inputs_embeds, mask = self.embed(input_ids, attention_mask, inputs_embeds, input_values, past)
-        self.check_cache(past, inputs_embeds.shape[0])
-        restarts = position_ids if attention_mask is None and options.get("cu_seq_lens_q") is None else None
-        needs = {"cache": past_key_values is not None or bool(use_cache), "weights": output_weights}
-        layout = self.choose_layout(inputs_embeds, attention_mask, mask, restarts, options, past, needs)
-        past = None if layout.is_ragged() else past
-        inputs_embeds = layout.gather(inputs_embeds)
-        position_ids = self.number_positions(position_ids, inputs_embeds, layout, past)
-        hidden_states = self.embeddings(inputs_embeds, layout, position_ids)
-        packed, packed_mask = self.initial_packed(inputs_embeds, layout, packed_states, packed_mask, past)
+        inputs = self.read_inputs(
+            input_ids,
+            attention_mask,
+            inputs_embeds,
+            input_values,
+            position_ids,
+            past_key_values,
+            use_cache,
+            options,
+        )
+        layout, past = inputs.layout, inputs.past
+        position_ids = self.number_positions(position_ids, inputs)
+        hidden_states = self.embeddings(inputs.embeddings, layout, position_ids)
+        packed, packed_mask = self.initial_packed(packed_states, packed_mask, inputs)
         self.check_context(encoder_hidden_states, encoder_attention_mask, past)
-        inputs = (hidden_states, packed, layout, packed_mask, output_weights)
+        states = (hidden_states, packed, layout, packed_mask, inputs.output_weights)
         if self.config.is_decoder:
             context_mask = None if encoder_attention_mask is None else drop_if_full(encoder_attention_mask.bool())
-            hidden_states, states = self.decoder(*inputs, encoder_hidden_states, TokenLayout(context_mask), past)
+            context_layout = TokenLayout(context_mask)
+            hidden_states, packed = self.decoder(*states, encoder_hidden_states, context_layout, past)
         else:
-            hidden_states, states = self.encoder(*inputs)
+            hidden_states, packed = self.encoder(*states)
             if packed_states is not None and (counts := layout.counts()) is not None:
-                states[-1] = torch.where(counts[..., None] > 0, states[-1], packed_states)
-        record_states = self.is_asked("output_hidden_states", options) and states[-1] is not None
+                packed[-1] = torch.where(counts[..., None] > 0, packed[-1], packed_states)
+        recorded = self.is_asked("output_hidden_states", options) and packed[-1] is not None
         return LunaModelOutput(
             last_hidden_state=layout.scatter(hidden_states),
-            packed_last_hidden_state=states[-1],
+            packed_last_hidden_state=packed[-1],
             packed_mask=None if packed_mask is None else packed_mask.long(),
-            attention_mask=None if mask is None or self.config.is_decoder else mask.long(),
+            attention_mask=None if inputs.mask is None or self.config.is_decoder else inputs.mask.long(),
             past_key_values=past,
-            packed_hidden_states=tuple(states) if record_states else None,
+            packed_hidden_states=tuple(packed) if recorded else None,
         )
 
     def initial_packed(
-        self,
-        inputs_embeds: torch.Tensor,
-        layout: TokenLayout,
-        packed_states: torch.Tensor | None,
-        packed_mask: torch.Tensor | None,
-        past: LunaCache | LunaSeq2SeqCache | None,
+        self, packed_states: torch.Tensor | None, packed_mask: torch.Tensor | None, inputs: CheckedInputs
     ) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
         """Return P for every layer, None with a filled cache, and the bool mask of its rows."""
         layers = self.config.num_hidden_layers
-        if (cache := self.own_cache(past)) is not None:
+        if (cache := self.own_cache(inputs.past)) is not None:
             return [None] * layers, cache.layers[0].tensors.get("pack_mask")
-        self.check_packed_states(packed_states, packed_mask, inputs_embeds, layout)
+        self.check_packed_states(packed_states, packed_mask, inputs)
         if packed_states is None:
-            return self.embeddings.packed(inputs_embeds, layout)
+            return self.embeddings.packed(inputs.embeddings, inputs.layout)
         return [packed_states] * layers, drop_if_full(None if packed_mask is None else packed_mask.bool())
 
 

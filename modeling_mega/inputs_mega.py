@@ -1,10 +1,12 @@
 """The checked inputs that Mega has beside those of `modeling_common`: token types, caches, and the source."""
 
+from typing import Any
+
 import torch
 
-from luna_mega.modeling_common.inputs import InputsMixin
+from luna_mega.modeling_common.inputs import CheckedInputs, InputsMixin
 from luna_mega.modeling_common.layout import drop_if_full
-from luna_mega.modeling_mega.cache_mega import MegaCache, MegaCrossCache
+from luna_mega.modeling_mega.cache_mega import MegaCache, MegaCrossCache, MegaSeq2SeqCache
 
 
 class MegaInputsMixin(InputsMixin):
@@ -24,9 +26,13 @@ class MegaInputsMixin(InputsMixin):
         if token_type_ids is not None and not self.config.add_token_type_embeddings:
             raise ValueError("this model has add_token_type_embeddings=False: leave token_type_ids out")
 
-    def check_position_ids(
-        self, position_ids: torch.LongTensor | None, attention_mask: torch.Tensor | None
-    ) -> torch.LongTensor | None:
+    def wants_weights(self, past: MegaCache | MegaSeq2SeqCache | None, options: dict[str, Any]) -> bool:
+        """Return whether attention runs step by step, which it does not from a filled cache on."""
+        return super().wants_weights(past, options) and (past is None or not past.get_seq_length())
+
+    def find_restarts(
+        self, position_ids: torch.Tensor | None, attention_mask: torch.Tensor | None, options: dict[str, Any]
+    ) -> torch.Tensor | None:
         """Return the positions, which tell where ragged sequences begin and are of no other use."""
         if position_ids is not None and attention_mask is not None:
             raise ValueError(
@@ -34,8 +40,17 @@ class MegaInputsMixin(InputsMixin):
             )
         return position_ids
 
-    def check_cache(self, past: MegaCache, batch: int, record_weights: bool):
+    def parts_of(self, past: MegaCache | MegaSeq2SeqCache | None) -> tuple[MegaCache | None, MegaCrossCache | None]:
+        """Return the parts of a cache that are about the target and about the source."""
+        if past is None or not self.config.add_cross_attention:
+            return past, None
+        return past.self_attention_cache, past.cross_attention_cache
+
+    def check_cache(self, past: MegaCache | MegaSeq2SeqCache | None, batch: int, options: dict[str, Any]):
         """Refuse the cache of another model or batch, and weights of positions that are in a cache."""
+        past, _ = self.parts_of(past)
+        if past is None:
+            return
         config, layer = self.config, past.layers[0]
         if not layer.is_initialized:
             return
@@ -54,7 +69,7 @@ class MegaInputsMixin(InputsMixin):
                 f"past_key_values does not fit this model and batch: {len(past)} layers with states, keys, values of "
                 f"{given}, needed are {config.num_hidden_layers} with {expected} (batch size first)"
             )
-        if record_weights:
+        if self.is_asked("output_attentions", options):
             raise ValueError("output_attentions=True goes with a new cache only; pass use_cache=False for the weights")
 
     def check_source(
@@ -62,7 +77,7 @@ class MegaInputsMixin(InputsMixin):
         states: torch.Tensor | None,
         mask: torch.Tensor | None,
         sources: MegaCrossCache | None,
-        batch: int,
+        inputs: CheckedInputs,
     ) -> torch.Tensor | None:
         """Return the mask of the source as bool `[B, S]`, or None; what a cache has of a source must fit."""
         if not self.config.add_cross_attention:
@@ -72,7 +87,8 @@ class MegaInputsMixin(InputsMixin):
         kept = None if sources is None or not sources.layers[0].is_initialized else sources.layers[0]
         if states is None and kept is None:
             raise ValueError("a decoder with add_cross_attention=True needs encoder_hidden_states [B, S, d]")
-        width, length = self.config.hidden_size, (kept.keys if states is None else states).shape[1]
+        batch, width = inputs.embeddings.shape[0], self.config.hidden_size
+        length = (kept.keys if states is None else states).shape[1]
         if states is not None and (states.dim() != 3 or states.shape[::2] != (batch, width) or length == 0):
             raise ValueError(
                 f"encoder_hidden_states must have the shape [{batch}, S, {width}], S at least 1, got "

@@ -29,7 +29,6 @@ from luna_mega.kernels.api import (
     gated_attention_step,
 )
 from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel
-from luna_mega.modeling_common.cache import begin_cache
 from luna_mega.modeling_common.inputs import ValueEmbeddings
 from luna_mega.modeling_common.layout import DENSE, TokenLayout
 from luna_mega.modeling_common.pooling import first_token
@@ -372,53 +371,50 @@ class MegaModel(MegaInputsMixin, BodyMixin, MegaPreTrainedModel):
             ValueError: not exactly one kind of input, an empty batch, a mask of another shape, a sequence longer than
                 the bias table, an argument that Mega does not have.
         """
-        self.check_options(options)
         self.check_token_types(token_type_ids)
-        record_weights = self.is_asked("output_attentions", options)
-        past = begin_cache(self, past_key_values, use_cache)
-        continued = past is not None and past.get_seq_length() > 0  # by attention that has no weights to return
-        output_weights = record_weights or (self.config._attn_implementation == "eager" and not continued)
-        inputs_embeds, mask = self.embed(input_ids, attention_mask, inputs_embeds, input_values, past)
-        batch = inputs_embeds.shape[0]
-        restarts = self.check_position_ids(options.get("position_ids"), attention_mask)
-        needs = {"cache": past_key_values is not None or bool(use_cache), "weights": output_weights}
-        layout = self.choose_layout(inputs_embeds, attention_mask, mask, restarts, options, past, needs)
-        past = None if layout.is_ragged() else past
-        own, sources = past, None
-        if self.config.add_cross_attention and past is not None:
-            own, sources = past.self_attention_cache, past.cross_attention_cache
-        if own is not None:
-            self.check_cache(own, batch, record_weights)
-            if mask is None:
-                layout = TokenLayout(inputs_embeds.new_ones(inputs_embeds.shape[:2], dtype=torch.bool))
-        source_mask = self.check_source(encoder_hidden_states, encoder_attention_mask, sources, batch)
-        inputs_embeds = layout.gather(inputs_embeds)
-        token_type_ids = None if token_type_ids is None else layout.gather(token_type_ids)
-        hidden_states = self.embedding_layer(inputs_embeds, token_type_ids)
+        inputs = self.read_inputs(
+            input_ids,
+            attention_mask,
+            inputs_embeds,
+            input_values,
+            options.get("position_ids"),
+            past_key_values,
+            use_cache,
+            options,
+        )
+        layout, (past, sources) = inputs.layout, self.parts_of(inputs.past)
+        source_mask = self.check_source(encoder_hidden_states, encoder_attention_mask, sources, inputs)
+        if past is not None and layout.mask is None:
+            layout = TokenLayout(inputs.embeddings.new_ones(inputs.embeddings.shape[:2], dtype=torch.bool))
+        if token_type_ids is not None:
+            token_type_ids = layout.gather(token_type_ids)
+        hidden_states = self.embedding_layer(inputs.embeddings, token_type_ids)
         if self.embedding_norm is not None:
             hidden_states = self.embedding_norm(hidden_states, layout)
         hidden_states = self.embedding_dropout(hidden_states, layout)
         if self.config.padded_batch_statistics:
             # What the original's batch norm counts at padding.
             hidden_states = layout.clear_padding(hidden_states)
-        one_a_row = layout.sizes(hidden_states)[0] == batch
         for index, layer in enumerate(self.layers):
             hidden_states = layer(
                 hidden_states,
                 layout,
-                output_weights,
-                None if own is None else own.layers[index],
+                inputs.output_weights,
+                None if past is None else past.layers[index],
                 encoder_hidden_states,
                 TokenLayout(source_mask),
                 None if sources is None else sources.layers[index],
             )
         if self.final_norm is not None:
             hidden_states = self.final_norm(hidden_states, layout)
-        hidden_states = layout.scatter(hidden_states)
+        sequences, hidden_states = layout.sizes(hidden_states)[0], layout.scatter(hidden_states)
+        pooled = None
+        if self.pooler is not None and sequences == hidden_states.shape[0]:
+            pooled = self.pooler(first_token(hidden_states, inputs.mask))
         return BaseModelOutputWithPoolingAndCrossAttentions(
             last_hidden_state=hidden_states,
-            past_key_values=past,
-            pooler_output=self.pooler(first_token(hidden_states, mask)) if self.pooler and one_a_row else None,
+            past_key_values=inputs.past,
+            pooler_output=pooled,
         )
 
 

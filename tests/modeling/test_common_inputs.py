@@ -37,8 +37,11 @@ family = pytest.mark.parametrize("family", FAMILIES, ids=["luna", "mega"])
     ],
 )
 def test_inputs(family, change, message):
-    with pytest.raises(ValueError, match=message):
-        family.make("Model")(**luna.head_inputs("Model", [9, 4]) | change)
+    """Also where a head reads them before the model without one."""
+    fields = {"drop_first_token": True} if family is luna else {}
+    for model in (family.make("Model"), family.make("ForSequenceClassification", **fields)):
+        with pytest.raises(ValueError, match=message):
+            model(**luna.head_inputs("Model", [9, 4]) | change)
 
 
 @family
