@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from luna_mega.convert import ema_convention
 from luna_mega.convert.errors import ConversionError
-from luna_mega.convert.fairseq_to_hf import DTYPES, convert_checkpoint
+from luna_mega.convert.importer import convert_checkpoint
 from luna_mega.convert.layer_norm import CHOICES
+from luna_mega.convert.tensors import DTYPES
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,10 +7,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from luna_mega.convert.mapping import few
+from luna_mega.convert.tensors import few
 
 FILE_NAME = "conversion_report.json"
-_REVISIONS = {"r21": "2021 code", "head": "2023 code", "main": "branch main", "flash": "branch flash"}
 _WORDS = {True: "yes", False: "no", None: "none"}
 # An absolute path that is an argument, or one of several with ':' between them: not the "//" of env:// or tcp://host.
 _ABSOLUTE_PATH = re.compile(r"(?<![^:])(?://)?(?:/(?!/)|~/|[A-Za-z]:[\\/](?!/))[^:]+")
@@ -22,7 +21,8 @@ class Report:
 
     `mapped` has `{"source", "target", "shape"}` and `dropped` `{"source", "shape", "reason"}` for every tensor of the
     checkpoint; `tokenizer` has `{"class", "kind", "size", "missing_pieces"}`; `args` are those of fairseq, so that an
-    export can write them back. `missing` and `unexpected` are empty: a conversion with either fails.
+    export can write them back; `code` is the name of the revision on the screen. `missing` and `unexpected` are empty:
+    a conversion with either fails.
     """
 
     output: str
@@ -42,11 +42,12 @@ class Report:
     warnings: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
+    code: str = ""
 
     def save(self, folder: Path) -> None:
         """Write conversion_report.json into `folder`; of absolute paths it has the last name only."""
         content = {"format": 1} | asdict(self) | {"args": _without_folders(self.args)}
-        del content["output"]
+        del content["output"], content["code"]
         (folder / FILE_NAME).write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
 
     def __str__(self) -> str:
@@ -56,7 +57,7 @@ class Report:
             mean = decisions.pop("layer norm mean")
             decisions["layer norm"] += f" (the mean of the norm weights is {mean:.3f})"
         rows = {
-            "read": f"{source['file']}: {source['layout']} of the {_REVISIONS[source['revision']]}, "
+            "read": f"{source['file']}: {source['layout']} of the {self.code or source['revision']}, "
             f"arch {source['arch']}, task {source['task']}, updates: {source['num_updates'] or 'not recorded'}",
             "class": self.model_class,
             **{name: _shown(value) for name, value in decisions.items()},

@@ -20,10 +20,10 @@ from transformers.utils import logging
 
 from luna_mega.convert import ema_convention as ema
 from luna_mega.convert.errors import ConversionError
-from luna_mega.convert.fairseq_to_hf import convert_checkpoint
+from luna_mega.convert.importer import convert_checkpoint
 from luna_mega.convert.layer_norm import CHOICES
-from luna_mega.convert.mapping import few
 from luna_mega.convert.model_folder import ModelFolder, position_limit, read_folder
+from luna_mega.convert.tensors import few
 
 _INPUTS = (
     "input_ids",

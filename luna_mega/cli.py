@@ -11,7 +11,7 @@ import luna_mega
 # Sub-command -> (module whose main(argv) returns the exit status, line of help). Modules are imported when chosen.
 _COMMANDS = {
     "convert": ("luna_mega.convert.cli", "convert a fairseq checkpoint into a folder that AutoModel loads"),
-    "export": ("luna_mega.convert.export", "write a folder back as a fairseq checkpoint"),
+    "export": ("luna_mega.convert.exporter", "write a folder back as a fairseq checkpoint"),
     "verify": ("luna_mega.convert.verify", "compare two models layer by layer on the same inputs"),
     "info": ("luna_mega.convert.info", "describe a model: parameters, memory, FLOPs, heads, origin"),
     "bundle": ("luna_mega.convert.hub_bundle", "add the code to a model folder, for trust_remote_code"),

@@ -1,5 +1,5 @@
-"""Tokenizers of converted checkpoints, made from fairseq's dictionaries; `convert_tokenizer` chooses one."""
+"""Tokenizers of converted checkpoints, made from fairseq's dictionaries; the format of a checkpoint chooses one."""
 
-from luna_mega.convert.tokenizers.choice import TARGET_FOLDER, ConvertedTokenizer, convert_tokenizer
+from luna_mega.convert.tokenizers.converted import PIECES, TARGET_FOLDER, WORDS, ConvertedTokenizer
 
-__all__ = ["TARGET_FOLDER", "ConvertedTokenizer", "convert_tokenizer"]
+__all__ = ["PIECES", "TARGET_FOLDER", "WORDS", "ConvertedTokenizer"]

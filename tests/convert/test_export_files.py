@@ -6,8 +6,8 @@ import pytest
 from safetensors.torch import load_file
 
 from luna_mega import LunaConfig, LunaForMaskedLM, LunaForSequenceClassification
-from luna_mega.convert import ConversionError, convert_checkpoint, export
-from luna_mega.convert.export import export_checkpoint, main
+from luna_mega.convert import ConversionError, convert_checkpoint, exporter as export
+from luna_mega.convert.exporter import export_checkpoint, main
 from luna_mega.convert.reader import read_checkpoint
 
 

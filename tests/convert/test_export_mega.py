@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 import luna_mega
 from luna_mega import MegaConfig, MegaForSequenceClassification, MegaForSequencePairClassification
 from luna_mega.convert import convert_checkpoint
-from luna_mega.convert.export import export_checkpoint, main
+from luna_mega.convert.exporter import export_checkpoint, main
 from luna_mega.convert.reader import read_checkpoint
 from luna_mega.convert.verify import compare
 from tests.convert.mega import mega

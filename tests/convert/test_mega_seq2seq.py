@@ -9,8 +9,8 @@ from transformers import AutoTokenizer
 
 from luna_mega import MegaConfig, MegaForConditionalGeneration, MegaSeq2SeqModel
 from luna_mega.convert.errors import ConversionError
-from luna_mega.convert.export import export_checkpoint
-from luna_mega.convert.fairseq_to_hf import convert_checkpoint
+from luna_mega.convert.exporter import export_checkpoint
+from luna_mega.convert.importer import convert_checkpoint
 from luna_mega.convert.info import describe
 from luna_mega.convert.verify import compare
 

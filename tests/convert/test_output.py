@@ -6,7 +6,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from luna_mega import cli
-from luna_mega.convert import ConversionError, convert_checkpoint, fairseq_to_hf
+from luna_mega.convert import ConversionError, convert_checkpoint, importer
 from luna_mega.convert.cli import main
 
 
@@ -44,7 +44,7 @@ def test_nothing_half_written(convert, make, monkeypatch, error, there):
         assert (folder / "model.safetensors").is_file()
         raise error
 
-    monkeypatch.setattr(fairseq_to_hf.Report, "save", fail)
+    monkeypatch.setattr(importer.Report, "save", fail)
     convert.save(make.bert())
     with pytest.raises(type(error)):
         convert_checkpoint(convert.file, convert.output / "x" / "y" if not there else convert.output)

@@ -1,30 +1,55 @@
-"""Converts a fairseq checkpoint of a Luna or Mega model into a folder that transformers loads."""
+"""Converts a checkpoint of the original code into a folder that transformers loads."""
 
 import shutil
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 
-from luna_mega.convert.dictionary import Dictionaries, assign_dictionaries, assign_pair
-from luna_mega.convert.ema_convention import CHOICES as EMA_CHOICES, decide_ema_convention
+from luna_mega.convert.dictionary import Dictionaries
+from luna_mega.convert.ema_convention import CHOICES as EMA_CHOICES
 from luna_mega.convert.errors import ConversionError
+from luna_mega.convert.formats import Format
+from luna_mega.convert.formats.registry import detect
 from luna_mega.convert.layer_norm import CHOICES, LayerNormDecision, decide_layer_norm
-from luna_mega.convert.mapping import Mapping, convert_tensors, few, map_tensors, without_memory
 from luna_mega.convert.model_card import conversion_card
 from luna_mega.convert.output import check_output, complete_folder
 from luna_mega.convert.plan import Plan
-from luna_mega.convert.plans import make_plan
 from luna_mega.convert.reader import Checkpoint, read_checkpoint
 from luna_mega.convert.report import FILE_NAME, Report
-from luna_mega.convert.source_detect import Source, canonical, detect
-from luna_mega.convert.source_norms import save_source_norms
-from luna_mega.convert.tokenizers import ConvertedTokenizer, convert_tokenizer
+from luna_mega.convert.tensors import (
+    DTYPES,
+    Mapping,
+    convert_tensors,
+    dtype_name,
+    few,
+    map_tensors,
+    save_source_norms,
+    without_memory,
+)
+from luna_mega.convert.tokenizers import ConvertedTokenizer
 
-DTYPES = ("float32", "float16", "bfloat16")
+
+@dataclass(frozen=True)
+class _Source:
+    """A checkpoint that is understood: its format, its tensors under today's names, and what they become."""
+
+    checkpoint: Checkpoint
+    format: Format
+    revision: str
+    tensors: dict[str, torch.Tensor]
+    plan: Plan
+    mapping: Mapping
+    norm: LayerNormDecision | None
+    notes: list[str]
+
+    @property
+    def plus_one(self) -> bool:
+        """Whether norm weights are stored minus one."""
+        return self.norm is not None and self.norm.convention == "plus-one"
 
 
 def convert_checkpoint(
@@ -39,20 +64,20 @@ def convert_checkpoint(
     dtype: str = "float32",
     license: str | None = None,
 ) -> Report:
-    """Converts a luna_bert, Luna LRA, or Mega LRA, speech, LM or translation checkpoint; nothing in it is executed.
+    """Convert a checkpoint of a format that is known; nothing in it is executed.
 
     Args:
-        path: the checkpoint that fairseq saved.
+        path: the checkpoint that the original code saved.
         output: folder to write, absent or empty; after a failure it is as it was.
         dictionaries: vocabulary and label dictionary, or dictionaries of source and target, in any order, told apart by
             name and size; when none is given they are looked for beside the checkpoint.
-        bpe: folder with GPT-2's BPE files, for the tokenizer of a luna_bert model, or of a Mega language model whose
-            symbols are GPT-2's ids; for translation the codes of a byte-pair encoding. The others need only the
-            dictionary.
-        head: name of the luna_bert classification head to convert; None = the only head of a fine-tuned model, else
-            masked LM.
-        layer_norm: "auto", "standard" or "plus-one" (the 2023 code of Luna stores weight - 1).
-        ema_convention: "auto", "main" or "flash": the branch of the Mega code, by the order of the tensors or as given.
+        bpe: folder with GPT-2's BPE files, for the tokenizer of a model whose symbols are GPT-2's ids; for translation
+            the codes of a byte-pair encoding. The others need only the dictionary.
+        head: name of the classification head to convert, where heads have names; None = the only one of a fine-tuned
+            model, else the language model.
+        layer_norm: "auto", "standard" or "plus-one" (some code stores weight - 1).
+        ema_convention: "auto" or the branch of the code that wrote a moving average, by the order of the tensors or as
+            given.
         dtype: "float32", "float16" or "bfloat16".
         license: identifier of the licence of the weights, for the model card; None = the card says that none is stated.
 
@@ -72,98 +97,80 @@ def convert_checkpoint(
         if value not in choices:
             raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
     output = check_output(output)
-    checkpoint = read_checkpoint(path)
-    tensors = canonical(checkpoint)
-    source, plan, mapping, norm = _understand(checkpoint, tensors, head, layer_norm, ema_convention)
-    found = _find_dictionaries(plan, list(dictionaries), checkpoint.path.parent)
+    source = _understand(read_checkpoint(path), head, layer_norm, ema_convention)
+    plan = source.plan
+    found = plan.find_dictionaries(list(dictionaries), source.checkpoint.path.parent)
     if found.labels is not None:
         plan.config.id2label = dict(enumerate(found.labels.labels))
         plan.config.label2id = {label: index for index, label in plan.config.id2label.items()}
-    tokenizer = convert_tokenizer(plan, source.layout, found.vocabulary, bpe, found.target)
-    plus_one = norm is not None and norm.convention == "plus-one"
-    converted = convert_tensors(plan, mapping, tensors, plus_one, getattr(torch, dtype))
-    report = _report(output, checkpoint, source, plan, mapping, norm, found, tokenizer, converted)
+    tokenizer = source.format.tokenizer(plan, found, bpe)
+    converted = convert_tensors(plan, source.mapping, source.tensors, source.plus_one, getattr(torch, dtype))
+    report = _report(output, source, found, tokenizer, converted)
     with complete_folder(output) as folder:
-        if plus_one:
-            save_source_norms({key: tensors[key] for key in mapping.norm_weights}, folder)
+        if source.plus_one:
+            save_source_norms({key: source.tensors[key] for key in source.mapping.norm_weights}, folder)
         _write(folder, plan, converted, found, tokenizer, report, license)
     return report
 
 
-def _find_dictionaries(plan: Plan, given: list[str | Path], beside: Path) -> Dictionaries:
-    if plan.languages is None:
-        return assign_dictionaries(given, beside, plan.vocab_size, plan.appended_symbol, plan.num_labels)
-    joint = plan.config.share_encoder_decoder_embeddings
-    return assign_pair(given, beside, plan.languages, (plan.vocab_size, plan.target_vocab_size), joint)
-
-
-def _check_options(source: Source, head: str | None, layer_norm: str, ema_convention: str) -> None:
-    """Refuse an option that is about another kind of file."""
-    if head is not None and source.layout != "luna_bert":
-        raise ConversionError(f"--head {head}: only luna_bert files have heads with names; leave the option out")
-    if layer_norm != "auto" and source.is_mega:
-        raise ConversionError(f"--layer-norm {layer_norm}: Mega stores norm weights as they are; leave the option out")
-    if ema_convention != "auto" and not source.is_mega:
-        raise ConversionError(f"--ema-convention {ema_convention}: Luna has no moving average; leave the option out")
-
-
-def _understand(
-    checkpoint: Checkpoint, tensors: dict[str, torch.Tensor], head: str | None, layer_norm: str, ema_convention: str
-) -> tuple[Source, Plan, Mapping, LayerNormDecision | None]:
-    source = detect(checkpoint)
-    norm = average = None
+def _understand(checkpoint: Checkpoint, head: str | None, layer_norm: str, ema_convention: str) -> _Source:
+    found, revision = detect(checkpoint)
+    tensors, notes = found.canonical(checkpoint.tensors)
+    norm = None
     try:
-        _check_options(source, head, layer_norm, ema_convention)
-        if source.is_mega:
-            average = decide_ema_convention(tensors, ema_convention)
-            source = replace(source, revision=average.convention)
-        plan = make_plan(source, tensors, checkpoint.args, head)
+        for name, value, default in (
+            ("head", head, None),
+            ("layer_norm", layer_norm, "auto"),
+            ("ema_convention", ema_convention, "auto"),
+        ):
+            if value != default and name in found.refused:
+                option = name.replace("_", "-")
+                raise ConversionError(f"--{option} {value}: {found.refused[name]}; leave the option out")
+        revision, doubt = found.decide_revision(revision, tensors, ema_convention)
+        plan = found.plan(found.evidence(tensors, checkpoint.args, revision), head)
         mapping = map_tensors(plan, tensors)
         if mapping.norm_weights:
             norm = decide_layer_norm([tensors[key] for key in mapping.norm_weights], layer_norm)
     except ConversionError as error:
         raise ConversionError(f"{checkpoint.path}: {error}") from error
-    plan.warnings += [decision.warning for decision in (average, norm) if decision and decision.warning]
-    return source, plan, mapping, norm
+    plan.warnings += filter(None, (doubt, norm and norm.warning))
+    return _Source(checkpoint, found, revision, tensors, plan, mapping, norm, notes)
 
 
 def _report(
     output: Path,
-    checkpoint: Checkpoint,
-    source: Source,
-    plan: Plan,
-    mapping: Mapping,
-    norm: LayerNormDecision | None,
+    source: _Source,
     found: Dictionaries,
     tokenizer: ConvertedTokenizer | None,
     converted: dict[str, torch.Tensor],
 ) -> Report:
+    checkpoint, plan, norm = source.checkpoint, source.plan, source.norm
     non_finite = [target for target, tensor in converted.items() if not tensor.isfinite().all()]
     warnings = [*checkpoint.warnings, *plan.warnings, *found.warnings]
     if non_finite:
         warnings.append(f"NaN or Inf in {len(non_finite)} of {len(converted)} tensors: {few(non_finite)}")
-    tensors, model = canonical(checkpoint), without_memory(plan.model_class, plan)
+    model = without_memory(plan.model_class, plan.config)
     statistics = {name for name, _ in model.named_buffers()}
-    shape = {key: list(tensor.shape) for key, tensor in tensors.items()}
-    early = ["early file: its prefix 'decoder.' is today's 'encoder.'"] * (tensors.keys() != checkpoint.tensors.keys())
+    shape = {key: list(tensor.shape) for key, tensor in source.tensors.items()}
+    mapped, dropped = source.mapping.mapped.items(), source.mapping.dropped.items()
     return Report(
         output=str(output),
         source={
             "file": checkpoint.path.name,
             "sha256": checkpoint.sha256,
             "serialization": checkpoint.serialization,
-            "layout": source.layout,
+            "layout": source.format.name,
             "revision": source.revision,
-            "arch": source.arch,
+            "arch": str(checkpoint.args.get("arch")),
             "task": checkpoint.args.get("task"),
             "num_updates": checkpoint.num_updates,
         },
         model_class=plan.model_class.__name__,
         decisions=({"layer_norm": norm.convention, "layer_norm_mean": norm.mean} if norm else {}) | plan.decisions,
-        mapped=[{"source": key, "target": target, "shape": shape[key]} for key, target in mapping.mapped.items()],
-        dropped=[{"source": key, "shape": shape[key], "reason": reason} for key, reason in mapping.dropped.items()],
-        dtype_in=dict(Counter(_name(tensor.dtype) for tensor in tensors.values())),
-        dtype_out=_name(next(iter(converted.values())).dtype),
+        mapped=[{"source": key, "target": target, "shape": shape[key]} for key, target in mapped],
+        dropped=[{"source": key, "shape": shape[key], "reason": reason} for key, reason in dropped],
+        dtype_in=dict(Counter(dtype_name(tensor.dtype) for tensor in source.tensors.values())),
+        dtype_out=dtype_name(next(iter(converted.values())).dtype),
         parameters={
             "model": model.num_parameters(),
             "file": sum(tensor.numel() for name, tensor in converted.items() if name not in statistics),
@@ -171,13 +178,10 @@ def _report(
         non_finite=non_finite,
         tokenizer=tokenizer and tokenizer.summary,
         args=dict(checkpoint.args),
-        notes=[*plan.notes, *found.notes, *early],
+        notes=[*plan.notes, *found.notes, *source.notes],
         warnings=warnings,
+        code=source.format.revisions[source.revision].name,
     )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _dictionary_files(found: Dictionaries) -> dict[str, Path]:
@@ -190,14 +194,14 @@ def _dictionary_files(found: Dictionaries) -> dict[str, Path]:
 def _write(
     folder: Path,
     plan: Plan,
-    converted: dict,
+    converted: dict[str, torch.Tensor],
     found: Dictionaries,
     tokenizer: ConvertedTokenizer | None,
     report: Report,
     license: str | None,
 ) -> None:
     dtype = next(iter(converted.values())).dtype
-    model = without_memory(plan.model_class, plan).to(dtype)
+    model = without_memory(plan.model_class, plan.config).to(dtype)
     if plan.generation:
         model.generation_config.update(**plan.generation)
     try:

@@ -1,22 +1,26 @@
+import argparse
+
 import pytest
 import torch
 
+from luna_mega.convert.formats.registry import detect
 from luna_mega.convert.reader import Checkpoint
-from luna_mega.convert.source_detect import detect
 from tests.convert.mega import mega
 from tests.convert.mega_lm import KINDS, mega_lm
 
 
 def source(state):
-    return detect(Checkpoint(None, "", "zip", vars(state["args"]), state["model"], None))
+    """Name and revision of the format that recognises a checkpoint."""
+    found, revision = detect(Checkpoint(None, "", "zip", vars(state["args"]), state["model"], None))
+    return found.name, revision
 
 
 def test_layout_and_revision(make):
-    assert (source(make.bert()).layout, source(make.bert()).revision) == ("luna_bert", "r21")
-    assert source(make.bert(stop_min_lr=-1)).revision == "head"
-    assert (source(make.lra21()).layout, source(make.lra21()).revision) == ("luna_lra", "r21")
+    assert source(make.bert()) == ("luna_bert", "r21")
+    assert source(make.bert(stop_min_lr=-1)) == ("luna_bert", "head")
+    assert source(make.lra21()) == ("luna_lra", "r21")
     for state in (make.lra23(), make.lra23(pre_logits=True), make.lra23(learned=True), make.lra23(image=True)):
-        assert (source(state).layout, source(state).revision) == ("luna_lra", "head")
+        assert source(state) == ("luna_lra", "head")
 
 
 def test_early_luna_bert(convert, make):
@@ -29,26 +33,24 @@ def test_early_luna_bert(convert, make):
 @pytest.mark.parametrize("arch", ["mega_lra_imdb", "mega_lra_pf32", "mega_sc_raw_big"])
 def test_mega(arch):
     for branch in ("main", "flash"):
-        found = source(mega(arch, branch, values=arch != "mega_lra_imdb"))
-        assert (found.layout, found.revision, found.arch) == ("mega_lra", branch, arch)
+        assert source(mega(arch, branch, values=arch != "mega_lra_imdb")) == ("mega_lra", branch)
     state = mega(arch)
     state["model"] = dict(sorted(state["model"].items()))
-    assert source(state).revision == "unknown"
+    assert source(state) == ("mega_lra", "unknown")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_mega_language_model(kind):
     for branch in ("main", "flash"):
-        found = source(mega_lm("mega_lm", branch, **KINDS[kind]))
-        assert (found.layout, found.revision, found.arch) == ("mega_lm", branch, "mega_lm")
+        assert source(mega_lm("mega_lm", branch, **KINDS[kind])) == ("mega_lm", branch)
 
 
 @pytest.mark.parametrize("branch", ["main", "flash"])
 def test_mega_translation(branch):
     names = ("delta", "alpha") if branch == "main" else ("alpha", "delta")
     keys = [f"{side}.layers.0.mega_layer.move.{name}" for side in ("encoder", "decoder") for name in names]
-    found = detect(Checkpoint(None, "", "zip", {"arch": "mega"}, dict.fromkeys(keys, torch.zeros(2)), None))
-    assert (found.layout, found.revision) == ("mega_seq2seq", branch)
+    state = {"args": argparse.Namespace(arch="mega"), "model": dict.fromkeys(keys, torch.zeros(2))}
+    assert source(state) == ("mega_seq2seq", branch)
 
 
 REFUSED = {
