@@ -21,8 +21,8 @@ class Report:
 
     `mapped` has `{"source", "target", "shape"}` and `dropped` `{"source", "shape", "reason"}` for every tensor of the
     checkpoint; `tokenizer` has `{"class", "kind", "size", "missing_pieces"}`; `args` are those of fairseq, so that an
-    export can write them back; `code` is what the revision is called on the screen. `missing` and `unexpected` are
-    empty: a conversion with either fails.
+    export can write them back; `code` is the name of the revision on the screen. `missing` and `unexpected` are empty:
+    a conversion with either fails.
     """
 
     output: str
