@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from luna_mega.convert.errors import ConversionError
+from luna_mega.errors import ConversionError
 
 SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
 VOCABULARY_PLACES = ("dict.txt", "src-bin/dict.txt", "input0/dict.txt")
@@ -115,8 +115,8 @@ def assign_dictionaries(
         elif dictionary.path.parent.name in ("label-bin", "label"):
             # fairseq takes the number of classes from its args and never compares the two.
             found.warnings.append(
-                f"{path}: {len(dictionary.labels)} labels for {num_labels or 'no'} classes: not used, classes keep "
-                "their numbers"
+                f"{dictionary.path.parent.name}/{dictionary.path.name}: {len(dictionary.labels)} labels for "
+                f"{num_labels or 'no'} classes: not used, classes keep their numbers"
             )
             continue
         else:

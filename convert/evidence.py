@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from luna_mega.convert.errors import ConversionError
+from luna_mega.errors import ConversionError
 
 _ACTIVATIONS = {
     "gelu": "gelu",

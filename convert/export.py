@@ -2,7 +2,6 @@
 
 import argparse
 import re
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,16 +15,16 @@ from tqdm import tqdm
 from luna_mega import LunaConfig, MegaConfig
 from luna_mega.convert import fairseq_args, keymap_luna, keymap_mega
 from luna_mega.convert.dictionary import SPECIALS, assign_dictionaries, assign_pair
-from luna_mega.convert.errors import ConversionError
 from luna_mega.convert.evidence import same_bits
 from luna_mega.convert.fairseq_to_hf import DTYPES
 from luna_mega.convert.layer_norm import CONVENTIONS
 from luna_mega.convert.mapping import Mapping, few, map_tensors
-from luna_mega.convert.model_folder import ModelFolder, read_folder
 from luna_mega.convert.plan import Plan
 from luna_mega.convert.plans import make_plan
 from luna_mega.convert.source_detect import Source
 from luna_mega.convert.source_norms import source_norms
+from luna_mega.errors import ConversionError
+from luna_mega.hub.folder import ModelFolder, read_folder
 from luna_mega.modeling_luna.heads_luna import LunaLMHead
 from luna_mega.modeling_luna.modeling_luna import sinusoids
 
@@ -470,63 +469,3 @@ def _publish(folder: Path, output: Path) -> list[str]:
             path.unlink()
         raise
     return names
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """`luna-mega export`: writes a checkpoint and prints the report.
-
-    Args:
-        argv: arguments without the program name; those of the process when None.
-
-    Returns:
-        Exit status: 0 done, 1 the input is at fault, with one line about it on stderr.
-
-    Raises:
-        SystemExit: 2 on wrong usage, 0 after `--help`.
-    """
-    options = _parser().parse_args(argv)
-    try:
-        report = export_checkpoint(
-            options.folder,
-            options.output,
-            head=options.head,
-            layer_norm=options.layer_norm,
-            dtype=options.dtype,
-            dictionaries=options.dict,
-            progress=True,
-        )
-    except (ConversionError, OSError) as error:
-        print(f"luna-mega export: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
-    print(report)
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="luna-mega export",
-        description="Writes a folder of a Luna or Mega encoder back as a checkpoint of the original fairseq code.",
-    )
-    parser.add_argument("folder", metavar="DIR", help="what luna-mega convert or save_pretrained wrote")
-    parser.add_argument("--output", metavar="FILE", required=True, help="the .pt file to write, which must not exist")
-    parser.add_argument(
-        "--head",
-        metavar="NAME",
-        help="name of a luna_bert classification head, which decides its kind (default: its name in the converted "
-        "file, else the usual one of its kind)",
-    )
-    parser.add_argument(
-        "--layer-norm",
-        choices=CONVENTIONS,
-        help="store norm weights of Luna as they are, or minus one for the 2023 code (default: as the converted file)",
-    )
-    parser.add_argument("--dtype", choices=DTYPES, help="default: that of the converted file, if nothing is lost by it")
-    parser.add_argument(
-        "--dict",
-        metavar="FILE",
-        nargs="+",
-        action="extend",
-        default=[],
-        help="dict.txt of the vocabulary and of the labels, to write beside the file (default: those of the folder)",
-    )
-    return parser

@@ -20,8 +20,8 @@ from luna_mega import (
     MegaForSequencePairClassification,
 )
 from luna_mega.convert import fairseq_args_luna_seq2seq as luna_seq2seq, fairseq_args_mega as mega
-from luna_mega.convert.errors import ConversionError
 from luna_mega.convert.evidence import FAIRSEQ_ACTIVATIONS
+from luna_mega.errors import ConversionError
 
 LUNA_BERT, LRA_2021, LRA_2023 = ("luna_bert", "r21"), ("luna_lra", "r21"), ("luna_lra", "head")
 LAYOUT_NAMES = {

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy
 import torch
 
-from luna_mega.convert.errors import ConversionError
+from luna_mega.errors import ConversionError
 
 _NUMPY_SCALARS = "?bhilqBHILQefd"
 _LATER_FAIRSEQ = (

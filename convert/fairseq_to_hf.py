@@ -11,18 +11,18 @@ from safetensors import SafetensorError
 
 from luna_mega.convert.dictionary import Dictionaries, assign_dictionaries, assign_pair
 from luna_mega.convert.ema_convention import CHOICES as EMA_CHOICES, decide_ema_convention
-from luna_mega.convert.errors import ConversionError
 from luna_mega.convert.fairseq_reader import Checkpoint, read_checkpoint
 from luna_mega.convert.layer_norm import CHOICES, LayerNormDecision, decide_layer_norm
 from luna_mega.convert.mapping import Mapping, convert_tensors, few, map_tensors, without_memory
-from luna_mega.convert.model_card import conversion_card
-from luna_mega.convert.output import check_output, complete_folder
 from luna_mega.convert.plan import Plan
 from luna_mega.convert.plans import make_plan
 from luna_mega.convert.report import FILE_NAME, Report
 from luna_mega.convert.source_detect import Source, canonical, detect
 from luna_mega.convert.source_norms import save_source_norms
 from luna_mega.convert.tokenizer import ConvertedTokenizer, convert_tokenizer
+from luna_mega.errors import ConversionError
+from luna_mega.hub.card import conversion_card
+from luna_mega.hub.output import check_output, complete_folder
 
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -208,6 +208,16 @@ def _write(
         shutil.copyfile(path, folder / name)
     if tokenizer is not None:
         tokenizer.save(folder)
-    conversion_card(report, plan.config, license).save(folder / "README.md")
+    card = conversion_card(
+        Path(report.output).name,
+        report.model_class,
+        plan.config,
+        report.source,
+        str(report),
+        parameters=report.parameters["model"],
+        tokenizer=tokenizer is not None,
+        license=license,
+    )
+    card.save(folder / "README.md")
     report.files = [*sorted(file.name for file in folder.iterdir()), FILE_NAME]
     report.save(folder)

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from luna_mega.convert.errors import ConversionError
 from luna_mega.convert.keymap import KeyMap
 from luna_mega.convert.keymap_luna import LAYER_NORM
 from luna_mega.convert.plan import Plan
+from luna_mega.errors import ConversionError
 
 # Output layers that are tied to the embedding, which is saved.
 _TIED_TO_EMBEDDING = ("lm_head.decoder.weight", "lm_head.weight")

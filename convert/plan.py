@@ -6,8 +6,8 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from luna_mega.convert.errors import ConversionError
 from luna_mega.convert.keymap import KeyMap
+from luna_mega.errors import ConversionError
 
 
 @dataclass

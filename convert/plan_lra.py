@@ -2,8 +2,8 @@
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from luna_mega.convert.errors import ConversionError
 from luna_mega.convert.evidence import Evidence
+from luna_mega.errors import ConversionError
 
 
 def choose_class(

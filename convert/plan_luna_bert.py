@@ -4,10 +4,10 @@ import re
 
 from luna_mega import LunaConfig, LunaForMaskedLM, LunaForMultipleChoice, LunaForSequenceClassification
 from luna_mega.convert import keymap_luna
-from luna_mega.convert.errors import ConversionError
 from luna_mega.convert.evidence import Evidence, same_bits
 from luna_mega.convert.plan import Plan, build_config
 from luna_mega.convert.source_detect import Source
+from luna_mega.errors import ConversionError
 
 _BODY = "encoder.sentence_encoder"
 _DEFAULTS = {

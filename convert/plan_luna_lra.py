@@ -4,10 +4,10 @@ import torch
 
 from luna_mega import LunaConfig, LunaForSequenceClassification, LunaForSequencePairClassification
 from luna_mega.convert import keymap_luna, plan_lra
-from luna_mega.convert.errors import ConversionError
 from luna_mega.convert.evidence import Evidence
 from luna_mega.convert.plan import Plan, build_config
 from luna_mega.convert.source_detect import Source
+from luna_mega.errors import ConversionError
 from luna_mega.modeling_luna.modeling_luna import sinusoids
 
 _BODY = "encoder.encoder"

@@ -2,11 +2,11 @@
 
 from luna_mega import LunaConfig, LunaForConditionalGeneration
 from luna_mega.convert import keymap_luna, plan_translation
-from luna_mega.convert.errors import ConversionError
 from luna_mega.convert.evidence import Evidence
 from luna_mega.convert.plan import Plan, build_config
 from luna_mega.convert.plan_luna_lra import check_sinusoids
 from luna_mega.convert.source_detect import Source
+from luna_mega.errors import ConversionError
 
 _DEFAULTS = {
     "fix_projection_length": False,

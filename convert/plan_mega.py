@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from luna_mega.convert.errors import ConversionError
 from luna_mega.convert.evidence import Evidence
+from luna_mega.errors import ConversionError
 
 # The first of these that a norm has tells its kind.
 _NORMS = {"scalar": "scalenorm", "running_mean": "batchnorm", "bias": "layernorm", "weight": "rmsnorm"}

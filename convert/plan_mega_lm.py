@@ -4,12 +4,12 @@ import re
 from itertools import accumulate
 
 from luna_mega import MegaConfig, MegaForCausalLM
-from luna_mega.convert.errors import ConversionError
 from luna_mega.convert.evidence import Evidence, same_bits
 from luna_mega.convert.keymap_mega import ADAPTIVE, LM_BODY, LM_OUT, mega_lm, tied_copies
 from luna_mega.convert.plan import Plan, build_config
 from luna_mega.convert.plan_mega import DECIDED, Stack, layer_fields
 from luna_mega.convert.source_detect import Source
+from luna_mega.errors import ConversionError
 
 _STACK = Stack(
     body=LM_BODY,

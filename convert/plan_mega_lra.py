@@ -2,12 +2,12 @@
 
 from luna_mega import MegaConfig, MegaForSequenceClassification, MegaForSequencePairClassification
 from luna_mega.convert import plan_lra
-from luna_mega.convert.errors import ConversionError
 from luna_mega.convert.evidence import Evidence
 from luna_mega.convert.keymap_mega import BODY, mega_lra
 from luna_mega.convert.plan import Plan, build_config
 from luna_mega.convert.plan_mega import DECIDED, Stack, layer_fields
 from luna_mega.convert.source_detect import Source
+from luna_mega.errors import ConversionError
 
 _STACK = Stack(
     body=BODY,

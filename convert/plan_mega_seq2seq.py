@@ -2,12 +2,12 @@
 
 from luna_mega import MegaConfig, MegaForConditionalGeneration
 from luna_mega.convert import plan_translation
-from luna_mega.convert.errors import ConversionError
 from luna_mega.convert.evidence import Evidence
 from luna_mega.convert.keymap_mega import mega_seq2seq
 from luna_mega.convert.plan import Plan, build_config
 from luna_mega.convert.plan_mega import DECIDED, Stack, layer_fields
 from luna_mega.convert.source_detect import Source
+from luna_mega.errors import ConversionError
 from luna_mega.modeling_mega.configuration_mega import DECODER_FIELDS
 
 _SIDES = {"encoder": "max_source_positions", "decoder": "max_target_positions"}

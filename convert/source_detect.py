@@ -4,8 +4,8 @@ import re
 from dataclasses import dataclass
 
 from luna_mega.convert.ema_convention import order_of
-from luna_mega.convert.errors import ConversionError
 from luna_mega.convert.fairseq_reader import Checkpoint
+from luna_mega.errors import ConversionError
 
 _MEGA = r"(^|\.)(mega_layer|move)\.|^(delta|alpha|beta|gamma|omega)$"
 # Complex EMA, the norm after the moving average and the group norms over time exist in the Megalodon line only.

@@ -7,15 +7,14 @@ from typing import Any
 from transformers import TokenizersBackend
 
 from luna_mega.convert.dictionary import Dictionary
-from luna_mega.convert.errors import ConversionError
-from luna_mega.convert.model_folder import position_limit
 from luna_mega.convert.plan import Plan
 from luna_mega.convert.tokenizer_bpe import bpe_tokenizer, read_gpt2_bpe
 from luna_mega.convert.tokenizer_lm import byte_tokenizer, holds_bytes, lm_bpe_tokenizer, lm_word_tokenizer
 from luna_mega.convert.tokenizer_translation import translation_tokenizer
 from luna_mega.convert.tokenizer_words import word_tokenizer
+from luna_mega.errors import ConversionError
+from luna_mega.hub.folder import TARGET_FOLDER, position_limit
 
-TARGET_FOLDER = "target"
 _WORDS, _PIECES = "whitespace-separated symbols", "GPT-2 byte-pair encoding"
 
 

@@ -9,7 +9,7 @@ from transformers import RobertaTokenizer, TokenizersBackend
 
 from luna_mega import LunaTokenizer
 from luna_mega.convert.dictionary import FILLER, Dictionary, vocabulary
-from luna_mega.convert.errors import ConversionError
+from luna_mega.errors import ConversionError
 
 _END_OF_TEXT = "<|endoftext|>"
 _FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))

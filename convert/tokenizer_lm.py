@@ -11,9 +11,9 @@ from transformers import GPT2Tokenizer, TokenizersBackend
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from luna_mega.convert.dictionary import Dictionary, vocabulary
-from luna_mega.convert.errors import ConversionError
 from luna_mega.convert.tokenizer_bpe import Gpt2Bpe, piece_names
 from luna_mega.convert.tokenizer_words import WHITE_SPACE
+from luna_mega.errors import ConversionError
 
 _END = "</s>"
 _OPTIONS = {

@@ -7,8 +7,8 @@ from transformers import TokenizersBackend
 
 from luna_mega import LunaTokenizer
 from luna_mega.convert.dictionary import FILLER, Dictionary, vocabulary
-from luna_mega.convert.errors import ConversionError
 from luna_mega.convert.tokenizer_words import WHITE_SPACE
+from luna_mega.errors import ConversionError
 
 _CONTINUES = "@@"
 _WORD_END = "</w>"

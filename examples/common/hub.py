@@ -11,7 +11,7 @@ from transformers import Trainer, TrainingArguments
 
 import luna_mega
 from common.arguments import fail
-from luna_mega.convert.model_card import FILE_NAME, training_card
+from luna_mega.hub.card import FILE_NAME, training_card
 
 
 def check_hub(training: TrainingArguments) -> None:

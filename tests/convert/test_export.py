@@ -17,10 +17,11 @@ from luna_mega import (
     LunaForTokenClassification,
     LunaModel,
 )
+from luna_mega.cli import main
 from luna_mega.convert import convert_checkpoint, export
-from luna_mega.convert.export import export_checkpoint, main
+from luna_mega.convert.export import export_checkpoint
 from luna_mega.convert.fairseq_reader import read_checkpoint
-from luna_mega.convert.verify import compare
+from luna_mega.inspection.verify import compare
 
 KINDS = {
     "cls": "sentence_classification_head",
@@ -318,7 +319,7 @@ def test_what_the_original_cannot_express(tmp_path, capsys, name):
 def fails(capsys, folder, output, *options):
     """The one line of an export that must fail."""
     capsys.readouterr()
-    assert main([str(folder), "--output", str(output), *map(str, options)]) == 1
+    assert main(["export", str(folder), "--output", str(output), *map(str, options)]) == 1
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.count("\n") == 1 and printed.err.startswith("luna-mega export: error: ")
     return printed.err

@@ -8,10 +8,11 @@ from safetensors.torch import load_file
 
 import luna_mega
 from luna_mega import MegaConfig, MegaForSequenceClassification, MegaForSequencePairClassification
+from luna_mega.cli import main
 from luna_mega.convert import convert_checkpoint
-from luna_mega.convert.export import export_checkpoint, main
+from luna_mega.convert.export import export_checkpoint
 from luna_mega.convert.fairseq_reader import read_checkpoint
-from luna_mega.convert.verify import compare
+from luna_mega.inspection.verify import compare
 from tests.convert.mega import mega
 from tests.convert.mega_lm import KINDS, mega_lm
 
@@ -191,7 +192,7 @@ REFUSED = {
 def fails(capsys, folder, output, *options):
     """The one line of an export that must fail, and leave nothing behind."""
     capsys.readouterr()
-    assert main([str(folder), "--output", str(output), *options]) == 1
+    assert main(["export", str(folder), "--output", str(output), *options]) == 1
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.count("\n") == 1 and not output.exists()
     return printed.err

@@ -7,11 +7,11 @@ import torch
 from transformers import AutoTokenizer
 
 from luna_mega import LunaConfig, LunaForCausalLM, LunaForConditionalGeneration
-from luna_mega.convert.errors import ConversionError
 from luna_mega.convert.export import export_checkpoint
 from luna_mega.convert.fairseq_to_hf import convert_checkpoint
-from luna_mega.convert.info import describe
-from luna_mega.convert.verify import compare
+from luna_mega.errors import ConversionError
+from luna_mega.inspection.info import describe
+from luna_mega.inspection.verify import compare
 
 FIXTURES = ["s2s_lnemb_learned_fixlen", "s2s_tied", "s2s_untied_prenorm"]
 SINUSOIDAL = {"position_embedding_type": "sinusoidal", "embedding_norm": False}

@@ -8,11 +8,11 @@ import torch
 from transformers import AutoTokenizer
 
 from luna_mega import MegaConfig, MegaForConditionalGeneration, MegaSeq2SeqModel
-from luna_mega.convert.errors import ConversionError
 from luna_mega.convert.export import export_checkpoint
 from luna_mega.convert.fairseq_to_hf import convert_checkpoint
-from luna_mega.convert.info import describe
-from luna_mega.convert.verify import compare
+from luna_mega.errors import ConversionError
+from luna_mega.inspection.info import describe
+from luna_mega.inspection.verify import compare
 
 FIXTURES = [
     "09_mt_softmax_shared",

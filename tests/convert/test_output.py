@@ -7,7 +7,6 @@ from huggingface_hub import ModelCard
 
 from luna_mega import cli
 from luna_mega.convert import ConversionError, convert_checkpoint, fairseq_to_hf
-from luna_mega.convert.cli import main
 
 
 def test_empty_output_folder_and_new_parents(convert, make):
@@ -95,10 +94,20 @@ def test_model_card(convert, make):
     assert str(convert.source) not in card.text and str(output) not in card.text
 
 
+def test_no_path_of_the_machine_is_handed_on(convert, make):
+    """A dictionary that is found, and does not fit, is named in a warning."""
+    make.dictionary(convert.source / "label" / "dict.txt", symbols=7, prefix="label")
+    output = convert(make.bert(heads=[("a_head", 3)]), "--head", "a_head")
+    assert "label/dict.txt: 7 labels for 3 classes: not used" in convert.screen
+    for name in ("README.md", "conversion_report.json", "config.json"):
+        text = (output / name).read_text()
+        assert str(convert.source.parent) not in text and ("7 labels" in text) == (name != "config.json")
+
+
 @pytest.mark.parametrize("argv", [[], ["model.pt"], ["--output", "x"], ["model.pt", "--output", "x", "--vocab", "y"]])
 def test_usage_errors_exit_with_2(argv, capsys):
     with pytest.raises(SystemExit) as exit_:
-        main(argv)
+        cli.main(["convert", *argv])
     assert exit_.value.code == 2
 
 

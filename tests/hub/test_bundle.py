@@ -12,7 +12,7 @@ from transformers import RobertaTokenizer
 
 import luna_mega
 from luna_mega import LunaTokenizer, MegaConfig, cli
-from luna_mega.convert import hub_bundle
+from luna_mega.hub import bundle as hub_bundle
 from tests.hub import client as on_client
 from tests.modeling import luna_decoders
 from tests.modeling.luna import VALUES, head_inputs, make
@@ -321,7 +321,7 @@ def test_kernels_are_part_of_it(model_type, tmp_path, repo_root):
 import sys
 sys.modules["triton"] = None
 from pathlib import Path
-from luna_mega.convert.hub_bundle import write_code
+from luna_mega.hub.bundle import write_code
 write_code({model_type!r}, Path({str(tmp_path / "without")!r}))
 """
     for name in ("with", "without"):

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
 
 import luna_mega
-from luna_mega.convert.cli import main
+from luna_mega.cli import main
 
 BERT = [
     "bert_fixlen",
@@ -52,7 +52,7 @@ class Fixture:
         output = self.tmp_path / (head or "default")
         if not output.exists():
             options = ["--head", head] if head else []
-            assert main([str(self.folder / "checkpoint.pt"), "--output", str(output), *options]) == 0
+            assert main(["convert", str(self.folder / "checkpoint.pt"), "--output", str(output), *options]) == 0
         return output
 
     def load(self, head=None, auto=None):

@@ -15,7 +15,6 @@ from transformers.modelcard import extract_hyperparameters_from_trainer
 
 import luna_mega
 from luna_mega._register import _AUTO_CLASSES
-from luna_mega.convert.report import Report
 
 FILE_NAME = "README.md"
 _TASKS = {
@@ -28,15 +27,16 @@ _TASKS = {
     "ForTokenClassification": "token-classification",
     "ForQuestionAnswering": "question-answering",
 }
+# Endings of metrics that do not say how good a model is.
 _NOT_QUALITY = ("_runtime", "_per_second", "_preparation_time", "epoch", "tokens_seen")
 
 
 @dataclass(frozen=True)
 class Family:
-    """What the cards of one `model_type` have in common.
+    """The parts that all cards of one `model_type` have in common.
 
-    `fields` of the configuration make the table of the architecture; `differences` are lines of docs/deviations.md,
-    (original, here), of which a user of the weights may see an effect.
+    `fields` are the fields of the configuration in the table of the architecture. `differences` are lines of
+    docs/deviations.md, (original, here), whose effect a user of the weights may notice.
     """
 
     paper: str
@@ -105,29 +105,48 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def conversion_card(report: Report, config: PreTrainedConfig, license: str | None = None) -> ModelCard:
-    """The card of a converted checkpoint.
+# Fields that most configurations of transformers have, under these names or through an `attribute_map`.
+_COMMON_FIELDS = (
+    "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size",
+    "max_position_embeddings",
+)  # fmt: skip
+
+
+def conversion_card(
+    name: str,
+    model_class: str,
+    config: PreTrainedConfig,
+    source: Mapping[str, Any],
+    report: str,
+    *,
+    parameters: int,
+    tokenizer: bool,
+    license: str | None = None,
+) -> ModelCard:
+    """Return the card of a converted checkpoint.
 
     Args:
-        report: what the conversion did.
-        config: of the converted model.
+        name: title of the card.
+        model_class, config, parameters: name of the class, configuration and size of the converted model.
+        source: `file`, `sha256` and `arch` of the checkpoint.
+        report: text of the report of the conversion; its line about the output folder is left out.
+        tokenizer: whether the folder has one.
         license: identifier of the licence of the weights ("mit"); None = the card says that none is stated.
     """
-    source = report.source
-    told = "\n".join(line for line in str(report).splitlines() if not line.startswith("written "))
+    shown = "\n".join(line for line in report.splitlines() if not line.startswith("written "))
     origin = (
         f"Converted from the fairseq checkpoint `{source['file']}` (SHA-256 `{source['sha256']}`).\n"
         "`conversion_report.json` has every tensor and the arguments of the original training.\n\n"
-        f"```\n{told}\n```\n\n"
+        f"```\n{shown}\n```\n\n"
         "Which data it was trained on and how well it does is not in the file."
     )
     return _card(
-        Path(report.output).name,
-        report.model_class,
+        name,
+        model_class,
         config,
-        report.parameters["model"],
+        parameters,
         intro=f"converted from a fairseq checkpoint of `{source['arch']}`",
-        tokenizer=report.tokenizer is not None,
+        tokenizer=tokenizer,
         sections={"Origin": origin},
         license=license,
     )
@@ -144,14 +163,14 @@ def training_card(
     base_model: str | None = None,
     license: str | None = None,
 ) -> ModelCard:
-    """The card of a model that was trained by `trainer`.
+    """Return the card of a model that `trainer` has trained; it may be any model of transformers.
 
     Args:
         command: program and arguments; the value of `--hub_token` is not shown.
         dataset: name on the Hub or local folder.
         dataset_config: its configuration, as "sst2" of GLUE.
-        split: where `metrics` are from.
-        metrics: what `trainer.evaluate()` returned; None = the card has no results.
+        split: part of the data on which `metrics` were measured.
+        metrics: result of `trainer.evaluate()`; None = the card has no results.
         base_model: name on the Hub or local folder of the model that was fine-tuned; None = trained from scratch.
         license: identifier of the licence of the weights; None = the card says that none is stated.
     """
@@ -203,7 +222,7 @@ def _card(
     license: str | None,
     **metadata: Any,
 ) -> ModelCard:
-    family = FAMILIES[config.model_type]
+    family = FAMILIES.get(config.model_type)
     data = ModelCardData(
         library_name="transformers",
         tags=[config.model_type],
@@ -211,34 +230,46 @@ def _card(
         license=license,
         **metadata,
     )
-    architecture = {field: getattr(config, field) for field in family.fields} | {"parameters": f"{parameters:,}"}
+    fields = family.fields if family else [field for field in _COMMON_FIELDS if hasattr(config, field)]
+    architecture = {field: getattr(config, field) for field in fields} | {"parameters": f"{parameters:,}"}
     parts = {
         "Use": _usage(model_class, config, tokenizer),
         "Architecture": _table(architecture, "field of the configuration", "value"),
         **sections,
-        "Differences from the original code": _table(dict(family.differences), "original", "here")
-        + "\n\nAll differences, each with its test, are in `docs/deviations.md` of luna-mega.",
-        "Licence": f"Of the weights: {license or 'not stated'}. Of the code of luna-mega: Apache License 2.0.",
-        "Citation": f"```bibtex\n{family.bibtex}\n```",
+        "Licence": f"Of the weights: {license or 'not stated'}.",
     }
+    head = f"# {name}\n\n`{model_class}`, {intro}."
+    if family:
+        head += f" The architecture is that of {family.paper}."
+        differences = _table(dict(family.differences), "original", "here")
+        parts["Differences from the original code"] = (
+            f"{differences}\n\nAll differences, each with its test, are in `docs/deviations.md` of luna-mega."
+        )
+        parts["Licence"] += " Of the code of luna-mega: Apache License 2.0."
+        parts["Citation"] = f"```bibtex\n{family.bibtex}\n```"
     body = "\n\n".join(f"## {title}\n\n{text}" for title, text in parts.items())
-    head = f"# {name}\n\n`{model_class}`, {intro}. The architecture is that of {family.paper}."
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{head}\n\n{body}\n")
 
 
 def _usage(model_class: str, config: PreTrainedConfig, tokenizer: bool) -> str:
+    ours = config.model_type in FAMILIES
     suffix = _suffix(model_class, config)
-    auto_class = {suffix: auto_class for auto_class, (suffix, _) in _AUTO_CLASSES.items()}.get(suffix)
-    names = ([auto_class] if auto_class else []) + ["AutoTokenizer"] * tokenizer
-    lines = ["import luna_mega  # makes the model known to transformers"]
+    loader = {suffix: auto_class for auto_class, (suffix, _) in _AUTO_CLASSES.items()}.get(suffix)
+    if loader is None:
+        loader = f"luna_mega.{model_class}" if ours else model_class
+    names = [loader] * (not loader.startswith("luna_mega.")) + ["AutoTokenizer"] * tokenizer
+    lines = ["import luna_mega  # makes the model known to transformers"] * ours
     lines += [f"from transformers import {', '.join(names)}"] * bool(names)
     lines += ["", 'path = "..."  # this repository, or a folder with its files']
-    lines += [f"model = {auto_class or f'luna_mega.{model_class}'}.from_pretrained(path)"]
+    lines += [f"model = {loader}.from_pretrained(path)"]
     lines += ["tokenizer = AutoTokenizer.from_pretrained(path)"] * tokenizer
-    bundle = (
-        "Where luna-mega is not installed, `trust_remote_code=True` loads a folder that `luna-mega bundle` has made."
+    code = "```python\n" + "\n".join(lines) + "\n```"
+    if not ours:
+        return code
+    return (
+        f"{code}\n\nWhere luna-mega is not installed, `trust_remote_code=True` loads a folder that `luna-mega bundle` "
+        "has made."
     )
-    return "```python\n" + "\n".join(lines) + f"\n```\n\n{bundle}"
 
 
 def _suffix(model_class: str, config: PreTrainedConfig) -> str:
@@ -246,8 +277,9 @@ def _suffix(model_class: str, config: PreTrainedConfig) -> str:
 
 
 def _task(model_class: str, config: PreTrainedConfig) -> str | None:
-    """The Hub's name of what the model does; None for real-valued input, which no pipeline takes."""
-    return _TASKS.get(_suffix(model_class, config)) if config.input_type == "tokens" else None
+    """Return the Hub's name of the model's task, None for real-valued input, which no pipeline takes."""
+    tokens = getattr(config, "input_type", "tokens") == "tokens"
+    return _TASKS.get(_suffix(model_class, config)) if tokens else None
 
 
 def _is_on_hub(name: str) -> bool:
@@ -255,7 +287,7 @@ def _is_on_hub(name: str) -> bool:
 
 
 def _shown(name: str) -> str:
-    """A name on the Hub, or the last part of a local path, which is nobody else's business."""
+    """Return a name on the Hub as it is, and of a local path the last part: the rest is nobody else's business."""
     return name if _is_on_hub(name) else Path(name).resolve().name
 
 

@@ -19,11 +19,11 @@ from transformers import AutoTokenizer, PreTrainedConfig
 from transformers.utils import logging
 
 from luna_mega.convert import ema_convention as ema
-from luna_mega.convert.errors import ConversionError
 from luna_mega.convert.fairseq_to_hf import convert_checkpoint
 from luna_mega.convert.layer_norm import CHOICES
 from luna_mega.convert.mapping import few
-from luna_mega.convert.model_folder import ModelFolder, position_limit, read_folder
+from luna_mega.errors import ConversionError
+from luna_mega.hub.folder import ModelFolder, position_limit, read_folder
 
 _INPUTS = (
     "input_ids",

@@ -1,4 +1,4 @@
-"""An output folder that is there completely or not at all."""
+"""Output folders that are written completely or not at all."""
 
 import os
 import shutil
@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from luna_mega.convert.errors import ConversionError
+from luna_mega.errors import ConversionError
 
 
 def check_output(output: str | Path) -> Path:
-    """The resolved output path, which must be absent or an empty folder.
+    """Return the resolved output path, which must be absent or an empty folder.
 
     Raises:
         ConversionError: something is there already.
@@ -26,7 +26,7 @@ def check_output(output: str | Path) -> Path:
 
 @contextmanager
 def complete_folder(output: Path) -> Iterator[Path]:
-    """A temporary folder on the same file system that becomes `output` if the block ends without an exception."""
+    """Provide a temporary folder, which becomes `output` if the block ends without an exception."""
     parent = next(folder for folder in output.parents if folder.is_dir())
     partial = parent / f".{output.name}.{os.getpid()}.partial"
     partial.mkdir()

@@ -13,11 +13,11 @@ import torch
 from transformers import PreTrainedModel
 
 from luna_mega.convert import cost_luna, cost_mega
-from luna_mega.convert.errors import ConversionError
 from luna_mega.convert.fairseq_reader import read_checkpoint
-from luna_mega.convert.model_folder import ModelFolder, position_limit, read_folder
 from luna_mega.convert.plans import make_plan
 from luna_mega.convert.source_detect import canonical, detect
+from luna_mega.errors import ConversionError
+from luna_mega.hub.folder import ModelFolder, position_limit, read_folder
 
 _COSTS = {"luna": cost_luna, "mega": cost_mega}
 # Modules of the models -> the part that they are counted in; all else is of a head.

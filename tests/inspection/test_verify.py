@@ -10,8 +10,9 @@ from transformers import PreTrainedTokenizerFast
 
 import luna_mega
 from luna_mega import LunaConfig, LunaForMaskedLM, LunaForMultipleChoice, LunaForSequenceClassification, LunaModel
+from luna_mega.cli import main
 from luna_mega.convert import ConversionError
-from luna_mega.convert.verify import compare, main
+from luna_mega.inspection.verify import compare
 
 SIZES = {
     "vocab_size": 17,
@@ -71,7 +72,7 @@ def test_differences_start_at_their_layer(tmp_path, capsys):
     folder = save(tmp_path / "a")
     name = "luna.encoder.layers.1.fc2.bias"
     other = change(folder, tmp_path / "b", name, lambda bias: bias.add_(torch.linspace(-0.01, 0.01, 16)))
-    assert main([str(folder), str(other)]) == 1
+    assert main(["verify", str(folder), str(other)]) == 1
     table = capsys.readouterr().out
     assert "MORE THAN 1e-05" in table and "A        " in table
     comparison = compare(folder, other)
@@ -80,7 +81,7 @@ def test_differences_start_at_their_layer(tmp_path, capsys):
     assert [value > 0 for value in packed] == [False, False, False, True]
     assert comparison.largest == max(*hidden, *packed, comparison.results["logits"])
     assert 0.005 < hidden[2] < 0.1
-    assert main([str(folder), str(other), "--tolerance", str(comparison.largest)]) == 0
+    assert main(["verify", str(folder), str(other), "--tolerance", str(comparison.largest)]) == 0
     other = change(folder, tmp_path / "c", "lm_head.decoder.bias", lambda bias: bias[3].add_(1.0))
     comparison = compare(folder, other)
     assert comparison.results["logits"] == pytest.approx(1.0)
@@ -99,9 +100,9 @@ def test_padding_is_not_compared(tmp_path):
 def test_one_number_that_is_not_finite(tmp_path, capsys):
     folder = save(tmp_path / "a")
     other = change(folder, tmp_path / "b", "lm_head.decoder.bias", lambda bias: bias[0].fill_(float("nan")))
-    assert main([str(folder), str(other)]) == 1
+    assert main(["verify", str(folder), str(other)]) == 1
     assert "NaN/Inf" in capsys.readouterr().out
-    assert main([str(folder), str(other), "--json", "--tolerance", "inf"]) == 1
+    assert main(["verify", str(folder), str(other), "--json", "--tolerance", "inf"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["results"] == {"logits": None} and found["largest"] is None and found["within"] is False
     assert compare(other, other, tolerance=0.0).within
@@ -109,7 +110,7 @@ def test_one_number_that_is_not_finite(tmp_path, capsys):
 
 def test_json(tmp_path, capsys):
     folder = save(tmp_path / "a", LunaForMultipleChoice)
-    assert main([str(folder), str(folder), "--json", "--batch", "3", "--length", "7", "--seed", "5"]) == 0
+    assert main(["verify", str(folder), str(folder), "--json", "--batch", "3", "--length", "7", "--seed", "5"]) == 0
     printed = capsys.readouterr()
     found = json.loads(printed.out)
     assert found["inputs"] == {"input_ids": [3, 2, 7], "attention_mask": [3, 2, 7]}
@@ -120,22 +121,22 @@ def test_checkpoints_are_converted(convert, make, tmp_path, capsys):
     state = make.bert(heads=[("a", 2), ("b", 3)])
     folder = convert(state, "--head", "b")
     file = convert.file
-    assert main([str(folder), str(file), "--head", "b", "--tolerance", "0"]) == 0
-    assert main([str(file), str(file)]) == 0
+    assert main(["verify", str(folder), str(file), "--head", "b", "--tolerance", "0"]) == 0
+    assert main(["verify", str(file), str(file)]) == 0
     assert "LunaForMaskedLM" in capsys.readouterr().out
-    assert main([str(folder), str(file)]) == 1
+    assert main(["verify", str(folder), str(file)]) == 1
     message = capsys.readouterr().err
     assert "'LunaForSequenceClassification' and 'LunaForMaskedLM'" in message and "--head" in message
     state["model"]["encoder.lm_head.layer_norm.weight"] += 0.5
     torch.save(state, tmp_path / "other.pt")
-    assert main([str(file), str(tmp_path / "other.pt")]) == 1
-    assert main([str(folder), str(tmp_path / "other.pt"), "--head", "b", "--layer-norm", "standard"]) == 0
+    assert main(["verify", str(file), str(tmp_path / "other.pt")]) == 1
+    assert main(["verify", str(folder), str(tmp_path / "other.pt"), "--head", "b", "--layer-norm", "standard"]) == 0
 
 
 def test_input_file(tmp_path, capsys):
     folder, file = save(tmp_path / "a"), tmp_path / "inputs.safetensors"
     save_file({"input_ids": torch.tensor([[0, 5, 2, 1]]), "attention_mask": torch.tensor([[1, 1, 1, 0]])}, file)
-    assert main([str(folder), str(folder), "--inputs", str(file)]) == 0
+    assert main(["verify", str(folder), str(folder), "--inputs", str(file)]) == 0
     assert "input_ids [1, 4]" in capsys.readouterr().out
     other = change(
         folder, tmp_path / "b", "luna.embeddings.word_embeddings.weight", lambda table: table[6, 0].add_(1.0)
@@ -165,7 +166,7 @@ def test_wrong_inputs(tmp_path, capsys, tensors, expected):
 def fails(capsys, *arguments):
     """The one line of a comparison whose input is at fault."""
     capsys.readouterr()
-    assert main([*map(str, arguments)]) == 1
+    assert main(["verify", *map(str, arguments)]) == 1
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.count("\n") == 1 and printed.err.startswith("luna-mega verify: error: ")
     return printed.err
@@ -226,7 +227,7 @@ def test_incomplete_weights(tmp_path, capsys):
 )
 def test_usage(tmp_path, options):
     with pytest.raises(SystemExit) as stop:
-        main([str(tmp_path), str(tmp_path), *options])
+        main(["verify", str(tmp_path), str(tmp_path), *options])
     assert stop.value.code == 2
 
 

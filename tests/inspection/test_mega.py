@@ -20,9 +20,10 @@ from luna_mega import (
     MegaForSequenceClassification,
     MegaModel,
 )
-from luna_mega.convert import ConversionError, cost_mega, info, verify
-from luna_mega.convert.cli import main as convert_main
-from luna_mega.convert.verify import compare
+from luna_mega.cli import main
+from luna_mega.convert import ConversionError
+from luna_mega.inspection import costs_mega, info
+from luna_mega.inspection.verify import compare
 from luna_mega.kernels.api import use_backend
 from tests.convert.mega import BODY, POSITIONS, mega
 from tests.convert.mega_lm import KINDS, mega_lm
@@ -63,7 +64,7 @@ def test_a_model_equals_itself(tmp_path, name):
 @pytest.mark.parametrize("fields", [{"input_type": "values"}, {"relative_positional_bias": "simple"}, CHUNKS])
 def test_other_inputs(tmp_path, capsys, fields):
     folder = save(tmp_path / "a", MegaForSequenceClassification, pooling="mean", **fields)
-    assert verify.main([str(folder), str(folder), "--length", "90"]) == 0
+    assert main(["verify", str(folder), str(folder), "--length", "90"]) == 0
     printed = capsys.readouterr().out
     assert "packed" not in printed and "embeddings" in printed and "equal in every number" in printed
 
@@ -91,9 +92,9 @@ def test_language_models(convert, tmp_path, kind):
 @pytest.mark.parametrize("name", ["07_lm_enwik8_tied_rotary_chunk_notmultiple", "08_lm_wt103_adaptive_tied"])
 def test_genuine_language_models(shared_dir, tmp_path, capsys, name):
     checkpoint, folder = shared_dir / "fixtures" / "mega" / name / "checkpoint.pt", tmp_path / "model"
-    assert convert_main([str(checkpoint), "--output", str(folder)]) == 0
+    assert main(["convert", str(checkpoint), "--output", str(folder)]) == 0
     assert ModelCard.load(folder / "README.md").data.pipeline_tag == "text-generation"
-    assert verify.main([str(folder), str(checkpoint), "--length", "50", "--tolerance", "0"]) == 0
+    assert main(["verify", str(folder), str(checkpoint), "--length", "50", "--tolerance", "0"]) == 0
     assert "MegaForCausalLM" in capsys.readouterr().out
 
 
@@ -105,7 +106,7 @@ def test_checkpoints_of_the_two_branches(convert, tmp_path):
     other = compare(folder, convert.file, ema_convention="flash")
     assert other.layers[0]["hidden"] == 0 and other.layers[1]["hidden"] > 1e-3
     with pytest.raises(SystemExit):
-        verify.main([str(folder), str(folder), "--ema-convention", "flash"])
+        main(["verify", str(folder), str(folder), "--ema-convention", "flash"])
 
 
 MODELS = {
@@ -141,14 +142,14 @@ def test_flops_are_those_that_pytorch_counts(name):
         model(**inputs)
     counts = counter.get_flop_counts()
     average = sum(sum(count.values()) for module, count in counts.items() if module.endswith("ema_gate"))
-    found = cost_mega.flops_per_token(model, length)
+    found = costs_mega.flops_per_token(model, length)
     expected = (found["total"] - found["moving_average"]) * length * sequences
     assert expected == pytest.approx(counter.get_total_flops() - average, rel=1e-9)
     assert found["moving_average"] == 3 * (2 if model.config.bidirectional else 1) * 32 * 6 * 4
 
 
 def test_keys_of_a_short_last_chunk():
-    whole, chunks = (cost_mega.flops_per_token(MegaModel(MegaConfig(**SIZES | c)), 21) for c in ({}, CHUNKS))
+    whole, chunks = (costs_mega.flops_per_token(MegaModel(MegaConfig(**SIZES | c)), 21) for c in ({}, CHUNKS))
     assert chunks["attention"] / whole["attention"] == pytest.approx((8 * 8 + 8 * 8 + 5 * 5) / 21**2)
 
 
@@ -203,7 +204,7 @@ def test_training_activations_are_those_that_autograd_keeps(model_class, variant
     numbers = sum(storage.nbytes() for storage in kept.values()) / 4
     if labels and output.logits is not None:
         numbers += output.logits.numel()  # not kept by autograd, but by the output
-    assert cost_mega.training_activations(model, length) == pytest.approx(numbers, rel=0.04)
+    assert costs_mega.training_activations(model, length) == pytest.approx(numbers, rel=0.04)
 
 
 class Peak(TorchDispatchMode):
@@ -243,7 +244,7 @@ def test_inference_peak(model_class, fields):
     model, ids = model_class(MegaConfig(**SIZES | fields)).eval(), torch.randint(4, 40, (1, 300))
     with torch.no_grad(), Peak() as peak:
         model(ids, attention_mask=padded(ids))
-    assert cost_mega.inference_activations(model, 300) == pytest.approx(peak.peak / 4, rel=0.03)
+    assert costs_mega.inference_activations(model, 300) == pytest.approx(peak.peak / 4, rel=0.03)
 
 
 @pytest.mark.parametrize("fields", [{}, CHUNKS, {"truncation": 40}, CHUNKS | {"truncation": 400}])
@@ -257,17 +258,17 @@ def test_cache_is_what_a_decoder_remembers(fields, tmp_path):
         for tensor in vars(layer).values()
         if isinstance(tensor, torch.Tensor) and tensor.is_floating_point()
     )
-    assert cost_mega.cache_numbers(model, 103) == kept
+    assert costs_mega.cache_numbers(model, 103) == kept
     model.save_pretrained(tmp_path)
     assert info.describe(tmp_path, 103).activation_bytes["cache"] == 4 * kept
 
 
 def test_info_of_a_folder(tmp_path, capsys):
     folder = save(tmp_path / "a", MegaForSequenceClassification, normalization_type="batchnorm")
-    assert info.main([str(folder), "--length", "500"]) == 0
+    assert main(["info", str(folder), "--length", "500"]) == 0
     printed = capsys.readouterr().out
     assert "moving_average" in printed and "of one sequence of length 500" in printed and "recurrence" in printed
-    assert info.main([str(folder), "--json"]) == 0
+    assert main(["info", str(folder), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     model = MegaForSequenceClassification.from_pretrained(folder)
     assert found["parameters"]["total"] == model.num_parameters() and found["length"] == 64

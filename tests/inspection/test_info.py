@@ -17,8 +17,9 @@ from luna_mega import (
     LunaForTokenClassification,
     LunaModel,
 )
-from luna_mega.convert.cost_luna import flops_per_token, training_activations
-from luna_mega.convert.info import count_parameters, describe, main
+from luna_mega.cli import main
+from luna_mega.inspection.costs_luna import flops_per_token, training_activations
+from luna_mega.inspection.info import count_parameters, describe
 from luna_mega.kernels.api import use_backend
 
 SIZES = {
@@ -124,10 +125,10 @@ def save(folder, model_class=LunaForMaskedLM, **fields):
 
 def test_folder(tmp_path, capsys):
     folder = save(tmp_path / "a")
-    assert main([str(folder)]) == 0
+    assert main(["info", str(folder)]) == 0
     printed = capsys.readouterr().out
     assert "save_pretrained of transformers 5" in printed and "masked LM" in printed and "length 64" in printed
-    assert main([str(folder), "--length", "10", "--json"]) == 0
+    assert main(["info", str(folder), "--length", "10", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["length"] == 10 and found["model_class"] == "LunaForMaskedLM"
     size = LunaForMaskedLM.from_pretrained(folder).num_parameters()
@@ -205,17 +206,17 @@ def test_bad_input(tmp_path, capsys, damage, options, expected):
     folder = save(tmp_path / "a")
     damage(folder)
     capsys.readouterr()
-    assert main([str(folder), *options]) == 1
+    assert main(["info", str(folder), *options]) == 1
     printed = capsys.readouterr()
     assert expected in printed.err and printed.err.count("\n") == 1 and printed.out == ""
 
 
 def test_usage(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
-        main([str(tmp_path), "--length", "0"])
+        main(["info", str(tmp_path), "--length", "0"])
     assert stop.value.code == 2
     (tmp_path / "file.pt").write_bytes(b"nothing of the kind")
-    assert main([str(tmp_path / "file.pt")]) == 1
+    assert main(["info", str(tmp_path / "file.pt")]) == 1
     assert "not a checkpoint" in capsys.readouterr().err
 
 

@@ -6,11 +6,19 @@ from pathlib import Path
 import pytest
 import transformers
 from huggingface_hub import ModelCard
-from transformers import Trainer, TrainingArguments
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    GPT2Config,
+    GPT2LMHeadModel,
+    RobertaConfig,
+    RobertaForMaskedLM,
+    Trainer,
+    TrainingArguments,
+)
 
 import luna_mega
-from luna_mega.convert.model_card import FAMILIES, conversion_card, training_card
-from luna_mega.convert.report import Report
+from luna_mega.hub.card import FAMILIES, conversion_card, training_card
 from tests.hub.loopback import metadata_errors
 from tests.modeling.luna import HEADS, make, tiny_config
 
@@ -24,30 +32,14 @@ METRICS = {
 }
 
 
-def report(**changes):
-    fields = {
-        "output": "/home/somebody/converted",
-        "source": {
-            "file": "model.pt",
-            "sha256": "ab" * 32,
-            "layout": "luna_bert",
-            "revision": "r21",
-            "arch": "luna_base_tied_512",
-            "task": "masked_lm",
-            "num_updates": 1000,
-        },
-        "model_class": "LunaForMaskedLM",
-        "decisions": {"layer_norm": "standard", "layer_norm_mean": 1.0},
-        "mapped": [],
-        "dropped": [],
-        "dtype_in": {"float16": 3},
-        "dtype_out": "float32",
-        "parameters": {"model": 1234567, "file": 1234567},
-        "non_finite": [],
-        "tokenizer": None,
-        "args": {},
-    }
-    return Report(**fields | changes)
+REPORT = """read       model.pt: luna_bert of the 2021 code, arch luna_base_tied_512, task masked_lm, updates: 1000
+written    /home/somebody/converted: config.json"""
+
+
+def converted(model_class="LunaForMaskedLM", tokenizer=False, license=None, **fields):
+    source = {"file": "model.pt", "sha256": "ab" * 32, "arch": "luna_base_tied_512"}
+    options = {"parameters": 1234567, "tokenizer": tokenizer, "license": license}
+    return conversion_card("converted", model_class, tiny_config(**fields), source, REPORT, **options)
 
 
 @pytest.fixture
@@ -70,7 +62,7 @@ def python(text):
 
 
 def test_conversion():
-    card = conversion_card(report(), tiny_config())
+    card = converted()
     assert metadata_errors(str(card)) == []
     assert card.data.to_dict() == {"library_name": "transformers", "pipeline_tag": "fill-mask", "tags": ["luna"]}
     sections = parts(card)
@@ -84,8 +76,7 @@ def test_conversion():
 
 
 def test_conversion_with_licence_and_tokenizer():
-    tokenizer = {"class": "RobertaTokenizer", "kind": "GPT-2", "size": 40, "missing_pieces": []}
-    card = conversion_card(report(tokenizer=tokenizer), tiny_config(), license="mit")
+    card = converted(tokenizer=True, license="mit")
     assert card.data.license == "mit" and "Of the weights: mit." in card.text
     assert "AutoTokenizer.from_pretrained(path)" in card.text
 
@@ -141,8 +132,35 @@ def test_usage_runs(trainer, tmp_path, head):
     assert type(session["model"]) is HEADS[head] and session["tokenizer"]("ab")["input_ids"] == [0, 4, 5, 2]
 
 
+SMALL = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+FOREIGN = {
+    "fill-mask": lambda: RobertaForMaskedLM(RobertaConfig(**SMALL, intermediate_size=16)),
+    "translation": lambda: BartForConditionalGeneration(
+        BartConfig(vocab_size=40, d_model=16, encoder_layers=1, decoder_layers=1, max_position_embeddings=30)
+    ),
+    None: lambda: GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2)),
+}
+
+
+@pytest.mark.parametrize("task", FOREIGN)
+def test_training_of_a_model_of_transformers(tmp_path, tokenizer, task):
+    """Baselines that the example scripts train get a card that says what is known of them, and loads them."""
+    arguments = TrainingArguments(output_dir=str(tmp_path / "baseline"), report_to="none")
+    trainer = Trainer(model=FOREIGN[task](), args=arguments, processing_class=tokenizer)
+    trainer.save_model()
+    card = training_card(trainer, COMMAND, "imdb", metrics=METRICS)
+    assert metadata_errors(str(card)) == [] and card.data.pipeline_tag == task
+    assert card.data.tags == [trainer.model.config.model_type]
+    sections = parts(card)
+    assert sections.keys() == {"Use", "Architecture", "Results", "Training", "Licence"}
+    assert "| num_hidden_layers | 1 |" in sections["Architecture"] and "| vocab_size | 40 |" in sections["Architecture"]
+    session = {}
+    exec(python(sections["Use"]).replace("...", arguments.output_dir), session)
+    assert type(session["model"]) is type(trainer.model) and "luna" not in sections["Use"]
+
+
 def test_values_have_no_pipeline():
-    card = conversion_card(report(model_class="LunaForSequenceClassification"), tiny_config(input_type="values"))
+    card = converted("LunaForSequenceClassification", input_type="values")
     assert card.data.pipeline_tag is None and metadata_errors(str(card)) == []
 
 

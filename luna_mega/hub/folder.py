@@ -1,4 +1,4 @@
-"""Reads model folders (`save_pretrained`, `luna-mega convert`, a Hub snapshot) without building the model."""
+"""Model folders (of `save_pretrained`, `luna-mega convert`, the Hub), read without building the model."""
 
 import json
 import re
@@ -14,15 +14,16 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 import luna_mega
-from luna_mega.convert import report
-from luna_mega.convert.errors import ConversionError
+from luna_mega.errors import ConversionError
 
+REPORT_NAME = "conversion_report.json"
+TARGET_FOLDER = "target"  # the tokenizer of an encoder-decoder's target, where it is another one than the source's
 _REPORT_FIELDS = {"source", "decisions", "dropped", "dtype_in", "args"}
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Shape and dtype of a tensor on the disk, and the file it is in."""
+    """The file, shape and dtype of a tensor on disk."""
 
     file: Path
     shape: tuple[int, ...]
@@ -31,7 +32,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A folder: class and configuration from config.json, `report` = conversion_report.json (None: not there)."""
+    """A model folder: class and configuration from config.json; `report` is conversion_report.json, None = absent."""
 
     path: Path
     model_class: type[PreTrainedModel]
@@ -41,7 +42,10 @@ class ModelFolder:
 
     @cached_property
     def tensor_info(self) -> dict[str, TensorInfo]:
-        """Name -> where it is, from the headers of the weight files alone. Names are those of a model with a head."""
+        """Return name -> `TensorInfo`, read from the headers of the weight files.
+
+        The names are those of a model with a head.
+        """
         found = {}
         for file in self._weight_files():
             with _open(file) as weights:
@@ -51,7 +55,7 @@ class ModelFolder:
         return found
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors, mapped from the files, under the names of `tensor_info`."""
+        """Return all tensors, mapped from the files, under the names of `tensor_info`."""
         found = {}
         for file in self._weight_files():
             with _open(file) as weights:
@@ -74,7 +78,7 @@ class ModelFolder:
 
 
 def position_limit(config: PreTrainedConfig) -> int | None:
-    """Positions that the model has a table for; None: any number."""
+    """Return the number of positions in the model's table, None = it has no table and takes any number."""
     if config.model_type == "luna":
         return config.max_position_embeddings if config.position_embedding_type == "learned" else None
     table = config.relative_positional_bias == "simple" and not config.use_chunking
@@ -82,7 +86,7 @@ def position_limit(config: PreTrainedConfig) -> int | None:
 
 
 def read_folder(path: str | Path) -> ModelFolder:
-    """Opens a folder that holds a Luna or Mega model.
+    """Open a folder that holds a Luna or Mega model.
 
     Raises:
         ConversionError: not such a folder, or a damaged one; one line names the file and the way out.
@@ -108,7 +112,7 @@ def read_folder(path: str | Path) -> ModelFolder:
     classes = [name for name in luna_mega.__all__ if re.match(rf"{family}(For|Model$|Seq2SeqModel$)", name)]
     if names[0] not in classes:
         raise ConversionError(f"{file}: architectures {names[0]!r} is not one of {', '.join(classes)}")
-    conversion = path / report.FILE_NAME
+    conversion = path / REPORT_NAME
     written = _read_json(conversion) if conversion.is_file() else None
     if written is not None and (written.get("format") != 1 or not _REPORT_FIELDS <= written.keys()):
         raise ConversionError(f"{conversion}: format {written.get('format')!r} is not one that this version reads")
