@@ -32,6 +32,13 @@ def write(examples: list[dict], path: Path) -> Path:
     return path.parent
 
 
+def write_splits(make: Callable[..., list[dict]], folder: Path, **sizes: int) -> Path:
+    """Write splits of these sizes, named as the shards of the Hub, from `make(size, seed)`; return their folder."""
+    for name, size in sizes.items():
+        write(make(size, seed=size), folder / f"{name}-00000-of-00001.parquet")
+    return folder
+
+
 def assert_refused(run: Callable, message: str, *arguments: object, output: Path | None = None) -> None:
     """Assert that a script ends with one line that matches `message`, before it has made the folder `output`."""
     with pytest.raises(SystemExit, match=message) as error:

@@ -12,7 +12,7 @@ from datasets import Audio, Dataset
 from transformers import AutoFeatureExtractor, AutoModelForSequenceClassification
 
 from tests.examples import runs
-from tests.examples.runs import assert_complete, assert_refused
+from tests.examples.runs import assert_complete, assert_refused, write_splits
 
 RATE, TONES = 1000, {"low": 20, "high": 110}
 MEGA = "hidden_size=16,num_hidden_layers=1,intermediate_size=16,nffn_hidden_size=16,shared_representation_size=8"
@@ -45,11 +45,7 @@ def run(call):
 @pytest.fixture
 def folder(tmp_path):
     """16-bit samples in parquet files, labels as numbers, no split for validation."""
-    path = tmp_path / "tones"
-    path.mkdir()
-    for split, size in (("train", 64), ("test", 12)):
-        pd.DataFrame(rows(size, seed=size)).to_parquet(path / f"{split}-00000-of-00001.parquet")
-    return path
+    return write_splits(rows, tmp_path / "tones", train=64, test=12)
 
 
 def options(path: Path, output: Path, *more, model_type: str = "mega") -> list:

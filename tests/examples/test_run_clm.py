@@ -12,6 +12,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.examples import runs
+from tests.examples.runs import assert_refused
 
 TINY = (
     "hidden_size=16,num_hidden_layers=1,intermediate_size=24,nffn_hidden_size=24,shared_representation_size=8,"
@@ -155,8 +156,7 @@ def test_words_with_an_adaptive_softmax(run):
     ],
 )
 def test_errors(run, options, message):
-    with pytest.raises(SystemExit, match=message):
-        run(*CHARACTERS, *options)
+    assert_refused(run, message, *CHARACTERS, *options)
 
 
 def test_a_table_of_biases_has_one_chunk(run, script, corpus, tmp_path):

@@ -11,7 +11,7 @@ from datasets import Dataset
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.examples import runs
-from tests.examples.runs import assert_complete, assert_refused, assert_resumes, sentence, write
+from tests.examples.runs import assert_complete, assert_refused, assert_resumes, sentence, write, write_splits
 
 TINY = f"{runs.TINY},dropout=0.1"
 
@@ -38,9 +38,7 @@ def run(call):
 
 @pytest.fixture
 def sst2(tmp_path):
-    for split, size in (("train", 64), ("validation", 32), ("test", 8)):
-        write(rows("sst2", size, seed=size), tmp_path / "sst2" / f"{split}-00000-of-00001.parquet")
-    return tmp_path / "sst2"
+    return write_splits(partial(rows, "sst2"), tmp_path / "sst2", train=64, validation=32, test=8)
 
 
 def scratch(task: str, data: Path, output: Path) -> list:

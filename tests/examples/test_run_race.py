@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForMultipleChoice, AutoTokenizer
 
 from tests.examples import runs
-from tests.examples.runs import assert_complete, assert_refused, assert_resumes, write
+from tests.examples.runs import assert_complete, assert_refused, assert_resumes, write, write_splits
 
 TINY = f"{runs.TINY},dropout=0.0"
 WORDS = ["red", "blue", "green", "black", "white", "brown", "grey", "pink"]
@@ -50,9 +50,7 @@ def run(call):
 
 @pytest.fixture
 def race(tmp_path):
-    for split, size in (("train", 48), ("validation", 24), ("test", 9)):
-        write(race_rows(size, seed=size), tmp_path / "middle" / f"{split}-00000-of-00001.parquet")
-    return tmp_path / "middle"
+    return write_splits(race_rows, tmp_path / "middle", train=48, validation=24, test=9)
 
 
 @pytest.fixture

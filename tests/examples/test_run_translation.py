@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
+from tests.examples.runs import assert_refused
+
 TINY = {
     "luna": "hidden_size=32,num_hidden_layers=1,num_attention_heads=2,intermediate_size=64,projection_length=8,"
     "dropout=0.0,attention_dropout=0.0,initializer_range=0.1",
@@ -223,5 +225,4 @@ def test_loss_alone_translates_nothing_while_training(run, tmp_path):
     ],
 )
 def test_errors(run, options, message):
-    with pytest.raises(SystemExit, match=message):
-        run(*TRAIN, *options)
+    assert_refused(run, message, *TRAIN, *options)
