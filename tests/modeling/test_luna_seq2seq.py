@@ -13,6 +13,7 @@ from transformers import (
 )
 
 from luna_mega import LunaConfig, LunaForCausalLM, LunaForConditionalGeneration, LunaModel, LunaSeq2SeqModel
+from luna_mega.modeling_common.layout import DENSE
 from tests.modeling.luna_decoders import make, padded, source, target
 
 SEPARATE = {"decoder_vocab_size": 35}
@@ -156,7 +157,7 @@ def test_a_source_of_padding_is_finite():
 def test_word_dropout_leaves_out_whole_words():
     embeddings = seq2seq(word_dropout=0.5, dropout=0.0, embedding_norm=False, position_embedding_type="none").train()
     embeddings = embeddings.get_encoder().embeddings
-    words = embeddings(torch.ones(4, 50, 24).double(), None, None)
+    words = embeddings(torch.ones(4, 50, 24).double(), DENSE, None)
     assert {0.0, 2 * 24**0.5} >= {value.item() for value in words.unique()} or len(words.unique()) == 2
     assert (words == words[..., :1]).all() and 0.3 < (words[..., 0] == 0).double().mean() < 0.7
 

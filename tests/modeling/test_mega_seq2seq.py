@@ -342,7 +342,7 @@ def test_bad_input():
         model(torch.full((1, 25), 4), decoder_input_ids=target[:1])
     with pytest.raises(ValueError, match="max_length=32 needs 31 positions of the decoder, whose bias serves 30"):
         model.generate(source, max_length=32)
-    with pytest.raises(ValueError, match="another source, of another batch or model"):
+    with pytest.raises(ValueError, match="past_key_values does not fit this model and batch"):
         model.generate(source, decoder_input_ids=target.repeat(1, 2)[:, :18], past_key_values=past, num_beams=2)
     with pytest.raises(ValueError, match=r"another source.*\(3, 5, 8\)"):
         model(source[:, :5], mask[:, :5], target, past_key_values=past)
