@@ -11,17 +11,17 @@ from luna_mega.kernels.damped_ema import reference, torch_backend
 
 
 def _triton(x, coefficients, skip, mask, shift, truncation, initial_state, return_state, cu_seqlens, max_seqlen):
-    from luna_mega.kernels.damped_ema import triton_backend
+    from luna_mega.kernels.damped_ema import triton_ops
 
-    return triton_backend.damped_ema(
+    return triton_ops.damped_ema(
         x, coefficients, skip, mask, shift, initial_state, return_state, cu_seqlens, max_seqlen
     )
 
 
 def _triton_step(x, state, parameters, skip, mask):
-    from luna_mega.kernels.damped_ema import triton_step
+    from luna_mega.kernels.damped_ema import triton_ops
 
-    return triton_step.step(x, state, parameters, skip, mask)
+    return triton_ops.step(x, state, parameters, skip, mask)
 
 
 BACKENDS: dict[str, Callable] = {

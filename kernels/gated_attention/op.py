@@ -23,7 +23,7 @@ def _torch(query, key, value, bias, mask, function, causal, chunk_size, offset, 
 
 
 def _triton(query, key, value, bias, mask, function, causal, chunk_size, offset, row_offset, start, dropout, *ragged):
-    from luna_mega.kernels.gated_attention import triton_backend
+    from luna_mega.kernels.gated_attention import triton_ops
 
     if torch.is_autocast_enabled(query.device.type):  # tensor cores want operands of 16 bits, as autocast does
         query, key = query.to(value.dtype), key.to(value.dtype)
@@ -33,11 +33,11 @@ def _triton(query, key, value, bias, mask, function, causal, chunk_size, offset,
         query = query * (seen / (seen + start[:, None]).clamp(min=1))[..., None].to(query.dtype)
     options = (function, causal, chunk_size, offset, dropout, *ragged)
     if row_offset is None:
-        return triton_backend.attend(query, key, value, bias, mask, *options)
+        return triton_ops.attend(query, key, value, bias, mask, *options)
     # The kernels know no offset by row: what is padding goes to the end.
     query = take(query, rotation(-row_offset.clamp(max=0), query.shape[1]))
     key, value, mask = (take(x, rotation(row_offset.clamp(min=0), key.shape[1])) for x in (key, value, mask))
-    attended = triton_backend.attend(query, key, value, bias, mask, *options)
+    attended = triton_ops.attend(query, key, value, bias, mask, *options)
     return take(attended, rotation(row_offset.clamp(max=0), query.shape[1]))
 
 

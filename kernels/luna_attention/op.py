@@ -10,11 +10,11 @@ from luna_mega.kernels.luna_attention import reference, torch_backend
 
 def _triton(query, key, value, mask, scale, dropout, cu_seqlens=None, packed=None, max_seqlen=0):
     # Imported where it is needed: the import decides whether kernels are interpreted.
-    from luna_mega.kernels.luna_attention import triton_backend
+    from luna_mega.kernels.luna_attention import triton_ops
 
     if cu_seqlens is None and _sdpa_is_best(query, key, value, mask):
         return torch_backend.sdpa(query, key, value, mask, scale, dropout)
-    return triton_backend.attend(query, key, value, mask, scale, dropout, cu_seqlens, packed, max_seqlen)
+    return triton_ops.attend(query, key, value, mask, scale, dropout, cu_seqlens, packed, max_seqlen)
 
 
 BACKENDS: dict[str, Callable[..., torch.Tensor]] = {

@@ -11,15 +11,15 @@ from luna_mega.kernels.luna_causal_attention.reference import LunaCausalState
 
 
 def _triton_attend(*arguments):
-    from luna_mega.kernels.luna_causal_attention import triton_backend
+    from luna_mega.kernels.luna_causal_attention import triton_ops
 
-    return triton_backend.attend(*arguments)
+    return triton_ops.attend(*arguments)
 
 
 def _triton_step(*arguments):
-    from luna_mega.kernels.luna_causal_attention import triton_backend
+    from luna_mega.kernels.luna_causal_attention import triton_ops
 
-    return triton_backend.step(*arguments)
+    return triton_ops.step(*arguments)
 
 
 BACKENDS: dict[str, Callable] = {

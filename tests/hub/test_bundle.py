@@ -331,5 +331,5 @@ write_code({model_type!r}, Path({str(tmp_path / "without")!r}))
     files = {file.name: file.read_text() for file in (tmp_path / "with").iterdir()}
     assert files == {file.name: file.read_text() for file in (tmp_path / "without").iterdir()}
     op = {"luna": "luna_attention", "mega": "damped_ema"}[model_type]
-    assert "try:\n    import triton\nexcept ImportError:\n    raise\n" in files["kernels__triton.py"]
-    assert f"kernels_{op}_triton_backend.py" in files
+    assert "try:\n    import triton\nexcept ImportError:\n    raise\n" in files["kernels_common_triton_launch.py"]
+    assert f"kernels_{op}_triton_ops.py" in files

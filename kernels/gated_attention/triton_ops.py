@@ -3,7 +3,13 @@
 import torch
 
 from luna_mega.kernels import _dispatch
+from luna_mega.kernels.common.triton_launch import random_seed
 from luna_mega.kernels.gated_attention import triton_backward, triton_forward
+
+INPUTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? mask, Tensor? bounds, str function, bool causal, "
+    "SymInt chunk, SymInt offset, float dropout, Tensor? seed, str precision"
+)
 
 
 def attend(
@@ -20,15 +26,14 @@ def attend(
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> torch.Tensor:
-    """`reference.attend`; of sequences end to end where there are `cu_seqlens`."""
+    """Return `reference.attend`, of ragged sequences where there are `cu_seqlens`."""
     bounds = None
     if cu_seqlens is not None:
         bounds = segment_bounds(cu_seqlens, chunk_size, query.shape[1])
         chunk_size = max_seqlen if chunk_size is None else chunk_size
     elif chunk_size is None:
         chunk_size = max(query.shape[1], key.shape[1])
-    # The backward pass draws the dropped weights again from this seed.
-    seed = torch.randint(2**63 - 1, (), device=query.device) if dropout > 0.0 else None
+    seed = random_seed(dropout, query.device)
     return torch.ops.luna_mega.gated_attention_triton(
         query, key, value, bias, mask, bounds, function, causal, max(chunk_size, 1), offset, dropout, seed,
         _dispatch.float32_precision(),
@@ -36,9 +41,10 @@ def attend(
 
 
 def segment_bounds(cu_seqlens: torch.Tensor, chunk_size: int | None, total: int) -> torch.Tensor:
-    """First token of every chunk and the one behind its last, `[segments, 2]` int32.
+    """Return the first token of every chunk and the one behind its last, `[segments, 2]` int32.
 
-    There may be as many chunks as `total // chunk_size` plus the number of sequences; of fewer, the rest is empty.
+    There may be as many chunks as `total // chunk_size` plus the number of sequences; where there are fewer, the rest
+    is empty.
     """
     cu_seqlens = cu_seqlens.to(torch.int32)
     if chunk_size is None:
@@ -52,61 +58,29 @@ def segment_bounds(cu_seqlens: torch.Tensor, chunk_size: int | None, total: int)
     return torch.stack((torch.minimum(start, stop), torch.minimum(start + chunk_size, stop)), dim=1)
 
 
-@torch.library.custom_op("luna_mega::gated_attention_triton", mutates_args=())
-def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    bounds: torch.Tensor | None,
-    function: str,
-    causal: bool,
-    chunk: int,
-    offset: int,
-    dropout: float,
-    seed: torch.Tensor | None,
-    precision: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return triton_forward.forward(
-        query, key, value, bias, mask, bounds, function, causal, chunk, offset, dropout, seed, precision
-    )
+@torch.library.custom_op("luna_mega::gated_attention_triton", mutates_args=(), schema=f"({INPUTS}) -> (Tensor, Tensor)")
+def _attend(*inputs):
+    return triton_forward.forward(*inputs)
 
 
 @_attend.register_fake
-def _(query, key, value, bias, mask, bounds, function, *options):
+def _(query, key, value, bias, mask, bounds, function, *_):
     lse = query.shape[:2] if function == "softmax" else (0,)
     return value.new_empty(*query.shape[:2], value.shape[2]), query.new_empty(lse, dtype=torch.float32)
 
 
-@torch.library.custom_op("luna_mega::gated_attention_triton_backward", mutates_args=())
-def _attend_backward(
-    grad_output: torch.Tensor,
-    output: torch.Tensor | None,
-    lse: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    bounds: torch.Tensor | None,
-    function: str,
-    causal: bool,
-    chunk: int,
-    offset: int,
-    dropout: float,
-    seed: torch.Tensor | None,
-    precision: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    *gradients, grad_bias = triton_backward.backward(
-        grad_output, output, lse, query, key, value, bias, mask, bounds, function, causal, chunk, offset, dropout,
-        seed, precision,
-    )  # fmt: skip
+@torch.library.custom_op(
+    "luna_mega::gated_attention_triton_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad_output, Tensor? output, Tensor lse, {INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _attend_backward(grad_output, output, lse, query, *inputs):
+    *gradients, grad_bias = triton_backward.backward(grad_output, output, lse, query, *inputs)
     return *gradients, query.new_empty(0) if grad_bias is None else grad_bias
 
 
 @_attend_backward.register_fake
-def _(grad_output, output, lse, query, key, value, bias, *options):
+def _(grad_output, output, lse, query, key, value, bias, *_):
     grad_bias = query.new_empty(0) if bias is None else bias.new_empty(bias.shape)
     return *(x.new_empty(x.shape) for x in (query, key, value)), grad_bias
 

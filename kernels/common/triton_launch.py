@@ -1,7 +1,7 @@
-"""What the Triton backends share: matrix products, launches, the choice of a configuration.
+"""The launch of Triton kernels in all ops: tensors as they take them, sizes of tiles, the choice of a configuration.
 
-Imported by `triton_backend.py` files only, which are imported when one of their kernels is first needed: Triton decides
-at that moment whether kernels are interpreted.
+Only `triton_*.py` files import this file, and an op imports those when it first needs a kernel: Triton decides at that
+moment whether kernels are interpreted.
 """
 
 import os
@@ -16,13 +16,30 @@ import triton.language as tl
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
-@triton.jit
-def dot(a, b, accumulator, PRECISION: tl.constexpr):
-    """a b + accumulator in float32, for a and b of one dtype; PRECISION counts where they are float32."""
-    if INTERPRETED:  # the interpreter multiplies the bit patterns of bfloat16
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, b, accumulator, input_precision=PRECISION)
+def contiguous(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """Return the tensors, copied where they are not contiguous."""
+    return tuple(None if x is None else x.contiguous() for x in tensors)
+
+
+def rows_contiguous(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """Return the tensors, copied where the elements of the last dimension do not lie side by side."""
+    return tuple(x if x is None or x.stride(-1) == 1 else x.contiguous() for x in tensors)
+
+
+def strides(*tensors: torch.Tensor | None, number: int) -> tuple[int, ...]:
+    """Return the first `number` strides of every tensor, 0 for one that is None."""
+    return tuple(s for x in tensors for s in ((0,) * number if x is None else x.stride()[:number]))
+
+
+def block_of(size: int, largest: int | None = None) -> int:
+    """Return the tile for `size`: the next power of two, at least 16 as matrix products need, at most `largest`."""
+    block = max(16, triton.next_power_of_2(size))
+    return block if largest is None else min(block, largest)
+
+
+def random_seed(dropout: float, device: torch.device) -> torch.Tensor | None:
+    """Return the seed of a call, from which its backward pass drops the same weights again; None without dropout."""
+    return torch.randint(2**63 - 1, (1,), device=device) if dropout > 0.0 else None
 
 
 class Launch(NamedTuple):
@@ -49,7 +66,7 @@ _target = Target()
 
 @contextmanager
 def recording(target: Target):
-    """Inside, launches for `target` are put on the list that this yields instead of running: for tensors on meta."""
+    """Put launches for `target` on the list that this yields instead of running them: for tensors on meta."""
     global _recorded, _target
     previous, _recorded, _target = (_recorded, _target), [], target
     try:
@@ -59,7 +76,7 @@ def recording(target: Target):
 
 
 def target(device: torch.device) -> Target:
-    """Of the CUDA device; of an H100 where kernels are interpreted or recorded."""
+    """Return what configurations are chosen for: the CUDA device, or an H100 where kernels are interpreted."""
     if device.type != "cuda":
         return _target
     return Target(
@@ -85,10 +102,10 @@ _fastest: dict[tuple, Any] = {}
 
 
 def choose(key: tuple, configurations: Sequence, run: Callable[[Any], Any]) -> Any:
-    """`run(configurations[0])`; with `LUNA_MEGA_AUTOTUNE=1`, on a GPU, `run` of the fastest one.
+    """Return `run(configurations[0])`, or, on a GPU with `LUNA_MEGA_AUTOTUNE=1`, `run` of the fastest configuration.
 
-    They are timed when `key` (the kernel, and what its speed depends on) is seen first. `run` must have no effect but
-    its result.
+    All are timed when `key` (the kernel and what its speed depends on) is seen first. `run` must have no effect but its
+    result.
     """
     if INTERPRETED or _recorded is not None or len(configurations) == 1 or os.environ.get("LUNA_MEGA_AUTOTUNE") != "1":
         return run(configurations[0])
