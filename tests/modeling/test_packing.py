@@ -5,14 +5,14 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DataCollatorWithFlattening
 
-from . import luna, luna_decoders, mega, test_mega_causal as mega_decoders
+from . import luna, luna_decoders, mega, mega_decoders
 
 LENGTHS = [17, 1, 8, 23, 5]
 ENCODERS = {f"luna {name}": (luna, fields) for name, fields in luna.VARIANTS.items()} | {
     f"mega {name}": (mega, fields) for name, fields in mega.VARIANTS.items()
 }
 DECODERS = {f"luna decoder {name}": (luna_decoders, fields) for name, fields in luna_decoders.ALONE.items()} | {
-    f"mega decoder {name}": (mega_decoders, fields) for name, fields in mega_decoders.SHAPES.items()
+    f"mega decoder {name}": (mega_decoders, fields) for name, fields in mega_decoders.ALONE.items()
 }
 
 
