@@ -211,25 +211,27 @@ def _attend(op, query, key, value, bias, mask, function, causal, chunk_size, off
         options = (function, causal, chunk_size, 0, None, None, dropout)
     if not return_weights:
         attended = BACKENDS[chosen](query, key, value, bias, mask, *options)
-    elif chunk_size is None:
-        attended, weights = _reference(query, key, value, bias, mask, *options)
-        weights = weights[:, None]
     else:
-        attended, weights = _attend_by_chunk(query, key, value, bias, mask, function, causal, chunk_size, dropout)
+        attended, weights = _attend_with_weights(query, key, value, bias, mask, *options[:-1], dropout=dropout)
     attended = attended if back is None else take(attended, back)
     return (attended, weights) if return_weights else attended
 
 
-def _attend_by_chunk(query, key, value, bias, mask, function, causal, chunk_size, dropout):
-    """(output, weights `[B, chunks, C, C]`), a chunk that is short filled up."""
+def _attend_with_weights(query, key, value, bias, mask, function, causal, chunk_size, *rows, dropout):
+    """Return the output and the weights it depends on, `[B, chunks, C, C]`, or `[B, 1, T, S]`."""
     batch, length, _ = query.shape
-    size = max(min(chunk_size, length), 1)
-    mask = torch.ones(query.shape[:2], dtype=torch.bool, device=query.device) if mask is None else mask
-    query, key, value, mask = (
-        fill(x, 0, length + -length % size).unflatten(1, (-1, size)).flatten(0, 1) for x in (query, key, value, mask)
-    )
-    options = (function, causal, None, 0, None, None, dropout)
-    output, weights = (x.unflatten(0, (batch, -1)) for x in _reference(query, key, value, bias, mask, *options))
+    if chunk_size is not None:
+        size = max(min(chunk_size, length), 1)
+        mask = torch.ones(query.shape[:2], dtype=torch.bool, device=query.device) if mask is None else mask
+        # A chunk that is short is filled up.
+        query, key, value, mask = (
+            fill(x, 0, length + -length % size).unflatten(1, (-1, size)).flatten(0, 1)
+            for x in (query, key, value, mask)
+        )
+    with _dispatch.without_autocast(query.device.type):
+        weights = reference.weights(query, key, bias, mask, function, causal, None, *rows).unflatten(0, (batch, -1))
+        dropped = torch.dropout(weights.to(value.dtype), dropout, train=True)
+        output = dropped @ value.unflatten(0, (batch, -1))
     return output.flatten(1, 2)[:, :length], weights
 
 

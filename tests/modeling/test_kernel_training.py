@@ -5,7 +5,7 @@ import torch
 
 from luna_mega.kernels.api import use_backend
 
-from . import luna, luna_decoders, mega, test_mega_causal as mega_decoders
+from . import luna, luna_decoders, mega, mega_decoders
 
 STEPS = 30
 ONE_LAYER = {"num_hidden_layers": 1, "vocab_size": 40}
@@ -15,7 +15,7 @@ MODELS = {
     "luna": lambda: luna.make("ForMaskedLM", unpad_inputs=True, num_attention_heads=2, **LUNA),
     "luna decoder": lambda: luna_decoders.make(dtype=torch.float32, **LUNA),
     "mega": lambda: mega.make("ForMaskedLM", unpad_inputs=True, **mega.VARIANTS["laplace chunks"], **MEGA),
-    "mega decoder": lambda: mega_decoders.make(**mega_decoders.SHAPES["laplace chunks"], **MEGA).float(),
+    "mega decoder": lambda: mega_decoders.make(**mega_decoders.ALONE["laplace chunks"], **MEGA).float(),
 }
 
 
