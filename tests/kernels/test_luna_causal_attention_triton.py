@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from luna_mega.kernels import _dispatch
+from luna_mega.kernels import _op
 from luna_mega.kernels.api import (
     LunaCausalState,
     luna_causal_attention,
@@ -318,7 +318,7 @@ def test_dropout(monkeypatch, triton_device, length, rows):
     assert not left
 
 
-@pytest.mark.parametrize("precision", _dispatch.FLOAT32_PRECISIONS)
+@pytest.mark.parametrize("precision", _op.FLOAT32_PRECISIONS)
 @pytest.mark.parametrize("rows", [FUSED, SCANS])
 def test_float32_precision(monkeypatch, triton_device, rows, precision):
     """The kernels are told, those of the backward pass outside of the block as well."""
