@@ -52,7 +52,7 @@ def _in_columns(run):
 
 
 def _with_weights(query, key, value, bias, mask, chunk_size, dropout, **rest):
-    """Return the output and the weights that it is computed from, `[B, chunks, C, C]`, without chunks `[B, 1, T, S]`."""
+    """Return the output and the weights that it depends on, `[B, chunks, C, C]`, without chunks `[B, 1, T, S]`."""
     batch, length, _ = query.shape
     if chunk_size is not None:
         size = max(min(chunk_size, length), 1)
