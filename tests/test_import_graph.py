@@ -3,6 +3,7 @@
 import ast
 import configparser
 import graphlib
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -104,6 +105,17 @@ def test_every_package_is_listed_and_has_a_room():
 @pytest.mark.parametrize("module", sorted(FILES))
 def test_a_module_imports_only_from_rooms_above_it(module):
     assert violations(module, FILES[module].read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("module", sorted(FILES))
+def test_what_is_imported_of_the_package_exists(module):
+    """An editable install of another checkout would step in for a module that is gone."""
+    for name in imports(FILES[module].read_text(encoding="utf-8")):
+        home, _, last = name.rpartition(".")
+        if room_of(name) is None or name in FILES:
+            continue
+        known = "" if home not in FILES else FILES[home].read_text(encoding="utf-8")
+        assert re.search(rf"\b{last}\b", known) or any(file.startswith(f"{name}.") for file in FILES), name
 
 
 def test_no_circles():
