@@ -5,9 +5,9 @@ import torch
 from luna_mega.kernels import _dispatch
 from luna_mega.kernels._dispatch import use_backend, use_float32_precision
 from luna_mega.kernels.damped_ema import op as _damped_ema
-from luna_mega.kernels.damped_ema.op import damped_ema, damped_ema_step
+from luna_mega.kernels.damped_ema.op import TruncatedEmaState, damped_ema, damped_ema_step
 from luna_mega.kernels.gated_attention import op as _gated_attention
-from luna_mega.kernels.gated_attention.op import gated_attention
+from luna_mega.kernels.gated_attention.op import gated_attention, gated_attention_step
 from luna_mega.kernels.luna_attention import op as _luna_attention
 from luna_mega.kernels.luna_attention.op import luna_attention, luna_pack, luna_unpack
 from luna_mega.kernels.luna_causal_attention import op as _luna_causal_attention
@@ -19,10 +19,12 @@ from luna_mega.kernels.luna_causal_attention.op import (
 
 __all__ = [
     "LunaCausalState",
+    "TruncatedEmaState",
     "damped_ema",
     "damped_ema_step",
     "explain",
     "gated_attention",
+    "gated_attention_step",
     "luna_attention",
     "luna_causal_attention",
     "luna_causal_attention_step",

@@ -6,8 +6,8 @@ import json
 import sys
 from dataclasses import asdict
 
-from luna_mega.convert.export import export_checkpoint
-from luna_mega.convert.fairseq_to_hf import convert_checkpoint
+from luna_mega.convert.exporter import export_checkpoint
+from luna_mega.convert.importer import convert_checkpoint
 from luna_mega.errors import ConversionError
 from luna_mega.hub.bundle import bundle
 from luna_mega.inspection.info import describe

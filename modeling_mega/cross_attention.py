@@ -9,23 +9,10 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from luna_mega.kernels.api import gated_attention
-from luna_mega.kernels.gated_attention import reference
-from luna_mega.kernels.masks import drop_if_full
+from luna_mega.modeling_common.layout import TokenLayout
 from luna_mega.modeling_mega.cache_mega import MegaCacheLayer, MegaCrossCacheLayer
 from luna_mega.modeling_mega.configuration_mega import MegaConfig
-from luna_mega.modeling_mega.parts import MegaDropout, MegaSequenceNorm, build_relative_bias, relative_bias, to_front
-
-
-def _starts_late(mask: torch.Tensor | None) -> bool:
-    """Whether padding precedes a first token; True as well where finding out is not free."""
-    return mask is not None and drop_if_full(mask[:, :1]) is not None
-
-
-def _places(mask: torch.Tensor | None, states: torch.Tensor) -> torch.Tensor:
-    """Positions of `[B, T, ...]` in the sequences themselves, `[B, T]`, below 0 in the padding before them; without a
-    mask `[1, T]`."""
-    positions = torch.arange(states.shape[1], device=states.device)
-    return positions[None] if mask is None else positions - mask.int().argmax(dim=1, keepdim=True)
+from luna_mega.modeling_mega.parts import MegaDropout, MegaSequenceNorm, build_relative_bias, relative_bias
 
 
 class MegaGatedCrossAttention(nn.Module):
@@ -52,9 +39,9 @@ class MegaGatedCrossAttention(nn.Module):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        mask: torch.Tensor | None,
+        layout: TokenLayout,
         encoder_hidden_states: torch.Tensor | None,
-        encoder_mask: torch.Tensor | None,
+        encoder_layout: TokenLayout,
         output_weights: bool = False,
         past: MegaCacheLayer | None = None,
         source: MegaCrossCacheLayer | None = None,
@@ -65,67 +52,41 @@ class MegaGatedCrossAttention(nn.Module):
         """
         residual = hidden_states
         if self.config.normalize_before_mega:
-            hidden_states = self.norm(hidden_states, mask)
+            hidden_states = self.norm(hidden_states, layout)
         update, reset, query = self.q_proj(hidden_states).split(self.sizes, dim=-1)
         if source is not None and source.is_initialized:
-            key, value, encoder_mask = source.keys, source.values, source.mask
+            key, value, encoder_layout = source.keys, source.values, TokenLayout(source.mask)
         else:
             key, value = self.k_proj(encoder_hidden_states), self.activation(self.v_proj(encoder_hidden_states))
             if source is not None:
-                source.store(keys=key, values=value, mask=encoder_mask, is_initialized=True)
+                source.store(keys=key, values=value, mask=encoder_layout.mask, is_initialized=True)
         value = self.hidden_dropout(value)
-        if output_weights or (past is not None and past.seen > query.shape[1]):
-            attended, weights = self.attend_from(query, key, value, mask, encoder_mask, past)
-        else:
-            attended, weights = self.attend(query, key, value, mask, encoder_mask), None
+        attended, weights = self.attend(query, key, value, layout, encoder_layout, output_weights, past)
         attended = self.dropout(self.activation(self.h_proj(attended * nn.functional.silu(reset))))
         # Under autocast the residual is wider than the other two, and lerp wants one dtype.
         output = torch.lerp(residual, attended.to(residual.dtype), update.to(residual.dtype).sigmoid())
         if not self.config.normalize_before_mega:
-            output = self.norm(output, mask)
+            output = self.norm(output, layout)
         return output, weights
 
-    def attend(self, query, key, value, mask, encoder_mask):
-        """Attention of whole targets, moved so that both sides begin at position 0."""
-        move = _starts_late(mask)
-        if move:
-            query = to_front(query, mask)
-        if _starts_late(encoder_mask):
-            key, value, encoder_mask = (to_front(x, encoder_mask) for x in (key, value, encoder_mask))
+    def attend(self, query, key, value, layout, encoder_layout, output_weights, past):
+        """Attend to the source from where the queries are; with `past` they are the last positions of the sequences."""
+        seen, target, source_start = query.shape[1], layout.start(), encoder_layout.start()
+        if past is not None:
+            seen, target = past.seen, past.position - past.seen
+        row_offset = target
+        if source_start is not None:
+            row_offset = -source_start if target is None else target - source_start
         attended = gated_attention(
             query,
             key,
             value,
-            relative_bias(self.config, self.rel_pos_bias, max(query.shape[1], key.shape[1])),
+            relative_bias(self.config, self.rel_pos_bias, max(seen, key.shape[1])),
             function=self.config.attention_activation,
-            mask=encoder_mask,
+            mask=encoder_layout.mask,
+            offset=seen - query.shape[1],
+            row_offset=row_offset,
             dropout=self.config.attention_probs_dropout_prob if self.training else 0.0,
+            return_weights=output_weights,
         )
-        return to_front(attended, mask, back=True) if move else attended
-
-    def attend_from(self, query, key, value, mask, encoder_mask, past):
-        """Attention from wherever the queries are, which with `past` is behind it, and its weights `[B, 1, T, S]`."""
-        new, key_places = query.shape[1], _places(encoder_mask, key)
-        if past is None:
-            places, longest = _places(mask, query), max(new, key.shape[1])
-        else:
-            places = past.position[:, None] + torch.arange(-new, 0, device=query.device)
-            longest = max(past.seen, key.shape[1])
-        bias = relative_bias(self.config, self.rel_pos_bias, longest)
-        # Only padding has positions outside of the bias.
-        lag = (key_places[:, None, :] - places[:, :, None]).clamp(1 - longest, longest - 1)
-        function, dropout = self.config.attention_activation, self.config.attention_probs_dropout_prob
-        with torch.autocast(value.device.type, enabled=False):
-            wide = torch.promote_types(query.dtype, torch.float32)
-            scores = query.to(wide) @ key.to(wide).transpose(1, 2)
-            scores = scores / reference.divisor(query, key, encoder_mask, function, causal=False, offset=0)
-            scores, padding = scores + bias.to(wide)[lag + longest - 1], None
-            if encoder_mask is not None:
-                padding = ~encoder_mask[:, None]
-                scores = scores.masked_fill(padding, torch.finfo(wide).min)
-            weights = scores.softmax(dim=-1) if function == "softmax" else getattr(reference, function)(scores)
-            if padding is not None:
-                weights = weights.masked_fill(padding, 0.0)
-            weights = weights[:, None]
-            attended = torch.dropout(weights.to(value.dtype), dropout, self.training) @ value[:, None]
-        return attended[:, 0], weights
+        return attended if output_weights else (attended, None)

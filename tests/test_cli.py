@@ -9,7 +9,7 @@ import pytest
 import luna_mega
 from luna_mega import cli
 from luna_mega.convert import ConversionError, convert_checkpoint
-from luna_mega.convert.export import export_checkpoint
+from luna_mega.convert.exporter import export_checkpoint
 
 COMMANDS = ("convert", "export", "verify", "info", "bundle")
 

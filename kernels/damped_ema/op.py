@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -10,17 +11,17 @@ from luna_mega.kernels.damped_ema import reference, torch_backend
 
 
 def _triton(x, coefficients, skip, mask, shift, truncation, initial_state, return_state, cu_seqlens, max_seqlen):
-    from luna_mega.kernels.damped_ema import triton_backend
+    from luna_mega.kernels.damped_ema import triton_ops
 
-    return triton_backend.damped_ema(
+    return triton_ops.damped_ema(
         x, coefficients, skip, mask, shift, initial_state, return_state, cu_seqlens, max_seqlen
     )
 
 
 def _triton_step(x, state, parameters, skip, mask):
-    from luna_mega.kernels.damped_ema import triton_step
+    from luna_mega.kernels.damped_ema import triton_ops
 
-    return triton_step.step(x, state, parameters, skip, mask)
+    return triton_ops.step(x, state, parameters, skip, mask)
 
 
 BACKENDS: dict[str, Callable] = {
@@ -31,6 +32,18 @@ BACKENDS: dict[str, Callable] = {
 STEP_BACKENDS: dict[str, Callable] = {"reference": reference.step, "torch": torch_backend.step, "triton": _triton_step}
 # Of the Triton kernels, which hold the states of a channel in registers.
 MAX_STATES = 64
+
+
+class TruncatedEmaState(NamedTuple):
+    """What a truncated average keeps of the positions so far: the average of all, less that of what is older.
+
+    average `[B, D, N]`: states of all positions; forgotten `[B, D, N]`: of those that are `truncation` away or more;
+    inputs `[B, truncation, D]`: those in between, which will be forgotten next.
+    """
+
+    average: torch.Tensor
+    forgotten: torch.Tensor
+    inputs: torch.Tensor
 
 
 def damped_ema(
@@ -44,12 +57,12 @@ def damped_ema(
     mask: torch.Tensor | None = None,
     shift: bool = False,
     truncation: int | None = None,
-    initial_state: torch.Tensor | None = None,
+    initial_state: torch.Tensor | TruncatedEmaState | None = None,
     return_state: bool = False,
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
     backend: str | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | TruncatedEmaState]:
     """Damped multi-dimensional exponential moving average of every channel (Mega section 3.1).
 
     With p = sigmoid(input_logit) and q = 1 - p sigmoid(damping_logit), the N states of a channel follow
@@ -65,7 +78,8 @@ def damped_ema(
         shift: bidirectional only. The average from the end starts at the next position, so that a position counts
             once; without it the position itself counts in both directions.
         truncation: the average forgets what is this many positions away or more; None or a number below 1: nothing.
-        initial_state: `[B, D, N]` float32 or float64, causal only: the states before the first position; None = 0.
+        initial_state: `[B, D, N]` float32 or float64, causal only: the states before the first position; None = 0. With
+            a truncation a `TruncatedEmaState`, which an earlier call has returned.
         return_state: causal only: return the states behind the last position as well.
         cu_seqlens: `[S + 1]` int32 or int64: x is S sequences laid end to end, `[1, total, D]`, the mask `[1, total]`,
             sequence s is `[cu_seqlens[s], cu_seqlens[s+1])`; states are then `[S, D, N]`, and each sequence gets what
@@ -81,8 +95,8 @@ def damped_ema(
         Gradients flow through both states.
 
     Raises:
-        ValueError: shapes or dtypes do not fit together, `shift` without a second direction, states with one or with
-            a truncation, or the backend does not exist or cannot run the call.
+        ValueError: shapes or dtypes do not fit together, `shift` without a second direction, states with one, or the
+            backend does not exist or cannot run the call.
 
     Example:
         >>> import torch
@@ -96,6 +110,15 @@ def damped_ema(
         truncation = None
     _check_sequence(x, input_logit, mask, shift, truncation, initial_state, return_state)
     parameters = (input_logit, damping_logit, expansion, projection)
+    if truncation is not None and (return_state or initial_state is not None):
+        if cu_seqlens is not None:
+            raise ValueError("damped_ema: ragged sequences have no truncated state; leave truncation or cu_seqlens out")
+
+        def run_again(x, state, parameters):
+            return damped_ema(x, *parameters, initial_state=state, return_state=True, backend=backend)
+
+        output, state = _truncated(run_again, x, parameters, skip, mask, truncation, initial_state)
+        return (output, state) if return_state else output
     sequences, longest = x.shape[:2]
     if cu_seqlens is not None:
         if sequences != 1:
@@ -122,7 +145,7 @@ def damped_ema(
 
 def damped_ema_step(
     x: torch.Tensor,
-    state: torch.Tensor,
+    state: torch.Tensor | TruncatedEmaState,
     input_logit: torch.Tensor,
     damping_logit: torch.Tensor,
     expansion: torch.Tensor,
@@ -131,10 +154,11 @@ def damped_ema_step(
     *,
     mask: torch.Tensor | None = None,
     backend: str | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | TruncatedEmaState]:
     """One position of the causal `damped_ema`: (y `[B, D]`, next state `[B, D, N]`) of x `[B, D]` and the state before.
 
-    Arguments and errors as there, with R = D and `mask` `[B]`. The state given is not changed.
+    Arguments and errors as there, with R = D and `mask` `[B]`. The state given is not changed. With a
+    `TruncatedEmaState` the average is truncated as that says.
     """
     if x.dim() != 2 or input_logit.shape[:1] != x.shape[1:]:
         raise ValueError(
@@ -144,6 +168,15 @@ def damped_ema_step(
     if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:1]):
         raise ValueError(f"damped_ema_step needs a bool mask [{len(x)}], got {mask.dtype} {list(mask.shape)}")
     parameters = (input_logit, damping_logit, expansion, projection)
+    if isinstance(state, TruncatedEmaState):
+
+        def run_again(x, state, parameters):
+            output, state = damped_ema_step(x[:, 0], state, *parameters, backend=backend)
+            return output[:, None], state
+
+        mask = None if mask is None else mask[:, None]
+        output, state = _truncated(run_again, x[:, None], parameters, skip, mask, state.inputs.shape[1], state)
+        return output[:, 0], state
     _check("damped_ema_step", x, parameters, skip, state, len(x))
     unsupported = "x or a parameter is float64" if _dtype(x, parameters) == torch.float64 else None
     chosen = _dispatch.select("damped_ema_step", STEP_BACKENDS, backend, x.device, unsupported)
@@ -153,6 +186,34 @@ def damped_ema_step(
             return run(x, state.to(torch.float32), parameters, skip, mask)
         coefficients, skip, state = _full_precision(x, parameters, skip, state)
         return run(x, state, coefficients, skip, mask)
+
+
+def _truncated(run, x, parameters, skip, mask, truncation, state):
+    """The average of the last `truncation` inputs by `run`, which returns that of all, and its state.
+
+    From that of all goes what is older: the average of the inputs delayed by `truncation`, decayed by q^truncation.
+    """
+    batch, length, channels = x.shape
+    if state is None:
+        state = TruncatedEmaState(None, None, x.new_zeros(batch, truncation, channels, dtype=_dtype(x, parameters)))
+    needed = [batch, truncation, channels]
+    if not isinstance(state, TruncatedEmaState) or list(state.inputs.shape) != needed:
+        raise ValueError(
+            f"damped_ema with truncation={truncation} needs a TruncatedEmaState with inputs {needed}, got "
+            f"{list(state.inputs.shape) if isinstance(state, TruncatedEmaState) else type(state).__name__}"
+        )
+    with _dispatch.without_autocast(x.device.type):
+        dtype = _dtype(x, parameters)
+        kept = x.to(dtype) if mask is None else x.to(dtype).masked_fill(~mask[..., None], 0.0)
+        recent = torch.cat((state.inputs, kept), dim=1)
+        average, now = run(kept, state.average, parameters)
+        *rest, projection = (parameter.to(dtype) for parameter in parameters)
+        projection = projection * torch.exp(truncation * reference.log_decay(*rest[:2]))
+        late, forgotten = run(recent[:, :length], state.forgotten, (*rest, projection))
+        skip = None if skip is None else skip.to(dtype)
+        # A copy, so that what is cut off is freed.
+        state = TruncatedEmaState(now, forgotten, recent[:, length:].clone())
+        return reference.finish(average - late, x, skip), state
 
 
 def _packed(run, x, coefficients, skip, mask, shift, truncation, initial_state, return_state, cu_seqlens, max_seqlen):
@@ -218,11 +279,8 @@ def _check_sequence(x, input_logit, mask, shift, truncation, initial_state, retu
     stateful = return_state or initial_state is not None
     if stateful and rows != channels:
         raise ValueError("damped_ema: a bidirectional average has no state; leave out initial_state and return_state")
-    if stateful and truncation is not None:
-        raise ValueError(
-            f"damped_ema: a state holds all that came before, which truncation={truncation} would forget; pass "
-            "truncation=None with a state"
-        )
+    if truncation is None and isinstance(initial_state, TruncatedEmaState):
+        raise ValueError("damped_ema: initial_state is a TruncatedEmaState; pass its truncation too")
 
 
 def _check(op, x, parameters, skip, state, sequences):

@@ -9,8 +9,16 @@ import torch
 import triton
 import triton.language as tl
 
-from luna_mega.kernels._triton import launch
-from luna_mega.kernels.damped_ema.triton_forward import LOWEST_LOG_Q, _decay, _place, make_plan, scan, states_before
+from luna_mega.kernels.common import triton_launch
+from luna_mega.kernels.damped_ema.triton_forward import (
+    LOWEST_LOG_Q,
+    decay,
+    make_plan,
+    place,
+    scan,
+    states_before,
+    states_of,
+)
 
 # Four tiles of states leave fewer registers for inputs than two.
 UNROLL = 4
@@ -24,22 +32,18 @@ def _gradient_kernel(
     N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr,
     REVERSED: tl.constexpr, SHIFT: tl.constexpr, SCALED: tl.constexpr, CARRIED: tl.constexpr,
 ):  # fmt: skip
-    """Sums of gradient times state and of gradient times slope, d state / d q, over a chunk.
+    """Write the sums of gradient times state and of gradient times slope, d state / d q, over a chunk.
 
-    `gradient` is that of the average, or, with `skip`, of the result: then `inner` gets that of the average, and
-    `skip_sums` that of the skip. SCALED: the second sum is that of q.
+    `gradient` is that of the average, or, with `skip`, that of the result: then `inner` gets the gradient of the
+    average, and `skip_sums` that of the skip. SCALED: the second sum is the gradient of q.
     """
-    block, sequence, number, slot, row, first, size = _place(cu_seqlens, length, chunk, chunks, blocks)
-    begin = number * chunk
-    count = tl.minimum(size - begin, chunk)
+    block, sequence, row, first, size, number, slot, begin, count = place(cu_seqlens, length, chunk, chunks, blocks)
     if (count <= 0) & (number > 0):
         return
-    n, d = tl.arange(0, BLOCK_N)[:, None], tl.multiple_of(block * BLOCK_D + tl.arange(0, BLOCK_D), 1)
-    inside = d < channels
-    tile, end = (n < N) & inside[None, :], tl.where(inside, count, 0)
-    rows, kept = n * width + d[None, :], n * channels + d[None, :]
+    d, inside, tile, rows, kept = states_of(block, channels, width, N, BLOCK_N, BLOCK_D)
+    end = tl.where(inside, count, 0)
     states = channels * N
-    q, correction = _decay(tl.load(log_q + rows, tile, other=LOWEST_LOG_Q), UNROLL)
+    q, correction = decay(tl.load(log_q + rows, tile, other=LOWEST_LOG_Q), UNROLL)
     if SCALED or skip is not None:
         entry = tl.load(weight_in + rows, tile, other=0.0)
         exit = tl.load(weight_out + rows, tile, other=0.0)
@@ -122,7 +126,7 @@ def _gradient_kernel(
 def backward(
     gradient, last_gradient, x, mask, skip, log_q, weight_in, weight_out, initial_state, shift, cu_seqlens, max_seqlen
 ):
-    """Gradients of x, skip, log_q, weight_in, weight_out and the initial states; empty where the input is None."""
+    """Return the gradients of x, skip, log_q, weight_in, weight_out and the initial states; for None, an empty one."""
     plan = make_plan(x, log_q, shift, cu_seqlens, max_seqlen)
     scaled = initial_state is not None or last_gradient is not None
     coefficients, q, empty = (log_q, weight_in, weight_out), log_q.exp(), log_q.new_empty(0)
@@ -153,10 +157,10 @@ def backward(
 
 
 def _parameter_sums(plan, gradient, last_gradient, x, mask, skip, coefficients, initial_state, scaled):
-    """The gradient of the average, the sums of `_gradient_kernel`, two of `[N, R]`, and the gradient of the skip."""
+    """Return the gradient of the average, both sums of `_gradient_kernel`, `[N, R]`, and the gradient of the skip."""
     log_q, weight_in, _ = coefficients
     starts = states_before(plan, x, mask, log_q, weight_in if scaled else None, initial_state, slope=True)
-    # Packed sequences leave slots unused.
+    # Ragged sequences leave slots unused.
     sums = log_q.new_zeros(plan.directions, plan.slots, 2, plan.states, plan.channels)
     received, other, skip_sums = gradient, None, log_q.new_zeros(plan.slots if skip is not None else 0, plan.channels)
     if skip is not None:
@@ -166,7 +170,7 @@ def _parameter_sums(plan, gradient, last_gradient, x, mask, skip, coefficients, 
             other = scan(plan, 1, x, mask, coefficients, starts, log_q.new_empty(x.shape))
     finish = (None,) * 4 if skip is None else (skip, other, gradient, skip_sums)
     for direction in range(plan.directions):
-        launch(
+        triton_launch.launch(
             _gradient_kernel,
             (plan.programs,),
             *(received, x, mask, *(rows[:, direction * plan.channels :] for rows in coefficients)),

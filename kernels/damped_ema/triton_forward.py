@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from luna_mega.kernels._triton import launch, target
+from luna_mega.kernels.common import triton_launch
 
 # A pass should have this many programs, of one warp each, per processor, unless chunks would get shorter than this.
 PROGRAMS = 8
@@ -27,7 +27,7 @@ LOWEST_LOG_Q = tl.constexpr(-46.0)
 
 @triton.jit
 def _minus_one(log_q):
-    """exp(log_q) - 1 for log_q > -0.5."""
+    """Return exp(log_q) - 1 for log_q > -0.5."""
     series = 1.0 + log_q * (1 / 10)
     for k in tl.static_range(9, 1, -1):
         series = 1.0 + series * log_q * (1 / k)
@@ -35,8 +35,8 @@ def _minus_one(log_q):
 
 
 @triton.jit
-def _decay(log_q, STEPS: tl.constexpr):
-    """q, and the share of a state that the rounding of q takes from it in STEPS steps.
+def decay(log_q, STEPS: tl.constexpr):
+    """Return q, and the share of a state that the rounding of q takes from it in STEPS steps.
 
     Thousands of steps would add up that error where q is close to 1.
     """
@@ -47,9 +47,9 @@ def _decay(log_q, STEPS: tl.constexpr):
 
 
 @triton.jit
-def _place(cu_seqlens, length, chunk, chunks, blocks):
-    """Of this program: block of channels, sequence, number of the chunk in it, its slot in what is kept per chunk; row
-    of the batch, first position of the sequence there, length of the sequence."""
+def place(cu_seqlens, length, chunk, chunks, blocks):
+    """Return what this program works on: the block of channels, the sequence, its row of the batch, first position
+    there and length; of the chunk its number, its slot among the values kept per chunk, first position and length."""
     program = tl.program_id(0).to(tl.int64)
     item = program // blocks
     sequence, number = item // chunks, item % chunks
@@ -60,7 +60,17 @@ def _place(cu_seqlens, length, chunk, chunks, blocks):
         size = tl.load(cu_seqlens + sequence + 1).to(tl.int64) - first
         # Distinct, as a sequence has at most one chunk more than its part of the positions has whole ones.
         slot = tl.where(chunks == 1, sequence, first // chunk + sequence + number)
-    return program % blocks, sequence, number, slot, row, first, size
+    begin = number * chunk
+    return program % blocks, sequence, row, first, size, number, slot, begin, tl.minimum(size - begin, chunk)
+
+
+@triton.jit
+def states_of(block, channels, width, N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return channels and which of them exist; of the states of a block which exist, their place among rows of `width`
+    coefficients and among the states of one sequence."""
+    n, d = tl.arange(0, BLOCK_N)[:, None], tl.multiple_of(block * BLOCK_D + tl.arange(0, BLOCK_D), 1)
+    inside = d < channels
+    return d, inside, (n < N) & inside[None, :], n * width + d[None, :], n * channels + d[None, :]
 
 
 @triton.jit
@@ -70,22 +80,19 @@ def _ends_kernel(
     N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr, FLIPPED: tl.constexpr,
     SLOPE: tl.constexpr,
 ):  # fmt: skip
-    """The states with which a chunk ends if it starts from zero; with SLOPE their derivatives with respect to q too.
+    """Write the states with which a chunk ends if it starts from zero; SLOPE: with their derivatives with respect to q.
 
     Program `(block of channels, chunk, sequence; direction)`. FLIPPED: direction 0 runs from the end, 1 from the start.
     """
-    block, sequence, number, slot, row, first, size = _place(cu_seqlens, length, chunk, chunks, blocks)
-    begin = number * chunk
-    count = tl.minimum(size - begin, chunk)
+    block, sequence, row, first, size, number, slot, begin, count = place(cu_seqlens, length, chunk, chunks, blocks)
     if count <= 0:
         return
     direction = tl.program_id(1).to(tl.int64)
     from_end = (direction == 1) != FLIPPED
-    n, d = tl.arange(0, BLOCK_N)[:, None], tl.multiple_of(block * BLOCK_D + tl.arange(0, BLOCK_D), 1)
-    inside = d < channels
-    tile, end = (n < N) & inside[None, :], tl.where(inside, count, 0)
-    rows = n * width + direction * channels + d[None, :]
-    q, correction = _decay(tl.load(log_q + rows, tile, other=LOWEST_LOG_Q), UNROLL)
+    d, inside, tile, rows, kept = states_of(block, channels, width, N, BLOCK_N, BLOCK_D)
+    rows += direction * channels
+    end = tl.where(inside, count, 0)
+    q, correction = decay(tl.load(log_q + rows, tile, other=LOWEST_LOG_Q), UNROLL)
     if weight is not None:
         entry = tl.load(weight + rows, tile, other=0.0)
     state = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -113,10 +120,10 @@ def _ends_kernel(
                 state = state * q + entry * entering[i]
             else:
                 state = state * q + entering[i]
-    kept = ends + (direction * (2 if SLOPE else 1) * slots + slot) * channels * N + n * channels + d[None, :]
-    tl.store(kept, state, tile)
+    ends += (direction * (2 if SLOPE else 1) * slots + slot) * channels * N
+    tl.store(ends + kept, state, tile)
     if SLOPE:
-        tl.store(kept + slots * channels * N, slope, tile)
+        tl.store(ends + slots * channels * N + kept, slope, tile)
 
 
 @triton.jit
@@ -184,21 +191,17 @@ def _scan_kernel(
     N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr,
     REVERSED: tl.constexpr, SHIFT: tl.constexpr, SCALED: tl.constexpr, GRADIENT: tl.constexpr,
 ):  # fmt: skip
-    """One direction of the average of `signal` plus `other`, finished: silu(average + skip signal).
+    """Write one direction of the average of `signal` plus `other`, finished: silu(average + skip signal).
 
-    GRADIENT: where `signal` is the gradient of an average, and the two weights are exchanged, finished to that of x:
-    masked average + skip signal; `sums` get the sum of state times x. The states after the last step go to `last`.
+    GRADIENT: `signal` is the gradient of an average, the two weights are exchanged, and the result is the gradient of
+    x, masked average + skip signal; `sums` get the sum of state times x. The states after the last step go to `last`.
     """
-    block, sequence, number, slot, row, first, size = _place(cu_seqlens, length, chunk, chunks, blocks)
-    begin = number * chunk
-    count = tl.minimum(size - begin, chunk)
+    block, sequence, row, first, size, number, slot, begin, count = place(cu_seqlens, length, chunk, chunks, blocks)
     if (count <= 0) & (number > 0):
         return
-    n, d = tl.arange(0, BLOCK_N)[:, None], tl.multiple_of(block * BLOCK_D + tl.arange(0, BLOCK_D), 1)
-    inside = d < channels
-    tile, end = (n < N) & inside[None, :], tl.where(inside, count, 0)
-    rows, kept = n * width + d[None, :], n * channels + d[None, :]
-    q, correction = _decay(tl.load(log_q + rows, tile, other=LOWEST_LOG_Q), UNROLL)
+    d, inside, tile, rows, kept = states_of(block, channels, width, N, BLOCK_N, BLOCK_D)
+    end = tl.where(inside, count, 0)
+    q, correction = decay(tl.load(log_q + rows, tile, other=LOWEST_LOG_Q), UNROLL)
     entry = tl.load(weight_in + rows, tile, other=0.0)
     exit = tl.load(weight_out + rows, tile, other=0.0)
     if not SCALED:
@@ -271,7 +274,8 @@ def _scan_kernel(
 
 
 class Plan(NamedTuple):
-    """How a call is divided. `slots`: places for what is kept per chunk; packed sequences leave some unused."""
+    """The sizes by which a call is divided. `slots`: places for values kept per chunk; ragged sequences leave some
+    unused."""
 
     cu_seqlens: torch.Tensor | None
     sequences: int
@@ -295,7 +299,7 @@ class Plan(NamedTuple):
 
     @property
     def sizes(self) -> tuple:
-        """Arguments of every kernel of the scan, from `cu_seqlens` on."""
+        """Return the arguments of every kernel of the scan, from `cu_seqlens` on."""
         width = self.directions * self.channels
         return self.cu_seqlens, self.length, self.chunk, self.chunks, self.channels, self.blocks, width, self.slots
 
@@ -310,7 +314,7 @@ def make_plan(x, log_q, shift, cu_seqlens, max_seqlen) -> Plan:
     states, width = log_q.shape
     sequences, longest = (batch, length) if cu_seqlens is None else (len(cu_seqlens) - 1, max_seqlen)
     block = min(32, 512 // triton.next_power_of_2(states))  # 16 states per thread
-    work = batch * length * triton.cdiv(channels, block) // (PROGRAMS * target(x.device).processors)
+    work = batch * length * triton.cdiv(channels, block) // (PROGRAMS * triton_launch.target(x.device).processors)
     chunk = max(SHORTEST_CHUNK, 1 << (max(work, 1).bit_length() - 1))
     chunks = triton.cdiv(max(longest, 1), chunk)
     slots = sequences * chunks if cu_seqlens is None or chunks == 1 else length // chunk + sequences
@@ -320,15 +324,15 @@ def make_plan(x, log_q, shift, cu_seqlens, max_seqlen) -> Plan:
 
 
 def states_before(plan, signal, mask, log_q, weight, initial, *, flipped=False, slope=False):
-    """States before every chunk `[directions, slots, N, D]`, with their slopes `[directions, 2, slots, N, D]`.
+    """Return the states before every chunk, `[directions, slots, N, D]`; with slopes `[directions, 2, slots, N, D]`.
 
-    `weight`: with which the signal enters them, None = 1. Of one chunk per sequence: `initial` for the only direction.
+    The signal enters them times `weight`, None = 1. With one chunk per sequence they are `initial`.
     """
     if plan.chunks == 1:
         return [initial] * plan.directions
     ends = log_q.new_empty(plan.directions, *(2,) * slope, plan.slots, plan.states, plan.channels)
     options = {"FLIPPED": flipped, "SLOPE": slope}
-    launch(
+    triton_launch.launch(
         _ends_kernel,
         (plan.programs, plan.directions),
         *(signal, mask, log_q, weight, ends, *plan.sizes, *signal.stride()),
@@ -338,7 +342,7 @@ def states_before(plan, signal, mask, log_q, weight, initial, *, flipped=False, 
         num_stages=1,
     )
     blocks = triton.cdiv(plan.states * plan.channels, 128)
-    launch(
+    triton_launch.launch(
         _carry_kernel,
         (blocks * plan.sequences, plan.directions),
         *(ends, log_q, initial, blocks, *plan.sizes),
@@ -356,8 +360,8 @@ def scan(
     plan, direction, signal, mask, coefficients, starts, output,
     *, scaled=False, skip=None, other=None, last=None, x=None, sums=None, gradient=False,
 ):  # fmt: skip
-    """One direction of the average of `signal` into `output`, which is returned; as `_scan_kernel`."""
-    launch(
+    """Write one direction of the average of `signal` into `output`, as `_scan_kernel` does, and return it."""
+    triton_launch.launch(
         _scan_kernel,
         (plan.programs,),
         *(signal, mask, *(rows[:, direction * plan.channels :] for rows in coefficients), skip),
@@ -375,7 +379,7 @@ def scan(
 
 
 def forward(x, mask, skip, log_q, weight_in, weight_out, initial_state, return_state, shift, cu_seqlens, max_seqlen):
-    """The result and the final states `[S, N, D]`, empty unless asked for."""
+    """Return the result and the final states `[S, N, D]`, empty unless asked for."""
     plan = make_plan(x, log_q, shift, cu_seqlens, max_seqlen)
     coefficients, scaled = (log_q, weight_in, weight_out), initial_state is not None
     last = log_q.new_empty((plan.sequences, plan.states, plan.channels) if return_state else 0)

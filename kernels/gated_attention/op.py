@@ -6,24 +6,44 @@ import torch
 
 from luna_mega.kernels import _dispatch, varlen
 from luna_mega.kernels.gated_attention import reference, torch_backend
+from luna_mega.kernels.gated_attention.columns import fill, rotation, take, with_chunks_in_columns
 
 
 def _reference(query, *arguments):
-    with torch.autocast(query.device.type, enabled=False):
+    with _dispatch.without_autocast(query.device.type):
         return reference.attend(query, *arguments)
 
 
-def _triton(query, key, value, *arguments):
-    from luna_mega.kernels.gated_attention import triton_backend
+def _torch(query, key, value, bias, mask, function, causal, chunk_size, offset, row_offset, *rest):
+    arguments = (query, key, value, bias, mask, function, causal, chunk_size, offset, row_offset, *rest)
+    # Of a single query the weights are no larger than the keys, and rows with a bias of their own gain nothing.
+    if row_offset is not None and query.shape[1] == 1:
+        return _reference(*arguments)[0]
+    return torch_backend.attend(*arguments)
+
+
+def _triton(query, key, value, bias, mask, function, causal, chunk_size, offset, row_offset, start, dropout, *ragged):
+    from luna_mega.kernels.gated_attention import triton_ops
 
     if torch.is_autocast_enabled(query.device.type):  # tensor cores want operands of 16 bits, as autocast does
         query, key = query.to(value.dtype), key.to(value.dtype)
-    return triton_backend.attend(query, key, value, *arguments)
+    if start is not None and causal and function != "softmax":
+        # The kernels divide by the column of a query plus 1, not by its position plus 1.
+        seen = torch.arange(offset + 1, offset + query.shape[1] + 1, device=query.device)
+        query = query * (seen / (seen + start[:, None]).clamp(min=1))[..., None].to(query.dtype)
+    options = (function, causal, chunk_size, offset, dropout, *ragged)
+    if row_offset is None:
+        return triton_ops.attend(query, key, value, bias, mask, *options)
+    # The kernels know no offset by row: what is padding goes to the end.
+    query = take(query, rotation(-row_offset.clamp(max=0), query.shape[1]))
+    key, value, mask = (take(x, rotation(row_offset.clamp(min=0), key.shape[1])) for x in (key, value, mask))
+    attended = triton_ops.attend(query, key, value, bias, mask, *options)
+    return take(attended, rotation(row_offset.clamp(max=0), query.shape[1]))
 
 
 BACKENDS: dict[str, Callable[..., torch.Tensor]] = {
-    "reference": _reference,
-    "torch": torch_backend.attend,
+    "reference": lambda *arguments: _reference(*arguments)[0],
+    "torch": _torch,
     "triton": _triton,
 }
 
@@ -39,32 +59,46 @@ def gated_attention(
     chunk_size: int | None = None,
     mask: torch.Tensor | None = None,
     offset: int = 0,
+    row_offset: torch.Tensor | None = None,
+    start: torch.Tensor | None = None,
     dropout: float = 0.0,
+    return_weights: bool = False,
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
     backend: str | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """f(Q K^T / divisor + bias) V with one head and a value of any width (Mega sections 3.2 to 3.5).
+
+    Chunks and the divisor of a causal attention count from the first token of a sequence (`start`), so that a row gives
+    the same with padding on its left or right, in one call or, with its keys so far, in several.
 
     Args:
         query, key, value: `[B, T, Z]`, `[B, S, Z]` and `[B, S, V]`; query and key of one dtype.
-        bias: `[2M - 1]`, any floating dtype; entry `M - 1 + (j - i)` is added to the score of query i and key j, with
-            positions counted inside the chunk. M must reach the largest position in use; more is allowed.
+        bias: `[2M - 1]`, any floating dtype; entry `M - 1 + (j - i)` is added to the score of a query in column i and
+            a key in column j. M must reach the largest distance in use, with chunks their size; more is allowed.
         function: `"softmax"`, with divisor sqrt(Z); or `"laplace"` or `"relu2"`, with the number of real keys in the
-            chunk for divisor, or i + 1 (padding counts) where the attention is causal, and weights that are not
-            normalised.
-        causal: a query sees the keys up to its own position.
-        chunk_size: positions attend to those of their own chunk of this length; needs T = S, and T may be any. None =
-            full attention.
+            chunk for divisor, or where the attention is causal the position of the query in the chunk, from 1 on
+            (padding counts), and weights that are not normalised.
+        causal: a query sees the keys up to its own column.
+        chunk_size: positions attend to those of their own chunk of this length; T may be any. None = full attention.
         mask: `[B, S]` bool, True = a key that may be attended to; None = all.
-        offset: position of the first query among the keys, for a step of cached decoding (S = the keys so far) or of
-            cross-attention. Without chunks only.
+        offset: column of the first query among the keys, for cached decoding (S = the keys so far), or of
+            cross-attention.
+        row_offset: `[B]` integers that are added to `offset`, for cross-attention (neither causal nor in chunks) whose
+            queries and keys begin behind padding of different lengths: those of the keys less those of the queries.
+            Of a row with n > 0 the first n keys must be masked, of one with n < 0 the first -n queries are padding.
+        start: `[B]` integers, the position of the first column in its sequence: below 0 where padding comes before the
+            first token, above 0 where keys were forgotten; None = 0. Keys below position 0 are left out, what comes of
+            queries below has no meaning. With chunks and offset 0 at most 0.
         dropout: probability with which a weight is dropped (the caller passes 0 in evaluation).
+        return_weights: return (output, weights) computed step by step by the reference, whatever the backend: weights
+            `[B, 1, T, S]`, with chunks those within every one, `[B, chunks, C, C]`, the first of which begins with the
+            first token. Not with `cu_seqlens`, with chunks only of as many queries as keys.
         cu_seqlens: `[sequences + 1]` int32 or int64: B is 1, T = S, and sequence b lies at `[cu_seqlens[b],
-            cu_seqlens[b + 1])`; positions and chunks count from its beginning. Without an offset only.
+            cu_seqlens[b + 1])`; columns and chunks count from its beginning. Without offset, row_offset and start.
         max_seqlen: length of the longest sequence, or more; None = looked up, which waits for the device.
         backend: one of `"auto"`, `"reference"`, `"torch"`, `"triton"`; None = as `luna_mega.kernels.api.use_backend`
-            and `LUNA_MEGA_BACKEND` say.
+            and `LUNA_MEGA_BACKEND` say. `"triton"` takes row_offset with offset 0.
 
     Returns:
         `[B, T, V]` in the dtype of `value`. Scores and weights are computed in float32, under autocast as well, where
@@ -80,32 +114,130 @@ def gated_attention(
         >>> gated_attention(x, x, value, bias, function="laplace", chunk_size=32).shape
         torch.Size([2, 100, 64])
     """
-    _check_tensors(query, key, value, mask)
-    _check_options(query, key, function, causal, chunk_size, offset, dropout)
-    length = query.shape[1]
-    if cu_seqlens is not None:
-        if query.shape[0] != 1 or length != key.shape[1] or offset != 0:
-            raise ValueError(
-                "gated_attention with cu_seqlens needs a batch of 1, as many queries as keys and offset 0, got query "
-                f"{list(query.shape)}, key {list(key.shape)} and offset {offset}"
-            )
-        length = max_seqlen = varlen.check("gated_attention", cu_seqlens, max_seqlen, length)
+    op, length = "gated_attention", query.shape[1]
+    _check_tensors(op, query, key, value, mask)
+    _check_options(op, query, key, function, causal, chunk_size, offset, dropout)
+    _check_rows(op, query, causal, chunk_size, offset, row_offset, start)
+    if cu_seqlens is None:
+        rows = (offset, row_offset, start)
+        return _attend(
+            op, query, key, value, bias, mask, function, causal, chunk_size, *rows, dropout, return_weights, backend
+        )
+    if query.shape[0] != 1 or length != key.shape[1] or offset != 0 or not (row_offset is start is None):
+        raise ValueError(
+            f"{op} with cu_seqlens needs a batch of 1, as many queries as keys and neither offset, row_offset nor "
+            f"start, got query {list(query.shape)}, key {list(key.shape)} and offset {offset}"
+        )
+    if return_weights:
+        raise ValueError(f"{op} returns no weights of ragged sequences: leave return_weights or cu_seqlens out")
+    max_seqlen = varlen.check(op, cu_seqlens, max_seqlen, length)
     # In an exported program the length may vary, so there a chunk that is too long is filled up.
-    if chunk_size is not None and not torch.compiler.is_exporting() and length <= chunk_size:
+    if chunk_size is not None and not torch.compiler.is_exporting() and max_seqlen <= chunk_size:
         chunk_size = None
-    if bias is not None:
-        keys = key.shape[1] if cu_seqlens is None else length
-        _check_bias(bias, max(offset + length, keys) if chunk_size is None else chunk_size)
-    chosen = _dispatch.select("gated_attention", BACKENDS, backend, query.device, _unsupported(query, value))
-    options = function, causal, chunk_size, offset, dropout
+    _check_bias(op, bias, max_seqlen if chunk_size is None else chunk_size)
+    chosen = _dispatch.select(op, BACKENDS, backend, query.device, _unsupported(query, value))
+    options = (function, causal, chunk_size, 0, None, None, dropout)
     if chosen == "triton":
         return _triton(query, key, value, bias, mask, *options, cu_seqlens, max_seqlen)
-    if cu_seqlens is None:
-        return BACKENDS[chosen](query, key, value, bias, mask, *options)
     kept = varlen.keep(cu_seqlens, max_seqlen)
     mask = kept if mask is None else varlen.pad(mask, cu_seqlens, max_seqlen)
     padded = (varlen.pad(x, cu_seqlens, max_seqlen) for x in (query, key, value))
-    return varlen.unpad(BACKENDS[chosen](*padded, bias, mask, *options), cu_seqlens, query.shape[1])
+    return varlen.unpad(BACKENDS[chosen](*padded, bias, mask, *options), cu_seqlens, length)
+
+
+def gated_attention_step(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    function: str = "softmax",
+    chunk_size: int | None = None,
+    mask: torch.Tensor | None = None,
+    start: torch.Tensor | None = None,
+    dropout: float = 0.0,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """The last position of a causal `gated_attention` over the keys so far, its own among them: `[B, V]`.
+
+    Arguments and errors as there, with query `[B, Z]`. Of the keys `[B, S, Z]` no more than the last `chunk_size` are
+    looked at.
+    """
+    op = "gated_attention_step"
+    if query.dim() != 2 or key.dim() != 3 or key.shape[1] == 0:
+        raise ValueError(
+            f"{op} needs query [batch, size] and key [batch, length, size] of length 1 or more, got "
+            f"{list(query.shape)} and {list(key.shape)}"
+        )
+    query = query[:, None]
+    _check_tensors(op, query, key, value, mask)
+    _check_options(op, query, key, function, True, chunk_size, 0, dropout)
+    _check_rows(op, query, True, chunk_size, 1, None, start)
+    if chunk_size is not None:
+        # The chunk's first position becomes position 0, so that the keys before it are left out.
+        last = key.shape[1] - 1
+        window = last % chunk_size if start is None else min(last, chunk_size - 1)
+        key, value, mask = (None if x is None else x[:, last - window :] for x in (key, value, mask))
+        start = None if start is None else (start + last) % chunk_size - window
+    rows = (key.shape[1] - 1, None, start)
+    return _attend(op, query, key, value, bias, mask, function, True, None, *rows, dropout, False, backend)[:, 0]
+
+
+def _attend(op, query, key, value, bias, mask, function, causal, chunk_size, offset, row_offset, start, *rest):
+    """What is left of the two functions above, for checked arguments and rows of one length."""
+    dropout, return_weights, backend = rest
+    start, row_offset = _unless_zero(start), _unless_zero(row_offset)
+    queries, keys = query.shape[1], key.shape[1]
+    if chunk_size == 1 and start is not None:  # chunks begin everywhere
+        start = start.clamp(max=0)
+    # In an exported program the length may vary, so there a chunk that is too long is filled up.
+    short = chunk_size is not None and not torch.compiler.is_exporting() and offset == 0 and keys <= chunk_size
+    if short and not return_weights:
+        chunk_size = None
+    _check_bias(op, bias, max(offset + queries, keys) if chunk_size is None or short else chunk_size)
+    unsupported = _unsupported(query, value)
+    if row_offset is not None and offset > 0:
+        unsupported = unsupported or f"row_offset comes with the offset {offset}"
+    chosen = _dispatch.select(op, BACKENDS, backend, query.device, unsupported)
+    options = (function, causal, chunk_size, offset, row_offset, start, dropout)
+    if chosen == "reference" and not return_weights:
+        return BACKENDS[chosen](query, key, value, bias, mask, *options)
+    if start is not None:
+        begun = torch.arange(keys, device=key.device) + start[:, None] >= 0
+        mask = begun if mask is None else mask & begun
+    back = None
+    if chunk_size is not None and (start is not None or queries != keys):
+        query, key, value, mask, back = with_chunks_in_columns(query, key, value, mask, chunk_size, offset, start)
+        options = (function, causal, chunk_size, 0, None, None, dropout)
+    if not return_weights:
+        attended = BACKENDS[chosen](query, key, value, bias, mask, *options)
+    elif chunk_size is None:
+        attended, weights = _reference(query, key, value, bias, mask, *options)
+        weights = weights[:, None]
+    else:
+        attended, weights = _attend_by_chunk(query, key, value, bias, mask, function, causal, chunk_size, dropout)
+    attended = attended if back is None else take(attended, back)
+    return (attended, weights) if return_weights else attended
+
+
+def _attend_by_chunk(query, key, value, bias, mask, function, causal, chunk_size, dropout):
+    """(output, weights `[B, chunks, C, C]`), a chunk that is short filled up."""
+    batch, length, _ = query.shape
+    size = max(min(chunk_size, length), 1)
+    mask = torch.ones(query.shape[:2], dtype=torch.bool, device=query.device) if mask is None else mask
+    query, key, value, mask = (
+        fill(x, 0, length + -length % size).unflatten(1, (-1, size)).flatten(0, 1) for x in (query, key, value, mask)
+    )
+    options = (function, causal, None, 0, None, None, dropout)
+    output, weights = (x.unflatten(0, (batch, -1)) for x in _reference(query, key, value, bias, mask, *options))
+    return output.flatten(1, 2)[:, :length], weights
+
+
+def _unless_zero(rows):
+    """None in place of zeros, where finding out is free."""
+    if type(rows) is not torch.Tensor or rows.device.type != "cpu" or torch.jit.is_tracing():
+        return rows
+    return rows if torch.compiler.is_compiling() or rows.any() else None
 
 
 def _unsupported(query, value):
@@ -118,61 +250,68 @@ def _unsupported(query, value):
     return None
 
 
-def _check_tensors(query, key, value, mask):
+def _check_tensors(op, query, key, value, mask):
     if not query.dim() == key.dim() == value.dim() == 3:
         raise ValueError(
-            "gated_attention needs [batch, length, size] tensors, got query "
-            f"{list(query.shape)}, key {list(key.shape)} and value {list(value.shape)}"
+            f"{op} needs [batch, length, size] tensors, got query {list(query.shape)}, key {list(key.shape)} and value "
+            f"{list(value.shape)}"
         )
     if query.shape[::2] != key.shape[::2] or key.shape[:2] != value.shape[:2]:
         raise ValueError(
-            f"gated_attention: query {list(query.shape)} and key {list(key.shape)} must agree in batch and size, key "
-            f"and value {list(value.shape)} in batch and length"
+            f"{op}: query {list(query.shape)} and key {list(key.shape)} must agree in batch and size, key and value "
+            f"{list(value.shape)} in batch and length"
         )
     if query.dtype != key.dtype or not (query.is_floating_point() and value.is_floating_point()):
         raise ValueError(
-            "gated_attention needs floating-point tensors, query and key of one dtype, got query "
-            f"{query.dtype}, key {key.dtype} and value {value.dtype}"
+            f"{op} needs floating-point tensors, query and key of one dtype, got query {query.dtype}, key {key.dtype} "
+            f"and value {value.dtype}"
         )
     if mask is not None and (mask.dtype != torch.bool or mask.shape != key.shape[:2]):
         raise ValueError(
-            f"gated_attention needs a bool mask of shape {list(key.shape[:2])} (True = keep), got {mask.dtype} "
-            f"{list(mask.shape)}"
+            f"{op} needs a bool mask of shape {list(key.shape[:2])} (True = keep), got {mask.dtype} {list(mask.shape)}"
         )
 
 
-def _check_options(query, key, function, causal, chunk_size, offset, dropout):
+def _check_options(op, query, key, function, causal, chunk_size, offset, dropout):
     queries, keys = query.shape[1], key.shape[1]
     if function not in reference.FUNCTIONS:
-        raise ValueError(
-            f"gated_attention has no function {function!r}; choose one of {', '.join(reference.FUNCTIONS)}"
-        )
-    if offset < 0 or (causal and offset + queries > keys):
-        raise ValueError(
-            f"gated_attention: {queries} queries from position {offset} on do not lie among {keys} keys, as causal "
-            "attention needs; the keys must include the queries' own, and offset cannot be negative"
-        )
+        raise ValueError(f"{op} has no function {function!r}; choose one of {', '.join(reference.FUNCTIONS)}")
     if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"{op}: chunk_size must be at least 1, or None for full attention, got {chunk_size}")
+    if offset < 0 or ((causal or chunk_size is not None) and offset + queries > keys):
         raise ValueError(
-            f"gated_attention: chunk_size must be at least 1, or None for full attention, got {chunk_size}"
-        )
-    if chunk_size is not None and (queries != keys or offset != 0):
-        raise ValueError(
-            f"gated_attention: attention in chunks of {chunk_size} needs as many queries as keys and offset 0, got "
-            f"{queries} queries, {keys} keys and offset {offset}; pass the keys of the query's own chunk, without "
-            "chunk_size"
+            f"{op}: {queries} queries from position {offset} on do not lie among {keys} keys, as causal attention and "
+            "chunks need; the keys must include the queries' own, and offset cannot be negative"
         )
     if not 0.0 <= dropout < 1.0:
-        raise ValueError(f"gated_attention: dropout must be in [0, 1), got {dropout}")
+        raise ValueError(f"{op}: dropout must be in [0, 1), got {dropout}")
 
 
-def _check_bias(bias, positions):
-    if bias.dim() != 1 or bias.shape[0] % 2 == 0 or not bias.is_floating_point():
+def _check_rows(op, query, causal, chunk_size, offset, row_offset, start):
+    for name, rows in (("row_offset", row_offset), ("start", start)):
+        if rows is not None and (rows.dtype not in (torch.int32, torch.int64) or rows.shape != query.shape[:1]):
+            raise ValueError(
+                f"{op} needs {name} [{query.shape[0]}] of int32 or int64, got {rows.dtype} {list(rows.shape)}"
+            )
+    if row_offset is not None and (causal or chunk_size is not None):
+        raise ValueError(f"{op}: row_offset is for cross-attention, neither causal nor in chunks; leave it out")
+    if start is None or chunk_size in (None, 1) or offset > 0 or start.device.type != "cpu":
+        return
+    # On a GPU looking at the values would wait for it.
+    if not torch.compiler.is_compiling() and not torch.jit.is_tracing() and (start > 0).any():
         raise ValueError(
-            f"gated_attention needs a floating-point bias of shape [2 M - 1], got {bias.dtype} {list(bias.shape)}"
+            f"{op}: chunks whose first keys are not there, start {start.tolist()}, need the offset of the queries "
+            "behind the keys so far"
         )
+
+
+def _check_bias(op, bias, positions):
+    if bias is None:
+        return
+    if bias.dim() != 1 or bias.shape[0] % 2 == 0 or not bias.is_floating_point():
+        raise ValueError(f"{op} needs a floating-point bias of shape [2 M - 1], got {bias.dtype} {list(bias.shape)}")
     if (bias.shape[0] + 1) // 2 < positions:
         raise ValueError(
-            f"gated_attention: a bias of length {bias.shape[0]} serves {(bias.shape[0] + 1) // 2} positions, but "
-            f"{positions} are in use; it needs length {2 * positions - 1}"
+            f"{op}: a bias of length {bias.shape[0]} serves {(bias.shape[0] + 1) // 2} positions, but {positions} are "
+            f"in use; it needs length {2 * positions - 1}"
         )

@@ -7,7 +7,6 @@ value `[B, S, V]`; one head. Masks are boolean, True = may be attended to.
 import math
 
 import torch
-from torch import nn
 
 FUNCTIONS = ("softmax", "laplace", "relu2")
 
@@ -26,17 +25,6 @@ def relu2(scores: torch.Tensor) -> torch.Tensor:
     return torch.relu(scores).square()
 
 
-def divisor(
-    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, function: str, causal: bool, offset: int
-) -> torch.Tensor | float:
-    """sqrt(Z) for softmax; else the number of real keys, or i + 1 for the query at i where the attention is causal."""
-    if function == "softmax":
-        return math.sqrt(query.shape[-1])
-    if causal:
-        return 1.0 + offset + torch.arange(query.shape[-2], device=query.device)[:, None]
-    return max(key.shape[-2], 1) if mask is None else mask.sum(dim=-1).clamp(min=1)[..., None, None]
-
-
 def weights(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -44,53 +32,44 @@ def weights(
     mask: torch.Tensor | None,
     function: str,
     causal: bool,
+    chunk_size: int | None = None,
     offset: int = 0,
+    row_offset: torch.Tensor | None = None,
+    start: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """f(Q K^T / divisor + bias) for query `[..., T, Z]`, key `[..., S, Z]` and mask `[..., S]`: `[..., T, S]`.
 
-    Computed in float32 (float64 for float64 inputs). A query with no key to attend to has weights of 0.
+    Query i stands at the column offset + row_offset + i of the keys, and column 0 at the position start of its
+    sequence. The bias depends on the distance in columns, chunks and the divisor on positions. Computed in float32
+    (float64 for float64 inputs). A query with no key to attend to has weights of 0.
     """
-    position = offset + torch.arange(query.shape[-2], device=query.device)
-    lag = torch.arange(key.shape[-2], device=query.device) - position[:, None]
-    wide = torch.promote_types(query.dtype, torch.float32)
-    scores = query.to(wide) @ key.to(wide).transpose(-1, -2) / divisor(query, key, mask, function, causal, offset)
-    if bias is not None:
-        scores = scores + bias.to(wide)[bias.shape[0] // 2 + lag]
+    column = torch.arange(key.shape[-2], device=key.device)
+    row = offset + torch.arange(query.shape[-2], device=query.device)[:, None]
+    if row_offset is not None:
+        row = row + row_offset[:, None, None]
+    lag = column - row
     keep = lag <= 0 if causal else torch.ones_like(lag, dtype=torch.bool)
     if mask is not None:
         keep = keep & mask[..., None, :]
+    if start is not None:  # from here on column and row are positions
+        column, row = (x + start[:, None, None] for x in (column, row))
+        keep = keep & (column >= 0)
+    if chunk_size is not None:
+        keep = keep & (column // chunk_size == row // chunk_size)
+        row = row % chunk_size
+    if function == "softmax":
+        divisor = math.sqrt(query.shape[-1])
+    else:
+        divisor = (row + 1 if causal else keep.sum(dim=-1, keepdim=True)).clamp(min=1)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    scores = query.to(wide) @ key.to(wide).transpose(-1, -2) / divisor
+    if bias is not None:
+        scores = scores + bias.to(wide)[(bias.shape[0] // 2 + lag).clamp(0, bias.shape[0] - 1)]
     if function == "softmax":
         result = scores.masked_fill(~keep, torch.finfo(scores.dtype).min).softmax(dim=-1)
     else:
         result = {"laplace": laplace, "relu2": relu2}[function](scores)
     return result.masked_fill(~keep, 0.0)
-
-
-def attention_weights(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    function: str = "softmax",
-    causal: bool = False,
-    chunk_size: int | None = None,
-    mask: torch.Tensor | None = None,
-    offset: int = 0,
-) -> torch.Tensor:
-    """`weights` within every chunk, `[B, chunks, C, C]`; without chunks `[B, 1, T, S]`. Arguments as `attend`."""
-    if chunk_size is not None and mask is None:
-        mask = torch.ones(key.shape[:2], dtype=torch.bool, device=key.device)
-    query, key, mask = (None if x is None else into_chunks(x, chunk_size) for x in (query, key, mask))
-    return weights(query, key, bias, mask, function, causal, offset)
-
-
-def into_chunks(x: torch.Tensor, chunk_size: int | None) -> torch.Tensor:
-    """`[B, T, ...]` -> `[B, chunks, C, ...]`; a last chunk that is short is filled up with 0 (section 3.5)."""
-    if chunk_size is None:
-        return x[:, None]
-    size = min(chunk_size, x.shape[1])
-    padding = (0, 0) * (x.dim() - 2) + (0, -x.shape[1] % size)
-    return nn.functional.pad(x, padding).unflatten(1, (-1, size))
 
 
 def attend(
@@ -103,9 +82,13 @@ def attend(
     causal: bool,
     chunk_size: int | None = None,
     offset: int = 0,
+    row_offset: torch.Tensor | None = None,
+    start: torch.Tensor | None = None,
     dropout: float = 0.0,
-) -> torch.Tensor:
-    """f(Q K^T / divisor + bias) V, `[B, T, V]`, for a bias vector `[2M - 1]` with the distance j - i = 0 at M - 1."""
-    options = {"function": function, "causal": causal, "chunk_size": chunk_size, "mask": mask, "offset": offset}
-    result = torch.dropout(attention_weights(query, key, bias, **options).to(value.dtype), dropout, train=True)
-    return (result @ into_chunks(value, chunk_size)).flatten(1, 2)[:, : query.shape[1]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """f(Q K^T / divisor + bias) V, `[B, T, V]`, and the weights before dropout, `[B, T, S]`.
+
+    The bias is a vector `[2M - 1]` with the distance j - i = 0 at M - 1.
+    """
+    result = weights(query, key, bias, mask, function, causal, chunk_size, offset, row_offset, start)
+    return torch.dropout(result.to(value.dtype), dropout, train=True) @ value, result

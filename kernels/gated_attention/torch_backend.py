@@ -22,14 +22,19 @@ def attend(
     causal: bool,
     chunk_size: int | None,
     offset: int,
+    row_offset: torch.Tensor | None,
+    start: torch.Tensor | None,
     dropout: float,
 ) -> torch.Tensor:
-    """`reference.attend`."""
-    # An exported program must not need this package, so export sees PyTorch's own operators.
-    if torch.compiler.is_exporting():
-        return _attend_for_export(query, key, value, bias, mask, function, causal, chunk_size, offset, dropout)
+    """`reference.attend` without the weights; with chunks for as many queries as keys, from position 0 on.
+
+    `mask` leaves out the keys before position 0 as well.
+    """
     if chunk_size is None:
-        return _attend_full(query, key, value, bias, mask, function, causal, offset, dropout)
+        options = (function, causal, offset, row_offset, start, dropout)
+        return _attend_full(query, key, value, bias, mask, *options)
+    if torch.compiler.is_exporting():
+        return _attend_for_export(query, key, value, bias, mask, function, causal, chunk_size, dropout)
     batch, length, _ = query.shape
     whole = length - length % chunk_size
     parts = []
@@ -37,15 +42,13 @@ def attend(
         if start < stop:
             q, k, v = (x[:, start:stop].reshape(-1, size, x.shape[2]) for x in (query, key, value))
             m = None if mask is None else mask[:, start:stop].reshape(-1, size)
-            output = _attend_full(q, k, v, bias, m, function, causal, 0, dropout)
+            output = _attend_full(q, k, v, bias, m, function, causal, 0, None, None, dropout)
             parts.append(output.view(batch, stop - start, value.shape[2]))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
-def _attend_for_export(query, key, value, bias, mask, function, causal, chunk_size, offset, dropout):
-    """`reference.attend` for any length in one program, shorter than a chunk and not a multiple included."""
-    if chunk_size is None:
-        return reference.attend(query, key, value, bias, mask, function, causal, None, offset, dropout)
+def _attend_for_export(query, key, value, bias, mask, function, causal, chunk_size, dropout):
+    """Attention in chunks for any length in one program, shorter than a chunk and not a multiple included."""
     batch, length, _ = query.shape
     # Computed from the shape, the number of chunks would tie the program to lengths like the one it was traced with.
     chunks = ((torch.full((), length, device=query.device) + chunk_size - 1) // chunk_size).item()
@@ -60,37 +63,58 @@ def _attend_for_export(query, key, value, bias, mask, function, causal, chunk_si
     return output.flatten(1, 2)[:, torch.arange(length, device=query.device)]
 
 
-def _attend_full(query, key, value, bias, mask, function, causal, offset, dropout):
+def _attend_full(query, key, value, bias, mask, function, causal, offset, row_offset, start, dropout):
+    # An exported program must not need this package, so export sees PyTorch's own operators.
+    if torch.compiler.is_exporting():
+        options = (function, causal, None, offset, row_offset, start, dropout)
+        return reference.attend(query, key, value, bias, mask, *options)[0]
     if bias is not None:
         middle, positions = bias.shape[0] // 2, _positions(query, key, offset)
-        bias = bias[middle - positions + 1 : middle + positions]
+        if row_offset is None:
+            bias = bias[middle - positions + 1 : middle + positions]
+        else:
+            lag = torch.arange(1 - positions, positions, device=bias.device) - row_offset[:, None]
+            bias = bias[(middle + lag).clamp(0, bias.shape[0] - 1)]
     # The backward pass draws the dropped weights again from this seed.
     seed = torch.randint(2**63 - 1, ()) if dropout > 0.0 else None
-    return torch.ops.luna_mega.gated_attend(query, key, value, bias, mask, function, causal, offset, dropout, seed)
+    start = start if causal and function != "softmax" else None
+    options = (function, causal, offset, dropout, seed)
+    return torch.ops.luna_mega.gated_attend(query, key, value, bias, mask, start, *options)
 
 
 def _positions(query, key, offset):
     return max(1, offset + query.shape[1], key.shape[1])
 
 
+def _divisor(query, key, mask, start, function, causal, offset):
+    """What the scores are divided by, a number or `[B or 1, T or 1, 1]`."""
+    if function == "softmax":
+        return math.sqrt(query.shape[2])
+    if causal:
+        seen = torch.arange(offset + 1, offset + query.shape[1] + 1, device=query.device)
+        return (seen if start is None else (seen + start[:, None]).clamp(min=1))[..., None]
+    return max(key.shape[1], 1) if mask is None else mask.sum(dim=1).clamp(min=1)[:, None, None]
+
+
 class _Blocks:
     """Scores and weights of N sequences or chunks, one block (some sequences, some queries) after the other."""
 
-    def __init__(self, query, key, value, bias, mask, function, causal, offset, dropout, seed):
+    def __init__(self, query, key, value, bias, mask, start, function, causal, offset, dropout, seed):
         self.function, self.causal, self.offset, self.dropout = function, causal, offset, dropout
         self.wide = torch.promote_types(torch.promote_types(query.dtype, value.dtype), torch.float32)
         # The products with the value take most of the time: they keep its dtype, unless it is slow (float16 on a CPU).
         slow = value.dtype == torch.float16 and value.device.type == "cpu"
         self.narrow = self.wide if slow else value.dtype
-        self.divisor = reference.divisor(query, key, mask, function, causal, offset)
+        self.divisor = _divisor(query, key, mask, start, function, causal, offset)
         self.query, self.key, self.value = query.to(self.wide) / self.divisor, key.to(self.wide), value.to(self.narrow)
         # Entry positions - 1 + lag; the lags above 0 are the keys after the query, so this is the causal mask, too.
-        self.positions = _positions(query, key, offset)
-        self.bias = query.new_zeros(2 * self.positions - 1, dtype=self.wide)
+        # One row for all sequences, or one for each.
+        self.positions, self.row_bias = _positions(query, key, offset), bias is not None and bias.dim() == 2
+        self.bias = query.new_zeros(len(query) if self.row_bias else 1, 2 * self.positions - 1, dtype=self.wide)
         if bias is not None:
             self.bias += bias
         if causal:
-            self.bias[self.positions :] = float("-inf")
+            self.bias[:, self.positions :] = float("-inf")
         self.masked = self.keyless = None
         if mask is not None:
             self.masked = ~mask[:, None, :]
@@ -110,13 +134,13 @@ class _Blocks:
                 seen = self.offset + stop if self.causal else keys
                 yield slice(first, first + sequences), slice(row, stop), slice(0, seen)
 
-    def lags(self, rows: slice, keys: slice) -> slice:
-        """The part of the bias vector between a block's queries and keys."""
+    def lags(self, n: slice, rows: slice, keys: slice) -> tuple[slice, slice]:
+        """The part of the bias between a block's queries and keys."""
         first = self.positions - self.offset - rows.stop
-        return slice(first, first + rows.stop - rows.start + keys.stop - 1)
+        return n if self.row_bias else slice(0, 1), slice(first, first + rows.stop - rows.start + keys.stop - 1)
 
     def scores(self, n: slice, rows: slice, keys: slice) -> torch.Tensor:
-        bias = self.bias[self.lags(rows, keys)].unfold(0, keys.stop, 1).flip(0)
+        bias = self.bias[self.lags(n, rows, keys)].unfold(1, keys.stop, 1).flip(1)
         scores = torch.baddbmm(bias, self.query[n, rows], self.key[n, keys].transpose(1, 2))
         # The lowest number and not -inf: the softmax of a query without keys stays finite until it is set to 0.
         if self.masked is not None:
@@ -152,6 +176,7 @@ def _attend(
     value: torch.Tensor,
     bias: torch.Tensor | None,
     mask: torch.Tensor | None,
+    start: torch.Tensor | None,
     function: str,
     causal: bool,
     offset: int,
@@ -159,7 +184,7 @@ def _attend(
     seed: torch.Tensor | None,
 ) -> torch.Tensor:
     with torch.autocast(query.device.type, enabled=False):
-        blocks = _Blocks(query, key, value, bias, mask, function, causal, offset, dropout, seed)
+        blocks = _Blocks(query, key, value, bias, mask, start, function, causal, offset, dropout, seed)
         output = value.new_empty(*query.shape[:2], value.shape[2])
         for n, rows, keys in blocks:
             weights = blocks.weights(blocks.scores(n, rows, keys), n, rows)
@@ -170,7 +195,7 @@ def _attend(
 
 
 @_attend.register_fake
-def _(query, key, value, bias, mask, function, causal, offset, dropout, seed):
+def _(query, key, value, bias, mask, start, function, causal, offset, dropout, seed):
     return value.new_empty(query.shape[0], query.shape[1], value.shape[2])
 
 
@@ -182,6 +207,7 @@ def _attend_backward(
     value: torch.Tensor,
     bias: torch.Tensor | None,
     mask: torch.Tensor | None,
+    start: torch.Tensor | None,
     function: str,
     causal: bool,
     offset: int,
@@ -189,7 +215,7 @@ def _attend_backward(
     seed: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     with torch.autocast(query.device.type, enabled=False):
-        blocks = _Blocks(query, key, value, bias, mask, function, causal, offset, dropout, seed)
+        blocks = _Blocks(query, key, value, bias, mask, start, function, causal, offset, dropout, seed)
         grad_query, grad_key, grad_value = (x.new_zeros(x.shape, dtype=blocks.wide) for x in (query, key, value))
         grad_bias = torch.zeros_like(blocks.bias)
         grad_output = grad_output.to(blocks.narrow)
@@ -207,15 +233,16 @@ def _attend_backward(
             grad_query[n, rows] = torch.bmm(grad, blocks.key[n, keys])
             _add_product(grad_key[n, keys], grad.transpose(1, 2), blocks.query[n, rows])
             if bias is not None:
-                grad_bias[blocks.lags(rows, keys)] += _diagonal_sums(grad.sum(dim=0))
+                of_bias = grad if blocks.row_bias else grad.sum(dim=0, keepdim=True)
+                grad_bias[blocks.lags(n, rows, keys)] += _diagonal_sums(of_bias)
         grad_query /= blocks.divisor
         gradients = zip((grad_query, grad_key, grad_value), (query, key, value), strict=True)
-        grad_bias = query.new_empty(0) if bias is None else grad_bias.to(bias.dtype)
+        grad_bias = query.new_empty(0) if bias is None else grad_bias.view(bias.shape).to(bias.dtype)
         return *(grad.to(x.dtype) for grad, x in gradients), grad_bias
 
 
 @_attend_backward.register_fake
-def _(grad_output, query, key, value, bias, mask, function, causal, offset, dropout, seed):
+def _(grad_output, query, key, value, bias, mask, start, function, causal, offset, dropout, seed):
     grad_bias = query.new_empty(0) if bias is None else bias.new_empty(bias.shape)
     return *(x.new_empty(x.shape) for x in (query, key, value)), grad_bias
 
@@ -227,25 +254,25 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
         total += torch.bmm(left, right)
 
 
-def _diagonal_sums(matrix: torch.Tensor) -> torch.Tensor:
-    """Sums over the diagonals of `[R, S]`, from the lower left corner to the upper right one, `[R + S - 1]`."""
-    rows, columns = matrix.shape
+def _diagonal_sums(matrices: torch.Tensor) -> torch.Tensor:
+    """Sums over the diagonals of `[N, R, S]`, from the lower left corner to the upper right one, `[N, R + S - 1]`."""
+    _, rows, columns = matrices.shape
     # Rows one element too long for the next view: each stands one place further to the right than the row above.
-    skewed = torch.nn.functional.pad(matrix.flip(0), (0, rows)).flatten()
-    return skewed[: rows * (rows + columns - 1)].view(rows, rows + columns - 1).sum(dim=0)
+    skewed = torch.nn.functional.pad(matrices.flip(1), (0, rows)).flatten(1)
+    return skewed[:, : rows * (rows + columns - 1)].view(-1, rows, rows + columns - 1).sum(dim=1)
 
 
 def _save_for_backward(ctx, inputs, output):
-    query, key, value, bias, mask, *ctx.options, seed = inputs
-    ctx.save_for_backward(query, key, value, bias, mask, seed)
+    *tensors, ctx.function, ctx.causal, ctx.offset, ctx.dropout, seed = inputs
+    ctx.save_for_backward(*tensors, seed)
 
 
 def _backward(ctx, grad_output):
-    query, key, value, bias, mask, seed = ctx.saved_tensors
+    *tensors, seed = ctx.saved_tensors
     *gradients, grad_bias = torch.ops.luna_mega.gated_attend_backward(
-        grad_output, query, key, value, bias, mask, *ctx.options, seed
+        grad_output, *tensors, ctx.function, ctx.causal, ctx.offset, ctx.dropout, seed
     )
-    return *gradients, None if bias is None else grad_bias, None, None, None, None, None, None
+    return *gradients, None if tensors[3] is None else grad_bias, *[None] * 7
 
 
 _attend.register_autograd(_backward, setup_context=_save_for_backward)

@@ -10,27 +10,23 @@ import torch
 import triton
 import triton.language as tl
 
-from luna_mega.kernels._triton import dot, launch, target
+from luna_mega.kernels.common import triton_launch
+from luna_mega.kernels.common.triton_launch import block_of, rows_contiguous, strides
+from luna_mega.kernels.common.triton_tiles import LOG2_E, dot, drop, load_kept, load_tile, store_tile
 from luna_mega.kernels.gated_attention.triton_forward import (
     DENSITY,
     INVERSE_DEVIATION,
-    LOG2_E,
     MEAN,
     SQRT_HALF,
-    Problem,
-    along_rows,
-    block_of,
-    dropped,
+    Call,
     find_segment,
     finish,
-    live_keys,
-    load_rows,
     multiply,
-    problem,
+    prepare,
     scales,
 )
 
-# Of which weights and gradients exist at one time.
+# The number of scores whose weights and gradients exist at one time.
 SCORES = 2**26
 
 
@@ -45,7 +41,7 @@ def _delta_kernel(
     for first in range(0, width, BLOCK_V):
         v = first + tl.arange(0, BLOCK_V)
         inside = (token < tokens)[:, None] & (v < width)[None, :]
-        output = tl.load(OUT + token[:, None] * width + v[None, :], mask=inside, other=0.0).to(tl.float32)
+        output = load_tile(OUT, token, width, token < tokens, v, width).to(tl.float32)
         total += tl.sum(output * tl.load(grad[:, None] + v[None, :], mask=inside, other=0.0).to(tl.float32), axis=1)
     tl.store(DELTA + token, total, mask=token < tokens)
 
@@ -53,7 +49,7 @@ def _delta_kernel(
 @triton.jit
 def _scores_kernel(
     Q, K, V, GRAD, LSE, DELTA, WEIGHTS, GRAD_SCORES, BIAS, MASK, LIVE, BOUNDS, SEED,
-    queries, keys, size, width, chunk, chunks, offset, center, dropout,
+    queries, keys, size, width, chunk, chunks, offset, center, threshold, rescale,
     q_row, q_token, k_row, k_token, v_row, v_token, grad_row, grad_token,
     first_segment, first_query, band, stride, row_blocks, key_blocks,
     FUNCTION: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
@@ -77,22 +73,19 @@ def _scores_kernel(
             return
     i = first + tl.arange(0, BLOCK_M)
     j = first_key + tl.arange(0, BLOCK_N)
-    live = live_keys(MASK, row * keys + start, j, n_keys)
+    live = load_kept(MASK, row * keys + start, j, n_keys)
     grad = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for first_column in range(0, width, BLOCK_V):
         v = first_column + tl.arange(0, BLOCK_V)
-        grad_output = load_rows(GRAD + row * grad_row + start * grad_token, i, grad_token, i < n_queries, v, width)
-        values = load_rows(V + row * v_row + start * v_token, j, v_token, live, v, width)
+        grad_output = load_tile(GRAD + row * grad_row + start * grad_token, i, grad_token, i < n_queries, v, width)
+        values = load_tile(V + row * v_row + start * v_token, j, v_token, live, v, width)
         grad = dot(grad_output, tl.trans(values), grad, PRECISION)
     q_first = Q + row * q_row + start * q_token
     k_first = K + row * k_row + start * k_token
     products = multiply(None, q_first, i, q_token, n_queries, k_first, j, k_token, live, size, SIZE, BLOCK_Z, PRECISION)
     scale = scales(LIVE, segment, i, offset, n_keys, size, FUNCTION, CAUSAL)
     scores, kept = finish(products, scale, BIAS, center, i, j, live, n_queries, offset, CAUSAL)
-    multiplier = 1.0
-    if SEED is not None:
-        multiplier = dropped(SEED, segment, i, j, chunk, dropout)
-        grad = grad * multiplier
+    grad = drop(grad, SEED, threshold, rescale, segment, i, first_key, BLOCK_M, BLOCK_N)
     token = row * queries + start + i
     if FUNCTION == "softmax":
         lse = tl.load(LSE + token, mask=i < n_queries, other=0.0)
@@ -106,7 +99,7 @@ def _scores_kernel(
         weights = tl.maximum(scores, 0.0)
         grad = grad * (2.0 * weights)
         weights = weights * weights
-    weights = tl.where(kept, weights * multiplier, 0.0)
+    weights = drop(tl.where(kept, weights, 0.0), SEED, threshold, rescale, segment, i, first_key, BLOCK_M, BLOCK_N)
     grad = tl.where(kept, grad, 0.0)
     place = (local.to(tl.int64) * band + (i - first_query))[:, None] * stride + j[None, :]
     tl.store(WEIGHTS + place, weights.to(WEIGHTS.dtype.element_ty))
@@ -162,24 +155,23 @@ def _product_kernel(
         inner = first_inner + tl.arange(0, BLOCK_K)
         if TRANSPOSED:
             tile = tl.trans(tl.load(scores + inner.to(tl.int64)[:, None] * stride + outer[None, :]))
-            x = load_rows(x_first, inner, x_token, inner < n_queries, column, columns)
+            x = load_tile(x_first, inner, x_token, inner < n_queries, column, columns)
             if BY_QUERY:
                 x = (x.to(tl.float32) * (unit / (inner + offset + 1).to(tl.float32))[:, None]).to(x.dtype)
         else:
             tile = tl.load(scores + outer.to(tl.int64)[:, None] * stride + inner[None, :])
-            live = live_keys(MASK, row * keys + start, inner, n_keys)
-            x = load_rows(x_first, inner, x_token, live, column, columns)
+            live = load_kept(MASK, row * keys + start, inner, n_keys)
+            x = load_tile(x_first, inner, x_token, live, column, columns)
         output = dot(tile, x, output, PRECISION)
     if BY_QUERY:
         output = output / unit
     elif SCALED:
         output *= scales(LIVE, segment, outer, offset, n_keys, size, FUNCTION, CAUSAL)[:, None]
     total = keys if TRANSPOSED else queries
-    pointers = OUT + (row * total + start + outer)[:, None] * columns + column[None, :]
-    inside = (outer < rows)[:, None] & (column < columns)[None, :]
+    place = row * total + start + outer
     if ADD:
-        output += tl.load(pointers, mask=inside, other=0.0)
-    tl.store(pointers, output.to(OUT.dtype.element_ty), mask=inside)
+        output += load_tile(OUT, place, columns, outer < rows, column, columns)
+    store_tile(OUT, place, columns, outer < rows, column, columns, output)
 
 
 @triton.jit
@@ -210,8 +202,9 @@ def _bias_kernel(
     tl.store(TILES + program.to(tl.int64) * BLOCK * BLOCK + a[:, None] * BLOCK + a[None, :], total)
 
 
-class Blocks(NamedTuple):
-    """A configuration: a block of queries and one of keys, what is read of them or of columns at a time, columns."""
+class Configuration(NamedTuple):
+    """The tiles of the kernels and their options: a block of queries, one of keys, the number of either or of columns
+    that is read at a time, a block of columns."""
 
     queries: int
     keys: int
@@ -222,10 +215,10 @@ class Blocks(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What is computed at one time: some segments, and of their queries a band; and the scores of these."""
+    """The part of a call that is computed at one time: of some segments a band of queries, and the scores of these."""
 
-    problem: Problem
-    blocks: Blocks
+    call: Call
+    blocks: Configuration
     first_segment: int
     segments: int
     first_query: int
@@ -241,28 +234,30 @@ class _Part(NamedTuple):
         return self.weights.shape[2]
 
 
-def _blocks(p: Problem) -> Blocks:
-    hopper = target(p.query.device).capability >= (9, 0)
-    if not p.narrow:
-        return Blocks(block_of(p.queries, 64), block_of(p.keys, 64 if hopper else 32), 32, 64, 8, 2)
+def _configuration(call: Call) -> Configuration:
+    hopper = triton_launch.target(call.query.device).capability >= (9, 0)
+    if not call.narrow:
+        return Configuration(block_of(call.queries, 64), block_of(call.keys, 64 if hopper else 32), 32, 64, 8, 2)
     # Random numbers take registers.
-    largest = 128 if hopper and p.seed is None else 64
-    return Blocks(block_of(p.queries, 128), block_of(p.keys, largest), 64, 128, 8, 3)
+    largest = 128 if hopper and call.seed is None else 64
+    return Configuration(block_of(call.queries, 128), block_of(call.keys, largest), 64, 128, 8, 3)
 
 
 def backward(
-    grad_output, output, lse, query, key, value, bias, mask, bounds, function, causal, chunk, offset, dropout, seed,
-    precision,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """Gradients of query, key, value and bias; `output` and `lse`, of the forward pass, count for softmax only."""
-    arguments = query, key, value, bias, mask, bounds, function, causal, chunk, offset, dropout, seed, precision
-    p, grad_output = problem(*arguments), along_rows(grad_output)
-    delta = _delta(output, grad_output) if function == "softmax" else None
-    blocks = _blocks(p)
-    stride = _whole(p.keys, blocks.keys)
-    band = min(_whole(p.queries, blocks.queries), _whole(SCORES // stride, blocks.queries))
-    group = max(1, min(p.segments, SCORES // (band * stride)))
-    banded = band < p.queries
+    grad_output: torch.Tensor, output: torch.Tensor | None, lse: torch.Tensor, *arguments
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return the gradients of query, key, value and bias; `arguments` as in `forward`.
+
+    `output` and `lse` are those of the forward pass and count for softmax only.
+    """
+    (query, key, value, bias), call = arguments[:4], prepare(*arguments)
+    (grad_output,) = rows_contiguous(grad_output)
+    delta = _delta(output, grad_output) if call.constants["FUNCTION"] == "softmax" else None
+    blocks = _configuration(call)
+    stride = _whole(call.keys, blocks.keys)
+    band = min(_whole(call.queries, blocks.queries), _whole(SCORES // stride, blocks.queries))
+    group = max(1, min(call.segments, SCORES // (band * stride)))
+    banded = band < call.queries
     grad_query = query.new_empty(query.shape)
     # A band adds to what the bands before it gave.
     grad_key, grad_value = (
@@ -270,13 +265,13 @@ def backward(
     )
     grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
     weights, grad_scores = (x.new_empty(group, band, stride) for x in (value, query))
-    for first_segment in range(0, p.segments, group):
-        for first_query in range(0, max(p.queries, 1), band):
-            segments = min(group, p.segments - first_segment)
-            part = _Part(p, blocks, first_segment, segments, first_query, weights, grad_scores)
+    for first_segment in range(0, call.segments, group):
+        for first_query in range(0, max(call.queries, 1), band):
+            segments = min(group, call.segments - first_segment)
+            part = _Part(call, blocks, first_segment, segments, first_query, weights, grad_scores)
             _scores(part, grad_output, lse, delta)
-            _product(part, grad_scores, p.key, grad_query, transposed=False, scaled=True, add=False)
-            _product(part, grad_scores, p.query, grad_key, transposed=True, scaled=True, add=banded)
+            _product(part, grad_scores, call.key, grad_query, transposed=False, scaled=True, add=False)
+            _product(part, grad_scores, call.query, grad_key, transposed=True, scaled=True, add=banded)
             _product(part, weights, grad_output, grad_value, transposed=True, scaled=False, add=banded)
             if grad_bias is not None:
                 _add_diagonals(grad_bias, part)
@@ -287,10 +282,10 @@ def backward(
 def _delta(output, grad_output):
     batch, length, width = output.shape
     delta = output.new_empty(batch, length, dtype=torch.float32)
-    launch(
+    triton_launch.launch(
         _delta_kernel, (triton.cdiv(batch * length, 16),),
-        output, grad_output, delta, batch * length, length, width, *grad_output.stride()[:2],
-        num_warps=4, num_stages=2, BLOCK_M=16, BLOCK_V=block_of(width),
+        output, grad_output, delta, batch * length, length, width, *strides(grad_output, number=2),
+        num_warps=4, num_stages=2, BLOCK_M=16, BLOCK_V=block_of(width, 256),
     )  # fmt: skip
     return delta
 
@@ -300,31 +295,31 @@ def _whole(size: int, block: int) -> int:
 
 
 def _scores(part: _Part, grad_output, lse, delta):
-    p, blocks = part.problem, part.blocks
+    call, blocks = part.call, part.blocks
     row_blocks, key_blocks = part.band // blocks.queries, part.stride // blocks.keys
-    launch(
+    triton_launch.launch(
         _scores_kernel, (part.segments * row_blocks * key_blocks,),
-        p.query, p.key, p.value, grad_output, lse, delta, part.weights, part.grad_scores, *p.options,
-        *p.strides, *grad_output.stride()[:2],
+        call.query, call.key, call.value, grad_output, lse, delta, part.weights, part.grad_scores, *call.options,
+        *call.strides, *strides(grad_output, number=2),
         part.first_segment, part.first_query, part.band, part.stride, row_blocks, key_blocks,
-        num_warps=blocks.warps, num_stages=blocks.stages, **p.constants,
-        BLOCK_M=blocks.queries, BLOCK_N=blocks.keys, BLOCK_V=block_of(p.width, blocks.inner),
+        num_warps=blocks.warps, num_stages=blocks.stages, **call.constants,
+        BLOCK_M=blocks.queries, BLOCK_N=blocks.keys, BLOCK_V=block_of(call.width, blocks.inner),
     )  # fmt: skip
 
 
 def _product(part: _Part, scores, x, output, *, transposed, scaled, add):
-    p, blocks, columns = part.problem, part.blocks, x.shape[2]
+    call, blocks, columns = part.call, part.blocks, x.shape[2]
     rows, outer, inner = part.band, blocks.queries, blocks.keys
     if transposed:
-        rows, outer, inner = p.keys, blocks.keys, blocks.queries
+        rows, outer, inner = call.keys, blocks.keys, blocks.queries
     block_columns = block_of(columns, blocks.columns)
     row_blocks, slices = triton.cdiv(rows, outer), triton.cdiv(columns, block_columns)
-    queries, keys, size, _, chunk, chunks, offset, _ = p.sizes
-    constants = {name: p.constants[name] for name in ("FUNCTION", "CAUSAL", "PRECISION")}
-    launch(
+    queries, keys, size, _, chunk, chunks, offset, _ = call.sizes
+    constants = {name: call.constants[name] for name in ("FUNCTION", "CAUSAL", "PRECISION")}
+    triton_launch.launch(
         _product_kernel, (part.segments * row_blocks * slices,),
-        scores, x, output, p.mask, p.live, p.bounds,
-        queries, keys, size, chunk, chunks, offset, *x.stride()[:2], columns,
+        scores, x, output, call.mask, call.live, call.bounds,
+        queries, keys, size, chunk, chunks, offset, *strides(x, number=2), columns,
         part.first_segment, part.first_query, part.band, part.stride, row_blocks, slices,
         num_warps=blocks.warps, num_stages=blocks.stages, **constants, TRANSPOSED=transposed, SCALED=scaled, ADD=add,
         BLOCK_M=outer, BLOCK_K=min(inner, blocks.inner), BLOCK_N=block_columns,
@@ -332,21 +327,21 @@ def _product(part: _Part, scores, x, output, *, transposed, scaled, add):
 
 
 def _add_diagonals(grad_bias, part: _Part):
-    """Sums over the diagonals of the gradient of the scores."""
-    p, size = part.problem, min(64, part.blocks.queries, part.blocks.keys)
+    """Add the sums over the diagonals of the gradient of the scores."""
+    call, size = part.call, min(64, part.blocks.queries, part.blocks.keys)
     blocks = part.band // size
     diagonals = blocks + part.stride // size - 1
-    shares = min(part.segments, triton.cdiv(4 * target(grad_bias.device).processors, diagonals))
+    shares = min(part.segments, triton.cdiv(4 * triton_launch.target(grad_bias.device).processors, diagonals))
     share = triton.cdiv(part.segments, max(1, shares))
     shares = triton.cdiv(part.segments, max(1, share))
     tiles = grad_bias.new_empty(shares, diagonals, size, size)
-    queries, keys, _, _, chunk, chunks, offset, center = p.sizes
-    launch(
+    queries, keys, _, _, chunk, chunks, offset, center = call.sizes
+    triton_launch.launch(
         _bias_kernel, (shares * diagonals,),
-        part.grad_scores, tiles, p.bounds, queries, keys, chunk, chunks, offset,
+        part.grad_scores, tiles, call.bounds, queries, keys, chunk, chunks, offset,
         part.first_segment, part.segments, part.first_query, part.band, part.stride,
         blocks, diagonals, share,
-        num_warps=4, num_stages=3, CAUSAL=p.constants["CAUSAL"], BLOCK=size,
+        num_warps=4, num_stages=3, CAUSAL=call.constants["CAUSAL"], BLOCK=size,
     )  # fmt: skip
     # Row a of a tile begins size - 1 - a places behind the lower left corner's diagonal.
     skewed = torch.nn.functional.pad(tiles.sum(dim=0).flip(1), (0, size)).flatten(1)[:, : size * (2 * size - 1)]

@@ -11,10 +11,20 @@ import torch
 import triton
 import triton.language as tl
 
-from luna_mega.kernels._triton import choose, dot, launch, target
+from luna_mega.kernels.common import triton_launch
+from luna_mega.kernels.common.triton_launch import block_of, rows_contiguous, strides
+from luna_mega.kernels.common.triton_tiles import (
+    LOG2_E,
+    dot,
+    drop,
+    dropping,
+    load_kept,
+    load_tile,
+    rise,
+    store_tile,
+)
 from luna_mega.kernels.gated_attention import reference
 
-LOG2_E = tl.constexpr(math.log2(math.e))
 MEAN = tl.constexpr(reference.LAPLACE_MEAN)
 INVERSE_DEVIATION = tl.constexpr(1.0 / reference.LAPLACE_DEVIATION)
 SQRT_HALF = tl.constexpr(math.sqrt(0.5))
@@ -23,7 +33,7 @@ DENSITY = tl.constexpr(1.0 / (reference.LAPLACE_DEVIATION * math.sqrt(2.0 * math
 
 @triton.jit
 def find_segment(index, BOUNDS, queries, keys, chunk, chunks):
-    """Batch row and first token of a segment, its numbers of queries and of keys."""
+    """Return the batch row and the first token of a segment, its numbers of queries and of keys."""
     if BOUNDS is None:
         row = index // chunks
         start = index % chunks * chunk
@@ -38,23 +48,8 @@ def find_segment(index, BOUNDS, queries, keys, chunk, chunks):
 
 
 @triton.jit
-def load_rows(base, rows, stride, kept, columns, width):
-    """`[rows, columns]`; 0 where a row is not kept: what stands there may be NaN."""
-    pointers = base + rows.to(tl.int64)[:, None] * stride + columns[None, :]
-    return tl.load(pointers, mask=kept[:, None] & (columns < width)[None, :], other=0.0)
-
-
-@triton.jit
-def live_keys(MASK, first, j, n_keys):
-    live = j < n_keys
-    if MASK is not None:
-        live = live & (tl.load(MASK + first + j, mask=live, other=0) != 0)
-    return live
-
-
-@triton.jit
 def scales(LIVE, segment, i, offset, n_keys, size, FUNCTION: tl.constexpr, CAUSAL: tl.constexpr):
-    """1 / divisor of the queries i."""
+    """Return 1 / the divisor of the queries i."""
     if FUNCTION == "softmax":
         return 1.0 / tl.sqrt(i.to(tl.float32) * 0.0 + size)
     if CAUSAL:
@@ -69,19 +64,19 @@ def multiply(
     q, q_first, i, q_token, n_queries, k_first, j, k_token, live, size,
     SIZE: tl.constexpr, BLOCK_Z: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Q K^T `[i, j]`; the queries are loaded where `q` is None."""
+    """Return Q K^T `[i, j]`; the queries are loaded where `q` is None."""
     products = tl.zeros([i.shape[0], j.shape[0]], tl.float32)
     for first in tl.static_range(0, SIZE, BLOCK_Z):
         z = first + tl.arange(0, BLOCK_Z)
-        part = load_rows(q_first, i, q_token, i < n_queries, z, size) if q is None else q
-        k = load_rows(k_first, j, k_token, live, z, size)
+        part = load_tile(q_first, i, q_token, i < n_queries, z, size) if q is None else q
+        k = load_tile(k_first, j, k_token, live, z, size)
         products = dot(part, tl.trans(k), products, PRECISION)
     return products
 
 
 @triton.jit
 def finish(products, scale, BIAS, center, i, j, live, n_queries, offset, CAUSAL: tl.constexpr):
-    """Scores `[i, j]`, and which of them count."""
+    """Return the scores `[i, j]`, and which of them count."""
     kept = (i < n_queries)[:, None] & live[None, :]
     lag = j[None, :] - (i + offset)[:, None]
     if CAUSAL:
@@ -94,7 +89,7 @@ def finish(products, scale, BIAS, center, i, j, live, n_queries, offset, CAUSAL:
 
 @triton.jit
 def elementwise(scores, kept, FUNCTION: tl.constexpr):
-    """Weights of laplace and relu2."""
+    """Return the weights of laplace and relu2."""
     if FUNCTION == "laplace":
         weights = 0.5 + 0.5 * tl.math.erf((scores - MEAN) * (INVERSE_DEVIATION * SQRT_HALF))
     else:
@@ -104,16 +99,9 @@ def elementwise(scores, kept, FUNCTION: tl.constexpr):
 
 
 @triton.jit
-def dropped(SEED, segment, i, j, chunk, dropout):
-    """What the weights are multiplied by; the same for a weight wherever it is computed."""
-    element = (segment.to(tl.int64) * chunk + i)[:, None] * chunk + j[None, :]
-    return tl.where(tl.rand(tl.load(SEED), element) >= dropout, 1.0 / (1.0 - dropout), 0.0)
-
-
-@triton.jit
 def _forward_kernel(
     Q, K, V, OUT, LSE, BIAS, MASK, LIVE, BOUNDS, SEED,
-    queries, keys, size, width, chunk, chunks, offset, center, dropout,
+    queries, keys, size, width, chunk, chunks, offset, center, threshold, rescale,
     q_row, q_token, k_row, k_token, v_row, v_token, blocks, slices,
     FUNCTION: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
     SIZE: tl.constexpr, BLOCK_Z: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -131,7 +119,7 @@ def _forward_kernel(
     k_first = K + row * k_row + start * k_token
     q = None
     if BLOCK_Z == SIZE:
-        q = load_rows(q_first, i, q_token, i < n_queries, tl.arange(0, SIZE), size)
+        q = load_tile(q_first, i, q_token, i < n_queries, tl.arange(0, SIZE), size)
     scale = scales(LIVE, segment, i, offset, n_keys, size, FUNCTION, CAUSAL)
     output = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -141,25 +129,21 @@ def _forward_kernel(
         seen = tl.minimum(n_keys, offset + (block + 1) * BLOCK_M)
     for first in range(0, seen, BLOCK_N):
         j = first + tl.arange(0, BLOCK_N)
-        live = live_keys(MASK, row * keys + start, j, n_keys)
+        live = load_kept(MASK, row * keys + start, j, n_keys)
         products = multiply(
             q, q_first, i, q_token, n_queries, k_first, j, k_token, live, size, SIZE, BLOCK_Z, PRECISION
         )
         scores, kept = finish(products, scale, BIAS, center, i, j, live, n_queries, offset, CAUSAL)
         if FUNCTION == "softmax":
             scores = tl.where(kept, scores * LOG2_E, float("-inf"))
-            larger = tl.maximum(largest, tl.max(scores, axis=1))
-            finite = tl.where(larger == float("-inf"), 0.0, larger)
-            shrink = tl.exp2(largest - finite)
-            weights = tl.exp2(scores - finite[:, None])
+            largest, shift, shrink = rise(largest, tl.max(scores, axis=1))
+            weights = tl.exp2(scores - shift[:, None])
             total = total * shrink + tl.sum(weights, axis=1)
             output = output * shrink[:, None]
-            largest = larger
         else:
             weights = elementwise(scores, kept, FUNCTION)
-        if SEED is not None:
-            weights *= dropped(SEED, segment, i, j, chunk, dropout)
-        values = load_rows(V + row * v_row + start * v_token, j, v_token, live, v, width)
+        weights = drop(weights, SEED, threshold, rescale, segment, i, first, BLOCK_M, BLOCK_N)
+        values = load_tile(V + row * v_row + start * v_token, j, v_token, live, v, width)
         output = dot(weights.to(values.dtype), values, output, PRECISION)
     token = row * queries + start + i
     if FUNCTION == "softmax":
@@ -168,14 +152,13 @@ def _forward_kernel(
         if program % slices == 0:
             largest = tl.where(largest == float("-inf"), 0.0, largest)
             tl.store(LSE + token, largest + tl.log2(total), mask=i < n_queries)
-    inside = (i < n_queries)[:, None] & (v < width)[None, :]
-    tl.store(OUT + token[:, None] * width + v[None, :], output.to(OUT.dtype.element_ty), mask=inside)
+    store_tile(OUT, token, width, i < n_queries, v, width, output)
 
 
 @triton.jit
 def _resident_kernel(
     Q, K, V, OUT, LSE, BIAS, MASK, LIVE, BOUNDS, SEED,
-    queries, keys, size, width, chunk, chunks, offset, center, dropout,
+    queries, keys, size, width, chunk, chunks, offset, center, threshold, rescale,
     q_row, q_token, k_row, k_token, v_row, v_token, blocks, slices,
     FUNCTION: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
     SIZE: tl.constexpr, BLOCK_Z: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -194,7 +177,7 @@ def _resident_kernel(
     j = tl.arange(0, BLOCK_N)
     q_first = Q + row * q_row + start * q_token
     k_first = K + row * k_row + start * k_token
-    live = live_keys(MASK, row * keys + start, j, n_keys)
+    live = load_kept(MASK, row * keys + start, j, n_keys)
     products = multiply(None, q_first, i, q_token, n_queries, k_first, j, k_token, live, size, SIZE, BLOCK_Z, PRECISION)
     scale = scales(LIVE, segment, i, offset, n_keys, size, FUNCTION, CAUSAL)
     scores, kept = finish(products, scale, BIAS, center, i, j, live, n_queries, offset, CAUSAL)
@@ -211,18 +194,16 @@ def _resident_kernel(
             tl.store(LSE + token, finite + tl.log2(total), mask=i < n_queries)
     else:
         weights = elementwise(scores, kept, FUNCTION)
-    if SEED is not None:
-        weights *= dropped(SEED, segment, i, j, chunk, dropout)
+    weights = drop(weights, SEED, threshold, rescale, segment, i, 0, BLOCK_M, BLOCK_N)
     weights = weights.to(V.dtype.element_ty)
     for first in range(program % slices * BLOCK_V, width, slices * BLOCK_V):
         v = first + tl.arange(0, BLOCK_V)
-        values = load_rows(V + row * v_row + start * v_token, j, v_token, live, v, width)
+        values = load_tile(V + row * v_row + start * v_token, j, v_token, live, v, width)
         output = dot(weights, values, tl.zeros([BLOCK_M, BLOCK_V], tl.float32), PRECISION)
-        inside = (i < n_queries)[:, None] & (v < width)[None, :]
-        tl.store(OUT + token[:, None] * width + v[None, :], output.to(OUT.dtype.element_ty), mask=inside)
+        store_tile(OUT, token, width, i < n_queries, v, width, output)
 
 
-class Problem(NamedTuple):
+class Call(NamedTuple):
     """The arguments of one call as the kernels take them."""
 
     query: torch.Tensor
@@ -241,7 +222,7 @@ class Problem(NamedTuple):
 
     @property
     def queries(self) -> int:
-        """Of a segment, at most."""
+        """Return the number of queries of a segment, at most."""
         return min(self.query.shape[1], self.chunk)
 
     @property
@@ -254,29 +235,29 @@ class Problem(NamedTuple):
 
     @property
     def options(self) -> tuple:
-        """Of the kernels, from `BIAS` to `dropout`."""
-        return self.bias, self.mask, self.live, self.bounds, self.seed, *self.sizes, self.dropout
+        """Return the arguments of the kernels from `BIAS` to `rescale`."""
+        return self.bias, self.mask, self.live, self.bounds, self.seed, *self.sizes, *dropping(self.dropout)
 
     @property
     def sizes(self) -> tuple:
+        """Return the arguments of the kernels from `queries` to `center`."""
         chunks = self.segments // max(1, self.query.shape[0]) if self.bounds is None else 1
         center = 0 if self.bias is None else self.bias.shape[0] // 2
         return *self.query.shape[1:2], *self.key.shape[1:], self.width, self.chunk, chunks, self.offset, center
 
     @property
     def strides(self) -> tuple:
-        return *self.query.stride()[:2], *self.key.stride()[:2], *self.value.stride()[:2]
+        return strides(self.query, self.key, self.value, number=2)
 
     @property
     def narrow(self) -> bool:
-        """Whether every operand of a matrix product has 16 bits."""
+        """Return whether every operand of a matrix product has 16 bits."""
         return self.query.dtype.itemsize == self.value.dtype.itemsize == 2
 
 
-def problem(
-    query, key, value, bias, mask, bounds, function, causal, chunk, offset, dropout, seed, precision
-) -> Problem:
-    query, key, value = (along_rows(x) for x in (query, key, value))
+def prepare(query, key, value, bias, mask, bounds, function, causal, chunk, offset, dropout, seed, precision) -> Call:
+    """Return the call of the operator's arguments."""
+    query, key, value = rows_contiguous(query, key, value)
     batch, length, size = query.shape
     segments = batch * triton.cdiv(max(length, key.shape[1], 1), chunk) if bounds is None else bounds.shape[0]
     live = None
@@ -284,25 +265,16 @@ def problem(
         if function != "softmax" and not causal:
             live = _count_live(mask, bounds, chunk, segments)
         mask = mask.contiguous().view(torch.uint8)
-    constants = {"FUNCTION": function, "CAUSAL": causal, "PRECISION": precision}
-    narrow = query.dtype.itemsize == value.dtype.itemsize == 2
-    # Of float32, the parts that a product is made of take registers.
-    constants |= {"SIZE": block_of(size), "BLOCK_Z": block_of(size, 256 if narrow else 64)}
     bias = None if bias is None else bias.float().contiguous()
-    return Problem(query, key, value, bias, mask, live, bounds, seed, chunk, segments, offset, dropout, constants)
-
-
-def along_rows(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def block_of(size: int, largest: int = 256) -> int:
-    """The least block that holds `size`; at least 16, as matrix products need, and at most `largest`."""
-    return min(max(16, triton.next_power_of_2(size)), largest)
+    constants = {"FUNCTION": function, "CAUSAL": causal, "PRECISION": precision, "SIZE": block_of(size, 256)}
+    call = Call(query, key, value, bias, mask, live, bounds, seed, chunk, segments, offset, dropout, constants)
+    # In float32 the three passes of a product take registers.
+    constants["BLOCK_Z"] = block_of(size, 256 if call.narrow else 64)
+    return call
 
 
 def _count_live(mask, bounds, chunk, segments):
-    """Keys that the mask keeps, of every segment."""
+    """Return the number of keys that the mask keeps, of every segment."""
     if bounds is not None:
         seen = torch.nn.functional.pad(mask[0].cumsum(0, dtype=torch.int32), (1, 0))
         return (seen[bounds[:, 1]] - seen[bounds[:, 0]]).contiguous()
@@ -311,8 +283,8 @@ def _count_live(mask, bounds, chunk, segments):
     return padded.view(segments, chunk).sum(dim=1, dtype=torch.int32)
 
 
-class Forward(NamedTuple):
-    """A configuration."""
+class Configuration(NamedTuple):
+    """The tiles of a kernel and its options: rows of queries, keys, columns of the value."""
 
     rows: int
     keys: int
@@ -321,49 +293,61 @@ class Forward(NamedTuple):
     stages: int
 
 
-def _configurations(p: Problem) -> list[Forward]:
-    """What compiles to few or no spilled registers and fits the shared memory; the default first."""
-    hopper = target(p.query.device).capability >= (9, 0)
-    size, rows, columns = p.constants["SIZE"], block_of(p.queries, 64), block_of(p.width, 128)
-    if not p.narrow:
-        return [Forward(rows, block_of(p.keys, 32 if hopper else 16), min(columns, 64), 8, 2)]
+def _configurations(call: Call) -> list[Configuration]:
+    """Return those that compile to few or no spilled registers and fit the shared memory, the default first."""
+    hopper = triton_launch.target(call.query.device).capability >= (9, 0)
+    size, rows, columns = call.constants["SIZE"], block_of(call.queries, 64), block_of(call.width, 128)
+    if not call.narrow:
+        return [Configuration(rows, block_of(call.keys, 32 if hopper else 16), min(columns, 64), 8, 2)]
     if rows < 64:
         # Few rows leave the tensor cores idle anyway; narrow slices of the value keep more processors busy.
-        return [Forward(rows, block_of(p.keys, 64), min(columns, 64), 4, 3 if hopper else 2)]
+        return [Configuration(rows, block_of(call.keys, 64), min(columns, 64), 4, 3 if hopper else 2)]
     # Random numbers take registers.
-    if p.keys <= (256 if hopper and p.seed is None else 128):
-        warps = 4 if p.keys <= 128 and p.seed is None else 8
-        return [Forward(rows, block_of(p.keys), columns, warps, 2)]
-    rows = block_of(p.queries, 128)
+    if call.keys <= (256 if hopper and call.seed is None else 128):
+        warps = 4 if call.keys <= 128 and call.seed is None else 8
+        return [Configuration(rows, block_of(call.keys, 256), columns, warps, 2)]
+    rows = block_of(call.queries, 128)
     if not hopper:
-        return [Forward(rows, 32, columns, 8, 2)]
-    heavy = p.constants["FUNCTION"] == "softmax" or size > 128 or p.seed is not None
-    default = Forward(rows, 32, block_of(p.width), 8, 3) if heavy else Forward(rows, 64, block_of(p.width), 8, 2)
-    return [default, Forward(rows, 64, columns, 8, 2), Forward(rows, 32, columns, 8, 3)]
+        return [Configuration(rows, 32, columns, 8, 2)]
+    heavy = call.constants["FUNCTION"] == "softmax" or size > 128 or call.seed is not None
+    default = (
+        Configuration(rows, 32, block_of(call.width, 256), 8, 3)
+        if heavy
+        else Configuration(rows, 64, block_of(call.width, 256), 8, 2)
+    )
+    return [default, Configuration(rows, 64, columns, 8, 2), Configuration(rows, 32, columns, 8, 3)]
 
 
 def forward(*arguments) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output `[B, T, V]`, and for softmax the logarithm to base 2 of its denominators, `[B, T]` float32."""
-    p = problem(*arguments)
-    batch, length = p.query.shape[:2]
-    output = p.value.new_empty(batch, length, p.width)
-    lse = p.query.new_empty((batch, length) if p.constants["FUNCTION"] == "softmax" else 0, dtype=torch.float32)
+    """Return the output `[B, T, V]`, and for softmax the logarithm to base 2 of its denominators, `[B, T]` float32."""
+    call = prepare(*arguments)
+    batch, length = call.query.shape[:2]
+    output = call.value.new_empty(batch, length, call.width)
+    lse = call.query.new_empty((batch, length) if call.constants["FUNCTION"] == "softmax" else 0, dtype=torch.float32)
 
-    def run(c: Forward):
-        resident = p.keys <= c.keys
-        blocks, slices = triton.cdiv(p.queries, c.rows), triton.cdiv(p.width, c.columns)
+    def run(c: Configuration):
+        resident = call.keys <= c.keys
+        blocks, slices = triton.cdiv(call.queries, c.rows), triton.cdiv(call.width, c.columns)
         if resident:
             # As many slices in one program as leave work for every processor.
-            wanted = triton.cdiv(2 * target(p.query.device).processors, max(1, p.segments * blocks))
+            wanted = triton.cdiv(2 * triton_launch.target(call.query.device).processors, max(1, call.segments * blocks))
             slices = max(1, min(slices, wanted))
-        launch(
+        triton_launch.launch(
             _resident_kernel if resident else _forward_kernel,
-            (p.segments * blocks * slices,),
-            *(p.query, p.key, p.value, output, lse, *p.options, *p.strides, blocks, slices),
-            num_warps=c.warps, num_stages=c.stages, **p.constants, BLOCK_M=c.rows, BLOCK_N=c.keys, BLOCK_V=c.columns,
+            (call.segments * blocks * slices,),
+            *(call.query, call.key, call.value, output, lse, *call.options, *call.strides, blocks, slices),
+            num_warps=c.warps, num_stages=c.stages, **call.constants, BLOCK_M=c.rows, BLOCK_N=c.keys, BLOCK_V=c.columns,
         )  # fmt: skip
 
-    lengths = triton.next_power_of_2(p.queries), triton.next_power_of_2(p.keys)
-    key = "gated_attention", p.query.device, p.query.dtype, p.value.dtype, *lengths, p.width, *p.constants.values()
-    choose(key, _configurations(p), run)
+    lengths = triton.next_power_of_2(call.queries), triton.next_power_of_2(call.keys)
+    key = (
+        "gated_attention",
+        call.query.device,
+        call.query.dtype,
+        call.value.dtype,
+        *lengths,
+        call.width,
+        *call.constants.values(),
+    )
+    triton_launch.choose(key, _configurations(call), run)
     return output, lse

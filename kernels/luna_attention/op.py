@@ -10,11 +10,11 @@ from luna_mega.kernels.luna_attention import reference, torch_backend
 
 def _triton(query, key, value, mask, scale, dropout, cu_seqlens=None, packed=None, max_seqlen=0):
     # Imported where it is needed: the import decides whether kernels are interpreted.
-    from luna_mega.kernels.luna_attention import triton_backend
+    from luna_mega.kernels.luna_attention import triton_ops
 
     if cu_seqlens is None and _sdpa_is_best(query, key, value, mask):
         return torch_backend.sdpa(query, key, value, mask, scale, dropout)
-    return triton_backend.attend(query, key, value, mask, scale, dropout, cu_seqlens, packed, max_seqlen)
+    return triton_ops.attend(query, key, value, mask, scale, dropout, cu_seqlens, packed, max_seqlen)
 
 
 BACKENDS: dict[str, Callable[..., torch.Tensor]] = {
@@ -31,10 +31,11 @@ def luna_pack(
     mask: torch.Tensor | None = None,
     *,
     dropout: float = 0.0,
+    return_weights: bool = False,
     backend: str | None = None,
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Pack a context of any length into L rows: softmax(P K^T / sqrt(K)) V per head (Luna eq. 3).
 
     Args:
@@ -42,6 +43,8 @@ def luna_pack(
         key, value: projected context, `[B, M, H, K]`; the same tensor twice where key and value are tied.
         mask: `[B, M]` bool, True = a context position that may be attended to; None = all.
         dropout: probability with which a weight is dropped (the caller passes 0 in evaluation).
+        return_weights: return (output, weights `[B, H, L, M]`), computed step by step by the reference, whatever the
+            backend. Not with `cu_seqlens`.
         backend: one of `"auto"`, `"reference"`, `"torch"`, `"triton"`; None = as `luna_mega.kernels.api.use_backend`
             and `LUNA_MEGA_BACKEND` say. `"triton"` takes float32, float16 and bfloat16 and head sizes up to 128, and
             leaves to PyTorch's attention what that is best at.
@@ -56,7 +59,8 @@ def luna_pack(
     Raises:
         ValueError: shapes, dtypes or devices do not fit together, or the backend does not exist or cannot take them.
     """
-    return _attend("luna_pack", pack_query, key, value, mask, dropout, backend, cu_seqlens, max_seqlen)
+    options = (dropout, return_weights, backend, cu_seqlens, max_seqlen)
+    return _attend("luna_pack", pack_query, key, value, mask, *options)
 
 
 def luna_unpack(
@@ -66,16 +70,19 @@ def luna_unpack(
     mask: torch.Tensor | None = None,
     *,
     dropout: float = 0.0,
+    return_weights: bool = False,
     backend: str | None = None,
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Unpack for every query: softmax(Q K^T / sqrt(K)) V over the L packed rows (Luna eq. 4).
 
     Arguments, result and errors as `luna_pack`, with `query` `[B, T, H, K]`, `key` and `value` `[B, L, H, K]`, `mask`
-    `[B, L]`. With `cu_seqlens` the queries lie end to end: they and the result are `[1, total, H, K]`.
+    `[B, L]` and weights `[B, H, T, L]`. With `cu_seqlens` the queries lie end to end: they and the result are `[1,
+    total, H, K]`.
     """
-    return _attend("luna_unpack", query, key, value, mask, dropout, backend, cu_seqlens, max_seqlen)
+    options = (dropout, return_weights, backend, cu_seqlens, max_seqlen)
+    return _attend("luna_unpack", query, key, value, mask, *options)
 
 
 def luna_attention(
@@ -88,10 +95,11 @@ def luna_attention(
     context_mask: torch.Tensor | None = None,
     pack_mask: torch.Tensor | None = None,
     dropout: float = 0.0,
+    return_weights: bool = False,
     backend: str | None = None,
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """Linear unified nested attention (Luna section 3.1): pack the context, project what was packed, unpack.
 
     Args:
@@ -100,12 +108,13 @@ def luna_attention(
         pack_key, pack_value: `[B, M, Hp, Kp]`, the context.
         project: maps the packed context `[B, L, Hp, Kp]` to unpack key and value, `[B, L, H, K]` each.
         context_mask, pack_mask: `[B, M]` and `[B, L]` bool, True = keep; None = all.
-        dropout, backend: as in `luna_pack`.
+        dropout, return_weights, backend: as in `luna_pack`.
         cu_seqlens, max_seqlen: as in `luna_pack`, for queries and context alike, which are then the same B sequences
             end to end: `query` `[1, total, H, K]`, context `[1, total, Hp, Kp]` and `context_mask` `[1, total]`.
 
     Returns:
-        (output `[B, T, H, K]`, packed context `[B, L, Hp, Kp]`).
+        (output `[B, T, H, K]`, packed context `[B, L, Hp, Kp]`); with `return_weights` (these, unpack weights `[B, H,
+        T, L]`, pack weights `[B, Hp, L, M]`).
 
     Raises:
         ValueError: as `luna_pack`.
@@ -117,7 +126,7 @@ def luna_attention(
         >>> output.shape, packed.shape
         (torch.Size([2, 100, 4, 16]), torch.Size([2, 8, 4, 16]))
     """
-    options = {"dropout": dropout, "backend": backend}
+    options = {"dropout": dropout, "return_weights": return_weights, "backend": backend}
     if cu_seqlens is not None:
         if query.shape[:2] != pack_key.shape[:2]:
             raise ValueError(
@@ -128,15 +137,21 @@ def luna_attention(
             max_seqlen = varlen.check("luna_attention", cu_seqlens, None, query.shape[1])
         options |= {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
     packed = luna_pack(pack_query, pack_key, pack_value, context_mask, **options)
-    key, value = project(packed)
-    return luna_unpack(query, key, value, pack_mask, **options), packed
+    if return_weights:
+        packed, pack_weights = packed
+    output = luna_unpack(query, *project(packed), pack_mask, **options)
+    return (output[0], packed, output[1], pack_weights) if return_weights else (output, packed)
 
 
-def _attend(op, query, key, value, mask, dropout, backend, cu_seqlens, max_seqlen):
+def _attend(op, query, key, value, mask, dropout, return_weights, backend, cu_seqlens, max_seqlen):
     packed = None if cu_seqlens is None else "key" if op == "luna_pack" else "query"
     _check(op, query, key, value, mask, dropout, cu_seqlens, packed)
     chosen = _dispatch.select(op, BACKENDS, backend, query.device, _unsupported(query))
     options = query.shape[-1] ** -0.5, dropout
+    if return_weights:
+        if packed is not None:
+            raise ValueError(f"{op} returns no weights of ragged sequences: leave return_weights or cu_seqlens out")
+        return reference.attend(query, key, value, mask, *options)
     if packed is None:
         return BACKENDS[chosen](query, key, value, mask, *options)
     total = (query if packed == "query" else key).shape[1]

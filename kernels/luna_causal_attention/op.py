@@ -11,15 +11,15 @@ from luna_mega.kernels.luna_causal_attention.reference import LunaCausalState
 
 
 def _triton_attend(*arguments):
-    from luna_mega.kernels.luna_causal_attention import triton_backend
+    from luna_mega.kernels.luna_causal_attention import triton_ops
 
-    return triton_backend.attend(*arguments)
+    return triton_ops.attend(*arguments)
 
 
 def _triton_step(*arguments):
-    from luna_mega.kernels.luna_causal_attention import triton_backend
+    from luna_mega.kernels.luna_causal_attention import triton_ops
 
-    return triton_backend.step(*arguments)
+    return triton_ops.step(*arguments)
 
 
 BACKENDS: dict[str, Callable] = {
@@ -46,11 +46,12 @@ def luna_causal_attention(
     activation: str = "softplus",
     state: LunaCausalState | None = None,
     return_state: bool = False,
+    return_weights: bool = False,
     dropout: float = 0.0,
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
     backend: str | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, LunaCausalState]:
+) -> torch.Tensor | tuple:
     """Causal linear unified nested attention (Luna section 3.3), in time and memory linear in T.
 
     With z = K^-1/2 and the pack weights a_t = act(z pack_query pack_key_t), every token t attends to the L rows of P,
@@ -70,6 +71,8 @@ def luna_causal_attention(
         activation: `"softplus"`: log2(1 + 2^s), or `"elu"`: elu(s) + 1.
         state: what an earlier call returned: this one continues it; None = these are the first tokens.
         return_state: return the state behind the last token as well.
+        return_weights: return the unpack weights w `[B, H, T, L]` as well, computed step by step by the reference,
+            whatever the backend, in memory of T times the state. Not with `cu_seqlens`.
         dropout: probability with which a pack weight and an unpack weight is dropped (the caller passes 0 in
             evaluation); both sums see the same pack weights.
         cu_seqlens: `[S + 1]` int32 or int64, ascending from 0 to T: B is 1, and the tokens are those of S sequences end
@@ -80,10 +83,10 @@ def luna_causal_attention(
             and `LUNA_MEGA_BACKEND` say.
 
     Returns:
-        `[B, T, H, V]` in the dtype of the inputs; with `return_state` (that, state). Everything up to the result and
-        the state are float32, under autocast as well, float64 where the inputs are. Gradients flow through both
-        states. A token without any kept token up to it, and a row whose P is masked throughout, give 0, with
-        gradient 0.
+        `[B, T, H, V]` in the dtype of the inputs; with `return_weights` and `return_state` a tuple of it, the weights
+        and the state, as asked for. Everything up to the result and the state are float32, under autocast as well,
+        float64 where the inputs are. Gradients flow through both states. A token without any kept token up to it, and
+        a row whose P is masked throughout, give 0, with gradient 0.
 
     Raises:
         ValueError: shapes, dtypes or options do not fit together, or the backend does not exist or cannot run them:
@@ -102,6 +105,8 @@ def luna_causal_attention(
     if query.dim() != 4 or query.shape[1] == 0:
         raise ValueError(f"{op} needs query [batch, length, heads, size] of length 1 or more, got {list(query.shape)}")
     if cu_seqlens is not None:
+        if return_weights:
+            raise ValueError(f"{op} returns no weights of ragged sequences: leave return_weights or cu_seqlens out")
         _check_packed(op, query, (pack_key, key, value), mask)
         total, longest = query.shape[1], varlen.check(op, cu_seqlens, max_seqlen, query.shape[1])
         kept = varlen.keep(cu_seqlens, longest)
@@ -110,10 +115,15 @@ def luna_causal_attention(
     _check(op, query, pack_query, pack_key, key, value, mask, pack_mask, activation, state, dropout)
     unsupported = _unsupported(query, pack_query, value)
     run = BACKENDS[_dispatch.select(op, BACKENDS, backend, query.device, unsupported)]
-    output, state = _run(run, query, pack_query, pack_key, key, value, mask, pack_mask, activation, state, dropout)
+    if return_weights:
+        run = reference.attend_with_weights
+    output, *weights, state = _run(
+        run, query, pack_query, pack_key, key, value, mask, pack_mask, activation, state, dropout
+    )
     if cu_seqlens is not None:
         output = varlen.unpad(output, cu_seqlens, total)
-    return (output, state) if return_state else output
+    result = (output, *weights, state) if return_state else (output, *weights)
+    return result if len(result) > 1 else output
 
 
 def luna_causal_attention_step(

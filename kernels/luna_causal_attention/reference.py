@@ -58,6 +58,13 @@ def pack_weights(
     return weights
 
 
+def token_count(mask: torch.Tensor | None, query: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
+    """Return the number of kept tokens up to and including each, `[B, T]`, after `seen` `[B]` earlier ones."""
+    kept = torch.ones(query.shape[:2], dtype=torch.int64, device=query.device) if mask is None else mask
+    count = kept.cumsum(dim=1)
+    return count if seen is None else count + seen[:, None]
+
+
 def attend_with_weights(
     query: torch.Tensor,
     pack_query: torch.Tensor,
@@ -82,15 +89,13 @@ def attend_with_weights(
     if pack_mask is not None:
         pack_query = pack_query.masked_fill(~pack_mask[..., None, None], 0.0)
     packed = torch.dropout(pack_weights(pack_key, pack_query, mask, pack_mask, activation), dropout, train=True)
-    kept = torch.ones(key.shape[:2], dtype=torch.int64, device=key.device) if mask is None else mask
-    count = kept.cumsum(dim=1)
+    count = token_count(mask, query, None if state is None else state.count)
     key_sum = torch.einsum("bthk,bhtl->bhtkl", key, packed).cumsum(dim=2)
     value_sum = torch.einsum("bhtl,bthv->bhtlv", packed, value).cumsum(dim=2)
     if state is not None:
         seen = state.count.to(wide)[:, None, None, None, None]
         key_sum = key_sum + seen * state.key_mean.to(wide)[:, :, None]
         value_sum = value_sum + seen * state.value_mean.to(wide)[:, :, None]
-        count = count + state.count[:, None]
     # Before the first token the sums are 0, and so is the result.
     divisor = count.clamp(min=1).to(wide)[:, None, :, None, None]
     key_mean, value_mean = key_sum / divisor, value_sum / divisor

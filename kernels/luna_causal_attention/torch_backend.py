@@ -38,7 +38,7 @@ def attend(
         output, state = step(*tokens, None if mask is None else mask[:, 0], pack_mask, activation, state, dropout)
         return output[:, None], state
     key_mean, value_mean, seen = (None, None, None) if state is None else state
-    count = _count(mask, query, seen)
+    count = reference.token_count(mask, query, seen)
     # The backward pass draws the dropped weights again from this seed.
     seed = torch.randint(2**63 - 1, ()) if dropout > 0.0 else None
     output, key_mean, value_mean = torch.ops.luna_mega.luna_causal_attention(
@@ -70,7 +70,9 @@ def step(
     if pack_mask is not None:
         packed = packed.masked_fill(~pack_mask[:, None], 0.0)
     packed = torch.dropout(packed, dropout, train=True)
-    count = _count(None if mask is None else mask[:, None], query[:, None], None if state is None else state.count)
+    count = reference.token_count(
+        None if mask is None else mask[:, None], query[:, None], None if state is None else state.count
+    )
     rate = count.clamp(min=1).to(wide).reciprocal()[:, :, None, None]
     if mask is not None:  # a first token that is masked starts from 0
         rate = rate.masked_fill((~mask & (count[:, 0] > 0))[:, None, None, None], 0.0)
@@ -90,13 +92,6 @@ def _wide(x):
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _count(mask, query, seen):
-    """Kept tokens up to and including each, `[B, T]`."""
-    kept = torch.ones(query.shape[:2], dtype=torch.int64, device=query.device) if mask is None else mask
-    count = kept.cumsum(dim=1)
-    return count if seen is None else count + seen[:, None]
-
-
 def _exported(tokens, pack_query, mask, pack_mask, activation, state, dropout):
     """`attend` for any length in one program."""
     batch, length = tokens[0].shape[:2]
@@ -110,7 +105,7 @@ def _exported(tokens, pack_query, mask, pack_mask, activation, state, dropout):
     if mask is not None:
         kept = kept & mask[:, position]
     state = (None, None, None) if state is None else state
-    count = _count(kept, kept, state[2])
+    count = reference.token_count(kept, kept, state[2])
     tokens = [x[:, position] for x in tokens]
     block = _Block(tokens, pack_query, count, (kept, pack_mask), state, activation, CHUNK)
     block.weigh(dropout, None)

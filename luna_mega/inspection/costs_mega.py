@@ -33,18 +33,18 @@ FORMULAS = {
     "2 n (z + d); feed-forward 4 d f. Head: 2 for each weight, for every token (language models; an adaptive softmax "
     "scores all words) or once a sequence. Norms, softmax and activations are not counted. A training step takes about "
     "three times as many. Source and target of an encoder-decoder have n positions each.",
-    "inference": "n max(7d + 5v + 4z, 4d + 2f) numbers, in chunks with padding at least 6n (d + v + z); at least "
-    "n (V + 2d) with a masked-LM head, n (V + d) with that of a decoder, n (2V + d) with an adaptive softmax. A "
-    "decoder with an encoder adds the n d of its output. Attention works in blocks of some MB, which are not counted.",
-    "training": "In each layer n ((11 + 3m + 2k) d + (6 + b) v + 5z + (2 + a) f + 6) numbers, in chunks with padding "
-    "2 n v more, and for the kernels of the moving average, once a batch, about r (K + h (2K / i + i + 17)), with r = "
-    "d for each direction, K = min(n, truncation) and i = 16 up to K = 256, else 64; from 4096 positions on, without "
-    "truncation, r (64 + 240 h); in the embeddings n ((1 + m) d + 3), in a masked-LM head n ((1 + 2m) d + 2V), in a "
-    "causal one n ((1 + m) d + 2V), in that of an encoder-decoder n (d + 2V), in an adaptive softmax n ((1 + m) d + "
-    "W), where W is the size of the first band and the number of tails, and each word of a tail adds its size. Each "
-    "cross-attention has n ((12 + m + k + b) d + 3z + 3), and once n d. m, b, a = 1 with dropout, hidden dropout and "
-    "the feed-forward layer's dropout, k = 1 (scale, RMS) or 2.5 (batch norm). Attention weights are computed again in "
-    "the backward pass, not kept. Dropout masks are counted as numbers; on a GPU they are bytes.",
+    "inference": "n max(7d + 5v + 4z, 4d + 2f) numbers; at least n (V + 2d) with a masked-LM head, n (V + d) with "
+    "that of a decoder, n (2V + d) with an adaptive softmax. A decoder with an encoder adds the n d of its output. "
+    "Attention works in blocks of some MB, which are not counted.",
+    "training": "In each layer n ((11 + 3m + 2k) d + (6 + b) v + 5z + (2 + a) f + 6) numbers, and for the kernels "
+    "of the moving average, once a batch, about r (K + h (2K / i + i + 17)), with r = d for each direction, K = "
+    "min(n, truncation) and i = 16 up to K = 256, else 64; from 4096 positions on, without truncation, r (64 + 240 "
+    "h). In the embeddings n ((1 + m) d + 3), in a masked-LM head n ((1 + 2m) d + 2V), in a causal one n ((1 + m) "
+    "d + 2V), in that of an encoder-decoder n (d + 2V), in an adaptive softmax n ((1 + m) d + W), where W is the "
+    "size of the first band and the number of tails, and each word of a tail adds its size. Each cross-attention "
+    "has n ((12 + m + k + b) d + 3z + 3), and once n d. m, b, a = 1 with dropout, hidden dropout and the feed- "
+    "forward layer's dropout, k = 1 (scale, RMS) or 2.5 (batch norm). Attention weights are computed again in the "
+    "backward pass, not kept. Dropout masks are counted as numbers; on a GPU they are bytes.",
     "cache": "of a decoder that generates: in each layer d h + c (z + v) with c = n or, in chunks, at most one less "
     "than the chunk; with a truncation t also d (h + t), with cross-attention n (z + d).",
     "with Adam": "weight, gradient and two moments for each parameter.",
@@ -101,10 +101,8 @@ def _adaptive_weights(model: MegaForCausalLM) -> int:
 def inference_activations(config: MegaConfig, length: int) -> int:
     """Return the numbers alive at the peak of the stack."""
     width, values, shared = config.hidden_size, config.intermediate_size, config.shared_representation_size
-    attention = 7 * width + 5 * values + 4 * shared
-    if config.use_chunking:
-        attention = max(attention, 6 * (width + values + shared))
-    return length * max(attention, (4 * width + 2 * config.nffn_hidden_size) * config.use_normalized_ffn)
+    feed_forward = (4 * width + 2 * config.nffn_hidden_size) * config.use_normalized_ffn
+    return length * max(7 * width + 5 * values + 4 * shared, feed_forward)
 
 
 def training_activations(config: MegaConfig, length: int) -> float:
@@ -113,7 +111,7 @@ def training_activations(config: MegaConfig, length: int) -> float:
     masks, value_masks = config.dropout_prob > 0, config.hidden_dropout_prob > 0
     norm = _OF_NORM.get(config.normalization_type, 0.0)
     of_token = (9 + 2 * masks + norm) * width + 5 * shared + 4
-    of_token += (6 + value_masks + 2 * config.use_chunking) * values
+    of_token += (6 + value_masks) * values
     once = (1 + masks) * width + 3
     if config.use_normalized_ffn:
         of_token += (2 + masks + norm) * width + 2

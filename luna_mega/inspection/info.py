@@ -2,15 +2,15 @@
 
 import textwrap
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedConfig
 
-from luna_mega.convert.fairseq_reader import read_checkpoint
-from luna_mega.convert.plans import make_plan
-from luna_mega.convert.source_detect import canonical, detect
+from luna_mega.convert.formats import Format
+from luna_mega.convert.formats.registry import detect, find_format
+from luna_mega.convert.reader import read_checkpoint
 from luna_mega.errors import ConversionError
 from luna_mega.hub.folder import ModelFolder, position_limit, read_folder
 from luna_mega.inspection import costs
@@ -19,13 +19,6 @@ _LANGUAGE_MODELS = {
     "MaskedLM": "masked LM",
     "CausalLM": "causal LM",
     "ConditionalGeneration": "sequence-to-sequence LM",
-}
-_CODE = {
-    "r21": "the 2021 fairseq code",
-    "head": "the 2023 fairseq code",
-    "main": "the Mega code, branch main",
-    "flash": "the Mega code, branch flash",
-    "unknown": "the Mega code, branch main or flash (the order of its tensors does not tell)",
 }
 
 
@@ -154,12 +147,12 @@ def _origin(folder: ModelFolder) -> str:
         return f"save_pretrained of transformers {folder.transformers_version or '(version not recorded)'}"
     source = folder.report["source"]
     return f"luna-mega convert, from {source['file']}, " + _fairseq(
-        source["layout"], source["revision"], source["arch"]
+        find_format(source["layout"]), source["revision"], source["arch"]
     )
 
 
-def _fairseq(layout: str, revision: str, arch: str) -> str:
-    return f"a {layout} checkpoint (arch {arch}) of {_CODE[revision]}"
+def _fairseq(found: Format, revision: str, arch: str) -> str:
+    return f"a {found.name} checkpoint (arch {arch}) of {found.revisions[revision].code}"
 
 
 def _folder_heads(folder: ModelFolder) -> list[str]:
@@ -180,22 +173,11 @@ def _folder_heads(folder: ModelFolder) -> list[str]:
 
 def _read_checkpoint(path: str | Path):
     checkpoint = read_checkpoint(path)
-    source, tensors = detect(checkpoint), canonical(checkpoint)
-    # The branch of the Mega code does not change what is described.
-    known = replace(source, revision="main") if source.revision == "unknown" else source
-    plan = make_plan(known, tensors, checkpoint.args)
-    kind = plan.model_class.__name__.rpartition("For")[2]
-    named = [
-        f"{key.split('.')[1]}: {len(tensor)} classes"
-        for key, tensor in tensors.items()
-        if key.startswith("classification_heads.") and key.endswith(".out_proj.weight") and ".attn." not in key
-    ]
-    if kind in _LANGUAGE_MODELS or named:  # heads with names stand beside a masked LM's
-        heads = [_LANGUAGE_MODELS.get(kind, _LANGUAGE_MODELS["MaskedLM"]), *named]
-    else:
-        heads = [f"{kind}: {plan.config.num_labels} classes, pooling {plan.config.pooling}"]
+    found, revision = detect(checkpoint)
+    tensors, _ = found.canonical(checkpoint.tensors)
+    plan = found.plan(found.evidence(tensors, checkpoint.args, found.assumed(revision)))
     dtypes = Counter()
     for tensor in filter(torch.is_floating_point, tensors.values()):
         dtypes[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
-    origin = _fairseq(source.layout, source.revision, source.arch)
-    return plan.config, plan.model_class, f"fairseq: {origin}", heads, dtypes
+    origin = _fairseq(found, revision, str(checkpoint.args.get("arch")))
+    return plan.config, plan.model_class, f"fairseq: {origin}", found.heads(plan, tensors), dtypes

@@ -15,8 +15,8 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedConfig
 from transformers.utils import logging
 
-from luna_mega.convert.fairseq_to_hf import convert_checkpoint
-from luna_mega.convert.mapping import few
+from luna_mega.convert.importer import convert_checkpoint
+from luna_mega.convert.tensors import few
 from luna_mega.errors import ConversionError
 from luna_mega.hub.folder import ModelFolder, position_limit, read_folder
 from luna_mega.inspection.costs import stacks

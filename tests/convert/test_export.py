@@ -18,9 +18,11 @@ from luna_mega import (
     LunaModel,
 )
 from luna_mega.cli import main
-from luna_mega.convert import convert_checkpoint, export
-from luna_mega.convert.export import export_checkpoint
-from luna_mega.convert.fairseq_reader import read_checkpoint
+from luna_mega.convert import convert_checkpoint
+from luna_mega.convert.exporter import export_checkpoint
+from luna_mega.convert.formats.registry import find_format
+from luna_mega.convert.plan import Target
+from luna_mega.convert.reader import read_checkpoint
 from luna_mega.inspection.verify import compare
 
 KINDS = {
@@ -254,7 +256,7 @@ def test_made_here(tmp_path, name):
     ],
 )
 def test_architectures(preset, arch):
-    args = export.fairseq_args.make_args(preset, LunaForMaskedLM, ("luna_bert", "r21"), None)
+    args = find_format("luna_bert").args(Target(LunaForMaskedLM, preset, "r21"))
     assert args["arch"] == arch and args["untie_luna_kv"] is not preset.tie_key_value
 
 

@@ -7,9 +7,9 @@ from safetensors.torch import load_file
 
 from luna_mega import LunaConfig, LunaForMaskedLM, LunaForSequenceClassification
 from luna_mega.cli import main
-from luna_mega.convert import ConversionError, convert_checkpoint, export
-from luna_mega.convert.export import export_checkpoint
-from luna_mega.convert.fairseq_reader import read_checkpoint
+from luna_mega.convert import ConversionError, convert_checkpoint, exporter as export
+from luna_mega.convert.exporter import export_checkpoint
+from luna_mega.convert.reader import read_checkpoint
 
 
 def save(folder, model_class, **fields):

@@ -10,8 +10,8 @@ import luna_mega
 from luna_mega import MegaConfig, MegaForSequenceClassification, MegaForSequencePairClassification
 from luna_mega.cli import main
 from luna_mega.convert import convert_checkpoint
-from luna_mega.convert.export import export_checkpoint
-from luna_mega.convert.fairseq_reader import read_checkpoint
+from luna_mega.convert.exporter import export_checkpoint
+from luna_mega.convert.reader import read_checkpoint
 from luna_mega.inspection.verify import compare
 from tests.convert.mega import mega
 from tests.convert.mega_lm import KINDS, mega_lm

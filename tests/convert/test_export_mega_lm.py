@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from luna_mega import MegaConfig, MegaForCausalLM
-from luna_mega.convert.export import export_checkpoint
-from luna_mega.convert.fairseq_reader import read_checkpoint
+from luna_mega.convert.exporter import export_checkpoint
+from luna_mega.convert.reader import read_checkpoint
 from tests.convert.mega_lm import KINDS, mega_lm
 from tests.convert.test_export_mega import convert_again, fails, identical
 

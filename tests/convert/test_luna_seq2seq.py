@@ -7,8 +7,8 @@ import torch
 from transformers import AutoTokenizer
 
 from luna_mega import LunaConfig, LunaForConditionalGeneration
-from luna_mega.convert.export import export_checkpoint
-from luna_mega.convert.fairseq_to_hf import convert_checkpoint
+from luna_mega.convert.exporter import export_checkpoint
+from luna_mega.convert.importer import convert_checkpoint
 from luna_mega.errors import ConversionError
 from luna_mega.inspection.info import describe
 from luna_mega.inspection.verify import compare

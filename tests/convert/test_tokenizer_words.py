@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Toke
 
 from luna_mega.cli import main
 from luna_mega.convert.dictionary import SPECIALS, read_dictionary
-from luna_mega.convert.tokenizer_words import word_tokenizer
+from luna_mega.convert.tokenizers.words import word_tokenizer
 
 SYMBOLS = ["[MAX", "]", "9", "a", "é", "😀", "255", "the", "madeupword0000"]
 CLS = 4 + len(SYMBOLS)

@@ -131,7 +131,7 @@ def test_mega_language_model(stranger, tmp_path, adaptive):
     model.save_pretrained(tmp_path)
     assert bundle(tmp_path) == 0
     files = {file.name for file in tmp_path.glob("*.py")}
-    assert {"adaptive.py", "cache_mega.py", "presets_mega.py", "kernels_masks.py"} <= files
+    assert {"adaptive.py", "cache_mega.py", "presets_mega.py", "layout.py"} <= files
     auto_class = "AutoModelForCausalLM"
     name, result = on_remote_code(stranger(on_client.outputs, tmp_path, auto_class, lists(inputs), **REMOTE))
     assert name == "MegaForCausalLM" and result == expected(model, inputs)
@@ -331,5 +331,5 @@ write_code({model_type!r}, Path({str(tmp_path / "without")!r}))
     files = {file.name: file.read_text() for file in (tmp_path / "with").iterdir()}
     assert files == {file.name: file.read_text() for file in (tmp_path / "without").iterdir()}
     op = {"luna": "luna_attention", "mega": "damped_ema"}[model_type]
-    assert "try:\n    import triton\nexcept ImportError:\n    raise\n" in files["kernels__triton.py"]
-    assert f"kernels_{op}_triton_backend.py" in files
+    assert "try:\n    import triton\nexcept ImportError:\n    raise\n" in files["kernels_common_triton_launch.py"]
+    assert f"kernels_{op}_triton_ops.py" in files

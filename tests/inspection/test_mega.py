@@ -128,8 +128,12 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_flops_are_those_that_pytorch_counts(name):
-    """But for the moving average, whose operations the counter does not know."""
-    (model_class, fields), length = MODELS[name], 24
+    """But for the moving average, whose operations the counter does not know.
+
+    The reference attends to whole sequences, so that a model with chunks is counted over one of them.
+    """
+    model_class, fields = MODELS[name]
+    length = fields.get("chunk_size", 24)
     model = model_class(MegaConfig(**SIZES | fields)).eval()
     inputs, sequences = {"input_ids": torch.randint(4, 30, (1, length))}, 1
     if name == "pair":
@@ -146,9 +150,13 @@ def test_flops_are_those_that_pytorch_counts(name):
     assert found["moving_average"] == 3 * (2 if model.config.bidirectional else 1) * 32 * 6 * 4
 
 
-def test_keys_of_a_short_last_chunk():
-    whole, chunks = (costs.flops_per_token(MegaModel(MegaConfig(**SIZES | c)), 21) for c in ({}, CHUNKS))
-    assert chunks["attention"] / whole["attention"] == pytest.approx((8 * 8 + 8 * 8 + 5 * 5) / 21**2)
+def test_chunks_see_their_own_keys():
+    """A token sees as many keys in a sequence of whole chunks as in one chunk; the last chunk may be short."""
+    whole, chunks = (MegaModel(MegaConfig(**SIZES | fields)) for fields in ({}, CHUNKS))
+    of_chunks = {length: costs.flops_per_token(chunks, length)["attention"] for length in (8, 21, 24)}
+    assert of_chunks[8] == of_chunks[24]
+    ratio = of_chunks[21] / costs.flops_per_token(whole, 21)["attention"]
+    assert ratio == pytest.approx((8 * 8 + 8 * 8 + 5 * 5) / 21**2)
 
 
 VARIANTS = {

@@ -23,11 +23,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from luna_mega.kernels import _triton
+from luna_mega.kernels.common import triton_launch
 
 HERE = Path(__file__).resolve().parent
 OPS = ("luna_attention", "luna_causal_attention", "damped_ema", "gated_attention")
-TARGETS = {80: _triton.Target((8, 0), 108), 90: _triton.Target((9, 0), 132)}
+TARGETS = {80: triton_launch.Target((8, 0), 108), 90: triton_launch.Target((9, 0), 132)}
 # Of one block, in bytes; the CUDA driver keeps 1 KB of it.
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
@@ -45,13 +45,13 @@ def launches(op: str, arch: int):
     cases = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(cases)
     for name, run in cases.cases():
-        with _triton.recording(TARGETS[arch]) as recorded:
+        with triton_launch.recording(TARGETS[arch]) as recorded:
             run()
         for launch in recorded:
             yield name, launch
 
 
-def compile_launch(launch: _triton.Launch, arch: int):
+def compile_launch(launch: triton_launch.Launch, arch: int):
     """As Triton's launcher would: None and 1 are constants; pointers and multiples of 16 are known to be such."""
     names, signature, constants, attributes = launch.kernel.arg_names, {}, {}, {}
     values = dict(zip(names, launch.arguments, strict=False)) | launch.constants

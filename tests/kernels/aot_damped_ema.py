@@ -8,7 +8,7 @@ from luna_mega.kernels.damped_ema import triton_backward, triton_forward, triton
 
 
 def call(
-    dtype=torch.bfloat16, channels=512, directions=1, masked=False, stateful=False, packed=False, skip=True,
+    dtype=torch.bfloat16, channels=512, directions=1, masked=False, stateful=False, ragged=False, skip=True,
     shift=False, batch=8, length=4096, states=16, step=False,
 ):  # fmt: skip
     def meta(*shape, dtype=torch.float32):
@@ -18,10 +18,10 @@ def call(
     weight, state = meta(channels) if skip else None, meta(batch, states, channels)
     if step:
         x, state, *parameters = meta(batch, channels, dtype=dtype), state.mT, *(rows.mT for rows in parameters)
-        triton_step.step_forward(x, state, *parameters, weight, meta(batch, dtype=torch.bool) if masked else None)
+        triton_step.forward_step(x, state, *parameters, weight, meta(batch, dtype=torch.bool) if masked else None)
         return
-    cu_seqlens = meta(batch + 1, dtype=torch.int32) if packed else None
-    x = meta(*((1, batch * length) if packed else (batch, length)), channels, dtype=dtype)
+    cu_seqlens = meta(batch + 1, dtype=torch.int32) if ragged else None
+    x = meta(*((1, batch * length) if ragged else (batch, length)), channels, dtype=dtype)
     mask = meta(*x.shape[:2], dtype=torch.bool) if masked else None
     initial = state if stateful else None
     inputs, options = (x, mask, weight, *parameters[1:], initial), (shift, cu_seqlens, length)
@@ -35,10 +35,10 @@ def cases():
     yield "causal bf16 D=1024 states", partial(call, channels=1024, stateful=True)
     yield "bidirectional bf16 D=512 mask", partial(call, directions=2, masked=True)
     yield "step bf16 D=1024 mask", partial(call, channels=1024, masked=True, step=True)
-    yield "varlen fp32 D=512", partial(call, torch.float32, packed=True)
+    yield "ragged fp32 D=512", partial(call, torch.float32, ragged=True)
     yield "causal fp16 D=512 mask", partial(call, torch.float16, masked=True)
     yield "one of everything", partial(call, batch=1, length=1, channels=1, states=1, stateful=True)
     yield (
-        "varlen of one chunk, N=64",
-        partial(call, batch=4, length=50, states=64, packed=True, directions=2, shift=True),
+        "ragged of one chunk, N=64",
+        partial(call, batch=4, length=50, states=64, ragged=True, directions=2, shift=True),
     )

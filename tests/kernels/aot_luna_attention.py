@@ -9,36 +9,36 @@ from luna_mega.kernels.luna_attention import triton_backward, triton_forward
 BATCH, TOKENS, HEADS, HEAD_SIZE = 8, 4096, 12, 64
 
 
-def _run(op, packed_length, tied=True, masked=True, varlen=False, dropout=0.0, dtype=torch.bfloat16, head_size=None):
+def _run(op, rows, tied=True, masked=True, ragged=False, dropout=0.0, dtype=torch.bfloat16, head_size=None):
     """Forward and backward of `op`, "pack" or "unpack", on meta."""
 
     def empty(*shape, dtype=dtype):
         return torch.empty(shape, dtype=dtype, device="meta")
 
     rest = HEADS, head_size or HEAD_SIZE
-    tokens, few = (1, BATCH * TOKENS) if varlen else (BATCH, TOKENS), (BATCH, packed_length)
+    tokens, few = (1, BATCH * TOKENS) if ragged else (BATCH, TOKENS), (BATCH, rows)
     queries, keys = (few, tokens) if op == "pack" else (tokens, few)
-    packed = ("key" if op == "pack" else "query") if varlen else None
+    side = ("key" if op == "pack" else "query") if ragged else None
     tensors = (
         empty(*queries, *rest),
         empty(*keys, *rest),
         None if tied else empty(*keys, *rest),
         empty(*keys, dtype=torch.bool) if masked else None,
-        empty(BATCH + 1, dtype=torch.int32) if varlen else None,
+        empty(BATCH + 1, dtype=torch.int32) if ragged else None,
         empty(1, dtype=torch.int64) if dropout else None,
     )
     precision = "tf32x3" if dtype == torch.float32 else "tf32"
-    options = packed, TOKENS if varlen else 0, rest[1] ** -0.5, dropout, precision
+    options = side, TOKENS if ragged else 0, rest[1] ** -0.5, dropout, precision
     output = triton_forward.forward(*tensors, *options)
-    triton_backward.backward(output[0], *tensors, *output, *options)
+    triton_backward.backward(output[0], *output, *tensors, *options)
 
 
 def cases():
     yield "pack l=16 fp16", partial(_run, "pack", 16, dtype=torch.float16)
     yield "pack l=128", partial(_run, "pack", 128)
-    yield "pack l=256 varlen", partial(_run, "pack", 256, masked=False, varlen=True)
+    yield "pack l=256 ragged", partial(_run, "pack", 256, masked=False, ragged=True)
     yield "pack l=128 untied dropout", partial(_run, "pack", 128, tied=False, dropout=0.1)
     yield "pack l=128 fp32", partial(_run, "pack", 128, dtype=torch.float32)
     yield "unpack l=128", partial(_run, "unpack", 128)
-    yield "unpack l=128 varlen", partial(_run, "unpack", 128, varlen=True)
+    yield "unpack l=128 ragged", partial(_run, "unpack", 128, ragged=True)
     yield "unpack l=16 untied head size 128", partial(_run, "unpack", 16, tied=False, head_size=128)

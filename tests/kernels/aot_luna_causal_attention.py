@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from luna_mega.kernels.luna_causal_attention import triton_backend
+from luna_mega.kernels.luna_causal_attention import triton_backward, triton_forward, triton_step
 
 LENGTH, SIZE = 4096, 64
 
@@ -26,16 +26,16 @@ def both(batch, rows, dtype, stateful=False, dropout=0.0, backward=True):
     arguments = inputs(batch, 12, rows, dtype, stateful)
     seed = torch.empty(1, dtype=torch.int64, device="meta") if dropout else None
     options = ("softplus", dropout, seed, "tf32x3")
-    outputs = triton_backend.forward(*arguments, *options)
+    outputs = triton_forward.forward(*arguments, *options)
     grads = outputs if stateful else (outputs[0], None, None)
     if backward:
-        triton_backend.backward(grads, *arguments, *options)
+        triton_backward.backward(*grads, *arguments, *options)
 
 
 def step(batch, rows, dtype):
     query, pack_key, key, value, pack_query, _, mask, pack_mask, *state = inputs(batch, 12, rows, dtype, True, 1)
     tokens = (x[:, 0] for x in (query, pack_key, key, value))
-    triton_backend.forward_step(*tokens, pack_query, mask[:, 0], pack_mask, *state, "softplus", 0.0, None)
+    triton_step.forward_step(*tokens, pack_query, mask[:, 0], pack_mask, *state, "softplus", 0.0, None)
 
 
 def cases():

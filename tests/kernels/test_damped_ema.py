@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from luna_mega.kernels.api import damped_ema, damped_ema_step, explain, use_backend
+from luna_mega.kernels.api import TruncatedEmaState, damped_ema, damped_ema_step, explain, use_backend
 from luna_mega.kernels.damped_ema import reference, torch_backend
 
 KINDS = ["causal", "states", "bidirectional", "shifted"]
@@ -376,6 +376,37 @@ def test_export_needs_no_custom_operator(kind, truncation):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
+def truncated(inputs):
+    return TruncatedEmaState(torch.zeros(2, 5, 3), torch.zeros(2, 5, 3), torch.zeros(2, inputs, 5))
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("truncation", [1, 4, 30])
+def test_truncated_average_in_segments_and_steps(truncation, backend):
+    """A truncated average goes on from its state, whose inputs count the positions of the mask alone."""
+    inputs = Inputs(23, masking="some")
+    x, *parameters = inputs.leaves
+    options = {"truncation": truncation, "backend": backend}
+    expected = damped_ema(x, *parameters, mask=inputs.mask, **options)
+    outputs, state = [], None
+    for start, stop in ((0, 5), (5, 6), (6, 18), (18, 19)):
+        part, mask = x[:, start:stop], inputs.mask[:, start:stop]
+        more = options | {"mask": mask, "return_state": True, "initial_state": state}
+        output, state = damped_ema(part, *parameters, **more)
+        outputs.append(output)
+    for position in range(19, 23):
+        output, state = damped_ema_step(
+            x[:, position], state, *parameters, mask=inputs.mask[:, position], backend=backend
+        )
+        outputs.append(output[:, None])
+    assert state.inputs.shape == (2, truncation, 5)
+    actual = torch.cat(outputs, dim=1)
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
+    leaves, weight = [x, *parameters], torch.randn_like(expected)
+    for gradient, right in zip(*(torch.autograd.grad(y, leaves, weight) for y in (actual, expected)), strict=True):
+        torch.testing.assert_close(gradient, right, rtol=1e-8, atol=1e-9)
+
+
 def test_backend_choice():
     inputs = Inputs(3, dtype=torch.float32)
     assert "damped_ema runs on 'torch'" in explain("damped_ema")
@@ -418,7 +449,9 @@ def test_size_chooses_the_form(monkeypatch):
         (lambda a: a | {"mask": torch.ones(2, 6)}, "bool mask"),
         (lambda a: a | {"mask": torch.ones(2, 5, dtype=torch.bool)}, "bool mask"),
         (lambda a: a | {"shift": True}, "two directions"),
-        (lambda a: a | {"truncation": 4, "return_state": True}, "truncation=4 would forget"),
+        (lambda a: a | {"truncation": 4, "initial_state": torch.zeros(2, 5, 3)}, "truncation=4 needs a TruncatedEmaSt"),
+        (lambda a: a | {"truncation": 4, "initial_state": truncated(3)}, r"inputs \[2, 4, 5\], got \[2, 3, 5\]"),
+        (lambda a: a | {"initial_state": truncated(3)}, "is a TruncatedEmaState; pass its truncation too"),
         (lambda a: a | {"initial_state": torch.zeros(2, 5, 2)}, "state .2, 5, 3., got"),
         (lambda a: a | {"initial_state": torch.zeros(2, 5, 3).half()}, "float32 or float64 state"),
     ],

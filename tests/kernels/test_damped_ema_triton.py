@@ -295,7 +295,7 @@ def test_steps_are_the_parallel_form(device):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_operator(device, kind):
-    from luna_mega.kernels.damped_ema import triton_backend, triton_step
+    from luna_mega.kernels.damped_ema import triton_ops
 
     x, u, v, beta, eta, skip, *initial = Inputs(10, kind, "some").to(torch.float32).leaves
     log_q, weight_in, weight_out = (
@@ -305,9 +305,9 @@ def test_operator(device, kind):
     x, skip = (tensor.detach().to(device).requires_grad_() for tensor in (x, skip))
     arguments = (x, None, skip, log_q, weight_in, weight_out, state, kind == "states", kind == "shifted", None, 10)
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
-    opcheck(triton_backend._damped_ema, arguments, test_utils=tests)
+    opcheck(triton_ops._damped_ema, arguments, test_utils=tests)
     leaves, mask = step_inputs(device)
-    opcheck(triton_step._step, (*leaves, mask), test_utils=tests)
+    opcheck(triton_ops._step, (*leaves, mask), test_utils=tests)
 
 
 @pytest.mark.parametrize("kind", ["states", "bidirectional"])

@@ -89,7 +89,7 @@ def test_float32_precision():
 def test_tuning_is_opt_in(monkeypatch):
     """The first configuration, or the fastest of all, timed once for what `key` says."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    from luna_mega.kernels import _triton
+    from luna_mega.kernels.common import triton_launch
 
     seconds, ran = {"a": 3.0, "b": 1.0, "c": 2.0}, []
 
@@ -101,15 +101,15 @@ def test_tuning_is_opt_in(monkeypatch):
         ran.append(configuration)
         return configuration
 
-    monkeypatch.setattr(_triton, "INTERPRETED", False)
-    monkeypatch.setattr(_triton, "_fastest", {})
-    monkeypatch.setattr(_triton.triton.testing, "do_bench", time)
-    assert _triton.choose(("key",), "abc", run) == "a" and ran == ["a"]
+    monkeypatch.setattr(triton_launch, "INTERPRETED", False)
+    monkeypatch.setattr(triton_launch, "_fastest", {})
+    monkeypatch.setattr(triton_launch.triton.testing, "do_bench", time)
+    assert triton_launch.choose(("key",), "abc", run) == "a" and ran == ["a"]
     monkeypatch.setenv("LUNA_MEGA_AUTOTUNE", "1")
     ran.clear()
-    assert _triton.choose(("key",), "abc", run) == "b" and ran == ["a", "b", "c", "b"]
-    assert _triton.choose(("key",), "abc", run) == "b" and ran == ["a", "b", "c", "b", "b"]
-    assert _triton.choose(("other",), "a", run) == "a"
+    assert triton_launch.choose(("key",), "abc", run) == "b" and ran == ["a", "b", "c", "b"]
+    assert triton_launch.choose(("key",), "abc", run) == "b" and ran == ["a", "b", "c", "b", "b"]
+    assert triton_launch.choose(("other",), "a", run) == "a"
 
 
 def test_errors():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from luna_mega.kernels.api import explain, gated_attention
+from luna_mega.kernels.api import explain, gated_attention, gated_attention_step
 from luna_mega.kernels.gated_attention import reference, torch_backend
 
 FUNCTIONS = reference.FUNCTIONS
@@ -85,12 +85,9 @@ def test_reference_is_the_definition(function, causal, chunk, masking):
     inputs = [x.detach() for x in make_inputs(11, positions=14)]
     mask = make_mask(masking, 2, 11)
     expected = by_loops(*inputs, mask, function, causal, chunk, 0)
-    actual = reference.attend(*inputs, mask, function, causal, chunk)
+    actual, weights = reference.attend(*inputs, mask, function, causal, chunk)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-    weights = reference.attention_weights(
-        *inputs[:2], inputs[3], function=function, causal=causal, chunk_size=chunk, mask=mask
-    )
-    assert list(weights.shape) == ([2, 1, 11, 11] if chunk is None else [2, 3, 4, 4])
+    torch.testing.assert_close(weights @ inputs[2], expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -98,7 +95,7 @@ def test_reference_is_the_definition(function, causal, chunk, masking):
 def test_reference_with_offset_and_other_keys(function, causal, queries, keys, offset):
     inputs = [x.detach() for x in make_inputs(queries, keys, positions=9)]
     expected = by_loops(*inputs, None, function, causal, None, offset)
-    actual = reference.attend(*inputs, None, function, causal, offset=offset)
+    actual, _ = reference.attend(*inputs, None, function, causal, offset=offset)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -201,6 +198,95 @@ def test_steps_are_rows_of_the_parallel_form(function):
             torch.testing.assert_close(actual, expected[:, start:stop], rtol=1e-12, atol=1e-12)
 
 
+def shifted(x, by, total):
+    """Rows of `[B, T, W]`, each behind as much padding as `by` says, in `total` columns; random numbers elsewhere."""
+    rows = torch.randn(x.shape[0], total, x.shape[2], dtype=x.dtype)
+    for row, first in enumerate(by):
+        rows[row, first : first + x.shape[1]] = x[row]
+    return rows
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("chunk", [None, CHUNK, 1])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_padding_on_the_left_changes_nothing(function, causal, chunk, backend):
+    """Nor does it matter in how many calls a causal attention is computed, from all keys or from the last ones."""
+    query, key, value, bias = (x.detach() for x in make_inputs(19, batch=3, positions=24))
+    options = {"function": function, "causal": causal, "chunk_size": chunk, "backend": backend}
+    expected, weights = gated_attention(query, key, value, bias, return_weights=True, **options)
+    torch.testing.assert_close(gated_attention(query, key, value, bias, **options), expected, rtol=1e-12, atol=1e-12)
+    first = [0, 3, 5]
+    start = -torch.tensor(first)
+    query, key, value = (shifted(x, first, 24) for x in (query, key, value))
+    place = torch.arange(24) + start[:, None]
+    mask = (place >= 0) & (place < 19)
+    inputs = [x.requires_grad_() for x in (query, key, value, bias)]
+    options |= {"mask": mask, "start": start}
+    output, same = (gated_attention(*inputs, return_weights=r, **options) for r in (False, True))
+    cut = [output[row, begin : begin + 19] for row, begin in enumerate(first)]
+    torch.testing.assert_close(torch.stack(cut), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(same[0][mask], output[mask], rtol=1e-12, atol=1e-12)
+    if chunk is not None:
+        assert weights.shape[2:] == same[1].shape[2:] == (chunk, chunk)
+        whole = 19 // chunk
+        torch.testing.assert_close(same[1][:, :whole], weights[:, :whole], rtol=1e-12, atol=1e-12)
+    gradients = torch.autograd.grad((output * mask[..., None]).sum(), inputs)
+    for gradient in gradients[:3]:
+        assert (gradient[~mask] == 0).all()
+    if not causal:
+        return
+    for begin, stop in [(t, t + 1) for t in range(24)] + [(0, 7), (7, 9), (9, 24), (2, 21)]:
+        for cut_off in (0, begin if chunk is None else max(begin + 1 - chunk, 0)):
+            if chunk is None and cut_off:
+                continue  # every key counts
+            if begin == cut_off and chunk != 1 and begin:
+                continue
+            keys = slice(cut_off, stop)
+            arguments = (key[:, keys], value[:, keys], bias)
+            parts = options | {"mask": mask[:, keys], "start": start + cut_off}
+            actual = gated_attention(query[:, begin:stop], *arguments, offset=begin - cut_off, **parts)
+            kept = mask[:, begin:stop]
+            torch.testing.assert_close(actual[kept], output[:, begin:stop][kept], rtol=1e-12, atol=1e-12)
+            if stop == begin + 1:
+                del parts["causal"]
+                actual = gated_attention_step(query[:, begin], *arguments, **parts)
+                torch.testing.assert_close(actual[kept[:, 0]], output[:, begin][kept[:, 0]], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_cross_attention_behind_padding(function, backend, blocks):
+    """Rows of queries and of keys begin behind padding of different lengths; the queries come at once or in parts."""
+    inputs = make_inputs(7, 11, batch=3, positions=15)
+    query, key, value, bias = (x.detach() for x in inputs)
+    options = {"function": function, "backend": backend}
+    exact = run(inputs, **options)
+    of_query, of_key = [3, 0, 2], [0, 4, 4]
+    padded = [shifted(x, by, total) for x, by, total in ((query, of_query, 10), (key, of_key, 15), (value, of_key, 15))]
+    place = torch.arange(15) - torch.tensor(of_key)[:, None]
+    options |= {"mask": (place >= 0) & (place < 11), "row_offset": torch.tensor(of_key) - torch.tensor(of_query)}
+    inputs = [x.requires_grad_() for x in (*padded, bias)]
+    output, weights = gated_attention(*inputs, return_weights=True, **options)
+    assert weights.shape == (3, 1, 10, 15)
+    for actual in (output, gated_attention(*inputs, **options)):
+        cut = torch.stack([actual[row, first : first + 7] for row, first in enumerate(of_query)])
+        torch.testing.assert_close(cut, exact[0], rtol=1e-12, atol=1e-12)
+        weight = torch.randn(cut.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        gradients = torch.autograd.grad(cut, inputs, weight)
+        torch.testing.assert_close(gradients[3], exact[4], rtol=1e-11, atol=1e-11)
+        for gradient, right, firsts in zip(gradients, exact[1:4], (of_query, of_key, of_key), strict=False):
+            cut = [gradient[row, first : first + right.shape[1]] for row, first in enumerate(firsts)]
+            torch.testing.assert_close(torch.stack(cut), right, rtol=1e-11, atol=1e-11)
+    for begin, stop in ((0, 1), (4, 5), (4, 10)):
+        part = gated_attention(inputs[0][:, begin:stop], *inputs[1:], offset=begin, **options)
+        for row, first in enumerate(of_query):
+            real = slice(max(first, begin), min(first + 7, stop))
+            torch.testing.assert_close(
+                part[row, real.start - begin : max(real.stop - begin, 0)], output[row, real], rtol=1e-12, atol=1e-12
+            )
+
+
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_cross_attention(function):
     for queries, keys, offset in ((7, 4, 0), (4, 9, 0), (1, 9, 5), (3, 0, 0)):
@@ -245,8 +331,13 @@ def test_scores_of_one_block_at_a_time(monkeypatch):
 def test_registration(function, dropout):
     query, key, value, bias = make_inputs(9, dtype=torch.float32)
     seed = torch.tensor(3) if dropout else None
-    for bias_or_none, mask in ((bias, make_mask("chunk and row", 2, 9)), (None, None)):
-        arguments = (query, key, value, bias_or_none, mask, function, True, 0, dropout, seed)
+    rows = torch.randn(2, 17, requires_grad=True)
+    for bias_or_none, mask, start in (
+        (bias, make_mask("chunk and row", 2, 9), torch.tensor([-2, 0])),
+        (rows, None, None),
+        (None, None, None),
+    ):
+        arguments = (query, key, value, bias_or_none, mask, start, function, True, 0, dropout, seed)
         opcheck(torch.ops.luna_mega.gated_attend, arguments)
 
 
@@ -328,12 +419,26 @@ def test_backend_choice():
         (lambda *x: x, {"mask": torch.ones(2, 8, dtype=torch.bool)}, r"shape \[2, 9\]"),
         (lambda *x: x, {"function": "gelu"}, "no function 'gelu'; choose one of softmax, laplace, relu2"),
         (lambda *x: x, {"chunk_size": 0}, "at least 1.*got 0"),
-        (lambda q, k, v, b: (q[:, :4], k, v, b), {"chunk_size": 4}, "4 queries, 9 keys and offset 0"),
+        (lambda q, k, v, b: (q, k[:, :4], v[:, :4], b), {"chunk_size": 4}, "9 queries from position 0 on do not lie"),
+        (lambda *x: x, {"start": torch.zeros(2)}, r"needs start \[2\] of int32 or int64, got torch.float32 \[2\]"),
+        (lambda *x: x, {"start": torch.tensor([0, 1]), "chunk_size": 4}, r"start \[0, 1\], need the offset"),
+        (lambda *x: x, {"row_offset": torch.tensor([0, 1]), "causal": True}, "row_offset is for cross-attention"),
+        (lambda *x: x, {"row_offset": torch.tensor([1])}, r"needs row_offset \[2\]"),
         (lambda *x: x, {"causal": True, "offset": 1}, "9 queries from position 1 on do not lie among 9 keys"),
         (lambda *x: x, {"offset": -1}, "offset cannot be negative"),
         (lambda *x: x, {"dropout": 1.0}, "dropout must be in"),
         (lambda *x: x, {"cu_seqlens": torch.tensor([0, 9])}, "batch of 1"),
         (lambda *x: (*(t[:1] for t in x[:3]), x[3]), {"cu_seqlens": torch.tensor([0, 8])}, "rise from 0 to 9"),
+        (
+            lambda *x: (*(t[:1] for t in x[:3]), x[3]),
+            {"cu_seqlens": torch.tensor([0, 9]), "start": torch.tensor([0])},
+            "neither offset, row_offset nor start",
+        ),
+        (
+            lambda *x: (*(t[:1] for t in x[:3]), x[3]),
+            {"cu_seqlens": torch.tensor([0, 9]), "return_weights": True},
+            "returns no weights of ragged",
+        ),
     ],
 )
 def test_bad_arguments(change, options, message):

@@ -251,7 +251,7 @@ def test_dropout(triton_device, function, packed):
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_registration(triton_device, function):
     inputs = make_inputs(triton_device, 17)
-    from luna_mega.kernels.gated_attention import triton_backend
+    from luna_mega.kernels.gated_attention import triton_ops
 
     seed = torch.tensor(3, device=triton_device)
     mask = make_mask(triton_device, 2, 17)
@@ -259,7 +259,7 @@ def test_registration(triton_device, function):
     for arguments in ((*inputs, mask, None), (*inputs[:3], None, None, None)):
         options = function, True, CHUNK, 0, 0.2 if mask is None else 0.0, seed, "tf32x3"
         opcheck(torch.ops.luna_mega.gated_attention_triton, (*arguments, *options), test_utils=utils)
-    bounds = triton_backend.segment_bounds(torch.tensor([0, 5, 17], device=triton_device), 8, 17)
+    bounds = triton_ops.segment_bounds(torch.tensor([0, 5, 17], device=triton_device), 8, 17)
     assert bounds.tolist() == [[0, 5], [5, 13], [13, 17], [17, 17]]
     first = [x[:1].detach().requires_grad_() for x in inputs[:3]]
     options = function, False, 8, 0, 0.0, None, "tf32x3"

@@ -25,11 +25,11 @@ def device(triton_device):
     return triton_device
 
 
-def attend(query, key, value, mask=None, dropout=0.0, **packed):
+def attend(query, key, value, mask=None, dropout=0.0, **ragged):
     """The kernels, whatever the sizes."""
-    from luna_mega.kernels.luna_attention import triton_backend
+    from luna_mega.kernels.luna_attention import triton_ops
 
-    return triton_backend.attend(query, key, value, mask, query.shape[-1] ** -0.5, dropout, **packed)
+    return triton_ops.attend(query, key, value, mask, query.shape[-1] ** -0.5, dropout, **ragged)
 
 
 def exact(query, key, value, mask=None):
@@ -71,15 +71,15 @@ def check(actual, expected, tolerance):
 @pytest.fixture
 def launches(monkeypatch, device):
     """(kernel, grid, constants) of what is launched."""
-    from luna_mega.kernels import _triton
+    from luna_mega.kernels.common import triton_launch
 
-    seen, launch = [], _triton.launch
+    seen, launch = [], triton_launch.launch
 
     def record(kernel, grid, *arguments, **constants):
         seen.append((kernel.fn.__name__, grid, constants))
         launch(kernel, grid, *arguments, **constants)
 
-    monkeypatch.setattr(_triton, "launch", record)
+    monkeypatch.setattr(triton_launch, "launch", record)
     return seen
 
 
@@ -142,9 +142,9 @@ def test_number_of_splits(device, processors, most):
     """Two programs for a processor, walks of four blocks or more, and always one."""
     from luna_mega.kernels.luna_attention import triton_forward
 
-    sizes = triton_forward.Problem(2, 2, 64, 64, 16, 500, processors, {})
-    assert sizes.splits(16, 16, 64 * 100, 64) == min(most, 2 * processors // 4, 25)
-    assert sizes.splits(16, 16, 0, 64) == sizes.splits(0, 16, 64, 64) == 1
+    plan = triton_forward.Plan(2, 2, 64, 64, 16, 500, processors, {})
+    assert plan.splits(16, 16, 64 * 100, 64) == min(most, 2 * processors // 4, 25)
+    assert plan.splits(16, 16, 0, 64) == plan.splits(0, 16, 64, 64) == 1
 
 
 def test_strided_inputs(device, launches):
@@ -184,29 +184,29 @@ def cu_seqlens(device):
     return torch.tensor([0, *SEQUENCES], device=device).cumsum(0, dtype=torch.int32)
 
 
-def one_by_one(query, key, value, mask, packed):
-    """Each sequence by the reference; `packed` tells which side is cut up."""
+def one_by_one(query, key, value, mask, ragged):
+    """Each sequence by the reference; `ragged` tells which side is cut up."""
     outputs, first = [], 0
     for i, length in enumerate(SEQUENCES):
         rows, row = slice(first, first := first + length), slice(i, i + 1)
-        q = query[:, rows] if packed == "query" else query[row]
-        k, v, m = (x[:, rows] if packed == "key" else x[row] for x in (key, value, mask))
+        q = query[:, rows] if ragged == "query" else query[row]
+        k, v, m = (x[:, rows] if ragged == "key" else x[row] for x in (key, value, mask))
         outputs.append(exact(q, k, v, m))
-    return torch.cat(outputs, 1 if packed == "query" else 0)
+    return torch.cat(outputs, 1 if ragged == "query" else 0)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("packed", ["query", "key"])
-def test_packed_sequences(device, cu_seqlens, packed, dtype, tied):
+@pytest.mark.parametrize("ragged", ["query", "key"])
+def test_ragged_sequences(device, cu_seqlens, ragged, dtype, tied):
     flat, rows = (1, sum(SEQUENCES)), (len(SEQUENCES), 5)
-    query, key = (flat, rows) if packed == "query" else (rows, flat)
+    query, key = (flat, rows) if ragged == "query" else (rows, flat)
     leaves = [torch.randn(*query, 2, 10), *(torch.randn(*key, 2, 10) for _ in range(1 if tied else 2))]
     leaves = [x.to(device, dtype).requires_grad_() for x in leaves]
-    mask = make_mask(device, *key) if packed == "query" else torch.rand(key, device=device) < 0.7
-    options = {"cu_seqlens": cu_seqlens, "packed": packed, "max_seqlen": 260}
+    mask = make_mask(device, *key) if ragged == "query" else torch.rand(key, device=device) < 0.7
+    options = {"cu_seqlens": cu_seqlens, "ragged": ragged, "max_seqlen": 260}
     actual = run(attend, leaves, mask, **options)
-    check(actual, run(one_by_one, doubled(leaves), mask, packed), DTYPES[dtype])
+    check(actual, run(one_by_one, doubled(leaves), mask, ragged), DTYPES[dtype])
     assert all(torch.equal(a, b) for a, b in zip(actual, run(attend, leaves, mask, **options), strict=True))
 
 
@@ -258,24 +258,24 @@ def test_dropout(device, dtype, tied):
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("packed", [None, "query", "key"])
-def test_registration(device, packed, tied):
+@pytest.mark.parametrize("ragged", [None, "query", "key"])
+def test_registration(device, ragged, tied):
     query, key, *value = make_leaves(device, torch.float32, 9, 9, tied, batch=1)
-    mask = make_mask(device, 1, 9) if packed is None else None
-    cu_seqlens = None if packed is None else torch.tensor([0, 9], device=device)
+    mask = make_mask(device, 1, 9) if ragged is None else None
+    cu_seqlens = None if ragged is None else torch.tensor([0, 9], device=device)
     attend(query, key, key)
     seed = torch.ones(1, dtype=torch.int64, device=device)
-    arguments = query, key, value[0] if value else None, mask, cu_seqlens, seed, packed, 9, 0.3, 0.1, "tf32x3"
+    arguments = query, key, value[0] if value else None, mask, cu_seqlens, seed, ragged, 9, 0.3, 0.1, "tf32x3"
     tests = "test_schema", "test_faketensor", "test_autograd_registration"
     opcheck(torch.ops.luna_mega.luna_attention_triton, arguments, test_utils=tests)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("packed", [False, True], ids=["mask", "packed"])
-def test_compile_fullgraph(device, packed, tied):
+@pytest.mark.parametrize("ragged", [False, True], ids=["mask", "ragged"])
+def test_compile_fullgraph(device, ragged, tied):
     leaves = make_leaves(device, torch.float16, 8, 40, tied, batch=1)
     options = {"backend": "triton", "mask": make_mask(device, 1, 40)}
-    if packed:
+    if ragged:
         options = {"backend": "triton", "cu_seqlens": torch.tensor([0, 40], device=device), "max_seqlen": 40}
     compiled = torch.compile(luna_pack, fullgraph=True, backend="aot_eager")
     actual, expected = run(compiled, leaves, **options), run(luna_pack, leaves, **options)

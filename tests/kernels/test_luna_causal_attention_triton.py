@@ -38,9 +38,9 @@ def poisoned_memory():
 
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch, triton_device):
-    from luna_mega.kernels.luna_causal_attention import triton_common
+    from luna_mega.kernels.luna_causal_attention import triton_forward
 
-    monkeypatch.setattr(triton_common, "MIN_SEGMENT", 64)
+    monkeypatch.setattr(triton_forward, "MIN_SEGMENT", 64)
 
 
 def on(device, inputs, **options):
@@ -106,16 +106,16 @@ def test_many_segments(triton_device, length, rows, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_one_segment_of_several_chunks(monkeypatch, triton_device, dtype):
-    from luna_mega.kernels.luna_causal_attention import triton_common
+    from luna_mega.kernels.luna_causal_attention import triton_forward
 
-    monkeypatch.setattr(triton_common, "MIN_SEGMENT", 1 << 20)
+    monkeypatch.setattr(triton_forward, "MIN_SEGMENT", 1 << 20)
     check(triton_device, Inputs(130, "right", stateful=True, heads=1), dtype)
 
 
 def test_one_segment_in_two_scans(monkeypatch, triton_device):
-    from luna_mega.kernels.luna_causal_attention import triton_common
+    from luna_mega.kernels.luna_causal_attention import triton_forward
 
-    monkeypatch.setattr(triton_common, "MIN_SEGMENT", 1 << 20)
+    monkeypatch.setattr(triton_forward, "MIN_SEGMENT", 1 << 20)
     check(triton_device, Inputs(130, "right", heads=1, rows=SCANS), torch.bfloat16)
 
 
@@ -127,9 +127,9 @@ def test_largest_tiles(triton_device, rows, dtype):
 @pytest.mark.skipif(GPU, reason="looks at the target of interpreted kernels")
 @pytest.mark.parametrize("rows", [FUSED, 48, SCANS])
 def test_configurations_of_sm_80(monkeypatch, triton_device, rows):
-    from luna_mega.kernels import _triton
+    from luna_mega.kernels.common import triton_launch
 
-    monkeypatch.setattr(_triton, "_target", _triton.Target((8, 0), 108))
+    monkeypatch.setattr(triton_launch, "_target", triton_launch.Target((8, 0), 108))
     check(triton_device, Inputs(90, "left", True, heads=1, rows=rows, size=48), torch.float16)
 
 
@@ -322,15 +322,15 @@ def test_dropout(monkeypatch, triton_device, length, rows):
 @pytest.mark.parametrize("rows", [FUSED, SCANS])
 def test_float32_precision(monkeypatch, triton_device, rows, precision):
     """The kernels are told, those of the backward pass outside of the block as well."""
-    from luna_mega.kernels import _triton
+    from luna_mega.kernels.common import triton_launch
 
-    told, launch = set(), _triton.launch
+    told, launch = set(), triton_launch.launch
 
     def listen(*args, **constants):
         told.add(constants.get("PRECISION", precision))
         launch(*args, **constants)
 
-    monkeypatch.setattr(_triton, "launch", listen)
+    monkeypatch.setattr(triton_launch, "launch", listen)
     inputs = Inputs(20, heads=1, rows=rows).to(torch.float32)
 
     def call(*leaves):
@@ -361,7 +361,7 @@ def test_autocast_and_mixed_states(triton_device):
 def test_registration(monkeypatch, triton_device, length, rows, dropout, stateful):
     inputs = Inputs(length, "middle", stateful, pack_masked=stateful, heads=1, rows=rows).to(torch.float32)
     name = "luna_causal_attention_step_triton" if length == 1 else "luna_causal_attention_triton"
-    import luna_mega.kernels.luna_causal_attention.triton_backend  # noqa: F401
+    import luna_mega.kernels.luna_causal_attention.triton_ops  # noqa: F401
 
     calls, operator = [], getattr(torch.ops.luna_mega, name)
     with monkeypatch.context() as patch:

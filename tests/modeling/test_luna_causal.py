@@ -372,7 +372,7 @@ def test_errors_of_a_decoder_alone():
             model.generate(**prompt)
     padding = {"input_ids": torch.tensor([[4, 5], [1, 1]])}
     for mask in ({}, {"attention_mask": torch.tensor([[1, 1], [0, 0]])}):
-        with pytest.raises(ValueError, match=r"nothing but padding in the sequences \[1\]"):
+        with pytest.raises(ValueError, match=r"nothing but padding in the prompts \[1\]"):
             model.generate(**padding, **mask)
     with pytest.raises(ValueError, match="must be a LunaCache, got a tuple"):
         model(ids, past_key_values=((),))

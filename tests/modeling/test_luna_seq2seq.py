@@ -50,7 +50,7 @@ def test_resize(fields):
 
 
 def test_resize_of_two_vocabularies():
-    with pytest.raises(NotImplementedError, match="source and target have vocabularies of their own"):
+    with pytest.raises(NotImplementedError, match="source and target have vocabularies of 30 and 35"):
         seq2seq(**SEPARATE).resize_token_embeddings(40)
 
 
@@ -139,8 +139,9 @@ def test_encoder_outputs_in_place_of_the_source():
     embeds = model.get_input_embeddings()(given["input_ids"])
     inputs = {"inputs_embeds": embeds, "attention_mask": given["attention_mask"], "decoder_input_ids": ids}
     assert torch.equal(model(**inputs).logits, expected)
-    with pytest.raises(ValueError, match="must be the LunaModelOutput of the encoder, got a tuple"):
-        model(encoder_outputs=outputs.to_tuple(), decoder_input_ids=ids)
+    assert torch.equal(model(encoder_outputs=outputs.to_tuple(), decoder_input_ids=ids).logits, expected)
+    with pytest.raises(ValueError, match="must be the LunaModelOutput of the encoder, .* got a tuple with 1 tensors"):
+        model(encoder_outputs=outputs.to_tuple()[:1], decoder_input_ids=ids)
 
 
 def test_a_source_of_padding_is_finite():
@@ -220,7 +221,7 @@ def test_errors():
         model.generate(torch.ones(2, 0, dtype=torch.long))
     padding = torch.tensor([[4, 5], [1, 1]])
     for mask in ({}, {"attention_mask": torch.tensor([[1, 1], [0, 0]])}):
-        with pytest.raises(ValueError, match=r"nothing but padding in the sequences \[1\]"):
+        with pytest.raises(ValueError, match=r"nothing but padding in the sources \[1\]"):
             model.generate(padding, **mask)
     past = model(**inputs, use_cache=True).past_key_values
     with pytest.raises(ValueError, match="past_key_values has 5 positions already, and the target 1"):
@@ -264,12 +265,12 @@ def test_errors():
             {"is_encoder_decoder": True, "tie_word_embeddings": False, "share_encoder_decoder_embeddings": True},
             "needs tie_word_embeddings=True",
         ),
-        ({"is_encoder_decoder": True, "decoder_start_token_id": 1}, "not the padding 1"),
+        ({"is_encoder_decoder": True, "decoder_start_token_id": 1}, "are both 1"),
         (
             {"is_encoder_decoder": True, "num_decoder_attention_heads": 7},
             "hidden_size .* divisible by num_attention_heads",
         ),
-        ({"is_encoder_decoder": True, "num_decoder_layers": 0}, "num_hidden_layers must be at least 1, got 0"),
+        ({"is_encoder_decoder": True, "num_decoder_layers": 0}, "num_decoder_layers must be at least 1, got 0"),
         ({"causal_activation": "relu"}, "causal_activation must be one of softplus, elu, got 'relu'"),
         ({"word_dropout": 1.0}, r"word_dropout must be in \[0, 1\)"),
     ],

@@ -1,0 +1,115 @@
+"""The launch of Triton kernels in all ops: tensors as they take them, sizes of tiles, the choice of a configuration.
+
+Only `triton_*.py` files import this file, and an op imports those when it first needs a kernel: Triton decides at that
+moment whether kernels are interpreted.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+def contiguous(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """Return the tensors, copied where they are not contiguous."""
+    return tuple(None if x is None else x.contiguous() for x in tensors)
+
+
+def rows_contiguous(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """Return the tensors, copied where the elements of the last dimension do not lie side by side."""
+    return tuple(x if x is None or x.stride(-1) == 1 else x.contiguous() for x in tensors)
+
+
+def strides(*tensors: torch.Tensor | None, number: int) -> tuple[int, ...]:
+    """Return the first `number` strides of every tensor, 0 for one that is None."""
+    return tuple(s for x in tensors for s in ((0,) * number if x is None else x.stride()[:number]))
+
+
+def block_of(size: int, largest: int | None = None) -> int:
+    """Return the tile for `size`: the next power of two, at least 16 as matrix products need, at most `largest`."""
+    block = max(16, triton.next_power_of_2(size))
+    return block if largest is None else min(block, largest)
+
+
+def random_seed(dropout: float, device: torch.device) -> torch.Tensor | None:
+    """Return the seed of a call, from which its backward pass drops the same weights again; None without dropout."""
+    return torch.randint(2**63 - 1, (1,), device=device) if dropout > 0.0 else None
+
+
+class Launch(NamedTuple):
+    """A kernel as it would have been launched."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: tuple
+    constants: dict[str, Any]
+    num_warps: int
+    num_stages: int
+
+
+class Target(NamedTuple):
+    """The device that configurations are chosen for."""
+
+    capability: tuple[int, int] = (9, 0)
+    processors: int = 132
+
+
+_recorded: list[Launch] | None = None
+_target = Target()
+
+
+@contextmanager
+def recording(target: Target):
+    """Put launches for `target` on the list that this yields instead of running them: for tensors on meta."""
+    global _recorded, _target
+    previous, _recorded, _target = (_recorded, _target), [], target
+    try:
+        yield _recorded
+    finally:
+        _recorded, _target = previous
+
+
+def target(device: torch.device) -> Target:
+    """Return what configurations are chosen for: the CUDA device, or an H100 where kernels are interpreted."""
+    if device.type != "cuda":
+        return _target
+    return Target(
+        torch.cuda.get_device_capability(device), torch.cuda.get_device_properties(device).multi_processor_count
+    )
+
+
+def launch(kernel, grid: tuple[int, ...], *arguments, num_warps: int, num_stages: int, **constants) -> None:
+    """Run `kernel[grid](*arguments, **constants)` on the device of its first argument, a tensor.
+
+    `arguments`: tensors, None, ints and floats in the order of the kernel's parameters; `constants`: its constexprs.
+    """
+    if _recorded is not None:
+        _recorded.append(Launch(kernel, grid, arguments, constants, num_warps, num_stages))
+    elif all(grid):
+        device = arguments[0].device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            # Triton 3.10 turns fusion into multiply-adds off by default; without it the scans do twice the work.
+            kernel[grid](*arguments, **constants, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True)
+
+
+_fastest: dict[tuple, Any] = {}
+
+
+def choose(key: tuple, configurations: Sequence, run: Callable[[Any], Any]) -> Any:
+    """Return `run(configurations[0])`, or, on a GPU with `LUNA_MEGA_AUTOTUNE=1`, `run` of the fastest configuration.
+
+    All are timed when `key` (the kernel and what its speed depends on) is seen first. `run` must have no effect but its
+    result.
+    """
+    if INTERPRETED or _recorded is not None or len(configurations) == 1 or os.environ.get("LUNA_MEGA_AUTOTUNE") != "1":
+        return run(configurations[0])
+    if key not in _fastest:
+        times = [triton.testing.do_bench(lambda c=c: run(c), warmup=5, rep=20) for c in configurations]
+        _fastest[key] = configurations[times.index(min(times))]
+    return run(_fastest[key])

@@ -1,0 +1,78 @@
+"""Parts of Triton kernels that all ops share: matrix products, tiles of rows, masks, dropout and softmax."""
+
+import triton
+import triton.language as tl
+
+from luna_mega.kernels.common.triton_launch import INTERPRETED
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def dot(a, b, accumulator, PRECISION: tl.constexpr):
+    """Return a b + accumulator in float32, for a and b of one dtype; PRECISION counts where they are float32."""
+    if INTERPRETED:  # the interpreter multiplies the bit patterns of bfloat16
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, accumulator, input_precision=PRECISION)
+
+
+@triton.jit
+def load_tile(X, rows, stride, kept, columns, width):
+    """Return `[rows, columns]` of X, 0 in rows that are not kept: they are not read, as they may hold NaN."""
+    mask = kept[:, None] & (columns < width)[None, :]
+    return tl.load(X + rows.to(tl.int64)[:, None] * stride + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def store_tile(X, rows, stride, kept, columns, width, tile):
+    """Write a tile to `[rows, columns]` of X, but for rows that are not kept."""
+    mask = kept[:, None] & (columns < width)[None, :]
+    tl.store(X + rows.to(tl.int64)[:, None] * stride + columns[None, :], tile.to(X.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_kept(MASK, first, rows, length):
+    """Return which of the rows exist, being below `length`, and are kept by the mask; row 0 is at `MASK + first`."""
+    kept = rows < length
+    if MASK is not None:
+        kept = kept & (tl.load(MASK + first + rows, mask=kept, other=0) != 0)
+    return kept
+
+
+@triton.jit
+def undropped(SEED, threshold, stream, rows, column, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Return which weights dropout keeps, `[BLOCK_R, BLOCK_C]`; the columns begin at `column`, a multiple of 4.
+
+    A counter of Philox, (column // 4, row, stream), gives four weights their random bits: the same weights are dropped
+    whatever the tiles, and in the forward and the backward pass. Each matrix of weights of a call is a stream.
+    """
+    zero = tl.zeros([BLOCK_R, BLOCK_C // 4], tl.int32)
+    quads = column // 4 + tl.arange(0, BLOCK_C // 4)
+    row, stream = zero + rows.to(tl.int32)[:, None], zero + stream.to(tl.int32)
+    a, b, c, d = tl.philox(tl.load(SEED), zero + quads[None, :], row, stream, zero)
+    bits = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [BLOCK_R, BLOCK_C])
+    return (bits >> 1).to(tl.int32) >= threshold
+
+
+@triton.jit
+def drop(weights, SEED, threshold, rescale, stream, rows, column, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Return the weights after dropout, or their gradients before it; as they are where SEED is None."""
+    if SEED is not None:
+        kept = undropped(SEED, threshold, stream, rows, column, BLOCK_R, BLOCK_C)
+        weights = tl.where(kept, weights * rescale, 0.0)
+    return weights
+
+
+def dropping(dropout: float) -> tuple[int, float]:
+    """Return the threshold that 31 random bits must reach for a weight to be kept, and the factor of kept weights."""
+    return round(dropout * 2**31), 1.0 / (1.0 - dropout)
+
+
+@triton.jit
+def rise(largest, block_largest):
+    """Return the new maximum of a softmax that takes one more block of scores, what to take off them before they become
+    powers of 2, and the factor of all sums so far; a maximum of no scores is -inf."""
+    larger = tl.maximum(largest, block_largest)
+    shift = tl.where(larger > float("-inf"), larger, 0.0)
+    return larger, shift, tl.exp2(largest - shift)

@@ -1,0 +1,49 @@
+"""Moving the tokens of a batch to other columns, row by row: what is padding moves out of the way."""
+
+import torch
+from torch import nn
+
+
+def with_chunks_in_columns(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    chunk_size: int,
+    offset: int,
+    start: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Move every row so that its chunks begin at multiples of `chunk_size`; the last result finds the queries again.
+
+    With offset 0 the first token goes to column 0, and what was before it to the end. Else the first chunk may have
+    begun before the first key, for which there is room at the end. Returns query, key, value, mask and the columns
+    `[B, T]` in which the queries stand now.
+    """
+    (batch, queries, _), keys = query.shape, key.shape[1]
+    if start is None:
+        start = torch.zeros(batch, dtype=torch.int64, device=key.device)
+    shift, count = (start, keys) if offset == 0 else (start % chunk_size, keys + chunk_size - 1)
+    place = torch.arange(count, device=key.device) - shift[:, None]
+    inside, columns = (place >= 0) & (place < keys), rotation(-shift, count)
+    query, key, value = (take(fill(x, before, count), columns) for x, before in ((query, offset), (key, 0), (value, 0)))
+    mask = inside if mask is None else inside & take(fill(mask, 0, count), columns)
+    back = (torch.arange(offset, offset + queries, device=key.device) + shift[:, None]) % max(count, 1)
+    return query, key, value, mask, back
+
+
+def rotation(shift: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the columns `[B, count]` to take so that every row of `count` columns moves left by its `shift` `[B]`."""
+    return (torch.arange(count, device=shift.device) + shift[:, None]) % max(count, 1)
+
+
+def take(x: torch.Tensor | None, columns: torch.Tensor) -> torch.Tensor | None:
+    """Return the columns `[B, C]` of `[B, T]` or `[B, T, W]`; None of None."""
+    if x is None or x.dim() == 2:
+        return None if x is None else x.gather(1, columns)
+    return x.gather(1, columns[..., None].expand(-1, -1, x.shape[2]))
+
+
+def fill(x: torch.Tensor, before: int, count: int) -> torch.Tensor:
+    """Fill `[B, T]` or `[B, T, W]` up to `count` columns with zeros, as many of them at the beginning as `before`."""
+    after = count - before - x.shape[1]
+    return x if before == after == 0 else nn.functional.pad(x, (*(0, 0) * (x.dim() - 2), before, after))

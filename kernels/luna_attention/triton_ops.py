@@ -1,0 +1,76 @@
+"""Pack and unpack attention by Triton kernels, as custom operators."""
+
+import torch
+
+from luna_mega.kernels import _dispatch
+from luna_mega.kernels.common.triton_launch import random_seed
+from luna_mega.kernels.luna_attention import triton_backward, triton_forward
+
+INPUTS = (
+    "Tensor query, Tensor key, Tensor? value, Tensor? mask, Tensor? cu_seqlens, Tensor? seed, str? ragged, "
+    "SymInt max_seqlen, float scale, float dropout, str precision"
+)
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    dropout: float,
+    cu_seqlens: torch.Tensor | None = None,
+    ragged: str | None = None,
+    max_seqlen: int = 0,
+) -> torch.Tensor:
+    """Return `reference.attend` without the weights, by the kernels whatever the sizes.
+
+    Shapes `[B, T, H, K]`, mask `[B, M]`. With `cu_seqlens` the side that `ragged` names, `"query"` or `"key"`, is
+    `[1, total, H, K]` (a mask of keys `[1, total]`), and the other side has a row of the batch for every sequence.
+    """
+    precision = _dispatch.float32_precision() if query.dtype == torch.float32 else "tf32"
+    value = None if key is value else value
+    seed = random_seed(dropout, query.device)
+    return torch.ops.luna_mega.luna_attention_triton(
+        query, key, value, mask, cu_seqlens, seed, ragged, max_seqlen, scale, dropout, precision
+    )[0]
+
+
+@torch.library.custom_op("luna_mega::luna_attention_triton", mutates_args=(), schema=f"({INPUTS}) -> (Tensor, Tensor)")
+def _attend(*inputs):
+    return triton_forward.forward(*inputs)
+
+
+@_attend.register_fake
+def _(query, *_):
+    batch, length, heads, _ = query.shape
+    return query.new_empty(query.shape), query.new_empty((batch, heads, length), dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "luna_mega::luna_attention_triton_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad_output, Tensor output, Tensor log_sum_exp, {INPUTS}) -> Tensor[]",
+)
+def _attend_backward(*inputs):
+    return triton_backward.backward(*inputs)
+
+
+@_attend_backward.register_fake
+def _(grad_output, output, log_sum_exp, query, key, value, *_):
+    return [x.new_empty(x.shape) for x in (query, key, value) if x is not None]
+
+
+def _save_for_backward(ctx, inputs, output):
+    *tensors, ctx.ragged, ctx.max_seqlen, ctx.scale, ctx.dropout, ctx.precision = inputs
+    ctx.save_for_backward(*output, *tensors)
+
+
+def _backward(ctx, grad_output, grad_log_sum_exp):
+    gradients = torch.ops.luna_mega.luna_attention_triton_backward(
+        grad_output, *ctx.saved_tensors, ctx.ragged, ctx.max_seqlen, ctx.scale, ctx.dropout, ctx.precision
+    )
+    return (*gradients, *(None,) * (11 - len(gradients)))
+
+
+_attend.register_autograd(_backward, setup_context=_save_for_backward)

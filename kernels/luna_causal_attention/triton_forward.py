@@ -1,0 +1,426 @@
+"""Triton forward of causal Luna attention, by one of two strategies.
+
+`Fused`, for L up to 64, keeps both sums in registers. The tokens of a head are divided into segments, one program each,
+which walks its segment in chunks of C tokens; the sums before a segment come from `_sums_kernel` and `_prefix_kernel`.
+Sums of `a^T value` are transposed in registers, `[V, L]`, so that tiles have 64 rows.
+
+`Scans`, for more rows of P, walks over the tokens once per sum, with a slice of it in registers. Pack weights, unpack
+weights and the gradients of both are in memory, `[B, H, T, L]`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from luna_mega.kernels.common import triton_launch
+from luna_mega.kernels.common.triton_launch import block_of, contiguous, rows_contiguous, strides
+from luna_mega.kernels.common.triton_tiles import dot, dropping, load_kept, load_tile, store_tile
+from luna_mega.kernels.luna_causal_attention.triton_parts import (
+    activate,
+    load_pack_query,
+    load_rate,
+    load_sums,
+    pack_dropout,
+    pack_scores,
+    place,
+    slope,
+    softmax,
+    store_sums,
+    unpack_dropout,
+    weigh_chunk,
+)
+
+FUSED_ROWS = 64
+# Tokens. Beyond its chunks, a segment costs the reading and writing of its sums.
+MIN_SEGMENT = 256
+
+
+@triton.jit
+def _prefix_kernel(SUMS, FIRST, segments, N, REVERSE: tl.constexpr, BLOCK: tl.constexpr):
+    """Replace `[R, segments, N]` by the sums before each segment, REVERSE: behind it; `FIRST` `[R, N]` included."""
+    blocks = tl.cdiv(N, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    if FIRST is not None:
+        total += tl.load(FIRST + row * N + columns, mask=columns < N, other=0.0)
+    for i in range(0, segments):
+        segment = segments - 1 - i if REVERSE else i
+        at = SUMS + (row * segments + segment) * N + columns
+        here = tl.load(at, mask=columns < N, other=0.0)
+        tl.store(at, total, mask=columns < N)
+        total += here
+
+
+@triton.jit
+def _sums_kernel(
+    X, Z, Y, W, PQ, COUNT, MASK, PACK_MASK, SEED, SUM_X, SUM_Z, scale, threshold, rescale,
+    x_b, x_t, x_h, z_b, z_t, z_h, y_b, y_t, y_h, w_b, w_t, w_h, pq_b, pq_l, pq_h, T, H, S,
+    PACK: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr,
+    ELU: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
+):  # fmt: skip
+    """Of every segment sum x_t^T y_t, `[K, L]`, and sum w_t^T z_t, `[L, V]`.
+
+    PACK: x, z are key and value, y = w the pack weights, Y pack_key. Else z is divided by t.
+    """
+    segments, segment, head, b, h = place(1, T, H, S)
+    key_column, value_column, row = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BL)
+    X += b * x_b + h * x_h
+    Z += b * z_b + h * z_h
+    Y += b * y_b + h * y_h
+    sum_x = tl.zeros([BK, BL], tl.float32)
+    sum_z = tl.zeros([BV, BL], tl.float32)
+    if PACK:
+        pack_query, used = load_pack_query(PQ + b * pq_b + h * pq_h, PACK_MASK, pq_l, b, SIZE, L, BK, BL)
+    for start in range(segment * S, tl.minimum(segment * S + S, T), C):
+        t = start + tl.arange(0, C)
+        ok = t < T
+        kept = ok
+        if PACK:
+            kept = load_kept(MASK, b * T, t, T)
+        x = load_tile(X, t, x_t, kept, key_column, SIZE)
+        z = load_tile(Z, t, z_t, kept, value_column, WIDTH)
+        if PACK:
+            pack_key = load_tile(Y, t, y_t, kept, key_column, SIZE)
+            y = tl.where(used[None, :], activate(pack_scores(pack_key, pack_query, scale, PRECISION), ELU), 0.0)
+            y = pack_dropout(y, SEED, threshold, rescale, head, t, C, BL).to(INNER)
+            w = y
+        else:
+            z = z.to(tl.float32) * load_rate(COUNT, b, t, ok, T)[:, None]
+            y = load_tile(Y, t, y_t, ok, row, L)
+            w = load_tile(W + b * w_b + h * w_h, t, w_t, ok, row, L)
+        sum_x = dot(tl.trans(x.to(INNER)), y, sum_x, PRECISION)
+        sum_z = dot(tl.trans(z.to(INNER)), w, sum_z, PRECISION)
+    number = head * segments + segment
+    store_sums(SUM_X, number, sum_x, SIZE, L, BK, BL, False)
+    store_sums(SUM_Z, number, sum_z, WIDTH, L, BV, BL, True)
+
+
+@triton.jit
+def _forward_kernel(
+    Q, PK, K, V, PQ, COUNT, MASK, PACK_MASK, SEED, START_K, START_V, Y, END_K, END_V, scale, threshold, rescale,
+    q_b, q_t, q_h, pk_b, pk_t, pk_h, k_b, k_t, k_h, v_b, v_t, v_h, pq_b, pq_l, pq_h, T, H, S,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr,
+    ELU: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
+):  # fmt: skip
+    """Y, and the means behind the last token from the last segment."""
+    segments, segment, head, b, h = place(1, T, H, S)
+    Q, K, PK, V = Q + b * q_b + h * q_h, K + b * k_b + h * k_h, PK + b * pk_b + h * pk_h, V + b * v_b + h * v_h
+    sum_k = load_sums(START_K, head * segments + segment, SIZE, L, BK, BL, False)
+    sum_v = load_sums(START_V, head * segments + segment, WIDTH, L, BV, BL, True)
+    pack_query, used = load_pack_query(PQ + b * pq_b + h * pq_h, PACK_MASK, pq_l, b, SIZE, L, BK, BL)
+    r, column = tl.arange(0, C), tl.arange(0, BV)
+    for start in range(segment * S, tl.minimum(segment * S + S, T), C):
+        t = start + r
+        kept, rate, k, a, w = weigh_chunk(
+            Q, K, PK, COUNT, MASK, SEED, pack_query, used, sum_k, scale, threshold, rescale, q_t, k_t, pk_t, head, b,
+            t, T, SIZE, ELU, INNER, PRECISION, C, BK, BL,
+        )  # fmt: skip
+        w = unpack_dropout(w, SEED, threshold, rescale, head, t, C, BL)
+        sum_k = dot(tl.trans(k.to(INNER)), a, sum_k, PRECISION)
+        v = load_tile(V, t, v_t, kept, column, WIDTH).to(INNER)
+        blend = tl.where(r[:, None] >= r[None, :], dot(w.to(INNER), tl.trans(a), None, PRECISION), 0.0)
+        y = dot(blend.to(INNER), v, None, PRECISION)
+        y = dot(w, tl.trans(sum_v), y, PRECISION) * rate[:, None]
+        store_tile(Y + (b * T * H + h) * WIDTH, t, H * WIDTH, t < T, column, WIDTH, y)
+        sum_v = dot(tl.trans(v), a, sum_v, PRECISION)
+    if segment == segments - 1:
+        rate = 1.0 / tl.maximum(tl.load(COUNT + b * T + T - 1), 1).to(tl.float32)
+        store_sums(END_K, head, sum_k * rate, SIZE, L, BK, BL, False)
+        store_sums(END_V, head, sum_v * rate, WIDTH, L, BV, BL, True)
+
+
+@triton.jit
+def _pack_kernel(
+    PK, PQ, MASK, PACK_MASK, SEED, DA, A, scale, threshold, rescale, pk_b, pk_t, pk_h, pq_b, pq_l, pq_h, T, H,
+    SIZE: tl.constexpr, L: tl.constexpr, ELU: tl.constexpr, PRECISION: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr,
+):  # fmt: skip
+    """Pack weights of C tokens; where their gradients DA are given, the gradients of their scores."""
+    _, chunk, head, b, h = place(1, T, H, C)
+    t, row = chunk * C + tl.arange(0, C), tl.arange(0, BL)
+    kept = load_kept(MASK, b * T, t, T)
+    pack_query, used = load_pack_query(PQ + b * pq_b + h * pq_h, PACK_MASK, pq_l, b, SIZE, L, BK, BL)
+    pack_key = load_tile(PK + b * pk_b + h * pk_h, t, pk_t, kept, tl.arange(0, BK), SIZE)
+    scores = pack_scores(pack_key, pack_query, scale, PRECISION)
+    if DA is None:
+        x = activate(scores, ELU)
+    else:
+        x = slope(scores, ELU) * load_tile(DA + head * T * L, t, L, t < T, row, L) * scale
+    x = pack_dropout(x, SEED, threshold, rescale, head, t, C, BL)
+    store_tile(A + head * T * L, t, L, t < T, row, L, tl.where(used[None, :], x, 0.0))
+
+
+@triton.jit
+def _softmax_kernel(
+    SCORES, COUNT, PACK_MASK, SEED, DW, OUT, scale, threshold, rescale, T, H,
+    L: tl.constexpr, C: tl.constexpr, BL: tl.constexpr,
+):  # fmt: skip
+    """Unpack weights of C tokens; where their gradients DW are given, the gradients of their scores."""
+    _, chunk, head, b, _ = place(1, T, H, C)
+    t, row = chunk * C + tl.arange(0, C), tl.arange(0, BL)
+    ok = t < T
+    used = load_kept(PACK_MASK, b * L, row, L)
+    x = softmax(load_tile(SCORES + head * T * L, t, L, ok, row, L), used)
+    if DW is None:
+        x = unpack_dropout(x, SEED, threshold, rescale, head, t, C, BL)
+    else:
+        dw = load_tile(DW + head * T * L, t, L, ok, row, L)
+        dw = unpack_dropout(dw, SEED, threshold, rescale, head, t, C, BL)
+        rate = load_rate(COUNT, b, t, ok, T) * scale
+        x *= (dw - tl.sum(x * dw, 1)[:, None]) * rate[:, None]
+    store_tile(OUT + head * T * L, t, L, ok, row, L, x)
+
+
+@triton.jit
+def _scan_kernel(
+    X, Y, Z, COUNT, START, F, END, scale,
+    x_b, x_t, x_h, y_b, y_t, y_h, z_b, z_t, z_h, f_b, f_t, f_h, T, H, S,
+    SUMS: tl.constexpr, REVERSE: tl.constexpr, RATE: tl.constexpr, RATE_INSIDE: tl.constexpr, ADD: tl.constexpr,
+    N: tl.constexpr, M: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
+    C: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """F_t = X_t sum_{j<=t} Y_j^T Z_j, for BM columns of Z `[T, M]`; REVERSE: sum_{j>=t}.
+
+    RATE: times scale / t; RATE_INSIDE: Z_j / j (in counts of tokens); ADD: F is added to what it was. END: the sum over
+    all tokens; SUMS: nothing but the sum over every segment.
+    """
+    blocks = tl.cdiv(M, BM)
+    segments, segment, head, b, h = place(blocks, T, H, S)
+    number = (head * segments + segment) * N * M
+    rows, columns = tl.arange(0, BN)[:, None], tl.program_id(0) % blocks * BM + tl.arange(0, BM)
+    offsets, inside = rows * M + columns[None, :], (rows < N) & (columns < M)[None, :]
+    state = tl.zeros([BN, BM], tl.float32)
+    if START is not None:
+        state += tl.load(START + number + offsets, mask=inside, other=0.0)
+    r, n = tl.arange(0, C), tl.arange(0, BN)
+    chunks = tl.cdiv(tl.minimum(S, T - segment * S), C)
+    for i in range(0, chunks):
+        chunk = chunks - 1 - i if REVERSE else i
+        t = segment * S + chunk * C + r
+        ok = t < T
+        rate = load_rate(COUNT, b, t, ok, T)
+        y = load_tile(Y + b * y_b + h * y_h, t, y_t, ok, n, N)
+        z = load_tile(Z + b * z_b + h * z_h, t, z_t, ok, columns, M)
+        if RATE_INSIDE:
+            z = z.to(tl.float32) * rate[:, None]
+        z = z.to(INNER)
+        if not SUMS:
+            x = load_tile(X + b * x_b + h * x_h, t, x_t, ok, n, N)
+            past = r[:, None] <= r[None, :] if REVERSE else r[:, None] >= r[None, :]
+            products = tl.where(past, dot(x.to(INNER), tl.trans(y.to(INNER)), None, PRECISION), 0.0)
+            f = dot(products.to(INNER), z, None, PRECISION)
+            f = dot(x.to(tl.float32), state, f, PRECISION)
+            if RATE:
+                f *= rate[:, None] * scale
+            at = F + b * f_b + h * f_h
+            if ADD:
+                f += load_tile(at, t, f_t, ok, columns, M)
+            store_tile(at, t, f_t, ok, columns, M, f)
+        state = dot(tl.trans(y.to(INNER)), z, state, PRECISION)
+    if SUMS:
+        tl.store(END + number + offsets, state, mask=inside)
+    elif END is not None:
+        if segment == (0 if REVERSE else segments - 1):
+            tl.store(END + head * N * M + offsets, state, mask=inside)
+
+
+class Call:
+    """The arguments of one call as the kernels take them, and what the kernels are told about them."""
+
+    def __init__(
+        self, query, pack_key, key, value, pack_query, count, mask, pack_mask, key_mean, value_mean, seen, activation,
+        dropout, seed, precision,
+    ):  # fmt: skip
+        tokens = rows_contiguous(query, pack_key, key, value, pack_query)
+        self.query, self.pack_key, self.key, self.value, self.pack_query = tokens
+        self.count, self.mask, self.pack_mask, self.seen = contiguous(count, mask, pack_mask, seen)
+        self.means, self.seed, self.dropping = (key_mean, value_mean), seed, dropping(dropout)
+        self.batch, self.length, self.heads, self.size = query.shape
+        self.rows, self.width, self.scale = pack_query.shape[1], value.shape[3], self.size**-0.5
+        self.device, self.dtype = query.device, query.dtype
+        self.kind = torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
+        self.inner = tl.bfloat16 if self.dtype == torch.bfloat16 else tl.float32
+        self.precision = precision if self.dtype == torch.float32 else "tf32"
+        self.elu = activation == "elu"
+
+    def first(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return both sums before the first token."""
+        return (None, None) if self.seen is None else tuple(per_row(mean, self.seen) for mean in self.means)
+
+    def last_rate(self) -> torch.Tensor:
+        """Return 1 / t of the last token, `[B]`."""
+        return self.count[:, -1].clamp(min=1).float().reciprocal()
+
+
+def per_row(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """Return `[B, H, ...]` times `[B]`, in float32."""
+    return (x.float() * factor[:, None, None, None]).contiguous()
+
+
+class Fused(Call):
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        chunk, warps = self._configuration()
+        self.segment = segment_length(self.batch * self.heads, self.length, chunk, self.device)
+        self.segments = triton.cdiv(self.length, self.segment)
+        self.constants = {
+            "SIZE": self.size, "WIDTH": self.width, "L": self.rows, "ELU": self.elu, "INNER": self.inner,
+            "PRECISION": self.precision, "C": chunk,
+            "BK": block_of(self.size), "BV": block_of(self.width), "BL": block_of(self.rows),
+            "num_warps": warps, "num_stages": 1,
+        }  # fmt: skip
+
+    def _configuration(self) -> tuple[int, int]:
+        """Return the tokens of a chunk and the warps with which the kernels stay in registers."""
+        hopper = triton_launch.target(self.device).capability >= (9, 0)
+        if self.dtype == torch.float32:
+            return 16, 8
+        if block_of(max(self.size, self.width)) * block_of(self.rows) <= 64 * 32:
+            return (64, 4) if hopper and self.dtype == torch.bfloat16 else (32, 4)
+        return (32, 8) if hopper else (16, 4)
+
+    def launch(self, kernel, *tensors, of: tuple[torch.Tensor, ...], **constants):
+        """Launch a kernel over all segments; it takes the strides of the tensors `of`."""
+        numbers = (self.scale, *self.dropping, *strides(*of, number=3), self.length, self.heads, self.segment)
+        triton_launch.launch(
+            kernel, (self.batch * self.heads * self.segments,), *tensors, *numbers, **self.constants, **constants
+        )
+
+    def empty_sums(self, *leading: int) -> tuple[torch.Tensor, torch.Tensor]:
+        leading = (self.batch, self.heads, *leading)
+        sizes = (self.size, self.rows), (self.rows, self.width)
+        return tuple(self.query.new_empty((*leading, *size), dtype=torch.float32) for size in sizes)
+
+    @property
+    def tokens(self) -> tuple[torch.Tensor, ...]:
+        return self.query, self.pack_key, self.key, self.value, self.pack_query
+
+    @property
+    def options(self) -> tuple[torch.Tensor | None, ...]:
+        """Return the arguments of the kernels from `COUNT` to `SEED`."""
+        return self.count, self.mask, self.pack_mask, self.seed
+
+    def sums(self, x, z, y, w, first, pack: bool):
+        """Return the sums before each segment (`pack`) or behind it; `first` are those before or behind all of them."""
+        if self.segments == 1:
+            return first
+        sums, of = self.empty_sums(self.segments), (x, z, y, w, self.pack_query)
+        self.launch(_sums_kernel, *of, *self.options, *sums, of=of, PACK=pack)
+        return tuple(prefix_sums(s, f, reverse=not pack) for s, f in zip(sums, first, strict=True))
+
+    def before(self):
+        """Return the sums before each segment."""
+        return self.sums(self.key, self.value, self.pack_key, self.pack_key, self.first(), True)
+
+    def forward(self):
+        output, end = self.value.new_empty(self.value.shape), self.empty_sums()
+        self.launch(_forward_kernel, *self.tokens, *self.options, *self.before(), output, *end, of=self.tokens)
+        return output, *end
+
+
+class Scans(Call):
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        if self.mask is not None:
+            self.key, self.value = (x.masked_fill(~self.mask[:, :, None, None], 0.0) for x in (self.key, self.value))
+
+    def empty(self, dtype):
+        """Return an empty `[B, T, H, L]`, stored as `[B, H, T, L]`."""
+        size = (self.batch, self.heads, self.length, self.rows)
+        return torch.empty(size, dtype=dtype, device=self.device).transpose(1, 2)
+
+    def pack(self, grad=None):
+        """Return pack weights, or the gradients of their scores."""
+        output = self.empty(self.kind)
+        numbers = (self.scale, *self.dropping, *strides(self.pack_key, self.pack_query, number=3))
+        inputs = (self.pack_key, self.pack_query, self.mask, self.pack_mask, self.seed, grad, output)
+        triton_launch.launch(
+            _pack_kernel, (self.batch * self.heads * triton.cdiv(self.length, 64),),
+            *inputs, *numbers, self.length, self.heads,
+            SIZE=self.size, L=self.rows, ELU=self.elu, PRECISION=self.precision,
+            C=64, BK=block_of(self.size), BL=block_of(self.rows), num_warps=8, num_stages=1,
+        )  # fmt: skip
+        return output
+
+    def weigh(self, scores, grad=None):
+        """Return unpack weights of scores, or the gradients of the scores."""
+        output = self.empty(self.kind)
+        inputs = (scores, self.count, self.pack_mask, self.seed, grad, output)
+        triton_launch.launch(
+            _softmax_kernel, (self.batch * self.heads * triton.cdiv(self.length, 16),),
+            *inputs, self.scale, *self.dropping, self.length, self.heads,
+            L=self.rows, C=16, BL=block_of(self.rows), num_warps=4, num_stages=1,
+        )  # fmt: skip
+        return output
+
+    def scan(
+        self, x, y, z, output, *, first=None, ends=False, scale=1.0, reverse=False, rate=False, inside=False, add=False
+    ):
+        """Run `_scan_kernel` into `output`; return the sum behind all tokens (`reverse`: before them) if `ends`."""
+        n, m = y.shape[3], z.shape[3]
+        chunk, columns, warps = self._configuration(n, m)
+        blocks = triton.cdiv(m, columns)
+        segment = segment_length(self.batch * self.heads * blocks, self.length, chunk, self.device)
+        segments = triton.cdiv(self.length, segment)
+        numbers = (scale, *strides(x, y, z, output, number=3), self.length, self.heads, segment)
+        constants = {
+            "REVERSE": reverse, "RATE_INSIDE": inside, "N": n, "M": m, "INNER": self.inner,
+            "PRECISION": self.precision, "C": chunk, "BN": block_of(n), "BM": columns,
+            "num_warps": warps, "num_stages": 1,
+        }  # fmt: skip
+        grid, start = (self.batch * self.heads * segments * blocks,), first
+        if segments > 1:
+            start = torch.empty((self.batch, self.heads, segments, n, m), device=self.device)
+            tensors = (x, y, z, self.count, None, output, start)
+            triton_launch.launch(_scan_kernel, grid, *tensors, *numbers, SUMS=True, RATE=False, ADD=False, **constants)
+            prefix_sums(start, first, reverse)
+        end = torch.empty((self.batch, self.heads, n, m), device=self.device) if ends else None
+        tensors = (x, y, z, self.count, start, output, end)
+        triton_launch.launch(_scan_kernel, grid, *tensors, *numbers, SUMS=False, RATE=rate, ADD=add, **constants)
+        return end
+
+    def _configuration(self, n: int, m: int) -> tuple[int, int, int]:
+        """Return the tokens of a chunk, columns of the sum and warps with which the kernel stays in registers."""
+        hopper, wide = triton_launch.target(self.device).capability >= (9, 0), block_of(n) > 128
+        if self.dtype == torch.float32:
+            return 16, block_of(m, 32), 8
+        return 64 if hopper and not wide else 32, block_of(m, 64 if hopper or not wide else 32), 8
+
+    def forward(self):
+        packed, scores, output = self.pack(), self.empty(torch.float32), self.value.new_empty(self.value.shape)
+        first_key, first_value = self.first()
+        options = {"ends": True, "rate": True}
+        key_sum = self.scan(self.query, self.key, packed, scores, first=first_key, scale=self.scale, **options)
+        value_sum = self.scan(self.weigh(scores), packed, self.value, output, first=first_value, **options)
+        return output, *(per_row(x, self.last_rate()) for x in (key_sum, value_sum))
+
+
+def segment_length(heads: int, length: int, chunk: int, device: torch.device) -> int:
+    """Return the tokens of a segment, a multiple of the chunk: all, or so few that the segments fill the device."""
+    processors = triton_launch.target(device).processors
+    segments = 1 if heads >= 2 * processors else triton.cdiv(4 * processors, heads)
+    return triton.cdiv(max(triton.cdiv(length, segments), MIN_SEGMENT), chunk) * chunk
+
+
+def prefix_sums(sums: torch.Tensor, first: torch.Tensor | None, reverse: bool = False) -> torch.Tensor:
+    """Return `sums` `[B, H, segments, K, L]`, overwritten with the sums before each segment (`reverse`: behind it)."""
+    batch, heads, segments, *size = sums.shape
+    numbers = size[0] * size[1]
+    grid = (batch * heads * triton.cdiv(numbers, 1024),)
+    constants = {"REVERSE": reverse, "BLOCK": 1024, "num_warps": 4, "num_stages": 1}
+    triton_launch.launch(_prefix_kernel, grid, sums, first, segments, numbers, **constants)
+    return sums
+
+
+def prepare(*arguments) -> Fused | Scans:
+    """Return the call of the operator's arguments."""
+    pack_query = arguments[4]
+    return (Fused if pack_query.shape[1] <= FUSED_ROWS else Scans)(*arguments)
+
+
+def forward(*arguments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the result, and both means behind the last token, float32."""
+    return prepare(*arguments).forward()

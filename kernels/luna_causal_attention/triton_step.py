@@ -1,0 +1,96 @@
+"""One token of causal Luna attention in Triton."""
+
+import torch
+import triton
+import triton.language as tl
+
+from luna_mega.kernels.common import triton_launch
+from luna_mega.kernels.common.triton_launch import block_of, contiguous, rows_contiguous, strides
+from luna_mega.kernels.common.triton_tiles import dropping, load_kept
+from luna_mega.kernels.luna_causal_attention.triton_parts import (
+    activate,
+    load_pack_query,
+    pack_dropout,
+    softmax,
+    tile_of,
+    unpack_dropout,
+)
+
+
+@triton.jit
+def _step_kernel(
+    Q, PK, K, V, PQ, MASK, PACK_MASK, SEED, MEAN_K, MEAN_V, SEEN, Y, NEXT_K, NEXT_V, COUNT,
+    scale, threshold, rescale, q_b, q_h, pk_b, pk_h, k_b, k_h, v_b, v_h, pq_b, pq_l, pq_h, H,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, ELU: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
+):  # fmt: skip
+    """One token of one head: the means move by 1 / count of the way to the new token."""
+    head = tl.program_id(0).to(tl.int64)
+    b, h = head // H, head % H
+    at_k, at_v = tl.arange(0, BK), tl.arange(0, BV)
+    token = tl.arange(0, 1)
+    kept = load_kept(MASK, b, token, 1)
+    count = kept.to(tl.int64)
+    if SEEN is not None:
+        count += tl.load(SEEN + b)
+    # A first token that is masked starts from 0.
+    rate = tl.where(kept | (count == 0), 1.0 / tl.maximum(count, 1).to(tl.float32), 0.0)[:, None]
+    pack_query, used = load_pack_query(PQ + b * pq_b + h * pq_h, PACK_MASK, pq_l, b, SIZE, L, BK, BL)
+    pack_key = tl.load(PK + b * pk_b + h * pk_h + at_k, mask=(at_k < SIZE) & kept, other=0.0).to(tl.float32)
+    scores = tl.sum(pack_query.to(tl.float32) * pack_key[None, :], 1) * scale
+    packed = tl.where(used, activate(scores, ELU), 0.0)
+    if SEED is not None:
+        packed = tl.sum(pack_dropout(packed[None, :], SEED, threshold, rescale, head, token, 1, BL), 0)
+    k = tl.load(K + b * k_b + h * k_h + at_k, mask=(at_k < SIZE) & kept, other=0.0).to(tl.float32)
+    mean = k[:, None] * packed[None, :]
+    offsets, inside = tile_of(SIZE, L, BK, BL, False)
+    if MEAN_K is not None:
+        before = tl.load(MEAN_K + head * SIZE * L + offsets, mask=inside, other=0.0)
+        mean = before + (mean - before) * rate
+    else:
+        mean *= rate
+    tl.store(NEXT_K + head * SIZE * L + offsets, mean, mask=inside)
+    q = tl.load(Q + b * q_b + h * q_h + at_k, mask=at_k < SIZE, other=0.0).to(tl.float32)
+    w = softmax(tl.sum(q[:, None] * mean, 0)[None, :] * scale, used)
+    w = unpack_dropout(w, SEED, threshold, rescale, head, token, 1, BL)
+    v = tl.load(V + b * v_b + h * v_h + at_v, mask=(at_v < WIDTH) & kept, other=0.0).to(tl.float32)
+    mean = packed[:, None] * v[None, :]
+    offsets, inside = tile_of(L, WIDTH, BL, BV, False)
+    if MEAN_V is not None:
+        before = tl.load(MEAN_V + head * WIDTH * L + offsets, mask=inside, other=0.0)
+        mean = before + (mean - before) * rate
+    else:
+        mean *= rate
+    tl.store(NEXT_V + head * WIDTH * L + offsets, mean, mask=inside)
+    y = tl.sum(tl.sum(w, 0)[:, None] * mean, 0)
+    tl.store(Y + head * WIDTH + at_v, y.to(Y.dtype.element_ty), mask=at_v < WIDTH)
+    if h == 0:
+        tl.store(COUNT + b + token, count)
+
+
+def forward_step(
+    query, pack_key, key, value, pack_query, mask, pack_mask, key_mean, value_mean, seen, activation, dropout, seed
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the result and the next state."""
+    *tokens, pack_query = rows_contiguous(query, pack_key, key, value, pack_query)
+    mask, pack_mask, seen = contiguous(mask, pack_mask, seen)
+    means = (None if x is None else x.float().contiguous() for x in (key_mean, value_mean))
+    outputs = empty_step(query, value, pack_query)
+    (batch, heads, size), rows, width = query.shape, pack_query.shape[1], value.shape[2]
+    numbers = (size**-0.5, *dropping(dropout), *strides(*tokens, number=2), *strides(pack_query, number=3), heads)
+    tile = block_of(rows) * block_of(max(size, width))
+    triton_launch.launch(
+        _step_kernel, (batch * heads,), *tokens, pack_query, mask, pack_mask, seed, *means, seen, *outputs, *numbers,
+        SIZE=size, WIDTH=width, L=rows, ELU=activation == "elu",
+        BK=block_of(size), BV=block_of(width), BL=block_of(rows),
+        num_warps=4 if tile <= 4096 else 8, num_stages=1,
+    )  # fmt: skip
+    return outputs
+
+
+def empty_step(query, value, pack_query) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return empty tensors for the result and the next state."""
+    (batch, heads, size), rows, width = query.shape, pack_query.shape[1], value.shape[2]
+    key_mean = query.new_empty((batch, heads, size, rows), dtype=torch.float32)
+    value_mean = key_mean.new_empty((batch, heads, rows, width))
+    return value.new_empty(value.shape), key_mean, value_mean, query.new_empty((batch,), dtype=torch.int64)
