@@ -149,11 +149,10 @@ def _flat_texts(modules: Iterable[str]) -> dict[str, str]:
 def _flat_name(module: str) -> str:
     """Return the name of a module's file: luna_mega.modeling_luna.heads_luna -> heads_luna.
 
-    Files of other rooms keep the names of their folders, since a model may have a file of the same name.
+    The files of kernels keep the names of their folders, since every op has files of the same names.
     """
     _, folder, *rest = module.split(".")
-    of_a_model = folder.startswith("modeling_") and folder != "modeling_common"
-    return rest[-1] if of_a_model else "_".join([folder, *rest])
+    return rest[-1] if folder.startswith("modeling_") else "_".join([folder, *rest])
 
 
 def _flat_text(module: str) -> tuple[str, set[str]]:

@@ -1,39 +1,33 @@
-"""Describes a model folder or checkpoint: architecture, parameters, memory, FLOPs, heads, origin: `luna-mega info`."""
+"""The description of a model folder or checkpoint: architecture, sizes, costs, heads, origin (`luna-mega info`)."""
 
-import argparse
-import json
-import sys
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig
 
 from luna_mega.convert.formats import Format
 from luna_mega.convert.formats.registry import detect, find_format
 from luna_mega.convert.reader import read_checkpoint
 from luna_mega.errors import ConversionError
 from luna_mega.hub.folder import ModelFolder, position_limit, read_folder
-from luna_mega.inspection import costs_luna, costs_mega
+from luna_mega.inspection import costs
 
-_COSTS = {"luna": costs_luna, "mega": costs_mega}
-# Modules of the models -> the part that they are counted in; all else is of a head.
-_PARTS = {
-    "embeddings": "embeddings",
-    "embedding_layer": "embeddings",
-    "embedding_norm": "embeddings",
-    "encoder": "encoder",
-    "layers": "encoder",
-    "final_norm": "encoder",
+_LANGUAGE_MODELS = {
+    "MaskedLM": "masked LM",
+    "CausalLM": "causal LM",
+    "ConditionalGeneration": "sequence-to-sequence LM",
 }
 
 
 @dataclass(frozen=True)
 class Info:
-    """What `luna-mega info` prints. Bytes are for one sequence of `length` positions in the dtype of the weights."""
+    """The description of a model. Bytes are for one sequence of `length` positions, in the dtype of the weights.
+
+    An encoder-decoder reads a source and a target of `length` positions each.
+    """
 
     path: str
     written_by: str
@@ -52,6 +46,8 @@ class Info:
         parameters = {name: f"{value:,}" for name, value in self.parameters.items()}
         flops = {name: _short(value) for name, value in self.flops_per_token.items()}
         memory = {name: f"{_short(value)}B" for name, value in self.activation_bytes.items()}
+        both = {"encoder", "decoder"} <= self.parameters.keys()
+        sequence = "source and one target" if both else "sequence"
         rows = {
             "path": self.path,
             "written by": self.written_by,
@@ -62,7 +58,7 @@ class Info:
             "weights": f"{_short(self.weights['bytes'])}B ({self.weights['dtype']}), with Adam "
             f"{_short(self.training_state_bytes)}B",
             "FLOPs/token": f"{flops.pop('total').strip()} at length {self.length}: {_listed(flops)}",
-            "activations": f"{_listed(memory)}, of one sequence of length {self.length}",
+            "activations": f"{_listed(memory)}, of one {sequence} of length {self.length}",
         }
         lines = [f"{name:<13}{value}" for name, value in rows.items()]
         return "\n".join([*lines, "", *(textwrap.fill(f"{name}: {text}", 100) for name, text in self.formulas.items())])
@@ -81,7 +77,7 @@ def _short(number: float) -> str:
 
 
 def describe(path: str | Path, length: int | None = None) -> Info:
-    """Describes a model without building it in memory.
+    """Describe a model without building it in memory.
 
     Args:
         path: model folder, or fairseq checkpoint of a Luna or Mega model.
@@ -92,47 +88,46 @@ def describe(path: str | Path, length: int | None = None) -> Info:
     """
     read = _read_checkpoint if Path(path).is_file() else _read_folder
     config, model_class, written_by, heads, dtypes = read(path)
-    if config.is_encoder_decoder or (config.model_type == "luna" and config.is_decoder):
-        kind = "an encoder-decoder" if config.is_encoder_decoder else "a decoder of Luna"
-        raise ConversionError(
-            f"{path}: {model_class.__name__} is {kind}, whose cost this version does not count; config.json has its "
-            "sizes"
-        )
-    limit, cost = position_limit(config), _COSTS[config.model_type]
+    limit = _length_limit(config)
     if length is not None and limit is not None and length > limit:
         raise ConversionError(f"--length {length}: the model has {limit} learned positions")
-    length = length or config.max_position_embeddings
+    length = length or min(config.max_position_embeddings, limit or config.max_position_embeddings)
     with torch.device("meta"):
         model = model_class(config)
-    parameters = count_parameters(model)
+    parameters = costs.count_parameters(model)
     dtype = dtypes.most_common(1)[0][0]
     size = getattr(torch, dtype).itemsize
+    activations = {
+        "inference": costs.inference_activations(model, length),
+        "training": costs.training_activations(model, length),
+        "cache": costs.cache_numbers(model, length),
+    }
     return Info(
         path=str(path),
         written_by=written_by,
         model_class=model_class.__name__,
-        config={
-            name: getattr(config, name) for name in cost.FIELDS if name != "vocab_size" or config.input_type == "tokens"
-        },
+        config=costs.fields(config),
         heads=heads,
         parameters=parameters,
         weights={"dtype": dtype, "bytes": parameters["total"] * size},
         length=length,
-        flops_per_token=cost.flops_per_token(model, length),
-        activation_bytes=_activations(model, cost, length, size),
+        flops_per_token=costs.flops_per_token(model, length),
+        activation_bytes={name: size * numbers for name, numbers in activations.items() if numbers is not None},
         training_state_bytes=4 * size * parameters["total"],
-        formulas=cost.FORMULAS,
+        formulas=costs.formulas(config),
     )
 
 
-def _activations(model: PreTrainedModel, cost, length: int, size: int) -> dict[str, int]:
-    numbers = {
-        "inference": cost.inference_activations(model, length),
-        "training": cost.training_activations(model, length),
-    }
-    if getattr(model.config, "is_decoder", False):
-        numbers["cache"] = cost.cache_numbers(model, length)
-    return {name: size * count for name, count in numbers.items()}
+def _length_limit(config: PreTrainedConfig) -> int | None:
+    """Return the longest sequence that every table of positions serves, None = there is no table."""
+    stacks = costs.stacks(config).values()
+    limits = [position_limit(stack) for stack in stacks]
+    limits += [
+        stack.cross_positions
+        for stack in stacks
+        if stack.add_cross_attention and getattr(stack, "relative_positional_bias", None) == "simple"
+    ]
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _read_folder(path: str | Path):
@@ -161,19 +156,18 @@ def _fairseq(found: Format, revision: str, arch: str) -> str:
 
 
 def _folder_heads(folder: ModelFolder) -> list[str]:
-    names, heads = folder.tensor_info, []
-    name, config = folder.model_class.__name__.rpartition("For")[2], folder.config
-    if name == "CausalLM":
-        heads.append("causal LM")
-    elif any(name.startswith(("lm_head.", "mlm_head.")) for name in names):
-        heads.append("masked LM")
-    if name == "QuestionAnswering":
-        heads.append(f"{name}: start and end")
-    elif name == "TokenClassification":
-        heads.append(f"{name}: {config.num_labels} classes")
-    elif "Classification" in name or name == "MultipleChoice":
-        scores = "one score an option" if name == "MultipleChoice" else f"{config.num_labels} classes"
-        heads.append(f"{name}: {scores}, pooling {config.pooling}")
+    config, kind = folder.config, folder.model_class.__name__.rpartition("For")[2]
+    if kind in _LANGUAGE_MODELS:
+        return [_LANGUAGE_MODELS[kind]]
+    kept = any(name.startswith(("lm_head.", "mlm_head.")) for name in folder.tensor_info)
+    heads = [_LANGUAGE_MODELS["MaskedLM"]] * kept
+    if kind == "QuestionAnswering":
+        heads.append(f"{kind}: start and end")
+    elif kind == "TokenClassification":
+        heads.append(f"{kind}: {config.num_labels} classes")
+    elif "Classification" in kind or kind == "MultipleChoice":
+        scores = "one score an option" if kind == "MultipleChoice" else f"{config.num_labels} classes"
+        heads.append(f"{kind}: {scores}, pooling {config.pooling}")
     return heads
 
 
@@ -187,44 +181,3 @@ def _read_checkpoint(path: str | Path):
         dtypes[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
     origin = _fairseq(found, revision, str(checkpoint.args.get("arch")))
     return plan.config, plan.model_class, f"fairseq: {origin}", found.heads(plan, tensors), dtypes
-
-
-def count_parameters(model: PreTrainedModel) -> dict[str, int]:
-    """Unique parameters (a tied weight counts once) of embeddings, encoder and head, and their total."""
-    counts = dict.fromkeys(("embeddings", "encoder", "head"), 0)
-    for name, parameter in model.named_parameters():
-        part = name.removeprefix(f"{model.base_model_prefix}.").split(".")[0]
-        counts[_PARTS.get(part, "head")] += parameter.numel()
-    return counts | {"total": sum(counts.values())}
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """`luna-mega info`: describes a model.
-
-    Args:
-        argv: arguments without the program name; those of the process when None.
-
-    Returns:
-        Exit status: 0 done, 1 the input is at fault, with one line about it on stderr.
-
-    Raises:
-        SystemExit: 2 on wrong usage, 0 after `--help`.
-    """
-    parser = argparse.ArgumentParser(
-        prog="luna-mega info",
-        description="Describes a model: architecture, parameters, memory and FLOPs at a length, heads, and which "
-        "code wrote it.",
-    )
-    parser.add_argument("path", metavar="PATH", help="a model folder or a fairseq checkpoint")
-    parser.add_argument("--length", metavar="N", type=int, help="positions (default: as many as the model has)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    options = parser.parse_args(argv)
-    if options.length is not None and options.length < 1:
-        parser.error(f"--length {options.length}: at least 1")
-    try:
-        info = describe(options.path, options.length)
-    except (ConversionError, OSError) as error:
-        print(f"luna-mega info: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
-    print(json.dumps(asdict(info), indent=2) if options.json else info)
-    return 0

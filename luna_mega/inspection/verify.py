@@ -1,13 +1,10 @@
-"""Compares two models, layer by layer, on the same inputs: `luna-mega verify`."""
+"""The comparison of two models, layer by layer, on the same inputs (`luna-mega verify`)."""
 
-import argparse
 import inspect
-import json
 import math
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -18,12 +15,11 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedConfig
 from transformers.utils import logging
 
-from luna_mega.convert import ema_convention as ema
 from luna_mega.convert.importer import convert_checkpoint
-from luna_mega.convert.layer_norm import CHOICES
 from luna_mega.convert.tensors import few
 from luna_mega.errors import ConversionError
 from luna_mega.hub.folder import ModelFolder, position_limit, read_folder
+from luna_mega.inspection.costs import stacks
 
 _INPUTS = (
     "input_ids",
@@ -32,6 +28,11 @@ _INPUTS = (
     "pair_input_ids",
     "pair_attention_mask",
     "pair_input_values",
+    "decoder_input_ids",
+    "decoder_attention_mask",
+    "encoder_hidden_states",
+    "encoder_attention_mask",
+    "packed_states",
 )
 _RESULTS = ("logits", "start_logits", "end_logits", "last_hidden_state")
 # In these two models must agree, or there is nothing to compare layer by layer.
@@ -43,22 +44,23 @@ _LUNA_SHAPE_FIELDS = ("projection_length", "dynamic_projection_length", "drop_fi
 class Comparison:
     """Largest absolute differences between two models `a` and `b`.
 
-    `layers` has `{"layer", "hidden"}`, of Luna "packed" besides, layer 0 = the embeddings, and `results` the outputs.
-    None = NaN or Inf in one model and not in the other. Padding is not compared.
+    `layers` has a row `{"layer", "hidden"}` for each layer, layer 0 = the embeddings, with "packed" for the P of Luna,
+    and for an encoder-decoder with "stack", "encoder" or "decoder". `results` has the outputs. None = NaN or Inf in one
+    model and not in the other. Padding is not compared.
     """
 
     a: str
     b: str
     model_class: str
     inputs: dict[str, list[int]]
-    layers: list[dict[str, int | float | None]]
+    layers: list[dict[str, str | int | float | None]]
     results: dict[str, float | None]
     tolerance: float
 
     @property
     def largest(self) -> float | None:
         """The largest of all differences; None as in `layers`."""
-        found = [row[name] for row in self.layers for name in row if name != "layer"] + list(self.results.values())
+        found = [row[name] for row in self.layers for name in _columns(row)] + list(self.results.values())
         return None if None in found else max(found)
 
     @property
@@ -69,14 +71,18 @@ class Comparison:
     def __str__(self) -> str:
         inputs = ", ".join(f"{name} {shape}" for name, shape in self.inputs.items())
         lines = [f"A        {self.a}", f"B        {self.b}", f"class    {self.model_class}", f"inputs   {inputs}", ""]
-        columns = [name for name in self.layers[0] if name != "layer"]
+        columns = _columns(self.layers[0])
         lines.append(f"{'layer':<20}" + "".join(f"{name:>10}" for name in columns))
         for row in self.layers:
-            name = "embeddings" if row["layer"] == 0 else str(row["layer"])
+            name = f"{row.get('stack', '')} {row['layer'] or 'embeddings'}".lstrip()
             lines.append(f"{name:<20}" + "".join(f"{_number(row[column]):>10}" for column in columns))
         lines += [f"{name:<20}{_number(value):>10}" for name, value in self.results.items()]
         verdict = "equal in every number" if self.largest == 0 else f"largest difference {_number(self.largest)}"
         return "\n".join([*lines, "", f"{verdict}: {'within' if self.within else 'MORE THAN'} {self.tolerance:g}"])
+
+
+def _columns(row: Mapping) -> list[str]:
+    return [name for name in row if name not in ("stack", "layer")]
 
 
 def _number(value: float | None) -> str:
@@ -98,14 +104,14 @@ def compare(
     ema_convention: str = "auto",
     progress: bool = False,
 ) -> Comparison:
-    """Runs two models of one kind in float32 and evaluation mode on the same inputs.
+    """Run two models of one kind in float32 and evaluation mode on the same inputs.
 
     Args:
         a, b: model folders, or fairseq checkpoints, which are converted into a temporary folder.
         inputs: safetensors file with arguments of the model's forward, such as `input_ids` `[B, T]`.
         texts: sentences for the tokenizer of the folder `a` (or `b`); for multiple choice the options of one question.
-        batch, length, seed: of the random inputs that are made if neither is given. Every second sequence is shorter,
-            so that padding is covered.
+        batch, length, seed: number, length and seed of the random sequences that are made if neither is given. Every
+            second sequence is shorter, so that padding is covered.
         tolerance: largest difference that counts as equal.
         head, layer_norm, ema_convention: for checkpoints, as in `convert_checkpoint`.
         progress: show a progress bar on stderr if that is a terminal.
@@ -116,11 +122,6 @@ def compare(
     options = {"head": head, "layer_norm": layer_norm, "ema_convention": ema_convention}
     with _quiet_transformers(), _folder(a, options) as first, _folder(b, options) as second:
         _check_same_kind(a, first, b, second)
-        if first.config.is_encoder_decoder:
-            raise ConversionError(
-                f"{a}: {first.model_class.__name__} is an encoder-decoder, of which this version compares no states; "
-                "compare the logits of two from_pretrained models"
-            )
         if inputs is not None:
             tensors = _read_inputs(Path(inputs), first)
         elif texts:
@@ -130,21 +131,20 @@ def compare(
         outputs = []
         for folder in tqdm((first, second), desc="models", delay=1, disable=None if progress else True):
             outputs.append(_run(folder, tensors))
-    mask = _mask(tensors, first.config)
     return Comparison(
         a=str(a),
         b=str(b),
         model_class=first.model_class.__name__,
         inputs={name: list(tensor.shape) for name, tensor in tensors.items()},
-        layers=_layers(*outputs, mask, getattr(first.config, "dynamic_projection_length", False)),
-        results=_results(*outputs, mask),
+        layers=_layers(*outputs, tensors, first.config),
+        results=_results(*outputs, _mask(tensors, first.config, "decoder_" * first.config.is_encoder_decoder)),
         tolerance=tolerance,
     )
 
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """No bars and no advice: what is missing or left over is an error here, or expected."""
+    """Silence bars and advice of transformers: missing and unexpected weights are errors here, or expected."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -168,18 +168,20 @@ def _folder(path: str | Path, options: dict[str, str | None]) -> Iterator[ModelF
 
 def _check_same_kind(a, first: ModelFolder, b, second: ModelFolder) -> None:
     pairs = [("class", first.model_class.__name__, second.model_class.__name__)]
-    if type(first.config) is type(second.config):
+    if type(first.config) is type(second.config) and stacks(first.config).keys() == stacks(second.config).keys():
         fields = [name for name in _SHAPE_FIELDS if name != "vocab_size" or first.config.input_type == "tokens"]
         fields += _LUNA_SHAPE_FIELDS if first.config.model_type == "luna" else ()
-        pairs += [(name, getattr(first.config, name), getattr(second.config, name)) for name in fields]
+        for stack, ours in stacks(first.config).items():
+            label, theirs = "decoder " * (stack == "decoder"), stacks(second.config)[stack]
+            pairs += [(label + name, getattr(ours, name), getattr(theirs, name)) for name in fields]
     if different := [f"{name}: {ours!r} and {theirs!r}" for name, ours, theirs in pairs if ours != theirs]:
         raise ConversionError(
-            f"{a} and {b} are not models of one kind ({'; '.join(different)}); of a checkpoint, --head chooses the head"
+            f"{a} and {b} are not models of one kind ({'; '.join(different)}); --head chooses the head of a checkpoint"
         )
 
 
 def _read_inputs(path: Path, folder: ModelFolder) -> dict[str, torch.Tensor]:
-    model_class, vocab_size = folder.model_class, folder.config.vocab_size
+    model_class = folder.model_class
     try:
         tensors = load_file(path)
     except SafetensorError as error:
@@ -192,15 +194,19 @@ def _read_inputs(path: Path, folder: ModelFolder) -> dict[str, torch.Tensor]:
     if not tensors:
         raise ConversionError(f"{path}: holds no tensors; {model_class.__name__} takes {', '.join(known)}")
     for name, tensor in tensors.items():
-        if name.endswith("input_ids") and tensor.numel() and not 0 <= tensor.min() <= tensor.max() < vocab_size:
+        if not name.endswith("input_ids"):
+            continue
+        vocab_size = folder.config.get_text_config(decoder=name.startswith("decoder_")).vocab_size
+        if tensor.numel() and not 0 <= tensor.min() <= tensor.max() < vocab_size:
             raise ConversionError(f"{path}: {name} has ids outside of the vocabulary, 0 to {vocab_size - 1}")
     return tensors
 
 
 def _tokenize(texts: Sequence[str], *folders: ModelFolder) -> dict[str, torch.Tensor]:
     model_class = folders[0].model_class
-    if _reads(model_class, "pair_input_ids"):
-        raise ConversionError("--text: this model reads pairs of sequences; give --inputs")
+    for name, what in (("pair_input_ids", "pairs of sequences"), ("decoder_input_ids", "a source and a target")):
+        if _reads(model_class, name):
+            raise ConversionError(f"--text: this model reads {what}; give --inputs")
     for folder in folders:
         if not (folder.path / "tokenizer_config.json").is_file():
             continue
@@ -223,25 +229,39 @@ def _has_options(model_class: type) -> bool:
 
 
 def _random_inputs(folder: ModelFolder, batch: int, length: int, seed: int) -> dict[str, torch.Tensor]:
-    config, generator = folder.config, torch.Generator().manual_seed(seed)
-    if (limit := position_limit(config)) is not None:
-        length = min(length, limit)
-    options = (2,) if _has_options(folder.model_class) else ()
-    shape = (batch, *options, length)
-    lengths = torch.full(shape[:-1], length)
-    lengths[1::2] = (length + 1) // 2
-    mask = torch.arange(length) < lengths[..., None]
-    towers = ("", "pair_") if _reads(folder.model_class, "pair_input_ids") else ("",)
+    generator, options = torch.Generator().manual_seed(seed), (2,) if _has_options(folder.model_class) else ()
+    sides = stacks(folder.config)
+    prefixes = dict.fromkeys(sides, "")
+    if folder.config.is_encoder_decoder:
+        prefixes["decoder"] = "decoder_"
     tensors = {}
-    for tower in towers:
-        if config.input_type == "values":
-            tensors[f"{tower}input_values"] = torch.randn(shape, generator=generator)
-        else:
-            first = min(4, config.vocab_size - 1)  # behind the special symbols of fairseq
-            tokens = torch.randint(first, config.vocab_size, shape, generator=generator)
-            tensors[f"{tower}input_ids"] = tokens.masked_fill(~mask, config.pad_token_id)
-        tensors[f"{tower}attention_mask"] = mask.long()
+    for side, config in sides.items():
+        shape = (batch, *options, min(length, position_limit(config) or length))
+        mask = _shorter_second(shape)
+        towers = ("", "pair_") if _reads(folder.model_class, "pair_input_ids") else (prefixes[side],)
+        for tower in towers:
+            if config.input_type == "values":
+                tensors[f"{tower}input_values"] = torch.randn(shape, generator=generator)
+            else:
+                first = min(4, config.vocab_size - 1)  # behind the special symbols of fairseq
+                tokens = torch.randint(first, config.vocab_size, shape, generator=generator)
+                tensors[f"{tower}input_ids"] = tokens.masked_fill(~mask, config.pad_token_id)
+            tensors[f"{tower}attention_mask"] = mask.long()
+    if folder.config.add_cross_attention:  # a decoder whose encoder is elsewhere
+        source = (batch, length, folder.config.hidden_size)
+        tensors["encoder_hidden_states"] = torch.randn(source, generator=generator)
+        tensors["encoder_attention_mask"] = _shorter_second(source[:2]).long()
+        if _reads(folder.model_class, "packed_states"):
+            rows = (batch, folder.config.projection_length, folder.config.hidden_size)
+            tensors["packed_states"] = torch.randn(rows, generator=generator)
     return tensors
+
+
+def _shorter_second(shape: Sequence[int]) -> torch.Tensor:
+    """Return a mask in which every second sequence has half the length."""
+    lengths = torch.full(shape[:-1], shape[-1])
+    lengths[1::2] = (shape[-1] + 1) // 2
+    return torch.arange(shape[-1]) < lengths[..., None]
 
 
 @torch.no_grad()
@@ -255,12 +275,15 @@ def _run(folder: ModelFolder, tensors: Mapping[str, torch.Tensor]) -> Mapping:
         raise ConversionError(f"the inputs do not fit {folder.path}: {error}") from error
 
 
-def _mask(tensors: Mapping[str, torch.Tensor], config: PreTrainedConfig) -> torch.Tensor:
-    """Positions that count, `[B, T]` bool (multiple choice: the options side by side). Pairs: of the first sequence."""
-    if "attention_mask" in tensors:
-        mask = tensors["attention_mask"].bool()
+def _mask(tensors: Mapping[str, torch.Tensor], config: PreTrainedConfig, prefix: str = "") -> torch.Tensor:
+    """Return a mask of the positions that count, `[B, T]` (the options of multiple choice one after the other).
+
+    It is that of the source, or with `prefix` "decoder_" of the target; of pairs that of the first sequence.
+    """
+    if f"{prefix}attention_mask" in tensors:
+        mask = tensors[f"{prefix}attention_mask"].bool()
     elif config.input_type == "tokens":
-        mask = tensors["input_ids"] != config.pad_token_id
+        mask = tensors[f"{prefix}input_ids"] != config.pad_token_id
     else:
         mask = torch.ones_like(tensors["input_values"], dtype=torch.bool)
     mask = mask.flatten(0, -2)
@@ -268,17 +291,36 @@ def _mask(tensors: Mapping[str, torch.Tensor], config: PreTrainedConfig) -> torc
     return mask[:, 1:] & mask[:, :-1] if getattr(config, "drop_first_token", False) else mask
 
 
-def _layers(first: Mapping, second: Mapping, mask: torch.Tensor, dynamic: bool) -> list[dict]:
-    compared = {"hidden": ("hidden_states", mask)}
-    if "packed_hidden_states" in first:
-        rows = torch.arange(first["packed_hidden_states"][0].shape[1])
-        compared["packed"] = "packed_hidden_states", rows < mask.sum(dim=1, keepdim=True) if dynamic else None
-    found = {"layer": range(len(first["hidden_states"]))}
-    for column, (name, keep) in compared.items():
-        found[column] = [
-            _difference(ours, theirs, keep) for ours, theirs in zip(first[name], second[name], strict=True)
-        ]
-    return [dict(zip(found, row, strict=True)) for row in zip(*found.values(), strict=True)]
+def _layers(first: Mapping, second: Mapping, tensors: Mapping, config: PreTrainedConfig) -> list[dict]:
+    """Return the rows of all layers, see `Comparison`."""
+    mask = _mask(tensors, config)
+    names = {"": ("hidden_states", mask, "packed_hidden_states")}
+    if config.is_encoder_decoder:
+        names = {
+            "encoder": ("encoder_hidden_states", mask, "encoder_packed_hidden_states"),
+            "decoder": ("decoder_hidden_states", _mask(tensors, config, "decoder_"), "packed_hidden_states"),
+        }
+    rows = []
+    for stack, (hidden, keep, packed) in names.items():
+        compared = {"hidden": (hidden, keep)}
+        if first.get(packed) is not None:
+            compared["packed"] = packed, _used_rows(first[packed][0], mask, config)
+        columns = {
+            column: [_difference(*pair, keep) for pair in zip(first[name], second[name], strict=True)]
+            for column, (name, keep) in compared.items()
+        }
+        for layer, values in enumerate(zip(*columns.values(), strict=True)):
+            rows.append(
+                ({"stack": stack} if stack else {}) | {"layer": layer} | dict(zip(columns, values, strict=True))
+            )
+    return rows
+
+
+def _used_rows(packed: torch.Tensor, mask: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor | None:
+    """Return a mask of the rows of P that are in use, `[B, L]`, None = all are."""
+    if config.add_cross_attention or not config.dynamic_projection_length:
+        return None
+    return torch.arange(packed.shape[1]) < mask.sum(dim=1, keepdim=True)
 
 
 def _results(first: Mapping, second: Mapping, mask: torch.Tensor) -> dict[str, float | None]:
@@ -294,7 +336,7 @@ def _results(first: Mapping, second: Mapping, mask: torch.Tensor) -> dict[str, f
 
 
 def _difference(first: torch.Tensor, second: torch.Tensor, keep: torch.Tensor | None) -> float | None:
-    """Largest difference where `keep` is true; equal Inf and NaN are no difference, unequal ones are None."""
+    """Return the largest difference where `keep` is true: 0 for equal Inf and NaN, None for unequal ones."""
     if keep is not None:
         first, second = first[keep], second[keep]
     if first.numel() == 0:
@@ -302,86 +344,3 @@ def _difference(first: torch.Tensor, second: torch.Tensor, keep: torch.Tensor | 
     same = (first == second) | (first.isnan() & second.isnan())
     largest = (first - second).abs().masked_fill(same, 0.0).max().item()
     return largest if math.isfinite(largest) else None
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """`luna-mega verify`: compares two models and prints a table.
-
-    Args:
-        argv: arguments without the program name; those of the process when None.
-
-    Returns:
-        Exit status: 0 the models agree within the tolerance, 1 they do not, or the input is at fault (one line about it
-        on stderr).
-
-    Raises:
-        SystemExit: 2 on wrong usage, 0 after `--help`.
-    """
-    parser = _parser()
-    options = parser.parse_args(argv)
-    random = {name: getattr(options, name) for name in ("batch", "length", "seed")}
-    random = {name: value for name, value in random.items() if value is not None}
-    if random and (options.inputs or options.text):
-        parser.error(f"--{next(iter(random))} is of the random inputs; leave it out with --inputs and --text")
-    of_checkpoints = options.head or options.layer_norm != "auto" or options.ema_convention != "auto"
-    if of_checkpoints and not any(Path(path).is_file() for path in (options.a, options.b)):
-        parser.error(
-            "--head, --layer-norm and --ema-convention are for checkpoints; leave them out, both models are folders"
-        )
-    try:
-        comparison = compare(
-            options.a,
-            options.b,
-            inputs=options.inputs,
-            texts=options.text,
-            tolerance=options.tolerance,
-            head=options.head,
-            layer_norm=options.layer_norm,
-            ema_convention=options.ema_convention,
-            progress=not options.json,
-            **random,
-        )
-    except (ConversionError, OSError) as error:
-        print(f"luna-mega verify: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
-    if options.json:
-        summary = {"largest": comparison.largest, "within": comparison.within}
-        print(json.dumps(asdict(comparison) | summary, indent=2))
-    else:
-        print(comparison)
-    return 0 if comparison.within else 1
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="luna-mega verify",
-        description="Runs two models on the same inputs, in float32, and prints the largest difference of every "
-        "layer. Exit status 0: within the tolerance; 1: not, or the input is at fault.",
-    )
-    for name in "ab":
-        parser.add_argument(name, metavar=name.upper(), help="a model folder, or a fairseq checkpoint to convert first")
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument(
-        "--inputs", metavar="FILE", help="safetensors file with the model's inputs: input_ids [B, T], ..."
-    )
-    source.add_argument("--text", metavar="TEXT", nargs="+", default=[], help="texts for the tokenizer of A or B")
-    parser.add_argument("--batch", metavar="N", type=_positive, help="random sequences (default: 2)")
-    parser.add_argument("--length", metavar="N", type=_positive, help="their length (default: 64)")
-    parser.add_argument("--seed", metavar="S", type=int, help="of the random sequences (default: 0)")
-    parser.add_argument("--tolerance", metavar="T", type=float, default=1e-5, help="largest difference (default: 1e-5)")
-    parser.add_argument("--head", metavar="NAME", help="classification head of a checkpoint (see luna-mega convert)")
-    parser.add_argument(
-        "--layer-norm", choices=CHOICES, default="auto", help="norm weights of a checkpoint (see luna-mega convert)"
-    )
-    parser.add_argument(
-        "--ema-convention", choices=ema.CHOICES, default="auto", help="branch of a checkpoint (see luna-mega convert)"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    return parser
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError(f"{number} is not positive")
-    return number

@@ -18,9 +18,15 @@ from luna_mega import (
     LunaModel,
 )
 from luna_mega.cli import main
-from luna_mega.inspection.costs_luna import flops_per_token, training_activations
-from luna_mega.inspection.info import count_parameters, describe
+from luna_mega.inspection.costs import (
+    count_parameters,
+    flops_per_token,
+    inference_activations,
+    training_activations,
+)
+from luna_mega.inspection.info import describe
 from luna_mega.kernels.api import use_backend
+from tests.inspection.counting import Peak, numbers_kept, padded
 
 SIZES = {
     "vocab_size": 40,
@@ -99,23 +105,22 @@ def test_flops_are_those_that_pytorch_counts(name):
 @pytest.mark.parametrize("model_class", [LunaModel, LunaForMaskedLM])
 def test_training_activations_are_those_that_autograd_keeps(tied, fields, model_class):
     model = model_class(LunaConfig(**SIZES | {"attention_dropout": 0.0, "tie_key_value": tied} | fields)).train()
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept = {}
-
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage
-        return tensor
-
     ids = torch.randint(4, 40, (1, LENGTH))
     labels = {"labels": ids} if model_class is LunaForMaskedLM else {}
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = model(ids, attention_mask=torch.ones_like(ids), **labels)
-    numbers = sum(storage.nbytes() for storage in kept.values()) / 4
-    if labels:
-        numbers += output.logits.numel()  # not kept by autograd, but by the output
+    numbers = numbers_kept(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)} | labels)
     assert training_activations(model, LENGTH) == pytest.approx(numbers, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"tie_key_value": False}, {"pre_norm": True}, {"intermediate_size": 400}, {"vocab_size": 4000}]
+)
+@pytest.mark.parametrize("model_class", [LunaModel, LunaForMaskedLM])
+def test_inference_peak(model_class, fields):
+    model = model_class(LunaConfig(**SIZES | {"max_position_embeddings": 600} | fields)).eval()
+    ids = torch.randint(4, 40, (1, 600))
+    with torch.no_grad(), Peak() as peak:
+        model(ids, attention_mask=padded(ids))
+    assert inference_activations(model, 600) == pytest.approx(peak.peak / 4, rel=0.04)
 
 
 def save(folder, model_class=LunaForMaskedLM, **fields):

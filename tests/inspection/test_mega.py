@@ -1,13 +1,10 @@
 """`luna-mega verify` and `luna-mega info` for Mega; the formulas against what PyTorch counts and keeps."""
 
 import json
-import weakref
 
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 import luna_mega
@@ -22,11 +19,12 @@ from luna_mega import (
 )
 from luna_mega.cli import main
 from luna_mega.convert import ConversionError
-from luna_mega.inspection import costs_mega, info
+from luna_mega.inspection import costs, info
 from luna_mega.inspection.verify import compare
 from luna_mega.kernels.api import use_backend
 from tests.convert.mega import BODY, POSITIONS, mega
 from tests.convert.mega_lm import KINDS, mega_lm
+from tests.inspection.counting import Peak, numbers_kept, padded
 
 SIZES = {
     "vocab_size": 40,
@@ -41,7 +39,7 @@ SIZES = {
 DECODER = {"is_decoder": True, "bidirectional": False, "add_lm_hidden_dense_layer": False}
 BANDS = {"adaptive_input_cutoffs": [30], "adaptive_softmax_cutoffs": [30], "adaptive_input_factor": 2}
 CHUNKS = {"use_chunking": True, "chunk_size": 8}
-# An encoder-decoder is not compared, see test_mega_seq2seq.py.
+# Encoder-decoders are compared in test_decoders.py.
 CLASSES = [name for name in luna_mega.__all__ if name.startswith("MegaFor") and "Conditional" not in name]
 CLASSES.append("MegaModel")
 
@@ -130,8 +128,12 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_flops_are_those_that_pytorch_counts(name):
-    """But for the moving average, whose operations the counter does not know."""
-    (model_class, fields), length = MODELS[name], 24
+    """But for the moving average, whose operations the counter does not know.
+
+    The reference attends to whole sequences, so that a model with chunks is counted over one of them.
+    """
+    model_class, fields = MODELS[name]
+    length = fields.get("chunk_size", 24)
     model = model_class(MegaConfig(**SIZES | fields)).eval()
     inputs, sequences = {"input_ids": torch.randint(4, 30, (1, length))}, 1
     if name == "pair":
@@ -142,15 +144,19 @@ def test_flops_are_those_that_pytorch_counts(name):
         model(**inputs)
     counts = counter.get_flop_counts()
     average = sum(sum(count.values()) for module, count in counts.items() if module.endswith("ema_gate"))
-    found = costs_mega.flops_per_token(model, length)
+    found = costs.flops_per_token(model, length)
     expected = (found["total"] - found["moving_average"]) * length * sequences
     assert expected == pytest.approx(counter.get_total_flops() - average, rel=1e-9)
     assert found["moving_average"] == 3 * (2 if model.config.bidirectional else 1) * 32 * 6 * 4
 
 
-def test_keys_of_a_short_last_chunk():
-    whole, chunks = (costs_mega.flops_per_token(MegaModel(MegaConfig(**SIZES | c)), 21) for c in ({}, CHUNKS))
-    assert chunks["attention"] / whole["attention"] == pytest.approx((8 * 8 + 8 * 8 + 5 * 5) / 21**2)
+def test_chunks_see_their_own_keys():
+    """A token sees as many keys in a sequence of whole chunks as in one chunk; the last chunk may be short."""
+    whole, chunks = (MegaModel(MegaConfig(**SIZES | fields)) for fields in ({}, CHUNKS))
+    of_chunks = {length: costs.flops_per_token(chunks, length)["attention"] for length in (8, 21, 24)}
+    assert of_chunks[8] == of_chunks[24]
+    ratio = of_chunks[21] / costs.flops_per_token(whole, 21)["attention"]
+    assert ratio == pytest.approx((8 * 8 + 8 * 8 + 5 * 5) / 21**2)
 
 
 VARIANTS = {
@@ -170,13 +176,6 @@ VARIANTS = {
 }
 
 
-def padded(ids):
-    """A mask that the model cannot leave out."""
-    mask = torch.ones_like(ids)
-    mask[:, -1] = 0
-    return mask
-
-
 @pytest.mark.parametrize(
     ("model_class", "variant", "length"),
     [(MegaModel, variant, length) for variant in VARIANTS for length in (100, 300)]
@@ -187,48 +186,11 @@ def padded(ids):
 def test_training_activations_are_those_that_autograd_keeps(model_class, variant, length):
     fields = {"normalization_type": "layernorm"} | VARIANTS[variant]
     model = model_class(MegaConfig(**SIZES | fields)).train()
-    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-    kept = {}
-
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage
-        return tensor
-
     ids = torch.randint(4, 40, (1, length))
     ids = ids % 26 + 4  # all of the first band, where there are bands
     labels = {"labels": ids} if model_class is not MegaModel else {}
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = model(ids, attention_mask=padded(ids), **labels)
-    numbers = sum(storage.nbytes() for storage in kept.values()) / 4
-    if labels and output.logits is not None:
-        numbers += output.logits.numel()  # not kept by autograd, but by the output
-    assert costs_mega.training_activations(model, length) == pytest.approx(numbers, rel=0.04)
-
-
-class Peak(TorchDispatchMode):
-    """The most bytes that results of operations hold at a time."""
-
-    def __init__(self):
-        super().__init__()
-        self.alive, self.peak, self.seen = 0, 0, set()
-
-    def free(self, key, size):
-        self.alive -= size
-        self.seen.remove(key)
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        given = {x.untyped_storage()._cdata for x in tree_leaves(args) if isinstance(x, torch.Tensor)}
-        result = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
-            if storage is not None and storage._cdata not in self.seen | given:
-                self.seen.add(storage._cdata)
-                self.alive += storage.nbytes()
-                weakref.finalize(storage, self.free, storage._cdata, storage.nbytes())
-        self.peak = max(self.peak, self.alive)
-        return result
+    numbers = numbers_kept(model, {"input_ids": ids, "attention_mask": padded(ids)} | labels)
+    assert costs.training_activations(model, length) == pytest.approx(numbers, rel=0.04)
 
 
 PEAKS = [{}, CHUNKS, {"nffn_hidden_size": 500}, {"vocab_size": 4000}]
@@ -244,7 +206,7 @@ def test_inference_peak(model_class, fields):
     model, ids = model_class(MegaConfig(**SIZES | fields)).eval(), torch.randint(4, 40, (1, 300))
     with torch.no_grad(), Peak() as peak:
         model(ids, attention_mask=padded(ids))
-    assert costs_mega.inference_activations(model, 300) == pytest.approx(peak.peak / 4, rel=0.03)
+    assert costs.inference_activations(model, 300) == pytest.approx(peak.peak / 4, rel=0.03)
 
 
 @pytest.mark.parametrize("fields", [{}, CHUNKS, {"truncation": 40}, CHUNKS | {"truncation": 400}])
@@ -258,7 +220,7 @@ def test_cache_is_what_a_decoder_remembers(fields, tmp_path):
         for tensor in vars(layer).values()
         if isinstance(tensor, torch.Tensor) and tensor.is_floating_point()
     )
-    assert costs_mega.cache_numbers(model, 103) == kept
+    assert costs.cache_numbers(model, 103) == kept
     model.save_pretrained(tmp_path)
     assert info.describe(tmp_path, 103).activation_bytes["cache"] == 4 * kept
 

@@ -23,7 +23,7 @@ SIZES = {
     "projection_length": 6,
     "max_position_embeddings": 20,
 }
-# An encoder-decoder is not compared, see test_luna_seq2seq.py.
+# Encoder-decoders are compared in test_decoders.py.
 CLASSES = [name for name in luna_mega.__all__ if name.startswith("LunaFor") and "Conditional" not in name]
 CLASSES.append("LunaModel")
 
