@@ -1,13 +1,14 @@
 """Mega's moving average: `damped_ema` over a sequence or a segment of one, `damped_ema_step` over one position."""
 
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 
 from luna_mega.kernels import varlen
-from luna_mega.kernels._op import Op, without_autocast
+from luna_mega.kernels._op import Op
 from luna_mega.kernels.damped_ema import reference, torch_backend
+from luna_mega.kernels.damped_ema.reference import working_dtype
+from luna_mega.kernels.damped_ema.truncated import TruncatedEmaState, truncated
 
 # Of the Triton kernels, which hold the states of a channel in registers.
 MAX_STATES = 64
@@ -30,7 +31,7 @@ def _from_parameters(run):
     """Return `run`, which takes coefficients, for the parameters themselves; all in float32 or float64."""
 
     def run_parameters(x, parameters, **rest):
-        dtype = _dtype(x, parameters)
+        dtype = working_dtype(x, parameters)
         coefficients = reference.coefficients(*(parameter.to(dtype) for parameter in parameters))
         for name in ("skip", "state", "initial_state"):
             if rest.get(name) is not None:
@@ -40,15 +41,8 @@ def _from_parameters(run):
     return run_parameters
 
 
-def _dtype(x, parameters):
-    dtype = torch.float32
-    for tensor in (x, *parameters):
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    return dtype
-
-
 def _unsupported(x, parameters, truncation=None, max_seqlen=None, **_):
-    if _dtype(x, parameters) == torch.float64:
+    if working_dtype(x, parameters) == torch.float64:
         return "x or a parameter is float64"
     # Comparing with the length would tie an exported program to lengths on one side of it.
     length = max_seqlen or x.shape[1]
@@ -59,7 +53,7 @@ def _unsupported(x, parameters, truncation=None, max_seqlen=None, **_):
 
 
 def _unsupported_step(x, parameters, **_):
-    return "x or a parameter is float64" if _dtype(x, parameters) == torch.float64 else None
+    return "x or a parameter is float64" if working_dtype(x, parameters) == torch.float64 else None
 
 
 def _one_by_one(run, call, cu_seqlens, max_seqlen):
@@ -70,7 +64,7 @@ def _one_by_one(run, call, cu_seqlens, max_seqlen):
     bounds, outputs, states = cu_seqlens.tolist(), [], []
     if initial_state is None:
         initial_state = torch.zeros(
-            len(bounds) - 1, *call["parameters"][0].shape, dtype=_dtype(x, call["parameters"]), device=x.device
+            len(bounds) - 1, *call["parameters"][0].shape, dtype=working_dtype(x, call["parameters"]), device=x.device
         )
     for index, (start, end) in enumerate(pairwise(bounds)):
         state = initial_state[index : index + 1]
@@ -103,18 +97,6 @@ STEP = Op(
     _unsupported_step,
     tokens=("x",),
 )
-
-
-class TruncatedEmaState(NamedTuple):
-    """What a truncated average keeps of the positions so far: the average of all, less that of what is older.
-
-    average `[B, D, N]`: states of all positions; forgotten `[B, D, N]`: of those that are `truncation` away or more;
-    inputs `[B, truncation, D]`: those in between, which will be forgotten next.
-    """
-
-    average: torch.Tensor
-    forgotten: torch.Tensor
-    inputs: torch.Tensor
 
 
 def damped_ema(
@@ -188,7 +170,7 @@ def damped_ema(
         def run_again(x, state, parameters):
             return damped_ema(x, *parameters, initial_state=state, return_state=True, backend=backend)
 
-        output, state = _truncated(run_again, x, parameters, skip, mask, truncation, initial_state)
+        output, state = truncated(run_again, x, parameters, skip, mask, truncation, initial_state)
         return (output, state) if return_state else output
     sequences = x.shape[0]
     if cu_seqlens is not None:
@@ -245,38 +227,10 @@ def damped_ema_step(
             return output[:, None], state
 
         mask = None if mask is None else mask[:, None]
-        output, state = _truncated(run_again, x[:, None], parameters, skip, mask, state.inputs.shape[1], state)
+        output, state = truncated(run_again, x[:, None], parameters, skip, mask, state.inputs.shape[1], state)
         return output[:, 0], state
     _check("damped_ema_step", x, parameters, skip, state, len(x))
     return STEP(backend, {"x": x, "state": state, "parameters": parameters, "skip": skip, "mask": mask})
-
-
-def _truncated(run, x, parameters, skip, mask, truncation, state):
-    """The average of the last `truncation` inputs by `run`, which returns that of all, and its state.
-
-    From that of all goes what is older: the average of the inputs delayed by `truncation`, decayed by q^truncation.
-    """
-    batch, length, channels = x.shape
-    if state is None:
-        state = TruncatedEmaState(None, None, x.new_zeros(batch, truncation, channels, dtype=_dtype(x, parameters)))
-    needed = [batch, truncation, channels]
-    if not isinstance(state, TruncatedEmaState) or list(state.inputs.shape) != needed:
-        raise ValueError(
-            f"damped_ema with truncation={truncation} needs a TruncatedEmaState with inputs {needed}, got "
-            f"{list(state.inputs.shape) if isinstance(state, TruncatedEmaState) else type(state).__name__}"
-        )
-    with without_autocast(x.device.type):
-        dtype = _dtype(x, parameters)
-        kept = x.to(dtype) if mask is None else x.to(dtype).masked_fill(~mask[..., None], 0.0)
-        recent = torch.cat((state.inputs, kept), dim=1)
-        average, now = run(kept, state.average, parameters)
-        *rest, projection = (parameter.to(dtype) for parameter in parameters)
-        projection = projection * torch.exp(truncation * reference.log_decay(*rest[:2]))
-        late, forgotten = run(recent[:, :length], state.forgotten, (*rest, projection))
-        skip = None if skip is None else skip.to(dtype)
-        # A copy, so that what is cut off is freed.
-        state = TruncatedEmaState(now, forgotten, recent[:, length:].clone())
-        return reference.finish(average - late, x, skip), state
 
 
 def _check_sequence(x, input_logit, mask, shift, truncation, initial_state, return_state):

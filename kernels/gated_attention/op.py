@@ -5,7 +5,7 @@ import torch
 from luna_mega.kernels import varlen
 from luna_mega.kernels._op import Op
 from luna_mega.kernels.gated_attention import reference, torch_backend
-from luna_mega.kernels.gated_attention.columns import fill, rotation, take, with_chunks_in_columns
+from luna_mega.kernels.gated_attention.columns import fill, in_columns, rotation, take, unless_zero
 
 
 def _reference(**call):
@@ -28,27 +28,6 @@ def _triton(query, key, value, bias, mask, function, causal, chunk_size, offset,
     key, value, mask = (take(x, rotation(row_offset.clamp(min=0), key.shape[1])) for x in (key, value, mask))
     attended = triton_ops.attend(query, key, value, bias, mask, *options)
     return take(attended, rotation(row_offset.clamp(max=0), query.shape[1]))
-
-
-def _in_columns(run):
-    """Return a function that takes any call, by `run`, for which chunks begin at multiples of their size."""
-
-    def run_any(query, key, value, mask, chunk_size, offset, start, **rest):
-        if start is not None:
-            begun = torch.arange(key.shape[1], device=key.device) + start[:, None] >= 0
-            mask = begun if mask is None else mask & begun
-        columns = None
-        if chunk_size is not None and (start is not None or query.shape[1] != key.shape[1]):
-            tokens = with_chunks_in_columns(query, key, value, mask, chunk_size, offset, start)
-            (query, key, value, mask, columns), offset, start = tokens, 0, None
-        result = run(
-            query=query, key=key, value=value, mask=mask, chunk_size=chunk_size, offset=offset, start=start, **rest
-        )
-        if columns is None:
-            return result
-        return take(result, columns) if isinstance(result, torch.Tensor) else (take(result[0], columns), *result[1:])
-
-    return run_any
 
 
 def _with_weights(query, key, value, bias, mask, chunk_size, dropout, **rest):
@@ -88,7 +67,7 @@ def _round(call):
 
 def _fast(run):
     """Return `run` for any call but one query a row with a bias of its own, in which there is nothing to gain."""
-    run = _in_columns(run)
+    run = in_columns(run)
 
     def run_any(**call):
         single = call["row_offset"] is not None and call["query"].shape[1] == 1
@@ -104,11 +83,21 @@ ATTEND, STEP = (
         BACKENDS,
         _unsupported,
         tokens=("query", "key", "value"),
-        with_weights=_in_columns(_with_weights),
+        with_weights=in_columns(_with_weights),
         under_autocast=_round,
     )
     for name in ("gated_attention", "gated_attention_step")
 )
+
+
+ARGUMENTS = (
+    "query", "key", "value", "bias", "mask", "function", "causal", "chunk_size", "offset", "row_offset", "start",
+    "dropout",
+)  # fmt: skip
+
+
+def _named(*arguments):
+    return dict(zip(ARGUMENTS, arguments, strict=True))
 
 
 def gated_attention(
@@ -188,20 +177,7 @@ def gated_attention(
                 f"start, got query {list(query.shape)}, key {list(key.shape)} and offset {offset}"
             )
         max_seqlen = varlen.check(op, cu_seqlens, max_seqlen, length)
-    call = {
-        "query": query,
-        "key": key,
-        "value": value,
-        "bias": bias,
-        "mask": mask,
-        "function": function,
-        "causal": causal,
-        "chunk_size": chunk_size,
-        "offset": offset,
-        "row_offset": row_offset,
-        "start": start,
-        "dropout": dropout,
-    }
+    call = _named(query, key, value, bias, mask, function, causal, chunk_size, offset, row_offset, start, dropout)
     return _run(ATTEND, backend, call, cu_seqlens, max_seqlen, return_weights)
 
 
@@ -239,20 +215,7 @@ def gated_attention_step(
         window = last % chunk_size if start is None else min(last, chunk_size - 1)
         key, value, mask = (None if x is None else x[:, last - window :] for x in (key, value, mask))
         start = None if start is None else (start + last) % chunk_size - window
-    call = {
-        "query": query,
-        "key": key,
-        "value": value,
-        "bias": bias,
-        "mask": mask,
-        "function": function,
-        "causal": True,
-        "chunk_size": None,
-        "offset": key.shape[1] - 1,
-        "row_offset": None,
-        "start": start,
-        "dropout": dropout,
-    }
+    call = _named(query, key, value, bias, mask, function, True, None, key.shape[1] - 1, None, start, dropout)
     return _run(STEP, backend, call)[:, 0]
 
 
@@ -268,15 +231,8 @@ def _run(op, backend, call, cu_seqlens=None, max_seqlen=None, return_weights=Fal
         chunk_size = None
     if call["chunk_size"] == 1 and start is not None:  # chunks begin everywhere
         start = start.clamp(max=0)
-    call |= {"chunk_size": chunk_size, "row_offset": _unless_zero(call["row_offset"]), "start": _unless_zero(start)}
+    call |= {"chunk_size": chunk_size, "row_offset": unless_zero(call["row_offset"]), "start": unless_zero(start)}
     return op(backend, call, cu_seqlens, max_seqlen, return_weights)
-
-
-def _unless_zero(rows):
-    """None in place of zeros, where finding out is free."""
-    if type(rows) is not torch.Tensor or rows.device.type != "cpu" or torch.jit.is_tracing():
-        return rows
-    return rows if torch.compiler.is_compiling() or rows.any() else None
 
 
 def _check_tensors(op, query, key, value, mask):

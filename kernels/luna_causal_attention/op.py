@@ -49,6 +49,15 @@ STEP = Op(
 )
 
 
+ARGUMENTS = (
+    "query", "pack_query", "pack_key", "key", "value", "mask", "pack_mask", "activation", "state", "dropout"
+)  # fmt: skip
+
+
+def _named(*arguments):
+    return dict(zip(ARGUMENTS, arguments, strict=True))
+
+
 def luna_causal_attention(
     query: torch.Tensor,
     pack_query: torch.Tensor,
@@ -125,18 +134,7 @@ def luna_causal_attention(
         _check_ragged(ATTEND.name, query, (pack_key, key, value), mask)
         max_seqlen = varlen.check(ATTEND.name, cu_seqlens, max_seqlen, query.shape[1])
         batch = cu_seqlens.numel() - 1
-    call = {
-        "query": query,
-        "pack_query": pack_query,
-        "pack_key": pack_key,
-        "key": key,
-        "value": value,
-        "mask": mask,
-        "pack_mask": pack_mask,
-        "activation": activation,
-        "state": state,
-        "dropout": dropout,
-    }
+    call = _named(query, pack_query, pack_key, key, value, mask, pack_mask, activation, state, dropout)
     _check(ATTEND.name, batch, **call)
     *result, state = ATTEND(backend, call, cu_seqlens, max_seqlen, return_weights)
     result = (*result, state) if return_state else tuple(result)
@@ -164,18 +162,7 @@ def luna_causal_attention_step(
     """
     if query.dim() != 3:
         raise ValueError(f"{STEP.name} needs query [batch, heads, size], got {list(query.shape)}")
-    call = {
-        "query": query,
-        "pack_query": pack_query,
-        "pack_key": pack_key,
-        "key": key,
-        "value": value,
-        "mask": mask,
-        "pack_mask": pack_mask,
-        "activation": activation,
-        "state": state,
-        "dropout": dropout,
-    }
+    call = _named(query, pack_query, pack_key, key, value, mask, pack_mask, activation, state, dropout)
     _check(STEP.name, query.shape[0], **call)
     return STEP(backend, call)
 
