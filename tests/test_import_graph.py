@@ -113,7 +113,7 @@ def test_a_wrong_import_is_seen(folder, line):
 @pytest.mark.parametrize(
     ("folder", "line"),
     [
-        ("kernels", "from luna_mega.kernels import _dispatch\nimport math, os.path"),
+        ("kernels", "from luna_mega.kernels import _op\nimport math, os.path"),
         ("modeling_luna", "from luna_mega.kernels.api import luna_attention"),
         ("modeling_mega", "from luna_mega.modeling_common.configuration import SharedConfig"),
         ("convert", "from luna_mega import LunaConfig"),

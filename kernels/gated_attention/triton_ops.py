@@ -2,7 +2,7 @@
 
 import torch
 
-from luna_mega.kernels import _dispatch
+from luna_mega.kernels import _op
 from luna_mega.kernels.common.triton_launch import random_seed
 from luna_mega.kernels.gated_attention import triton_backward, triton_forward
 
@@ -36,7 +36,7 @@ def attend(
     seed = random_seed(dropout, query.device)
     return torch.ops.luna_mega.gated_attention_triton(
         query, key, value, bias, mask, bounds, function, causal, max(chunk_size, 1), offset, dropout, seed,
-        _dispatch.float32_precision(),
+        _op.float32_precision(),
     )[0]  # fmt: skip
 
 

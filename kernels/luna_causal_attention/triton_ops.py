@@ -2,7 +2,7 @@
 
 import torch
 
-from luna_mega.kernels import _dispatch
+from luna_mega.kernels import _op
 from luna_mega.kernels.common.triton_launch import random_seed
 from luna_mega.kernels.luna_causal_attention import reference, triton_backward, triton_forward, triton_step
 from luna_mega.kernels.luna_causal_attention.reference import LunaCausalState
@@ -33,7 +33,7 @@ def attend(
         return output[:, None], state
     key_mean, value_mean, seen = (None, None, None) if state is None else state
     count = reference.token_count(mask, query, seen)
-    options = (activation, dropout, random_seed(dropout, query.device), _dispatch.float32_precision())
+    options = (activation, dropout, random_seed(dropout, query.device), _op.float32_precision())
     output, key_mean, value_mean = torch.ops.luna_mega.luna_causal_attention_triton(
         query, pack_key, key, value, pack_query, count, mask, pack_mask, key_mean, value_mean, seen, *options
     )
@@ -54,7 +54,7 @@ def step(
 ) -> tuple[torch.Tensor, LunaCausalState]:
     """Return `reference.step`."""
     state = (None, None, None) if state is None else state
-    options = (activation, dropout, random_seed(dropout, query.device), _dispatch.float32_precision())
+    options = (activation, dropout, random_seed(dropout, query.device), _op.float32_precision())
     output, *state = torch.ops.luna_mega.luna_causal_attention_step_triton(
         query, pack_key, key, value, pack_query, mask, pack_mask, *state, *options
     )
@@ -67,7 +67,7 @@ def step(
     schema=f"({TOKENS}, Tensor count, {REST}) -> (Tensor, Tensor, Tensor)",
 )
 def _attend(query, *inputs):
-    with _dispatch.without_autocast(query.device.type):
+    with _op.without_autocast(query.device.type):
         return triton_forward.forward(query, *inputs)
 
 
@@ -88,7 +88,7 @@ def _(query, pack_key, key, value, pack_query, *_):
     ),
 )
 def _attend_backward(grad_output, *inputs):
-    with _dispatch.without_autocast(grad_output.device.type):
+    with _op.without_autocast(grad_output.device.type):
         return triton_backward.backward(grad_output, *inputs)
 
 

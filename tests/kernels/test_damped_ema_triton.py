@@ -143,7 +143,7 @@ def test_a_row_of_padding(device, kind):
 
 @pytest.mark.parametrize("backend", ["reference", "torch", "triton"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_packed_sequences(device, backend, kind):
+def test_ragged_sequences(device, backend, kind):
     """Every sequence as if it were alone: results, states, gradients."""
     bounds = [0, 3, 3, 13, 14, 32]
     exact, _, inputs = exact_and_float32(32, kind, "some", batch=1)
@@ -178,17 +178,17 @@ def test_packed_sequences(device, backend, kind):
 
 
 @pytest.mark.parametrize("kind", ["causal", "bidirectional"])
-def test_packed_sequences_of_one_chunk_each(triton_device, kind):
+def test_ragged_sequences_of_one_chunk_each(triton_device, kind):
     exact, _, inputs = exact_and_float32(12, kind, batch=1, channels=2)
 
-    def packed(x, *parameters, **options):
+    def ragged(x, *parameters, **options):
         cu_seqlens = torch.tensor([0, 7, 12], device=x.device)
         return damped_ema(x, *parameters, cu_seqlens=cu_seqlens, **options)
 
     def alone(x, *parameters):
         return torch.cat([damped_ema(part, *parameters, backend="reference") for part in x.split([7, 5], 1)], 1)
 
-    actual = run(inputs, triton_device, packed, backend="triton")
+    actual = run(inputs, triton_device, ragged, backend="triton")
     assert_same(actual, run(exact, function=alone), FLOAT32)
 
 

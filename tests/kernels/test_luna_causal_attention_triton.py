@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from luna_mega.kernels import _dispatch
+from luna_mega.kernels import _op
 from luna_mega.kernels.api import (
     LunaCausalState,
     luna_causal_attention,
@@ -231,7 +231,7 @@ def test_steps_are_one_call(triton_device, rows, stateful):
 
 @pytest.mark.parametrize("backend", ["reference", "torch", "triton"])
 @pytest.mark.parametrize("stateful", [False, True])
-def test_packed_sequences(triton_device, backend, stateful):
+def test_ragged_sequences(triton_device, backend, stateful):
     """Each as if it were alone: outputs, states and gradients."""
     lengths = [5, 0, 1, 66]
     total, many, rows = sum(lengths), len(lengths), 4
@@ -244,7 +244,7 @@ def test_packed_sequences(triton_device, backend, stateful):
     mask = (torch.arange(total) % 3 != 1)[None].to(triton_device)
     count = torch.tensor([3, 0, 8, 1]).to(triton_device)
 
-    def packed(query, pack_query, *rest):
+    def ragged(query, pack_query, *rest):
         state = LunaCausalState(*rest[3:], count) if stateful else None
         options = {"mask": mask, "pack_mask": pack_mask, "state": state, "return_state": True, "backend": backend}
         options |= {"cu_seqlens": bounds.to(triton_device, torch.int32), "max_seqlen": 70 if stateful else None}
@@ -269,14 +269,14 @@ def test_packed_sequences(triton_device, backend, stateful):
             states.append(after[:2])
         return torch.cat(outputs, 1), *map(torch.cat, zip(*states, strict=True))
 
-    outputs = packed(*leaves), alone(*leaves)
+    outputs = ragged(*leaves), alone(*leaves)
     weights = [torch.randn(x.shape, generator=generator).to(triton_device) for x in outputs[0]]
     gradients = [torch.autograd.grad(x, leaves, weights) for x in outputs]
     for actual, right in zip((*outputs[0], *gradients[0]), (*outputs[1], *gradients[1]), strict=True):
         assert relative_error(actual.detach().cpu(), right.detach().cpu().double()) < 1e-5
 
 
-def test_packed_sequences_need_one_row(triton_device):
+def test_ragged_sequences_need_one_row(triton_device):
     leaves = [leaf.detach() for leaf in Inputs(9).leaves]
     with pytest.raises(ValueError, match=r"with cu_seqlens needs tokens and mask \[1, 9, ...\], got \[2, 9\]"):
         luna_causal_attention(*leaves, cu_seqlens=torch.tensor([0, 9]))
@@ -318,7 +318,7 @@ def test_dropout(monkeypatch, triton_device, length, rows):
     assert not left
 
 
-@pytest.mark.parametrize("precision", _dispatch.FLOAT32_PRECISIONS)
+@pytest.mark.parametrize("precision", _op.FLOAT32_PRECISIONS)
 @pytest.mark.parametrize("rows", [FUSED, SCANS])
 def test_float32_precision(monkeypatch, triton_device, rows, precision):
     """The kernels are told, those of the backward pass outside of the block as well."""
