@@ -144,7 +144,7 @@ def _report(
 ) -> Report:
     checkpoint, plan, norm = source.checkpoint, source.plan, source.norm
     non_finite = [target for target, tensor in converted.items() if not tensor.isfinite().all()]
-    warnings = [*plan.warnings, *found.warnings]
+    warnings = [*checkpoint.warnings, *plan.warnings, *found.warnings]
     if non_finite:
         warnings.append(f"NaN or Inf in {len(non_finite)} of {len(converted)} tensors: {few(non_finite)}")
     model = without_memory(plan.model_class, plan.config)

@@ -1,4 +1,4 @@
-"""An output folder that is there completely or not at all."""
+"""Writes an output folder completely or not at all."""
 
 import os
 import shutil
@@ -10,10 +10,10 @@ from luna_mega.convert.errors import ConversionError
 
 
 def check_output(output: str | Path) -> Path:
-    """The resolved output path, which must be absent or an empty folder.
+    """Return the resolved output path, which must be absent or an empty folder.
 
     Raises:
-        ConversionError: something is there already.
+        ConversionError: the path is a file, or a folder with something in it.
     """
     output = Path(output).resolve()
     if output.is_dir():
@@ -26,7 +26,7 @@ def check_output(output: str | Path) -> Path:
 
 @contextmanager
 def complete_folder(output: Path) -> Iterator[Path]:
-    """A temporary folder on the same file system that becomes `output` if the block ends without an exception."""
+    """Yield a temporary folder on the same file system, which becomes `output` if the block raises no exception."""
     parent = next(folder for folder in output.parents if folder.is_dir())
     partial = parent / f".{output.name}.{os.getpid()}.partial"
     partial.mkdir()

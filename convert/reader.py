@@ -1,19 +1,19 @@
 """Reads fairseq checkpoints without executing anything that is in them.
 
-`torch.load(weights_only=True)` builds tensors and plain containers only; the inert types below are allowed besides.
+`torch.load(weights_only=True)` builds nothing but tensors and plain containers; the inert types below are allowed too.
 """
 
 import argparse
-import hashlib
 import re
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
 
+from luna_mega.convert.checksums import read_checksums
 from luna_mega.convert.errors import ConversionError
 
 _NUMPY_SCALARS = "?bhilqBHILQefd"
@@ -25,7 +25,7 @@ _LATER_FAIRSEQ = (
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A fairseq checkpoint: its `args` as a dict, its tensors, and where they came from."""
+    """A fairseq checkpoint: its `args` as a dict of plain values, its tensors, and where they came from."""
 
     path: Path
     sha256: str
@@ -33,10 +33,11 @@ class Checkpoint:
     args: dict
     tensors: dict[str, torch.Tensor]
     num_updates: int | None
+    warnings: tuple[str, ...] = ()
 
 
 def _inert_types() -> list:
-    """`argparse.Namespace`, and what a pickled numpy number is made of (under the module names of numpy 1 and 2)."""
+    """Return `argparse.Namespace` and the parts of a pickled numpy number, under the module names of numpy 1 and 2."""
     scalar = numpy.float64(0).__reduce__()[0]
     names = [f"numpy.{core}.multiarray.scalar" for core in ("core", "_core")]
     dtypes = {type(numpy.dtype(code)) for code in _NUMPY_SCALARS}
@@ -44,13 +45,14 @@ def _inert_types() -> list:
 
 
 def read_checkpoint(path: str | Path) -> Checkpoint:
-    """Opens a checkpoint written by fairseq's `checkpoint_utils.save_state`, zip or legacy serialisation.
+    """Open a checkpoint written by fairseq's `checkpoint_utils.save_state`, zip or legacy serialisation.
 
     Raises:
-        ConversionError: not such a file, a damaged one, one that asks to run code, or one of another generation.
+        ConversionError: the file is no such checkpoint, is damaged, asks to run code, or is of another generation.
     """
     path = Path(path)
     serialization = _serialization(path)
+    sha256, warnings = read_checksums(path, serialization == "zip")
     state = _load(path, serialization)
     if not isinstance(state, dict):
         raise ConversionError(f"{path}: holds a {type(state).__name__}, not the dict that fairseq saves")
@@ -64,8 +66,25 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
             )
     if not isinstance(state["args"], argparse.Namespace):
         raise ConversionError(f"{path}: field 'args' is a {type(state['args']).__name__}, not an argparse.Namespace")
-    args = {k: v.item() if isinstance(v, numpy.generic) else v for k, v in vars(state["args"]).items()}
-    return Checkpoint(path, _sha256(path), serialization, args, _tensors(path, state["model"]), _num_updates(state))
+    tensors = _tensors(path, state["model"])
+    try:
+        args = _plain(state["args"])
+    except RecursionError as error:
+        raise ConversionError(f"{path}: field 'args' holds itself or is nested too deeply") from error
+    return Checkpoint(path, sha256, serialization, args, tensors, _num_updates(state), tuple(warnings))
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of the args made of Python's own types: no namespace, tensor or number of numpy is left."""
+    if isinstance(value, numpy.generic) or _is_dense(value):
+        return value.tolist()
+    if isinstance(value, argparse.Namespace):
+        value = vars(value)
+    if isinstance(value, Mapping):
+        return {key if isinstance(key, str) else str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return (list if isinstance(value, list) else tuple)(map(_plain, value))
+    return value
 
 
 def _serialization(path: Path) -> str:
@@ -79,8 +98,6 @@ def _serialization(path: Path) -> str:
     if not start:
         raise ConversionError(f"{path}: the file is empty; copy or download it again")
     if start.startswith(b"PK\x03\x04"):
-        if not zipfile.is_zipfile(path):
-            raise ConversionError(f"{path}: truncated (the zip directory at its end is missing); copy it again")
         return "zip"
     if start.startswith(b"\x80"):
         return "legacy"
@@ -96,7 +113,7 @@ def _load(path: Path, serialization: str):
             return torch.load(str(path), map_location="cpu", weights_only=True, mmap=serialization == "zip")
     except OSError:
         raise
-    except Exception as error:  # a broken or hostile pickle can raise any type
+    except Exception as error:  # a broken or hostile pickle may raise any type
         raise ConversionError(f"{path}: {_reason(str(error))}") from error
 
 
@@ -118,21 +135,21 @@ def _tensors(path: Path, model) -> dict[str, torch.Tensor]:
     if not isinstance(model, Mapping):
         raise ConversionError(f"{path}: field 'model' is a {type(model).__name__}, not a state dict")
     for key, value in model.items():
-        if not isinstance(key, str) or not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        if not isinstance(key, str) or not _is_dense(value):
             raise ConversionError(f"{path}: field 'model': entry {key!r} is not a dense tensor")
     return dict(model)
+
+
+def _is_dense(value: Any) -> bool:
+    """Return whether a value is a tensor that has one number for every element."""
+    if not isinstance(value, torch.Tensor) or value.is_quantized or value.is_meta:
+        return False
+    return value.layout == torch.strided
 
 
 def _num_updates(state: dict) -> int | None:
     history = state.get("optimizer_history")
     if isinstance(history, list) and history and isinstance(history[-1], dict):
-        return history[-1].get("num_updates")
+        number = _plain(history[-1].get("num_updates"))
+        return number if isinstance(number, int) else None
     return None
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()

@@ -1,5 +1,5 @@
 """Tokenizers of converted checkpoints, made from fairseq's dictionaries; the format of a checkpoint chooses one."""
 
-from luna_mega.convert.tokenizers.choice import PIECES, TARGET_FOLDER, WORDS, ConvertedTokenizer
+from luna_mega.convert.tokenizers.converted import PIECES, TARGET_FOLDER, WORDS, ConvertedTokenizer
 
 __all__ = ["PIECES", "TARGET_FOLDER", "WORDS", "ConvertedTokenizer"]

@@ -1,6 +1,7 @@
-"""fairseq's `--bpe gpt2` as a fast tokenizer: GPT-2 byte-pair encoding, then the dictionary of the model."""
+"""Fast tokenizer for fairseq's `--bpe gpt2`: GPT-2's byte-pair encoding, then the dictionary of the model."""
 
 import json
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from tokenizers import AddedToken, pre_tokenizers
 from transformers import RobertaTokenizer, TokenizersBackend
 
 from luna_mega import LunaTokenizer
-from luna_mega.convert.dictionary import FILLER, Dictionary, vocabulary
+from luna_mega.convert.dictionary import FILLER, Dictionary, read_text, vocabulary
 from luna_mega.convert.errors import ConversionError
 
 _END_OF_TEXT = "<|endoftext|>"
@@ -17,20 +18,20 @@ _FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
 
 @dataclass(frozen=True)
 class Gpt2Bpe:
-    """`pieces[i]` is the piece with GPT-2's id i (bytes, merges in their order, end of text), in its byte alphabet."""
+    """Pieces of GPT-2 in the order of its ids (bytes, merges, end of text), in its byte alphabet, and its merges."""
 
     pieces: tuple[str, ...]
     merges: tuple[tuple[str, str], ...]
 
 
 def read_gpt2_bpe(folder: str | Path) -> Gpt2Bpe:
-    """Reads GPT-2's encoder.json and vocab.bpe, or vocab.json and merges.txt of a GPT-2 or RoBERTa tokenizer.
+    """Read GPT-2's encoder.json and vocab.bpe, or vocab.json and merges.txt of a GPT-2 or RoBERTa tokenizer.
 
-    The merges alone determine GPT-2's ids. encoder.json must have the same; in vocab.json, whose ids may be another
-    model's, every piece must be present.
+    The merges alone determine GPT-2's ids. encoder.json must have the same ids. vocab.json may have those of another
+    model, but must have every piece.
 
     Raises:
-        ConversionError: no such files, or other ones.
+        ConversionError: the folder has no such files, or they are not GPT-2's.
     """
     folder = Path(folder)
     found = next((names for names in _FILES if all((folder / name).is_file() for name in names)), None)
@@ -51,7 +52,7 @@ def read_gpt2_bpe(folder: str | Path) -> Gpt2Bpe:
 
 
 def _read_merges(path: Path) -> tuple[tuple[str, str], ...]:
-    lines = _read(path).split("\n")
+    lines = read_text(path).split("\n")
     if lines[0].startswith("#version"):
         del lines[0]
     merges = tuple(tuple(line.split()) for line in lines if line.strip())
@@ -64,7 +65,7 @@ def _read_merges(path: Path) -> tuple[tuple[str, str], ...]:
 
 def _read_json(path: Path) -> dict[str, int]:
     try:
-        content = json.loads(_read(path))
+        content = json.loads(read_text(path))
     except json.JSONDecodeError as error:
         raise ConversionError(f"{path}: not JSON ({error})") from error
     if not isinstance(content, dict):
@@ -72,33 +73,25 @@ def _read_json(path: Path) -> dict[str, int]:
     return content
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConversionError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
-
-
 def bpe_tokenizer(
     dictionary: Dictionary, bpe: Gpt2Bpe, mask: str, max_length: int
 ) -> tuple[TokenizersBackend, list[str]]:
-    """The tokenizer of a dictionary whose symbols are GPT-2 ids, and the pieces that the dictionary lacks.
+    """Make the tokenizer of a dictionary whose symbols are GPT-2's ids.
 
     Args:
-        dictionary: the vocabulary of the model; fillers (`madeupword0000`) are kept under their names.
-        bpe: what the symbols number.
-        mask: the symbol that fairseq appends.
-        max_length: positions of the model.
+        dictionary: the vocabulary of the model; fillers (`madeupword0000`) keep their names.
+        bpe: the pieces that the symbols number.
+        mask: the symbol that fairseq appends to the dictionary.
+        max_length: number of positions of the model.
 
     Returns:
-        A `RobertaTokenizer`, or a `LunaTokenizer` when pieces are missing.
+        A `RobertaTokenizer`, or a `LunaTokenizer` when pieces are missing, and the pieces that the dictionary lacks.
 
     Raises:
         ConversionError: a symbol is not a GPT-2 id.
     """
     vocab = vocabulary(piece_names(dictionary, bpe, mask), mask)
-    # No text becomes the end of text, so that it is no loss.
-    missing = [piece for piece in bpe.pieces[:-1] if piece not in vocab]
+    missing = missing_pieces(bpe, vocab)
     size = len(vocab)
     options = {
         "mask_token": AddedToken(mask, lstrip=True, special=True),
@@ -114,8 +107,13 @@ def bpe_tokenizer(
     return tokenizer, missing
 
 
+def missing_pieces(bpe: Gpt2Bpe, vocab: Container[str]) -> list[str]:
+    """Return the pieces that have no id, but for the end of text, which no text becomes."""
+    return [piece for piece in bpe.pieces[:-1] if piece not in vocab]
+
+
 def piece_names(dictionary: Dictionary, bpe: Gpt2Bpe, mask: str | None) -> list[str]:
-    """What the symbols of a dictionary of GPT-2 ids number; fillers and `mask` stay what they are.
+    """Return the pieces that the symbols of a dictionary number; fillers and `mask` stay what they are.
 
     Raises:
         ConversionError: a symbol is not a GPT-2 id.

@@ -1,30 +1,25 @@
-"""Dictionaries of language models as fast tokenizers: words between white space, the bytes of enwik8, GPT-2's pieces.
+"""Fast tokenizers for language models: words between white space, the bytes of enwik8, or GPT-2's pieces.
 
 The original trains on a stream in which every line ends with `</s>`, and puts `</s>` before the first token. So a
-newline is `</s>` here, and a text begins with `</s>`; of bytes a text is its bytes.
+newline becomes `</s>` here and a text begins with `</s>`; a model of bytes gets the bytes of the text and no more.
 """
 
 import re
 
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import GPT2Tokenizer, TokenizersBackend
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from luna_mega.convert.dictionary import Dictionary, vocabulary
 from luna_mega.convert.errors import ConversionError
-from luna_mega.convert.tokenizers.gpt2_bpe import Gpt2Bpe, piece_names
-from luna_mega.convert.tokenizers.words import WHITE_SPACE
+from luna_mega.convert.tokenizers._shared import OPTIONS, split_at_white_space
+from luna_mega.convert.tokenizers.gpt2_bpe import Gpt2Bpe, missing_pieces, piece_names
 
 _END = "</s>"
-_OPTIONS = {
-    "pad_token": "<pad>",
-    "unk_token": "<unk>",
-    "model_input_names": ["input_ids", "attention_mask"],
-}
 
 
 def holds_bytes(dictionary: Dictionary) -> bool:
-    """Whether every symbol is a byte in decimal, as the recipe of enwik8 writes them (a newline is `</s>` there)."""
+    """Return whether every symbol is a byte in decimal, as the recipe of enwik8 writes them (its newline is `</s>`)."""
     return bool(dictionary.labels) and all(_byte(symbol) is not None for symbol in dictionary.labels)
 
 
@@ -33,27 +28,30 @@ def _byte(symbol: str) -> int | None:
 
 
 def lm_word_tokenizer(dictionary: Dictionary, max_length: int | None) -> TokenizersBackend:
-    """Splits text at white space and looks every symbol up; a newline is `</s>`, as is the start of a text.
+    """Make a tokenizer that splits text at white space and looks every symbol up.
+
+    A text begins with `</s>`, and every newline in it is `</s>` too.
 
     Args:
         dictionary: the vocabulary of the model.
-        max_length: positions of the model; None = any number.
+        max_length: number of positions of the model; None = any number.
     """
     backend = Tokenizer(models.WordLevel(vocabulary(dictionary.symbols, None), unk_token="<unk>"))
     backend.normalizer = normalizers.Replace("\n", f" {_END} ")
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(WHITE_SPACE), behavior="removed")
+    backend.pre_tokenizer = split_at_white_space()
     backend.post_processor = _starts_with(_END)
     return _wrap(backend, _END, max_length)
 
 
 def byte_tokenizer(dictionary: Dictionary, max_length: int | None) -> TokenizersBackend:
-    """The bytes of UTF-8, each looked up under its decimal number; one that is not in the dictionary is `<unk>`.
+    """Make a tokenizer that looks every byte of UTF-8 up under its decimal number.
 
-    Without a symbol 10 the newline is `</s>`. Nothing is put before a text, and decoding gives its bytes back.
+    A byte that is not in the dictionary is `<unk>`; without a symbol 10 a newline is `</s>`. Nothing is put before a
+    text, and decoding gives its bytes back.
 
     Args:
-        dictionary: the vocabulary of the model, see `holds_bytes`.
-        max_length: positions of the model; None = any number.
+        dictionary: the vocabulary of the model, for which `holds_bytes` is true.
+        max_length: number of positions of the model; None = any number.
     """
     names = bytes_to_unicode()
     symbols = [symbol if (byte := _byte(symbol)) is None else names[byte] for symbol in dictionary.symbols]
@@ -67,19 +65,19 @@ def byte_tokenizer(dictionary: Dictionary, max_length: int | None) -> Tokenizers
 
 
 def lm_bpe_tokenizer(dictionary: Dictionary, bpe: Gpt2Bpe, max_length: int | None) -> TokenizersBackend:
-    """GPT-2's byte-pair encoding for a dictionary of its ids; a text begins with `</s>`.
+    """Make a tokenizer of GPT-2's byte-pair encoding for a dictionary of its ids; a text begins with `</s>`.
 
     Raises:
         ConversionError: a symbol is not a GPT-2 id, or a piece is missing.
     """
     vocab = vocabulary(piece_names(dictionary, bpe, None), None)
-    if missing := [piece for piece in bpe.pieces[:-1] if piece not in vocab]:
+    if missing := missing_pieces(bpe, vocab):
         raise ConversionError(
             f"{dictionary.path}: lacks {len(missing)} of GPT-2's pieces, which a language model's tokenizer cannot do "
             "without in this version; leave --bpe out, and the tokenizer takes GPT-2's ids between white space"
         )
     tokenizer = GPT2Tokenizer(
-        vocab=vocab, merges=list(bpe.merges), bos_token=_END, eos_token=_END, model_max_length=max_length, **_OPTIONS
+        vocab=vocab, merges=list(bpe.merges), bos_token=_END, eos_token=_END, model_max_length=max_length, **OPTIONS
     )
     tokenizer.backend_tokenizer.post_processor = _starts_with(_END)
     return tokenizer
@@ -98,5 +96,5 @@ def _wrap(backend: Tokenizer, end: str, max_length: int | None) -> TokenizersBac
         eos_token=end,
         model_max_length=max_length,
         split_special_tokens=True,
-        **_OPTIONS,
+        **OPTIONS,
     )

@@ -1,14 +1,14 @@
-"""Dictionaries of translation models as fast tokenizers: subword-nmt's codes, or symbols between white space."""
+"""Fast tokenizers for translation models: pieces of subword-nmt, or symbols between white space."""
 
 from pathlib import Path
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, decoders, models, processors
 from transformers import TokenizersBackend
 
 from luna_mega import LunaTokenizer
-from luna_mega.convert.dictionary import FILLER, Dictionary, vocabulary
+from luna_mega.convert.dictionary import FILLER, Dictionary, read_text, vocabulary
 from luna_mega.convert.errors import ConversionError
-from luna_mega.convert.tokenizers.words import WHITE_SPACE
+from luna_mega.convert.tokenizers._shared import OPTIONS, split_at_white_space
 
 _CONTINUES = "@@"
 _WORD_END = "</w>"
@@ -18,30 +18,27 @@ _SENTENCEPIECE_SPACE = "\u2581"
 def translation_tokenizer(
     dictionary: Dictionary, codes: str | Path | None = None, max_length: int | None = None
 ) -> TokenizersBackend:
-    """The tokenizer of one language, `a b </s>`; text is split at white space alone, as fairseq-preprocess does.
+    """Make the tokenizer of one language: it splits text at white space, as fairseq-preprocess does, and adds `</s>`.
 
-    With `codes` every word is then split as subword-nmt and fastBPE do; without, the text has to be split into symbols
-    already, by whatever made the dictionary (`"ein Ha@@ us"`, `"▁ein ▁Ha us"`). A symbol that is not in the dictionary
-    is `<unk>`. Decoding undoes the split: `@@ `, or for SentencePiece the spaces between pieces.
+    With `codes` every word is then split as subword-nmt and fastBPE do. Without them the text has to be split into
+    symbols already, by the program that made the dictionary (`"ein Ha@@ us"`, `"▁ein ▁Ha us"`). A symbol that is not in
+    the dictionary is `<unk>`. Decoding joins what was split: at `@@ `, or for SentencePiece at spaces between pieces.
 
     Args:
         dictionary: the vocabulary of the language.
-        codes: file with the merges, of subword-nmt (`#version: 0.2`) or fastBPE.
-        max_length: positions of the model; None = any number.
+        codes: file with the merges of subword-nmt (`#version: 0.2`) or fastBPE.
+        max_length: number of positions of the model; None = any number.
 
     Returns:
         A `TokenizersBackend`, or a `LunaTokenizer` when merges make pieces that the dictionary lacks.
 
     Raises:
-        ConversionError: `codes` are no such file, or do not belong to such a dictionary.
+        ConversionError: `codes` is no such file, or does not belong to such a dictionary.
     """
-    options = {
+    options = OPTIONS | {
         "bos_token": "<s>",
-        "pad_token": "<pad>",
         "eos_token": "</s>",
-        "unk_token": "<unk>",
         "model_max_length": max_length,
-        "model_input_names": ["input_ids", "attention_mask"],
         "padding_side": "right",
         "split_special_tokens": True,
         "clean_up_tokenization_spaces": False,
@@ -66,7 +63,7 @@ def _symbols(dictionary: Dictionary) -> Tokenizer:
 
 
 def _pieces(dictionary: Dictionary, codes: str | Path) -> tuple[Tokenizer, int]:
-    """The backend, with the pieces that the dictionary lacks behind it, and the number of ids of the dictionary."""
+    """Return the backend, in which pieces that the dictionary lacks have the last ids, and the dictionary's size."""
     if not any(symbol.endswith(_CONTINUES) for symbol in dictionary.symbols):
         raise ConversionError(
             f"{dictionary.path}: no symbol ends with {_CONTINUES}, so that {codes} cannot be its codes; leave them out"
@@ -76,7 +73,7 @@ def _pieces(dictionary: Dictionary, codes: str | Path) -> tuple[Tokenizer, int]:
     size = len(vocab)
     for first, second in merges:
         for piece in (first, second, first + second):
-            # The tokenizers library merges pieces that have an id only; LunaTokenizer makes these <unk>.
+            # The tokenizers library merges only pieces that have an id; LunaTokenizer turns these into <unk>.
             vocab.setdefault(piece, len(vocab))
     backend = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", end_of_word_suffix=_WORD_END))
     backend.decoder = decoders.Sequence(
@@ -86,7 +83,7 @@ def _pieces(dictionary: Dictionary, codes: str | Path) -> tuple[Tokenizer, int]:
 
 
 def _piece(symbol: str) -> str:
-    """What subword-nmt calls a symbol: `x@@` is the piece `x`, which does not end a word; `x` is `x</w>`."""
+    """Return the piece of a symbol: `x@@` is `x`, which does not end a word, and `x` is `x</w>`."""
     if FILLER.fullmatch(symbol):
         return symbol
     if symbol.endswith(_CONTINUES) and symbol != _CONTINUES:
@@ -95,7 +92,7 @@ def _piece(symbol: str) -> str:
 
 
 def _framed(backend: Tokenizer) -> Tokenizer:
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(WHITE_SPACE), behavior="removed")
+    backend.pre_tokenizer = split_at_white_space()
     backend.post_processor = processors.TemplateProcessing(
         single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", 2)]
     )
@@ -103,18 +100,14 @@ def _framed(backend: Tokenizer) -> Tokenizer:
 
 
 def read_codes(path: str | Path) -> list[tuple[str, str]]:
-    """Reads merges, the first of which counts where one comes twice: `a b</w>`, with a count from fastBPE.
+    """Read merges such as `a b</w>`, which fastBPE follows by a count; of two equal ones the first counts.
 
     Raises:
-        ConversionError: no such file, or not such a file; the message names the line.
+        ConversionError: the file does not exist, or a line is not a merge; the message names it.
     """
     path = Path(path)
-    if not path.is_file():
-        raise ConversionError(f"{path}: no such file; give subword-nmt's codes")
-    try:
-        lines = path.read_text(encoding="utf-8").rstrip("\n").split("\n")
-    except UnicodeDecodeError as error:
-        raise ConversionError(f"{path}: not codes of subword-nmt, but a binary file ({error.reason})") from error
+    binary = "not codes of subword-nmt, but a binary file"
+    lines = read_text(path, "no such file; give subword-nmt's codes", binary).rstrip("\n").split("\n")
     header = lines[0].rstrip() == "#version: 0.2"
     merges = {}
     for number, line in enumerate(lines[header:], start=1 + header):

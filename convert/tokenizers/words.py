@@ -1,29 +1,27 @@
-"""Dictionaries of whitespace-separated symbols (words, characters, pixel values, operators) as a fast tokenizer."""
+"""Fast tokenizer for symbols between white space (words, characters, pixel values, operators)."""
 
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, models, processors
 from transformers import TokenizersBackend
 
 from luna_mega.convert.dictionary import Dictionary, vocabulary
-
-# What Python's `str.split()`, and so fairseq, takes for white space: also the four separators before the space.
-WHITE_SPACE = r"[\s\x1c-\x1f]+"
+from luna_mega.convert.tokenizers._shared import OPTIONS, split_at_white_space
 
 
 def word_tokenizer(dictionary: Dictionary, cls_token: str, prepend_cls: bool, max_length: int) -> TokenizersBackend:
-    """Splits text at white space and looks every symbol up, as fairseq-preprocess does.
+    """Make a tokenizer that splits text at white space and looks every symbol up, as fairseq-preprocess does.
 
-    A sequence ends with `</s>` and, with `prepend_cls`, starts with `cls_token`. Special tokens are recognised as
-    whole symbols only.
+    A sequence ends with `</s>` and, with `prepend_cls`, starts with `cls_token`. Special tokens are recognised only as
+    whole symbols.
 
     Args:
         dictionary: the vocabulary of the model.
-        cls_token: the symbol that fairseq appends.
-        prepend_cls: whether the model was trained with it in front.
-        max_length: positions of the model.
+        cls_token: the symbol that fairseq appends to the dictionary.
+        prepend_cls: whether the model was trained with this symbol in front.
+        max_length: number of positions of the model.
     """
     vocab = vocabulary(dictionary.symbols, cls_token)
     backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(WHITE_SPACE), behavior="removed")
+    backend.pre_tokenizer = split_at_white_space()
     single = f"{cls_token} $A </s>" if prepend_cls else "$A </s>"
     backend.post_processor = processors.TemplateProcessing(
         single=single,
@@ -33,12 +31,10 @@ def word_tokenizer(dictionary: Dictionary, cls_token: str, prepend_cls: bool, ma
     return TokenizersBackend(
         tokenizer_object=backend,
         bos_token="<s>",
-        pad_token="<pad>",
         eos_token="</s>",
         sep_token="</s>",
-        unk_token="<unk>",
         cls_token=cls_token,
         model_max_length=max_length,
-        model_input_names=["input_ids", "attention_mask"],
         split_special_tokens=True,
+        **OPTIONS,
     )

@@ -1,4 +1,4 @@
-"""The tokenizer of a converted checkpoint; its format makes it."""
+"""The tokenizer of a converted checkpoint, which its format makes."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,8 @@ WORDS, PIECES = "whitespace-separated symbols", "GPT-2 byte-pair encoding"
 class ConvertedTokenizer:
     """A tokenizer, its kind, and the pieces of GPT-2 that become `<unk>` because the dictionary lacks them.
 
-    `target`: that of an encoder-decoder's target where it is another one; it is saved in the sub-folder `target`.
+    An encoder-decoder whose target has a dictionary of its own has a second tokenizer, `target`, which is saved in the
+    sub-folder of that name.
     """
 
     tokenizer: TokenizersBackend
@@ -26,7 +27,7 @@ class ConvertedTokenizer:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """What the report says about it."""
+        """Entry of the report."""
         return {
             "class": type(self.tokenizer).__name__,
             "kind": self.kind,
@@ -35,7 +36,7 @@ class ConvertedTokenizer:
         }
 
     def save(self, folder: Path) -> None:
-        """Writes tokenizer.json and tokenizer_config.json, and the code of a class that transformers does not have."""
+        """Write tokenizer.json and tokenizer_config.json, and the code of a class that transformers lacks."""
         try:
             self.tokenizer.save_pretrained(folder)
             if self.target is not None:
