@@ -49,6 +49,15 @@ NOT = Way(lambda value: not value, lambda value: not value)
 ACTIVATION = Way(_activation, lambda value: FAIRSEQ_ACTIVATIONS.get(value, "gelu"))
 
 
+def _always(_: Evidence | Target) -> bool:
+    return True
+
+
+def never(_: Evidence | Target) -> bool:
+    """Answer `there` or `when` of a row that works in one direction only."""
+    return False
+
+
 @dataclass(frozen=True)
 class Arg:
     """One argument of the original: what it says of the configuration, and what is written for it.
@@ -62,6 +71,7 @@ class Arg:
         read: the fields that the argument sets, in place of `field`, `way` and `measure`.
         write: the value to write, in place of `field` and `way`.
         revision: the only revision of the original that has the argument; None = all have it.
+        there: whether it is read from a file.
         when: whether it is written for a model.
         kept: the value of the converted file is written again, whatever the model is now.
     """
@@ -74,7 +84,8 @@ class Arg:
     read: Callable[[Evidence], dict[str, Any]] | None = None
     write: Callable[[Target], Any] | None = None
     revision: str | None = None
-    when: Callable[[Target], bool] = lambda target: True
+    there: Callable[[Evidence], bool] = _always
+    when: Callable[[Target], bool] = _always
     kept: bool = False
 
     def _fields(self, evidence: Evidence) -> dict[str, Any]:
@@ -102,7 +113,17 @@ def fixed(name: str, value: Any, **options: Any) -> Arg:
 
 def also(name: str, field: str, **options: Any) -> Arg:
     """Return a row that is only read: `field` is set by an argument that is not written, or by another row."""
-    return Arg(name, field, when=lambda target: False, **options)
+    return Arg(name, field, when=never, **options)
+
+
+def written(name: str, field: str, **options: Any) -> Arg:
+    """Return a row that is only written: `field` is read from elsewhere."""
+    return Arg(name, field, there=never, **options)
+
+
+def equals(field: str, value: Any) -> Callable[[Target], bool]:
+    """Return how an argument is written that is set where `field` has a value."""
+    return lambda target: getattr(target.config, field) == value
 
 
 # What every checkpoint of fairseq has.
@@ -123,7 +144,7 @@ def read_fields(table: Iterable[Arg], evidence: Evidence) -> dict[str, Any]:
     """
     fields: dict[str, Any] = {}
     for row in table:
-        if row.revision in (None, evidence.revision):
+        if row.revision in (None, evidence.revision) and row.there(evidence):
             fields |= row._fields(evidence)
     return fields
 

@@ -29,8 +29,6 @@ from luna_mega.convert.tensors import (
 from luna_mega.errors import ConversionError
 from luna_mega.hub.folder import ModelFolder, read_folder
 
-_NO_PAIR = "no dict.txt in the folder, but fairseq needs both languages' beside the file; --dict adds them"
-
 
 @dataclass
 class ExportReport:
@@ -98,8 +96,8 @@ def export_checkpoint(
     report = source.report or {"source": {}, "decisions": {}, "dropped": [], "dtype_in": {}, "args": None}
     try:
         found, target = _choose_target(source, head, report)
-        if layer_norm is not None and "layer_norm" in found.refused:
-            raise ConversionError(f"--layer-norm {layer_norm}: {found.refused['layer_norm']}; leave it out")
+        if layer_norm is not None and "layer-norm" in found.refused:
+            raise ConversionError(f"--layer-norm {layer_norm}: {found.refused['layer-norm']}; leave it out")
         tensors, notes = _rename(found, target, source.tensors())
         recorded = report["args"]
         plan, mapping, args, warnings = _plan_args(found, target, tensors, recorded, report["decisions"].get("head"))
@@ -112,13 +110,9 @@ def export_checkpoint(
         lowered = lowered_norms(source.path, {key: tensors[key] for key in mapping.norm_weights})
     dtype, stored_as = _choose_dtype(tensors, mapping, lowered, dtype, report["dtype_in"])
     tensors = store(tensors, lowered, getattr(torch, dtype))
-    with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=_existing_parent(output)) as temporary:
-        missing = _write_dictionaries(
-            Path(temporary), output.parent, source, plan, _places(found, args.get("task")), list(dictionaries)
-        )
-        state = found.state(args, tensors, report["source"].get("num_updates") or 0)
-        _write(Path(temporary, output.name), state, progress)
-        files = _publish(Path(temporary), output)
+    beside, missing = _dictionaries(source, plan, _places(found, args.get("task")), list(dictionaries))
+    state = found.state(args, tensors, report["source"].get("num_updates") or 0)
+    files = _save(output, state, beside, progress)
     return ExportReport(
         folder=str(source.path),
         output=str(output.parent),
@@ -239,6 +233,7 @@ def _plan_args(
 def _read_back(
     found: Format, target: Target, tensors: dict[str, torch.Tensor], args: dict[str, Any]
 ) -> tuple[Plan, Mapping]:
+    tensors, _ = found.canonical(tensors)
     plan = found.plan(found.evidence(tensors, args, target.revision), target.head)
     return plan, map_tensors(plan, tensors)
 
@@ -286,36 +281,19 @@ def _places(found: Format, task: str | None) -> tuple[set[str], str]:
     return {usual, found.vocabulary_places.get(task, usual)}, found.label_places.get(task, "label-bin/dict.txt")
 
 
-def _write_dictionaries(
-    folder: Path,
-    beside: Path,
-    source: ModelFolder,
-    plan: Plan,
-    places: tuple[set[str], str],
-    given: list[str | Path],
-) -> list[str]:
-    """Write the dictionaries into `folder` where the task looks for them, but those that are in `beside` already."""
+def _dictionaries(
+    source: ModelFolder, plan: Plan, places: tuple[set[str], str], given: list[str | Path]
+) -> tuple[dict[str, bytes], list[str]]:
+    """Return the dictionaries under the names by which the task looks for them, and notes on those that are missing."""
     second = "dict.label.txt" if plan.languages is None else "dict.target.txt"
     own = [path for name in ("dict.txt", second) if (path := source.path / name).is_file()]
     found = plan.find_dictionaries(given or own, source.path)
     if plan.languages is None:
-        files, notes = _vocabulary_and_labels(found, source.config.id2label, plan, places)
-    elif found.vocabulary is None:
-        files, notes = (
-            {},
-            [_NO_PAIR],
-        )
-    else:
-        pairs = zip(plan.languages, (found.vocabulary, found.target), strict=True)
-        files, notes = {f"dict.{language}.txt": dictionary.path.read_bytes() for language, dictionary in pairs}, []
-    for name, content in files.items():
-        if (beside / name).exists():
-            if (beside / name).read_bytes() != content:
-                raise ConversionError(f"{beside / name}: another file is there; remove it or give another --output")
-            continue
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_bytes(content)
-    return notes
+        return _vocabulary_and_labels(found, source.config.id2label, plan, places)
+    if found.vocabulary is None:
+        return {}, ["no dict.txt in the folder, but fairseq needs both languages' beside the file; --dict adds them"]
+    pairs = zip(plan.languages, (found.vocabulary, found.target), strict=True)
+    return {f"dict.{language}.txt": dictionary.path.read_bytes() for language, dictionary in pairs}, []
 
 
 def _vocabulary_and_labels(
@@ -341,6 +319,22 @@ def _label_dictionary(names: list[str]) -> bytes:
     return "".join(f"{name} 1\n" for name in names).encode()
 
 
+def _save(output: Path, state: dict[str, Any], beside: dict[str, bytes], progress: bool) -> list[str]:
+    """Write the checkpoint, and the files `beside` it that are not there already; return the names of what is new."""
+    parent = next(folder for folder in output.parents if folder.is_dir())
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=parent) as temporary:
+        folder = Path(temporary)
+        for name, content in beside.items():
+            there = output.parent / name
+            if not there.exists():
+                (folder / name).parent.mkdir(exist_ok=True)
+                (folder / name).write_bytes(content)
+            elif there.read_bytes() != content:
+                raise ConversionError(f"{there}: another file is there; remove it or give another --output")
+        _write(folder / output.name, state, progress)
+        return _publish(folder, output)
+
+
 def _write(path: Path, state: dict[str, Any], progress: bool) -> None:
     size = sum({id(tensor): tensor.nbytes for tensor in state["model"].values()}.values())
     bar = {"desc": path.name, "total": size, "disable": None if progress else True, "delay": 1}
@@ -349,10 +343,6 @@ def _write(path: Path, state: dict[str, Any], progress: bool) -> None:
             torch.save(state, writer)
     except RuntimeError as error:  # what torch makes of a full disk
         raise ConversionError(f"cannot write {path.name}: {error}") from error
-
-
-def _existing_parent(output: Path) -> Path:
-    return next(folder for folder in output.parents if folder.is_dir())
 
 
 def _publish(folder: Path, output: Path) -> list[str]:

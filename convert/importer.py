@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 
 from luna_mega.convert.dictionary import Dictionaries
 from luna_mega.convert.ema_convention import CHOICES as EMA_CHOICES
-from luna_mega.convert.formats import Format
+from luna_mega.convert.formats import Format, registered_formats
 from luna_mega.convert.formats.registry import detect
 from luna_mega.convert.layer_norm import CHOICES, LayerNormDecision, decide_layer_norm
 from luna_mega.convert.plan import Plan
@@ -118,14 +118,12 @@ def _understand(checkpoint: Checkpoint, head: str | None, layer_norm: str, ema_c
     tensors, notes = found.canonical(checkpoint.tensors)
     norm = None
     try:
-        for name, value, default in (
-            ("head", head, None),
-            ("layer_norm", layer_norm, "auto"),
-            ("ema_convention", ema_convention, "auto"),
-        ):
-            if value != default and name in found.refused:
-                option = name.replace("_", "-")
-                raise ConversionError(f"--{option} {value}: {found.refused[name]}; leave the option out")
+        if head is not None and not found.named_heads:
+            named = ", ".join(known.name for known in registered_formats() if known.named_heads)
+            raise ConversionError(f"--head {head}: only {named} files have heads with names; leave the option out")
+        for name, value in (("layer-norm", layer_norm), ("ema-convention", ema_convention)):
+            if value != "auto" and name in found.refused:
+                raise ConversionError(f"--{name} {value}: {found.refused[name]}; leave the option out")
         revision, doubt = found.decide_revision(revision, tensors, ema_convention)
         plan = found.plan(found.evidence(tensors, checkpoint.args, revision), head)
         mapping = map_tensors(plan, tensors)
@@ -161,7 +159,7 @@ def _report(
             "serialization": checkpoint.serialization,
             "layout": source.format.name,
             "revision": source.revision,
-            "arch": str(checkpoint.args.get("arch")),
+            "arch": source.format.architecture(checkpoint.args),
             "task": checkpoint.args.get("task"),
             "num_updates": checkpoint.num_updates,
         },

@@ -63,16 +63,17 @@ class Format(ABC):
     """One kind of checkpoint.
 
     Attributes:
-        name: the `layout` of reports; no two formats have the same.
+        name: what reports call it; no two formats have the same.
         revisions: name -> words, of every revision of the original code that is told apart.
         written: the revisions that a model which was not converted is exported as, the first that can express it.
         config_class: the configuration of its models.
         classes: the model classes that such a file can be.
         classifiers: those of them that end in a classification head.
-        named_heads: whether classification heads have names in the file, which are chosen by.
+        named_heads: whether a file can have several classification heads, one of which is chosen by its name.
         way_out: what to say to the owner of a model whose head no format has; None = the classes are listed.
-        refused: option of convert and export -> why a file of this format does not take it.
+        refused: option (layer-norm, ema-convention) -> why a file of this format does not take it.
         training_fields: fields of the configuration that change training only; a difference is a warning.
+        table: the arguments, in the order in which they are written; see argmap.py.
         architectures: name of an architecture -> its own defaults of arguments, in place of those in the table.
         criteria: name of a criterion -> its class, where this is not CrossEntropyCriterion.
         vocabulary_places, label_places: task -> where it looks for the dictionary, where this is not the usual place.
@@ -122,11 +123,14 @@ class Format(ABC):
         """Return a revision to describe a file as where it does not tell its own."""
         return revision
 
+    def architecture(self, args: dict[str, Any]) -> str:
+        """Return the name of the architecture in the args."""
+        return str(args.get("arch"))
+
     def evidence(self, tensors: Tensors, args: dict[str, Any], revision: str) -> Evidence:
         """Return tensors and args with the defaults of the architecture, to be read by `plan`."""
-        return Evidence(
-            tensors, args, revision, defaults(self.table) | self.architectures.get(str(args.get("arch")), {})
-        )
+        own = self.architectures.get(self.architecture(args), {})
+        return Evidence(tensors, args, revision, defaults(self.table) | own)
 
     @abstractmethod
     def plan(self, evidence: Evidence, head: str | None = None) -> Plan:

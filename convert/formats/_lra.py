@@ -1,5 +1,6 @@
 """What formats of the Long Range Arena share, in Luna and Mega."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,14 @@ from luna_mega.convert.argmap import ACTIVATION, Arg, Way, fixed
 from luna_mega.convert.dictionary import Dictionaries
 from luna_mega.convert.evidence import Evidence
 from luna_mega.convert.formats._base import Format
-from luna_mega.convert.plan import Plan
+from luna_mega.convert.plan import Plan, Target
 from luna_mega.convert.tokenizers import WORDS, ConvertedTokenizer
 from luna_mega.convert.tokenizers.words import word_tokenizer
 from luna_mega.errors import ConversionError
 
 BODY, OUT = "encoder.encoder", "sentence_projection_layer.weight"
-INPUT_TYPE = Way({"text": "tokens", "image": "values"}.__getitem__, {"tokens": "text", "values": "image"}.__getitem__)
+_INPUT_TYPE = Way({"text": "tokens", "image": "values"}.__getitem__, {"tokens": "text", "values": "image"}.__getitem__)
+REPRESENTATION = Way({"cls": "cls", "mp": "mean"}.__getitem__, {"cls": "cls", "mean": "mp"}.__getitem__)
 CLASSES = Arg(
     "sentence_class_num", "num_labels", measure=lambda evidence: evidence.shape(OUT, "classes", "features")[0]
 )
@@ -25,6 +27,15 @@ CRITERION, NO_REGRESSION = fixed("criterion", "lra_cross_entropy"), fixed("regre
 def classifier_activation(default: str, revision: str | None = None) -> Arg:
     """Return the row of the activation of the classification head."""
     return Arg("classifier_activation_fn", "classifier_activation", ACTIVATION, default, revision=revision)
+
+
+def input_type(tokens: Callable[[Evidence], bool], when: Callable[[Target], bool]) -> Arg:
+    """Return the row of the input; `tokens` says whether a file has an embedding of tokens."""
+
+    def measure(evidence: Evidence) -> str:
+        return "text" if tokens(evidence) else "image"
+
+    return Arg("input_type", "input_type", _INPUT_TYPE, measure=measure, when=when)
 
 
 def layer_type(name: str) -> Arg:
@@ -58,7 +69,7 @@ def representation(evidence: Evidence) -> str:
     name = evidence.arg("sen_rep_type")
     if name not in ("cls", "mp"):
         raise ConversionError(f"{evidence.shown('sen_rep_type')} fails in the original as well; it knows cls and mp")
-    return "cls" if name == "cls" else "mean"
+    return REPRESENTATION.there(name)
 
 
 def first_token_note(config: PreTrainedConfig) -> str:

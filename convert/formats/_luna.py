@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from luna_mega import LunaConfig
-from luna_mega.convert.argmap import ACTIVATION, COMMON, FAIRSEQ_ACTIVATIONS, NOT, Arg, Table
+from luna_mega.convert.argmap import ACTIVATION, COMMON, FAIRSEQ_ACTIVATIONS, NOT, Arg, Table, fixed, written
 from luna_mega.convert.evidence import Evidence
 from luna_mega.convert.formats._base import Format, Revision, Tensors
 from luna_mega.convert.keymap import LAYER_NORM, Row
@@ -37,10 +37,7 @@ class LunaFormat(Format):
 
     config_class = LunaConfig
     way_out = "to export the encoder alone, load the folder as LunaModel and save that"
-    refused = {
-        "head": "only luna_bert files have heads with names",
-        "ema_convention": "Luna has no moving average",
-    }
+    refused = {"ema-convention": "Luna has no moving average"}
     training_fields = (
         "dropout",
         "attention_dropout",
@@ -108,12 +105,11 @@ def encoder_arguments(body: str, layers: Callable, width: Callable, positions: A
         Arg("encoder_ffn_embed_dim", "intermediate_size", measure=feed_forward(body)),
         Arg("encoder_attention_heads", "num_attention_heads"),
         positions,
-        Arg("tokens_per_sample", write=lambda target: target.config.max_position_embeddings),
+        written("tokens_per_sample", "max_position_embeddings"),
         Arg("activation_fn", "hidden_act", ACTIVATION, "gelu"),
         Arg("dropout", "dropout", default=0.1),
         Arg("attention_dropout", "attention_dropout", default=0.1),
-        # The option by which the 2023 code is known.
-        Arg("stop_min_lr", write=lambda target: -1, revision="head"),
+        fixed("stop_min_lr", -1, revision="head"),  # the option by which the 2023 code is known
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from luna_mega import MegaConfig
-from luna_mega.convert.argmap import ACTIVATION, FAIRSEQ_ACTIVATIONS, Arg, Table
+from luna_mega.convert.argmap import ACTIVATION, FAIRSEQ_ACTIVATIONS, NOT, Arg, Table
 from luna_mega.convert.ema_convention import ORDER, decide_ema_convention, order_of
 from luna_mega.convert.evidence import Evidence
 from luna_mega.convert.formats._base import Format, Revision, Tensors
@@ -70,10 +70,7 @@ class MegaFormat(Format):
     """A format of Mega: the order of the tensors tells the branch, and norm weights are stored as they are."""
 
     config_class = MegaConfig
-    refused = {
-        "head": "only luna_bert files have heads with names",
-        "layer_norm": "Mega stores norm weights as they are",
-    }
+    refused = {"layer-norm": "Mega stores norm weights as they are"}
     written = tuple(ORDER)
     training_fields = (
         "dropout_prob",
@@ -202,16 +199,16 @@ class Stack:
             config = target.config
             return (config.attention_chunk if field == "chunk_size" else getattr(config, field)) or -1
 
-        return Arg(name, read=read, write=write)
+        return Arg(name, default=-1, read=read, write=write)
 
-    def positions(self, chunk: str, name: str) -> Callable[[Evidence], int]:
-        """Return the measure of how many positions there are; without chunks a table says it."""
+    def positions(self, name: str, chunk: str, field: str = "max_positions", **options: Any) -> Arg:
+        """Return the row of the number of positions; without chunks, argument `chunk`, a table says it."""
 
         def measure(evidence: Evidence) -> int:
             positions, entries = evidence.arg(name), self._entries(evidence)
             return positions if entries is None or evidence.integer(chunk) > 0 else entries
 
-        return measure
+        return Arg(name, field, measure=measure, **options)
 
     def bias(self, evidence: Evidence) -> str:
         """Return the kind of relative positional bias."""
@@ -237,16 +234,16 @@ class Stack:
             before = self._asked_or_there(evidence, name, "final_norm")
             return dict.fromkeys(("normalize_before_mega", "normalize_before_ffn", "final_norm"), before)
 
-        return Arg(name, read=read, write=lambda target: target.config.normalize_before_mega)
+        return Arg(name, "normalize_before_mega", read=read)
 
     def normalize_embedding(self) -> Arg:
         """Return the row of the norm of the embeddings."""
         name = "normalize_embedding"
-        return Arg(
-            name,
-            read=lambda evidence: {"embedding_norm": self._asked_or_there(evidence, name, "embed_norm")},
-            write=lambda target: target.config.embedding_norm,
-        )
+
+        def read(evidence: Evidence) -> dict[str, bool]:
+            return {"embedding_norm": self._asked_or_there(evidence, name, "embed_norm")}
+
+        return Arg(name, "embedding_norm", read=read)
 
     def affine_final_norm(self, **options: Any) -> Arg:
         """Return the row of a final norm without parameters, which it has where they are there."""
@@ -258,7 +255,7 @@ class Stack:
             there = any(f"{self.body}.final_norm.norm.{part}" in evidence.tensors for part in ("scalar", "weight"))
             return {"final_norm_affine": not evidence.prefer(name, not there)}
 
-        return Arg(name, read=read, write=lambda target: not target.config.final_norm_affine, **options)
+        return Arg(name, "final_norm_affine", NOT, read=read, **options)
 
     @property
     def _attention(self) -> str:
@@ -286,7 +283,7 @@ def _truncation(evidence: Evidence) -> dict[str, int | None]:
     return {"truncation": length if length > 0 else None}
 
 
-TRUNCATION = Arg("truncation_length", read=_truncation, write=lambda target: target.config.truncation)
+TRUNCATION = Arg("truncation_length", "truncation", read=_truncation)
 ACTIVATION_FUNCTION = Arg("activation_fn", "activation", ACTIVATION)
 FEATURE_DROPOUT = Arg("feature_dropout", "use_feature_dropout", default=False)
 DROPOUTS = (

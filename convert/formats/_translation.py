@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from luna_mega.convert.argmap import COMMON, Arg, Table, fixed
+from luna_mega.convert.argmap import COMMON, Arg, Table, fixed, written
 from luna_mega.convert.dictionary import Dictionaries
 from luna_mega.convert.evidence import Evidence, same_bits
 from luna_mega.convert.formats._base import Format, Tensors
@@ -57,8 +57,8 @@ def task_arguments(arch: Arg) -> Table:
 
 
 SHARING = (
-    Arg("share_all_embeddings", read=_sharing, write=lambda target: target.config.share_encoder_decoder_embeddings),
-    Arg("share_decoder_input_output_embed", write=lambda target: target.config.tie_word_embeddings),
+    Arg("share_all_embeddings", "share_encoder_decoder_embeddings", read=_sharing),
+    written("share_decoder_input_output_embed", "tie_word_embeddings"),
     fixed("adaptive_softmax_cutoff", None),
     fixed("adaptive_softmax_dropout", 0),
     fixed("adaptive_input", False),
@@ -107,6 +107,11 @@ class TranslationFormat(Format):
         kind = WORDS if bpe is None else "byte-pair encoding"
         other = None if found.target is found.vocabulary else made[found.target]
         return ConvertedTokenizer(made[found.vocabulary], kind, [], other)
+
+
+def field_of(side: str, field: str, decoder_fields: dict[str, str]) -> str:
+    """Return what `field` is called on a side; those of the decoder have names of their own."""
+    return field if side == "encoder" else next(own for own, whole in decoder_fields.items() if whole == field)
 
 
 def vocabularies(evidence: Evidence) -> tuple[int, int, int]:

@@ -14,7 +14,7 @@ from luna_mega import (
     LunaForSequenceClassification,
     LunaModel,
 )
-from luna_mega.convert.argmap import ACTIVATION, Arg, build_config, read_fields
+from luna_mega.convert.argmap import ACTIVATION, NOT, Arg, build_config, read_fields
 from luna_mega.convert.dictionary import Dictionaries
 from luna_mega.convert.evidence import Evidence, same_bits
 from luna_mega.convert.formats import _luna
@@ -86,6 +86,10 @@ def _classifies(target: Target) -> bool:
     return _has_head(target) and not _ranks(target)
 
 
+def _regression(target: Target) -> bool:
+    return problem_type(target.config) == "regression"
+
+
 def _positions(evidence: Evidence) -> int:
     rows, _ = evidence.shape(f"{_BODY}.embed_positions.weight", "positions + 2", "width")
     return rows - 2  # padding and the row before it
@@ -113,18 +117,14 @@ _TABLE = (
     Arg("projection_length", "projection_length", measure=_luna.packed_length(_BODY)),
     _luna.PACKED_LENGTH_FIXED,
     _luna.UNTIED_KEY_VALUE,
-    Arg("untie_weights_luna", read=_tied_lm, write=lambda target: not target.config.tie_word_embeddings),
+    Arg("untie_weights_luna", "tie_word_embeddings", NOT, read=_tied_lm),
     Arg("activation_dropout", "activation_dropout", default=0.0),
     Arg("encoder_layerdrop", "layerdrop", default=0.0),
     Arg("pooler_activation_fn", "classifier_activation", ACTIVATION, "tanh", when=_has_head),
     Arg("pooler_dropout", "classifier_dropout", default=0.0, when=_has_head),
     Arg("ranking_head_name", write=lambda target: target.head, when=_ranks),
     Arg("num_classes", write=lambda target: target.config.num_labels, when=_classifies),
-    Arg(
-        "regression_target",
-        write=lambda target: problem_type(target.config) == "regression",
-        when=_classifies,
-    ),
+    Arg("regression_target", write=_regression, when=_classifies),
     Arg("classification_head_name", write=lambda target: target.head, when=_classifies),
 )
 
@@ -141,7 +141,6 @@ class LunaBert(_luna.LunaFormat):
     classes = (LunaModel, LunaForMaskedLM, LunaForMultipleChoice, LunaForSequenceClassification)
     classifiers = (LunaForMultipleChoice, LunaForSequenceClassification)
     named_heads = True
-    refused = {"ema_convention": _luna.LunaFormat.refused["ema_convention"]}
     table = _TABLE
     architectures = _ARCHITECTURES
     criteria = {

@@ -3,7 +3,7 @@
 from typing import Any
 
 from luna_mega import LunaConfig, LunaForSequenceClassification, LunaForSequencePairClassification
-from luna_mega.convert.argmap import Arg, also, build_config, read_fields
+from luna_mega.convert.argmap import Arg, also, build_config, equals, read_fields, written
 from luna_mega.convert.evidence import Evidence
 from luna_mega.convert.formats import _lra, _luna
 from luna_mega.convert.formats._base import Tensors
@@ -12,11 +12,8 @@ from luna_mega.convert.keymap import KeyMap, Row
 from luna_mega.convert.plan import Plan, Target
 from luna_mega.errors import ConversionError
 
-_EMBEDDING, _POSITIONS, _PRE_LOGITS = (
-    f"{BODY}.embed_tokens.weight",
-    f"{BODY}.embed_positions.weight",
-    "pre_logits.0.weight",
-)
+_EMBEDDING, _POSITIONS = f"{BODY}.embed_tokens.weight", f"{BODY}.embed_positions.weight"
+_PRE_LOGITS = "pre_logits.0.weight"
 _LISTOP = {"encoder_layers": 6, "encoder_attention_heads": 8, "max_positions": 2002, "tie_layer_weights": True}
 _IMDB = {"encoder_layers": 4, "encoder_attention_heads": 4, "max_positions": 4002}
 _PF32 = {"encoder_layers": 1, "encoder_attention_heads": 4, "max_positions": 1026, "sen_rep_type": "mp"}
@@ -29,7 +26,7 @@ _ARCHITECTURES = {
     "luna_lra_pf32": _PF32,
     "luna_lra_pf128": _PF32 | {"max_positions": 16386},
 }
-_ARCHITECTURE_OF_WIDTH = {512: "luna_lra_listop", 256: "luna_lra_imdb", 128: "luna_lra_pf32", 64: "luna_lra_cifar10"}
+_OF_WIDTH = {512: "luna_lra_listop", 256: "luna_lra_imdb", 128: "luna_lra_pf32", 64: "luna_lra_cifar10"}
 # How many times its width the classifier reads of a pair, and what it makes of the two.
 _PAIRS = {"r21": (2, "concat"), "head": (4, "interaction")}
 _DECIDED = (
@@ -137,10 +134,8 @@ def _is_image(target: Target) -> bool:
 
 
 def _arch(target: Target) -> str:
-    """Return an architecture. All sizes are in the args, so that one of other sizes does where none has these."""
-    if _is_pair(target):
-        return "luna_lra_aan"
-    return _ARCHITECTURE_OF_WIDTH.get(target.config.hidden_size, "luna_lra_imdb")
+    # All sizes are in the args, so that an architecture of other sizes does where none has these.
+    return "luna_lra_aan" if _is_pair(target) else _OF_WIDTH.get(target.config.hidden_size, "luna_lra_imdb")
 
 
 def _task(target: Target) -> str:
@@ -171,40 +166,19 @@ _TABLE = (
     Arg("act_dropout", "activation_dropout", default=0.0),
     Arg("tie_kv", "tie_key_value", measure=_luna.tied_key_value),
     Arg("tie_layer_weights", "share_layers", default=False, measure=_shares_layers),
-    Arg(
-        "encoder_learned_pos",
-        default=False,
-        read=_position_type,
-        write=lambda target: target.config.position_embedding_type == "learned",
-    ),
-    Arg("encoder_normalize_before", read=_embedding_norm, write=lambda target: target.config.embedding_norm),
+    Arg("encoder_learned_pos", default=False, read=_position_type, write=equals("position_embedding_type", "learned")),
+    Arg("encoder_normalize_before", "embedding_norm", read=_embedding_norm),
     _lra.CLASSES,
     Arg("sen_rep_type", default="cls", write=_representation),
-    Arg("use_p", default=False, read=_pooling, write=lambda target: target.config.pooling == "packed_mean"),
+    Arg("use_p", default=False, read=_pooling, write=equals("pooling", "packed_mean")),
     _lra.NO_REGRESSION,
     Arg("task", write=_task),
-    Arg(
-        "classifier_layers",
-        "classifier_num_layers",
-        measure=lambda evidence: evidence.layers("classifier"),
-        revision="r21",
-    ),
-    Arg(
-        "input_type",
-        "input_type",
-        _lra.INPUT_TYPE,
-        measure=lambda evidence: "text" if _tokens(evidence) else "image",
-        when=lambda target: target.revision == "head",
-    ),
+    Arg("classifier_layers", "classifier_num_layers", measure=lambda found: found.layers("classifier"), revision="r21"),
+    _lra.input_type(_tokens, when=lambda target: target.revision == "head"),
     Arg("classifier_in_dim", write=_in_features),
-    Arg("classifier_out_dim", write=lambda target: target.config.classifier_hidden_size, revision="r21"),
+    written("classifier_out_dim", "classifier_hidden_size", revision="r21"),
     _lra.classifier_activation("relu", revision="r21"),
-    Arg(
-        "pre_logits",
-        read=_pre_logits,
-        write=lambda target: target.config.classifier_num_layers == 1,
-        revision="head",
-    ),
+    Arg("pre_logits", read=_pre_logits, write=equals("classifier_num_layers", 1), revision="head"),
     also("dropout", "classifier_dropout", revision="head"),
 )
 

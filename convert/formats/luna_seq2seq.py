@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from luna_mega import LunaConfig, LunaForConditionalGeneration
-from luna_mega.convert.argmap import ACTIVATION, NOT, Arg, Table, build_config, fixed, read_fields
+from luna_mega.convert.argmap import ACTIVATION, NOT, Arg, Table, build_config, equals, fixed, read_fields, written
 from luna_mega.convert.evidence import Evidence
 from luna_mega.convert.formats import _luna, _translation
 from luna_mega.convert.formats._base import Tensors
@@ -57,7 +57,7 @@ def _positions(side: str) -> Callable[[Evidence], int]:
     return measure
 
 
-def _position_type(side: str, field: str) -> Callable[[Evidence], dict[str, str]]:
+def _type(side: str, field: str) -> Callable[[Evidence], dict[str, str]]:
     def read(evidence: Evidence) -> dict[str, str]:
         table = f"{side}.embed_positions.weight"
         if table in evidence.tensors:
@@ -83,27 +83,27 @@ def _decoder_layerdrop(evidence: Evidence) -> dict[str, Any]:
     return {}
 
 
-def _side(side: str, layers: str, ffn: str, heads: str, pack_heads: str, positions: str, pre_norm: str) -> Table:
-    """Return the rows of one side, which has its own arguments and fields."""
+def _side(side: str) -> Table:
+    """Return the rows of the arguments and fields that either side has of its own."""
+
+    def field(name: str) -> str:
+        return _translation.field_of(side, name, DECODER_FIELDS)
+
+    positions = field("position_embedding_type")
     width = Arg("encoder_embed_dim", "hidden_size", measure=lambda evidence: _translation.vocabularies(evidence)[2])
     drop = Arg("encoder_layerdrop", "layerdrop", default=0.0)
     if side == "decoder":
-        width = Arg("decoder_embed_dim", write=lambda target: target.config.hidden_size)
+        width = written("decoder_embed_dim", "hidden_size")
         drop = replace(drop, name="decoder_layerdrop", read=_decoder_layerdrop)
     return (
         fixed(f"{side}_embed_path", None),
-        Arg(f"{side}_layers", layers, measure=_layers(side)),
+        Arg(f"{side}_layers", field("num_hidden_layers"), measure=_layers(side)),
         width,
-        Arg(f"{side}_ffn_embed_dim", ffn, measure=_luna.feed_forward(side)),
-        Arg(f"{side}_attention_heads", heads),
-        Arg(f"{side}_projected_attention_heads", pack_heads),
-        Arg(
-            f"{side}_learned_pos",
-            default=False,
-            read=_position_type(side, positions),
-            write=lambda target: getattr(target.config, positions) == "learned",
-        ),
-        Arg(f"{side}_normalize_before", pre_norm, measure=_there(f"{side}.layer_norm.weight")),
+        Arg(f"{side}_ffn_embed_dim", field("intermediate_size"), measure=_luna.feed_forward(side)),
+        Arg(f"{side}_attention_heads", field("num_attention_heads")),
+        Arg(f"{side}_projected_attention_heads", field("num_pack_attention_heads")),
+        Arg(f"{side}_learned_pos", default=False, read=_type(side, positions), write=equals(positions, "learned")),
+        Arg(f"{side}_normalize_before", field("pre_norm"), measure=_there(f"{side}.layer_norm.weight")),
         drop,
         fixed(f"{side}_layers_to_keep", None),
     )
@@ -122,36 +122,16 @@ _TABLE = (
     Arg("activation_fn", "hidden_act", ACTIVATION, "relu"),
     Arg("layernorm_embedding", "embedding_norm", measure=_there("encoder.layernorm_embedding.weight")),
     Arg("no_scale_embedding", "scale_embedding", NOT, False),
-    Arg(
-        "no_token_positional_embeddings",
-        default=False,
-        write=lambda target: target.config.position_embedding_type == "none",
-    ),
+    Arg("no_token_positional_embeddings", default=False, write=equals("position_embedding_type", "none")),
     Arg("dropout", "dropout", default=0.1),
     Arg("attention_dropout", "attention_dropout", default=0.0),
     Arg("activation_dropout", "activation_dropout", default=0.0),
     Arg("word_dropout", "word_dropout", default=0.0),
     *_translation.SHARING,
-    Arg("decoder_input_dim", write=lambda target: target.config.hidden_size),
-    Arg("decoder_output_dim", write=lambda target: target.config.hidden_size),
-    *_side(
-        "encoder",
-        layers="num_hidden_layers",
-        ffn="intermediate_size",
-        heads="num_attention_heads",
-        pack_heads="num_pack_attention_heads",
-        positions="position_embedding_type",
-        pre_norm="pre_norm",
-    ),
-    *_side(
-        "decoder",
-        layers="num_decoder_layers",
-        ffn="decoder_intermediate_size",
-        heads="num_decoder_attention_heads",
-        pack_heads="num_decoder_pack_attention_heads",
-        positions="decoder_position_embedding_type",
-        pre_norm="decoder_pre_norm",
-    ),
+    written("decoder_input_dim", "hidden_size"),
+    written("decoder_output_dim", "hidden_size"),
+    *_side("encoder"),
+    *_side("decoder"),
 )
 
 

@@ -1,8 +1,6 @@
 """mega_lm: Mega language models, with an ordinary vocabulary or an adaptive one."""
 
 import re
-from collections.abc import Callable
-from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -10,7 +8,7 @@ from typing import Any
 import torch
 
 from luna_mega import MegaConfig, MegaForCausalLM
-from luna_mega.convert.argmap import COMMON, NOT, Arg, build_config, fixed, read_fields
+from luna_mega.convert.argmap import COMMON, NOT, Arg, Way, build_config, fixed, read_fields, written
 from luna_mega.convert.dictionary import Dictionaries
 from luna_mega.convert.evidence import Evidence, same_bits
 from luna_mega.convert.formats import _mega
@@ -49,6 +47,7 @@ _ARCHITECTURES = {
     "mega_lm_enwik8_large": {"dropout": 0.2, "attention_dropout": 0.1, "hidden_dropout": 0.1},
     "mega_lm_pg19_base": {"dropout": 0.0, "activation_dropout": 0.0},
 }
+_LISTED = Way(lambda value: value, lambda cutoffs: None if cutoffs is None else ",".join(map(str, cutoffs)))
 _DECIDED = (
     *_mega.DECIDED,
     "scale_embedding",
@@ -84,16 +83,12 @@ def _vocabulary(evidence: Evidence) -> int:
     return evidence.shape(_EMBEDDING, "vocabulary", "width")[0]
 
 
-def _input_cutoffs(evidence: Evidence) -> dict[str, list[int] | None]:
-    if not _has_bands(evidence):
-        return {}
+def _input_cutoffs(evidence: Evidence) -> dict[str, list[int]]:
     cutoffs = _ends(evidence, _BANDS, "0")[:-1]
     return {"adaptive_input_cutoffs": _checked(evidence, "adaptive_input_cutoff", cutoffs)}
 
 
 def _softmax_cutoffs(evidence: Evidence) -> dict[str, list[int] | None]:
-    if not _is_adaptive(evidence):
-        return {}
     if not _ties_bands(evidence):
         tails = evidence.layers(f"{_ADAPTIVE}.tail")
         scores, _ = evidence.shape(f"{_ADAPTIVE}.head.weight", "words and classes", "width")
@@ -118,14 +113,16 @@ def _is_adaptive(evidence: Evidence) -> bool:
     return any(key.startswith(f"{_ADAPTIVE}.") for key in evidence.tensors)
 
 
+def _is_ordinary(evidence: Evidence) -> bool:
+    return not _is_adaptive(evidence)
+
+
 def _ties_bands(evidence: Evidence) -> bool:
     return f"{_ADAPTIVE}.head.class_proj.weight" in evidence.tensors
 
 
 def _shares_words(evidence: Evidence) -> dict[str, bool]:
     """Return whether an ordinary output layer is the embedding."""
-    if _is_adaptive(evidence):
-        return {}
     tensors = evidence.tensors
     evidence.shape(_OUT, "vocabulary", "width")
     same = _EMBEDDING in tensors and same_bits(tensors[_OUT], tensors[_EMBEDDING])
@@ -134,17 +131,8 @@ def _shares_words(evidence: Evidence) -> dict[str, bool]:
     return {"tie_word_embeddings": same and evidence.args.get("share_decoder_input_output_embed") is not False}
 
 
-def _shares_bands(evidence: Evidence) -> dict[str, bool]:
-    """Return whether an adaptive softmax has the word vectors of the embedding."""
-    if not _is_adaptive(evidence):
-        return {}
-    return {"tie_word_embeddings": evidence.prefer("tie_adaptive_weights", _ties_bands(evidence))}
-
-
 def _shares_projections(evidence: Evidence) -> dict[str, bool]:
     """Return whether the tails use the projections of the embedding: the shapes tell, but not of square ones."""
-    if not _is_adaptive(evidence):
-        return {}
     if not _ties_bands(evidence):
         return {"tie_adaptive_projections": False}
     pairs = [
@@ -159,27 +147,12 @@ def _shares_projections(evidence: Evidence) -> dict[str, bool]:
     return {"tie_adaptive_projections": evidence.prefer("tie_adaptive_proj", tied)}
 
 
-def _of_bands(name: str, there: Callable[[Evidence], bool], default: float, **options: Any) -> Arg:
-    """Return the row of an argument and field `name` of a model that has bands."""
-
-    def read(evidence: Evidence) -> dict[str, Any]:
-        return {name: evidence.arg(name)} if there(evidence) else {}
-
-    return Arg(name, name, default=default, read=read, **options)
-
-
-def _listed(field: str) -> Callable[[Target], str | None]:
-    """Return how the cutoffs are written: as a text."""
-
-    def write(target: Target) -> str | None:
-        cutoffs = getattr(target.config, field)
-        return None if cutoffs is None else ",".join(map(str, cutoffs))
-
-    return write
-
-
 def _adaptive(target: Target) -> bool:
     return target.config.adaptive_softmax_cutoffs is not None
+
+
+def _tied(target: Target, adaptive: bool) -> bool:
+    return target.config.tie_word_embeddings and _adaptive(target) is adaptive
 
 
 def _softmax_factor(target: Target) -> float:
@@ -194,13 +167,8 @@ _TABLE = (
     Arg("arch", write=lambda target: "mega_lm_adaptive_big" if _adaptive(target) else "mega_lm", kept=True),
     Arg("criterion", write=lambda target: "adaptive_loss" if _adaptive(target) else "cross_entropy"),
     fixed("sample_break_mode", "complete"),
-    Arg("tokens_per_sample", write=lambda target: target.config.max_positions),
-    Arg(
-        "max_target_positions",
-        "max_positions",
-        default=1024,
-        measure=_STACK.positions("decoder_chunk_size", "max_target_positions"),
-    ),
+    written("tokens_per_sample", "max_positions"),
+    _STACK.positions("max_target_positions", "decoder_chunk_size", default=1024),
     fixed("output_dictionary_size", -1),
     fixed("self_target", False),
     fixed("future_target", False),
@@ -218,7 +186,7 @@ _TABLE = (
     _STACK.feed_forward("decoder_ffn_embed_dim"),
     Arg("decoder_z_dim", "shared_representation_size", measure=_STACK.shared),
     Arg("decoder_n_dim", "ema_projection_size", measure=_STACK.dimensions),
-    replace(_STACK.chunk("decoder_chunk_size"), default=-1),
+    _STACK.chunk("decoder_chunk_size"),
     fixed("decoder_embed_path", None),
     *_mega.options(_STACK, truncation=2048),
     _STACK.affine_final_norm(),
@@ -227,24 +195,30 @@ _TABLE = (
     Arg(
         "share_decoder_input_output_embed",
         read=_shares_words,
-        write=lambda target: target.config.tie_word_embeddings and not _adaptive(target),
+        write=lambda target: _tied(target, adaptive=False),
+        there=_is_ordinary,
     ),
     fixed("share_all_embeddings", False),
-    Arg(
-        "adaptive_input",
-        write=lambda target: target.config.adaptive_input_cutoffs is not None,
-    ),
-    Arg("adaptive_input_cutoff", read=_input_cutoffs, write=_listed("adaptive_input_cutoffs")),
-    _of_bands("adaptive_input_factor", _has_bands, 4),
-    Arg("adaptive_softmax_cutoff", read=_softmax_cutoffs, write=_listed("adaptive_softmax_cutoffs")),
-    _of_bands("adaptive_softmax_factor", _is_adaptive, 4, write=_softmax_factor),
-    _of_bands("adaptive_softmax_dropout", _is_adaptive, 0.0),
+    Arg("adaptive_input", write=lambda target: target.config.adaptive_input_cutoffs is not None),
+    Arg("adaptive_input_cutoff", "adaptive_input_cutoffs", _LISTED, read=_input_cutoffs, there=_has_bands),
+    Arg("adaptive_input_factor", "adaptive_input_factor", default=4, there=_has_bands),
+    Arg("adaptive_softmax_cutoff", "adaptive_softmax_cutoffs", _LISTED, read=_softmax_cutoffs, there=_is_adaptive),
+    Arg("adaptive_softmax_factor", "adaptive_softmax_factor", default=4, there=_is_adaptive, write=_softmax_factor),
+    Arg("adaptive_softmax_dropout", "adaptive_softmax_dropout", default=0.0, there=_is_adaptive),
     Arg(
         "tie_adaptive_weights",
-        read=_shares_bands,
-        write=lambda target: target.config.tie_word_embeddings and _adaptive(target),
+        "tie_word_embeddings",
+        measure=_ties_bands,
+        write=lambda target: _tied(target, adaptive=True),
+        there=_is_adaptive,
     ),
-    Arg("tie_adaptive_proj", "tie_adaptive_projections", default=False, read=_shares_projections),
+    Arg(
+        "tie_adaptive_proj",
+        "tie_adaptive_projections",
+        default=False,
+        read=_shares_projections,
+        there=_is_adaptive,
+    ),
 )
 
 
@@ -266,7 +240,7 @@ class MegaLM(_mega.MegaFormat):
         Raises:
             ConversionError: args and tensors contradict each other, or a tied copy differs from its original.
         """
-        args, notes, own = evidence.args, [], self.architectures.get(str(evidence.args.get("arch")), {})
+        args, notes, own = evidence.args, [], self.architectures.get(self.architecture(evidence.args), {})
         if args.get("activation_dropout") is None and "activation_dropout" not in own:
             notes.append(
                 "args.activation_dropout is missing, without which the original fails here: 0.0 is taken for it"

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from luna_mega import MegaConfig, MegaForSequenceClassification, MegaForSequencePairClassification
-from luna_mega.convert.argmap import COMMON, Arg, also, build_config, fixed, read_fields
+from luna_mega.convert.argmap import COMMON, Arg, also, build_config, fixed, never, read_fields, written
 from luna_mega.convert.evidence import Evidence
 from luna_mega.convert.formats import _lra, _mega
 from luna_mega.convert.formats._base import Tensors
@@ -116,16 +116,16 @@ _TABLE = (
     _STACK.feed_forward("encoder_ffn_embed_dim"),
     Arg("z_dim", "shared_representation_size", measure=_STACK.shared),
     Arg("n_dim", "ema_projection_size", measure=_STACK.dimensions),
-    replace(_STACK.chunk("chunk_size"), default=-1),
+    _STACK.chunk("chunk_size"),
     _mega.TRUNCATION,
     Arg("rel_pos_bias", "relative_positional_bias", measure=_STACK.bias),
-    Arg("max_positions", "max_positions", measure=_STACK.positions("chunk_size", "max_positions")),
-    Arg("tokens_per_sample", write=lambda target: target.config.max_positions),
+    _STACK.positions("max_positions", "chunk_size"),
+    written("tokens_per_sample", "max_positions"),
     replace(_mega.ACTIVATION_FUNCTION, default="gelu"),
     Arg("attention_activation_fn", "attention_activation", default="relu2"),
     _STACK.norm_type("norm_type"),
     _STACK.normalize_before("encoder_normalize_before"),
-    _STACK.affine_final_norm(when=lambda target: False),
+    _STACK.affine_final_norm(when=never),
     _STACK.normalize_embedding(),
     _mega.FEATURE_DROPOUT,
     Arg("dropout", "dropout_prob", default=0.1),
@@ -134,18 +134,8 @@ _TABLE = (
     Arg("act_dropout", "hidden_dropout_prob", default=0.0),
     also("act_dropout", "nffn_activation_dropout_prob"),
     _lra.CLASSES,
-    Arg(
-        "sen_rep_type",
-        default="mp",
-        read=_pooling,
-        write=lambda target: "cls" if target.config.pooling == "cls" else "mp",
-    ),
-    Arg(
-        "classifier_layers",
-        default=1,
-        read=_classifier_layers,
-        write=lambda target: target.config.classifier_num_layers,
-    ),
+    Arg("sen_rep_type", "pooling", _lra.REPRESENTATION, "mp", read=_pooling),
+    Arg("classifier_layers", "classifier_num_layers", default=1, read=_classifier_layers),
     Arg("classifier_in_dim", write=_in_features),
     Arg("classifier_out_dim", write=_out_features),
     _lra.classifier_activation("gelu"),
@@ -153,13 +143,7 @@ _TABLE = (
     _lra.NO_REGRESSION,
     Arg("arch", write=_arch, kept=True),
     Arg("task", write=_task, kept=True),
-    Arg(
-        "input_type",
-        "input_type",
-        _lra.INPUT_TYPE,
-        measure=lambda evidence: "text" if _tokens(evidence) else "image",
-        when=lambda target: not _is_speech(target),
-    ),
+    _lra.input_type(_tokens, when=lambda target: not _is_speech(target)),
 )
 
 

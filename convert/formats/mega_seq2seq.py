@@ -3,7 +3,7 @@
 import torch
 
 from luna_mega import MegaConfig, MegaForConditionalGeneration
-from luna_mega.convert.argmap import NOT, Arg, Table, build_config, fixed, read_fields
+from luna_mega.convert.argmap import NOT, Arg, Table, build_config, fixed, never, read_fields
 from luna_mega.convert.evidence import Evidence
 from luna_mega.convert.formats import _mega, _translation
 from luna_mega.convert.formats._base import Tensors
@@ -16,7 +16,7 @@ from luna_mega.modeling_mega.configuration_mega import DECODER_FIELDS
 _OUT = "decoder.output_projection.weight"
 _WMT = {"attention_dropout": 0.1, "hidden_dropout": 0.1, "activation_dropout": 0.1}
 _ARCHITECTURES = {"mega_wmt_en_de": _WMT, "mega_wmt_en_de_big": _WMT | {"dropout": 0.3}}
-_OURS = {field: own for own, field in DECODER_FIELDS.items()} | {"chunk_size": "decoder_chunk_size"}
+_OWN = DECODER_FIELDS | {"decoder_chunk_size": "chunk_size"}
 _DECIDED = (
     *_mega.DECIDED,
     "decoder_chunk_size",
@@ -31,16 +31,15 @@ def _options(side: str) -> Table:
     stack = _mega.Stack(side)
     return (
         *_mega.options(stack, truncation=1024),
-        stack.affine_final_norm(when=lambda target: False),
+        stack.affine_final_norm(when=never),
         Arg("no_scale_embedding", "scale_embedding", NOT, False),
         *_mega.DROPOUTS,
     )
 
 
 def _positions(side: str) -> Arg:
-    name = SIDES[side]
-    measure = _mega.Stack(side).positions(f"{side}_chunk_size", name)
-    return Arg(name, _field(side, "max_positions"), default=1024, measure=measure)
+    stack, field = _mega.Stack(side), _field(side, "max_positions")
+    return stack.positions(SIDES[side], f"{side}_chunk_size", field, default=1024)
 
 
 def _sizes(side: str) -> Table:
@@ -59,7 +58,7 @@ def _sizes(side: str) -> Table:
 
 
 def _field(side: str, field: str) -> str:
-    return _OURS[field] if side == "decoder" else field
+    return _translation.field_of(side, field, _OWN)
 
 
 _ENCODER = (_positions("encoder"), *_options("encoder"), *_translation.SHARING, *_sizes("encoder"))
@@ -105,7 +104,7 @@ class MegaSeq2Seq(_translation.TranslationFormat, _mega.MegaFormat):
         vocabulary, target_vocabulary, _ = _translation.vocabularies(evidence)
         encoder, decoder = read_fields(_ENCODER, evidence), read_fields(_DECODER, evidence)
         for name in ("use_normalized_ffn", *decoder):
-            if name not in _OURS.values() and encoder.get(name) != decoder.get(name):
+            if name not in _OWN and encoder.get(name) != decoder.get(name):
                 raise ConversionError(
                     f"encoder and decoder differ in {name} ({encoder.get(name)!r} and {decoder.get(name)!r}), which is "
                     "one field here"

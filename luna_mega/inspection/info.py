@@ -179,5 +179,5 @@ def _read_checkpoint(path: str | Path):
     dtypes = Counter()
     for tensor in filter(torch.is_floating_point, tensors.values()):
         dtypes[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
-    origin = _fairseq(found, revision, str(checkpoint.args.get("arch")))
+    origin = _fairseq(found, revision, found.architecture(checkpoint.args))
     return plan.config, plan.model_class, f"fairseq: {origin}", found.heads(plan, tensors), dtypes

@@ -1,7 +1,5 @@
 """The files of `luna-mega export`: what it reads, what it writes beside the checkpoint, and what it leaves alone."""
 
-import json
-
 import pytest
 from safetensors.torch import load_file
 
@@ -10,6 +8,7 @@ from luna_mega.cli import main
 from luna_mega.convert import ConversionError, convert_checkpoint, exporter as export
 from luna_mega.convert.exporter import export_checkpoint
 from luna_mega.convert.reader import read_checkpoint
+from tests.convert.exports import edit, fails
 
 
 def save(folder, model_class, **fields):
@@ -17,20 +16,6 @@ def save(folder, model_class, **fields):
     sizes |= {"intermediate_size": 24, "projection_length": 6, "max_position_embeddings": 20}
     model_class(LunaConfig(**sizes | fields)).save_pretrained(folder)
     return folder
-
-
-def edit(folder, **changes):
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-
-def fails(capsys, folder, output):
-    """The one line of an export that must fail."""
-    capsys.readouterr()
-    assert main(["export", str(folder), "--output", str(output)]) == 1
-    printed = capsys.readouterr()
-    assert printed.out == "" and printed.err.count("\n") == 1 and printed.err.startswith("luna-mega export: error: ")
-    return printed.err
 
 
 def test_shards(tmp_path):
