@@ -1,11 +1,13 @@
 """Public names of the kernels."""
 
+from dataclasses import replace
+
 import torch
 
-from luna_mega.kernels import _dispatch
-from luna_mega.kernels._dispatch import use_backend, use_float32_precision
+from luna_mega.kernels._op import use_backend, use_float32_precision
 from luna_mega.kernels.damped_ema import op as _damped_ema
-from luna_mega.kernels.damped_ema.op import TruncatedEmaState, damped_ema, damped_ema_step
+from luna_mega.kernels.damped_ema.op import damped_ema, damped_ema_step
+from luna_mega.kernels.damped_ema.truncated import TruncatedEmaState
 from luna_mega.kernels.gated_attention import op as _gated_attention
 from luna_mega.kernels.gated_attention.op import gated_attention, gated_attention_step
 from luna_mega.kernels.luna_attention import op as _luna_attention
@@ -34,23 +36,32 @@ __all__ = [
     "use_float32_precision",
 ]
 
-_BACKENDS = {
-    "damped_ema": _damped_ema.BACKENDS,
-    "gated_attention": _gated_attention.BACKENDS,
-    "luna_attention": _luna_attention.BACKENDS,
-    "luna_causal_attention": _luna_causal_attention.BACKENDS,
+_OPS = {
+    op.name: op
+    for op in (
+        replace(_luna_attention.PACK, name="luna_attention"),
+        _luna_attention.PACK,
+        _luna_attention.UNPACK,
+        _luna_causal_attention.ATTEND,
+        _luna_causal_attention.STEP,
+        _damped_ema.EMA,
+        _damped_ema.STEP,
+        _gated_attention.ATTEND,
+        _gated_attention.STEP,
+    )
 }
 
 
 def explain(op: str = "luna_attention", backend: str | None = None, device: torch.device | str | None = None) -> str:
-    """One line that says which backend `op` runs on `device` (None = the GPU where there is one), and why.
+    """Return one line that says which backend the function `op` runs on `device`, and why.
 
-    What depends on the arguments of a call (dtype, sizes, options) is not looked at: where Triton cannot take them, the
-    automatic choice is `"torch"`, and `"triton"` by name raises an error that says which.
+    `device` None means the GPU where there is one. What depends on the arguments of a call (dtype, sizes, options) is
+    not looked at: where Triton cannot take them, the automatic choice is `"torch"`, on a GPU with a warning of the
+    logger `luna_mega.kernels`, and `"triton"` by name raises an error that says which.
     """
-    if op not in _BACKENDS:
-        raise ValueError(f"there is no op {op!r}; choose one of {', '.join(_BACKENDS)}")
+    if op not in _OPS:
+        raise ValueError(f"there is no op {op!r}; choose one of {', '.join(_OPS)}")
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    chosen, reason = _dispatch.decide(op, _BACKENDS[op], backend, torch.device(device))
+    chosen, reason = _OPS[op].decide(backend, torch.device(device))
     return f"{op} runs on {chosen!r}: {reason}"

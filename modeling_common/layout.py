@@ -17,7 +17,9 @@ RAGGED_OPTIONS = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "m
 
 
 class TokenLayout(NamedTuple):
-    """A dense batch with its mask, or the bounds of ragged sequences. A tuple, so that it follows tensors to devices.
+    """A dense batch with its mask, or the bounds of ragged sequences.
+
+    It is a tuple because libraries that spread a model over devices move the tensors of tuples.
 
     Args:
         mask: `[B, T]` bool, True = keep, of a dense batch; None = all are kept.
@@ -115,7 +117,7 @@ def find_layout(
     Compiled programs look at `cu_seq_lens_q` alone, as the others are values.
 
     Raises:
-        ValueError: bounds that are none, or that two of the arguments tell differently.
+        ValueError: `cu_seq_lens_q` does not rise from 0 to B T, or another argument contradicts it.
     """
     cu_seqlens, starts = _bounds(options), None
     if not _is_program():
@@ -140,7 +142,7 @@ def _is_program() -> bool:
 
 
 def _bounds(options: dict[str, Any]) -> torch.Tensor | None:
-    """Return `cu_seq_lens_q`. The bounds of queries are those of keys, and either side's arguments need the bounds."""
+    """Return `cu_seq_lens_q` or None, and refuse other bounds of keys, and lengths without bounds."""
     cu_seqlens, longest = options.get("cu_seq_lens_q"), options.get("max_length_q")
     others = {name: options.get(name) for name in ("cu_seq_lens_k", "max_length_q", "max_length_k")}
     if cu_seqlens is None:
@@ -164,9 +166,9 @@ def _starts(cu_seqlens: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
 
 
 def _lay_end_to_end(mask: torch.Tensor | None, starts: torch.Tensor) -> TokenLayout:
-    """Leave out what `mask` `[B, T]` does not keep; `starts` `[B, T]` is True where a sequence begins. Both bool.
+    """Return the ragged layout of the tokens that `mask` `[B, T]` keeps; `starts` `[B, T]` is True where one begins.
 
-    Waits for the device, which counts the tokens.
+    This waits for the device, which counts the tokens.
     """
     sequence, places = starts.flatten().cumsum(dim=0) - 1, None
     count = int(sequence[-1]) + 1

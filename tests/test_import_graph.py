@@ -182,7 +182,7 @@ def test_a_wrong_import_is_seen(module, line):
 @pytest.mark.parametrize(
     ("module", "line"),
     [
-        ("luna_mega.kernels.api", "from luna_mega.kernels import _dispatch\nimport math, os.path"),
+        ("luna_mega.kernels.api", "from luna_mega.kernels import _op\nimport math, os.path"),
         ("luna_mega.modeling_luna.x", "from luna_mega.kernels.api import luna_attention"),
         ("luna_mega.convert.__main__", "from luna_mega_cli import main"),
         ("luna_mega.convert.importer", "from luna_mega import LunaConfig"),
@@ -196,4 +196,4 @@ def test_a_right_import_passes(module, line):
 
 def test_an_import_inside_a_function_is_seen():
     assert inside_functions("class A:\n    def f(self):\n        if self:\n            import torch") == ["torch"]
-    assert not inside_functions("import torch\ndef f():\n    from luna_mega.kernels.x import triton_backend\n")
+    assert not inside_functions("import torch\ndef f():\n    from luna_mega.kernels.x import triton_ops\n")

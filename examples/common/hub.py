@@ -1,7 +1,6 @@
 """The end of a run: the model card and, with `--push_to_hub`, the whole output folder on the Hub."""
 
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,6 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HTTPError
 from transformers import Trainer, TrainingArguments
 
-import luna_mega
 from common.arguments import fail
 from luna_mega.hub.card import FILE_NAME, training_card
 
@@ -43,23 +41,18 @@ def publish(
         summary: the summary; its entries that begin with "eval_" are the results.
         dataset, dataset_config, base_model, license: as `training_card` takes them.
     """
+    card = training_card(
+        trainer,
+        ["python", f"examples/{Path(script).name}", *(sys.argv[1:] if argv is None else argv)],
+        dataset,
+        dataset_config,
+        metrics={name: value for name, value in summary.items() if name.startswith("eval_")},
+        base_model=base_model,
+        license=license,
+    )
     output = Path(trainer.args.output_dir)
-    if hasattr(luna_mega, type(trainer.model).__name__):
-        card = training_card(
-            trainer,
-            ["python", f"examples/{Path(script).name}", *(sys.argv[1:] if argv is None else argv)],
-            dataset,
-            dataset_config,
-            metrics={name: value for name, value in summary.items() if name.startswith("eval_")},
-            base_model=base_model,
-            license=license,
-        )
-        # Trainer writes a card before it pushes, which would replace this one.
-        trainer.create_model_card = lambda **_: card.save(output / FILE_NAME)
-    else:  # a model of transformers, trained to compare: its card is Trainer's
-        name = Path(dataset).name if Path(dataset).exists() else dataset
-        facts = {"dataset": name, "finetuned_from": base_model, "license": license}
-        trainer.create_model_card = partial(trainer.create_model_card, **facts)
+    # Trainer writes a card before it pushes, which would replace this one.
+    trainer.create_model_card = lambda **_: card.save(output / FILE_NAME)
     if trainer.is_world_process_zero():
         trainer.create_model_card()
     if not trainer.args.push_to_hub:

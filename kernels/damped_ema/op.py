@@ -1,49 +1,102 @@
 """Mega's moving average: `damped_ema` over a sequence or a segment of one, `damped_ema_step` over one position."""
 
-from collections.abc import Callable
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 
-from luna_mega.kernels import _dispatch, varlen
+from luna_mega.kernels import varlen
+from luna_mega.kernels._op import Op
 from luna_mega.kernels.damped_ema import reference, torch_backend
+from luna_mega.kernels.damped_ema.reference import working_dtype
+from luna_mega.kernels.damped_ema.truncated import TruncatedEmaState, truncated
 
-
-def _triton(x, coefficients, skip, mask, shift, truncation, initial_state, return_state, cu_seqlens, max_seqlen):
-    from luna_mega.kernels.damped_ema import triton_ops
-
-    return triton_ops.damped_ema(
-        x, coefficients, skip, mask, shift, initial_state, return_state, cu_seqlens, max_seqlen
-    )
-
-
-def _triton_step(x, state, parameters, skip, mask):
-    from luna_mega.kernels.damped_ema import triton_ops
-
-    return triton_ops.step(x, state, parameters, skip, mask)
-
-
-BACKENDS: dict[str, Callable] = {
-    "reference": reference.damped_ema,
-    "torch": torch_backend.damped_ema,
-    "triton": _triton,
-}
-STEP_BACKENDS: dict[str, Callable] = {"reference": reference.step, "torch": torch_backend.step, "triton": _triton_step}
 # Of the Triton kernels, which hold the states of a channel in registers.
 MAX_STATES = 64
 
 
-class TruncatedEmaState(NamedTuple):
-    """What a truncated average keeps of the positions so far: the average of all, less that of what is older.
+def _triton(x, truncation, **call):
+    # Imported where it is needed: the import decides whether kernels are interpreted.
+    from luna_mega.kernels.damped_ema import triton_ops
 
-    average `[B, D, N]`: states of all positions; forgotten `[B, D, N]`: of those that are `truncation` away or more;
-    inputs `[B, truncation, D]`: those in between, which will be forgotten next.
-    """
+    return triton_ops.damped_ema(x, **call)
 
-    average: torch.Tensor
-    forgotten: torch.Tensor
-    inputs: torch.Tensor
+
+def _triton_step(x, state, **call):
+    from luna_mega.kernels.damped_ema import triton_ops
+
+    return triton_ops.step(x, state.to(torch.float32), **call)
+
+
+def _from_parameters(run):
+    """Return `run`, which takes coefficients, for the parameters themselves; all in float32 or float64."""
+
+    def run_parameters(x, parameters, **rest):
+        dtype = working_dtype(x, parameters)
+        coefficients = reference.coefficients(*(parameter.to(dtype) for parameter in parameters))
+        for name in ("skip", "state", "initial_state"):
+            if rest.get(name) is not None:
+                rest[name] = rest[name].to(dtype)
+        return run(x, coefficients=coefficients, **rest)
+
+    return run_parameters
+
+
+def _unsupported(x, parameters, truncation=None, max_seqlen=None, **_):
+    if working_dtype(x, parameters) == torch.float64:
+        return "x or a parameter is float64"
+    # Comparing with the length would tie an exported program to lengths on one side of it.
+    length = max_seqlen or x.shape[1]
+    if truncation is not None and (torch.compiler.is_exporting() or truncation < length):
+        return f"its average never forgets, and truncation={truncation} is below the length {length}"
+    states = parameters[0].shape[1]
+    return f"{states} states per channel are more than {MAX_STATES}" if states > MAX_STATES else None
+
+
+def _unsupported_step(x, parameters, **_):
+    return "x or a parameter is float64" if working_dtype(x, parameters) == torch.float64 else None
+
+
+def _one_by_one(run, call, cu_seqlens, max_seqlen):
+    """Compute a ragged call: with states one sequence after the other, as filling up would decay them."""
+    x, mask, initial_state = call["x"], call["mask"], call["initial_state"]
+    if initial_state is None and not call["return_state"]:
+        return EMA.fill_up(run, call, cu_seqlens, max_seqlen)
+    bounds, outputs, states = cu_seqlens.tolist(), [], []
+    if initial_state is None:
+        initial_state = torch.zeros(
+            len(bounds) - 1, *call["parameters"][0].shape, dtype=working_dtype(x, call["parameters"]), device=x.device
+        )
+    for index, (start, end) in enumerate(pairwise(bounds)):
+        state = initial_state[index : index + 1]
+        if start < end:
+            part = {"x": x[:, start:end], "mask": None if mask is None else mask[:, start:end]}
+            output, state = run(**call | part | {"initial_state": state, "return_state": True})
+            outputs.append(output)
+        states.append(state)
+    return torch.cat(outputs, 1), torch.cat(states)
+
+
+EMA = Op(
+    "damped_ema",
+    {
+        "reference": _from_parameters(reference.damped_ema),
+        "torch": _from_parameters(torch_backend.damped_ema),
+        "triton": _from_parameters(_triton),
+    },
+    _unsupported,
+    tokens=("x",),
+    ragged=_one_by_one,
+)
+STEP = Op(
+    "damped_ema_step",
+    {
+        "reference": _from_parameters(reference.step),
+        "torch": _from_parameters(torch_backend.step),
+        "triton": _triton_step,  # computing the coefficients would take longer than the step
+    },
+    _unsupported_step,
+    tokens=("x",),
+)
 
 
 def damped_ema(
@@ -87,7 +140,7 @@ def damped_ema(
         max_seqlen: the longest of them; None: read from `cu_seqlens`, which waits for the device.
         backend: one of `"auto"`, `"reference"`, `"torch"`, `"triton"`; None = as `luna_mega.kernels.api.use_backend`
             and `LUNA_MEGA_BACKEND` say. Triton has kernels for up to 64 states per channel, without truncation and not
-            for float64. The others run packed sequences padded, those with states one after the other.
+            for float64. The others fill ragged sequences up; those with states they run one after the other.
 
     Returns:
         `[B, T, D]` in the dtype of `x`; with `return_state` (that, states `[B, D, N]`). States and everything up to
@@ -117,29 +170,28 @@ def damped_ema(
         def run_again(x, state, parameters):
             return damped_ema(x, *parameters, initial_state=state, return_state=True, backend=backend)
 
-        output, state = _truncated(run_again, x, parameters, skip, mask, truncation, initial_state)
+        output, state = truncated(run_again, x, parameters, skip, mask, truncation, initial_state)
         return (output, state) if return_state else output
-    sequences, longest = x.shape[:2]
+    sequences = x.shape[0]
     if cu_seqlens is not None:
         if sequences != 1:
             raise ValueError(f"damped_ema needs x [1, total, channels] with cu_seqlens, got {list(x.shape)}")
-        longest = varlen.check("damped_ema", cu_seqlens, max_seqlen, x.shape[1])
+        max_seqlen = varlen.check("damped_ema", cu_seqlens, max_seqlen, x.shape[1])
         sequences = len(cu_seqlens) - 1
     elif max_seqlen is not None:
         raise ValueError("damped_ema: max_seqlen belongs to cu_seqlens; leave it out")
     _check("damped_ema", x, parameters, skip, initial_state, sequences)
-    unsupported = _unsupported(x, parameters, truncation, longest)
-    chosen = _dispatch.select("damped_ema", BACKENDS, backend, x.device, unsupported)
-    run = BACKENDS[chosen]
-    with _dispatch.without_autocast(x.device.type):
-        coefficients, skip, initial_state = _full_precision(x, parameters, skip, initial_state)
-        arguments = (coefficients, skip, mask, shift, truncation, initial_state, return_state)
-        if chosen == "triton":
-            output, state = run(x, *arguments, cu_seqlens, longest)
-        elif cu_seqlens is None:
-            output, state = run(x, *arguments)
-        else:
-            output, state = _packed(run, x, *arguments, cu_seqlens, longest)
+    call = {
+        "x": x,
+        "parameters": parameters,
+        "skip": skip,
+        "mask": mask,
+        "shift": shift,
+        "truncation": truncation,
+        "initial_state": initial_state,
+        "return_state": return_state,
+    }
+    output, state = EMA(backend, call, cu_seqlens, max_seqlen)
     return (output, state) if return_state else output
 
 
@@ -175,89 +227,10 @@ def damped_ema_step(
             return output[:, None], state
 
         mask = None if mask is None else mask[:, None]
-        output, state = _truncated(run_again, x[:, None], parameters, skip, mask, state.inputs.shape[1], state)
+        output, state = truncated(run_again, x[:, None], parameters, skip, mask, state.inputs.shape[1], state)
         return output[:, 0], state
     _check("damped_ema_step", x, parameters, skip, state, len(x))
-    unsupported = "x or a parameter is float64" if _dtype(x, parameters) == torch.float64 else None
-    chosen = _dispatch.select("damped_ema_step", STEP_BACKENDS, backend, x.device, unsupported)
-    run = STEP_BACKENDS[chosen]
-    with _dispatch.without_autocast(x.device.type):
-        if chosen == "triton":
-            return run(x, state.to(torch.float32), parameters, skip, mask)
-        coefficients, skip, state = _full_precision(x, parameters, skip, state)
-        return run(x, state, coefficients, skip, mask)
-
-
-def _truncated(run, x, parameters, skip, mask, truncation, state):
-    """The average of the last `truncation` inputs by `run`, which returns that of all, and its state.
-
-    From that of all goes what is older: the average of the inputs delayed by `truncation`, decayed by q^truncation.
-    """
-    batch, length, channels = x.shape
-    if state is None:
-        state = TruncatedEmaState(None, None, x.new_zeros(batch, truncation, channels, dtype=_dtype(x, parameters)))
-    needed = [batch, truncation, channels]
-    if not isinstance(state, TruncatedEmaState) or list(state.inputs.shape) != needed:
-        raise ValueError(
-            f"damped_ema with truncation={truncation} needs a TruncatedEmaState with inputs {needed}, got "
-            f"{list(state.inputs.shape) if isinstance(state, TruncatedEmaState) else type(state).__name__}"
-        )
-    with _dispatch.without_autocast(x.device.type):
-        dtype = _dtype(x, parameters)
-        kept = x.to(dtype) if mask is None else x.to(dtype).masked_fill(~mask[..., None], 0.0)
-        recent = torch.cat((state.inputs, kept), dim=1)
-        average, now = run(kept, state.average, parameters)
-        *rest, projection = (parameter.to(dtype) for parameter in parameters)
-        projection = projection * torch.exp(truncation * reference.log_decay(*rest[:2]))
-        late, forgotten = run(recent[:, :length], state.forgotten, (*rest, projection))
-        skip = None if skip is None else skip.to(dtype)
-        # A copy, so that what is cut off is freed.
-        state = TruncatedEmaState(now, forgotten, recent[:, length:].clone())
-        return reference.finish(average - late, x, skip), state
-
-
-def _packed(run, x, coefficients, skip, mask, shift, truncation, initial_state, return_state, cu_seqlens, max_seqlen):
-    """Sequences laid end to end, on a backend that knows rows of one length."""
-    if initial_state is None and not return_state:
-        keep = varlen.keep(cu_seqlens, max_seqlen)
-        mask = keep if mask is None else keep & varlen.pad(mask, cu_seqlens, max_seqlen)
-        output, _ = run(varlen.pad(x, cu_seqlens, max_seqlen), coefficients, skip, mask, shift, truncation)
-        return varlen.unpad(output, cu_seqlens, x.shape[1]), None
-    # Padding behind a sequence would decay its states.
-    bounds, outputs, states = cu_seqlens.tolist(), [], []
-    if initial_state is None:
-        initial_state = coefficients[0].new_zeros(len(bounds) - 1, *coefficients[0].shape)
-    for index, (start, end) in enumerate(pairwise(bounds)):
-        state = initial_state[index : index + 1]
-        if start < end:
-            part = None if mask is None else mask[:, start:end]
-            output, state = run(x[:, start:end], coefficients, skip, part, shift, truncation, state, True)
-            outputs.append(output)
-        states.append(state)
-    return torch.cat(outputs, 1), torch.cat(states)
-
-
-def _unsupported(x, parameters, truncation, length):
-    if _dtype(x, parameters) == torch.float64:
-        return "x or a parameter is float64"
-    # Comparing with the length would tie an exported program to lengths on one side of it.
-    if truncation is not None and (torch.compiler.is_exporting() or truncation < length):
-        return f"its average never forgets, and truncation={truncation} is below the length {length}"
-    states = parameters[0].shape[1]
-    return f"{states} states per channel are more than {MAX_STATES}" if states > MAX_STATES else None
-
-
-def _dtype(x, parameters):
-    dtype = torch.float32
-    for tensor in (x, *parameters):
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    return dtype
-
-
-def _full_precision(x, parameters, skip, state):
-    dtype = _dtype(x, parameters)
-    coefficients = reference.coefficients(*(parameter.to(dtype) for parameter in parameters))
-    return coefficients, *(None if tensor is None else tensor.to(dtype) for tensor in (skip, state))
+    return STEP(backend, {"x": x, "state": state, "parameters": parameters, "skip": skip, "mask": mask})
 
 
 def _check_sequence(x, input_logit, mask, shift, truncation, initial_state, return_state):

@@ -33,6 +33,14 @@ def coefficients(
     return log_decay(input_logit, damping_logit), weight_in, projection / math.sqrt(projection.shape[-1])
 
 
+def working_dtype(x: torch.Tensor, parameters: tuple[torch.Tensor, ...]) -> torch.dtype:
+    """Return the dtype of states and of everything up to the result: float32, or float64 where any of these is."""
+    dtype = torch.float32
+    for tensor in (x, *parameters):
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype
+
+
 def finish(average: torch.Tensor, x: torch.Tensor, skip: torch.Tensor | None) -> torch.Tensor:
     """silu(average + skip x) in the dtype of x, or the average alone where there is no skip."""
     if skip is not None:

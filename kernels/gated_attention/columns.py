@@ -1,7 +1,30 @@
 """Moving the tokens of a batch to other columns, row by row: what is padding moves out of the way."""
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
+
+
+def in_columns(run: Callable) -> Callable:
+    """Return a function that takes any call, by `run`, for which chunks begin at multiples of their size."""
+
+    def run_any(query, key, value, mask, chunk_size, offset, start, **rest):
+        if start is not None:
+            begun = torch.arange(key.shape[1], device=key.device) + start[:, None] >= 0
+            mask = begun if mask is None else mask & begun
+        columns = None
+        if chunk_size is not None and (start is not None or query.shape[1] != key.shape[1]):
+            tokens = with_chunks_in_columns(query, key, value, mask, chunk_size, offset, start)
+            (query, key, value, mask, columns), offset, start = tokens, 0, None
+        result = run(
+            query=query, key=key, value=value, mask=mask, chunk_size=chunk_size, offset=offset, start=start, **rest
+        )
+        if columns is None:
+            return result
+        return take(result, columns) if isinstance(result, torch.Tensor) else (take(result[0], columns), *result[1:])
+
+    return run_any
 
 
 def with_chunks_in_columns(
@@ -47,3 +70,10 @@ def fill(x: torch.Tensor, before: int, count: int) -> torch.Tensor:
     """Fill `[B, T]` or `[B, T, W]` up to `count` columns with zeros, as many of them at the beginning as `before`."""
     after = count - before - x.shape[1]
     return x if before == after == 0 else nn.functional.pad(x, (*(0, 0) * (x.dim() - 2), before, after))
+
+
+def unless_zero(rows: torch.Tensor | None) -> torch.Tensor | None:
+    """Return None in place of zeros, where finding out is free."""
+    if type(rows) is not torch.Tensor or rows.device.type != "cpu" or torch.jit.is_tracing():
+        return rows
+    return rows if torch.compiler.is_compiling() or rows.any() else None

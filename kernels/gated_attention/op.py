@@ -1,39 +1,28 @@
 """The attention of Mega's gated layer: one head, three attention functions, a relative bias, full or in chunks."""
 
-from collections.abc import Callable
-
 import torch
 
-from luna_mega.kernels import _dispatch, varlen
+from luna_mega.kernels import varlen
+from luna_mega.kernels._op import Op
 from luna_mega.kernels.gated_attention import reference, torch_backend
-from luna_mega.kernels.gated_attention.columns import fill, rotation, take, with_chunks_in_columns
+from luna_mega.kernels.gated_attention.columns import fill, in_columns, rotation, take, unless_zero
 
 
-def _reference(query, *arguments):
-    with _dispatch.without_autocast(query.device.type):
-        return reference.attend(query, *arguments)
+def _reference(**call):
+    return reference.attend(**call)[0]
 
 
-def _torch(query, key, value, bias, mask, function, causal, chunk_size, offset, row_offset, *rest):
-    arguments = (query, key, value, bias, mask, function, causal, chunk_size, offset, row_offset, *rest)
-    # Of a single query the weights are no larger than the keys, and rows with a bias of their own gain nothing.
-    if row_offset is not None and query.shape[1] == 1:
-        return _reference(*arguments)[0]
-    return torch_backend.attend(*arguments)
-
-
-def _triton(query, key, value, bias, mask, function, causal, chunk_size, offset, row_offset, start, dropout, *ragged):
+def _triton(query, key, value, bias, mask, function, causal, chunk_size, offset, row_offset, start, dropout, **ragged):
+    # Imported where it is needed: the import decides whether kernels are interpreted.
     from luna_mega.kernels.gated_attention import triton_ops
 
-    if torch.is_autocast_enabled(query.device.type):  # tensor cores want operands of 16 bits, as autocast does
-        query, key = query.to(value.dtype), key.to(value.dtype)
     if start is not None and causal and function != "softmax":
         # The kernels divide by the column of a query plus 1, not by its position plus 1.
         seen = torch.arange(offset + 1, offset + query.shape[1] + 1, device=query.device)
         query = query * (seen / (seen + start[:, None]).clamp(min=1))[..., None].to(query.dtype)
-    options = (function, causal, chunk_size, offset, dropout, *ragged)
+    options = (function, causal, chunk_size, offset, dropout)
     if row_offset is None:
-        return triton_ops.attend(query, key, value, bias, mask, *options)
+        return triton_ops.attend(query, key, value, bias, mask, *options, **ragged)
     # The kernels know no offset by row: what is padding goes to the end.
     query = take(query, rotation(-row_offset.clamp(max=0), query.shape[1]))
     key, value, mask = (take(x, rotation(row_offset.clamp(min=0), key.shape[1])) for x in (key, value, mask))
@@ -41,11 +30,74 @@ def _triton(query, key, value, bias, mask, function, causal, chunk_size, offset,
     return take(attended, rotation(row_offset.clamp(max=0), query.shape[1]))
 
 
-BACKENDS: dict[str, Callable[..., torch.Tensor]] = {
-    "reference": lambda *arguments: _reference(*arguments)[0],
-    "torch": _torch,
-    "triton": _triton,
-}
+def _with_weights(query, key, value, bias, mask, chunk_size, dropout, **rest):
+    """Return the output and the weights that it depends on, `[B, chunks, C, C]`, without chunks `[B, 1, T, S]`."""
+    batch, length, _ = query.shape
+    if chunk_size is not None:
+        size = max(min(chunk_size, length), 1)
+        if mask is None:
+            mask = torch.ones(query.shape[:2], dtype=torch.bool, device=query.device)
+        # A last chunk that is short is filled up.
+        query, key, value, mask = (
+            fill(x, 0, length + -length % size).unflatten(1, (-1, size)).flatten(0, 1)
+            for x in (query, key, value, mask)
+        )
+    weights = reference.weights(query, key, bias, mask, chunk_size=None, **rest).unflatten(0, (batch, -1))
+    dropped = torch.dropout(weights.to(value.dtype), dropout, train=True)
+    output = dropped @ value.unflatten(0, (batch, -1))
+    return output.flatten(1, 2)[:, :length], weights
+
+
+def _unsupported(query, value, offset, row_offset, **_):
+    for name, dtype in (("query and key are", query.dtype), ("value is", value.dtype)):
+        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            return f"{name} {dtype}; the kernels take float32, float16 and bfloat16"
+    if query.shape[2] > 256:
+        return f"query and key have size {query.shape[2]}; the kernels take up to 256"
+    if row_offset is not None and offset > 0 and query.shape[1] > 1:
+        return f"row_offset comes with the offset {offset}; the kernels take it at 0"
+    return None
+
+
+def _round(call):
+    # Tensor cores want operands of 16 bits, as autocast does.
+    dtype = call["value"].dtype
+    return call | {"query": call["query"].to(dtype), "key": call["key"].to(dtype)}
+
+
+def _fast(run):
+    """Return `run` for any call but one query a row with a bias of its own, in which there is nothing to gain."""
+    run = in_columns(run)
+
+    def run_any(**call):
+        single = call["row_offset"] is not None and call["query"].shape[1] == 1
+        return _reference(**call) if single else run(**call)
+
+    return run_any
+
+
+BACKENDS = {"reference": _reference, "torch": _fast(torch_backend.attend), "triton": _fast(_triton)}
+ATTEND, STEP = (
+    Op(
+        name,
+        BACKENDS,
+        _unsupported,
+        tokens=("query", "key", "value"),
+        with_weights=in_columns(_with_weights),
+        under_autocast=_round,
+    )
+    for name in ("gated_attention", "gated_attention_step")
+)
+
+
+ARGUMENTS = (
+    "query", "key", "value", "bias", "mask", "function", "causal", "chunk_size", "offset", "row_offset", "start",
+    "dropout",
+)  # fmt: skip
+
+
+def _named(*arguments):
+    return dict(zip(ARGUMENTS, arguments, strict=True))
 
 
 def gated_attention(
@@ -93,7 +145,7 @@ def gated_attention(
         dropout: probability with which a weight is dropped (the caller passes 0 in evaluation).
         return_weights: return (output, weights) computed step by step by the reference, whatever the backend: weights
             `[B, 1, T, S]`, with chunks those within every one, `[B, chunks, C, C]`, the first of which begins with the
-            first token. Not with `cu_seqlens`, with chunks only of as many queries as keys.
+            first token. Not with `cu_seqlens`.
         cu_seqlens: `[sequences + 1]` int32 or int64: B is 1, T = S, and sequence b lies at `[cu_seqlens[b],
             cu_seqlens[b + 1])`; columns and chunks count from its beginning. Without offset, row_offset and start.
         max_seqlen: length of the longest sequence, or more; None = looked up, which waits for the device.
@@ -114,35 +166,19 @@ def gated_attention(
         >>> gated_attention(x, x, value, bias, function="laplace", chunk_size=32).shape
         torch.Size([2, 100, 64])
     """
-    op, length = "gated_attention", query.shape[1]
+    op, length = ATTEND.name, query.shape[1]
     _check_tensors(op, query, key, value, mask)
     _check_options(op, query, key, function, causal, chunk_size, offset, dropout)
     _check_rows(op, query, causal, chunk_size, offset, row_offset, start)
-    if cu_seqlens is None:
-        rows = (offset, row_offset, start)
-        return _attend(
-            op, query, key, value, bias, mask, function, causal, chunk_size, *rows, dropout, return_weights, backend
-        )
-    if query.shape[0] != 1 or length != key.shape[1] or offset != 0 or not (row_offset is start is None):
-        raise ValueError(
-            f"{op} with cu_seqlens needs a batch of 1, as many queries as keys and neither offset, row_offset nor "
-            f"start, got query {list(query.shape)}, key {list(key.shape)} and offset {offset}"
-        )
-    if return_weights:
-        raise ValueError(f"{op} returns no weights of ragged sequences: leave return_weights or cu_seqlens out")
-    max_seqlen = varlen.check(op, cu_seqlens, max_seqlen, length)
-    # In an exported program the length may vary, so there a chunk that is too long is filled up.
-    if chunk_size is not None and not torch.compiler.is_exporting() and max_seqlen <= chunk_size:
-        chunk_size = None
-    _check_bias(op, bias, max_seqlen if chunk_size is None else chunk_size)
-    chosen = _dispatch.select(op, BACKENDS, backend, query.device, _unsupported(query, value))
-    options = (function, causal, chunk_size, 0, None, None, dropout)
-    if chosen == "triton":
-        return _triton(query, key, value, bias, mask, *options, cu_seqlens, max_seqlen)
-    kept = varlen.keep(cu_seqlens, max_seqlen)
-    mask = kept if mask is None else varlen.pad(mask, cu_seqlens, max_seqlen)
-    padded = (varlen.pad(x, cu_seqlens, max_seqlen) for x in (query, key, value))
-    return varlen.unpad(BACKENDS[chosen](*padded, bias, mask, *options), cu_seqlens, length)
+    if cu_seqlens is not None:
+        if query.shape[0] != 1 or length != key.shape[1] or offset != 0 or not (row_offset is start is None):
+            raise ValueError(
+                f"{op} with cu_seqlens needs a batch of 1, as many queries as keys and neither offset, row_offset nor "
+                f"start, got query {list(query.shape)}, key {list(key.shape)} and offset {offset}"
+            )
+        max_seqlen = varlen.check(op, cu_seqlens, max_seqlen, length)
+    call = _named(query, key, value, bias, mask, function, causal, chunk_size, offset, row_offset, start, dropout)
+    return _run(ATTEND, backend, call, cu_seqlens, max_seqlen, return_weights)
 
 
 def gated_attention_step(
@@ -163,7 +199,7 @@ def gated_attention_step(
     Arguments and errors as there, with query `[B, Z]`. Of the keys `[B, S, Z]` no more than the last `chunk_size` are
     looked at.
     """
-    op = "gated_attention_step"
+    op = STEP.name
     if query.dim() != 2 or key.dim() != 3 or key.shape[1] == 0:
         raise ValueError(
             f"{op} needs query [batch, size] and key [batch, length, size] of length 1 or more, got "
@@ -179,75 +215,24 @@ def gated_attention_step(
         window = last % chunk_size if start is None else min(last, chunk_size - 1)
         key, value, mask = (None if x is None else x[:, last - window :] for x in (key, value, mask))
         start = None if start is None else (start + last) % chunk_size - window
-    rows = (key.shape[1] - 1, None, start)
-    return _attend(op, query, key, value, bias, mask, function, True, None, *rows, dropout, False, backend)[:, 0]
+    call = _named(query, key, value, bias, mask, function, True, None, key.shape[1] - 1, None, start, dropout)
+    return _run(STEP, backend, call)[:, 0]
 
 
-def _attend(op, query, key, value, bias, mask, function, causal, chunk_size, offset, row_offset, start, *rest):
-    """What is left of the two functions above, for checked arguments and rows of one length."""
-    dropout, return_weights, backend = rest
-    start, row_offset = _unless_zero(start), _unless_zero(row_offset)
-    queries, keys = query.shape[1], key.shape[1]
-    if chunk_size == 1 and start is not None:  # chunks begin everywhere
-        start = start.clamp(max=0)
+def _run(op, backend, call, cu_seqlens=None, max_seqlen=None, return_weights=False):
+    query, key, chunk_size, start = (call[name] for name in ("query", "key", "chunk_size", "start"))
+    longest = max(call["offset"] + query.shape[1], key.shape[1]) if cu_seqlens is None else max_seqlen
     # In an exported program the length may vary, so there a chunk that is too long is filled up.
-    short = chunk_size is not None and not torch.compiler.is_exporting() and offset == 0 and keys <= chunk_size
+    short = (
+        chunk_size is not None and not torch.compiler.is_exporting() and call["offset"] == 0 and longest <= chunk_size
+    )
+    _check_bias(op.name, call["bias"], longest if chunk_size is None or short else chunk_size)
     if short and not return_weights:
         chunk_size = None
-    _check_bias(op, bias, max(offset + queries, keys) if chunk_size is None or short else chunk_size)
-    unsupported = _unsupported(query, value)
-    if row_offset is not None and offset > 0:
-        unsupported = unsupported or f"row_offset comes with the offset {offset}"
-    chosen = _dispatch.select(op, BACKENDS, backend, query.device, unsupported)
-    options = (function, causal, chunk_size, offset, row_offset, start, dropout)
-    if chosen == "reference" and not return_weights:
-        return BACKENDS[chosen](query, key, value, bias, mask, *options)
-    if start is not None:
-        begun = torch.arange(keys, device=key.device) + start[:, None] >= 0
-        mask = begun if mask is None else mask & begun
-    back = None
-    if chunk_size is not None and (start is not None or queries != keys):
-        query, key, value, mask, back = with_chunks_in_columns(query, key, value, mask, chunk_size, offset, start)
-        options = (function, causal, chunk_size, 0, None, None, dropout)
-    if not return_weights:
-        attended = BACKENDS[chosen](query, key, value, bias, mask, *options)
-    elif chunk_size is None:
-        attended, weights = _reference(query, key, value, bias, mask, *options)
-        weights = weights[:, None]
-    else:
-        attended, weights = _attend_by_chunk(query, key, value, bias, mask, function, causal, chunk_size, dropout)
-    attended = attended if back is None else take(attended, back)
-    return (attended, weights) if return_weights else attended
-
-
-def _attend_by_chunk(query, key, value, bias, mask, function, causal, chunk_size, dropout):
-    """(output, weights `[B, chunks, C, C]`), a chunk that is short filled up."""
-    batch, length, _ = query.shape
-    size = max(min(chunk_size, length), 1)
-    mask = torch.ones(query.shape[:2], dtype=torch.bool, device=query.device) if mask is None else mask
-    query, key, value, mask = (
-        fill(x, 0, length + -length % size).unflatten(1, (-1, size)).flatten(0, 1) for x in (query, key, value, mask)
-    )
-    options = (function, causal, None, 0, None, None, dropout)
-    output, weights = (x.unflatten(0, (batch, -1)) for x in _reference(query, key, value, bias, mask, *options))
-    return output.flatten(1, 2)[:, :length], weights
-
-
-def _unless_zero(rows):
-    """None in place of zeros, where finding out is free."""
-    if type(rows) is not torch.Tensor or rows.device.type != "cpu" or torch.jit.is_tracing():
-        return rows
-    return rows if torch.compiler.is_compiling() or rows.any() else None
-
-
-def _unsupported(query, value):
-    """Why the Triton kernels cannot take these arguments."""
-    for name, dtype in (("query and key are", query.dtype), ("value is", value.dtype)):
-        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            return f"{name} {dtype}; the kernels take float32, float16 and bfloat16"
-    if query.shape[2] > 256:
-        return f"query and key have size {query.shape[2]}; the kernels take up to 256"
-    return None
+    if call["chunk_size"] == 1 and start is not None:  # chunks begin everywhere
+        start = start.clamp(max=0)
+    call |= {"chunk_size": chunk_size, "row_offset": unless_zero(call["row_offset"]), "start": unless_zero(start)}
+    return op(backend, call, cu_seqlens, max_seqlen, return_weights)
 
 
 def _check_tensors(op, query, key, value, mask):

@@ -2,7 +2,7 @@
 
 import torch
 
-from luna_mega.kernels import _dispatch
+from luna_mega.kernels import _op
 from luna_mega.kernels.common.triton_launch import random_seed
 from luna_mega.kernels.gated_attention import triton_backward, triton_forward
 
@@ -13,18 +13,7 @@ INPUTS = (
 
 
 def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    function: str,
-    causal: bool,
-    chunk_size: int | None,
-    offset: int,
-    dropout: float,
-    cu_seqlens: torch.Tensor | None = None,
-    max_seqlen: int | None = None,
+    query, key, value, bias, mask, function, causal, chunk_size, offset, dropout, cu_seqlens=None, max_seqlen=None
 ) -> torch.Tensor:
     """Return `reference.attend`, of ragged sequences where there are `cu_seqlens`."""
     bounds = None
@@ -36,7 +25,7 @@ def attend(
     seed = random_seed(dropout, query.device)
     return torch.ops.luna_mega.gated_attention_triton(
         query, key, value, bias, mask, bounds, function, causal, max(chunk_size, 1), offset, dropout, seed,
-        _dispatch.float32_precision(),
+        _op.float32_precision(),
     )[0]  # fmt: skip
 
 

@@ -1,27 +1,45 @@
 """Luna attention: `luna_pack`, `luna_unpack`, and both with a projection between them, `luna_attention`."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
-from luna_mega.kernels import _dispatch, varlen
+from luna_mega.kernels import varlen
+from luna_mega.kernels._op import Op
 from luna_mega.kernels.luna_attention import reference, torch_backend
 
 
-def _triton(query, key, value, mask, scale, dropout, cu_seqlens=None, packed=None, max_seqlen=0):
+def _triton(ragged, query, key, value, mask, scale, dropout, cu_seqlens=None, max_seqlen=0):
     # Imported where it is needed: the import decides whether kernels are interpreted.
     from luna_mega.kernels.luna_attention import triton_ops
 
-    if cu_seqlens is None and _sdpa_is_best(query, key, value, mask):
-        return torch_backend.sdpa(query, key, value, mask, scale, dropout)
-    return triton_ops.attend(query, key, value, mask, scale, dropout, cu_seqlens, packed, max_seqlen)
+    if cu_seqlens is None:
+        ragged = None
+        if _sdpa_is_best(query, key, value, mask):
+            return torch_backend.sdpa(query, key, value, mask, scale, dropout)
+    return triton_ops.attend(query, key, value, mask, scale, dropout, cu_seqlens, ragged, max_seqlen)
 
 
-BACKENDS: dict[str, Callable[..., torch.Tensor]] = {
-    "reference": lambda *args: reference.attend(*args)[0],
-    "torch": torch_backend.attend,
-    "triton": _triton,
-}
+def _reference(**call):
+    return reference.attend(**call)[0]
+
+
+def _unsupported(query, **_):
+    if query.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"the kernels take float32, float16 and bfloat16, not {query.dtype}"
+    if query.shape[-1] > 128:
+        return f"the kernels take head sizes up to 128, not {query.shape[-1]}"
+    return None
+
+
+def _op(name, ragged, **options):
+    backends = {"reference": _reference, "torch": torch_backend.attend, "triton": partial(_triton, ragged)}
+    return Op(name, backends, _unsupported, with_weights=reference.attend, **options)
+
+
+PACK = _op("luna_pack", "key", tokens=("key", "value"), tokens_out=False)
+UNPACK = _op("luna_unpack", "query", tokens=("query",), mask=None)
 
 
 def luna_pack(
@@ -60,7 +78,7 @@ def luna_pack(
         ValueError: shapes, dtypes or devices do not fit together, or the backend does not exist or cannot take them.
     """
     options = (dropout, return_weights, backend, cu_seqlens, max_seqlen)
-    return _attend("luna_pack", pack_query, key, value, mask, *options)
+    return _attend(PACK, pack_query, key, value, mask, *options)
 
 
 def luna_unpack(
@@ -82,7 +100,7 @@ def luna_unpack(
     total, H, K]`.
     """
     options = (dropout, return_weights, backend, cu_seqlens, max_seqlen)
-    return _attend("luna_unpack", query, key, value, mask, *options)
+    return _attend(UNPACK, query, key, value, mask, *options)
 
 
 def luna_attention(
@@ -144,35 +162,13 @@ def luna_attention(
 
 
 def _attend(op, query, key, value, mask, dropout, return_weights, backend, cu_seqlens, max_seqlen):
-    packed = None if cu_seqlens is None else "key" if op == "luna_pack" else "query"
-    _check(op, query, key, value, mask, dropout, cu_seqlens, packed)
-    chosen = _dispatch.select(op, BACKENDS, backend, query.device, _unsupported(query))
-    options = query.shape[-1] ** -0.5, dropout
-    if return_weights:
-        if packed is not None:
-            raise ValueError(f"{op} returns no weights of ragged sequences: leave return_weights or cu_seqlens out")
-        return reference.attend(query, key, value, mask, *options)
-    if packed is None:
-        return BACKENDS[chosen](query, key, value, mask, *options)
-    total = (query if packed == "query" else key).shape[1]
-    max_seqlen = varlen.check(op, cu_seqlens, max_seqlen, total)
-    if chosen == "triton":
-        return BACKENDS[chosen](query, key, value, mask, *options, cu_seqlens, packed, max_seqlen)
-    if packed == "query":
-        output = BACKENDS[chosen](varlen.pad(query, cu_seqlens, max_seqlen), key, value, mask, *options)
-        return varlen.unpad(output, cu_seqlens, total)
-    kept = varlen.keep(cu_seqlens, max_seqlen) if mask is None else varlen.pad(mask, cu_seqlens, max_seqlen)
-    rows = varlen.pad(key, cu_seqlens, max_seqlen)
-    values = rows if value is key else varlen.pad(value, cu_seqlens, max_seqlen)
-    return BACKENDS[chosen](query, rows, values, kept, *options)
-
-
-def _unsupported(query: torch.Tensor) -> str | None:
-    if query.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return f"the kernels take float32, float16 and bfloat16, not {query.dtype}"
-    if query.shape[-1] > 128:
-        return f"the kernels take head sizes up to 128, not {query.shape[-1]}"
-    return None
+    _check(op, query, key, value, mask, dropout, cu_seqlens)
+    if cu_seqlens is not None:
+        total = (key if op is PACK else query).shape[1]
+        max_seqlen = varlen.check(op.name, cu_seqlens, max_seqlen, total)
+    scale = query.shape[-1] ** -0.5
+    call = {"query": query, "key": key, "value": value, "mask": mask, "scale": scale, "dropout": dropout}
+    return op(backend, call, cu_seqlens, max_seqlen, return_weights)
 
 
 def _sdpa_is_best(query, key, value, mask) -> bool:
@@ -187,7 +183,8 @@ def _sdpa_is_best(query, key, value, mask) -> bool:
     return keys <= max(queries, 256) or (key is not value and queries >= 128)
 
 
-def _check(op, query, key, value, mask, dropout, cu_seqlens, packed):
+def _check(op, query, key, value, mask, dropout, cu_seqlens):
+    op, ragged = op.name, op.tokens[0]
     if query.dim() != 4 or key.dim() != 4:
         raise ValueError(
             f"{op} needs [batch, length, heads, head size] tensors, got {list(query.shape)} and {list(key.shape)}"
@@ -197,14 +194,14 @@ def _check(op, query, key, value, mask, dropout, cu_seqlens, packed):
             f"{op}: query {list(query.shape)}, key {list(key.shape)} and value {list(value.shape)} must agree in heads "
             "and head size, key and value in all"
         )
-    if packed is None:
+    if cu_seqlens is None:
         if query.shape[0] != key.shape[0]:  # len() would fix the batch size of an exported program
             raise ValueError(f"{op}: query {list(query.shape)} and key {list(key.shape)} differ in batch size")
     else:
-        flat, other = (query, key) if packed == "query" else (key, query)
+        flat, other = (query, key) if ragged == "query" else (key, query)
         if len(flat) != 1 or len(other) != cu_seqlens.numel() - 1:
             raise ValueError(
-                f"{op} with cu_seqlens {list(cu_seqlens.shape)} needs {packed} [1, total, heads, head size] and "
+                f"{op} with cu_seqlens {list(cu_seqlens.shape)} needs {ragged} [1, total, heads, head size] and "
                 f"{cu_seqlens.numel() - 1} rows in the other batch, got {list(flat.shape)} and {list(other.shape)}"
             )
     if not query.dtype == key.dtype == value.dtype:

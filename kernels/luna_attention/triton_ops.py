@@ -2,7 +2,7 @@
 
 import torch
 
-from luna_mega.kernels import _dispatch
+from luna_mega.kernels import _op
 from luna_mega.kernels.common.triton_launch import random_seed
 from luna_mega.kernels.luna_attention import triton_backward, triton_forward
 
@@ -13,22 +13,14 @@ INPUTS = (
 
 
 def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    dropout: float,
-    cu_seqlens: torch.Tensor | None = None,
-    ragged: str | None = None,
-    max_seqlen: int = 0,
+    query, key, value, mask, scale, dropout, cu_seqlens=None, ragged: str | None = None, max_seqlen=0
 ) -> torch.Tensor:
     """Return `reference.attend` without the weights, by the kernels whatever the sizes.
 
     Shapes `[B, T, H, K]`, mask `[B, M]`. With `cu_seqlens` the side that `ragged` names, `"query"` or `"key"`, is
     `[1, total, H, K]` (a mask of keys `[1, total]`), and the other side has a row of the batch for every sequence.
     """
-    precision = _dispatch.float32_precision() if query.dtype == torch.float32 else "tf32"
+    precision = _op.float32_precision() if query.dtype == torch.float32 else "tf32"
     value = None if key is value else value
     seed = random_seed(dropout, query.device)
     return torch.ops.luna_mega.luna_attention_triton(

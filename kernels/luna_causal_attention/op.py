@@ -1,37 +1,61 @@
 """Luna's causal attention: `luna_causal_attention` over a sequence or a segment of one, and over one token,
 `luna_causal_attention_step`."""
 
-from collections.abc import Callable
-
 import torch
 
-from luna_mega.kernels import _dispatch, varlen
+from luna_mega.kernels import varlen
+from luna_mega.kernels._op import Op
 from luna_mega.kernels.luna_causal_attention import reference, torch_backend
 from luna_mega.kernels.luna_causal_attention.reference import LunaCausalState
 
 
-def _triton_attend(*arguments):
+def _triton_attend(**call):
+    # Imported where it is needed: the import decides whether kernels are interpreted.
     from luna_mega.kernels.luna_causal_attention import triton_ops
 
-    return triton_ops.attend(*arguments)
+    return triton_ops.attend(**call)
 
 
-def _triton_step(*arguments):
+def _triton_step(**call):
     from luna_mega.kernels.luna_causal_attention import triton_ops
 
-    return triton_ops.step(*arguments)
+    return triton_ops.step(**call)
 
 
-BACKENDS: dict[str, Callable] = {
-    "reference": reference.attend,
-    "torch": torch_backend.attend,
-    "triton": _triton_attend,
-}
-STEP_BACKENDS: dict[str, Callable] = {
-    "reference": reference.step,
-    "torch": torch_backend.step,
-    "triton": _triton_step,
-}
+def _unsupported(query, pack_query, value, **_):
+    if query.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"its kernels take float32, float16 and bfloat16, not {query.dtype}"
+    if max(query.shape[-1], value.shape[-1]) > 128:
+        return f"its kernels take heads up to 128, not {query.shape[-1]} (query) and {value.shape[-1]} (value)"
+    most = 128 if query.dtype == torch.float32 else 256  # what fits the registers
+    if pack_query.shape[1] > most:
+        return f"its kernels take up to {most} rows of pack_query in {query.dtype}, not {pack_query.shape[1]}"
+    return None
+
+
+ATTEND = Op(
+    "luna_causal_attention",
+    {"reference": reference.attend, "torch": torch_backend.attend, "triton": _triton_attend},
+    _unsupported,
+    tokens=("query", "pack_key", "key", "value"),
+    native=(),
+    with_weights=reference.attend_with_weights,
+)
+STEP = Op(
+    "luna_causal_attention_step",
+    {"reference": reference.step, "torch": torch_backend.step, "triton": _triton_step},
+    _unsupported,
+    tokens=("query",),
+)
+
+
+ARGUMENTS = (
+    "query", "pack_query", "pack_key", "key", "value", "mask", "pack_mask", "activation", "state", "dropout"
+)  # fmt: skip
+
+
+def _named(*arguments):
+    return dict(zip(ARGUMENTS, arguments, strict=True))
 
 
 def luna_causal_attention(
@@ -101,29 +125,20 @@ def luna_causal_attention(
         >>> torch.allclose(torch.cat([first, second], 1), luna_causal_attention(x, p, x, x, x), atol=1e-5)
         True
     """
-    op = "luna_causal_attention"
     if query.dim() != 4 or query.shape[1] == 0:
-        raise ValueError(f"{op} needs query [batch, length, heads, size] of length 1 or more, got {list(query.shape)}")
+        raise ValueError(
+            f"{ATTEND.name} needs query [batch, length, heads, size] of length 1 or more, got {list(query.shape)}"
+        )
+    batch = query.shape[0]
     if cu_seqlens is not None:
-        if return_weights:
-            raise ValueError(f"{op} returns no weights of ragged sequences: leave return_weights or cu_seqlens out")
-        _check_packed(op, query, (pack_key, key, value), mask)
-        total, longest = query.shape[1], varlen.check(op, cu_seqlens, max_seqlen, query.shape[1])
-        kept = varlen.keep(cu_seqlens, longest)
-        mask = kept if mask is None else varlen.pad(mask, cu_seqlens, longest)
-        query, pack_key, key, value = (varlen.pad(x, cu_seqlens, longest) for x in (query, pack_key, key, value))
-    _check(op, query, pack_query, pack_key, key, value, mask, pack_mask, activation, state, dropout)
-    unsupported = _unsupported(query, pack_query, value)
-    run = BACKENDS[_dispatch.select(op, BACKENDS, backend, query.device, unsupported)]
-    if return_weights:
-        run = reference.attend_with_weights
-    output, *weights, state = _run(
-        run, query, pack_query, pack_key, key, value, mask, pack_mask, activation, state, dropout
-    )
-    if cu_seqlens is not None:
-        output = varlen.unpad(output, cu_seqlens, total)
-    result = (output, *weights, state) if return_state else (output, *weights)
-    return result if len(result) > 1 else output
+        _check_ragged(ATTEND.name, query, (pack_key, key, value), mask)
+        max_seqlen = varlen.check(ATTEND.name, cu_seqlens, max_seqlen, query.shape[1])
+        batch = cu_seqlens.numel() - 1
+    call = _named(query, pack_query, pack_key, key, value, mask, pack_mask, activation, state, dropout)
+    _check(ATTEND.name, batch, **call)
+    *result, state = ATTEND(backend, call, cu_seqlens, max_seqlen, return_weights)
+    result = (*result, state) if return_state else tuple(result)
+    return result if len(result) > 1 else result[0]
 
 
 def luna_causal_attention_step(
@@ -145,33 +160,14 @@ def luna_causal_attention_step(
     Arguments and errors as there, without the dimension T: query, pack_key and key `[B, H, K]`, value `[B, H, V]`,
     mask `[B]`. The state given is not changed.
     """
-    op = "luna_causal_attention_step"
     if query.dim() != 3:
-        raise ValueError(f"{op} needs query [batch, heads, size], got {list(query.shape)}")
-    _check(op, query, pack_query, pack_key, key, value, mask, pack_mask, activation, state, dropout)
-    unsupported = _unsupported(query, pack_query, value)
-    run = STEP_BACKENDS[_dispatch.select(op, STEP_BACKENDS, backend, query.device, unsupported)]
-    return _run(run, query, pack_query, pack_key, key, value, mask, pack_mask, activation, state, dropout)
+        raise ValueError(f"{STEP.name} needs query [batch, heads, size], got {list(query.shape)}")
+    call = _named(query, pack_query, pack_key, key, value, mask, pack_mask, activation, state, dropout)
+    _check(STEP.name, query.shape[0], **call)
+    return STEP(backend, call)
 
 
-def _run(run, query, *arguments):
-    with _dispatch.without_autocast(query.device.type):
-        return run(query, *arguments)
-
-
-def _unsupported(query, pack_query, value) -> str | None:
-    """Why the Triton kernels cannot take these."""
-    if query.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return f"its kernels take float32, float16 and bfloat16, not {query.dtype}"
-    if max(query.shape[-1], value.shape[-1]) > 128:
-        return f"its kernels take heads up to 128, not {query.shape[-1]} (query) and {value.shape[-1]} (value)"
-    most = 128 if query.dtype == torch.float32 else 256  # what fits the registers
-    if pack_query.shape[1] > most:
-        return f"its kernels take up to {most} rows of pack_query in {query.dtype}, not {pack_query.shape[1]}"
-    return None
-
-
-def _check_packed(op, query, rest, mask):
+def _check_ragged(op, query, rest, mask):
     shapes = [list(x.shape[:2]) for x in (query, *rest, *(() if mask is None else (mask,)))]
     if any(shape != [1, query.shape[1]] for shape in shapes):
         raise ValueError(
@@ -179,7 +175,7 @@ def _check_packed(op, query, rest, mask):
         )
 
 
-def _check(op, query, pack_query, pack_key, key, value, mask, pack_mask, activation, state, dropout):
+def _check(op, batch, query, pack_query, pack_key, key, value, mask, pack_mask, activation, state, dropout):
     heads, size = query.shape[-2:]
     if pack_key.shape != query.shape or key.shape != query.shape or value.shape[:-1] != query.shape[:-1]:
         raise ValueError(
@@ -187,10 +183,9 @@ def _check(op, query, pack_query, pack_key, key, value, mask, pack_mask, activat
             f"shape, value {list(value.shape)} that shape but for the last dimension"
         )
     rows = pack_query.shape[1] if pack_query.dim() == 4 else 0
-    if rows == 0 or list(pack_query.shape) != [query.shape[0], rows, heads, size]:
+    if rows == 0 or list(pack_query.shape) != [batch, rows, heads, size]:
         raise ValueError(
-            f"{op} needs pack_query [{query.shape[0]}, rows, {heads}, {size}] with 1 row or more, got "
-            f"{list(pack_query.shape)}"
+            f"{op} needs pack_query [{batch}, rows, {heads}, {size}] with 1 row or more, got {list(pack_query.shape)}"
         )
     dtypes = [x.dtype for x in (query, pack_query, pack_key, key, value)]
     if len(set(dtypes)) > 1 or not query.is_floating_point():
@@ -205,7 +200,7 @@ def _check(op, query, pack_query, pack_key, key, value, mask, pack_mask, activat
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"{op}: dropout must be in [0, 1), got {dropout}")
     if state is not None:
-        _check_state(op, state, (query.shape[0], heads, size, rows, value.shape[-1]))
+        _check_state(op, state, (batch, heads, size, rows, value.shape[-1]))
 
 
 def _check_state(op, state, sizes):

@@ -106,9 +106,9 @@ def attend_with_weights(
     return output.to(dtype), weights, LunaCausalState(key_mean[:, :, -1], value_mean[:, :, -1], count[:, -1])
 
 
-def attend(*args) -> tuple[torch.Tensor, LunaCausalState]:
-    """`attend_with_weights` without the weights."""
-    output, _, state = attend_with_weights(*args)
+def attend(*args, **call) -> tuple[torch.Tensor, LunaCausalState]:
+    """Return the output and the state of `attend_with_weights`."""
+    output, _, state = attend_with_weights(*args, **call)
     return output, state
 
 
@@ -119,10 +119,10 @@ def step(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
-    *rest,
+    **rest,
 ) -> tuple[torch.Tensor, LunaCausalState]:
-    """`attend` for one token: query, pack key, key `[B, H, K]`, value `[B, H, V]`, mask `[B]`; y `[B, H, V]`."""
+    """Attend for one token: query, pack key, key `[B, H, K]`, value `[B, H, V]`, mask `[B]`; y `[B, H, V]`."""
     query, pack_key, key, value = (x[:, None] for x in (query, pack_key, key, value))
     mask = None if mask is None else mask[:, None]
-    output, state = attend(query, pack_query, pack_key, key, value, mask, *rest)
+    output, state = attend(query, pack_query, pack_key, key, value, mask, **rest)
     return output[:, 0], state

@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from luna_mega.kernels import _dispatch
+from luna_mega.kernels import _op
 from luna_mega.kernels.luna_causal_attention import reference
 from luna_mega.kernels.luna_causal_attention.reference import LunaCausalState
 
@@ -288,7 +288,7 @@ def _attend(
     """The result, and the means behind the last token."""
     tokens, masks, state = (query, pack_key, key, value), (mask, pack_mask), (key_mean, value_mean, seen)
     output, *means = _empty(query, value, pack_query)
-    with _dispatch.without_autocast(query.device.type):
+    with _op.without_autocast(query.device.type):
         for heads, block in _blocks(tokens, pack_query, count, masks, state, activation, dropout, seed):
             output[:, :, heads] = block.tokens(block.output())[:, : query.shape[1]]
             for mean, of_block in zip(means, block.means(), strict=True):
@@ -331,7 +331,7 @@ def _attend_backward(
     """Gradients of query, pack_key, key, value, pack_query, and of the means, which may be empty."""
     tokens, masks, state = (query, pack_key, key, value), (mask, pack_mask), (key_mean, value_mean, seen)
     grads = _empty_grads(*tokens, pack_query, key_mean, value_mean)
-    with _dispatch.without_autocast(query.device.type):
+    with _op.without_autocast(query.device.type):
         for heads, block in _blocks(tokens, pack_query, count, masks, state, activation, dropout, seed):
             of_means = (None if x is None else x[:, heads] for x in (grad_key_mean, grad_value_mean))
             *of_tokens, of_pack_query, of_key, of_value = block.backward(grad_output[:, :, heads], *of_means)

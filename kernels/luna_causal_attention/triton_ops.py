@@ -2,7 +2,7 @@
 
 import torch
 
-from luna_mega.kernels import _dispatch
+from luna_mega.kernels import _op
 from luna_mega.kernels.common.triton_launch import random_seed
 from luna_mega.kernels.luna_causal_attention import reference, triton_backward, triton_forward, triton_step
 from luna_mega.kernels.luna_causal_attention.reference import LunaCausalState
@@ -15,17 +15,8 @@ REST = (
 
 
 def attend(
-    query: torch.Tensor,
-    pack_query: torch.Tensor,
-    pack_key: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    pack_mask: torch.Tensor | None,
-    activation: str,
-    state: LunaCausalState | None,
-    dropout: float,
-) -> tuple[torch.Tensor, LunaCausalState]:
+    query, pack_query, pack_key, key, value, mask, pack_mask, activation, state: LunaCausalState | None, dropout
+):
     """Return `reference.attend`."""
     if query.shape[1] == 1:
         tokens = (query[:, 0], pack_query, pack_key[:, 0], key[:, 0], value[:, 0])
@@ -33,30 +24,18 @@ def attend(
         return output[:, None], state
     key_mean, value_mean, seen = (None, None, None) if state is None else state
     count = reference.token_count(mask, query, seen)
-    options = (activation, dropout, random_seed(dropout, query.device), _dispatch.float32_precision())
+    options = (activation, dropout, random_seed(dropout, query.device), _op.float32_precision())
     output, key_mean, value_mean = torch.ops.luna_mega.luna_causal_attention_triton(
         query, pack_key, key, value, pack_query, count, mask, pack_mask, key_mean, value_mean, seen, *options
     )
     return output, LunaCausalState(key_mean, value_mean, count[:, -1].clone())
 
 
-def step(
-    query: torch.Tensor,
-    pack_query: torch.Tensor,
-    pack_key: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    pack_mask: torch.Tensor | None,
-    activation: str,
-    state: LunaCausalState | None,
-    dropout: float,
-) -> tuple[torch.Tensor, LunaCausalState]:
+def step(query, pack_query, pack_key, key, value, mask, pack_mask, activation, state: LunaCausalState | None, dropout):
     """Return `reference.step`."""
-    state = (None, None, None) if state is None else state
-    options = (activation, dropout, random_seed(dropout, query.device), _dispatch.float32_precision())
+    options = (activation, dropout, random_seed(dropout, query.device), _op.float32_precision())
     output, *state = torch.ops.luna_mega.luna_causal_attention_step_triton(
-        query, pack_key, key, value, pack_query, mask, pack_mask, *state, *options
+        query, pack_key, key, value, pack_query, mask, pack_mask, *(state or (None, None, None)), *options
     )
     return output, LunaCausalState(*state)
 
@@ -67,7 +46,7 @@ def step(
     schema=f"({TOKENS}, Tensor count, {REST}) -> (Tensor, Tensor, Tensor)",
 )
 def _attend(query, *inputs):
-    with _dispatch.without_autocast(query.device.type):
+    with _op.without_autocast(query.device.type):
         return triton_forward.forward(query, *inputs)
 
 
@@ -88,7 +67,7 @@ def _(query, pack_key, key, value, pack_query, *_):
     ),
 )
 def _attend_backward(grad_output, *inputs):
-    with _dispatch.without_autocast(grad_output.device.type):
+    with _op.without_autocast(grad_output.device.type):
         return triton_backward.backward(grad_output, *inputs)
 
 

@@ -15,6 +15,7 @@ from luna_mega import LunaTokenizer, MegaConfig, cli
 from luna_mega.hub import bundle as hub_bundle
 from tests.hub import client as on_client
 from tests.modeling import luna_decoders
+from tests.modeling.decoders import padded, source, target
 from tests.modeling.luna import VALUES, head_inputs, make
 
 AUTO_CLASSES = {
@@ -93,8 +94,8 @@ def test_other_configurations(stranger, tmp_path, fields):
 @pytest.mark.parametrize("auto_class", DECODERS)
 def test_luna_decoders(stranger, tmp_path, auto_class):
     model = luna_decoders.make(torch.float32, **DECODERS[auto_class])
-    ids, mask = luna_decoders.padded([7, 3], 7, "right")
-    inputs = luna_decoders.source(model, 2) | luna_decoders.target(model, ids, mask)
+    ids, mask = padded([7, 3], 7, "right")
+    inputs = source(model, 2) | target(model, ids, mask)
     model.save_pretrained(tmp_path)
     assert bundle(tmp_path) == 0
     name, result = on_remote_code(stranger(on_client.outputs, tmp_path, auto_class, lists(inputs), **REMOTE))

@@ -16,7 +16,7 @@ FLOAT32 = 5e-6
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
-    """Fresh memory is full of NaN."""
+    """Fill new memory with NaN, so that an element that no kernel writes is seen."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -38,7 +38,7 @@ def device(triton_device, forward_module, monkeypatch):
 
 
 def run(inputs, device="cpu", function=None, used=None, **options):
-    """Outputs, and gradients of a fixed random projection of them, on the CPU; `used`: of these positions only."""
+    """Return outputs and gradients of a fixed random projection, on the CPU; `used`: of these positions only."""
     moved = copy.copy(inputs)
     moved.leaves = [leaf.detach().to(device).requires_grad_() for leaf in inputs.leaves]
     moved.mask = None if inputs.mask is None else inputs.mask.to(device)
@@ -53,7 +53,7 @@ def run(inputs, device="cpu", function=None, used=None, **options):
 
 
 def exact_and_float32(*arguments, **options):
-    """Inputs in float32 and what the reference makes of them in float64."""
+    """Return inputs in float64, the results of the reference for them, and the inputs in float32."""
     inputs = Inputs(*arguments, **options).to(torch.float32).to(torch.float64)
     return inputs, run(inputs, backend="reference"), copy.copy(inputs).to(torch.float32)
 
@@ -143,7 +143,7 @@ def test_a_row_of_padding(device, kind):
 
 @pytest.mark.parametrize("backend", ["reference", "torch", "triton"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_packed_sequences(device, backend, kind):
+def test_ragged_sequences(device, backend, kind):
     """Every sequence as if it were alone: results, states, gradients."""
     bounds = [0, 3, 3, 13, 14, 32]
     exact, _, inputs = exact_and_float32(32, kind, "some", batch=1)
@@ -178,17 +178,17 @@ def test_packed_sequences(device, backend, kind):
 
 
 @pytest.mark.parametrize("kind", ["causal", "bidirectional"])
-def test_packed_sequences_of_one_chunk_each(triton_device, kind):
+def test_ragged_sequences_of_one_chunk_each(triton_device, kind):
     exact, _, inputs = exact_and_float32(12, kind, batch=1, channels=2)
 
-    def packed(x, *parameters, **options):
+    def ragged(x, *parameters, **options):
         cu_seqlens = torch.tensor([0, 7, 12], device=x.device)
         return damped_ema(x, *parameters, cu_seqlens=cu_seqlens, **options)
 
     def alone(x, *parameters):
         return torch.cat([damped_ema(part, *parameters, backend="reference") for part in x.split([7, 5], 1)], 1)
 
-    actual = run(inputs, triton_device, packed, backend="triton")
+    actual = run(inputs, triton_device, ragged, backend="triton")
     assert_same(actual, run(exact, function=alone), FLOAT32)
 
 
@@ -353,7 +353,7 @@ def test_truncation_at_the_length_is_none(device):
     assert torch.equal(damped_ema(*leaves, truncation=6, backend="triton"), damped_ema(*leaves, backend="triton"))
 
 
-def test_bad_packing():
+def test_bad_ragged_sequences():
     leaves = Inputs(6).leaves
     cu_seqlens = torch.tensor([0, 6])
     with pytest.raises(ValueError, match=r"\[1, total, channels\]"):

@@ -7,15 +7,30 @@ import sys
 import pytest
 import torch
 
-from luna_mega.kernels import _dispatch, api
+from luna_mega.kernels import _op, api
+
+CUDA = torch.device("cuda")
+
+
+def normal(*shape):
+    return torch.randn(1, *shape)
+
 
 CALLS = {
-    "luna_attention": lambda **options: api.luna_pack(*[torch.randn(1, 4, 2, 16)] * 3, **options),
-    "luna_causal_attention": lambda **options: api.luna_causal_attention(*[torch.randn(1, 4, 2, 16)] * 5, **options),
-    "damped_ema": lambda **options: api.damped_ema(torch.randn(1, 4, 8), *[torch.randn(8, 2)] * 4, **options),
-    "gated_attention": lambda **options: api.gated_attention(*[torch.randn(1, 4, 16)] * 3, **options),
+    "luna_attention": lambda **options: api.luna_attention(*[normal(4, 2, 16)] * 4, lambda p: (p, p), **options)[0],
+    "luna_pack": lambda **options: api.luna_pack(*[normal(4, 2, 16)] * 3, **options),
+    "luna_unpack": lambda **options: api.luna_unpack(*[normal(4, 2, 16)] * 3, **options),
+    "luna_causal_attention": lambda **options: api.luna_causal_attention(*[normal(4, 2, 16)] * 5, **options),
+    "luna_causal_attention_step": lambda **options: api.luna_causal_attention_step(
+        normal(2, 16), normal(4, 2, 16), *[normal(2, 16)] * 3, None, **options
+    )[0],
+    "damped_ema": lambda **options: api.damped_ema(normal(4, 8), *[torch.randn(8, 2)] * 4, **options),
+    "damped_ema_step": lambda **options: api.damped_ema_step(
+        normal(8), normal(8, 2), *[torch.randn(8, 2)] * 4, **options
+    )[0],
+    "gated_attention": lambda **options: api.gated_attention(*[normal(4, 16)] * 3, **options),
+    "gated_attention_step": lambda **options: api.gated_attention_step(normal(16), *[normal(4, 16)] * 2, **options),
 }
-CUDA = torch.device("cuda")
 
 
 @pytest.fixture(params=CALLS)
@@ -24,7 +39,11 @@ def op(request):
 
 
 def decide(op, argument=None, device=CUDA, unsupported=None):
-    return _dispatch.decide(op, api._BACKENDS[op], argument, device, unsupported)
+    return api._OPS[op].decide(argument, device, unsupported)
+
+
+def test_every_function_is_known():
+    assert api._OPS.keys() == CALLS.keys() == {name for name in api.__all__ if name.startswith(("luna", "damp", "gat"))}
 
 
 @pytest.fixture
@@ -58,8 +77,28 @@ def test_an_exported_program_needs_no_triton(op, gpu, monkeypatch):
     assert decide(op)[0] == "torch"
 
 
+def test_a_fallback_on_a_gpu_is_told_once(op, gpu, monkeypatch, caplog):
+    """Once for a reason, not where the choice was the caller's or the tensors are elsewhere, nor while compiling."""
+    monkeypatch.setattr(_op, "_told", set())
+    choose = api._OPS[op].choose
+    for backend, device in ((None, "cpu"), ("torch", "cuda"), ("reference", "cuda")):
+        choose(backend, torch.device(device), "of one reason")
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert choose(None, CUDA, "of one reason") == "torch"
+    monkeypatch.undo()
+    assert not caplog.records
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(_op, "_told", set())
+    for reason in ("of one reason", "of one reason", "of another", None):
+        assert choose(None, CUDA, reason) == ("torch" if reason else "triton")
+    assert [(record.name, record.getMessage()) for record in caplog.records] == [
+        ("luna_mega.kernels", f"{op} runs on 'torch': no Triton kernel: of one reason"),
+        ("luna_mega.kernels", f"{op} runs on 'torch': no Triton kernel: of another"),
+    ]
+
+
 def test_order_of_choices(op, gpu, monkeypatch):
-    monkeypatch.setattr(_dispatch, "_default", "reference")
+    monkeypatch.setattr(_op, "_default", "reference")
     assert decide(op) == ("reference", "chosen by LUNA_MEGA_BACKEND")
     with api.use_backend("torch"):
         assert decide(op) == ("torch", "chosen by use_backend")
@@ -78,10 +117,10 @@ def test_every_op_has_every_backend(op, triton_device):
 
 
 def test_float32_precision():
-    assert _dispatch.float32_precision() == "tf32x3"
+    assert _op.float32_precision() == "tf32x3"
     with api.use_float32_precision("ieee"):
-        assert _dispatch.float32_precision() == "ieee"
-    assert _dispatch.float32_precision() == "tf32x3"
+        assert _op.float32_precision() == "ieee"
+    assert _op.float32_precision() == "tf32x3"
     with pytest.raises(ValueError, match="no float32 precision 'tf32'; choose one of tf32x3, ieee"):
         api.use_float32_precision("tf32").__enter__()
 

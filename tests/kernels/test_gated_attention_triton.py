@@ -17,7 +17,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch):
-    """What is not written is NaN."""
+    """Fill new memory with NaN, so that an element that no kernel writes is seen."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.empty(3).new_empty(2).isnan().all()
@@ -35,7 +35,7 @@ def make_inputs(device, queries, keys=None, dtype=torch.float32, batch=2, size=2
 
 
 def make_mask(device, batch, length, row=True):
-    """Some keys masked; in the first sequence all of a chunk, in the last one all."""
+    """Return a mask that drops some keys; in the first sequence all of a chunk, in the last one all."""
     mask = torch.rand(batch, length, generator=torch.Generator().manual_seed(length)) < 0.7
     mask[0, CHUNK : 2 * CHUNK] = False
     if row:
@@ -44,7 +44,7 @@ def make_mask(device, batch, length, row=True):
 
 
 def run(inputs, weight=None, **options):
-    """Output and gradients of a fixed random projection of it."""
+    """Return the output and the gradients of a fixed random projection of it."""
     output = gated_attention(*inputs, **options)
     if weight is None:
         weight = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -53,7 +53,7 @@ def run(inputs, weight=None, **options):
 
 
 def check(inputs, tolerance=None, **options):
-    """Every result of Triton against the reference in float64."""
+    """Compare every result of Triton with the reference in float64, and return them."""
     results = run(inputs, backend="triton", **options)
     exact = run([x.detach().double().requires_grad_() for x in inputs], backend="reference", **options)
     for name, x, result, right in zip(NAMES, [inputs[2], *inputs], results, exact, strict=True):
@@ -201,28 +201,28 @@ def test_sequences_end_to_end(triton_device, chunk, backend):
     some[:, 17] = False  # all there is of a sequence
     for function, causal, mask in (("laplace", False, some), ("softmax", True, None), ("relu2", False, None)):
         options = {"function": function, "causal": causal, "chunk_size": chunk, "backend": backend}
-        packed = gated_attention(*inputs, mask=mask, cu_seqlens=cu_seqlens, max_seqlen=45, **options)
+        ragged = gated_attention(*inputs, mask=mask, cu_seqlens=cu_seqlens, max_seqlen=45, **options)
         found = gated_attention(*inputs, mask=mask, cu_seqlens=cu_seqlens.long(), **options)
-        assert torch.equal(packed, found)
+        assert torch.equal(ragged, found)
         parts = []
         for start, stop in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
             part = None if mask is None else mask[:, start:stop]
             parts.append(gated_attention(*(x[:, start:stop] for x in inputs[:3]), inputs[3], mask=part, **options))
         expected = torch.cat(parts, dim=1)
-        weight = torch.randn(packed.shape, device=triton_device)
-        gradients = (torch.autograd.grad(x, inputs, weight) for x in (packed, expected))
-        torch.testing.assert_close(packed, expected, rtol=2e-5, atol=2e-5)
+        weight = torch.randn(ragged.shape, device=triton_device)
+        gradients = (torch.autograd.grad(x, inputs, weight) for x in (ragged, expected))
+        torch.testing.assert_close(ragged, expected, rtol=2e-5, atol=2e-5)
         torch.testing.assert_close(*gradients, rtol=5e-5, atol=5e-5)
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_dropout(triton_device, function, packed):
+def test_dropout(triton_device, function, ragged):
     """An identity for a value shows what was dropped; outputs and gradients follow from it."""
     length, rate = 72, 0.3
-    inputs = make_inputs(triton_device, length, batch=1 if packed else 2)
+    inputs = make_inputs(triton_device, length, batch=1 if ragged else 2)
     options = {"function": function, "chunk_size": 24}
-    cu_seqlens = {"cu_seqlens": torch.tensor([0, 48, 72], device=triton_device)} if packed else {}
+    cu_seqlens = {"cu_seqlens": torch.tensor([0, 48, 72], device=triton_device)} if ragged else {}
     on_triton = {**options, **cu_seqlens, "dropout": rate, "backend": "triton"}
     identity = torch.eye(length, device=triton_device).expand(len(inputs[0]), -1, -1)
 
@@ -266,11 +266,11 @@ def test_registration(triton_device, function):
     opcheck(torch.ops.luna_mega.gated_attention_triton, (*first, inputs[3], None, bounds, *options), test_utils=utils)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_compile_fullgraph(triton_device, packed):
+@pytest.mark.parametrize("ragged", [False, True])
+def test_compile_fullgraph(triton_device, ragged):
     inputs = make_inputs(triton_device, 40, batch=1)
     options = {"function": "softmax", "chunk_size": CHUNK, "backend": "triton"}
-    if packed:
+    if ragged:
         options |= {"cu_seqlens": torch.tensor([0, 7, 40], device=triton_device), "max_seqlen": 33}
     compiled = torch.compile(lambda *x: gated_attention(*x, **options), fullgraph=True, backend="aot_eager")
     output, expected = compiled(*inputs), gated_attention(*inputs, **options)

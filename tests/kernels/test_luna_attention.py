@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from luna_mega.kernels import _dispatch
+from luna_mega.kernels import _op
 from luna_mega.kernels.api import explain, luna_attention, luna_pack, luna_unpack, use_backend
 from luna_mega.kernels.luna_attention import reference, torch_backend
 
@@ -171,7 +171,7 @@ def test_dropout(backend):
 
 def test_backend_choice(monkeypatch):
     (query, key, value), _ = make_inputs(2, 3, "none")
-    monkeypatch.setattr(_dispatch, "_default", "reference")
+    monkeypatch.setattr(_op, "_default", "reference")
     assert "'reference'" in explain()
     with use_backend("torch"):
         assert "'torch'" in explain()
@@ -200,32 +200,49 @@ def test_bad_arguments(change, message):
         luna_pack(*change(*inputs))
 
 
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_weights(backend):
+    """With weights the outputs are the same, and they are what the weights make of the values."""
+    (x, context, _), mask = make_inputs(7, 11, "some")
+    (p, _, _), pack_mask = make_inputs(5, 11, "some")[0], torch.rand(2, 5) < 0.8
+    options = {"context_mask": mask, "pack_mask": pack_mask, "backend": backend}
+    expected = luna_attention(x, p, context, context, lambda packed: (packed, packed), **options)
+    *actual, weights, pack_weights = luna_attention(
+        x, p, context, context, lambda packed: (packed, packed), return_weights=True, **options
+    )
+    torch.testing.assert_close(actual, list(expected))
+    torch.testing.assert_close(torch.einsum("bhlm,bmhk->blhk", pack_weights, context), expected[1])
+    torch.testing.assert_close(torch.einsum("bhtl,blhk->bthk", weights, expected[1]), expected[0])
+    with pytest.raises(ValueError, match="luna_pack returns no weights of ragged sequences"):
+        luna_pack(p, context[:1], context[:1], cu_seqlens=torch.tensor([0, 4, 11]), return_weights=True)
+
+
 def test_bad_dropout():
     inputs, _ = make_inputs(2, 4, "none")
     with pytest.raises(ValueError, match="dropout must be in"):
         luna_pack(*inputs, dropout=1.0)
 
 
-LENGTHS_OF_PACKED = [3, 0, 7, 1]
+RAGGED_LENGTHS = [3, 0, 7, 1]
 
 
-def make_packed(heads=2, size=6):
+def make_ragged(heads=2, size=6):
     """Four sequences end to end, one of them empty, with what belongs to each, and `cu_seqlens`."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape):
         return torch.randn(*shape, heads, size, generator=generator, dtype=torch.float64).requires_grad_()
 
-    total, sequences = sum(LENGTHS_OF_PACKED), len(LENGTHS_OF_PACKED)
-    cu_seqlens = torch.tensor([0, *LENGTHS_OF_PACKED]).cumsum(0)
+    total, sequences = sum(RAGGED_LENGTHS), len(RAGGED_LENGTHS)
+    cu_seqlens = torch.tensor([0, *RAGGED_LENGTHS]).cumsum(0)
     return normal(1, total), normal(1, total), normal(1, total), normal(sequences, 5), cu_seqlens
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("max_seqlen", [None, 9])
-def test_packed_sequences(backend, max_seqlen):
+def test_ragged_sequences(backend, max_seqlen):
     """Results and gradients of every sequence on its own."""
-    x, key, value, p, cu_seqlens = make_packed()
+    x, key, value, p, cu_seqlens = make_ragged()
     mask, pack_mask = torch.rand(1, x.shape[1]) < 0.7, torch.rand(len(p), 5) < 0.7
     pack_mask[:, 0] = True
     options = {"backend": backend, "context_mask": mask, "pack_mask": pack_mask}
@@ -246,8 +263,8 @@ def test_packed_sequences(backend, max_seqlen):
     torch.testing.assert_close(*gradients)
 
 
-def test_packed_sequences_that_do_not_fit():
-    x, key, value, p, cu_seqlens = make_packed()
+def test_ragged_sequences_that_do_not_fit():
+    x, key, value, p, cu_seqlens = make_ragged()
     with pytest.raises(ValueError, match="needs key .1, total, heads, head size. and 4 rows in the other batch"):
         luna_pack(p[:3], key, value, cu_seqlens=cu_seqlens)
     with pytest.raises(ValueError, match="needs query .1, total"):

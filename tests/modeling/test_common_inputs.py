@@ -95,6 +95,17 @@ def test_attention_implementations(family, tmp_path):
         assert model.config._attn_implementation == "eager"
 
 
+@family
+def test_weights_are_in_the_graph(family):
+    """A loss reaches the attention weights that are returned, also those in chunks."""
+    for fields in [{}] if family is luna else [{}, {"use_chunking": True, "chunk_size": 4}]:
+        output = family.make("Model", **fields)(**luna.tokens([9, 4]), output_attentions=True)
+        for weights in output.attentions:
+            weights.retain_grad()
+        output.last_hidden_state.sum().backward()
+        assert all(weights.grad is not None for weights in output.attentions)
+
+
 @pytest.mark.parametrize("fields", [{}, {"is_encoder_decoder": True}], ids=["alone", "encoder-decoder"])
 @family
 def test_decoders_that_are_eager(family, fields):

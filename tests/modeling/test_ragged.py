@@ -5,16 +5,14 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DataCollatorWithFlattening
 
-from luna_mega import MegaConfig, MegaForConditionalGeneration
-
-from . import luna, luna_decoders, mega, test_mega_causal as mega_decoders
+from . import decoders, luna, luna_decoders, mega, mega_decoders
 
 LENGTHS = [17, 1, 8, 23, 5]
 ENCODERS = {f"luna {name}": (luna, fields) for name, fields in luna.VARIANTS.items()} | {
     f"mega {name}": (mega, fields) for name, fields in mega.VARIANTS.items()
 }
 DECODERS = {f"luna decoder {name}": (luna_decoders, fields) for name, fields in luna_decoders.ALONE.items()} | {
-    f"mega decoder {name}": (mega_decoders, fields) for name, fields in mega_decoders.SHAPES.items()
+    f"mega decoder {name}": (mega_decoders, fields) for name, fields in mega_decoders.ALONE.items()
 }
 
 
@@ -242,19 +240,13 @@ def test_position_ids_of_mega():
     torch.testing.assert_close(mega.make("Model")(ids, position_ids=positions)[0], mega.make("Model")(ids)[0])
 
 
-@pytest.mark.parametrize("family", ["luna", "mega"])
+@pytest.mark.parametrize("family", decoders.FAMILIES)
 def test_encoder_decoders_unpad_their_source(family):
     """The target stays as it is: its decoder attends to the rows of another batch."""
-    ids, mask = luna_decoders.padded([7, 3], 7, "right")
+    ids, mask = decoders.padded([7, 3], 7, "right")
     results = []
     for unpad in (False, True):
-        if family == "luna":
-            model = luna_decoders.make(is_encoder_decoder=True, unpad_inputs=unpad)
-        else:
-            torch.manual_seed(0)
-            sizes = {"hidden_size": 24, "num_hidden_layers": 2, "intermediate_size": 32, "nffn_hidden_size": 20}
-            config = MegaConfig(vocab_size=30, is_encoder_decoder=True, unpad_inputs=unpad, **sizes)
-            model = MegaForConditionalGeneration(config).double().eval()
-        inputs = luna_decoders.source(model, 2) | luna_decoders.target(model, ids, mask)
+        model = decoders.make_plain(family, is_encoder_decoder=True, unpad_inputs=unpad)
+        inputs = decoders.source(model, 2) | decoders.target(model, ids, mask)
         results.append(model(**inputs, use_cache=False).logits[mask.bool()])
     torch.testing.assert_close(*results)

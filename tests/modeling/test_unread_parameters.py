@@ -5,7 +5,7 @@ import torch
 
 import luna_mega
 
-from . import luna, luna_decoders, mega
+from . import decoders, luna, luna_decoders, mega
 
 POOLED = "ForSequenceClassification"
 CASES = {
@@ -54,8 +54,8 @@ def test_every_head(family, head):
 @pytest.mark.parametrize("fields", [{}, {"pre_norm": True}, {"contextual_projection": False}], ids=str)
 def test_encoder_decoder(fields):
     model = luna_decoders.make(is_encoder_decoder=True, num_decoder_layers=2, **fields)
-    ids, mask = luna_decoders.padded([7, 3], 7, "right")
-    inputs = luna_decoders.source(model, 2) | luna_decoders.target(model, ids, mask) | {"labels": ids}
+    ids, mask = decoders.padded([7, 3], 7, "right")
+    inputs = decoders.source(model, 2) | decoders.target(model, ids, mask) | {"labels": ids}
     frozen = assert_frozen_are_unread(model.train(), lambda model: model(**inputs).loss)
     assert frozen and all(".packed_layer_norm." in name for name in frozen)
 

@@ -1,0 +1,60 @@
+"""The truncated average of segments: what a state must hold so that an average can forget."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from luna_mega.kernels._op import without_autocast
+from luna_mega.kernels.damped_ema import reference
+
+
+class TruncatedEmaState(NamedTuple):
+    """What a truncated average keeps of the positions so far: the average of all, less that of what is older.
+
+    average `[B, D, N]`: states of all positions; forgotten `[B, D, N]`: of those that are `truncation` away or more;
+    inputs `[B, truncation, D]`: those in between, which will be forgotten next.
+    """
+
+    average: torch.Tensor
+    forgotten: torch.Tensor
+    inputs: torch.Tensor
+
+
+def truncated(
+    run: Callable,
+    x: torch.Tensor,
+    parameters: tuple[torch.Tensor, ...],
+    skip: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    truncation: int,
+    state: TruncatedEmaState | None,
+) -> tuple[torch.Tensor, TruncatedEmaState]:
+    """Return the average of the last `truncation` inputs, by `run`, which returns that of all inputs and its state.
+
+    From the average of all inputs goes what is older: that of the inputs `truncation` positions before, decayed by
+    q^truncation.
+    """
+    batch, length, channels = x.shape
+    if state is None:
+        state = TruncatedEmaState(
+            None, None, x.new_zeros(batch, truncation, channels, dtype=reference.working_dtype(x, parameters))
+        )
+    needed = [batch, truncation, channels]
+    if not isinstance(state, TruncatedEmaState) or list(state.inputs.shape) != needed:
+        raise ValueError(
+            f"damped_ema with truncation={truncation} needs a TruncatedEmaState with inputs {needed}, got "
+            f"{list(state.inputs.shape) if isinstance(state, TruncatedEmaState) else type(state).__name__}"
+        )
+    with without_autocast(x.device.type):
+        dtype = reference.working_dtype(x, parameters)
+        kept = x.to(dtype) if mask is None else x.to(dtype).masked_fill(~mask[..., None], 0.0)
+        recent = torch.cat((state.inputs, kept), dim=1)
+        average, now = run(kept, state.average, parameters)
+        *rest, projection = (parameter.to(dtype) for parameter in parameters)
+        projection = projection * torch.exp(truncation * reference.log_decay(*rest[:2]))
+        late, forgotten = run(recent[:, :length], state.forgotten, (*rest, projection))
+        skip = None if skip is None else skip.to(dtype)
+        # A copy, so that what is cut off is freed.
+        state = TruncatedEmaState(now, forgotten, recent[:, length:].clone())
+        return reference.finish(average - late, x, skip), state
