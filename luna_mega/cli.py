@@ -30,50 +30,27 @@ def run(options: argparse.Namespace) -> int:
         return 1
 
 
+def _chosen(options: argparse.Namespace, *names: str) -> dict:
+    return {name: getattr(options, name) for name in names}
+
+
 def _convert(options: argparse.Namespace) -> int:
-    report = convert_checkpoint(
-        options.checkpoint,
-        options.output,
-        dictionaries=options.dict,
-        bpe=options.bpe,
-        head=options.head,
-        layer_norm=options.layer_norm,
-        ema_convention=options.ema_convention,
-        dtype=options.dtype,
-        license=options.license,
-    )
-    print(report)
+    chosen = _chosen(options, "bpe", "head", "layer_norm", "ema_convention", "dtype", "license")
+    print(convert_checkpoint(options.checkpoint, options.output, dictionaries=options.dict, **chosen))
     return 0
 
 
 def _export(options: argparse.Namespace) -> int:
-    report = export_checkpoint(
-        options.folder,
-        options.output,
-        head=options.head,
-        layer_norm=options.layer_norm,
-        dtype=options.dtype,
-        dictionaries=options.dict,
-        progress=True,
-    )
-    print(report)
+    chosen = _chosen(options, "head", "layer_norm", "dtype")
+    print(export_checkpoint(options.folder, options.output, dictionaries=options.dict, progress=True, **chosen))
     return 0
 
 
 def _verify(options: argparse.Namespace) -> int:
-    random = {name: getattr(options, name) for name in ("batch", "length", "seed")}
-    comparison = compare(
-        options.a,
-        options.b,
-        inputs=options.inputs,
-        texts=options.text,
-        tolerance=options.tolerance,
-        head=options.head,
-        layer_norm=options.layer_norm,
-        ema_convention=options.ema_convention,
-        progress=not options.json,
-        **{name: value for name, value in random.items() if value is not None},
-    )
+    chosen = _chosen(options, "inputs", "tolerance", "head", "layer_norm", "ema_convention")
+    random = _chosen(options, "batch", "length", "seed")
+    chosen |= {name: value for name, value in random.items() if value is not None}
+    comparison = compare(options.a, options.b, texts=options.text, progress=not options.json, **chosen)
     if options.json:
         summary = {"largest": comparison.largest, "within": comparison.within}
         print(json.dumps(asdict(comparison) | summary, indent=2))
