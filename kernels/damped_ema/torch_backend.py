@@ -12,19 +12,16 @@ CHUNK = 64
 BLOCK = 32
 # Positions of the batch from which on chunks are faster than the FFT (README).
 MANY_POSITIONS = 4096
+INPUTS = (
+    "Tensor x, Tensor? mask, Tensor? skip, Tensor taps, SymInt center, Tensor? inward, Tensor? outward, Tensor? decay, "
+    "Tensor? initial"
+)
 
 
 def damped_ema(
-    x: torch.Tensor,
-    coefficients: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    skip: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None,
-    shift: bool = False,
-    truncation: int | None = None,
-    initial_state: torch.Tensor | None = None,
-    return_state: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`reference.damped_ema`; the final state only where it is asked for."""
+    x, coefficients, skip=None, mask=None, shift=False, truncation=None, initial_state=None, return_state=False
+):  # fmt: skip
+    """Return `reference.damped_ema`; the final state only where it is asked for."""
     # An exported program must not need this package, and its length is not known, so export sees PyTorch's own FFT.
     if torch.compiler.is_exporting():
         return _exported(x, coefficients, skip, mask, shift, truncation, initial_state, return_state)
@@ -43,14 +40,8 @@ def damped_ema(
     return output, _final_state(x, mask, coefficients, state, inward) if return_state else None
 
 
-def step(
-    x: torch.Tensor,
-    state: torch.Tensor,
-    coefficients: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    skip: torch.Tensor | None,
-    mask: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`reference.step`, with q - 1 instead of q: thousands of steps add up the rounding error of q."""
+def step(x, state, coefficients, skip, mask):
+    """Return `reference.step`, with q - 1 instead of q: thousands of steps add up the rounding error of q."""
     log_q, weight_in, weight_out = coefficients
     kept = x if mask is None else x.masked_fill(~mask[:, None], 0.0)
     state = torch.addcmul(state, state, torch.expm1(log_q)) + weight_in * kept[..., None].to(log_q.dtype)
@@ -256,18 +247,8 @@ def _rows(x, mask, multiple):
     return x.flatten(0, 1).t().contiguous().view(-1, *x.shape[:2])
 
 
-@torch.library.custom_op("luna_mega::damped_ema", mutates_args=())
-def _damped_ema(
-    x: torch.Tensor,
-    mask: torch.Tensor | None,
-    skip: torch.Tensor | None,
-    taps: torch.Tensor,
-    center: int,
-    inward: torch.Tensor | None,
-    outward: torch.Tensor | None,
-    decay: torch.Tensor | None,
-    initial: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+@torch.library.custom_op("luna_mega::damped_ema", mutates_args=(), schema=f"({INPUTS}) -> (Tensor, Tensor, Tensor)")
+def _damped_ema(x, mask, skip, taps, center, inward, outward, decay, initial):
     """The result, what silu was applied to, and the state before the last chunk; the last two may be empty.
 
     Without `inward`, `outward` and `decay` all lags stand in `taps`, which are convolved by FFT. With them `taps` are
@@ -299,21 +280,12 @@ def _(x, mask, skip, taps, center, inward, outward, decay, initial):
     return x.new_empty(x.shape), average, last
 
 
-@torch.library.custom_op("luna_mega::damped_ema_backward", mutates_args=())
-def _damped_ema_backward(
-    gradient: torch.Tensor,
-    grad_last: torch.Tensor | None,
-    average: torch.Tensor,
-    x: torch.Tensor,
-    mask: torch.Tensor | None,
-    skip: torch.Tensor | None,
-    taps: torch.Tensor,
-    center: int,
-    inward: torch.Tensor | None,
-    outward: torch.Tensor | None,
-    decay: torch.Tensor | None,
-    initial: torch.Tensor | None,
-) -> list[torch.Tensor]:
+@torch.library.custom_op(
+    "luna_mega::damped_ema_backward",
+    mutates_args=(),
+    schema=f"(Tensor gradient, Tensor? grad_last, Tensor average, {INPUTS}) -> Tensor[]",
+)
+def _damped_ema_backward(gradient, grad_last, average, x, mask, skip, taps, center, inward, outward, decay, initial):
     """Gradients of x, skip, taps, inward, outward, decay and initial; empty where the input is None."""
     length, dtype = x.shape[1], taps.dtype
     chunk = 1 if inward is None else inward.shape[2]

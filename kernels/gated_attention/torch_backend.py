@@ -10,23 +10,14 @@ from luna_mega.kernels.gated_attention import reference
 BLOCK_ROWS = 256
 # Scores of a block that covers several sequences or chunks: what fits a CPU's cache, what keeps another device busy.
 BLOCK_SCORES_CPU, BLOCK_SCORES = 2**20, 2**26
+INPUTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? mask, Tensor? start, str function, bool causal, "
+    "SymInt offset, float dropout, Tensor? seed"
+)
 
 
-def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    function: str,
-    causal: bool,
-    chunk_size: int | None,
-    offset: int,
-    row_offset: torch.Tensor | None,
-    start: torch.Tensor | None,
-    dropout: float,
-) -> torch.Tensor:
-    """`reference.attend` without the weights; with chunks for as many queries as keys, from position 0 on.
+def attend(query, key, value, bias, mask, function, causal, chunk_size, offset, row_offset, start, dropout):
+    """Return `reference.attend` without the weights; with chunks for as many queries as keys, from position 0 on.
 
     `mask` leaves out the keys before position 0 as well.
     """
@@ -169,20 +160,8 @@ class _Blocks:
         return torch.empty_like(weights).bernoulli_(keep, generator=self.generator).div_(keep)
 
 
-@torch.library.custom_op("luna_mega::gated_attend", mutates_args=())
-def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    start: torch.Tensor | None,
-    function: str,
-    causal: bool,
-    offset: int,
-    dropout: float,
-    seed: torch.Tensor | None,
-) -> torch.Tensor:
+@torch.library.custom_op("luna_mega::gated_attend", mutates_args=(), schema=f"({INPUTS}) -> Tensor")
+def _attend(query, key, value, bias, mask, start, function, causal, offset, dropout, seed):
     with torch.autocast(query.device.type, enabled=False):
         blocks = _Blocks(query, key, value, bias, mask, start, function, causal, offset, dropout, seed)
         output = value.new_empty(*query.shape[:2], value.shape[2])
@@ -199,21 +178,12 @@ def _(query, key, value, bias, mask, start, function, causal, offset, dropout, s
     return value.new_empty(query.shape[0], query.shape[1], value.shape[2])
 
 
-@torch.library.custom_op("luna_mega::gated_attend_backward", mutates_args=())
-def _attend_backward(
-    grad_output: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    start: torch.Tensor | None,
-    function: str,
-    causal: bool,
-    offset: int,
-    dropout: float,
-    seed: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+@torch.library.custom_op(
+    "luna_mega::gated_attend_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad_output, {INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _attend_backward(grad_output, query, key, value, bias, mask, start, function, causal, offset, dropout, seed):
     with torch.autocast(query.device.type, enabled=False):
         blocks = _Blocks(query, key, value, bias, mask, start, function, causal, offset, dropout, seed)
         grad_query, grad_key, grad_value = (x.new_zeros(x.shape, dtype=blocks.wide) for x in (query, key, value))

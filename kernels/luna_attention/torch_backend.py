@@ -7,7 +7,7 @@ from torch import nn
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float, dropout: float
 ) -> torch.Tensor:
-    """`reference.attend` without the weights. Shapes `[B, T, H, K]`, mask `[B, M]`."""
+    """Return `reference.attend` without the weights. Shapes `[B, T, H, K]`, mask `[B, M]`."""
     # An exported program must not need this package, so export sees PyTorch's own operator.
     if query.device.type != "cpu" or dropout > 0.0 or torch.compiler.is_exporting():
         return sdpa(query, key, value, mask, scale, dropout)

@@ -14,21 +14,14 @@ from luna_mega.kernels.luna_causal_attention.reference import LunaCausalState
 CHUNK = 64
 # Tokens times heads that are worked on at a time on a CPU; elsewhere all, as many small kernels cost more.
 BLOCK_TOKENS = 2048
+INPUTS = (
+    "Tensor query, Tensor pack_key, Tensor key, Tensor value, Tensor pack_query, Tensor count, Tensor? mask, "
+    "Tensor? pack_mask, Tensor? key_mean, Tensor? value_mean, Tensor? seen, str activation, float dropout, Tensor? seed"
+)
 
 
-def attend(
-    query: torch.Tensor,
-    pack_query: torch.Tensor,
-    pack_key: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    pack_mask: torch.Tensor | None,
-    activation: str,
-    state: LunaCausalState | None,
-    dropout: float,
-) -> tuple[torch.Tensor, LunaCausalState]:
-    """`reference.attend`."""
+def attend(query, pack_query, pack_key, key, value, mask, pack_mask, activation, state, dropout):
+    """Return `reference.attend`."""
     tokens = (query, pack_key, key, value)
     # An exported program must not need this package, so export sees PyTorch's own operators.
     if torch.compiler.is_exporting():
@@ -47,19 +40,8 @@ def attend(
     return output, LunaCausalState(key_mean, value_mean, count[:, -1].clone())
 
 
-def step(
-    query: torch.Tensor,
-    pack_query: torch.Tensor,
-    pack_key: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    pack_mask: torch.Tensor | None,
-    activation: str,
-    state: LunaCausalState | None,
-    dropout: float,
-) -> tuple[torch.Tensor, LunaCausalState]:
-    """`reference.step`: the means move by 1 / count of the way to the new token."""
+def step(query, pack_query, pack_key, key, value, mask, pack_mask, activation, state, dropout):
+    """Return `reference.step`: the means move by 1 / count of the way to the new token."""
     dtype, wide, scale = query.dtype, _wide(query), query.shape[-1] ** -0.5
     query, pack_query, pack_key, key, value = (x.to(wide) for x in (query, pack_query, pack_key, key, value))
     if mask is not None:
@@ -254,42 +236,31 @@ def _slope(scores, activation):
     return torch.sigmoid(scores * math.log(2.0))
 
 
-def _blocks(tokens, pack_query, count, masks, state, activation, dropout, seed) -> Iterator[tuple[slice, _Block]]:
+def _blocks(
+    query, pack_key, key, value, pack_query, count, mask, pack_mask, key_mean, value_mean, seen, activation, dropout,
+    seed,
+) -> Iterator[tuple[slice, _Block]]:  # fmt: skip
     """Slices of the heads and what was computed for them, in an order that the generator relies on."""
-    (batch, length, heads, _), device, (*means, seen) = tokens[0].shape, pack_query.device, state
+    (batch, length, heads, _), device, tokens = query.shape, query.device, (query, pack_key, key, value)
     size = max(1, BLOCK_TOKENS // (batch * length)) if device.type == "cpu" else heads
     generator = None if seed is None else torch.Generator(device).manual_seed(int(seed))
     for start in range(0, heads, size):
         some = slice(start, min(start + size, heads))
         part = [x[:, :, some] for x in (*tokens, pack_query)]
-        state = (*(None if x is None else x[:, some] for x in means), seen)
-        block = _Block(part[:4], part[4], count, masks, state, activation, min(CHUNK, length))
+        state = (*(None if x is None else x[:, some] for x in (key_mean, value_mean)), seen)
+        block = _Block(part[:4], part[4], count, (mask, pack_mask), state, activation, min(CHUNK, length))
         block.weigh(dropout, generator)
         yield some, block
 
 
-@torch.library.custom_op("luna_mega::luna_causal_attention", mutates_args=())
-def _attend(
-    query: torch.Tensor,
-    pack_key: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    pack_query: torch.Tensor,
-    count: torch.Tensor,
-    mask: torch.Tensor | None,
-    pack_mask: torch.Tensor | None,
-    key_mean: torch.Tensor | None,
-    value_mean: torch.Tensor | None,
-    seen: torch.Tensor | None,
-    activation: str,
-    dropout: float,
-    seed: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+@torch.library.custom_op(
+    "luna_mega::luna_causal_attention", mutates_args=(), schema=f"({INPUTS}) -> (Tensor, Tensor, Tensor)"
+)
+def _attend(query, pack_key, key, value, pack_query, *rest):
     """The result, and the means behind the last token."""
-    tokens, masks, state = (query, pack_key, key, value), (mask, pack_mask), (key_mean, value_mean, seen)
     output, *means = _empty(query, value, pack_query)
     with _op.without_autocast(query.device.type):
-        for heads, block in _blocks(tokens, pack_query, count, masks, state, activation, dropout, seed):
+        for heads, block in _blocks(query, pack_key, key, value, pack_query, *rest):
             output[:, :, heads] = block.tokens(block.output())[:, : query.shape[1]]
             for mean, of_block in zip(means, block.means(), strict=True):
                 mean[:, heads] = of_block
@@ -308,35 +279,21 @@ def _(query, pack_key, key, value, pack_query, *rest):
     return _empty(query, value, pack_query)
 
 
-@torch.library.custom_op("luna_mega::luna_causal_attention_backward", mutates_args=())
-def _attend_backward(
-    grad_output: torch.Tensor,
-    grad_key_mean: torch.Tensor | None,
-    grad_value_mean: torch.Tensor | None,
-    query: torch.Tensor,
-    pack_key: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    pack_query: torch.Tensor,
-    count: torch.Tensor,
-    mask: torch.Tensor | None,
-    pack_mask: torch.Tensor | None,
-    key_mean: torch.Tensor | None,
-    value_mean: torch.Tensor | None,
-    seen: torch.Tensor | None,
-    activation: str,
-    dropout: float,
-    seed: torch.Tensor | None,
-) -> list[torch.Tensor]:
+@torch.library.custom_op(
+    "luna_mega::luna_causal_attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad_output, Tensor? grad_key_mean, Tensor? grad_value_mean, {INPUTS}) -> Tensor[]",
+)
+def _attend_backward(grad_output, grad_key_mean, grad_value_mean, *inputs):
     """Gradients of query, pack_key, key, value, pack_query, and of the means, which may be empty."""
-    tokens, masks, state = (query, pack_key, key, value), (mask, pack_mask), (key_mean, value_mean, seen)
-    grads = _empty_grads(*tokens, pack_query, key_mean, value_mean)
-    with _op.without_autocast(query.device.type):
-        for heads, block in _blocks(tokens, pack_query, count, masks, state, activation, dropout, seed):
+    (length, mask), (key_mean, value_mean) = (inputs[0].shape[1], inputs[6]), inputs[8:10]
+    grads = _empty_grads(*inputs[:5], key_mean, value_mean)
+    with _op.without_autocast(grad_output.device.type):
+        for heads, block in _blocks(*inputs):
             of_means = (None if x is None else x[:, heads] for x in (grad_key_mean, grad_value_mean))
             *of_tokens, of_pack_query, of_key, of_value = block.backward(grad_output[:, :, heads], *of_means)
             for grad, of_block in zip(grads[:4], of_tokens, strict=True):
-                grad[:, :, heads] = block.tokens(of_block)[:, : query.shape[1]]
+                grad[:, :, heads] = block.tokens(of_block)[:, :length]
             grads[4][:, :, heads] = block.tokens(of_pack_query)
             if key_mean is not None:
                 grads[5][:, heads] = block.state(of_key, block.seen)
