@@ -74,6 +74,17 @@ def test_the_projection_depends_on_the_source_alone():
 
 
 @torch.no_grad()
+def test_positions_of_the_target():
+    model = seq2seq()
+    ids, mask = padded([5, 3], 5, "left")
+    inputs = source(model, 2) | target(model, ids, mask)
+    counted = (mask.cumsum(1) - 1).clamp(min=0)
+    expected = model(**inputs).logits
+    assert torch.equal(model(**inputs, decoder_position_ids=counted).logits, expected)
+    assert not torch.allclose(model(**inputs, decoder_position_ids=counted + 1).logits, expected)
+
+
+@torch.no_grad()
 def test_encoder_outputs_in_place_of_the_source():
     model = seq2seq()
     given, ids = source(model, 3, "left"), padded([5, 4, 2], 5, "right")[0]
