@@ -157,6 +157,41 @@ def test_steps_are_rows_of_the_parallel_form(triton_device, function):
         torch.testing.assert_close(step[:, 0], expected[:, t], rtol=2e-5, atol=2e-5)
 
 
+def check_kept(inputs, kept, **options):
+    """The results of Triton at the queries that are kept, and their gradients, against the reference in float64."""
+    weight = torch.randn(*kept.shape, inputs[2].shape[2], generator=torch.Generator().manual_seed(1)).to(kept.device)
+    weight *= kept[..., None]
+    results = run(inputs, weight, backend="triton", **options)
+    exact = run([x.detach().double().requires_grad_() for x in inputs], weight, backend="reference", **options)
+    for name, result, right in zip(NAMES, (results[0][kept], *results[1:]), (exact[0][kept], *exact[1:]), strict=True):
+        torch.testing.assert_close(result.double(), right, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize(
+    "function, causal, chunk",
+    [("softmax", True, CHUNK), ("laplace", True, None), ("laplace", True, CHUNK), ("relu2", False, CHUNK)],
+)
+def test_positions_count_from_the_first_token(triton_device, function, causal, chunk):
+    """Padding on the left, and the same with the last queries alone, whose chunk began before the first key."""
+    inputs, start = make_inputs(triton_device, 40), torch.tensor([-5, -19], device=triton_device)
+    mask = torch.arange(40, device=triton_device) + start[:, None] >= 0
+    options = {"function": function, "causal": causal, "chunk_size": chunk}
+    check_kept(inputs, mask, mask=mask, start=start, **options)
+    rest = [inputs[0][:, 30:], *(x[:, 8:] for x in inputs[1:3]), inputs[3]]
+    rest = [x.detach().requires_grad_() for x in rest]
+    check_kept(rest, mask[:, 30:], mask=mask[:, 8:], start=start + 8, offset=22, **options)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_offsets_by_row(triton_device, function):
+    inputs, row_offset = make_inputs(triton_device, 20, 33), torch.tensor([4, -3], device=triton_device)
+    mask = torch.arange(33, device=triton_device) >= row_offset[:, None]
+    kept = torch.arange(20, device=triton_device) >= -row_offset[:, None]
+    check_kept(inputs, kept, function=function, mask=mask, row_offset=row_offset)
+    with pytest.raises(ValueError, match="row_offset comes with the offset 2; the kernels take it at 0"):
+        gated_attention(*inputs, function=function, mask=mask, row_offset=row_offset, offset=2, backend="triton")
+
+
 def test_what_is_masked_may_be_nan(triton_device):
     for function in FUNCTIONS:
         for length, chunk in ((20, CHUNK), (40, None)):
