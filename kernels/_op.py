@@ -1,4 +1,4 @@
-"""What all ops have in common: the choice of a backend, ragged input, autocast, and what is said about them.
+"""The contract of all ops: the choice of a backend and its reason, ragged input, autocast.
 
 A public function of the kernels is an `Op`. Its backend is the one that the call names, or `use_backend`, or the
 environment variable `LUNA_MEGA_BACKEND`, or else the best that can run the call.

@@ -7,7 +7,7 @@ import torch
 
 
 def check(op: str, cu_seqlens: torch.Tensor, max_seqlen: int | None, total: int) -> int:
-    """Return `max_seqlen`, read from `cu_seqlens` where it is None, which waits for the device."""
+    """Check `cu_seqlens` and return `max_seqlen`, read from them where it is None, which waits for the device."""
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"{op} needs cu_seqlens [sequences + 1] of int32 or int64, got {cu_seqlens.dtype} {list(cu_seqlens.shape)}"
@@ -23,7 +23,7 @@ def check(op: str, cu_seqlens: torch.Tensor, max_seqlen: int | None, total: int)
 
 
 def pad(x: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int) -> torch.Tensor:
-    """`[1, total, ...]` -> `[B, max_seqlen, ...]`, filled up on the right with zeros."""
+    """Fill sequences `[1, total, ...]` up on the right with zeros, `[B, max_seqlen, ...]`."""
     position = torch.arange(max_seqlen, device=x.device) + cu_seqlens[:-1, None]
     kept = keep(cu_seqlens, max_seqlen)
     rows = x[0, position.clamp(max=max(x.shape[1] - 1, 0))]
@@ -31,18 +31,18 @@ def pad(x: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int) -> torch.Ten
 
 
 def unpad(x: torch.Tensor, cu_seqlens: torch.Tensor, total: int) -> torch.Tensor:
-    """Undo `pad`: `[B, max_seqlen, ...]` -> `[1, total, ...]`."""
+    """Take out of `[B, max_seqlen, ...]` what `pad` has filled up, `[1, total, ...]`."""
     row, position = locate(cu_seqlens, total)
     return x[row, position][None]
 
 
 def locate(cu_seqlens: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sequence of every token and its position in there, `[total]` each."""
+    """Return the sequence of every token and its position within it, `[total]` each."""
     token = torch.arange(total, device=cu_seqlens.device)
     row = torch.searchsorted(cu_seqlens[1:], token, right=True)
     return row, token - cu_seqlens[row]
 
 
 def keep(cu_seqlens: torch.Tensor, max_seqlen: int) -> torch.Tensor:
-    """Return `[B, max_seqlen]` bool, True where `pad` puts a token."""
+    """Return a mask `[B, max_seqlen]`, True where `pad` puts a token."""
     return torch.arange(max_seqlen, device=cu_seqlens.device) < cu_seqlens.diff()[:, None]

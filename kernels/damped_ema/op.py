@@ -207,7 +207,7 @@ def damped_ema_step(
     mask: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | TruncatedEmaState]:
-    """One position of the causal `damped_ema`: (y `[B, D]`, next state `[B, D, N]`) of x `[B, D]` and the state before.
+    """Continue the causal `damped_ema` by one position x `[B, D]`: return y `[B, D]` and the next state `[B, D, N]`.
 
     Arguments and errors as there, with R = D and `mask` `[B]`. The state given is not changed. With a
     `TruncatedEmaState` the average is truncated as that says.

@@ -12,7 +12,7 @@ from torch import nn
 
 
 def log_decay(input_logit: torch.Tensor, damping_logit: torch.Tensor) -> torch.Tensor:
-    """log q = log(1 - sigmoid(input_logit) sigmoid(damping_logit)), at least log(1e-30), with finite gradients.
+    """Return log q = log(1 - sigmoid(input_logit) sigmoid(damping_logit)), at least log(1e-30), with finite gradients.
 
     log(1 - p) of the product p itself loses slow decays, where p is below the rounding error of 1; log1p(-p) loses fast
     ones, where p rounds to 1.
@@ -28,7 +28,7 @@ def log_decay(input_logit: torch.Tensor, damping_logit: torch.Tensor) -> torch.T
 def coefficients(
     input_logit: torch.Tensor, damping_logit: torch.Tensor, expansion: torch.Tensor, projection: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """log q, the weight p beta with which the input enters the state, and the weight eta / sqrt(N) of the state."""
+    """Return log q, the weight p beta of the input in the state, and the weight eta / sqrt(N) of the state."""
     weight_in = torch.sigmoid(input_logit) * expansion
     return log_decay(input_logit, damping_logit), weight_in, projection / math.sqrt(projection.shape[-1])
 
@@ -42,7 +42,7 @@ def working_dtype(x: torch.Tensor, parameters: tuple[torch.Tensor, ...]) -> torc
 
 
 def finish(average: torch.Tensor, x: torch.Tensor, skip: torch.Tensor | None) -> torch.Tensor:
-    """silu(average + skip x) in the dtype of x, or the average alone where there is no skip."""
+    """Return silu(average + skip x) in the dtype of x, or the average alone where there is no skip."""
     if skip is not None:
         average = nn.functional.silu(average + skip * x)
     return average.to(x.dtype)
@@ -55,7 +55,7 @@ def step(
     skip: torch.Tensor | None,
     mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """h_t = q h_{t-1} + p beta x_t; y_t = <eta / sqrt(N), h_t>. One position: x `[B, D]`, mask `[B]`."""
+    """Return y_t = <eta / sqrt(N), h_t> and h_t = q h_{t-1} + p beta x_t of one position, x `[B, D]`, mask `[B]`."""
     log_q, weight_in, weight_out = coefficients
     kept = x if mask is None else x.masked_fill(~mask[:, None], 0.0)
     state = log_q.exp() * state + weight_in * kept[..., None].to(log_q.dtype)
@@ -72,7 +72,7 @@ def damped_ema(
     initial_state: torch.Tensor | None = None,
     return_state: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """y_t = sum_j k_j x_{t-j} with k_j = sum_n eta_n / sqrt(N) q_n^j p_n beta_n; the final state, where asked for."""
+    """Return y_t = sum_j k_j x_{t-j}, k_j = sum_n eta_n / sqrt(N) q_n^j p_n beta_n, and the final state if asked."""
     log_q, weight_in, weight_out = coefficients
     length, channels = x.shape[1:]
     kept = (x if mask is None else x.masked_fill(~mask[..., None], 0.0)).to(log_q.dtype)
@@ -94,6 +94,6 @@ def damped_ema(
 
 
 def _convolve(x, kernel, truncation):
-    """`[B, T, D]`, one lag after the other."""
+    """Convolve x `[B, T, D]` with the kernel `[D, T]`, one lag after the other."""
     length = x.shape[1] if truncation is None else min(truncation, x.shape[1])
     return sum(nn.functional.pad(kernel[:, j] * x[:, : x.shape[1] - j], (0, 0, j, 0)) for j in range(length))

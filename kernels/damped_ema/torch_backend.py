@@ -49,7 +49,7 @@ def step(x, state, coefficients, skip, mask):
 
 
 def _series(weight, log_q, length):
-    """sum_n weight_n q_n^t for t < length, `[..., R, length]` of `[..., R, N]`: q^(i c + j) = q^(i c) q^j."""
+    """Return sum_n weight_n q_n^t for t < length, `[..., R, length]` of `[..., R, N]`: q^(i c + j) = q^(i c) q^j."""
     inner = 16 if not torch.compiler.is_exporting() and length <= 256 else 64
     # Export would take a count of 1 for a constant, so there are never fewer than 2.
     outer = torch.arange(length // inner + 2, device=log_q.device, dtype=log_q.dtype) * inner
@@ -62,7 +62,7 @@ def _series(weight, log_q, length):
 
 
 def _taps(coefficients, channels, length, shift):
-    """The kernel of both directions in one row per channel, and the index at which the lag is 0."""
+    """Return the kernel of both directions in one row per channel, and the index at which the lag is 0."""
     log_q, weight_in, weight_out = coefficients
     kernel = _series(weight_in * weight_out, log_q, length)
     if len(kernel) == channels:
@@ -73,7 +73,7 @@ def _taps(coefficients, channels, length, shift):
 
 
 def _chunk_maps(coefficients, channels, chunk, shift):
-    """What takes a chunk to the states, the states to a chunk, `[D, N', C]`, and q^C - 1, `[D, N']`.
+    """Return the matrices from a chunk to the states and back, `[D, N', C]`, and q^C - 1, `[D, N']`.
 
     N' = N, or 2 N with the states of the average that runs backwards last.
     """
@@ -93,7 +93,7 @@ def _chunk_maps(coefficients, channels, chunk, shift):
 
 
 def _final_state(x, mask, coefficients, state, inward):
-    """The state behind the last position, from the state before the last chunk, which may be a short one."""
+    """Return the state behind the last position, from the state before the last chunk, which may be a short one."""
     chunk = inward.shape[-1]
     rest = (x.shape[1] - 1) % chunk + 1
     last = x[:, -rest:]
@@ -126,7 +126,7 @@ def _exported(x, coefficients, skip, mask, shift, truncation, initial_state, ret
 
 @functools.lru_cache
 def _fft_length(at_least):
-    """The next number without prime factors above 5: others take up to six times as long."""
+    """Return the next number without prime factors above 5: an FFT of others takes up to six times as long."""
     while True:
         rest = at_least
         for prime in (2, 3, 5):
@@ -138,13 +138,13 @@ def _fft_length(at_least):
 
 
 def _spectrum(taps, center, size):
-    """Of the taps on a circle of `size` positions, where the lags below 0 stand at the end."""
+    """Return the spectrum of the taps on a circle of `size` positions, with the lags below 0 at the end."""
     circle = torch.roll(nn.functional.pad(taps, (0, size - taps.shape[1])), -center, 1)
     return torch.fft.rfft(circle)[:, None]
 
 
 def _convolve(signal, taps, center, size):
-    """`[D, B, T]`: every lag of `taps` `[D, K]` at once."""
+    """Apply every lag of `taps` `[D, K]` to a signal `[D, B, T]` at once."""
     spectrum = torch.fft.rfft(signal, n=size) * _spectrum(taps, center, size)
     return torch.fft.irfft(spectrum, n=size)[..., : signal.shape[-1]]
 
@@ -162,13 +162,13 @@ def _circle(signal, taps, center):
 
 
 def _toeplitz(taps, center, chunk):
-    """`[D, C, C]`, row: position of the input, column: position of the output."""
+    """Return the matrix `[D, C, C]` of the taps; row: position of the input, column: position of the output."""
     taps = nn.functional.pad(taps, (chunk - 1 - center, 0))
     return taps.unfold(1, chunk, 1).flip(1)
 
 
 def _lag_sums(products, center):
-    """The transpose of `_toeplitz`: sums over the diagonals."""
+    """Return the sums over the diagonals, the transpose of `_toeplitz`."""
     chunk = products.shape[-1]
     # With 2 C - 1 columns instead of 2 C, each row starts one column further right.
     rows = nn.functional.pad(products.flip(1), (0, chunk)).flatten(1)[:, : chunk * (2 * chunk - 1)]
@@ -177,9 +177,10 @@ def _lag_sums(products, center):
 
 
 def _carry(gains, decay, first, forward, backward):
-    """States before each chunk: s_i = q^C s_{i-1} + gains_{i-1}, `[D, B, chunks, N']`, from `first` `[D, B, N']` on.
+    """Return the states before each chunk, s_i = q^C s_{i-1} + gains_{i-1}, `[D, B, chunks, N']`.
 
-    `forward`, `backward`: slices of the states, those that run with time and those that run against it.
+    `first`: the states to begin with, `[D, B, N']`. `forward`, `backward`: slices of the states, those that run with
+    time and those that run against it.
     """
     carried = gains.new_empty(gains.shape[2], *gains.shape[:2], gains.shape[3])
     carried[0] = first
@@ -206,7 +207,7 @@ def _states(chunks, inward, decay, initial, directions):
 
 
 def _scan(chunks, taps, center, inward, outward, decay, initial):
-    """Chunks `[D, B, chunks, C]`; the result likewise, and the state before the last chunk."""
+    """Return the average of chunks `[D, B, chunks, C]`, of that shape, and the state before the last chunk."""
     states = _states(chunks, inward, decay, initial, _directions(inward, center))
     rows = chunks.flatten(1, 2) @ _toeplitz(taps, center, chunks.shape[-1])
     rows.baddbmm_(states.flatten(1, 2), outward)
@@ -232,14 +233,14 @@ def _scan_backward(gradient, grad_last, chunks, taps, center, inward, outward, d
 
 
 def _blocks(x):
-    """Slices of the channels. Only on the CPU: elsewhere many small kernels cost more than the memory they save."""
+    """Return slices of the channels on a CPU; elsewhere many small kernels cost more than the memory they save."""
     channels = x.shape[2]
     size = BLOCK if x.device.type == "cpu" else channels
     return [slice(start, min(start + size, channels)) for start in range(0, channels, size)]
 
 
 def _rows(x, mask, multiple):
-    """`[B, T, D]` as `[D, B, T']`, T' = T filled up with zeros to a multiple of `multiple`; zeros where masked."""
+    """Return `[B, T, D]` as `[D, B, T']`, with zeros where masked and up to T', a multiple of `multiple`."""
     if mask is not None:
         x = x.masked_fill(~mask[..., None], 0.0)
     x = nn.functional.pad(x, (0, 0, 0, -x.shape[1] % multiple)).contiguous()
@@ -249,7 +250,7 @@ def _rows(x, mask, multiple):
 
 @torch.library.custom_op("luna_mega::damped_ema", mutates_args=(), schema=f"({INPUTS}) -> (Tensor, Tensor, Tensor)")
 def _damped_ema(x, mask, skip, taps, center, inward, outward, decay, initial):
-    """The result, what silu was applied to, and the state before the last chunk; the last two may be empty.
+    """Return the result, the argument of silu, and the state before the last chunk; the last two may be empty.
 
     Without `inward`, `outward` and `decay` all lags stand in `taps`, which are convolved by FFT. With them `taps` are
     the lags within a chunk.
@@ -286,7 +287,7 @@ def _(x, mask, skip, taps, center, inward, outward, decay, initial):
     schema=f"(Tensor gradient, Tensor? grad_last, Tensor average, {INPUTS}) -> Tensor[]",
 )
 def _damped_ema_backward(gradient, grad_last, average, x, mask, skip, taps, center, inward, outward, decay, initial):
-    """Gradients of x, skip, taps, inward, outward, decay and initial; empty where the input is None."""
+    """Return the gradients of x, skip, taps, inward, outward, decay and initial; empty where the input is None."""
     length, dtype = x.shape[1], taps.dtype
     chunk = 1 if inward is None else inward.shape[2]
     grads = _empty_like(x, skip, taps, inward, outward, decay, initial)

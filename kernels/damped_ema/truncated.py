@@ -1,4 +1,4 @@
-"""The truncated average of segments: what a state must hold so that an average can forget."""
+"""The truncated average of segments, and the state that lets an average forget."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from luna_mega.kernels.damped_ema import reference
 
 
 class TruncatedEmaState(NamedTuple):
-    """What a truncated average keeps of the positions so far: the average of all, less that of what is older.
+    """The state of a truncated average: that of all positions, and that of the positions it has forgotten.
 
     average `[B, D, N]`: states of all positions; forgotten `[B, D, N]`: of those that are `truncation` away or more;
     inputs `[B, truncation, D]`: those in between, which will be forgotten next.

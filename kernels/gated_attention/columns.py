@@ -1,4 +1,4 @@
-"""Moving the tokens of a batch to other columns, row by row: what is padding moves out of the way."""
+"""The moves of tokens to other columns of a batch, row by row, which put padding out of the way."""
 
 from collections.abc import Callable
 

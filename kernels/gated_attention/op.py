@@ -60,7 +60,7 @@ def _unsupported(query, value, offset, row_offset, **_):
 
 
 def _round(call):
-    # Tensor cores want operands of 16 bits, as autocast does.
+    # Tensor cores need operands of 16 bits, which autocast would give them.
     dtype = call["value"].dtype
     return call | {"query": call["query"].to(dtype), "key": call["key"].to(dtype)}
 
@@ -119,7 +119,7 @@ def gated_attention(
     max_seqlen: int | None = None,
     backend: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """f(Q K^T / divisor + bias) V with one head and a value of any width (Mega sections 3.2 to 3.5).
+    """Compute f(Q K^T / divisor + bias) V with one head and a value of any width (Mega sections 3.2 to 3.5).
 
     Chunks and the divisor of a causal attention count from the first token of a sequence (`start`), so that a row gives
     the same with padding on its left or right, in one call or, with its keys so far, in several.
@@ -194,7 +194,7 @@ def gated_attention_step(
     dropout: float = 0.0,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """The last position of a causal `gated_attention` over the keys so far, its own among them: `[B, V]`.
+    """Compute the last position of a causal `gated_attention`, `[B, V]`, over the keys so far, its own among them.
 
     Arguments and errors as there, with query `[B, Z]`. Of the keys `[B, S, Z]` no more than the last `chunk_size` are
     looked at.

@@ -16,12 +16,12 @@ LAPLACE_MEAN, LAPLACE_DEVIATION = 0.707107, 0.282095
 
 
 def laplace(scores: torch.Tensor) -> torch.Tensor:
-    """(1 + erf((s - mean) / (deviation sqrt(2)))) / 2."""
+    """Return (1 + erf((s - mean) / (deviation sqrt(2)))) / 2."""
     return 0.5 * (1.0 + torch.erf((scores - LAPLACE_MEAN) / (LAPLACE_DEVIATION * math.sqrt(2.0))))
 
 
 def relu2(scores: torch.Tensor) -> torch.Tensor:
-    """Squared ReLU."""
+    """Return the squared ReLU."""
     return torch.relu(scores).square()
 
 
@@ -37,7 +37,7 @@ def weights(
     row_offset: torch.Tensor | None = None,
     start: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """f(Q K^T / divisor + bias) for query `[..., T, Z]`, key `[..., S, Z]` and mask `[..., S]`: `[..., T, S]`.
+    """Return f(Q K^T / divisor + bias) for query `[..., T, Z]`, key `[..., S, Z]` and mask `[..., S]`: `[..., T, S]`.
 
     Query i stands at the column offset + row_offset + i of the keys, and column 0 at the position start of its
     sequence. The bias depends on the distance in columns, chunks and the divisor on positions. Computed in float32
@@ -86,7 +86,7 @@ def attend(
     start: torch.Tensor | None = None,
     dropout: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """f(Q K^T / divisor + bias) V, `[B, T, V]`, and the weights before dropout, `[B, T, S]`.
+    """Return f(Q K^T / divisor + bias) V, `[B, T, V]`, and the weights before dropout, `[B, T, S]`.
 
     The bias is a vector `[2M - 1]` with the distance j - i = 0 at M - 1.
     """

@@ -39,7 +39,7 @@ def attend(query, key, value, bias, mask, function, causal, chunk_size, offset, 
 
 
 def _attend_for_export(query, key, value, bias, mask, function, causal, chunk_size, dropout):
-    """Attention in chunks for any length in one program, shorter than a chunk and not a multiple included."""
+    """Attend in chunks for any length in one program, shorter than a chunk and not a multiple included."""
     batch, length, _ = query.shape
     # Computed from the shape, the number of chunks would tie the program to lengths like the one it was traced with.
     chunks = ((torch.full((), length, device=query.device) + chunk_size - 1) // chunk_size).item()
@@ -78,7 +78,7 @@ def _positions(query, key, offset):
 
 
 def _divisor(query, key, mask, start, function, causal, offset):
-    """What the scores are divided by, a number or `[B or 1, T or 1, 1]`."""
+    """Return the divisor of the scores, a number or `[B or 1, T or 1, 1]`."""
     if function == "softmax":
         return math.sqrt(query.shape[2])
     if causal:
@@ -126,7 +126,7 @@ class _Blocks:
                 yield slice(first, first + sequences), slice(row, stop), slice(0, seen)
 
     def lags(self, n: slice, rows: slice, keys: slice) -> tuple[slice, slice]:
-        """The part of the bias between a block's queries and keys."""
+        """Return the part of the bias between a block's queries and keys."""
         first = self.positions - self.offset - rows.stop
         return n if self.row_bias else slice(0, 1), slice(first, first + rows.stop - rows.start + keys.stop - 1)
 
@@ -145,7 +145,7 @@ class _Blocks:
         return weights if self.keyless is None else weights.masked_fill_(self.keyless[n, rows], 0.0)
 
     def through_function(self, grad: torch.Tensor, scores: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Gradient of the scores from that of the weights."""
+        """Return the gradient of the scores from that of the weights."""
         if self.function == "softmax":
             return weights.mul_(grad - (grad * weights).sum(dim=-1, keepdim=True))
         if self.function == "relu2":
@@ -155,7 +155,7 @@ class _Blocks:
         return density.mul_(grad).div_(deviation * math.sqrt(2.0 * math.pi))
 
     def dropped(self, weights: torch.Tensor) -> torch.Tensor:
-        """What the weights are multiplied by."""
+        """Draw the factors of the weights."""
         keep = 1.0 - self.dropout
         return torch.empty_like(weights).bernoulli_(keep, generator=self.generator).div_(keep)
 
@@ -225,7 +225,7 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
 
 
 def _diagonal_sums(matrices: torch.Tensor) -> torch.Tensor:
-    """Sums over the diagonals of `[N, R, S]`, from the lower left corner to the upper right one, `[N, R + S - 1]`."""
+    """Return the sums over the diagonals of `[N, R, S]`, `[N, R + S - 1]`, from the lower left corner on."""
     _, rows, columns = matrices.shape
     # Rows one element too long for the next view: each stands one place further to the right than the row above.
     skewed = torch.nn.functional.pad(matrices.flip(1), (0, rows)).flatten(1)

@@ -15,7 +15,7 @@ def attend(
     scale: float,
     dropout: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """softmax(scale * Q K^T) V per head, `[B, T, H, K]`, and the weights `[B, H, T, M]`.
+    """Return softmax(scale * Q K^T) V per head, `[B, T, H, K]`, and the weights `[B, H, T, M]`.
 
     The softmax is taken in float32 (float64 for float64 inputs). A query with no key to attend to gives 0.
     """
@@ -40,7 +40,7 @@ def luna_attention(
     context_mask: torch.Tensor | None = None,
     pack_mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Y_P = Attn(P, C) packs the context, Y_X = Attn(X, Y_P) unpacks it for every query; returns (Y_X, Y_P)."""
+    """Pack the context, Y_P = Attn(P, C), and unpack it for every query, Y_X = Attn(X, Y_P); return (Y_X, Y_P)."""
     packed, _ = attend(pack_query, pack_key, pack_value, context_mask, pack_query.shape[-1] ** -0.5)
     key, value = project(packed)
     output, _ = attend(query, key, value, pack_mask, query.shape[-1] ** -0.5)

@@ -21,7 +21,7 @@ def attend(
 def sdpa(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float, dropout: float
 ) -> torch.Tensor:
-    """`attend` by PyTorch's own choice of kernel, on any device."""
+    """Attend by PyTorch's own choice of kernel, on any device."""
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if mask is None:
         output = nn.functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, scale=scale)
@@ -43,7 +43,7 @@ def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | N
 def _flash(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The CPU kernel of flash attention and its log-sum-exp.
+    """Return the result of the CPU kernel of flash attention, and its log-sum-exp.
 
     It takes `[B, H, T, K]` views of any strides, computes the softmax in float32 and gives 0 for a row without keys.
     """

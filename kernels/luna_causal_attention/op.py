@@ -155,7 +155,7 @@ def luna_causal_attention_step(
     dropout: float = 0.0,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, LunaCausalState]:
-    """One token of `luna_causal_attention`: (y `[B, H, V]`, next state) of the token and the state before.
+    """Continue `luna_causal_attention` by one token: return y `[B, H, V]` and the next state.
 
     Arguments and errors as there, without the dimension T: query, pack_key and key `[B, H, K]`, value `[B, H, V]`,
     mask `[B]`. The state given is not changed.

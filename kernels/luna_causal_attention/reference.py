@@ -14,7 +14,7 @@ ACTIVATIONS = ("softplus", "elu")
 
 
 class LunaCausalState(NamedTuple):
-    """What causal attention keeps of the tokens so far; as large after the first token as after any other.
+    """The state of causal attention after the tokens so far, as large after the first token as after any other.
 
     key_mean `[B, H, K, L]`: mean of k_j^T a_j; value_mean `[B, H, L, V]`: mean of a_j^T v_j; both float32 or float64.
     count `[B]` int64: the number of tokens of the row, without masked ones, that these are means over.
@@ -26,7 +26,7 @@ class LunaCausalState(NamedTuple):
 
 
 def activate(scores: torch.Tensor, activation: str) -> torch.Tensor:
-    """log2(1 + 2^s), or elu(s) + 1; both keep their relative precision where s is very negative."""
+    """Return log2(1 + 2^s), or elu(s) + 1; both keep their relative precision where s is very negative."""
     if activation == "elu":
         return scores.clamp(max=0.0).exp() + scores.relu()
     # PyTorch returns s itself above a threshold; at 40 that is exact in float64, at the default of 20 it is not.
@@ -34,7 +34,7 @@ def activate(scores: torch.Tensor, activation: str) -> torch.Tensor:
 
 
 def unpack_weights(scores: torch.Tensor, masked: torch.Tensor | None) -> torch.Tensor:
-    """softmax over L of `[..., L]`; 0 where `masked`, also where all are."""
+    """Return the softmax over L of `[..., L]`, 0 where `masked`, also where all are."""
     if masked is None:
         return scores.softmax(dim=-1)
     weights = scores.masked_fill(masked, torch.finfo(scores.dtype).min).softmax(dim=-1)
@@ -48,7 +48,7 @@ def pack_weights(
     pack_mask: torch.Tensor | None,
     activation: str,
 ) -> torch.Tensor:
-    """a_t, `[B, H, T, L]`; 0 for masked tokens and in masked rows of P."""
+    """Return a_t, `[B, H, T, L]`, 0 for masked tokens and in masked rows of P."""
     scale = pack_key.shape[-1] ** -0.5
     weights = activate(torch.einsum("bthk,blhk->bhtl", pack_key, pack_query * scale), activation)
     if mask is not None:
@@ -77,7 +77,7 @@ def attend_with_weights(
     state: LunaCausalState | None,
     dropout: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, LunaCausalState]:
-    """y_t = w_t (1/t) sum_{j<=t} a_j^T v_j with w_t = softmax(q_t / sqrt(K) (1/t) sum_{j<=t} k_j^T a_j).
+    """Compute y_t = w_t (1/t) sum_{j<=t} a_j^T v_j with w_t = softmax(q_t / sqrt(K) (1/t) sum_{j<=t} k_j^T a_j).
 
     Returns y `[B, T, H, V]`, w `[B, H, T, L]` and the state behind the last token. Computed in float32, or float64 for
     float64 inputs.
@@ -121,7 +121,7 @@ def step(
     mask: torch.Tensor | None,
     **rest,
 ) -> tuple[torch.Tensor, LunaCausalState]:
-    """Attend for one token: query, pack key, key `[B, H, K]`, value `[B, H, V]`, mask `[B]`; y `[B, H, V]`."""
+    """Attend with one token: query, pack key, key `[B, H, K]`, value `[B, H, V]`, mask `[B]`; y `[B, H, V]`."""
     query, pack_key, key, value = (x[:, None] for x in (query, pack_key, key, value))
     mask = None if mask is None else mask[:, None]
     output, state = attend(query, pack_query, pack_key, key, value, mask, **rest)

@@ -75,7 +75,7 @@ def _wide(x):
 
 
 def _exported(tokens, pack_query, mask, pack_mask, activation, state, dropout):
-    """`attend` for any length in one program."""
+    """Attend for any length in one program."""
     batch, length = tokens[0].shape[:2]
     device = tokens[0].device
     # Computed from the shape, the number of chunks would tie the program to lengths like the one it was traced with.
@@ -125,44 +125,44 @@ class _Block:
             self.masked = masked.expand(-1, rate.shape[1] // chunk, -1, -1).flatten(0, 1)
 
     def chunks(self, x: torch.Tensor) -> torch.Tensor:
-        """`[B, T, H, K]` as `[R, C, K]`, filled up with zeros."""
+        """Return `[B, T, H, K]` as `[R, C, K]`, filled up with zeros."""
         x = x.permute(2, 0, 1, 3).to(self.dtype)
         return nn.functional.pad(x, (0, 0, 0, -x.shape[2] % self.chunk)).reshape(-1, self.chunk, x.shape[3])
 
     def tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """`[R, C, K]` as `[B, T, H, K]`, what was filled up included."""
+        """Return `[R, C, K]` as `[B, T, H, K]`, the zeros at the end included."""
         return x.reshape(self.heads, self.batch, -1, x.shape[2]).permute(1, 2, 0, 3)
 
     def per_row(self, x: torch.Tensor) -> torch.Tensor:
-        """`[R, C, K]` as `[H B, T, K]`."""
+        """Return `[R, C, K]` as `[H B, T, K]`."""
         return x.view(self.pack_query.shape[0], -1, x.shape[2])
 
     def per_head(self, x: torch.Tensor) -> torch.Tensor:
-        """`[B, ...]` as `[H B, ...]`."""
+        """Return `[B, ...]` as `[H B, ...]`."""
         return x.expand(self.heads, *x.shape).flatten(0, 1)
 
     def state_sum(self, mean: torch.Tensor | None, factor: torch.Tensor) -> torch.Tensor | float:
-        """`[B, H, K, L]` as `[H B, 1, K, L]`, times the factor of every row."""
+        """Return `[B, H, K, L]` as `[H B, 1, K, L]`, times the factor of every row."""
         return 0.0 if mean is None else mean.transpose(0, 1).flatten(0, 1)[:, None].to(self.dtype) * factor
 
     def state(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-        """The way back."""
+        """Return sums `[H B, 1, K, L]` times the factor as `[B, H, K, L]`."""
         return (x * factor).unflatten(0, (self.heads, self.batch)).squeeze(2).transpose(0, 1)
 
     def before(self, sums: torch.Tensor, first: torch.Tensor | float) -> tuple[torch.Tensor, torch.Tensor]:
-        """`first` and what the chunks before add to it, `[R, K, L]`; that and all chunks, `[H B, 1, K, L]`."""
+        """Return `first` plus the sums of the chunks before, `[R, K, L]`, and plus all sums, `[H B, 1, K, L]`."""
         sums = sums.unflatten(0, (self.heads * self.batch, -1))
         sums = _prefix_sums(torch.cat([torch.zeros_like(sums[:, :1]) + first, sums], dim=1))
         return sums[:, :-1].flatten(0, 1), sums[:, -1:]
 
     def after(self, sums: torch.Tensor, last: torch.Tensor | float) -> tuple[torch.Tensor, torch.Tensor]:
-        """`before`, against time."""
+        """Return what `before` returns, against time."""
         turn = (self.heads * self.batch, -1)
         sums, total = self.before(sums.unflatten(0, turn).flip(1).flatten(0, 1), last)
         return sums.unflatten(0, turn).flip(1).flatten(0, 1), total
 
     def weigh(self, dropout: float, generator: torch.Generator | None):
-        """Pack weights, the sums before every chunk, unpack weights."""
+        """Compute pack weights, the sums before every chunk, and unpack weights."""
         scores = torch.bmm(self.per_row(self.pack_key), self.pack_query.mT)
         self.pack_scores = scores.view(-1, self.chunk, scores.shape[2])
         packed = reference.activate(self.pack_scores, self.activation)
@@ -181,11 +181,11 @@ class _Block:
         return torch.baddbmm(torch.bmm(self.used, self.value_sum), self.blend, self.value) * self.rate
 
     def means(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Behind the last token, `[B, H, K, L]` and `[B, H, L, V]`."""
+        """Return the means behind the last token, `[B, H, K, L]` and `[B, H, L, V]`."""
         return tuple(self.state(total, self.last_rate) for total in (self.key_total, self.value_total))
 
     def backward(self, grad_output, grad_key_mean, grad_value_mean):
-        """Gradients of query, pack key, key and value `[R, C, K]`, pack query and of both initial sums."""
+        """Return the gradients of query, pack key, key and value `[R, C, K]`, pack query and of both initial sums."""
         grad = self.chunks(grad_output) * self.rate
         after_key, after_value = (self.state_sum(x, self.last_rate) for x in (grad_key_mean, grad_value_mean))
         grad_blend = torch.bmm(grad, self.value.mT).tril_()
@@ -222,7 +222,7 @@ def _prefix_sums(x):
 
 
 def _dropped(weights, dropout, generator):
-    """The weights after dropout, and what they were multiplied by."""
+    """Return the weights after dropout, and their factors."""
     if dropout == 0.0:
         return weights, None
     factors = torch.empty_like(weights).bernoulli_(1.0 - dropout, generator=generator).div_(1.0 - dropout)
@@ -230,7 +230,7 @@ def _dropped(weights, dropout, generator):
 
 
 def _slope(scores, activation):
-    """The derivative of `reference.activate`."""
+    """Return the derivative of `reference.activate`."""
     if activation == "elu":
         return scores.clamp(max=0.0).exp()
     return torch.sigmoid(scores * math.log(2.0))
@@ -240,7 +240,7 @@ def _blocks(
     query, pack_key, key, value, pack_query, count, mask, pack_mask, key_mean, value_mean, seen, activation, dropout,
     seed,
 ) -> Iterator[tuple[slice, _Block]]:  # fmt: skip
-    """Slices of the heads and what was computed for them, in an order that the generator relies on."""
+    """Yield slices of the heads and their blocks, in an order that the generator relies on."""
     (batch, length, heads, _), device, tokens = query.shape, query.device, (query, pack_key, key, value)
     size = max(1, BLOCK_TOKENS // (batch * length)) if device.type == "cpu" else heads
     generator = None if seed is None else torch.Generator(device).manual_seed(int(seed))
@@ -257,7 +257,7 @@ def _blocks(
     "luna_mega::luna_causal_attention", mutates_args=(), schema=f"({INPUTS}) -> (Tensor, Tensor, Tensor)"
 )
 def _attend(query, pack_key, key, value, pack_query, *rest):
-    """The result, and the means behind the last token."""
+    """Return the result, and the means behind the last token."""
     output, *means = _empty(query, value, pack_query)
     with _op.without_autocast(query.device.type):
         for heads, block in _blocks(query, pack_key, key, value, pack_query, *rest):
@@ -285,7 +285,7 @@ def _(query, pack_key, key, value, pack_query, *rest):
     schema=f"(Tensor grad_output, Tensor? grad_key_mean, Tensor? grad_value_mean, {INPUTS}) -> Tensor[]",
 )
 def _attend_backward(grad_output, grad_key_mean, grad_value_mean, *inputs):
-    """Gradients of query, pack_key, key, value, pack_query, and of the means, which may be empty."""
+    """Return the gradients of query, pack_key, key, value, pack_query, and of the means, which may be empty."""
     (length, mask), (key_mean, value_mean) = (inputs[0].shape[1], inputs[6]), inputs[8:10]
     grads = _empty_grads(*inputs[:5], key_mean, value_mean)
     with _op.without_autocast(grad_output.device.type):
