@@ -1,7 +1,7 @@
 """Trains a translation model, from scratch or from a checkpoint, and scores what it translates with sacreBLEU.
 
     python examples/run_translation.py --recipe examples/recipes/translation/multi30k_luna.yaml \
-        --dataset_path ../shared/data/multi30k_en_de --output_dir outputs/multi30k_luna
+        --dataset_name bentrevett/multi30k --output_dir outputs/multi30k_luna
 
 Every field of Seq2SeqTrainingArguments is an option; the values of a recipe are defaults that the command line
 overrides.

@@ -2,6 +2,7 @@ import importlib
 import json
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -44,6 +45,12 @@ def call(script, monkeypatch) -> Callable[..., dict]:
         return summary
 
     return main
+
+
+@pytest.fixture
+def run(call, request) -> Callable[..., dict]:
+    """Calls the script of the test module, with the options that the module's RUN has for all of its tests."""
+    return partial(call, *request.module.RUN)
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,5 @@
 import io
 import wave
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from transformers import AutoFeatureExtractor, AutoModelForSequenceClassificatio
 from tests.examples import runs
 from tests.examples.runs import assert_complete, assert_refused, write_splits
 
+RUN = ["run_audio", "--per_device_train_batch_size", 8]
 RATE, TONES = 1000, {"low": 20, "high": 110}
 MEGA = "hidden_size=16,num_hidden_layers=1,intermediate_size=16,nffn_hidden_size=16,shared_representation_size=8"
 MEGA += ",ema_projection_size=4,use_chunking=true,chunk_size=16,relative_positional_bias=simple"
@@ -35,11 +35,6 @@ def rows(size: int, seed: int, rate: int = RATE) -> list[dict]:
             {"clip": (32767 * clip).astype("<i2").tobytes(), "sampling_rate": rate, "label": label, "take": index % 4}
         )
     return examples
-
-
-@pytest.fixture
-def run(call):
-    return partial(call, "run_audio", "--per_device_train_batch_size", 8)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from tests.examples import runs
 from tests.examples.runs import assert_complete, assert_refused, assert_resumes, sentence, write, write_splits
 
+RUN = ["run_glue", "--max_seq_length", 32]
 TINY = f"{runs.TINY},dropout=0.1"
 
 
@@ -29,11 +30,6 @@ def rows(task: str, size: int, seed: int) -> list[dict]:
         else:
             examples.append({"sentence1": pair["premise"], "sentence2": pair["hypothesis"], "label": 2.5 * label})
     return examples
-
-
-@pytest.fixture
-def run(call):
-    return partial(call, "run_glue", "--max_seq_length", 32)
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 import json
 import math
 import random
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer
 from tests.examples import runs
 from tests.examples.runs import assert_complete, assert_refused
 
+RUN = ["run_mlm"]
 TINY = "hidden_size=32,num_hidden_layers=1,num_attention_heads=2,intermediate_size=32,projection_length=4,dropout=0.0"
 BOS, EOS = 0, 2
 
@@ -28,11 +28,6 @@ def write(lines: list[str], path: Path) -> Path:
         return runs.write([{"text": line} for line in lines], path)
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path.parent
-
-
-@pytest.fixture
-def run(call):
-    return partial(call, "run_mlm")
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from transformers import AutoModelForMultipleChoice, AutoTokenizer
 from tests.examples import runs
 from tests.examples.runs import assert_complete, assert_refused, assert_resumes, write, write_splits
 
+RUN = ["run_race", "--max_seq_length", 48]
 TINY = f"{runs.TINY},dropout=0.0"
 WORDS = ["red", "blue", "green", "black", "white", "brown", "grey", "pink"]
 BOS, EOS = 0, 2
@@ -41,11 +42,6 @@ def csqa_rows(size: int, seed: int, answers: bool = True) -> list[dict]:
         row = {"question": f"What  is {draw.choice(WORDS)} ?", "choices": choices}
         examples.append({"id": f"{index:04x}", **row, "answerKey": "ABCDE"[label] if answers else ""})
     return examples
-
-
-@pytest.fixture
-def run(call):
-    return partial(call, "run_race", "--max_seq_length", 48)
 
 
 @pytest.fixture
