@@ -1,4 +1,4 @@
-"""What the ops are measured against: the sequence of operations of the original code."""
+"""Baselines of the ops: the operations of the original code, in its order, and kernels that PyTorch brings."""
 
 import math
 from unittest import mock
@@ -11,23 +11,14 @@ from luna_mega.kernels.api import damped_ema, use_backend
 from luna_mega.kernels.damped_ema import torch_backend as ema_backend
 from luna_mega.kernels.gated_attention.reference import laplace, relu2, weights
 from luna_mega.kernels.luna_attention import torch_backend as attention_backend
+from luna_mega.modeling_common.layout import DENSE
 from luna_mega.modeling_mega.modeling_mega import MegaGatedAttention
 
 
-def original_luna_attention(
-    query: torch.Tensor,
-    pack_query: torch.Tensor,
-    context_key: torch.Tensor,
-    context_value: torch.Tensor,
-    project,
-    *,
-    context_mask: torch.Tensor | None = None,
-    pack_mask: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`luna_attention` as fairseq-apollo's `LunarMultiheadAttention` computes it, with the weights in memory."""
-    packed = _attend(pack_query, context_key, context_value, context_mask, upcast=False)
-    key, value = project(packed)
-    return _attend(query, key, value, pack_mask, upcast=True), packed
+def original_luna_attention(query, pack_query, key, value, project, *, context_mask=None):
+    """Compute `luna_attention` as fairseq-apollo's `LunarMultiheadAttention` does, with the weights in memory."""
+    packed = _attend(pack_query, key, value, context_mask, upcast=False)
+    return _attend(query, *project(packed), None, upcast=True), packed
 
 
 def _attend(query, key, value, mask, upcast):
@@ -43,7 +34,7 @@ def _attend(query, key, value, mask, upcast):
 
 
 def sdpa_luna_attention(backend: SDPBackend, query, pack_query, key, value, project, *, context_mask=None):
-    """`luna_attention` by one kernel of PyTorch's scaled dot-product attention, which may refuse the mask."""
+    """Compute `luna_attention` by one kernel of PyTorch's scaled dot-product attention, which may refuse the mask."""
     with sdpa_kernel(backend):
         packed = attention_backend.sdpa(pack_query, key, value, context_mask, query.shape[-1] ** -0.5, 0.0)
         return attention_backend.sdpa(query, *project(packed), None, query.shape[-1] ** -0.5, 0.0), packed
@@ -52,8 +43,10 @@ def sdpa_luna_attention(backend: SDPBackend, query, pack_query, key, value, proj
 def original_causal_attention(
     query: torch.Tensor, pack_query: torch.Tensor, pack_key: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> torch.Tensor:
-    """`luna_causal_attention` as fairseq-apollo's `LunarCausalAttention` computes it in training (its parallel form),
-    with the sums up to every token in memory."""
+    """Compute `luna_causal_attention` as fairseq-apollo's `LunarCausalAttention` does in training (its parallel form).
+
+    The sums up to every token are in memory.
+    """
     batch, length, heads, size = query.shape
     tensors = (query * size**-0.5, pack_query * size**-0.5, pack_key, key, value)
     query, pack_query, pack_key, key, value = (x.transpose(1, 2).reshape(batch * heads, -1, size) for x in tensors)
@@ -78,7 +71,7 @@ def original_damped_ema(
     projection: torch.Tensor,
     skip: torch.Tensor,
 ) -> torch.Tensor:
-    """`damped_ema` as facebookresearch/mega's `MultiHeadEMA` computes it, with all powers of q in memory."""
+    """Compute `damped_ema` as facebookresearch/mega's `MultiHeadEMA` does, with all powers of q in memory."""
     length = x.shape[1]
     p = torch.sigmoid(input_logit)[..., None]
     q = 1.0 - p * torch.sigmoid(damping_logit)[..., None]
@@ -95,21 +88,21 @@ def original_damped_ema(
 
 
 def fft_damped_ema(*arguments):
-    """`damped_ema` by FFT at every length, on a GPU cuFFT, without the powers of q in memory."""
+    """Compute `damped_ema` by FFT (cuFFT on a GPU) at every length, without the powers of q in memory."""
     with use_backend("torch"), mock.patch.object(ema_backend, "MANY_POSITIONS", 2**62):
         return damped_ema(*arguments)
 
 
 def original_gated_attention(query, key, value, bias, *, function, causal, chunk_size):
-    """`gated_attention` with the weights in memory, for lengths that are multiples of the chunk."""
+    """Compute `gated_attention` with the weights in memory, for lengths that are multiples of the chunk."""
     chunk = chunk_size or query.shape[1]
     query, key, value = (x.unflatten(1, (-1, chunk)) for x in (query, key, value))
     return (weights(query, key, bias, None, function, causal).to(value.dtype) @ value).flatten(1, 2)
 
 
 def original_mega_layer(layer: MegaGatedAttention, x: torch.Tensor) -> torch.Tensor:
-    """The gated attention layer as facebookresearch/mega computes it, for lengths that are multiples of the chunk."""
-    normed = layer.norm(x, None)
+    """Compute the gated attention layer as facebookresearch/mega does, for lengths that are multiples of the chunk."""
+    normed = layer.norm(x, DENSE)
     value = nn.functional.silu(layer.v_proj(normed))
     average = layer.ema_gate
     logits = (average.damping_factor, average.decay_factor, average.ema_expansion_matrix)

@@ -1,4 +1,4 @@
-"""The registry: what is measured, at which sizes, against what. An entry makes functions of no argument to time."""
+"""Registry of all measurements: the ops and models, their sizes, and the baselines they are compared with."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -21,6 +21,7 @@ from transformers import RobertaConfig, RobertaModel
 
 from luna_mega import LunaConfig, LunaModel, MegaConfig, MegaModel
 from luna_mega.kernels.api import damped_ema, gated_attention, luna_attention, luna_causal_attention, use_backend
+from luna_mega.modeling_common.layout import DENSE
 from luna_mega.modeling_mega.modeling_mega import MegaGatedAttention, MegaPreTrainedModel
 
 Size = dict[str, int | str]
@@ -28,7 +29,7 @@ Size = dict[str, int | str]
 
 @dataclass(frozen=True)
 class Work:
-    """One thing to time: `forward()` gives tensors, `leaves` are what their gradient is taken for."""
+    """Computation to time: `forward()` returns tensors, whose gradient is taken for the `leaves`."""
 
     forward: Callable[[], tuple[torch.Tensor, ...]]
     leaves: list[torch.Tensor]
@@ -36,7 +37,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Case:
-    """A row of the registry. A variant is called with (device, dtype) and a size; the first is ours."""
+    """Row of the registry. A variant makes a `Work` from (device, dtype) and a size; the first variant is ours."""
 
     name: str
     variants: dict[str, Callable[..., Work]]
@@ -45,11 +46,11 @@ class Case:
     repeats: int
     # Sizes at which the variants must give the same outputs and gradients before any speed-up is printed.
     parity: tuple[Size, ...] = ()
-    # On a GPU: sizes, more variants, and those that are measured at the first size alone, as they are compiled first.
+    # On a GPU: sizes, more variants, and compiled variants, which are measured at the first size only to save time.
     gpu: tuple[Size, ...] = ()
     gpu_variants: dict[str, Callable[..., Work]] = field(default_factory=dict)
     compiled: dict[str, Callable[..., Work]] = field(default_factory=dict)
-    # (bytes of an element, **size) -> the floors of forward and backward.
+    # Function of (bytes of an element, **size) that returns the floors of forward and backward.
     floor: Callable[..., tuple[floors.Floor, floors.Floor]] | None = None
 
     @property
@@ -57,7 +58,7 @@ class Case:
         return next(iter(self.variants))
 
     def measurements(self, device: str, quick: bool) -> list[tuple[Size, str]]:
-        """(size, variant) of everything that is measured on a device."""
+        """Return all pairs (size, variant) that are measured on a device."""
         if device != "cuda":
             return [(size, variant) for size in (self.quick if quick else self.sizes) for variant in self.variants]
         sizes = self.gpu[:1] if quick else self.gpu
@@ -74,7 +75,7 @@ def _compiled(function):
 
 
 def _by_torch(function):
-    """The op, or the model, without Triton kernels."""
+    """Return the same function without Triton kernels."""
 
     def run(*arguments, **options):
         with use_backend("torch"):
@@ -92,7 +93,7 @@ def _attention(attend, device, dtype, l, n, b=1, masked=1, heads=12, head_size=6
     mask = (torch.arange(n) < n - n // 8).expand(b, n).to(device) if masked else None
 
     def forward():
-        # Tied keys and values; the projections between are Linear layers, the same for every variant, and left out.
+        # Keys and values are tied. The projections of the packed rows, the same for every variant, are left out.
         return attend(query, packed, context, context, lambda rows: (rows, rows), context_mask=mask)
 
     return Work(forward, [query, context, packed])
@@ -126,21 +127,16 @@ def _gated(attend, device, dtype, n, function, chunk, b=1, causal=0, shared=128,
     return Work(lambda: (attend(*leaves, **options),), leaves)
 
 
+def _mega_config(**fields):
+    dropouts = dict.fromkeys(("dropout_prob", "hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+    return MegaConfig(normalization_type="layernorm", **dropouts, **fields)
+
+
 def _mega_layer(run, device, dtype, n, function, chunk, d=512, values=1024, shared=128, b=1):
-    """One layer of the paper's width; `chunk` 0 = attention over the whole sequence."""
+    """Time one layer of the paper's width; `chunk` 0 is attention over the whole sequence."""
     torch.manual_seed(0)
-    config = MegaConfig(
-        hidden_size=d,
-        intermediate_size=values,
-        shared_representation_size=shared,
-        normalization_type="layernorm",
-        attention_activation=function,
-        use_chunking=chunk > 0,
-        chunk_size=chunk or -1,
-        dropout_prob=0.0,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
+    sizes = {"hidden_size": d, "intermediate_size": values, "shared_representation_size": shared}
+    config = _mega_config(attention_activation=function, use_chunking=chunk > 0, chunk_size=chunk or -1, **sizes)
     layer = MegaGatedAttention(config)
     layer.apply(MegaPreTrainedModel(config)._init_weights)
     layer = layer.to(device, dtype)
@@ -161,16 +157,16 @@ def _model(make, device, dtype, n, b=1, within=nullcontext):
 
 
 def _padded(make, unpad, device, dtype, n, b):
-    """Lengths from n / 8 to n in equal steps: 44 % of the batch are padding. Padded outputs are left out."""
+    """Time a batch with lengths from n / 8 to n in equal steps, 44 % of it padding; padded outputs are left out."""
     torch.manual_seed(0)
     model = make(n).to(device, dtype)
     model.config.unpad_inputs = unpad
     ids = torch.randint(4, 1000, (b, n), device=device)
     lengths = torch.linspace(n // 8, n, b, device=device).long()
     mask = (torch.arange(n, device=device) < lengths[:, None]).long()
-    kept = mask.bool()
+    tokens = mask.bool()
     return Work(
-        lambda: (model(ids, attention_mask=mask).last_hidden_state[kept],),
+        lambda: (model(ids, attention_mask=mask).last_hidden_state[tokens],),
         [p for p in model.parameters() if p.requires_grad],
     )
 
@@ -186,22 +182,10 @@ def _roberta_base(n):
 
 
 def _mega_base(n):
-    """Mega-chunk of RoBERTa-base's depth and width."""
-    dropouts = {"dropout_prob": 0.0, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    config = MegaConfig(
-        vocab_size=50265,
-        hidden_size=768,
-        num_hidden_layers=12,
-        intermediate_size=1536,
-        nffn_hidden_size=1536,
-        shared_representation_size=128,
-        normalization_type="layernorm",
-        attention_activation="softmax",
-        use_chunking=True,
-        chunk_size=128,
-        **dropouts,
-    )
-    return MegaModel(config, add_pooling_layer=False)
+    """Return a Mega with attention in chunks, of RoBERTa-base's depth and width."""
+    sizes = {"vocab_size": 50265, "hidden_size": 768, "num_hidden_layers": 12, "shared_representation_size": 128}
+    sizes |= {"intermediate_size": 1536, "nffn_hidden_size": 1536, "chunk_size": 128}
+    return MegaModel(_mega_config(attention_activation="softmax", use_chunking=True, **sizes), add_pooling_layer=False)
 
 
 _TOKENS = ((512, 128), (4096, 16), (32768, 2))  # (n, b): 65,536 tokens
@@ -324,7 +308,7 @@ CASES = {
         Case(
             "mega_layer",
             {
-                "luna_mega": partial(_mega_layer, lambda layer, x: layer(x, None)[0]),
+                "luna_mega": partial(_mega_layer, lambda layer, x: layer(x, DENSE)[0]),
                 "original": partial(_mega_layer, original_mega_layer),
             },
             sizes=tuple(
@@ -341,7 +325,7 @@ CASES = {
                 for chunk in (0, 16)
             ),
             gpu=({"n": 4096, "b": 8, "function": "laplace", "chunk": 128},),
-            gpu_variants={"torch": partial(_mega_layer, _by_torch(lambda layer, x: layer(x, None)[0]))},
+            gpu_variants={"torch": partial(_mega_layer, _by_torch(lambda layer, x: layer(x, DENSE)[0]))},
             compiled={"original_compiled": partial(_mega_layer, _compiled(original_mega_layer))},
         ),
         Case(

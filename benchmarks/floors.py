@@ -1,7 +1,7 @@
-"""What no implementation of an op can do without, and what the machine can do: percent of the floor is their ratio.
+"""Floors: the time that an op takes at least on this machine, however it is written.
 
-The formulas count every input read and every output written once, and the multiplications of the algorithm. The rates
-of copying and of matrix products are measured in the same run, the others come from the processor's data sheet.
+The formulas count every input read once, every output written once, and the multiplications of the algorithm. The rates
+of copying and of matrix products are measured in the same run; the others come from the processor's data sheet.
 """
 
 import time
@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True)
 class Floor:
-    """Of one pass: bytes to and from memory, operations of matrix products, float32 operations, exponentials."""
+    """Work of one pass: bytes to and from memory, operations of matrix products, float32 operations, exponentials."""
 
     bytes: float
     flops: float = 0.0
@@ -22,7 +22,7 @@ class Floor:
 
 @dataclass(frozen=True)
 class Rates:
-    """Per second; None = not known, not counted."""
+    """Speed of the machine a second; None = not known, not counted."""
 
     bytes: float
     flops: float
@@ -30,14 +30,14 @@ class Rates:
     exponentials: float | None
 
     def milliseconds(self, floor: Floor) -> float:
-        """The time that the scarcest of the four takes alone."""
+        """Return the time that the scarcest of the four takes alone."""
         pairs = ((floor.bytes, self.bytes), (floor.flops, self.flops))
         pairs += ((floor.float32, self.float32), (floor.exponentials, self.exponentials))
         return 1000 * max(amount / rate for amount, rate in pairs if rate is not None)
 
 
 def luna_attention(width, l, n, b=1, heads=12, head_size=64, **_):  # noqa: E741 - the paper's l
-    """Pack of tied keys and values, and unpack: reads context and query, writes the output; backward likewise."""
+    """Count pack, with tied keys and values, and unpack: context and query are read, the output is written."""
     row, tokens, d = heads * head_size * width, b * n, heads * head_size
     exponentials = 2 * heads * l * tokens
     return (
@@ -47,7 +47,7 @@ def luna_attention(width, l, n, b=1, heads=12, head_size=64, **_):  # noqa: E741
 
 
 def luna_causal_attention(width, l, n, b=1, heads=8, head_size=64, chunk=64, **_):  # noqa: E741
-    """Query, pack key and context in, output out; the products of chunks of 64."""
+    """Count query, pack key and context read, the output written, and the products of chunks of 64."""
     d, tokens = heads * head_size, b * n
     flops = (4 * chunk * d + 4 * chunk * l * heads + 10 * l * d) * tokens
     exponentials = 3 * heads * l * tokens
@@ -58,7 +58,7 @@ def luna_causal_attention(width, l, n, b=1, heads=8, head_size=64, chunk=64, **_
 
 
 def damped_ema(width, n, b=1, directions=1, d=512, states=16, **_):
-    """The input in, the output out; a multiply-add for the state and one for the output, of every state."""
+    """Count the input read, the output written, and two multiply-adds of every state, for itself and the output."""
     elements = b * n * d
     return (
         Floor(2 * width * elements, float32=4 * states * directions * elements),
@@ -67,7 +67,7 @@ def damped_ema(width, n, b=1, directions=1, d=512, states=16, **_):
 
 
 def gated_attention(width, n, chunk, b=1, shared=128, values=1024, causal=0, **_):
-    """Query, key and value in, output out; scores and their products with the value, half of them if causal."""
+    """Count query, key and value read, the output written, scores and their products with the value (causal: half)."""
     tokens, keys = b * n, (chunk or n) / (2 if causal else 1)
     return (
         Floor((2 * shared + 2 * values) * width * tokens, 2 * keys * (shared + values) * tokens),
@@ -76,7 +76,7 @@ def gated_attention(width, n, chunk, b=1, shared=128, values=1024, causal=0, **_
 
 
 def rates(device: str, dtype: str) -> Rates:
-    """Copying and multiplying large matrices, at their fastest of five; the rest from the processor's data sheet."""
+    """Measure copying and multiplying large matrices, the fastest of five; the rest is from the data sheet."""
     size, side = (2**30, 8192) if device == "cuda" else (2**27, 2048)
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)

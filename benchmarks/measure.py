@@ -1,4 +1,4 @@
-"""Time and peak memory of one `Work`, and whether the variants of a case agree."""
+"""Measurement of one `Work`, time and peak memory, and comparison of the variants of a case."""
 
 import statistics
 import time
@@ -14,9 +14,9 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 3e-2, to
 
 
 def measure(case_name: str, variant: str, size: Size, device: str, dtype: str, threads: int) -> dict[str, float | str]:
-    """Median milliseconds and peak megabytes of forward (no gradient), backward, and both.
+    """Return median milliseconds and peak megabytes of forward (no gradient), backward, and both.
 
-    Where a variant fails, as for want of memory, the reason is in `error`.
+    Where a variant fails, for instance for lack of memory, `error` holds the reason.
     """
     if threads:
         torch.set_num_threads(threads)
@@ -24,7 +24,7 @@ def measure(case_name: str, variant: str, size: Size, device: str, dtype: str, t
     try:
         work = case.make(variant, torch.device(device), getattr(torch, dtype), size)
         return _measure(work, case.repeats, device)
-    except Exception as error:  # it is told in the table, and the others are measured
+    except Exception as error:  # the table shows it, and the other variants are measured
         return {"error": str(error).partition("\n")[0][:100]}
 
 
@@ -54,7 +54,7 @@ def _measure(work, repeats, device):
 
 
 def _time(function, repeats, device):
-    """Median and minimum of the milliseconds of a call."""
+    """Return the median and the minimum of the milliseconds of a call."""
     if device == "cuda":  # between calls the cache is cleared
         return tuple(do_bench(function, warmup=10, rep=60, quantiles=[0.5, 0.0]))
     times = [_milliseconds(function) for _ in range(repeats)]
@@ -97,9 +97,9 @@ def _status(field):
 
 
 def agree(case_name: str, size: Size, device: str, dtype: str) -> str | None:
-    """Whether ours gives what the baselines give in float64, outputs and gradients; the first difference, or None.
+    """Compare our outputs and gradients with those of the baseline in float64; return the first difference, or None.
 
-    In float64 to rounding, and in the two types that are fast on a GPU, `dtype` and float32, to their accuracy.
+    They agree to rounding in float64, and to the accuracy of the type in float32 and `dtype`.
     """
     case = CASES[case_name]
     exact = {variant: _results(case, variant, size, device, torch.float64) for variant in case.variants}
@@ -115,7 +115,7 @@ def agree(case_name: str, size: Size, device: str, dtype: str) -> str | None:
 
 
 def _results(case, variant, size, device, dtype):
-    """Outputs and gradients of inputs that are the same, and round, in every dtype."""
+    """Return outputs and gradients for inputs that every dtype can hold exactly."""
     work = case.make(variant, torch.device(device), torch.float64, size)
     with torch.no_grad():
         for leaf in work.leaves:

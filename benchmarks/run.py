@@ -5,8 +5,8 @@
     python benchmarks/run.py luna_attention               one case
     python benchmarks/run.py --device cuda --dtype bfloat16    on a GPU, with the Triton kernels
 
-Prints a table and writes results.json, results.csv and one plot for each case into --output. Nothing is measured while
-the variants of a case do not agree.
+Prints a table and writes results.json, results.csv and one plot for each case into --output. Where the variants of a
+case do not agree, nothing is measured.
 """
 
 import argparse
@@ -57,8 +57,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _measure_all(cases, arguments):
-    """On a CPU a fresh process for every measurement, forked from a server that has loaded the modules and run nothing,
-    so that none sees another's memory; a GPU counts memory itself."""
+    """Measure everything, on a CPU each in a process of its own, so that none sees another's memory.
+
+    These processes are forked from a server that has loaded the modules and run nothing. A GPU counts memory itself.
+    """
     rows = [
         {"case": case.name, **size, "variant": variant}
         for case in cases
@@ -79,7 +81,7 @@ def _measure_all(cases, arguments):
 
 
 def _per_second(case, row, peaks, width):
-    """GB/s and TFLOP/s that the algorithm needs at least, and how far from the machine's limit that is."""
+    """Return the GB/s and TFLOP/s that the algorithm needs at least, and their percentage of the machine's limit."""
     if case.floor is None or "error" in row:
         return {}
     sizes = {name: value for name, value in row.items() if name in SIZES}

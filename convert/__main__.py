@@ -2,7 +2,7 @@
 
 import sys
 
-from luna_mega.convert.cli import main
+from luna_mega_cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["convert", *sys.argv[1:]]))

@@ -1,11 +1,11 @@
-"""fairseq dictionaries: reads dict.txt and finds out which file belongs to which part of the model."""
+"""Reads fairseq's dictionaries (dict.txt) and finds out which file belongs to which part of a model."""
 
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from luna_mega.convert.errors import ConversionError
+from luna_mega.errors import ConversionError
 
 SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
 VOCABULARY_PLACES = ("dict.txt", "src-bin/dict.txt", "input0/dict.txt")
@@ -16,36 +16,45 @@ FILLER = re.compile(r"madeupword\d{4}")
 
 @dataclass(frozen=True)
 class Dictionary:
-    """A dict.txt: `symbols[i]` has id 4 + i, behind the four specials that are not in the file."""
+    """Content of a dict.txt: `symbols[i]` has id 4 + i, because four specials come first that are not in the file."""
 
     path: Path
     symbols: tuple[str, ...]
 
     def size(self, appended: str | None) -> int:
-        """Ids in the model: specials, symbols, and the one that fairseq appends after loading if it is not there."""
+        """Return the number of ids in the model: specials, symbols, and `appended` where it is not one of them."""
         return len(SPECIALS) + len(self.symbols) + (appended is not None and appended not in self.symbols)
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The symbols as class names (label id = line index), without the filler that rounds the size up to 8."""
+        """Names of the classes: the symbols without the fillers, which round the number of lines up to 8."""
         return tuple(symbol for symbol in self.symbols if not FILLER.fullmatch(symbol))
 
 
-def read_dictionary(path: str | Path) -> Dictionary:
-    """Reads lines `symbol count`, split at the last space, with fairseq's `#fairseq:overwrite` flag.
+def read_text(path: Path, missing: str = "no such file", undecodable: str = "not UTF-8 text") -> str:
+    """Return the text of a file; `missing` and `undecodable` are what the error says in either case.
 
     Raises:
-        ConversionError: no such file, or not such a file; the message names the line.
+        ConversionError: the file does not exist, or is not UTF-8.
+    """
+    if not path.is_file():
+        raise ConversionError(f"{path}: {missing}")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConversionError(f"{path}: {undecodable} ({error.reason} at byte {error.start})") from error
+
+
+def read_dictionary(path: str | Path) -> Dictionary:
+    """Read lines `symbol count`, split at the last space, where fairseq's `#fairseq:overwrite` may follow.
+
+    Raises:
+        ConversionError: the file does not exist, or a line is not such a line; the message names it.
     """
     path = Path(path)
-    if not path.is_file():
-        raise ConversionError(f"{path}: no such dictionary file")
+    lines = read_text(path, "no such dictionary file").split("\n")
     symbols: list[str] = []
     seen = set(SPECIALS)
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise ConversionError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
     for number, line in enumerate(lines[:-1] if lines[-1] == "" else lines, start=1):
         symbol, _, count = line.rstrip().rpartition(" ")
         overwrite = count == "#fairseq:overwrite"
@@ -63,10 +72,10 @@ def read_dictionary(path: str | Path) -> Dictionary:
 
 
 def vocabulary(names: Iterable[str], appended: str | None) -> dict[str, int]:
-    """The ids of a dictionary whose lines are called `names`, with the specials and the appended symbol.
+    """Return the ids of a dictionary with lines of these `names`, of the specials and of the appended symbol.
 
-    Where a name comes again (`#fairseq:overwrite`) it means the later line, and the earlier id gets a name that no
-    text has; the specials keep theirs.
+    A name that comes again (`#fairseq:overwrite`) means the later line, and the earlier id gets a name that no text
+    has. The specials keep their names.
     """
     ids = {special: index for index, special in enumerate(SPECIALS)}
     for index, name in enumerate(names, start=len(SPECIALS)):
@@ -82,7 +91,7 @@ def vocabulary(names: Iterable[str], appended: str | None) -> dict[str, int]:
 
 @dataclass
 class Dictionaries:
-    """The dictionaries of one model, and what to tell the user about the search; `target`: of an encoder-decoder."""
+    """Dictionaries of one model, with notes and warnings for the user; only an encoder-decoder has a `target`."""
 
     vocabulary: Dictionary | None
     labels: Dictionary | None
@@ -94,7 +103,7 @@ class Dictionaries:
 def assign_dictionaries(
     given: list[str | Path], beside: Path, vocab_size: int | None, appended: str | None, num_labels: int | None
 ) -> Dictionaries:
-    """Finds the vocabulary and the label dictionary among `given` or, when none is given, in the folder `beside`.
+    """Find the vocabulary and the label dictionary among `given` or, when none is given, in the folder `beside`.
 
     Args:
         vocab_size: rows of the embedding; None = the model has no vocabulary.
@@ -102,7 +111,7 @@ def assign_dictionaries(
         num_labels: classes; None = the model has none.
 
     Raises:
-        ConversionError: a file fits neither role, or two files fit the same one.
+        ConversionError: a file fits neither role, or two different files fit the same one.
     """
     found = Dictionaries(None, None, [], [])
     paths = given or _beside(beside, vocab_size is not None, num_labels is not None)
@@ -113,10 +122,10 @@ def assign_dictionaries(
         elif num_labels is not None and len(dictionary.labels) == num_labels:
             role = "labels"
         elif dictionary.path.parent.name in ("label-bin", "label"):
-            # fairseq takes the number of classes from its args and never compares the two.
+            # fairseq takes the number of classes from its args and never compares it with the labels.
             found.warnings.append(
-                f"{path}: {len(dictionary.labels)} labels for {num_labels or 'no'} classes: not used, classes keep "
-                "their numbers"
+                f"{dictionary.path.parent.name}/{dictionary.path.name}: {len(dictionary.labels)} labels for "
+                f"{num_labels or 'no'} classes: not used, classes keep their numbers"
             )
             continue
         else:
@@ -133,17 +142,18 @@ def assign_dictionaries(
 def assign_pair(
     given: list[str | Path], beside: Path, languages: tuple[str, str], sizes: tuple[int, int], joint: bool
 ) -> Dictionaries:
-    """Finds source and target dictionary among `given` or, when none is given, as dict.LANGUAGE.txt in `beside`.
+    """Find source and target dictionary among `given` or, when none is given, as dict.LANGUAGE.txt in `beside`.
 
-    A file has the role that its name or its size says; of two that fit either, the first is the source's.
+    The name or the size of a file tells its role. If both files fit both roles, the first one is the source's.
 
     Args:
-        languages: of source and target.
+        languages: names of the source and the target language.
         sizes: rows of their embeddings.
-        joint: they have one embedding, so that one file serves both.
+        joint: whether both languages share one embedding, so that one file serves both.
 
     Raises:
-        ConversionError: a file fits no role, two fit the same, one is missing, or two of a joint vocabulary differ.
+        ConversionError: a file fits no role, two files fit the same role, one is missing, or the files of a shared
+            embedding differ.
     """
     names = [f"dict.{language}.txt" for language in languages]
     paths = list(map(Path, given)) or [path for name in dict.fromkeys(names) if (path := beside / name).is_file()]
@@ -161,7 +171,9 @@ def assign_pair(
                 f"are in {' and '.join(names)}; give the dictionaries it was trained with (--dict)"
             )
         if not free:
-            raise ConversionError(f"{path}: fits as {fitting[-1]}, and so does {found[fitting[-1]].path}; give one")
+            raise ConversionError(
+                f"{path}: fits as {fitting[-1]}, and so does {found[fitting[-1]].path}; give one of them"
+            )
         found[free[0]] = dictionary
     if found and joint:
         first, *others = found.values()
@@ -170,7 +182,7 @@ def assign_pair(
         found = dict.fromkeys(_ROLES, first)
     notes = []
     if not found:
-        notes.append(f"no dictionary: there is no {' or '.join(names)}, which tokenizers are made of; see --dict")
+        notes.append(f"no dictionary: there is no {' or '.join(names)}, which tokenizers are made from; --dict adds it")
     elif missing := [name for role, name in zip(_ROLES, names, strict=True) if role not in found]:
         raise ConversionError(
             f"{next(iter(found.values())).path}: the dictionary of the other language, {missing[0]}, is missing; give "
@@ -180,7 +192,7 @@ def assign_pair(
 
 
 def _beside(folder: Path, vocabulary: bool, labels: bool) -> list[Path]:
-    """At most one file of each role, the first place that has one."""
+    """Return at most one file of each role: that of the first place that has one."""
     places = [VOCABULARY_PLACES] * vocabulary + [LABEL_PLACES] * labels
     return [found for names in places if (found := next((p for n in names if (p := folder / n).is_file()), None))]
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from luna_mega.convert.errors import ConversionError
+from luna_mega.errors import ConversionError
 
 ORDER = {
     "main": ("delta", "alpha", "beta", "gamma", "omega"),

@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass
 from functools import cache
 
+# The transform of norm weights and biases: weights may be stored minus one.
+LAYER_NORM = "layer_norm"
 _FIELDS = {"layer": r"\d+", "n": r"\d+", "part": r"weight|bias", "rest": r".+"}
 
 

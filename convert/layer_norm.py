@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from luna_mega.convert.errors import ConversionError
+from luna_mega.errors import ConversionError
 
 CONVENTIONS = ("standard", "plus-one")
 CHOICES = ("auto", *CONVENTIONS)

@@ -1,12 +1,12 @@
-"""What a conversion is going to do, before a tensor is touched."""
+"""What a conversion and an export are going to do, before a tensor is touched."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from luna_mega.convert.errors import ConversionError
+from luna_mega.convert.dictionary import Dictionaries, assign_dictionaries, assign_pair
 from luna_mega.convert.keymap import KeyMap
 
 
@@ -23,8 +23,8 @@ class Plan:
     model_class: type[PreTrainedModel]
     config: PreTrainedConfig
     keymap: KeyMap
-    appended_symbol: str | None
-    num_labels: int | None
+    appended_symbol: str | None = None
+    num_labels: int | None = None
     prepends_appended: bool = False
     languages: tuple[str, str] | None = None
     generation: dict[str, Any] = field(default_factory=dict)
@@ -38,15 +38,25 @@ class Plan:
         """Rows of the embedding; None: the model reads real numbers."""
         return self.config.vocab_size if self.config.input_type == "tokens" else None
 
-    @property
-    def target_vocab_size(self) -> int:
-        """Rows of the embedding of an encoder-decoder's target."""
-        return self.config.get_text_config(decoder=True).vocab_size
+    def find_dictionaries(self, given: list[str | Path], beside: Path) -> Dictionaries:
+        """Find the dictionaries of the model among the files `given` or, when none is given, in the folder `beside`.
+
+        Raises:
+            ConversionError: a file does not fit the model, or one of two is missing.
+        """
+        if self.languages is None:
+            return assign_dictionaries(given, beside, self.vocab_size, self.appended_symbol, self.num_labels)
+        sizes = (self.vocab_size, self.config.get_text_config(decoder=True).vocab_size)
+        return assign_pair(given, beside, self.languages, sizes, self.config.share_encoder_decoder_embeddings)
 
 
-def build_config(config_class: type[PreTrainedConfig], **fields) -> PreTrainedConfig:
-    """A configuration; args and shapes that do not fit together end in a `ConversionError`."""
-    try:
-        return config_class(**fields)
-    except (ValueError, TypeError, StrictDataclassError) as error:
-        raise ConversionError(f"args and tensors do not fit together: {error}") from error
+@dataclass(frozen=True)
+class Target:
+    """A model that is to be written as a checkpoint: its class and configuration, the revision of the original that
+    reads it, and the name of its classification head there (None: heads have no names).
+    """
+
+    model_class: type[PreTrainedModel]
+    config: PreTrainedConfig
+    revision: str
+    head: str | None = None

@@ -1,25 +1,28 @@
 """The report of a conversion: a table for the screen, conversion_report.json for machines and for export."""
 
 import json
+import re
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from luna_mega.convert.mapping import few
+from luna_mega.convert.tensors import few
 
 FILE_NAME = "conversion_report.json"
-_REVISIONS = {"r21": "2021 code", "head": "2023 code", "main": "branch main", "flash": "branch flash"}
 _WORDS = {True: "yes", False: "no", None: "none"}
+# An absolute path that is an argument, or one of several with ':' between them: not the "//" of env:// or tcp://host.
+_ABSOLUTE_PATH = re.compile(r"(?<![^:])(?://)?(?:/(?!/)|~/|[A-Za-z]:[\\/](?!/))[^:]+")
 
 
 @dataclass
 class Report:
-    """What a conversion read, decided and wrote.
+    """Record of what a conversion read, decided and wrote.
 
     `mapped` has `{"source", "target", "shape"}` and `dropped` `{"source", "shape", "reason"}` for every tensor of the
-    checkpoint; `tokenizer` has `{"class", "kind", "size", "missing_pieces"}`; `args` are fairseq's, as JSON values, so
-    that an export can write them back. `missing` and `unexpected` are empty: a conversion with either fails.
+    checkpoint; `tokenizer` has `{"class", "kind", "size", "missing_pieces"}`; `args` are those of fairseq, so that an
+    export can write them back; `code` is the name of the revision on the screen. `missing` and `unexpected` are empty:
+    a conversion with either fails.
     """
 
     output: str
@@ -39,12 +42,13 @@ class Report:
     warnings: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
+    code: str = ""
 
     def save(self, folder: Path) -> None:
-        """Writes conversion_report.json into `folder`."""
-        content = {"format": 1} | asdict(self)
-        del content["output"]  # a path of this machine
-        (folder / FILE_NAME).write_text(json.dumps(content, indent=2, default=_plain) + "\n", encoding="utf-8")
+        """Write conversion_report.json into `folder`; of absolute paths it has the last name only."""
+        content = {"format": 1} | asdict(self) | {"args": _without_folders(self.args)}
+        del content["output"], content["code"]
+        (folder / FILE_NAME).write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
 
     def __str__(self) -> str:
         source = self.source
@@ -53,7 +57,7 @@ class Report:
             mean = decisions.pop("layer norm mean")
             decisions["layer norm"] += f" (the mean of the norm weights is {mean:.3f})"
         rows = {
-            "read": f"{source['file']}: {source['layout']} of the {_REVISIONS[source['revision']]}, "
+            "read": f"{source['file']}: {source['layout']} of the {self.code or source['revision']}, "
             f"arch {source['arch']}, task {source['task']}, updates: {source['num_updates'] or 'not recorded'}",
             "class": self.model_class,
             **{name: _shown(value) for name, value in decisions.items()},
@@ -72,7 +76,7 @@ class Report:
             ("written", f"{self.output}: {', '.join(self.files)}"),
         ]
         width = max(len(name) for name, _ in lines) + 2
-        return "\n".join(f"{name:<{width}}{value}" for name, value in lines)
+        return "\n".join(f"{name:<{width}}{' '.join(value.split())}" for name, value in lines)
 
 
 def _shown(value: Any) -> str:
@@ -88,8 +92,10 @@ def _tokenizer_row(kind: str, size: int, missing_pieces: list[str], **of_class: 
     return row
 
 
-def _plain(value: Any) -> Any:
-    """What JSON has no type for: numpy numbers become Python's, a nested Namespace a dict, the rest its text."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    return vars(value) if hasattr(value, "__dict__") else str(value)
+def _without_folders(value: Any) -> Any:
+    """Return an argument with every absolute path cut down to its last part: the rest is about somebody's machine."""
+    if isinstance(value, str):
+        return _ABSOLUTE_PATH.sub(lambda path: re.split(r"[\\/]", path[0].rstrip("\\/"))[-1], value)
+    if isinstance(value, dict):
+        return {name: _without_folders(inner) for name, inner in value.items()}
+    return [_without_folders(inner) for inner in value] if isinstance(value, (list, tuple)) else value

@@ -1,4 +1,4 @@
-"""Real handwritten digits, pixel by pixel: train, save, reload and judge a small Luna and a small Mega, in two minutes.
+"""Trains, saves, reloads and judges a small Luna and a small Mega on handwritten digits, in two minutes.
 
     python examples/digits_demo.py
 
@@ -88,7 +88,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def load_data(seed: int) -> tuple[Dataset, Dataset]:
-    """80 % of the images of each class to train on, 20 % to test; `input_values` `[64]` from -1 (white) to 1."""
+    """Split the images, 80 % of each class to train on and 20 % to test; `input_values` are `[64]`, -1 (white) to 1."""
     digits = load_digits()
     values = (digits.data.astype(np.float32) / 16 - 0.5) / 0.5
     parts = train_test_split(values, digits.target, test_size=0.2, stratify=digits.target, random_state=seed)
@@ -134,12 +134,12 @@ def train(model_type: str, arguments: argparse.Namespace, train_set: Dataset, te
 
 @torch.no_grad()
 def predict(model: PreTrainedModel, test_set: Dataset) -> np.ndarray:
-    """Logits `[N, 10]` of all test images in one batch."""
+    """Return the logits `[N, 10]` of all test images, read in one batch."""
     return model.eval()(input_values=torch.tensor(test_set["input_values"][:])).logits.numpy()
 
 
 def run(model_type: str, arguments: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, float]]]:
-    """Trains, saves, reloads and judges one model; returns its summary and what the Trainer logged."""
+    """Train, save, reload and judge one model; return its summary and what the Trainer logged."""
     start = time.perf_counter()
     set_seed(arguments.seed)
     train_set, test_set = load_data(arguments.seed)

@@ -13,23 +13,19 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
-from common.arguments import fail
-from common.bpe import load_tokenizer
-from common.data import check_split, load_splits
-from common.language_model import Score, encode, score
+from common.arguments import check_choice, check_least, fail
+from common.data import SourceArguments, check_source, check_texts, load_splits
+from common.language_model import Score, encode, load_language_model, score
 from common.report import peak_memory_gb, print_table, save_json
-from transformers import AutoModelForCausalLM, HfArgumentParser, PreTrainedModel
+from transformers import HfArgumentParser, PreTrainedModel
 
 import luna_mega
 
 
-@dataclass
-class Arguments:
+@dataclass(kw_only=True)
+class Arguments(SourceArguments):
     model_name_or_path: str = field(metadata={"help": "trained or converted model, or Hub name"})
     output_dir: str = field(metadata={"help": "where scores and plots go"})
-    dataset_path: str | None = field(default=None, metadata={"help": "local folder: files named by split"})
-    dataset_name: str | None = field(default=None, metadata={"help": "Hub name: Salesforce/wikitext"})
-    dataset_config: str | None = field(default=None, metadata={"help": "its configuration: wikitext-103-v1"})
     split: str = field(default="validation", metadata={"help": "split that is scored"})
     last_share: float = field(default=1.0, metadata={"help": "score the last part of its tokens only: 0.1"})
     text_column: str = field(default="text", metadata={"help": "column with the text"})
@@ -45,33 +41,26 @@ class Arguments:
 
 def parse(argv: list[str] | None) -> Arguments:
     (arguments,) = HfArgumentParser(Arguments, allow_abbrev=False).parse_args_into_dataclasses(argv)
-    for name in ("context", "chunk", "segment", "batch_size"):
-        value = getattr(arguments, name)
-        if any(number < 1 for number in (value if isinstance(value, list) else [value])):
-            fail(f"--{name} {value} must be at least 1")
-    if (arguments.dataset_name is None) == (arguments.dataset_path is None):
-        fail("pass one of --dataset_name and --dataset_path")
-    if arguments.line_end not in ("newline", "eos"):
-        fail(f"--line_end {arguments.line_end} must be newline or eos")
+    check_least(arguments, 1, "context", "chunk", "segment", "batch_size")
+    check_source(arguments)
+    check_choice(arguments, "line_end", ("newline", "eos"))
     if not 0 < arguments.last_share <= 1:
         fail(f"--last_share {arguments.last_share} must be in (0, 1]")
     return arguments
 
 
 def load(arguments: Arguments) -> tuple[PreTrainedModel, torch.LongTensor]:
-    try:
-        model = AutoModelForCausalLM.from_pretrained(arguments.model_name_or_path).to(arguments.device).eval()
-        tokenizer = load_tokenizer(arguments.model_name_or_path)
-    except (OSError, ValueError) as error:
-        fail(error)
-    path, name = arguments.dataset_path, arguments.dataset_name
-    split = load_splits([arguments.split], path, name, arguments.dataset_config)[arguments.split]
-    check_split(split, arguments.split, (arguments.text_column,), labels=None)
+    """Return the model, and the tokens that it is to score."""
+    model, tokenizer = load_language_model(arguments.model_name_or_path, arguments.device)
+    name, source = arguments.split, (arguments.dataset_path, arguments.dataset_name, arguments.dataset_config)
+    split = load_splits({name: None}, *source)[name]
+    check_texts(split, name, (arguments.text_column,))
     stream = encode(split, arguments.text_column, tokenizer, arguments.line_end)
     return model, stream[-round(len(stream) * arguments.last_share) :]
 
 
 def set_chunk(model: PreTrainedModel, chunk: int) -> None:
+    """Give the model another length of its attention chunks."""
     config = model.config
     if not getattr(config, "use_chunking", False) or config.relative_positional_bias != "rotary":
         fail("--chunk needs a model with attention in chunks and a rotary bias; a table of biases has a fixed length")
@@ -79,6 +68,7 @@ def set_chunk(model: PreTrainedModel, chunk: int) -> None:
 
 
 def plot(results: list[tuple[int | None, int, Score]], path: Path) -> None:
+    """Draw perplexity over the context and over the chunk; `results` are (chunk, context, score)."""
     chunks = list(dict.fromkeys(chunk for chunk, _, _ in results))
     contexts = list(dict.fromkeys(context for _, context, _ in results))
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained", sharey=True)
@@ -108,29 +98,24 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         for context in arguments.context:
             result = score(model, stream, context, arguments.segment, arguments.batch_size, progress=True)
             results.append((chunk, context, result))
-            print_table(
-                f"chunk {chunk}, context {context}",
-                {"loss": result.loss, "perplexity": result.perplexity, "bits_per_token": result.bits},
-            )
+            print_table(f"chunk {chunk}, context {context}", result.metrics)
     output = Path(arguments.output_dir)
     output.mkdir(parents=True, exist_ok=True)
     plot(results, output / "context.png")
-    best = min(results, key=lambda row: row[2].loss)
+    best_chunk, best_context, best = min(results, key=lambda result: result[2].loss)
     summary = {
         "model": arguments.model_name_or_path,
         "luna_mega": luna_mega.__version__,
-        "tokens": best[2].tokens,
-        "best_chunk": best[0],
-        "best_context": best[1],
-        "loss": best[2].loss,
-        "perplexity": best[2].perplexity,
-        "bits_per_token": best[2].bits,
+        "tokens": best.tokens,
+        "best_chunk": best_chunk,
+        "best_context": best_context,
+        **best.metrics,
         "curve": str(output / "context.png"),
         "peak_memory_gb": peak_memory_gb(model.device),
         "total_seconds": time.perf_counter() - start,
     }
-    rows = [{"chunk": chunk, "context": context, "loss": result.loss} for chunk, context, result in results]
-    save_json(summary | {"scores": rows}, output / "scores.json")
+    scores = [{"chunk": chunk, "context": context, "loss": result.loss} for chunk, context, result in results]
+    save_json(summary | {"scores": scores}, output / "scores.json")
     print_table("scores", summary)
     return summary
 

@@ -2,8 +2,8 @@
 
     python examples/generate_lm.py --model_name_or_path OUT --prompt "ROMEO:" --max_new_tokens 20000 --output_dir TEXT
 
-Says how fast, and with how much memory: a Luna, and a Mega with attention in chunks, needs
-the same for every token.
+Tells how fast it is and how much memory it takes: a Luna, and a Mega with attention in chunks, need as much for every
+token as for the first.
 """
 
 import time
@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common.arguments import fail
-from common.bpe import load_tokenizer
+from common.arguments import check_least, fail
+from common.language_model import load_language_model
 from common.report import peak_memory_gb, print_table, save_json, show
-from transformers import AutoModelForCausalLM, HfArgumentParser, TextStreamer, set_seed
+from transformers import HfArgumentParser, TextStreamer, set_seed
 
 import luna_mega
 
@@ -34,12 +34,12 @@ class Arguments:
 
 
 class MeasuredStreamer(TextStreamer):
-    """Writes the text to a file as it comes; counts tokens a second, and what process and cache (`see`) take."""
+    """Streamer that writes the text to a file as it comes, and measures speed and memory every so many tokens."""
 
     def __init__(self, tokenizer, file, every: int, device: torch.device):
         super().__init__(tokenizer, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         self.file, self.every, self.device = file, every, device
-        self.count, self.rows, self.start = 0, [], None
+        self.count, self.reports, self.start = 0, [], None
 
     def see(self, module, arguments, output):  # a forward hook
         self.cache = output.past_key_values
@@ -52,10 +52,10 @@ class MeasuredStreamer(TextStreamer):
             return
         self.count += 1
         if self.count % self.every == 0:
-            row = {"tokens": self.count, "tokens_per_second": self.every / (now - self.start)}
-            row |= {"cache_bytes": cache_bytes(self.cache), "peak_memory_gb": peak_memory_gb(self.device)}
-            print("  ".join(f"{name} {show(value)}" for name, value in row.items()), flush=True)
-            self.rows.append(row)
+            report = {"tokens": self.count, "tokens_per_second": self.every / (now - self.start)}
+            report |= {"cache_bytes": cache_bytes(self.cache), "peak_memory_gb": peak_memory_gb(self.device)}
+            print("  ".join(f"{name} {show(value)}" for name, value in report.items()), flush=True)
+            self.reports.append(report)
             self.start = now
 
     def on_finalized_text(self, text: str, stream_end: bool = False):
@@ -63,6 +63,7 @@ class MeasuredStreamer(TextStreamer):
 
 
 def cache_bytes(cache) -> int:
+    """Return the bytes of all tensors that a cache holds."""
     held = (getattr(layer, "tensors", vars(layer)) for layer in cache.layers)  # Luna's are in a dictionary
     tensors = (value for fields in held for value in fields.values() if isinstance(value, torch.Tensor))
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
@@ -70,15 +71,10 @@ def cache_bytes(cache) -> int:
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     (arguments,) = HfArgumentParser(Arguments, allow_abbrev=False).parse_args_into_dataclasses(argv)
-    for name, least in (("max_new_tokens", 1), ("report_every", 1), ("temperature", 0), ("top_k", 0)):
-        if getattr(arguments, name) < least:
-            fail(f"--{name} {getattr(arguments, name)} must be at least {least}")
+    check_least(arguments, 1, "max_new_tokens", "report_every")
+    check_least(arguments, 0, "temperature", "top_k")
     set_seed(arguments.seed)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(arguments.model_name_or_path).to(arguments.device).eval()
-        tokenizer = load_tokenizer(arguments.model_name_or_path)
-    except (OSError, ValueError) as error:
-        fail(error)
+    model, tokenizer = load_language_model(arguments.model_name_or_path, arguments.device)
     prompt = tokenizer(arguments.prompt, add_special_tokens=False, return_tensors="pt").to(model.device)["input_ids"]
     if prompt.shape[1] == 0:
         fail(f"--prompt {arguments.prompt!r} has no tokens")
@@ -93,9 +89,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         model.register_forward_hook(streamer.see)
         model.generate(prompt, attention_mask=torch.ones_like(prompt), streamer=streamer, **options)
     summary = {"model": arguments.model_name_or_path, "luna_mega": luna_mega.__version__, "tokens": streamer.count}
-    for name, row in zip(("first", "last"), streamer.rows[:1] + streamer.rows[-1:], strict=False):
-        summary |= {f"{name}_{key}": value for key, value in row.items() if key != "tokens"}
-    save_json(summary | {"rows": streamer.rows}, output / "summary.json")
+    for name, report in zip(("first", "last"), streamer.reports[:1] + streamer.reports[-1:], strict=False):
+        summary |= {f"{name}_{key}": value for key, value in report.items() if key != "tokens"}
+    save_json(summary | {"rows": streamer.reports}, output / "summary.json")
     print_table("generation", summary | {"text": str(output / "text.txt")})
     return summary
 

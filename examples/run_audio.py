@@ -7,39 +7,30 @@ Every field of TrainingArguments is an option; the values of a recipe are defaul
 
 import math
 import random
-import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common.arguments import fail, find_checkpoint, parse_arguments
-from common.data import load_splits
-from common.hub import publish
-from common.model import CheckpointArguments, make_config, make_model
-from common.training import OrderedTrainer, check_training, describe, evaluate, finish, train
+from common.arguments import check_least, fail
+from common.data import ClassifierArguments, SourceArguments, check_columns, check_source, load_splits
+from common.model import CheckpointArguments, label_fields, make_config, make_model
+from common.script import Script
+from common.training import write_lines
 from datasets import Audio, ClassLabel, Dataset
 from scipy.signal import resample_poly
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
     DataCollatorWithPadding,
-    EarlyStoppingCallback,
     EvalPrediction,
     Trainer,
     TrainingArguments,
     Wav2Vec2FeatureExtractor,
-    set_seed,
 )
 
 
 @dataclass
-class DataArguments:
-    dataset_name: str | None = field(default=None, metadata={"help": "Hub name of a data set with clips and labels"})
-    dataset_config: str | None = field(default=None, metadata={"help": "its configuration"})
-    dataset_path: str | None = field(
-        default=None, metadata={"help": "local folder instead of the Hub: parquet or json(l) files, named by split"}
-    )
+class DataArguments(SourceArguments, ClassifierArguments):
     audio_column: str = field(
         default="audio", metadata={"help": "clips: audio files, lists of numbers, or bytes of 16-bit samples"}
     )
@@ -53,73 +44,24 @@ class DataArguments:
     )
     max_seconds: float | None = field(default=None, metadata={"help": "longer clips are cut"})
     random_shift: float = field(default=0.0, metadata={"help": "move training clips by up to this many seconds"})
-    random_speed: float = field(default=0.0, metadata={"help": "0.1: play training clips up to 10 % faster or slower"})
+    random_speed: float = field(default=0.0, metadata={"help": "0.1: speed of training clips changes by up to a tenth"})
     random_gain: float = field(default=0.0, metadata={"help": "training clips are up to this many dB louder or softer"})
-    random_noise: float = field(default=0.0, metadata={"help": "0.1: noise of up to 10 % of a clip's deviation"})
-    max_train_samples: int | None = field(default=None, metadata={"help": "use only the first N"})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "use only the first N"})
-    max_predict_samples: int | None = field(default=None, metadata={"help": "use only the first N"})
-    early_stopping_patience: int | None = field(
-        default=None, metadata={"help": "stop after N evaluations without a better metric_for_best_model"}
-    )
+    random_noise: float = field(default=0.0, metadata={"help": "0.1: noise of up to a tenth of a clip's deviation"})
 
 
-def parse(argv: list[str] | None) -> tuple[DataArguments, CheckpointArguments, TrainingArguments]:
-    arguments = (DataArguments, CheckpointArguments, TrainingArguments)
-    data, model, training = parse_arguments(arguments, argv, metric_for_best_model="accuracy")
-    check_training(training, model, data.early_stopping_patience)
-    if (data.dataset_name is None) == (data.dataset_path is None):
-        fail("pass one of --dataset_name and --dataset_path")
-    for name in ("sampling_rate", "max_seconds"):
-        if getattr(data, name) is not None and getattr(data, name) <= 0:
-            fail(f"--{name} {getattr(data, name)}: must be above 0")
-    for name in ("random_shift", "random_speed", "random_gain", "random_noise"):
-        if getattr(data, name) < 0 or (name == "random_speed" and data.random_speed >= 1):
-            fail(f"--{name} {getattr(data, name)}: must be at least 0{', below 1' * (name == 'random_speed')}")
-    return data, model, training
-
-
-def hold_out(split: Dataset, rows: str) -> tuple[Dataset, Dataset]:
-    """The rows of `split` that `rows` ("take=5,6") does not mean, and those that it does."""
-    column, _, values = rows.partition("=")
+def hold_out(split: Dataset, condition: str) -> tuple[Dataset, Dataset]:
+    """Split `split` into the rows to train on and those that meet the `condition` ("take=5,6")."""
+    column, _, values = condition.partition("=")
     if column not in split.column_names:
-        fail(f"--hold_out {rows}: split train has no column {column}, only {', '.join(split.column_names)}")
+        fail(f"--hold_out {condition}: split train has no column {column}, only {', '.join(split.column_names)}")
     chosen = np.isin([str(value) for value in split[column]], values.split(","))
     if chosen.all() or not chosen.any():
-        fail(f"--hold_out {rows}: means {chosen.sum()} of the {len(split)} training rows")
+        fail(f"--hold_out {condition}: means {chosen.sum()} of the {len(split)} training rows")
     return split.select(np.flatnonzero(~chosen)), split.select(np.flatnonzero(chosen))
 
 
-def load_clips(data: DataArguments, training: TrainingArguments) -> dict[str, Dataset]:
-    """The splits that the run needs, with clips and labels in place."""
-    wanted = {"train": training.do_train, "validation": training.do_eval, "test": training.do_predict}
-    source = {"validation": "train"} if data.hold_out else {}
-    names = list(dict.fromkeys(source.get(name, name) for name, needed in wanted.items() if needed))
-    splits = load_splits(names, data.dataset_path, data.dataset_name, data.dataset_config)
-    if data.hold_out and "train" in splits:
-        splits["train"], splits["validation"] = hold_out(splits["train"], data.hold_out)
-    limits = (data.max_train_samples, data.max_eval_samples, data.max_predict_samples)
-    clips = {}
-    for (name, needed), limit in zip(wanted.items(), limits, strict=True):
-        if not needed:
-            continue
-        clips[name] = split = splits[name] if limit is None else splits[name].take(limit)
-        if len(split) == 0:
-            fail(f"split {name} is empty")
-        columns = [data.audio_column] + [data.label_column] * (name != "test")
-        if not isinstance(split.features.get(data.audio_column), Audio):
-            columns.append(data.rate_column)
-        if missing := [column for column in columns if column not in split.column_names]:
-            fail(f"split {name} has no column {', '.join(missing)}, only {', '.join(split.column_names)}")
-        try:
-            split[0]
-        except ImportError as error:
-            fail(f"{data.audio_column} cannot be decoded: {error}")
-    return clips
-
-
 def read_clip(row: dict[str, Any], data: DataArguments) -> tuple[np.ndarray, int]:
-    """Samples `[T]` of a row, 16-bit ones from -1 to 1, and how many make a second."""
+    """Return the samples `[T]` of a row, 16-bit ones from -1 to 1, and how many make a second."""
     clip = row[data.audio_column]
     try:
         if isinstance(clip, bytes):
@@ -134,7 +76,7 @@ def read_clip(row: dict[str, Any], data: DataArguments) -> tuple[np.ndarray, int
 def make_extractor(
     data: DataArguments, model: CheckpointArguments, clips: dict[str, Dataset]
 ) -> Wav2Vec2FeatureExtractor:
-    """What brings clips to mean 0 and variance 1 and pads them: that of the model, or a new one."""
+    """Make, or load from the model, the extractor that brings clips to mean 0 and variance 1 and pads them."""
     if not model.model_name_or_path:
         _, rate = read_clip(next(iter(clips.values()))[0], data)
         return Wav2Vec2FeatureExtractor(sampling_rate=data.sampling_rate or rate, return_attention_mask=True)
@@ -148,7 +90,7 @@ def make_extractor(
 
 
 def label_names(data: DataArguments, model: CheckpointArguments, clips: dict[str, Dataset]) -> list[str]:
-    """The classes: those of the training rows, without them those of the model."""
+    """Return the classes of the training rows or, without these, of the model."""
     if "train" not in clips:
         return list(AutoConfig.from_pretrained(model.model_name_or_path).id2label.values())
     feature = clips["train"].features[data.label_column]
@@ -160,7 +102,7 @@ def label_names(data: DataArguments, model: CheckpointArguments, clips: dict[str
 def encode_split(
     split: Dataset, name: str, data: DataArguments, extractor: Wav2Vec2FeatureExtractor, labels: list[str]
 ) -> Dataset:
-    """Columns `input_values` and `labels`, in the test split -100 where the label is not known."""
+    """Make the columns `input_values` and `labels`, -100 where the label is not known (in the test split only)."""
     rate = extractor.sampling_rate
     feature = split.features.get(data.label_column)
 
@@ -186,7 +128,7 @@ def encode_split(
 
 
 def augment(clip: np.ndarray, rate: int, data: DataArguments) -> np.ndarray:
-    """Speed, then shift (into silence or out of the clip), gain and noise, each drawn anew."""
+    """Change speed, then shift (into silence or out of the clip), gain and noise of a clip, each drawn anew."""
     if data.random_speed:
         length = round(len(clip) / random.uniform(1 - data.random_speed, 1 + data.random_speed))
         clip = np.interp(np.linspace(0, len(clip) - 1, length), np.arange(len(clip)), clip)
@@ -199,14 +141,15 @@ def augment(clip: np.ndarray, rate: int, data: DataArguments) -> np.ndarray:
 
 
 def augment_split(split: Dataset, rate: int, data: DataArguments) -> Dataset:
+    """Change the clips of `split` whenever they are read."""
     if not (data.random_speed or data.random_shift or data.random_gain or data.random_noise):
         return split
 
-    def transform(batch: dict[str, list]) -> dict[str, list]:
+    def augment_batch(batch: dict[str, list]) -> dict[str, list]:
         clips = [augment(np.asarray(clip, np.float32), rate, data) for clip in batch["input_values"]]
         return batch | {"input_values": clips}
 
-    return split.with_transform(transform)
+    return split.with_transform(augment_batch)
 
 
 def accuracy(prediction: EvalPrediction) -> dict[str, float]:
@@ -215,73 +158,70 @@ def accuracy(prediction: EvalPrediction) -> dict[str, float]:
     return {"accuracy": float(right[known].mean())} if known.any() else {}
 
 
-def build_trainer(
-    data: DataArguments, model: CheckpointArguments, training: TrainingArguments
-) -> tuple[Trainer, dict[str, Dataset]]:
-    clips = load_clips(data, training)
-    extractor, labels = make_extractor(data, model, clips), label_names(data, model, clips)
-    rate = extractor.sampling_rate
-    splits = {name: encode_split(split, name, data, extractor, labels) for name, split in clips.items()}
-    longest = max(len(clip) for split in splits.values() for clip in split["input_values"])
-    if "train" in splits:
-        longest = math.ceil(longest / (1 - data.random_speed)) + round(data.random_shift * rate)
-        splits["train"] = augment_split(splits["train"], rate, data)
-    config = make_config(
-        model,
-        None,
-        longest,
-        id2label=dict(enumerate(labels)),
-        label2id={name: index for index, name in enumerate(labels)},
-        problem_type="single_label_classification",
-    )
-    patience = data.early_stopping_patience
-    trainer = OrderedTrainer(
-        model=make_model(AutoModelForSequenceClassification, model, config),
-        args=training,
-        train_dataset=splits.get("train"),
-        eval_dataset=splits.get("validation"),
-        processing_class=extractor,
-        data_collator=DataCollatorWithPadding(extractor),
-        compute_metrics=accuracy,
-        callbacks=[EarlyStoppingCallback(patience)] if patience else None,
-    )
-    return trainer, splits
+class AudioClassification(Script):
+    arguments = (DataArguments, CheckpointArguments, TrainingArguments)
+    defaults = {"metric_for_best_model": "accuracy"}
+    title, metric = "audio classification", "eval_accuracy"
 
+    def check(self) -> None:
+        super().check()
+        data = self.data
+        check_source(data)
+        for name in ("sampling_rate", "max_seconds"):
+            if getattr(data, name) is not None and getattr(data, name) <= 0:
+                fail(f"--{name} {getattr(data, name)} must be above 0")
+        check_least(data, 0, "random_shift", "random_speed", "random_gain", "random_noise")
+        if data.random_speed >= 1:
+            fail(f"--random_speed {data.random_speed} must be below 1")
 
-def predict(trainer: Trainer, split: Dataset) -> dict[str, Any]:
-    """Writes the predicted classes of the test split; returns their path, and the accuracy if labels are known."""
-    output = trainer.predict(split)
-    path = Path(trainer.args.output_dir, "predictions.tsv")
-    if trainer.is_world_process_zero():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        names = trainer.model.config.id2label
+    def load(self) -> dict[str, Dataset]:
+        """Return the splits that the run needs, with clips and labels in place."""
+        data, limits = self.data, self.limits()
+        sources = [("train" if data.hold_out and name == "validation" else name) for name in limits]
+        splits = load_splits(dict.fromkeys(sources), data.dataset_path, data.dataset_name, data.dataset_config)
+        if data.hold_out and "train" in splits:
+            splits["train"], splits["validation"] = hold_out(splits["train"], data.hold_out)
+        clips = {name: splits[name] if limit is None else splits[name].take(limit) for name, limit in limits.items()}
+        for name, split in clips.items():
+            columns = [data.audio_column] + [data.label_column] * (name != "test")
+            if not isinstance(split.features.get(data.audio_column), Audio):
+                columns.append(data.rate_column)
+            check_columns(split, name, columns)
+            try:
+                split[0]
+            except ImportError as error:
+                fail(f"{data.audio_column} cannot be decoded: {error}")
+        return clips
+
+    def build(self) -> Trainer:
+        data, clips = self.data, self.load()
+        extractor, labels = make_extractor(data, self.model, clips), label_names(data, self.model, clips)
+        rate = extractor.sampling_rate
+        self.splits = {name: encode_split(split, name, data, extractor, labels) for name, split in clips.items()}
+        longest = max(len(clip) for split in self.splits.values() for clip in split["input_values"])
+        if "train" in self.splits:
+            longest = math.ceil(longest / (1 - data.random_speed)) + round(data.random_shift * rate)
+            self.splits["train"] = augment_split(self.splits["train"], rate, data)
+        fields = {**label_fields(labels), "problem_type": "single_label_classification"}
+        config = make_config(self.model, None, longest, **fields)
+        return self.make_trainer(
+            make_model(AutoModelForSequenceClassification, self.model, config),
+            processing_class=extractor,
+            data_collator=DataCollatorWithPadding(extractor),
+            compute_metrics=accuracy,
+        )
+
+    def predict(self) -> dict[str, Any]:
+        """Write the predicted classes of the test split; return their path, and the accuracy if labels are known."""
+        output = self.trainer.predict(self.splits["test"])
+        names = self.trainer.model.config.id2label
         lines = [f"{index}\t{names[best]}" for index, best in enumerate(output.predictions.argmax(-1))]
-        path.write_text("\n".join(["index\tprediction", *lines]) + "\n", encoding="utf-8")
-    scores = {name: value for name, value in output.metrics.items() if name == "test_accuracy"}
-    return scores | {"predictions": str(path)}
+        scores = {name: value for name, value in output.metrics.items() if name == "test_accuracy"}
+        return scores | {"predictions": write_lines(self.trainer, "predictions.tsv", ["index\tprediction", *lines])}
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    start = time.perf_counter()
-    data, model, training = parse(argv)
-    base_model, checkpoint = model.model_name_or_path, find_checkpoint(training)
-    if checkpoint:  # for its configuration, also when the run began from scratch
-        model.model_name_or_path = checkpoint
-    set_seed(training.seed)
-    trainer, splits = build_trainer(data, model, training)
-    summary = describe(trainer, model)
-    if training.do_train:
-        summary |= train(trainer, checkpoint)
-    if training.do_eval:
-        summary |= evaluate(trainer)
-    if training.do_predict:
-        summary |= predict(trainer, splits["test"])
-    summary = finish(trainer, "audio classification", summary, ["eval_accuracy"], start)
-    if training.do_train:
-        hub = {"dataset": data.dataset_name, "dataset_config": data.dataset_config}
-        source = {"dataset": data.dataset_path} if data.dataset_path else hub
-        publish(trainer, __file__, argv, summary, **source, base_model=base_model, license=model.license)
-    return summary
+    return AudioClassification(argv).run()
 
 
 if __name__ == "__main__":

@@ -7,31 +7,25 @@ Every field of TrainingArguments is an option; the values of a recipe are defaul
 """
 
 import math
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from common.arguments import fail, find_checkpoint, parse_arguments
-from common.data import check_split, load_splits, name_data
-from common.hub import publish
-from common.language_model import Score, Streams, Windows, encode, score
+from common.arguments import check_choice, check_least, fail
+from common.data import SourceArguments, check_source, check_texts, load_splits
+from common.language_model import Streams, Windows, encode, score
 from common.model import ModelArguments, make_config, make_model, make_tokenizer
-from common.training import check_training, describe, evaluate, finish, train
+from common.script import Script
 from common.vocabulary import make_bytes, train_characters, train_words
-from datasets import Dataset
 from torch.utils.data import SequentialSampler, default_collate
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, Trainer, TrainingArguments, set_seed
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, Trainer, TrainingArguments
 
 # The fields that make a decoder.
 DECODER = {"mega": {"is_decoder": True, "bidirectional": False}, "luna": {"is_decoder": True}}
 
 
 @dataclass
-class DataArguments:
-    dataset_name: str | None = field(default=None, metadata={"help": "Hub name: Salesforce/wikitext"})
-    dataset_config: str | None = field(default=None, metadata={"help": "its configuration: wikitext-103-v1"})
-    dataset_path: str | None = field(default=None, metadata={"help": "local folder: files named by split"})
+class DataArguments(SourceArguments):
     text_column: str = field(default="text", metadata={"help": "column with the text; a txt file has one row a line"})
     validation_share: float = field(
         default=0.0, metadata={"help": "the last part of the training tokens is the validation split: 0.1"}
@@ -53,7 +47,7 @@ class DataArguments:
 
 
 class BlockCollator:
-    """Stacks blocks; with `shortest` cuts the batch to a random number of chunks, as the original samples lengths."""
+    """Collator that stacks blocks and, with `shortest`, cuts them to a random number of chunks as the original does."""
 
     def __init__(self, length: int, shortest: int | None, chunk: int):
         self.length, self.shortest, self.chunk = length, shortest, chunk
@@ -67,7 +61,7 @@ class BlockCollator:
 
 
 class LanguageModelTrainer(Trainer):
-    """Trainer that carries the state along streams, where it is given `Streams`, and scores one stream of tokens."""
+    """Trainer that carries the state along `Streams` and scores one stream of tokens."""
 
     def __init__(self, *args, data: DataArguments, **kwargs):
         super().__init__(*args, **kwargs)
@@ -94,113 +88,83 @@ class LanguageModelTrainer(Trainer):
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval") -> dict[str, float]:
         stream = self.eval_dataset if eval_dataset is None else eval_dataset
-        rows = self.args.eval_batch_size
-        metrics = report(score(self.model, stream, self.data.eval_context, self.data.eval_segment, rows))
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
+        result = score(self.model, stream, self.data.eval_context, self.data.eval_segment, self.args.eval_batch_size)
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in result.metrics.items()}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
 
-def report(result: Score) -> dict[str, float]:
-    """Nats, perplexity and bits per token."""
-    return {"loss": result.loss, "perplexity": result.perplexity, "bits_per_token": result.bits}
+class CausalLanguageModel(Script):
+    arguments = (DataArguments, ModelArguments, TrainingArguments)
+    defaults = {"model_type": "mega"}
+    title, metric = "causal language model", "eval_loss"
 
+    def check(self) -> None:
+        super().check()
+        data, training = self.data, self.training
+        check_source(data)
+        check_choice(data, "tokenization", ("char", "byte", "bpe", "word"))
+        check_choice(data, "line_end", ("newline", "eos"))
+        check_choice(self.model, "model_type", DECODER)
+        check_least(data, 1, "block_size", "eval_context", "eval_segment")
+        if not 0 <= data.validation_share < 1:
+            fail(f"--validation_share {data.validation_share} must be in [0, 1)")
+        if data.carry_state and data.min_block_size:
+            fail("--min_block_size goes with blocks at random places, not with --carry_state")
+        if data.carry_state and (training.gradient_checkpointing or training.n_gpu > 1 or training.world_size > 1):
+            fail("--carry_state needs a single process and no --gradient_checkpointing")
 
-def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, TrainingArguments]:
-    kinds = (DataArguments, ModelArguments, TrainingArguments)
-    data, model, training = parse_arguments(kinds, argv, model_type="mega")
-    check_training(training, model)
-    if training.do_predict:
-        fail("--do_predict: a language model has no test predictions to write; pass --do_eval")
-    if (data.dataset_name is None) == (data.dataset_path is None):
-        fail("pass one of --dataset_name and --dataset_path")
-    for name, choices in (("tokenization", ("char", "byte", "bpe", "word")), ("line_end", ("newline", "eos"))):
-        if getattr(data, name) not in choices:
-            fail(f"--{name} {getattr(data, name)} must be one of {', '.join(choices)}")
-    if not 0 <= data.validation_share < 1:
-        fail(f"--validation_share {data.validation_share} must be in [0, 1)")
-    for name in ("block_size", "eval_context", "eval_segment"):
-        if getattr(data, name) < 1:
-            fail(f"--{name} {getattr(data, name)} must be at least 1")
-    if model.model_type not in DECODER:
-        fail(f"--model_type {model.model_type} must be one of {', '.join(DECODER)}")
-    if data.carry_state and data.min_block_size:
-        fail("--min_block_size goes with blocks at random places, not with --carry_state")
-    if data.carry_state and (training.gradient_checkpointing or training.n_gpu > 1 or training.world_size > 1):
-        fail("--carry_state needs a single process and no --gradient_checkpointing")
-    return data, model, training
+    def make_tokenizer(self, texts: list[str]) -> PreTrainedTokenizerBase:
+        if self.model.tokenizer_name or self.model.model_name_or_path or self.data.tokenization == "bpe":
+            return make_tokenizer(self.model, texts, max_length=int(1e30))
+        if self.data.tokenization == "byte":
+            return make_bytes()
+        if self.data.tokenization == "word":
+            return train_words(texts, self.model.vocab_size)
+        return train_characters([*texts, "\n"])
 
+    def load(self) -> tuple[dict[str, torch.LongTensor], PreTrainedTokenizerBase]:
+        """Return the splits as streams of tokens, and their tokenizer."""
+        data, limits = self.data, self.limits()
+        if data.validation_share:
+            limits = {"train": None}
+        splits = load_splits(limits, data.dataset_path, data.dataset_name, data.dataset_config)
+        for name, split in splits.items():
+            check_texts(split, name, (data.text_column,))
+        tokenizer = self.make_tokenizer(splits["train"][data.text_column] if "train" in splits else [])
+        streams = {name: encode(split, data.text_column, tokenizer, data.line_end) for name, split in splits.items()}
+        if data.validation_share:
+            cut = math.ceil(len(streams["train"]) * (1 - data.validation_share))
+            streams["train"], streams["validation"] = streams["train"][:cut], streams["train"][cut:]
+        return streams, tokenizer
 
-def load(data: DataArguments, training: TrainingArguments) -> dict[str, Dataset]:
-    names = ["train"] if training.do_train or data.validation_share else []
-    names += ["validation"] if training.do_eval and not data.validation_share else []
-    splits = load_splits(names, data.dataset_path, data.dataset_name, data.dataset_config)
-    for name, split in splits.items():
-        check_split(split, name, (data.text_column,), labels=None)
-    return splits
-
-
-def tokenizer_of(data: DataArguments, model: ModelArguments, texts: list[str]) -> PreTrainedTokenizerBase:
-    if model.tokenizer_name or model.model_name_or_path or data.tokenization == "bpe":
-        return make_tokenizer(model, texts, max_length=int(1e30))
-    if data.tokenization == "byte":
-        return make_bytes()
-    if data.tokenization == "word":
-        return train_words(texts, model.vocab_size)
-    return train_characters([*texts, "\n"])
-
-
-def build_trainer(data: DataArguments, model: ModelArguments, training: TrainingArguments) -> Trainer:
-    splits = load(data, training)
-    texts = splits["train"][data.text_column] if "train" in splits else []
-    tokenizer = tokenizer_of(data, model, texts)
-    streams = {name: encode(split, data.text_column, tokenizer, data.line_end) for name, split in splits.items()}
-    if data.validation_share:
-        cut = math.ceil(len(streams["train"]) * (1 - data.validation_share))
-        streams["train"], streams["validation"] = streams["train"][:cut], streams["train"][cut:]
-    config = make_config(model, tokenizer, data.block_size, **DECODER[model.model_type])
-    chunk = getattr(config, "attention_chunk", None) or 1
-    if data.min_block_size and (data.min_block_size % chunk or data.block_size % chunk):
-        fail(
-            f"--min_block_size {data.min_block_size} and --block_size {data.block_size} must be whole chunks of {chunk}"
+    def build(self) -> Trainer:
+        data, training = self.data, self.training
+        training.remove_unused_columns = False
+        streams, tokenizer = self.load()
+        config = make_config(self.model, tokenizer, data.block_size, **DECODER[self.model.model_type])
+        shortest, length, chunk = data.min_block_size, data.block_size, getattr(config, "attention_chunk", None) or 1
+        if shortest and (shortest % chunk or length % chunk):
+            fail(f"--min_block_size {shortest} and --block_size {length} must be whole chunks of {chunk}")
+        train_set = None
+        if training.do_train and data.carry_state:
+            train_set = Streams(streams["train"], length, training.train_batch_size)
+        elif training.do_train:
+            train_set = Windows(streams["train"], length)
+        return self.make_trainer(
+            make_model(AutoModelForCausalLM, self.model, config),
+            LanguageModelTrainer,
+            data=data,
+            train_dataset=train_set,
+            eval_dataset=streams["validation"] if training.do_eval else None,
+            processing_class=tokenizer,
+            data_collator=BlockCollator(length, shortest, chunk),
         )
-    train_set = None
-    if training.do_train and data.carry_state:
-        train_set = Streams(streams["train"], data.block_size, training.train_batch_size)
-    elif training.do_train:
-        train_set = Windows(streams["train"], data.block_size)
-    return LanguageModelTrainer(
-        model=make_model(AutoModelForCausalLM, model, config),
-        args=training,
-        data=data,
-        train_dataset=train_set,
-        eval_dataset=streams.get("validation") if training.do_eval else None,
-        processing_class=tokenizer,
-        data_collator=BlockCollator(data.block_size, data.min_block_size, chunk),
-    )
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    start = time.perf_counter()
-    data, model, training = parse(argv)
-    base_model, checkpoint = model.model_name_or_path, find_checkpoint(training)
-    if checkpoint:  # for its configuration and tokenizer, also when the run began from scratch
-        model.model_name_or_path = checkpoint
-    set_seed(training.seed)
-    training.remove_unused_columns = False
-    trainer = build_trainer(data, model, training)
-    summary = describe(trainer, model)
-    if training.do_train:
-        summary |= train(trainer, checkpoint)
-    if training.do_eval:
-        summary |= evaluate(trainer)
-    summary = finish(trainer, "causal language model", summary, ["eval_loss"], start)
-    if training.do_train:
-        hub = {"dataset": data.dataset_name, "dataset_config": data.dataset_config}
-        source = {"dataset": name_data([data.dataset_path])} if data.dataset_path else hub
-        publish(trainer, __file__, argv, summary, **source, base_model=base_model, license=model.license)
-    return summary
+    return CausalLanguageModel(argv).run()
 
 
 if __name__ == "__main__":

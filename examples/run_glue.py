@@ -5,28 +5,24 @@
 Every field of TrainingArguments is an option; the values of a recipe are defaults that the command line overrides.
 """
 
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import evaluate as evaluate_library
+import evaluate
 import numpy as np
-from common.arguments import fail, find_checkpoint, parse_arguments
-from common.data import check_split, hide_tokens, load_splits
-from common.hub import publish
-from common.model import ModelArguments, make_config, make_model, make_tokenizer
-from common.training import OrderedTrainer, check_training, describe, evaluate, finish, train
-from datasets import Dataset
+from common.arguments import check_choice
+from common.data import ClassifierArguments, check_labels, check_texts, hide_tokens, load_splits, name_source
+from common.model import ModelArguments, label_fields, make_config, make_model, make_tokenizer
+from common.script import Script
+from common.training import write_lines
 from transformers import (
     AutoModelForSequenceClassification,
     DataCollatorWithPadding,
-    EarlyStoppingCallback,
     EvalPrediction,
     PreTrainedTokenizerBase,
     Trainer,
     TrainingArguments,
-    set_seed,
 )
 
 METRICS = Path(__file__).resolve().parent / "metrics" / "glue_metrics"
@@ -43,8 +39,12 @@ class Task:
     predicts_names: bool = False  # label names instead of ids in that file
 
     def splits(self, name: str) -> dict[str, str]:
-        """The splits for "validation" or "test", by the prefix of their metrics."""
+        """Return the splits that make up "validation" or "test", by the prefix of their metrics."""
         return {side: f"{name}_{side}" for side in ("matched", "mismatched")} if self.file == "MNLI" else {"": name}
+
+    def decode(self, predictions: np.ndarray) -> np.ndarray:
+        """Return class ids, or scores, from logits `[N, classes]`."""
+        return predictions.argmax(-1) if self.labels else predictions.squeeze(-1)
 
 
 PAIR = ("sentence1", "sentence2")
@@ -64,7 +64,7 @@ TASKS = {
 
 
 @dataclass
-class DataArguments:
+class DataArguments(ClassifierArguments):
     task_name: str | None = field(default=None, metadata={"help": f"one of {', '.join(TASKS)}"})
     dataset_name: str = field(default="nyu-mll/glue", metadata={"help": "Hub name; the task is its configuration"})
     dataset_path: str | None = field(
@@ -72,133 +72,94 @@ class DataArguments:
         metadata={"help": "local folder instead of the Hub: parquet, json(l) or csv files, named by split"},
     )
     max_seq_length: int = field(default=128, metadata={"help": "longer inputs are truncated"})
-    max_train_samples: int | None = field(default=None, metadata={"help": "use only the first N"})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "use only the first N"})
-    max_predict_samples: int | None = field(default=None, metadata={"help": "use only the first N"})
-    early_stopping_patience: int | None = field(
-        default=None, metadata={"help": "stop after N evaluations without gain"}
-    )
     token_dropout: float = field(
         default=0.0, metadata={"help": "hide this share of the training tokens, anew each time"}
     )
 
 
-def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, TrainingArguments]:
-    # "task" is replaced by the main metric of the task, which is known after parsing only.
+class Glue(Script):
     arguments = (DataArguments, ModelArguments, TrainingArguments)
-    data, model, training = parse_arguments(arguments, argv, metric_for_best_model="task")
-    if data.task_name not in TASKS:
-        fail(f"--task_name {data.task_name}: choose one of {', '.join(TASKS)}")
-    if training.metric_for_best_model == "task":
-        training.metric_for_best_model = TASKS[data.task_name].metric
-    check_training(training, model, data.early_stopping_patience)
-    return data, model, training
+    # "task" stands for the main metric of the task, which is known after parsing only.
+    defaults = {"metric_for_best_model": "task"}
 
+    def check(self) -> None:
+        name = self.data.task_name
+        check_choice(self.data, "task_name", TASKS)
+        self.task = TASKS[name]
+        self.title, self.metric = f"GLUE {name}", f"eval_{self.task.metric}"
+        if self.training.metric_for_best_model == "task":
+            self.training.metric_for_best_model = self.task.metric
+        super().check()
 
-def load_data(
-    data: DataArguments, model: ModelArguments, training: TrainingArguments
-) -> tuple[dict[str, Dataset], PreTrainedTokenizerBase]:
-    """The splits that the run needs as token ids, and their tokenizer."""
-    task = TASKS[data.task_name]
-    limits = {"train": data.max_train_samples} if training.do_train else {}
-    limits |= dict.fromkeys(task.splits("validation").values(), data.max_eval_samples) if training.do_eval else {}
-    limits |= dict.fromkeys(task.splits("test").values(), data.max_predict_samples) if training.do_predict else {}
-    splits = load_splits(list(limits), data.dataset_path, data.dataset_name, data.task_name)
-    for name, split in splits.items():
-        splits[name] = split = split if limits[name] is None else split.take(limits[name])
-        check_split(split, name, task.columns, labels=None if name.startswith("test") else task.labels)
-    texts = (text for column in task.columns for text in splits["train"][column])
-    tokenizer = make_tokenizer(model, texts, data.max_seq_length)
+    def load(self) -> PreTrainedTokenizerBase:
+        """Fill `splits` with token ids and return their tokenizer."""
+        data, task = self.data, self.task
+        limits = self.limits(*(tuple(task.splits(name).values()) for name in ("validation", "test")))
+        splits = load_splits(limits, data.dataset_path, data.dataset_name, data.task_name)
+        for name, split in splits.items():
+            check_texts(split, name, task.columns)
+            if not name.startswith("test"):
+                check_labels(split, name, task.labels)
+        texts = (text for column in task.columns for text in splits["train"][column])
+        tokenizer = make_tokenizer(self.model, texts, data.max_seq_length)
 
-    def encode(batch: dict[str, list]) -> dict[str, list]:
-        texts = (batch[column] for column in task.columns)
-        return tokenizer(*texts, truncation=True, max_length=data.max_seq_length)
+        def encode(batch: dict[str, list]) -> dict[str, list]:
+            texts = (batch[column] for column in task.columns)
+            return tokenizer(*texts, truncation=True, max_length=data.max_seq_length)
 
-    for name, split in splits.items():
-        unused = [column for column in split.column_names if column != "label" or name.startswith("test")]
-        splits[name] = split.map(encode, batched=True, remove_columns=unused, keep_in_memory=True, desc=name)
-    if training.do_train:
-        splits["train"] = hide_tokens(splits["train"], tokenizer, data.token_dropout)
-    return splits, tokenizer
+        for name, split in splits.items():
+            unused = [column for column in split.column_names if column != "label" or name.startswith("test")]
+            self.splits[name] = split.map(encode, batched=True, remove_columns=unused, keep_in_memory=True, desc=name)
+        if self.training.do_train:
+            self.splits["train"] = hide_tokens(self.splits["train"], tokenizer, data.token_dropout)
+        return tokenizer
 
+    def build(self) -> Trainer:
+        data, task, tokenizer = self.data, self.task, self.load()
+        config = make_config(
+            self.model,
+            tokenizer,
+            data.max_seq_length,
+            **label_fields(task.labels or ("score",)),
+            problem_type="single_label_classification" if task.labels else "regression",
+        )
+        metric = evaluate.load(str(METRICS), data.task_name, keep_in_memory=True)
 
-def build_trainer(
-    data: DataArguments, model: ModelArguments, training: TrainingArguments
-) -> tuple[Trainer, dict[str, Dataset]]:
-    task = TASKS[data.task_name]
-    splits, tokenizer = load_data(data, model, training)
-    names = task.labels or ("score",)
-    config = make_config(
-        model,
-        tokenizer,
-        data.max_seq_length,
-        id2label=dict(enumerate(names)),
-        label2id={name: index for index, name in enumerate(names)},
-        problem_type="single_label_classification" if task.labels else "regression",
-    )
-    metric = evaluate_library.load(str(METRICS), data.task_name, keep_in_memory=True)
+        def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
+            return metric.compute(predictions=task.decode(prediction.predictions), references=prediction.label_ids)
 
-    def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
-        return metric.compute(predictions=decode(prediction.predictions, task), references=prediction.label_ids)
+        validation = {
+            side: self.splits[name] for side, name in task.splits("validation").items() if name in self.splits
+        }
+        return self.make_trainer(
+            make_model(AutoModelForSequenceClassification, self.model, config),
+            eval_dataset=validation.get("", validation) or None,
+            processing_class=tokenizer,
+            data_collator=DataCollatorWithPadding(tokenizer),
+            compute_metrics=compute_metrics,
+        )
 
-    validation = {side: splits[name] for side, name in task.splits("validation").items() if name in splits}
-    patience = data.early_stopping_patience
-    trainer = OrderedTrainer(
-        model=make_model(AutoModelForSequenceClassification, model, config),
-        args=training,
-        train_dataset=splits.get("train"),
-        eval_dataset=validation.get("", validation) or None,
-        processing_class=tokenizer,
-        data_collator=DataCollatorWithPadding(tokenizer),
-        compute_metrics=compute_metrics,
-        callbacks=[EarlyStoppingCallback(patience)] if patience else None,
-    )
-    return trainer, splits
+    def describe(self) -> dict[str, Any]:
+        return {"task": self.data.task_name, **super().describe()}
 
-
-def decode(predictions: np.ndarray, task: Task) -> np.ndarray:
-    """Class ids, or scores, from logits `[N, classes]`."""
-    return predictions.argmax(-1) if task.labels else predictions.squeeze(-1)
-
-
-def write_predictions(trainer: Trainer, splits: dict[str, Dataset], task: Task) -> dict[str, str]:
-    """Writes one file per test split in the form of the GLUE server and returns their paths."""
-    paths = {}
-    for side, name in task.splits("test").items():
-        predicted = decode(trainer.predict(splits[name]).predictions, task)
-        values = predicted if task.labels else [f"{score:.3f}" for score in predicted]
-        values = [task.labels[index] for index in predicted] if task.predicts_names else values
-        path = Path(trainer.args.output_dir, task.file + {"": "", "matched": "-m", "mismatched": "-mm"}[side] + ".tsv")
-        if trainer.is_world_process_zero():
+    def predict(self) -> dict[str, str]:
+        """Write one file per test split in the form of the GLUE server and return their paths."""
+        task, paths = self.task, {}
+        for side, name in task.splits("test").items():
+            predicted = task.decode(self.trainer.predict(self.splits[name]).predictions)
+            values = predicted if task.labels else [f"{score:.3f}" for score in predicted]
+            values = [task.labels[index] for index in predicted] if task.predicts_names else values
             lines = ["index\tprediction", *(f"{index}\t{value}" for index, value in enumerate(values))]
-            path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        paths[name] = str(path)
-    return paths
+            suffix = {"": "", "matched": "-m", "mismatched": "-mm"}[side]
+            paths[name] = write_lines(self.trainer, f"{task.file}{suffix}.tsv", lines)
+        return paths
+
+    def source(self) -> dict[str, str | None]:
+        return name_source(self.data.dataset_path, self.data.dataset_name, self.data.task_name)
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    start = time.perf_counter()
-    data, model, training = parse(argv)
-    task = TASKS[data.task_name]
-    base_model, checkpoint = model.model_name_or_path, find_checkpoint(training)
-    if checkpoint:  # for its configuration and tokenizer, also when the run began from scratch
-        model.model_name_or_path = checkpoint
-    set_seed(training.seed)
-    trainer, splits = build_trainer(data, model, training)
-    summary = {"task": data.task_name, **describe(trainer, model)}
-    if training.do_train:
-        summary |= train(trainer, checkpoint)
-    if training.do_eval:
-        summary |= evaluate(trainer)
-    if training.do_predict:
-        Path(training.output_dir).mkdir(parents=True, exist_ok=True)
-        summary |= write_predictions(trainer, splits, task)
-    summary = finish(trainer, f"GLUE {data.task_name}", summary, [f"eval_{task.metric}"], start)
-    if training.do_train:
-        hub = {"dataset": data.dataset_name, "dataset_config": data.task_name}
-        source = {"dataset": data.dataset_path} if data.dataset_path else hub
-        publish(trainer, __file__, argv, summary, **source, base_model=base_model, license=model.license)
-    return summary
+    return Glue(argv).run()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,15 @@
 # Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
+"""Our classes in the ``Auto*`` classes of transformers."""
+
 import transformers
 from transformers.models.auto import modeling_auto
 
+from luna_mega.modeling_luna import configuration_luna, generation_luna, heads_luna, modeling_luna, tokenization_luna
+from luna_mega.modeling_mega import configuration_mega, generation_mega, heads_mega, modeling_mega
+
+_MODULES = [configuration_luna, generation_luna, heads_luna, modeling_luna]
+_MODULES += [configuration_mega, generation_mega, heads_mega, modeling_mega]
+_CLASSES = {name: getattr(module, name) for module in _MODULES for name in module.__all__}
 _FAMILIES = ["Luna", "Mega"]
 
 # Auto class -> (suffix of our class, table of class names in transformers). Trainer and pipelines look a class up
@@ -23,21 +31,18 @@ _AUTO_CLASSES = {
 
 
 def auto_classes(family: str) -> dict[str, type]:
-    """The class of a family for every ``Auto*`` class that has one."""
-    import luna_mega
-
-    classes = {name: getattr(luna_mega, family + suffix, None) for name, (suffix, _) in _AUTO_CLASSES.items()}
-    return {name: model for name, model in classes.items() if model is not None}
+    """Return the class of a family for every ``Auto*`` class that has one."""
+    names = {auto_class: family + suffix for auto_class, (suffix, _) in _AUTO_CLASSES.items()}
+    return {auto_class: _CLASSES[name] for auto_class, name in names.items() if name in _CLASSES}
 
 
 def register_auto_classes() -> None:
     """Make the ``Auto*`` classes of transformers know every model of this package. Calling it again changes nothing."""
-    import luna_mega
-
     for family in _FAMILIES:
-        config = getattr(luna_mega, f"{family}Config")
+        config = _CLASSES[f"{family}Config"]
         transformers.AutoConfig.register(config.model_type, config, exist_ok=True)
         for auto_class, model in auto_classes(family).items():
             getattr(transformers, auto_class).register(config, model, exist_ok=True)
             getattr(modeling_auto, _AUTO_CLASSES[auto_class][1])[config.model_type] = model.__name__
-    transformers.AutoTokenizer.register(luna_mega.LunaConfig, luna_mega.LunaTokenizer, exist_ok=True)
+    tokenizer = tokenization_luna.LunaTokenizer
+    transformers.AutoTokenizer.register(configuration_luna.LunaConfig, tokenizer, exist_ok=True)

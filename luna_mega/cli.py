@@ -1,49 +1,74 @@
 # Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
-"""The command line ``luna-mega``: one sub-command per task, each with its own parser and ``--help``."""
+"""The commands of the command line `luna-mega`; `luna_mega_cli.py` has their arguments and help."""
 
 import argparse
-import importlib
+import json
 import sys
-from collections.abc import Sequence
+from dataclasses import asdict
 
-import luna_mega
+from luna_mega.convert.exporter import export_checkpoint
+from luna_mega.convert.importer import convert_checkpoint
+from luna_mega.errors import ConversionError
+from luna_mega.hub.bundle import bundle
+from luna_mega.inspection.info import describe
+from luna_mega.inspection.verify import compare
+from luna_mega_cli import main
 
-# Sub-command -> (module whose main(argv) returns the exit status, line of help). Modules are imported when chosen.
-_COMMANDS = {
-    "convert": ("luna_mega.convert.cli", "convert a fairseq checkpoint into a folder that AutoModel loads"),
-    "export": ("luna_mega.convert.export", "write a folder back as a fairseq checkpoint"),
-    "verify": ("luna_mega.convert.verify", "compare two models layer by layer on the same inputs"),
-    "info": ("luna_mega.convert.info", "describe a model: parameters, memory, FLOPs, heads, origin"),
-    "bundle": ("luna_mega.convert.hub_bundle", "add the code to a model folder, for trust_remote_code"),
-}
-
-
-def _parser() -> argparse.ArgumentParser:
-    lines = "\n".join(f"  {name:10}{text}" for name, (_, text) in _COMMANDS.items())
-    parser = argparse.ArgumentParser(
-        prog="luna-mega",
-        usage="luna-mega [-h] [--version] COMMAND ...",
-        description=f"Luna and Mega for transformers.\n\ncommands:\n{lines}",
-        epilog="`luna-mega COMMAND --help` shows the options of a command.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=f"luna-mega {luna_mega.__version__}")
-    parser.add_argument("command", metavar="COMMAND", choices=_COMMANDS, help=argparse.SUPPRESS)
-    return parser
+__all__ = ["main", "run"]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one sub-command.
-
-    Args:
-        argv: arguments without the program name; those of the process when None.
+def run(options: argparse.Namespace) -> int:
+    """Run the command of these options.
 
     Returns:
-        Exit status: 0 done, 1 the input is at fault.
-
-    Raises:
-        SystemExit: 2 on wrong usage, 0 after ``--help`` and ``--version``.
+        Exit status: 0 done; 1 the input is at fault, with one line about it on stderr, or two models differ.
     """
-    arguments = sys.argv[1:] if argv is None else list(argv)
-    module, _ = _COMMANDS[_parser().parse_args(arguments[:1]).command]
-    return importlib.import_module(module).main(arguments[1:])
+    try:
+        return _COMMANDS[options.command](options)
+    except (ConversionError, OSError) as error:
+        print(f"luna-mega {options.command}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+
+
+def _chosen(options: argparse.Namespace, *names: str) -> dict:
+    return {name: getattr(options, name) for name in names}
+
+
+def _convert(options: argparse.Namespace) -> int:
+    chosen = _chosen(options, "bpe", "head", "layer_norm", "ema_convention", "dtype", "license")
+    print(convert_checkpoint(options.checkpoint, options.output, dictionaries=options.dict, **chosen))
+    return 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    chosen = _chosen(options, "head", "layer_norm", "dtype")
+    print(export_checkpoint(options.folder, options.output, dictionaries=options.dict, progress=True, **chosen))
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    chosen = _chosen(options, "inputs", "tolerance", "head", "layer_norm", "ema_convention")
+    random = _chosen(options, "batch", "length", "seed")
+    chosen |= {name: value for name, value in random.items() if value is not None}
+    comparison = compare(options.a, options.b, texts=options.text, progress=not options.json, **chosen)
+    if options.json:
+        summary = {"largest": comparison.largest, "within": comparison.within}
+        print(json.dumps(asdict(comparison) | summary, indent=2))
+    else:
+        print(comparison)
+    return 0 if comparison.within else 1
+
+
+def _info(options: argparse.Namespace) -> int:
+    info = describe(options.path, options.length)
+    print(json.dumps(asdict(info), indent=2) if options.json else info)
+    return 0
+
+
+def _bundle(options: argparse.Namespace) -> int:
+    files = bundle(options.folder, options.output)
+    print(f"written to {options.output or options.folder}: {', '.join(files)}; config.json names them in auto_map")
+    return 0
+
+
+_COMMANDS = {"convert": _convert, "export": _export, "verify": _verify, "info": _info, "bundle": _bundle}

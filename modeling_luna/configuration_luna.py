@@ -1,12 +1,10 @@
 # Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
 """Configuration of the Luna models."""
 
-import copy
-
 from huggingface_hub.dataclasses import strict
-from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 
+from luna_mega.modeling_common.configuration import SharedConfig
 from luna_mega.modeling_luna.presets_luna import LunaPresets
 
 _CHOICES = {
@@ -16,7 +14,7 @@ _CHOICES = {
     "pair_features": ("concat", "interaction"),
     "causal_activation": ("softplus", "elu"),
 }
-# Fields of the decoder of an encoder-decoder -> the encoder's, which it has where its own is None.
+# Field of the decoder of an encoder-decoder -> the encoder's field that holds where the decoder's own is None.
 DECODER_FIELDS = {
     "num_decoder_layers": "num_hidden_layers",
     "decoder_intermediate_size": "intermediate_size",
@@ -30,7 +28,7 @@ DECODER_FIELDS = {
 
 
 @strict
-class LunaConfig(LunaPresets, PreTrainedConfig):
+class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
     """Configuration of a Luna model (Linear Unified Nested Attention, Ma et al. 2021).
 
     The defaults are those of `luna_base_tied_512`, RoBERTa-size with 132 M parameters.
@@ -108,6 +106,7 @@ class LunaConfig(LunaPresets, PreTrainedConfig):
     """
 
     model_type = "luna"
+    decoder_fields = DECODER_FIELDS
     attribute_map = {"d_model": "hidden_size", "encoder_layers": "num_hidden_layers"}
 
     vocab_size: int = 50265
@@ -184,42 +183,11 @@ class LunaConfig(LunaPresets, PreTrainedConfig):
         return self.is_decoder and not self.add_cross_attention
 
     @property
-    def shares_embeddings(self) -> bool:
-        """Whether source and target have one embedding."""
-        if self.share_encoder_decoder_embeddings is not None:
-            return self.share_encoder_decoder_embeddings
-        return self.tie_word_embeddings and self.decoder_vocab_size in (None, self.vocab_size)
-
-    @property
-    def encoder_config(self) -> "LunaConfig":
-        """The configuration of the encoder of an encoder-decoder."""
-        config = copy.deepcopy(self)
-        config.is_encoder_decoder = False
-        return config
-
-    @property
     def decoder_config(self) -> "LunaConfig":
         """The configuration of the decoder of an encoder-decoder."""
-        config = self.encoder_config
-        config.is_decoder = config.add_cross_attention = True
-        if self.num_decoder_attention_heads is not None:
+        config = super().decoder_config
+        if self.num_decoder_attention_heads is not None and self.num_decoder_pack_attention_heads is None:
             config.num_pack_attention_heads = self.num_decoder_attention_heads
-        for own, field in DECODER_FIELDS.items():
-            if getattr(self, own) is not None:
-                setattr(config, field, getattr(self, own))
-        return config
-
-    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> "LunaConfig":
-        """As the base class: of an encoder-decoder that of one side, where only this is asked for.
-
-        Asked for neither, `vocab_size` is the target's: `generate` and `compute_transition_scores` count by it.
-        """
-        if self.is_encoder_decoder and decoder != encoder:
-            return self.decoder_config if decoder else self.encoder_config
-        if not self.is_encoder_decoder or self.decoder_vocab_size in (None, self.vocab_size):
-            return self
-        config = copy.deepcopy(self)
-        config.vocab_size = self.decoder_vocab_size
         return config
 
     @property
@@ -229,14 +197,10 @@ class LunaConfig(LunaPresets, PreTrainedConfig):
 
     def validate_architecture(self):
         """Part of the `@strict` contract: runs after `__init__` and before saving."""
-        self._validate_fields()
+        self._check_fields()
+        self._check_sides()
         if self.is_encoder_decoder:
-            if self.is_decoder or self.add_cross_attention:
-                raise ValueError("is_encoder_decoder=True has a decoder: leave is_decoder and add_cross_attention out")
-            self.decoder_config._validate_fields()
-            self._validate_embeddings()
-        if self.add_cross_attention and not self.is_decoder:
-            raise ValueError("add_cross_attention=True needs is_decoder=True")
+            self.decoder_config._check_fields()
         if (self.is_decoder or self.is_encoder_decoder) and self.input_type != "tokens":
             raise ValueError(f"a decoder needs input_type='tokens', got {self.input_type!r}")
         if self.learns_causal_projection:
@@ -247,46 +211,20 @@ class LunaConfig(LunaPresets, PreTrainedConfig):
                         f"it packs is yet to come; leave {field} out"
                     )
 
-    def _validate_embeddings(self):
-        vocabulary = self.decoder_config.vocab_size
-        if self.shares_embeddings and not (self.tie_word_embeddings and vocabulary == self.vocab_size):
-            raise ValueError(
-                "share_encoder_decoder_embeddings=True needs tie_word_embeddings=True and equal vocabularies, got "
-                f"tie_word_embeddings={self.tie_word_embeddings}, vocab_size={self.vocab_size} and "
-                f"decoder_vocab_size={vocabulary}"
-            )
-        start = self.decoder_start_token_id
-        if start is None or start == self.pad_token_id or not 0 <= start < vocabulary:
-            raise ValueError(
-                f"decoder_start_token_id must be one of the {vocabulary} target tokens and not the padding "
-                f"{self.pad_token_id}, which attention leaves out, got {start}"
-            )
-
-    def _validate_fields(self):
-        for field, choices in _CHOICES.items():
-            if getattr(self, field) not in choices:
-                raise ValueError(f"{field} must be one of {', '.join(choices)}, got {getattr(self, field)!r}")
-        for field in ("hidden_act", "classifier_activation"):
-            if getattr(self, field) not in ACT2FN:
-                raise ValueError(f"{field} is {getattr(self, field)!r}, which transformers' ACT2FN does not have")
-        for field in (
+    def _check_fields(self):
+        self._check_choices(_CHOICES)
+        self._check_activations("hidden_act", "classifier_activation")
+        sizes = (
             "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_pack_attention_heads",
             "intermediate_size", "projection_length", "max_position_embeddings", "classifier_hidden_size",
-        ):  # fmt: skip
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
-        if self.classifier_num_layers < 0:
-            raise ValueError(f"classifier_num_layers must be at least 0, got {self.classifier_num_layers}")
-        for field in (
-            "dropout",
-            "attention_dropout",
-            "activation_dropout",
-            "layerdrop",
-            "classifier_dropout",
-            "word_dropout",
-        ):
-            if not 0.0 <= getattr(self, field) < 1.0:
-                raise ValueError(f"{field} must be in [0, 1), got {getattr(self, field)}")
+        )  # fmt: skip
+        self._check_counts(sizes)
+        self._check_counts(["classifier_num_layers"], least=0)
+        self._check_probabilities(
+            "dropout", "attention_dropout", "activation_dropout", "layerdrop", "classifier_dropout", "word_dropout"
+        )
+        self._check_deviations("layer_norm_eps", "initializer_range")
+        self._check_padding()
         for field in ("num_attention_heads", "num_pack_attention_heads"):
             if self.hidden_size % getattr(self, field):
                 raise ValueError(
@@ -294,11 +232,6 @@ class LunaConfig(LunaPresets, PreTrainedConfig):
                 )
         if self.position_embedding_type == "sinusoidal" and self.hidden_size < 4:
             raise ValueError(f"sinusoidal positions need a hidden_size of at least 4, got {self.hidden_size}")
-        if self.input_type == "tokens" and (self.pad_token_id is None or not 0 <= self.pad_token_id < self.vocab_size):
-            raise ValueError(
-                f"pad_token_id ({self.pad_token_id}) must be a token of the vocabulary (0 to {self.vocab_size - 1}): "
-                "it marks padding and fixes the first position"
-            )
         if self.pool_padding and self.pooling not in ("mean", "packed_mean"):
             raise ValueError(f"pool_padding applies to pooling 'mean' and 'packed_mean', not to {self.pooling!r}")
         if self.pool_padding and self.unpad_inputs and self.pooling == "mean":

@@ -8,7 +8,7 @@ bottom: outputs, embeddings, attention, causal attention, layers, encoder, decod
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,6 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import ModelOutput
-from transformers.modeling_utils import PreTrainedModel
 from transformers.processing_utils import Unpack
 from transformers.pytorch_utils import apply_chunking_to_forward
 from transformers.utils import TransformersKwargs
@@ -30,10 +29,12 @@ from luna_mega.kernels.api import (
     luna_causal_attention_step,
     luna_unpack,
 )
-from luna_mega.kernels.masks import drop_if_full
-from luna_mega.kernels.varlen import PACKED_BATCH, Sequences, as_options, find_packing, locate
+from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel
+from luna_mega.modeling_common.inputs import CheckedInputs, ValueEmbeddings
+from luna_mega.modeling_common.layout import DENSE, TokenLayout, drop_if_full
 from luna_mega.modeling_luna.cache_luna import LunaCache, LunaCacheLayer, LunaSeq2SeqCache
 from luna_mega.modeling_luna.configuration_luna import LunaConfig
+from luna_mega.modeling_luna.inputs_luna import LunaInputsMixin
 
 
 @dataclass
@@ -64,30 +65,13 @@ class LunaModelOutput(ModelOutput):
     cross_attentions: tuple[torch.FloatTensor, ...] | None = None
     packed_attentions: tuple[torch.FloatTensor, ...] | None = None
 
-    def recorded(self) -> dict[str, tuple[torch.FloatTensor, ...] | None]:
-        """What was recorded on request, for the output of a head."""
-        names = ("hidden_states", "attentions", "packed_hidden_states", "packed_attentions")
-        return {name: getattr(self, name) for name in names}
-
 
 def sinusoids(positions: torch.Tensor, width: int) -> torch.Tensor:
-    """Sinusoids of positions `[...]`, `[..., width]` in float32: sines, then cosines, as in fairseq."""
+    """Return the sinusoids of positions `[...]`, `[..., width]` in float32: sines, then cosines, as in fairseq."""
     half = width // 2
     index = torch.arange(half, device=positions.device, dtype=torch.float32)
     angle = positions[..., None].float() * torch.exp(index * (-math.log(10000.0) / (half - 1)))
     return nn.functional.pad(torch.cat([angle.sin(), angle.cos()], dim=-1), (0, width % 2))
-
-
-class LunaValueEmbeddings(nn.Module):
-    """A real number x becomes x * weight + bias, `[B, T]` to `[B, T, d]` (LRA pixels)."""
-
-    def __init__(self, hidden_size: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(hidden_size))
-        self.bias = nn.Parameter(torch.empty(hidden_size))
-
-    def forward(self, values: torch.Tensor) -> torch.Tensor:
-        return torch.addcmul(self.bias, values[..., None].to(self.weight.dtype), self.weight)
 
 
 class LunaEmbeddings(nn.Module):
@@ -100,7 +84,7 @@ class LunaEmbeddings(nn.Module):
         if config.input_type == "tokens":
             self.word_embeddings = nn.Embedding(config.vocab_size, width, padding_idx=config.pad_token_id)
         else:
-            self.value_embeddings = LunaValueEmbeddings(width)
+            self.value_embeddings = ValueEmbeddings(width)
         if config.position_embedding_type == "learned":
             rows = config.max_position_embeddings + config.position_offset
             padding_row = config.position_offset - 1 if config.position_offset else None
@@ -117,11 +101,8 @@ class LunaEmbeddings(nn.Module):
         self.word_dropout = nn.Dropout(config.word_dropout)
         self.scale = math.sqrt(width) if config.scale_embedding else 1.0
 
-    def forward(
-        self, inputs_embeds: torch.Tensor, mask: torch.Tensor | None, position_ids: torch.Tensor
-    ) -> torch.Tensor:
-        """`[B, T, d]` embeddings without positions -> `[B, T, d]`. `mask` is `[B, T]` bool, True = keep; `position_ids`
-        `[B or 1, T]`, the first token at 0."""
+    def forward(self, inputs_embeds: torch.Tensor, layout: TokenLayout, position_ids: torch.Tensor) -> torch.Tensor:
+        """Add positions `[B or 1, T]`, the first token at 0, to embeddings `[B, T, d]`; then norm and dropout."""
         hidden_states = inputs_embeds * self.scale
         if self.training and self.config.word_dropout:
             hidden_states = hidden_states * self.word_dropout(hidden_states.new_ones((*hidden_states.shape[:2], 1)))
@@ -129,29 +110,24 @@ class LunaEmbeddings(nn.Module):
             hidden_states = hidden_states + self.positions(position_ids).to(hidden_states.dtype)
         if self.config.embedding_norm:
             hidden_states = self.layer_norm(hidden_states)
-        hidden_states = self.dropout(hidden_states)
-        return hidden_states if mask is None else hidden_states.masked_fill(~mask[..., None], 0.0)
+        return layout.clear_padding(self.dropout(hidden_states))
 
     def positions(self, position_ids: torch.Tensor) -> torch.Tensor:
-        """Position embeddings, `[B or 1, T, d]`."""
+        """Return position embeddings, `[B or 1, T, d]`."""
         position_ids = position_ids + self.config.position_offset
         if self.config.position_embedding_type == "learned":
             return self.position_embeddings(position_ids)
         return sinusoids(position_ids, self.config.hidden_size)
 
     def packed(
-        self, inputs_embeds: torch.Tensor, mask: torch.Tensor | Sequences | None
+        self, inputs_embeds: torch.Tensor, layout: TokenLayout
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """The initial P `[B, L, d]` (one tensor, or one a layer where P is not contextual), and its mask `[B, L]`.
+        """Return the initial P `[B, L, d]`, one tensor or one a layer where P is not contextual, and its mask `[B, L]`.
 
         P is cut to min(l, T) rows, and of those each sequence uses as many as it has tokens. T is known to the host, so
-        the cut costs no synchronisation; the mask does the rest. An exported program serves every T: no cut."""
-        batch, length, width = inputs_embeds.shape
-        count = None
-        if isinstance(mask, Sequences):
-            batch, length, count = len(mask.cu_seqlens) - 1, mask.max_seqlen, mask.cu_seqlens.diff()[:, None]
-        elif mask is not None:
-            count = mask.sum(dim=1, keepdim=True)
+        the cut costs no synchronisation; the mask does the rest. An exported program serves every T: no cut.
+        """
+        width, (batch, length), count = inputs_embeds.shape[2], layout.sizes(inputs_embeds), layout.counts()
         packed = self.packed_embeddings
         packed_mask = None
         if self.config.dynamic_projection_length:
@@ -196,7 +172,7 @@ class LunaAttention(nn.Module):
         self.output = nn.Linear(width, width)
 
     def context_key_value(self, context: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`[B, M, d]` -> pack key and value, `[B, M, pack heads, K]`."""
+        """Return the pack key and value of `[B, M, d]`, `[B, M, pack heads, K]` each."""
         if self.tied:
             key = _split(self.pack_key_value(context), self.num_pack_heads)
             return key, key
@@ -204,7 +180,7 @@ class LunaAttention(nn.Module):
         return _split(key, self.num_pack_heads), _split(value, self.num_pack_heads)
 
     def packed_key_value(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Packed context `[B, L, pack heads, K]` -> unpack key and value, `[B, L, heads, K]`."""
+        """Return the unpack key and value of the packed context `[B, L, pack heads, K]`, `[B, L, heads, K]` each."""
         packed = packed.flatten(2)
         if self.tied:
             key = _split(self.key_value(packed), self.num_heads)
@@ -215,7 +191,7 @@ class LunaAttention(nn.Module):
         self,
         hidden_states: torch.Tensor,
         packed: torch.Tensor | None,
-        mask: torch.Tensor | None = None,
+        layout: TokenLayout = DENSE,
         packed_mask: torch.Tensor | None = None,
         output_weights: bool = False,
         context: torch.Tensor | None = None,
@@ -224,9 +200,9 @@ class LunaAttention(nn.Module):
         """Queries `[B, T, d]` attend through P `[B, L, d]` to the context `[B, M, d]` (None = the queries themselves).
 
         Returns the output `[B, T, d]`, the packed context `[B, L, d]`, and with `output_weights` the unpack weights
-        `[B, heads, T, L]` and pack weights `[B, pack heads, L, M]` (else None). `mask` `[B, M]` and `packed_mask` `[B,
-        L]` are bool, True = keep; with `Sequences` for a mask queries and context are laid end to end. With a filled
-        `past` the context is packed already: P, context and what was packed of it are None.
+        `[B, heads, T, L]` and pack weights `[B, pack heads, L, M]` (else None). `layout` is that of the context, where
+        it is ragged also of the queries; `packed_mask` `[B, L]` is bool, True = keep. With a filled `past` the context
+        is packed already: P, context and what was packed of it are None.
         """
         query = _split(self.query(hidden_states), self.num_heads)
         options = {"dropout": self.dropout if self.training else 0.0, "return_weights": output_weights}
@@ -244,10 +220,8 @@ class LunaAttention(nn.Module):
 
         pack_query = _split(self.pack_query(packed), self.num_pack_heads)
         pack_key, pack_value = self.context_key_value(hidden_states if context is None else context)
-        options |= mask._asdict() if isinstance(mask, Sequences) else {"context_mask": mask}
-        output, packed_context, *weights = luna_attention(
-            query, pack_query, pack_key, pack_value, project, pack_mask=packed_mask, **options
-        )
+        options |= {"pack_mask": packed_mask, **layout.options(mask="context_mask")}
+        output, packed_context, *weights = luna_attention(query, pack_query, pack_key, pack_value, project, **options)
         return self.output(output.flatten(2)), packed_context.flatten(2), *(weights or (None, None))
 
 
@@ -256,7 +230,7 @@ def _split(projected: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 class LunaCausalAttention(nn.Module):
-    """Attention of every token to those up to it (section 3.3, `LunarCausalAttention` of the original).
+    """Attention of every token to the tokens up to it (section 3.3, `LunarCausalAttention` of the original).
 
     P only weighs the tokens: nothing is packed into it, and of the pack projections there is one for keys alone.
     """
@@ -281,13 +255,13 @@ class LunaCausalAttention(nn.Module):
         self,
         hidden_states: torch.Tensor,
         packed: torch.Tensor | None,
-        mask: torch.Tensor | None = None,
+        layout: TokenLayout = DENSE,
         packed_mask: torch.Tensor | None = None,
         output_weights: bool = False,
         past: LunaCacheLayer | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Tokens `[B, T, d]` and P `[B, L, d]` (None with a filled `past`) -> `[B, T, d]`, and with
-        `output_weights` the unpack weights `[B, heads, T, L]`. Masks `[B, T]` and `[B, L]` are bool, True = keep."""
+        `output_weights` the unpack weights `[B, heads, T, L]`. `packed_mask` `[B, L]` is bool, True = keep."""
         state = None
         if past is not None and past.is_initialized:
             pack_query = past.tensors["pack_query"]
@@ -306,11 +280,11 @@ class LunaCausalAttention(nn.Module):
         }
         if state is not None and hidden_states.shape[1] == 1 and not output_weights:
             tokens = (query[:, 0], pack_query, pack_key[:, 0], key[:, 0], value[:, 0])
-            options["mask"] = None if mask is None else mask[:, 0]
+            options["mask"] = None if layout.mask is None else layout.mask[:, 0]
             output, state = luna_causal_attention_step(*tokens, state, **options)
             output, weights = output[:, None], []
         else:
-            options |= {"state": state, "return_state": True, "return_weights": output_weights, **as_options(mask)}
+            options |= {"state": state, "return_state": True, "return_weights": output_weights, **layout.options()}
             output, *weights, state = luna_causal_attention(query, pack_query, pack_key, key, value, **options)
         if past is not None:
             past.store(hidden_states.shape[1], pack_query=pack_query, pack_mask=packed_mask, **state._asdict())
@@ -339,7 +313,7 @@ class LunaLayer(GradientCheckpointingLayer):
         self,
         hidden_states: torch.Tensor,
         packed: torch.Tensor,
-        mask: torch.Tensor | None = None,
+        layout: TokenLayout = DENSE,
         packed_mask: torch.Tensor | None = None,
         output_weights: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -348,17 +322,24 @@ class LunaLayer(GradientCheckpointingLayer):
             output, packed_output, *_ = self.attention(
                 self.attention_layer_norm(hidden_states),
                 self.packed_layer_norm(packed),
-                mask,
+                layout,
                 packed_mask,
                 output_weights,
             )
             hidden_states = hidden_states + self.dropout(output)
             packed = packed + self.dropout(packed_output)
             return hidden_states + self.feed_forward(self.final_layer_norm(hidden_states)), packed
-        output, packed_output, *_ = self.attention(hidden_states, packed, mask, packed_mask, output_weights)
+        output, packed_output, *_ = self.attention(hidden_states, packed, layout, packed_mask, output_weights)
         hidden_states = self.attention_layer_norm(hidden_states + self.dropout(output))
         packed = self.packed_layer_norm(packed + self.dropout(packed_output))
         return self.final_layer_norm(hidden_states + self.feed_forward(hidden_states)), packed
+
+    def unpack_modules(self) -> list[nn.Module]:
+        """Return the modules that the tokens behind this layer depend on, and P does not."""
+        names = ("query", "key", "value", "key_value", "output")
+        unpack = [getattr(self.attention, name) for name in names if hasattr(self.attention, name)]
+        norms = [self.final_layer_norm, *([] if self.pre_norm else [self.attention_layer_norm])]
+        return [*unpack, *norms, self.fc1, self.fc2]
 
     def feed_forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return apply_chunking_to_forward(self.feed_forward_chunk, self.chunk_size, 1, hidden_states)
@@ -387,7 +368,7 @@ class LunaEncoder(nn.Module):
         self,
         hidden_states: torch.Tensor,
         packed: list[torch.Tensor],
-        mask: torch.Tensor | None,
+        layout: TokenLayout,
         packed_mask: torch.Tensor | None,
         output_weights: bool,
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -396,23 +377,43 @@ class LunaEncoder(nn.Module):
         packed_states = [packed[0]]
         for index, layer in self.used_layers():
             rows = packed_states[-1] if self.config.contextual_projection else packed[index]
-            hidden_states, rows = layer(hidden_states, rows, mask, packed_mask, output_weights)
+            hidden_states, rows = layer(hidden_states, rows, layout, packed_mask, output_weights)
             packed_states.append(rows)
         return self.final_norm(hidden_states, packed_states)
 
     def used_layers(self) -> Iterator[tuple[int, LunaLayer]]:
-        """The index and the layer of every step; layerdrop leaves some out."""
+        """Yield the index and the layer of every step; layerdrop leaves some out."""
         for index in range(self.config.num_hidden_layers):
             if not (self.training and self.config.layerdrop and torch.rand(()) < self.config.layerdrop):
                 yield index, self.layers[0 if self.config.share_layers else index]
 
     def final_norm(self, hidden_states, packed_states):
-        """The norms behind the last layer, where every layer begins with one."""
+        """Apply the norms behind the last layer, which there are where every layer begins with one."""
         if self.config.pre_norm:
             hidden_states = self.layer_norm(hidden_states)
             if packed_states[-1] is not None and not self.config.learns_causal_projection:
                 packed_states[-1] = self.packed_layer_norm(packed_states[-1])
         return hidden_states, packed_states
+
+    def unread_parameters(self, tokens: bool, packed: bool) -> list[nn.Parameter]:
+        """Return the parameters that only unread outputs depend on.
+
+        `tokens` and `packed` say whether the tokens and P behind the last layer are read.
+        """
+        config = self.config
+        *earlier, last = [self.layers[0 if config.share_layers else index] for index in range(config.num_hidden_layers)]
+        if config.pre_norm:
+            unread = [] if tokens else [self.layer_norm]
+            unread += [] if packed else [getattr(self, "packed_layer_norm", None)]
+        else:
+            # P leaves a layer by this norm, for the next layer or for the reader behind the last one. With layerdrop
+            # any layer may be the last.
+            reads_earlier = config.contextual_projection or (packed and config.layerdrop > 0.0)
+            read = [*(earlier if reads_earlier else []), *([last] if packed else [])]
+            unread = [layer.packed_layer_norm for layer in self.layers if layer not in read]
+        if not tokens and last not in earlier:
+            unread += last.unpack_modules()
+        return [parameter for module in unread if module is not None for parameter in module.parameters()]
 
 
 class LunaDecoderLayer(LunaLayer):
@@ -431,11 +432,11 @@ class LunaDecoderLayer(LunaLayer):
         self,
         hidden_states: torch.Tensor,
         packed: torch.Tensor | None,
-        mask: torch.Tensor | None = None,
+        layout: TokenLayout = DENSE,
         packed_mask: torch.Tensor | None = None,
         output_weights: bool = False,
         context: torch.Tensor | None = None,
-        context_mask: torch.Tensor | None = None,
+        context_layout: TokenLayout = DENSE,
         past: LunaCacheLayer | None = None,
         cross_past: LunaCacheLayer | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -443,7 +444,7 @@ class LunaDecoderLayer(LunaLayer):
         filled caches take its place, and that of the encoder's output `context` `[B, M, d]`."""
         norm = self.attention_layer_norm
         output, _ = self.attention(
-            norm(hidden_states) if self.pre_norm else hidden_states, packed, mask, packed_mask, output_weights, past
+            norm(hidden_states) if self.pre_norm else hidden_states, packed, layout, packed_mask, output_weights, past
         )
         hidden_states = self.add(hidden_states, output, norm)
         if self.cross_attention is not None:
@@ -452,7 +453,7 @@ class LunaDecoderLayer(LunaLayer):
             output, packed_output, *_ = self.cross_attention(
                 norm(hidden_states) if self.pre_norm else hidden_states,
                 packed_norm(packed) if pre_norm else packed,
-                context_mask,
+                context_layout,
                 packed_mask,
                 output_weights,
                 context,
@@ -464,7 +465,7 @@ class LunaDecoderLayer(LunaLayer):
         return (hidden_states + output if self.pre_norm else self.final_layer_norm(hidden_states + output)), packed
 
     def add(self, residual: torch.Tensor, output: torch.Tensor, norm: nn.Module) -> torch.Tensor:
-        """Dropout, residual and the norm that follows where norms are not before the attention."""
+        """Apply dropout, the residual, and the norm where norms are not before the attention."""
         residual = residual + self.dropout(output)
         return residual if self.pre_norm else norm(residual)
 
@@ -478,14 +479,14 @@ class LunaDecoder(LunaEncoder):
         self,
         hidden_states: torch.Tensor,
         packed: list[torch.Tensor | None],
-        mask: torch.Tensor | None,
+        layout: TokenLayout,
         packed_mask: torch.Tensor | None,
         output_weights: bool,
         context: torch.Tensor | None,
-        context_mask: torch.Tensor | None,
+        context_layout: TokenLayout,
         past: LunaCache | LunaSeq2SeqCache | None,
     ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-        """As `LunaEncoder.forward`, with the encoder's output `context` `[B, M, d]` and its mask."""
+        """As `LunaEncoder.forward`, with the encoder's output `context` `[B, M, d]` and its layout."""
         pasts = cross_pasts = [None] * self.config.num_hidden_layers
         if isinstance(past, LunaSeq2SeqCache):
             pasts, cross_pasts = past.self_attention_cache.layers, past.cross_attention_cache.layers
@@ -497,11 +498,11 @@ class LunaDecoder(LunaEncoder):
             hidden_states, rows = layer(
                 hidden_states,
                 rows,
-                mask,
+                layout,
                 packed_mask,
                 output_weights,
                 context,
-                context_mask,
+                context_layout,
                 pasts[index],
                 cross_pasts[index],
             )
@@ -509,15 +510,13 @@ class LunaDecoder(LunaEncoder):
         return self.final_norm(hidden_states, packed_states)
 
 
-class LunaPreTrainedModel(PreTrainedModel):
+class LunaPreTrainedModel(CommonPreTrainedModel):
     """Base of the Luna models: configuration, initialisation and what transformers asks of a model."""
 
     config_class = LunaConfig
     config: LunaConfig
     base_model_prefix = "luna"
-    supports_gradient_checkpointing = True
-    # "eager" computes attention step by step and has weights to return; "sdpa" (default) is `luna_mega.kernels`.
-    _supports_sdpa = True
+    cache_class, seq2seq_cache_class = LunaCache, LunaSeq2SeqCache
     _no_split_modules = ["LunaLayer", "LunaDecoderLayer", "LunaEmbeddings"]
     _can_record_outputs = {
         "hidden_states": LunaLayer,
@@ -529,28 +528,24 @@ class LunaPreTrainedModel(PreTrainedModel):
         "packed_attentions": OutputRecorder(LunaAttention, index=3),
     }
 
-    def __init__(self, config: LunaConfig):
-        super().__init__(config)
-        if config.input_type == "values":
-            self.main_input_name = "input_values"
-
     @property
     def embedding_range(self) -> float:
         """Standard deviation of initial embeddings: scaled by sqrt(d), they have entries around 1."""
         return self.config.hidden_size**-0.5 if self.config.scale_embedding else self.config.initializer_range
 
-    def require_tokens(self):
-        """Refuse a configuration of real values for a class or method that needs tokens."""
-        if self.config.input_type != "tokens":
-            raise ValueError(f"{type(self).__name__} needs input_type='tokens', got {self.config.input_type!r}")
+    def unread_parameters(self) -> Iterable[nn.Parameter]:
+        """Return the parameters that no loss of this class depends on: heads read the tokens, and not P.
 
-    def resize_token_embeddings(self, *args, **kwargs) -> nn.Embedding:
-        self.require_tokens()
-        return super().resize_token_embeddings(*args, **kwargs)
-
-    @classmethod
-    def _can_set_attn_implementation(cls) -> bool:
-        return True
+        A model without a head returns both, so that all its parameters are read.
+        """
+        body = self.base_model
+        if body is self:
+            return ()
+        if self.config.is_encoder_decoder:
+            encoder = body.encoder.encoder.unread_parameters(tokens=True, packed=True)
+            return [*encoder, *body.decoder.decoder.unread_parameters(tokens=True, packed=False)]
+        stack = body.decoder if self.config.is_decoder else body.encoder
+        return stack.unread_parameters(tokens=True, packed=False)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
@@ -561,25 +556,16 @@ class LunaPreTrainedModel(PreTrainedModel):
             init.normal_(module.weight, std=self.embedding_range)
             if module.padding_idx is not None:
                 init.zeros_(module.weight[module.padding_idx])
-        elif isinstance(module, LunaValueEmbeddings):
+        elif isinstance(module, ValueEmbeddings):
             init.normal_(module.weight, std=self.config.initializer_range)
             init.zeros_(module.bias)
 
 
-_FORWARD_KWARGS = {"num_items_in_batch", "output_hidden_states", "output_attentions", "output_packed_attentions"}
-_FORWARD_KWARGS |= PACKED_BATCH
-
-
-class LunaModel(LunaPreTrainedModel):
+class LunaModel(LunaInputsMixin, BodyMixin, LunaPreTrainedModel):
     """Luna without a head: the encoder, or with `is_decoder` a decoder."""
 
     def __init__(self, config: LunaConfig):
         super().__init__(config)
-        if config.is_encoder_decoder:
-            raise ValueError(
-                f"{type(self).__name__} is one side only, and the configuration has is_encoder_decoder=True: use "
-                "LunaSeq2SeqModel, LunaForConditionalGeneration or their Auto classes"
-            )
         self.embeddings = LunaEmbeddings(config)
         if config.is_decoder:
             self.decoder = LunaDecoder(config)
@@ -587,32 +573,9 @@ class LunaModel(LunaPreTrainedModel):
             self.encoder = LunaEncoder(config)
         self.post_init()
 
-    @classmethod
-    def _for_auto_model(cls, config):
-        """The class that `AutoModel`, which knows one for every kind of configuration, means by this one."""
-        if cls is LunaModel and isinstance(config, LunaConfig) and config.is_encoder_decoder:
-            from luna_mega.modeling_luna.generation_luna import LunaSeq2SeqModel
-
-            return LunaSeq2SeqModel
-        return super()
-
-    @classmethod
-    def _from_config(cls, config: LunaConfig, **kwargs) -> LunaPreTrainedModel:
-        return cls._for_auto_model(config)._from_config(config, **kwargs)
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *args, config=None, **kwargs) -> LunaPreTrainedModel:
-        model_class = cls._for_auto_model(config)
-        return model_class.from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)
-
-    def get_input_embeddings(self) -> nn.Module:
-        if self.config.input_type == "values":
-            return self.embeddings.value_embeddings
-        return self.embeddings.word_embeddings
-
-    def set_input_embeddings(self, value: nn.Module):
-        self.require_tokens()
-        self.embeddings.word_embeddings = value
+    @property
+    def _embeddings(self) -> nn.Module:
+        return self.embeddings
 
     @capture_outputs
     def forward(
@@ -639,7 +602,7 @@ class LunaModel(LunaPreTrainedModel):
             inputs_embeds: `[B, T, d]` embeddings in place of tokens or values.
             input_values: `[B, T]` real numbers (`input_type="values"`).
             position_ids: `[B, T]`, the first token at 0; None = counted from `attention_mask`. Where they do not rise
-                within a row, without an `attention_mask`, a new sequence begins: a packed batch, which is S sequences
+                within a row, without an `attention_mask`, a new sequence begins: a ragged batch, which is S sequences
                 end to end, as `DataCollatorWithFlattening` makes it. It has P for each, `[S, L, d]`, and no cache.
             packed_states: `[B, L, d]`, P in place of the learned one: of an encoder the `packed_last_hidden_state` of
                 the segment before, so that P is a memory that runs through a document (section 6, future work); of a
@@ -651,8 +614,9 @@ class LunaModel(LunaPreTrainedModel):
                 place, and holds what came from the encoder. `attention_mask` is that of the T positions, or of these
                 and all before them.
             use_cache: `is_decoder` only: return `past_key_values`. None = `config.use_cache`, but not in training.
-            options: `output_hidden_states`, `output_attentions`, `output_packed_attentions`, `return_dict`; of a packed
-                batch also `cu_seq_lens_q` `[S + 1]` and `max_length_q`, or `seq_idx` `[B, T]`.
+            options: `output_hidden_states`, `output_attentions`, `output_packed_attentions`, `return_dict`; of a ragged
+                batch also `cu_seq_lens_q` `[S + 1]` and `max_length_q` (`cu_seq_lens_k` and `max_length_k` must be the
+                same), or `seq_idx` `[B, T]`.
 
         Returns:
             `LunaModelOutput`.
@@ -661,208 +625,51 @@ class LunaModel(LunaPreTrainedModel):
             ValueError: not exactly one kind of input, an empty batch, a mask of another shape, a sequence longer than
                 the learned positions, a cache of another model or batch, an argument that Luna does not have.
         """
-        if unknown := options.keys() - _FORWARD_KWARGS:
-            raise ValueError(f"Luna models take no {', '.join(sorted(unknown))}; leave the argument out")
-        output_weights = self._output_weights(options)
-        output_hidden_states = options.get("output_hidden_states", self.config.output_hidden_states)
-        past = self._cache(past_key_values, use_cache)
-        given = next((x for x in (inputs_embeds, input_ids, input_values) if x is not None), None)
-        if past is not None and past.get_seq_length() and attention_mask is not None and given is not None:
-            attention_mask = attention_mask[:, -given.shape[1] :]
-        inputs_embeds, mask = self._embed(input_ids, attention_mask, inputs_embeds, input_values)
-        batch, length = inputs_embeds.shape[:2]
-        if past is not None:
-            self._check_cache(past, batch)
-        may_unpad = self.config.unpad_inputs and past is None and not output_weights and not output_hidden_states
-        restarts = position_ids if attention_mask is None else None
-        packing = find_packing((batch, length), mask, restarts, options, may_unpad)
-        if packing is not None:
-            self._check_packed(past_key_values, use_cache, output_weights, output_hidden_states, batch)
-            past = None  # what a decoder would have begun by default
-            inputs_embeds = packing.pack(inputs_embeds)
-        layout = mask if packing is None else packing.sequences
-        position_ids = self._position_ids(position_ids, inputs_embeds, mask, packing, past)
-        hidden_states = self.embeddings(inputs_embeds, mask if packing is None else None, position_ids)
-        packed, packed_mask = self._packed(inputs_embeds, layout, packed_states, packed_mask, past)
-        context = (encoder_hidden_states, None if encoder_attention_mask is None else encoder_attention_mask.bool())
-        hidden_states, states = self._run_layers(
-            hidden_states, packed, layout, packed_mask, output_weights, *context, past
+        inputs = self.read_inputs(
+            input_ids,
+            attention_mask,
+            inputs_embeds,
+            input_values,
+            position_ids,
+            past_key_values,
+            use_cache,
+            options,
         )
-        if packed_states is not None and layout is not None and not self.config.is_decoder:
-            read = mask.any(dim=1) if packing is None else layout.cu_seqlens.diff() > 0
-            states[-1] = torch.where(read[:, None, None], states[-1], packed_states)
-        if packing is not None:
-            hidden_states = packing.unpack(hidden_states, batch, length)
-        return LunaModelOutput(
-            last_hidden_state=hidden_states,
-            packed_last_hidden_state=states[-1],
-            packed_mask=None if packed_mask is None else packed_mask.long(),
-            attention_mask=None if mask is None or self.config.is_decoder else mask.long(),
-            past_key_values=past,
-            packed_hidden_states=tuple(states) if output_hidden_states and states[-1] is not None else None,
-        )
-
-    def _run_layers(self, hidden_states, packed, layout, packed_mask, output_weights, context, context_mask, past):
-        inputs = (hidden_states, packed, layout, packed_mask, output_weights)
+        layout, past = inputs.layout, inputs.past
+        position_ids = self.number_positions(position_ids, inputs)
+        hidden_states = self.embeddings(inputs.embeddings, layout, position_ids)
+        packed, packed_mask = self.initial_packed(packed_states, packed_mask, inputs)
+        self.check_context(encoder_hidden_states, encoder_attention_mask, past)
+        states = (hidden_states, packed, layout, packed_mask, inputs.output_weights)
         if self.config.is_decoder:
-            self._check_context(context, context_mask, past)
-            return self.decoder(*inputs, context, context_mask, past)
-        if context is not None or context_mask is not None:
-            raise ValueError("encoder_hidden_states needs a decoder with add_cross_attention=True")
-        return self.encoder(*inputs)
-
-    def _cache(self, past, use_cache):
-        """The cache to read and to fill, or None."""
-        if not self.config.is_decoder:
-            if past is not None or use_cache:
-                raise ValueError(
-                    "past_key_values and use_cache=True need a decoder (is_decoder=True): an encoder's output depends "
-                    "on what is yet to come"
-                )
-            return None
-        kind = LunaSeq2SeqCache if self.config.add_cross_attention else LunaCache
-        if past is not None and not isinstance(past, kind):
-            raise ValueError(
-                f"past_key_values must be a {kind.__name__}, got a {type(past).__name__}; leave it out to begin"
-            )
-        if use_cache is None:
-            use_cache = self.config.use_cache and not self.training
-        if past is None and use_cache:
-            past = kind(self.config)
-        if past is not None and self.training and (self.decoder.gradient_checkpointing or self.config.layerdrop):
-            raise ValueError(
-                "gradient checkpointing runs a layer twice and layerdrop not at all, a cache needs once: pass "
-                "use_cache=False"
-            )
-        return past
-
-    def _check_cache(self, past, batch):
-        config = self.config
-        layers = past.self_attention_cache.layers if config.add_cross_attention else past.layers
-        if not layers[0].is_initialized:
-            return
-        heads, width = config.num_attention_heads, config.hidden_size // config.num_attention_heads
-        given = tuple(layers[0].tensors["key_mean"].shape[:3])
-        if given != (batch, heads, width) or len(layers) != config.num_hidden_layers:
-            raise ValueError(
-                f"past_key_values does not fit this model and batch: {len(layers)} layers with states of (batch, "
-                f"heads, head size) {given}, needed are {config.num_hidden_layers} with {(batch, heads, width)}"
-            )
-
-    def _check_packed(self, past, use_cache, output_weights, output_hidden_states, batch):
-        """Refuse what sequences laid end to end do not have."""
-        if past is not None or use_cache:
-            raise ValueError("a packed batch has no cache: leave past_key_values out and pass use_cache=False")
-        if self.config.add_cross_attention:
-            raise ValueError("a decoder with add_cross_attention=True takes no packed batch: pad it")
-        if output_weights:
-            raise ValueError(
-                "a packed batch has no attention weights to return: pass output_attentions=False and load the model "
-                "with attn_implementation='sdpa'"
-            )
-        if output_hidden_states and batch > 1:
-            raise ValueError(f"output_hidden_states=True takes a packed batch of one row, not one of {batch}")
-
-    def _position_ids(self, position_ids, inputs_embeds, mask, packing, past):
-        """A token's position counts the tokens before it that the mask keeps, so that neither side nor amount of
-        padding matters. `[B or 1, T]`."""
-        length = inputs_embeds.shape[1]
-        if packing is not None:
-            length = packing.sequences.max_seqlen
-            if position_ids is None:
-                position_ids = locate(packing.sequences.cu_seqlens, inputs_embeds.shape[1])[1][None]
-            else:
-                position_ids = packing.pack(position_ids)
-        elif position_ids is None:
-            if mask is None:
-                position_ids = torch.arange(length, device=inputs_embeds.device)[None]
-            else:
-                position_ids = (mask.cumsum(dim=1) - 1).clamp(min=0)
-            if past is not None and past.get_seq_length():
-                cache = past.self_attention_cache if self.config.add_cross_attention else past
-                position_ids = position_ids + cache.layers[0].tensors["count"][:, None]
-        self._check_positions(length, position_ids, past)
-        return position_ids
-
-    def _check_positions(self, length, position_ids, past):
-        """Refuse positions that are not in the table of learned ones."""
-        table = self.config.max_position_embeddings
-        length += 0 if past is None else past.get_seq_length()
-        if self.config.position_embedding_type == "learned" and length > table:
-            # With a cache the length counts padding, which has no positions.
-            if past is None or (length := int(position_ids.max()) + 1) > table:
-                raise ValueError(
-                    f"sequences of length {length} exceed the {table} learned positions of the model; truncate the "
-                    "input or train with a larger max_position_embeddings (max_target_positions of a decoder)"
-                )
-
-    def _packed(self, inputs_embeds, mask, packed_states, packed_mask, past):
-        """P for every layer and the bool mask of its rows."""
-        layers = self.config.num_hidden_layers
-        if past is not None and past.get_seq_length():
-            cache = past.self_attention_cache if self.config.add_cross_attention else past
-            return [None] * layers, cache.layers[0].tensors.get("pack_mask")
-        if packed_states is not None:
-            batch, _, width = inputs_embeds.shape
-            if isinstance(mask, Sequences):
-                batch = len(mask.cu_seqlens) - 1
-            if packed_states.dim() != 3 or packed_states.shape[::2] != (batch, width):
-                raise ValueError(
-                    f"packed_states must have the shape [{batch}, rows, {width}], got {list(packed_states.shape)}"
-                )
-            if packed_mask is not None and packed_mask.shape != packed_states.shape[:2]:
-                raise ValueError(
-                    f"packed_mask must have the shape {list(packed_states.shape[:2])} of packed_states, got "
-                    f"{list(packed_mask.shape)}"
-                )
-            return [packed_states] * layers, drop_if_full(None if packed_mask is None else packed_mask.bool())
-        if packed_mask is not None:
-            raise ValueError("packed_mask is the mask of packed_states: give both, or neither")
-        if not self.embeddings.has_projection:
-            raise ValueError("a decoder with add_cross_attention=True needs packed_states, the P of its encoder")
-        return self.embeddings.packed(inputs_embeds, mask)
-
-    def _check_context(self, context, context_mask, past):
-        if not self.config.add_cross_attention:
-            if context is not None or context_mask is not None:
-                raise ValueError("encoder_hidden_states needs a decoder with add_cross_attention=True")
-        elif context is None and (past is None or not past.get_seq_length()):
-            raise ValueError("a decoder with add_cross_attention=True needs encoder_hidden_states")
-        elif context is not None and context_mask is not None and context_mask.shape != context.shape[:2]:
-            raise ValueError(
-                f"encoder_attention_mask must have the shape {list(context.shape[:2])} of encoder_hidden_states, got "
-                f"{list(context_mask.shape)}"
-            )
-
-    def _output_weights(self, options):
-        """Whether attention runs step by step, which has weights to return."""
-        return self.config._attn_implementation == "eager" or any(
-            options.get(name, getattr(self.config, name, False))
-            for name in ("output_attentions", "output_packed_attentions")
+            context_mask = None if encoder_attention_mask is None else drop_if_full(encoder_attention_mask.bool())
+            context_layout = TokenLayout(context_mask)
+            hidden_states, packed = self.decoder(*states, encoder_hidden_states, context_layout, past)
+        else:
+            hidden_states, packed = self.encoder(*states)
+            if packed_states is not None and (counts := layout.counts()) is not None:
+                packed[-1] = torch.where(counts[..., None] > 0, packed[-1], packed_states)
+        recorded = self.is_asked("output_hidden_states", options) and packed[-1] is not None
+        return LunaModelOutput(
+            last_hidden_state=layout.scatter(hidden_states),
+            packed_last_hidden_state=packed[-1],
+            packed_mask=None if packed_mask is None else packed_mask.long(),
+            attention_mask=None if inputs.mask is None or self.config.is_decoder else inputs.mask.long(),
+            past_key_values=past,
+            packed_hidden_states=tuple(packed) if recorded else None,
         )
 
-    def _embed(self, input_ids, attention_mask, inputs_embeds, input_values):
-        """Check the inputs; return embeddings without positions `[B, T, d]` and bool mask `[B, T]` (None = all)."""
-        name = "input_ids" if self.config.input_type == "tokens" else "input_values"
-        inputs = input_ids if name == "input_ids" else input_values
-        other = input_values if name == "input_ids" else input_ids
-        if other is not None or (inputs is None) == (inputs_embeds is None):
-            raise ValueError(
-                f"this model has input_type={self.config.input_type!r}: give exactly one of {name} and inputs_embeds"
-            )
-        batch, length = (inputs if inputs_embeds is None else inputs_embeds).shape[:2]
-        if batch == 0 or length == 0:
-            raise ValueError(f"the batch is empty: {batch} sequences of length {length}")
-        if attention_mask is not None and attention_mask.shape != (batch, length):
-            raise ValueError(
-                f"attention_mask must have the shape [{batch}, {length}] of the input, got {list(attention_mask.shape)}"
-            )
-        mask = None if attention_mask is None else attention_mask.bool()
-        if inputs_embeds is None:
-            inputs_embeds = self.get_input_embeddings()(inputs)
-            if mask is None and name == "input_ids":
-                mask = input_ids != self.config.pad_token_id
-        return inputs_embeds, drop_if_full(mask)
+    def initial_packed(
+        self, packed_states: torch.Tensor | None, packed_mask: torch.Tensor | None, inputs: CheckedInputs
+    ) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
+        """Return P for every layer, None with a filled cache, and the bool mask of its rows."""
+        layers = self.config.num_hidden_layers
+        if (cache := self.own_cache(inputs.past)) is not None:
+            return [None] * layers, cache.layers[0].tensors.get("pack_mask")
+        self.check_packed_states(packed_states, packed_mask, inputs)
+        if packed_states is None:
+            return self.embeddings.packed(inputs.embeddings, inputs.layout)
+        return [packed_states] * layers, drop_if_full(None if packed_mask is None else packed_mask.bool())
 
 
 __all__ = ["LunaModel", "LunaPreTrainedModel"]

@@ -10,12 +10,38 @@ from itertools import pairwise
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, linear
+from transformers.configuration_utils import PreTrainedConfig
 
-from luna_mega.modeling_mega.configuration_mega import MegaConfig
+
+def check_bands(config: PreTrainedConfig):
+    """Raise `ValueError` for cutoffs, factors or ties of a `MegaConfig` that no bands can have."""
+    cutoffs = {"adaptive_input": config.adaptive_input_cutoffs, "adaptive_softmax": config.adaptive_softmax_cutoffs}
+    widths = {"adaptive_input": config.embedding_size, "adaptive_softmax": config.hidden_size}
+    for field, given in cutoffs.items():
+        if given is None:
+            continue
+        edges = [0, *given, config.vocab_size]
+        if len(edges) < 3 or sorted(set(edges)) != edges:
+            raise ValueError(
+                f"{field}_cutoffs must rise strictly between 0 and vocab_size={config.vocab_size}, got {given}"
+            )
+        factor, width = getattr(config, f"{field}_factor"), widths[field]
+        if factor < 1 or width // factor ** len(given) < 1:
+            raise ValueError(
+                f"{field}_factor {factor} leaves the last of {len(given) + 1} bands nothing of a width of {width}"
+            )
+    adaptive = any(given is not None for given in cutoffs.values())
+    if adaptive and config.tie_word_embeddings and cutoffs["adaptive_input"] != cutoffs["adaptive_softmax"]:
+        raise ValueError(
+            f"tie_word_embeddings=True needs the same cutoffs on both sides, got {cutoffs['adaptive_input']} for the "
+            f"input and {cutoffs['adaptive_softmax']} for the softmax; or pass tie_word_embeddings=False"
+        )
+    if config.tie_adaptive_projections and not (adaptive and config.tie_word_embeddings):
+        raise ValueError("tie_adaptive_projections=True needs an adaptive softmax with tie_word_embeddings=True")
 
 
 def _bands(cutoffs: list[int], vocab_size: int, width: int, factor: float) -> tuple[list[int], list[int]]:
-    """The first word of every band and the size of the vocabulary; the width of every band's vectors."""
+    """Return the first word of every band and the size of the vocabulary, and the width of every band's vectors."""
     edges = [0, *cutoffs, vocab_size]
     return edges, [int(width // factor**band) for band in range(len(edges) - 1)]
 
@@ -27,7 +53,7 @@ def _wide(scores: torch.Tensor) -> torch.Tensor:
 class MegaAdaptiveEmbedding(nn.Module):
     """Tokens `[B, T]` to `[B, T, d]`: a vector of the width of the token's band, then that band's projection."""
 
-    def __init__(self, config: MegaConfig):
+    def __init__(self, config: PreTrainedConfig):
         super().__init__()
         self.width = config.hidden_size
         self.edges, widths = _bands(
@@ -52,7 +78,7 @@ class MegaAdaptiveSoftmax(nn.Module):
     `tie_adaptive_projections` the projections of the tails as well (transposed); what is tied has no parameters here.
     """
 
-    def __init__(self, config: MegaConfig):
+    def __init__(self, config: PreTrainedConfig):
         super().__init__()
         self.tied, width = config.tie_word_embeddings, config.hidden_size
         if self.tied:
@@ -75,14 +101,14 @@ class MegaAdaptiveSoftmax(nn.Module):
             self.words = nn.ModuleList(nn.Linear(tail, size, bias=False) for tail, size in shapes)
 
     def score_head(self, states: torch.Tensor, embedding: nn.Module) -> torch.Tensor:
-        """Scores of the words of the first band and of the tails, `[M, size + tails]` float32."""
+        """Return the scores of the words of the first band and of the tails, `[M, size + tails]` float32."""
         if not self.tied:
             return _wide(self.head(states))
         projected = states if self.head_projection is None else self.head_projection(states)
         return _wide(torch.cat((linear(projected, embedding.words[0].weight), self.head(states)), dim=-1))
 
     def score_tail(self, tail: int, states: torch.Tensor, embedding: nn.Module) -> torch.Tensor:
-        """Scores of the words of a tail, `[M, size]` float32."""
+        """Return the scores of the words of a tail, `[M, size]` float32."""
         if self.projections is None:
             projected = states @ embedding.projections[tail + 1].weight
         else:
@@ -91,7 +117,7 @@ class MegaAdaptiveSoftmax(nn.Module):
         return _wide(linear(self.dropout(projected), words.weight))
 
     def forward(self, states: torch.Tensor, embedding: nn.Module) -> torch.Tensor:
-        """Log-probabilities of the whole vocabulary, `[M, vocab_size]` float32."""
+        """Return the log-probabilities of the whole vocabulary, `[M, vocab_size]` float32."""
         states, first = self.dropout(states), self.edges[1]
         head = self.score_head(states, embedding).log_softmax(dim=-1)
         tails = (
@@ -101,7 +127,7 @@ class MegaAdaptiveSoftmax(nn.Module):
         return torch.cat((head[:, :first], *tails), dim=-1)
 
     def loss(self, states: torch.Tensor, targets: torch.LongTensor, embedding: nn.Module) -> torch.Tensor:
-        """Sum of the negative log-probabilities of `targets` `[M]`; a tail costs only what its words need."""
+        """Return the summed negative log-probabilities of `targets` `[M]`; a tail costs only what its words need."""
         states, first = self.dropout(states), self.edges[1]
         classes, total = targets, 0.0
         for tail, (start, end) in enumerate(pairwise(self.edges[1:])):

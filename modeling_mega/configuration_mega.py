@@ -1,15 +1,22 @@
 # Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
 """Configuration of the Mega models."""
 
-import copy
-
 from huggingface_hub.dataclasses import strict
-from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 
+from luna_mega.modeling_common.configuration import SharedConfig
+from luna_mega.modeling_mega.adaptive import check_bands
 from luna_mega.modeling_mega.presets_mega import MegaPresets
 
-# Fields of the decoder of an encoder-decoder -> the encoder's, which it has where its own is None.
+_CHOICES = {
+    "input_type": ("tokens", "values"),
+    "attention_activation": ("softmax", "laplace", "relu2"),
+    "normalization_type": ("layernorm", "scalenorm", "rmsnorm", "batchnorm", "syncbatchnorm"),
+    "relative_positional_bias": ("rotary", "simple"),
+    "pooling": ("cls", "mean"),
+    "pair_features": ("concat", "interaction"),
+}
+# Field of the decoder of an encoder-decoder -> the encoder's field that holds where the decoder's own is None.
 DECODER_FIELDS = {
     "num_decoder_layers": "num_hidden_layers",
     "decoder_intermediate_size": "intermediate_size",
@@ -19,22 +26,14 @@ DECODER_FIELDS = {
     "decoder_vocab_size": "vocab_size",
     "decoder_max_positions": "max_positions",
 }
-_CHOICES = {
-    "input_type": ("tokens", "values"),
-    "attention_activation": ("softmax", "laplace", "relu2"),
-    "normalization_type": ("layernorm", "scalenorm", "rmsnorm", "batchnorm", "syncbatchnorm"),
-    "relative_positional_bias": ("rotary", "simple"),
-    "pooling": ("cls", "mean"),
-    "pair_features": ("concat", "interaction"),
-}
 
 
 @strict
-class MegaConfig(MegaPresets, PreTrainedConfig):
+class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
     """Configuration of a Mega model (Moving Average Equipped Gated Attention, Ma et al. 2022).
 
     The first group of fields is that of the Mega of transformers v4, with its names and defaults, so that its folders
-    load as they are; the second is what the paper's own models need beside.
+    load as they are; the second is what the paper's own models need beside, the third what an encoder-decoder needs.
 
     Args:
         vocab_size: number of tokens; not read when `input_type` is `"values"`.
@@ -42,7 +41,7 @@ class MegaConfig(MegaPresets, PreTrainedConfig):
         num_hidden_layers: number of Mega blocks.
         intermediate_size: width v of the values (the paper's v).
         ema_projection_size: dimensions h of the moving average, for every channel.
-        bidirectional: the moving average runs in both directions, and attention sees all positions of its chunk.
+        bidirectional: the moving average runs in both directions, which a decoder's cannot; None = unless `is_decoder`.
         shared_representation_size: width z of queries and keys.
         use_chunking: attention within chunks of `chunk_size` positions (Mega-chunk, section 3.5), of any length.
         chunk_size: positions of a chunk; with `relative_positional_bias="simple"` it fixes the size of the bias table.
@@ -53,12 +52,10 @@ class MegaConfig(MegaPresets, PreTrainedConfig):
         activation: of values, candidate and feed-forward layer (the paper's SiLU).
         attention_activation: `"softmax"`, `"laplace"` (section 3.4) or `"relu2"`.
         dropout_prob: on embeddings, the moving average's output and both sub-layers' outputs.
-        hidden_dropout_prob: on the values.
-        attention_probs_dropout_prob: on attention weights.
+        hidden_dropout_prob, attention_probs_dropout_prob: on the values; on attention weights.
         use_feature_dropout: `dropout_prob` and `hidden_dropout_prob` drop whole channels over all positions.
-        use_normalized_ffn: a block has a feed-forward layer.
-        nffn_hidden_size: its width.
-        nffn_activation_dropout_prob: probability after its activation.
+        use_normalized_ffn: a block has a feed-forward layer, of width `nffn_hidden_size` and with dropout of
+            `nffn_activation_dropout_prob` after its activation.
         max_positions: longest sequence with `relative_positional_bias="simple"` and no chunks.
         add_token_type_embeddings, type_vocab_size: embeddings of token types.
         initializer_range: standard deviation of linear and embedding weights.
@@ -67,27 +64,26 @@ class MegaConfig(MegaPresets, PreTrainedConfig):
         classifier_dropout: probability before each layer of the classification head; None = `hidden_dropout_prob`.
         add_lm_hidden_dense_layer: the language-model heads have a dense layer with tanh.
         num_attention_heads: always 1; kept because v4 files have it.
-        is_decoder: causal attention, for `MegaForCausalLM`; needs `bidirectional=False`.
+        is_decoder: causal attention, for `MegaForCausalLM`.
         add_cross_attention: a decoder attends to `encoder_hidden_states`; needs `is_decoder=True`.
 
         input_type: `"tokens"` (`input_ids`) or `"values"` (`input_values`, one real number a position: pixels, audio).
         scale_embedding: multiply embeddings by sqrt(d).
         embedding_size: width of the word vectors, which a linear layer brings to `hidden_size`; None = that.
         embedding_norm: a norm on the embeddings.
-        final_norm: a norm after the last block; None = no. `final_norm_affine`: it has parameters.
+        final_norm, final_norm_affine: a norm after the last block; it has parameters.
         ema_shift: the backward moving average starts at the next token (files of fairseq's `flash` branch).
         padded_batch_statistics: batch norm counts padding, with embeddings of 0 there, as the original does (which also
             fills up the last chunk: pad to a multiple of `chunk_size` for the very same statistics).
         legacy_rms_norm: `"rmsnorm"` only multiplies by its weight, as the Mega of transformers v4 does.
         legacy_bias_table: a `"simple"` table of `2 * max_positions - 1` entries is read from entry 0 with its centre at
             `chunk_size - 1`, as in transformers v4 whenever `chunk_size` is not negative.
-        pooling: what a sequence classifier reads: the first token or the mean.
+        pooling: what a sequence classifier reads: the first token (`"cls"`) or the mean (`"mean"`).
         classifier_num_layers, classifier_hidden_size, classifier_activation, classifier_bias: the classification head.
-        pair_features: what the pair classifier reads of a and b: `"concat"` [b, a] or `"interaction"`
-            [a, b, a * b, a - b].
+        pair_features: `"concat"` [b, a] or `"interaction"` [a, b, a * b, a - b] of the sequences a and b of a pair.
         lm_head_bias: the output layer of `MegaForCausalLM` has a bias.
         adaptive_input_cutoffs: first tokens of the second and every later band of an adaptive input embedding; None =
-            an ordinary one. `adaptive_input_factor`: by which the width of the vectors falls from band to band.
+            an ordinary one. The width of the vectors falls from band to band by `adaptive_input_factor`.
         adaptive_softmax_cutoffs, adaptive_softmax_factor: the same for an adaptive softmax in `MegaForCausalLM`, which
             gives log-probabilities in place of logits. `adaptive_softmax_dropout`: on its inputs and within its tails.
         tie_adaptive_projections: an adaptive softmax with tied word vectors uses the projections of the input as well.
@@ -98,22 +94,22 @@ class MegaConfig(MegaPresets, PreTrainedConfig):
             where states or weights are returned, with a cache, and in compiled or exported programs.
 
         is_encoder_decoder: an encoder and a decoder with cross-attention, for `MegaForConditionalGeneration`. The
-            fields above are the encoder's, and the decoder's where the following are None.
+            fields above describe the encoder, and the decoder where its own field is None.
         num_decoder_layers, decoder_intermediate_size, decoder_nffn_hidden_size, decoder_shared_representation_size,
-            decoder_ema_projection_size, decoder_vocab_size: sizes of the decoder.
-        decoder_chunk_size: its attention chunks; below 1 = attention over the whole sequence.
-        decoder_max_positions: longest target with `relative_positional_bias="simple"` and no chunks.
+            decoder_ema_projection_size, decoder_vocab_size, decoder_max_positions: of the decoder.
+        decoder_chunk_size: attention chunks of the decoder; below 1 = attention over the whole sequence.
         cross_attention_positions: longest source or target of a `"simple"` bias in cross-attention; None = the longer
             of `max_positions` and `decoder_max_positions`.
         share_encoder_decoder_embeddings: one embedding for source and target; None = where `tie_word_embeddings` and
             the vocabularies are equal. With `tie_word_embeddings` the output layer is the decoder's embedding.
-        decoder_start_token_id: what a target starts from; fairseq starts from `</s>`.
+        decoder_start_token_id: the token that a target starts from; fairseq starts from `</s>`.
 
     Raises:
         ValueError: the fields do not fit together; the message has the numbers.
     """
 
     model_type = "mega"
+    decoder_fields = DECODER_FIELDS
     keys_to_ignore_at_inference = ["past_key_values"]
     attribute_map = {"d_model": "hidden_size", "max_position_embeddings": "max_positions"}
 
@@ -122,7 +118,7 @@ class MegaConfig(MegaPresets, PreTrainedConfig):
     num_hidden_layers: int = 4
     intermediate_size: int = 256
     ema_projection_size: int = 16
-    bidirectional: bool = True
+    bidirectional: bool | None = None
     shared_representation_size: int = 64
     use_chunking: bool = False
     chunk_size: int = -1
@@ -200,6 +196,8 @@ class MegaConfig(MegaPresets, PreTrainedConfig):
     decoder_start_token_id: int | None = 2
 
     def __post_init__(self, **kwargs):
+        if self.bidirectional is None:
+            self.bidirectional = not self.is_decoder
         if self.classifier_hidden_size is None:
             self.classifier_hidden_size = self.hidden_size
         if self.embedding_size is None:
@@ -212,14 +210,16 @@ class MegaConfig(MegaPresets, PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict, **kwargs) -> "MegaConfig":
-        """As the base class. A configuration that transformers v4 wrote gets the two flags that its weights rely on."""
+        """Read a configuration; one that transformers v4 wrote gets the two flags that its weights rely on."""
         if str(config_dict.get("transformers_version", "")).startswith("4."):
             config_dict = {
                 "legacy_rms_norm": config_dict.get("normalization_type") == "rmsnorm",
                 "legacy_bias_table": config_dict.get("relative_positional_bias") == "simple"
                 and config_dict.get("chunk_size", -1) >= 0,
             } | config_dict
-        return super().from_dict(config_dict, **kwargs)
+        # The base class sets keyword arguments after the checks, which these two need.
+        directions = {name: kwargs[name] for name in ("is_decoder", "bidirectional") if name in kwargs}
+        return super().from_dict(config_dict | directions, **kwargs)
 
     @property
     def attention_chunk(self) -> int | None:
@@ -237,153 +237,62 @@ class MegaConfig(MegaPresets, PreTrainedConfig):
         return self.cross_attention_positions or max(self.max_positions, self.decoder_max_positions or 0)
 
     @property
-    def shares_embeddings(self) -> bool:
-        """Whether source and target have one embedding."""
-        if self.share_encoder_decoder_embeddings is not None:
-            return self.share_encoder_decoder_embeddings
-        return self.tie_word_embeddings and self.decoder_vocab_size in (None, self.vocab_size)
-
-    @property
-    def encoder_config(self) -> "MegaConfig":
-        """The configuration of the encoder of an encoder-decoder."""
-        config = copy.deepcopy(self)
-        config.is_encoder_decoder = config.is_decoder = False
-        return config
-
-    @property
     def decoder_config(self) -> "MegaConfig":
         """The configuration of the decoder of an encoder-decoder."""
-        config = self.encoder_config
-        for own, field in DECODER_FIELDS.items():
-            if getattr(self, own) is not None:
-                setattr(config, field, getattr(self, own))
+        config = super().decoder_config
         if self.decoder_chunk_size is not None:
             config.chunk_size = self.decoder_chunk_size
             config.use_chunking = self.decoder_chunk_size > 0
         config.cross_attention_positions = self.cross_positions
-        config.is_decoder = config.add_cross_attention = True
         config.bidirectional = config.ema_shift = False
-        return config
-
-    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> "MegaConfig":
-        """As the base class: of an encoder-decoder that of one side, where only this is asked for.
-
-        Asked for neither, `vocab_size` is the target's: `generate` and `compute_transition_scores` count by it.
-        """
-        if self.is_encoder_decoder and decoder != encoder:
-            return self.decoder_config if decoder else self.encoder_config
-        if not self.is_encoder_decoder or self.decoder_vocab_size in (None, self.vocab_size):
-            return self
-        config = copy.deepcopy(self)
-        config.vocab_size = self.decoder_vocab_size
         return config
 
     def validate_architecture(self):
         """Part of the `@strict` contract: runs after `__init__` and before saving."""
-        for field, choices in _CHOICES.items():
-            if getattr(self, field) not in choices:
-                raise ValueError(f"{field} must be one of {', '.join(choices)}, got {getattr(self, field)!r}")
-        for field in ("activation", "classifier_activation"):
-            if getattr(self, field) not in ACT2FN:
-                raise ValueError(f"{field} is {getattr(self, field)!r}, which transformers' ACT2FN does not have")
-        for field in (
+        self._check_choices(_CHOICES)
+        self._check_activations("activation", "classifier_activation")
+        sizes = (
             "vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "ema_projection_size",
             "shared_representation_size", "nffn_hidden_size", "max_positions", "type_vocab_size",
-            "classifier_hidden_size", "embedding_size",
-        ):  # fmt: skip
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
-        if self.classifier_num_layers < 0:
-            raise ValueError(f"classifier_num_layers must be at least 0, got {self.classifier_num_layers}")
-        for field in (
+            "classifier_hidden_size", "embedding_size", "cross_attention_positions",
+        )  # fmt: skip
+        self._check_counts(sizes)
+        self._check_counts(["classifier_num_layers"], least=0)
+        self._check_probabilities(
             "dropout_prob", "hidden_dropout_prob", "attention_probs_dropout_prob", "nffn_activation_dropout_prob",
             "classifier_dropout", "adaptive_softmax_dropout",
-        ):  # fmt: skip
-            if not 0.0 <= getattr(self, field) < 1.0:
-                raise ValueError(f"{field} must be in [0, 1), got {getattr(self, field)}")
+        )  # fmt: skip
+        self._check_deviations("initializer_range", "ema_delta_alpha_range", "ema_beta_range", "ema_gamma_omega_range")
+        self._check_padding()
         if self.use_chunking and self.chunk_size < 1:
             raise ValueError(f"use_chunking needs a chunk_size of at least 1, got {self.chunk_size}")
-        if self.relative_positional_bias == "rotary" and self.shared_representation_size % 2:
-            raise ValueError(
-                f"a rotary bias needs an even shared_representation_size, got {self.shared_representation_size}"
-            )
+        if self.relative_positional_bias == "rotary" and (width := self.shared_representation_size) % 2:
+            raise ValueError(f"a rotary bias needs an even shared_representation_size, got {width}")
         if self.num_attention_heads != 1:
             raise ValueError(f"Mega has a single head: num_attention_heads must be 1, got {self.num_attention_heads}")
-        if self.input_type == "tokens" and (self.pad_token_id is None or not 0 <= self.pad_token_id < self.vocab_size):
-            raise ValueError(
-                f"pad_token_id ({self.pad_token_id}) must be a token of the vocabulary (0 to {self.vocab_size - 1})"
-            )
         if self.is_decoder and self.bidirectional:
             raise ValueError("is_decoder=True needs bidirectional=False: a decoder sees no later position")
         if self.ema_shift and not self.bidirectional:
             raise ValueError("ema_shift=True needs bidirectional=True: it is about the average that runs backward")
         if self.padded_batch_statistics and self.unpad_inputs:
             raise ValueError("padded_batch_statistics=True counts padding, which unpad_inputs=True does not compute")
-        self._validate_adaptive()
-        if self.add_cross_attention and not self.is_decoder:
-            raise ValueError("add_cross_attention=True needs is_decoder=True")
+        check_bands(self)
+        self._check_sides()
         if self.is_encoder_decoder:
-            self._validate_encoder_decoder()
+            self._check_encoder()
+            self.decoder_config.validate_architecture()
 
-    def _validate_encoder_decoder(self):
-        if self.is_decoder or self.add_cross_attention:
-            raise ValueError("is_encoder_decoder=True has a decoder: leave is_decoder and add_cross_attention out")
+    def _check_encoder(self):
         if self.input_type != "tokens" or self.adaptive_input_cutoffs or self.adaptive_softmax_cutoffs:
             raise ValueError(
                 "is_encoder_decoder=True needs input_type='tokens' and no adaptive vocabulary, got "
                 f"input_type={self.input_type!r}, adaptive_input_cutoffs={self.adaptive_input_cutoffs} and "
                 f"adaptive_softmax_cutoffs={self.adaptive_softmax_cutoffs}"
             )
-        if self.embedding_size != self.hidden_size:
+        if self.embedding_size != (width := self.hidden_size):
             raise ValueError(
-                f"is_encoder_decoder=True needs embedding_size={self.hidden_size}, the hidden_size, got "
-                f"{self.embedding_size}"
+                f"is_encoder_decoder=True needs embedding_size={width}, the hidden_size, got {self.embedding_size}"
             )
-        for field in ("cross_attention_positions", *DECODER_FIELDS):
-            if getattr(self, field) is not None and getattr(self, field) < 1:
-                raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
-        decoder = self.decoder_config
-        if self.decoder_start_token_id is None or not 0 <= self.decoder_start_token_id < decoder.vocab_size:
-            raise ValueError(
-                f"decoder_start_token_id ({self.decoder_start_token_id}) must be a token of the target vocabulary "
-                f"(0 to {decoder.vocab_size - 1})"
-            )
-        if self.decoder_start_token_id == self.pad_token_id:
-            raise ValueError(
-                f"decoder_start_token_id and pad_token_id are both {self.pad_token_id}: padding is masked, so a target "
-                "would have no first token"
-            )
-        if self.shares_embeddings and not (self.tie_word_embeddings and decoder.vocab_size == self.vocab_size):
-            raise ValueError(
-                "share_encoder_decoder_embeddings=True needs tie_word_embeddings=True and equal vocabularies, got "
-                f"tie_word_embeddings={self.tie_word_embeddings}, vocab_size={self.vocab_size} and "
-                f"decoder_vocab_size={decoder.vocab_size}"
-            )
-        decoder.validate_architecture()
-
-    def _validate_adaptive(self):
-        for field in ("adaptive_input", "adaptive_softmax"):
-            cutoffs, factor = getattr(self, f"{field}_cutoffs"), getattr(self, f"{field}_factor")
-            if cutoffs is None:
-                continue
-            edges = [0, *cutoffs, self.vocab_size]
-            if len(edges) < 3 or sorted(set(edges)) != edges:
-                raise ValueError(
-                    f"{field}_cutoffs must rise strictly between 0 and vocab_size={self.vocab_size}, got {cutoffs}"
-                )
-            width = self.embedding_size if field == "adaptive_input" else self.hidden_size
-            if factor < 1 or width // factor ** len(cutoffs) < 1:
-                raise ValueError(
-                    f"{field}_factor {factor} leaves the last of {len(cutoffs) + 1} bands nothing of a width of {width}"
-                )
-        adaptive = self.adaptive_input_cutoffs is not None or self.adaptive_softmax_cutoffs is not None
-        if adaptive and self.tie_word_embeddings and self.adaptive_input_cutoffs != self.adaptive_softmax_cutoffs:
-            raise ValueError(
-                f"tie_word_embeddings=True needs the same cutoffs on both sides, got {self.adaptive_input_cutoffs} for "
-                f"the input and {self.adaptive_softmax_cutoffs} for the softmax; or pass tie_word_embeddings=False"
-            )
-        if self.tie_adaptive_projections and not (adaptive and self.tie_word_embeddings):
-            raise ValueError("tie_adaptive_projections=True needs an adaptive softmax with tie_word_embeddings=True")
 
 
 __all__ = ["MegaConfig"]

@@ -9,15 +9,10 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from luna_mega.kernels.api import gated_attention
+from luna_mega.modeling_common.layout import TokenLayout
 from luna_mega.modeling_mega.cache_mega import MegaCacheLayer, MegaCrossCacheLayer
 from luna_mega.modeling_mega.configuration_mega import MegaConfig
-from luna_mega.modeling_mega.parts import (
-    MegaDropout,
-    MegaSequenceNorm,
-    build_relative_bias,
-    first_position,
-    relative_bias,
-)
+from luna_mega.modeling_mega.parts import MegaDropout, MegaSequenceNorm, build_relative_bias, relative_bias
 
 
 class MegaGatedCrossAttention(nn.Module):
@@ -44,9 +39,9 @@ class MegaGatedCrossAttention(nn.Module):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        mask: torch.Tensor | None,
+        layout: TokenLayout,
         encoder_hidden_states: torch.Tensor | None,
-        encoder_mask: torch.Tensor | None,
+        encoder_layout: TokenLayout,
         output_weights: bool = False,
         past: MegaCacheLayer | None = None,
         source: MegaCrossCacheLayer | None = None,
@@ -57,38 +52,38 @@ class MegaGatedCrossAttention(nn.Module):
         """
         residual = hidden_states
         if self.config.normalize_before_mega:
-            hidden_states = self.norm(hidden_states, mask)
+            hidden_states = self.norm(hidden_states, layout)
         update, reset, query = self.q_proj(hidden_states).split(self.sizes, dim=-1)
         if source is not None and source.is_initialized:
-            key, value, encoder_mask = source.keys, source.values, source.mask
+            key, value, encoder_layout = source.keys, source.values, TokenLayout(source.mask)
         else:
             key, value = self.k_proj(encoder_hidden_states), self.activation(self.v_proj(encoder_hidden_states))
             if source is not None:
-                source.store(keys=key, values=value, mask=encoder_mask, is_initialized=True)
+                source.store(keys=key, values=value, mask=encoder_layout.mask, is_initialized=True)
         value = self.hidden_dropout(value)
-        attended, weights = self.attend(query, key, value, mask, encoder_mask, output_weights, past)
+        attended, weights = self.attend(query, key, value, layout, encoder_layout, output_weights, past)
         attended = self.dropout(self.activation(self.h_proj(attended * nn.functional.silu(reset))))
         # Under autocast the residual is wider than the other two, and lerp wants one dtype.
         output = torch.lerp(residual, attended.to(residual.dtype), update.to(residual.dtype).sigmoid())
         if not self.config.normalize_before_mega:
-            output = self.norm(output, mask)
+            output = self.norm(output, layout)
         return output, weights
 
-    def attend(self, query, key, value, mask, encoder_mask, output_weights, past):
-        """Attend from wherever the queries are, which with `past` is behind it."""
-        seen, target, source = query.shape[1], first_position(mask), first_position(encoder_mask)
+    def attend(self, query, key, value, layout, encoder_layout, output_weights, past):
+        """Attend to the source from where the queries are; with `past` they are the last positions of the sequences."""
+        seen, target, source_start = query.shape[1], layout.start(), encoder_layout.start()
         if past is not None:
             seen, target = past.seen, past.position - past.seen
         row_offset = target
-        if source is not None:
-            row_offset = -source if target is None else target - source
+        if source_start is not None:
+            row_offset = -source_start if target is None else target - source_start
         attended = gated_attention(
             query,
             key,
             value,
             relative_bias(self.config, self.rel_pos_bias, max(seen, key.shape[1])),
             function=self.config.attention_activation,
-            mask=encoder_mask,
+            mask=encoder_layout.mask,
             offset=seen - query.shape[1],
             row_offset=row_offset,
             dropout=self.config.attention_probs_dropout_prob if self.training else 0.0,

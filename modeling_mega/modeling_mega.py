@@ -3,7 +3,7 @@
 A block smooths its input with a multi-dimensional damped moving average, lets a single attention head look at the
 smoothed sequence, and gates the result into the residual; attention may be confined to chunks, across which the
 moving average still carries information. From top to bottom: embeddings, moving average, gated attention, feed-forward
-layer, block, model, masked-LM head. The other heads are in `heads_mega.py`.
+layer, block, model. The heads are in `heads_mega.py`, language models and translation in `generation_mega.py`.
 
 Names of modules and parameters are those of the Mega of transformers v4, so that its checkpoints load as they are.
 There `damping_factor` holds the logits of the paper's alpha (weight of the input), `decay_factor` those of its delta.
@@ -15,16 +15,10 @@ import torch
 from torch import nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
-from transformers.generation import GenerationMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import (
-    BaseModelOutputWithPoolingAndCrossAttentions,
-    CausalLMOutputWithCrossAttentions,
-    MaskedLMOutput,
-)
-from transformers.modeling_utils import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, can_return_tuple
+from transformers.utils import TransformersKwargs
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from luna_mega.kernels.api import (
@@ -34,39 +28,18 @@ from luna_mega.kernels.api import (
     gated_attention,
     gated_attention_step,
 )
-from luna_mega.kernels.masks import drop_if_full
-from luna_mega.kernels.varlen import PACKED_BATCH, Sequences, as_options, find_packing
-from luna_mega.modeling_mega.adaptive import MegaAdaptiveEmbedding, MegaAdaptiveSoftmax
-from luna_mega.modeling_mega.cache_mega import (
-    MegaCache,
-    MegaCacheLayer,
-    MegaCrossCache,
-    MegaCrossCacheLayer,
-    MegaSeq2SeqCache,
-)
+from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel
+from luna_mega.modeling_common.inputs import ValueEmbeddings
+from luna_mega.modeling_common.layout import DENSE, TokenLayout
+from luna_mega.modeling_common.pooling import first_token
+from luna_mega.modeling_mega.adaptive import MegaAdaptiveEmbedding
+from luna_mega.modeling_mega.cache_mega import MegaCache, MegaCacheLayer, MegaCrossCacheLayer, MegaSeq2SeqCache
 from luna_mega.modeling_mega.configuration_mega import MegaConfig
 from luna_mega.modeling_mega.cross_attention import MegaGatedCrossAttention
+from luna_mega.modeling_mega.inputs_mega import MegaInputsMixin
 from luna_mega.modeling_mega.norms import MegaScaleNorm
-from luna_mega.modeling_mega.parts import (
-    MegaDropout,
-    MegaSequenceNorm,
-    build_relative_bias,
-    first_position,
-    relative_bias,
-)
+from luna_mega.modeling_mega.parts import MegaDropout, MegaSequenceNorm, build_relative_bias, relative_bias
 from luna_mega.modeling_mega.position import MegaRotaryRelativeBias, MegaSimpleRelativeBias
-
-
-class MegaValueEmbeddings(nn.Module):
-    """A real number x becomes x * weight + bias, `[B, T]` to `[B, T, d]` (pixels, audio samples)."""
-
-    def __init__(self, hidden_size: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(hidden_size))
-        self.bias = nn.Parameter(torch.empty(hidden_size))
-
-    def forward(self, values: torch.Tensor) -> torch.Tensor:
-        return torch.addcmul(self.bias, values[..., None].to(self.weight.dtype), self.weight)
 
 
 class MegaEmbeddings(nn.Module):
@@ -75,7 +48,7 @@ class MegaEmbeddings(nn.Module):
     def __init__(self, config: MegaConfig):
         super().__init__()
         if config.input_type == "values":
-            self.value_embeddings = MegaValueEmbeddings(config.hidden_size)
+            self.value_embeddings = ValueEmbeddings(config.hidden_size)
         elif config.adaptive_input_cutoffs is not None:
             self.word_embeddings = MegaAdaptiveEmbedding(config)
         else:
@@ -112,7 +85,7 @@ class MegaMovingAverage(nn.Module):
         self.shift, self.truncation = config.ema_shift, config.truncation
 
     def forward(
-        self, hidden_states: torch.Tensor, mask: torch.Tensor | None, past: MegaCacheLayer | None = None
+        self, hidden_states: torch.Tensor, layout: TokenLayout, past: MegaCacheLayer | None = None
     ) -> torch.Tensor:
         # The names of transformers v4 and of the paper cross.
         options = {
@@ -123,18 +96,18 @@ class MegaMovingAverage(nn.Module):
             "skip": self.residual_weight,
         }
         if past is None:
-            options |= {"shift": self.shift, "truncation": self.truncation, **as_options(mask)}
+            options |= {"shift": self.shift, "truncation": self.truncation, **layout.options()}
             return damped_ema(hidden_states, **options)
         state = past.average
         if self.truncation is not None and state is not None:
             state = TruncatedEmaState(past.average, past.forgotten, past.inputs)
         if state is not None and hidden_states.shape[1] == 1:
-            mask = None if mask is None else mask[:, 0]
+            mask = None if layout.mask is None else layout.mask[:, 0]
             output, state = damped_ema_step(hidden_states[:, 0], state, mask=mask, **options)
             output = output[:, None]
         else:
             options |= {"truncation": self.truncation, "initial_state": state, "return_state": True}
-            output, state = damped_ema(hidden_states, mask=mask, **options)
+            output, state = damped_ema(hidden_states, mask=layout.mask, **options)
         past.store(**({"average": state} if self.truncation is None else state._asdict()))
         return output
 
@@ -162,46 +135,44 @@ class MegaGatedAttention(nn.Module):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        mask: torch.Tensor | None,
+        layout: TokenLayout,
         output_weights: bool = False,
         past: MegaCacheLayer | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`[B, T, d]` -> the same, and with `output_weights` the attention weights `[B, chunks, C, C]`.
 
-        `mask`: `[B, T]` bool, True = keep; with `Sequences` in its place the tokens are laid end to end. With `past`
-        the sequences go on from there, and it is brought up to date.
+        With `past` the sequences go on from there, and it is brought up to date.
         """
         residual = hidden_states
         if self.config.normalize_before_mega:
-            hidden_states = self.norm(hidden_states, mask)
-        value = self.hidden_dropout(self.activation(self.v_proj(hidden_states)), mask)
-        smoothed = self.dropout(self.ema_gate(hidden_states, mask, past), mask)
+            hidden_states = self.norm(hidden_states, layout)
+        value = self.hidden_dropout(self.activation(self.v_proj(hidden_states)), layout)
+        smoothed = self.dropout(self.ema_gate(hidden_states, layout, past), layout)
         update, shared, reset, candidate = self.mx_proj(smoothed).split(self.sizes, dim=-1)
         shared, reset = nn.functional.silu(shared), nn.functional.silu(reset)
         query, key = (shared * self.qk_weight[row] + self.qk_bias[row] for row in (0, 1))
-        if past is None:
-            key_mask, start = mask, None if isinstance(mask, Sequences) else first_position(mask)
-        else:
+        keys, start = layout, layout.start()
+        if past is not None:
             window = None if self.config.attention_chunk is None else self.config.attention_chunk - 1
-            key, value, key_mask, start = past.extend(key, value, mask, window)
-        attended, weights = self.attend(query, key, value, key_mask, start, output_weights)
-        attended = self.dropout(self.activation(candidate + self.h_proj(attended * reset)), mask)
+            key, value, mask, start = past.extend(key, value, layout.mask, window)
+            keys = TokenLayout(mask)
+        attended, weights = self.attend(query, key, value, keys, start, output_weights)
+        attended = self.dropout(self.activation(candidate + self.h_proj(attended * reset)), layout)
         # Under autocast the residual is wider than the other two, and lerp wants one dtype.
         output = torch.lerp(residual, attended.to(residual.dtype), update.to(residual.dtype).sigmoid())
         if not self.config.normalize_before_mega:
-            output = self.norm(output, mask)
+            output = self.norm(output, layout)
         return output, weights
 
-    def attend(self, query, key, value, mask, start, output_weights):
-        """Attend to the keys of the sequences so far; `start` `[B]` is the position of the first of them."""
-        length = mask.max_seqlen if isinstance(mask, Sequences) else key.shape[1]
+    def attend(self, query, key, value, layout, start, output_weights):
+        """Attend to the keys of the sequences so far: their layout, and the position `start` `[B]` of the first."""
         options = {
-            "bias": self.relative_bias(length),
+            "bias": self.relative_bias(layout.sizes(key)[1]),
             "function": self.config.attention_activation,
             "chunk_size": self.config.attention_chunk,
             "start": start,
             "dropout": self.config.attention_probs_dropout_prob if self.training else 0.0,
-            **as_options(mask),
+            **layout.options(),
         }
         offset = key.shape[1] - query.shape[1]
         if offset > 0 and query.shape[1] == 1:
@@ -211,7 +182,7 @@ class MegaGatedAttention(nn.Module):
         return attended if output_weights else (attended, None)
 
     def relative_bias(self, length: int) -> torch.Tensor:
-        """The bias of the positions of a chunk, or of all, a vector over their differences."""
+        """Return the bias of the positions of a chunk, or of all, a vector over their differences."""
         return relative_bias(self.config, self.rel_pos_bias, self.config.attention_chunk or length)
 
 
@@ -228,13 +199,13 @@ class MegaNormalizedFeedForwardNetwork(nn.Module):
         self.dropout = MegaDropout(config.dropout_prob, config.use_feature_dropout)
         self.hidden_dropout = MegaDropout(config.nffn_activation_dropout_prob, config.use_feature_dropout)
 
-    def forward(self, hidden_states: torch.Tensor, mask: torch.Tensor | Sequences | None) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
         residual = hidden_states
         if self.pre_norm:
-            hidden_states = self.norm(hidden_states, mask)
-        hidden_states = self.hidden_dropout(self.activation(self.fc1(hidden_states)), mask)
-        hidden_states = residual + self.dropout(self.fc2(hidden_states), mask)
-        return hidden_states if self.pre_norm else self.norm(hidden_states, mask)
+            hidden_states = self.norm(hidden_states, layout)
+        hidden_states = self.hidden_dropout(self.activation(self.fc1(hidden_states)), layout)
+        hidden_states = residual + self.dropout(self.fc2(hidden_states), layout)
+        return hidden_states if self.pre_norm else self.norm(hidden_states, layout)
 
 
 class MegaBlock(GradientCheckpointingLayer):
@@ -249,19 +220,19 @@ class MegaBlock(GradientCheckpointingLayer):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        mask: torch.Tensor | None,
+        layout: TokenLayout,
         output_weights: bool = False,
         past: MegaCacheLayer | None = None,
         encoder_hidden_states: torch.Tensor | None = None,
-        encoder_mask: torch.Tensor | None = None,
+        encoder_layout: TokenLayout = DENSE,
         source: MegaCrossCacheLayer | None = None,
     ) -> torch.Tensor:
-        hidden_states, _ = self.mega_layer(hidden_states, mask, output_weights, past)
+        hidden_states, _ = self.mega_layer(hidden_states, layout, output_weights, past)
         if self.cross_attn is not None:
             hidden_states, _ = self.cross_attn(
-                hidden_states, mask, encoder_hidden_states, encoder_mask, output_weights, past, source
+                hidden_states, layout, encoder_hidden_states, encoder_layout, output_weights, past, source
             )
-        return hidden_states if self.nffn is None else self.nffn(hidden_states, mask)
+        return hidden_states if self.nffn is None else self.nffn(hidden_states, layout)
 
 
 class MegaPooler(nn.Module):
@@ -275,13 +246,13 @@ class MegaPooler(nn.Module):
         return torch.tanh(self.dense(first))
 
 
-class MegaPreTrainedModel(PreTrainedModel):
+class MegaPreTrainedModel(CommonPreTrainedModel):
     """Base of the Mega models: configuration, initialisation and what transformers asks of a model."""
 
     config_class = MegaConfig
     config: MegaConfig
     base_model_prefix = "mega"
-    supports_gradient_checkpointing = True
+    cache_class, seq2seq_cache_class = MegaCache, MegaSeq2SeqCache
     _no_split_modules = ["MegaBlock"]
     # The decay is a sigmoid of logits that half precision would blur (1 - q down to 1e-5).
     _keep_in_fp32_modules_strict = ["ema_gate"]
@@ -295,18 +266,11 @@ class MegaPreTrainedModel(PreTrainedModel):
 
     def __init__(self, config: MegaConfig):
         super().__init__(config)
-        if config.input_type == "values":
-            self.main_input_name = "input_values"
         if config.normalization_type.endswith("batchnorm"):
             self._keep_in_fp32_modules_strict = [*self._keep_in_fp32_modules_strict, "running_mean", "running_var"]
 
-    def require_tokens(self):
-        """Refuse a configuration of real values for a class or method that needs tokens."""
-        if self.config.input_type != "tokens":
-            raise ValueError(f"{type(self).__name__} needs input_type='tokens', got {self.config.input_type!r}")
-
     def resize_token_embeddings(self, *args, **kwargs) -> nn.Embedding:
-        self.require_tokens()
+        """Resize a vocabulary that is not adaptive."""
         if self.config.adaptive_input_cutoffs is not None or self.config.adaptive_softmax_cutoffs is not None:
             raise NotImplementedError("an adaptive vocabulary is in bands by frequency and cannot be resized")
         return super().resize_token_embeddings(*args, **kwargs)
@@ -339,24 +303,16 @@ class MegaPreTrainedModel(PreTrainedModel):
             init.normal_(module.weight, std=module.embedding_dim**-0.5)
             if module.padding_idx is not None:
                 init.zeros_(module.weight[module.padding_idx])
-        elif isinstance(module, MegaValueEmbeddings):
+        elif isinstance(module, ValueEmbeddings):
             init.normal_(module.weight)
             init.normal_(module.bias, std=0.1)
 
 
-_FORWARD_KWARGS = {"num_items_in_batch", "output_hidden_states", "output_attentions", "position_ids"} | PACKED_BATCH
-
-
-class MegaModel(MegaPreTrainedModel):
+class MegaModel(MegaInputsMixin, BodyMixin, MegaPreTrainedModel):
     """Mega without a head: the encoder, or with `is_decoder` the decoder of a language model."""
 
     def __init__(self, config: MegaConfig, add_pooling_layer: bool = True):
         super().__init__(config)
-        if config.is_encoder_decoder:
-            raise ValueError(
-                f"{type(self).__name__} is one side only, and the configuration has is_encoder_decoder=True: use "
-                "MegaSeq2SeqModel, MegaForConditionalGeneration or their Auto classes"
-            )
         self.embedding_layer = MegaEmbeddings(config)
         self.embedding_norm = MegaSequenceNorm(config, config.norm_affine) if config.embedding_norm else None
         self.embedding_dropout = MegaDropout(config.dropout_prob, config.use_feature_dropout)
@@ -366,32 +322,9 @@ class MegaModel(MegaPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    @classmethod
-    def _for_auto_model(cls, config):
-        """The class that `AutoModel`, which knows one for every kind of configuration, means by this one."""
-        if cls is MegaModel and isinstance(config, MegaConfig) and config.is_encoder_decoder:
-            from luna_mega.modeling_mega.seq2seq_mega import MegaSeq2SeqModel
-
-            return MegaSeq2SeqModel
-        return super()
-
-    @classmethod
-    def _from_config(cls, config: MegaConfig, **kwargs) -> MegaPreTrainedModel:
-        return cls._for_auto_model(config)._from_config(config, **kwargs)
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *args, config=None, **kwargs) -> MegaPreTrainedModel:
-        model_class = cls._for_auto_model(config)
-        return model_class.from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)
-
-    def get_input_embeddings(self) -> nn.Module:
-        if self.config.input_type == "values":
-            return self.embedding_layer.value_embeddings
-        return self.embedding_layer.word_embeddings
-
-    def set_input_embeddings(self, value: nn.Module):
-        self.require_tokens()
-        self.embedding_layer.word_embeddings = value
+    @property
+    def _embeddings(self) -> nn.Module:
+        return self.embedding_layer
 
     @capture_outputs
     def forward(
@@ -405,7 +338,8 @@ class MegaModel(MegaPreTrainedModel):
         use_cache: bool | None = None,
         encoder_hidden_states: torch.FloatTensor | None = None,
         encoder_attention_mask: torch.Tensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
+        # Not by the name of kwargs, for which `generate` would hand the encoder what is the decoder's.
+        **options: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPoolingAndCrossAttentions:
         """Encode a batch of B sequences of T positions.
 
@@ -420,14 +354,15 @@ class MegaModel(MegaPreTrainedModel):
             use_cache: `is_decoder` only: return `past_key_values`. None = `config.use_cache`, but not in training.
             encoder_hidden_states: `[B, S, d]`, `add_cross_attention` only: the source, which `past_key_values` keeps.
             encoder_attention_mask: `[B, S]`, 1 = keep; None = all. A source without a token gives attention of 0.
-            kwargs: `output_hidden_states`, `output_attentions`, `return_dict`, and of packed batches (several sequences
+            options: `output_hidden_states`, `output_attentions`, `return_dict`, and of ragged batches (sequences
                 end to end in a row, as `DataCollatorWithFlattening` makes them) `position_ids` `[B, T]`, which rise
-                but where a sequence begins and do not matter else, `seq_idx` `[B, T]`, or `cu_seq_lens_q` `[S + 1]` and
-                `max_length_q`. They need `attention_mask=None`, and no cache.
+                but where a sequence begins, `seq_idx` `[B, T]`, or `cu_seq_lens_q` `[S + 1]` and `max_length_q`
+                (`cu_seq_lens_k` and `max_length_k` must be the same). They go without a cache, and all but `seq_idx`
+                without an `attention_mask`.
 
         Returns:
             `last_hidden_state` `[B, T, d]` (rows at padding are meaningless), `pooler_output` `[B, d]` or None (also
-            for a packed batch),
+            for a ragged batch),
             `past_key_values` or None,
             `hidden_states` N + 1 of `[B, T, d]`, `attentions` N of `[B, chunks, C, C]`, `cross_attentions` N of
             `[B, 1, T, S]`.
@@ -436,391 +371,51 @@ class MegaModel(MegaPreTrainedModel):
             ValueError: not exactly one kind of input, an empty batch, a mask of another shape, a sequence longer than
                 the bias table, an argument that Mega does not have.
         """
-        if unknown := kwargs.keys() - _FORWARD_KWARGS:
-            raise ValueError(f"Mega models take no {', '.join(sorted(unknown))}; leave the argument out")
-        if token_type_ids is not None and not self.config.add_token_type_embeddings:
-            raise ValueError("this model has add_token_type_embeddings=False: leave token_type_ids out")
-        past = self._cache(past_key_values, use_cache)
-        if past is not None and past.get_seq_length() and attention_mask is not None:
-            attention_mask = attention_mask[:, -(input_ids if inputs_embeds is None else inputs_embeds).shape[1] :]
-        inputs_embeds, mask = self._embed(input_ids, attention_mask, inputs_embeds, input_values)
-        own, sources = past, None
-        if self.config.add_cross_attention and past is not None:
-            own, sources = past.self_attention_cache, past.cross_attention_cache
-        encoder_mask = self._check_source(
-            encoder_hidden_states, encoder_attention_mask, sources, inputs_embeds.shape[0]
+        self.check_token_types(token_type_ids)
+        inputs = self.read_inputs(
+            input_ids,
+            attention_mask,
+            inputs_embeds,
+            input_values,
+            options.get("position_ids"),
+            past_key_values,
+            use_cache,
+            options,
         )
-        output_weights = kwargs.get("output_attentions", self.config.output_attentions)
-        batch, length = inputs_embeds.shape[:2]
-        restarts = kwargs.get("position_ids") if attention_mask is None else None
-        packing = self._packing((batch, length), mask, restarts, past_key_values, past, use_cache, kwargs)
-        layout, packed = mask, packing is not None and len(packing.sequences.cu_seqlens) - 1 != batch
-        if packing is not None:
-            past = own = sources = None  # what a decoder would have begun by default
-            layout, inputs_embeds = packing.sequences, packing.pack(inputs_embeds)
-            token_type_ids = None if token_type_ids is None else packing.pack(token_type_ids)
-        hidden_states = self.embedding_layer(inputs_embeds, token_type_ids)
+        layout, (past, sources) = inputs.layout, self.parts_of(inputs.past)
+        source_mask = self.check_source(encoder_hidden_states, encoder_attention_mask, sources, inputs)
+        if past is not None and layout.mask is None:
+            layout = TokenLayout(inputs.embeddings.new_ones(inputs.embeddings.shape[:2], dtype=torch.bool))
+        if token_type_ids is not None:
+            token_type_ids = layout.gather(token_type_ids)
+        hidden_states = self.embedding_layer(inputs.embeddings, token_type_ids)
         if self.embedding_norm is not None:
             hidden_states = self.embedding_norm(hidden_states, layout)
         hidden_states = self.embedding_dropout(hidden_states, layout)
-        if self.config.padded_batch_statistics and mask is not None and packing is None:
+        if self.config.padded_batch_statistics:
             # What the original's batch norm counts at padding.
-            hidden_states = hidden_states.masked_fill(~mask[..., None], 0.0)
-        if past is not None:
-            if mask is None:
-                layout = mask = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.bool)
-            self._check_cache(own, len(mask), output_weights)
+            hidden_states = layout.clear_padding(hidden_states)
         for index, layer in enumerate(self.layers):
             hidden_states = layer(
                 hidden_states,
                 layout,
-                output_weights,
-                None if own is None else own.layers[index],
+                inputs.output_weights,
+                None if past is None else past.layers[index],
                 encoder_hidden_states,
-                encoder_mask,
+                TokenLayout(source_mask),
                 None if sources is None else sources.layers[index],
             )
         if self.final_norm is not None:
             hidden_states = self.final_norm(hidden_states, layout)
-        if packing is not None:
-            hidden_states = packing.unpack(hidden_states, batch, length)
+        sequences, hidden_states = layout.sizes(hidden_states)[0], layout.scatter(hidden_states)
+        pooled = None
+        if self.pooler is not None and sequences == hidden_states.shape[0]:
+            pooled = self.pooler(first_token(hidden_states, inputs.mask))
         return BaseModelOutputWithPoolingAndCrossAttentions(
             last_hidden_state=hidden_states,
-            past_key_values=past,
-            pooler_output=None if self.pooler is None or packed else self.pooler(first_token(hidden_states, mask)),
-        )
-
-    def _packing(self, shape, mask, position_ids, given_past, past, use_cache, options):
-        """How the batch is laid out where that is not row by row."""
-        weights, states = (
-            options.get(name, getattr(self.config, name)) for name in ("output_attentions", "output_hidden_states")
-        )
-        may_unpad = self.config.unpad_inputs and past is None and not weights and not states
-        packing = find_packing(shape, mask, position_ids, options, may_unpad)
-        if packing is not None and not may_unpad:
-            if given_past is not None or use_cache:
-                raise ValueError("a packed batch has no cache: leave past_key_values out and pass use_cache=False")
-            if self.config.add_cross_attention:
-                raise ValueError("a decoder with add_cross_attention=True takes no packed batch: pad it")
-            if weights:
-                raise ValueError("a packed batch has no attention weights to return: pass output_attentions=False")
-            if states and shape[0] > 1:
-                raise ValueError(f"output_hidden_states=True takes a packed batch of one row, not one of {shape[0]}")
-        return packing
-
-    def _cache(self, past, use_cache):
-        """The cache to read and to fill, or None."""
-        if not self.config.is_decoder:
-            if past is not None or use_cache:
-                raise ValueError(
-                    "past_key_values and use_cache=True need a decoder (is_decoder=True, bidirectional=False): an "
-                    "encoder's output depends on what is yet to come"
-                )
-            return None
-        kind, given = "MegaCache", [past]
-        if self.config.add_cross_attention:
-            kind = "MegaSeq2SeqCache"
-            given = [getattr(past, name, past) for name in ("self_attention_cache", "cross_attention_cache")]
-        if past is not None and not all(map(isinstance, given, (MegaCache, MegaCrossCache))):
-            raise ValueError(f"past_key_values must be a {kind}, got a {type(past).__name__}; leave it out to begin")
-        if use_cache is None:
-            use_cache = self.config.use_cache and not self.training
-        if past is None and use_cache:
-            past = new_cache(self.config)
-        if past is not None and self.training and self.gradient_checkpointing:
-            raise ValueError("gradient checkpointing runs a layer twice, a cache only once: pass use_cache=False")
-        return past
-
-    def _check_source(self, states, mask, sources, batch):
-        """The mask of the source as bool `[B, S]`, or None; what is kept of the source already must fit."""
-        if not self.config.add_cross_attention:
-            if states is not None or mask is not None:
-                raise ValueError("encoder_hidden_states need a decoder with add_cross_attention=True; leave them out")
-            return None
-        kept = None if sources is None or not sources.layers[0].is_initialized else sources.layers[0]
-        if states is None and kept is None:
-            raise ValueError("a decoder with add_cross_attention=True needs encoder_hidden_states [B, S, d]")
-        width, length = self.config.hidden_size, (kept.keys if states is None else states).shape[1]
-        if states is not None and (states.dim() != 3 or states.shape[::2] != (batch, width) or length == 0):
-            raise ValueError(
-                f"encoder_hidden_states must have the shape [{batch}, S, {width}], S at least 1, got "
-                f"{list(states.shape)}"
-            )
-        if mask is not None and mask.shape != (batch, length):
-            raise ValueError(f"encoder_attention_mask must have the shape {[batch, length]}, got {list(mask.shape)}")
-        if kept is not None:
-            expected = [(batch, length, self.config.shared_representation_size), (batch, length, width)]
-            given = [tuple(tensor.shape) for tensor in (kept.keys, kept.values)]
-            if given != expected or len(sources) != self.config.num_hidden_layers:
-                raise ValueError(
-                    f"past_key_values has another source, of another batch or model: {len(sources)} layers with keys "
-                    f"and values of {given}, needed are {self.config.num_hidden_layers} with {expected}; begin with a "
-                    "new cache"
-                )
-        return None if mask is None else drop_if_full(mask.bool())
-
-    def _check_cache(self, past, batch, output_weights):
-        config, layer = self.config, past.layers[0]
-        if not layer.is_initialized:
-            return
-        kept = layer.seen if config.attention_chunk is None else min(layer.seen, config.attention_chunk - 1)
-        expected = [
-            (batch, config.hidden_size, config.ema_projection_size),
-            (batch, kept, config.shared_representation_size),
-            (batch, kept, config.intermediate_size),
-        ]
-        if config.truncation is not None:
-            expected.append((batch, config.truncation, config.hidden_size))
-        tensors = (layer.average, layer.keys, layer.values, layer.inputs)
-        given = [tuple(tensor.shape) for tensor in tensors if tensor is not None]
-        if given != expected or len(past) != config.num_hidden_layers:
-            raise ValueError(
-                f"past_key_values does not fit this model and batch: {len(past)} layers with states, keys, values of "
-                f"{given}, needed are {config.num_hidden_layers} with {expected} (batch size first)"
-            )
-        if output_weights:
-            raise ValueError("output_attentions=True goes with a new cache only; pass use_cache=False for the weights")
-
-    def _embed(self, input_ids, attention_mask, inputs_embeds, input_values):
-        """Check the inputs; return embeddings `[B, T, d]` and bool mask `[B, T]` (None = all)."""
-        name = "input_ids" if self.config.input_type == "tokens" else "input_values"
-        inputs = input_ids if name == "input_ids" else input_values
-        other = input_values if name == "input_ids" else input_ids
-        if other is not None or (inputs is None) == (inputs_embeds is None):
-            raise ValueError(
-                f"this model has input_type={self.config.input_type!r}: give exactly one of {name} and inputs_embeds"
-            )
-        given, width = (inputs, []) if inputs_embeds is None else (inputs_embeds, [self.config.hidden_size])
-        if given.dim() < 2 or list(given.shape[2:]) != width:
-            raise ValueError(
-                f"this model takes {name} [B, T] or inputs_embeds [B, T, {self.config.hidden_size}], got the shape "
-                f"{list(given.shape)}"
-            )
-        batch, length = given.shape[:2]
-        if batch == 0 or length == 0:
-            raise ValueError(f"the batch is empty: {batch} sequences of length {length}")
-        if attention_mask is not None and attention_mask.shape != (batch, length):
-            raise ValueError(
-                f"attention_mask must have the shape [{batch}, {length}] of the input, got {list(attention_mask.shape)}"
-            )
-        mask = None if attention_mask is None else attention_mask.bool()
-        if inputs_embeds is None:
-            inputs_embeds = self.get_input_embeddings()(inputs)
-            if mask is None and name == "input_ids":
-                mask = input_ids != self.config.pad_token_id
-        return inputs_embeds, drop_if_full(mask)
-
-
-def new_cache(config: MegaConfig) -> MegaCache | MegaSeq2SeqCache:
-    """An empty cache for a decoder of this configuration."""
-    return MegaSeq2SeqCache(config) if config.add_cross_attention else MegaCache(config)
-
-
-def first_token(states: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """The first position of `[B, T, d]` that the mask keeps, `[B, d]`: with padding on the left it is not 0."""
-    if mask is None:
-        return states[:, 0]
-    index = mask.int().argmax(dim=1)[:, None, None].expand(-1, 1, states.shape[2])
-    return states.gather(1, index)[:, 0]
-
-
-class MegaForMaskedLM(MegaPreTrainedModel):
-    """Mega with a masked-language-modelling head."""
-
-    _tied_weights_keys = {"mlm_head.weight": "mega.embedding_layer.word_embeddings.weight"}
-
-    def __init__(self, config: MegaConfig):
-        super().__init__(config)
-        self.require_tokens()
-        self.mega = MegaModel(config, add_pooling_layer=False)
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size) if config.add_lm_hidden_dense_layer else None
-        self.dropout = nn.Dropout(config.dropout_prob)
-        self.mlm_head = nn.Linear(config.hidden_size, config.vocab_size)
-        self.post_init()
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.mlm_head
-
-    def set_output_embeddings(self, new_embeddings: nn.Module):
-        self.mlm_head = new_embeddings
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        token_type_ids: torch.LongTensor | None = None,
-        labels: torch.LongTensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> MaskedLMOutput:
-        """As `MegaModel.forward`; `labels` `[B, T]`: tokens, -100 = not predicted.
-
-        `logits`: `[B, T, vocab_size]`, with `sparse_prediction` and labels only those of the M predicted positions,
-        `[M, vocab_size]`.
-        """
-        outputs = self.mega(
-            input_ids, attention_mask, inputs_embeds=inputs_embeds, token_type_ids=token_type_ids, **kwargs
-        )
-        hidden_states = outputs.last_hidden_state
-        if labels is not None and self.config.sparse_prediction:
-            predicted = labels != -100
-            hidden_states, labels = hidden_states[predicted], labels[predicted]
-        if self.dense is not None:
-            hidden_states = torch.tanh(self.dense(hidden_states))
-        logits = self.mlm_head(self.dropout(hidden_states))
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return MaskedLMOutput(
-            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+            past_key_values=inputs.past,
+            pooler_output=pooled,
         )
 
 
-class MegaForCausalLM(MegaPreTrainedModel, GenerationMixin):
-    """Mega with a language-modelling head; generates at constant memory where attention is in chunks.
-
-    Needs `is_decoder=True` and `bidirectional=False`.
-    """
-
-    _tied_weights_keys = {"lm_head.weight": "mega.embedding_layer.word_embeddings.weight"}
-    _is_stateful = True  # a moving average cannot go back, so no assisted decoding
-
-    def __init__(self, config: MegaConfig):
-        super().__init__(config)
-        self.require_tokens()
-        if not config.is_decoder:
-            raise ValueError("MegaForCausalLM needs a configuration with is_decoder=True and bidirectional=False")
-        self.mega = MegaModel(config, add_pooling_layer=False)
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size) if config.add_lm_hidden_dense_layer else None
-        self.dropout = nn.Dropout(config.dropout_prob)
-        if config.adaptive_softmax_cutoffs is None:
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.lm_head_bias)
-        else:
-            self.lm_head = MegaAdaptiveSoftmax(config)
-            self._tied_weights_keys = {}  # what is tied has no second name
-        self.post_init()
-
-    def get_output_embeddings(self) -> nn.Module | None:
-        return None if self.config.adaptive_softmax_cutoffs is not None else self.lm_head
-
-    def set_output_embeddings(self, new_embeddings: nn.Module):
-        self.lm_head = new_embeddings
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        token_type_ids: torch.LongTensor | None = None,
-        past_key_values: MegaCache | MegaSeq2SeqCache | None = None,
-        use_cache: bool | None = None,
-        encoder_hidden_states: torch.FloatTensor | None = None,
-        encoder_attention_mask: torch.Tensor | None = None,
-        labels: torch.LongTensor | None = None,
-        logits_to_keep: int | torch.Tensor = 0,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> CausalLMOutputWithCrossAttentions:
-        """As `MegaModel.forward`; `labels` `[B, T]`: the tokens themselves (the loss shifts them), -100 = not counted.
-
-        The keyword `shift_labels` `[B, T]` in place of `labels`: the token that follows each position, also the last.
-        `logits`: `[B, T, vocab_size]`, or those of the last `logits_to_keep` positions, or of these positions. With an
-        adaptive softmax they are log-probabilities, and None where there are labels, as the loss needs no more than the
-        bands of these.
-
-        Raises `ValueError` as `MegaModel.forward`, and for labels of other positions than those kept.
-        """
-        shift_labels = kwargs.pop("shift_labels", None)  # as a parameter, Trainer would take it for a second label
-        outputs = self.mega(
-            input_ids,
-            attention_mask,
-            inputs_embeds=inputs_embeds,
-            token_type_ids=token_type_ids,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            encoder_hidden_states=encoder_hidden_states,
-            encoder_attention_mask=encoder_attention_mask,
-            **kwargs,
-        )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        hidden_states = outputs.last_hidden_state[:, kept]
-        targets = labels if shift_labels is None else shift_labels
-        if targets is not None and targets.shape != hidden_states.shape[:2]:
-            raise ValueError(
-                f"labels must have the shape {list(hidden_states.shape[:2])} of the positions, with logits_to_keep of "
-                f"those kept, got {list(targets.shape)}"
-            )
-        if self.dense is not None:
-            hidden_states = torch.tanh(self.dense(hidden_states))
-        if self.config.adaptive_softmax_cutoffs is None:
-            logits, loss = self.lm_head(self.dropout(hidden_states)), None
-            if targets is not None:
-                if shift_labels is not None:
-                    kwargs["shift_labels"] = shift_labels.contiguous()
-                loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        else:
-            logits, loss = self._adaptive(hidden_states, labels, shift_labels, **kwargs)
-        return CausalLMOutputWithCrossAttentions(
-            loss=loss,
-            logits=logits,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            cross_attentions=outputs.cross_attentions,
-        )
-
-    def _adaptive(self, hidden_states, labels, shift_labels, num_items_in_batch=None, **kwargs):
-        """Log-probabilities and None, or None and the loss."""
-        embedding = self.mega.get_input_embeddings()
-        if labels is None and shift_labels is None:
-            return self.lm_head(hidden_states.flatten(0, 1), embedding).unflatten(0, hidden_states.shape[:2]), None
-        if shift_labels is None:
-            shift_labels = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
-        counted = shift_labels != -100
-        total = self.lm_head.loss(hidden_states[counted], shift_labels[counted], embedding)
-        return None, total / (counted.sum() if num_items_in_batch is None else num_items_in_batch)
-
-    def _prepare_model_inputs(self, *args, **kwargs):
-        """Called by `generate`."""
-        prompt, *rest = super()._prepare_model_inputs(*args, **kwargs)
-        if prompt.shape[1] == 0:
-            raise ValueError("the prompts have length 0: give each a token, or no input_ids to begin with bos_token_id")
-        return prompt, *rest
-
-    def prepare_inputs_for_generation(self, input_ids, attention_mask=None, inputs_embeds=None, **kwargs):
-        """Called by `generate`, which drops a mask that keeps everything; in `forward` its absence drops padding."""
-        inputs = super().prepare_inputs_for_generation(
-            input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs
-        )
-        if attention_mask is None:
-            given = inputs["input_ids"] if inputs.get("inputs_embeds") is None else inputs["inputs_embeds"]
-            inputs["attention_mask"] = given.new_ones(given.shape[:2], dtype=torch.long)
-        return inputs
-
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args):
-        """Called by `generate`."""
-        mask = model_kwargs.get("attention_mask")
-        if mask is not None and not (filled := mask.any(dim=1)).all():
-            raise ValueError(
-                f"nothing but padding in the prompts {(~filled).nonzero().flatten().tolist()}: give each a token, such "
-                "as bos_token_id"
-            )
-        if generation_config.cache_implementation not in (None, "dynamic"):
-            raise ValueError(
-                f"cache_implementation={generation_config.cache_implementation!r}: a Mega decoder keeps its own "
-                "MegaCache, already of constant size with chunks; leave the argument out"
-            )
-        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
-            model_kwargs["past_key_values"] = new_cache(self.config)
-        else:
-            super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
-
-    def init_continuous_batching(self, *args, **kwargs):
-        """Refuse what needs a cache of keys and values alone; `generate` batches prompts of any lengths."""
-        raise NotImplementedError("continuous batching needs attention caches; call generate with a padded batch")
-
-    generate_batch = init_continuous_batching
-
-
-__all__ = ["MegaForCausalLM", "MegaForMaskedLM", "MegaModel", "MegaPreTrainedModel"]
+__all__ = ["MegaModel", "MegaPreTrainedModel"]

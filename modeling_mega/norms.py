@@ -59,7 +59,7 @@ class MegaBatchNorm(nn.BatchNorm1d):
         self.running_mean, self.running_var = (_widen(x) for x in (self.running_mean, self.running_var))
 
     def _apply(self, fn, recurse=True):
-        """As the base class, but running statistics are never of half precision, in which they would hardly move."""
+        """Convert the module, but leave running statistics out of half precision, in which they would hardly move."""
         statistics = self.running_mean, self.running_var
         super()._apply(fn, recurse)
         if torch.finfo(self.running_mean.dtype).bits < 32:
@@ -96,7 +96,7 @@ class MegaBatchNorm(nn.BatchNorm1d):
         self.num_batches_tracked.add_(1)
 
     def _total(self, sums: torch.Tensor) -> torch.Tensor:
-        """The sums over all that share the statistics."""
+        """Return the sums over all processes that share the statistics."""
         return sums
 
 

@@ -17,7 +17,7 @@ class MegaSimpleRelativeBias(nn.Module):
         self.rel_pos_bias = nn.Parameter(torch.empty(2 * max_positions - 1))
 
     def forward(self, length: int, centre: int | None = None) -> torch.Tensor:
-        """Biases of the distances j - i from `1 - length` to `length - 1`, `[2 length - 1]` float32.
+        """Return the biases of the distances j - i from `1 - length` to `length - 1`, `[2 length - 1]` float32.
 
         `centre`: the entry of distance 0, where it is not the middle one. Raises `ValueError` where the table ends
         before the distances do.
@@ -50,7 +50,7 @@ class MegaRotaryRelativeBias(nn.Module):
         self.b_param = nn.Parameter(torch.empty(1, width))
 
     def forward(self, length: int) -> torch.Tensor:
-        """Biases of the distances j - i from `1 - length` to `length - 1`, `[2 length - 1]` float32."""
+        """Return the biases of the distances j - i from `1 - length` to `length - 1`, `[2 length - 1]` float32."""
         dtype = torch.promote_types(self.alpha.dtype, torch.float32)
         (alpha_1, alpha_2), (beta_1, beta_2) = (x[0].to(dtype).chunk(2) for x in (self.alpha, self.b_param))
         pairs, device = alpha_1.shape[0], alpha_1.device

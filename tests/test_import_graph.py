@@ -2,6 +2,8 @@
 
 import ast
 import configparser
+import graphlib
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,111 +12,188 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Folder -> what its files may import besides the standard library and their own package.
-ALLOWED = {
-    "kernels": {"numpy", "torch", "triton"},
-    "modeling_luna": {"huggingface_hub", "luna_mega.kernels", "torch", "transformers"},
-    "modeling_mega": {"huggingface_hub", "luna_mega.kernels", "torch", "transformers"},
-    "convert": {
-        "huggingface_hub",
-        "luna_mega",
-        "numpy",
-        "safetensors",
-        "tokenizers",
-        "torch",
-        "tqdm",
-        "transformers",
-    },
-    "luna_mega": {"luna_mega", "transformers"},
+# Room -> the packages that it may import besides the standard library. A room imports from itself and from the rooms
+# above it, and from nothing below. A module belongs to the room with the longest name that it begins with.
+ROOMS = {
+    "luna_mega_cli": set(),
+    "luna_mega.kernels": {"numpy", "torch", "triton"},
+    "luna_mega.modeling_common": {"torch", "transformers"},
+    "luna_mega.modeling_luna": {"huggingface_hub", "torch", "transformers"},
+    "luna_mega.modeling_mega": {"huggingface_hub", "torch", "transformers"},
+    "luna_mega": {"transformers"},
+    "luna_mega.hub": {"huggingface_hub", "safetensors", "torch", "transformers"},
+    "luna_mega.convert": {"huggingface_hub", "numpy", "safetensors", "tokenizers", "torch", "tqdm", "transformers"},
+    "luna_mega.inspection": {"safetensors", "torch", "tqdm", "transformers"},
+    "luna_mega.cli": set(),
 }
+APART = {"luna_mega.modeling_luna", "luna_mega.modeling_mega"}
+OPTIONAL = {"triton"}
 NEVER_IMPORTED = {"examples", "benchmarks", "tests"}
+
+
+def setup() -> configparser.SectionProxy:
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / "setup.cfg")
+    return parser["options"]
+
+
+def packaged_files() -> dict[str, Path]:
+    """Module -> its file, of everything that is installed."""
+    found = {name: ROOT / f"{name}.py" for name in setup()["py_modules"].split()}
+    for row in setup()["package_dir"].strip().split("\n"):
+        package, folder = row.split(" = ")
+        for file in (ROOT / folder).rglob("*.py"):
+            parts = file.relative_to(ROOT / folder).with_suffix("").parts
+            found[".".join((package, *parts)).removesuffix(".__init__")] = file
+    return found
+
+
+FILES = packaged_files()
 
 
 def imports(source: str) -> Iterator[str]:
     """Dotted names that the source imports anywhere, inside functions too; a relative import keeps its dots."""
-    for node in ast.walk(ast.parse(source)):
+    yield from imported_names(ast.walk(ast.parse(source)))
+
+
+def imported_names(nodes) -> Iterator[str]:
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             module = "." * node.level + (node.module or "")
             # `from luna_mega import kernels` imports luna_mega.kernels; of any other package only the package counts.
-            yield from (f"{module}.{alias.name}" if module == "luna_mega" else module for alias in node.names)
+            ours = module.split(".")[0] == "luna_mega"
+            yield from (f"{module}.{alias.name}" if ours else module for alias in node.names)
 
 
-def violations(folder: str, source: str) -> list[str]:
-    own = "luna_mega" if folder == "luna_mega" else f"luna_mega.{folder}"
-    allowed = ALLOWED[folder] | {own}
-    return [
-        name
-        for name in imports(source)
-        if name.split(".")[0] not in sys.stdlib_module_names
-        and not any(name == entry or name.startswith(f"{entry}.") for entry in allowed)
-    ]
+def room_of(name: str) -> str | None:
+    rooms = [room for room in ROOMS if f"{name}.".startswith(f"{room}.")]
+    return max(rooms, key=len, default=None)
 
 
-def python_files(folder: str) -> list[Path]:
-    return sorted((ROOT / folder).rglob("*.py"))
+def violations(module: str, source: str) -> list[str]:
+    own, order = room_of(module), list(ROOMS)
+    wrong = []
+    for name in imports(source):
+        room = room_of(name)
+        if room is None:
+            allowed = name.split(".")[0] in ROOMS[own] | sys.stdlib_module_names
+        else:
+            allowed = order.index(room) <= order.index(own) and (room == own or {room, own} != APART)
+        if not allowed:
+            wrong.append(name)
+    return wrong
 
 
-def packaged_folders() -> set[str]:
-    setup = configparser.ConfigParser()
-    setup.read(ROOT / "setup.cfg")
-    rows = setup["options"]["package_dir"].split("\n")
-    return {row.split("=")[1].strip() for row in rows if row}
+def inside_functions(source: str) -> list[str]:
+    """Names that are imported inside functions, except optional packages and modules that need them."""
+    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+    names = imported_names(inner for function in functions for inner in ast.walk(function))
+    return [name for name in names if name.split(".")[0] not in OPTIONAL and "triton" not in name]
 
 
-@pytest.mark.parametrize("folder", sorted(packaged_folders()))
-def test_package_imports_only_what_its_layer_may(folder):
-    files = python_files(folder)
-    assert files
-    found = {str(file.relative_to(ROOT)): violations(folder, file.read_text(encoding="utf-8")) for file in files}
-    assert not {file: names for file, names in found.items() if names}
+def test_every_package_is_listed_and_has_a_room():
+    listed = set(setup()["packages"].split())
+    packages = {module if file.name == "__init__.py" else module.rpartition(".")[0] for module, file in FILES.items()}
+    assert packages - {""} == listed
+    assert all(room_of(module) for module in FILES)
 
 
-@pytest.mark.parametrize("folder", sorted({*packaged_folders(), *NEVER_IMPORTED} - {"tests"}))
-def test_nothing_imports_tests_nor_packages_the_scripts(folder):
+@pytest.mark.parametrize("module", sorted(FILES))
+def test_a_module_imports_only_from_rooms_above_it(module):
+    assert violations(module, FILES[module].read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("module", sorted(FILES))
+def test_what_is_imported_of_the_package_exists(module):
+    """An editable install of another checkout would step in for a module that is gone."""
+    for name in imports(FILES[module].read_text(encoding="utf-8")):
+        home, _, last = name.rpartition(".")
+        if room_of(name) is None or name in FILES:
+            continue
+        known = "" if home not in FILES else FILES[home].read_text(encoding="utf-8")
+        assert re.search(rf"\b{last}\b", known) or any(file.startswith(f"{name}.") for file in FILES), name
+
+
+def test_no_circles():
+    graph = {}
+    for module, file in FILES.items():
+        names = set(imports(file.read_text(encoding="utf-8")))
+        graph[module] = {name if name in FILES else name.rpartition(".")[0] for name in names} & FILES.keys()
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+def test_no_import_inside_a_function():
+    found = {module for module, file in FILES.items() if inside_functions(file.read_text(encoding="utf-8"))}
+    assert not found
+
+
+@pytest.mark.parametrize("module", sorted(FILES))
+def test_nothing_imports_tests_nor_scripts(module):
+    tops = {name.split(".")[0] for name in imports(FILES[module].read_text(encoding="utf-8"))}
+    assert not tops & NEVER_IMPORTED
+
+
+@pytest.mark.parametrize("folder", sorted(NEVER_IMPORTED - {"tests"}))
+def test_scripts_import_nothing_of_each_other(folder):
     """Scripts may import within their own folder; nothing but a test imports another one's."""
-    forbidden = NEVER_IMPORTED - {folder}
-    for file in python_files(folder):
+    for file in (ROOT / folder).rglob("*.py"):
         tops = {name.split(".")[0] for name in imports(file.read_text(encoding="utf-8"))}
-        assert not tops & forbidden, file
+        assert not tops & (NEVER_IMPORTED - {folder}), file
 
 
-@pytest.mark.parametrize("folder", sorted(packaged_folders()))
-def test_no_postponed_annotations(folder):
+@pytest.mark.parametrize("module", sorted(FILES))
+def test_no_postponed_annotations(module):
     """transformers reads the annotation `config: LunaConfig` as a class; postponed it is a string and Auto* fails."""
-    for file in python_files(folder):
-        assert "__future__" not in set(imports(file.read_text(encoding="utf-8"))), file
+    assert "__future__" not in set(imports(FILES[module].read_text(encoding="utf-8")))
 
 
 @pytest.mark.parametrize(
-    ("folder", "line"),
+    ("module", "line"),
     [
-        ("kernels", "import transformers"),
-        ("kernels", "def f():\n    from transformers.utils import logging"),
-        ("kernels", "from luna_mega.modeling_luna.configuration_luna import LunaConfig"),
-        ("kernels", "from luna_mega import LunaModel"),
-        ("modeling_luna", "from luna_mega.modeling_mega.configuration_mega import MegaConfig"),
-        ("modeling_luna", "from luna_mega import convert"),
-        ("modeling_luna", "from .configuration_luna import LunaConfig"),
-        ("modeling_luna", "from kernels import api"),
-        ("convert", "import fairseq.models"),
-        ("convert", "import tests.helpers"),
+        ("luna_mega_cli", "import torch"),
+        ("luna_mega_cli", "from luna_mega import __version__"),
+        ("luna_mega.kernels.api", "import transformers"),
+        ("luna_mega.kernels.api", "def f():\n    from transformers.utils import logging"),
+        ("luna_mega.kernels.api", "from luna_mega.modeling_luna.configuration_luna import LunaConfig"),
+        ("luna_mega.kernels.api", "from luna_mega import LunaModel"),
+        ("luna_mega.modeling_common.inputs", "from luna_mega.modeling_luna.configuration_luna import LunaConfig"),
+        ("luna_mega.modeling_luna.x", "from luna_mega.modeling_mega.configuration_mega import MegaConfig"),
+        ("luna_mega.modeling_mega.x", "from luna_mega.modeling_luna.configuration_luna import LunaConfig"),
+        ("luna_mega.modeling_luna.x", "from luna_mega import convert"),
+        ("luna_mega.modeling_luna.x", "from .configuration_luna import LunaConfig"),
+        ("luna_mega.modeling_luna.x", "from kernels import api"),
         ("luna_mega", "import torch"),
+        ("luna_mega", "from luna_mega.hub.card import training_card"),
         ("luna_mega", "import luna_megalodon"),
+        ("luna_mega.hub.card", "from luna_mega.convert.report import Report"),
+        ("luna_mega.convert.importer", "import fairseq.models"),
+        ("luna_mega.convert.importer", "import tests.helpers"),
+        ("luna_mega.convert.importer", "from luna_mega.inspection.info import describe"),
+        ("luna_mega.convert.importer", "from luna_mega import cli"),
+        ("luna_mega.inspection.info", "from luna_mega.cli import main"),
     ],
 )
-def test_a_wrong_import_is_seen(folder, line):
-    assert violations(folder, line)
+def test_a_wrong_import_is_seen(module, line):
+    assert violations(module, line)
 
 
 @pytest.mark.parametrize(
-    ("folder", "line"),
+    ("module", "line"),
     [
-        ("kernels", "from luna_mega.kernels import _op\nimport math, os.path"),
-        ("modeling_luna", "from luna_mega.kernels.api import luna_attention"),
-        ("convert", "from luna_mega import LunaConfig"),
+        ("luna_mega.kernels.api", "from luna_mega.kernels import _op\nimport math, os.path"),
+        ("luna_mega.modeling_luna.x", "from luna_mega.kernels.api import luna_attention"),
+        ("luna_mega.convert.__main__", "from luna_mega_cli import main"),
+        ("luna_mega.convert.importer", "from luna_mega import LunaConfig"),
+        ("luna_mega.convert.importer", "from luna_mega.hub.folder import read_folder"),
+        ("luna_mega.inspection.info", "from luna_mega.convert.importer import convert_checkpoint"),
     ],
 )
-def test_a_right_import_passes(folder, line):
-    assert not violations(folder, line)
+def test_a_right_import_passes(module, line):
+    assert not violations(module, line)
+
+
+def test_an_import_inside_a_function_is_seen():
+    assert inside_functions("class A:\n    def f(self):\n        if self:\n            import torch") == ["torch"]
+    assert not inside_functions("import torch\ndef f():\n    from luna_mega.kernels.x import triton_ops\n")

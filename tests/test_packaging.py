@@ -136,7 +136,7 @@ def test_wheel_holds_every_file_of_the_packages_and_nothing_else(checkout, built
         for package, folder in packaged_folders().items()
         for file in (checkout / folder).rglob("*")
         if file.is_file() and "egg-info" not in str(file)
-    }
+    } | {"luna_mega_cli.py"}
     names = zipfile.ZipFile(built[".whl"]).namelist()
     dist_info = f"luna_mega-{luna_mega.__version__}.dist-info/"
     assert {name for name in names if not name.startswith(dist_info)} == expected
@@ -153,8 +153,8 @@ def test_wheel_metadata(built):
     requirements = metadata.get_all("Requires-Dist")
     assert {"torch>=2.11", "transformers>=5.17"} <= set(requirements)
     assert any("triton>=3.6" in row and "Linux" in row and "extra" in row for row in requirements)
-    assert read["top_level.txt"].split() == ["luna_mega"]
-    assert "luna-mega = luna_mega.cli:main" in read["entry_points.txt"]
+    assert read["top_level.txt"].split() == ["luna_mega", "luna_mega_cli"]
+    assert "luna-mega = luna_mega_cli:main" in read["entry_points.txt"]
 
 
 def test_source_distribution_holds_tests_and_examples(checkout, built):

@@ -1,6 +1,7 @@
 """Command lines made of dataclasses, with recipes: YAML files whose values are defaults of the options."""
 
 import argparse
+from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,12 +13,12 @@ from transformers.trainer_utils import get_last_checkpoint
 
 
 def fail(message: object) -> NoReturn:
-    """Ends the script with one line and exit status 1."""
+    """End the script with one line and exit status 1."""
     raise SystemExit(f"error: {' '.join(str(message).split())}")
 
 
 def read_recipe(path: str, options: set[str]) -> dict[str, Any]:
-    """Reads `option: value` lines; an option that is not in `options` is an error."""
+    """Read `option: value` lines; an option that is not in `options` is an error."""
     try:
         recipe = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
@@ -30,7 +31,7 @@ def read_recipe(path: str, options: set[str]) -> dict[str, Any]:
 
 
 def parse_arguments(dataclasses: tuple[type, ...], argv: list[str] | None, **defaults: Any) -> tuple[Any, ...]:
-    """Parses `argv` into `dataclasses`, TrainingArguments among them.
+    """Parse `argv` into `dataclasses`, TrainingArguments among them.
 
     The command line wins over `--recipe FILE`, the recipe over `defaults`.
     """
@@ -54,8 +55,22 @@ def parse_arguments(dataclasses: tuple[type, ...], argv: list[str] | None, **def
     return tuple(parsed)
 
 
+def check_least(arguments: object, least: float, *names: str) -> None:
+    """End the script when one of the options `names`, numbers or lists of numbers, is below `least`."""
+    for name in names:
+        value = getattr(arguments, name)
+        if any(number < least for number in (value if isinstance(value, list) else [value])):
+            fail(f"--{name} {value} must be at least {least}")
+
+
+def check_choice(arguments: object, name: str, choices: Iterable[str]) -> None:
+    """End the script when the option `name` is none of `choices`."""
+    if (value := getattr(arguments, name)) not in choices:
+        fail(f"--{name} {value} must be one of {', '.join(choices)}")
+
+
 def find_checkpoint(training: TrainingArguments) -> str | None:
-    """The folder to resume from: `--resume_from_checkpoint PATH`, or `last` for the newest one of the output folder.
+    """Return the folder to resume from: `--resume_from_checkpoint PATH`, or with `last` the newest one of the output.
 
     A new training run is refused when the output folder holds checkpoints of an earlier one.
     """

@@ -1,4 +1,4 @@
-"""The mean of several checkpoints of a run, which translates better than each of them."""
+"""Mean of several checkpoints of a run, which translates better than each of them."""
 
 import json
 from pathlib import Path
@@ -12,8 +12,10 @@ from common.arguments import fail
 
 
 def choose_checkpoints(folder: str, count: int, metric: str | None) -> list[Path]:
-    """The last `count` checkpoints of a run or, by `metric` ("eval_loss", the higher the better unless it is a loss),
-    the best ones of those that are left in `folder`."""
+    """Choose `count` of the checkpoints that a run has left in `folder`: the last or, by `metric`, the best.
+
+    A metric is the better the higher it is, unless it is a loss ("eval_loss").
+    """
     checkpoints = {
         int(path.parent.name.rpartition("-")[2]): path.parent
         for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*/{SAFE_WEIGHTS_NAME}")
@@ -31,7 +33,7 @@ def choose_checkpoints(folder: str, count: int, metric: str | None) -> list[Path
 
 
 def average(checkpoints: list[Path]) -> dict[str, torch.Tensor]:
-    """The mean of the weights in `checkpoints`, added up in float32; what is not floating-point is the last one's."""
+    """Return the mean of the weights, added up in float32; tensors of integers are those of the last checkpoint."""
     total: dict[str, torch.Tensor] = {}
     for path in checkpoints:
         weights = load_file(path / SAFE_WEIGHTS_NAME)

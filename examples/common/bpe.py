@@ -1,4 +1,4 @@
-"""Tokenizers: saved ones, and a byte-level BPE with RoBERTa's special tokens, ids and pair format."""
+"""Saved tokenizers, and a byte-level BPE with RoBERTa's special tokens, ids and pair format."""
 
 import json
 from collections.abc import Iterable
@@ -13,14 +13,14 @@ MIN_VOCAB_SIZE = len(pre_tokenizers.ByteLevel.alphabet()) + len(SPECIAL_TOKENS) 
 
 
 def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
-    """Loads a tokenizer from the Hub, a saved folder or one with RoBERTa's `vocab.json` and `merges.txt` alone."""
+    """Load a tokenizer from the Hub, from a saved folder, or from RoBERTa's `vocab.json` and `merges.txt` alone."""
     names = {path.name for path in Path(source).glob("*")}
     bare = {"vocab.json", "merges.txt"} <= names and not names & {"tokenizer.json", "tokenizer_config.json"}
     return (RobertaTokenizer if bare else AutoTokenizer).from_pretrained(source)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, model_max_length: int) -> RobertaTokenizer:
-    """Trains a byte-level BPE and returns it as a tokenizer that writes `<s> a </s>` and `<s> a </s></s> b </s>`.
+    """Train a byte-level BPE and return a tokenizer that writes `<s> a </s>` and `<s> a </s></s> b </s>`.
 
     Ids are `<s>` 0, `<pad>` 1, `</s>` 2, `<unk>` 3, the 256 bytes, the merges and `<mask>` last; a small text can give
     fewer than `vocab_size` entries. The first word of a text gets the leading space of any other word.

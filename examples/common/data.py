@@ -3,7 +3,10 @@
 import math
 import random
 import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from datasets import ClassLabel, Dataset, load_dataset
 from datasets.exceptions import DatasetsError
@@ -14,13 +17,53 @@ from common.arguments import fail
 READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text"}
 
 
-def name_data(paths: list[str]) -> str:
-    """What a model card calls local data: the path itself, or the names of several."""
-    return paths[0] if len(paths) == 1 else " and ".join(Path(path).name for path in paths)
+@dataclass
+class SourceArguments:
+    """Options that say where the data are."""
+
+    dataset_name: str | None = field(default=None, metadata={"help": "Hub name: Salesforce/wikitext"})
+    dataset_config: str | None = field(default=None, metadata={"help": "its configuration: wikitext-103-raw-v1"})
+    dataset_path: str | None = field(
+        default=None, metadata={"help": "local folder instead: parquet, json(l), csv or txt files, named by split"}
+    )
+
+
+@dataclass
+class LimitArguments:
+    """Options that cut the splits."""
+
+    max_train_samples: int | None = field(default=None, metadata={"help": "use only the first N"})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "use only the first N"})
+    max_predict_samples: int | None = field(default=None, metadata={"help": "use only the first N"})
+
+
+@dataclass
+class ClassifierArguments(LimitArguments):
+    """Options of tasks whose best checkpoint is chosen by a metric."""
+
+    early_stopping_patience: int | None = field(
+        default=None, metadata={"help": "stop after N evaluations without a better metric_for_best_model"}
+    )
+
+
+def check_source(data: SourceArguments) -> None:
+    """End the script unless the data have exactly one source."""
+    if (data.dataset_name is None) == (data.dataset_path is None):
+        fail("pass one of --dataset_name and --dataset_path")
+
+
+def name_source(paths: str | list[str] | None, name: str | None, config: str | None) -> dict[str, str | None]:
+    """Return the data set as `training_card` takes it: one path as it is, several by their names, else the Hub's."""
+    if isinstance(paths, list):
+        paths = paths[0] if len(paths) == 1 else " and ".join(Path(path).name for path in paths)
+    return {"dataset": paths} if paths else {"dataset": name, "dataset_config": config}
 
 
 def find_files(folder: str) -> dict[str, list[str]]:
-    """The data files of `folder` by split: `train.jsonl`, `train.txt.gz`, or shards `train-00000-of-00001.parquet`."""
+    """Return the data files of a folder by split: `train.jsonl`, or shards `train-00000-of-00001.parquet`.
+
+    A text or json file may be compressed: `train.txt.gz`.
+    """
     files: dict[str, list[str]] = {}
     for file in sorted(Path(folder).iterdir()):
         name = Path(file.name.removesuffix(".gz"))
@@ -30,7 +73,7 @@ def find_files(folder: str) -> dict[str, list[str]]:
 
 
 def load_files(files: dict[str, list[str]]) -> dict[str, Dataset]:
-    """Loads the splits from their files, which must be of one kind; a text file has one row a line."""
+    """Load the splits from their files, which must be of one kind; a text file has one row a line."""
     suffixes = {Path(file.removesuffix(".gz")).suffix for shards in files.values() for file in shards}
     if unknown := suffixes - READERS.keys():
         fail(f"cannot read {' or '.join(sorted(unknown))} files, only {', '.join(READERS)}")
@@ -40,38 +83,56 @@ def load_files(files: dict[str, list[str]]) -> dict[str, Dataset]:
     return load_dataset(readers.pop(), data_files=files) if files else {}
 
 
-def load_splits(names: list[str], path: str | None, hub_name: str, hub_config: str | None) -> dict[str, Dataset]:
-    """Loads the splits `names` from the folder `path` or, without one, from the Hub."""
-    source = path or hub_name
+def load_splits(
+    limits: dict[str, int | None],
+    path: str | None,
+    hub_name: str | None,
+    hub_config: str | None,
+    *,
+    files: dict[str, list[str]] | None = None,
+) -> dict[str, Dataset]:
+    """Load splits from the folder `path`, from `files` or, without both, from the Hub.
+
+    Args:
+        limits: the splits by name; the first rows of each that are used (None = all).
+    """
+    source = path or ("the files" if files else hub_name)
     try:
-        if path is None:
+        if path is None and files is None:
             splits = load_dataset(hub_name, hub_config)
         else:
-            files = find_files(path)
-            splits = load_files({name: files[name] for name in names if name in files})
+            files = find_files(path) if files is None else files
+            splits = load_files({name: files[name] for name in limits if name in files})
     except (DatasetsError, OSError, ValueError) as error:
         fail(f"cannot load {source}: {error}")
-    if missing := [name for name in names if name not in splits]:
+    if missing := [name for name in limits if name not in splits]:
         fail(f"{source} has no split {', '.join(missing)}; files are called NAME{'|'.join(READERS)}")
-    return {name: splits[name] for name in names}
+    return {name: splits[name] if limit is None else splits[name].take(limit) for name, limit in limits.items()}
 
 
-def check_split(split: Dataset, name: str, text_columns: tuple[str, ...], labels: tuple[str, ...] | None) -> None:
-    """Ends the script unless `split` has text in `text_columns` and a usable `label`.
-
-    `labels` are the names of the classes, `()` for regression and None where labels are not looked at.
-    """
+def check_columns(split: Dataset, name: str, columns: Iterable[str]) -> None:
+    """End the script unless `split` has rows and all of `columns`."""
     if len(split) == 0:
         fail(f"split {name} is empty")
-    columns = text_columns if labels is None else (*text_columns, "label")
     if missing := [column for column in columns if column not in split.column_names]:
         fail(f"split {name} has no column {', '.join(missing)}, only {', '.join(split.column_names)}")
-    for column in text_columns:
+
+
+def check_texts(split: Dataset, name: str, columns: tuple[str, ...]) -> None:
+    """End the script unless `split` has text in `columns`."""
+    check_columns(split, name, columns)
+    for column in columns:
         for row, text in enumerate(split[column]):
             if not isinstance(text, str):
                 fail(f"split {name}, row {row}: {column} is {text!r} instead of text")
-    if labels is None:
-        return
+
+
+def check_labels(split: Dataset, name: str, labels: tuple[str, ...]) -> None:
+    """End the script unless `split` has a usable `label` in every row: the number of one of `labels`.
+
+    Without `labels` any finite number will do (regression).
+    """
+    check_columns(split, name, ["label"])
     feature = split.features["label"]
     if isinstance(feature, ClassLabel) and tuple(feature.names) != labels:
         fail(f"split {name}: labels mean {', '.join(feature.names)} instead of {', '.join(labels)}")
@@ -83,16 +144,16 @@ def check_split(split: Dataset, name: str, text_columns: tuple[str, ...], labels
 
 
 def hide_tokens(split: Dataset, tokenizer: PreTrainedTokenizerBase, share: float) -> Dataset:
-    """`split` with `share` of its tokens, drawn anew whenever a row is read, replaced by `<mask>`; specials stay."""
+    """Replace `share` of the tokens, drawn anew whenever a row is read, by `<mask>`; special tokens stay."""
     if not 0.0 <= share < 1.0:
         fail(f"--token_dropout {share}: must be in [0, 1)")
     if share and tokenizer.mask_token_id is None:
         fail("--token_dropout needs a tokenizer with a mask token")
     special, mask = set(tokenizer.all_special_ids), tokenizer.mask_token_id
 
-    def hide(batch: dict[str, list]) -> dict[str, list]:
-        rows = batch["input_ids"]
-        hidden = [[mask if i not in special and random.random() < share else i for i in row] for row in rows]
+    def hide(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        inputs = batch["input_ids"]
+        hidden = [[mask if i not in special and random.random() < share else i for i in ids] for ids in inputs]
         return batch | {"input_ids": hidden}
 
     return split.with_transform(hide) if share else split

@@ -1,4 +1,4 @@
-"""What a run hands on: the model card and, with `--push_to_hub`, the whole output folder."""
+"""The end of a run: the model card and, with `--push_to_hub`, the whole output folder on the Hub."""
 
 import sys
 from pathlib import Path
@@ -9,11 +9,11 @@ from huggingface_hub.errors import HTTPError
 from transformers import Trainer, TrainingArguments
 
 from common.arguments import fail
-from luna_mega.convert.model_card import FILE_NAME, training_card
+from luna_mega.hub.card import FILE_NAME, training_card
 
 
 def check_hub(training: TrainingArguments) -> None:
-    """Ends the script before it trains what it could not push."""
+    """End the script before it trains what it could not push."""
     if training.hub_token:
         fail("--hub_token: Trainer writes it into training_args.bin and pushes that; use `hf auth login` or HF_TOKEN")
     if training.push_to_hub:
@@ -34,12 +34,12 @@ def publish(
     base_model: str | None = None,
     license: str | None = None,
 ) -> None:
-    """Writes README.md and pushes the output folder, which stays complete whatever happens to the push.
+    """Write README.md and push the output folder, which stays complete whatever happens to the push.
 
     Args:
         script, argv: `__file__` and the arguments of `main`, for the command in the card.
-        summary: rows of the summary; those that begin with "eval_" are the results.
-        dataset, dataset_config, base_model, license: as `training_card`.
+        summary: the summary; its entries that begin with "eval_" are the results.
+        dataset, dataset_config, base_model, license: as `training_card` takes them.
     """
     card = training_card(
         trainer,

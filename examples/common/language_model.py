@@ -7,20 +7,29 @@ import torch
 from datasets import Dataset as TextDataset
 from torch.utils.data import Dataset
 from tqdm import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from common.arguments import fail
+from common.bpe import load_tokenizer
 from common.model import boundary_ids
 
 
+def load_language_model(source: str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a causal language model, for evaluation, and its tokenizer."""
+    try:
+        return AutoModelForCausalLM.from_pretrained(source).to(device).eval(), load_tokenizer(source)
+    except (OSError, ValueError) as error:
+        fail(error)
+
+
 def encode(texts: TextDataset, column: str, tokenizer: PreTrainedTokenizerBase, line_end: str) -> torch.LongTensor:
-    """The rows of `texts` as one stream `[N]`; each ends with a newline or, where not empty, with `</s>`."""
+    """Encode the rows of `texts` as one stream `[N]`; each ends with a newline or, where not empty, with `</s>`."""
     if line_end == "newline":
-        rows, tail = (text + "\n" for text in texts[column]), []
+        lines, tail = (text + "\n" for text in texts[column]), []
     else:
-        rows, tail = (text.strip() for text in texts[column] if text.strip()), [boundary_ids(tokenizer)[1]]
-    ids = tokenizer(list(rows), add_special_tokens=False, verbose=False)["input_ids"]
-    return torch.tensor([token for row in ids for token in [*row, *tail]], dtype=torch.long)
+        lines, tail = (text.strip() for text in texts[column] if text.strip()), [boundary_ids(tokenizer)[1]]
+    encoded = tokenizer(list(lines), add_special_tokens=False, verbose=False)["input_ids"]
+    return torch.tensor([token for ids in encoded for token in [*ids, *tail]], dtype=torch.long)
 
 
 class Windows(Dataset):
@@ -40,20 +49,23 @@ class Windows(Dataset):
 
 
 class Streams(Dataset):
-    """The stream in `rows` parts that are read side by side: item `step * rows + row`, for batches of `rows`."""
+    """The stream cut into `batch_size` parts that are read side by side, a block of each in every batch.
 
-    def __init__(self, stream: torch.LongTensor, length: int, rows: int):
-        self.part = (len(stream) - 1) // rows
+    Item `step * batch_size + part` is the block `step` of a part.
+    """
+
+    def __init__(self, stream: torch.LongTensor, length: int, batch_size: int):
+        self.part = (len(stream) - 1) // batch_size
         if self.part < length:
-            fail(f"the text has {len(stream)} tokens, too few for {rows} streams of blocks of {length}")
-        self.stream, self.length, self.rows = stream, length, rows
+            fail(f"the text has {len(stream)} tokens, too few for {batch_size} streams of blocks of {length}")
+        self.stream, self.length, self.batch_size = stream, length, batch_size
 
     def __len__(self) -> int:
-        return self.part // self.length * self.rows
+        return self.part // self.length * self.batch_size
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        step, row = divmod(index, self.rows)
-        item = _segment(self.stream, row * self.part + step * self.length, self.length)
+        step, part = divmod(index, self.batch_size)
+        item = _segment(self.stream, part * self.part + step * self.length, self.length)
         return item | {"step": torch.tensor(step)}
 
 
@@ -80,25 +92,30 @@ class Score:
         return math.exp(min(self.loss, 700))
 
     @property
-    def bits(self) -> float:
-        return self.loss / math.log(2)
+    def metrics(self) -> dict[str, float]:
+        return {"loss": self.loss, "perplexity": self.perplexity, "bits_per_token": self.loss / math.log(2)}
 
 
 @torch.no_grad()
 def score(
-    model: PreTrainedModel, stream: torch.LongTensor, context: int, segment: int, rows: int, progress: bool = False
+    model: PreTrainedModel,
+    stream: torch.LongTensor,
+    context: int,
+    segment: int,
+    batch_size: int,
+    progress: bool = False,
 ) -> Score:
-    """Scores the stream in blocks of `context` tokens, each read from nothing by segments that carry the state on.
+    """Score the stream in blocks of `context` tokens, each read from nothing by segments that carry the state on.
 
-    `rows` blocks are read side by side. A token's score depends on what of its block comes before it, so that blocks
-    cost the first tokens of each something, segments nothing.
+    `batch_size` blocks are read side by side. A token's score depends on all that comes before it in its block, so that
+    shorter blocks make the score worse (the first tokens of each know little), and shorter segments do not.
     """
     training, device, count = model.training, model.device, len(stream) - 1
     if count < 1:
         fail("the text to score has fewer than two tokens")
     model.eval()
     whole = list(range(0, count - context + 1, context))
-    groups = [whole[i : i + rows] for i in range(0, len(whole), rows)]
+    groups = [whole[i : i + batch_size] for i in range(0, len(whole), batch_size)]
     if rest := count % context:
         groups.append([count - rest])
     total, counted = 0.0, 0

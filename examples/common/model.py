@@ -1,6 +1,6 @@
-"""The model and the tokenizer of a run: loaded, or made from scratch."""
+"""Model and tokenizer of a run: loaded, or made from scratch."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,13 +12,18 @@ import luna_mega  # noqa: F401  (registers the models with the Auto classes)
 from common.arguments import fail
 from common.bpe import load_tokenizer, train_bpe
 
+# Models of transformers whose positions begin after the number of the padding token.
+COUNT_FROM_PADDING = ("camembert", "longformer", "mpnet", "roberta", "xlm-roberta")
+
 
 @dataclass
 class CheckpointArguments:
     model_name_or_path: str | None = field(
         default=None, metadata={"help": "converted checkpoint or Hub name; without it training starts from scratch"}
     )
-    model_type: str = field(default="luna", metadata={"help": "model that is trained from scratch: luna or mega"})
+    model_type: str = field(
+        default="luna", metadata={"help": "what is trained from scratch: luna, mega or, to compare, roberta, bart, ..."}
+    )
     config_overrides: str = field(default="", metadata={"help": "config fields: hidden_size=128,pooling=mean"})
     ignore_mismatched_sizes: bool = field(default=False, metadata={"help": "replace a head of another size"})
     license: str | None = field(default=None, metadata={"help": "of the weights, for the model card: apache-2.0"})
@@ -31,7 +36,7 @@ class ModelArguments(CheckpointArguments):
 
 
 def make_tokenizer(model: ModelArguments, texts: Iterable[str], max_length: int) -> PreTrainedTokenizerBase:
-    """The tokenizer that `model` names, or a BPE trained on `texts`, which are not looked at otherwise."""
+    """Load the tokenizer that `model` names, or train a BPE on `texts`, which are not looked at otherwise."""
     source = model.tokenizer_name or model.model_name_or_path
     try:
         return load_tokenizer(source) if source else train_bpe(texts, model.vocab_size, max_length)
@@ -42,32 +47,35 @@ def make_tokenizer(model: ModelArguments, texts: Iterable[str], max_length: int)
 def make_config(
     model: CheckpointArguments, tokenizer: PreTrainedTokenizerBase | None, max_length: int, **values: Any
 ) -> PreTrainedConfig:
-    """The configuration of the model for inputs of up to `max_length` tokens, without `tokenizer` real numbers.
+    """Make the configuration of the model for inputs of up to `max_length` tokens (real numbers without `tokenizer`).
 
-    `values` are fields that the task sets; `--config_overrides` wins over them. Ends the script when the tokenizer or
-    the length does not fit the model.
+    The task sets the fields `values` where the model has them; `--config_overrides` wins over them. The script ends
+    where the tokenizer or the length does not fit.
     """
     kind = "values" if tokenizer is None else "tokens"
     try:
         overrides = yaml.safe_load(f"{{{model.config_overrides.replace('=', ': ')}}}")
+        loaded = {}
         if model.model_name_or_path:
             config = AutoConfig.from_pretrained(model.model_name_or_path)
-            values = {**config.to_dict(), **values}
+            loaded = config.to_dict()
         else:
             config = AutoConfig.for_model(model.model_type)
             values |= {"input_type": kind, "max_position_embeddings": max_length}
-        if tokenizer is not None and not model.model_name_or_path:
-            values["vocab_size"] = len(tokenizer)
-            values |= {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+            if tokenizer is not None:
+                values["vocab_size"] = len(tokenizer)
+                values |= {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+                values["max_position_embeddings"] += first_position(config.model_type, tokenizer.pad_token_id)
         if unknown := [name for name in overrides if not hasattr(config, name)]:
             fail(f"--config_overrides: {config.model_type} has no field {', '.join(unknown)}")
+        values = {name: value for name, value in values.items() if hasattr(config, name)}
         # A field can have two names, max_position_embeddings and Mega's own max_positions; the last value has to win.
-        values = {config.attribute_map.get(name, name): value for name, value in [*values.items(), *overrides.items()]}
-        config = type(config).from_dict(values)
+        pairs = [*loaded.items(), *values.items(), *overrides.items()]
+        config = type(config).from_dict({config.attribute_map.get(name, name): value for name, value in pairs})
     except (OSError, ValueError, TypeError, StrictDataclassError, yaml.YAMLError) as error:
         fail(f"configuration: {error}")
-    if getattr(config, "input_type", kind) != kind:
-        fail(f"{model.model_name_or_path or 'the model'} reads {config.input_type} (input_type), not {kind}")
+    if (reads := getattr(config, "input_type", "tokens")) != kind:
+        fail(f"{model.model_name_or_path or 'the model'} reads {reads} (input_type), not {kind}")
     positions = longest_input(config)
     if tokenizer is not None:
         check_tokenizer(tokenizer, config)
@@ -77,6 +85,11 @@ def make_config(
     return config
 
 
+def label_fields(names: Sequence[str]) -> dict[str, Any]:
+    """Return the fields of a configuration that name its classes."""
+    return {"id2label": dict(enumerate(names)), "label2id": {name: index for index, name in enumerate(names)}}
+
+
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
     if len(tokenizer) > config.vocab_size:
         fail(f"the tokenizer has {len(tokenizer)} entries, the model only vocab_size={config.vocab_size}")
@@ -84,15 +97,20 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig
         fail(f"the tokenizer pads with id {tokenizer.pad_token_id}, the model with {config.pad_token_id}")
 
 
+def first_position(model_type: str, pad_token_id: int) -> int:
+    """Return the number of the first token's position, which in RoBERTa's family is the one after the padding's."""
+    return pad_token_id + 1 if model_type in COUNT_FROM_PADDING else 0
+
+
 def longest_input(config: PreTrainedConfig) -> float:
-    """Positions that the model takes; Mega takes any number with a rotary bias or attention in chunks."""
+    """Return how long an input may be; Mega takes any length with a rotary bias or attention in chunks."""
     if config.model_type == "mega" and (config.use_chunking or config.relative_positional_bias == "rotary"):
         return float("inf")
-    return config.max_position_embeddings
+    return config.max_position_embeddings - first_position(config.model_type, config.pad_token_id)
 
 
 def make_model(auto_class: type, model: CheckpointArguments, config: PreTrainedConfig) -> PreTrainedModel:
-    """The model of `config` with the weights that `model` names, or new ones."""
+    """Make the model of `config` with the weights that `model` names, or new ones."""
     if not model.model_name_or_path:
         return auto_class.from_config(config)
     return auto_class.from_pretrained(
@@ -101,7 +119,7 @@ def make_model(auto_class: type, model: CheckpointArguments, config: PreTrainedC
 
 
 def boundary_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
-    """The ids of `<s>` and `</s>`."""
+    """Return the ids of `<s>` and `</s>`."""
     ids = tokenizer.bos_token_id, tokenizer.eos_token_id
     if None in ids:
         fail(f"the tokenizer has bos_token {tokenizer.bos_token} and eos_token {tokenizer.eos_token}; both are needed")

@@ -1,4 +1,4 @@
-"""What a run leaves behind: speed and memory while it trains, a summary as table and JSON, the curve as PNG."""
+"""Traces of a run: speed and memory while it trains, a summary as table and JSON, the curve as PNG."""
 
 import itertools
 import json
@@ -21,7 +21,7 @@ from transformers import TrainerCallback
 
 
 def peak_memory_gb(device: torch.device) -> float | None:
-    """Peak memory of the process so far in GB: of the accelerator on CUDA, else resident (None where unknown)."""
+    """Return the peak memory so far in GB: on CUDA the accelerator's, else the process's own (None where unknown)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     if resource is None:
@@ -31,9 +31,9 @@ def peak_memory_gb(device: torch.device) -> float | None:
 
 
 class SpeedCallback(TrainerCallback):
-    """Counts the seconds and the tokens of this call of `Trainer.train`, evaluation and saving left out.
+    """Counter of the seconds and the tokens of one call of `Trainer.train`, without evaluation and saving.
 
-    Tokens come from the Trainer, so `include_num_input_tokens_seen` has to be "non_padding" or "all".
+    Trainer counts the tokens, if `include_num_input_tokens_seen` is "non_padding" or "all".
     """
 
     def __init__(self) -> None:
@@ -52,26 +52,27 @@ class SpeedCallback(TrainerCallback):
 
 
 def show(value: Any) -> str:
+    """Format a value for a table: four digits, thousands separated."""
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     return f"{value:,}" if type(value) is int else str(value)
 
 
-def print_table(title: str, rows: dict[str, Any]) -> None:
-    """Prints `rows` as two columns below `title`; None is left out."""
-    rows = {name.replace("_", " "): value for name, value in rows.items() if value is not None}
-    width = max(map(len, rows))
+def print_table(title: str, values: dict[str, Any]) -> None:
+    """Print `values` by name below `title`; None is left out."""
+    values = {name.replace("_", " "): value for name, value in values.items() if value is not None}
+    width = max(map(len, values))
     print(f"\n{title}")
-    for name, value in rows.items():
+    for name, value in values.items():
         print(f"  {name:<{width}}  {show(value)}")
 
 
 def print_columns(title: str, columns: dict[str, dict[str, Any]]) -> None:
-    """Prints `columns`, which have the same rows, side by side below `title`."""
+    """Print `columns`, which have the same keys, side by side below `title`."""
     first = next(iter(columns.values()))
     table = [
         ["", *columns],
-        *([name.replace("_", " "), *(show(rows[name]) for rows in columns.values())] for name in first),
+        *([name.replace("_", " "), *(show(column[name]) for column in columns.values())] for name in first),
     ]
     widths = [max(map(len, cells)) for cells in zip(*table, strict=True)]
     print(f"\n{title}")
@@ -84,9 +85,9 @@ def save_json(content: dict[str, Any], path: Path) -> None:
 
 
 def plot_curve(histories: dict[str, list[dict[str, float]]], metrics: list[str], title: str, path: Path) -> None:
-    """Draws the losses and the evaluated `metrics` (as the Trainer logs them, "eval_accuracy") over the steps.
+    """Draw the losses and the evaluated `metrics` (as Trainer logs them, "eval_accuracy") over the steps.
 
-    `histories`: the Trainer's `log_history` of each run, by what the legend calls it ("" for a single one).
+    `histories` holds the Trainer's `log_history` of each run by its name in the legend ("" for a single run).
     """
     figure, (loss_axis, metric_axis) = plt.subplots(1, 2, figsize=(10, 4), constrained_layout=True)
     for axis, keys in ((loss_axis, ["loss", "eval_loss"]), (metric_axis, metrics)):

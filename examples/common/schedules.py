@@ -7,7 +7,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 
 def milestone_schedule(optimizer: Optimizer, warmup_steps: int, milestones: list[int], factor: float) -> LambdaLR:
-    """Linear warm-up from 0, then constant; multiplied by `factor` at each of `milestones` (steps in order)."""
+    """Warm up linearly from 0, then stay constant, multiplied by `factor` at each of `milestones` (steps in order)."""
     return LambdaLR(
         optimizer, lambda step: min(1.0, step / max(1, warmup_steps)) * factor ** bisect_right(milestones, step)
     )

@@ -1,6 +1,7 @@
-"""What the training scripts do alike: check what they are asked for, train, evaluate, sum up."""
+"""Steps of a training script: check what it is asked for, train, evaluate, write files, sum up."""
 
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from common.report import SpeedCallback, peak_memory_gb, plot_curve, print_table
 class OrderedTrainer(Trainer):
     """Trainer whose predictions are in the order of the data set, also with `group_by_length`.
 
-    Trainer itself groups the evaluation by length as well, which mixes up what is said of which example.
+    Trainer itself groups the evaluation by length as well, and predictions then no longer match their rows.
     """
 
     def _get_eval_sampler(self, eval_dataset: Dataset) -> SequentialSampler:
@@ -25,9 +26,9 @@ class OrderedTrainer(Trainer):
 
 
 def check_training(
-    training: TrainingArguments, model: CheckpointArguments, early_stopping_patience: int | None = None
+    training: TrainingArguments, model: CheckpointArguments, early_stopping_patience: int | None
 ) -> None:
-    """Ends the script when it has nothing to do or nothing to do it with; asks Trainer to count tokens."""
+    """End the script when it has nothing to do or no model to do it with; ask Trainer to count tokens."""
     if not (training.do_train or training.do_eval or training.do_predict):
         fail("nothing to do: pass --do_train, --do_eval or --do_predict")
     if not (training.do_train or model.model_name_or_path):
@@ -40,7 +41,7 @@ def check_training(
 
 
 def describe(trainer: Trainer, model: CheckpointArguments) -> dict[str, Any]:
-    """The first rows of the summary."""
+    """Return the first entries of the summary."""
     return {
         "model": model.model_name_or_path or f"{model.model_type} from scratch",
         "parameters": trainer.model.num_parameters(),
@@ -50,7 +51,7 @@ def describe(trainer: Trainer, model: CheckpointArguments) -> dict[str, Any]:
 
 
 def train(trainer: Trainer, checkpoint: str | None) -> dict[str, Any]:
-    """Trains and saves the model; returns the rows of the summary."""
+    """Train and save the model; return entries of the summary."""
     speed = SpeedCallback()
     trainer.add_callback(speed)
     trainer.train(resume_from_checkpoint=checkpoint)
@@ -67,15 +68,24 @@ def train(trainer: Trainer, checkpoint: str | None) -> dict[str, Any]:
 
 
 def evaluate(trainer: Trainer) -> dict[str, float]:
-    """Evaluates and saves the metrics; returns the rows of the summary."""
+    """Evaluate and save the metrics; return entries of the summary."""
     metrics = trainer.evaluate()
     trainer.save_metrics("eval", metrics)
     unread = ("_runtime", "_per_second", "epoch", "tokens_seen")
     return {name: value for name, value in metrics.items() if not name.endswith(unread)}
 
 
+def write_lines(trainer: Trainer, name: str, lines: Iterable[str]) -> str:
+    """Write `lines` to the file `name` of the output folder and return its path."""
+    path = Path(trainer.args.output_dir, name)
+    if trainer.is_world_process_zero():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return str(path)
+
+
 def finish(trainer: Trainer, title: str, summary: dict[str, Any], curves: list[str], start: float) -> dict[str, Any]:
-    """Completes, prints and saves the summary, with the `curves` as PNG; `start` is when the script began."""
+    """Complete, print and save the summary, with the `curves` as PNG; `start` is when the script began."""
     if not trainer.is_world_process_zero():
         return summary
     output = Path(trainer.args.output_dir)

@@ -10,28 +10,28 @@ from transformers.utils import cached_file
 
 from common.arguments import fail
 from common.bpe import SPECIAL_TOKENS, load_tokenizer
-from common.data import check_split
+from common.data import check_texts
 from common.model import ModelArguments
 
 
 def read_pairs(split: Dataset, name: str, source: str, target: str) -> Dataset:
-    """Columns `source` and `target` of a split whose columns are called by languages, or are inside `translation`."""
+    """Return the columns `source` and `target` of a split that names them by language, maybe inside `translation`."""
     prefix = "translation." if "translation" in split.column_names else ""
     columns = {prefix + source: "source", prefix + target: "target"}
     split = split.flatten()
-    check_split(split, name, tuple(columns), labels=None)
+    check_texts(split, name, tuple(columns))
     return split.select_columns(list(columns)).rename_columns(columns)
 
 
 class Tokenizers(NamedTuple):
-    """Those of the two languages; the same one twice where they share a vocabulary."""
+    """Tokenizers of the two languages; the same one twice where they share a vocabulary."""
 
     source: PreTrainedTokenizerBase
     target: PreTrainedTokenizerBase
 
 
 def train_joint_bpe(texts: Iterable[str], vocab_size: int, model_max_length: int) -> PreTrainedTokenizerFast:
-    """Trains a byte-level BPE for both languages; it writes `a </s>` and decodes to the text that it was given.
+    """Train a byte-level BPE for both languages; it writes `a </s>` and decodes to the text that it was given.
 
     Ids are `<s>` 0, `<pad>` 1, `</s>` 2, `<unk>` 3, the 256 bytes and the merges. No text has an `<unk>`; the first
     word of a text is encoded as any other word.
@@ -61,7 +61,7 @@ def train_joint_bpe(texts: Iterable[str], vocab_size: int, model_max_length: int
 
 
 def make_tokenizers(model: ModelArguments, texts: Iterable[str], max_length: int) -> Tokenizers:
-    """The tokenizers that `model` names, where a subfolder `target` has the target's, or a joint one of `texts`."""
+    """Load the tokenizers that `model` names (a subfolder `target` may hold the target's), or train one on `texts`."""
     source = model.tokenizer_name or model.model_name_or_path
     if not source:
         joint = train_joint_bpe(texts, model.vocab_size, max_length)
@@ -79,19 +79,19 @@ def make_tokenizers(model: ModelArguments, texts: Iterable[str], max_length: int
 
 
 def encode(pairs: Dataset, name: str, tokenizers: Tokenizers, max_source: int, max_target: int) -> Dataset:
-    """Adds `input_ids`, `labels`, both with `</s>`, their `length` and the `row`.
+    """Add `input_ids` and `labels`, both with `</s>`, their `length` in all, and the number of the `row`.
 
-    Training leaves out pairs that are empty on a side or longer than `max_source` and `max_target`; elsewhere they are
-    cut, and ordered by length, so that a batch is translated in as few steps as possible.
+    Training leaves out pairs with an empty side, or a side longer than `max_source` or `max_target`. Elsewhere such a
+    side is cut, and the pairs are ordered by length, so that a batch is translated in as few steps as possible.
     """
 
-    def tokenize(batch: dict[str, list[Any]], rows: list[int]) -> dict[str, list[Any]]:
+    def tokenize(batch: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
         inputs, labels = (
             tokenizer([text.strip() for text in batch[side]], verbose=False)["input_ids"]
             for side, tokenizer in zip(("source", "target"), tokenizers, strict=True)
         )
         length = [len(first) + len(second) for first, second in zip(inputs, labels, strict=True)]
-        return {"input_ids": inputs, "labels": labels, "length": length, "row": rows}
+        return {"input_ids": inputs, "labels": labels, "length": length, "row": indices}
 
     def fits(pair: dict[str, Any]) -> bool:
         empty = not pair["source"].strip() or not pair["target"].strip()
@@ -113,7 +113,7 @@ def encode(pairs: Dataset, name: str, tokenizers: Tokenizers, max_source: int, m
 
 
 class PairCollator(DataCollatorForSeq2Seq):
-    """Pads both sides to the longest of the batch, and leaves out the columns that are not for the model."""
+    """Collator that pads both sides to the longest of the batch and drops the columns that are not for the model."""
 
     def __call__(self, features: list[dict[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
         needed = [{name: feature[name] for name in ("input_ids", "labels")} for feature in features]

@@ -23,7 +23,7 @@ def _word_level(words: Iterable[str]) -> Tokenizer:
 
 
 def train_characters(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Every character of `texts` is a token, newlines and spaces included; others become `<unk>`."""
+    """Make every character of `texts` a token, newlines and spaces included; other characters become `<unk>`."""
     tokenizer = _word_level(sorted(set(chain.from_iterable(texts))))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -31,7 +31,7 @@ def train_characters(texts: Iterable[str]) -> PreTrainedTokenizerFast:
 
 
 def make_bytes() -> PreTrainedTokenizerFast:
-    """The 256 bytes of UTF-8; no text has an `<unk>`."""
+    """Make a token of each of the 256 bytes; no text has an `<unk>`."""
     vocab = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(vocab)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -40,7 +40,7 @@ def make_bytes() -> PreTrainedTokenizerFast:
 
 
 def train_words(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """The `vocab_size` most frequent words between white space, the most frequent first, as adaptive softmax needs."""
+    """Make tokens of the `vocab_size` most frequent words, the most frequent first, as adaptive softmax needs them."""
     counts = Counter(word for text in texts for word in text.split() if word not in SPECIAL_TOKENS)
     tokenizer = _word_level(word for word, _ in counts.most_common(vocab_size - len(SPECIAL_TOKENS)))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -60,7 +60,7 @@ def drop(weights, SEED, threshold, rescale, stream, rows, column, BLOCK_R: tl.co
     """Return the weights after dropout, or their gradients before it; as they are where SEED is None."""
     if SEED is not None:
         kept = undropped(SEED, threshold, stream, rows, column, BLOCK_R, BLOCK_C)
-        weights = tl.where(kept, weights * rescale, 0.0)
+        weights *= tl.where(kept, rescale, 0.0)
     return weights
 
 

@@ -15,9 +15,10 @@ from luna_mega.kernels.damped_ema.triton_forward import (
     decay,
     make_plan,
     place,
+    position,
     scan,
     states_before,
-    states_of,
+    tile_of,
 )
 
 # Four tiles of states leave fewer registers for inputs than two.
@@ -40,8 +41,9 @@ def _gradient_kernel(
     block, sequence, row, first, size, number, slot, begin, count = place(cu_seqlens, length, chunk, chunks, blocks)
     if (count <= 0) & (number > 0):
         return
-    d, inside, tile, rows, kept = states_of(block, channels, width, N, BLOCK_N, BLOCK_D)
+    n, d, inside, tile = tile_of(block, channels, N, BLOCK_N, BLOCK_D)
     end = tl.where(inside, count, 0)
+    rows, kept = n * width + d[None, :], n * channels + d[None, :]
     states = channels * N
     q, correction = decay(tl.load(log_q + rows, tile, other=LOWEST_LOG_Q), UNROLL)
     if SCALED or skip is not None:
@@ -67,9 +69,7 @@ def _gradient_kernel(
     for start in range(0, count, UNROLL):
         signals, gradients, keeps, others = (), (), (), ()
         for i in tl.static_range(UNROLL):
-            t = start + i
-            if REVERSED:
-                t = tl.cdiv(count, UNROLL) * UNROLL - 1 - t
+            t = position(start + i, count, UNROLL, REVERSED)
             used = t < end
             signals += (tl.load(inputs + t * x_stride_t, used, other=0.0).to(tl.float32),)
             gradients += (tl.load(values + t * stride_t, used, other=0.0).to(tl.float32),)
@@ -80,9 +80,7 @@ def _gradient_kernel(
         state += state * correction
         slope += slope * correction
         for i in tl.static_range(UNROLL):
-            t = start + i
-            if REVERSED:
-                t = tl.cdiv(count, UNROLL) * UNROLL - 1 - t
+            t = position(start + i, count, UNROLL, REVERSED)
             entering, received = signals[i], gradients[i]
             if mask is not None:
                 entering = tl.where(keeps[i], entering, 0.0)

@@ -65,12 +65,17 @@ def place(cu_seqlens, length, chunk, chunks, blocks):
 
 
 @triton.jit
-def states_of(block, channels, width, N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return channels and which of them exist; of the states of a block which exist, their place among rows of `width`
-    coefficients and among the states of one sequence."""
+def tile_of(block, channels, N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return the states and channels of a block, which of the channels exist, and which states of channels."""
     n, d = tl.arange(0, BLOCK_N)[:, None], tl.multiple_of(block * BLOCK_D + tl.arange(0, BLOCK_D), 1)
     inside = d < channels
-    return d, inside, (n < N) & inside[None, :], n * width + d[None, :], n * channels + d[None, :]
+    return n, d, inside, (n < N) & inside[None, :]
+
+
+@triton.jit
+def position(step, count, UNROLL: tl.constexpr, REVERSED: tl.constexpr):
+    """Return the position in its chunk that a step works on; REVERSED: those behind the last come first."""
+    return tl.cdiv(count, UNROLL) * UNROLL - 1 - step if REVERSED else step
 
 
 @triton.jit
@@ -89,9 +94,9 @@ def _ends_kernel(
         return
     direction = tl.program_id(1).to(tl.int64)
     from_end = (direction == 1) != FLIPPED
-    d, inside, tile, rows, kept = states_of(block, channels, width, N, BLOCK_N, BLOCK_D)
-    rows += direction * channels
+    n, d, inside, tile = tile_of(block, channels, N, BLOCK_N, BLOCK_D)
     end = tl.where(inside, count, 0)
+    rows = n * width + direction * channels + d[None, :]
     q, correction = decay(tl.load(log_q + rows, tile, other=LOWEST_LOG_Q), UNROLL)
     if weight is not None:
         entry = tl.load(weight + rows, tile, other=0.0)
@@ -120,10 +125,10 @@ def _ends_kernel(
                 state = state * q + entry * entering[i]
             else:
                 state = state * q + entering[i]
-    ends += (direction * (2 if SLOPE else 1) * slots + slot) * channels * N
-    tl.store(ends + kept, state, tile)
+    kept = ends + (direction * (2 if SLOPE else 1) * slots + slot) * channels * N + n * channels + d[None, :]
+    tl.store(kept, state, tile)
     if SLOPE:
-        tl.store(ends + slots * channels * N + kept, slope, tile)
+        tl.store(kept + slots * channels * N, slope, tile)
 
 
 @triton.jit
@@ -199,8 +204,9 @@ def _scan_kernel(
     block, sequence, row, first, size, number, slot, begin, count = place(cu_seqlens, length, chunk, chunks, blocks)
     if (count <= 0) & (number > 0):
         return
-    d, inside, tile, rows, kept = states_of(block, channels, width, N, BLOCK_N, BLOCK_D)
+    n, d, inside, tile = tile_of(block, channels, N, BLOCK_N, BLOCK_D)
     end = tl.where(inside, count, 0)
+    rows, kept = n * width + d[None, :], n * channels + d[None, :]
     q, correction = decay(tl.load(log_q + rows, tile, other=LOWEST_LOG_Q), UNROLL)
     entry = tl.load(weight_in + rows, tile, other=0.0)
     exit = tl.load(weight_out + rows, tile, other=0.0)
@@ -220,9 +226,7 @@ def _scan_kernel(
     for start in range(0, count, UNROLL):
         signals, keeps, others, multiplied = (), (), (), ()
         for i in tl.static_range(UNROLL):
-            t = start + i
-            if REVERSED:  # positions behind the last come first
-                t = tl.cdiv(count, UNROLL) * UNROLL - 1 - t
+            t = position(start + i, count, UNROLL, REVERSED)
             used = t < end
             signals += (tl.load(values + t * stride_t, used, other=0.0).to(tl.float32),)
             keep = t < count
@@ -236,9 +240,7 @@ def _scan_kernel(
                 multiplied += (tl.where(keep, value, 0.0),)
         state += state * correction
         for i in tl.static_range(UNROLL):
-            t = start + i
-            if REVERSED:
-                t = tl.cdiv(count, UNROLL) * UNROLL - 1 - t
+            t = position(start + i, count, UNROLL, REVERSED)
             entering = signals[i]
             if mask is not None and not GRADIENT:
                 entering = tl.where(keeps[i], entering, 0.0)

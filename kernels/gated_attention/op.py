@@ -30,20 +30,22 @@ def _triton(query, key, value, bias, mask, function, causal, chunk_size, offset,
     return take(attended, rotation(row_offset.clamp(max=0), query.shape[1]))
 
 
-def _with_weights(query, key, value, bias, mask, chunk_size, **rest):
-    """Return the output and the weights `[B, chunks, C, C]`, without chunks `[B, 1, T, S]`."""
-    if chunk_size is None:
-        output, weights = reference.attend(query, key, value, bias, mask, chunk_size=None, **rest)
-        return output, weights[:, None]
-    (batch, length, _), size = query.shape, max(min(chunk_size, query.shape[1]), 1)
-    if mask is None:
-        mask = torch.ones(query.shape[:2], dtype=torch.bool, device=query.device)
-    # A last chunk that is short is filled up.
-    query, key, value, mask = (
-        fill(x, 0, length + -length % size).unflatten(1, (-1, size)).flatten(0, 1) for x in (query, key, value, mask)
-    )
-    output, weights = reference.attend(query, key, value, bias, mask, chunk_size=None, **rest)
-    return output.unflatten(0, (batch, -1)).flatten(1, 2)[:, :length], weights.unflatten(0, (batch, -1))
+def _with_weights(query, key, value, bias, mask, chunk_size, dropout, **rest):
+    """Return the output and the weights that it depends on, `[B, chunks, C, C]`, without chunks `[B, 1, T, S]`."""
+    batch, length, _ = query.shape
+    if chunk_size is not None:
+        size = max(min(chunk_size, length), 1)
+        if mask is None:
+            mask = torch.ones(query.shape[:2], dtype=torch.bool, device=query.device)
+        # A last chunk that is short is filled up.
+        query, key, value, mask = (
+            fill(x, 0, length + -length % size).unflatten(1, (-1, size)).flatten(0, 1)
+            for x in (query, key, value, mask)
+        )
+    weights = reference.weights(query, key, bias, mask, chunk_size=None, **rest).unflatten(0, (batch, -1))
+    dropped = torch.dropout(weights.to(value.dtype), dropout, train=True)
+    output = dropped @ value.unflatten(0, (batch, -1))
+    return output.flatten(1, 2)[:, :length], weights
 
 
 def _unsupported(query, value, offset, row_offset, **_):

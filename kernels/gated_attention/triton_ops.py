@@ -13,18 +13,7 @@ INPUTS = (
 
 
 def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    function: str,
-    causal: bool,
-    chunk_size: int | None,
-    offset: int,
-    dropout: float,
-    cu_seqlens: torch.Tensor | None = None,
-    max_seqlen: int | None = None,
+    query, key, value, bias, mask, function, causal, chunk_size, offset, dropout, cu_seqlens=None, max_seqlen=None
 ) -> torch.Tensor:
     """Return `reference.attend`, of ragged sequences where there are `cu_seqlens`."""
     bounds = None

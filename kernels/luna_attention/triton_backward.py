@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from luna_mega.kernels.common import triton_launch
-from luna_mega.kernels.common.triton_tiles import LOG2_E, dot, drop, load_kept, load_tile, store_tile, undropped
+from luna_mega.kernels.common.triton_tiles import LOG2_E, dot, load_kept, load_tile, store_tile, undropped
 from luna_mega.kernels.luna_attention.triton_forward import Call, Configuration, place, prepare, share
 
 
@@ -53,7 +53,9 @@ def _query_kernel(
         v = k if V is None else load_tile(V, m, v_row, kept, column, HEAD_SIZE)
         s = dot(q, tl.trans(k), None, PRECISION) * (scale * LOG2_E)
         p = tl.where(kept[None, :], tl.exp2(s - lse[:, None]), 0.0)
-        dp = drop(dot(do, tl.trans(v), None, PRECISION), SEED, threshold, rescale, matrix, t, start, BLOCK_Q, BLOCK_M)
+        dp = dot(do, tl.trans(v), None, PRECISION)
+        if SEED is not None:
+            dp = tl.where(undropped(SEED, threshold, matrix, t, start, BLOCK_Q, BLOCK_M), dp * rescale, 0.0)
         ds = p * (dp - delta[:, None])
         dq = dot(ds.to(k.dtype), k, dq, PRECISION)
     store_tile(DQ + split * split_rows * HEAD_SIZE + at, t, o_row, valid, column, HEAD_SIZE, dq * scale)

@@ -13,15 +13,7 @@ INPUTS = (
 
 
 def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    dropout: float,
-    cu_seqlens: torch.Tensor | None = None,
-    ragged: str | None = None,
-    max_seqlen: int = 0,
+    query, key, value, mask, scale, dropout, cu_seqlens=None, ragged: str | None = None, max_seqlen=0
 ) -> torch.Tensor:
     """Return `reference.attend` without the weights, by the kernels whatever the sizes.
 

@@ -15,17 +15,8 @@ REST = (
 
 
 def attend(
-    query: torch.Tensor,
-    pack_query: torch.Tensor,
-    pack_key: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    pack_mask: torch.Tensor | None,
-    activation: str,
-    state: LunaCausalState | None,
-    dropout: float,
-) -> tuple[torch.Tensor, LunaCausalState]:
+    query, pack_query, pack_key, key, value, mask, pack_mask, activation, state: LunaCausalState | None, dropout
+):
     """Return `reference.attend`."""
     if query.shape[1] == 1:
         tokens = (query[:, 0], pack_query, pack_key[:, 0], key[:, 0], value[:, 0])
@@ -40,23 +31,11 @@ def attend(
     return output, LunaCausalState(key_mean, value_mean, count[:, -1].clone())
 
 
-def step(
-    query: torch.Tensor,
-    pack_query: torch.Tensor,
-    pack_key: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    pack_mask: torch.Tensor | None,
-    activation: str,
-    state: LunaCausalState | None,
-    dropout: float,
-) -> tuple[torch.Tensor, LunaCausalState]:
+def step(query, pack_query, pack_key, key, value, mask, pack_mask, activation, state: LunaCausalState | None, dropout):
     """Return `reference.step`."""
-    state = (None, None, None) if state is None else state
     options = (activation, dropout, random_seed(dropout, query.device), _op.float32_precision())
     output, *state = torch.ops.luna_mega.luna_causal_attention_step_triton(
-        query, pack_key, key, value, pack_query, mask, pack_mask, *state, *options
+        query, pack_key, key, value, pack_query, mask, pack_mask, *(state or (None, None, None)), *options
     )
     return output, LunaCausalState(*state)
 

@@ -18,6 +18,21 @@ from luna_mega.kernels.luna_causal_attention.triton_parts import (
 
 
 @triton.jit
+def _move(
+    MEAN, NEXT, head, new, rate, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
+):  # fmt: skip
+    """Write to NEXT and return the mean of a head, moved by `rate` of the way to the product of the new token."""
+    offsets, inside = tile_of(ROWS, COLUMNS, BR, BC, False)
+    if MEAN is not None:
+        before = tl.load(MEAN + head * ROWS * COLUMNS + offsets, mask=inside, other=0.0)
+        new = before + (new - before) * rate
+    else:
+        new *= rate
+    tl.store(NEXT + head * ROWS * COLUMNS + offsets, new, mask=inside)
+    return new
+
+
+@triton.jit
 def _step_kernel(
     Q, PK, K, V, PQ, MASK, PACK_MASK, SEED, MEAN_K, MEAN_V, SEEN, Y, NEXT_K, NEXT_V, COUNT,
     scale, threshold, rescale, q_b, q_h, pk_b, pk_h, k_b, k_h, v_b, v_h, pq_b, pq_l, pq_h, H,
@@ -43,25 +58,13 @@ def _step_kernel(
         packed = tl.sum(pack_dropout(packed[None, :], SEED, threshold, rescale, head, token, 1, BL), 0)
     k = tl.load(K + b * k_b + h * k_h + at_k, mask=(at_k < SIZE) & kept, other=0.0).to(tl.float32)
     mean = k[:, None] * packed[None, :]
-    offsets, inside = tile_of(SIZE, L, BK, BL, False)
-    if MEAN_K is not None:
-        before = tl.load(MEAN_K + head * SIZE * L + offsets, mask=inside, other=0.0)
-        mean = before + (mean - before) * rate
-    else:
-        mean *= rate
-    tl.store(NEXT_K + head * SIZE * L + offsets, mean, mask=inside)
+    mean = _move(MEAN_K, NEXT_K, head, mean, rate, SIZE, L, BK, BL)
     q = tl.load(Q + b * q_b + h * q_h + at_k, mask=at_k < SIZE, other=0.0).to(tl.float32)
     w = softmax(tl.sum(q[:, None] * mean, 0)[None, :] * scale, used)
     w = unpack_dropout(w, SEED, threshold, rescale, head, token, 1, BL)
     v = tl.load(V + b * v_b + h * v_h + at_v, mask=(at_v < WIDTH) & kept, other=0.0).to(tl.float32)
     mean = packed[:, None] * v[None, :]
-    offsets, inside = tile_of(L, WIDTH, BL, BV, False)
-    if MEAN_V is not None:
-        before = tl.load(MEAN_V + head * WIDTH * L + offsets, mask=inside, other=0.0)
-        mean = before + (mean - before) * rate
-    else:
-        mean *= rate
-    tl.store(NEXT_V + head * WIDTH * L + offsets, mean, mask=inside)
+    mean = _move(MEAN_V, NEXT_V, head, mean, rate, L, WIDTH, BL, BV)
     y = tl.sum(tl.sum(w, 0)[:, None] * mean, 0)
     tl.store(Y + head * WIDTH + at_v, y.to(Y.dtype.element_ty), mask=at_v < WIDTH)
     if h == 0:

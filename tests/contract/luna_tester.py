@@ -2,8 +2,6 @@
 
 What is switched off, and why:
 
-* `test_all_params_have_gradient`: the last norm of P has no gradient under a head that does not read P.
-  `test_parameters_without_gradient` asserts that this is the only one.
 * tests of a vocabulary, for the model of real values.
 
 Of the generation tests transformers itself skips, apart from those that need a GPU or a package, what a Luna decoder
@@ -14,7 +12,6 @@ attention functions.
 import unittest
 
 import torch
-from transformers.testing_utils import torch_device
 
 from luna_mega import (
     LunaCache,
@@ -64,18 +61,6 @@ class LunaModelTest(EncoderTests, unittest.TestCase):
         LunaForQuestionAnswering,
         LunaForSequencePairClassification,
     )
-    test_all_params_have_gradient = False
-    last_packed_norm = "encoder.layers.1.packed_layer_norm"
-
-    def test_parameters_without_gradient(self):
-        for model_class in self.all_model_classes[1:]:
-            with self.subTest(model_class.__name__):
-                config, inputs = self.model_tester.prepare_config_and_inputs_for_common()
-                model = model_class(config).to(torch_device).train()
-                model(**self._prepare_for_class(inputs, model_class, return_labels=True)).loss.backward()
-                reads_packed = hasattr(model, "pooler") and config.pooling.startswith("packed")
-                unread = [] if reads_packed else [f"luna.{self.last_packed_norm}.{name}" for name in ("weight", "bias")]
-                self.assertEqual([name for name, p in model.named_parameters() if p.grad is None], unread)
 
 
 class LunaPreNormModelTest(LunaModelTest):
@@ -90,7 +75,6 @@ class LunaPreNormModelTest(LunaModelTest):
         "classifier_num_layers": 2,
         "pair_features": "interaction",
     }
-    last_packed_norm = "encoder.packed_layer_norm"
 
 
 class LunaSharedLayersModelTest(LunaModelTest):
@@ -103,7 +87,6 @@ class LunaSharedLayersModelTest(LunaModelTest):
         "embedding_norm": False,
         "pooling": "packed_max",
     }
-    last_packed_norm = "encoder.layers.0.packed_layer_norm"
 
 
 class LunaValuesModelTest(WithoutVocabulary, LunaModelTest):
@@ -120,8 +103,6 @@ class LunaValuesModelTest(WithoutVocabulary, LunaModelTest):
 
 class LunaDecoderTests(GenerationTesterMixin, EncoderTests):
     """What the decoders share."""
-
-    test_all_params_have_gradient = False
 
     def _check_attentions_for_generate(
         self, batch_size, attentions, prompt_length, output_length, config, decoder_past_key_values

@@ -11,7 +11,7 @@ What is switched off, and why:
 Of the generation tests transformers itself skips, apart from those that need a GPU or a package, what a Mega decoder
 declares not to have: assisted decoding (`_is_stateful`), a static cache (`_can_compile_fullgraph`), position ids and 4D
 masks, other attention functions. Padding within a continued sequence, which is only tested on models with
-`layer_types`, is in `tests/modeling/test_mega_causal.py`.
+`layer_types`, is in `tests/modeling/test_decoders.py`.
 """
 
 import unittest

@@ -5,7 +5,7 @@ import argparse
 import pytest
 import torch
 
-from luna_mega.convert.cli import main
+from luna_mega.cli import main
 
 WIDTH, FFN, PACKED, LAYERS, HEADS, POSITIONS, SYMBOLS = 16, 24, 6, 2, 4, 20, 12
 VOCABULARY = 4 + SYMBOLS + 1
@@ -159,7 +159,7 @@ class Convert:
     def __call__(self, state, *options, legacy=False):
         """Returns the folder of a conversion that must succeed."""
         self.save(state, legacy)
-        status = main([str(self.file), "--output", str(self.output), *map(str, options)])
+        status = main(["convert", str(self.file), "--output", str(self.output), *map(str, options)])
         printed = self.capsys.readouterr()
         assert status == 0, printed.err
         self.screen = printed.out
@@ -170,7 +170,7 @@ class Convert:
         if state is not None:
             self.save(state)
         before = sorted(self.output.parent.iterdir())
-        status = main([str(self.file), "--output", str(self.output), *map(str, options)])
+        status = main(["convert", str(self.file), "--output", str(self.output), *map(str, options)])
         printed = self.capsys.readouterr()
         assert status == 1 and printed.out == ""
         assert printed.err.count("\n") == 1 and printed.err.endswith("\n"), printed.err

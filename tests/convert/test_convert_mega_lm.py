@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from luna_mega.convert import info
+from luna_mega.inspection import info
 from tests.convert.mega import LAYERS, POSITIONS
 from tests.convert.mega_lm import CUTOFFS, KINDS, TAIL, VOCABULARY, mega_lm
 

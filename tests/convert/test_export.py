@@ -1,6 +1,5 @@
 """`luna-mega export`: back to the layout of fairseq, from converted folders and from models made here."""
 
-import argparse
 import json
 
 import pytest
@@ -17,10 +16,14 @@ from luna_mega import (
     LunaForTokenClassification,
     LunaModel,
 )
-from luna_mega.convert import convert_checkpoint, export
-from luna_mega.convert.export import export_checkpoint, main
-from luna_mega.convert.fairseq_reader import read_checkpoint
-from luna_mega.convert.verify import compare
+from luna_mega.convert import convert_checkpoint
+from luna_mega.convert.exporter import export_checkpoint
+from luna_mega.convert.formats.registry import find_format
+from luna_mega.convert.plan import Target
+from luna_mega.convert.reader import read_checkpoint
+from luna_mega.inspection.verify import compare
+from tests.convert import exports
+from tests.convert.exports import edit, fails, identical, read
 
 KINDS = {
     "cls": "sentence_classification_head",
@@ -41,19 +44,7 @@ LRA_2023 = {"classifier_num_layers": 0, "classifier_dropout": 0.1, "classifier_b
 
 
 def save(folder, model_class, **fields):
-    """A model made here, with weights that tell all rows and columns apart."""
-    model = model_class(LunaConfig(**SIZES | fields))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    model.save_pretrained(folder)
-    return folder
-
-
-def identical(first, second):
-    assert first.keys() == second.keys()
-    for name, tensor in first.items():
-        assert tensor.dtype == second[name].dtype and torch.equal(tensor, second[name]), name
+    return exports.save(folder, model_class(LunaConfig(**SIZES | fields)))
 
 
 def weights(folder):
@@ -253,7 +244,7 @@ def test_made_here(tmp_path, name):
     ],
 )
 def test_architectures(preset, arch):
-    args = export.fairseq_args.make_args(preset, LunaForMaskedLM, ("luna_bert", "r21"), None)
+    args = find_format("luna_bert").args(Target(LunaForMaskedLM, preset, "r21"))
     assert args["arch"] == arch and args["untie_luna_kv"] is not preset.tie_key_value
 
 
@@ -315,15 +306,6 @@ def test_what_the_original_cannot_express(tmp_path, capsys, name):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
 
 
-def fails(capsys, folder, output, *options):
-    """The one line of an export that must fail."""
-    capsys.readouterr()
-    assert main([str(folder), "--output", str(output), *map(str, options)]) == 1
-    printed = capsys.readouterr()
-    assert printed.out == "" and printed.err.count("\n") == 1 and printed.err.startswith("luna-mega export: error: ")
-    return printed.err
-
-
 @pytest.mark.parametrize(
     ("name", "expected"),
     [("pooling_classification_head", "pooling = 'cls' (it has 'packed_max')"), ("a.b", "letters, digits")],
@@ -348,11 +330,6 @@ def test_fields_of_training_are_a_warning(tmp_path):
     assert ["problem_type" in warning for warning in export_checkpoint(folder, tmp_path / "b.pt").warnings] == [True]
 
 
-def edit(folder, name="config.json", **changes):
-    file = folder / name
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-
 def test_edited_configuration(convert, make, tmp_path, capsys):
     folder = convert(make.lra21(sen_rep_type="mp", lr=[0.1], dropout=0.1))
     edit(folder, dropout=0.25)
@@ -369,8 +346,7 @@ def test_edited_configuration(convert, make, tmp_path, capsys):
 def test_layout_of_the_file(tmp_path):
     """What fairseq's `_upgrade_state_dict` and `Trainer.load_checkpoint` look up."""
     export_checkpoint(save(tmp_path / "model", LunaForMultipleChoice), tmp_path / "model.pt")
-    with torch.serialization.safe_globals([argparse.Namespace]):
-        state = torch.load(tmp_path / "model.pt", weights_only=True)
+    state = read(tmp_path / "model.pt")
     assert list(state) == ["args", "model", "optimizer_history", "extra_state"]
     history = {
         "criterion_name": "SentenceRankingCriterion",

@@ -1,14 +1,14 @@
 """The files of `luna-mega export`: what it reads, what it writes beside the checkpoint, and what it leaves alone."""
 
-import json
-
 import pytest
 from safetensors.torch import load_file
 
 from luna_mega import LunaConfig, LunaForMaskedLM, LunaForSequenceClassification
-from luna_mega.convert import ConversionError, convert_checkpoint, export
-from luna_mega.convert.export import export_checkpoint, main
-from luna_mega.convert.fairseq_reader import read_checkpoint
+from luna_mega.cli import main
+from luna_mega.convert import ConversionError, convert_checkpoint, exporter as export
+from luna_mega.convert.exporter import export_checkpoint
+from luna_mega.convert.reader import read_checkpoint
+from tests.convert.exports import edit, fails
 
 
 def save(folder, model_class, **fields):
@@ -16,20 +16,6 @@ def save(folder, model_class, **fields):
     sizes |= {"intermediate_size": 24, "projection_length": 6, "max_position_embeddings": 20}
     model_class(LunaConfig(**sizes | fields)).save_pretrained(folder)
     return folder
-
-
-def edit(folder, **changes):
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-
-def fails(capsys, folder, output):
-    """The one line of an export that must fail."""
-    capsys.readouterr()
-    assert main([str(folder), "--output", str(output)]) == 1
-    printed = capsys.readouterr()
-    assert printed.out == "" and printed.err.count("\n") == 1 and printed.err.startswith("luna-mega export: error: ")
-    return printed.err
 
 
 def test_shards(tmp_path):
@@ -154,7 +140,7 @@ def test_full_disk(tmp_path, capsys):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
-        status = main([str(folder), "--output", str(tmp_path / "model.pt")])
+        status = main(["export", str(folder), "--output", str(tmp_path / "model.pt")])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert status == 1 and "luna-mega export: error: " in capsys.readouterr().err
@@ -167,5 +153,5 @@ def test_wrong_options(tmp_path):
     with pytest.raises(ValueError, match="layer_norm"):
         export_checkpoint(tmp_path, tmp_path / "model.pt", layer_norm="auto")
     with pytest.raises(SystemExit) as stop:
-        main([str(tmp_path)])
+        main(["export", str(tmp_path)])
     assert stop.value.code == 2

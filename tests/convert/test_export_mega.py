@@ -1,17 +1,16 @@
 """`luna-mega export` of Mega: back to the file in every bit and in its order, and from models made here."""
 
-import json
-
 import pytest
-import torch
 from safetensors.torch import load_file
 
 import luna_mega
 from luna_mega import MegaConfig, MegaForSequenceClassification, MegaForSequencePairClassification
 from luna_mega.convert import convert_checkpoint
-from luna_mega.convert.export import export_checkpoint, main
-from luna_mega.convert.fairseq_reader import read_checkpoint
-from luna_mega.convert.verify import compare
+from luna_mega.convert.exporter import export_checkpoint
+from luna_mega.convert.reader import read_checkpoint
+from luna_mega.inspection.verify import compare
+from tests.convert import exports
+from tests.convert.exports import edit, fails, identical
 from tests.convert.mega import mega
 from tests.convert.mega_lm import KINDS, mega_lm
 
@@ -46,19 +45,7 @@ BEFORE = {"normalize_before_mega": True, "normalize_before_ffn": True, "final_no
 
 
 def save(folder, model_class=MegaForSequenceClassification, **fields):
-    """A model made here, with weights that tell all rows and columns apart."""
-    model = model_class(MegaConfig(**SIZES | fields))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    model.save_pretrained(folder)
-    return folder
-
-
-def identical(first, second):
-    assert first.keys() == second.keys()
-    for name, tensor in first.items():
-        assert tensor.dtype == second[name].dtype and torch.equal(tensor, second[name]), name
+    return exports.save(folder, model_class(MegaConfig(**SIZES | fields)))
 
 
 def convert_again(tmp_path, folder):
@@ -188,15 +175,6 @@ REFUSED = {
 }
 
 
-def fails(capsys, folder, output, *options):
-    """The one line of an export that must fail, and leave nothing behind."""
-    capsys.readouterr()
-    assert main([str(folder), "--output", str(output), *options]) == 1
-    printed = capsys.readouterr()
-    assert printed.out == "" and printed.err.count("\n") == 1 and not output.exists()
-    return printed.err
-
-
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_the_original_cannot_express(tmp_path, capsys, name):
     fields, expected = REFUSED[name]
@@ -223,11 +201,6 @@ def test_fields_of_training_are_a_warning(tmp_path):
     fields = {"nffn_activation_dropout_prob": 0.2, "classifier_dropout": 0.3, "padded_batch_statistics": True}
     report, _ = convert_again(tmp_path, save(tmp_path / "model", **fields))
     assert {warning.split(" = ")[0] for warning in report.warnings} == fields.keys()
-
-
-def edit(folder, **changes):
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 def test_edited_configuration(convert, tmp_path, capsys):

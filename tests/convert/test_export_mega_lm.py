@@ -1,15 +1,15 @@
 """`luna-mega export` of Mega language models that were made here, and what the original cannot express."""
 
-import json
-
 import pytest
 import torch
 
 from luna_mega import MegaConfig, MegaForCausalLM
-from luna_mega.convert.export import export_checkpoint
-from luna_mega.convert.fairseq_reader import read_checkpoint
+from luna_mega.convert.exporter import export_checkpoint
+from luna_mega.convert.reader import read_checkpoint
+from tests.convert import exports
+from tests.convert.exports import edit, fails, identical
 from tests.convert.mega_lm import KINDS, mega_lm
-from tests.convert.test_export_mega import convert_again, fails, identical
+from tests.convert.test_export_mega import convert_again
 
 SIZES = {
     "vocab_size": 40,
@@ -47,12 +47,7 @@ MADE_HERE = {
 
 
 def save(folder, **fields):
-    model = MegaForCausalLM(MegaConfig(**SIZES | fields))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    model.save_pretrained(folder)
-    return folder
+    return exports.save(folder, MegaForCausalLM(MegaConfig(**SIZES | fields)))
 
 
 @pytest.mark.parametrize("name", MADE_HERE)
@@ -96,14 +91,13 @@ def test_fields_of_training_are_a_warning(tmp_path):
 
 def test_edited_configuration(convert, tmp_path, capsys):
     folder = convert(mega_lm(**KINDS["adaptive"], lr=[0.1]))
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"dropout_prob": 0.25, "chunk_size": 16}))
+    edit(folder, dropout_prob=0.25, chunk_size=16)
     report, back = convert_again(tmp_path, folder)
     changed = "args of the converted file that no longer hold are replaced: decoder_chunk_size, dropout"
     assert any(warning.startswith(changed.split(":")[0]) for warning in report.warnings)
     config = MegaConfig.from_pretrained(back)
     assert (config.dropout_prob, config.chunk_size) == (0.25, 16) and report.args["lr"] == [0.1]
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"adaptive_input_factor": 3}))
+    edit(folder, adaptive_input_factor=3)
     assert "error" in fails(capsys, folder, tmp_path / "model.pt")
 
 

@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForMaskedLM, AutoModelForMultipleChoice, AutoModelForSequenceClassification
 
 from luna_mega import LunaForSequencePairClassification
-from luna_mega.convert.cli import main
-from luna_mega.convert.fairseq_reader import read_checkpoint
+from luna_mega.cli import main
+from luna_mega.convert.reader import read_checkpoint
 
 CLASSES = {
     "LunaForMaskedLM": AutoModelForMaskedLM,
@@ -64,7 +64,7 @@ def test_every_fixture(shared_dir, tmp_path, capsys):
     for fixture in folders(shared_dir, "bert_*", "head_bert_*", "lra*"):
         meta = json.loads((fixture / "meta.json").read_text())
         output = tmp_path / fixture.name
-        assert main([str(fixture / "checkpoint.pt"), "--output", str(output)]) == 0, capsys.readouterr().err
+        assert main(["convert", str(fixture / "checkpoint.pt"), "--output", str(output)]) == 0, capsys.readouterr().err
         report = json.loads((output / "conversion_report.json").read_text())
         assert report["model_class"] == expected_class(meta), fixture.name
         assert report["source"]["revision"] == meta["revision"]
@@ -83,7 +83,7 @@ def test_every_head(shared_dir, tmp_path):
         assert heads
         for name, sizes in heads.items():
             output = tmp_path / name
-            assert main([str(fixture / "checkpoint.pt"), "--output", str(output), "--head", name]) == 0
+            assert main(["convert", str(fixture / "checkpoint.pt"), "--output", str(output), "--head", name]) == 0
             model = AutoModelForSequenceClassification.from_pretrained(output)
             assert model.config.num_labels == sizes["num_classes"]
             assert model.config.classifier_hidden_size == (sizes["inner_dim"] or model.config.hidden_size)
@@ -91,7 +91,7 @@ def test_every_head(shared_dir, tmp_path):
 
 def test_half_precision_fixture(shared_dir, tmp_path):
     for fixture in folders(shared_dir, "bert_ranking_fp16"):
-        assert main([str(fixture / "checkpoint.pt"), "--output", str(tmp_path / "out")]) == 0
+        assert main(["convert", str(fixture / "checkpoint.pt"), "--output", str(tmp_path / "out")]) == 0
         model = AutoModelForMultipleChoice.from_pretrained(tmp_path / "out")
         assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
@@ -107,7 +107,7 @@ def test_other_models_are_refused(shared_dir, tmp_path, capsys, family, pattern,
     files = sorted((shared_dir / "fixtures" / family).glob(f"{pattern}/checkpoint.pt"))
     assert files
     for file in files:
-        assert main([str(file), "--output", str(tmp_path / "out")]) == 1
+        assert main(["convert", str(file), "--output", str(tmp_path / "out")]) == 1
         message = capsys.readouterr().err
         assert expected in message and message.count("\n") == 1, message
     assert not list(tmp_path.iterdir())

@@ -1,17 +1,15 @@
 """Luna translation models: from fairseq's file to a folder and back, and what is refused."""
 
-import argparse
-
 import pytest
 import torch
-from transformers import AutoTokenizer
 
-from luna_mega import LunaConfig, LunaForCausalLM, LunaForConditionalGeneration
-from luna_mega.convert.errors import ConversionError
-from luna_mega.convert.export import export_checkpoint
-from luna_mega.convert.fairseq_to_hf import convert_checkpoint
-from luna_mega.convert.info import describe
-from luna_mega.convert.verify import compare
+from luna_mega import LunaConfig, LunaForConditionalGeneration
+from luna_mega.convert.exporter import export_checkpoint
+from luna_mega.convert.importer import convert_checkpoint
+from luna_mega.errors import ConversionError
+from luna_mega.inspection.info import describe
+from luna_mega.inspection.verify import compare
+from tests.convert.exports import read, translation_comes_back, translation_goes_there_and_back
 
 FIXTURES = ["s2s_lnemb_learned_fixlen", "s2s_tied", "s2s_untied_prenorm"]
 SINUSOIDAL = {"position_embedding_type": "sinusoidal", "embedding_norm": False}
@@ -34,25 +32,9 @@ KINDS = {
 }
 
 
-def read(path):
-    with torch.serialization.safe_globals([argparse.Namespace]):
-        return torch.load(path, weights_only=True)
-
-
 @pytest.mark.parametrize("name", FIXTURES)
 def test_a_file_of_the_original_comes_back(shared_dir, tmp_path, name):
-    source = shared_dir / "fixtures" / "luna" / name
-    convert_checkpoint(source / "checkpoint.pt", tmp_path / "folder")
-    export_checkpoint(tmp_path / "folder", tmp_path / "out" / "checkpoint.pt")
-    expected, actual = read(source / "checkpoint.pt"), read(tmp_path / "out" / "checkpoint.pt")
-    assert actual["model"].keys() == expected["model"].keys()
-    for key, tensor in expected["model"].items():
-        if "_float_tensor" not in key:  # without content, as fairseq allocated it
-            assert actual["model"][key].dtype == tensor.dtype and torch.equal(actual["model"][key], tensor), key
-    assert vars(actual["args"]) == vars(expected["args"])
-    for language in ("en", "de"):
-        file = f"dict.{language}.txt"
-        assert (tmp_path / "out" / file).read_bytes() == (source / file).read_bytes()
+    translation_comes_back(shared_dir / "fixtures" / "luna" / name, tmp_path)
 
 
 def model(**fields):
@@ -70,11 +52,6 @@ def model(**fields):
     return LunaForConditionalGeneration(LunaConfig(**sizes | fields)).eval()
 
 
-def dictionary(path, size):
-    path.write_text("".join(f"w{index} 1\n" for index in range(size - 4)))
-    return path
-
-
 def exported(tmp_path, **fields):
     model(**fields).save_pretrained(tmp_path / "ours")
     export_checkpoint(tmp_path / "ours", tmp_path / "out" / "model.pt")
@@ -83,22 +60,7 @@ def exported(tmp_path, **fields):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_goes_there_and_back(tmp_path, kind):
-    ours = model(**KINDS[kind])
-    ours.save_pretrained(tmp_path / "ours")
-    size = ours.config.decoder_config.vocab_size
-    files = [dictionary(tmp_path / f"{name}.txt", rows) for name, rows in (("a", 19), ("b", size))]
-    report = export_checkpoint(tmp_path / "ours", tmp_path / "out" / "model.pt", dictionaries=files)
-    assert not report.warnings and report.layout == "Luna translation"
-    converted = convert_checkpoint(tmp_path / "out" / "model.pt", tmp_path / "back")
-    assert converted.model_class == "LunaForConditionalGeneration" and not converted.warnings
-    back = LunaForConditionalGeneration.from_pretrained(tmp_path / "back").eval()
-    expected, actual = ours.state_dict(), back.state_dict()
-    assert expected.keys() == actual.keys()
-    assert all(torch.equal(expected[name], actual[name]) for name in expected)
-    ids = torch.randint(4, 14, (2, 9))
-    torch.testing.assert_close(back(ids, labels=ids).logits, ours(ids, labels=ids).logits)
-    assert export_checkpoint(tmp_path / "back", tmp_path / "again" / "model.pt").args == report.args
-    assert AutoTokenizer.from_pretrained(tmp_path / "back")("w3 w1 zzz").input_ids == [7, 5, 3, 2]
+    assert translation_goes_there_and_back(model(**KINDS[kind]), tmp_path).layout == "Luna translation"
 
 
 def test_norms_stored_minus_one(tmp_path):
@@ -167,16 +129,8 @@ def test_not_to_be_exported(tmp_path, fields, message):
         exported(tmp_path, **fields)
 
 
-def test_other_commands_say_that_they_do_not_know_it(tmp_path):
+def test_other_commands_know_it(tmp_path):
     path = exported(tmp_path)
-    for command in (lambda: describe(path), lambda: compare(path, path)):
-        with pytest.raises(ConversionError, match="LunaForConditionalGeneration is an encoder-decoder"):
-            command()
-
-
-def test_info_says_that_it_does_not_know_a_decoder(tmp_path):
-    LunaForCausalLM(LunaConfig(vocab_size=19, hidden_size=8, num_attention_heads=2, is_decoder=True)).save_pretrained(
-        tmp_path
-    )
-    with pytest.raises(ConversionError, match="LunaForCausalLM is a decoder of Luna"):
-        describe(tmp_path)
+    report = convert_checkpoint(path, tmp_path / "back")
+    assert describe(path).parameters["total"] == report.parameters["model"]
+    assert compare(path, tmp_path / "ours", tolerance=0.0, length=9).within

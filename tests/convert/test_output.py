@@ -6,8 +6,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from luna_mega import cli
-from luna_mega.convert import ConversionError, convert_checkpoint, fairseq_to_hf
-from luna_mega.convert.cli import main
+from luna_mega.convert import ConversionError, convert_checkpoint, importer
 
 
 def test_empty_output_folder_and_new_parents(convert, make):
@@ -44,7 +43,7 @@ def test_nothing_half_written(convert, make, monkeypatch, error, there):
         assert (folder / "model.safetensors").is_file()
         raise error
 
-    monkeypatch.setattr(fairseq_to_hf.Report, "save", fail)
+    monkeypatch.setattr(importer.Report, "save", fail)
     convert.save(make.bert())
     with pytest.raises(type(error)):
         convert_checkpoint(convert.file, convert.output / "x" / "y" if not there else convert.output)
@@ -95,10 +94,31 @@ def test_model_card(convert, make):
     assert str(convert.source) not in card.text and str(output) not in card.text
 
 
+def test_no_file_names_a_folder_of_this_machine(convert, make):
+    """Dictionaries, labels that do not fit, a tokenizer, and args of a training on this machine."""
+    here = str(convert.source.parent)
+    make.dictionary(convert.source / "dict.txt")
+    make.dictionary(convert.source / "label-bin" / "dict.txt", symbols=9)
+    args = {"data": f"{here}/data-bin:{here}/more", "paths": [f"{here}/a", {"b": (f"{here}/b/",)}]}
+    kept = {"restore_file": "checkpoints/last.pt", "dist_url": "env://", "init": "tcp://host:1", "slash": "/"}
+    output = convert(make.lra21(**args, **kept))
+    texts = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+    assert len(texts) == 7 and not [path.name for path, text in texts.items() if here.encode() in text]
+    report = json.loads((output / "conversion_report.json").read_text())
+    assert report["warnings"] == ["label-bin/dict.txt: 9 labels for 2 classes: not used, classes keep their numbers"]
+    assert {name: report["args"][name] for name in args} == {"data": "data-bin:more", "paths": ["a", {"b": ["b"]}]}
+    assert {name: report["args"][name] for name in kept} == kept
+
+
+def test_every_row_of_the_report_is_one_line(convert, make):
+    convert(make.bert(task="masked\n_lm", arch="luna_base_tied_512"))
+    assert "task masked _lm," in convert.screen
+
+
 @pytest.mark.parametrize("argv", [[], ["model.pt"], ["--output", "x"], ["model.pt", "--output", "x", "--vocab", "y"]])
 def test_usage_errors_exit_with_2(argv, capsys):
     with pytest.raises(SystemExit) as exit_:
-        main(argv)
+        cli.main(["convert", *argv])
     assert exit_.value.code == 2
 
 

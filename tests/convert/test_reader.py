@@ -1,7 +1,10 @@
 import argparse
 import collections
+import hashlib
+import json
 import os
 import pickle
+import random
 import zipfile
 
 import numpy
@@ -9,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from luna_mega.convert import ConversionError
-from luna_mega.convert.fairseq_reader import read_checkpoint
+from luna_mega.convert import ConversionError, convert_checkpoint
+from luna_mega.convert.reader import read_checkpoint
 
 
 class Attack:
@@ -126,6 +129,172 @@ def test_both_serialisations_and_ordered_dict(tmp_path, make, legacy):
     assert read.args == vars(state["args"])
     assert list(read.tensors) == list(state["model"])
     assert all(torch.equal(read.tensors[key], tensor) for key, tensor in state["model"].items())
+
+
+def flipped(content, place, choose):
+    """The bytes with one bit of one of them changed."""
+    return content[:place] + bytes([content[place] ^ 1 << choose.randrange(8)]) + content[place + 1 :]
+
+
+def save(state, file, with_crc):
+    with_crc_before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(with_crc)
+    try:
+        torch.save(state, file)
+    finally:
+        torch.serialization.set_crc32_options(with_crc_before)
+
+
+@pytest.mark.parametrize("part", ["everywhere", "directory"])
+def test_a_flipped_bit_is_an_error_or_changes_nothing(tmp_path, make, part):
+    file, state, choose = tmp_path / "model.pt", make.bert(heads=[("a_head", 3)]), random.Random(part)
+    torch.save(state, file)
+    content, errors = file.read_bytes(), 0
+    with zipfile.ZipFile(file) as archive:
+        first = 0 if part == "everywhere" else archive.start_dir
+    for place in choose.sample(range(first, len(content)), 100):
+        file.write_bytes(flipped(content, place, choose))
+        try:
+            read = read_checkpoint(file)
+        except ConversionError as error:
+            assert str(file) in str(error), place
+            errors += 1
+        else:
+            assert read.args == vars(state["args"]) and list(read.tensors) == list(state["model"]), place
+            assert all(torch.equal(read.tensors[key], tensor) for key, tensor in state["model"].items()), place
+    assert 30 < errors < 100
+
+
+def test_a_damaged_entry_is_named(convert, make):
+    convert.save(make.bert())
+    choose = random.Random(0)
+    with zipfile.ZipFile(convert.file) as archive:
+        entries = [(info.filename, archive.read(info)) for info in archive.infolist() if info.file_size > 30]
+    content = convert.file.read_bytes()
+    assert len(entries) > 50
+    for name, data in [entries[0], *choose.sample(entries, 5)]:
+        convert.file.write_bytes(flipped(content, content.index(data) + len(data) // 2, choose))
+        message = convert.error()
+        assert f"entry {name!r} has CRC-32" in message and "copy the file again" in message
+
+
+def test_an_archive_without_crcs_is_read_with_a_warning(convert, make):
+    save(make.bert(), convert.file, with_crc=False)
+    with zipfile.ZipFile(convert.file) as archive:
+        assert not any(info.CRC for info in archive.infolist())
+    read = read_checkpoint(convert.file)
+    assert len(read.warnings) == 1 and "no CRC-32" in read.warnings[0]
+    printed = str(convert_checkpoint(convert.file, convert.output))
+    report = json.loads((convert.output / "conversion_report.json").read_text())
+    assert report["warnings"] == list(read.warnings) and read.warnings[0] in printed
+    save(make.bert(), convert.file, with_crc=True)
+    assert read_checkpoint(convert.file).warnings == ()
+
+
+def test_one_entry_without_a_crc_is_damage(convert, make):
+    """0 is the CRC-32 of nothing, so that it is no excuse where other entries have one."""
+    convert.save(make.bert())
+    with zipfile.ZipFile(convert.file) as archive:
+        info = next(info for info in archive.infolist() if info.filename.endswith("/data/3"))
+        content, directory = convert.file.read_bytes(), archive.start_dir
+    place = content.index(info.filename.encode(), directory) - 30
+    assert content[place : place + 4] == info.CRC.to_bytes(4, "little")
+    convert.file.write_bytes(content[:place] + bytes(4) + content[place + 4 :])
+    assert f"entry {info.filename!r} has CRC-32" in convert.error()
+
+
+def test_compressed_and_moved_entries(convert, make):
+    state, again = make.bert(), convert.file.with_name("again.pt")
+    convert.save(state)
+    with zipfile.ZipFile(convert.file) as archive:
+        for compression in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            with zipfile.ZipFile(again, "w", compression) as other:
+                for info in archive.infolist():
+                    other.writestr(info.filename, archive.read(info))
+            if compression == zipfile.ZIP_STORED:
+                assert read_checkpoint(again).args == vars(state["args"])
+    with pytest.raises(ConversionError, match="entry 'model/data.pkl' is compressed"):
+        read_checkpoint(again)
+    content = convert.file.read_bytes()
+    # In the directory alone the name of an entry stands before the signature of the next.
+    convert.file.write_bytes(content.replace(b"model/data/1PK", b"model/data/2PK"))
+    assert "is not where the zip directory says" in convert.error()
+
+
+def test_bytes_behind_the_end(tmp_path, make):
+    """The directory is found up to 64 KiB before the end, as in every zip file."""
+    state, file = make.bert(), tmp_path / "model.pt"
+    torch.save(state, file)
+    content, sha256 = file.read_bytes(), read_checkpoint(file).sha256
+    file.write_bytes(content + bytes(100))
+    read = read_checkpoint(file)
+    assert read.args == vars(state["args"]) and read.sha256 != sha256
+    file.write_bytes(content + bytes(1 << 17))
+    with pytest.raises(ConversionError, match="the zip directory at its end is missing"):
+        read_checkpoint(file)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_sha256(tmp_path, make, legacy):
+    torch.save(make.bert(), tmp_path / "model.pt", _use_new_zipfile_serialization=not legacy)
+    read = read_checkpoint(tmp_path / "model.pt")
+    assert read.sha256 == hashlib.sha256((tmp_path / "model.pt").read_bytes()).hexdigest() and not read.warnings
+
+
+@pytest.mark.parametrize("value", ["a\nb", "a\r\n\u2028\x0bb", " \n a\n\n  b \n"])
+def test_a_message_has_one_line(value):
+    assert str(ConversionError(value)).splitlines() == ["a b"]
+    assert str(ConversionError("two  spaces.pt: no such file")) == "two  spaces.pt: no such file"
+
+
+def test_names_and_values_with_newlines(convert, make, tmp_path):
+    state = make.bert()
+    state["model"]["a\nname"] = torch.zeros(1)
+    assert "unexpected: a name" in convert.error(state)
+    assert "holds 2 layers" in convert.error(make.bert(encoder_layers="2\n3"))
+    convert.file = convert.source / "a\nfile.pt"
+    assert "a file.pt: no such file" in convert.error()
+    for content in ({1: 2}, {"args": argparse.Namespace(), "model": {"a\nname": 1}}, {"args": "a\nb", "model": {}}):
+        torch.save(content, tmp_path / "a\nfile")
+        with pytest.raises(ConversionError) as raised:
+            read_checkpoint(tmp_path / "a\nfile")
+        assert len(str(raised.value).splitlines()) == 1
+
+
+def test_args_become_plain_values(convert, make):
+    odd = {
+        "nested": argparse.Namespace(ids=torch.arange(3), rate=numpy.float32(1), more=[[1, (2,)], {"a": None}]),
+        "number": torch.tensor(2.0),
+        "counts": collections.OrderedDict({(1, 2): 3}),
+        "size": torch.Size([1, 2]),
+        "rest": {"set": {1}, "bytes": b"x", "complex": 1j, "dtype": torch.float16},
+        "meta": torch.zeros(2, device="meta"),
+    }
+    state = make.bert(**odd) | {"optimizer_history": [{"num_updates": numpy.int64(7)}]}
+    report = json.loads((convert(state) / "conversion_report.json").read_text())
+    assert {name: report["args"][name] for name in odd} == {
+        "nested": {"ids": [0, 1, 2], "rate": 1.0, "more": [[1, [2]], {"a": None}]},
+        "number": 2.0,
+        "counts": {"(1, 2)": 3},
+        "size": [1, 2],
+        "rest": {"set": "{1}", "bytes": "b'x'", "complex": "1j", "dtype": "torch.float16"},
+        "meta": "tensor(..., device='meta', size=(2,))",
+    }
+    assert report["source"]["num_updates"] == 7
+
+
+def test_args_that_hold_themselves(convert, make):
+    loop = []
+    loop.append(loop)
+    assert "'args' holds itself" in convert.error(make.bert(loop=loop))
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.to_sparse, lambda tensor: tensor.to("meta"), "nothing"])
+def test_entries_that_are_no_dense_tensors(convert, make, change):
+    state = make.bert()
+    bias = state["model"]["encoder.lm_head.bias"]
+    state["model"]["encoder.lm_head.bias"] = change(bias) if callable(change) else change
+    assert "entry 'encoder.lm_head.bias' is not a dense tensor" in convert.error(state)
 
 
 def test_numpy_numbers_are_values(tmp_path, make):

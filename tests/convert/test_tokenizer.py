@@ -13,8 +13,8 @@ from transformers import AutoTokenizer, RobertaTokenizer
 from luna_mega import LunaTokenizer
 from luna_mega.convert import ConversionError
 from luna_mega.convert.dictionary import read_dictionary
-from luna_mega.convert.tokenizer import ConvertedTokenizer
-from luna_mega.convert.tokenizer_bpe import bpe_tokenizer, read_gpt2_bpe
+from luna_mega.convert.tokenizers import ConvertedTokenizer
+from luna_mega.convert.tokenizers.gpt2_bpe import bpe_tokenizer, read_gpt2_bpe
 
 regex = pytest.importorskip("regex")
 

@@ -11,7 +11,7 @@ from transformers import AddedToken, AutoTokenizer, RobertaTokenizer, pipeline
 
 from luna_mega import LunaTokenizer
 from luna_mega.convert.dictionary import read_dictionary
-from luna_mega.convert.tokenizer_bpe import bpe_tokenizer, read_gpt2_bpe
+from luna_mega.convert.tokenizers.gpt2_bpe import bpe_tokenizer, read_gpt2_bpe
 
 parquet = pytest.importorskip("pyarrow.parquet")
 regex = pytest.importorskip("regex")

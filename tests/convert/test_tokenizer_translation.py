@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, TokenizersBackend
 from luna_mega import LunaTokenizer
 from luna_mega.convert import ConversionError
 from luna_mega.convert.dictionary import SPECIALS, read_dictionary
-from luna_mega.convert.tokenizer_translation import read_codes, translation_tokenizer
+from luna_mega.convert.tokenizers.translation import read_codes, translation_tokenizer
 
 
 def spell(word):

@@ -8,9 +8,9 @@ import sys
 import pytest
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, TokenizersBackend
 
-from luna_mega.convert.cli import main
+from luna_mega.cli import main
 from luna_mega.convert.dictionary import SPECIALS, read_dictionary
-from luna_mega.convert.tokenizer_words import word_tokenizer
+from luna_mega.convert.tokenizers.words import word_tokenizer
 
 SYMBOLS = ["[MAX", "]", "9", "a", "é", "😀", "255", "the", "madeupword0000"]
 CLS = 4 + len(SYMBOLS)
@@ -153,7 +153,7 @@ def test_fixtures(shared_dir, tmp_path):
     for fixture in sorted((shared_dir / "fixtures" / "luna").glob("lra*")):
         meta = json.loads((fixture / "meta.json").read_text())
         output = tmp_path / fixture.name
-        assert main([str(fixture / "checkpoint.pt"), "--output", str(output)]) == 0
+        assert main(["convert", str(fixture / "checkpoint.pt"), "--output", str(output)]) == 0
         assert (output / "tokenizer.json").is_file() is not meta["image"]
         if meta["image"]:
             continue

@@ -1,4 +1,5 @@
 import importlib
+import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -7,6 +8,8 @@ from types import ModuleType
 import datasets.config
 import huggingface_hub.constants
 import pytest
+
+from tests.examples.runs import QUIET
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -22,6 +25,25 @@ def script() -> Iterator[Callable[[str], ModuleType]]:
     sys.path.insert(0, str(EXAMPLES))
     yield importlib.import_module
     sys.path.remove(str(EXAMPLES))
+
+
+@pytest.fixture
+def call(script, monkeypatch) -> Callable[..., dict]:
+    """Calls a script in this process: quiet, and on the CPU; returns its summary, which is also what it has saved.
+
+    The curve, which takes a third of a second, is drawn with `curve=True` only.
+    """
+
+    def main(name: str, *arguments: object, curve: bool = False) -> dict:
+        module = script(name)
+        with monkeypatch.context() as patch:
+            if not curve:
+                patch.setattr(script("common.training"), "plot_curve", lambda *_: None)
+            summary = module.main([*QUIET, *map(str, arguments)])
+        assert json.loads(Path(summary["output_dir"], "summary.json").read_text()) == summary
+        return summary
+
+    return main
 
 
 @pytest.fixture(autouse=True)

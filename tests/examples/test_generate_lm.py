@@ -5,6 +5,7 @@ import json
 import pytest
 
 from luna_mega import MegaConfig, MegaForCausalLM
+from tests.examples.runs import assert_refused
 
 FIELDS = {"hidden_size": 16, "num_hidden_layers": 2, "shared_representation_size": 8, "initializer_range": 0.2}
 CHUNKS = {"use_chunking": True, "chunk_size": 8}
@@ -51,5 +52,4 @@ def test_without_chunks_the_cache_grows(generate):
     ],
 )
 def test_errors(generate, options, message):
-    with pytest.raises(SystemExit, match=message):
-        generate(*options)
+    assert_refused(generate, message, *options)

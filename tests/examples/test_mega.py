@@ -4,7 +4,6 @@ import math
 import random
 from pathlib import Path
 
-import pandas as pd
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -15,21 +14,13 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from tests.examples.runs import sentence, write
+
 SPECIALS = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
-WORDS = ["the", "film", "book", "play", "was", "so", "fine", "lovely", "poor", "awful", "red", "blue", "good", "bad"]
+WORDS = "the film book play was so fine lovely superb poor awful dull red blue good bad".split()
 TINY = "hidden_size=16,intermediate_size=32,nffn_hidden_size=32,shared_representation_size=8,num_hidden_layers=1"
 TINY += ",ema_projection_size=4,use_chunking=true,chunk_size=6,pooling=mean,normalization_type=layernorm"
 TINY += ",attention_activation=laplace,relative_positional_bias=simple,dropout_prob=0.0"
-
-
-def sentence(good: bool, draw: random.Random) -> str:
-    words = ["the", draw.choice(["film", "book", "play"]), "was", *["so"] * draw.randrange(6)]
-    return " ".join([*words, draw.choice(["fine", "lovely"] if good else ["poor", "awful"])])
-
-
-def write(examples: list[dict], path: Path) -> None:
-    path.parent.mkdir(exist_ok=True)
-    pd.DataFrame(examples).to_json(path, orient="records", lines=True)
 
 
 @pytest.fixture
@@ -86,14 +77,8 @@ def words(tmp_path):
 
 
 @pytest.fixture
-def run(script, tmp_path):
-    """Calls a script in this process: small, quiet and on the CPU; returns its summary."""
-
-    def main(name: str, *arguments) -> dict:
-        quiet = ["--use_cpu", "--disable_tqdm", "true", "--logging_steps", "1", "--save_strategy", "no", "--do_eval"]
-        return script(name).main([*quiet, *map(str, arguments)])
-
-    return main
+def run(call):
+    return lambda name, *arguments: call(name, "--save_strategy", "no", "--do_eval", *arguments)
 
 
 def scratch(output: Path, overrides: str = TINY) -> list:

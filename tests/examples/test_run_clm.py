@@ -3,12 +3,16 @@
 import gzip
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
+from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.examples import runs
+from tests.examples.runs import assert_refused
 
 TINY = (
     "hidden_size=16,num_hidden_layers=1,intermediate_size=24,nffn_hidden_size=24,shared_representation_size=8,"
@@ -28,13 +32,11 @@ def corpus(tmp_path) -> Path:
 
 
 @pytest.fixture
-def run(script, corpus, tmp_path):
-    """Trains on the CPU with the tiny model; returns the summary."""
-    main = script("run_clm").main
-    quiet = ["--use_cpu", "--disable_tqdm", "true", "--logging_steps", "1", "--dataset_path", str(corpus)]
-    small = ["--block_size", "32", "--eval_context", "64", "--eval_segment", "16", "--per_device_train_batch_size", "4"]
-    quiet += [*small, "--config_overrides", TINY, "--output_dir", str(tmp_path / "out"), "--do_train"]
-    return lambda *arguments: main([*quiet, *map(str, arguments)])
+def run(call, corpus, tmp_path):
+    """Trains the tiny model; returns the summary."""
+    small = ["--block_size", 32, "--eval_context", 64, "--eval_segment", 16, "--per_device_train_batch_size", 4]
+    model = ["--config_overrides", TINY, "--output_dir", tmp_path / "out", "--do_train"]
+    return partial(call, "run_clm", "--dataset_path", corpus, *small, *model)
 
 
 CHARACTERS = ["--tokenization", "char", "--line_end", "newline", "--validation_share", "0.1"]
@@ -57,14 +59,14 @@ def test_tokenizers(script):
 def test_stream(script, line_end):
     language_model, vocabulary = script("common.language_model"), script("common.vocabulary")
     tokenizer = vocabulary.train_characters([*LINES, "\n"])
-    texts = script("run_clm").Dataset.from_dict({"text": ["ab", "", " c"]})
+    texts = Dataset.from_dict({"text": ["ab", "", " c"]})
     stream = language_model.encode(texts, "text", tokenizer, line_end)
     expected = "ab\n\n c\n" if line_end == "newline" else "ab</s>c</s>"
     assert tokenizer.decode(stream, clean_up_tokenization_spaces=False) == expected.replace(" c", "<unk>c")
 
 
 def test_streams_go_on_where_the_batch_before_ended(script):
-    streams = script("common.language_model").Streams(torch.arange(100), length=7, rows=3)
+    streams = script("common.language_model").Streams(torch.arange(100), length=7, batch_size=3)
     batches = [[streams[step * 3 + row] for row in range(3)] for step in range(len(streams) // 3)]
     for row in range(3):
         joined = torch.cat([batch[row]["input_ids"] for batch in batches])
@@ -74,8 +76,8 @@ def test_streams_go_on_where_the_batch_before_ended(script):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("context", "rows"), [(20, 1), (20, 3), (7, 2), (1000, 4)])
-def test_score(script, context, rows):
+@pytest.mark.parametrize(("context", "batch_size"), [(20, 1), (20, 3), (7, 2), (1000, 4)])
+def test_score(script, context, batch_size):
     """Blocks read by segments score as blocks read whole; every token but the first counts once."""
     from luna_mega import MegaConfig, MegaForCausalLM
 
@@ -88,10 +90,10 @@ def test_score(script, context, rows):
         block = stream[start : start + context + 1]
         log_probabilities = model(block[None, :-1], torch.ones(1, len(block) - 1)).logits[0].log_softmax(-1)
         total -= log_probabilities.gather(1, block[1:, None]).sum().item()
-    result = script("common.language_model").score(model, stream, context, segment=3, rows=rows)
+    result = script("common.language_model").score(model, stream, context, segment=3, batch_size=batch_size)
     assert result.tokens == 52
     assert result.total == pytest.approx(total, rel=1e-5)
-    assert result.bits == pytest.approx(result.loss / math.log(2))
+    assert result.metrics["bits_per_token"] == pytest.approx(result.loss / math.log(2))
 
 
 def test_training_learns_resumes_and_loads(run, script, corpus, tmp_path):
@@ -99,7 +101,7 @@ def test_training_learns_resumes_and_loads(run, script, corpus, tmp_path):
     first = run(*options, "--do_eval", "--max_steps", "40")
     assert first["eval_loss"] < 1.8 < math.log(11)
     assert first["eval_bits_per_token"] == pytest.approx(first["eval_loss"] / math.log(2))
-    resumed = run(*options, "--max_steps", "50", "--resume_from_checkpoint", "last", "--do_eval")
+    resumed = run(*options, "--max_steps", "50", "--resume_from_checkpoint", "last", "--do_eval", curve=True)
     assert resumed["steps"] == 50 and (tmp_path / "out" / "curve.png").is_file()
     model, tokenizer = (kind.from_pretrained(tmp_path / "out") for kind in (AutoModelForCausalLM, AutoTokenizer))
     ids = tokenizer("abcdefg", return_tensors="pt", add_special_tokens=False)["input_ids"]
@@ -125,8 +127,7 @@ def test_other_blocks(run, options):
 
 @pytest.mark.parametrize("carry", [[], ["--carry_state"]], ids=["blocks", "carried state"])
 def test_luna(run, carry):
-    fields = "hidden_size=16,num_hidden_layers=1,num_attention_heads=2,intermediate_size=16,projection_length=4"
-    options = ["--model_type", "luna", "--config_overrides", fields + ",position_embedding_type=sinusoidal"]
+    options = ["--model_type", "luna", "--config_overrides", f"{runs.TINY},position_embedding_type=sinusoidal"]
     summary = run(*CHARACTERS, "--max_steps", "3", "--do_eval", *carry, *options)
     assert math.isfinite(summary["eval_perplexity"])
     assert type(AutoModelForCausalLM.from_pretrained(summary["output_dir"])).__name__ == "LunaForCausalLM"
@@ -155,25 +156,7 @@ def test_words_with_an_adaptive_softmax(run):
     ],
 )
 def test_errors(run, options, message):
-    with pytest.raises(SystemExit, match=message):
-        run(*CHARACTERS, *options)
-
-
-RECIPES = sorted((Path(__file__).resolve().parents[2] / "examples" / "recipes" / "clm").glob("*.yaml"))
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_shipped_recipes_are_complete(path, script, tmp_path):
-    arguments = ["--recipe", str(path), "--dataset_path", "x", "--output_dir", str(tmp_path)]
-    data, model, training = script("run_clm").parse(arguments)
-    assert training.do_train and training.do_eval
-    for name, value in yaml.safe_load(path.read_text()).items():
-        holder = next(parsed for parsed in (data, model, training) if hasattr(parsed, name))
-        assert getattr(holder, name) == (float(value) if isinstance(getattr(holder, name), float) else value)
-    tokenizer = script("common.vocabulary").train_words([f"w{word}" for word in range(model.vocab_size)], 10**6)
-    config = script("common.model").make_config(model, tokenizer, data.block_size, is_decoder=True, bidirectional=False)
-    assert data.block_size % config.attention_chunk == 0
-    assert AutoModelForCausalLM.from_config(config).config.adaptive_softmax_cutoffs == config.adaptive_input_cutoffs
+    assert_refused(run, message, *CHARACTERS, *options)
 
 
 def test_a_table_of_biases_has_one_chunk(run, script, corpus, tmp_path):

@@ -1,13 +1,15 @@
 import json
 import math
 import random
+from functools import partial
 from pathlib import Path
 
-import pandas as pd
 import pytest
 import torch
-import yaml
 from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+from tests.examples import runs
+from tests.examples.runs import assert_complete, assert_refused
 
 TINY = "hidden_size=32,num_hidden_layers=1,num_attention_heads=2,intermediate_size=32,projection_length=4,dropout=0.0"
 BOS, EOS = 0, 2
@@ -22,22 +24,15 @@ def texts(size: int, seed: int) -> list[str]:
 
 
 def write(lines: list[str], path: Path) -> Path:
-    path.parent.mkdir(exist_ok=True)
-    if path.suffix == ".txt":
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    elif path.suffix == ".parquet":
-        pd.DataFrame({"text": lines}).to_parquet(path)
-    else:
-        pd.DataFrame({"text": lines}).to_json(path, orient="records", lines=True)
+    if path.suffix != ".txt":
+        return runs.write([{"text": line} for line in lines], path)
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path.parent
 
 
 @pytest.fixture
-def run(script):
-    """Calls the script in this process: small, quiet and on the CPU; returns its summary."""
-    main = script("run_mlm").main
-    quiet = ["--use_cpu", "--disable_tqdm", "true", "--logging_steps", "1"]
-    return lambda *arguments: main([*quiet, *map(str, arguments)])
+def run(call):
+    return partial(call, "run_mlm")
 
 
 @pytest.fixture
@@ -59,10 +54,10 @@ def tokenizer(script):
     return script("common.bpe").train_bpe(texts(50, seed=1), vocab_size=300, model_max_length=64)
 
 
-def pack(script, tokenizer, lines: list[str], block_size: int):
+def cut_blocks(script, tokenizer, lines: list[str], block_size: int):
     module = script("run_mlm")
     data = module.DataArguments(block_size=block_size)
-    return module.pack(module.Dataset.from_dict({"text": lines}), "train", tokenizer, data)
+    return module.cut_blocks(module.Dataset.from_dict({"text": lines}), "train", tokenizer, data)
 
 
 @pytest.mark.parametrize("block_size", [2, 7, 33])
@@ -72,16 +67,16 @@ def test_blocks_are_whole_and_in_order(block_size, script, tokenizer):
     for line in lines:
         if line.strip():
             stream += [*tokenizer.encode(line.strip(), add_special_tokens=False), EOS]
-    blocks = pack(script, tokenizer, lines, block_size)["input_ids"]
+    blocks = cut_blocks(script, tokenizer, lines, block_size)["input_ids"]
     assert all(len(block) == block_size and block[0] == BOS for block in blocks)
-    packed = [token for block in blocks for token in block[1:]]
-    assert packed == stream[: len(packed)]
-    assert len(stream) - len(packed) < block_size - 1
+    joined = [token for block in blocks for token in block[1:]]
+    assert joined == stream[: len(joined)]
+    assert len(stream) - len(joined) < block_size - 1
 
 
 def test_masking_is_dynamic_in_training_and_fixed_in_evaluation(script, tokenizer):
     module = script("run_mlm")
-    blocks = pack(script, tokenizer, texts(2000, seed=3), 64)
+    blocks = cut_blocks(script, tokenizer, texts(2000, seed=3), 64)
     collator = module.BlockCollator(tokenizer, mlm_probability=0.15)
     first, second = collator(list(blocks)), collator(list(blocks))
     assert not torch.equal(first["labels"], second["labels"])
@@ -111,21 +106,20 @@ def test_pretraining_learns_and_its_perplexity_is_exact(run, script, corpus, tmp
         *scratch(corpus, output),
         *("--do_eval", "--learning_rate", 0.01, "--num_train_epochs", 12, "--warmup_steps", 5, "--seed", 5),
         *("--eval_strategy", "epoch", "--save_strategy", "epoch", "--load_best_model_at_end"),
+        curve=True,
     )
     history = json.loads((output / "trainer_state.json").read_text())["log_history"]
     perplexities = [entry["eval_perplexity"] for entry in history if "eval_perplexity" in entry]
     assert min(perplexities) < 0.5 * perplexities[0]
     assert summary["eval_perplexity"] < 20  # 300 before training, 7 for the right frequencies
-    assert json.loads((output / "summary.json").read_text()) == summary
-    assert (output / "curve.png").read_bytes().startswith(b"\x89PNG")
-
+    assert_complete(output, summary)
     card = (output / "README.md").read_text()
     assert "pipeline_tag: fill-mask" in card and "on corpus" in card and "perplexity" in card
 
     module = script("run_mlm")
     model, tokenizer = AutoModelForMaskedLM.from_pretrained(output).eval(), AutoTokenizer.from_pretrained(output)
     data = module.DataArguments(block_size=32)
-    blocks = module.pack(module.Dataset.from_dict({"text": texts(20, seed=20)}), "validation", tokenizer, data)
+    blocks = module.cut_blocks(module.Dataset.from_dict({"text": texts(20, seed=20)}), "validation", tokenizer, data)
     masked = module.mask_once(blocks, tokenizer, data, seed=5)
     labels = torch.tensor(masked["labels"])
     with torch.no_grad():
@@ -187,19 +181,6 @@ def test_resumed_run_goes_on_where_it_stopped(run, corpus, tmp_path):
     assert state["num_input_tokens_seen"] == 4 * 8 * 32
 
 
-RECIPES = sorted((Path(__file__).resolve().parents[2] / "examples" / "recipes" / "mlm").glob("*.yaml"))
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_shipped_recipes_are_complete(path, script, tmp_path):
-    options = ["--recipe", str(path), "--dataset_path", "x", "--output_dir", str(tmp_path)]
-    data, model, training = script("run_mlm").parse(options)
-    assert training.do_train and training.do_eval
-    for name, value in yaml.safe_load(path.read_text()).items():
-        holder = next(parsed for parsed in (data, model, training) if hasattr(parsed, name))
-        assert getattr(holder, name) == (float(value) if isinstance(getattr(holder, name), float) else value)
-
-
 ERRORS = {
     "two sources": (["--dataset_name", "wikitext"], "pass one of --dataset_name, --dataset_path"),
     "test split": (["--do_predict"], "no test predictions"),
@@ -217,10 +198,7 @@ ERRORS = {
 @pytest.mark.parametrize("case", ERRORS)
 def test_wrong_options_end_in_one_line(case, run, corpus, tmp_path):
     options, message = ERRORS[case]
-    with pytest.raises(SystemExit, match=message) as error:
-        run(*scratch(corpus, tmp_path / "out"), *options)
-    assert "\n" not in str(error.value)
-    assert not (tmp_path / "out").exists()
+    assert_refused(run, message, *scratch(corpus, tmp_path / "out"), *options, output=tmp_path / "out")
 
 
 def test_wrong_files(run, tmp_path):

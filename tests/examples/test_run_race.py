@@ -1,15 +1,18 @@
 import json
 import random
 import re
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
-import yaml
 from transformers import AutoModelForMultipleChoice, AutoTokenizer
 
-TINY = "hidden_size=16,num_hidden_layers=1,num_attention_heads=2,intermediate_size=16,projection_length=4,dropout=0.0"
+from tests.examples import runs
+from tests.examples.runs import assert_complete, assert_refused, assert_resumes, write, write_splits
+
+TINY = f"{runs.TINY},dropout=0.0"
 WORDS = ["red", "blue", "green", "black", "white", "brown", "grey", "pink"]
 BOS, EOS = 0, 2
 
@@ -40,29 +43,14 @@ def csqa_rows(size: int, seed: int, answers: bool = True) -> list[dict]:
     return examples
 
 
-def write(examples: list[dict], path: Path) -> Path:
-    path.parent.mkdir(exist_ok=True)
-    frame = pd.DataFrame(examples)
-    if path.suffix == ".parquet":
-        frame.to_parquet(path)
-    else:
-        frame.to_json(path, orient="records", lines=True)
-    return path.parent
-
-
 @pytest.fixture
-def run(script):
-    """Calls the script in this process: small, quiet and on the CPU; returns its summary."""
-    main = script("run_race").main
-    quiet = ["--use_cpu", "--disable_tqdm", "true", "--max_seq_length", "48", "--logging_steps", "1"]
-    return lambda *arguments: main([*quiet, *map(str, arguments)])
+def run(call):
+    return partial(call, "run_race", "--max_seq_length", 48)
 
 
 @pytest.fixture
 def race(tmp_path):
-    for split, size in (("train", 48), ("validation", 24), ("test", 9)):
-        write(race_rows(size, seed=size), tmp_path / "middle" / f"{split}-00000-of-00001.parquet")
-    return tmp_path / "middle"
+    return write_splits(race_rows, tmp_path / "middle", train=48, validation=24, test=9)
 
 
 @pytest.fixture
@@ -158,13 +146,12 @@ def test_race_from_scratch_with_both_levels(run, script, race, tmp_path):
         *("--do_eval", "--do_predict", "--learning_rate", 0.02, "--num_train_epochs", 8, "--eval_strategy", "epoch"),
         *("--save_strategy", "epoch", "--load_best_model_at_end", "--early_stopping_patience", 3),
         *("--train_sampling_strategy", "group_by_length"),
+        curve=True,
     )
     assert summary["train_samples"] == 72
     middle, high = (summary[f"eval_{level}_accuracy"] for level in ("middle", "high"))
     assert summary["eval_accuracy"] == pytest.approx((24 * middle + 8 * high) / 32) and summary["eval_accuracy"] > 0.8
-    assert summary["tokens_per_second"] > 0 and summary["peak_memory_gb"] > 0
-    assert json.loads((output / "summary.json").read_text()) == summary
-    assert (output / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert_complete(output, summary)
     state = json.loads((output / "trainer_state.json").read_text())
     assert state["best_metric"] == max(entry.get("eval_accuracy", 0) for entry in state["log_history"])
 
@@ -204,15 +191,7 @@ def test_csqa_with_unknown_test_answers(run, csqa, tmp_path):
 
 
 def test_resumed_run_ends_with_the_same_weights(run, race, tmp_path):
-    arguments = ["--max_steps", 4, "--save_steps", 2]
-    run(*scratch(race, tmp_path / "whole"), *arguments)
-    checkpoint = tmp_path / "whole" / "checkpoint-2"
-    summary = run(*scratch(race, tmp_path / "resumed"), *arguments, "--resume_from_checkpoint", checkpoint)
-    assert summary["steps"] == 4
-    whole, resumed = (
-        AutoModelForMultipleChoice.from_pretrained(tmp_path / name).state_dict() for name in ("whole", "resumed")
-    )
-    torch.testing.assert_close(resumed, whole)
+    assert_resumes(run, partial(scratch, race), AutoModelForMultipleChoice, tmp_path)
 
 
 def test_gradient_checkpointing_and_accumulation_change_nothing(run, race, tmp_path):
@@ -229,24 +208,8 @@ def test_evaluation_alone_gives_the_accuracy_of_the_training_run(run, race, tmp_
     assert run(*again, tmp_path / "out")["eval_loss"] == pytest.approx(trained["eval_loss"], abs=1e-6)
 
 
-FOLDER = Path(__file__).resolve().parents[2] / "examples" / "recipes"
-RECIPES = [path for task in ("csqa", "race") for path in sorted((FOLDER / task).glob("*.yaml"))]
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}-{path.stem}")
-def test_shipped_recipes_are_complete(path, script, tmp_path):
-    module = script("run_race")
-    arguments = (module.DataArguments, module.ModelArguments, module.TrainingArguments)
-    options = ["--recipe", str(path), "--output_dir", str(tmp_path)]
-    data, model, training = module.parse_arguments(arguments, options)
-    assert data.task == path.parent.name and training.do_train and training.do_eval
-    for name, value in yaml.safe_load(path.read_text()).items():
-        holder = next(parsed for parsed in (data, model, training) if hasattr(parsed, name))
-        assert getattr(holder, name) == (float(value) if isinstance(getattr(holder, name), float) else value)
-
-
 OPTION_ERRORS = {
-    "unknown task": (["--task", "swag"], "--task swag: choose one of race, csqa"),
+    "unknown task": (["--task", "swag"], "--task swag must be one of race, csqa"),
     "too long": (
         ["--config_overrides", f"{TINY},max_position_embeddings=8"],
         "48 tokens do not fit in the 8 positions",
@@ -263,10 +226,7 @@ OPTION_ERRORS = {
 @pytest.mark.parametrize("case", OPTION_ERRORS)
 def test_wrong_options_end_in_one_line(case, run, race, tmp_path):
     options, message = OPTION_ERRORS[case]
-    with pytest.raises(SystemExit, match=message) as error:
-        run(*scratch(race, tmp_path / "out"), *options)
-    assert "\n" not in str(error.value)
-    assert not (tmp_path / "out").exists()
+    assert_refused(run, message, *scratch(race, tmp_path / "out"), *options, output=tmp_path / "out")
 
 
 RACE_ROW = {"example_id": "middle1.txt", "article": "a", "question": "b", "options": list("wxyz"), "answer": "A"}
@@ -288,9 +248,7 @@ def test_wrong_data_ends_in_one_line(case, run, tmp_path):
     row, change, message = DATA_ERRORS[case]
     first = {**row, **change} if case == "options as text" else row  # a column has one type
     folder = write([first, {**row, **change}], tmp_path / "data" / "train.jsonl")
-    with pytest.raises(SystemExit, match=message) as error:
-        run(*scratch(folder, tmp_path / "out", "csqa" if row is CSQA_ROW else "race"))
-    assert "\n" not in str(error.value)
+    assert_refused(run, message, *scratch(folder, tmp_path / "out", "csqa" if row is CSQA_ROW else "race"))
 
 
 @pytest.mark.parametrize("column", RACE_ROW)

@@ -12,9 +12,10 @@ from transformers import RobertaTokenizer
 
 import luna_mega
 from luna_mega import LunaTokenizer, MegaConfig, cli
-from luna_mega.convert import hub_bundle
+from luna_mega.hub import bundle as hub_bundle
 from tests.hub import client as on_client
 from tests.modeling import luna_decoders
+from tests.modeling.decoders import padded, source, target
 from tests.modeling.luna import VALUES, head_inputs, make
 
 AUTO_CLASSES = {
@@ -93,8 +94,8 @@ def test_other_configurations(stranger, tmp_path, fields):
 @pytest.mark.parametrize("auto_class", DECODERS)
 def test_luna_decoders(stranger, tmp_path, auto_class):
     model = luna_decoders.make(torch.float32, **DECODERS[auto_class])
-    ids, mask = luna_decoders.padded([7, 3], 7, "right")
-    inputs = luna_decoders.source(model, 2) | luna_decoders.target(model, ids, mask)
+    ids, mask = padded([7, 3], 7, "right")
+    inputs = source(model, 2) | target(model, ids, mask)
     model.save_pretrained(tmp_path)
     assert bundle(tmp_path) == 0
     name, result = on_remote_code(stranger(on_client.outputs, tmp_path, auto_class, lists(inputs), **REMOTE))
@@ -131,7 +132,7 @@ def test_mega_language_model(stranger, tmp_path, adaptive):
     model.save_pretrained(tmp_path)
     assert bundle(tmp_path) == 0
     files = {file.name for file in tmp_path.glob("*.py")}
-    assert {"adaptive.py", "cache_mega.py", "presets_mega.py", "kernels_masks.py"} <= files
+    assert {"adaptive.py", "cache_mega.py", "presets_mega.py", "layout.py"} <= files
     auto_class = "AutoModelForCausalLM"
     name, result = on_remote_code(stranger(on_client.outputs, tmp_path, auto_class, lists(inputs), **REMOTE))
     assert name == "MegaForCausalLM" and result == expected(model, inputs)
@@ -321,7 +322,7 @@ def test_kernels_are_part_of_it(model_type, tmp_path, repo_root):
 import sys
 sys.modules["triton"] = None
 from pathlib import Path
-from luna_mega.convert.hub_bundle import write_code
+from luna_mega.hub.bundle import write_code
 write_code({model_type!r}, Path({str(tmp_path / "without")!r}))
 """
     for name in ("with", "without"):

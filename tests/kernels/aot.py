@@ -3,8 +3,8 @@
 A script, because a process that interprets kernels cannot compile them:
 `TRITON_INTERPRET=0 python tests/kernels/aot.py [op ...] [--arch 90] [--json FILE] [--budgets]`.
 
-Which launches: `cases()` of `aot_<op>.py` beside this file yields (name, function without arguments); the function
-calls the backend's Python functions with tensors on meta, and what they launch is compiled exactly so.
+The launches come from `cases()` of `aot_<op>.py` beside this file, which yields (name, function without arguments); the
+function calls the op's Python functions with tensors on meta, and their launches are compiled exactly as they are.
 """
 
 import argparse
@@ -28,19 +28,20 @@ from luna_mega.kernels.common import triton_launch
 HERE = Path(__file__).resolve().parent
 OPS = ("luna_attention", "luna_causal_attention", "damped_ema", "gated_attention")
 TARGETS = {80: triton_launch.Target((8, 0), 108), 90: triton_launch.Target((9, 0), 132)}
-# Of one block, in bytes; the CUDA driver keeps 1 KB of it.
+# Bytes of one block; the CUDA driver keeps 1 KB of it.
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
 TYPES |= {torch.bool: "i1", torch.uint8: "u8"}
-# What a kernel may use, in the newest and in the oldest Triton: `test_aot.py` fails where it uses more.
+# The most a kernel may use, in the newest and in the oldest Triton: `test_aot.py` fails where it uses more.
 BUDGETS = HERE / "aot_budgets.csv"
-COLUMNS = ("registers", "stack", "spills", "shared", "hgmma", "hmma")
-INSTRUCTIONS = ("hgmma", "hmma")
+# Instructions for tensor cores, and how they begin in PTX.
+INSTRUCTIONS = {"wgmma": r"wgmma\.mma_async", "mma": r"mma\.sync"}
+COLUMNS = ("registers", "stack", "spills", "shared", *INSTRUCTIONS)
 KEY = ("op", "kernel", "case", "arch")
 
 
 def launches(op: str, arch: int):
-    """(case, launch) of every different kernel that the cases of an op launch."""
+    """Yield (case, launch) of every kernel that the cases of an op launch."""
     spec = importlib.util.spec_from_file_location(f"aot_{op}", HERE / f"aot_{op}.py")
     cases = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(cases)
@@ -52,7 +53,8 @@ def launches(op: str, arch: int):
 
 
 def compile_launch(launch: triton_launch.Launch, arch: int):
-    """As Triton's launcher would: None and 1 are constants; pointers and multiples of 16 are known to be such."""
+    """Return what tells a launch from others, and a function that compiles it as Triton's launcher would: None and 1
+    are constants; pointers and multiples of 16 are known to be such."""
     names, signature, constants, attributes = launch.kernel.arg_names, {}, {}, {}
     values = dict(zip(names, launch.arguments, strict=False)) | launch.constants
     for index, name in enumerate(names):
@@ -74,30 +76,35 @@ def compile_launch(launch: triton_launch.Launch, arch: int):
 
 
 def report(compiled) -> dict[str, int]:
-    """Registers and bytes of stack of a thread, spills, bytes of shared memory, tensor-core instructions."""
+    """Return registers and bytes of stack of a thread, spills, bytes of shared memory, tensor-core instructions.
+
+    Disassembling takes as long as compiling, so it is left out where there is nothing to find: spills go to the stack,
+    and `ptxas` makes one instruction or more for tensor cores of each that PTX has.
+    """
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-        usage, code = (
-            subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
-            for option in ("-res-usage", "-sass")
-        )
-    registers, stack, static = map(int, re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", usage).groups())
-    found = {name: len(re.findall(rf"\b{name}\b", code)) for name in ("LDL", "STL", "HGMMA", "HMMA")}
-    spills, shared = found["LDL"] + found["STL"], compiled.metadata.shared + static
-    return dict(zip(COLUMNS, (registers, stack, spills, shared, found["HGMMA"], found["HMMA"]), strict=True))
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        registers, stack, static = map(int, re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", usage).groups())
+        spills = 0
+        if stack:
+            code = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
+            spills = len(re.findall(r"\b(LDL|STL)\b", code))
+    wgmma, mma = (len(re.findall(rf"\b{name}\b", compiled.asm["ptx"])) for name in INSTRUCTIONS.values())
+    used = registers, stack, spills, compiled.metadata.shared + static, wgmma, mma
+    return dict(zip(COLUMNS, used, strict=True))
 
 
 def read_budgets() -> dict[tuple[str, ...], dict[str, int]]:
-    """(op, kernel, case, arch) -> column -> limit; of the tensor-core instructions the least, of all else the most."""
+    """Return (op, kernel, case, arch) -> column -> limit: the least for tensor-core instructions, else the most."""
     with open(BUDGETS, newline="") as file:
         rows = list(csv.DictReader(file))
     return {tuple(row[name] for name in KEY): {name: int(row[name]) for name in COLUMNS} for row in rows}
 
 
 def widen_budgets(rows: list[dict]) -> None:
-    """Allow what these reports say, in addition to what the table allows. Rows of other kernels of their ops go."""
+    """Allow what these reports say, besides what the table allows. Rows of other kernels of their ops are removed."""
     table = read_budgets() if BUDGETS.exists() else {}
     ops, reported = {row["op"] for row in rows}, {tuple(str(row[name]) for name in KEY): row for row in rows}
     table = {key: limits for key, limits in table.items() if key[0] not in ops or key in reported}

@@ -1,4 +1,4 @@
-"""Launches of the damped EMA for the sizes of Mega: 512 or 1024 channels with 16 states, 8 sequences of 4096."""
+"""Launches of the damped EMA for `aot.py` in the sizes of Mega: 512 or 1024 channels, 16 states, 8 rows of 4096."""
 
 from functools import partial
 
@@ -30,7 +30,7 @@ def call(
 
 
 def cases():
-    """(name, function) of every case."""
+    """Yield (name, function) of every case."""
     yield "causal bf16 D=512", call
     yield "causal bf16 D=1024 states", partial(call, channels=1024, stateful=True)
     yield "bidirectional bf16 D=512 mask", partial(call, directions=2, masked=True)

@@ -1,4 +1,4 @@
-"""What `aot.py` compiles of `gated_attention`: the shapes of Mega's recipes, and one step of decoding."""
+"""Launches of `gated_attention` for `aot.py`: the shapes of Mega's recipes, and one step of decoding."""
 
 import functools
 

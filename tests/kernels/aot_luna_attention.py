@@ -1,4 +1,4 @@
-"""What `aot.py` compiles: pack and unpack of a RoBERTa-size encoder, 12 heads of 64, 8 sequences of 4096 tokens."""
+"""Launches of pack and unpack for `aot.py`: a RoBERTa-size encoder, 12 heads of 64, 8 sequences of 4096 tokens."""
 
 from functools import partial
 

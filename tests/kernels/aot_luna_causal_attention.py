@@ -1,4 +1,4 @@
-"""Calls of the Triton backend of `luna_causal_attention` that `aot.py` compiles."""
+"""Launches of `luna_causal_attention` for `aot.py`."""
 
 import functools
 
@@ -10,7 +10,7 @@ LENGTH, SIZE = 4096, 64
 
 
 def inputs(batch, heads, rows, dtype, stateful, length=LENGTH):
-    """query, pack_key, key, value, pack_query, count, mask, pack_mask, both means, count of the state."""
+    """Return query, pack_key, key, value, pack_query, count, mask, pack_mask, both means, count of the state."""
     tokens = [torch.empty(batch, length, heads, SIZE, dtype=dtype, device="meta") for _ in range(4)]
     pack_query = torch.empty(batch, rows, heads, SIZE, dtype=dtype, device="meta")
     count = torch.empty(batch, length, dtype=torch.int64, device="meta")
@@ -39,7 +39,7 @@ def step(batch, rows, dtype):
 
 
 def cases():
-    """(name, function without arguments). Of 32 sequences every head is one segment."""
+    """Yield (name, function without arguments). With 32 sequences every head is one segment."""
     bfloat16 = torch.bfloat16
     yield "l=32 bf16, segments", functools.partial(both, 8, 32, bfloat16)
     yield "l=32 bf16, mask, state, dropout", functools.partial(both, 32, 32, bfloat16, stateful=True, dropout=0.1)

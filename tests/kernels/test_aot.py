@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed")
 
 HERE = Path(__file__).resolve().parent
-# Of one block, in bytes, less the 1 KB that the driver keeps.
+# Bytes of one block, less the 1 KB that the driver keeps.
 SHARED_MEMORY = {"80": 163 * 1024, "90": 227 * 1024}
 MOST = ("registers", "stack", "spills", "shared")
 
@@ -33,6 +33,6 @@ def test_budgets(op, tmp_path, repo_root):
         allowed = budgets[key]
         for column in MOST:
             assert row[column] <= int(allowed[column]), f"{key}: {row[column]} {column}, {allowed[column]} allowed"
-        for column in ("hgmma", "hmma"):
+        for column in ("wgmma", "mma"):
             assert (row[column] > 0) >= (int(allowed[column]) > 0), f"{key}: no {column} instruction is left"
         assert row["shared"] <= SHARED_MEMORY[key[2]], f"{key}: {row['shared']} bytes of shared memory do not exist"

@@ -16,7 +16,7 @@ FLOAT32 = 5e-6
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
-    """Fresh memory is full of NaN."""
+    """Fill new memory with NaN, so that an element that no kernel writes is seen."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -38,7 +38,7 @@ def device(triton_device, forward_module, monkeypatch):
 
 
 def run(inputs, device="cpu", function=None, used=None, **options):
-    """Outputs, and gradients of a fixed random projection of them, on the CPU; `used`: of these positions only."""
+    """Return outputs and gradients of a fixed random projection, on the CPU; `used`: of these positions only."""
     moved = copy.copy(inputs)
     moved.leaves = [leaf.detach().to(device).requires_grad_() for leaf in inputs.leaves]
     moved.mask = None if inputs.mask is None else inputs.mask.to(device)
@@ -53,7 +53,7 @@ def run(inputs, device="cpu", function=None, used=None, **options):
 
 
 def exact_and_float32(*arguments, **options):
-    """Inputs in float32 and what the reference makes of them in float64."""
+    """Return inputs in float64, the results of the reference for them, and the inputs in float32."""
     inputs = Inputs(*arguments, **options).to(torch.float32).to(torch.float64)
     return inputs, run(inputs, backend="reference"), copy.copy(inputs).to(torch.float32)
 
@@ -353,7 +353,7 @@ def test_truncation_at_the_length_is_none(device):
     assert torch.equal(damped_ema(*leaves, truncation=6, backend="triton"), damped_ema(*leaves, backend="triton"))
 
 
-def test_bad_packing():
+def test_bad_ragged_sequences():
     leaves = Inputs(6).leaves
     cu_seqlens = torch.tensor([0, 6])
     with pytest.raises(ValueError, match=r"\[1, total, channels\]"):

@@ -17,7 +17,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch):
-    """What is not written is NaN."""
+    """Fill new memory with NaN, so that an element that no kernel writes is seen."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.empty(3).new_empty(2).isnan().all()
@@ -35,7 +35,7 @@ def make_inputs(device, queries, keys=None, dtype=torch.float32, batch=2, size=2
 
 
 def make_mask(device, batch, length, row=True):
-    """Some keys masked; in the first sequence all of a chunk, in the last one all."""
+    """Return a mask that drops some keys; in the first sequence all of a chunk, in the last one all."""
     mask = torch.rand(batch, length, generator=torch.Generator().manual_seed(length)) < 0.7
     mask[0, CHUNK : 2 * CHUNK] = False
     if row:
@@ -44,7 +44,7 @@ def make_mask(device, batch, length, row=True):
 
 
 def run(inputs, weight=None, **options):
-    """Output and gradients of a fixed random projection of it."""
+    """Return the output and the gradients of a fixed random projection of it."""
     output = gated_attention(*inputs, **options)
     if weight is None:
         weight = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -53,7 +53,7 @@ def run(inputs, weight=None, **options):
 
 
 def check(inputs, tolerance=None, **options):
-    """Every result of Triton against the reference in float64."""
+    """Compare every result of Triton with the reference in float64, and return them."""
     results = run(inputs, backend="triton", **options)
     exact = run([x.detach().double().requires_grad_() for x in inputs], backend="reference", **options)
     for name, x, result, right in zip(NAMES, [inputs[2], *inputs], results, exact, strict=True):

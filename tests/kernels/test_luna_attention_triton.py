@@ -13,7 +13,7 @@ DTYPES = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 
 @pytest.fixture(autouse=True)
 def poison():
-    """`torch.empty` gives NaN, so that what is never written is seen."""
+    """Fill new memory with NaN, so that an element that no kernel writes is seen."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.empty(100).isnan().all()
     yield
@@ -26,7 +26,7 @@ def device(triton_device):
 
 
 def attend(query, key, value, mask=None, dropout=0.0, **ragged):
-    """The kernels, whatever the sizes."""
+    """Run the kernels, whatever the sizes."""
     from luna_mega.kernels.luna_attention import triton_ops
 
     return triton_ops.attend(query, key, value, mask, query.shape[-1] ** -0.5, dropout, **ragged)
@@ -42,7 +42,7 @@ def make_leaves(device, dtype, queries, keys, tied, batch=2, heads=2, size=10):
 
 
 def make_mask(device, batch, keys):
-    """The last row keeps nothing."""
+    """Return a mask whose last row keeps nothing."""
     mask = torch.rand(batch, keys, device=device) < 0.7
     mask[:, 0] = True
     mask[-1] = False
@@ -50,7 +50,7 @@ def make_mask(device, batch, keys):
 
 
 def run(function, leaves, *arguments, **options):
-    """Output and gradients; a single key leaf is the value too."""
+    """Return the output and the gradients; a single key leaf is the value too."""
     output = function(leaves[0], leaves[1], leaves[-1], *arguments, **options)
     weight = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
     return [output.detach(), *torch.autograd.grad(output, leaves, weight)]
@@ -61,7 +61,7 @@ def doubled(leaves):
 
 
 def check(actual, expected, tolerance):
-    """Error of the norm; absolute where the norm is below 1 (with one key, the gradient of the query is 0)."""
+    """Bound the error of the norm, absolute where it is below 1 (with one key, the gradient of the query is 0)."""
     for name, a, e in zip(("output", "query", "key", "value"), actual, expected, strict=False):
         assert torch.isfinite(a).all(), name
         error = ((a.double() - e.double()).norm() / e.double().norm().clamp(min=1.0)).item()
@@ -70,7 +70,7 @@ def check(actual, expected, tolerance):
 
 @pytest.fixture
 def launches(monkeypatch, device):
-    """(kernel, grid, constants) of what is launched."""
+    """Return a list that gets (kernel, grid, constants) of every launch."""
     from luna_mega.kernels.common import triton_launch
 
     seen, launch = [], triton_launch.launch
@@ -185,7 +185,7 @@ def cu_seqlens(device):
 
 
 def one_by_one(query, key, value, mask, ragged):
-    """Each sequence by the reference; `ragged` tells which side is cut up."""
+    """Run the reference on each sequence; `ragged` tells which side is cut up."""
     outputs, first = [], 0
     for i, length in enumerate(SEQUENCES):
         rows, row = slice(first, first := first + length), slice(i, i + 1)

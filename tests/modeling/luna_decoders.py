@@ -1,8 +1,7 @@
-"""Small Luna decoders, with and without an encoder, called alike."""
+"""Small Luna decoders, with and without an encoder; inputs for them are in `decoders.py`."""
 
 import torch
 
-import luna_mega
 from luna_mega import LunaConfig, LunaForCausalLM, LunaForConditionalGeneration
 
 ALONE = {
@@ -26,9 +25,6 @@ WITH_ENCODER = {
     },
     "every layer its P": {"contextual_projection": False},
 }
-DECODERS = {f"decoder: {name}": fields for name, fields in ALONE.items()} | {
-    f"encoder-decoder: {name}": fields | {"is_encoder_decoder": True} for name, fields in WITH_ENCODER.items()
-}
 
 
 def make(dtype=torch.float64, **fields):
@@ -49,35 +45,3 @@ def make(dtype=torch.float64, **fields):
             parameter.add_(0.15 * torch.randn_like(parameter))
     model.tie_weights()
     return model
-
-
-def padded(lengths, total, side, seed=0):
-    """Tokens and mask `[B, total]` of sequences of these lengths, padded on the `side` or behind the first two."""
-    ids, mask = torch.ones(len(lengths), total, dtype=torch.long), torch.zeros(len(lengths), total, dtype=torch.long)
-    for row, length in enumerate(lengths):
-        mask[row, total - length if side == "left" else 0 : total if side == "left" else length] = 1
-        if side == "middle":
-            mask[row] = torch.cat([mask[row, :2], mask[row, 2:].flip(0)])
-        generator = torch.Generator().manual_seed(seed + row)
-        ids[row, mask[row].bool()] = torch.randint(3, 30, (length,), generator=generator)
-    return ids, mask
-
-
-def source(model, batch, side="right"):
-    """The arguments of the source: one for each of a batch of targets; none for a decoder alone."""
-    if not model.config.is_encoder_decoder:
-        return {}
-    ids, mask = padded([9, 4, 7, 1][:batch], 9, side, seed=7)
-    return {"input_ids": ids, "attention_mask": mask}
-
-
-def target(model, ids, mask=None, **options):
-    """The arguments of the target."""
-    prefix = "decoder_" if model.config.is_encoder_decoder else ""
-    return {f"{prefix}input_ids": ids, f"{prefix}attention_mask": mask, **options}
-
-
-def new_cache(model):
-    if model.config.is_encoder_decoder:
-        return luna_mega.LunaSeq2SeqCache(model.config.decoder_config)
-    return luna_mega.LunaCache(model.config)

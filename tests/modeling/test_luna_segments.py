@@ -5,8 +5,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from luna_mega import LunaModel, read_segments
+from tests.modeling.decoders import padded
 from tests.modeling.luna import VARIANTS, make, tiny_config
-from tests.modeling.luna_decoders import padded
 
 FIXED = {"dynamic_projection_length": False}
 

@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForMaskedLM
 
-from luna_mega import MegaConfig, MegaForMaskedLM
+from luna_mega import MegaConfig
 
 from .luna import head_inputs, tokens
-from .mega import VALUES, make, tiny_config
+from .mega import make, tiny_config
 
 
 @pytest.mark.parametrize(
@@ -29,19 +29,35 @@ from .mega import VALUES, make, tiny_config
         ({"shared_representation_size": 13}, "an even shared_representation_size, got 13"),
         ({"num_attention_heads": 2}, "num_attention_heads must be 1, got 2"),
         ({"ema_shift": True, "bidirectional": False}, "ema_shift=True needs bidirectional=True"),
-        ({"is_decoder": True}, "is_decoder=True needs bidirectional=False"),
+        ({"is_decoder": True, "bidirectional": True}, "is_decoder=True needs bidirectional=False"),
         ({"add_cross_attention": True}, "add_cross_attention=True needs is_decoder=True"),
         ({"dropout_prob": 1.0}, r"dropout_prob must be in \[0, 1\), got 1.0"),
         ({"ema_projection_size": 0}, "ema_projection_size must be at least 1, got 0"),
         ({"pad_token_id": None}, r"pad_token_id \(None\) must be a token"),
         ({"pad_token_id": 40}, r"pad_token_id \(40\) must be a token of the vocabulary \(0 to 39\)"),
         ({"classifier_num_layers": -1}, "classifier_num_layers must be at least 0, got -1"),
+        ({"classifier_dropout": -0.1}, r"classifier_dropout must be in \[0, 1\), got -0.1"),
+        ({"ema_beta_range": -1.0}, "ema_beta_range must be a number of at least 0, got -1.0"),
         ({"hidden_size": "wide"}, "hidden_size"),
+        ({"activation": {}}, "activation"),
     ],
 )
 def test_configuration(fields, message):
     with pytest.raises(Exception, match=message):  # transformers 5.17 wraps the ValueError
         tiny_config(**fields)
+
+
+def test_a_decoder_has_one_direction(tmp_path):
+    """`bidirectional` follows from `is_decoder`, and the two contradict each other where a saved encoder says so."""
+    assert tiny_config().bidirectional and not tiny_config(is_decoder=True).bidirectional
+    tiny_config(is_decoder=True).save_pretrained(tmp_path / "decoder")
+    assert json.loads((tmp_path / "decoder" / "config.json").read_text())["bidirectional"] is False
+    assert not MegaConfig.from_pretrained(tmp_path / "decoder").bidirectional
+    tiny_config().save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["bidirectional"] is True
+    with pytest.raises(Exception, match="is_decoder=True needs bidirectional=False"):
+        MegaConfig.from_pretrained(tmp_path, is_decoder=True)
+    assert MegaConfig.from_pretrained(tmp_path, is_decoder=True, bidirectional=False).is_decoder
 
 
 def test_odd_queries_need_the_simple_bias():
@@ -58,31 +74,20 @@ def test_no_truncation(truncation):
     assert torch.equal(make("Model", truncation=truncation)(**inputs).last_hidden_state, expected)
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"input_ids": torch.zeros(0, 5, dtype=torch.long), "attention_mask": None}, "batch is empty: 0 sequences"),
-        ({"input_ids": torch.zeros(2, 0, dtype=torch.long), "attention_mask": None}, "2 sequences of length 0"),
-        ({"input_ids": None}, "exactly one of input_ids and inputs_embeds"),
-        ({"inputs_embeds": torch.zeros(2, 9, 24)}, "exactly one of input_ids and inputs_embeds"),
-        ({"input_values": torch.zeros(2, 9)}, "input_type='tokens'"),
-        ({"input_ids": torch.zeros(9, dtype=torch.long)}, r"takes input_ids \[B, T\] or .* got the shape \[9\]"),
-        ({"input_ids": torch.zeros(2, 9, 3, dtype=torch.long)}, r"got the shape \[2, 9, 3\]"),
-        ({"input_ids": None, "inputs_embeds": torch.zeros(2, 9, 23)}, r"inputs_embeds \[B, T, 24\], got .* 23\]"),
-        ({"input_ids": None, "inputs_embeds": torch.zeros(2, 24)}, r"got the shape \[2, 24\]"),
-        (
-            {"attention_mask": torch.ones(2, 8)},
-            r"attention_mask must have the shape \[2, 9\] of the input, got \[2, 8\]",
-        ),
-        ({"attention_mask": torch.ones(2, 1, 9, 9)}, "attention_mask must have the shape"),
-        ({"token_type_ids": torch.zeros(2, 9, dtype=torch.long)}, "add_token_type_embeddings=False"),
-        ({"head_mask": torch.zeros(2, 9)}, "Mega models take no head_mask"),
-        ({"use_cache": True}, "need a decoder"),
-    ],
-)
-def test_inputs(change, message):
-    with pytest.raises(ValueError, match=message):
-        make("Model")(**head_inputs("Model", [9, 4]) | change)
+def test_no_token_types():
+    with pytest.raises(ValueError, match="add_token_type_embeddings=False"):
+        make("Model")(**head_inputs("Model", [9, 4]), token_type_ids=torch.zeros(2, 9, dtype=torch.long))
+
+
+def test_narrow_word_vectors():
+    """`inputs_embeds` are what the embedding of tokens makes, before the projection to the width of the model."""
+    model, inputs = make("Model", embedding_size=16), tokens([9, 4])
+    embedded = model.get_input_embeddings()(inputs.pop("input_ids"))
+    assert embedded.shape[2] == 16
+    expected = model(**tokens([9, 4])).last_hidden_state
+    torch.testing.assert_close(model(inputs_embeds=embedded, **inputs).last_hidden_state, expected)
+    with pytest.raises(ValueError, match=r"inputs_embeds \[B, T, 16\], got the shape \[2, 9, 24\]"):
+        model(inputs_embeds=torch.zeros(2, 9, 24))
 
 
 @pytest.mark.parametrize("legacy", [False, True])
@@ -96,53 +101,10 @@ def test_sequence_longer_than_the_bias_table(legacy):
     make("Model", relative_positional_bias="simple", use_chunking=True, chunk_size=24)(**tokens([49]))
 
 
-def test_pairs():
+def test_pairs_have_no_token_types():
     model, inputs = make("ForSequencePairClassification"), head_inputs("ForSequencePairClassification", [9, 4])
-    fewer = inputs | {"pair_input_ids": inputs["pair_input_ids"][:1], "pair_attention_mask": None}
-    with pytest.raises(ValueError, match="first input has 2 sequences and the second 1"):
-        model(**fewer)
     with pytest.raises(ValueError, match="a pair have no token types; leave token_type_ids out"):
         model(**inputs, token_type_ids=inputs["input_ids"])
-
-
-def test_multiple_choice_without_options():
-    with pytest.raises(ValueError, match=r"input_ids \[B, options, T\].*got \[2, 9\]"):
-        make("ForMultipleChoice")(**head_inputs("Model", [9, 4]))
-
-
-def test_values_have_no_vocabulary():
-    for head in ("ForMaskedLM", "ForMultipleChoice", "ForQuestionAnswering"):
-        with pytest.raises(ValueError, match=f"Mega{head} needs input_type='tokens', got 'values'"):
-            make(head, **VALUES)
-    model = make("Model", **VALUES)
-    for change in (
-        lambda: model.set_input_embeddings(torch.nn.Embedding(3, 24)),
-        lambda: model.resize_token_embeddings(9),
-    ):
-        with pytest.raises(ValueError, match="MegaModel needs input_type='tokens'"):
-            change()
-    with pytest.raises(ValueError, match="exactly one of input_values and inputs_embeds"):
-        model(**head_inputs("Model", [9]))
-
-
-@pytest.mark.parametrize(
-    "implementation, message",
-    [
-        ("sdpa", 'MegaForMaskedLM does not support .*scaled_dot_product_attention.*"eager"'),
-        ("flash_attention_2", "MegaForMaskedLM does not support Flash Attention 2"),
-        ("fastest", '"fastest"` is not supported.*"eager"'),
-    ],
-)
-def test_unsupported_attention_implementation(tmp_path, implementation, message):
-    """Mega has one implementation, under the name "eager"; another one is no reason to change a model that exists."""
-    model = make("ForMaskedLM")
-    with pytest.raises(ValueError, match=message):
-        MegaForMaskedLM._from_config(tiny_config(), attn_implementation=implementation)
-    model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=message):
-        MegaForMaskedLM.from_pretrained(tmp_path, attn_implementation=implementation)
-    model.set_attn_implementation(implementation)  # a warning of transformers
-    assert model.config._attn_implementation == "eager"
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from safetensors.torch import load_file
 
 from luna_mega import LunaConfig
 from luna_mega.kernels.api import use_backend
+from luna_mega.modeling_common.layout import TokenLayout
 from luna_mega.modeling_luna.modeling_luna import LunaAttention
 
 NAMES = {
@@ -70,12 +71,11 @@ def _compare(parity, attention, io, batch, masking, output_weights):
         for name in ("query", "pquery", "context")
         if f"{batch}.{name}" in io
     }
-    masks = (None, None)
+    context_mask = packed_mask = None
     if masking == "masked":
-        masks = tuple(io[f"{batch}.{name}"] == 0 for name in ("context_mask", "pmask"))
-    output, packed, weights, _ = attention(
-        inputs["query"], inputs["pquery"], *masks, output_weights=output_weights, context=inputs.get("context")
-    )
+        context_mask, packed_mask = (io[f"{batch}.{name}"] == 0 for name in ("context_mask", "pmask"))
+    layout, options = TokenLayout(context_mask), {"output_weights": output_weights, "context": inputs.get("context")}
+    output, packed, weights, _ = attention(inputs["query"], inputs["pquery"], layout, packed_mask, **options)
     parity.check(f"{prefix}.out", output.transpose(0, 1), io[f"{prefix}.out"])
     parity.check(f"{prefix}.pout", packed.transpose(0, 1), io[f"{prefix}.pout"])
     if output_weights:

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
 
 import luna_mega
-from luna_mega.convert.cli import main
+from luna_mega.cli import main
 
 BERT = [
     "bert_fixlen",
@@ -52,7 +52,7 @@ class Fixture:
         output = self.tmp_path / (head or "default")
         if not output.exists():
             options = ["--head", head] if head else []
-            assert main([str(self.folder / "checkpoint.pt"), "--output", str(output), *options]) == 0
+            assert main(["convert", str(self.folder / "checkpoint.pt"), "--output", str(output), *options]) == 0
         return output
 
     def load(self, head=None, auto=None):
@@ -138,6 +138,7 @@ def test_bert(fixture, parity):
 def bert_objective(fixture, model, head):
     """The masked-LM part of `meta.json["objective"]`; its gradients are added to the fixture's."""
     io = fixture.io
+    model.requires_grad_()  # this objective reads P behind the last layer, which the model's own loss does not
     output = model(io["A.src_tokens"], output_hidden_states=True)
     masked = io["A.obj.masked"].bool()
     tokens = (io["A.obj.wx"] * output.hidden_states[-1])[io["A.x_padding_mask"] == 0].sum() / 10

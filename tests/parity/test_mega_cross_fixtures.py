@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from luna_mega import MegaConfig, MegaForCausalLM
+from luna_mega.modeling_common.layout import DENSE, TokenLayout
 from luna_mega.modeling_mega.cache_mega import MegaCacheLayer, MegaCrossCacheLayer
 from luna_mega.modeling_mega.cross_attention import MegaGatedCrossAttention
 
@@ -48,7 +49,7 @@ class Module:
         self.layer = MegaGatedCrossAttention(config).eval()
         self.layer.load_state_dict({ours(key): value for key, value in weights.items() if "_float_tensor" not in key})
         self.query, self.key, self.cot = (self.io[name].transpose(0, 1) for name in ("query", "key", "cot"))
-        self.masks = {"": None, "_padded": self.io["key_padding_mask"] == 0}
+        self.layouts = {"": DENSE, "_padded": TokenLayout(self.io["key_padding_mask"] == 0)}
 
 
 @pytest.fixture(params=MODULES)
@@ -58,10 +59,10 @@ def module(request, shared_dir):
 
 def test_cross_attention(module, parity):
     """Output, weights and every gradient, by the op and where the weights are asked for."""
-    for (padded, mask), output_weights in ((pair, flag) for pair in module.masks.items() for flag in (False, True)):
+    for (padded, source), output_weights in ((pair, flag) for pair in module.layouts.items() for flag in (False, True)):
         module.layer.zero_grad()
         query, key = (x.clone().requires_grad_() for x in (module.query, module.key))
-        output, weights = module.layer(query, None, key, mask, output_weights)
+        output, weights = module.layer(query, DENSE, key, source, output_weights)
         parity.check(f"out{padded}", output.transpose(0, 1), module.io[f"out{padded}"], **module.tight)
         if output_weights:
             parity.check(f"attn{padded}", weights[:, 0], module.io[f"attn{padded}"], **module.tight)
@@ -80,13 +81,13 @@ def test_cross_attention(module, parity):
 @torch.no_grad()
 @pytest.mark.parametrize("length", [1, 7])
 def test_steps(module, parity, length):
-    for padded, mask in module.masks.items():
+    for padded, layout in module.layouts.items():
         past, source, outputs = MegaCacheLayer(), MegaCrossCacheLayer(), []
         for part in module.query.split(length, dim=1):
             past.seen += part.shape[1]
             past.store(position=torch.full((len(part),), past.seen))
             key = module.key if not source.is_initialized else None
-            outputs.append(module.layer(part, None, key, mask, past=past, source=source)[0])
+            outputs.append(module.layer(part, DENSE, key, layout, past=past, source=source)[0])
         expected = module.io[f"step_out{padded}"]
         parity.check(f"step_out{padded}", torch.cat(outputs, 1).transpose(0, 1), expected, **module.tight)
 

@@ -15,6 +15,7 @@ from torch import nn
 from luna_mega import MegaConfig
 from luna_mega.kernels.api import use_backend
 from luna_mega.kernels.gated_attention.reference import laplace, relu2
+from luna_mega.modeling_common.layout import DENSE, TokenLayout
 from luna_mega.modeling_mega import modeling_mega
 from luna_mega.modeling_mega.cache_mega import MegaCacheLayer
 from luna_mega.modeling_mega.modeling_mega import MegaGatedAttention, MegaNormalizedFeedForwardNetwork
@@ -136,12 +137,12 @@ def test_gated_attention(fixture, parity, padding_attends):
         "rel_pos_bias", toeplitz(layer, fixture.io["rel_pos_bias"]), fixture.io["rel_pos_bias"], **fixture.tight
     )
     if "raises" in fixture.meta:  # what the original cannot do must run here
-        assert torch.isfinite(layer(fixture.time_major("x"), mask)[0]).all()
+        assert torch.isfinite(layer(fixture.time_major("x"), TokenLayout(mask))[0]).all()
         return
     for padded, given in (("", None), ("_padded", mask)):
         x = fixture.time_major("x").requires_grad_()
-        output, _ = layer(x, given)
-        _, weights = layer(x, given, output_weights=True)
+        output, _ = layer(x, TokenLayout(given))
+        _, weights = layer(x, TokenLayout(given), output_weights=True)
         parity.check(f"out{padded}", output.transpose(0, 1), fixture.io[f"out{padded}"], **fixture.tight)
         # Rows of weights at padding are meaningless: the model never passes them on.
         keep = None if given is None else given.view(weights.shape[:-1])
@@ -169,7 +170,8 @@ def test_steps_and_segments(fixture, parity):
     assert {name for name, _ in recorded} == fixture.io.keys() & {"step_out", "segment_out"}
     for name, length in [*recorded, ("out", 5)]:  # the original has no segments that end within a chunk
         past = MegaCacheLayer()
-        outputs = [layer(part, torch.ones(part.shape[:2]).bool(), past=past)[0] for part in x.split(length, dim=1)]
+        parts = ((part, TokenLayout(torch.ones(part.shape[:2]).bool())) for part in x.split(length, dim=1))
+        outputs = [layer(part, layout, past=past)[0] for part, layout in parts]
         # The original's steps never truncate the average: here they give what the parallel form gives.
         expected = fixture.io[name if layer.config.truncation is None else "out"]
         parity.check(f"{name} by {length}", torch.cat(outputs, dim=1).transpose(0, 1), expected, **fixture.tight)
@@ -197,7 +199,7 @@ def check_gradients(fixture: Fixture, parity, module: nn.Module, prefix: str):
 def test_batch_norm_in_training(fixture, parity):
     """The statistics that a step leaves behind count padding, as `padded_batch_statistics` asks for."""
     layer = gated_attention(fixture).train()
-    output, _ = layer(fixture.time_major("x"), fixture.io["padding_mask"] == 0)
+    output, _ = layer(fixture.time_major("x"), TokenLayout(fixture.io["padding_mask"] == 0))
     parity.check("train_out_padded", output.transpose(0, 1), fixture.io["train_out_padded"], **fixture.tight)
     for name in ("running_mean", "running_var"):
         parity.check(name, getattr(layer.norm.norm, name), fixture.io[f"train_{name}"], **fixture.tight)
@@ -215,7 +217,7 @@ def test_feed_forward(fixture, parity):
     )
     layer = fixture.load(MegaNormalizedFeedForwardNetwork(config))
     x = fixture.time_major("x").requires_grad_()
-    output = layer(x, None)
+    output = layer(x, DENSE)
     parity.check("out", output.transpose(0, 1), fixture.io["out"], **fixture.tight)
     output.backward(fixture.time_major("cot"))
     parity.check("grad_x", x.grad.transpose(0, 1), fixture.io["grad_x"], **fixture.loose)

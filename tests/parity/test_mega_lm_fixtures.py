@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from luna_mega.convert.cli import main
+from luna_mega.cli import main
 
 CASES = [
     "07_lm_enwik8_tied_rotary_chunk",
@@ -28,7 +28,7 @@ PAD = 1
 
 class Case:
     def __init__(self, folder, output):
-        assert main([str(folder / "checkpoint.pt"), "--output", str(output)]) == 0
+        assert main(["convert", str(folder / "checkpoint.pt"), "--output", str(output)]) == 0
         self.io, self.meta = load_file(folder / "io.safetensors"), json.loads((folder / "meta.json").read_text())
         self.report = json.loads((output / "conversion_report.json").read_text())
         self.folder, self.model = output, self.load(output)

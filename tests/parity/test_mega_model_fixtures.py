@@ -14,8 +14,8 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForSequenceClassification
 
 from luna_mega import MegaForSequencePairClassification
-from luna_mega.convert.cli import main
-from luna_mega.convert.fairseq_reader import read_checkpoint
+from luna_mega.cli import main
+from luna_mega.convert.reader import read_checkpoint
 
 CASES = [
     "11_lra_text_cls_prenorm_chunk",
@@ -29,7 +29,7 @@ CASES = [
 
 
 def convert(folder, output):
-    assert main([str(folder / "checkpoint.pt"), "--output", str(output)]) == 0
+    assert main(["convert", str(folder / "checkpoint.pt"), "--output", str(output)]) == 0
     report = json.loads((output / "conversion_report.json").read_text())
     pair = report["model_class"] == "MegaForSequencePairClassification"
     auto = MegaForSequencePairClassification if pair else AutoModelForSequenceClassification

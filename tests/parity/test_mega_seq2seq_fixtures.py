@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from transformers.trainer_pt_utils import LabelSmoother
 
-from luna_mega.convert.cli import main
+from luna_mega.cli import main
 
 CASES = [
     "09_mt_softmax_shared",
@@ -26,7 +26,7 @@ BEAMS = {"gen_beam1_lenpen1": (1, 1.0), "gen_beam4_lenpen1": (4, 1.0), "gen_beam
 
 class Case:
     def __init__(self, folder, output):
-        assert main([str(folder / "checkpoint.pt"), "--output", str(output)]) == 0
+        assert main(["convert", str(folder / "checkpoint.pt"), "--output", str(output)]) == 0
         self.io, self.meta = load_file(folder / "io.safetensors"), json.loads((folder / "meta.json").read_text())
         self.report = json.loads((output / "conversion_report.json").read_text())
         self.folder = output

@@ -1,0 +1,173 @@
+"""The arguments of a checkpoint as a table of rows, read in either direction: from the file's args and back to them."""
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import PreTrainedConfig
+
+from luna_mega.convert.evidence import Evidence
+from luna_mega.convert.plan import Target
+from luna_mega.errors import ConversionError
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a value of an argument becomes ours (`there`) and ours becomes the argument's (`back`).
+
+    `there` raises a `ValueError` that says what the value is not; the name and the value are put in front of it.
+    """
+
+    there: Callable[[Any], Any]
+    back: Callable[[Any], Any]
+
+
+_ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_accurate": "gelu_new",
+    "gelu_fast": "gelu_new",
+    "relu": "relu",
+    "tanh": "tanh",
+    "silu": "silu",
+    "linear": "linear",
+}
+# Our name -> fairseq's; of two that mean the same the one that is not deprecated.
+FAIRSEQ_ACTIVATIONS = {ours: theirs for theirs, ours in _ACTIVATIONS.items() if theirs != "gelu_fast"}
+
+
+def _activation(value: Any) -> str:
+    if not isinstance(value, str) or value not in _ACTIVATIONS:
+        raise ValueError(f"is not one of {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[value]
+
+
+SAME = Way(lambda value: value, lambda value: value)
+NOT = Way(lambda value: not value, lambda value: not value)
+# An activation that no file has is of a model which does not use it.
+ACTIVATION = Way(_activation, lambda value: FAIRSEQ_ACTIVATIONS.get(value, "gelu"))
+
+
+def _always(_: Evidence | Target) -> bool:
+    return True
+
+
+def never(_: Evidence | Target) -> bool:
+    """Answer `there` or `when` of a row that works in one direction only."""
+    return False
+
+
+@dataclass(frozen=True)
+class Arg:
+    """One argument of the original: what it says of the configuration, and what is written for it.
+
+    Args:
+        name: the argument.
+        field: the field of the configuration that it sets; None = the row is read by `read`, or not at all.
+        way: how the value is translated.
+        default: the original's value where the args lack the argument; an architecture may have another one.
+        measure: what the tensors say, as a value of the argument; they win over the args.
+        read: the fields that the argument sets, in place of `field`, `way` and `measure`.
+        write: the value to write, in place of `field` and `way`.
+        revision: the only revision of the original that has the argument; None = all have it.
+        there: whether it is read from a file.
+        when: whether it is written for a model.
+        kept: the value of the converted file is written again, whatever the model is now.
+    """
+
+    name: str
+    field: str | None = None
+    way: Way = SAME
+    default: Any = None
+    measure: Callable[[Evidence], Any] | None = None
+    read: Callable[[Evidence], dict[str, Any]] | None = None
+    write: Callable[[Target], Any] | None = None
+    revision: str | None = None
+    there: Callable[[Evidence], bool] = _always
+    when: Callable[[Target], bool] = _always
+    kept: bool = False
+
+    def _fields(self, evidence: Evidence) -> dict[str, Any]:
+        if self.read is not None:
+            return self.read(evidence)
+        if self.field is None:
+            return {}
+        value = evidence.arg(self.name) if self.measure is None else evidence.prefer(self.name, self.measure(evidence))
+        try:
+            return {self.field: self.way.there(value)}
+        except ValueError as error:
+            raise ConversionError(f"{evidence.shown(self.name)} {error}") from error
+
+    def _value(self, target: Target) -> Any:
+        return self.way.back(getattr(target.config, self.field)) if self.write is None else self.write(target)
+
+
+Table = tuple[Arg, ...]
+
+
+def fixed(name: str, value: Any, **options: Any) -> Arg:
+    """Return the row of an argument that is written as it is, and not read."""
+    return Arg(name, write=lambda target: value, **options)
+
+
+def also(name: str, field: str, **options: Any) -> Arg:
+    """Return a row that is only read: `field` is set by an argument that is not written, or by another row."""
+    return Arg(name, field, when=never, **options)
+
+
+def written(name: str, field: str, **options: Any) -> Arg:
+    """Return a row that is only written: `field` is read from elsewhere."""
+    return Arg(name, field, there=never, **options)
+
+
+def equals(field: str, value: Any) -> Callable[[Target], bool]:
+    """Return how an argument is written that is set where `field` has a value."""
+    return lambda target: getattr(target.config, field) == value
+
+
+# What every checkpoint of fairseq has.
+COMMON = (fixed("data", "."), fixed("seed", 1), fixed("no_save_optimizer_state", True))
+
+
+def defaults(table: Table) -> dict[str, Any]:
+    """Return the original's value of every argument that has one."""
+    return {row.name: row.default for row in table if row.default is not None}
+
+
+def read_fields(table: Iterable[Arg], evidence: Evidence) -> dict[str, Any]:
+    """Return the fields of the configuration that the rows set.
+
+    Raises:
+        ConversionError: an argument is missing or has a value that means nothing; args and tensors contradict each
+            other.
+    """
+    fields: dict[str, Any] = {}
+    for row in table:
+        if row.revision in (None, evidence.revision) and row.there(evidence):
+            fields |= row._fields(evidence)
+    return fields
+
+
+def write_args(table: Iterable[Arg], target: Target) -> dict[str, Any]:
+    """Return the args of a checkpoint for a model that the original can express, in the order of the table."""
+    rows = [row for row in table if row.revision in (None, target.revision) and row.when(target)]
+    return {row.name: row._value(target) for row in rows}
+
+
+def build_config(
+    config_class: type[PreTrainedConfig], table: Table, evidence: Evidence, **fields: Any
+) -> PreTrainedConfig:
+    """Return the configuration.
+
+    Raises:
+        ConversionError: args and shapes do not fit together; the message names the arguments of the fields at fault.
+    """
+    try:
+        return config_class(**fields)
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        reason = str(error).splitlines()[-1].strip().removeprefix("ValueError: ").removeprefix("TypeError: ")
+        words = set(re.findall(r"\w+", reason))
+        rows = dict.fromkeys(row.name for row in table if row.field in words and row.name in evidence.args)
+        blamed = ", ".join(map(evidence.shown, rows)) or "args and tensors do not fit together"
+        raise ConversionError(f"{blamed}: {reason}") from error

@@ -1,0 +1,101 @@
+"""One pass over a checkpoint for its SHA-256 and, in a zip archive, the CRC-32 of every entry."""
+
+import hashlib
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from luna_mega.errors import ConversionError
+
+_BLOCK = 1 << 20
+# Signature, 22 bytes that the directory repeats, lengths of the name and of the extra field.
+_LOCAL_HEADER = struct.Struct("<4s22xHH")
+_NO_CRC = (
+    "its zip entries have no CRC-32 (torch.serialization.set_crc32_options(False) writes such a file): damage to it "
+    "goes unnoticed, unless its SHA-256 is compared with that of the original"
+)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """The bytes `start` to `end` of the file, and the CRC-32 that the directory records for them."""
+
+    name: str
+    start: int
+    end: int
+    crc: int
+
+
+def read_checksums(path: Path, is_zip: bool) -> tuple[str, list[str]]:
+    """Return the SHA-256 of a file and warnings, after a check of every zip entry; the legacy format has no checksums.
+
+    Raises:
+        ConversionError: an entry or the directory of the archive is damaged; the message names the entry.
+    """
+    digest, warnings = hashlib.sha256(), []
+    with path.open("rb") as file:
+        entries = _entries(path, file) if is_zip else []
+        # A single 0 can be true; torch.save without CRCs writes 0 for all.
+        with_crc = any(entry.crc for entry in entries)
+        if is_zip and not with_crc:
+            warnings.append(_NO_CRC)
+        file.seek(0)
+        for entry in entries:
+            for block in _blocks(file, entry.start):
+                digest.update(block)
+            crc = 0
+            for block in _blocks(file, entry.end):
+                digest.update(block)
+                crc = zlib.crc32(block, crc)
+            if with_crc and crc != entry.crc:
+                raise _damaged(path, f"entry {entry.name!r} has CRC-32 {crc:08x} in place of {entry.crc:08x}")
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest(), warnings
+
+
+def _blocks(file: BinaryIO, end: int) -> Iterator[bytes]:
+    """Yield the file from its position to `end`."""
+    while block := file.read(min(_BLOCK, end - file.tell())):
+        yield block
+
+
+def _entries(path: Path, file: BinaryIO) -> list[_Entry]:
+    """Return the entries in the order of the file; each must be stored as it is, behind a header of its own."""
+    try:
+        if not zipfile.is_zipfile(file):
+            raise _damaged(path, "the zip directory at its end is missing")
+        with zipfile.ZipFile(file) as archive:
+            infos, directory = archive.infolist(), archive.start_dir
+        entries, end = [], 0
+        for info in sorted(infos, key=lambda info: info.header_offset):
+            start = _start(info, file)
+            if start is None or info.header_offset < end:
+                raise _damaged(path, f"entry {info.filename!r} is not where the zip directory says")
+            end = start + info.compress_size
+            if end > directory or info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
+                raise _damaged(path, f"entry {info.filename!r} is compressed or cut off, and torch writes neither")
+            entries.append(_Entry(info.filename, start, end, info.CRC))
+    except ConversionError:
+        raise
+    except Exception as error:  # zipfile raises many types for a damaged directory
+        raise _damaged(path, f"the zip directory cannot be read: {error}") from error
+    return entries
+
+
+def _start(info: zipfile.ZipInfo, file: BinaryIO) -> int | None:
+    """Return where the data of an entry starts, by its own header; None where the header is not that of the entry."""
+    file.seek(info.header_offset)
+    signature, name_length, extra_length = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+    name = info.orig_filename.encode("utf-8" if info.flag_bits & 0x800 else "cp437")
+    if signature != b"PK\x03\x04" or file.read(name_length) != name:
+        return None
+    return info.header_offset + _LOCAL_HEADER.size + name_length + extra_length
+
+
+def _damaged(path: Path, reason: str) -> ConversionError:
+    return ConversionError(f"{path}: damaged or truncated: {reason}; copy the file again")

@@ -1,0 +1,236 @@
+"""The interface of a checkpoint format: all that importer, exporter and `luna-mega info` know of one.
+
+A new format is a subclass of `Format` in a file of its own, an instance of it in `registry.py` (or passed to
+`register_format`), and tests. What is not overridden is what most formats do.
+"""
+
+import argparse
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from luna_mega.convert.argmap import Table, defaults, write_args
+from luna_mega.convert.dictionary import Dictionaries
+from luna_mega.convert.evidence import Evidence
+from luna_mega.convert.keymap import KeyMap
+from luna_mega.convert.plan import Plan, Target
+from luna_mega.convert.tokenizers import ConvertedTokenizer
+
+Tensors = dict[str, torch.Tensor]
+
+# Fields of initialisation, of generation and of how a model runs: a checkpoint says nothing about them.
+_NOT_IN_A_FILE = {
+    "initializer_range",
+    "bos_token_id",
+    "eos_token_id",
+    "sparse_prediction",
+    "unpad_inputs",
+    "use_cache",
+}
+_OF_CLASSIFIERS = {
+    "pooling",
+    "pool_padding",
+    "drop_first_token",
+    "classifier_num_layers",
+    "classifier_hidden_size",
+    "classifier_activation",
+    "classifier_dropout",
+    "classifier_bias",
+    "pair_features",
+    "num_labels",
+}
+
+
+@dataclass(frozen=True)
+class Revision:
+    """What one revision of the original code is called: the format as of it, the revision, and the whole code."""
+
+    format: str
+    name: str
+    code: str
+
+
+def problem_type(config: PreTrainedConfig) -> str:
+    """Return `config.problem_type`, where it is not set as transformers guesses it."""
+    return config.problem_type or ("regression" if config.num_labels == 1 else "single_label_classification")
+
+
+class Format(ABC):
+    """One kind of checkpoint.
+
+    Attributes:
+        name: what reports call it; no two formats have the same.
+        revisions: name -> words, of every revision of the original code that is told apart.
+        written: the revisions that a model which was not converted is exported as, the first that can express it.
+        config_class: the configuration of its models.
+        classes: the model classes that such a file can be.
+        classifiers: those of them that end in a classification head.
+        named_heads: whether a file can have several classification heads, one of which is chosen by its name.
+        way_out: what to say to the owner of a model whose head no format has; None = the classes are listed.
+        refused: option (layer-norm, ema-convention) -> why a file of this format does not take it.
+        training_fields: fields of the configuration that change training only; a difference is a warning.
+        table: the arguments, in the order in which they are written; see argmap.py.
+        architectures: name of an architecture -> its own defaults of arguments, in place of those in the table.
+        criteria: name of a criterion -> its class, where this is not CrossEntropyCriterion.
+        vocabulary_places, label_places: task -> where it looks for the dictionary, where this is not the usual place.
+        ordered: whether exported tensors are in the order of the key map.
+    """
+
+    name: str
+    revisions: dict[str, Revision]
+    written: tuple[str, ...]
+    config_class: type[PreTrainedConfig]
+    classes: tuple[type[PreTrainedModel], ...]
+    classifiers: tuple[type[PreTrainedModel], ...] = ()
+    named_heads: bool = False
+    way_out: str | None = None
+    refused: dict[str, str] = {}
+    training_fields: tuple[str, ...] = ()
+    table: Table = ()
+    architectures: dict[str, dict[str, Any]] = {}
+    criteria: dict[str, str] = {}
+    vocabulary_places: dict[str, str] = {}
+    label_places: dict[str, str] = {}
+    ordered: bool = False
+
+    # From a file to a model.
+
+    @abstractmethod
+    def recognise(self, tensors: Tensors, args: dict[str, Any]) -> str | None:
+        """Return the revision of the code that wrote the file; None when it is not of this format."""
+
+    def refusal(self, tensors: Tensors, arch: str) -> str | None:
+        """Return why a file of no format, which looks like one of this format, is refused; None: it does not."""
+        return None
+
+    def canonical(self, tensors: Tensors) -> tuple[Tensors, list[str]]:
+        """Return the tensors, in order, under the names that the key map has, and notes on what was renamed."""
+        return tensors, []
+
+    def decide_revision(self, revision: str, tensors: Tensors, ema_convention: str) -> tuple[str, str | None]:
+        """Return the revision to convert, and a warning where an option contradicts the file.
+
+        Raises:
+            ConversionError: the file does not tell, and an option has to.
+        """
+        return revision, None
+
+    def assumed(self, revision: str) -> str:
+        """Return a revision to describe a file as where it does not tell its own."""
+        return revision
+
+    def architecture(self, args: dict[str, Any]) -> str:
+        """Return the name of the architecture in the args."""
+        return str(args.get("arch"))
+
+    def evidence(self, tensors: Tensors, args: dict[str, Any], revision: str) -> Evidence:
+        """Return tensors and args with the defaults of the architecture, to be read by `plan`."""
+        own = self.architectures.get(self.architecture(args), {})
+        return Evidence(tensors, args, revision, defaults(self.table) | own)
+
+    @abstractmethod
+    def plan(self, evidence: Evidence, head: str | None = None) -> Plan:
+        """Return what the file becomes.
+
+        Args:
+            evidence: what `evidence` returned.
+            head: name of the classification head to convert; None = the format decides.
+
+        Raises:
+            ConversionError: args and tensors contradict each other, or the file has no head `head`.
+        """
+
+    @abstractmethod
+    def tokenizer(self, plan: Plan, found: Dictionaries, bpe: str | Path | None) -> ConvertedTokenizer | None:
+        """Return the tokenizer, where there is what it takes.
+
+        Args:
+            plan: gets a note when an option would add a tokenizer, or when transformers alone does not load it.
+            found: the dictionaries, which fit the model; a vocabulary of None = there is none.
+            bpe: the option `--bpe`.
+
+        Raises:
+            ConversionError: `bpe` is given and the checkpoint, the dictionary or the files are not such ones.
+        """
+
+    def heads(self, plan: Plan, tensors: Tensors) -> list[str]:
+        """Return a line about every head of a file, for `luna-mega info`."""
+        name = plan.model_class.__name__.rpartition("For")[2]
+        return [f"{name}: {plan.config.num_labels} classes, pooling {plan.config.pooling}"]
+
+    # From a model to a file.
+
+    @abstractmethod
+    def keymap(self, config: PreTrainedConfig, revision: str, head: str | None = None) -> KeyMap:
+        """Return the names of the tensors of such a model; `head`: the name of its classification head."""
+
+    @abstractmethod
+    def allowed(self, target: Target) -> dict[str, tuple]:
+        """Return the values that the original has for a field; fields that may have any value are not listed."""
+
+    def resolved(self, config: PreTrainedConfig) -> PreTrainedConfig:
+        """Return the same configuration with a value in every field that may be left to another one."""
+        return config
+
+    def unused(self, target: Target) -> set[str]:
+        """Return the fields that a checkpoint of the model says nothing about, so that they may differ."""
+        config, unused = target.config, set(_NOT_IN_A_FILE)
+        if config.input_type == "values":
+            unused |= {"vocab_size", "pad_token_id"}
+        if target.model_class not in self.classifiers:
+            unused |= _OF_CLASSIFIERS
+        if not target.model_class.__name__.endswith("PairClassification"):
+            unused.add("pair_features")
+        if not target.model_class.__name__.endswith("ForSequenceClassification"):
+            unused.add("problem_type")
+        if config.classifier_num_layers == 0:
+            unused |= {"classifier_hidden_size", "classifier_activation"}
+        return unused
+
+    def usual_head(self, config: PreTrainedConfig) -> str | None:
+        """Return what the original calls a classification head like that of the model; None: heads have no names."""
+        return None
+
+    def norm_convention(self, revision: str) -> str | None:
+        """Return how the revision stores norm weights, "standard" or "plus-one"; None: there is one way only."""
+        return None
+
+    def args(self, target: Target) -> dict[str, Any]:
+        """Return the args of a checkpoint for a model that the original can express, see `allowed`."""
+        resolved = Target(target.model_class, self.resolved(target.config), target.revision, target.head)
+        return write_args(self.table, resolved)
+
+    def complete(self, target: Target, tensors: Tensors) -> tuple[Tensors, list[str]]:
+        """Return the tensors of a folder, under our names, with those that a file has besides, and notes on them."""
+        return tensors, []
+
+    def extras(self, target: Target, tensors: Tensors) -> Tensors:
+        """Return what the original saves besides `tensors`, which have its names: versions, buffers, copies."""
+        return {}
+
+    def remarks(self, target: Target, args: dict[str, Any], left_out: list[str]) -> list[str]:
+        """Return notes on an exported file; `left_out` are names of tensors that the conversion did not take."""
+        return []
+
+    def state(self, args: dict[str, Any], tensors: Tensors, num_updates: int) -> dict[str, Any]:
+        """Return what the original saves, at the start of an epoch and without an optimizer state.
+
+        This is what `checkpoint_utils.save_state` of fairseq does.
+        """
+        history = {
+            "criterion_name": self.criteria.get(args.get("criterion"), "CrossEntropyCriterion"),
+            "optimizer_name": "FairseqAdam",
+            "lr_scheduler_state": {"best": None},
+            "num_updates": num_updates,
+        }
+        iterator = {"epoch": 1, "iterations_in_epoch": 0, "shuffle": True}
+        return {
+            "args": argparse.Namespace(**args),
+            "model": tensors,
+            "optimizer_history": [history],
+            "extra_state": {"train_iterator": iterator, "val_loss": None},
+        }

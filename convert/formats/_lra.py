@@ -1,0 +1,94 @@
+"""What formats of the Long Range Arena share, in Luna and Mega."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from luna_mega.convert.argmap import ACTIVATION, Arg, Way, fixed
+from luna_mega.convert.dictionary import Dictionaries
+from luna_mega.convert.evidence import Evidence
+from luna_mega.convert.formats._base import Format
+from luna_mega.convert.plan import Plan, Target
+from luna_mega.convert.tokenizers import WORDS, ConvertedTokenizer
+from luna_mega.convert.tokenizers.words import word_tokenizer
+from luna_mega.errors import ConversionError
+
+BODY, OUT = "encoder.encoder", "sentence_projection_layer.weight"
+_INPUT_TYPE = Way({"text": "tokens", "image": "values"}.__getitem__, {"tokens": "text", "values": "image"}.__getitem__)
+REPRESENTATION = Way({"cls": "cls", "mp": "mean"}.__getitem__, {"cls": "cls", "mean": "mp"}.__getitem__)
+CLASSES = Arg(
+    "sentence_class_num", "num_labels", measure=lambda evidence: evidence.shape(OUT, "classes", "features")[0]
+)
+CRITERION, NO_REGRESSION = fixed("criterion", "lra_cross_entropy"), fixed("regression_target", False)
+
+
+def classifier_activation(default: str, revision: str | None = None) -> Arg:
+    """Return the row of the activation of the classification head."""
+    return Arg("classifier_activation_fn", "classifier_activation", ACTIVATION, default, revision=revision)
+
+
+def input_type(tokens: Callable[[Evidence], bool], when: Callable[[Target], bool]) -> Arg:
+    """Return the row of the input; `tokens` says whether a file has an embedding of tokens."""
+
+    def measure(evidence: Evidence) -> str:
+        return "text" if tokens(evidence) else "image"
+
+    return Arg("input_type", "input_type", _INPUT_TYPE, measure=measure, when=when)
+
+
+def layer_type(name: str) -> Arg:
+    """Return the row of the argument that chose the kind of layers."""
+
+    def read(evidence: Evidence) -> dict[str, Any]:
+        if not isinstance(evidence.args.get("layer_type", name), (str, type(None))):
+            raise ConversionError(f"{evidence.shown('layer_type')} is not the name of a kind of layers")
+        evidence.prefer("layer_type", name)
+        return {}
+
+    return Arg("layer_type", read=read, write=lambda target: name)
+
+
+def choose_class(
+    in_features: int, width: int, pair_factor: int, single: type[PreTrainedModel], pair: type[PreTrainedModel]
+) -> type[PreTrainedModel]:
+    """Return `single` or `pair`, by the number of features that the classifier reads."""
+    if in_features == width:
+        return single
+    if in_features == pair_factor * width:
+        return pair
+    raise ConversionError(
+        f"the classifier reads {in_features} features; with a width of {width} the original reads {width} (one "
+        f"sequence) or {pair_factor * width} (a pair)"
+    )
+
+
+def representation(evidence: Evidence) -> str:
+    """Return the `pooling` of args.sen_rep_type."""
+    name = evidence.arg("sen_rep_type")
+    if name not in ("cls", "mp"):
+        raise ConversionError(f"{evidence.shown('sen_rep_type')} fails in the original as well; it knows cls and mp")
+    return REPRESENTATION.there(name)
+
+
+def first_token_note(config: PreTrainedConfig) -> str:
+    """Return what users of a model whose sequences start with `<CLS>` have to know."""
+    return f"every sequence starts with <CLS>, id {config.vocab_size - 1}, and ends with </s>, id 2"
+
+
+class LraFormat(Format):
+    """The encoders of the Long Range Arena: every class is a classifier, and every task has a word dictionary."""
+
+    criteria = {"lra_cross_entropy": "LRACrossEntropyCriterion"}
+    vocabulary_places = {"long_range_arena": "src-bin/dict.txt", "lra-text": "src-bin/dict.txt"}
+
+    def tokenizer(self, plan: Plan, found: Dictionaries, bpe: str | Path | None) -> ConvertedTokenizer | None:
+        """Return the tokenizer of symbols between white space."""
+        if bpe is not None:
+            raise ConversionError(f"--bpe {bpe}: LRA does not read GPT-2's pieces; leave the option out")
+        if found.vocabulary is None:
+            return None
+        length = plan.config.max_position_embeddings
+        tokenizer = word_tokenizer(found.vocabulary, plan.appended_symbol, plan.prepends_appended, length)
+        return ConvertedTokenizer(tokenizer, WORDS, [])

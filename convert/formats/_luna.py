@@ -1,0 +1,178 @@
+"""What the formats of Luna share: the names of an encoder's tensors, its arguments, and its sinusoids."""
+
+from collections.abc import Callable
+
+import torch
+
+from luna_mega import LunaConfig
+from luna_mega.convert.argmap import ACTIVATION, COMMON, FAIRSEQ_ACTIVATIONS, NOT, Arg, Table, fixed, written
+from luna_mega.convert.evidence import Evidence
+from luna_mega.convert.formats._base import Format, Revision, Tensors
+from luna_mega.convert.keymap import LAYER_NORM, Row
+from luna_mega.errors import ConversionError
+from luna_mega.modeling_luna.modeling_luna import sinusoids
+
+SINUSOIDS = "sinusoids of P: checked against the formula, not stored"
+PLACEHOLDER = "placeholder buffer of the original, no content"
+ATTENTION = {
+    "pq_proj": "pack_query",
+    "pc_proj": "pack_key_value",
+    "pk_proj": "pack_key",
+    "pv_proj": "pack_value",
+    "q_proj": "query",
+    "c_proj": "key_value",
+    "k_proj": "key",
+    "v_proj": "value",
+    "out_proj": "output",
+}
+_LAYER_NORMS = {
+    "self_attn_layer_norm": "attention_layer_norm",
+    "self_atten_proj_layer_norm": "packed_layer_norm",  # the spelling is the original's
+    "final_layer_norm": "final_layer_norm",
+}
+
+
+class LunaFormat(Format):
+    """A format of Luna: norm weights are stored in one of two ways, and there is no moving average."""
+
+    config_class = LunaConfig
+    way_out = "to export the encoder alone, load the folder as LunaModel and save that"
+    refused = {"ema-convention": "Luna has no moving average"}
+    training_fields = (
+        "dropout",
+        "attention_dropout",
+        "activation_dropout",
+        "word_dropout",
+        "layerdrop",
+        "classifier_dropout",
+        "problem_type",
+    )
+
+    def norm_convention(self, revision: str) -> str:
+        """Return how norm weights are stored where no option and no converted file says it."""
+        return "standard"
+
+
+def code_of_2021(name: str) -> Revision:
+    """Return the words for the code of the paper; `name` is the format as of it."""
+    return Revision(name, "2021 code", "the 2021 fairseq code")
+
+
+def code_of_2023(name: str) -> Revision:
+    """Return the words for the later code; `name` is the format as of it."""
+    return Revision(name, "2023 code", "the 2023 fairseq code")
+
+
+def encoder_rows(
+    source: str, model: str = "luna", norms: tuple[str, str] = ("emb_layer_norm", "proj_emb_layer_norm")
+) -> list[Row]:
+    """Return the rows of an encoder without its input embedding.
+
+    `source` is its prefix in the file, `model` that of `LunaModel`, `norms` the names of those of embeddings and P.
+    """
+    embeddings, layer = f"{model}.embeddings", f"{source}.layers.{{layer}}"
+    to_layer, (norm, packed_norm) = f"{model}.encoder.layers.{{layer}}", norms
+    return [
+        Row(f"{source}.projected_embeddings", f"{embeddings}.packed_embeddings"),
+        Row(f"{source}.embed_positions.weight", f"{embeddings}.position_embeddings.weight"),
+        Row(f"{source}.{norm}.{{part}}", f"{embeddings}.layer_norm.{{part}}", LAYER_NORM),
+        Row(f"{source}.{packed_norm}.{{part}}", f"{embeddings}.packed_layer_norm.{{part}}", LAYER_NORM),
+        *(
+            Row(f"{layer}.self_attn.{theirs}.{{part}}", f"{to_layer}.attention.{ours}.{{part}}")
+            for theirs, ours in ATTENTION.items()
+        ),
+        *(
+            Row(f"{layer}.{theirs}.{{part}}", f"{to_layer}.{ours}.{{part}}", LAYER_NORM)
+            for theirs, ours in _LAYER_NORMS.items()
+        ),
+        Row(f"{layer}.fc1.{{part}}", f"{to_layer}.fc1.{{part}}"),
+        Row(f"{layer}.fc2.{{part}}", f"{to_layer}.fc2.{{part}}"),
+    ]
+
+
+def encoder_arguments(body: str, layers: Callable, width: Callable, positions: Arg) -> Table:
+    """Return the rows of the arguments that all encoders have.
+
+    Args:
+        body: where the file has the encoder.
+        layers, width: what the tensors say about them.
+        positions: the row of `max_positions`.
+    """
+    return (
+        *COMMON,
+        Arg("encoder_layers", "num_hidden_layers", measure=layers),
+        Arg("encoder_embed_dim", "hidden_size", measure=width),
+        Arg("encoder_ffn_embed_dim", "intermediate_size", measure=feed_forward(body)),
+        Arg("encoder_attention_heads", "num_attention_heads"),
+        positions,
+        written("tokens_per_sample", "max_position_embeddings"),
+        Arg("activation_fn", "hidden_act", ACTIVATION, "gelu"),
+        Arg("dropout", "dropout", default=0.1),
+        Arg("attention_dropout", "attention_dropout", default=0.1),
+        fixed("stop_min_lr", -1, revision="head"),  # the option by which the 2023 code is known
+    )
+
+
+def feed_forward(body: str) -> Callable[[Evidence], int]:
+    """Return the measure of the feed-forward width of the layers under `body`."""
+    return lambda evidence: evidence.shape(f"{body}.layers.0.fc1.weight", "ffn width", "width")[0]
+
+
+def packed_length(body: str) -> Callable[[Evidence], int]:
+    """Return the measure of the rows of P under `body`."""
+    return lambda evidence: evidence.shape(f"{body}.projected_embeddings", "projection length", "width")[0]
+
+
+def tied_key_value(evidence: Evidence) -> bool:
+    """Return whether keys and values share one projection: there are no `pk_proj` and `pv_proj`."""
+    return not any(".self_attn.pk_proj." in key for key in evidence.tensors)
+
+
+# Rows that luna_bert and translation have.
+PACKED_LENGTH_FIXED = Arg("fix_projection_length", "dynamic_projection_length", NOT, False)
+UNTIED_KEY_VALUE = Arg("untie_luna_kv", "tie_key_value", NOT, measure=lambda evidence: not tied_key_value(evidence))
+
+
+def activations(revision: str) -> tuple[str, ...]:
+    """Return the activations of a revision. `tanh` left the 2023 code and `silu` came; files of between have either."""
+    return tuple(name for name in FAIRSEQ_ACTIVATIONS if revision == "head" or name != "silu")
+
+
+def allowed_in_encoders(config: LunaConfig, revision: str) -> dict[str, tuple]:
+    """Return the values that every encoder of the original has for a field."""
+    allowed = {
+        "hidden_act": activations(revision),
+        "num_pack_attention_heads": (config.num_attention_heads,),
+        "contextual_projection": (True,),
+        "pre_norm": (False,),
+        "layer_norm_eps": (1e-5,),
+        "scale_embedding": (config.position_embedding_type == "sinusoidal",),
+    }
+    if config.input_type == "tokens":
+        allowed |= {"pad_token_id": (1,), "bos_token_id": (0, None), "eos_token_id": (2, None)}
+    return allowed
+
+
+ONLY_LEARNED = {"input_type": ("tokens",), "position_embedding_type": ("learned",), "embedding_norm": (True,)}
+
+
+def check_sinusoids(evidence: Evidence, key: str) -> None:
+    """Refuse a file whose saved sinusoids of P, tensor `key`, are not what the model computes."""
+    if key not in evidence.tensors:
+        return
+    length, width = evidence.shape(key, "projection length", "width")
+    saved = evidence.tensors[key]
+    tolerance = 1e-4 if saved.dtype in (torch.float32, torch.float64) else 1e-2
+    if not torch.allclose(saved.float(), sinusoids(torch.arange(length), width), rtol=0, atol=tolerance):
+        raise ConversionError(f"tensor {key!r} is not the sinusoids of the original; the model cannot reproduce it")
+
+
+def saved_sinusoids(config: LunaConfig, body: str, dtype: torch.dtype) -> Tensors:
+    """Return the buffers that the original saves under `body` where positions are sinusoidal."""
+    if config.position_embedding_type != "sinusoidal":
+        return {}
+    buffers = {f"{body}.embed_positions._float_tensor": torch.zeros(1, dtype=dtype)}
+    if not config.add_cross_attention:
+        table = sinusoids(torch.arange(config.projection_length), config.hidden_size)
+        buffers[f"{body}.projected_positions"] = table.to(dtype)
+    return buffers

@@ -1,0 +1,382 @@
+"""What the formats of Mega share: how a file is recognised, the arguments of its layers, and the names of its tensors.
+
+The two branches of the code call the weight of the input and the damping by each other's name, see ema_convention.py.
+Our names are those of the Mega of transformers v4.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from luna_mega import MegaConfig
+from luna_mega.convert.argmap import ACTIVATION, FAIRSEQ_ACTIVATIONS, NOT, Arg, Table
+from luna_mega.convert.ema_convention import ORDER, decide_ema_convention, order_of
+from luna_mega.convert.evidence import Evidence
+from luna_mega.convert.formats._base import Format, Revision, Tensors
+from luna_mega.convert.keymap import Row
+from luna_mega.convert.plan import Target
+from luna_mega.errors import ConversionError
+
+PLACEHOLDER = "placeholder buffer of the original, no content"
+DECIDED = (
+    "normalization_type",
+    "normalize_before_mega",
+    "attention_activation",
+    "relative_positional_bias",
+    "attention_chunk",
+    "truncation",
+)
+_MEGA = r"(^|\.)(mega_layer|move)\.|^(delta|alpha|beta|gamma|omega)$"
+# Complex EMA, the norm after the moving average and the group norms over time exist in the Megalodon line only.
+_MEGALODON = r"(^|\.)(theta|cema|move_act|timenorm|prior_mean)(\.|$)"
+# The first of these that a norm has tells its kind.
+_NORMS = {"scalar": "scalenorm", "running_mean": "batchnorm", "bias": "layernorm", "weight": "rmsnorm"}
+_NORM_PARTS = ("scalar", "weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+_PROJECTIONS = ("v_proj", "mx_proj", "h_proj")
+_CROSS_PROJECTIONS = ("k_proj", "v_proj", "q_proj", "h_proj")
+_EMA = {
+    "main": {"delta": "damping_factor", "alpha": "decay_factor"},
+    "flash": {"alpha": "damping_factor", "delta": "decay_factor"},
+}
+_EMA_OF_BOTH = {"beta": "ema_expansion_matrix", "gamma": "kernel_projection_matrix", "omega": "residual_weight"}
+# Fields of initialisation, or without effect, and of a language model's output layer.
+_UNUSED_FIELDS = {"ema_beta_range", "ema_delta_alpha_range", "ema_gamma_omega_range", "type_vocab_size"}
+FIELDS_OF_LM = frozenset(
+    {
+        "add_lm_hidden_dense_layer",
+        "lm_head_bias",
+        "tie_word_embeddings",
+        "adaptive_softmax_cutoffs",
+        "adaptive_softmax_factor",
+        "adaptive_softmax_dropout",
+        "tie_adaptive_projections",
+        "legacy_adaptive_loss",
+    }
+)
+
+
+def revisions(name: str) -> dict[str, Revision]:
+    """Return the words for the branches of the code; `name` is that of the format."""
+    words = {
+        branch: Revision(f"{name} of branch {branch}", f"branch {branch}", f"the Mega code, branch {branch}")
+        for branch in ORDER
+    }
+    either = "branch main or flash (the order of its tensors does not tell)"
+    return words | {"unknown": Revision(f"{name} of {either}", either, f"the Mega code, {either}")}
+
+
+class MegaFormat(Format):
+    """A format of Mega: the order of the tensors tells the branch, and norm weights are stored as they are."""
+
+    config_class = MegaConfig
+    refused = {"layer-norm": "Mega stores norm weights as they are"}
+    written = tuple(ORDER)
+    training_fields = (
+        "dropout_prob",
+        "hidden_dropout_prob",
+        "attention_probs_dropout_prob",
+        "nffn_activation_dropout_prob",
+        "classifier_dropout",
+        "problem_type",
+        "use_feature_dropout",
+        "padded_batch_statistics",
+        "adaptive_softmax_dropout",
+        "legacy_adaptive_loss",
+    )
+    ordered = True  # by their order the branches are told apart
+    stacks: frozenset[str]  # where such a file has layers
+    unread: frozenset[str] = FIELDS_OF_LM  # fields of heads that the format does not have
+
+    def recognise(self, tensors: Tensors, args: dict[str, Any]) -> str | None:
+        """Return the branch; "unknown" where the order of the tensors does not tell."""
+        is_mega = any(re.search(_MEGA, key) for key in tensors)
+        if not is_mega or _is_megalodon(tensors) or _stacks(tensors) != self.stacks:
+            return None
+        return order_of(tensors) or "unknown"
+
+    def refusal(self, tensors: Tensors, arch: str) -> str | None:
+        """Return why a file of a Mega model, or of its successor, is none that can be converted."""
+        if _is_megalodon(tensors):
+            return (
+                f"a Megalodon-line checkpoint (arch {arch!r}: complex EMA, timestep norm): neither Luna nor Mega "
+                "computes what its layers do, so it cannot be converted; run it with the code that wrote it"
+            )
+        if not any(re.search(_MEGA, key) for key in tensors):
+            return None
+        return (
+            f"a Mega checkpoint, but of none of the kinds that are known (arch {arch!r}): this version converts the "
+            "encoders of LRA (mega_lra_*) and raw speech (mega_sc_raw_*), language models (mega_lm*) and "
+            "encoder-decoders for translation (mega, mega_wmt_*)"
+        )
+
+    def decide_revision(self, revision: str, tensors: Tensors, ema_convention: str) -> tuple[str, str | None]:
+        """Return the branch, by the option or by the order of the tensors."""
+        decision = decide_ema_convention(tensors, ema_convention)
+        return decision.convention, decision.warning
+
+    def assumed(self, revision: str) -> str:
+        """Return a branch: which one it is changes nothing that is described."""
+        return "main" if revision == "unknown" else revision
+
+    def unused(self, target: Target) -> set[str]:
+        """Return the fields that a model of this configuration does not read."""
+        config, unused = target.config, super().unused(target) | _UNUSED_FIELDS | self.unread
+        if config.adaptive_input_cutoffs is None:
+            unused.add("adaptive_input_factor")
+        if config.adaptive_softmax_cutoffs is None:
+            unused |= {"adaptive_softmax_factor", "adaptive_softmax_dropout", "legacy_adaptive_loss"}
+        if config.tie_word_embeddings:
+            unused.add("adaptive_softmax_factor")
+        if not config.final_norm:
+            unused.add("final_norm_affine")
+        if not config.use_chunking:
+            unused.add("chunk_size")
+        if not config.use_normalized_ffn:
+            unused |= {"nffn_hidden_size", "nffn_activation_dropout_prob", "normalize_before_ffn"}
+        return unused
+
+
+def _is_megalodon(tensors: Tensors) -> bool:
+    if any(re.search(_MEGALODON, key) for key in tensors):
+        return True
+    return any(key.endswith("mega_layer.h_proj.weight") and f"{key[:-6]}bias" not in tensors for key in tensors)
+
+
+def _stacks(tensors: Tensors) -> frozenset[str]:
+    return frozenset(key.split(".layers.")[0] for key in tensors if ".layers." in key)
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The layers under `body` in a file, and how tensors and args say what they are."""
+
+    body: str
+
+    def layers(self, name: str) -> Callable[[Evidence], int]:
+        """Return the measure of the number of layers, which must be that of argument `name`."""
+        return lambda evidence: evidence.unshared_layers(f"{self.body}.layers", name)
+
+    def values(self, evidence: Evidence) -> int:
+        """Return the width of the values."""
+        return evidence.shape(f"{self._attention}.v_proj.weight", "value width", "width")[0]
+
+    def shared(self, evidence: Evidence) -> int:
+        """Return the width of the shared representation."""
+        return evidence.shape(f"{self._attention}.gamma", "2", "z")[1]
+
+    def dimensions(self, evidence: Evidence) -> int:
+        """Return the dimensions of the moving average."""
+        return evidence.shape(f"{self._attention}.move.gamma", "rows", "n")[1]
+
+    def feed_forward(self, name: str, field: str = "nffn_hidden_size") -> Arg:
+        """Return the row of the feed-forward width; 0 and no tensors: there are no such layers."""
+
+        def read(evidence: Evidence) -> dict[str, Any]:
+            there = any(key.startswith(f"{self.body}.") and ".nffn." in key for key in evidence.tensors)
+            if not there and (not evidence.args.get(name) or evidence.integer(name) < 1):
+                return {"use_normalized_ffn": False}
+            width, _ = evidence.shape(f"{self.body}.layers.0.nffn.fc1.weight", "ffn width", "width")
+            return {field: evidence.prefer(name, width)}
+
+        def write(target: Target) -> int:
+            return getattr(target.config, field) if target.config.use_normalized_ffn else 0
+
+        return Arg(name, read=read, write=write)
+
+    def chunk(self, name: str, field: str = "chunk_size") -> Arg:
+        """Return the row of the chunk; a table of positions is as long as the chunk."""
+
+        def read(evidence: Evidence) -> dict[str, Any]:
+            chunk, entries = evidence.integer(name), self._entries(evidence)
+            if entries is not None and chunk > 0:
+                chunk = evidence.prefer(name, entries)
+            if field != "chunk_size":
+                return {field: chunk if chunk > 0 else -1}
+            return {"use_chunking": chunk > 0, "chunk_size": chunk if chunk > 0 else -1}
+
+        def write(target: Target) -> int:
+            config = target.config
+            return (config.attention_chunk if field == "chunk_size" else getattr(config, field)) or -1
+
+        return Arg(name, default=-1, read=read, write=write)
+
+    def positions(self, name: str, chunk: str, field: str = "max_positions", **options: Any) -> Arg:
+        """Return the row of the number of positions; without chunks, argument `chunk`, a table says it."""
+
+        def measure(evidence: Evidence) -> int:
+            positions, entries = evidence.arg(name), self._entries(evidence)
+            return positions if entries is None or evidence.integer(chunk) > 0 else entries
+
+        return Arg(name, field, measure=measure, **options)
+
+    def bias(self, evidence: Evidence) -> str:
+        """Return the kind of relative positional bias."""
+        return "rotary" if self._entries(evidence) is None else "simple"
+
+    def norm_type(self, name: str) -> Arg:
+        """Return the row of the kind of norms."""
+
+        def measure(evidence: Evidence) -> str:
+            prefix = f"{self._attention}.norm.norm"
+            kind = next((kind for part, kind in _NORMS.items() if f"{prefix}.{part}" in evidence.tensors), None)
+            if kind is None:
+                raise ConversionError(f"there is no tensor '{prefix}.*'; the file is incomplete")
+            synchronised = kind == "batchnorm" and evidence.args.get(name) == "syncbatchnorm"
+            return "syncbatchnorm" if synchronised else kind  # the same tensors
+
+        return Arg(name, "normalization_type", measure=measure)
+
+    def normalize_before(self, name: str) -> Arg:
+        """Return the row of the place of the norms; before the layers there is another one behind the last."""
+
+        def read(evidence: Evidence) -> dict[str, bool]:
+            before = self._asked_or_there(evidence, name, "final_norm")
+            return dict.fromkeys(("normalize_before_mega", "normalize_before_ffn", "final_norm"), before)
+
+        return Arg(name, "normalize_before_mega", read=read)
+
+    def normalize_embedding(self) -> Arg:
+        """Return the row of the norm of the embeddings."""
+        name = "normalize_embedding"
+
+        def read(evidence: Evidence) -> dict[str, bool]:
+            return {"embedding_norm": self._asked_or_there(evidence, name, "embed_norm")}
+
+        return Arg(name, "embedding_norm", read=read)
+
+    def affine_final_norm(self, **options: Any) -> Arg:
+        """Return the row of a final norm without parameters, which it has where they are there."""
+        name = "no_affine_final_norm"
+
+        def read(evidence: Evidence) -> dict[str, bool]:
+            if not evidence.args.get(name):
+                return {"final_norm_affine": True}
+            there = any(f"{self.body}.final_norm.norm.{part}" in evidence.tensors for part in ("scalar", "weight"))
+            return {"final_norm_affine": not evidence.prefer(name, not there)}
+
+        return Arg(name, "final_norm_affine", NOT, read=read, **options)
+
+    @property
+    def _attention(self) -> str:
+        return f"{self.body}.layers.0.mega_layer"
+
+    def _entries(self, evidence: Evidence) -> int | None:
+        """Return how many positions or how long chunks the table of a simple bias is made for; None: none is there."""
+        table = f"{self._attention}.rel_pos_bias.rel_pos_bias"
+        if table not in evidence.tensors:
+            return None
+        return (evidence.shape(table, "2 positions - 1")[0] + 1) // 2
+
+    def _asked_or_there(self, evidence: Evidence, name: str, norm: str) -> bool:
+        """Return whether there is a norm; where args ask for one, a file without it is reported as incomplete."""
+        if evidence.args.get(name):
+            return True  # of a norm without parameters there may be nothing
+        return evidence.prefer(name, any(key.startswith(f"{self.body}.{norm}.") for key in evidence.tensors))
+
+
+def _truncation(evidence: Evidence) -> dict[str, int | None]:
+    name = "truncation_length"
+    if evidence.args.get(name, evidence.defaults.get(name)) is None:
+        return {"truncation": None}  # in the args, None is a value: the whole kernel
+    length = evidence.integer(name)
+    return {"truncation": length if length > 0 else None}
+
+
+TRUNCATION = Arg("truncation_length", "truncation", read=_truncation)
+ACTIVATION_FUNCTION = Arg("activation_fn", "activation", ACTIVATION)
+FEATURE_DROPOUT = Arg("feature_dropout", "use_feature_dropout", default=False)
+DROPOUTS = (
+    FEATURE_DROPOUT,
+    Arg("dropout", "dropout_prob", default=0.1),
+    Arg("attention_dropout", "attention_probs_dropout_prob", default=0.0),
+    Arg("hidden_dropout", "hidden_dropout_prob", default=0.0),
+    Arg("activation_dropout", "nffn_activation_dropout_prob", default=0.0),
+)
+
+
+def options(stack: Stack, truncation: int) -> Table:
+    """Return the rows of the options that language models and translation have under the same names.
+
+    `truncation`: the default of that argument.
+    """
+    return (
+        replace(TRUNCATION, default=truncation),
+        Arg("rel_pos_bias", "relative_positional_bias", measure=stack.bias),
+        replace(ACTIVATION_FUNCTION, default="silu"),
+        Arg("attention_activation_fn", "attention_activation", default="softmax"),
+        stack.norm_type("normalization_type"),
+        stack.normalize_before("normalize_before"),
+        stack.normalize_embedding(),
+    )
+
+
+def allowed_in_all(config: MegaConfig) -> dict[str, tuple]:
+    """Return the values that every format has for a field."""
+    before = config.normalize_before_mega
+    fields = {
+        "activation": activations(),
+        "normalize_before_ffn": (before,),
+        "final_norm": (before,),
+        "embedding_norm": (False,) if before else (False, True),
+        "norm_affine": (True,),
+        "legacy_rms_norm": (False,),
+        "legacy_bias_table": (False,),
+        "add_token_type_embeddings": (False,),
+    }
+    return fields | ({"pad_token_id": (1,)} if config.input_type == "tokens" else {})
+
+
+def activations() -> tuple[str, ...]:
+    """Return the activation functions of the code."""
+    return tuple(name for name in FAIRSEQ_ACTIVATIONS if name != "tanh")
+
+
+def bias_placeholders(body: str, config: MegaConfig) -> list[str]:
+    """Return the names of the buffers of a rotary bias under `body`, which have no content."""
+    layers = range(config.num_hidden_layers if config.relative_positional_bias == "rotary" else 0)
+    return [f"{body}.layers.{index}.mega_layer.rel_pos_bias._float_tensor" for index in layers]
+
+
+def layer_rows(body: str, revision: str, model: str = "mega", cross: bool = False) -> list[Row]:
+    """Return the rows of the layers under `body` in the file and under `model` here, and of the norms around them.
+
+    `cross`: the layers have cross-attention.
+    """
+    layer, to_layer = f"{body}.layers.{{layer}}", f"{model}.layers.{{layer}}"
+    ema = _EMA[revision] | _EMA_OF_BOTH
+    attention, to_attention = f"{layer}.mega_layer", f"{to_layer}.mega_layer"
+    return [
+        *_norm_rows(f"{body}.embed_norm", f"{model}.embedding_norm"),
+        Row(f"{attention}.gamma", f"{to_attention}.qk_weight"),
+        Row(f"{attention}.beta", f"{to_attention}.qk_bias"),
+        *_norm_rows(f"{attention}.norm", f"{to_attention}.norm"),
+        *(Row(f"{attention}.move.{name}", f"{to_attention}.ema_gate.{ema[name]}") for name in ORDER[revision]),
+        *(Row(f"{attention}.{name}.{{part}}", f"{to_attention}.{name}.{{part}}") for name in _PROJECTIONS),
+        *_bias_rows(attention, to_attention),
+        *(_cross_attention_rows(f"{layer}.cross_attn", f"{to_layer}.cross_attn") if cross else []),
+        *_norm_rows(f"{layer}.nffn.norm", f"{to_layer}.nffn.norm"),
+        *(Row(f"{layer}.nffn.{name}.{{part}}", f"{to_layer}.nffn.{name}.{{part}}") for name in ("fc1", "fc2")),
+        *_norm_rows(f"{body}.final_norm", f"{model}.final_norm"),
+    ]
+
+
+def _cross_attention_rows(source: str, target: str) -> list[Row]:
+    return [
+        *_norm_rows(f"{source}.norm", f"{target}.norm"),
+        *(Row(f"{source}.{name}.{{part}}", f"{target}.{name}.{{part}}") for name in _CROSS_PROJECTIONS),
+        *_bias_rows(source, target),
+    ]
+
+
+def _bias_rows(source: str, target: str) -> list[Row]:
+    return [
+        Row(f"{source}.rel_pos_bias.rel_pos_bias", f"{target}.rel_pos_bias.rel_pos_bias"),
+        Row(f"{source}.rel_pos_bias.alpha", f"{target}.rel_pos_bias.alpha"),
+        Row(f"{source}.rel_pos_bias.beta", f"{target}.rel_pos_bias.b_param"),
+        Row(f"{source}.rel_pos_bias._float_tensor", None, reason=PLACEHOLDER),
+    ]
+
+
+def _norm_rows(source: str, target: str) -> list[Row]:
+    return [Row(f"{source}.norm.{part}", f"{target}.norm.{part}") for part in _NORM_PARTS]

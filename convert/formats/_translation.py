@@ -1,0 +1,145 @@
+"""What the formats of encoder-decoders share, in Luna and Mega."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from luna_mega.convert.argmap import COMMON, Arg, Table, fixed, written
+from luna_mega.convert.dictionary import Dictionaries
+from luna_mega.convert.evidence import Evidence, same_bits
+from luna_mega.convert.formats._base import Format, Tensors
+from luna_mega.convert.plan import Plan, Target
+from luna_mega.convert.tokenizers import WORDS, ConvertedTokenizer
+from luna_mega.convert.tokenizers.translation import translation_tokenizer
+from luna_mega.errors import ConversionError
+from luna_mega.hub.folder import position_limit
+
+SIDES = {"encoder": "max_source_positions", "decoder": "max_target_positions"}
+_LONGEST = 200
+
+
+def _sharing(evidence: Evidence) -> dict[str, bool]:
+    """Return which of the three matrices of words are one."""
+    tensors, args = evidence.tensors, evidence.args
+    evidence.shape("decoder.output_projection.weight", "vocabulary", "width")
+    names = ("encoder.embed_tokens", "decoder.embed_tokens", "decoder.output_projection")
+    source, target, output = (tensors[f"{name}.weight"] for name in names)
+    asked = [args.get(name) for name in ("share_all_embeddings", "share_decoder_input_output_embed")]
+    tied = same_bits(target, output)
+    if any(asked) and not tied:
+        name = "share_all_embeddings" if asked[0] else "share_decoder_input_output_embed"
+        evidence.prefer(name, False)
+    tied = tied and asked != [False, False]
+    joint = tied and same_bits(source, target) and asked[0] is not False
+    if asked[0] and tied and not joint:
+        evidence.prefer("share_all_embeddings", False)
+    return {"tie_word_embeddings": tied, "share_encoder_decoder_embeddings": joint}
+
+
+def task_arguments(arch: Arg) -> Table:
+    """Return the rows in front: the task, and `arch` as the row of the architecture."""
+    return (
+        *COMMON,
+        fixed("task", "translation", kept=True),
+        arch,
+        fixed("criterion", "label_smoothed_cross_entropy"),
+        fixed("label_smoothing", 0.1),
+        fixed("source_lang", "source", kept=True),
+        fixed("target_lang", "target", kept=True),
+        fixed("left_pad_source", "True", kept=True),
+        fixed("left_pad_target", "False", kept=True),
+        fixed("load_alignments", False),
+        fixed("truncate_source", False),
+        fixed("num_batch_buckets", 0),
+    )
+
+
+SHARING = (
+    Arg("share_all_embeddings", "share_encoder_decoder_embeddings", read=_sharing),
+    written("share_decoder_input_output_embed", "tie_word_embeddings"),
+    fixed("adaptive_softmax_cutoff", None),
+    fixed("adaptive_softmax_dropout", 0),
+    fixed("adaptive_input", False),
+    fixed("tie_adaptive_weights", False),
+)
+
+
+class TranslationFormat(Format):
+    """An encoder-decoder with dictionaries of two languages."""
+
+    criteria = {"label_smoothed_cross_entropy": "LabelSmoothedCrossEntropyCriterion"}
+    decoder_fields: dict[str, str]
+
+    def resolved(self, config: PreTrainedConfig) -> PreTrainedConfig:
+        """Return the same configuration with a value in every field of the decoder."""
+        full, decoder = copy.deepcopy(config), config.decoder_config
+        for own, field in self.decoder_fields.items():
+            setattr(full, own, getattr(decoder, field))
+        full.share_encoder_decoder_embeddings = config.shares_embeddings
+        return full
+
+    def complete(self, target: Target, tensors: Tensors) -> tuple[Tensors, list[str]]:
+        """Add the tensors that are copies: the target's words, and the output layer."""
+        source = next(name for name in tensors if ".encoder." in name and name.endswith(".word_embeddings.weight"))
+        words = source.replace(".encoder.", ".decoder.", 1)
+        if target.config.shares_embeddings:
+            tensors = tensors | {words: tensors[source]}
+        if target.config.tie_word_embeddings and words in tensors:
+            tensors = tensors | {"lm_head.weight": tensors[words]}
+        return tensors, []
+
+    def heads(self, plan: Plan, tensors: Tensors) -> list[str]:
+        """Return the only head."""
+        return ["sequence-to-sequence LM"]
+
+    def tokenizer(self, plan: Plan, found: Dictionaries, bpe: str | Path | None) -> ConvertedTokenizer | None:
+        """Return the tokenizers of both languages, of subword-nmt's codes or of symbols between white space."""
+        if found.vocabulary is None:
+            if bpe is not None:
+                raise ConversionError(f"--bpe {bpe}: there is no dictionary beside the checkpoint; give it with --dict")
+            return None
+        made = {
+            dictionary: translation_tokenizer(dictionary, bpe, position_limit(plan.config.get_text_config(**side)))
+            for dictionary, side in ((found.target, {"decoder": True}), (found.vocabulary, {"encoder": True}))
+        }
+        kind = WORDS if bpe is None else "byte-pair encoding"
+        other = None if found.target is found.vocabulary else made[found.target]
+        return ConvertedTokenizer(made[found.vocabulary], kind, [], other)
+
+
+def field_of(side: str, field: str, decoder_fields: dict[str, str]) -> str:
+    """Return what `field` is called on a side; those of the decoder have names of their own."""
+    return field if side == "encoder" else next(own for own, whole in decoder_fields.items() if whole == field)
+
+
+def vocabularies(evidence: Evidence) -> tuple[int, int, int]:
+    """Return the sizes of both vocabularies, and the width that encoder and decoder must have in common."""
+    (vocabulary, width), (target, target_width) = (
+        evidence.shape(f"{side}.embed_tokens.weight", "vocabulary", "width") for side in SIDES
+    )
+    if width != target_width:
+        raise ConversionError(f"the encoder has a width of {width}, the decoder of {target_width}: they must agree")
+    return vocabulary, target, width
+
+
+def languages(evidence: Evidence) -> tuple[str, str]:
+    """Return the names of source and target."""
+    return evidence.args.get("source_lang") or "source", evidence.args.get("target_lang") or "target"
+
+
+def generation(positions: int) -> dict[str, Any]:
+    """Return what `fairseq-generate` does without options, for `generate`.
+
+    `positions`: of the decoder; a target has at most one token less.
+    """
+    return {
+        "num_beams": 5,
+        "length_penalty": 1.0,
+        "early_stopping": True,
+        "min_new_tokens": 1,
+        "suppress_tokens": [1],
+        "forced_eos_token_id": 2,
+        "max_length": min(_LONGEST, positions - 1) + 2,  # and the start and end of a sentence
+    }

@@ -1,0 +1,305 @@
+"""luna_lra: Luna encoders of the Long Range Arena, of the 2021 code ("r21") and the 2023 code ("head")."""
+
+from typing import Any
+
+from luna_mega import LunaConfig, LunaForSequenceClassification, LunaForSequencePairClassification
+from luna_mega.convert.argmap import Arg, also, build_config, equals, read_fields, written
+from luna_mega.convert.evidence import Evidence
+from luna_mega.convert.formats import _lra, _luna
+from luna_mega.convert.formats._base import Tensors
+from luna_mega.convert.formats._lra import BODY, OUT
+from luna_mega.convert.keymap import KeyMap, Row
+from luna_mega.convert.plan import Plan, Target
+from luna_mega.errors import ConversionError
+
+_EMBEDDING, _POSITIONS = f"{BODY}.embed_tokens.weight", f"{BODY}.embed_positions.weight"
+_PRE_LOGITS = "pre_logits.0.weight"
+_LISTOP = {"encoder_layers": 6, "encoder_attention_heads": 8, "max_positions": 2002, "tie_layer_weights": True}
+_IMDB = {"encoder_layers": 4, "encoder_attention_heads": 4, "max_positions": 4002}
+_PF32 = {"encoder_layers": 1, "encoder_attention_heads": 4, "max_positions": 1026, "sen_rep_type": "mp"}
+_ARCHITECTURES = {
+    "luna_lra_listop": _LISTOP,
+    "luna_lra_imdb": _IMDB,
+    "luna_lra_imdb_eff": _IMDB,
+    "luna_lra_aan": _IMDB,
+    "luna_lra_cifar10": {"encoder_layers": 1, "encoder_attention_heads": 8, "max_positions": 1024},
+    "luna_lra_pf32": _PF32,
+    "luna_lra_pf128": _PF32 | {"max_positions": 16386},
+}
+_OF_WIDTH = {512: "luna_lra_listop", 256: "luna_lra_imdb", 128: "luna_lra_pf32", 64: "luna_lra_cifar10"}
+# How many times its width the classifier reads of a pair, and what it makes of the two.
+_PAIRS = {"r21": (2, "concat"), "head": (4, "interaction")}
+_DECIDED = (
+    "tie_key_value",
+    "share_layers",
+    "position_embedding_type",
+    "embedding_norm",
+    "input_type",
+    "pooling",
+    "pool_padding",
+    "drop_first_token",
+)
+_PADDING_NOTE = (
+    "as in the original, scores depend on how much padding a batch has; set pool_padding to false in config.json for "
+    "scores that do not (they then differ from the original's on padded batches)"
+)
+_SCALED_NOTE = (
+    "the 2023 code scales P in place, so that there every call changes the parameter; converted is what it was "
+    "meant to compute"
+)
+
+
+def _tokens(evidence: Evidence) -> bool:
+    if _EMBEDDING not in evidence.tensors:
+        evidence.shape(_EMBEDDING, "vocabulary", "width")
+    return evidence.tensors[_EMBEDDING].dim() == 2
+
+
+def _embedding(evidence: Evidence) -> tuple[int, ...]:
+    return evidence.shape(_EMBEDDING, *(("vocabulary", "width") if _tokens(evidence) else ("width",)))
+
+
+def _shares_layers(evidence: Evidence) -> bool:
+    in_file = evidence.layers(f"{BODY}.layers")
+    if in_file > 1 and evidence.args.get("tie_layer_weights"):
+        raise ConversionError(
+            f"args.tie_layer_weights is set but the file holds {in_file} layers under '{BODY}.layers': its args are "
+            "of another model"
+        )
+    return in_file == 1 and bool(evidence.arg("tie_layer_weights"))
+
+
+def _layers(evidence: Evidence) -> int:
+    if _shares_layers(evidence):
+        return evidence.integer("encoder_layers")
+    return evidence.unshared_layers(f"{BODY}.layers")
+
+
+def _embedding_norm(evidence: Evidence) -> dict[str, bool]:
+    """Where args ask for the norm it must be there, and a file without it is reported as incomplete."""
+    asked, there = evidence.args.get("encoder_normalize_before"), f"{BODY}.emb_layer_norm.weight" in evidence.tensors
+    found = evidence.revision == "r21" or bool(asked) or evidence.prefer("encoder_normalize_before", there)
+    return {"embedding_norm": found}
+
+
+def _learned(evidence: Evidence) -> bool:
+    there = evidence.revision == "r21" or _POSITIONS in evidence.tensors
+    return there or bool(evidence.arg("encoder_learned_pos"))
+
+
+def _position_type(evidence: Evidence) -> dict[str, str]:
+    if not _learned(evidence):
+        _luna.check_sinusoids(evidence, f"{BODY}.projected_positions")
+        return {"position_embedding_type": "sinusoidal"}
+    evidence.shape(_POSITIONS, "positions", "width")
+    if evidence.revision == "head":
+        evidence.prefer("encoder_learned_pos", True)
+    return {"position_embedding_type": "learned"}
+
+
+def _positions(evidence: Evidence) -> int:
+    if not _learned(evidence):
+        return evidence.arg("max_positions")
+    rows, _ = evidence.shape(_POSITIONS, "positions", "width")
+    return rows - (2 if _tokens(evidence) else 0)  # padding and the row before it
+
+
+def _pooling(evidence: Evidence) -> dict[str, Any]:
+    first = evidence.revision == "r21"
+    if evidence.arg("use_p"):
+        return {"pooling": "packed_mean", "pool_padding": True, "drop_first_token": first}
+    if _lra.representation(evidence) == "cls":
+        return {"pooling": "cls"}
+    return {"pooling": "mean", "pool_padding": first}
+
+
+def _first_layer(evidence: Evidence) -> tuple[int, int] | None:
+    """Return width and features of the layer behind the encoder; None: there is the output layer only."""
+    key = "classifier.0.weight" if evidence.revision == "r21" else _PRE_LOGITS
+    if evidence.revision == "head" and key not in evidence.tensors:
+        return None
+    return evidence.shape(key, "hidden", "features")
+
+
+def _pre_logits(evidence: Evidence) -> dict[str, Any]:
+    return {"classifier_activation": "gelu", "classifier_num_layers": int(_first_layer(evidence) is not None)}
+
+
+def _is_pair(target: Target) -> bool:
+    return target.model_class is LunaForSequencePairClassification
+
+
+def _is_image(target: Target) -> bool:
+    return target.config.input_type == "values"
+
+
+def _arch(target: Target) -> str:
+    # All sizes are in the args, so that an architecture of other sizes does where none has these.
+    return "luna_lra_aan" if _is_pair(target) else _OF_WIDTH.get(target.config.hidden_size, "luna_lra_imdb")
+
+
+def _task(target: Target) -> str:
+    if target.revision == "r21":
+        return "long_range_arena"
+    return "lra-image" if _is_image(target) else "lra-text"
+
+
+def _in_features(target: Target) -> int:
+    return (_PAIRS[target.revision][0] if _is_pair(target) else 1) * target.config.hidden_size
+
+
+def _representation(target: Target) -> str:
+    return "mp" if target.config.pooling == "mean" or _is_image(target) else "cls"
+
+
+_TABLE = (
+    *_luna.encoder_arguments(
+        BODY,
+        layers=_layers,
+        width=lambda evidence: _embedding(evidence)[-1],
+        positions=Arg("max_positions", "max_position_embeddings", measure=_positions),
+    ),
+    Arg("arch", write=_arch),
+    _lra.CRITERION,
+    _lra.layer_type("luna"),
+    Arg("encoder_projection_length", "projection_length", measure=_luna.packed_length(BODY)),
+    Arg("act_dropout", "activation_dropout", default=0.0),
+    Arg("tie_kv", "tie_key_value", measure=_luna.tied_key_value),
+    Arg("tie_layer_weights", "share_layers", default=False, measure=_shares_layers),
+    Arg("encoder_learned_pos", default=False, read=_position_type, write=equals("position_embedding_type", "learned")),
+    Arg("encoder_normalize_before", "embedding_norm", read=_embedding_norm),
+    _lra.CLASSES,
+    Arg("sen_rep_type", default="cls", write=_representation),
+    Arg("use_p", default=False, read=_pooling, write=equals("pooling", "packed_mean")),
+    _lra.NO_REGRESSION,
+    Arg("task", write=_task),
+    Arg("classifier_layers", "classifier_num_layers", measure=lambda found: found.layers("classifier"), revision="r21"),
+    _lra.input_type(_tokens, when=lambda target: target.revision == "head"),
+    Arg("classifier_in_dim", write=_in_features),
+    written("classifier_out_dim", "classifier_hidden_size", revision="r21"),
+    _lra.classifier_activation("relu", revision="r21"),
+    Arg("pre_logits", read=_pre_logits, write=equals("classifier_num_layers", 1), revision="head"),
+    also("dropout", "classifier_dropout", revision="head"),
+)
+
+
+class LunaLra(_lra.LraFormat, _luna.LunaFormat):
+    """Classifiers of one sequence or of a pair, of tokens or of pixels."""
+
+    name = "luna_lra"
+    revisions = {
+        "r21": _luna.code_of_2021("Luna LRA of the 2021 code"),
+        "head": _luna.code_of_2023("Luna LRA of the 2023 code"),
+    }
+    written = ("r21", "head")
+    classes = classifiers = (LunaForSequenceClassification, LunaForSequencePairClassification)
+    table = _TABLE
+    architectures = _ARCHITECTURES
+
+    def recognise(self, tensors: Tensors, args: dict[str, Any]) -> str | None:
+        """Return the revision, by the classifier layers, which the 2023 code does not have."""
+        if f"{BODY}.projected_embeddings" not in tensors:
+            return None
+        return "r21" if any(key.startswith("classifier.") for key in tensors) else "head"
+
+    def norm_convention(self, revision: str) -> str:
+        """Return how norm weights are stored: the 2023 code has them minus one."""
+        return "plus-one" if revision == "head" else "standard"
+
+    def plan(self, evidence: Evidence, head: str | None = None) -> Plan:
+        """Return the plan: sequence classification, or pair classification for Retrieval."""
+        tokens, revision = _tokens(evidence), evidence.revision
+        fields = {"vocab_size": _embedding(evidence)[0]} if tokens else {}
+        fields |= read_fields(self.table, evidence) | {"classifier_bias": False}
+        if revision == "r21":
+            fields["classifier_dropout"] = 0.0
+        first = _first_layer(evidence)
+        if first is not None:
+            fields["classifier_hidden_size"], in_features = first
+        else:
+            _, in_features = evidence.shape(OUT, "classes", "features")
+        factor, features = _PAIRS[revision]
+        model_class = _lra.choose_class(in_features, fields["hidden_size"], factor, *self.classes)
+        if model_class is LunaForSequencePairClassification:
+            fields["pair_features"] = features
+        config = build_config(LunaConfig, self.table, evidence, **fields)
+        notes = [_PADDING_NOTE] * config.pool_padding
+        starts_with_cls = tokens and (revision == "r21" or evidence.arg("sen_rep_type") == "cls")
+        if starts_with_cls:
+            notes.append(_lra.first_token_note(config))
+        if config.position_embedding_type == "sinusoidal":
+            notes.append(_SCALED_NOTE)
+        return Plan(
+            model_class,
+            config,
+            self.keymap(config, revision),
+            appended_symbol="<CLS>" if tokens else None,
+            num_labels=config.num_labels,
+            prepends_appended=starts_with_cls,
+            decisions={name: getattr(config, name) for name in _DECIDED},
+            notes=notes,
+            warnings=evidence.warnings,
+        )
+
+    def keymap(self, config: LunaConfig, revision: str, head: str | None = None) -> KeyMap:
+        """Return the map of a file of a revision; the input of the model decides on its embedding."""
+        embedding = {
+            "tokens": Row(f"{BODY}.embed_tokens.weight", "luna.embeddings.word_embeddings.weight"),
+            "values": Row(f"{BODY}.embed_tokens.{{part}}", "luna.embeddings.value_embeddings.{part}"),
+        }
+        classifier = {
+            "r21": [Row("classifier.{n}.{part}", "classifier.dense.{n}.{part}")],
+            "head": [
+                Row("pre_logits.0.{part}", "classifier.dense.0.{part}"),
+                Row(f"{BODY}.projected_positions", None, reason=_luna.SINUSOIDS),
+                Row(f"{BODY}.embed_positions._float_tensor", None, reason=_luna.PLACEHOLDER),
+            ],
+        }
+        return KeyMap(
+            [
+                embedding[config.input_type],
+                *_luna.encoder_rows(BODY),
+                *classifier[revision],
+                Row(OUT, "classifier.out_proj.weight"),
+            ]
+        )
+
+    def allowed(self, target: Target) -> dict[str, tuple]:
+        """Return what all encoders have, and what the head of the revision has."""
+        allowed = _luna.allowed_in_encoders(target.config, target.revision)
+        of_2021 = target.revision == "r21"
+        allowed |= _luna.ONLY_LEARNED if of_2021 else {"position_embedding_type": ("learned", "sinusoidal")}
+        allowed |= {"dynamic_projection_length": (True,), "classifier_bias": (False,)}
+        return allowed | (_head_of_2021(target) if of_2021 else _head_of_2023(target))
+
+    def extras(self, target: Target, tensors: Tensors) -> Tensors:
+        """Return the sinusoids that the 2023 code saves."""
+        dtype = next(iter(tensors.values())).dtype
+        return _luna.saved_sinusoids(target.config, BODY, dtype) if target.revision == "head" else {}
+
+
+def _head_of_2021(target: Target) -> dict[str, tuple]:
+    config = target.config
+    return {
+        "pooling": ("cls", "mean", "packed_mean"),
+        "pool_padding": (config.pooling != "cls",),
+        "drop_first_token": (config.pooling == "packed_mean",),
+        "classifier_num_layers": (config.classifier_num_layers or 1,),
+        "classifier_activation": _luna.activations(target.revision),
+        "pair_features": ("concat",) if _is_pair(target) else (config.pair_features,),
+    }
+
+
+def _head_of_2023(target: Target) -> dict[str, tuple]:
+    config = target.config
+    allowed = {
+        "pooling": ("mean", "packed_mean") if _is_image(target) else ("cls", "mean", "packed_mean"),
+        "pool_padding": (config.pooling == "packed_mean",),
+        "drop_first_token": (False,),
+        "classifier_num_layers": (0, 1),
+    }
+    if config.classifier_num_layers:
+        allowed |= {"classifier_activation": ("gelu",), "classifier_hidden_size": (config.hidden_size,)}
+    if _is_pair(target):
+        allowed["pair_features"] = ("interaction",)
+    return allowed

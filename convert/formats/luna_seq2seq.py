@@ -1,0 +1,260 @@
+"""luna_seq2seq: Luna encoder-decoders for translation."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from luna_mega import LunaConfig, LunaForConditionalGeneration
+from luna_mega.convert.argmap import ACTIVATION, NOT, Arg, Table, build_config, equals, fixed, read_fields, written
+from luna_mega.convert.evidence import Evidence
+from luna_mega.convert.formats import _luna, _translation
+from luna_mega.convert.formats._base import Tensors
+from luna_mega.convert.keymap import LAYER_NORM, KeyMap, Row
+from luna_mega.convert.plan import Plan, Target
+from luna_mega.errors import ConversionError
+from luna_mega.modeling_luna.configuration_luna import DECODER_FIELDS
+
+_ABSENT = ("decoder.adaptive_softmax.", "decoder.project_in_dim.", "decoder.project_out_dim.")
+_DECIDED = (
+    "tie_key_value",
+    "tie_word_embeddings",
+    "share_encoder_decoder_embeddings",
+    "dynamic_projection_length",
+    "position_embedding_type",
+    "decoder_position_embedding_type",
+    "embedding_norm",
+    "pre_norm",
+    "decoder_pre_norm",
+    "causal_activation",
+)
+_ACTIVATION_NOTE = (
+    "the causal activation is softplus, as the code has it since August 2021; nothing in a file tells it from the "
+    'elu + 1 of before: for such a file set causal_activation to "elu" in config.json'
+)
+_VERSION = "version of the file format"
+_CAUSAL_ATTENTION = _luna.ATTENTION | {"pc_proj": "pack_key"}
+
+
+def _there(key: str) -> Callable[[Evidence], bool]:
+    return lambda evidence: key in evidence.tensors
+
+
+def _layers(side: str) -> Callable[[Evidence], int]:
+    return lambda evidence: evidence.unshared_layers(f"{side}.layers", f"{side}_layers")
+
+
+def _positions(side: str) -> Callable[[Evidence], int]:
+    """Return the measure of how many positions a side has; without a table it is as many as the args say."""
+
+    def measure(evidence: Evidence) -> int:
+        table = f"{side}.embed_positions.weight"
+        if table not in evidence.tensors:
+            return evidence.arg(_translation.SIDES[side])
+        return evidence.shape(table, "positions + 2", "width")[0] - 2  # padding and the row before it
+
+    return measure
+
+
+def _type(side: str, field: str) -> Callable[[Evidence], dict[str, str]]:
+    def read(evidence: Evidence) -> dict[str, str]:
+        table = f"{side}.embed_positions.weight"
+        if table in evidence.tensors:
+            evidence.prefer(f"{side}_learned_pos", True)
+            return {field: "learned"}
+        if evidence.arg("no_token_positional_embeddings"):
+            return {field: "none"}
+        if evidence.arg(f"{side}_learned_pos"):
+            evidence.shape(table, "positions + 2", "width")
+        if side == "encoder":
+            _luna.check_sinusoids(evidence, "encoder.projected_positions")
+        return {field: "sinusoidal"}
+
+    return read
+
+
+def _decoder_layerdrop(evidence: Evidence) -> dict[str, Any]:
+    layerdrop, ours = evidence.arg("encoder_layerdrop"), evidence.arg("decoder_layerdrop")
+    if not isinstance(ours, (int, float)) or not 0 <= ours < 1:
+        raise ConversionError(f"{evidence.shown('decoder_layerdrop')} is not a number from 0 to below 1")
+    if layerdrop != ours:
+        evidence.warn(f"args.decoder_layerdrop = {ours} is taken to be the encoder's {layerdrop}, in training only")
+    return {}
+
+
+def _side(side: str) -> Table:
+    """Return the rows of the arguments and fields that either side has of its own."""
+
+    def field(name: str) -> str:
+        return _translation.field_of(side, name, DECODER_FIELDS)
+
+    positions = field("position_embedding_type")
+    width = Arg("encoder_embed_dim", "hidden_size", measure=lambda evidence: _translation.vocabularies(evidence)[2])
+    drop = Arg("encoder_layerdrop", "layerdrop", default=0.0)
+    if side == "decoder":
+        width = written("decoder_embed_dim", "hidden_size")
+        drop = replace(drop, name="decoder_layerdrop", read=_decoder_layerdrop)
+    return (
+        fixed(f"{side}_embed_path", None),
+        Arg(f"{side}_layers", field("num_hidden_layers"), measure=_layers(side)),
+        width,
+        Arg(f"{side}_ffn_embed_dim", field("intermediate_size"), measure=_luna.feed_forward(side)),
+        Arg(f"{side}_attention_heads", field("num_attention_heads")),
+        Arg(f"{side}_projected_attention_heads", field("num_pack_attention_heads")),
+        Arg(f"{side}_learned_pos", default=False, read=_type(side, positions), write=equals(positions, "learned")),
+        Arg(f"{side}_normalize_before", field("pre_norm"), measure=_there(f"{side}.layer_norm.weight")),
+        drop,
+        fixed(f"{side}_layers_to_keep", None),
+    )
+
+
+_TABLE = (
+    *_translation.task_arguments(
+        # All sizes are in the args.
+        Arg("arch", write=lambda target: f"luna_base_{'tied' if target.config.tie_key_value else 'untied'}")
+    ),
+    Arg("max_source_positions", "max_position_embeddings", default=1024, measure=_positions("encoder")),
+    Arg("max_target_positions", "max_target_positions", default=1024, measure=_positions("decoder")),
+    Arg("projection_length", "projection_length", measure=_luna.packed_length("encoder")),
+    _luna.PACKED_LENGTH_FIXED,
+    _luna.UNTIED_KEY_VALUE,
+    Arg("activation_fn", "hidden_act", ACTIVATION, "relu"),
+    Arg("layernorm_embedding", "embedding_norm", measure=_there("encoder.layernorm_embedding.weight")),
+    Arg("no_scale_embedding", "scale_embedding", NOT, False),
+    Arg("no_token_positional_embeddings", default=False, write=equals("position_embedding_type", "none")),
+    Arg("dropout", "dropout", default=0.1),
+    Arg("attention_dropout", "attention_dropout", default=0.0),
+    Arg("activation_dropout", "activation_dropout", default=0.0),
+    Arg("word_dropout", "word_dropout", default=0.0),
+    *_translation.SHARING,
+    written("decoder_input_dim", "hidden_size"),
+    written("decoder_output_dim", "hidden_size"),
+    *_side("encoder"),
+    *_side("decoder"),
+)
+
+
+class LunaSeq2Seq(_translation.TranslationFormat, _luna.LunaFormat):
+    """Files of `luna`, `luna_base_tied` and `luna_base_untied`."""
+
+    name = "luna_seq2seq"
+    revisions = {"r21": _luna.code_of_2021("Luna translation")}
+    written = ("r21",)
+    classes = (LunaForConditionalGeneration,)
+    decoder_fields = DECODER_FIELDS
+    table = _TABLE
+
+    def recognise(self, tensors: Tensors, args: dict[str, Any]) -> str | None:
+        """Return the only revision."""
+        packs = "encoder.projected_embeddings" in tensors
+        return "r21" if packs and any(key.startswith("decoder.layers.") for key in tensors) else None
+
+    def evidence(self, tensors: Tensors, args: dict[str, Any], revision: str) -> Evidence:
+        """Return the evidence; heads that the args do not have are as many as others."""
+        found = super().evidence(tensors, args, revision)
+        heads = args.get("encoder_attention_heads") or 8
+        found.defaults |= {
+            "encoder_attention_heads": heads,
+            "encoder_projected_attention_heads": heads,
+            "decoder_attention_heads": heads,
+            "decoder_projected_attention_heads": args.get("decoder_attention_heads") or heads,
+        }
+        return found
+
+    def plan(self, evidence: Evidence, head: str | None = None) -> Plan:
+        """Return the plan of an encoder-decoder."""
+        for prefix in _ABSENT:
+            if any(key.startswith(prefix) for key in evidence.tensors):
+                raise ConversionError(
+                    f"the file has tensors '{prefix}*': a decoder of another width than its embedding, or an adaptive "
+                    "softmax, which the encoder-decoder here has not; no published recipe trains one"
+                )
+        vocabulary, target_vocabulary, _ = _translation.vocabularies(evidence)
+        fields = {"vocab_size": vocabulary, "decoder_vocab_size": target_vocabulary, "is_encoder_decoder": True}
+        config = build_config(LunaConfig, self.table, evidence, **fields | read_fields(self.table, evidence))
+        return Plan(
+            LunaForConditionalGeneration,
+            config,
+            self.keymap(config, evidence.revision),
+            languages=_translation.languages(evidence),
+            generation=_translation.generation(config.decoder_config.max_position_embeddings),
+            decisions={name: getattr(config, name) for name in _DECIDED},
+            notes=[_ACTIVATION_NOTE],
+            warnings=evidence.warnings,
+        )
+
+    def keymap(self, config: LunaConfig, revision: str, head: str | None = None) -> KeyMap:
+        """Return the map of an encoder-decoder."""
+        encoder, decoder = "luna.encoder", "luna.decoder"
+        return KeyMap(
+            [
+                # The spelling is the original's.
+                *_luna.encoder_rows("encoder", encoder, ("layernorm_embedding", "layernorm_porjected_embedding")),
+                *_rows_of_side("encoder", encoder),
+                *_rows_of_side("decoder", decoder),
+                Row("decoder.layernorm_embedding.{part}", f"{decoder}.embeddings.layer_norm.{{part}}", LAYER_NORM),
+                Row("encoder.projected_positions", None, reason=_luna.SINUSOIDS),
+                Row("decoder.embed_positions.weight", f"{decoder}.embeddings.position_embeddings.weight"),
+                *_decoder_layers(f"{decoder}.decoder.layers.{{layer}}"),
+                Row("decoder.output_projection.weight", "lm_head.weight"),
+            ]
+        )
+
+    def allowed(self, target: Target) -> dict[str, tuple]:
+        """Return what the code for translation has; encoder and decoder have more freedom there than elsewhere."""
+        config = target.config
+        types = (config.position_embedding_type, config.decoder_config.position_embedding_type)
+        with_positions = "learned" in types or types[0] == "sinusoidal"
+        return {
+            "hidden_act": _luna.activations(target.revision),
+            "causal_activation": ("softplus",),
+            "contextual_projection": (True,),
+            "share_layers": (False,),
+            "layer_norm_eps": (1e-5,),
+            "pad_token_id": (1,),
+            "bos_token_id": (0, None),
+            "eos_token_id": (2, None),
+            "decoder_start_token_id": (2,),
+            # Where one side has positions, both have.
+            "decoder_position_embedding_type": (None, "learned", "sinusoidal") if with_positions else (None, "none"),
+        }
+
+    def extras(self, target: Target, tensors: Tensors) -> Tensors:
+        """Return the sinusoids and the numbers of the layout."""
+        config, dtype = target.config, next(iter(tensors.values())).dtype
+        buffers = _luna.saved_sinusoids(config, "encoder", dtype)
+        buffers |= _luna.saved_sinusoids(config.decoder_config, "decoder", dtype)
+        return buffers | {f"{side}.version": torch.tensor([3.0]) for side in _translation.SIDES}
+
+
+def _rows_of_side(source: str, model: str) -> list[Row]:
+    layers = f"{model}.{source}"
+    return [
+        Row(f"{source}.embed_tokens.weight", f"{model}.embeddings.word_embeddings.weight"),
+        Row(f"{source}.layer_norm.{{part}}", f"{layers}.layer_norm.{{part}}", LAYER_NORM),
+        Row(f"{source}.proj_layer_norm.{{part}}", f"{layers}.packed_layer_norm.{{part}}", LAYER_NORM),
+        Row(f"{source}.embed_positions._float_tensor", None, reason=_luna.PLACEHOLDER),
+        Row(f"{source}.version", None, reason=_VERSION),
+    ]
+
+
+def _decoder_layers(model: str) -> list[Row]:
+    layer = "decoder.layers.{layer}"
+    attentions = {"self_attn": ("attention", _CAUSAL_ATTENTION), "encoder_attn": ("cross_attention", _luna.ATTENTION)}
+    norms = {
+        "self_attn_layer_norm": "attention_layer_norm",
+        "encoder_attn_layer_norm": "cross_attention_layer_norm",
+        "encoder_atten_proj_layer_norm": "packed_layer_norm",
+        "final_layer_norm": "final_layer_norm",
+    }
+    return [
+        *(
+            Row(f"{layer}.{source}.{theirs}.{{part}}", f"{model}.{target}.{ours}.{{part}}")
+            for source, (target, names) in attentions.items()
+            for theirs, ours in names.items()
+        ),
+        *(Row(f"{layer}.{theirs}.{{part}}", f"{model}.{ours}.{{part}}", LAYER_NORM) for theirs, ours in norms.items()),
+        Row(f"{layer}.fc1.{{part}}", f"{model}.fc1.{{part}}"),
+        Row(f"{layer}.fc2.{{part}}", f"{model}.fc2.{{part}}"),
+    ]

@@ -1,0 +1,384 @@
+"""mega_lm: Mega language models, with an ordinary vocabulary or an adaptive one."""
+
+import re
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from luna_mega import MegaConfig, MegaForCausalLM
+from luna_mega.convert.argmap import COMMON, NOT, Arg, Way, build_config, fixed, read_fields, written
+from luna_mega.convert.dictionary import Dictionaries
+from luna_mega.convert.evidence import Evidence, same_bits
+from luna_mega.convert.formats import _mega
+from luna_mega.convert.formats._base import Tensors
+from luna_mega.convert.keymap import KeyMap, Row
+from luna_mega.convert.plan import Plan, Target
+from luna_mega.convert.tokenizers import PIECES, WORDS, ConvertedTokenizer
+from luna_mega.convert.tokenizers.gpt2_bpe import read_gpt2_bpe
+from luna_mega.convert.tokenizers.language_models import (
+    byte_tokenizer,
+    holds_bytes,
+    lm_bpe_tokenizer,
+    lm_word_tokenizer,
+)
+from luna_mega.errors import ConversionError
+from luna_mega.hub.folder import position_limit
+
+_BODY = "decoder"
+_EMBEDDING, _BANDS = f"{_BODY}.embed_tokens.weight", f"{_BODY}.embed_tokens.embeddings"
+_PROJECTION = f"{_BODY}.project_in_dim.weight"
+_OUT, _ADAPTIVE = f"{_BODY}.output_projection.weight", f"{_BODY}.adaptive_softmax"
+_STACK = _mega.Stack(_BODY)
+_BIG = {
+    "dropout": 0.3,
+    "attention_dropout": 0.1,
+    "hidden_dropout": 0.1,
+    "activation_dropout": 0.1,
+    "adaptive_softmax_dropout": 0.2,
+    "tie_adaptive_proj": True,
+}
+_ARCHITECTURES = {
+    "mega_lm_adaptive_big": _BIG,
+    "mega_lm_wiki103": _BIG,
+    "mega_lm_adaptive_base": _BIG,
+    "mega_lm_enwik8_base": {"activation_dropout": 0.0},
+    "mega_lm_enwik8_large": {"dropout": 0.2, "attention_dropout": 0.1, "hidden_dropout": 0.1},
+    "mega_lm_pg19_base": {"dropout": 0.0, "activation_dropout": 0.0},
+}
+_LISTED = Way(lambda value: value, lambda cutoffs: None if cutoffs is None else ",".join(map(str, cutoffs)))
+_DECIDED = (
+    *_mega.DECIDED,
+    "scale_embedding",
+    "tie_word_embeddings",
+    "adaptive_input_cutoffs",
+    "adaptive_softmax_cutoffs",
+)
+
+
+def _has_bands(evidence: Evidence) -> bool:
+    return f"{_BANDS}.0.0.weight" in evidence.tensors
+
+
+def _widths(evidence: Evidence) -> tuple[int, int]:
+    """Return the width of the model and that of the embedding."""
+    if _has_bands(evidence):
+        return evidence.shape(f"{_BANDS}.0.1.weight", "width", "width of the embedding")
+    _, size = evidence.shape(_EMBEDDING, "vocabulary", "width")
+    if _PROJECTION not in evidence.tensors:
+        return size, size
+    return evidence.shape(_PROJECTION, "width", "width of the embedding")[0], size
+
+
+def _ends(evidence: Evidence, prefix: str, matrix: str, before: tuple[int, ...] = ()) -> list[int]:
+    """Return where each band under `prefix` ends, by the rows of its words, behind bands of the sizes `before`."""
+    names = (f"{prefix}.{band}.{matrix}.weight" for band in range(evidence.layers(prefix)))
+    return list(accumulate((*before, *(evidence.shape(name, "words", "width")[0] for name in names))))
+
+
+def _vocabulary(evidence: Evidence) -> int:
+    if _has_bands(evidence):
+        return _ends(evidence, _BANDS, "0")[-1]
+    return evidence.shape(_EMBEDDING, "vocabulary", "width")[0]
+
+
+def _input_cutoffs(evidence: Evidence) -> dict[str, list[int]]:
+    cutoffs = _ends(evidence, _BANDS, "0")[:-1]
+    return {"adaptive_input_cutoffs": _checked(evidence, "adaptive_input_cutoff", cutoffs)}
+
+
+def _softmax_cutoffs(evidence: Evidence) -> dict[str, list[int] | None]:
+    if not _ties_bands(evidence):
+        tails = evidence.layers(f"{_ADAPTIVE}.tail")
+        scores, _ = evidence.shape(f"{_ADAPTIVE}.head.weight", "words and classes", "width")
+        cutoffs = _ends(evidence, f"{_ADAPTIVE}.tail", "2", (scores - tails,))[:-1]
+    else:
+        cutoffs = _ends(evidence, _BANDS, "0")[:-1] if _has_bands(evidence) else None
+    return {"adaptive_softmax_cutoffs": _checked(evidence, "adaptive_softmax_cutoff", cutoffs)}
+
+
+def _checked(evidence: Evidence, name: str, in_file: list[int] | None) -> list[int] | None:
+    """Return what the tensors say, and warn when the argument, a text, disagrees.
+
+    The argument may end with the size of the vocabulary.
+    """
+    in_args = [int(number) for number in re.findall(r"\d+", str(evidence.args.get(name)))]
+    if in_args and in_file is not None and in_args not in (in_file, [*in_file, _vocabulary(evidence)]):
+        evidence.prefer(name, ",".join(map(str, in_file)))
+    return in_file
+
+
+def _is_adaptive(evidence: Evidence) -> bool:
+    return any(key.startswith(f"{_ADAPTIVE}.") for key in evidence.tensors)
+
+
+def _is_ordinary(evidence: Evidence) -> bool:
+    return not _is_adaptive(evidence)
+
+
+def _ties_bands(evidence: Evidence) -> bool:
+    return f"{_ADAPTIVE}.head.class_proj.weight" in evidence.tensors
+
+
+def _shares_words(evidence: Evidence) -> dict[str, bool]:
+    """Return whether an ordinary output layer is the embedding."""
+    tensors = evidence.tensors
+    evidence.shape(_OUT, "vocabulary", "width")
+    same = _EMBEDDING in tensors and same_bits(tensors[_OUT], tensors[_EMBEDDING])
+    if not same:
+        evidence.prefer("share_decoder_input_output_embed", False)
+    return {"tie_word_embeddings": same and evidence.args.get("share_decoder_input_output_embed") is not False}
+
+
+def _shares_projections(evidence: Evidence) -> dict[str, bool]:
+    """Return whether the tails use the projections of the embedding: the shapes tell, but not of square ones."""
+    if not _ties_bands(evidence):
+        return {"tie_adaptive_projections": False}
+    pairs = [
+        [evidence.tensors.get(name) for name in (f"{_ADAPTIVE}.tail.{tail}.0.weight", f"{_BANDS}.{tail + 1}.1.weight")]
+        for tail in range(evidence.layers(f"{_ADAPTIVE}.tail"))
+    ]
+    asked = bool(evidence.arg("tie_adaptive_proj"))
+    if any(tensor is None for pair in pairs for tensor in pair):
+        return {"tie_adaptive_projections": asked}  # the file is reported as incomplete
+    shapes = all(ours.shape == theirs.shape for ours, theirs in pairs)
+    tied = shapes and (asked or all(same_bits(*pair) for pair in pairs))
+    return {"tie_adaptive_projections": evidence.prefer("tie_adaptive_proj", tied)}
+
+
+def _adaptive(target: Target) -> bool:
+    return target.config.adaptive_softmax_cutoffs is not None
+
+
+def _tied(target: Target, adaptive: bool) -> bool:
+    return target.config.tie_word_embeddings and _adaptive(target) is adaptive
+
+
+def _softmax_factor(target: Target) -> float:
+    config = target.config
+    return config.adaptive_input_factor if config.tie_word_embeddings else config.adaptive_softmax_factor
+
+
+_TABLE = (
+    *COMMON,
+    fixed("task", "language_modeling", kept=True),
+    # All sizes are in the args.
+    Arg("arch", write=lambda target: "mega_lm_adaptive_big" if _adaptive(target) else "mega_lm", kept=True),
+    Arg("criterion", write=lambda target: "adaptive_loss" if _adaptive(target) else "cross_entropy"),
+    fixed("sample_break_mode", "complete"),
+    written("tokens_per_sample", "max_positions"),
+    _STACK.positions("max_target_positions", "decoder_chunk_size", default=1024),
+    fixed("output_dictionary_size", -1),
+    fixed("self_target", False),
+    fixed("future_target", False),
+    fixed("past_target", False),
+    fixed("add_bos_token", False),
+    fixed("shorten_method", "none"),
+    fixed("shorten_data_split_list", ""),
+    fixed("variant_block_multiple_min", 1),
+    fixed("variant_block_multiple_max", 1),
+    fixed("valid_block", "splits:10"),
+    Arg("decoder_layers", "num_hidden_layers", measure=_STACK.layers("decoder_layers")),
+    Arg("decoder_embed_dim", "hidden_size", measure=lambda evidence: _widths(evidence)[0]),
+    Arg("decoder_input_dim", "embedding_size", measure=lambda evidence: _widths(evidence)[1]),
+    Arg("decoder_hidden_dim", "intermediate_size", measure=_STACK.values),
+    _STACK.feed_forward("decoder_ffn_embed_dim"),
+    Arg("decoder_z_dim", "shared_representation_size", measure=_STACK.shared),
+    Arg("decoder_n_dim", "ema_projection_size", measure=_STACK.dimensions),
+    _STACK.chunk("decoder_chunk_size"),
+    fixed("decoder_embed_path", None),
+    *_mega.options(_STACK, truncation=2048),
+    _STACK.affine_final_norm(),
+    Arg("no_scale_embedding", "scale_embedding", NOT, False),
+    *_mega.DROPOUTS,
+    Arg(
+        "share_decoder_input_output_embed",
+        read=_shares_words,
+        write=lambda target: _tied(target, adaptive=False),
+        there=_is_ordinary,
+    ),
+    fixed("share_all_embeddings", False),
+    Arg("adaptive_input", write=lambda target: target.config.adaptive_input_cutoffs is not None),
+    Arg("adaptive_input_cutoff", "adaptive_input_cutoffs", _LISTED, read=_input_cutoffs, there=_has_bands),
+    Arg("adaptive_input_factor", "adaptive_input_factor", default=4, there=_has_bands),
+    Arg("adaptive_softmax_cutoff", "adaptive_softmax_cutoffs", _LISTED, read=_softmax_cutoffs, there=_is_adaptive),
+    Arg("adaptive_softmax_factor", "adaptive_softmax_factor", default=4, there=_is_adaptive, write=_softmax_factor),
+    Arg("adaptive_softmax_dropout", "adaptive_softmax_dropout", default=0.0, there=_is_adaptive),
+    Arg(
+        "tie_adaptive_weights",
+        "tie_word_embeddings",
+        measure=_ties_bands,
+        write=lambda target: _tied(target, adaptive=True),
+        there=_is_adaptive,
+    ),
+    Arg(
+        "tie_adaptive_proj",
+        "tie_adaptive_projections",
+        default=False,
+        read=_shares_projections,
+        there=_is_adaptive,
+    ),
+)
+
+
+class MegaLM(_mega.MegaFormat):
+    """Language models of `mega_lm*`."""
+
+    name = "mega_lm"
+    revisions = _mega.revisions("Mega LM")
+    classes = (MegaForCausalLM,)
+    stacks = frozenset({_BODY})
+    unread = frozenset()
+    table = _TABLE
+    architectures = _ARCHITECTURES
+    criteria = {"adaptive_loss": "AdaptiveLoss"}
+
+    def plan(self, evidence: Evidence, head: str | None = None) -> Plan:
+        """Return the plan of a language model.
+
+        Raises:
+            ConversionError: args and tensors contradict each other, or a tied copy differs from its original.
+        """
+        args, notes, own = evidence.args, [], self.architectures.get(self.architecture(evidence.args), {})
+        if args.get("activation_dropout") is None and "activation_dropout" not in own:
+            notes.append(
+                "args.activation_dropout is missing, without which the original fails here: 0.0 is taken for it"
+            )
+        fields = {"vocab_size": _vocabulary(evidence)} | read_fields(self.table, evidence)
+        config = build_config(
+            MegaConfig,
+            self.table,
+            evidence,
+            **fields,
+            is_decoder=True,
+            bidirectional=False,
+            add_lm_hidden_dense_layer=False,
+            lm_head_bias=False,
+            bos_token_id=2,  # what fairseq puts before the first token
+        )
+        _check_copies(config, evidence.tensors)
+        return Plan(
+            MegaForCausalLM,
+            config,
+            self.keymap(config, evidence.revision),
+            decisions={"ema_convention": evidence.revision} | {name: getattr(config, name) for name in _DECIDED},
+            notes=notes,
+            warnings=evidence.warnings,
+        )
+
+    def tokenizer(self, plan: Plan, found: Dictionaries, bpe: str | Path | None) -> ConvertedTokenizer | None:
+        """Return the tokenizer of GPT-2's pieces, of bytes, or of symbols between white space."""
+        length, dictionary = position_limit(plan.config), found.vocabulary
+        if dictionary is None:
+            if bpe is not None:
+                raise ConversionError(f"--bpe {bpe}: there is no dictionary beside the checkpoint; give it with --dict")
+            return None
+        if bpe is not None:
+            return ConvertedTokenizer(lm_bpe_tokenizer(dictionary, read_gpt2_bpe(bpe), length), PIECES, [])
+        if holds_bytes(dictionary):
+            return ConvertedTokenizer(byte_tokenizer(dictionary, length), "bytes", [])
+        return ConvertedTokenizer(lm_word_tokenizer(dictionary, length), WORDS, [])
+
+    def heads(self, plan: Plan, tensors: Tensors) -> list[str]:
+        """Return the only head."""
+        return ["causal LM"]
+
+    def keymap(self, config: MegaConfig, revision: str, head: str | None = None) -> KeyMap:
+        """Return the map of a language model of a branch; bands and what is tied are those of the model."""
+        words = "mega.embedding_layer.word_embeddings"
+        embedding = [Row(_EMBEDDING, f"{words}.weight")]
+        if config.adaptive_input_cutoffs is not None:
+            embedding = [Row(f"{_BODY}.embed_tokens._float_tensor", None, reason=_mega.PLACEHOLDER)]
+            for band in range(len(config.adaptive_input_cutoffs) + 1):
+                embedding.append(Row(f"{_BANDS}.{band}.0.weight", f"{words}.words.{band}.weight"))
+                embedding.append(Row(f"{_BANDS}.{band}.1.weight", f"{words}.projections.{band}.weight"))
+        return KeyMap(
+            [
+                Row(f"{_BODY}.version", None, reason=_mega.PLACEHOLDER),
+                *embedding,
+                Row(_PROJECTION, "mega.embedding_layer.projection.weight"),
+                *_mega.layer_rows(_BODY, revision),
+                *([Row(_OUT, "lm_head.weight")] if config.adaptive_softmax_cutoffs is None else _softmax_rows(config)),
+            ]
+        )
+
+    def allowed(self, target: Target) -> dict[str, tuple]:
+        """Return what the language models have."""
+        config = target.config
+        fields = _mega.allowed_in_all(config)
+        fields |= {"add_lm_hidden_dense_layer": (False,), "lm_head_bias": (False,), "eos_token_id": (2, None)}
+        if config.adaptive_softmax_cutoffs is None and config.tie_word_embeddings:
+            fields |= {"embedding_size": (config.hidden_size,), "adaptive_input_cutoffs": (None,)}
+        if not config.final_norm:
+            fields["final_norm_affine"] = (True, False)
+        return fields
+
+    def complete(self, target: Target, tensors: Tensors) -> tuple[Tensors, list[str]]:
+        """Add the output layer where it is the embedding."""
+        words = "mega.embedding_layer.word_embeddings.weight"
+        if target.config.tie_word_embeddings and words in tensors:
+            tensors = tensors | {"lm_head.weight": tensors[words]}
+        return tensors, []
+
+    def extras(self, target: Target, tensors: Tensors) -> Tensors:
+        """Return versions, buffers without content, and copies of tied tensors."""
+        config = target.config
+        extras: dict[str, Any] = {f"{_BODY}.version": torch.tensor([3.0])}
+        if config.adaptive_input_cutoffs is not None:
+            extras[f"{_BODY}.embed_tokens._float_tensor"] = torch.zeros(1)
+        if config.adaptive_softmax_cutoffs is not None:
+            extras[f"{_ADAPTIVE}.version"] = torch.tensor([1])
+            if config.tie_word_embeddings:
+                extras[f"{_ADAPTIVE}.head._float_tensor"] = torch.zeros(1)
+        extras |= {name: torch.zeros(1) for name in _mega.bias_placeholders(_BODY, config)}
+        return extras | {copy: tensors[name] for copy, name in _tied_copies(config).items() if name in tensors}
+
+
+def _check_copies(config: MegaConfig, tensors: Tensors) -> None:
+    for copy, original in _tied_copies(config).items():
+        if copy not in tensors:
+            raise ConversionError(f"tensor {copy!r} is missing; the file is incomplete")
+        if original in tensors and not same_bits(tensors[copy], tensors[original]):
+            raise ConversionError(
+                f"tensors {copy!r} and {original!r} are tied in the original but differ; the file was changed"
+            )
+
+
+def _tied_copies(config: MegaConfig) -> dict[str, str]:
+    """Return the tensors of a tied adaptive softmax that are copies, and those that they are copies of."""
+    if config.adaptive_softmax_cutoffs is None or not config.tie_word_embeddings:
+        return {}
+    copies = {_words_of_head(config): f"{_BANDS}.0.0.weight"}
+    for tail in range(len(config.adaptive_softmax_cutoffs)):
+        if config.tie_adaptive_projections:
+            copies[f"{_ADAPTIVE}.tail.{tail}.0.weight"] = f"{_BANDS}.{tail + 1}.1.weight"
+        copies[f"{_ADAPTIVE}.tail.{tail}.2.weight"] = f"{_BANDS}.{tail + 1}.0.weight"
+    return copies
+
+
+def _words_of_head(config: MegaConfig) -> str:
+    projected = config.embedding_size != config.hidden_size
+    return f"{_ADAPTIVE}.head.word_proj.{'1.' if projected else ''}weight"
+
+
+def _softmax_rows(config: MegaConfig) -> list[Row]:
+    rows = [
+        Row(f"{_ADAPTIVE}.version", None, reason=_mega.PLACEHOLDER),
+        Row(f"{_ADAPTIVE}.head._float_tensor", None, reason=_mega.PLACEHOLDER),
+    ]
+    if config.tie_word_embeddings:
+        names = {
+            f"{_ADAPTIVE}.head.word_proj.0.weight": "lm_head.head_projection.weight",
+            _words_of_head(config): None,
+            f"{_ADAPTIVE}.head.class_proj.weight": "lm_head.head.weight",
+        }
+    else:
+        names = {f"{_ADAPTIVE}.head.weight": "lm_head.head.weight"}
+    for tail in range(len(config.adaptive_softmax_cutoffs)):
+        names[f"{_ADAPTIVE}.tail.{tail}.0.weight"] = f"lm_head.projections.{tail}.weight"
+        names[f"{_ADAPTIVE}.tail.{tail}.2.weight"] = f"lm_head.words.{tail}.weight"
+    tied = _tied_copies(config)
+    for source, target in names.items():
+        rows.append(Row(source, None, reason="tied to the embedding") if source in tied else Row(source, target))
+    return rows

@@ -1,0 +1,232 @@
+"""mega_lra: Mega encoders of the Long Range Arena and of raw speech."""
+
+from dataclasses import replace
+
+import torch
+
+from luna_mega import MegaConfig, MegaForSequenceClassification, MegaForSequencePairClassification
+from luna_mega.convert.argmap import COMMON, Arg, also, build_config, fixed, never, read_fields, written
+from luna_mega.convert.evidence import Evidence
+from luna_mega.convert.formats import _lra, _mega
+from luna_mega.convert.formats._base import Tensors
+from luna_mega.convert.formats._lra import BODY, OUT
+from luna_mega.convert.keymap import KeyMap, Row
+from luna_mega.convert.plan import Plan, Target
+from luna_mega.errors import ConversionError
+
+_WORDS, _VALUES = f"{BODY}.embed_tokens.embed.weight", f"{BODY}.embed_tokens.weight"
+_STACK = _mega.Stack(BODY)
+_TEXT = {"activation_fn": "silu", "truncation_length": 1024, "max_positions": 4002}
+_IMAGE = {"activation_fn": "silu", "truncation_length": 1024, "chunk_size": 1024, "max_positions": 1024}
+_SPEECH = {
+    "activation_fn": "silu",
+    "attention_activation_fn": "laplace",
+    "chunk_size": 1000,
+    "truncation_length": 1000,
+    "max_positions": 16000,
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+_ARCHITECTURES = {
+    "mega_lra_listop": _TEXT | {"max_positions": 2002},
+    "mega_lra_imdb": _TEXT,
+    "mega_lra_aan": _TEXT,
+    "mega_lra_cifar10": _IMAGE,
+    "mega_lra_pf32": _IMAGE,
+    "mega_lra_pf128": _IMAGE | {"truncation_length": 4096, "chunk_size": 16384, "max_positions": 16384},
+    "sc_raw": _SPEECH,
+    "mega_sc_raw": _SPEECH,
+    "mega_sc_raw_base": _SPEECH,
+    "mega_sc_raw_big": _SPEECH,
+}
+# Width -> architecture. All sizes are in the args, so that one of other sizes does where none has these.
+_OF_TEXT = {80: "mega_lra_listop"}
+_OF_IMAGES = {64: "mega_lra_pf128", 128: "mega_lra_pf32"}
+_OF_SPEECH = {60: "mega_sc_raw_base", 72: "mega_sc_raw_big"}
+
+
+def _tokens(evidence: Evidence) -> bool:
+    if _WORDS in evidence.tensors or _VALUES in evidence.tensors:
+        return _WORDS in evidence.tensors
+    return evidence.args.get("input_type") == "text"  # which of the two is missing
+
+
+def _embedding(evidence: Evidence) -> tuple[int, ...]:
+    return evidence.shape(_WORDS, "vocabulary", "width") if _tokens(evidence) else evidence.shape(_VALUES, "width")
+
+
+def _classifier_layers(evidence: Evidence) -> dict[str, int]:
+    there = any(key.startswith("classifier.") for key in evidence.tensors)
+    if evidence.integer("classifier_layers") < 1 and not there:
+        return {"classifier_num_layers": 0}
+    hidden, _ = evidence.shape("classifier.0.0.weight", "hidden", "features")
+    layers = evidence.prefer("classifier_layers", evidence.layers("classifier"))
+    return {"classifier_num_layers": layers, "classifier_hidden_size": hidden}
+
+
+def _pooling(evidence: Evidence) -> dict[str, str]:
+    if evidence.arg("use_p"):
+        raise ConversionError("args.use_p is set, which reads the packed sequence of Luna: Mega has none")
+    pooling = _lra.representation(evidence)
+    if pooling == "cls" and not _tokens(evidence):
+        raise ConversionError("args.sen_rep_type = 'cls' with pixels or audio fails in the original as well; it has mp")
+    return {"pooling": pooling}
+
+
+def _is_pair(target: Target) -> bool:
+    return target.model_class is MegaForSequencePairClassification
+
+
+def _in_features(target: Target) -> int:
+    return (2 if _is_pair(target) else 1) * target.config.hidden_size
+
+
+def _out_features(target: Target) -> int:
+    return target.config.classifier_hidden_size if target.config.classifier_num_layers else _in_features(target)
+
+
+def _is_speech(target: Target) -> bool:
+    # The code for speech always has a classifier layer, and no norm on the embeddings.
+    config = target.config
+    is_size = config.input_type == "values" and config.hidden_size in _OF_SPEECH
+    return is_size and bool(config.classifier_num_layers) and not config.embedding_norm
+
+
+def _arch(target: Target) -> str:
+    width = target.config.hidden_size
+    if target.config.input_type == "tokens":
+        return "mega_lra_aan" if _is_pair(target) else _OF_TEXT.get(width, "mega_lra_imdb")
+    return _OF_SPEECH[width] if _is_speech(target) else _OF_IMAGES.get(width, "mega_lra_cifar10")
+
+
+def _task(target: Target) -> str:
+    if target.config.input_type == "tokens":
+        return "lra-text"
+    return "speech_commands" if _is_speech(target) else "lra-image"
+
+
+_TABLE = (
+    *COMMON,
+    _lra.CRITERION,
+    _lra.layer_type("mega"),
+    fixed("apply_bert_init", False),
+    Arg("encoder_layers", "num_hidden_layers", measure=_STACK.layers("encoder_layers")),
+    Arg("encoder_embed_dim", "hidden_size", measure=lambda evidence: _embedding(evidence)[-1]),
+    Arg("encoder_hidden_dim", "intermediate_size", measure=_STACK.values),
+    _STACK.feed_forward("encoder_ffn_embed_dim"),
+    Arg("z_dim", "shared_representation_size", measure=_STACK.shared),
+    Arg("n_dim", "ema_projection_size", measure=_STACK.dimensions),
+    _STACK.chunk("chunk_size"),
+    _mega.TRUNCATION,
+    Arg("rel_pos_bias", "relative_positional_bias", measure=_STACK.bias),
+    _STACK.positions("max_positions", "chunk_size"),
+    written("tokens_per_sample", "max_positions"),
+    replace(_mega.ACTIVATION_FUNCTION, default="gelu"),
+    Arg("attention_activation_fn", "attention_activation", default="relu2"),
+    _STACK.norm_type("norm_type"),
+    _STACK.normalize_before("encoder_normalize_before"),
+    _STACK.affine_final_norm(when=never),
+    _STACK.normalize_embedding(),
+    _mega.FEATURE_DROPOUT,
+    Arg("dropout", "dropout_prob", default=0.1),
+    also("dropout", "classifier_dropout"),
+    Arg("attention_dropout", "attention_probs_dropout_prob", default=0.1),
+    Arg("act_dropout", "hidden_dropout_prob", default=0.0),
+    also("act_dropout", "nffn_activation_dropout_prob"),
+    _lra.CLASSES,
+    Arg("sen_rep_type", "pooling", _lra.REPRESENTATION, "mp", read=_pooling),
+    Arg("classifier_layers", "classifier_num_layers", default=1, read=_classifier_layers),
+    Arg("classifier_in_dim", write=_in_features),
+    Arg("classifier_out_dim", write=_out_features),
+    _lra.classifier_activation("gelu"),
+    fixed("use_p", False, default=False),
+    _lra.NO_REGRESSION,
+    Arg("arch", write=_arch, kept=True),
+    Arg("task", write=_task, kept=True),
+    _lra.input_type(_tokens, when=lambda target: not _is_speech(target)),
+)
+
+
+class MegaLra(_lra.LraFormat, _mega.MegaFormat):
+    """Classifiers of one sequence or of a pair, of tokens, pixels or samples of speech."""
+
+    name = "mega_lra"
+    revisions = _mega.revisions("Mega LRA")
+    classes = classifiers = (MegaForSequenceClassification, MegaForSequencePairClassification)
+    stacks = frozenset({BODY})
+    table = _TABLE
+    architectures = _ARCHITECTURES
+
+    def plan(self, evidence: Evidence, head: str | None = None) -> Plan:
+        """Return the plan: sequence classification, or pair classification for Retrieval."""
+        tokens = _tokens(evidence)
+        fields = {"vocab_size": _embedding(evidence)[0]} if tokens else {}
+        fields |= read_fields(self.table, evidence)
+        read_by_classifier = "classifier.0.0.weight" if fields["classifier_num_layers"] else OUT
+        _, in_features = evidence.shape(read_by_classifier, "hidden", "features")
+        model_class = _lra.choose_class(in_features, fields["hidden_size"], 2, *self.classes)
+        shift = evidence.revision == "flash"
+        config = build_config(MegaConfig, self.table, evidence, **fields, classifier_bias=False, ema_shift=shift)
+        starts_with_cls = tokens and config.pooling == "cls"
+        notes = [_lra.first_token_note(config)] if starts_with_cls else []
+        if evidence.args.get("task") == "lra-image":
+            mean, deviation = evidence.args.get("pixel_normalization") or (0.5, 0.5)
+            notes.append(
+                f"a pixel x of 0 to 255 becomes (x / 255 - {mean}) / {deviation} before it goes into the model"
+            )
+        decided = {name: getattr(config, name) for name in ("input_type", *_mega.DECIDED, "pooling")}
+        return Plan(
+            model_class,
+            config,
+            self.keymap(config, evidence.revision),
+            appended_symbol="<CLS>" if tokens else None,
+            num_labels=config.num_labels,
+            prepends_appended=starts_with_cls,
+            decisions={"ema_convention": evidence.revision} | decided,
+            notes=notes,
+            warnings=evidence.warnings,
+        )
+
+    def keymap(self, config: MegaConfig, revision: str, head: str | None = None) -> KeyMap:
+        """Return the map of a file of a branch; input and classifier are those of the model."""
+        embedding = {
+            "tokens": Row(_WORDS, "mega.embedding_layer.word_embeddings.weight"),
+            "values": Row(f"{BODY}.embed_tokens.{{part}}", "mega.embedding_layer.value_embeddings.{part}"),
+        }
+        return KeyMap(
+            [
+                embedding[config.input_type],
+                *_mega.layer_rows(BODY, revision),
+                Row("classifier.0.0.{part}", "classifier.dense.{part}"),
+                *(
+                    Row(f"classifier.{index}.0.{{part}}", f"classifier.deeper.{index - 1}.{{part}}")
+                    for index in range(1, config.classifier_num_layers)
+                ),
+                Row(OUT, "classifier.out_proj.weight"),
+            ]
+        )
+
+    def allowed(self, target: Target) -> dict[str, tuple]:
+        """Return what the encoders of LRA have."""
+        config, tokens = target.config, target.config.input_type == "tokens"
+        fields = _mega.allowed_in_all(config) | {
+            "bidirectional": (True,),
+            "ema_shift": (target.revision == "flash",),
+            "final_norm_affine": (True,),
+            "scale_embedding": (False,),
+            "embedding_size": (config.hidden_size,),
+            "adaptive_input_cutoffs": (None,),
+            "pooling": ("cls", "mean") if tokens else ("mean",),
+            "classifier_bias": (False,),
+        }
+        if tokens:
+            fields |= {"bos_token_id": (0, None), "eos_token_id": (2, None)}
+        if config.classifier_num_layers:
+            fields["classifier_activation"] = _mega.activations()
+        if _is_pair(target):
+            fields |= {"pair_features": ("concat",), "input_type": ("tokens",)}
+        return fields
+
+    def extras(self, target: Target, tensors: Tensors) -> Tensors:
+        """Return the buffers without content."""
+        return {name: torch.zeros(1) for name in _mega.bias_placeholders(BODY, target.config)}

@@ -1,0 +1,69 @@
+"""The formats that are known, and which of them a file has."""
+
+from luna_mega.convert.formats._base import Format
+from luna_mega.convert.formats.luna_bert import LunaBert
+from luna_mega.convert.formats.luna_lra import LunaLra
+from luna_mega.convert.formats.luna_seq2seq import LunaSeq2Seq
+from luna_mega.convert.formats.mega_lm import MegaLM
+from luna_mega.convert.formats.mega_lra import MegaLra
+from luna_mega.convert.formats.mega_seq2seq import MegaSeq2Seq
+from luna_mega.convert.reader import Checkpoint
+from luna_mega.errors import ConversionError
+
+_FORMATS: dict[str, Format] = {}
+
+
+def register_format(checkpoint_format: Format) -> None:
+    """Make a format known to convert, export and info, behind those that are known already.
+
+    Raises:
+        ValueError: there is another one of this name.
+    """
+    known = _FORMATS.setdefault(checkpoint_format.name, checkpoint_format)
+    if known is not checkpoint_format:
+        raise ValueError(f"format {checkpoint_format.name!r} is registered already; give another name")
+
+
+def registered_formats() -> tuple[Format, ...]:
+    """Return all formats, in the order in which a file or a model is tried."""
+    return tuple(_FORMATS.values())
+
+
+def find_format(name: str) -> Format:
+    """Return the format called `name`, the `layout` of a conversion report.
+
+    Raises:
+        ConversionError: there is none.
+    """
+    if name not in _FORMATS:
+        raise ConversionError(f"format {name!r} is not known; this version knows {', '.join(_FORMATS)}")
+    return _FORMATS[name]
+
+
+def detect(checkpoint: Checkpoint) -> tuple[Format, str]:
+    """Return the format of a file and the revision of the code that wrote it.
+
+    Raises:
+        ConversionError: no format recognises it; the message says what it is and what to do.
+    """
+    tensors, arch = checkpoint.tensors, str(checkpoint.args.get("arch"))
+    for found in registered_formats():
+        revision = found.recognise(tensors, checkpoint.args)
+        if revision is not None:
+            return found, revision
+    refusals = (found.refusal(tensors, arch) for found in registered_formats())
+    refusal = next(filter(None, refusals), None)
+    raise ConversionError(
+        f"{checkpoint.path}: "
+        + (
+            refusal
+            or f"not a Luna or Mega checkpoint (arch {arch!r}): there is neither a packed sequence, "
+            f"'*.projected_embeddings', nor a '*.mega_layer' among its {len(tensors)} tensors; this version converts "
+            "luna_bert, Luna LRA and Mega LRA encoders, Mega for raw speech, Mega language models, and "
+            "encoder-decoders of both"
+        )
+    )
+
+
+for _format in (LunaBert(), LunaLra(), LunaSeq2Seq(), MegaLra(), MegaLM(), MegaSeq2Seq()):
+    register_format(_format)

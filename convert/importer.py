@@ -1,0 +1,225 @@
+"""Converts a checkpoint of the original code into a folder that transformers loads."""
+
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+
+from luna_mega.convert.dictionary import Dictionaries
+from luna_mega.convert.ema_convention import CHOICES as EMA_CHOICES
+from luna_mega.convert.formats import Format, registered_formats
+from luna_mega.convert.formats.registry import detect
+from luna_mega.convert.layer_norm import CHOICES, LayerNormDecision, decide_layer_norm
+from luna_mega.convert.plan import Plan
+from luna_mega.convert.reader import Checkpoint, read_checkpoint
+from luna_mega.convert.report import FILE_NAME, Report
+from luna_mega.convert.tensors import (
+    DTYPES,
+    Mapping,
+    convert_tensors,
+    dtype_name,
+    few,
+    map_tensors,
+    save_source_norms,
+    without_memory,
+)
+from luna_mega.convert.tokenizers import ConvertedTokenizer
+from luna_mega.errors import ConversionError
+from luna_mega.hub.card import conversion_card
+from luna_mega.hub.output import check_output, complete_folder
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A checkpoint that is understood: its format, its tensors under today's names, and what they become."""
+
+    checkpoint: Checkpoint
+    format: Format
+    revision: str
+    tensors: dict[str, torch.Tensor]
+    plan: Plan
+    mapping: Mapping
+    norm: LayerNormDecision | None
+    notes: list[str]
+
+    @property
+    def plus_one(self) -> bool:
+        """Whether norm weights are stored minus one."""
+        return self.norm is not None and self.norm.convention == "plus-one"
+
+
+def convert_checkpoint(
+    path: str | Path,
+    output: str | Path,
+    *,
+    dictionaries: Sequence[str | Path] = (),
+    bpe: str | Path | None = None,
+    head: str | None = None,
+    layer_norm: str = "auto",
+    ema_convention: str = "auto",
+    dtype: str = "float32",
+    license: str | None = None,
+) -> Report:
+    """Convert a checkpoint of a format that is known; nothing in it is executed.
+
+    Args:
+        path: the checkpoint that the original code saved.
+        output: folder to write, absent or empty; after a failure it is as it was.
+        dictionaries: vocabulary and label dictionary, or dictionaries of source and target, in any order, told apart by
+            name and size; when none is given they are looked for beside the checkpoint.
+        bpe: folder with GPT-2's BPE files, for the tokenizer of a model whose symbols are GPT-2's ids; for translation
+            the codes of a byte-pair encoding. The others need only the dictionary.
+        head: name of the classification head to convert, where heads have names; None = the only one of a fine-tuned
+            model, else the language model.
+        layer_norm: "auto", "standard" or "plus-one" (some code stores weight - 1).
+        ema_convention: "auto" or the branch of the code that wrote a moving average, by the order of the tensors or as
+            given.
+        dtype: "float32", "float16" or "bfloat16".
+        license: identifier of the licence of the weights, for the model card; None = the card says that none is stated.
+
+    Returns:
+        The report that is also written as conversion_report.json.
+
+    Raises:
+        ConversionError: the input is at fault; one line names the file or field and the way out.
+        ValueError: an option has no such value.
+    """
+    given = (
+        ("layer_norm", layer_norm, CHOICES),
+        ("ema_convention", ema_convention, EMA_CHOICES),
+        ("dtype", dtype, DTYPES),
+    )
+    for name, value, choices in given:
+        if value not in choices:
+            raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+    output = check_output(output)
+    source = _understand(read_checkpoint(path), head, layer_norm, ema_convention)
+    plan = source.plan
+    found = plan.find_dictionaries(list(dictionaries), source.checkpoint.path.parent)
+    if found.labels is not None:
+        plan.config.id2label = dict(enumerate(found.labels.labels))
+        plan.config.label2id = {label: index for index, label in plan.config.id2label.items()}
+    tokenizer = source.format.tokenizer(plan, found, bpe)
+    converted = convert_tensors(plan, source.mapping, source.tensors, source.plus_one, getattr(torch, dtype))
+    report = _report(output, source, found, tokenizer, converted)
+    with complete_folder(output) as folder:
+        if source.plus_one:
+            save_source_norms({key: source.tensors[key] for key in source.mapping.norm_weights}, folder)
+        _write(folder, plan, converted, found, tokenizer, report, license)
+    return report
+
+
+def _understand(checkpoint: Checkpoint, head: str | None, layer_norm: str, ema_convention: str) -> _Source:
+    found, revision = detect(checkpoint)
+    tensors, notes = found.canonical(checkpoint.tensors)
+    norm = None
+    try:
+        if head is not None and not found.named_heads:
+            named = ", ".join(known.name for known in registered_formats() if known.named_heads)
+            raise ConversionError(f"--head {head}: only {named} files have heads with names; leave the option out")
+        for name, value in (("layer-norm", layer_norm), ("ema-convention", ema_convention)):
+            if value != "auto" and name in found.refused:
+                raise ConversionError(f"--{name} {value}: {found.refused[name]}; leave the option out")
+        revision, doubt = found.decide_revision(revision, tensors, ema_convention)
+        plan = found.plan(found.evidence(tensors, checkpoint.args, revision), head)
+        mapping = map_tensors(plan, tensors)
+        if mapping.norm_weights:
+            norm = decide_layer_norm([tensors[key] for key in mapping.norm_weights], layer_norm)
+    except ConversionError as error:
+        raise ConversionError(f"{checkpoint.path}: {error}") from error
+    plan.warnings += filter(None, (doubt, norm and norm.warning))
+    return _Source(checkpoint, found, revision, tensors, plan, mapping, norm, notes)
+
+
+def _report(
+    output: Path,
+    source: _Source,
+    found: Dictionaries,
+    tokenizer: ConvertedTokenizer | None,
+    converted: dict[str, torch.Tensor],
+) -> Report:
+    checkpoint, plan, norm = source.checkpoint, source.plan, source.norm
+    non_finite = [target for target, tensor in converted.items() if not tensor.isfinite().all()]
+    warnings = [*checkpoint.warnings, *plan.warnings, *found.warnings]
+    if non_finite:
+        warnings.append(f"NaN or Inf in {len(non_finite)} of {len(converted)} tensors: {few(non_finite)}")
+    model = without_memory(plan.model_class, plan.config)
+    statistics = {name for name, _ in model.named_buffers()}
+    shape = {key: list(tensor.shape) for key, tensor in source.tensors.items()}
+    mapped, dropped = source.mapping.mapped.items(), source.mapping.dropped.items()
+    return Report(
+        output=str(output),
+        source={
+            "file": checkpoint.path.name,
+            "sha256": checkpoint.sha256,
+            "serialization": checkpoint.serialization,
+            "layout": source.format.name,
+            "revision": source.revision,
+            "arch": source.format.architecture(checkpoint.args),
+            "task": checkpoint.args.get("task"),
+            "num_updates": checkpoint.num_updates,
+        },
+        model_class=plan.model_class.__name__,
+        decisions=({"layer_norm": norm.convention, "layer_norm_mean": norm.mean} if norm else {}) | plan.decisions,
+        mapped=[{"source": key, "target": target, "shape": shape[key]} for key, target in mapped],
+        dropped=[{"source": key, "shape": shape[key], "reason": reason} for key, reason in dropped],
+        dtype_in=dict(Counter(dtype_name(tensor.dtype) for tensor in source.tensors.values())),
+        dtype_out=dtype_name(next(iter(converted.values())).dtype),
+        parameters={
+            "model": model.num_parameters(),
+            "file": sum(tensor.numel() for name, tensor in converted.items() if name not in statistics),
+        },
+        non_finite=non_finite,
+        tokenizer=tokenizer and tokenizer.summary,
+        args=dict(checkpoint.args),
+        notes=[*plan.notes, *found.notes, *source.notes],
+        warnings=warnings,
+        code=source.format.revisions[source.revision].name,
+    )
+
+
+def _dictionary_files(found: Dictionaries) -> dict[str, Path]:
+    roles = {"dict.txt": found.vocabulary, "dict.label.txt": found.labels}
+    if found.target is not found.vocabulary:
+        roles["dict.target.txt"] = found.target
+    return {name: dictionary.path for name, dictionary in roles.items() if dictionary is not None}
+
+
+def _write(
+    folder: Path,
+    plan: Plan,
+    converted: dict[str, torch.Tensor],
+    found: Dictionaries,
+    tokenizer: ConvertedTokenizer | None,
+    report: Report,
+    license: str | None,
+) -> None:
+    dtype = next(iter(converted.values())).dtype
+    model = without_memory(plan.model_class, plan.config).to(dtype)
+    if plan.generation:
+        model.generation_config.update(**plan.generation)
+    try:
+        model.save_pretrained(folder, state_dict=converted, max_shard_size="50GB")
+    except SafetensorError as error:  # what safetensors makes of a full disk
+        raise ConversionError(f"{report.output}: cannot write model.safetensors: {error}") from error
+    for name, path in _dictionary_files(found).items():
+        shutil.copyfile(path, folder / name)
+    if tokenizer is not None:
+        tokenizer.save(folder)
+    card = conversion_card(
+        Path(report.output).name,
+        report.model_class,
+        plan.config,
+        report.source,
+        str(report),
+        parameters=report.parameters["model"],
+        tokenizer=tokenizer is not None,
+        license=license,
+    )
+    card.save(folder / "README.md")
+    report.files = [*sorted(file.name for file in folder.iterdir()), FILE_NAME]
+    report.save(folder)

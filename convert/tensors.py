@@ -1,0 +1,165 @@
+"""From the tensors of a checkpoint to those of the model: every one mapped, dropped with a reason, or an error."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from luna_mega.convert.evidence import same_bits
+from luna_mega.convert.keymap import LAYER_NORM, KeyMap
+from luna_mega.convert.plan import Plan
+from luna_mega.errors import ConversionError
+
+DTYPES = ("float32", "float16", "bfloat16")
+# The norm weights of a plus-one checkpoint as they were: adding 1 rounds them, and an export gives the old ones back.
+_SOURCE_NORMS = "source_norms.safetensors"
+# Output layers that are tied to the embedding, which is saved.
+_TIED_TO_EMBEDDING = ("lm_head.decoder.weight", "lm_head.weight")
+
+
+@dataclass(frozen=True)
+class Mapping:
+    """`mapped`: source name -> target name; `dropped`: source name -> reason; `norm_weights`: source names.
+
+    `absent`: target names of counters that a file may lack, and that start at 0.
+    """
+
+    mapped: dict[str, str]
+    dropped: dict[str, str]
+    norm_weights: list[str]
+    absent: list[str]
+
+
+def map_tensors(plan: Plan, tensors: dict[str, torch.Tensor]) -> Mapping:
+    """Find every tensor's place and check it against the model.
+
+    Raises:
+        ConversionError: a tensor without a place, a place without a tensor, another shape, or no real numbers where
+            weights belong.
+    """
+    mapped, dropped, norm_weights, unexpected = {}, {}, [], []
+    expected = _expected_tensors(plan)
+    for key in tensors:
+        match = plan.keymap.forward(key)
+        if match is None or match.key not in (None, *expected):
+            unexpected.append(key)
+        elif match.key is None:
+            dropped[key] = match.row.reason
+        else:
+            mapped[key] = match.key
+            if match.row.transform == LAYER_NORM and key.endswith(".weight"):
+                norm_weights.append(key)
+    without = [target for target in expected if target not in mapped.values()]
+    absent = [target for target in without if target.endswith(".num_batches_tracked")]
+    missing = [_source_name(plan.keymap, target) for target in without if target not in absent]
+    problems = [f"{what}: {few(keys)}" for what, keys in (("missing", missing), ("unexpected", unexpected)) if keys]
+    if problems:
+        raise ConversionError(
+            f"the tensors are not those of {plan.model_class.__name__} ({'; '.join(problems)}); the file is incomplete "
+            "or of a changed model"
+        )
+    for key, target in mapped.items():
+        _check(key, tensors[key], expected[target])
+    return Mapping(mapped, dropped, norm_weights, absent)
+
+
+def _check(key: str, tensor: torch.Tensor, expected: torch.Tensor) -> None:
+    if tensor.shape != expected.shape:
+        raise ConversionError(f"tensor {key!r} has shape {list(tensor.shape)}, the model needs {list(expected.shape)}")
+    if expected.is_floating_point() and not tensor.is_floating_point():
+        raise ConversionError(
+            f"tensor {key!r} has dtype {dtype_name(tensor.dtype)} where the model has real-valued weights; the file "
+            "was changed"
+        )
+
+
+def convert_tensors(
+    plan: Plan, mapping: Mapping, tensors: dict[str, torch.Tensor], plus_one: bool, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Return the tensors under their new names in `dtype`; with `plus_one` the norm weights are stored minus one.
+
+    Integers stay what they are. Every one has storage of its own: what shares it is saved once, also where the model
+    does not tie it.
+    """
+    raised = set(mapping.norm_weights) if plus_one else set()
+    converted = {}
+    for key, target in mapping.mapped.items():
+        tensor = tensors[key].float().add(1) if key in raised else tensors[key]
+        if not _is_copy(target, plan.config):
+            converted[target] = tensor.to(dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
+    return converted | {target: torch.zeros((), dtype=torch.long) for target in mapping.absent}
+
+
+def _is_copy(target: str, config: PreTrainedConfig) -> bool:
+    """Return whether a tensor of the model is another one's copy, which is not saved."""
+    if target in _TIED_TO_EMBEDDING:
+        return config.tie_word_embeddings
+    of_target = ".decoder." in target and target.endswith(".word_embeddings.weight")
+    return of_target and config.share_encoder_decoder_embeddings
+
+
+def without_memory(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    """Return the model on the meta device: names and shapes only."""
+    with torch.device("meta"):
+        return model_class(config)
+
+
+def few(keys: list[str]) -> str:
+    """Return the first five names and how many more there are."""
+    return ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype, as `float16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def save_source_norms(weights: dict[str, torch.Tensor], folder: Path) -> None:
+    """Write norm weights as they were, under fairseq's names, beside the model."""
+    save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / _SOURCE_NORMS)
+
+
+def lowered_norms(folder: Path, ours: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the norm weights minus one: the saved ones where these still give the model's, `ours`."""
+    file = folder / _SOURCE_NORMS
+    saved = load_file(file) if file.is_file() else {}
+    lowered = {}
+    for name, weight in ours.items():
+        kept = name in saved and same_bits((saved[name].float() + 1).to(weight.dtype), weight)
+        lowered[name] = saved[name] if kept else weight.float() - 1
+    return lowered
+
+
+def store(
+    tensors: dict[str, torch.Tensor], lowered: dict[str, torch.Tensor], dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Return the tensors in the dtype of a file, norm weights as in `lowered`; a tied tensor is stored once."""
+    cast: dict[int, torch.Tensor] = {}
+    for key, tensor in tensors.items():
+        value = lowered.get(key, tensor)
+        cast.setdefault(id(tensor), value.to(dtype if value.is_floating_point() else value.dtype))
+    return {key: cast[id(tensor)] for key, tensor in tensors.items()}
+
+
+def keeps_all(tensors: dict[str, torch.Tensor], lowered: dict[str, torch.Tensor], dtype: torch.dtype) -> bool:
+    """Return whether a file in `dtype` gives the same tensors when it is converted again."""
+    return all(
+        same_bits((lowered[key].to(dtype).float() + 1).to(tensor.dtype), (lowered[key].float() + 1).to(tensor.dtype))
+        if key in lowered
+        else tensor.dtype == dtype or same_bits(tensor.to(dtype).to(tensor.dtype), tensor)
+        for key, tensor in tensors.items()
+    )
+
+
+def _expected_tensors(plan: Plan) -> dict[str, torch.Tensor]:
+    expected = {}
+    for model_class in (plan.model_class, *plan.also_loads):
+        expected |= without_memory(model_class, plan.config).state_dict()
+    return expected
+
+
+def _source_name(keymap: KeyMap, target: str) -> str:
+    match = keymap.backward(target)
+    return target if match is None else match.key

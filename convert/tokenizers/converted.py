@@ -1,0 +1,47 @@
+"""The tokenizer of a converted checkpoint, which its format makes."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import TokenizersBackend
+
+from luna_mega.errors import ConversionError
+from luna_mega.hub.folder import TARGET_FOLDER
+
+WORDS, PIECES = "whitespace-separated symbols", "GPT-2 byte-pair encoding"
+
+
+@dataclass(frozen=True)
+class ConvertedTokenizer:
+    """A tokenizer, its kind, and the pieces of GPT-2 that become `<unk>` because the dictionary lacks them.
+
+    An encoder-decoder whose target has a dictionary of its own has a second tokenizer, `target`, which is saved in the
+    sub-folder of that name.
+    """
+
+    tokenizer: TokenizersBackend
+    kind: str
+    missing_pieces: list[str]
+    target: TokenizersBackend | None = None
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """Entry of the report."""
+        return {
+            "class": type(self.tokenizer).__name__,
+            "kind": self.kind,
+            "size": len(self.tokenizer),
+            "missing_pieces": self.missing_pieces,
+        }
+
+    def save(self, folder: Path) -> None:
+        """Write tokenizer.json and tokenizer_config.json, and the code of a class that transformers lacks."""
+        try:
+            self.tokenizer.save_pretrained(folder)
+            if self.target is not None:
+                self.target.save_pretrained(folder / TARGET_FOLDER)
+        except OSError:
+            raise
+        except Exception as error:  # the tokenizers library has no type of its own for a full disk
+            raise ConversionError(f"cannot write tokenizer.json: {error}") from error

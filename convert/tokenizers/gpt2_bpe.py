@@ -1,0 +1,134 @@
+"""Fast tokenizer for fairseq's `--bpe gpt2`: GPT-2's byte-pair encoding, then the dictionary of the model."""
+
+import json
+from collections.abc import Container
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import AddedToken, pre_tokenizers
+from transformers import RobertaTokenizer, TokenizersBackend
+
+from luna_mega import LunaTokenizer
+from luna_mega.convert.dictionary import FILLER, Dictionary, read_text, vocabulary
+from luna_mega.errors import ConversionError
+
+_END_OF_TEXT = "<|endoftext|>"
+_FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
+
+
+@dataclass(frozen=True)
+class Gpt2Bpe:
+    """Pieces of GPT-2 in the order of its ids (bytes, merges, end of text), in its byte alphabet, and its merges."""
+
+    pieces: tuple[str, ...]
+    merges: tuple[tuple[str, str], ...]
+
+
+def read_gpt2_bpe(folder: str | Path) -> Gpt2Bpe:
+    """Read GPT-2's encoder.json and vocab.bpe, or vocab.json and merges.txt of a GPT-2 or RoBERTa tokenizer.
+
+    The merges alone determine GPT-2's ids. encoder.json must have the same ids. vocab.json may have those of another
+    model, but must have every piece.
+
+    Raises:
+        ConversionError: the folder has no such files, or they are not GPT-2's.
+    """
+    folder = Path(folder)
+    found = next((names for names in _FILES if all((folder / name).is_file() for name in names)), None)
+    if found is None:
+        pairs = " nor ".join(" and ".join(names) for names in _FILES)
+        raise ConversionError(f"--bpe {folder}: has neither {pairs}; give the folder with GPT-2's files")
+    vocabulary_file, merges_file = (folder / name for name in found)
+    merges = _read_merges(merges_file)
+    pieces = (*sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges), _END_OF_TEXT)
+    saved = _read_json(vocabulary_file)
+    for number, piece in enumerate(pieces[:-1]):
+        if piece not in saved or (found == _FILES[0] and saved[piece] != number):
+            raise ConversionError(
+                f"{vocabulary_file}: not GPT-2's: {piece!r} has id {saved.get(piece)}, by {merges_file.name} it has "
+                f"{number}"
+            )
+    return Gpt2Bpe(pieces, merges)
+
+
+def _read_merges(path: Path) -> tuple[tuple[str, str], ...]:
+    lines = read_text(path).split("\n")
+    if lines[0].startswith("#version"):
+        del lines[0]
+    merges = tuple(tuple(line.split()) for line in lines if line.strip())
+    wrong = next((merge for merge in merges if len(merge) != 2), None)
+    if wrong is not None or not merges:
+        line = "the file is empty" if wrong is None else f"{' '.join(wrong)[:40]!r} is not a pair"
+        raise ConversionError(f"{path}: not GPT-2's merges: {line}")
+    return merges
+
+
+def _read_json(path: Path) -> dict[str, int]:
+    try:
+        content = json.loads(read_text(path))
+    except json.JSONDecodeError as error:
+        raise ConversionError(f"{path}: not JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise ConversionError(f"{path}: holds a {type(content).__name__}, not an object of pieces and ids")
+    return content
+
+
+def bpe_tokenizer(
+    dictionary: Dictionary, bpe: Gpt2Bpe, mask: str, max_length: int
+) -> tuple[TokenizersBackend, list[str]]:
+    """Make the tokenizer of a dictionary whose symbols are GPT-2's ids.
+
+    Args:
+        dictionary: the vocabulary of the model; fillers (`madeupword0000`) keep their names.
+        bpe: the pieces that the symbols number.
+        mask: the symbol that fairseq appends to the dictionary.
+        max_length: number of positions of the model.
+
+    Returns:
+        A `RobertaTokenizer`, or a `LunaTokenizer` when pieces are missing, and the pieces that the dictionary lacks.
+
+    Raises:
+        ConversionError: a symbol is not a GPT-2 id.
+    """
+    vocab = vocabulary(piece_names(dictionary, bpe, mask), mask)
+    missing = missing_pieces(bpe, vocab)
+    size = len(vocab)
+    options = {
+        "mask_token": AddedToken(mask, lstrip=True, special=True),
+        "model_max_length": max_length,
+    }
+    vocab |= {piece: size + index for index, piece in enumerate(missing)}
+    tokenizer = RobertaTokenizer(vocab=vocab, merges=list(bpe.merges), **options)
+    if missing:
+        special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+        tokenizer = LunaTokenizer(
+            tokenizer_object=tokenizer.backend_tokenizer, dictionary_size=size, **(special | options)
+        )
+    return tokenizer, missing
+
+
+def missing_pieces(bpe: Gpt2Bpe, vocab: Container[str]) -> list[str]:
+    """Return the pieces that have no id, but for the end of text, which no text becomes."""
+    return [piece for piece in bpe.pieces[:-1] if piece not in vocab]
+
+
+def piece_names(dictionary: Dictionary, bpe: Gpt2Bpe, mask: str | None) -> list[str]:
+    """Return the pieces that the symbols of a dictionary number; fillers and `mask` stay what they are.
+
+    Raises:
+        ConversionError: a symbol is not a GPT-2 id.
+    """
+    return [_name(symbol, dictionary, bpe, mask) for symbol in dictionary.symbols]
+
+
+def _name(symbol: str, dictionary: Dictionary, bpe: Gpt2Bpe, mask: str | None) -> str:
+    if symbol == mask or FILLER.fullmatch(symbol):
+        return symbol
+    number = int(symbol) if symbol.isascii() and symbol.isdigit() else -1
+    if str(number) != symbol:
+        raise ConversionError(
+            f"{dictionary.path}: symbol {symbol!r} is not a number; --bpe is for dictionaries of GPT-2 ids"
+        )
+    if number >= len(bpe.pieces):
+        raise ConversionError(f"{dictionary.path}: symbol {symbol!r} is no GPT-2 id; they end at {len(bpe.pieces) - 1}")
+    return bpe.pieces[number]

@@ -1,0 +1,100 @@
+"""Fast tokenizers for language models: words between white space, the bytes of enwik8, or GPT-2's pieces.
+
+The original trains on a stream in which every line ends with `</s>`, and puts `</s>` before the first token. So a
+newline becomes `</s>` here and a text begins with `</s>`; a model of bytes gets the bytes of the text and no more.
+"""
+
+import re
+
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import GPT2Tokenizer, TokenizersBackend
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from luna_mega.convert.dictionary import Dictionary, vocabulary
+from luna_mega.convert.tokenizers._shared import OPTIONS, split_at_white_space
+from luna_mega.convert.tokenizers.gpt2_bpe import Gpt2Bpe, missing_pieces, piece_names
+from luna_mega.errors import ConversionError
+
+_END = "</s>"
+
+
+def holds_bytes(dictionary: Dictionary) -> bool:
+    """Return whether every symbol is a byte in decimal, as the recipe of enwik8 writes them (its newline is `</s>`)."""
+    return bool(dictionary.labels) and all(_byte(symbol) is not None for symbol in dictionary.labels)
+
+
+def _byte(symbol: str) -> int | None:
+    return int(symbol) if re.fullmatch(r"0|[1-9][0-9]{0,2}", symbol) and int(symbol) < 256 else None
+
+
+def lm_word_tokenizer(dictionary: Dictionary, max_length: int | None) -> TokenizersBackend:
+    """Make a tokenizer that splits text at white space and looks every symbol up.
+
+    A text begins with `</s>`, and every newline in it is `</s>` too.
+
+    Args:
+        dictionary: the vocabulary of the model.
+        max_length: number of positions of the model; None = any number.
+    """
+    backend = Tokenizer(models.WordLevel(vocabulary(dictionary.symbols, None), unk_token="<unk>"))
+    backend.normalizer = normalizers.Replace("\n", f" {_END} ")
+    backend.pre_tokenizer = split_at_white_space()
+    backend.post_processor = _starts_with(_END)
+    return _wrap(backend, _END, max_length)
+
+
+def byte_tokenizer(dictionary: Dictionary, max_length: int | None) -> TokenizersBackend:
+    """Make a tokenizer that looks every byte of UTF-8 up under its decimal number.
+
+    A byte that is not in the dictionary is `<unk>`; without a symbol 10 a newline is `</s>`. Nothing is put before a
+    text, and decoding gives its bytes back.
+
+    Args:
+        dictionary: the vocabulary of the model, for which `holds_bytes` is true.
+        max_length: number of positions of the model; None = any number.
+    """
+    names = bytes_to_unicode()
+    symbols = [symbol if (byte := _byte(symbol)) is None else names[byte] for symbol in dictionary.symbols]
+    vocab, end = vocabulary(symbols, None), _END
+    if names[10] not in vocab:
+        vocab[names[10]], end = vocab.pop(_END), names[10]
+    backend = Tokenizer(models.BPE(vocab, [], unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return _wrap(backend, end, max_length)
+
+
+def lm_bpe_tokenizer(dictionary: Dictionary, bpe: Gpt2Bpe, max_length: int | None) -> TokenizersBackend:
+    """Make a tokenizer of GPT-2's byte-pair encoding for a dictionary of its ids; a text begins with `</s>`.
+
+    Raises:
+        ConversionError: a symbol is not a GPT-2 id, or a piece is missing.
+    """
+    vocab = vocabulary(piece_names(dictionary, bpe, None), None)
+    if missing := missing_pieces(bpe, vocab):
+        raise ConversionError(
+            f"{dictionary.path}: lacks {len(missing)} of GPT-2's pieces, which a language model's tokenizer cannot do "
+            "without in this version; leave --bpe out, and the tokenizer takes GPT-2's ids between white space"
+        )
+    tokenizer = GPT2Tokenizer(
+        vocab=vocab, merges=list(bpe.merges), bos_token=_END, eos_token=_END, model_max_length=max_length, **OPTIONS
+    )
+    tokenizer.backend_tokenizer.post_processor = _starts_with(_END)
+    return tokenizer
+
+
+def _starts_with(token: str) -> processors.TemplateProcessing:
+    return processors.TemplateProcessing(
+        single=f"{token} $A", pair=f"{token} $A {token} $B", special_tokens=[(token, 2)]
+    )
+
+
+def _wrap(backend: Tokenizer, end: str, max_length: int | None) -> TokenizersBackend:
+    return TokenizersBackend(
+        tokenizer_object=backend,
+        bos_token=end,
+        eos_token=end,
+        model_max_length=max_length,
+        split_special_tokens=True,
+        **OPTIONS,
+    )

@@ -1,0 +1,124 @@
+"""Fast tokenizers for translation models: pieces of subword-nmt, or symbols between white space."""
+
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, processors
+from transformers import TokenizersBackend
+
+from luna_mega import LunaTokenizer
+from luna_mega.convert.dictionary import FILLER, Dictionary, read_text, vocabulary
+from luna_mega.convert.tokenizers._shared import OPTIONS, split_at_white_space
+from luna_mega.errors import ConversionError
+
+_CONTINUES = "@@"
+_WORD_END = "</w>"
+_SENTENCEPIECE_SPACE = "\u2581"
+
+
+def translation_tokenizer(
+    dictionary: Dictionary, codes: str | Path | None = None, max_length: int | None = None
+) -> TokenizersBackend:
+    """Make the tokenizer of one language: it splits text at white space, as fairseq-preprocess does, and adds `</s>`.
+
+    With `codes` every word is then split as subword-nmt and fastBPE do. Without them the text has to be split into
+    symbols already, by the program that made the dictionary (`"ein Ha@@ us"`, `"▁ein ▁Ha us"`). A symbol that is not in
+    the dictionary is `<unk>`. Decoding joins what was split: at `@@ `, or for SentencePiece at spaces between pieces.
+
+    Args:
+        dictionary: the vocabulary of the language.
+        codes: file with the merges of subword-nmt (`#version: 0.2`) or fastBPE.
+        max_length: number of positions of the model; None = any number.
+
+    Returns:
+        A `TokenizersBackend`, or a `LunaTokenizer` when merges make pieces that the dictionary lacks.
+
+    Raises:
+        ConversionError: `codes` is no such file, or does not belong to such a dictionary.
+    """
+    options = OPTIONS | {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "model_max_length": max_length,
+        "padding_side": "right",
+        "split_special_tokens": True,
+        "clean_up_tokenization_spaces": False,
+    }
+    if codes is None:
+        return TokenizersBackend(tokenizer_object=_symbols(dictionary), **options)
+    backend, size = _pieces(dictionary, codes)
+    if backend.get_vocab_size() == size:
+        return TokenizersBackend(tokenizer_object=backend, **options)
+    return LunaTokenizer(tokenizer_object=backend, dictionary_size=size, **options)
+
+
+def _symbols(dictionary: Dictionary) -> Tokenizer:
+    backend = Tokenizer(models.WordLevel(vocabulary(dictionary.symbols, None), unk_token="<unk>"))
+    if any(_SENTENCEPIECE_SPACE in symbol for symbol in dictionary.symbols):
+        joined = [decoders.Replace(_SENTENCEPIECE_SPACE, " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    else:
+        joined = [decoders.Replace(Regex("$"), " "), decoders.Replace(f"{_CONTINUES} ", ""), decoders.Fuse()]
+        joined.append(decoders.Strip(" ", 0, 1))
+    backend.decoder = decoders.Sequence(joined)
+    return _framed(backend)
+
+
+def _pieces(dictionary: Dictionary, codes: str | Path) -> tuple[Tokenizer, int]:
+    """Return the backend, in which pieces that the dictionary lacks have the last ids, and the dictionary's size."""
+    if not any(symbol.endswith(_CONTINUES) for symbol in dictionary.symbols):
+        raise ConversionError(
+            f"{dictionary.path}: no symbol ends with {_CONTINUES}, so that {codes} cannot be its codes; leave them out"
+        )
+    merges = read_codes(codes)
+    vocab = vocabulary(map(_piece, dictionary.symbols), None)
+    size = len(vocab)
+    for first, second in merges:
+        for piece in (first, second, first + second):
+            # The tokenizers library merges only pieces that have an id; LunaTokenizer turns these into <unk>.
+            vocab.setdefault(piece, len(vocab))
+    backend = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", end_of_word_suffix=_WORD_END))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("<unk>", f"<unk>{_WORD_END}"), decoders.BPEDecoder(_WORD_END)]
+    )
+    return _framed(backend), size
+
+
+def _piece(symbol: str) -> str:
+    """Return the piece of a symbol: `x@@` is `x`, which does not end a word, and `x` is `x</w>`."""
+    if FILLER.fullmatch(symbol):
+        return symbol
+    if symbol.endswith(_CONTINUES) and symbol != _CONTINUES:
+        return symbol.removesuffix(_CONTINUES)
+    return symbol + _WORD_END
+
+
+def _framed(backend: Tokenizer) -> Tokenizer:
+    backend.pre_tokenizer = split_at_white_space()
+    backend.post_processor = processors.TemplateProcessing(
+        single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", 2)]
+    )
+    return backend
+
+
+def read_codes(path: str | Path) -> list[tuple[str, str]]:
+    """Read merges such as `a b</w>`, which fastBPE follows by a count; of two equal ones the first counts.
+
+    Raises:
+        ConversionError: the file does not exist, or a line is not a merge; the message names it.
+    """
+    path = Path(path)
+    binary = "not codes of subword-nmt, but a binary file"
+    lines = read_text(path, "no such file; give subword-nmt's codes", binary).rstrip("\n").split("\n")
+    header = lines[0].rstrip() == "#version: 0.2"
+    merges = {}
+    for number, line in enumerate(lines[header:], start=1 + header):
+        parts = line.strip("\r\n ").split(" ")
+        counted = len(parts) == 3 and parts[2].isdigit()
+        if len(parts) != 2 and not counted:
+            raise ConversionError(f"{path}: line {number} is not a pair of pieces: {line[:40]!r}")
+        if not header and not counted:
+            raise ConversionError(
+                f"{path}: no '#version: 0.2' in front and no counts: to subword-nmt before 0.2 the end of a word is a "
+                "piece, which is not supported; leave the codes out, and split the text with subword-nmt"
+            )
+        merges.setdefault((parts[0], parts[1]))
+    return list(merges)

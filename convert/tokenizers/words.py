@@ -1,0 +1,40 @@
+"""Fast tokenizer for symbols between white space (words, characters, pixel values, operators)."""
+
+from tokenizers import Tokenizer, models, processors
+from transformers import TokenizersBackend
+
+from luna_mega.convert.dictionary import Dictionary, vocabulary
+from luna_mega.convert.tokenizers._shared import OPTIONS, split_at_white_space
+
+
+def word_tokenizer(dictionary: Dictionary, cls_token: str, prepend_cls: bool, max_length: int) -> TokenizersBackend:
+    """Make a tokenizer that splits text at white space and looks every symbol up, as fairseq-preprocess does.
+
+    A sequence ends with `</s>` and, with `prepend_cls`, starts with `cls_token`. Special tokens are recognised only as
+    whole symbols.
+
+    Args:
+        dictionary: the vocabulary of the model.
+        cls_token: the symbol that fairseq appends to the dictionary.
+        prepend_cls: whether the model was trained with this symbol in front.
+        max_length: number of positions of the model.
+    """
+    vocab = vocabulary(dictionary.symbols, cls_token)
+    backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    backend.pre_tokenizer = split_at_white_space()
+    single = f"{cls_token} $A </s>" if prepend_cls else "$A </s>"
+    backend.post_processor = processors.TemplateProcessing(
+        single=single,
+        pair=f"{single} {single.replace('$A', '$B')}",
+        special_tokens=[(token, vocab[token]) for token in (cls_token, "</s>")],
+    )
+    return TokenizersBackend(
+        tokenizer_object=backend,
+        bos_token="<s>",
+        eos_token="</s>",
+        sep_token="</s>",
+        cls_token=cls_token,
+        model_max_length=max_length,
+        split_special_tokens=True,
+        **OPTIONS,
+    )

@@ -1,0 +1,111 @@
+"""A training script as a class: what every task does in the same order, and the places where a task does its own."""
+
+import inspect
+import time
+from typing import Any, ClassVar
+
+from datasets import Dataset
+from transformers import EarlyStoppingCallback, PreTrainedModel, Trainer, set_seed
+
+from common.arguments import fail, find_checkpoint, parse_arguments
+from common.data import name_source
+from common.hub import publish
+from common.training import OrderedTrainer, check_training, describe, evaluate, finish, train
+
+
+class Script:
+    """One run of a training script, from its command line to the model card.
+
+    A script derives a class that names its options and makes data, model and Trainer in `build`. It overrides the other
+    methods where the task differs; the dictionaries that they return are entries of the summary.
+
+    Attributes:
+        arguments: dataclasses of the options: those of the data, of the model and of the training.
+        defaults: values of options that differ from those of the dataclasses.
+        title: headline of the summary and of the curve.
+        metric: what is drawn beside the losses ("eval_accuracy").
+        splits: the encoded data by name; `build` fills them in.
+        trainer: what `build` returned.
+        base_model: the model that the options name, also when a checkpoint is resumed.
+    """
+
+    arguments: ClassVar[tuple[type, ...]]
+    defaults: ClassVar[dict[str, Any]] = {}
+    title: str
+    metric: str
+
+    def __init__(self, argv: list[str] | None = None):
+        self.start, self.argv = time.perf_counter(), argv
+        self.data, self.model, self.training = parse_arguments(self.arguments, argv, **self.defaults)
+        self.splits: dict[str, Dataset] = {}
+        self.check()
+
+    def check(self) -> None:
+        """End the script when options contradict each other; called before anything is read."""
+        if self.training.do_predict and type(self).predict is Script.predict:
+            fail(f"--do_predict: a {self.title} has no test predictions to write; pass --do_eval")
+        check_training(self.training, self.model, getattr(self.data, "early_stopping_patience", None))
+
+    def limits(self, validation: tuple[str, ...] = ("validation",), test: tuple[str, ...] = ("test",)) -> dict:
+        """Return the splits that the run reads, with the number of rows to use of each (None = all)."""
+        training, splits = self.training, {}
+        for needed, names, limit in (
+            (training.do_train, ("train",), "max_train_samples"),
+            (training.do_eval, validation, "max_eval_samples"),
+            (training.do_predict, test, "max_predict_samples"),
+        ):
+            splits |= dict.fromkeys(names, getattr(self.data, limit, None)) if needed else {}
+        return splits
+
+    def build(self) -> Trainer:
+        """Read and encode the data, make the model and return its Trainer."""
+        raise NotImplementedError
+
+    def make_trainer(self, model: PreTrainedModel, trainer_class: type[Trainer] = OrderedTrainer, **options) -> Trainer:
+        """Make a Trainer with the splits "train" and "validation", unless `options` hold others."""
+        patience = getattr(self.data, "early_stopping_patience", None)
+        options.setdefault("train_dataset", self.splits.get("train"))
+        options.setdefault("eval_dataset", self.splits.get("validation"))
+        options["callbacks"] = [EarlyStoppingCallback(patience)] if patience else None
+        return trainer_class(model=model, args=self.training, **options)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the first entries of the summary."""
+        return describe(self.trainer, self.model)
+
+    def before_evaluation(self) -> dict[str, Any]:
+        """Prepare the model for the evaluation at the end, whether it was trained or loaded."""
+        return {}
+
+    def evaluate(self) -> dict[str, Any]:
+        """Evaluate the model on the validation data."""
+        return evaluate(self.trainer)
+
+    def predict(self) -> dict[str, Any]:
+        """Write the predictions for the test data; a script that does not override this refuses `--do_predict`."""
+        raise NotImplementedError
+
+    def source(self) -> dict[str, str | None]:
+        """Return the data set as the model card names it."""
+        return name_source(self.data.dataset_path, self.data.dataset_name, self.data.dataset_config)
+
+    def run(self) -> dict[str, Any]:
+        """Train, evaluate and predict as the options ask; print, save and return the summary."""
+        self.base_model, checkpoint = self.model.model_name_or_path, find_checkpoint(self.training)
+        if checkpoint:  # for its configuration and tokenizer, also when the run began from scratch
+            self.model.model_name_or_path = checkpoint
+        set_seed(self.training.seed)
+        self.trainer = self.build()
+        summary = self.describe()
+        if self.training.do_train:
+            summary |= train(self.trainer, checkpoint)
+        summary |= self.before_evaluation()
+        if self.training.do_eval:
+            summary |= self.evaluate()
+        if self.training.do_predict:
+            summary |= self.predict()
+        summary = finish(self.trainer, self.title, summary, [self.metric], self.start)
+        if self.training.do_train:
+            source = self.source() | {"base_model": self.base_model, "license": self.model.license}
+            publish(self.trainer, inspect.getfile(type(self)), self.argv, summary, **source)
+        return summary

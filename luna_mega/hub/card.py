@@ -1,0 +1,296 @@
+"""Model cards: the README.md of a model folder, with metadata that the Hub understands."""
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from transformers import PreTrainedConfig
+from transformers.modelcard import extract_hyperparameters_from_trainer
+
+import luna_mega
+from luna_mega._register import _AUTO_CLASSES
+
+FILE_NAME = "README.md"
+_TASKS = {
+    "Model": "feature-extraction",
+    "ForMaskedLM": "fill-mask",
+    "ForCausalLM": "text-generation",
+    "ForConditionalGeneration": "translation",
+    "ForSequenceClassification": "text-classification",
+    "ForMultipleChoice": "multiple-choice",
+    "ForTokenClassification": "token-classification",
+    "ForQuestionAnswering": "question-answering",
+}
+# Endings of metrics that do not say how good a model is.
+_NOT_QUALITY = ("_runtime", "_per_second", "_preparation_time", "epoch", "tokens_seen")
+
+
+@dataclass(frozen=True)
+class Family:
+    """The parts that all cards of one `model_type` have in common.
+
+    `fields` are the fields of the configuration in the table of the architecture. `differences` are lines of
+    docs/deviations.md, (original, here), whose effect a user of the weights may notice.
+    """
+
+    paper: str
+    bibtex: str
+    fields: tuple[str, ...]
+    differences: tuple[tuple[str, str], ...]
+
+
+FAMILIES = {
+    "luna": Family(
+        paper="[Luna: Linear Unified Nested Attention](https://arxiv.org/abs/2106.01540) (Ma et al. 2021)",
+        bibtex="""@inproceedings{ma2021luna,
+  title     = {Luna: Linear Unified Nested Attention},
+  author    = {Xuezhe Ma and Xiang Kong and Sinong Wang and Chunting Zhou and Jonathan May and Hao Ma and
+               Luke Zettlemoyer},
+  booktitle = {Advances in Neural Information Processing Systems},
+  volume    = {34},
+  year      = {2021},
+  url       = {https://arxiv.org/abs/2106.01540}
+}""",
+        fields=(
+            "num_hidden_layers", "share_layers", "hidden_size", "intermediate_size", "num_attention_heads",
+            "num_pack_attention_heads", "projection_length", "dynamic_projection_length", "contextual_projection",
+            "tie_key_value", "hidden_act", "pre_norm", "input_type", "vocab_size", "max_position_embeddings",
+            "position_embedding_type", "pooling", "pool_padding",
+        ),  # fmt: skip
+        differences=(
+            (
+                "A sequence of nothing but padding gives NaN.",
+                "Its attention output and gradient are 0, the model's output finite.",
+            ),
+            (
+                "The pack softmax runs in the tensor's own dtype, the unpack softmax in float32.",
+                "Both in float32.",
+            ),
+            ("The first token is position 0, also with padding on the left.", "The first token that is not padding."),
+        ),
+    ),
+    "mega": Family(
+        paper="[Mega: Moving Average Equipped Gated Attention](https://arxiv.org/abs/2209.10655) (Ma et al. 2022)",
+        bibtex="""@inproceedings{ma2023mega,
+  title     = {Mega: Moving Average Equipped Gated Attention},
+  author    = {Xuezhe Ma and Chunting Zhou and Xiang Kong and Junxian He and Liangke Gui and Graham Neubig and
+               Jonathan May and Luke Zettlemoyer},
+  booktitle = {International Conference on Learning Representations},
+  year      = {2023},
+  url       = {https://arxiv.org/abs/2209.10655}
+}""",
+        fields=(
+            "num_hidden_layers", "hidden_size", "intermediate_size", "shared_representation_size",
+            "ema_projection_size", "nffn_hidden_size", "bidirectional", "use_chunking", "chunk_size", "truncation",
+            "attention_activation", "relative_positional_bias", "normalization_type", "normalize_before_mega",
+            "input_type", "vocab_size", "adaptive_softmax_cutoffs", "max_positions", "pooling",
+        ),  # fmt: skip
+        differences=(
+            (
+                "A chunk whose keys are all padding is attended to as if it were not.",
+                "A position with nothing to attend to gives 0, with gradient 0.",
+            ),
+            (
+                "Chunks are counted from the first position of the batch, also where that is padding.",
+                "From the first token of the sequence.",
+            ),
+        ),
+    ),
+}  # fmt: skip
+
+
+# Fields that most configurations of transformers have, under these names or through an `attribute_map`.
+_COMMON_FIELDS = (
+    "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size",
+    "max_position_embeddings",
+)  # fmt: skip
+
+
+def conversion_card(
+    name: str,
+    model_class: str,
+    config: PreTrainedConfig,
+    source: Mapping[str, Any],
+    report: str,
+    *,
+    parameters: int,
+    tokenizer: bool,
+    license: str | None = None,
+) -> ModelCard:
+    """Return the card of a converted checkpoint.
+
+    Args:
+        name: title of the card.
+        model_class, config, parameters: name of the class, configuration and size of the converted model.
+        source: `file`, `sha256` and `arch` of the checkpoint.
+        report: text of the report of the conversion; its line about the output folder is left out.
+        tokenizer: whether the folder has one.
+        license: identifier of the licence of the weights ("mit"); None = the card says that none is stated.
+    """
+    shown = "\n".join(line for line in report.splitlines() if not line.startswith("written "))
+    origin = (
+        f"Converted from the fairseq checkpoint `{source['file']}` (SHA-256 `{source['sha256']}`).\n"
+        "`conversion_report.json` has every tensor and the arguments of the original training.\n\n"
+        f"```\n{shown}\n```\n\n"
+        "Which data it was trained on and how well it does is not in the file."
+    )
+    return _card(
+        name,
+        model_class,
+        config,
+        parameters,
+        intro=f"converted from a fairseq checkpoint of `{source['arch']}`",
+        tokenizer=tokenizer,
+        sections={"Origin": origin},
+        license=license,
+    )
+
+
+def training_card(
+    trainer: "transformers.Trainer",
+    command: Sequence[str],
+    dataset: str,
+    dataset_config: str | None = None,
+    *,
+    split: str = "validation",
+    metrics: Mapping[str, float] | None = None,
+    base_model: str | None = None,
+    license: str | None = None,
+) -> ModelCard:
+    """Return the card of a model that `trainer` has trained; it may be any model of transformers.
+
+    Args:
+        command: program and arguments; the value of `--hub_token` is not shown.
+        dataset: name on the Hub or local folder.
+        dataset_config: its configuration, as "sst2" of GLUE.
+        split: part of the data on which `metrics` were measured.
+        metrics: result of `trainer.evaluate()`; None = the card has no results.
+        base_model: name on the Hub or local folder of the model that was fine-tuned; None = trained from scratch.
+        license: identifier of the licence of the weights; None = the card says that none is stated.
+    """
+    model, model_class = trainer.model, type(trainer.model).__name__
+    name = (trainer.args.hub_model_id or str(Path(trainer.args.output_dir).resolve())).split("/")[-1]
+    data = " ".join(filter(None, [_shown(dataset), dataset_config]))
+    quality = {score: value for score, value in (metrics or {}).items() if not score.endswith(_NOT_QUALITY)}
+    scores = {score.removeprefix("eval_"): float(value) for score, value in quality.items()}
+    about = {
+        "task_type": _task(model_class, model.config) or "other",
+        "dataset_type": _shown(dataset),
+        "dataset_name": data,
+        "dataset_config": dataset_config,
+        "dataset_split": split,
+    }
+    results = [EvalResult(metric_type=score, metric_value=value, **about) for score, value in scores.items()]
+    shown = re.sub(r"(--hub[_-]token[ =])\S+", r"\1...", shlex.join(command))
+    versions = {module.__name__: module.__version__ for module in (luna_mega, transformers, torch)}
+    settings = {"steps": trainer.state.global_step} | extract_hyperparameters_from_trainer(trainer) | versions
+    sections = {"Results": f"On the {split} split of {data}.\n\n{_table(scores, 'metric', 'value')}"} if scores else {}
+    sections["Training"] = f"```sh\n{shown}\n```\n\n{_table(settings, 'setting', 'value')}"
+    start = "trained from scratch" if base_model is None else f"fine-tuned from `{_shown(base_model)}`"
+    return _card(
+        name,
+        model_class,
+        model.config,
+        model.num_parameters(),
+        intro=f"{start} on {data}",
+        tokenizer=trainer.processing_class is not None,
+        sections=sections,
+        license=license,
+        datasets=[dataset] if _is_on_hub(dataset) else None,
+        base_model=base_model if base_model and _is_on_hub(base_model) else None,
+        metrics=list(scores) or None,
+        eval_results=results or None,
+        model_name=name if results else None,
+    )
+
+
+def _card(
+    name: str,
+    model_class: str,
+    config: PreTrainedConfig,
+    parameters: int,
+    *,
+    intro: str,
+    tokenizer: bool,
+    sections: Mapping[str, str],
+    license: str | None,
+    **metadata: Any,
+) -> ModelCard:
+    family = FAMILIES.get(config.model_type)
+    data = ModelCardData(
+        library_name="transformers",
+        tags=[config.model_type],
+        pipeline_tag=_task(model_class, config),
+        license=license,
+        **metadata,
+    )
+    fields = family.fields if family else [field for field in _COMMON_FIELDS if hasattr(config, field)]
+    architecture = {field: getattr(config, field) for field in fields} | {"parameters": f"{parameters:,}"}
+    parts = {
+        "Use": _usage(model_class, config, tokenizer),
+        "Architecture": _table(architecture, "field of the configuration", "value"),
+        **sections,
+        "Licence": f"Of the weights: {license or 'not stated'}.",
+    }
+    head = f"# {name}\n\n`{model_class}`, {intro}."
+    if family:
+        head += f" The architecture is that of {family.paper}."
+        differences = _table(dict(family.differences), "original", "here")
+        parts["Differences from the original code"] = (
+            f"{differences}\n\nAll differences, each with its test, are in `docs/deviations.md` of luna-mega."
+        )
+        parts["Licence"] += " Of the code of luna-mega: Apache License 2.0."
+        parts["Citation"] = f"```bibtex\n{family.bibtex}\n```"
+    body = "\n\n".join(f"## {title}\n\n{text}" for title, text in parts.items())
+    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{head}\n\n{body}\n")
+
+
+def _usage(model_class: str, config: PreTrainedConfig, tokenizer: bool) -> str:
+    ours = config.model_type in FAMILIES
+    suffix = _suffix(model_class, config)
+    loader = {suffix: auto_class for auto_class, (suffix, _) in _AUTO_CLASSES.items()}.get(suffix)
+    if loader is None:
+        loader = f"luna_mega.{model_class}" if ours else model_class
+    names = [loader] * (not loader.startswith("luna_mega.")) + ["AutoTokenizer"] * tokenizer
+    lines = ["import luna_mega  # makes the model known to transformers"] * ours
+    lines += [f"from transformers import {', '.join(names)}"] * bool(names)
+    lines += ["", 'path = "..."  # this repository, or a folder with its files']
+    lines += [f"model = {loader}.from_pretrained(path)"]
+    lines += ["tokenizer = AutoTokenizer.from_pretrained(path)"] * tokenizer
+    code = "```python\n" + "\n".join(lines) + "\n```"
+    if not ours:
+        return code
+    return (
+        f"{code}\n\nWhere luna-mega is not installed, `trust_remote_code=True` loads a folder that `luna-mega bundle` "
+        "has made."
+    )
+
+
+def _suffix(model_class: str, config: PreTrainedConfig) -> str:
+    return model_class.removeprefix(type(config).__name__.removesuffix("Config"))
+
+
+def _task(model_class: str, config: PreTrainedConfig) -> str | None:
+    """Return the Hub's name of the model's task, None for real-valued input, which no pipeline takes."""
+    tokens = getattr(config, "input_type", "tokens") == "tokens"
+    return _TASKS.get(_suffix(model_class, config)) if tokens else None
+
+
+def _is_on_hub(name: str) -> bool:
+    return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is not None and not Path(name).exists()
+
+
+def _shown(name: str) -> str:
+    """Return a name on the Hub as it is, and of a local path the last part: the rest is nobody else's business."""
+    return name if _is_on_hub(name) else Path(name).resolve().name
+
+
+def _table(rows: Mapping[str, Any], *head: str) -> str:
+    texts = [(name, f"{value:.4g}" if isinstance(value, float) else str(value)) for name, value in rows.items()]
+    return "\n".join(f"| {name} | {' '.join(text.split())} |" for name, text in [head, ("---", "---"), *texts])

@@ -1,0 +1,118 @@
+"""FLOPs and memory of a model, by formulas that `luna-mega info` prints. The formulas of a layer are the families'."""
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from luna_mega.inspection import costs_luna, costs_mega
+
+_FAMILIES = {"luna": costs_luna, "mega": costs_mega}
+_EMBEDDINGS = ("embeddings", "embedding_layer", "embedding_norm")
+_STACKS = ("encoder", "decoder", "layers", "final_norm")
+_LANGUAGE_MODELS = ("MaskedLM", "CausalLM", "ConditionalGeneration")
+_HEADS_FOR_EVERY_TOKEN = (*_LANGUAGE_MODELS, "TokenClassification", "QuestionAnswering")
+
+
+def stacks(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
+    """Return the configuration of each stack of layers: of the encoder, of the decoder, or of both."""
+    if config.is_encoder_decoder:
+        return {"encoder": config.encoder_config, "decoder": config.decoder_config}
+    return {"decoder" if config.is_decoder else "encoder": config}
+
+
+def fields(config: PreTrainedConfig) -> dict[str, int | str | bool]:
+    """Return the fields of the configuration that size the model, and those of a decoder that differ from them."""
+    names = [name for name in _family(config).FIELDS if name != "vocab_size" or config.input_type == "tokens"]
+    found = {name: getattr(config, name) for name in names}
+    if config.is_encoder_decoder:
+        decoder = {f"decoder_{name}": getattr(config.decoder_config, name) for name in names}
+        found |= {name: value for name, value in decoder.items() if value != found[name.removeprefix("decoder_")]}
+    return found
+
+
+def formulas(config: PreTrainedConfig) -> dict[str, str]:
+    """Return the formulas that the numbers are computed by, in words."""
+    return _family(config).FORMULAS
+
+
+def count_parameters(model: PreTrainedModel) -> dict[str, int]:
+    """Return the unique parameters (a tied weight counts once) of embeddings, stacks and head, and their total."""
+    counts = dict.fromkeys(("embeddings", *stacks(model.config), "head"), 0)
+    for name, parameter in model.named_parameters():
+        counts[_part(model, name)] += parameter.numel()
+    return counts | {"total": sum(counts.values())}
+
+
+def flops_per_token(model: PreTrainedModel, length: int) -> dict[str, float]:
+    """Return the FLOPs of a forward pass over one sequence of `length` positions, divided by `length`.
+
+    An encoder-decoder reads a source and a target of `length` positions each; names of its parts say which.
+    """
+    found = {}
+    for name, config in stacks(model.config).items():
+        prefix = f"{name}_" if model.config.is_encoder_decoder else ""
+        parts = _family(config).flops_per_token(config, length)
+        found |= {f"{prefix}{part}": flops for part, flops in parts.items()}
+    found["head"] = _head_flops(model, length) / length
+    return found | {"total": sum(found.values())}
+
+
+def inference_activations(model: PreTrainedModel, length: int) -> int:
+    """Return the numbers alive at the peak of a forward pass without gradient, for one sequence, without a cache."""
+    family, config = _family(model.config), model.config
+    peaks = {name: family.inference_activations(stack, length) for name, stack in stacks(config).items()}
+    if (kind := _kind(model)) in _LANGUAGE_MODELS:
+        last = list(stacks(config).values())[-1]
+        scores = last.vocab_size * (2 if getattr(last, "adaptive_softmax_cutoffs", None) else 1)
+        peaks["head"] = length * (scores + (2 if kind == "MaskedLM" else 1) * last.hidden_size)
+    if config.is_encoder_decoder:  # the encoder's output is kept beside the decoder
+        peaks = {name: peak + length * config.hidden_size * (name != "encoder") for name, peak in peaks.items()}
+    return max(peaks.values())
+
+
+def training_activations(model: PreTrainedModel, length: int) -> int:
+    """Return the numbers kept for the backward pass, for one sequence, without checkpointing."""
+    family, sides = _family(model.config), stacks(model.config)
+    kept = sum(family.training_activations(stack, length) for stack in sides.values())
+    if (kind := _kind(model)) in _LANGUAGE_MODELS:
+        kept += length * family.language_model_activations(list(sides.values())[-1], kind)
+    return round(kept)
+
+
+def cache_numbers(model: PreTrainedModel, length: int) -> int | None:
+    """Return the numbers that a decoder remembers of `length` positions of one sequence, and as many of its source.
+
+    None: an encoder remembers nothing.
+    """
+    decoder = stacks(model.config).get("decoder")
+    return None if decoder is None else _family(decoder).cache_numbers(decoder, length)
+
+
+def _family(config: PreTrainedConfig):
+    return _FAMILIES[config.model_type]
+
+
+def _kind(model: PreTrainedModel) -> str:
+    """Return the name of the head, "" of a model without one."""
+    return type(model).__name__.partition("For")[2]
+
+
+def _part(model: PreTrainedModel, name: str) -> str:
+    """Return the part that a parameter or module belongs to: embeddings, a stack, or head."""
+    first, _, rest = name.removeprefix(f"{model.base_model_prefix}.").partition(".")
+    if model.config.is_encoder_decoder and first in ("encoder", "decoder"):
+        return "embeddings" if rest.split(".")[0] in _EMBEDDINGS else first
+    if first in _EMBEDDINGS:
+        return "embeddings"
+    return next(iter(stacks(model.config))) if first in _STACKS else "head"
+
+
+def _head_flops(model: PreTrainedModel, length: int) -> float:
+    """Return the FLOPs of the linear layers of the head, for one sequence (half a pair)."""
+    kind = _kind(model)
+    times = length if kind in _HEADS_FOR_EVERY_TOKEN else 1 / (2 if kind == "SequencePairClassification" else 1)
+    found = {
+        name: 2 * times * module.in_features * module.out_features
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and _part(model, name) == "head"
+    }
+    return sum((found | _family(model.config).head_flops(model, length)).values())

@@ -1,0 +1,183 @@
+"""The description of a model folder or checkpoint: architecture, sizes, costs, heads, origin (`luna-mega info`)."""
+
+import textwrap
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedConfig
+
+from luna_mega.convert.formats import Format
+from luna_mega.convert.formats.registry import detect, find_format
+from luna_mega.convert.reader import read_checkpoint
+from luna_mega.errors import ConversionError
+from luna_mega.hub.folder import ModelFolder, position_limit, read_folder
+from luna_mega.inspection import costs
+
+_LANGUAGE_MODELS = {
+    "MaskedLM": "masked LM",
+    "CausalLM": "causal LM",
+    "ConditionalGeneration": "sequence-to-sequence LM",
+}
+
+
+@dataclass(frozen=True)
+class Info:
+    """The description of a model. Bytes are for one sequence of `length` positions, in the dtype of the weights.
+
+    An encoder-decoder reads a source and a target of `length` positions each.
+    """
+
+    path: str
+    written_by: str
+    model_class: str
+    config: dict[str, int | str | bool]
+    heads: list[str]
+    parameters: dict[str, int]
+    weights: dict[str, int | str]
+    length: int
+    flops_per_token: dict[str, float]
+    activation_bytes: dict[str, int]
+    training_state_bytes: int
+    formulas: dict[str, str]
+
+    def __str__(self) -> str:
+        parameters = {name: f"{value:,}" for name, value in self.parameters.items()}
+        flops = {name: _short(value) for name, value in self.flops_per_token.items()}
+        memory = {name: f"{_short(value)}B" for name, value in self.activation_bytes.items()}
+        both = {"encoder", "decoder"} <= self.parameters.keys()
+        sequence = "source and one target" if both else "sequence"
+        rows = {
+            "path": self.path,
+            "written by": self.written_by,
+            "class": self.model_class,
+            "config": _listed(self.config),
+            "heads": "; ".join(self.heads) or "none",
+            "parameters": f"{parameters.pop('total')}: {_listed(parameters)}",
+            "weights": f"{_short(self.weights['bytes'])}B ({self.weights['dtype']}), with Adam "
+            f"{_short(self.training_state_bytes)}B",
+            "FLOPs/token": f"{flops.pop('total').strip()} at length {self.length}: {_listed(flops)}",
+            "activations": f"{_listed(memory)}, of one {sequence} of length {self.length}",
+        }
+        lines = [f"{name:<13}{value}" for name, value in rows.items()]
+        return "\n".join([*lines, "", *(textwrap.fill(f"{name}: {text}", 100) for name, text in self.formulas.items())])
+
+
+def _listed(values: dict) -> str:
+    return ", ".join(f"{name} {value}".rstrip() for name, value in values.items())
+
+
+def _short(number: float) -> str:
+    for unit in ("", "k", "M", "G"):
+        if number < 1000:
+            return f"{number:.4g} {unit}"
+        number /= 1000
+    return f"{number:.4g} T"
+
+
+def describe(path: str | Path, length: int | None = None) -> Info:
+    """Describe a model without building it in memory.
+
+    Args:
+        path: model folder, or fairseq checkpoint of a Luna or Mega model.
+        length: positions for memory and FLOPs; None = `max_position_embeddings` or `max_positions`.
+
+    Raises:
+        ConversionError: `path` is neither, or the model has fewer positions.
+    """
+    read = _read_checkpoint if Path(path).is_file() else _read_folder
+    config, model_class, written_by, heads, dtypes = read(path)
+    limit = _length_limit(config)
+    if length is not None and limit is not None and length > limit:
+        raise ConversionError(f"--length {length}: the model has {limit} learned positions")
+    length = length or min(config.max_position_embeddings, limit or config.max_position_embeddings)
+    with torch.device("meta"):
+        model = model_class(config)
+    parameters = costs.count_parameters(model)
+    dtype = dtypes.most_common(1)[0][0]
+    size = getattr(torch, dtype).itemsize
+    activations = {
+        "inference": costs.inference_activations(model, length),
+        "training": costs.training_activations(model, length),
+        "cache": costs.cache_numbers(model, length),
+    }
+    return Info(
+        path=str(path),
+        written_by=written_by,
+        model_class=model_class.__name__,
+        config=costs.fields(config),
+        heads=heads,
+        parameters=parameters,
+        weights={"dtype": dtype, "bytes": parameters["total"] * size},
+        length=length,
+        flops_per_token=costs.flops_per_token(model, length),
+        activation_bytes={name: size * numbers for name, numbers in activations.items() if numbers is not None},
+        training_state_bytes=4 * size * parameters["total"],
+        formulas=costs.formulas(config),
+    )
+
+
+def _length_limit(config: PreTrainedConfig) -> int | None:
+    """Return the longest sequence that every table of positions serves, None = there is no table."""
+    stacks = costs.stacks(config).values()
+    limits = [position_limit(stack) for stack in stacks]
+    limits += [
+        stack.cross_positions
+        for stack in stacks
+        if stack.add_cross_attention and getattr(stack, "relative_positional_bias", None) == "simple"
+    ]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _read_folder(path: str | Path):
+    folder = read_folder(path)
+    names = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": None}  # None: counters
+    dtypes = Counter()
+    for name, info in folder.tensor_info.items():
+        if info.dtype not in names:
+            raise ConversionError(f"{info.file}: {name} has dtype {info.dtype}, not one of {', '.join(names)}")
+        if names[info.dtype] is not None:
+            dtypes[names[info.dtype]] += torch.Size(info.shape).numel()
+    return folder.config, folder.model_class, _origin(folder), _folder_heads(folder), dtypes
+
+
+def _origin(folder: ModelFolder) -> str:
+    if folder.report is None:
+        return f"save_pretrained of transformers {folder.transformers_version or '(version not recorded)'}"
+    source = folder.report["source"]
+    return f"luna-mega convert, from {source['file']}, " + _fairseq(
+        find_format(source["layout"]), source["revision"], source["arch"]
+    )
+
+
+def _fairseq(found: Format, revision: str, arch: str) -> str:
+    return f"a {found.name} checkpoint (arch {arch}) of {found.revisions[revision].code}"
+
+
+def _folder_heads(folder: ModelFolder) -> list[str]:
+    config, kind = folder.config, folder.model_class.__name__.rpartition("For")[2]
+    if kind in _LANGUAGE_MODELS:
+        return [_LANGUAGE_MODELS[kind]]
+    kept = any(name.startswith(("lm_head.", "mlm_head.")) for name in folder.tensor_info)
+    heads = [_LANGUAGE_MODELS["MaskedLM"]] * kept
+    if kind == "QuestionAnswering":
+        heads.append(f"{kind}: start and end")
+    elif kind == "TokenClassification":
+        heads.append(f"{kind}: {config.num_labels} classes")
+    elif "Classification" in kind or kind == "MultipleChoice":
+        scores = "one score an option" if kind == "MultipleChoice" else f"{config.num_labels} classes"
+        heads.append(f"{kind}: {scores}, pooling {config.pooling}")
+    return heads
+
+
+def _read_checkpoint(path: str | Path):
+    checkpoint = read_checkpoint(path)
+    found, revision = detect(checkpoint)
+    tensors, _ = found.canonical(checkpoint.tensors)
+    plan = found.plan(found.evidence(tensors, checkpoint.args, found.assumed(revision)))
+    dtypes = Counter()
+    for tensor in filter(torch.is_floating_point, tensors.values()):
+        dtypes[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
+    origin = _fairseq(found, revision, found.architecture(checkpoint.args))
+    return plan.config, plan.model_class, f"fairseq: {origin}", found.heads(plan, tensors), dtypes

@@ -1,0 +1,346 @@
+"""The comparison of two models, layer by layer, on the same inputs (`luna-mega verify`)."""
+
+import inspect
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from tqdm import tqdm
+from transformers import AutoTokenizer, PreTrainedConfig
+from transformers.utils import logging
+
+from luna_mega.convert.importer import convert_checkpoint
+from luna_mega.convert.tensors import few
+from luna_mega.errors import ConversionError
+from luna_mega.hub.folder import ModelFolder, position_limit, read_folder
+from luna_mega.inspection.costs import stacks
+
+_INPUTS = (
+    "input_ids",
+    "attention_mask",
+    "input_values",
+    "pair_input_ids",
+    "pair_attention_mask",
+    "pair_input_values",
+    "decoder_input_ids",
+    "decoder_attention_mask",
+    "encoder_hidden_states",
+    "encoder_attention_mask",
+    "packed_states",
+)
+_RESULTS = ("logits", "start_logits", "end_logits", "last_hidden_state")
+# In these two models must agree, or there is nothing to compare layer by layer.
+_SHAPE_FIELDS = ("input_type", "vocab_size", "num_hidden_layers", "hidden_size")
+_LUNA_SHAPE_FIELDS = ("projection_length", "dynamic_projection_length", "drop_first_token")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Largest absolute differences between two models `a` and `b`.
+
+    `layers` has a row `{"layer", "hidden"}` for each layer, layer 0 = the embeddings, with "packed" for the P of Luna,
+    and for an encoder-decoder with "stack", "encoder" or "decoder". `results` has the outputs. None = NaN or Inf in one
+    model and not in the other. Padding is not compared.
+    """
+
+    a: str
+    b: str
+    model_class: str
+    inputs: dict[str, list[int]]
+    layers: list[dict[str, str | int | float | None]]
+    results: dict[str, float | None]
+    tolerance: float
+
+    @property
+    def largest(self) -> float | None:
+        """The largest of all differences; None as in `layers`."""
+        found = [row[name] for row in self.layers for name in _columns(row)] + list(self.results.values())
+        return None if None in found else max(found)
+
+    @property
+    def within(self) -> bool:
+        """Whether no difference exceeds the tolerance."""
+        return self.largest is not None and self.largest <= self.tolerance
+
+    def __str__(self) -> str:
+        inputs = ", ".join(f"{name} {shape}" for name, shape in self.inputs.items())
+        lines = [f"A        {self.a}", f"B        {self.b}", f"class    {self.model_class}", f"inputs   {inputs}", ""]
+        columns = _columns(self.layers[0])
+        lines.append(f"{'layer':<20}" + "".join(f"{name:>10}" for name in columns))
+        for row in self.layers:
+            name = f"{row.get('stack', '')} {row['layer'] or 'embeddings'}".lstrip()
+            lines.append(f"{name:<20}" + "".join(f"{_number(row[column]):>10}" for column in columns))
+        lines += [f"{name:<20}{_number(value):>10}" for name, value in self.results.items()]
+        verdict = "equal in every number" if self.largest == 0 else f"largest difference {_number(self.largest)}"
+        return "\n".join([*lines, "", f"{verdict}: {'within' if self.within else 'MORE THAN'} {self.tolerance:g}"])
+
+
+def _columns(row: Mapping) -> list[str]:
+    return [name for name in row if name not in ("stack", "layer")]
+
+
+def _number(value: float | None) -> str:
+    return "NaN/Inf" if value is None else f"{value:.1e}" if value else "0"
+
+
+def compare(
+    a: str | Path,
+    b: str | Path,
+    *,
+    inputs: str | Path | None = None,
+    texts: Sequence[str] = (),
+    batch: int = 2,
+    length: int = 64,
+    seed: int = 0,
+    tolerance: float = 1e-5,
+    head: str | None = None,
+    layer_norm: str = "auto",
+    ema_convention: str = "auto",
+    progress: bool = False,
+) -> Comparison:
+    """Run two models of one kind in float32 and evaluation mode on the same inputs.
+
+    Args:
+        a, b: model folders, or fairseq checkpoints, which are converted into a temporary folder.
+        inputs: safetensors file with arguments of the model's forward, such as `input_ids` `[B, T]`.
+        texts: sentences for the tokenizer of the folder `a` (or `b`); for multiple choice the options of one question.
+        batch, length, seed: number, length and seed of the random sequences that are made if neither is given. Every
+            second sequence is shorter, so that padding is covered.
+        tolerance: largest difference that counts as equal.
+        head, layer_norm, ema_convention: for checkpoints, as in `convert_checkpoint`.
+        progress: show a progress bar on stderr if that is a terminal.
+
+    Raises:
+        ConversionError: a model or the inputs are at fault, or the models are of different kinds.
+    """
+    options = {"head": head, "layer_norm": layer_norm, "ema_convention": ema_convention}
+    with _quiet_transformers(), _folder(a, options) as first, _folder(b, options) as second:
+        _check_same_kind(a, first, b, second)
+        if inputs is not None:
+            tensors = _read_inputs(Path(inputs), first)
+        elif texts:
+            tensors = _tokenize(texts, first, second)
+        else:
+            tensors = _random_inputs(first, batch, length, seed)
+        outputs = []
+        for folder in tqdm((first, second), desc="models", delay=1, disable=None if progress else True):
+            outputs.append(_run(folder, tensors))
+    return Comparison(
+        a=str(a),
+        b=str(b),
+        model_class=first.model_class.__name__,
+        inputs={name: list(tensor.shape) for name, tensor in tensors.items()},
+        layers=_layers(*outputs, tensors, first.config),
+        results=_results(*outputs, _mask(tensors, first.config, "decoder_" * first.config.is_encoder_decoder)),
+        tolerance=tolerance,
+    )
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Silence bars and advice of transformers: missing and unexpected weights are errors here, or expected."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+@contextmanager
+def _folder(path: str | Path, options: dict[str, str | None]) -> Iterator[ModelFolder]:
+    if not Path(path).is_file():
+        yield read_folder(path)
+        return
+    with TemporaryDirectory() as temporary:
+        convert_checkpoint(path, Path(temporary, "model"), **options)
+        yield read_folder(Path(temporary, "model"))
+
+
+def _check_same_kind(a, first: ModelFolder, b, second: ModelFolder) -> None:
+    pairs = [("class", first.model_class.__name__, second.model_class.__name__)]
+    if type(first.config) is type(second.config) and stacks(first.config).keys() == stacks(second.config).keys():
+        fields = [name for name in _SHAPE_FIELDS if name != "vocab_size" or first.config.input_type == "tokens"]
+        fields += _LUNA_SHAPE_FIELDS if first.config.model_type == "luna" else ()
+        for stack, ours in stacks(first.config).items():
+            label, theirs = "decoder " * (stack == "decoder"), stacks(second.config)[stack]
+            pairs += [(label + name, getattr(ours, name), getattr(theirs, name)) for name in fields]
+    if different := [f"{name}: {ours!r} and {theirs!r}" for name, ours, theirs in pairs if ours != theirs]:
+        raise ConversionError(
+            f"{a} and {b} are not models of one kind ({'; '.join(different)}); --head chooses the head of a checkpoint"
+        )
+
+
+def _read_inputs(path: Path, folder: ModelFolder) -> dict[str, torch.Tensor]:
+    model_class = folder.model_class
+    try:
+        tensors = load_file(path)
+    except SafetensorError as error:
+        raise ConversionError(f"{path}: not a safetensors file ({error})") from error
+    known = [name for name in _INPUTS if _reads(model_class, name)]
+    if unknown := sorted(tensors.keys() - set(known)):
+        raise ConversionError(
+            f"{path}: {few(unknown)}: {model_class.__name__} has no such inputs; it takes {', '.join(known)}"
+        )
+    if not tensors:
+        raise ConversionError(f"{path}: holds no tensors; {model_class.__name__} takes {', '.join(known)}")
+    for name, tensor in tensors.items():
+        if not name.endswith("input_ids"):
+            continue
+        vocab_size = folder.config.get_text_config(decoder=name.startswith("decoder_")).vocab_size
+        if tensor.numel() and not 0 <= tensor.min() <= tensor.max() < vocab_size:
+            raise ConversionError(f"{path}: {name} has ids outside of the vocabulary, 0 to {vocab_size - 1}")
+    return tensors
+
+
+def _tokenize(texts: Sequence[str], *folders: ModelFolder) -> dict[str, torch.Tensor]:
+    model_class = folders[0].model_class
+    for name, what in (("pair_input_ids", "pairs of sequences"), ("decoder_input_ids", "a source and a target")):
+        if _reads(model_class, name):
+            raise ConversionError(f"--text: this model reads {what}; give --inputs")
+    for folder in folders:
+        if not (folder.path / "tokenizer_config.json").is_file():
+            continue
+        tokenizer = AutoTokenizer.from_pretrained(folder.path)
+        limit = folder.config.max_position_embeddings
+        tokens = tokenizer(list(texts), padding=True, truncation=True, max_length=limit, return_tensors="pt")
+        tensors = {name: tokens[name] for name in ("input_ids", "attention_mask")}
+        if _has_options(model_class):
+            return {name: tensor[None] for name, tensor in tensors.items()}
+        return tensors
+    raise ConversionError("--text: neither of the models has a tokenizer; convert with --bpe, or give --inputs")
+
+
+def _reads(model_class: type, name: str) -> bool:
+    return name in inspect.signature(model_class.forward).parameters
+
+
+def _has_options(model_class: type) -> bool:
+    return model_class.__name__.endswith("ForMultipleChoice")
+
+
+def _random_inputs(folder: ModelFolder, batch: int, length: int, seed: int) -> dict[str, torch.Tensor]:
+    generator, options = torch.Generator().manual_seed(seed), (2,) if _has_options(folder.model_class) else ()
+    sides = stacks(folder.config)
+    prefixes = dict.fromkeys(sides, "")
+    if folder.config.is_encoder_decoder:
+        prefixes["decoder"] = "decoder_"
+    tensors = {}
+    for side, config in sides.items():
+        shape = (batch, *options, min(length, position_limit(config) or length))
+        mask = _shorter_second(shape)
+        towers = ("", "pair_") if _reads(folder.model_class, "pair_input_ids") else (prefixes[side],)
+        for tower in towers:
+            if config.input_type == "values":
+                tensors[f"{tower}input_values"] = torch.randn(shape, generator=generator)
+            else:
+                first = min(4, config.vocab_size - 1)  # behind the special symbols of fairseq
+                tokens = torch.randint(first, config.vocab_size, shape, generator=generator)
+                tensors[f"{tower}input_ids"] = tokens.masked_fill(~mask, config.pad_token_id)
+            tensors[f"{tower}attention_mask"] = mask.long()
+    if folder.config.add_cross_attention:  # a decoder whose encoder is elsewhere
+        source = (batch, length, folder.config.hidden_size)
+        tensors["encoder_hidden_states"] = torch.randn(source, generator=generator)
+        tensors["encoder_attention_mask"] = _shorter_second(source[:2]).long()
+        if _reads(folder.model_class, "packed_states"):
+            rows = (batch, folder.config.projection_length, folder.config.hidden_size)
+            tensors["packed_states"] = torch.randn(rows, generator=generator)
+    return tensors
+
+
+def _shorter_second(shape: Sequence[int]) -> torch.Tensor:
+    """Return a mask in which every second sequence has half the length."""
+    lengths = torch.full(shape[:-1], shape[-1])
+    lengths[1::2] = (shape[-1] + 1) // 2
+    return torch.arange(shape[-1]) < lengths[..., None]
+
+
+@torch.no_grad()
+def _run(folder: ModelFolder, tensors: Mapping[str, torch.Tensor]) -> Mapping:
+    model, info = folder.model_class.from_pretrained(folder.path, dtype=torch.float32, output_loading_info=True)
+    if missing := sorted(info["missing_keys"]):
+        raise ConversionError(f"{folder.path}: the weights lack {few(missing)}")
+    try:
+        return model.eval()(**tensors, output_hidden_states=True)
+    except (ValueError, IndexError, RuntimeError, TypeError) as error:
+        raise ConversionError(f"the inputs do not fit {folder.path}: {error}") from error
+
+
+def _mask(tensors: Mapping[str, torch.Tensor], config: PreTrainedConfig, prefix: str = "") -> torch.Tensor:
+    """Return a mask of the positions that count, `[B, T]` (the options of multiple choice one after the other).
+
+    It is that of the source, or with `prefix` "decoder_" of the target; of pairs that of the first sequence.
+    """
+    if f"{prefix}attention_mask" in tensors:
+        mask = tensors[f"{prefix}attention_mask"].bool()
+    elif config.input_type == "tokens":
+        mask = tensors[f"{prefix}input_ids"] != config.pad_token_id
+    else:
+        mask = torch.ones_like(tensors["input_values"], dtype=torch.bool)
+    mask = mask.flatten(0, -2)
+    # Without the first token of each, wherever the padding is.
+    return mask[:, 1:] & mask[:, :-1] if getattr(config, "drop_first_token", False) else mask
+
+
+def _layers(first: Mapping, second: Mapping, tensors: Mapping, config: PreTrainedConfig) -> list[dict]:
+    """Return the rows of all layers, see `Comparison`."""
+    mask = _mask(tensors, config)
+    names = {"": ("hidden_states", mask, "packed_hidden_states")}
+    if config.is_encoder_decoder:
+        names = {
+            "encoder": ("encoder_hidden_states", mask, "encoder_packed_hidden_states"),
+            "decoder": ("decoder_hidden_states", _mask(tensors, config, "decoder_"), "packed_hidden_states"),
+        }
+    rows = []
+    for stack, (hidden, keep, packed) in names.items():
+        compared = {"hidden": (hidden, keep)}
+        if first.get(packed) is not None:
+            compared["packed"] = packed, _used_rows(first[packed][0], mask, config)
+        columns = {
+            column: [_difference(*pair, keep) for pair in zip(first[name], second[name], strict=True)]
+            for column, (name, keep) in compared.items()
+        }
+        for layer, values in enumerate(zip(*columns.values(), strict=True)):
+            rows.append(
+                ({"stack": stack} if stack else {}) | {"layer": layer} | dict(zip(columns, values, strict=True))
+            )
+    return rows
+
+
+def _used_rows(packed: torch.Tensor, mask: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor | None:
+    """Return a mask of the rows of P that are in use, `[B, L]`, None = all are."""
+    if config.add_cross_attention or not config.dynamic_projection_length:
+        return None
+    return torch.arange(packed.shape[1]) < mask.sum(dim=1, keepdim=True)
+
+
+def _results(first: Mapping, second: Mapping, mask: torch.Tensor) -> dict[str, float | None]:
+    found = {}
+    for name in _RESULTS:
+        if first.get(name) is not None:
+            shapes = [list(output[name].shape) for output in (first, second)]
+            if shapes[0] != shapes[1]:
+                raise ConversionError(f"{name} of A and B have shapes {shapes[0]} and {shapes[1]}: other classes")
+            a_position_each = first[name].dim() == 3 or name in ("start_logits", "end_logits")
+            found[name] = _difference(first[name], second[name], mask if a_position_each else None)
+    return found
+
+
+def _difference(first: torch.Tensor, second: torch.Tensor, keep: torch.Tensor | None) -> float | None:
+    """Return the largest difference where `keep` is true: 0 for equal Inf and NaN, None for unequal ones."""
+    if keep is not None:
+        first, second = first[keep], second[keep]
+    if first.numel() == 0:
+        return 0.0
+    same = (first == second) | (first.isnan() & second.isnan())
+    largest = (first - second).abs().masked_fill(same, 0.0).max().item()
+    return largest if math.isfinite(largest) else None

@@ -1,0 +1,203 @@
+# Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
+"""The arguments of the command line `luna-mega`.
+
+This module stands beside the package, because `import luna_mega` brings torch and transformers with it, for which
+`luna-mega --help` would wait. `luna_mega.cli` runs the commands, and is imported once the arguments are understood.
+"""
+
+import argparse
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+
+DTYPES = ("float32", "float16", "bfloat16")
+LAYER_NORMS = ("standard", "plus-one")
+EMA_CONVENTIONS = ("main", "flash")
+_HELP = {
+    "convert": "convert a fairseq checkpoint into a folder that AutoModel loads",
+    "export": "write a folder back as a fairseq checkpoint",
+    "verify": "compare two models layer by layer on the same inputs",
+    "info": "describe a model: parameters, memory, FLOPs, heads, origin",
+    "bundle": "add the code to a model folder, for trust_remote_code",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that the arguments name.
+
+    Args:
+        argv: arguments without the program name; those of the process when None.
+
+    Returns:
+        Exit status: 0 done, 1 the input is at fault, with one line about it on stderr.
+
+    Raises:
+        SystemExit: 2 on wrong usage, 0 after `--help` and `--version`.
+    """
+    options = _parser().parse_args(argv)
+    if options.command == "verify":
+        _check_verify(options)
+    return importlib.import_module("luna_mega.cli").run(options)
+
+
+class _Version(argparse.Action):
+    """Print the version, which the package knows, and leave."""
+
+    def __call__(self, parser, *_):
+        print(f"luna-mega {importlib.import_module('luna_mega').__version__}")
+        parser.exit()
+
+
+def _parser() -> argparse.ArgumentParser:
+    lines = "\n".join(f"  {name:10}{text}" for name, text in _HELP.items())
+    parser = argparse.ArgumentParser(
+        prog="luna-mega",
+        usage="luna-mega [-h] [--version] COMMAND ...",
+        description=f"Luna and Mega for transformers.\n\ncommands:\n{lines}",
+        epilog="`luna-mega COMMAND --help` shows the options of a command.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="show program's version number and exit")
+    commands = parser.add_subparsers(
+        dest="command", metavar="COMMAND", required=True, prog="luna-mega", help=argparse.SUPPRESS
+    )
+    for name, add_arguments in _COMMANDS.items():
+        add_arguments(commands.add_parser(name))
+    return parser
+
+
+def _add_convert(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Turns a fairseq checkpoint of a Luna encoder (luna_bert, LRA) or a Mega model (LRA, raw speech, language "
+        "models, translation) into a folder for transformers. Nothing in the checkpoint is executed."
+    )
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="the .pt file that fairseq saved")
+    parser.add_argument("--output", metavar="DIR", required=True, help="folder to write, absent or empty")
+    _add_dictionaries(
+        parser,
+        "dict.txt of the vocabulary and, if there is one, of the labels, or those of source and target (default: the "
+        "ones beside the checkpoint)",
+    )
+    parser.add_argument(
+        "--bpe",
+        metavar="PATH",
+        help="folder with GPT-2's encoder.json and vocab.bpe, or vocab.json and merges.txt: writes the tokenizer of a "
+        "luna_bert model, or of a language model of GPT-2's ids; for translation the codes, a file of subword-nmt "
+        "or fastBPE (the others need only the dictionary)",
+    )
+    _add_conventions(
+        parser,
+        head="classification head to convert (default: the only head of a fine-tuned model, else masked LM)",
+        layer_norm="how norm weights of Luna are stored: as they are, or minus one as the 2023 code does (default: by "
+        "their mean)",
+        ema_convention="branch of the Mega code that wrote the file: flash calls alpha what main calls delta (default: "
+        "by the order of the tensors)",
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the written weights (default: float32)")
+    parser.add_argument(
+        "--license", metavar="ID", help="licence of the weights for the model card, as mit (default: none is stated)"
+    )
+
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Writes a folder of a Luna or Mega encoder back as a checkpoint of the original fairseq code."
+    parser.add_argument("folder", metavar="DIR", help="what luna-mega convert or save_pretrained wrote")
+    parser.add_argument("--output", metavar="FILE", required=True, help="the .pt file to write, which must not exist")
+    parser.add_argument(
+        "--head",
+        metavar="NAME",
+        help="name of a luna_bert classification head, which decides its kind (default: its name in the converted "
+        "file, else the usual one of its kind)",
+    )
+    parser.add_argument(
+        "--layer-norm",
+        choices=LAYER_NORMS,
+        help="store norm weights of Luna as they are, or minus one for the 2023 code (default: as the converted file)",
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="default: that of the converted file, if nothing is lost by it")
+    _add_dictionaries(
+        parser,
+        "dict.txt of the vocabulary and of the labels, to write beside the file (default: those of the folder)",
+    )
+
+
+def _add_verify(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Runs two models on the same inputs, in float32, and prints the largest difference of every layer. Exit "
+        "status 0: within the tolerance; 1: not, or the input is at fault."
+    )
+    for name in "ab":
+        parser.add_argument(name, metavar=name.upper(), help="a model folder, or a fairseq checkpoint to convert first")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument(
+        "--inputs", metavar="FILE", help="safetensors file with the model's inputs: input_ids [B, T], ..."
+    )
+    source.add_argument("--text", metavar="TEXT", nargs="+", default=[], help="texts for the tokenizer of A or B")
+    parser.add_argument("--batch", metavar="N", type=_positive, help="random sequences (default: 2)")
+    parser.add_argument("--length", metavar="N", type=_positive, help="their length (default: 64)")
+    parser.add_argument("--seed", metavar="S", type=int, help="of the random sequences (default: 0)")
+    parser.add_argument("--tolerance", metavar="T", type=float, default=1e-5, help="largest difference (default: 1e-5)")
+    _add_conventions(
+        parser,
+        head="classification head of a checkpoint (see luna-mega convert)",
+        layer_norm="norm weights of a checkpoint (see luna-mega convert)",
+        ema_convention="branch of a checkpoint (see luna-mega convert)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(error=parser.error)
+
+
+def _add_info(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Describes a model: architecture, parameters, memory and FLOPs at a length, heads, and which code wrote it."
+    )
+    parser.add_argument("path", metavar="PATH", help="a model folder or a fairseq checkpoint")
+    parser.add_argument("--length", metavar="N", type=_positive, help="positions (default: as many as the model has)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_bundle(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Makes a model folder self-contained: AutoModel...from_pretrained(DIR, trust_remote_code=True) loads it where "
+        "luna-mega is not installed. Where luna_mega is imported, its own classes are used."
+    )
+    parser.add_argument("folder", metavar="DIR", help="a folder with config.json and model.safetensors")
+    parser.add_argument("--output", metavar="OUT", help="folder to write, absent or empty (default: DIR itself)")
+
+
+_COMMANDS = {
+    "convert": _add_convert,
+    "export": _add_export,
+    "verify": _add_verify,
+    "info": _add_info,
+    "bundle": _add_bundle,
+}
+
+
+def _add_dictionaries(parser: argparse.ArgumentParser, text: str) -> None:
+    parser.add_argument("--dict", metavar="FILE", nargs="+", action="extend", default=[], help=text)
+
+
+def _add_conventions(parser: argparse.ArgumentParser, *, head: str, layer_norm: str, ema_convention: str) -> None:
+    """Add the options that say how a checkpoint is to be read."""
+    parser.add_argument("--head", metavar="NAME", help=head)
+    parser.add_argument("--layer-norm", choices=("auto", *LAYER_NORMS), default="auto", help=layer_norm)
+    parser.add_argument("--ema-convention", choices=("auto", *EMA_CONVENTIONS), default="auto", help=ema_convention)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: give a whole number of at least 1")
+    return int(text)
+
+
+def _check_verify(options: argparse.Namespace) -> None:
+    """Refuse options that have nothing to act on."""
+    for name in ("batch", "length", "seed"):
+        if getattr(options, name) is not None and (options.inputs or options.text):
+            options.error(f"--{name} is of the random inputs; leave it out with --inputs and --text")
+    of_checkpoints = options.head or options.layer_norm != "auto" or options.ema_convention != "auto"
+    if of_checkpoints and not any(Path(path).is_file() for path in (options.a, options.b)):
+        options.error(
+            "--head, --layer-norm and --ema-convention are for checkpoints; leave them out, both models are folders"
+        )

@@ -1,0 +1,107 @@
+"""The base classes of both models: what transformers asks of every class, and of a model without a head."""
+
+from collections.abc import Iterable
+
+from torch import nn
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_utils import PreTrainedModel
+
+
+class CommonPreTrainedModel(PreTrainedModel):
+    """Base of `LunaPreTrainedModel` and `MegaPreTrainedModel`."""
+
+    supports_gradient_checkpointing = True
+    # "sdpa" (default) is `luna_mega.kernels`, "eager" computes attention step by step and has weights to return.
+    _supports_sdpa = True
+
+    def __init__(self, config: PreTrainedConfig):
+        super().__init__(config)
+        if config.input_type == "values":
+            self.main_input_name = "input_values"
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return True
+
+    def require_tokens(self):
+        """Refuse a configuration of real values for a class or method that needs tokens."""
+        if self.config.input_type != "tokens":
+            raise ValueError(f"{type(self).__name__} needs input_type='tokens', got {self.config.input_type!r}")
+
+    def resize_token_embeddings(self, *args, **kwargs) -> nn.Embedding:
+        """Resize the vocabulary of a model of tokens."""
+        self.require_tokens()
+        return super().resize_token_embeddings(*args, **kwargs)
+
+    def unread_parameters(self) -> Iterable[nn.Parameter]:
+        """Return the parameters that no loss of this class depends on."""
+        return ()
+
+    def tie_weights(self, *args, **kwargs):
+        """Tie weights, and freeze the parameters that are never read; they keep their places in checkpoints.
+
+        transformers calls this when a model has been made and when it has been loaded.
+        """
+        super().tie_weights(*args, **kwargs)
+        for parameter in self.unread_parameters():
+            parameter.requires_grad_(False)
+
+
+class BodyMixin:
+    """Base of `LunaModel` and `MegaModel`, which are one side only and hold the embeddings.
+
+    `AutoModel` knows one class per class of configuration, and that is this one. Therefore the encoder-decoder without
+    a head declares itself with `register_encoder_decoder`, and is built in place of this class where the configuration
+    has `is_encoder_decoder`.
+    """
+
+    encoder_decoder_class = None
+
+    def __init__(self, config: PreTrainedConfig):
+        super().__init__(config)
+        if config.is_encoder_decoder:
+            family = config.model_type.capitalize()
+            raise ValueError(
+                f"{type(self).__name__} is one side only, and the configuration has is_encoder_decoder=True: use "
+                f"{family}Seq2SeqModel, {family}ForConditionalGeneration or their Auto classes"
+            )
+
+    @classmethod
+    def register_encoder_decoder(cls, model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
+        """Declare the class that `AutoModel` builds for a configuration with `is_encoder_decoder`; a decorator."""
+        cls.encoder_decoder_class = model_class
+        return model_class
+
+    @classmethod
+    def _other_class(cls, config: PreTrainedConfig | None) -> type[PreTrainedModel] | None:
+        """Return the class of the encoder-decoder if the configuration is of one, else None; None for a subclass."""
+        own = isinstance(config, cls.config_class) and config.is_encoder_decoder
+        return vars(cls).get("encoder_decoder_class") if own else None
+
+    @classmethod
+    def _from_config(cls, config: PreTrainedConfig, **kwargs) -> PreTrainedModel:
+        other = cls._other_class(config)
+        return super()._from_config(config, **kwargs) if other is None else other._from_config(config, **kwargs)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, config=None, **kwargs) -> PreTrainedModel:
+        """Load a model; with the `config` of an encoder-decoder its class, see `BodyMixin`."""
+        other = cls._other_class(config)
+        load = super().from_pretrained if other is None else other.from_pretrained
+        return load(pretrained_model_name_or_path, *args, config=config, **kwargs)
+
+    @property
+    def _embeddings(self) -> nn.Module:
+        """The module that holds `word_embeddings` or `value_embeddings`."""
+        raise NotImplementedError
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the embedding of tokens or of real values."""
+        if self.config.input_type == "values":
+            return self._embeddings.value_embeddings
+        return self._embeddings.word_embeddings
+
+    def set_input_embeddings(self, value: nn.Module):
+        """Replace the embedding of tokens."""
+        self.require_tokens()
+        self._embeddings.word_embeddings = value

@@ -1,0 +1,183 @@
+"""Base of the caches: what a decoder remembers between calls, as tensors that transformers' generation can reorder."""
+
+from collections.abc import Callable
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_utils import PreTrainedModel
+
+
+class StateLayer(CacheLayerMixin):
+    """The memory of one layer over B sequences: the attributes that `fields` names, tensors `[B, ...]` or None.
+
+    `seen` counts the positions so far, padding included.
+    """
+
+    is_sliding = False
+    supports_early_init = False
+    fields: tuple[str, ...]
+
+    def __init__(self):
+        super().__init__()
+        self.reset()
+
+    def reset(self):
+        """Forget everything."""
+        for name in self.fields:
+            setattr(self, name, None)
+        self.seen, self.is_initialized = 0, False
+
+    def store(self, length: int = 0, **tensors: torch.Tensor | None):
+        """Replace tensors after `length` more positions."""
+        for name, tensor in tensors.items():
+            setattr(self, name, tensor)
+        self.seen, self.is_initialized = self.seen + length, True
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Tensors by name, without those that are None."""
+        return {name: tensor for name in self.fields if (tensor := getattr(self, name)) is not None}
+
+    @property
+    def batch_size(self) -> int | None:
+        """B, None before anything is stored."""
+        return len(next(iter(self.tensors.values()))) if self.is_initialized else None
+
+    def get_seq_length(self) -> int:
+        """Return the number of positions seen."""
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the positions that a mask for `query_length` more of them covers, and how many it skips."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        """Return -1: there is no limit."""
+        return -1
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor):
+        """Do nothing: `store` brings the tensors."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        """Refuse keys and values alone."""
+        raise NotImplementedError(f"a {type(self).__name__} keeps more than keys and values: call `store`")
+
+    def crop(self, max_length: int):
+        """Refuse to forget the last positions: a recurrence cannot run backwards.
+
+        `max_length`: the positions to keep, or below 0 how many to forget.
+        """
+        if max_length < 0:
+            max_length += self.seen
+        if max_length < self.seen:
+            raise ValueError(
+                f"the cache cannot be cropped from {self.seen} to {max_length} positions, as its states hold all of "
+                "them: copy the cache before the positions that may have to go, or compute it anew"
+            )
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]):
+        """Replace every tensor by `function` of it."""
+        for name, tensor in self.tensors.items():
+            setattr(self, name, function(tensor))
+
+    def reorder_cache(self, beam_idx: torch.LongTensor):
+        """Put the sequences in the order of `beam_idx`."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor):
+        """Keep the sequences of these indices."""
+        self.map(lambda tensor: tensor[indices.to(tensor.device)])
+
+    def batch_repeat_interleave(self, repeats: int):
+        """Repeat every sequence `repeats` times in place."""
+        self.map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+
+class StateCache(Cache):
+    """The `past_key_values` of a decoder, a layer of `layer_class` for each of its own; made empty, filled in place.
+
+    `config`: that of the decoder.
+    """
+
+    layer_class: type[StateLayer]
+
+    def __init__(self, config: PreTrainedConfig):
+        super().__init__(layers=[self.layer_class() for _ in range(config.num_hidden_layers)])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the tensors hold on to."""
+        return sum(x.untyped_storage().nbytes() for layer in self.layers for x in layer.tensors.values())
+
+    def detach(self):
+        """Cut the graph: what was computed so far gets no gradient from what follows (truncated back-propagation)."""
+        for layer in self.layers:
+            layer.map(torch.Tensor.detach)
+
+
+class StateSeq2SeqCache(EncoderDecoderCache):
+    """The `past_key_values` of a decoder with cross-attention: a cache of the target and one of the source.
+
+    `config`: that of the decoder, of an encoder-decoder `config.decoder_config`.
+    """
+
+    target_class: type[StateCache]
+    source_class: type[StateCache]
+
+    def __init__(self, config: PreTrainedConfig):
+        super().__init__(self.target_class(config), self.source_class(config))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the tensors hold on to."""
+        return self.self_attention_cache.nbytes + self.cross_attention_cache.nbytes
+
+    def check_dynamic_cache(self, method: str):
+        """Refuse nothing: both caches have every method, or say why not."""
+
+
+def new_cache(model: PreTrainedModel) -> Cache:
+    """Return an empty cache for the decoder of `model`, of its `cache_class` or `seq2seq_cache_class`."""
+    config = model.config.decoder_config if model.config.is_encoder_decoder else model.config
+    return _kind(model, config)(config)
+
+
+def _kind(model: PreTrainedModel, config: PreTrainedConfig) -> type[Cache]:
+    return model.seq2seq_cache_class if config.add_cross_attention else model.cache_class
+
+
+def begin_cache(model: PreTrainedModel, past: Cache | None, use_cache: bool | None) -> Cache | None:
+    """Return the cache that a pass through a decoder, or an encoder, reads and fills, or None.
+
+    Args:
+        model: an encoder or a decoder.
+        past: the cache that the caller gave.
+        use_cache: whether to begin one where `past` is None; None = `config.use_cache`, but not in training.
+
+    Raises:
+        ValueError: a cache for an encoder, a cache of another class, or layers that do not run exactly once.
+    """
+    config = model.config
+    if not config.is_decoder:
+        if past is not None or use_cache:
+            raise ValueError(
+                "past_key_values and use_cache=True need a decoder (is_decoder=True): an encoder's output depends on "
+                "what is yet to come"
+            )
+        return None
+    kind = _kind(model, config)
+    if past is not None and not isinstance(past, kind):
+        raise ValueError(
+            f"past_key_values must be a {kind.__name__}, got a {type(past).__name__}; leave it out to begin"
+        )
+    if use_cache is None:
+        use_cache = config.use_cache and not model.training
+    if past is None and use_cache:
+        past = new_cache(model)
+    if past is not None and model.training:
+        checkpointing = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+        if checkpointing or getattr(config, "layerdrop", 0):
+            reason = "gradient checkpointing runs a layer twice" if checkpointing else "layerdrop leaves layers out"
+            raise ValueError(f"{reason}, and a cache needs each to run once: pass use_cache=False")
+    return past

@@ -1,0 +1,106 @@
+"""What `generate` has to know of decoders whose memory is a state: the methods of transformers that are different."""
+
+import torch
+from transformers.generation import GenerationConfig, GenerationMixin
+
+from luna_mega.modeling_common.cache import new_cache
+from luna_mega.modeling_common.layout import drop_if_full
+
+
+class StateGenerationMixin(GenerationMixin):
+    """Generation with the cache of the model's own class. List it among the bases of a model, as transformers reads
+    from their names that a class generates."""
+
+    _is_stateful = True  # states cannot go back, so no assisted decoding
+
+    def _prepare_model_inputs(self, *args, **kwargs):
+        """Refuse prompts or sources without a position; find the padding of sources, which transformers does not."""
+        inputs, name, model_kwargs = super()._prepare_model_inputs(*args, **kwargs)
+        if inputs.shape[1] == 0:
+            way_out = "give each a token, such as eos_token_id"
+            if not self.config.is_encoder_decoder:
+                way_out = "give each a token, or no input_ids to begin with bos_token_id"
+            raise ValueError(f"the {self._inputs_name} have length 0: {way_out}")
+        if self.config.is_encoder_decoder and name == "input_ids":
+            known = (model_kwargs.get(key) for key in ("attention_mask", "encoder_outputs"))
+            if all(value is None for value in known):
+                model_kwargs["attention_mask"] = drop_if_full(inputs != self.config.pad_token_id)
+        return inputs, name, model_kwargs
+
+    @property
+    def _inputs_name(self) -> str:
+        return "sources" if self.config.is_encoder_decoder else "prompts"
+
+    def prepare_inputs_for_generation(self, input_ids, attention_mask=None, inputs_embeds=None, **kwargs):
+        """Bring back the mask of a prompt that keeps everything, without which `forward` leaves padding tokens out."""
+        inputs = super().prepare_inputs_for_generation(
+            input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs
+        )
+        if attention_mask is None and not self.config.is_encoder_decoder:
+            given = inputs["input_ids"] if inputs.get("inputs_embeds") is None else inputs["inputs_embeds"]
+            inputs["attention_mask"] = given.new_ones(given.shape[:2], dtype=torch.long)
+        return inputs
+
+    def _prepare_cache_for_generation(
+        self, generation_config: GenerationConfig, model_kwargs: dict, mode, batch_size: int, max_cache_length: int
+    ):
+        """Begin a cache of the model's own class; refuse another, and inputs that are nothing but padding."""
+        mask = model_kwargs.get("attention_mask")
+        if mask is None:
+            mask = getattr(model_kwargs.get("encoder_outputs"), "attention_mask", None)
+        if mask is not None:
+            filled = mask[:: len(mask) // batch_size].any(dim=1)  # every beam has the same
+            if not filled.all():
+                raise ValueError(
+                    f"nothing but padding in the {self._inputs_name} {(~filled).nonzero().flatten().tolist()}: give "
+                    "each a token, such as bos_token_id or eos_token_id"
+                )
+        if generation_config.cache_implementation not in (None, "dynamic"):
+            raise ValueError(
+                f"cache_implementation={generation_config.cache_implementation!r}: {type(self).__name__} keeps a cache "
+                "of its own; leave the argument out"
+            )
+        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
+            model_kwargs["past_key_values"] = new_cache(self)
+        else:
+            super()._prepare_cache_for_generation(generation_config, model_kwargs, mode, batch_size, max_cache_length)
+
+    def init_continuous_batching(self, *args, **kwargs):
+        """Refuse what needs a cache of keys and values alone; `generate` batches inputs of any lengths."""
+        raise NotImplementedError("continuous batching needs attention caches; call generate with a padded batch")
+
+    generate_batch = init_continuous_batching
+
+
+class Seq2SeqGenerationMixin(StateGenerationMixin):
+    """Generation of encoder-decoders."""
+
+    def _prepare_decoder_input_ids_for_generation(self, *args, **kwargs):
+        """Refuse a target that the cache is ahead of. By its mask transformers sees what of it the cache has."""
+        target, model_kwargs = super()._prepare_decoder_input_ids_for_generation(*args, **kwargs)
+        if model_kwargs.get("decoder_attention_mask") is None:
+            model_kwargs["decoder_attention_mask"] = (target != self.config.pad_token_id).long()
+        past, length = model_kwargs.get("past_key_values"), model_kwargs["decoder_attention_mask"].shape[1]
+        if past is not None and (seen := past.get_seq_length()) >= length:
+            raise ValueError(
+                f"past_key_values has {seen} positions already, and the target {length}: pass a new cache, or "
+                "decoder_input_ids that go on from it"
+            )
+        return target, model_kwargs
+
+    def _update_finished_beams(self, *, topk_log_probs, next_token_hits_stopping_criteria, early_stopping, **state):
+        """Keep, with `early_stopping=True`, the first `num_beams` that are complete, as fairseq does.
+
+        transformers lets those that complete last, where more do than there is room for, displace others.
+        """
+        if early_stopping is True:
+            complete = next_token_hits_stopping_criteria & state["top_num_beam_mask"]
+            order = topk_log_probs.masked_fill(~complete, float("-inf")).argsort(dim=1, descending=True)
+            room = (~state["is_sent_finished"]).sum(dim=1, keepdim=True)
+            next_token_hits_stopping_criteria = complete & (order.argsort(dim=1) < room)
+        return super()._update_finished_beams(
+            topk_log_probs=topk_log_probs,
+            next_token_hits_stopping_criteria=next_token_hits_stopping_criteria,
+            early_stopping=early_stopping,
+            **state,
+        )

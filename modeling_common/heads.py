@@ -1,0 +1,158 @@
+"""Heads of both models: how they compute logits and losses from the outputs of the model without a head.
+
+The classes of each model have the arguments and the output types; the methods here return the fields of an output.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.utils import ModelOutput
+
+from luna_mega.modeling_common.layout import refuse_ragged
+from luna_mega.modeling_common.pooling import without_first
+
+_RECORDED = ("hidden_states", "attentions", "packed_hidden_states", "packed_attentions")
+
+
+def recorded(outputs: ModelOutput) -> dict[str, tuple[torch.Tensor, ...] | None]:
+    """Return the states and weights that were recorded of every layer on request."""
+    return {name: getattr(outputs, name) for name in _RECORDED if hasattr(outputs, name)}
+
+
+class MaskedLMMixin:
+    """The masked language model. The class has `score_tokens`, from states `[..., d]` to logits."""
+
+    def predict_tokens(self, outputs: ModelOutput, labels: torch.LongTensor | None, **kwargs) -> dict[str, Any]:
+        """Return logits `[B, T, vocab_size]`, with `sparse_prediction` and labels `[M, vocab_size]`, and the loss."""
+        hidden_states, loss = outputs.last_hidden_state, None
+        if labels is not None and self.config.sparse_prediction:
+            predicted = labels != -100
+            hidden_states, labels = hidden_states[predicted], labels[predicted]
+        logits = self.score_tokens(hidden_states)
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return {"loss": loss, "logits": logits, **recorded(outputs)}
+
+
+class ClassificationHead(nn.Module):
+    """dropout, then (dense, activation, dropout) x `classifier_num_layers`, then the output layer."""
+
+    def __init__(self, config: PreTrainedConfig, input_size: int, num_labels: int):
+        super().__init__()
+        sizes = [input_size] + [config.classifier_hidden_size] * config.classifier_num_layers
+        self.name_layers([nn.Linear(*pair) for pair in pairwise(sizes)])
+        self.activation = ACT2FN[config.classifier_activation]
+        self.dropout = nn.Dropout(config.classifier_dropout)
+        self.out_proj = nn.Linear(sizes[-1], num_labels, bias=config.classifier_bias)
+
+    def name_layers(self, layers: list[nn.Linear]):
+        """Give the dense layers the names that they have in checkpoints."""
+        raise NotImplementedError
+
+    def dense_layers(self) -> list[nn.Linear]:
+        """Return the dense layers in their order."""
+        raise NotImplementedError
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        features = self.dropout(features)
+        for dense in self.dense_layers():
+            features = self.dropout(self.activation(dense(features)))
+        return self.out_proj(features)
+
+
+class PooledMixin:
+    """Classification of whole sequences. The class has `classifier` and `summarize`, from outputs to `[B, d]`."""
+
+    # The losses of these heads are means over the batch; Trainer divides them by the accumulation steps.
+    accepts_loss_kwargs = False
+
+    def pool(
+        self, attention_mask: torch.Tensor | None, drop_first_token: bool = False, **kwargs
+    ) -> tuple[torch.Tensor, ModelOutput]:
+        """Return the sentence representation `[B, d]` and the outputs of the model without a head.
+
+        `kwargs` as in its `forward`. Raises `ValueError` for sequences laid end to end: a row gets one label.
+        """
+        inputs = {name: kwargs.pop(name, None) for name in ("input_ids", "inputs_embeds", "input_values")}
+        mask = None if attention_mask is None else attention_mask.bool()
+        self.base_model.check_inputs(mask=mask, **inputs)
+        given = next(x for x in inputs.values() if x is not None)
+        refuse_ragged(self, given, kwargs.get("position_ids") if mask is None else None, kwargs)
+        if mask is None and inputs["input_ids"] is not None:
+            mask = inputs["input_ids"] != self.config.pad_token_id
+        if drop_first_token:
+            inputs = {name: without_first(value, mask) for name, value in inputs.items()}
+            mask = without_first(mask, mask)
+        outputs = self.base_model(attention_mask=mask, **inputs, **kwargs)
+        return self.summarize(outputs, mask), outputs
+
+    def classify(self, features: torch.Tensor, outputs: ModelOutput, labels: torch.Tensor | None) -> dict[str, Any]:
+        """Return logits `[B, num_labels]` for features `[B, ...]`, and the loss."""
+        logits, loss = self.classifier(features), None
+        if labels is not None:
+            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
+        return {"loss": loss, "logits": logits, **recorded(outputs)}
+
+
+def pair_features(config: PreTrainedConfig, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Return the features of two sequences, `[B, d]` each, by `config.pair_features`."""
+    if len(first) != len(second):
+        raise ValueError(f"the first input has {len(first)} sequences and the second {len(second)}; give pairs")
+    if config.pair_features == "concat":
+        return torch.cat([second, first], dim=-1)
+    return torch.cat([first, second, first * second, first - second], dim=-1)
+
+
+def pair_size(config: PreTrainedConfig) -> int:
+    """Return the width of `pair_features`."""
+    return config.hidden_size * (2 if config.pair_features == "concat" else 4)
+
+
+def flatten_options(**inputs: torch.Tensor | None) -> tuple[int, dict[str, torch.Tensor | None]]:
+    """Return the number of options C and the inputs `[B, C, ...]` as `[B C, ...]`."""
+    given = inputs["input_ids"] if inputs["inputs_embeds"] is None else inputs["inputs_embeds"]
+    if given is None or given.dim() < 3:
+        shape = None if given is None else list(given.shape)
+        raise ValueError(f"multiple choice needs input_ids [B, options, T] (or inputs_embeds), got {shape}")
+    flat = {name: None if tensor is None else tensor.flatten(0, 1) for name, tensor in inputs.items()}
+    return given.shape[1], flat
+
+
+def choose_option(scores: torch.Tensor, options: int, outputs: ModelOutput, labels: torch.Tensor | None) -> dict:
+    """Return logits `[B, C]` for scores `[B C, 1]`, and the loss."""
+    logits = scores.view(-1, options)
+    loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
+    return {"loss": loss, "logits": logits, **recorded(outputs)}
+
+
+class TokenMixin:
+    """A label for every token. The class has `dropout` and `classifier`."""
+
+    def label_tokens(self, outputs: ModelOutput, labels: torch.LongTensor | None, **kwargs) -> dict[str, Any]:
+        """Return logits `[B, T, num_labels]` and the loss."""
+        logits, loss = self.classifier(self.dropout(outputs.last_hidden_state)), None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, config=self.config, **kwargs)
+        return {"loss": loss, "logits": logits, **recorded(outputs)}
+
+
+class SpanMixin:
+    """Start and end of an answer. The class has `qa_outputs`."""
+
+    def find_span(
+        self,
+        outputs: ModelOutput,
+        start_positions: torch.LongTensor | None,
+        end_positions: torch.LongTensor | None,
+        **kwargs,
+    ) -> dict[str, Any]:
+        """Return logits of start and end `[B, T]`, and the loss."""
+        start_logits, end_logits = self.qa_outputs(outputs.last_hidden_state).unbind(dim=-1)
+        loss = None
+        if start_positions is not None and end_positions is not None:
+            loss = self.loss_function(start_logits, end_logits, start_positions, end_positions, **kwargs)
+        return {"loss": loss, "start_logits": start_logits, "end_logits": end_logits, **recorded(outputs)}

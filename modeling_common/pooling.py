@@ -1,0 +1,37 @@
+"""The first token of a sequence, and the mean over its tokens.
+
+Masks are bool, `[B, T]`, True = keep; None = all.
+"""
+
+import torch
+
+
+def first_position(mask: torch.Tensor) -> torch.Tensor:
+    """Return the position of the first token that the mask keeps, `[B]`: with padding on the left it is not 0."""
+    return mask.int().argmax(dim=1)
+
+
+def take(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Return the positions `index` `[B, S]` of `[B, T]` or `[B, T, d]`."""
+    return states.gather(1, index if states.dim() == 2 else index[..., None].expand(-1, -1, states.shape[2]))
+
+
+def first_token(states: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Return the first position of `[B, T, d]` that the mask keeps, `[B, d]`."""
+    return states[:, 0] if mask is None else take(states, first_position(mask)[:, None])[:, 0]
+
+
+def without_first(states: torch.Tensor | None, mask: torch.Tensor | None) -> torch.Tensor | None:
+    """Return `[B, T, ...]` without the first position that the mask keeps, `[B, T - 1, ...]`."""
+    if states is None or mask is None:
+        return states if states is None else states[:, 1:]
+    index = torch.arange(mask.shape[1] - 1, device=mask.device)
+    return take(states, index + (index >= first_position(mask)[:, None]).long())
+
+
+def masked_mean(states: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Return the mean over the rows of `[B, T, d]` that the mask `[B or 1, T]` keeps; 0 where it keeps none."""
+    if mask is None:
+        return states.mean(dim=1)
+    kept = states.masked_fill(~mask[..., None], 0.0).sum(dim=1)
+    return kept / mask.sum(dim=1, keepdim=True).clamp(min=1)

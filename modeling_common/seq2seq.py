@@ -1,0 +1,224 @@
+"""Encoder-decoders: what the body of both models and the model that generates with it have in common."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import EncoderDecoderCache
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_outputs import BaseModelOutput, ModelOutput, Seq2SeqLMOutput, Seq2SeqModelOutput
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, can_return_tuple
+
+from luna_mega.modeling_common.labels import check_labels, keep_positions, shift_right
+from luna_mega.modeling_common.layout import drop_if_full
+
+
+class EncoderDecoder:
+    """A model of an encoder and a decoder, with a head or without."""
+
+    def __init__(self, config: PreTrainedConfig):
+        super().__init__(config)
+        if not config.is_encoder_decoder:
+            raise ValueError(f"{type(self).__name__} needs a configuration with is_encoder_decoder=True")
+
+    def resize_token_embeddings(self, *args, **kwargs) -> nn.Embedding:
+        """Resize the vocabulary that source and target have in common, wherever it has embeddings."""
+        config = self.config
+        if config.decoder_vocab_size not in (None, config.vocab_size):
+            raise NotImplementedError(
+                f"source and target have vocabularies of {config.vocab_size} and {config.decoder_vocab_size}, and one "
+                "new size does not say which it is for: build a model with the new sizes and copy the rows"
+            )
+        if not config.shares_embeddings:
+            self.get_decoder().resize_token_embeddings(*args, **kwargs)
+        embeddings = super().resize_token_embeddings(*args, **kwargs)
+        if config.decoder_vocab_size is not None:
+            config.decoder_vocab_size = config.vocab_size
+        return embeddings
+
+
+class Seq2SeqBody(EncoderDecoder):
+    """An encoder-decoder without a head: the base of a class that makes the modules `encoder` and `decoder`.
+
+    What else the class does, it says with `output_class`, `read_encoder_outputs`, `decoder_inputs` and `more_outputs`.
+    """
+
+    output_class: type[Seq2SeqModelOutput] = Seq2SeqModelOutput
+
+    def __init__(self, config: PreTrainedConfig):
+        super().__init__(config)
+        if not config.shares_embeddings:
+            self._tied_weights_keys = {}
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.encoder.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module):
+        self.encoder.set_input_embeddings(value)
+        if self.config.shares_embeddings:
+            self.decoder.set_input_embeddings(value)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        decoder_input_ids: torch.LongTensor | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
+        encoder_outputs: ModelOutput | tuple[torch.Tensor, ...] | None = None,
+        past_key_values: EncoderDecoderCache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        decoder_inputs_embeds: torch.FloatTensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> Seq2SeqModelOutput:
+        """Encode B sources of S positions, or take them as they are, and run the decoder over T positions of targets.
+
+        Args:
+            input_ids, inputs_embeds: the source, `[B, S]` tokens or `[B, S, d]` embeddings.
+            attention_mask: `[B, S]`, 1 = keep. None = that of `encoder_outputs` if it has one, else all positions, with
+                `input_ids` all that are not `pad_token_id`.
+            decoder_input_ids, decoder_inputs_embeds, decoder_attention_mask: the same of the target, `[B, T]`, which
+                begins with `decoder_start_token_id`.
+            encoder_outputs: what the encoder returned, in place of a source.
+            past_key_values: what was returned for the positions before these. It is changed in place, and has the
+                source already, which may be left out.
+            use_cache: return `past_key_values`. None = `config.use_cache`, but not in training.
+            kwargs: `output_hidden_states`, `output_attentions`, `return_dict`, and what only this model has, which the
+                class describes.
+
+        Returns:
+            `last_hidden_state` `[B, T, d]`, `past_key_values` or None, `encoder_last_hidden_state` `[B, S, d]` (rows at
+            padding are meaningless), and where they are asked for `decoder_hidden_states`, `decoder_attentions`,
+            `cross_attentions`, `encoder_hidden_states` and `encoder_attentions`, a tensor a layer.
+
+        Raises:
+            ValueError: as the encoder or the decoder; not exactly one kind of target, or `encoder_outputs` that are not
+                those of this encoder.
+        """
+        if (decoder_input_ids is None) == (decoder_inputs_embeds is None):
+            raise ValueError("give exactly one of decoder_input_ids and decoder_inputs_embeds")
+        for name in ("output_hidden_states", "output_attentions"):  # both sides have configurations of their own
+            kwargs.setdefault(name, getattr(self.config, name))
+        if encoder_outputs is None and not self._is_encoded(input_ids, inputs_embeds, past_key_values):
+            recording = {name: value for name, value in kwargs.items() if name.startswith("output_")}
+            encoded = self.encoder(
+                input_ids, attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **recording
+            )
+        else:
+            encoded = self.read_encoder_outputs(encoder_outputs or ())
+        if attention_mask is None:
+            attention_mask = getattr(encoded, "attention_mask", None)
+        if attention_mask is None and input_ids is not None:
+            attention_mask = drop_if_full(input_ids != self.config.pad_token_id)
+        outputs = self.decoder(
+            decoder_input_ids,
+            decoder_attention_mask,
+            inputs_embeds=decoder_inputs_embeds,
+            past_key_values=past_key_values,
+            use_cache=self.config.use_cache and not self.training if use_cache is None else use_cache,
+            encoder_hidden_states=encoded.last_hidden_state,
+            encoder_attention_mask=attention_mask,
+            return_dict=True,
+            **self.decoder_inputs(encoded, kwargs),
+        )
+        return self.output_class(
+            last_hidden_state=outputs.last_hidden_state,
+            past_key_values=outputs.past_key_values,
+            decoder_hidden_states=outputs.hidden_states,
+            decoder_attentions=outputs.attentions,
+            cross_attentions=outputs.cross_attentions,
+            encoder_last_hidden_state=encoded.last_hidden_state,
+            encoder_hidden_states=encoded.hidden_states,
+            encoder_attentions=encoded.attentions,
+            **self.more_outputs(encoded, outputs),
+        )
+
+    @staticmethod
+    def _is_encoded(input_ids, inputs_embeds, past):
+        """Whether no source is given because the cache has it."""
+        given = input_ids is not None or inputs_embeds is not None
+        return not given and isinstance(past, EncoderDecoderCache) and past.get_seq_length() > 0
+
+    def read_encoder_outputs(self, outputs: ModelOutput | tuple[torch.Tensor, ...]) -> ModelOutput:
+        """Return what the caller gave as outputs of the encoder by name; an empty tuple gives empty outputs."""
+        return outputs if isinstance(outputs, ModelOutput) else BaseModelOutput(*outputs)
+
+    def decoder_inputs(self, encoded: ModelOutput, options: dict[str, Any]) -> dict[str, Any]:
+        """Return the inputs of the decoder besides the target, the source and the cache."""
+        return options
+
+    def more_outputs(self, encoded: ModelOutput, decoded: ModelOutput) -> dict[str, Any]:
+        """Return the fields of `output_class` besides those of `Seq2SeqModelOutput`."""
+        return {}
+
+
+class Seq2SeqLM(EncoderDecoder):
+    """An encoder-decoder that generates: the base of a class that makes its body, and an output layer `lm_head`."""
+
+    lm_output_class: type[Seq2SeqLMOutput] = Seq2SeqLMOutput
+
+    def __init__(self, config: PreTrainedConfig):
+        super().__init__(config)
+        self.loss_type = "ForMaskedLM"  # labels are those of the same positions
+
+    def prepare_decoder_input_ids_from_labels(self, labels: torch.LongTensor) -> torch.LongTensor:
+        """Return decoder inputs `[B, T]` for labels `[B, T]`, see `shift_right`."""
+        return shift_right(labels, self.config.decoder_start_token_id, self.config.pad_token_id)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        decoder_input_ids: torch.LongTensor | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
+        encoder_outputs: ModelOutput | tuple[torch.Tensor, ...] | None = None,
+        past_key_values: EncoderDecoderCache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        decoder_inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> Seq2SeqLMOutput:
+        """Run the body (see there), and score the next token of the target; with `labels` also return the loss.
+
+        Args:
+            labels: `[B, T]`, the tokens of the target with its end, -100 = not counted. Without another target the
+                decoder reads them, see `prepare_decoder_input_ids_from_labels`.
+            logits_to_keep: how many of the last positions get logits, 0 = all, or the indices of those that do. Labels
+                are of the same positions.
+
+        Returns:
+            `logits` `[B, T, vocabulary of the target]`, `loss`, and what the body returns besides its last states.
+
+        Raises:
+            ValueError: as the body, and for labels of other positions than those kept.
+        """
+        if labels is not None and decoder_input_ids is None and decoder_inputs_embeds is None:
+            decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
+        outputs = self.base_model(
+            input_ids,
+            attention_mask,
+            decoder_input_ids,
+            decoder_attention_mask,
+            encoder_outputs,
+            past_key_values,
+            inputs_embeds,
+            decoder_inputs_embeds,
+            use_cache,
+            return_dict=True,
+            **kwargs,
+        )
+        hidden_states, loss = keep_positions(outputs.last_hidden_state, logits_to_keep), None
+        if labels is not None:
+            check_labels(labels, hidden_states)
+        logits = self.lm_head(hidden_states)
+        if labels is not None:
+            labels = labels.contiguous()
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **kwargs)
+        fields = self.lm_output_class.__dataclass_fields__  # torch.compile does not take dataclasses.fields
+        others = {name: value for name, value in outputs.items() if name in fields}
+        return self.lm_output_class(loss=loss, logits=logits, **others)

@@ -1,0 +1,162 @@
+"""Mega models that write: `MegaForCausalLM`, and with an encoder `MegaForConditionalGeneration` (section 4.4)."""
+
+import torch
+from torch import nn
+from transformers import initialization as init
+from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, can_return_tuple
+
+from luna_mega.modeling_common.generation import Seq2SeqGenerationMixin, StateGenerationMixin
+from luna_mega.modeling_common.labels import keep_positions, next_tokens
+from luna_mega.modeling_common.seq2seq import Seq2SeqBody, Seq2SeqLM
+from luna_mega.modeling_mega.adaptive import MegaAdaptiveSoftmax
+from luna_mega.modeling_mega.cache_mega import MegaCache, MegaSeq2SeqCache
+from luna_mega.modeling_mega.configuration_mega import MegaConfig
+from luna_mega.modeling_mega.modeling_mega import MegaModel, MegaPreTrainedModel
+
+_WORDS = "embedding_layer.word_embeddings.weight"
+
+
+class MegaForCausalLM(StateGenerationMixin, MegaPreTrainedModel):
+    """Mega with a language-modelling head; generates at constant memory where attention is in chunks.
+
+    Needs `is_decoder=True` and `bidirectional=False`.
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "mega.embedding_layer.word_embeddings.weight"}
+
+    def __init__(self, config: MegaConfig):
+        super().__init__(config)
+        self.require_tokens()
+        if not config.is_decoder:
+            raise ValueError("MegaForCausalLM needs a configuration with is_decoder=True and bidirectional=False")
+        self.mega = MegaModel(config, add_pooling_layer=False)
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size) if config.add_lm_hidden_dense_layer else None
+        self.dropout = nn.Dropout(config.dropout_prob)
+        if config.adaptive_softmax_cutoffs is None:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.lm_head_bias)
+        else:
+            self.lm_head = MegaAdaptiveSoftmax(config)
+            self._tied_weights_keys = {}  # what is tied has no second name
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """Return None for an adaptive softmax, which is several."""
+        return None if self.config.adaptive_softmax_cutoffs is not None else super().get_output_embeddings()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
+        past_key_values: MegaCache | MegaSeq2SeqCache | None = None,
+        use_cache: bool | None = None,
+        encoder_hidden_states: torch.FloatTensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> CausalLMOutputWithCrossAttentions:
+        """As `MegaModel.forward`; `labels` `[B, T]`: the tokens themselves (the loss shifts them), -100 = not counted.
+
+        The keyword `shift_labels` `[B, T]` in place of `labels`: the token that follows each position, also the last.
+        `logits`: `[B, T, vocab_size]`, or those of the last `logits_to_keep` positions, or of these positions. With an
+        adaptive softmax they are log-probabilities, and None where there are labels, as the loss needs no more than the
+        bands of these.
+
+        Raises `ValueError` as `MegaModel.forward`, and for labels of other positions than those kept.
+        """
+        shift_labels = kwargs.pop("shift_labels", None)  # as a parameter, Trainer would take it for a second label
+        outputs = self.mega(
+            input_ids,
+            attention_mask,
+            inputs_embeds=inputs_embeds,
+            token_type_ids=token_type_ids,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            encoder_hidden_states=encoder_hidden_states,
+            encoder_attention_mask=encoder_attention_mask,
+            **kwargs,
+        )
+        hidden_states, loss = keep_positions(outputs.last_hidden_state, logits_to_keep), None
+        targets = next_tokens(labels, shift_labels, hidden_states)
+        if self.dense is not None:
+            hidden_states = torch.tanh(self.dense(hidden_states))
+        if self.config.adaptive_softmax_cutoffs is not None:
+            logits, loss = self._adaptive(hidden_states, targets, **kwargs)
+        else:
+            logits = self.lm_head(self.dropout(hidden_states))
+            if targets is not None:
+                vocab_size = self.config.vocab_size
+                loss = self.loss_function(logits, labels, vocab_size=vocab_size, shift_labels=targets, **kwargs)
+        return CausalLMOutputWithCrossAttentions(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            cross_attentions=outputs.cross_attentions,
+        )
+
+    def _adaptive(self, hidden_states, targets, num_items_in_batch=None, **kwargs):
+        """Return log-probabilities and None, or with targets None and the loss."""
+        embedding = self.mega.get_input_embeddings()
+        if targets is None:
+            return self.lm_head(hidden_states.flatten(0, 1), embedding).unflatten(0, hidden_states.shape[:2]), None
+        counted = targets != -100
+        total = self.lm_head.loss(hidden_states[counted], targets[counted], embedding)
+        return None, total / (counted.sum() if num_items_in_batch is None else num_items_in_batch)
+
+
+@MegaModel.register_encoder_decoder
+class MegaSeq2SeqModel(Seq2SeqBody, MegaPreTrainedModel):
+    """A Mega encoder and a Mega decoder with gated cross-attention, without a head.
+
+    Of N layers `cross_attentions` are `[B, 1, T, S]`, other weights as in `MegaModel`.
+    """
+
+    _tied_weights_keys = {f"decoder.{_WORDS}": f"encoder.{_WORDS}"}
+
+    def __init__(self, config: MegaConfig):
+        super().__init__(config)
+        self.encoder = MegaModel(config.encoder_config, add_pooling_layer=False)
+        self.decoder = MegaModel(config.decoder_config, add_pooling_layer=False)
+        self.post_init()
+
+
+class MegaForConditionalGeneration(Seq2SeqLM, Seq2SeqGenerationMixin, MegaPreTrainedModel):
+    """The Mega encoder-decoder with an output layer: translation and other sequence-to-sequence tasks."""
+
+    _tied_weights_keys = {"lm_head.weight": f"mega.encoder.{_WORDS}"}
+
+    def __init__(self, config: MegaConfig):
+        super().__init__(config)
+        self.mega = MegaSeq2SeqModel(config)
+        decoder = self.mega.decoder.config
+        self.lm_head = nn.Linear(decoder.hidden_size, decoder.vocab_size, bias=False)
+        if not config.shares_embeddings:
+            self._tied_weights_keys = {"lm_head.weight": f"mega.decoder.{_WORDS}"}
+        self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module):
+        super()._init_weights(module)
+        if module is self.lm_head:
+            init.normal_(module.weight, std=self.config.hidden_size**-0.5)
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, mode, batch_size, max_cache_length):
+        """Refuse targets that are longer than a table of biases."""
+        decoder = self.mega.decoder.config
+        tables = [decoder.cross_positions, *([] if decoder.use_chunking else [decoder.max_positions])]
+        if decoder.relative_positional_bias == "simple" and max_cache_length > min(tables):
+            raise ValueError(
+                f"max_length={max_cache_length + 1} needs {max_cache_length} positions of the decoder, whose bias "
+                f"serves {min(tables)}: generate fewer tokens"
+            )
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, mode, batch_size, max_cache_length)
+
+
+__all__ = ["MegaForCausalLM", "MegaForConditionalGeneration", "MegaSeq2SeqModel"]

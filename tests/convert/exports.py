@@ -1,0 +1,84 @@
+"""What tests of exports have in common: models with telling weights, edited folders, exports that must fail."""
+
+import argparse
+import json
+
+import torch
+from transformers import AutoTokenizer
+
+from luna_mega.cli import main
+from luna_mega.convert import convert_checkpoint, export_checkpoint
+
+
+def save(folder, model):
+    """Saves a model made here, with weights that tell all rows and columns apart."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+def identical(first, second):
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert tensor.dtype == second[name].dtype and torch.equal(tensor, second[name]), name
+
+
+def edit(folder, name="config.json", **changes):
+    file = folder / name
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def fails(capsys, folder, output, *options):
+    """Returns the one line of an export that must fail, and leave nothing new behind."""
+    capsys.readouterr()
+    there = output.exists()
+    assert main(["export", str(folder), "--output", str(output), *map(str, options)]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("\n") == 1 and printed.err.startswith("luna-mega export: error: ")
+    assert output.exists() is there
+    return printed.err
+
+
+def read(path):
+    """Returns what is in a checkpoint."""
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        return torch.load(path, weights_only=True)
+
+
+def dictionary(path, size):
+    path.write_text("".join(f"w{index} 1\n" for index in range(size - 4)))
+    return path
+
+
+def translation_comes_back(fixture, tmp_path):
+    """Converts a translation model of the original and exports it. Returns what is in both files."""
+    convert_checkpoint(fixture / "checkpoint.pt", tmp_path / "folder")
+    export_checkpoint(tmp_path / "folder", tmp_path / "out" / "checkpoint.pt")
+    expected, actual = read(fixture / "checkpoint.pt"), read(tmp_path / "out" / "checkpoint.pt")
+    assert actual["model"].keys() == expected["model"].keys()
+    for key, tensor in expected["model"].items():
+        if "_float_tensor" not in key:  # without content, as fairseq allocated it
+            assert actual["model"][key].dtype == tensor.dtype and torch.equal(actual["model"][key], tensor), key
+    assert vars(actual["args"]) == vars(expected["args"])
+    for file in ("dict.en.txt", "dict.de.txt"):
+        assert (tmp_path / "out" / file).read_bytes() == (fixture / file).read_bytes()
+    return expected, actual
+
+
+def translation_goes_there_and_back(ours, tmp_path):
+    """Exports a translation model made here and converts that: the same model. Returns the report of the export."""
+    ours.save_pretrained(tmp_path / "ours")
+    sizes = (ours.config.vocab_size, ours.config.decoder_config.vocab_size)
+    files = [dictionary(tmp_path / f"{name}.txt", rows) for name, rows in zip("ab", sizes, strict=True)]
+    report = export_checkpoint(tmp_path / "ours", tmp_path / "out" / "model.pt", dictionaries=files)
+    converted = convert_checkpoint(tmp_path / "out" / "model.pt", tmp_path / "back")
+    assert converted.model_class == type(ours).__name__ and not report.warnings and not converted.warnings
+    back = type(ours).from_pretrained(tmp_path / "back").eval()
+    identical(ours.state_dict(), back.state_dict())
+    ids = torch.randint(4, 14, (2, 9))
+    torch.testing.assert_close(back(ids, labels=ids).logits, ours(ids, labels=ids).logits)
+    assert export_checkpoint(tmp_path / "back", tmp_path / "again" / "model.pt").args == report.args
+    assert AutoTokenizer.from_pretrained(tmp_path / "back")("w3 w1 zzz").input_ids == [7, 5, 3, 2]
+    return report

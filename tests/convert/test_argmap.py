@@ -1,0 +1,123 @@
+"""The tables of arguments: read in both directions, and what a value that means nothing ends in."""
+
+import pytest
+import torch
+
+from luna_mega.convert.argmap import ACTIVATION, NOT, Arg, also, fixed, never, read_fields, write_args
+from luna_mega.convert.evidence import Evidence
+from luna_mega.convert.formats import registered_formats
+from luna_mega.convert.plan import Target
+from luna_mega.errors import ConversionError
+from tests.convert.mega import BODY, mega
+from tests.convert.mega_lm import KINDS, mega_lm
+
+
+class Config:
+    width, act, scaled, rate = 8, "gelu_new", True, 0.5
+
+
+TABLE = (
+    fixed("data", "."),
+    Arg("dim", "width", measure=lambda evidence: len(evidence.tensors["w"])),
+    Arg("activation_fn", "act", ACTIVATION, "relu"),
+    Arg("no_scale", "scaled", NOT, False),
+    Arg("drop", "rate", default=0.1),
+    also("drop", "other_rate"),
+    Arg("new", write=lambda target: -1, revision="new"),
+    Arg("tasks", write=lambda target: target.head, when=lambda target: target.head is not None),
+)
+
+
+def evidence(revision="old", **args):
+    return Evidence({"w": torch.zeros(8)}, args, revision, {"activation_fn": "relu", "no_scale": False, "drop": 0.1})
+
+
+@pytest.mark.parametrize(("revision", "head"), [("old", None), ("new", None), ("old", "a")])
+def test_both_directions(revision, head):
+    args = write_args(TABLE, Target(object, Config(), revision, head))
+    expected = {"data": ".", "dim": 8, "activation_fn": "gelu_accurate", "no_scale": False, "drop": 0.5}
+    expected |= {"new": -1} if revision == "new" else {"tasks": "a"} if head else {}
+    assert args == expected and list(args) == list(expected)
+    found = evidence(revision, **args)
+    fields = {"width": 8, "act": "gelu_new", "scaled": True, "rate": 0.5, "other_rate": 0.5}
+    assert read_fields(TABLE, found) == fields and not found.warnings
+
+
+def test_defaults_and_tensors_that_win():
+    found = evidence(dim=9)
+    assert read_fields(TABLE, found) == {"width": 8, "act": "relu", "scaled": True, "rate": 0.1, "other_rate": 0.1}
+    assert found.warnings == ["args.dim = 9 but the tensors say 8: the tensors win"]
+
+
+@pytest.mark.parametrize("value", ["swish", {}, ["gelu"], 3, {"a": "x" * 200}])
+def test_an_activation_that_means_nothing(value):
+    with pytest.raises(ConversionError, match=r"^args\.activation_fn = .* is not one of gelu, gelu_accurate") as error:
+        read_fields(TABLE, evidence(activation_fn=value))
+    assert len(str(error.value)) < 200
+
+
+@pytest.mark.parametrize("found", registered_formats(), ids=lambda found: found.name)
+def test_every_argument_stands_once(found):
+    """Rows of one name are of different revisions, or all but one only read what another one writes."""
+    for revision in found.written:
+        rows = [row for row in found.table if row.revision in (None, revision)]
+        names = [row.name for row in rows if row.when is not never]
+        assert len(names) == len(set(names))
+        assert {name for own in found.architectures.values() for name in own} <= {row.name for row in found.table}
+
+
+FAULTS = {
+    "bert": {
+        "encoder_layerdrop": [1e9, -0.1, {}],
+        "dropout": [-0.5, 1.5, "much", {}],
+        "activation_fn": [{}, []],
+        "encoder_attention_heads": [{}, 2.5, 3],
+        "pooler_activation_fn": [{"a": 1}],
+    },
+    "lra21": {"layer_type": [{}, {"luna": 1}, 3], "sen_rep_type": [{}, "first"], "act_dropout": [2, -1]},
+    "mega": {
+        "layer_type": [{}],
+        "activation_fn": [{}],
+        "attention_activation_fn": [{}, "gelu"],
+        "chunk_size": [{}, "wide"],
+        "truncation_length": ["all", [1]],
+        "classifier_layers": [{}, "two"],
+        "dropout": [-0.1, 1.5],
+        "feature_dropout": ["yes"],
+    },
+    "mega_lm": {"hidden_dropout": [1.0], "adaptive_softmax_dropout": [7], "decoder_chunk_size": [{}]},
+}
+CASES = [(kind, name, value) for kind, names in FAULTS.items() for name, values in names.items() for value in values]
+
+
+@pytest.mark.parametrize(("kind", "name", "value"), CASES, ids=str)
+def test_faults_name_the_argument(convert, make, kind, name, value):
+    args = {name: value}
+    state = {
+        "bert": lambda: make.bert(**args),
+        "lra21": lambda: make.lra21(**args),
+        "mega": lambda: mega(**args),
+        "mega_lm": lambda: mega_lm(**KINDS["adaptive"] | args),
+    }[kind]()
+    message = convert.error(state)
+    assert f"args.{name} = {value!r}" in message and str(convert.file) in message
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int64, torch.bool, torch.uint8])
+@pytest.mark.parametrize("key", ["layers.0.mega_layer.v_proj.weight", "layers.1.nffn.norm.norm.bias"])
+def test_weights_that_are_no_real_numbers(convert, dtype, key):
+    state = mega()
+    key = f"{BODY}.{key}"
+    state["model"][key] = state["model"][key].to(dtype)
+    assert f"tensor {key!r} has dtype {str(dtype)[6:]}" in convert.error(state)
+
+
+def test_norm_weights_that_are_no_real_numbers(convert, make):
+    state = make.bert()
+    key = "encoder.lm_head.layer_norm.weight"
+    state["model"][key] = state["model"][key].to(torch.complex64)
+    assert f"tensor {key!r} has dtype complex64" in convert.error(state)
+
+
+def test_integer_counters_stay(convert):
+    convert(mega(norm_type="batchnorm"))

@@ -1,0 +1,75 @@
+import argparse
+
+import pytest
+import torch
+
+from luna_mega.convert.formats.registry import detect
+from luna_mega.convert.reader import Checkpoint
+from tests.convert.mega import mega
+from tests.convert.mega_lm import KINDS, mega_lm
+
+
+def source(state):
+    """Name and revision of the format that recognises a checkpoint."""
+    found, revision = detect(Checkpoint(None, "", "zip", vars(state["args"]), state["model"], None))
+    return found.name, revision
+
+
+def test_layout_and_revision(make):
+    assert source(make.bert()) == ("luna_bert", "r21")
+    assert source(make.bert(stop_min_lr=-1)) == ("luna_bert", "head")
+    assert source(make.lra21()) == ("luna_lra", "r21")
+    for state in (make.lra23(), make.lra23(pre_logits=True), make.lra23(learned=True), make.lra23(image=True)):
+        assert source(state) == ("luna_lra", "head")
+
+
+def test_early_luna_bert(convert, make):
+    state = make.bert()
+    state["model"] = {key.replace("encoder.", "decoder.", 1): tensor for key, tensor in state["model"].items()}
+    convert(state)
+    assert "'decoder.' is today's 'encoder.'" in convert.screen
+
+
+@pytest.mark.parametrize("arch", ["mega_lra_imdb", "mega_lra_pf32", "mega_sc_raw_big"])
+def test_mega(arch):
+    for branch in ("main", "flash"):
+        assert source(mega(arch, branch, values=arch != "mega_lra_imdb")) == ("mega_lra", branch)
+    state = mega(arch)
+    state["model"] = dict(sorted(state["model"].items()))
+    assert source(state) == ("mega_lra", "unknown")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_mega_language_model(kind):
+    for branch in ("main", "flash"):
+        assert source(mega_lm("mega_lm", branch, **KINDS[kind])) == ("mega_lm", branch)
+
+
+@pytest.mark.parametrize("branch", ["main", "flash"])
+def test_mega_translation(branch):
+    names = ("delta", "alpha") if branch == "main" else ("alpha", "delta")
+    keys = [f"{side}.layers.0.mega_layer.move.{name}" for side in ("encoder", "decoder") for name in names]
+    state = {"args": argparse.Namespace(arch="mega"), "model": dict.fromkeys(keys, torch.zeros(2))}
+    assert source(state) == ("mega_seq2seq", branch)
+
+
+REFUSED = {
+    "ema": (["delta", "alpha", "beta", "gamma", "omega"], "of none of the kinds that are known"),
+    "layer": (["move.delta", "move.alpha"], "of none of the kinds that are known"),
+    "megalodon_complex_ema": (["encoder.encoder.layers.0.mega_layer.move.theta"], "Megalodon"),
+    "megalodon_real_ema": (
+        ["encoder.encoder.layers.0.mega_layer.move.delta", "encoder.encoder.layers.0.mega_layer.h_proj.weight"],
+        "Megalodon",
+    ),
+    "megalodon": (["layers.0.attn.cema.alpha", "layers.0.attn.timenorm.prior_mean"], "Megalodon"),
+    "roberta_base": (["decoder.sentence_encoder.layers.0.self_attn.k_proj.weight"], "not a Luna or Mega checkpoint"),
+    "transformer": (["encoder.layers.0.self_attn.k_proj.weight"], "not a Luna or Mega checkpoint"),
+    "flash_lra_imdb": (["encoder.encoder.layers.0.flash_layer.gamma"], "not a Luna or Mega checkpoint"),
+}
+
+
+@pytest.mark.parametrize("arch", REFUSED)
+def test_refused_with_a_reason(convert, make, arch):
+    keys, expected = REFUSED[arch]
+    message = convert.error(make.checkpoint({key: torch.zeros(2) for key in keys}, arch=arch))
+    assert expected in message and f"'{arch}'" in message and str(convert.file) in message

@@ -1,0 +1,142 @@
+"""A format that is registered from outside: converted, exported and described with no file of the package touched."""
+
+import argparse
+
+import pytest
+import torch
+
+from luna_mega import MegaConfig, MegaForMultipleChoice
+from luna_mega.convert import ConversionError, convert_checkpoint, export_checkpoint
+from luna_mega.convert.argmap import Arg, build_config, fixed, never, read_fields
+from luna_mega.convert.formats import Format, Revision, register_format, registered_formats, registry
+from luna_mega.convert.keymap import KeyMap, Row
+from luna_mega.convert.plan import Plan
+from luna_mega.convert.reader import read_checkpoint
+from luna_mega.inspection.info import describe
+from luna_mega.inspection.verify import compare
+
+SIZES = {
+    "vocab_size": 17,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "intermediate_size": 24,
+    "shared_representation_size": 6,
+    "ema_projection_size": 4,
+    "nffn_hidden_size": 20,
+    "dropout_prob": 0.25,
+}
+
+
+def rows(key, axis):
+    return lambda evidence: evidence.shape(key, "rows", "columns")[axis]
+
+
+class TinyFormat(Format):
+    """Multiple choice, saved by code whose args say neither widths nor an `arch`, and that is not fairseq."""
+
+    name = "tiny"
+    revisions = {"one": Revision("tiny", "first code", "the tiny code")}
+    written = ("one",)
+    config_class = MegaConfig
+    classes = classifiers = (MegaForMultipleChoice,)
+    refused = {"layer-norm": "it has one way", "ema-convention": "it has no branches"}
+    table = (
+        fixed("model", "tiny"),
+        Arg("drop", "dropout_prob", default=0.1),
+        Arg("width", "hidden_size", measure=rows("net.embedding_layer.word_embeddings.weight", 1), when=never),
+    )
+
+    def recognise(self, tensors, args):
+        return "one" if all(key.startswith(("net.", "head.")) for key in tensors) else None
+
+    def plan(self, evidence, head=None):
+        first, embedding = "net.layers.0.", "net.embedding_layer.word_embeddings.weight"
+        fields = read_fields(self.table, evidence) | {
+            "vocab_size": rows(embedding, 0)(evidence),
+            "num_hidden_layers": evidence.layers("net.layers"),
+            "intermediate_size": rows(f"{first}mega_layer.v_proj.weight", 0)(evidence),
+            "shared_representation_size": rows(f"{first}mega_layer.qk_weight", 1)(evidence),
+            "ema_projection_size": rows(f"{first}mega_layer.ema_gate.kernel_projection_matrix", 1)(evidence),
+            "nffn_hidden_size": rows(f"{first}nffn.fc1.weight", 0)(evidence),
+        }
+        config = build_config(MegaConfig, self.table, evidence, **fields)
+        return Plan(MegaForMultipleChoice, config, self.keymap(config, evidence.revision), warnings=evidence.warnings)
+
+    def tokenizer(self, plan, found, bpe):
+        return None
+
+    def keymap(self, config, revision, head=None):
+        return KeyMap([Row("net.{rest}", "mega.{rest}"), Row("head.{rest}", "classifier.{rest}")])
+
+    def allowed(self, target):
+        return {"normalization_type": ("scalenorm",)}
+
+    def state(self, args, tensors, num_updates):
+        return {"args": argparse.Namespace(**args), "model": tensors, "epoch": 3}
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch):
+    monkeypatch.setattr(registry, "_FORMATS", registry._FORMATS.copy())
+    register_format(TinyFormat())
+
+
+@pytest.fixture
+def exported(tmp_path):
+    model = MegaForMultipleChoice(MegaConfig(**SIZES))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    model.save_pretrained(tmp_path / "model")
+    report = export_checkpoint(tmp_path / "model", tmp_path / "out" / "tiny.pt")
+    assert (report.layout, report.head, report.layer_norm, report.warnings) == ("tiny", None, None, [])
+    return tmp_path / "out" / "tiny.pt"
+
+
+def test_there_and_back(tmp_path, exported):
+    state = torch.load(exported, weights_only=False)
+    assert vars(state["args"]) == {"model": "tiny", "drop": 0.25} and state["epoch"] == 3
+    report = convert_checkpoint(exported, tmp_path / "back")
+    assert report.source["layout"] == "tiny" and "tiny of the first code" in str(report) and not report.warnings
+    config = MegaConfig.from_pretrained(tmp_path / "back")
+    assert {name: getattr(config, name) for name in SIZES} == SIZES
+    assert compare(tmp_path / "model", tmp_path / "back", tolerance=0.0).within
+    again = export_checkpoint(tmp_path / "back", tmp_path / "again.pt")
+    assert again.args == report.args
+    first, second = read_checkpoint(exported).tensors, read_checkpoint(tmp_path / "again.pt").tensors
+    assert list(first) == list(second) and all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_info_describes_it(tmp_path, exported):
+    info = describe(exported)
+    assert info.written_by == "fairseq: a tiny checkpoint (arch None) of the tiny code"
+    assert info.heads == ["MultipleChoice: 2 classes, pooling cls"]
+
+
+def test_what_it_cannot_express_and_does_not_take(tmp_path, exported):
+    with pytest.raises(ConversionError, match="--layer-norm standard: it has one way; leave the option out"):
+        convert_checkpoint(exported, tmp_path / "back", layer_norm="standard")
+    with pytest.raises(ConversionError, match="--head a: only luna_bert files have heads with names"):
+        convert_checkpoint(exported, tmp_path / "back", head="a")
+    MegaForMultipleChoice(MegaConfig(**SIZES, normalization_type="rmsnorm")).save_pretrained(tmp_path / "other")
+    with pytest.raises(ConversionError, match="tiny cannot express normalization_type = 'rmsnorm'"):
+        export_checkpoint(tmp_path / "other", tmp_path / "other.pt")
+
+
+def test_others_are_still_recognised(convert, make):
+    assert '"luna_bert"' in (convert(make.bert()) / "conversion_report.json").read_text()
+    convert.output = convert.output.with_name("other")
+    assert "not a Luna or Mega checkpoint" in convert.error(make.checkpoint({"x.weight": torch.zeros(2)}, arch="a"))
+
+
+def test_names_are_unique():
+    assert [found.name for found in registered_formats()][-1] == "tiny"
+    with pytest.raises(ValueError, match="format 'tiny' is registered already"):
+        register_format(TinyFormat())
+
+
+def test_a_folder_of_a_format_that_is_not_registered(tmp_path, exported, monkeypatch):
+    convert_checkpoint(exported, tmp_path / "back")
+    monkeypatch.delitem(registry._FORMATS, "tiny")
+    with pytest.raises(ConversionError, match="format 'tiny' is not known; this version knows luna_bert, "):
+        export_checkpoint(tmp_path / "back", tmp_path / "model.pt")

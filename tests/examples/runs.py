@@ -1,0 +1,65 @@
+"""Pieces that the tests of several example scripts share."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+
+QUIET = ["--use_cpu", "--disable_tqdm", "true", "--logging_steps", "1"]
+# A Luna that an error or a file needs, and nothing learns with.
+TINY = "hidden_size=16,num_hidden_layers=1,num_attention_heads=2,intermediate_size=16,projection_length=4"
+
+
+def sentence(good: bool, draw: random.Random) -> str:
+    """Return a review in the words of which the last says whether it is good."""
+    words = ["the", draw.choice(["film", "book", "play"]), "was", *["so"] * draw.randrange(6)]
+    return " ".join([*words, draw.choice(["fine", "lovely", "superb"] if good else ["poor", "awful", "dull"])])
+
+
+def write(examples: list[dict], path: Path) -> Path:
+    """Write a split as the suffix says and return its folder."""
+    path.parent.mkdir(exist_ok=True)
+    frame = pd.DataFrame(examples)
+    if path.suffix == ".parquet":
+        frame.to_parquet(path)
+    elif path.suffix == ".csv":
+        frame.to_csv(path, index=False)
+    else:
+        frame.to_json(path, orient="records", lines=True)
+    return path.parent
+
+
+def write_splits(make: Callable[..., list[dict]], folder: Path, **sizes: int) -> Path:
+    """Write splits of these sizes, named as the shards of the Hub, from `make(size, seed)`; return their folder."""
+    for name, size in sizes.items():
+        write(make(size, seed=size), folder / f"{name}-00000-of-00001.parquet")
+    return folder
+
+
+def assert_refused(run: Callable, message: str, *arguments: object, output: Path | None = None) -> None:
+    """Assert that a script ends with one line that matches `message`, before it has made the folder `output`."""
+    with pytest.raises(SystemExit, match=message) as error:
+        run(*arguments)
+    assert "\n" not in str(error.value)
+    assert output is None or not output.exists()
+
+
+def assert_resumes(run: Callable, arguments: Callable[[Path], list], auto_class: type, folder: Path) -> None:
+    """Assert that four steps, and two that are resumed for two more, end with the same weights."""
+    options = ["--max_steps", 4, "--save_steps", 2]
+    run(*arguments(folder / "whole"), *options)
+    checkpoint = folder / "whole" / "checkpoint-2"
+    summary = run(*arguments(folder / "resumed"), *options, "--resume_from_checkpoint", checkpoint)
+    assert summary["steps"] == 4
+    whole, resumed = (auto_class.from_pretrained(folder / name).state_dict() for name in ("whole", "resumed"))
+    torch.testing.assert_close(resumed, whole)
+
+
+def assert_complete(output: Path, summary: dict) -> None:
+    """Assert that a run has left what every run leaves."""
+    assert (output / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert summary["tokens_per_second"] > 0 and summary["peak_memory_gb"] > 0
+    assert (output / "README.md").read_text().startswith("---\n")

@@ -1,0 +1,78 @@
+"""The recipes: every option exists and is taken, every field of the model too; and every script answers --help."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+RECIPES = sorted((EXAMPLES / "recipes").rglob("*.yaml"))
+
+
+@pytest.fixture
+def parsed(script, tmp_path):
+    """Parses a recipe with its script."""
+
+    def parse(path: Path):
+        task = path.parent.name.replace("csqa", "race")
+        source = [] if task in ("glue", "race") else ["--dataset_path", "x"]
+        options = ["--recipe", str(path), "--output_dir", str(tmp_path), *source, "--bf16", "false"]
+        if "pretrained" in path.stem:
+            options += ["--model_name_or_path", "x"]
+        module, base = script(f"run_{task}"), script("common.script").Script
+        (kind,) = (kind for kind in vars(module).values() if isinstance(kind, type) and base in kind.__bases__)
+        return kind(options)
+
+    return parse
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_recipe_is_complete(path, parsed):
+    task = parsed(path)
+    assert task.training.do_train and task.training.do_eval
+    for name, value in yaml.safe_load(path.read_text()).items():
+        holder = next(arguments for arguments in (task.data, task.model, task.training) if hasattr(arguments, name))
+        found = getattr(holder, name)
+        assert found == (float(value) if isinstance(found, float) else value) or name == "bf16", name
+    if path.parent.name == "glue":
+        assert task.data.task_name == path.stem.split("_")[0]
+    elif path.parent.name in ("race", "csqa"):
+        assert task.data.task == path.parent.name
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_recipe_names_no_folder_outside_the_repository(path):
+    assert "../" not in path.read_text()
+
+
+@pytest.mark.parametrize("path", [path for path in RECIPES if path.parent.name == "clm"], ids=lambda path: path.stem)
+def test_language_model_of_a_recipe(path, parsed, script):
+    task = parsed(path)
+    tokenizer = script("common.vocabulary").train_words([f"w{word}" for word in range(task.model.vocab_size)], 10**6)
+    fields = {"is_decoder": True, "bidirectional": False}
+    config = script("common.model").make_config(task.model, tokenizer, task.data.block_size, **fields)
+    assert task.data.block_size % config.attention_chunk == 0
+    assert AutoModelForCausalLM.from_config(config).config.adaptive_softmax_cutoffs == config.adaptive_input_cutoffs
+
+
+@pytest.mark.parametrize("recipe", ["multi30k_luna", "multi30k_mega", "wmt14_ende_luna_tied", "wmt16_ende_mega"])
+def test_translation_model_of_a_recipe(recipe, parsed, script):
+    task = parsed(EXAMPLES / "recipes" / "translation" / f"{recipe}.yaml")
+    tokenizer = script("common.translation").train_joint_bpe(["a"], 260, 512)
+    start = {"is_encoder_decoder": True, "decoder_start_token_id": 2}
+    config = script("common.model").make_config(task.model, tokenizer, task.data.max_source_length, **start)
+    assert config.is_encoder_decoder and config.decoder_start_token_id == 2 and task.data.num_beams == 5
+    if recipe.startswith("multi30k"):
+        config.vocab_size = config.decoder_vocab_size = task.model.vocab_size
+        assert AutoModelForSeq2SeqLM.from_config(config).num_parameters() < 12e6
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_script_answers_help(path, script, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [path.name, "--help"])
+    with pytest.raises(SystemExit) as error:
+        runpy.run_path(str(path), run_name="__main__")
+    assert error.value.code == 0 and "--output_dir" in capsys.readouterr().out

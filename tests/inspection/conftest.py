@@ -1,0 +1,1 @@
+from tests.convert.conftest import convert as convert, make as make

@@ -1,0 +1,268 @@
+"""`luna-mega info` and `luna-mega verify` of decoders and encoder-decoders; formulas against what PyTorch counts."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.utils.flop_counter import FlopCounterMode
+
+import luna_mega
+from luna_mega.cli import main
+from luna_mega.convert import ConversionError
+from luna_mega.inspection import costs
+from luna_mega.inspection.info import describe
+from luna_mega.inspection.verify import compare
+from luna_mega.kernels.api import use_backend
+from tests.inspection.counting import Peak, numbers_kept, padded
+
+LUNA = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 56,
+    "projection_length": 6,
+    "max_position_embeddings": 400,
+    "attention_dropout": 0.0,
+}
+MEGA = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "intermediate_size": 56,
+    "shared_representation_size": 16,
+    "ema_projection_size": 4,
+    "nffn_hidden_size": 40,
+    "max_positions": 400,
+    "normalization_type": "layernorm",
+}
+ALONE = {"is_decoder": True}
+MEGA_ALONE = ALONE | {"bidirectional": False, "add_lm_hidden_dense_layer": False}
+BOTH = {"is_encoder_decoder": True}
+CROSS = {"add_cross_attention": True}
+MODELS = {
+    "luna decoder": ("LunaModel", ALONE),
+    "luna lm": ("LunaForCausalLM", ALONE),
+    "luna lm untied": ("LunaForCausalLM", ALONE | {"tie_key_value": False, "pre_norm": True}),
+    "luna cross": ("LunaModel", ALONE | CROSS),
+    "luna body": ("LunaSeq2SeqModel", BOTH),
+    "luna seq2seq": ("LunaForConditionalGeneration", BOTH),
+    "luna untied": ("LunaForConditionalGeneration", BOTH | {"tie_key_value": False, "pre_norm": True}),
+    "luna other decoder": (
+        "LunaForConditionalGeneration",
+        BOTH | {"decoder_vocab_size": 35, "num_decoder_layers": 1, "decoder_intermediate_size": 70},
+    ),
+    "luna many rows": ("LunaForConditionalGeneration", BOTH | {"projection_length": 300}),
+    "mega decoder": ("MegaModel", MEGA_ALONE),
+    "mega cross": ("MegaForCausalLM", MEGA_ALONE | CROSS),
+    "mega body": ("MegaSeq2SeqModel", BOTH),
+    "mega seq2seq": ("MegaForConditionalGeneration", BOTH),
+    "mega other decoder": (
+        "MegaForConditionalGeneration",
+        BOTH | {"decoder_vocab_size": 35, "num_decoder_layers": 1, "decoder_intermediate_size": 70},
+    ),
+    "mega chunks": ("MegaForConditionalGeneration", BOTH | {"use_chunking": True, "chunk_size": 8}),
+}
+LUNA_NAMES = [name for name in MODELS if name.startswith("luna")]
+
+
+def make(name, **fields):
+    class_name, own = MODELS[name]
+    sizes = LUNA if class_name.startswith("Luna") else MEGA
+    return getattr(luna_mega, class_name)(getattr(luna_mega, f"{class_name[:4]}Config")(**sizes | own | fields))
+
+
+def inputs_of(model, length, labels=False):
+    """Inputs of one sequence, or of a source and a target, with padding that the model cannot leave out."""
+    ids = torch.randint(4, 30, (1, length))
+    inputs = {"input_ids": ids, "attention_mask": padded(ids)}
+    if model.config.is_encoder_decoder:
+        inputs |= {f"decoder_{name}": value for name, value in inputs.items()}
+    if model.config.add_cross_attention:
+        inputs["encoder_hidden_states"] = torch.randn(1, length, 32)
+        if model.config.model_type == "luna":
+            inputs["packed_states"] = torch.randn(1, 6, 32)
+    if labels and "For" in type(model).__name__:
+        inputs["labels"] = ids
+    return inputs
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_flops_are_those_that_pytorch_counts(name):
+    """The moving average, and the outer products of causal attention, are no operations that the counter knows.
+
+    The reference attends to whole sequences, so that a model with chunks is counted over one of them.
+    """
+    model = make(name).eval()
+    length = MODELS[name][1].get("chunk_size", 24)
+    inputs = inputs_of(model, length)
+    with torch.no_grad(), use_backend("reference"), FlopCounterMode(display=False) as counter:
+        model(**inputs, use_cache=False)
+    modules = counter.get_flop_counts()
+    average = sum(sum(count.values()) for module, count in modules.items() if module.endswith("ema_gate"))
+    found = costs.flops_per_token(model, length)
+    unseen = sum(value for part, value in found.items() if part.endswith("moving_average"))
+    if name in LUNA_NAMES:
+        decoder = costs.stacks(model.config)["decoder"]
+        rows = min(decoder.projection_length, length if decoder.dynamic_projection_length else 1000)
+        unseen = 4 * decoder.num_hidden_layers * rows * decoder.hidden_size
+    expected = (found["total"] - unseen) * length
+    assert expected == pytest.approx(counter.get_total_flops() - average, rel=1e-9)
+    assert found["total"] == pytest.approx(sum(value for part, value in found.items() if part != "total"))
+
+
+@pytest.mark.parametrize("fields", [{}, {"dropout": 0.0, "dropout_prob": 0.0}])
+@pytest.mark.parametrize("name", MODELS)
+def test_training_activations_are_those_that_autograd_keeps(name, fields):
+    kind = "dropout" if name in LUNA_NAMES else "dropout_prob"
+    model = make(name, **{field: value for field, value in fields.items() if field == kind}).train()
+    kept = numbers_kept(model, inputs_of(model, 300, labels=True))
+    assert costs.training_activations(model, 300) == pytest.approx(kept, rel=0.04)
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"vocab_size": 4000}, {"intermediate_size": 400}, {"hidden_size": 128, "intermediate_size": 128}]
+)
+@pytest.mark.parametrize("name", ["luna lm", "luna seq2seq", "luna body", "luna untied", "mega seq2seq", "mega body"])
+def test_inference_peak(name, fields):
+    model = make(name, **fields).eval()
+    with torch.no_grad(), Peak() as peak:
+        model(**inputs_of(model, 300), use_cache=False)
+    assert costs.inference_activations(model, 300) == pytest.approx(peak.peak / 4, rel=0.04)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_cache_is_what_a_decoder_remembers(name, tmp_path):
+    model, length = make(name).eval(), 103
+    with torch.no_grad():
+        past = model(**inputs_of(model, length), use_cache=True).past_key_values
+    caches = [past]
+    if hasattr(past, "cross_attention_cache"):
+        caches = [past.self_attention_cache, past.cross_attention_cache]
+    tensors = []
+    for layer in (layer for cache in caches for layer in cache.layers):
+        fields = vars(layer) | getattr(layer, "tensors", {})
+        tensors += [x for x in fields.values() if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    kept = sum({tensor.untyped_storage().data_ptr(): tensor.numel() for tensor in tensors}.values())
+    assert costs.cache_numbers(model, length) == kept
+    model.save_pretrained(tmp_path)
+    assert describe(tmp_path, length).activation_bytes["cache"] == 4 * kept
+
+
+def test_the_cache_of_luna_does_not_grow():
+    model = make("luna seq2seq")
+    assert costs.cache_numbers(model, 50) == costs.cache_numbers(model, 5000) == 2 * 4 * 6 * 32
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_info_of_a_folder(name, tmp_path, capsys):
+    model = make(name)
+    model.save_pretrained(tmp_path)
+    capsys.readouterr()
+    assert main(["info", str(tmp_path), "--length", "50", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    parameters = found["parameters"]
+    assert parameters["total"] == model.num_parameters()
+    assert parameters.keys() == {"embeddings", "head", "total", *costs.stacks(model.config)}
+    body = model.base_model
+    sides = {"encoder": body.encoder, "decoder": body.decoder} if model.config.is_encoder_decoder else {"decoder": body}
+    names = ("embeddings.", "embedding_layer.", "embedding_norm.")
+    for stack, module in sides.items():
+        own = {key: parameter.numel() for key, parameter in module.named_parameters() if not key.startswith(names)}
+        assert parameters[stack] == sum(size for key, size in own.items() if not key.startswith("pooler."))
+    kind = type(model).__name__.partition("For")[2]
+    heads = {"CausalLM": ["causal LM"], "ConditionalGeneration": ["sequence-to-sequence LM"], "": []}
+    assert found["heads"] == heads[kind] and found["activation_bytes"].keys() == {"inference", "training", "cache"}
+    assert found["config"].get("decoder_num_hidden_layers") == (1 if "other" in name else None)
+    assert main(["info", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert ("one source and one target of length" in printed) == model.config.is_encoder_decoder
+    assert "cache:" in printed
+
+
+def test_length_that_a_table_does_not_have(tmp_path):
+    make("luna seq2seq", max_target_positions=30).save_pretrained(tmp_path / "luna")
+    assert describe(tmp_path / "luna").length == 30
+    make("mega seq2seq", relative_positional_bias="simple", decoder_max_positions=60).save_pretrained(tmp_path / "mega")
+    assert describe(tmp_path / "mega", 60).length == 60
+    for name, length in (("luna", 31), ("mega", 61)):
+        with pytest.raises(ConversionError, match=f"--length {length}: the model has {length - 1} learned positions"):
+            describe(tmp_path / name, length)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_equals_itself_and_no_other(name, tmp_path):
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        make(name).save_pretrained(folder)
+    same = compare(folders[0], folders[0], tolerance=0.0, length=9)
+    assert same.within and same.largest == 0
+    result = "logits" if "For" in MODELS[name][0] else "last_hidden_state"
+    assert list(same.results) == [result]
+    other = compare(*folders, length=9)
+    assert not other.within and other.results[result] > 0 and all(row["hidden"] > 0 for row in other.layers)
+
+
+@pytest.mark.parametrize("family", ["luna", "mega"])
+def test_differences_start_at_their_layer(family, tmp_path, capsys):
+    """A change in the decoder is not seen in the encoder; one in the encoder is seen in the whole decoder."""
+    model = make(f"{family} seq2seq")
+    folder = tmp_path / "a"
+    model.save_pretrained(folder)
+    inner = {"luna": "{0}.{0}.layers.1.fc2.bias", "mega": "{0}.layers.1.nffn.fc2.bias"}[family]
+    layers = {}
+    for stack in ("encoder", "decoder"):
+        other = tmp_path / stack
+        other.mkdir()
+        (other / "config.json").write_bytes((folder / "config.json").read_bytes())
+        tensors = load_file(folder / "model.safetensors")
+        tensors[f"{family}.{inner.format(stack)}"] += torch.linspace(-0.1, 0.1, 32)
+        save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+        assert main(["verify", str(folder), str(other)]) == 1
+        layers[stack] = compare(folder, other).layers
+    printed = capsys.readouterr().out
+    assert "encoder embeddings" in printed and "decoder 2" in printed
+    changed = {stack: [row["hidden"] > 0 for row in rows] for stack, rows in layers.items()}
+    assert changed == {
+        "encoder": [False, False, True, False, True, True],
+        "decoder": [False, False, False, False, False, True],
+    }
+    if family == "luna":
+        assert [row["packed"] > 0 for row in layers["encoder"]] == [False, False, False, False, True, True]
+
+
+def test_inputs_of_a_source_and_a_target(tmp_path, capsys):
+    folder, file = tmp_path / "a", tmp_path / "inputs.safetensors"
+    make("luna other decoder").save_pretrained(folder)
+    ids = torch.tensor([[5, 6, 2]])
+    save_file({"input_ids": ids, "decoder_input_ids": ids[:, :2].clone()}, file)
+    assert compare(folder, folder, inputs=file, tolerance=0.0).inputs == {
+        "decoder_input_ids": [1, 2],
+        "input_ids": [1, 3],
+    }
+    save_file({"input_ids": ids + 33, "decoder_input_ids": ids + 33}, file)
+    assert main(["verify", str(folder), str(folder), "--inputs", str(file)]) == 1
+    assert "decoder_input_ids has ids outside of the vocabulary, 0 to 34" in capsys.readouterr().err
+    assert main(["verify", str(folder), str(folder), "--text", "x"]) == 1
+    assert "--text: this model reads a source and a target; give --inputs" in capsys.readouterr().err
+
+
+def test_decoders_of_different_sizes(tmp_path):
+    make("luna seq2seq").save_pretrained(tmp_path / "a")
+    make("luna other decoder").save_pretrained(tmp_path / "b")
+    with pytest.raises(ConversionError, match="decoder vocab_size: 40 and 35; decoder num_hidden_layers: 2 and 1"):
+        compare(tmp_path / "a", tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    "name", ["luna/s2s_untied_prenorm", "luna/s2s_tied", "mega/10_mt_relu2_rotary_prenorm_chunk_unshared"]
+)
+def test_checkpoints_of_the_original(shared_dir, tmp_path, name):
+    file = shared_dir / "fixtures" / name / "checkpoint.pt"
+    assert main(["convert", str(file), "--output", str(tmp_path / "model")]) == 0
+    assert compare(tmp_path / "model", file, tolerance=0.0, length=11).within
+    of_file, of_folder = describe(file, 11), describe(tmp_path / "model", 11)
+    assert of_file.heads == of_folder.heads == ["sequence-to-sequence LM"]
+    assert of_file.parameters == of_folder.parameters and of_file.flops_per_token == of_folder.flops_per_token
+    assert "seq2seq checkpoint" in of_file.written_by

@@ -1,0 +1,239 @@
+"""`luna-mega verify`: two models on the same inputs."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import luna_mega
+from luna_mega import LunaConfig, LunaForMaskedLM, LunaForMultipleChoice, LunaForSequenceClassification, LunaModel
+from luna_mega.cli import main
+from luna_mega.convert import ConversionError
+from luna_mega.inspection.verify import compare
+
+SIZES = {
+    "vocab_size": 17,
+    "hidden_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 24,
+    "projection_length": 6,
+    "max_position_embeddings": 20,
+}
+# Encoder-decoders are compared in test_decoders.py.
+CLASSES = [name for name in luna_mega.__all__ if name.startswith("LunaFor") and "Conditional" not in name]
+CLASSES.append("LunaModel")
+
+
+def save(folder, model_class=LunaForMaskedLM, **fields):
+    model_class(LunaConfig(**SIZES | fields)).save_pretrained(folder)
+    return folder
+
+
+def change(folder, new, name, edit):
+    """A copy of the model in which one tensor is edited."""
+    new.mkdir()
+    (new / "config.json").write_bytes((folder / "config.json").read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors[name])
+    save_file(tensors, new / "model.safetensors", metadata={"format": "pt"})
+    return new
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_model_equals_itself(tmp_path, name):
+    folder = save(tmp_path / "a", getattr(luna_mega, name), is_decoder=name == "LunaForCausalLM")
+    comparison = compare(folder, folder, tolerance=0.0, length=9)
+    assert comparison.within and comparison.largest == 0 and comparison.model_class == name
+    assert [row["layer"] for row in comparison.layers] == [0, 1, 2, 3]
+    expected = {"LunaModel": ["last_hidden_state"], "LunaForQuestionAnswering": ["start_logits", "end_logits"]}
+    assert list(comparison.results) == expected.get(name, ["logits"])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"position_embedding_type": "sinusoidal", "input_type": "values", "pooling": "mean"},
+        {"dynamic_projection_length": False},
+        {"pooling": "packed_mean", "drop_first_token": True},
+    ],
+)
+def test_other_inputs(tmp_path, fields):
+    folder = save(tmp_path / "a", LunaForSequenceClassification, **fields)
+    assert compare(folder, folder, tolerance=0.0).within
+    other = save(tmp_path / "b", LunaForSequenceClassification, **fields)
+    assert not compare(folder, other).within
+
+
+def test_differences_start_at_their_layer(tmp_path, capsys):
+    folder = save(tmp_path / "a")
+    name = "luna.encoder.layers.1.fc2.bias"
+    other = change(folder, tmp_path / "b", name, lambda bias: bias.add_(torch.linspace(-0.01, 0.01, 16)))
+    assert main(["verify", str(folder), str(other)]) == 1
+    table = capsys.readouterr().out
+    assert "MORE THAN 1e-05" in table and "A        " in table
+    comparison = compare(folder, other)
+    hidden, packed = ([row[kind] for row in comparison.layers] for kind in ("hidden", "packed"))
+    assert [value > 0 for value in hidden] == [False, False, True, True]
+    assert [value > 0 for value in packed] == [False, False, False, True]
+    assert comparison.largest == max(*hidden, *packed, comparison.results["logits"])
+    assert 0.005 < hidden[2] < 0.1
+    assert main(["verify", str(folder), str(other), "--tolerance", str(comparison.largest)]) == 0
+    other = change(folder, tmp_path / "c", "lm_head.decoder.bias", lambda bias: bias[3].add_(1.0))
+    comparison = compare(folder, other)
+    assert comparison.results["logits"] == pytest.approx(1.0)
+    assert not any(row["hidden"] or row["packed"] for row in comparison.layers)
+
+
+def test_padding_is_not_compared(tmp_path):
+    folder = save(tmp_path / "a", LunaModel)
+    other = change(folder, tmp_path / "b", "embeddings.word_embeddings.weight", lambda table: table[1, 0].add_(1.0))
+    assert compare(folder, other, tolerance=0.0).within
+    other = change(folder, tmp_path / "c", "embeddings.packed_embeddings", lambda table: table[5, 0].add_(1.0))
+    assert compare(folder, other, batch=1, length=5, tolerance=0.0).within
+    assert not compare(folder, other, batch=1, length=6).within
+
+
+def test_one_number_that_is_not_finite(tmp_path, capsys):
+    folder = save(tmp_path / "a")
+    other = change(folder, tmp_path / "b", "lm_head.decoder.bias", lambda bias: bias[0].fill_(float("nan")))
+    assert main(["verify", str(folder), str(other)]) == 1
+    assert "NaN/Inf" in capsys.readouterr().out
+    assert main(["verify", str(folder), str(other), "--json", "--tolerance", "inf"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["results"] == {"logits": None} and found["largest"] is None and found["within"] is False
+    assert compare(other, other, tolerance=0.0).within
+
+
+def test_json(tmp_path, capsys):
+    folder = save(tmp_path / "a", LunaForMultipleChoice)
+    assert main(["verify", str(folder), str(folder), "--json", "--batch", "3", "--length", "7", "--seed", "5"]) == 0
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert found["inputs"] == {"input_ids": [3, 2, 7], "attention_mask": [3, 2, 7]}
+    assert found["within"] is True and found["largest"] == 0 and len(found["layers"]) == 4
+
+
+def test_checkpoints_are_converted(convert, make, tmp_path, capsys):
+    state = make.bert(heads=[("a", 2), ("b", 3)])
+    folder = convert(state, "--head", "b")
+    file = convert.file
+    assert main(["verify", str(folder), str(file), "--head", "b", "--tolerance", "0"]) == 0
+    assert main(["verify", str(file), str(file)]) == 0
+    assert "LunaForMaskedLM" in capsys.readouterr().out
+    assert main(["verify", str(folder), str(file)]) == 1
+    message = capsys.readouterr().err
+    assert "'LunaForSequenceClassification' and 'LunaForMaskedLM'" in message and "--head" in message
+    state["model"]["encoder.lm_head.layer_norm.weight"] += 0.5
+    torch.save(state, tmp_path / "other.pt")
+    assert main(["verify", str(file), str(tmp_path / "other.pt")]) == 1
+    assert main(["verify", str(folder), str(tmp_path / "other.pt"), "--head", "b", "--layer-norm", "standard"]) == 0
+
+
+def test_input_file(tmp_path, capsys):
+    folder, file = save(tmp_path / "a"), tmp_path / "inputs.safetensors"
+    save_file({"input_ids": torch.tensor([[0, 5, 2, 1]]), "attention_mask": torch.tensor([[1, 1, 1, 0]])}, file)
+    assert main(["verify", str(folder), str(folder), "--inputs", str(file)]) == 0
+    assert "input_ids [1, 4]" in capsys.readouterr().out
+    other = change(
+        folder, tmp_path / "b", "luna.embeddings.word_embeddings.weight", lambda table: table[6, 0].add_(1.0)
+    )
+    assert compare(folder, other, inputs=file).layers[0]["hidden"] == 0
+
+
+@pytest.mark.parametrize(
+    ("tensors", "expected"),
+    [
+        ({"tokens": torch.zeros(1, 4).long()}, "tokens: LunaForMaskedLM has no such inputs"),
+        ({"pair_input_ids": torch.zeros(1, 4).long()}, "it takes input_ids, attention_mask"),
+        ({}, "holds no tensors"),
+        ({"input_ids": torch.tensor([[0, 17]])}, "outside of the vocabulary, 0 to 16"),
+        ({"input_ids": torch.zeros(1, 21).long()}, "21 exceed the 20 learned positions"),
+        ({"input_ids": torch.zeros(1, 4)}, "do not fit"),
+        ({"input_ids": torch.zeros(1, 4).long(), "attention_mask": torch.ones(1, 3)}, "[1, 4]"),
+        ({"attention_mask": torch.ones(1, 3)}, "exactly one of input_ids"),
+    ],
+)
+def test_wrong_inputs(tmp_path, capsys, tensors, expected):
+    folder, file = save(tmp_path / "a"), tmp_path / "inputs.safetensors"
+    save_file(tensors, file)
+    assert expected in fails(capsys, folder, folder, "--inputs", file)
+
+
+def fails(capsys, *arguments):
+    """The one line of a comparison whose input is at fault."""
+    capsys.readouterr()
+    assert main(["verify", *map(str, arguments)]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("\n") == 1 and printed.err.startswith("luna-mega verify: error: ")
+    return printed.err
+
+
+@pytest.mark.parametrize("model_class", [LunaForMaskedLM, LunaForMultipleChoice])
+def test_text(tmp_path, capsys, model_class):
+    first, second = save(tmp_path / "a", model_class), save(tmp_path / "b", model_class)
+    assert "neither of the models has a tokenizer" in fails(capsys, first, second, "--text", "w1")
+    words = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3} | {f"w{index}": 4 + index for index in range(13)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>").save_pretrained(second)
+    comparison = compare(first, second, texts=["w1 w2 w3", "w4"])
+    choices = [1] if model_class is LunaForMultipleChoice else []
+    assert comparison.inputs["input_ids"] == [*choices, 2, 3] and not comparison.within
+    assert compare(second, second, texts=["w1 " * 30], tolerance=0.0).inputs["input_ids"] == [*choices, 1, 20]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"vocab_size": 18}, "vocab_size: 17 and 18"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers: 3 and 2"),
+        ({"hidden_size": 8}, "hidden_size: 16 and 8"),
+        ({"projection_length": 5}, "projection_length: 6 and 5"),
+    ],
+)
+def test_other_kinds(tmp_path, capsys, fields, expected):
+    assert expected in fails(capsys, save(tmp_path / "a"), save(tmp_path / "b", **fields))
+
+
+def test_other_classes(tmp_path, capsys):
+    first = save(tmp_path / "a", LunaForSequenceClassification, num_labels=2)
+    second = save(tmp_path / "b", LunaForSequenceClassification, num_labels=3)
+    assert "shapes [2, 2] and [2, 3]" in fails(capsys, first, second)
+
+
+def test_incomplete_weights(tmp_path, capsys):
+    folder = save(tmp_path / "a")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["luna.encoder.layers.1.fc1.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert "luna.encoder.layers.1.fc1.weight" in fails(capsys, folder, folder)
+    assert "no such folder" in fails(capsys, folder, tmp_path / "absent")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--batch", "0"],
+        ["--length", "x"],
+        ["--text", "a", "--inputs", "b"],
+        ["--text", "a", "--seed", "1"],
+        ["--head", "a"],
+        ["--layer-norm", "standard"],
+    ],
+)
+def test_usage(tmp_path, options):
+    with pytest.raises(SystemExit) as stop:
+        main(["verify", str(tmp_path), str(tmp_path), *options])
+    assert stop.value.code == 2
+
+
+def test_transformers_is_quiet_only_here(tmp_path):
+    logging = pytest.importorskip("transformers.utils.logging")
+    before = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    with pytest.raises(ConversionError):
+        compare(tmp_path / "absent", tmp_path)
+    assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before

@@ -1,0 +1,62 @@
+"""Small decoders of both models, with and without an encoder, called alike."""
+
+import torch
+
+from tests.modeling import luna_decoders, mega_decoders
+
+FAMILIES = {"luna": luna_decoders, "mega": mega_decoders}
+ALONE = {f"{family}: {name}": (family, name) for family, module in FAMILIES.items() for name in module.ALONE}
+WITH_ENCODER = {
+    f"{family} seq2seq: {name}": (family, name) for family, module in FAMILIES.items() for name in module.WITH_ENCODER
+}
+DECODERS = ALONE | WITH_ENCODER
+
+
+def make(name, **fields):
+    """The model of a name in `DECODERS`, with other fields."""
+    family, shape = DECODERS[name]
+    module = FAMILIES[family]
+    if name in WITH_ENCODER:
+        return module.make(is_encoder_decoder=True, **module.WITH_ENCODER[shape] | fields)
+    return module.make(**module.ALONE[shape] | fields)
+
+
+def make_plain(family, **fields):
+    """A model of a family with the defaults."""
+    return FAMILIES[family].make(**fields)
+
+
+def padded(lengths, total, side, seed=0):
+    """Tokens and mask `[B, total]` of sequences of these lengths, padded on the `side` or behind the first two."""
+    ids, mask = torch.ones(len(lengths), total, dtype=torch.long), torch.zeros(len(lengths), total, dtype=torch.long)
+    for row, length in enumerate(lengths):
+        mask[row, total - length if side == "left" else 0 : total if side == "left" else length] = 1
+        if side == "middle":
+            mask[row] = torch.cat([mask[row, :2], mask[row, 2:].flip(0)])
+        generator = torch.Generator().manual_seed(seed + row)
+        ids[row, mask[row].bool()] = torch.randint(3, 23, (length,), generator=generator)
+    return ids, mask
+
+
+def source(model, batch, side="right"):
+    """The arguments of the source: one for each of a batch of targets; none for a decoder alone."""
+    if not model.config.is_encoder_decoder:
+        return {}
+    ids, mask = padded([13, 4, 9, 1][:batch], 13, side, seed=7)
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def target(model, ids, mask=None, **options):
+    """The arguments of the target."""
+    prefix = "decoder_" if model.config.is_encoder_decoder else ""
+    return {f"{prefix}input_ids": ids, f"{prefix}attention_mask": mask, **options}
+
+
+def prompt(model, ids, mask):
+    """What `generate` goes on from: sources, or of a decoder alone the tokens."""
+    return source(model, len(ids)) or {"input_ids": ids, "attention_mask": mask}
+
+
+def own_cache(past):
+    """The part of a cache that belongs to the target."""
+    return getattr(past, "self_attention_cache", past)

@@ -1,0 +1,142 @@
+"""Luna and Mega take the same inputs, and refuse what does not fit with the same words."""
+
+import pytest
+import torch
+from transformers import AutoModel, AutoModelForMaskedLM
+
+import luna_mega
+
+from . import luna, mega
+
+FAMILIES = [luna, mega]
+family = pytest.mark.parametrize("family", FAMILIES, ids=["luna", "mega"])
+
+
+@family
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"input_ids": torch.zeros(0, 5, dtype=torch.long), "attention_mask": None}, "batch is empty: 0 sequences"),
+        ({"input_ids": torch.zeros(2, 0, dtype=torch.long), "attention_mask": None}, "2 sequences of length 0"),
+        ({"input_ids": None}, "exactly one of input_ids and inputs_embeds"),
+        ({"inputs_embeds": torch.zeros(2, 9, 24)}, "exactly one of input_ids and inputs_embeds"),
+        ({"input_values": torch.zeros(2, 9)}, "input_type='tokens'"),
+        ({"input_ids": torch.zeros(9, dtype=torch.long)}, r"takes input_ids \[B, T\] or .* got the shape \[9\]"),
+        ({"input_ids": torch.tensor(9)}, r"takes input_ids \[B, T\] or .* got the shape \[\]"),
+        ({"input_ids": torch.zeros(2, 9, 3, dtype=torch.long)}, r"got the shape \[2, 9, 3\]"),
+        ({"input_ids": None, "inputs_embeds": torch.zeros(2, 9, 23)}, r"inputs_embeds \[B, T, 24\], got .* 23\]"),
+        ({"input_ids": None, "inputs_embeds": torch.zeros(2, 24)}, r"got the shape \[2, 24\]"),
+        (
+            {"attention_mask": torch.ones(2, 8)},
+            r"attention_mask must have the shape \[2, 9\] of the input, got \[2, 8\]",
+        ),
+        ({"attention_mask": torch.ones(2, 1, 9, 9)}, "attention_mask must have the shape"),
+        ({"head_mask": torch.zeros(2, 9)}, "(Luna|Mega) models take no head_mask; leave the argument out"),
+        ({"is_causal": True}, "(Luna|Mega) models take no is_causal"),
+        ({"use_cache": True}, "need a decoder"),
+    ],
+)
+def test_inputs(family, change, message):
+    """Also where a head reads them before the model without one."""
+    fields = {"drop_first_token": True} if family is luna else {}
+    for model in (family.make("Model"), family.make("ForSequenceClassification", **fields)):
+        with pytest.raises(ValueError, match=message):
+            model(**luna.head_inputs("Model", [9, 4]) | change)
+
+
+@family
+def test_values_have_no_vocabulary(family):
+    name, model = family.__name__.split(".")[-1].capitalize(), family.make("Model", **family.VALUES)
+    for head in ("ForMaskedLM", "ForMultipleChoice", "ForQuestionAnswering"):
+        with pytest.raises(ValueError, match=f"{name}{head} needs input_type='tokens', got 'values'"):
+            family.make(head, **family.VALUES)
+    for change in (
+        lambda: model.set_input_embeddings(torch.nn.Embedding(3, 24)),
+        lambda: model.resize_token_embeddings(9),
+    ):
+        with pytest.raises(ValueError, match=f"{name}Model needs input_type='tokens'"):
+            change()
+    with pytest.raises(ValueError, match="exactly one of input_values and inputs_embeds"):
+        model(**luna.head_inputs("Model", [9]))
+    with pytest.raises(ValueError, match=r"takes input_values \[B, T\] or .* got the shape \[2, 9, 1\]"):
+        model(input_values=torch.zeros(2, 9, 1))
+
+
+@family
+def test_pairs_and_choices(family):
+    inputs = luna.head_inputs("ForSequencePairClassification", [9, 4])
+    fewer = inputs | {"pair_input_ids": inputs["pair_input_ids"][:1], "pair_attention_mask": None}
+    with pytest.raises(ValueError, match="first input has 2 sequences and the second 1"):
+        family.make("ForSequencePairClassification")(**fewer)
+    with pytest.raises(ValueError, match=r"input_ids \[B, options, T\].*got \[2, 9\]"):
+        family.make("ForMultipleChoice")(**luna.head_inputs("Model", [9, 4]))
+
+
+@family
+def test_attention_implementations(family, tmp_path):
+    """ "sdpa" is the kernels, "eager" the same step by step; another one is no reason to change a model."""
+    model, inputs = family.make("ForMaskedLM"), luna.tokens([9, 4])
+    assert model.config._attn_implementation == "sdpa"
+    expected = model(**inputs).logits
+    model.set_attn_implementation("eager")
+    torch.testing.assert_close(model(**inputs).logits, expected)
+    model.save_pretrained(tmp_path)
+    for name in ("sdpa", "eager"):
+        loaded = AutoModelForMaskedLM.from_pretrained(tmp_path, attn_implementation=name)
+        assert loaded.config._attn_implementation == name
+        torch.testing.assert_close(loaded(**inputs).logits, expected)
+    for name, message in (("flash_attention_2", "[Ff]lash"), ("fastest", "fastest")):
+        with pytest.raises(ValueError, match=message):
+            AutoModelForMaskedLM.from_pretrained(tmp_path, attn_implementation=name)
+        with pytest.raises(ValueError, match=message):
+            AutoModelForMaskedLM.from_config(family.tiny_config(), attn_implementation=name)
+        with pytest.raises(ValueError, match=message):
+            model.set_attn_implementation(name)
+        assert model.config._attn_implementation == "eager"
+
+
+@family
+def test_weights_are_in_the_graph(family):
+    """A loss reaches the attention weights that are returned, also those in chunks."""
+    for fields in [{}] if family is luna else [{}, {"use_chunking": True, "chunk_size": 4}]:
+        output = family.make("Model", **fields)(**luna.tokens([9, 4]), output_attentions=True)
+        for weights in output.attentions:
+            weights.retain_grad()
+        output.last_hidden_state.sum().backward()
+        assert all(weights.grad is not None for weights in output.attentions)
+
+
+@pytest.mark.parametrize("fields", [{}, {"is_encoder_decoder": True}], ids=["alone", "encoder-decoder"])
+@family
+def test_decoders_that_are_eager(family, fields):
+    """They generate the same, with a cache and without."""
+    torch.manual_seed(0)
+    name, decoder = family.__name__.split(".")[-1].capitalize(), fields or {"is_decoder": True}
+    kind = "ForConditionalGeneration" if fields else "ForCausalLM"
+    chunks = {"use_chunking": True, "chunk_size": 4} if family is mega else {}
+    model = getattr(luna_mega, name + kind)(family.tiny_config(**decoder, **chunks)).eval()
+    inputs, options = luna.tokens([9, 4], "left"), {"max_new_tokens": 7, "do_sample": False, "eos_token_id": 39}
+    expected = model.generate(**inputs, **options)
+    model.set_attn_implementation("eager")
+    for use_cache in (True, False):
+        assert model.generate(**inputs, **options, use_cache=use_cache).equal(expected)
+
+
+@pytest.mark.parametrize("name", ["Luna", "Mega"])
+def test_auto_model_builds_both_sides(name, tmp_path):
+    """The class without a head, for a configuration of an encoder-decoder; said by its own name, that is refused."""
+    config = (luna if name == "Luna" else mega).tiny_config(is_encoder_decoder=True)
+    both, body = (getattr(luna_mega, name + suffix) for suffix in ("Seq2SeqModel", "Model"))
+    model = AutoModel.from_config(config)
+    assert type(model) is both
+    model.save_pretrained(tmp_path)
+    assert type(AutoModel.from_pretrained(tmp_path)) is type(body.from_pretrained(tmp_path, config=config)) is both
+
+    class OneSide(body):
+        pass
+
+    for one_side in (body, OneSide):
+        with pytest.raises(ValueError, match=f"use {name}Seq2SeqModel"):
+            one_side(config)
+    with pytest.raises(ValueError, match="OneSide is one side only"):
+        OneSide.from_pretrained(tmp_path, config=config)

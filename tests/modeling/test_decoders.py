@@ -1,0 +1,218 @@
+"""Decoders of both models: a cached sequence gives what the whole gives, however it is cut and padded."""
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import DynamicCache
+from transformers.cache_utils import EncoderDecoderCache
+
+from luna_mega.modeling_common.cache import new_cache
+from tests.modeling.decoders import DECODERS, FAMILIES, make, make_plain, own_cache, padded, source, target
+
+CUTS = [[1] * 17, [6, 1, 1, 9], [5, 12], [4, 4, 4, 4, 1], [16, 1], [1, 16]]
+EXPORTED = ["luna: softplus", "luna seq2seq: translation", "mega: softmax", "mega: laplace chunks"]
+PLAIN = [(family, with_encoder) for family in FAMILIES for with_encoder in (False, True)]
+
+
+@pytest.fixture(params=DECODERS)
+def model(request):
+    return make(request.param)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cuts", CUTS, ids=str)
+@pytest.mark.parametrize("side", ["none", "left", "right", "middle"])
+def test_cached_is_uncached(model, cuts, side):
+    ids, mask = padded([17] * 2 if side == "none" else [17, 9, 3, 12], 17, side)
+    given = source(model, len(ids), "left" if side == "right" else "right")
+    expected = model(**given, **target(model, ids, mask), use_cache=False)
+    assert expected.past_key_values is None
+    past, start, logits = None, 0, []
+    for index, length in enumerate(cuts):
+        end = start + length
+        # The mask of the segment, or of all so far, as `generate` gives it. What came of the source is in the cache.
+        segment = target(model, ids[:, start:end], mask[:, start:end] if index % 2 else mask[:, :end])
+        output = model(**given if index % 3 == 0 else {}, **segment, past_key_values=past, use_cache=True)
+        past, start = output.past_key_values, end
+        logits.append(output.logits)
+    assert past.get_seq_length() == 17
+    torch.testing.assert_close(torch.cat(logits, 1)[mask.bool()], expected.logits[mask.bool()], atol=1e-9, rtol=1e-7)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_sequence_does_not_depend_on_padding_and_batch_mates(model, side):
+    lengths = [11, 17, 4]
+    ids, mask = padded(lengths, 17, side)
+    given, kept = source(model, 3), mask.bool()
+    together = model(**given, **target(model, ids, mask)).logits
+    for other in (source(model, 3, "left"), {name: x for name, x in given.items() if name != "attention_mask"}):
+        torch.testing.assert_close(model(**other, **target(model, ids)).logits[kept], together[kept])
+    for row in range(3):
+        alone = {name: x[row : row + 1, : given["attention_mask"][row].sum()] for name, x in given.items()}
+        logits = model(**alone, **target(model, ids[row, kept[row]][None])).logits[0]
+        torch.testing.assert_close(together[row, kept[row]], logits)
+
+
+@torch.no_grad()
+def test_no_position_sees_later_ones(model):
+    ids, _ = padded([12], 12, "none")
+    given = source(model, 1)
+    whole = model(**given, **target(model, ids)).logits
+    for length in (1, 4, 5, 11):
+        torch.testing.assert_close(model(**given, **target(model, ids[:, :length])).logits, whole[:, :length])
+
+
+def test_gradients_flow_through_the_cache(model):
+    """Back-propagation through segments gives the gradients of the whole, also of the encoder."""
+    ids, mask = padded([13, 8], 13, "left")
+    given = source(model, 2, "left")
+    model(**given, **target(model, ids, mask), use_cache=False).logits[mask.bool()].sin().sum().backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    past, logits = new_cache(model), []
+    for index, (a, b) in enumerate(((0, 6), (6, 7), (7, 13))):
+        segment = target(model, ids[:, a:b], mask[:, a:b], past_key_values=past, use_cache=True)
+        logits.append(model(**{} if index else given, **segment).logits)
+    torch.cat(logits, 1)[mask.bool()].sin().sum().backward()
+    unused = [name for name, gradient in expected.items() if gradient is None]
+    assert all("packed_layer_norm" in name for name in unused)
+    relu2 = getattr(model.config, "attention_activation", None) == "relu2"  # scores below 0 have no gradient
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], msg=lambda text, name=name: f"{name}: {text}")
+        assert name in unused or parameter.grad.abs().max() > 0 or relu2, name
+
+
+def test_detached_cache_gives_no_gradient_to_what_was_before():
+    for family in FAMILIES:
+        model, ids = make_plain(family), padded([9], 9, "none")[0]
+        embeddings = model.get_input_embeddings()(ids).detach().requires_grad_()
+        past = model(inputs_embeds=embeddings[:, :4], use_cache=True).past_key_values
+        past.detach()
+        model(inputs_embeds=embeddings[:, 4:], past_key_values=past).logits.sum().backward()
+        assert not embeddings.grad[:, :4].any() and embeddings.grad[:, 4:].all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [*(name for name in DECODERS if name.startswith("luna")), "mega: laplace chunks"])
+def test_constant_memory(name):
+    model, sizes = make(name), []
+    past = new_cache(model)
+    for _ in range(4):
+        ids = padded([7, 7], 7, "none")[0]
+        model(**source(model, 2), **target(model, ids), past_key_values=past, use_cache=True)
+        sizes.append((own_cache(past).nbytes, past.nbytes))
+    assert sizes[0] == sizes[-1] and past.get_seq_length() == 28
+    tensors = own_cache(past).layers[0].tensors.values()
+    assert sum(x.untyped_storage().nbytes() for x in tensors) < 2 * sum(x.nbytes for x in tensors)
+
+
+@torch.no_grad()
+def test_logits_to_keep(model):
+    ids, mask = padded([7, 3], 7, "left")
+    inputs = source(model, 2) | target(model, ids, mask)
+    whole = model(**inputs).logits
+    for keep, kept in ((0, whole), (1, whole[:, 6:]), (3, whole[:, 4:]), (torch.tensor([5, 0]), whole[:, [5, 0]])):
+        torch.testing.assert_close(model(**inputs, logits_to_keep=keep).logits, kept)
+    shift = 0 if model.config.is_encoder_decoder else 1
+    loss = model(**inputs, labels=ids[:, 4:], logits_to_keep=3).loss
+    expected = cross_entropy(whole[:, 4 : 7 - shift].flatten(0, 1), ids[:, 4 + shift :].flatten())
+    torch.testing.assert_close(loss, expected, check_dtype=False)
+    with pytest.raises(ValueError, match=r"labels must have the shape \[2, 3\] .* got \[2, 7\]"):
+        model(**inputs, labels=ids, logits_to_keep=3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shift_labels(family):
+    model = make_plain(family)
+    ids, mask = padded([7, 3], 7, "left")
+    shifted = torch.cat([ids[:, 1:], torch.full((2, 1), -100)], 1)
+    loss = model(ids, mask, labels=ids).loss
+    for labels in ({}, {"labels": ids}):
+        torch.testing.assert_close(model(ids, mask, shift_labels=shifted, **labels).loss, loss)
+    one = torch.tensor(1)
+    torch.testing.assert_close(model(ids, mask, labels=ids, num_items_in_batch=one).loss, 12 * loss)
+    with pytest.raises(ValueError, match=r"labels must have the shape \[2, 7\] .* got \[2, 6\]"):
+        model(ids, mask, shift_labels=shifted[:, 1:])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "name", ["luna: softplus", "luna seq2seq: translation", "mega: softmax", "mega: laplace chunks"]
+)
+def test_compile_and_export(name):
+    torch.compiler.reset()  # code that was compiled often in this process is refused
+    model = make(name, num_hidden_layers=1)
+    inputs = source(model, 2) | target(model, *padded([17, 5], 17, "left"))
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(**inputs, use_cache=False).logits, model(**inputs).logits)
+    shapes = {key: {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC} for key in inputs} | {"use_cache": None}
+    exported = torch.export.export(model, (), inputs | {"use_cache": False}, dynamic_shapes=shapes, strict=False)
+    for lengths, total in (([17, 5], 17), ([30, 2, 7], 30), ([2], 2)):
+        ids, mask = padded(lengths, total, "left")
+        inputs = source(model, len(ids)) | target(model, ids, mask)
+        logits = exported.module()(**inputs, use_cache=False).logits
+        torch.testing.assert_close(logits[mask.bool()], model(**inputs).logits[mask.bool()], atol=1e-8, rtol=1e-6)
+
+
+@torch.no_grad()
+def test_cache_operations(model):
+    ids, mask = padded([6, 4, 5], 6, "left")
+    given = source(model, 3, "left")
+    past = model(**given, **target(model, ids, mask), use_cache=True).past_key_values
+    order = torch.tensor([2, 0, 0])
+    past.reorder_cache(order)
+    next_ids = torch.tensor([[4], [9], [4]])
+    ids, mask = torch.cat([ids[order], next_ids], 1), torch.cat([mask[order], torch.ones(3, 1).long()], 1)
+    whole = {name: value[order] for name, value in given.items()} | target(model, ids, mask)
+    expected = model(**whole).logits
+    # The decoder does without the source, which the cache has.
+    output = model(**target(model, next_ids), past_key_values=past, use_cache=True)
+    torch.testing.assert_close(output.logits[:, -1], expected[:, -1])
+    past.batch_repeat_interleave(2)
+    past.batch_select_indices(torch.tensor([0, 3, 4, 5]))
+    caches = [own_cache(past), *([past.cross_attention_cache] if given else [])]
+    assert [layer.batch_size for cache in caches for layer in cache.layers] == [4] * sum(map(len, caches))
+    past.crop(past.get_seq_length())
+    with pytest.raises(ValueError, match="cannot be cropped from 7 to 3"):
+        past.crop(3)
+    past.reset()
+    assert past.get_seq_length() == 0 and not any(layer.tensors for cache in caches for layer in cache.layers)
+    assert {layer.batch_size for cache in caches for layer in cache.layers} == {None}
+    torch.testing.assert_close(model(**whole, past_key_values=past).logits, expected)
+
+
+@pytest.mark.parametrize(("family", "with_encoder"), PLAIN)
+def test_use_cache_is_the_configurations(family, with_encoder):
+    """Also where it is changed in a model that exists; not in training."""
+    model = make_plain(family, is_encoder_decoder=with_encoder)
+    inputs = source(model, 2) | target(model, padded([5, 5], 5, "none")[0])
+    assert type(model(**inputs).past_key_values) is type(new_cache(model))
+    assert model.train()(**inputs).past_key_values is None
+    model.config.use_cache = False
+    assert model.eval()(**inputs).past_key_values is None
+    assert model(**inputs, use_cache=True).past_key_values is not None
+
+
+def test_caches_that_do_not_fit(model):
+    config, ids = model.config, torch.randint(3, 23, (2, 5))
+    inputs = source(model, 2) | target(model, ids)
+    past = model(**inputs, use_cache=True).past_key_values
+    one = {name: value[:1] for name, value in inputs.items() if value is not None}
+    with pytest.raises(ValueError, match="does not fit this model and batch|another source, of another batch or model"):
+        model(**one, past_key_values=past)
+    family = next(family for family in FAMILIES if config.model_type == family)
+    deeper = make_plain(family, is_encoder_decoder=config.is_encoder_decoder, num_hidden_layers=3)
+    with pytest.raises(ValueError, match="does not fit this model and batch|another source, of another batch or model"):
+        deeper(**inputs, past_key_values=past)
+    kind = type(past).__name__
+    others = [((),), DynamicCache(), EncoderDecoderCache(DynamicCache(), DynamicCache())]
+    if config.is_encoder_decoder:
+        others += [past.self_attention_cache, EncoderDecoderCache(past.self_attention_cache, DynamicCache())]
+    for other in others:
+        with pytest.raises(ValueError, match=f"must be a {kind}, got a {type(other).__name__}"):
+            model(**inputs, past_key_values=other)
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="checkpointing runs a layer twice.*use_cache=False"):
+        model.train()(**inputs, use_cache=True)

@@ -1,0 +1,207 @@
+"""`generate` with the decoders of both models: with and without a cache, from any prompt, and what it refuses."""
+
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments, pipeline
+
+from tests.modeling.decoders import ALONE, DECODERS, FAMILIES, WITH_ENCODER, make, make_plain, padded, prompt, source
+
+PLAIN = [(family, with_encoder) for family in FAMILIES for with_encoder in (False, True)]
+
+
+@pytest.fixture(params=DECODERS)
+def model(request):
+    return make(request.param)
+
+
+@pytest.fixture(params=ALONE)
+def decoder(request):
+    return make(request.param)
+
+
+@pytest.fixture(params=WITH_ENCODER)
+def seq2seq(request):
+    return make(request.param)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": False},
+        {"do_sample": False, "num_beams": 3, "num_return_sequences": 2, "length_penalty": 0.6, "early_stopping": True},
+        {"do_sample": True, "num_return_sequences": 2},
+        {"do_sample": True, "num_beams": 3},
+        {"num_beams": 2, "prefix_allowed_tokens_fn": lambda row, ids: [3 + len(ids) % 5, 9, 12 + row]},
+    ],
+    ids=["greedy", "beams", "sampling", "beam sampling", "constrained"],
+)
+def test_generate(model, options):
+    """With and without a cache; sources padded on either side, their mask given or found; without chance also alone."""
+    ids, mask = padded([7, 3], 7, "left")
+    given, results = [(prompt(model, ids, mask), True), (prompt(model, ids, mask), False)], []
+    if model.config.is_encoder_decoder:
+        given += [({"input_ids": source(model, 2, side)["input_ids"]}, True) for side in ("left", "right")]
+    for inputs, use_cache in given:
+        torch.manual_seed(1)
+        results.append(model.generate(**inputs, max_new_tokens=9, use_cache=use_cache, **options))
+    assert all(torch.equal(result, results[0]) for result in results)
+    count, inputs = options.get("num_return_sequences", 1), given[0][0]
+    assert len(results[0]) == 2 * count
+    if "prefix_allowed_tokens_fn" in options:
+        for row, tokens in enumerate(results[0][:, -9:].tolist()):
+            assert set(tokens) <= {1, 2, *range(3, 8), 9, 12 + row}
+    elif not options["do_sample"]:
+        for row in range(2):
+            tokens = inputs["input_ids"][row, inputs["attention_mask"][row].bool()][None]
+            alone = model.generate(tokens, max_new_tokens=9, **options)
+            begun = 0 if model.config.is_encoder_decoder else 7 - tokens.shape[1]
+            together = results[0][row * count : (row + 1) * count, begun:]
+            assert torch.equal(alone, together[:, : alone.shape[1]])
+
+
+@torch.no_grad()
+def test_chunked_prefill(decoder):
+    ids, mask = padded([7, 3], 7, "left")
+    options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
+    assert torch.equal(decoder.generate(ids, prefill_chunk_size=3, **options), decoder.generate(ids, **options))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cached", [4, 7, 10], ids=["prompt cut", "prompt", "prompt and output"])
+def test_generate_continues_from_a_cache(decoder, cached):
+    ids, mask = padded([7, 3], 7, "left")
+    options = {"do_sample": False, "eos_token_id": None}
+    whole = decoder.generate(ids, attention_mask=mask, max_new_tokens=8, **options)
+    mask = torch.cat([mask, mask.new_ones(2, 8)], 1)
+    past = decoder(whole[:, :cached], mask[:, :cached], use_cache=True).past_key_values
+    begun = whole[:, : max(cached + 1, 7)]
+    length = begun.shape[1]
+    options |= {"past_key_values": past, "max_new_tokens": 15 - length}
+    assert torch.equal(decoder.generate(begun, attention_mask=mask[:, :length], **options), whole)
+    assert past.get_seq_length() == 14
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cached", [2, 6])
+def test_generate_goes_on_from_a_target_in_a_cache(seq2seq, cached):
+    given, options = source(seq2seq, 2), {"do_sample": False, "eos_token_id": None}
+    whole = seq2seq.generate(**given, max_new_tokens=12, **options)
+    past = seq2seq(**given, decoder_input_ids=whole[:, :cached], use_cache=True).past_key_values
+    options |= {"decoder_input_ids": whole[:, :8], "past_key_values": past, "max_new_tokens": 5}
+    assert torch.equal(seq2seq.generate(**given, **options), whole)
+    assert past.get_seq_length() == 12
+
+
+@torch.no_grad()
+def test_generate_after_a_prefix_of_the_target(seq2seq):
+    ids, mask = padded([5, 2], 5, "left")
+    ids = ids.scatter(1, mask.argmax(1, keepdim=True), seq2seq.config.decoder_start_token_id)
+    given, options = source(seq2seq, 2), {"do_sample": False, "max_new_tokens": 6, "eos_token_id": None}
+    prefix = {"decoder_input_ids": ids, "decoder_attention_mask": mask}
+    both = seq2seq.generate(**given, **prefix, **options)
+    assert torch.equal(both, seq2seq.generate(**given, **prefix, use_cache=False, **options))
+    one = {name: value[1:] for name, value in given.items()}
+    alone = seq2seq.generate(**one, decoder_input_ids=ids[1:, 3:], **options)
+    assert torch.equal(both[1, 3:], alone[0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generate_takes_what_seq2seq_trainer_passes(family):
+    """The whole batch, also `labels`; `logits_to_keep` is the decoder's; encoded sources are taken as they are."""
+    model = make_plain(family, is_encoder_decoder=True)
+    given, options = source(model, 2, "left"), {"max_new_tokens": 6, "do_sample": False}
+    expected = model.generate(**given, **options)
+    more = {"labels": torch.full((2, 3), 5), "logits_to_keep": 1, "num_beams": 1}
+    assert torch.equal(model.generate(**given, **options, **more), expected)
+    encoded = {"encoder_outputs": model.get_encoder()(**given), "attention_mask": given["attention_mask"]}
+    assert torch.equal(model.generate(**encoded, **options), expected)
+    embedded = {"inputs_embeds": model.get_input_embeddings()(given.pop("input_ids"))}
+    assert torch.equal(model.generate(**embedded, **given, **options), expected)
+
+
+@torch.no_grad()
+def test_generate_from_embeddings(decoder):
+    ids, mask = padded([7, 3], 7, "left")
+    options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
+    embeddings = decoder.get_input_embeddings()(ids)
+    assert torch.equal(decoder.generate(inputs_embeds=embeddings, **options), decoder.generate(ids, **options)[:, 7:])
+
+
+@torch.no_grad()
+def test_generate_keeps_the_padding_token_where_the_mask_does(decoder):
+    """transformers drops a mask of ones, `forward` takes the token for padding where there is no mask."""
+    ids = torch.tensor([[5, 1, 9, 1, 1, 4], [1, 8, 8, 1, 7, 1]])
+    mask = torch.ones_like(ids)
+    options = {"max_new_tokens": 1, "output_logits": True, "return_dict_in_generate": True}
+    for options["use_cache"] in (True, False):
+        logits = decoder.generate(ids, attention_mask=mask, **options).logits[0]
+        torch.testing.assert_close(logits, decoder(ids, mask).logits[:, -1].float(), check_dtype=False)
+
+
+@pytest.mark.parametrize(("family", "with_encoder"), PLAIN)
+def test_refusals(family, with_encoder):
+    model = make_plain(family, is_encoder_decoder=with_encoder)
+    ids, kind = torch.randint(3, 23, (2, 5)), "sources" if with_encoder else "prompts"
+    width = model.config.hidden_size
+    for empty in ({"input_ids": ids[:, :0]}, {"inputs_embeds": torch.zeros(2, 0, width).double()}):
+        with pytest.raises(ValueError, match=f"{kind} have length 0"):
+            model.generate(**empty)
+    padding = torch.tensor([[4, 5], [1, 1]])
+    for mask in ({}, {"attention_mask": torch.tensor([[1, 1], [0, 0]])}):
+        for beams in (1, 3):
+            with pytest.raises(ValueError, match=rf"nothing but padding in the {kind} \[1\]"):
+                model.generate(padding, num_beams=beams, **mask)
+    with pytest.raises(ValueError, match="assisted generation is not supported"):
+        model.generate(ids[:1], prompt_lookup_num_tokens=2)
+    with pytest.raises(ValueError, match="cache_implementation='static': .* leave the argument out"):
+        model.generate(ids, cache_implementation="static")
+    with pytest.raises(NotImplementedError, match="continuous batching"):
+        model.generate_batch([[4, 5]])
+    with pytest.raises(NotImplementedError, match="continuous batching"):
+        model.init_continuous_batching()
+    given = {"input_ids": ids} | ({"decoder_input_ids": ids} if with_encoder else {})
+    past = model(**given, use_cache=True).past_key_values
+    given |= {"decoder_input_ids": ids.repeat(1, 2)} if with_encoder else {}
+    with pytest.raises(ValueError, match="does not fit this model and batch|another source"):
+        model.generate(**given, num_beams=2, past_key_values=past)
+    if with_encoder:
+        with pytest.raises(ValueError, match="past_key_values has 5 positions already, and the target 1"):
+            model.generate(ids, past_key_values=past)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_trains_with_the_defaults(tmp_path, family, checkpointing):
+    """Trainer passes no use_cache; evaluation makes a cache, which must not be gathered."""
+    model = make_plain(family, dtype=torch.float32)
+    data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(3, 30, (8, 11))]
+    arguments = TrainingArguments(
+        output_dir=tmp_path,
+        max_steps=5,
+        learning_rate=1e-3,
+        gradient_checkpointing=checkpointing,
+        use_cpu=True,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.predict(data).predictions.shape == (8, 11, 30)
+    assert trainer.evaluate()["eval_loss"] < before
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_text_generation_pipeline(family, tokenizer):
+    """A prompt alone and in a batch with longer ones gives the same text."""
+    tokenizer.padding_side = "left"
+    model = make_plain(family, vocab_size=len(tokenizer))
+    generator = pipeline("text-generation", model, tokenizer=tokenizer, device="cpu")
+    options = {"max_new_tokens": 6, "do_sample": False, "return_full_text": False}
+    prompts = ["w1 w2 w3 w4 w5", "w7", "w8 w9"]
+    alone = [generator(text, **options)[0]["generated_text"] for text in prompts]
+    assert all(text.strip() for text in alone) and len(set(alone)) > 1
+    assert [outputs[0]["generated_text"] for outputs in generator(prompts, batch_size=3, **options)] == alone

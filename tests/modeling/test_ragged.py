@@ -1,0 +1,252 @@
+"""Ragged batches, sequences laid end to end, and `unpad_inputs`, which makes a padded batch ragged within the model."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import DataCollatorWithFlattening
+
+from . import decoders, luna, luna_decoders, mega, mega_decoders
+
+LENGTHS = [17, 1, 8, 23, 5]
+ENCODERS = {f"luna {name}": (luna, fields) for name, fields in luna.VARIANTS.items()} | {
+    f"mega {name}": (mega, fields) for name, fields in mega.VARIANTS.items()
+}
+DECODERS = {f"luna decoder {name}": (luna_decoders, fields) for name, fields in luna_decoders.ALONE.items()} | {
+    f"mega decoder {name}": (mega_decoders, fields) for name, fields in mega_decoders.ALONE.items()
+}
+
+
+@pytest.fixture(params=[*ENCODERS, *DECODERS])
+def language_model(request):
+    """A model in float64 with a loss, and without dropout."""
+    family, fields = (ENCODERS | DECODERS)[request.param]
+    if request.param in DECODERS:
+        return family.make(vocab_size=40, **fields)
+    return family.make("ForMaskedLM", **fields).double()
+
+
+def sequences():
+    """Tokens and labels, of which the first is not counted: the collator puts a separator there."""
+    items = [luna.tokens([length])["input_ids"][0] for length in LENGTHS]
+    return [{"input_ids": ids, "labels": torch.cat([ids.new_full((1,), -100), ids[1:]])} for ids in items]
+
+
+def flattened(items, **options):
+    return DataCollatorWithFlattening(return_tensors="pt", **options)(items)
+
+
+def one_by_one(model, items):
+    """Logits of all tokens and the gradient of the summed loss."""
+    logits, total = [], 0.0
+    for item in items:
+        output = (
+            model(item["input_ids"][None], use_cache=False) if is_decoder(model) else model(item["input_ids"][None])
+        )
+        logits.append(output.logits[0])
+        total = total + summed_loss(model, output.logits, item["labels"][None])
+    total.backward()
+    return torch.cat(logits), taken_gradients(model)
+
+
+def is_decoder(model):
+    return model.config.is_decoder
+
+
+def without_cache(model):
+    return {"use_cache": False} if is_decoder(model) else {}
+
+
+def summed_loss(model, logits, labels):
+    if is_decoder(model):
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+
+
+def taken_gradients(model):
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return gradients
+
+
+def assert_equal_gradients(actual, expected):
+    assert actual.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(
+            actual[name], gradient, rtol=1e-7, atol=1e-9, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+@pytest.mark.parametrize("told_by", ["position_ids", "cu_seq_lens", "seq_idx", "two rows"])
+def test_ragged_equals_separate(language_model, told_by):
+    items = sequences()
+    expected, gradients = one_by_one(language_model, items)
+    if told_by == "cu_seq_lens":
+        batch = flattened(items, return_position_ids=False, return_flash_attn_kwargs=True)
+    elif told_by == "seq_idx":
+        batch = flattened(items, return_position_ids=False, return_seq_idx=True)
+    else:
+        batch = flattened(items)
+    if told_by == "two rows":  # 26 + 28 tokens, of which the last row gets two of padding in front
+        first, second = flattened(items[:3]), flattened(items[3:])
+        batch = {name: torch.cat([first[name][:, :26], second[name][:, :26]]) for name in first}
+        expected, gradients = one_by_one(language_model, [*items[:3], items[3], cut(items[4], 3)])
+    labels = batch.pop("labels")
+    output = language_model(**batch)
+    assert output.logits.shape[:2] == labels.shape
+    torch.testing.assert_close(output.logits.flatten(0, 1), expected, rtol=1e-7, atol=1e-9)
+    summed_loss(language_model, output.logits, labels).backward()
+    assert_equal_gradients(taken_gradients(language_model), gradients)
+
+
+def cut(item, length):
+    return {name: value[:length] for name, value in item.items()}
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_unpadded_equals_padded(language_model, side):
+    """Also where a whole row is padding; in training, so that batch norm takes its statistics."""
+    inputs = luna.tokens(LENGTHS, side)
+    inputs["attention_mask"][1] = 0
+    kept, results = inputs["attention_mask"].bool(), []
+    for unpad in (False, True):
+        language_model.config.unpad_inputs = unpad
+        for module in language_model.modules():
+            if hasattr(module, "running_mean"):
+                module.train()
+        output = language_model(**inputs, **without_cache(language_model))
+        output.logits[kept].sin().sum().backward()
+        results.append((output.logits[kept].detach(), taken_gradients(language_model)))
+    (padded, gradients), (unpadded, actual) = results
+    torch.testing.assert_close(unpadded, padded, rtol=1e-7, atol=1e-9)
+    # What padding alone reads has no gradient to get.
+    assert_equal_gradients(actual, {name: gradient for name, gradient in gradients.items() if name in actual})
+
+
+@pytest.mark.parametrize("family", [luna, mega])
+@pytest.mark.parametrize("head", ["Model", "ForSequenceClassification", "ForTokenClassification"])
+def test_heads_do_not_see_unpadding(family, head):
+    inputs = luna.tokens(LENGTHS, "left")
+    model = family.make(head).double()
+    padded = model(**inputs)
+    model.config.unpad_inputs = True
+    unpadded = model(**inputs)
+    for name in ("packed_last_hidden_state", "packed_mask", "pooler_output"):
+        if getattr(padded, name, None) is not None:
+            torch.testing.assert_close(unpadded[name], padded[name], msg=name)
+    first = (padded[0], unpadded[0])
+    if head != "ForSequenceClassification":
+        kept = inputs["attention_mask"].bool()
+        assert head != "Model" or not first[1][~kept].any()
+        first = [states[kept] for states in first]
+    torch.testing.assert_close(*first)
+    recorded = model(**inputs, output_hidden_states=True).hidden_states
+    assert recorded[0].shape[:2] == inputs["input_ids"].shape
+
+
+@pytest.mark.parametrize("family", [luna, mega])
+def test_padding_costs_nothing(family):
+    """Three quarters of the batch are padding; the embeddings cost no multiplications."""
+    inputs, flops = luna.tokens([40, 4, 3, 2, 1]), []
+    for unpad in (False, True):
+        model = family.make("Model", unpad_inputs=unpad)
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(**inputs)
+        linear = [count for op, count in counter.get_flop_counts()["Global"].items() if op.__name__ in ("addmm", "mm")]
+        flops.append(sum(linear))
+    assert flops[1] < 0.45 * flops[0]  # of Luna's P there are as many rows as before
+
+
+@pytest.mark.parametrize("family", [luna, mega])
+def test_ragged_trains_as_separate_sequences_do(family):
+    """Feature dropout takes a channel away from a sequence, not from a batch: of 6 sequences, some keep it."""
+    model = family.make("Model", **({"use_feature_dropout": True} if family is mega else {})).train()
+    batch = flattened([{"input_ids": torch.full((4,), 7)} for _ in range(6)])
+    batch.pop("labels")
+    states = model(**batch).last_hidden_state.view(6, 4, -1)
+    assert not torch.allclose(states[0], states[1])
+
+
+def test_ragged_batches_are_refused_where_they_cannot_be():
+    batch = flattened(sequences())
+    batch.pop("labels")
+    for family in (luna, mega):
+        with pytest.raises(ValueError, match="ForSequenceClassification needs one sequence a row"):
+            family.make("ForSequenceClassification")(**batch)
+        choices = {name: value[:, None] for name, value in batch.items() if name == "input_ids"}
+        with pytest.raises(ValueError, match="ForMultipleChoice needs one sequence a row"):
+            family.make("ForMultipleChoice")(**choices, cu_seq_lens_q=torch.tensor([0, 5, 54], dtype=torch.int32))
+        with pytest.raises(ValueError, match="no attention weights"):
+            family.make("Model", attn_implementation="eager")(**batch, output_attentions=True)
+        two_rows = {name: value.view(2, -1) for name, value in batch.items()}
+        with pytest.raises(ValueError, match="one row"):
+            family.make("Model")(**two_rows, output_hidden_states=True)
+        assert len(family.make("Model")(**batch, output_hidden_states=True).hidden_states) == 3
+        wrong = torch.tensor([0, 5, 4], dtype=torch.int32)
+        with pytest.raises(ValueError, match="cu_seqlens must rise"):
+            family.make("Model")(batch["input_ids"], cu_seq_lens_q=wrong)
+    for model in (luna_decoders.make(vocab_size=40), mega_decoders.make(vocab_size=40)):
+        with pytest.raises(ValueError, match="no cache"):
+            model(**batch, use_cache=True)
+        assert model(**batch).past_key_values is None
+    with pytest.raises(ValueError, match="learned positions"):
+        luna.make("Model", max_position_embeddings=20)(**batch)
+    with pytest.raises(Exception, match="unpad_inputs"):  # transformers 5.17 wraps the ValueError
+        luna.tiny_config(pooling="mean", pool_padding=True, unpad_inputs=True)
+    with pytest.raises(Exception, match="unpad_inputs"):
+        mega.tiny_config(padded_batch_statistics=True, unpad_inputs=True)
+
+
+BOUNDS = torch.tensor([0, 3, 9], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("family", [luna, mega])
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"cu_seq_lens_k": BOUNDS}, "cu_seq_lens_k without cu_seq_lens_q: pass that as well"),
+        ({"max_length_q": 6}, "max_length_q without cu_seq_lens_q"),
+        ({"seq_idx": None, "max_length_k": 6}, "max_length_k without cu_seq_lens_q"),
+        ({"cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": BOUNDS + 1}, "cu_seq_lens_k differs from cu_seq_lens_q"),
+        ({"cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": BOUNDS[:2]}, "cu_seq_lens_k differs from cu_seq_lens_q"),
+        ({"cu_seq_lens_q": BOUNDS, "max_length_q": 6, "max_length_k": 7}, "max_length_k is 7 and max_length_q 6"),
+        ({"cu_seq_lens_q": BOUNDS, "max_length_k": 6}, "max_length_k is 6 and max_length_q None"),
+        ({"cu_seq_lens_q": BOUNDS, "max_length_q": 5}, "max_seqlen is 5, but a sequence has length 6"),
+        ({"cu_seq_lens_q": BOUNDS, "attention_mask": torch.ones(1, 9)}, "attention_mask with cu_seq_lens_q"),
+        ({"cu_seq_lens_q": BOUNDS, "seq_idx": torch.tensor([[0] * 4 + [1] * 5])}, "seq_idx or position_ids tell other"),
+    ],
+)
+def test_contradictions_are_refused(family, options, message):
+    model, inputs = family.make("Model"), {"input_ids": luna.tokens([9])["input_ids"]}
+    with pytest.raises(ValueError, match=message):
+        model(**inputs, **options)
+
+
+@pytest.mark.parametrize("family", [luna, mega])
+def test_all_that_the_collator_can_tell(family):
+    items = [{"input_ids": item["input_ids"]} for item in sequences()]
+    batch = flattened(items, return_flash_attn_kwargs=True, return_seq_idx=True)
+    batch.pop("labels")
+    model = family.make("Model").double()
+    torch.testing.assert_close(model(**batch)[0], model(batch["input_ids"], position_ids=batch["position_ids"])[0])
+
+
+def test_position_ids_of_mega():
+    """They tell where sequences begin; with a mask they would tell nothing."""
+    inputs = luna.tokens([9, 4])
+    positions = torch.arange(9).expand(2, -1)
+    with pytest.raises(ValueError, match="position_ids of ragged sequences only.*no attention_mask"):
+        mega.make("Model")(**inputs, position_ids=positions)
+    ids = inputs["input_ids"]
+    torch.testing.assert_close(mega.make("Model")(ids, position_ids=positions)[0], mega.make("Model")(ids)[0])
+
+
+@pytest.mark.parametrize("family", decoders.FAMILIES)
+def test_encoder_decoders_unpad_their_source(family):
+    """The target stays as it is: its decoder attends to the rows of another batch."""
+    ids, mask = decoders.padded([7, 3], 7, "right")
+    results = []
+    for unpad in (False, True):
+        model = decoders.make_plain(family, is_encoder_decoder=True, unpad_inputs=unpad)
+        inputs = decoders.source(model, 2) | decoders.target(model, ids, mask)
+        results.append(model(**inputs, use_cache=False).logits[mask.bool()])
+    torch.testing.assert_close(*results)

@@ -1,0 +1,86 @@
+"""Parameters that no loss of a head depends on do not require gradients, and stay where they are in checkpoints."""
+
+import pytest
+import torch
+
+import luna_mega
+
+from . import decoders, luna, luna_decoders, mega
+
+POOLED = "ForSequenceClassification"
+CASES = {
+    f"{head}, {variant}, {layers}": (head, fields | {"num_hidden_layers": layers})
+    for head in ("ForMaskedLM", POOLED)
+    for variant, fields in luna.VARIANTS.items()
+    for layers in (1, 3)
+} | {
+    f"{pooling}, {variant}, {layers}": (POOLED, fields | {"pooling": pooling, "num_hidden_layers": layers})
+    for pooling in ("packed_mean", "packed_max", "packed_attention")
+    for variant, fields in luna.VARIANTS.items()
+    for layers in (1, 3)
+}
+
+
+def assert_frozen_are_unread(model, loss):
+    """`loss` reaches exactly what requires a gradient."""
+    named = dict(model.named_parameters())
+    frozen = {name for name, parameter in named.items() if not parameter.requires_grad}
+    model.requires_grad_(True)
+    gradients = torch.autograd.grad(loss(model), list(named.values()), allow_unused=True)
+    unread = {name for name, gradient in zip(named, gradients, strict=True) if gradient is None}
+    assert frozen == unread
+    return frozen
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_luna(case):
+    head, fields = CASES[case]
+    inputs = luna.head_inputs(head, [9, 4])
+    inputs |= luna.labels(head, inputs)
+    frozen = assert_frozen_are_unread(luna.make(head, **fields).train(), lambda model: model(**inputs).loss)
+    assert frozen or fields.get("pooling") == "packed_attention" or fields.get("share_layers")
+
+
+@pytest.mark.parametrize("head", [head for head in luna.HEADS if head != "Model"])
+@pytest.mark.parametrize("family", [luna, mega], ids=["luna", "mega"])
+def test_every_head(family, head):
+    inputs = luna.head_inputs(head, [9, 4])
+    inputs |= luna.labels(head, inputs)
+    frozen = assert_frozen_are_unread(family.make(head).train(), lambda model: model(**inputs).loss)
+    expected = {f"luna.encoder.layers.1.packed_layer_norm.{name}" for name in ("weight", "bias")}
+    assert frozen == (expected if family is luna else set())
+
+
+@pytest.mark.parametrize("fields", [{}, {"pre_norm": True}, {"contextual_projection": False}], ids=str)
+def test_encoder_decoder(fields):
+    model = luna_decoders.make(is_encoder_decoder=True, num_decoder_layers=2, **fields)
+    ids, mask = decoders.padded([7, 3], 7, "right")
+    inputs = decoders.source(model, 2) | decoders.target(model, ids, mask) | {"labels": ids}
+    frozen = assert_frozen_are_unread(model.train(), lambda model: model(**inputs).loss)
+    assert frozen and all(".packed_layer_norm." in name for name in frozen)
+
+
+def test_layerdrop_makes_any_layer_the_last():
+    """P of a layer that is not the last is read where the last is left out, and no layer hands it on."""
+    fields = {"contextual_projection": False, "pooling": "packed_attention", "num_hidden_layers": 3}
+    frozen = {name for name, p in luna.make(POOLED, **fields).named_parameters() if not p.requires_grad}
+    assert len(frozen) == 4
+    assert all(p.requires_grad for p in luna.make(POOLED, layerdrop=0.5, **fields).parameters())
+
+
+def test_bodies_keep_their_gradients():
+    """P is an output of a model without a head."""
+    for model in (luna.make("Model"), luna.make("Model", pre_norm=True), mega.make("Model")):
+        assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_loaded_and_saved(tmp_path):
+    model = luna.make("ForMaskedLM")
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    model.save_pretrained(tmp_path)
+    loaded, report = luna_mega.LunaForMaskedLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values()) and loaded.state_dict().keys() == model.state_dict().keys()
+    assert {name for name, parameter in loaded.named_parameters() if not parameter.requires_grad} == frozen
+    assert all(parameter.requires_grad for parameter in luna_mega.LunaModel.from_pretrained(tmp_path).parameters())
+    pooled = luna_mega.LunaForSequenceClassification.from_pretrained(tmp_path, pooling="packed_attention")
+    assert all(parameter.requires_grad for parameter in pooled.parameters())
