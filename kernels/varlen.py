@@ -23,7 +23,7 @@ def check(op: str, cu_seqlens: torch.Tensor, max_seqlen: int | None, total: int)
 
 
 def pad(x: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int) -> torch.Tensor:
-    """Fill sequences `[1, total, ...]` up on the right with zeros, `[B, max_seqlen, ...]`."""
+    """`[1, total, ...]` -> `[B, max_seqlen, ...]`, filled up on the right with zeros."""
     position = torch.arange(max_seqlen, device=x.device) + cu_seqlens[:-1, None]
     kept = keep(cu_seqlens, max_seqlen)
     rows = x[0, position.clamp(max=max(x.shape[1] - 1, 0))]

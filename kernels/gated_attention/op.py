@@ -61,8 +61,7 @@ def _unsupported(query, value, offset, row_offset, **_):
 
 def _round(call):
     # Tensor cores need operands of 16 bits, which autocast would give them.
-    dtype = call["value"].dtype
-    return call | {"query": call["query"].to(dtype), "key": call["key"].to(dtype)}
+    return call | {name: call[name].to(call["value"].dtype) for name in ("query", "key")}
 
 
 def _fast(run):
@@ -223,9 +222,8 @@ def _run(op, backend, call, cu_seqlens=None, max_seqlen=None, return_weights=Fal
     query, key, chunk_size, start = (call[name] for name in ("query", "key", "chunk_size", "start"))
     longest = max(call["offset"] + query.shape[1], key.shape[1]) if cu_seqlens is None else max_seqlen
     # In an exported program the length may vary, so there a chunk that is too long is filled up.
-    short = (
-        chunk_size is not None and not torch.compiler.is_exporting() and call["offset"] == 0 and longest <= chunk_size
-    )
+    short = chunk_size is not None and not torch.compiler.is_exporting() and call["offset"] == 0
+    short = short and longest <= chunk_size
     _check_bias(op.name, call["bias"], longest if chunk_size is None or short else chunk_size)
     if short and not return_weights:
         chunk_size = None
