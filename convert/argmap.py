@@ -15,7 +15,7 @@ from luna_mega.errors import ConversionError
 
 @dataclass(frozen=True)
 class Way:
-    """How a value of an argument becomes ours (`there`) and ours becomes the argument's (`back`).
+    """Translation of an argument's value into ours (`there`) and of ours into the argument's (`back`).
 
     `there` raises a `ValueError` that says what the value is not; the name and the value are put in front of it.
     """

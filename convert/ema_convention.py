@@ -1,4 +1,4 @@
-"""Which branch of the Mega code wrote a file: what it calls alpha, the other one calls delta.
+"""The two branches of the Mega code: what one of them calls alpha, the other one calls delta.
 
 Both branches have the same names and shapes, so that a file loads in either, and computes something else. They register
 the two parameters in another order, which a saved state dict keeps. In the `flash` branch, moreover, the average that
@@ -36,7 +36,7 @@ class EmaDecision:
 
 
 def order_of(keys: Iterable[str]) -> str | None:
-    """The branch that registers the parameters of every moving average in the order of `keys`; None: not one branch."""
+    """Return the branch that registers the parameters of every moving average in the order of `keys`; None: neither."""
     averages: dict[str, list[str]] = {}
     for key in keys:
         if found := re.fullmatch(rf"(.*\.move)\.({'|'.join(ORDER['main'])})", key):
@@ -50,7 +50,7 @@ def order_of(keys: Iterable[str]) -> str | None:
 
 
 def decide_ema_convention(tensors: Mapping, choice: str) -> EmaDecision:
-    """Decides by `choice`, or with "auto" by the order of the tensors.
+    """Return the branch: `choice`, or with "auto" what the order of the tensors says.
 
     Raises:
         ConversionError: "auto", and the order is that of neither branch, as after sorting.

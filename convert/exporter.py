@@ -21,10 +21,9 @@ from luna_mega.convert.tensors import (
     Mapping,
     dtype_name,
     few,
-    keeps_all,
     lowered_norms,
     map_tensors,
-    store,
+    store_tensors,
 )
 from luna_mega.errors import ConversionError
 from luna_mega.hub.folder import ModelFolder, read_folder
@@ -105,11 +104,9 @@ def export_checkpoint(
         raise ConversionError(f"{source.path}: {error}") from error
     notes += found.remarks(target, args, [row["source"] for row in report["dropped"]])
     convention = layer_norm or report["decisions"].get("layer_norm") or found.norm_convention(target.revision)
-    lowered = {}
-    if convention == "plus-one":
-        lowered = lowered_norms(source.path, {key: tensors[key] for key in mapping.norm_weights})
-    dtype, stored_as = _choose_dtype(tensors, mapping, lowered, dtype, report["dtype_in"])
-    tensors = store(tensors, lowered, getattr(torch, dtype))
+    norms = {key: tensors[key] for key in mapping.norm_weights} if convention == "plus-one" else {}
+    lowered = lowered_norms(source.path, norms)
+    tensors, stored_as = store_tensors(tensors, mapping, lowered, dtype, report["dtype_in"])
     beside, missing = _dictionaries(source, plan, _places(found, args.get("task")), list(dictionaries))
     state = found.state(args, tensors, report["source"].get("num_updates") or 0)
     files = _save(output, state, beside, progress)
@@ -251,28 +248,6 @@ def _differences(found: Format, target: Target, plan: Plan) -> list[tuple[str, A
     if target.model_class in found.classifiers and plan.model_class is not target.model_class:
         pairs.append(("architectures", target.model_class.__name__, plan.model_class.__name__))
     return [(name, ours, theirs) for name, ours, theirs in pairs if ours != theirs]
-
-
-def _choose_dtype(
-    tensors: dict[str, torch.Tensor],
-    mapping: Mapping,
-    lowered: dict[str, torch.Tensor],
-    dtype: str | None,
-    in_file: dict[str, int],
-) -> tuple[str, list[str]]:
-    """Return the dtype of the file, and notes on what is lost or not gained by it."""
-    notes, originals = [], {name for name in in_file if getattr(torch, name).is_floating_point}
-    if dtype is None:
-        stored = {dtype_name(tensor.dtype) for tensor in tensors.values() if tensor.is_floating_point()}
-        fitting = [names.pop() for names in (set(originals), stored) if len(names) == 1 and names <= set(DTYPES)]
-        read_back = {key: tensors[key] for key in mapping.mapped if tensors[key].is_floating_point()}
-        dtype = next((name for name in fitting if keeps_all(read_back, lowered, getattr(torch, name))), "float32")
-        if originals and originals != {dtype}:
-            notes.append(f"the converted file was {', '.join(sorted(originals))}; {dtype} keeps what the folder has")
-    rounded = sum((weight.float() + 1 != tensors[key].float()).sum().item() for key, weight in lowered.items())
-    if rounded:
-        notes.append(f"{rounded} norm weights below 0.5 are rounded by up to 6e-8: minus one they need more bits")
-    return dtype, notes
 
 
 def _places(found: Format, task: str | None) -> tuple[set[str], str]:

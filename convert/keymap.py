@@ -37,15 +37,18 @@ class KeyMap:
         self.rows = tuple(rows)
 
     def forward(self, key: str) -> Match | None:
-        """From a fairseq name to ours; None when no row fits."""
+        """Return the row that fits a name of the original, and our name; None when no row fits."""
         return self._match(key, "source", "target")
 
     def backward(self, key: str) -> Match | None:
-        """From our name to fairseq's; None when no row fits."""
+        """Return the row that fits a name of ours, and the name of the original; None when no row fits."""
         return self._match(key, "target", "source")
 
     def position(self, key: str) -> tuple:
-        """Sorts fairseq names in the order of the rows: those with `{layer}` layer by layer, weight before bias."""
+        """Return a key that sorts names of the original in the order of the rows.
+
+        Names with `{layer}` come layer by layer, weight before bias.
+        """
         for index, row in enumerate(self.rows):
             if found := _compile(row.source).fullmatch(key):
                 fields = found.groupdict()

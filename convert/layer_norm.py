@@ -1,4 +1,4 @@
-"""Which of the two LayerNorm conventions a file uses: `weight` or, in the 2023 code, `1 + weight`."""
+"""The two LayerNorm conventions of files: `weight` or, in the 2023 code, `1 + weight`."""
 
 from dataclasses import dataclass
 
@@ -31,7 +31,7 @@ class LayerNormDecision:
 
 
 def decide_layer_norm(weights: list[torch.Tensor], choice: str) -> LayerNormDecision:
-    """Decides by `choice`, or with "auto" by the mean of all finite norm weights.
+    """Return the convention: `choice`, or with "auto" what the mean of all finite norm weights says.
 
     Raises:
         ConversionError: "auto", and the mean is near neither 1 nor 0.

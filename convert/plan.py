@@ -1,4 +1,4 @@
-"""What a conversion and an export are going to do, before a tensor is touched."""
+"""Descriptions of what a conversion and an export are going to do, before a tensor is touched."""
 
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -21,9 +21,9 @@ _TIED_TO_EMBEDDING = ("lm_head.decoder.weight", "lm_head.weight")
 
 @dataclass(frozen=True)
 class Mapping:
-    """`mapped`: source name -> target name; `dropped`: source name -> reason; `norm_weights`: source names.
+    """Places of all tensors. `mapped`: source name -> target name; `dropped`: source name -> reason.
 
-    `absent`: target names of counters that a file may lack, and that start at 0.
+    `norm_weights`: source names; `absent`: target names of counters that a file may lack, and that start at 0.
     """
 
     mapped: dict[str, str]
@@ -132,18 +132,40 @@ def lowered_norms(folder: Path, ours: dict[str, torch.Tensor]) -> dict[str, torc
     return lowered
 
 
-def store(
-    tensors: dict[str, torch.Tensor], lowered: dict[str, torch.Tensor], dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
-    """Return the tensors in the dtype of a file, norm weights as in `lowered`; a tied tensor is stored once."""
+def store_tensors(
+    tensors: dict[str, torch.Tensor],
+    mapping: Mapping,
+    lowered: dict[str, torch.Tensor],
+    dtype: str | None,
+    in_file: dict[str, int],
+) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Return the tensors in the dtype of a file, and notes on what is lost or not gained by it.
+
+    Args:
+        tensors: by the names of a file; one that stands under two names is stored once.
+        mapping: what the converter reads of them.
+        lowered: norm weights to write in place of those of the model.
+        dtype: of the file; None = that of the converted file if nothing is lost by it, else that of the tensors.
+        in_file: the dtypes of the converted file.
+    """
+    notes, originals = [], {name for name in in_file if getattr(torch, name).is_floating_point}
+    if dtype is None:
+        stored = {dtype_name(tensor.dtype) for tensor in tensors.values() if tensor.is_floating_point()}
+        fitting = [names.pop() for names in (set(originals), stored) if len(names) == 1 and names <= set(DTYPES)]
+        read_back = {key: tensors[key] for key in mapping.mapped if tensors[key].is_floating_point()}
+        dtype = next((name for name in fitting if _keeps_all(read_back, lowered, getattr(torch, name))), "float32")
+        if originals and originals != {dtype}:
+            notes.append(f"the converted file was {', '.join(sorted(originals))}; {dtype} keeps what the folder has")
+    if rounded := sum((weight.float() + 1 != tensors[key].float()).sum().item() for key, weight in lowered.items()):
+        notes.append(f"{rounded} norm weights below 0.5 are rounded by up to 6e-8: minus one they need more bits")
     cast: dict[int, torch.Tensor] = {}
     for key, tensor in tensors.items():
         value = lowered.get(key, tensor)
-        cast.setdefault(id(tensor), value.to(dtype if value.is_floating_point() else value.dtype))
-    return {key: cast[id(tensor)] for key, tensor in tensors.items()}
+        cast.setdefault(id(tensor), value.to(getattr(torch, dtype) if value.is_floating_point() else value.dtype))
+    return {key: cast[id(tensor)] for key, tensor in tensors.items()}, notes
 
 
-def keeps_all(tensors: dict[str, torch.Tensor], lowered: dict[str, torch.Tensor], dtype: torch.dtype) -> bool:
+def _keeps_all(tensors: dict[str, torch.Tensor], lowered: dict[str, torch.Tensor], dtype: torch.dtype) -> bool:
     """Return whether a file in `dtype` gives the same tensors when it is converted again."""
     return all(
         same_bits((lowered[key].to(dtype).float() + 1).to(tensor.dtype), (lowered[key].float() + 1).to(tensor.dtype))

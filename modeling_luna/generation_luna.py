@@ -94,9 +94,10 @@ class LunaForCausalLM(StateGenerationMixin, LunaPreTrainedModel):
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Unpack[TransformersKwargs],
     ) -> LunaCausalLMOutput:
-        """As `LunaModel.forward`; `labels` `[B, T]`: the tokens themselves (the loss shifts them), -100 = not counted.
+        """Predict the next tokens from the inputs of `LunaModel.forward`.
 
-        The keyword `shift_labels` `[B, T]` in place of `labels`: the token that follows each position, also the last.
+        `labels`: `[B, T]`, the tokens themselves (the loss shifts them), -100 = not counted. The keyword `shift_labels`
+        `[B, T]` takes their place: it has the token that follows each position, also the last.
         `logits`: `[B, T, vocab_size]`, or those of the last `logits_to_keep` positions, or of these positions.
 
         Raises `ValueError` as `LunaModel.forward`, and for labels of other positions than those kept.

@@ -113,10 +113,10 @@ class LunaForMaskedLM(MaskedLMMixin, LunaPreTrainedModel):
         labels: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> LunaMaskedLMOutput:
-        """As `LunaModel.forward`; `labels` `[B, T]`: tokens, -100 = not predicted.
+        """Predict tokens from the inputs of `LunaModel.forward`.
 
-        `logits`: `[B, T, vocab_size]`, with `sparse_prediction` and labels only those of the M predicted positions,
-        `[M, vocab_size]`.
+        `labels`: `[B, T]` tokens, -100 = not predicted. `logits`: `[B, T, vocab_size]`; with `sparse_prediction` and
+        labels there are logits of the M predicted positions only, `[M, vocab_size]`.
         """
         outputs = self.luna(input_ids, attention_mask, inputs_embeds=inputs_embeds, position_ids=position_ids, **kwargs)
         return LunaMaskedLMOutput(**self.predict_tokens(outputs, labels, **kwargs))
@@ -226,7 +226,10 @@ class LunaForSequenceClassification(LunaPooledModel):
         labels: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> LunaSequenceClassifierOutput:
-        """As `LunaModel.forward`; `labels` `[B]`: class ids, or numbers for regression; `logits`: `[B, num_labels]`."""
+        """Classify the inputs of `LunaModel.forward`.
+
+        `labels`: `[B]` class ids, or numbers for regression. `logits`: `[B, num_labels]`.
+        """
         if self.config.drop_first_token and position_ids is not None:
             raise ValueError("drop_first_token shifts the positions: leave position_ids out")
         features, outputs = self.pool(
@@ -262,10 +265,10 @@ class LunaForSequencePairClassification(LunaPooledModel):
         labels: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> LunaSequenceClassifierOutput:
-        """Inputs `[B, T]` of the first and `pair_*` `[B, T']` of the second sequence, as in `LunaModel.forward`.
+        """Classify pairs of sequences, `[B, T]` the first and `pair_*` `[B, T']` the second, as in `LunaModel.forward`.
 
-        `labels` and `logits` as in `LunaForSequenceClassification`; hidden states and attentions are those of the
-        first.
+        `labels` and `logits` are those of `LunaForSequenceClassification`, hidden states and attentions those of the
+        first sequence.
         """
         if "position_ids" in kwargs:
             raise ValueError("pairs take their positions from the attention masks; leave position_ids out")
@@ -304,7 +307,7 @@ class LunaForMultipleChoice(LunaPooledModel):
         labels: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> LunaMultipleChoiceOutput:
-        """Inputs `[B, C, T]` for C options; `labels` `[B]` are the right options; `logits` are `[B, C]`."""
+        """Score C options, `[B, C, T]`; `labels` `[B]` are the right options, and `logits` are `[B, C]`."""
         options, inputs = flatten_options(
             input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, position_ids=position_ids
         )
@@ -335,7 +338,10 @@ class LunaForTokenClassification(TokenMixin, LunaPreTrainedModel):
         labels: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> LunaTokenClassifierOutput:
-        """As `LunaModel.forward`; `labels` `[B, T]`, -100 = not counted; `logits` are `[B, T, num_labels]`."""
+        """Label the positions of the inputs of `LunaModel.forward`.
+
+        `labels`: `[B, T]`, -100 = not counted. `logits`: `[B, T, num_labels]`.
+        """
         outputs = self.luna(input_ids, attention_mask, inputs_embeds, input_values, position_ids, **kwargs)
         return LunaTokenClassifierOutput(**self.label_tokens(outputs, labels, **kwargs))
 
@@ -363,7 +369,10 @@ class LunaForQuestionAnswering(SpanMixin, LunaPreTrainedModel):
         end_positions: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> LunaQuestionAnsweringOutput:
-        """As `LunaModel.forward`; `start_positions` and `end_positions` `[B]`; start and end logits are `[B, T]`."""
+        """Score the positions of the inputs of `LunaModel.forward` as start and end of the answer, `[B, T]` each.
+
+        `start_positions`, `end_positions`: `[B]`, the right ones.
+        """
         outputs = self.luna(input_ids, attention_mask, inputs_embeds=inputs_embeds, position_ids=position_ids, **kwargs)
         return LunaQuestionAnsweringOutput(**self.find_span(outputs, start_positions, end_positions, **kwargs))
 

@@ -197,7 +197,7 @@ class LunaAttention(nn.Module):
         context: torch.Tensor | None = None,
         past: LunaCacheLayer | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Queries `[B, T, d]` attend through P `[B, L, d]` to the context `[B, M, d]` (None = the queries themselves).
+        """Attend from queries `[B, T, d]` through P `[B, L, d]` to a context `[B, M, d]` (None = the queries themselves).
 
         Returns the output `[B, T, d]`, the packed context `[B, L, d]`, and with `output_weights` the unpack weights
         `[B, heads, T, L]` and pack weights `[B, pack heads, L, M]` (else None). `layout` is that of the context, where
@@ -260,8 +260,11 @@ class LunaCausalAttention(nn.Module):
         output_weights: bool = False,
         past: LunaCacheLayer | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Tokens `[B, T, d]` and P `[B, L, d]` (None with a filled `past`) -> `[B, T, d]`, and with
-        `output_weights` the unpack weights `[B, heads, T, L]`. `packed_mask` `[B, L]` is bool, True = keep."""
+        """Attend from tokens `[B, T, d]` to those before them, weighed by P `[B, L, d]` (None with a filled `past`).
+
+        Returns `[B, T, d]` and, with `output_weights`, the unpack weights `[B, heads, T, L]`. `packed_mask` `[B, L]` is
+        bool, True = keep.
+        """
         state = None
         if past is not None and past.is_initialized:
             pack_query = past.tensors["pack_query"]
@@ -317,7 +320,7 @@ class LunaLayer(GradientCheckpointingLayer):
         packed_mask: torch.Tensor | None = None,
         output_weights: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens `[B, T, d]` and P `[B, L, d]` -> the same of the next layer."""
+        """Return tokens `[B, T, d]` and P `[B, L, d]` as the next layer gets them."""
         if self.pre_norm:
             output, packed_output, *_ = self.attention(
                 self.attention_layer_norm(hidden_states),
@@ -440,8 +443,11 @@ class LunaDecoderLayer(LunaLayer):
         past: LunaCacheLayer | None = None,
         cross_past: LunaCacheLayer | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Tokens `[B, T, d]` and P `[B, L, d]` -> the same of the next layer. P does not depend on the tokens, so that
-        filled caches take its place, and that of the encoder's output `context` `[B, M, d]`."""
+        """Return tokens `[B, T, d]` and P `[B, L, d]` as the next layer gets them.
+
+        P does not depend on the tokens. Therefore filled caches take its place, and that of the encoder's output
+        `context` `[B, M, d]`.
+        """
         norm = self.attention_layer_norm
         output, _ = self.attention(
             norm(hidden_states) if self.pre_norm else hidden_states, packed, layout, packed_mask, output_weights, past
@@ -486,7 +492,7 @@ class LunaDecoder(LunaEncoder):
         context_layout: TokenLayout,
         past: LunaCache | LunaSeq2SeqCache | None,
     ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-        """As `LunaEncoder.forward`, with the encoder's output `context` `[B, M, d]` and its layout."""
+        """Run `LunaEncoder.forward` with the encoder's output `context` `[B, M, d]` and its layout."""
         pasts = cross_pasts = [None] * self.config.num_hidden_layers
         if isinstance(past, LunaSeq2SeqCache):
             pasts, cross_pasts = past.self_attention_cache.layers, past.cross_attention_cache.layers

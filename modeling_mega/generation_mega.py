@@ -60,9 +60,10 @@ class MegaForCausalLM(StateGenerationMixin, MegaPreTrainedModel):
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithCrossAttentions:
-        """As `MegaModel.forward`; `labels` `[B, T]`: the tokens themselves (the loss shifts them), -100 = not counted.
+        """Predict the next tokens from the inputs of `MegaModel.forward`.
 
-        The keyword `shift_labels` `[B, T]` in place of `labels`: the token that follows each position, also the last.
+        `labels`: `[B, T]`, the tokens themselves (the loss shifts them), -100 = not counted. The keyword `shift_labels`
+        `[B, T]` takes their place: it has the token that follows each position, also the last.
         `logits`: `[B, T, vocab_size]`, or those of the last `logits_to_keep` positions, or of these positions. With an
         adaptive softmax they are log-probabilities, and None where there are labels, as the loss needs no more than the
         bands of these.

@@ -65,10 +65,10 @@ class MegaForMaskedLM(MaskedLMMixin, MegaPreTrainedModel):
         labels: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> MaskedLMOutput:
-        """As `MegaModel.forward`; `labels` `[B, T]`: tokens, -100 = not predicted.
+        """Predict tokens from the inputs of `MegaModel.forward`.
 
-        `logits`: `[B, T, vocab_size]`, with `sparse_prediction` and labels only those of the M predicted positions,
-        `[M, vocab_size]`.
+        `labels`: `[B, T]` tokens, -100 = not predicted. `logits`: `[B, T, vocab_size]`; with `sparse_prediction` and
+        labels there are logits of the M predicted positions only, `[M, vocab_size]`.
         """
         outputs = self.mega(
             input_ids, attention_mask, inputs_embeds=inputs_embeds, token_type_ids=token_type_ids, **kwargs
@@ -118,7 +118,10 @@ class MegaForSequenceClassification(MegaPooledModel):
         labels: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> SequenceClassifierOutput:
-        """As `MegaModel.forward`; `labels` `[B]`: class ids, or numbers for regression; `logits`: `[B, num_labels]`."""
+        """Classify the inputs of `MegaModel.forward`.
+
+        `labels`: `[B]` class ids, or numbers for regression. `logits`: `[B, num_labels]`.
+        """
         features, outputs = self.pool(
             attention_mask,
             input_ids=input_ids,
@@ -151,9 +154,10 @@ class MegaForSequencePairClassification(MegaPooledModel):
         labels: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> SequenceClassifierOutput:
-        """Inputs `[B, T]` of the first and `pair_*` `[B, T']` of the second sequence, as in `MegaModel.forward`.
+        """Classify pairs of sequences, `[B, T]` the first and `pair_*` `[B, T']` the second, as in `MegaModel.forward`.
 
-        `labels` and `logits` as in `MegaForSequenceClassification`; hidden states and attentions are the first's.
+        `labels` and `logits` are those of `MegaForSequenceClassification`, hidden states and attentions those of the
+        first sequence.
         """
         if "token_type_ids" in kwargs:
             raise ValueError("the sequences of a pair have no token types; leave token_type_ids out")
@@ -195,7 +199,7 @@ class MegaForMultipleChoice(PooledMixin, MegaPreTrainedModel):
         labels: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> MultipleChoiceModelOutput:
-        """Inputs `[B, C, T]` for C options; `labels` `[B]` are the right options; `logits` are `[B, C]`."""
+        """Score C options, `[B, C, T]`; `labels` `[B]` are the right options, and `logits` are `[B, C]`."""
         options, inputs = flatten_options(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -228,7 +232,10 @@ class MegaForTokenClassification(TokenMixin, MegaPreTrainedModel):
         labels: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> TokenClassifierOutput:
-        """As `MegaModel.forward`; `labels` `[B, T]`, -100 = not counted; `logits` are `[B, T, num_labels]`."""
+        """Label the positions of the inputs of `MegaModel.forward`.
+
+        `labels`: `[B, T]`, -100 = not counted. `logits`: `[B, T, num_labels]`.
+        """
         outputs = self.mega(input_ids, attention_mask, inputs_embeds, input_values, token_type_ids, **kwargs)
         return TokenClassifierOutput(**self.label_tokens(outputs, labels, **kwargs))
 
@@ -254,7 +261,10 @@ class MegaForQuestionAnswering(SpanMixin, MegaPreTrainedModel):
         end_positions: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> QuestionAnsweringModelOutput:
-        """As `MegaModel.forward`; `start_positions` and `end_positions` `[B]`; start and end logits are `[B, T]`."""
+        """Score the positions of the inputs of `MegaModel.forward` as start and end of the answer, `[B, T]` each.
+
+        `start_positions`, `end_positions`: `[B]`, the right ones.
+        """
         outputs = self.mega(
             input_ids, attention_mask, inputs_embeds=inputs_embeds, token_type_ids=token_type_ids, **kwargs
         )

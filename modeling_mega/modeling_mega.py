@@ -139,7 +139,7 @@ class MegaGatedAttention(nn.Module):
         output_weights: bool = False,
         past: MegaCacheLayer | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`[B, T, d]` -> the same, and with `output_weights` the attention weights `[B, chunks, C, C]`.
+        """Return `[B, T, d]`, and with `output_weights` the attention weights `[B, chunks, C, C]`.
 
         With `past` the sequences go on from there, and it is brought up to date.
         """

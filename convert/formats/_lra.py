@@ -1,4 +1,4 @@
-"""What formats of the Long Range Arena share, in Luna and Mega."""
+"""Parts of the formats of the Long Range Arena, in Luna and Mega."""
 
 from collections.abc import Callable
 from pathlib import Path

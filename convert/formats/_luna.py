@@ -1,4 +1,4 @@
-"""What the formats of Luna share: the names of an encoder's tensors, its arguments, and its sinusoids."""
+"""Parts of all formats of Luna: the names of an encoder's tensors, its arguments, and its sinusoids."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""What the formats of Mega share: how a file is recognised, the arguments of its layers, and the names of its tensors.
+"""Parts of all formats of Mega: how a file is recognised, the arguments of its layers, and the names of its tensors.
 
 The two branches of the code call the weight of the input and the damping by each other's name, see ema_convention.py.
 Our names are those of the Mega of transformers v4.

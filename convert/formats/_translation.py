@@ -1,4 +1,4 @@
-"""What the formats of encoder-decoders share, in Luna and Mega."""
+"""Parts of the formats of encoder-decoders, in Luna and Mega."""
 
 import copy
 from pathlib import Path

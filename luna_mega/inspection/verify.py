@@ -65,7 +65,7 @@ class Comparison:
 
     @property
     def within(self) -> bool:
-        """Whether no difference exceeds the tolerance."""
+        """Tell whether no difference exceeds the tolerance."""
         return self.largest is not None and self.largest <= self.tolerance
 
     def __str__(self) -> str:

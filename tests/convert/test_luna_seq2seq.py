@@ -9,7 +9,7 @@ from luna_mega.convert.importer import convert_checkpoint
 from luna_mega.errors import ConversionError
 from luna_mega.inspection.info import describe
 from luna_mega.inspection.verify import compare
-from tests.convert.exports import read, translation_comes_back, translation_goes_there_and_back
+from tests.convert.exports import edit, read, translation_comes_back, translation_goes_there_and_back
 
 FIXTURES = ["s2s_lnemb_learned_fixlen", "s2s_tied", "s2s_untied_prenorm"]
 SINUSOIDAL = {"position_embedding_type": "sinusoidal", "embedding_norm": False}
@@ -134,3 +134,19 @@ def test_other_commands_know_it(tmp_path):
     report = convert_checkpoint(path, tmp_path / "back")
     assert describe(path).parameters["total"] == report.parameters["model"]
     assert compare(path, tmp_path / "ours", tolerance=0.0, length=9).within
+
+
+def test_an_edited_folder_keeps_its_languages(tmp_path):
+    path = change(exported(tmp_path), lambda model, args: args.update(source_lang="en", target_lang="de"))
+    convert_checkpoint(path, tmp_path / "back")
+    edit(tmp_path / "back", dropout=0.25)
+    report = export_checkpoint(tmp_path / "back", tmp_path / "again.pt")
+    assert (report.args["source_lang"], report.args["target_lang"], report.args["dropout"]) == ("en", "de", 0.25)
+    assert report.warnings == ["args of the converted file that no longer hold are replaced: dropout"]
+
+
+@pytest.mark.parametrize("value", [1e9, -0.1, "some", {}])
+def test_layerdrop_of_the_decoder(tmp_path, value):
+    path = change(exported(tmp_path), lambda model, args: args.update(decoder_layerdrop=value))
+    with pytest.raises(ConversionError, match=r"args\.decoder_layerdrop = .* is not a number from 0 to below 1"):
+        convert_checkpoint(path, tmp_path / "back")
