@@ -27,7 +27,7 @@ class Dictionary:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Names of the classes: the symbols without the fillers, which round the number of lines up to 8."""
+        """Return the names of the classes: the symbols without the fillers, which round the number of lines up to 8."""
         return tuple(symbol for symbol in self.symbols if not FILLER.fullmatch(symbol))
 
 

@@ -1,4 +1,4 @@
-"""What args and tensors of a checkpoint say, checked against each other."""
+"""Evidence of a checkpoint: its args and its tensors, checked against each other."""
 
 import re
 from dataclasses import dataclass, field

@@ -31,7 +31,7 @@ from luna_mega.hub.folder import ModelFolder, read_folder
 
 @dataclass
 class ExportReport:
-    """What an export read and wrote."""
+    """Record of what an export read and wrote."""
 
     folder: str
     output: str
@@ -321,7 +321,7 @@ def _write(path: Path, state: dict[str, Any], progress: bool) -> None:
 
 
 def _publish(folder: Path, output: Path) -> list[str]:
-    """Moves the files from `folder` to beside `output`, the checkpoint itself last."""
+    """Move the files from `folder` to beside `output`, the checkpoint itself last."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != output.name]
     names = [str(path.relative_to(folder)) for path in (*files, folder / output.name)]
     done = []

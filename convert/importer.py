@@ -48,7 +48,7 @@ class _Source:
 
     @property
     def plus_one(self) -> bool:
-        """Whether norm weights are stored minus one."""
+        """Tell whether norm weights are stored minus one."""
         return self.norm is not None and self.norm.convention == "plus-one"
 
 

@@ -35,7 +35,7 @@ class Plan:
 
     @property
     def vocab_size(self) -> int | None:
-        """Rows of the embedding; None: the model reads real numbers."""
+        """Return the rows of the embedding, None for a model that reads real numbers."""
         return self.config.vocab_size if self.config.input_type == "tokens" else None
 
     def find_dictionaries(self, given: list[str | Path], beside: Path) -> Dictionaries:

@@ -1,4 +1,4 @@
-"""From the tensors of a checkpoint to those of the model: every one mapped, dropped with a reason, or an error."""
+"""Turns the tensors of a checkpoint into those of the model: each is mapped, dropped with a reason, or an error."""
 
 from dataclasses import dataclass
 from pathlib import Path

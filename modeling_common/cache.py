@@ -36,7 +36,7 @@ class StateLayer(CacheLayerMixin):
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Tensors by name, without those that are None."""
+        """Return the tensors by name, without those that are None."""
         return {name: tensor for name in self.fields if (tensor := getattr(self, name)) is not None}
 
     @property
@@ -107,7 +107,7 @@ class StateCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the tensors hold on to."""
+        """Return the bytes of memory that the tensors hold on to."""
         return sum(x.untyped_storage().nbytes() for layer in self.layers for x in layer.tensors.values())
 
     def detach(self):
@@ -130,7 +130,7 @@ class StateSeq2SeqCache(EncoderDecoderCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the tensors hold on to."""
+        """Return the bytes of memory that the tensors hold on to."""
         return self.self_attention_cache.nbytes + self.cross_attention_cache.nbytes
 
     def check_dynamic_cache(self, method: str):

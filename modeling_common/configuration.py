@@ -18,7 +18,7 @@ class SharedConfig:
 
     @property
     def shares_embeddings(self) -> bool:
-        """Whether source and target have one embedding."""
+        """Tell whether source and target have one embedding."""
         if self.share_encoder_decoder_embeddings is not None:
             return self.share_encoder_decoder_embeddings
         return self.tie_word_embeddings and self.decoder_vocab_size in (None, self.vocab_size)

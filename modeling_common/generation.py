@@ -1,4 +1,4 @@
-"""What `generate` has to know of decoders whose memory is a state: the methods of transformers that are different."""
+"""Methods of `generate` that differ where the memory of a decoder is a state."""
 
 import torch
 from transformers.generation import GenerationConfig, GenerationMixin

@@ -137,7 +137,7 @@ class Seq2SeqBody(EncoderDecoder):
 
     @staticmethod
     def _is_encoded(input_ids, inputs_embeds, past):
-        """Whether no source is given because the cache has it."""
+        """Tell whether no source is given because the cache has it."""
         given = input_ids is not None or inputs_embeds is not None
         return not given and isinstance(past, EncoderDecoderCache) and past.get_seq_length() > 0
 

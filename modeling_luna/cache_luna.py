@@ -1,4 +1,4 @@
-"""What a Luna decoder remembers between calls, of constant size: `LunaCache`, with an encoder `LunaSeq2SeqCache`."""
+"""Memory of a Luna decoder between calls, of constant size: `LunaCache`, with an encoder `LunaSeq2SeqCache`."""
 
 from luna_mega.modeling_common.cache import StateCache, StateLayer, StateSeq2SeqCache
 

@@ -197,7 +197,7 @@ class LunaAttention(nn.Module):
         context: torch.Tensor | None = None,
         past: LunaCacheLayer | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Attend from queries `[B, T, d]` through P `[B, L, d]` to a context `[B, M, d]` (None = the queries themselves).
+        """Attend from queries `[B, T, d]` through P `[B, L, d]` to a context `[B, M, d]`, None = the queries.
 
         Returns the output `[B, T, d]`, the packed context `[B, L, d]`, and with `output_weights` the unpack weights
         `[B, heads, T, L]` and pack weights `[B, pack heads, L, M]` (else None). `layout` is that of the context, where

@@ -44,7 +44,7 @@ class LunaTokenizer(TokenizersBackend):
 
     @property
     def vocab_size(self) -> int:
-        """Ids of the dictionary, without added tokens."""
+        """Return the number of ids of the dictionary, without added tokens."""
         return self._dictionary_size
 
     @cached_property

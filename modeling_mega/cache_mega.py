@@ -1,4 +1,4 @@
-"""What a Mega decoder remembers between calls: `MegaCache`, of constant size where attention is in chunks.
+"""Memory of a Mega decoder between calls: `MegaCache`, of constant size where attention is in chunks.
 
 A decoder with cross-attention has a `MegaSeq2SeqCache`, which keeps the keys and values of the source as well.
 """

@@ -223,7 +223,7 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
 
     @property
     def attention_chunk(self) -> int | None:
-        """Positions of an attention chunk; None = attention over the whole sequence."""
+        """Return the positions of an attention chunk; None = attention over the whole sequence."""
         return self.chunk_size if self.use_chunking else None
 
     @property

@@ -18,7 +18,7 @@ class MegaPresets:
 
     @classmethod
     def _lra_tokens(cls, vocab_size, width, values, overrides, **fields):
-        """Norms after the residual, softmax."""
+        """Return a model of LRA tokens, with norms after the residual and softmax."""
         fields |= {
             "vocab_size": vocab_size, "shared_representation_size": 64, "truncation": 1024, "dropout_prob": 0.1,
             "classifier_dropout": 0.1, "normalize_before_mega": False, "normalize_before_ffn": False,

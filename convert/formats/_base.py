@@ -47,7 +47,7 @@ _OF_CLASSIFIERS = {
 
 @dataclass(frozen=True)
 class Revision:
-    """What one revision of the original code is called: the format as of it, the revision, and the whole code."""
+    """Names of one revision of the original code: of the format as it was then, of the revision, of the whole code."""
 
     format: str
     name: str

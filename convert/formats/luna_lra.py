@@ -76,7 +76,7 @@ def _layers(evidence: Evidence) -> int:
 
 
 def _embedding_norm(evidence: Evidence) -> dict[str, bool]:
-    """Where args ask for the norm it must be there, and a file without it is reported as incomplete."""
+    """Return whether there is a norm; where args ask for it, a file without it is reported as incomplete."""
     asked, there = evidence.args.get("encoder_normalize_before"), f"{BODY}.emb_layer_norm.weight" in evidence.tensors
     found = evidence.revision == "r21" or bool(asked) or evidence.prefer("encoder_normalize_before", there)
     return {"embedding_norm": found}

@@ -33,7 +33,7 @@ def encode(texts: TextDataset, column: str, tokenizer: PreTrainedTokenizerBase, 
 
 
 class Windows(Dataset):
-    """As many windows of `length` tokens as the stream has, at random places; the token that follows is the target."""
+    """Windows of `length` tokens at random places of a stream, as many as it has, and the tokens that follow."""
 
     def __init__(self, stream: torch.LongTensor, length: int):
         if len(stream) <= length:

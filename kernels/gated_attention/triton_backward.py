@@ -34,7 +34,7 @@ SCORES = 2**26
 def _delta_kernel(
     OUT, GRAD, DELTA, tokens, queries, width, grad_row, grad_token, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr
 ):  # fmt: skip
-    """Sums over rows of the output times its gradient."""
+    """Sum the output times its gradient over every row."""
     token = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     grad = GRAD + token // queries * grad_row + token % queries * grad_token
     total = tl.zeros([BLOCK_M], tl.float32)

@@ -172,7 +172,7 @@ def _attend(op, query, key, value, mask, dropout, return_weights, backend, cu_se
 
 
 def _sdpa_is_best(query, key, value, mask) -> bool:
-    """Whether PyTorch's flash kernels read and write no more than they must, on the GPU, with and without dropout.
+    """Tell whether PyTorch's flash kernels read and write no more than they must, on the GPU, with and without dropout.
 
     They take no mask, fill their tiles from 128 queries on, and load keys and values apart: that costs time where
     these are one tensor and most of what is read, but few keys (unpack) stay on the chip.

@@ -69,7 +69,7 @@ def _key_kernel(
     HEAD_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr,
     QUERY_RAGGED: tl.constexpr, KEY_RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of keys and values; V None: of both together in DK. Tiles are transposed, `[BLOCK_M, BLOCK_Q]`.
+    """Compute the gradients of keys and values, without V both in DK. Tiles are transposed, `[BLOCK_M, BLOCK_Q]`.
 
     Grid (key blocks * sequences * heads, splits of the queries), DK and DV `[splits, B, M, H, K]`.
     """

@@ -60,7 +60,7 @@ def _sums_kernel(
     ELU: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
-    """Of every segment sum x_t^T y_t, `[K, L]`, and sum w_t^T z_t, `[L, V]`.
+    """Compute the sums of x_t^T y_t, `[K, L]`, and of w_t^T z_t, `[L, V]`, over every segment.
 
     PACK: x, z are key and value, y = w the pack weights, Y pack_key. Else z is divided by t.
     """
