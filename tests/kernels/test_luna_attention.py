@@ -200,23 +200,6 @@ def test_bad_arguments(change, message):
         luna_pack(*change(*inputs))
 
 
-@pytest.mark.parametrize("backend", ["reference", "torch"])
-def test_weights(backend):
-    """With weights the outputs are the same, and they are what the weights make of the values."""
-    (x, context, _), mask = make_inputs(7, 11, "some")
-    (p, _, _), pack_mask = make_inputs(5, 11, "some")[0], torch.rand(2, 5) < 0.8
-    options = {"context_mask": mask, "pack_mask": pack_mask, "backend": backend}
-    expected = luna_attention(x, p, context, context, lambda packed: (packed, packed), **options)
-    *actual, weights, pack_weights = luna_attention(
-        x, p, context, context, lambda packed: (packed, packed), return_weights=True, **options
-    )
-    torch.testing.assert_close(actual, list(expected))
-    torch.testing.assert_close(torch.einsum("bhlm,bmhk->blhk", pack_weights, context), expected[1])
-    torch.testing.assert_close(torch.einsum("bhtl,blhk->bthk", weights, expected[1]), expected[0])
-    with pytest.raises(ValueError, match="luna_pack returns no weights of ragged sequences"):
-        luna_pack(p, context[:1], context[:1], cu_seqlens=torch.tensor([0, 4, 11]), return_weights=True)
-
-
 def test_bad_dropout():
     inputs, _ = make_inputs(2, 4, "none")
     with pytest.raises(ValueError, match="dropout must be in"):

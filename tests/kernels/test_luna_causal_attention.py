@@ -487,26 +487,6 @@ def test_bad_arguments(change, message):
         luna_causal_attention(**arguments)
 
 
-@pytest.mark.parametrize("backend", ["reference", "torch"])
-def test_weights(backend):
-    """Whatever the backend, weights over the rows of P that are in use come beside the same output and state."""
-    inputs = Inputs(9, "some", stateful=True, pack_masked=True)
-    state = LunaCausalState(*inputs.leaves[5:], inputs.count)
-    options = {"mask": inputs.mask, "pack_mask": inputs.pack_mask, "state": state, "backend": backend}
-    expected = luna_causal_attention(*inputs.leaves[:5], return_state=True, **options)
-    output, weights, after = luna_causal_attention(
-        *inputs.leaves[:5], return_state=True, return_weights=True, **options
-    )
-    torch.testing.assert_close((output, *after), (expected[0], *expected[1]))
-    torch.testing.assert_close(weights.sum(dim=-1), torch.ones_like(weights[..., 0]))
-    assert (weights.movedim(-1, 1)[~inputs.pack_mask] == 0).all()
-    alone = luna_causal_attention(*inputs.leaves[:5], return_weights=True, **options)
-    assert len(alone) == 2 and torch.equal(alone[1], weights)
-    flat = [x[:1].detach() for x in inputs.leaves[:5]]
-    with pytest.raises(ValueError, match="luna_causal_attention returns no weights of ragged sequences"):
-        luna_causal_attention(*flat, cu_seqlens=torch.tensor([0, 9]), return_weights=True)
-
-
 def test_bad_arguments_of_a_step():
     query, pack_query, *rest = Inputs(9).leaves
     with pytest.raises(ValueError, match=r"\[batch, heads, size\], got \[2, 9, 3, 5\]"):
