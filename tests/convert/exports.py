@@ -51,6 +51,12 @@ def fails(capsys, folder, output, *options):
     return printed.err
 
 
+def cannot_express(capsys, folder, layout, field):
+    """The export fails, as the original's `layout` has not what `field` says."""
+    message = fails(capsys, folder, folder.with_name("model.pt"))
+    assert field in message and f"{layout} cannot express" in message
+
+
 def read(path):
     """Returns what is in a checkpoint."""
     with torch.serialization.safe_globals([argparse.Namespace]):
@@ -60,6 +66,16 @@ def read(path):
 def dictionary(path, size):
     path.write_text("".join(f"w{index} 1\n" for index in range(size - 4)))
     return path
+
+
+# Of a translation model, in Luna and Mega.
+TRANSLATION = {
+    "vocab_size": 19,
+    "hidden_size": 8,
+    "num_hidden_layers": 2,
+    "intermediate_size": 12,
+    "is_encoder_decoder": True,
+}
 
 
 def translation_comes_back(fixture, tmp_path):
