@@ -24,7 +24,6 @@ from transformers import (
     DataCollatorWithPadding,
     EvalPrediction,
     Trainer,
-    TrainingArguments,
     Wav2Vec2FeatureExtractor,
 )
 
@@ -159,7 +158,7 @@ def accuracy(prediction: EvalPrediction) -> dict[str, float]:
 
 
 class AudioClassification(Script):
-    arguments = (DataArguments, CheckpointArguments, TrainingArguments)
+    data_arguments, model_arguments = DataArguments, CheckpointArguments
     defaults = {"metric_for_best_model": "accuracy"}
     title, metric = "audio classification", "eval_accuracy"
 

@@ -14,11 +14,11 @@ import torch
 from common.arguments import check_choice, check_least, fail
 from common.data import SourceArguments, check_source, check_texts, load_splits
 from common.language_model import Streams, Windows, encode, score
-from common.model import ModelArguments, make_config, make_model, make_tokenizer
+from common.model import make_config, make_model, make_tokenizer
 from common.script import Script
 from common.vocabulary import make_bytes, train_characters, train_words
 from torch.utils.data import SequentialSampler, default_collate
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, Trainer
 
 # The fields that make a decoder.
 DECODER = {"mega": {"is_decoder": True, "bidirectional": False}, "luna": {"is_decoder": True}}
@@ -96,7 +96,7 @@ class LanguageModelTrainer(Trainer):
 
 
 class CausalLanguageModel(Script):
-    arguments = (DataArguments, ModelArguments, TrainingArguments)
+    data_arguments = DataArguments
     defaults = {"model_type": "mega"}
     title, metric = "causal language model", "eval_loss"
 

@@ -13,7 +13,7 @@ import evaluate
 import numpy as np
 from common.arguments import check_choice
 from common.data import ClassifierArguments, check_labels, check_texts, hide_tokens, load_splits, name_source
-from common.model import ModelArguments, label_fields, make_config, make_model, make_tokenizer
+from common.model import label_fields, make_config, make_model, make_tokenizer
 from common.script import Script
 from common.training import write_lines
 from transformers import (
@@ -22,7 +22,6 @@ from transformers import (
     EvalPrediction,
     PreTrainedTokenizerBase,
     Trainer,
-    TrainingArguments,
 )
 
 METRICS = Path(__file__).resolve().parent / "metrics" / "glue_metrics"
@@ -78,7 +77,7 @@ class DataArguments(ClassifierArguments):
 
 
 class Glue(Script):
-    arguments = (DataArguments, ModelArguments, TrainingArguments)
+    data_arguments = DataArguments
     # "task" stands for the main metric of the task, which is known after parsing only.
     defaults = {"metric_for_best_model": "task"}
 

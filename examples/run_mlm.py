@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from common.arguments import check_least, fail
 from common.data import SourceArguments, check_texts, load_splits, name_source
-from common.model import ModelArguments, boundary_ids, make_config, make_model, make_tokenizer
+from common.model import boundary_ids, make_config, make_model, make_tokenizer
 from common.script import Script
 from datasets import Dataset
 from torch.nn.functional import cross_entropy
@@ -23,7 +23,6 @@ from transformers import (
     EvalPrediction,
     PreTrainedTokenizerBase,
     Trainer,
-    TrainingArguments,
     default_data_collator,
 )
 
@@ -100,7 +99,7 @@ def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
 
 
 class MaskedLanguageModel(Script):
-    arguments = (DataArguments, ModelArguments, TrainingArguments)
+    data_arguments = DataArguments
     title, metric = "masked language model", "eval_perplexity"
 
     def check(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from common.arguments import check_choice, fail
 from common.data import ClassifierArguments, check_columns, check_texts, load_splits, name_source
-from common.model import ModelArguments, boundary_ids, make_config, make_model, make_tokenizer
+from common.model import boundary_ids, make_config, make_model, make_tokenizer
 from common.script import Script
 from common.training import write_lines
 from datasets import Dataset, concatenate_datasets
@@ -23,7 +23,6 @@ from transformers import (
     EvalPrediction,
     PreTrainedTokenizerBase,
     Trainer,
-    TrainingArguments,
 )
 
 Batch = dict[str, list]
@@ -211,7 +210,7 @@ def make_metrics(split: Dataset, task: Task) -> Callable[[EvalPrediction], dict[
 
 
 class MultipleChoice(Script):
-    arguments = (DataArguments, ModelArguments, TrainingArguments)
+    data_arguments = DataArguments
     defaults = {"metric_for_best_model": "accuracy"}
     metric = "eval_accuracy"
 

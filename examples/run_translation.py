@@ -15,7 +15,7 @@ import numpy as np
 from common.arguments import check_choice, check_least, fail
 from common.averaging import average, choose_checkpoints
 from common.data import LimitArguments, SourceArguments, check_source, load_splits
-from common.model import ModelArguments, make_config, make_model
+from common.model import make_config, make_model
 from common.schedules import milestone_schedule
 from common.script import Script
 from common.training import OrderedTrainer, write_lines
@@ -85,7 +85,7 @@ class TranslationTrainer(OrderedTrainer, Seq2SeqTrainer):
 
 
 class Translation(Script):
-    arguments = (DataArguments, ModelArguments, Seq2SeqTrainingArguments)
+    data_arguments, training_arguments = DataArguments, Seq2SeqTrainingArguments
     metric = "eval_bleu"
 
     def check(self) -> None:

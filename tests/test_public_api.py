@@ -5,6 +5,7 @@ import transformers
 from transformers.models.auto import modeling_auto
 
 import luna_mega
+from tests.modeling.luna import tiny_config
 
 AUTO_TO_CLASS = {
     "AutoModel": "LunaModel",
@@ -15,18 +16,6 @@ AUTO_TO_CLASS = {
     "AutoModelForTokenClassification": "LunaForTokenClassification",
     "AutoModelForQuestionAnswering": "LunaForQuestionAnswering",
 }
-
-
-def tiny_config():
-    return luna_mega.LunaConfig(
-        vocab_size=40,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=32,
-        projection_length=4,
-        max_position_embeddings=12,
-    )
 
 
 @pytest.mark.parametrize("name", luna_mega.__all__)

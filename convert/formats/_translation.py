@@ -72,6 +72,19 @@ class TranslationFormat(Format):
     criteria = {"label_smoothed_cross_entropy": "LabelSmoothedCrossEntropyCriterion"}
     decoder_fields: dict[str, str]
 
+    def plan_of(self, config: PreTrainedConfig, evidence: Evidence, positions: int, **others: Any) -> Plan:
+        """Return the plan of an encoder-decoder; `positions`: of the decoder, `others`: further fields of the plan."""
+        languages = (evidence.args.get("source_lang") or "source", evidence.args.get("target_lang") or "target")
+        return Plan(
+            self.classes[0],
+            config,
+            self.keymap(config, evidence.revision),
+            languages=languages,
+            generation=_generation(positions),
+            warnings=evidence.warnings,
+            **others,
+        )
+
     def resolved(self, config: PreTrainedConfig) -> PreTrainedConfig:
         """Return the same configuration with a value in every field of the decoder."""
         full, decoder = copy.deepcopy(config), config.decoder_config
@@ -124,12 +137,7 @@ def vocabularies(evidence: Evidence) -> tuple[int, int, int]:
     return vocabulary, target, width
 
 
-def languages(evidence: Evidence) -> tuple[str, str]:
-    """Return the names of source and target."""
-    return evidence.args.get("source_lang") or "source", evidence.args.get("target_lang") or "target"
-
-
-def generation(positions: int) -> dict[str, Any]:
+def _generation(positions: int) -> dict[str, Any]:
     """Return what `fairseq-generate` does without options, for `generate`.
 
     `positions`: of the decoder; a target has at most one token less.

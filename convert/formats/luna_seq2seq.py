@@ -173,16 +173,9 @@ class LunaSeq2Seq(_translation.TranslationFormat, _luna.LunaFormat):
         vocabulary, target_vocabulary, _ = _translation.vocabularies(evidence)
         fields = {"vocab_size": vocabulary, "decoder_vocab_size": target_vocabulary, "is_encoder_decoder": True}
         config = build_config(LunaConfig, self.table, evidence, **fields | read_fields(self.table, evidence))
-        return Plan(
-            LunaForConditionalGeneration,
-            config,
-            self.keymap(config, evidence.revision),
-            languages=_translation.languages(evidence),
-            generation=_translation.generation(config.decoder_config.max_position_embeddings),
-            decisions={name: getattr(config, name) for name in _DECIDED},
-            notes=[_ACTIVATION_NOTE],
-            warnings=evidence.warnings,
-        )
+        decisions = {name: getattr(config, name) for name in _DECIDED}
+        positions = config.decoder_config.max_position_embeddings
+        return self.plan_of(config, evidence, positions, decisions=decisions, notes=[_ACTIVATION_NOTE])
 
     def keymap(self, config: LunaConfig, revision: str, head: str | None = None) -> KeyMap:
         """Return the map of an encoder-decoder."""

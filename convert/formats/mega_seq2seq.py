@@ -119,15 +119,8 @@ class MegaSeq2Seq(_translation.TranslationFormat, _mega.MegaFormat):
             is_encoder_decoder=True,
             ema_shift=evidence.revision == "flash",
         )
-        return Plan(
-            MegaForConditionalGeneration,
-            config,
-            self.keymap(config, evidence.revision),
-            languages=_translation.languages(evidence),
-            generation=_translation.generation(config.decoder_config.max_positions),
-            decisions={"ema_convention": evidence.revision} | {name: getattr(config, name) for name in _DECIDED},
-            warnings=evidence.warnings,
-        )
+        decisions = {"ema_convention": evidence.revision} | {name: getattr(config, name) for name in _DECIDED}
+        return self.plan_of(config, evidence, config.decoder_config.max_positions, decisions=decisions)
 
     def keymap(self, config: MegaConfig, revision: str, head: str | None = None) -> KeyMap:
         """Return the map of an encoder-decoder of a branch."""

@@ -7,7 +7,8 @@ from pathlib import Path
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase, RobertaTokenizer
 
-SPECIAL_TOKENS = ["<s>", "<pad>", "</s>", "<unk>"]
+NAMED_TOKENS = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+SPECIAL_TOKENS = list(NAMED_TOKENS.values())
 MASK_TOKEN = "<mask>"
 MIN_VOCAB_SIZE = len(pre_tokenizers.ByteLevel.alphabet()) + len(SPECIAL_TOKENS) + 1
 

@@ -5,11 +5,12 @@ import time
 from typing import Any, ClassVar
 
 from datasets import Dataset
-from transformers import EarlyStoppingCallback, PreTrainedModel, Trainer, set_seed
+from transformers import EarlyStoppingCallback, PreTrainedModel, Trainer, TrainingArguments, set_seed
 
 from common.arguments import fail, find_checkpoint, parse_arguments
 from common.data import name_source
 from common.hub import publish
+from common.model import ModelArguments
 from common.training import OrderedTrainer, check_training, describe, evaluate, finish, train
 
 
@@ -20,7 +21,7 @@ class Script:
     methods where the task differs; the dictionaries that they return are entries of the summary.
 
     Attributes:
-        arguments: dataclasses of the options: those of the data, of the model and of the training.
+        data_arguments, model_arguments, training_arguments: dataclasses of the options.
         defaults: values of options that differ from those of the dataclasses.
         title: headline of the summary and of the curve.
         metric: what is drawn beside the losses ("eval_accuracy").
@@ -29,14 +30,17 @@ class Script:
         base_model: the model that the options name, also when a checkpoint is resumed.
     """
 
-    arguments: ClassVar[tuple[type, ...]]
+    data_arguments: ClassVar[type]
+    model_arguments: ClassVar[type] = ModelArguments
+    training_arguments: ClassVar[type] = TrainingArguments
     defaults: ClassVar[dict[str, Any]] = {}
     title: str
     metric: str
 
     def __init__(self, argv: list[str] | None = None):
         self.start, self.argv = time.perf_counter(), argv
-        self.data, self.model, self.training = parse_arguments(self.arguments, argv, **self.defaults)
+        kinds = (self.data_arguments, self.model_arguments, self.training_arguments)
+        self.data, self.model, self.training = parse_arguments(kinds, argv, **self.defaults)
         self.splits: dict[str, Dataset] = {}
         self.check()
 

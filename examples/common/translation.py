@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, DataCollatorForSeq2Seq, PreTrainedTokeni
 from transformers.utils import cached_file
 
 from common.arguments import fail
-from common.bpe import SPECIAL_TOKENS, load_tokenizer
+from common.bpe import NAMED_TOKENS, SPECIAL_TOKENS, load_tokenizer
 from common.data import check_texts
 from common.model import ModelArguments
 
@@ -46,14 +46,11 @@ def train_joint_bpe(texts: Iterable[str], vocab_size: int, model_max_length: int
         vocab_size=vocab_size, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet, show_progress=False
     )
     backend.train_from_iterator(texts, trainer)
-    bos, pad, eos, unk = SPECIAL_TOKENS
+    eos = NAMED_TOKENS["eos_token"]
     backend.post_processor = processors.TemplateProcessing(single=f"$A {eos}", special_tokens=[(eos, 2)])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        bos_token=bos,
-        pad_token=pad,
-        eos_token=eos,
-        unk_token=unk,
+        **NAMED_TOKENS,
         model_max_length=model_max_length,
         model_input_names=["input_ids", "attention_mask"],
         clean_up_tokenization_spaces=False,

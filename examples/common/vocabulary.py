@@ -7,14 +7,11 @@ from itertools import chain
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from common.bpe import SPECIAL_TOKENS
+from common.bpe import NAMED_TOKENS, SPECIAL_TOKENS
 
 
 def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    bos, pad, eos, unk = SPECIAL_TOKENS
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=bos, pad_token=pad, eos_token=eos, unk_token=unk
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **NAMED_TOKENS)
 
 
 def _word_level(words: Iterable[str]) -> Tokenizer:

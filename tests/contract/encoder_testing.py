@@ -95,6 +95,16 @@ class WithoutVocabulary:
         pass
 
 
+class EncoderDecoderTests:
+    """What encoder-decoders with a head differ in."""
+
+    is_encoder_decoder = True
+
+    @unittest.skip("the test overfits on a sequence and then generates it from its own beginning")
+    def test_training_overfit(self):
+        pass
+
+
 class PipelineTests:
     """Every pipeline that an encoder's heads serve: a text alone and in a padded batch give the same.
 

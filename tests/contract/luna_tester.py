@@ -28,7 +28,7 @@ from luna_mega import (
     LunaSeq2SeqCache,
 )
 
-from ..encoder_testing import EncoderTester, EncoderTests, PipelineTests, WithoutVocabulary
+from ..encoder_testing import EncoderDecoderTests, EncoderTester, EncoderTests, PipelineTests, WithoutVocabulary
 from ..generation.test_utils import GenerationTesterMixin
 from ..test_modeling_common import ids_tensor, random_attention_mask
 
@@ -178,16 +178,11 @@ class LunaSeq2SeqModelTester(LunaModelTester):
         return config, inputs
 
 
-class LunaSeq2SeqModelTest(LunaDecoderTests, unittest.TestCase):
+class LunaSeq2SeqModelTest(EncoderDecoderTests, LunaDecoderTests, unittest.TestCase):
     """Encoder-decoder with the defaults: one embedding, learned positions, post-norm."""
 
     model_tester_class = LunaSeq2SeqModelTester
     all_model_classes = (LunaForConditionalGeneration,)
-    is_encoder_decoder = True
-
-    @unittest.skip("the test overfits on a sequence and then generates it from its own beginning")
-    def test_training_overfit(self):
-        pass
 
     def _check_encoder_attention_for_generate(self, attentions, batch_size, config, prompt_length):
         shape = (batch_size, config.num_attention_heads, prompt_length, self.model_tester.key_length)

@@ -36,7 +36,7 @@ from luna_mega import (
     MegaSeq2SeqModel,
 )
 
-from ..encoder_testing import EncoderTester, EncoderTests, PipelineTests, WithoutVocabulary
+from ..encoder_testing import EncoderDecoderTests, EncoderTester, EncoderTests, PipelineTests, WithoutVocabulary
 from ..generation.test_utils import GenerationTesterMixin
 
 
@@ -198,16 +198,11 @@ class MegaSeq2SeqModelTester(MegaModelTester):
         return config, inputs
 
 
-class MegaSeq2SeqModelTest(MegaCausalModelTest):
+class MegaSeq2SeqModelTest(EncoderDecoderTests, MegaCausalModelTest):
     """The encoder-decoder with one vocabulary, and what it generates."""
 
     model_tester_class = MegaSeq2SeqModelTester
     all_model_classes = (MegaForConditionalGeneration,)
-    is_encoder_decoder = True
-
-    @unittest.skip("the test overfits on a sequence and then generates it from its own beginning")
-    def test_training_overfit(self):
-        pass
 
     def _check_attentions_for_generate(
         self, batch_size, attentions, prompt_length, output_length, config, decoder_past_key_values

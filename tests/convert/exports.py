@@ -1,13 +1,23 @@
-"""What tests of exports have in common: models with telling weights, edited folders, exports that must fail."""
+"""Share what tests of conversions and exports do: load and save models, edit folders, let an export fail."""
 
 import argparse
 import json
 
 import torch
-from transformers import AutoTokenizer
+import transformers
 
+import luna_mega
 from luna_mega.cli import main
 from luna_mega.convert import convert_checkpoint, export_checkpoint
+
+
+def load(folder, model_class=None):
+    """Returns the model of a folder, through its auto class if it has one; every weight must come from there."""
+    name = json.loads((folder / "config.json").read_text())["architectures"][0]
+    model_class = model_class or getattr(transformers, f"AutoModel{name[4:]}", None) or getattr(luna_mega, name)
+    model, info = model_class.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"] and not info["mismatched_keys"] and not info["unexpected_keys"], info
+    return model.eval()
 
 
 def save(folder, model):
@@ -41,6 +51,12 @@ def fails(capsys, folder, output, *options):
     return printed.err
 
 
+def cannot_express(capsys, folder, layout, field):
+    """The export fails, as the original's `layout` has not what `field` says."""
+    message = fails(capsys, folder, folder.with_name("model.pt"))
+    assert field in message and f"{layout} cannot express" in message
+
+
 def read(path):
     """Returns what is in a checkpoint."""
     with torch.serialization.safe_globals([argparse.Namespace]):
@@ -50,6 +66,16 @@ def read(path):
 def dictionary(path, size):
     path.write_text("".join(f"w{index} 1\n" for index in range(size - 4)))
     return path
+
+
+# Of a translation model, in Luna and Mega.
+TRANSLATION = {
+    "vocab_size": 19,
+    "hidden_size": 8,
+    "num_hidden_layers": 2,
+    "intermediate_size": 12,
+    "is_encoder_decoder": True,
+}
 
 
 def translation_comes_back(fixture, tmp_path):
@@ -80,5 +106,5 @@ def translation_goes_there_and_back(ours, tmp_path):
     ids = torch.randint(4, 14, (2, 9))
     torch.testing.assert_close(back(ids, labels=ids).logits, ours(ids, labels=ids).logits)
     assert export_checkpoint(tmp_path / "back", tmp_path / "again" / "model.pt").args == report.args
-    assert AutoTokenizer.from_pretrained(tmp_path / "back")("w3 w1 zzz").input_ids == [7, 5, 3, 2]
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "back")("w3 w1 zzz").input_ids == [7, 5, 3, 2]
     return report

@@ -6,6 +6,14 @@ import torch
 
 WIDTH, VALUES, SHARED, EMA, FFN, LAYERS, POSITIONS, HIDDEN, SYMBOLS = 16, 24, 6, 4, 20, 2, 30, 10, 12
 VOCABULARY = 4 + SYMBOLS + 1
+FIELDS = {
+    "hidden_size": WIDTH,
+    "num_hidden_layers": LAYERS,
+    "intermediate_size": VALUES,
+    "shared_representation_size": SHARED,
+    "ema_projection_size": EMA,
+    "nffn_hidden_size": FFN,
+}
 BODY = "encoder.encoder"
 ORDER = {"main": ("delta", "alpha"), "flash": ("alpha", "delta")}
 

@@ -10,18 +10,13 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
+from tests.convert.exports import load
+
 HEADS = {
     "sentence_classification_head": "cls",
     "pooling_classification_head": "packed_max",
     "attention_classification_head": "packed_attention",
 }
-
-
-def load(auto_class, folder):
-    """The model, of which every weight must come from the folder."""
-    model, info = auto_class.from_pretrained(folder, output_loading_info=True)
-    assert not info["missing_keys"] and not info["mismatched_keys"] and not info["unexpected_keys"], info
-    return model.eval()
 
 
 def report(folder):
@@ -34,7 +29,7 @@ def report(folder):
 def test_masked_lm(convert, make, tied, tied_lm, legacy):
     state = make.bert(tied=tied, tied_lm=tied_lm, untie_luna_kv=not tied, untie_weights_luna=not tied_lm)
     folder = convert(state, legacy=legacy)
-    model = load(AutoModelForMaskedLM, folder)
+    model = load(folder, AutoModelForMaskedLM)
     assert type(model).__name__ == "LunaForMaskedLM" == AutoConfig.from_pretrained(folder).architectures[0]
     config = model.config
     assert (config.tie_key_value, config.tie_word_embeddings) == (tied, tied_lm)
@@ -52,7 +47,7 @@ def test_masked_lm(convert, make, tied, tied_lm, legacy):
 def test_every_kind_of_head_by_name(convert, make, name):
     state = make.bert(heads=[(other, 3) for other in HEADS], pooler_activation_fn="relu", pooler_dropout=0.3)
     folder = convert(state, "--head", name)
-    model = load(AutoModelForSequenceClassification, folder)
+    model = load(folder, AutoModelForSequenceClassification)
     assert model.config.architectures == ["LunaForSequenceClassification"] and model.config.num_labels == 3
     assert model.config.pooling == HEADS[name]
     assert (model.config.classifier_activation, model.config.classifier_dropout) == ("relu", 0.3)
@@ -65,7 +60,7 @@ def test_every_kind_of_head_by_name(convert, make, name):
     dropped = {row["source"] for row in report(folder)["dropped"]}
     heads = {key for key in state["model"] if key.startswith("classification_heads.") and not key.startswith(source)}
     assert dropped == heads
-    masked = load(AutoModelForMaskedLM, folder).state_dict()
+    masked = load(folder, AutoModelForMaskedLM).state_dict()
     assert torch.equal(masked["lm_head.decoder.bias"], state["model"]["encoder.lm_head.bias"])
     _, info = AutoModel.from_pretrained(folder, output_loading_info=True)
     assert not info["missing_keys"]
@@ -90,13 +85,13 @@ def test_class_by_task(convert, make, task, heads, expected):
 
 def test_multiple_choice_loads(convert, make):
     folder = convert(make.bert(heads=[("sentence_classification_head", 1)], task="sentence_ranking"))
-    model = load(AutoModelForMultipleChoice, folder)
+    model = load(folder, AutoModelForMultipleChoice)
     assert model(torch.tensor([[[0, 5, 2], [0, 6, 2]]])).logits.shape == (1, 2)
 
 
 def test_regression(convert, make):
     folder = convert(make.bert(heads=[("a", 1)], task="sentence_prediction", regression_target=True))
-    model = load(AutoModelForSequenceClassification, folder)
+    model = load(folder, AutoModelForSequenceClassification)
     assert model.config.problem_type == "regression" and model.config.num_labels == 1
 
 
@@ -221,14 +216,14 @@ def test_nan_is_reported_and_converted(convert, make):
     bad = ["luna.embeddings.word_embeddings.weight", "luna.encoder.layers.1.fc1.weight"]
     assert sorted(report(folder)["non_finite"]) == bad
     assert AutoConfig.from_pretrained(folder).tie_word_embeddings is True
-    assert load(AutoModelForMaskedLM, folder).luna.encoder.layers[1].fc1.weight[0, 0].isnan()
+    assert load(folder, AutoModelForMaskedLM).luna.encoder.layers[1].fc1.weight[0, 0].isnan()
 
 
 def test_half_precision_files_are_written_as_float32(convert, make):
     state = make.bert()
     state["model"] = {key: tensor.half() for key, tensor in state["model"].items()}
     folder = convert(state)
-    model = load(AutoModelForMaskedLM, folder)
+    model = load(folder, AutoModelForMaskedLM)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert report(folder)["dtype_in"] == {"float16": len(state["model"])}
     assert "float16 -> float32" in convert.screen
@@ -239,10 +234,10 @@ def test_minus_one_is_undone_in_float32(convert, make):
     state = make.bert()
     norms = [key for key in state["model"] if key.endswith("layer_norm.weight")]
     for key in norms:
-        state["model"][key] = torch.full((make.width,), 2.0**-12)
+        state["model"][key] = torch.full((make.WIDTH,), 2.0**-12)
     state["model"] = {key: tensor.half() for key, tensor in state["model"].items()}
-    model = load(AutoModelForMaskedLM, convert(state))
-    assert torch.equal(model.luna.embeddings.layer_norm.weight, torch.full((make.width,), 1 + 2.0**-12))
+    model = load(convert(state), AutoModelForMaskedLM)
+    assert torch.equal(model.luna.embeddings.layer_norm.weight, torch.full((make.WIDTH,), 1 + 2.0**-12))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -2,18 +2,9 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification
 
 from luna_mega import LunaForSequencePairClassification
-
-
-def load(folder):
-    config = json.loads((folder / "config.json").read_text())
-    pair = config["architectures"] == ["LunaForSequencePairClassification"]
-    model_class = LunaForSequencePairClassification if pair else AutoModelForSequenceClassification
-    model, info = model_class.from_pretrained(folder, output_loading_info=True)
-    assert not info["missing_keys"] and not info["mismatched_keys"] and not info["unexpected_keys"], info
-    return model.eval()
+from tests.convert.exports import load
 
 
 def all_weights_arrived(model, state, folder, raised):

@@ -4,23 +4,15 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoTokenizer
 
 from luna_mega import MegaForSequencePairClassification
 from luna_mega.convert import convert_checkpoint
+from tests.convert.exports import load
 from tests.convert.mega import BODY, HIDDEN, POSITIONS, SYMBOLS, VOCABULARY, mega
 
 TOKENS = torch.tensor([[16, 5, 6, 2], [16, 7, 2, 1]])
 TEXT_RECIPE = {"dropout": 0.1, "attention_dropout": 0.0, "attention_activation_fn": "softmax"}
-
-
-def load(folder):
-    config = json.loads((folder / "config.json").read_text())
-    pair = config["architectures"] == ["MegaForSequencePairClassification"]
-    model_class = MegaForSequencePairClassification if pair else AutoModelForSequenceClassification
-    model, info = model_class.from_pretrained(folder, output_loading_info=True)
-    assert not info["missing_keys"] and not info["mismatched_keys"] and not info["unexpected_keys"], info
-    return model.eval()
 
 
 def all_weights_arrived(model, state, folder):

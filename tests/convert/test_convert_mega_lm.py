@@ -4,20 +4,15 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from luna_mega.inspection import info
+from tests.convert.exports import load
 from tests.convert.mega import LAYERS, POSITIONS
 from tests.convert.mega_lm import CUTOFFS, KINDS, TAIL, VOCABULARY, mega_lm
 
 TOKENS = torch.tensor([[2, 5, 16, 31, 9], [2, 7, 22, 1, 1]])
 WORDS, OUT = "decoder.embed_tokens.weight", "decoder.output_projection.weight"
-
-
-def load(folder):
-    model, loading = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not loading["missing_keys"] and not loading["mismatched_keys"] and not loading["unexpected_keys"], loading
-    return model.eval()
 
 
 @pytest.mark.parametrize("branch", ["main", "flash"])

@@ -88,10 +88,10 @@ def test_label_dictionary_beside_the_checkpoint(convert, make):
 @pytest.mark.parametrize("difference", [-1, 1])
 @pytest.mark.parametrize("given", [False, True])
 def test_wrong_vocabulary(convert, make, difference, given):
-    path = make.dictionary(convert.source / "dict.txt", symbols=make.symbols + difference)
+    path = make.dictionary(convert.source / "dict.txt", symbols=make.SYMBOLS + difference)
     message = convert.error(make.bert(), *(["--dict", path] if given else []))
     assert str(path) in message
-    assert f"{make.vocabulary} embeddings" in message and f"<mask> = {make.vocabulary + difference}" in message
+    assert f"{make.VOCABULARY} embeddings" in message and f"<mask> = {make.VOCABULARY + difference}" in message
 
 
 def test_labels_that_do_not_fit_are_left_out_with_a_warning(convert, make):

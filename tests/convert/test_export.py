@@ -6,16 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from luna_mega import (
-    LunaConfig,
-    LunaForMaskedLM,
-    LunaForMultipleChoice,
-    LunaForQuestionAnswering,
-    LunaForSequenceClassification,
-    LunaForSequencePairClassification,
-    LunaForTokenClassification,
-    LunaModel,
-)
+import luna_mega
+from luna_mega import LunaConfig, LunaForMaskedLM, LunaForSequenceClassification
 from luna_mega.convert import convert_checkpoint
 from luna_mega.convert.exporter import export_checkpoint
 from luna_mega.convert.formats.registry import find_format
@@ -193,7 +185,7 @@ MADE_HERE = {
     "narrow": (LunaForSequenceClassification, {"classifier_hidden_size": 10}, "sentence_classification_head"),
     "regression": (LunaForSequenceClassification, {"num_labels": 1, "problem_type": "regression"}, None),
     "trained": (LunaForSequenceClassification, {"problem_type": "single_label_classification"}, None),
-    "choice": (LunaForMultipleChoice, {"pooling": "packed_max"}, None),
+    "choice": (luna_mega.LunaForMultipleChoice, {"pooling": "packed_max"}, None),
     "lra": (LunaForSequenceClassification, LRA_2021 | {"num_labels": 10}, None),
     "lra-mean": (LunaForSequenceClassification, LRA_2021 | {"pooling": "mean", "pool_padding": True}, None),
     "lra-p": (
@@ -202,14 +194,14 @@ MADE_HERE = {
         None,
     ),
     "lra-pair": (
-        LunaForSequencePairClassification,
+        luna_mega.LunaForSequencePairClassification,
         LRA_2021 | {"share_layers": True, "classifier_num_layers": 2},
         None,
     ),
     "lra23": (LunaForSequenceClassification, LRA_2023 | {"position_embedding_type": "sinusoidal"}, None),
     "lra23-mean": (LunaForSequenceClassification, LRA_2023 | {"pooling": "mean", "embedding_norm": False}, None),
     "lra23-pair": (
-        LunaForSequencePairClassification,
+        luna_mega.LunaForSequencePairClassification,
         LRA_2023 | {"pair_features": "interaction", "classifier_num_layers": 1, "classifier_activation": "gelu"},
         None,
     ),
@@ -249,7 +241,7 @@ def test_architectures(preset, arch):
 
 
 def test_bare_encoder_gets_a_new_lm_head(tmp_path):
-    folder = save(tmp_path / "model", LunaModel)
+    folder = save(tmp_path / "model", luna_mega.LunaModel)
     report = export_checkpoint(folder, tmp_path / "one.pt")
     assert any("new, untrained one" in note for note in report.notes)
     export_checkpoint(folder, tmp_path / "two.pt")
@@ -287,13 +279,13 @@ REFUSED = {
     "eps": (LunaForMaskedLM, {"layer_norm_eps": 1e-6}, "layer_norm_eps = 1e-06 (it has 1e-05)"),
     "padding": (LunaForMaskedLM, {"pad_token_id": 0}, "pad_token_id = 0"),
     "activation": (LunaForMaskedLM, {"hidden_act": "silu"}, "hidden_act = 'silu'"),
-    "mean": (LunaForMultipleChoice, {"pooling": "mean"}, "pooling = 'mean'"),
+    "mean": (luna_mega.LunaForMultipleChoice, {"pooling": "mean"}, "pooling = 'mean'"),
     "two-layers": (LunaForSequenceClassification, {"classifier_num_layers": 2}, "classifier_num_layers = 2"),
     "masked-mean": (LunaForSequenceClassification, LRA_2021 | {"pooling": "mean"}, "pool_padding = False"),
-    "pair-bias": (LunaForSequencePairClassification, {}, "classifier_bias = True"),
+    "pair-bias": (luna_mega.LunaForSequencePairClassification, {}, "classifier_bias = True"),
     "image-cls": (LunaForSequenceClassification, LRA_2023 | {"input_type": "values"}, "pooling = 'cls'"),
-    "tokens": (LunaForTokenClassification, {}, "LunaForTokenClassification"),
-    "spans": (LunaForQuestionAnswering, {}, "LunaForQuestionAnswering"),
+    "tokens": (luna_mega.LunaForTokenClassification, {}, "LunaForTokenClassification"),
+    "spans": (luna_mega.LunaForQuestionAnswering, {}, "LunaForQuestionAnswering"),
 }
 
 
@@ -345,7 +337,7 @@ def test_edited_configuration(convert, make, tmp_path, capsys):
 
 def test_layout_of_the_file(tmp_path):
     """What fairseq's `_upgrade_state_dict` and `Trainer.load_checkpoint` look up."""
-    export_checkpoint(save(tmp_path / "model", LunaForMultipleChoice), tmp_path / "model.pt")
+    export_checkpoint(save(tmp_path / "model", luna_mega.LunaForMultipleChoice), tmp_path / "model.pt")
     state = read(tmp_path / "model.pt")
     assert list(state) == ["args", "model", "optimizer_history", "extra_state"]
     history = {

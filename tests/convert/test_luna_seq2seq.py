@@ -9,7 +9,7 @@ from luna_mega.convert.importer import convert_checkpoint
 from luna_mega.errors import ConversionError
 from luna_mega.inspection.info import describe
 from luna_mega.inspection.verify import compare
-from tests.convert.exports import edit, read, translation_comes_back, translation_goes_there_and_back
+from tests.convert.exports import TRANSLATION, edit, read, translation_comes_back, translation_goes_there_and_back
 
 FIXTURES = ["s2s_lnemb_learned_fixlen", "s2s_tied", "s2s_untied_prenorm"]
 SINUSOIDAL = {"position_embedding_type": "sinusoidal", "embedding_norm": False}
@@ -39,17 +39,8 @@ def test_a_file_of_the_original_comes_back(shared_dir, tmp_path, name):
 
 def model(**fields):
     torch.manual_seed(0)
-    sizes = {
-        "vocab_size": 19,
-        "hidden_size": 8,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 12,
-        "projection_length": 5,
-        "max_position_embeddings": 20,
-        "is_encoder_decoder": True,
-    }
-    return LunaForConditionalGeneration(LunaConfig(**sizes | fields)).eval()
+    sizes = {"num_attention_heads": 2, "projection_length": 5, "max_position_embeddings": 20}
+    return LunaForConditionalGeneration(LunaConfig(**TRANSLATION | sizes | fields)).eval()
 
 
 def exported(tmp_path, **fields):

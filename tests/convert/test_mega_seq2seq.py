@@ -12,7 +12,7 @@ from luna_mega.convert.importer import convert_checkpoint
 from luna_mega.errors import ConversionError
 from luna_mega.inspection.info import describe
 from luna_mega.inspection.verify import compare
-from tests.convert.exports import dictionary, read, translation_comes_back, translation_goes_there_and_back
+from tests.convert.exports import TRANSLATION, dictionary, read, translation_comes_back, translation_goes_there_and_back
 
 FIXTURES = [
     "09_mt_softmax_shared",
@@ -51,19 +51,14 @@ def test_a_file_of_the_original_comes_back(shared_dir, tmp_path, name):
 def model(**fields):
     torch.manual_seed(0)
     sizes = {
-        "vocab_size": 19,
-        "hidden_size": 8,
-        "num_hidden_layers": 2,
-        "intermediate_size": 12,
         "shared_representation_size": 6,
         "ema_projection_size": 3,
         "nffn_hidden_size": 10,
         "normalization_type": "layernorm",
         "normalize_before_mega": False,
         "normalize_before_ffn": False,
-        "is_encoder_decoder": True,
     }
-    return MegaForConditionalGeneration(MegaConfig(**sizes | fields)).eval()
+    return MegaForConditionalGeneration(MegaConfig(**TRANSLATION | sizes | fields)).eval()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -14,17 +14,9 @@ from luna_mega.convert.plan import Plan
 from luna_mega.convert.reader import read_checkpoint
 from luna_mega.inspection.info import describe
 from luna_mega.inspection.verify import compare
+from tests.convert.mega import FIELDS
 
-SIZES = {
-    "vocab_size": 17,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "intermediate_size": 24,
-    "shared_representation_size": 6,
-    "ema_projection_size": 4,
-    "nffn_hidden_size": 20,
-    "dropout_prob": 0.25,
-}
+SIZES = FIELDS | {"vocab_size": 17, "dropout_prob": 0.25}
 
 
 def rows(key, axis):

@@ -80,7 +80,7 @@ def test_report(convert, make):
     assert row == {
         "source": "encoder.lm_head.weight",
         "target": "lm_head.decoder.weight",
-        "shape": [make.vocabulary, make.width],
+        "shape": [make.VOCABULARY, make.WIDTH],
     }
     assert str(convert.source) not in (output / "conversion_report.json").read_text()
 

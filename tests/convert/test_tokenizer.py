@@ -238,7 +238,7 @@ def test_both_kinds_of_folder(tmp_path, bpe, numbers):
 
 def checkpoint_with_dictionary(convert, make, symbols):
     """A luna_bert checkpoint of 12 symbols, and its dictionary beside it."""
-    assert len(symbols) == make.symbols
+    assert len(symbols) == make.SYMBOLS
     (convert.source / "dict.txt").write_text("".join(f"{symbol} 1\n" for symbol in symbols))
     return make.bert()
 
@@ -256,10 +256,10 @@ def test_conversion(convert, make, bpe, twelve):
     tokenizer = AutoTokenizer.from_pretrained(output)
     text = "abc the abx"
     assert tokenizer(text).input_ids == Reference(MERGES, twelve)(text)
-    assert tokenizer.model_max_length == make.positions and len(tokenizer) == make.vocabulary
+    assert tokenizer.model_max_length == make.POSITIONS and len(tokenizer) == make.VOCABULARY
     report = json.loads((output / "conversion_report.json").read_text())
     entry = report["tokenizer"]
-    assert (entry["class"], entry["size"]) == ("LunaTokenizer", make.vocabulary)
+    assert (entry["class"], entry["size"]) == ("LunaTokenizer", make.VOCABULARY)
     assert "x" in entry["missing_pieces"] and "abc" not in entry["missing_pieces"]
     assert len(entry["missing_pieces"]) == 256 + len(MERGES) - 9
     assert sorted(report["files"]) == sorted(file.name for file in output.iterdir())
@@ -310,8 +310,8 @@ def test_bpe_errors_are_one_line(convert, make, bpe, twelve, tmp_path):
     checkpoint_with_dictionary(convert, make, [*twelve[:-1], "70000"])
     assert "symbol '70000' is no GPT-2 id; they end at 268" in convert.error(state, "--bpe", bpe)
     assert "LRA does not read" in convert.error(make.lra21(), "--bpe", bpe)
-    make.dictionary(convert.source / "dict.txt", symbols=make.symbols + 1)
-    assert f"{make.vocabulary} embeddings" in convert.error(state, "--bpe", bpe)
+    make.dictionary(convert.source / "dict.txt", symbols=make.SYMBOLS + 1)
+    assert f"{make.VOCABULARY} embeddings" in convert.error(state, "--bpe", bpe)
 
 
 @pytest.mark.parametrize(

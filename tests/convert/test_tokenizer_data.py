@@ -205,7 +205,7 @@ def test_speed(texts, complete, thinned, robertas, monkeypatch):
 
 
 def test_fill_mask_after_conversion(convert, make, data, texts):
-    state, embedding = make.bert(), torch.randn(50265, make.width)
+    state, embedding = make.bert(), torch.randn(50265, make.WIDTH)
     state["model"]["encoder.sentence_encoder.embed_tokens.weight"] = embedding
     state["model"] |= {"encoder.lm_head.weight": embedding, "encoder.lm_head.bias": torch.randn(50265)}
     output = convert(state, "--dict", data / "roberta_bpe" / "dict.txt", "--bpe", data / "gpt2_bpe")

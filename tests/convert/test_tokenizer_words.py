@@ -116,20 +116,20 @@ def test_conversion(convert, make, kind, args, starts_with_cls):
     make.dictionary(convert.source / "src-bin" / "dict.txt")
     output = convert(getattr(make, kind)(**args))
     tokenizer = AutoTokenizer.from_pretrained(output)
-    cls = [make.vocabulary - 1] * starts_with_cls
+    cls = [make.VOCABULARY - 1] * starts_with_cls
     assert tokenizer("w0 w2 x").input_ids == [*cls, 4, 6, 3, 2]
-    assert tokenizer.model_max_length == make.positions and len(tokenizer) == make.vocabulary
+    assert tokenizer.model_max_length == make.POSITIONS and len(tokenizer) == make.VOCABULARY
     report = json.loads((output / "conversion_report.json").read_text())
     assert report["tokenizer"] == {
         "class": "TokenizersBackend",
         "kind": "whitespace-separated symbols",
-        "size": make.vocabulary,
+        "size": make.VOCABULARY,
         "missing_pieces": [],
     }
     assert "whitespace-separated symbols, 17 ids" in convert.screen
     model = AutoModelForSequenceClassification.from_pretrained(output).eval()
     batch = tokenizer(["w0 w2 x", "w1 " * 30], padding=True, truncation=True, return_tensors="pt")
-    assert batch["input_ids"].shape == (2, make.positions) and model(**batch).logits.isfinite().all()
+    assert batch["input_ids"].shape == (2, make.POSITIONS) and model(**batch).logits.isfinite().all()
 
 
 def test_no_tokenizer_without_a_dictionary_or_for_pixels(convert, make):

@@ -181,9 +181,8 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize("case", ERRORS)
-def test_wrong_options_end_in_one_line(case, run, folder, tmp_path):
-    more, message = ERRORS[case]
+@pytest.mark.parametrize(("more", "message"), ERRORS.values(), ids=ERRORS)
+def test_wrong_options_end_in_one_line(more, message, run, folder, tmp_path):
     assert_refused(run, message, *options(folder, tmp_path / "out", *more), output=tmp_path / "out")
 
 

@@ -155,9 +155,8 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize("case", ERRORS)
-def test_wrong_options_end_in_one_line(case, run, sst2, tmp_path):
-    options, message = ERRORS[case]
+@pytest.mark.parametrize(("options", "message"), ERRORS.values(), ids=ERRORS)
+def test_wrong_options_end_in_one_line(options, message, run, sst2, tmp_path):
     assert_refused(run, message, *scratch("sst2", sst2, tmp_path / "out"), *options, output=tmp_path / "out")
 
 

@@ -190,9 +190,8 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize("case", ERRORS)
-def test_wrong_options_end_in_one_line(case, run, corpus, tmp_path):
-    options, message = ERRORS[case]
+@pytest.mark.parametrize(("options", "message"), ERRORS.values(), ids=ERRORS)
+def test_wrong_options_end_in_one_line(options, message, run, corpus, tmp_path):
     assert_refused(run, message, *scratch(corpus, tmp_path / "out"), *options, output=tmp_path / "out")
 
 

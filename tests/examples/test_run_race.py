@@ -219,9 +219,8 @@ OPTION_ERRORS = {
 }
 
 
-@pytest.mark.parametrize("case", OPTION_ERRORS)
-def test_wrong_options_end_in_one_line(case, run, race, tmp_path):
-    options, message = OPTION_ERRORS[case]
+@pytest.mark.parametrize(("options", "message"), OPTION_ERRORS.values(), ids=OPTION_ERRORS)
+def test_wrong_options_end_in_one_line(options, message, run, race, tmp_path):
     assert_refused(run, message, *scratch(race, tmp_path / "out"), *options, output=tmp_path / "out")
 
 

@@ -76,6 +76,17 @@ class Inputs:
         return [output.detach() for output in outputs] + list(gradients)
 
 
+def saturated(length, kind):
+    """Inputs whose logits reach far below and far above those that a sigmoid tells from 0 and 1."""
+    inputs = Inputs(length, kind, "some", states=9)
+    extremes = torch.tensor([-1e4, -100.0, -30.0, 0.0, 20.0, 30.0, 90.0, 100.0, 1e4], dtype=torch.float64)
+    with torch.no_grad():
+        inputs.leaves[1].copy_(extremes)
+        for row in range(len(inputs.leaves[2])):
+            inputs.leaves[2][row] = extremes.roll(row)
+    return inputs
+
+
 @pytest.fixture(params=["fft", "chunks"])
 def form(request, monkeypatch):
     """Both forms of the torch backend, at any size, and several blocks of channels."""
@@ -297,12 +308,7 @@ def test_a_row_of_padding(form, kind):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_saturated_logits(form, backend, dtype, kind):
-    inputs = Inputs(130, kind, "some", states=9)
-    extremes = torch.tensor([-1e4, -100.0, -30.0, 0.0, 20.0, 30.0, 90.0, 100.0, 1e4], dtype=torch.float64)
-    with torch.no_grad():
-        inputs.leaves[1].copy_(extremes)
-        for row in range(len(inputs.leaves[2])):
-            inputs.leaves[2][row] = extremes.roll(row)
+    inputs = saturated(130, kind)
     for tensor in inputs.to(dtype).run(backend=backend):
         assert torch.isfinite(tensor).all()
     if kind == "states":

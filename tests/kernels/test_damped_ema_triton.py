@@ -8,7 +8,7 @@ from torch.library import opcheck
 
 from luna_mega.kernels.api import damped_ema, damped_ema_step
 from luna_mega.kernels.damped_ema import reference
-from tests.kernels.test_damped_ema import KINDS, Inputs, assert_same, relative_error
+from tests.kernels.test_damped_ema import KINDS, Inputs, assert_same, relative_error, saturated
 
 CHUNK = 8
 FLOAT32 = 5e-6
@@ -238,12 +238,7 @@ def test_first_segment(device):
 
 @pytest.mark.parametrize("kind", ["states", "bidirectional"])
 def test_saturated_logits(device, kind):
-    inputs = Inputs(10, kind, "some", states=9)
-    extremes = torch.tensor([-1e4, -100.0, -30.0, 0.0, 20.0, 30.0, 90.0, 100.0, 1e4], dtype=torch.float64)
-    with torch.no_grad():
-        inputs.leaves[1].copy_(extremes)
-        for row in range(len(inputs.leaves[2])):
-            inputs.leaves[2][row] = extremes.roll(row)
+    inputs = saturated(10, kind)
     exact = run(inputs, backend="reference")
     assert_same(run(inputs.to(torch.float32), device, backend="triton"), exact, FLOAT32)
 

@@ -1,4 +1,4 @@
-"""Small Luna models and inputs for the tests."""
+"""Small Luna models and inputs for the tests, and what those of Mega take from here."""
 
 import torch
 
@@ -16,6 +16,7 @@ HEADS = {
         "ForQuestionAnswering",
     )
 }
+SIZES = {"vocab_size": 40, "hidden_size": 24, "num_hidden_layers": 2, "intermediate_size": 32, "num_labels": 3}
 POOLINGS = ("cls", "mean", "packed_max", "packed_mean", "packed_attention")
 VARIANTS = {
     "tied": {},
@@ -32,27 +33,26 @@ VALUES = {"input_type": "values", "position_embedding_type": "sinusoidal"}
 
 def tiny_config(**overrides):
     fields = {
-        "vocab_size": 40,
-        "hidden_size": 24,
-        "num_hidden_layers": 2,
         "num_attention_heads": 4,
-        "intermediate_size": 32,
         "projection_length": 6,
         "max_position_embeddings": 48,
         "classifier_hidden_size": 20,
-        "num_labels": 3,
     }
-    return luna_mega.LunaConfig(**fields | overrides)
+    return luna_mega.LunaConfig(**SIZES | fields | overrides)
+
+
+def enlarged(model_class, config, size=lambda name: 0.1):
+    """A model with weights large enough that every part of it shows in the result; `size`: by name of the parameter."""
+    torch.manual_seed(0)
+    model = model_class(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.add_(size(name) * torch.randn_like(parameter))
+    return model
 
 
 def make(head, **overrides):
-    """A model with weights large enough that every part of it shows in the result."""
-    torch.manual_seed(0)
-    model = HEADS[head](tiny_config(**overrides)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
+    return enlarged(HEADS[head], tiny_config(**overrides))
 
 
 def tokens(lengths, side="right", width=None, seed=0):
@@ -99,3 +99,20 @@ def results(head, output, mask):
     else:
         return list(output.logits)
     return [row[keep.bool()] for row, keep in zip(tensors, kept, strict=True)]
+
+
+def check_invariance(head, model, lengths=(21, 1, 5, 13)):
+    """The results of sequences alone and without padding are those in a batch, padded on either side."""
+    lengths, alone = list(lengths), []
+    with torch.no_grad():
+        for row, length in enumerate(lengths):
+            inputs = {name: value[row : row + 1] for name, value in head_inputs(head, lengths).items()}
+            inputs = {name: value if "pair" in name else value[..., :length] for name, value in inputs.items()}
+            alone += results(head, model(**inputs), inputs["attention_mask"])
+        for side, width in (("right", 21), ("right", 30), ("left", 21), ("left", 30)):
+            inputs = head_inputs(head, lengths, side, width)
+            together = results(head, model(**inputs), inputs["attention_mask"])
+            for row, (expected, actual) in enumerate(zip(alone, together, strict=True)):
+                torch.testing.assert_close(
+                    actual, expected, atol=1e-5, rtol=1e-5, msg=lambda text, r=row, s=side: f"row {r}, {s}: {text}"
+                )

@@ -1,21 +1,10 @@
 """Small Mega models for the tests; their inputs are those of `luna.py`."""
 
-import torch
-
 import luna_mega
 
-HEADS = {
-    name: getattr(luna_mega, f"Mega{name}")
-    for name in (
-        "Model",
-        "ForMaskedLM",
-        "ForSequenceClassification",
-        "ForSequencePairClassification",
-        "ForMultipleChoice",
-        "ForTokenClassification",
-        "ForQuestionAnswering",
-    )
-}
+from . import luna
+
+HEADS = {name: getattr(luna_mega, f"Mega{name}") for name in luna.HEADS}
 VARIANTS = {
     "rotary scalenorm": {},
     "laplace chunks": {"attention_activation": "laplace", "use_chunking": True, "chunk_size": 8},
@@ -48,27 +37,12 @@ VALUES = {"input_type": "values", "pooling": "mean"}
 
 
 def tiny_config(**overrides):
-    fields = {
-        "vocab_size": 40,
-        "hidden_size": 24,
-        "num_hidden_layers": 2,
-        "intermediate_size": 32,
-        "ema_projection_size": 4,
-        "shared_representation_size": 12,
-        "nffn_hidden_size": 20,
-        "max_positions": 48,
-        "num_labels": 3,
-    }
-    return luna_mega.MegaConfig(**fields | overrides)
+    fields = {"ema_projection_size": 4, "shared_representation_size": 12, "nffn_hidden_size": 20, "max_positions": 48}
+    return luna_mega.MegaConfig(**luna.SIZES | fields | overrides)
 
 
 def make(head, **overrides):
-    """A model with weights large enough that every part of it shows in the result."""
-    torch.manual_seed(0)
-    model = HEADS[head](tiny_config(**overrides)).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            # Attention starts out near uniform and for relu2 near 0.
-            size = 0.5 if "qk_weight" in name or "rel_pos_bias" in name else 0.1
-            parameter.add_(size * torch.randn_like(parameter))
-    return model
+    def size(name):  # attention starts out near uniform and for relu2 near 0
+        return 0.5 if "qk_weight" in name or "rel_pos_bias" in name else 0.1
+
+    return luna.enlarged(HEADS[head], tiny_config(**overrides), size)

@@ -5,38 +5,7 @@ import torch
 
 from luna_mega import LunaConfig
 
-from .luna import head_inputs, make, tiny_config
-
-
-@pytest.mark.parametrize(
-    "fields, message",
-    [
-        ({"hidden_size": 25}, r"hidden_size \(25\) must be divisible by num_attention_heads \(4\)"),
-        ({"num_pack_attention_heads": 5}, r"divisible by num_pack_attention_heads \(5\)"),
-        ({"pooling": "max"}, "pooling must be one of cls, mean"),
-        ({"position_embedding_type": "rotary"}, "position_embedding_type must be one of"),
-        ({"input_type": "pixels"}, "input_type must be one of tokens, values"),
-        ({"pair_features": "sum"}, "pair_features must be one of"),
-        ({"hidden_act": "gleu"}, "hidden_act is 'gleu'"),
-        ({"classifier_activation": "tanhh"}, "classifier_activation is 'tanhh'"),
-        ({"projection_length": 0}, "projection_length must be at least 1"),
-        ({"classifier_num_layers": -1}, "classifier_num_layers must be at least 0"),
-        ({"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
-        ({"layerdrop": 1e9}, r"layerdrop must be in \[0, 1\), got 1000000000.0"),
-        ({"layer_norm_eps": -1.0}, "layer_norm_eps must be a number of at least 0, got -1.0"),
-        ({"hidden_act": {}}, "hidden_act"),
-        ({"pad_token_id": None}, r"pad_token_id \(None\) must be a token"),
-        ({"pad_token_id": 40}, r"pad_token_id \(40\) must be a token of the vocabulary \(0 to 39\)"),
-        ({"pool_padding": True}, "pool_padding applies to pooling 'mean' and 'packed_mean', not to 'cls'"),
-        (
-            {"hidden_size": 2, "num_attention_heads": 1, "position_embedding_type": "sinusoidal"},
-            "hidden_size of at least",
-        ),
-    ],
-)
-def test_configuration(fields, message):
-    with pytest.raises(Exception, match=message):  # transformers 5.17 wraps the ValueError
-        tiny_config(**fields)
+from .luna import head_inputs, make
 
 
 def test_configuration_checks_types():

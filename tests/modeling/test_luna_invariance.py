@@ -3,41 +3,20 @@
 import pytest
 import torch
 
-from .luna import HEADS, POOLINGS, VARIANTS, head_inputs, make, results, tiny_config
-
-LENGTHS = [21, 1, 5, 13]
-
-
-def check(head, model):
-    with torch.no_grad():
-        alone = []
-        for row in range(len(LENGTHS)):
-            inputs = {name: value[row : row + 1] for name, value in head_inputs(head, LENGTHS).items()}
-            inputs = {name: value[..., : LENGTHS[row]] for name, value in inputs.items() if "pair" not in name} | {
-                name: value for name, value in inputs.items() if "pair" in name
-            }
-            alone += results(head, model(**inputs), inputs["attention_mask"])
-        for side in ("right", "left"):
-            for width in (21, 30):
-                inputs = head_inputs(head, LENGTHS, side, width)
-                together = results(head, model(**inputs), inputs["attention_mask"])
-                for row, (expected, actual) in enumerate(zip(alone, together, strict=True)):
-                    torch.testing.assert_close(
-                        actual, expected, atol=1e-5, rtol=1e-5, msg=lambda text, r=row, s=side: f"row {r}, {s}: {text}"
-                    )
+from .luna import HEADS, POOLINGS, VARIANTS, check_invariance, head_inputs, make, tiny_config
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("head", HEADS)
 def test_heads(head, variant):
-    check(head, make(head, **VARIANTS[variant]))
+    check_invariance(head, make(head, **VARIANTS[variant]))
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
 @pytest.mark.parametrize("head", ["ForSequenceClassification", "ForSequencePairClassification", "ForMultipleChoice"])
 def test_poolings(head, pooling):
-    check(head, make(head, pooling=pooling))
-    check(head, make(head, pooling=pooling, dynamic_projection_length=False, pair_features="interaction"))
+    check_invariance(head, make(head, pooling=pooling))
+    check_invariance(head, make(head, pooling=pooling, dynamic_projection_length=False, pair_features="interaction"))
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)

@@ -4,8 +4,6 @@ import pytest
 import torch
 from transformers import (
     AutoConfig,
-    AutoModel,
-    AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     pipeline,
 )
@@ -14,6 +12,7 @@ from luna_mega import LunaConfig, LunaForMaskedLM, LunaForSequenceClassification
 from luna_mega.modeling_common.layout import DENSE, TokenLayout
 
 from .luna import HEADS, POOLINGS, VALUES, VARIANTS, head_inputs, labels, make, tiny_config
+from .saving import comes_back, masked_lm_comes_back
 
 COUNTS = {  # counted in the original: masked LM, encoder alone
     "base_512": (131_902_041, 131_259_648),
@@ -162,29 +161,14 @@ def test_gradient_checkpointing(variant, reentrant):
 def test_save_and_load(tmp_path, pooling, variant):
     overrides = VALUES if variant == "values" else VARIANTS[variant]
     model = make("ForSequenceClassification", pooling=pooling, **overrides)
-    model.save_pretrained(tmp_path, max_shard_size="10KB")
-    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
-    loaded, report = AutoModelForSequenceClassification.from_pretrained(tmp_path, output_loading_info=True)
-    assert not report["missing_keys"] and not report["unexpected_keys"]
-    assert type(loaded) is type(model) and loaded.config.to_json_string() == model.config.to_json_string()
     inputs = {"input_values": torch.randn(2, 9)} if variant == "values" else head_inputs("Model", [9, 4])
-    assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
+    comes_back(tmp_path, model, inputs)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_masked_lm_weights(tmp_path, tied):
-    model = make("ForMaskedLM", tie_word_embeddings=tied)
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForMaskedLM.from_pretrained(tmp_path, device_map="auto")
-    words, decoder = loaded.luna.embeddings.word_embeddings.weight, loaded.lm_head.decoder.weight
-    assert (words is decoder) == tied
-    inputs = head_inputs("ForMaskedLM", [9, 4])
-    assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
-    encoder = AutoModel.from_pretrained(tmp_path)
-    assert torch.equal(encoder(**inputs).last_hidden_state, model.luna(**inputs).last_hidden_state)
-    loaded.resize_token_embeddings(50)
-    assert loaded(**inputs).logits.shape == (2, 9, 50) and loaded.config.vocab_size == 50
-    torch.testing.assert_close(loaded(**inputs).logits[..., :40], model(**inputs).logits)
+    model, words = make("ForMaskedLM", tie_word_embeddings=tied), "luna.embeddings.word_embeddings.weight"
+    masked_lm_comes_back(tmp_path, model, head_inputs("ForMaskedLM", [9, 4]), words, "lm_head.decoder.weight")
 
 
 def test_every_parameter_is_initialised():

@@ -13,40 +13,6 @@ from .luna import head_inputs, tokens
 from .mega import make, tiny_config
 
 
-@pytest.mark.parametrize(
-    "fields, message",
-    [
-        ({"attention_activation": "gelu"}, "attention_activation must be one of softmax, laplace, relu2, got 'gelu'"),
-        ({"normalization_type": "norm"}, "normalization_type must be one of layernorm, .* got 'norm'"),
-        ({"relative_positional_bias": "alibi"}, "relative_positional_bias must be one of rotary, simple, got 'alibi'"),
-        ({"input_type": "pixels"}, "input_type must be one of tokens, values"),
-        ({"pooling": "max"}, "pooling must be one of cls, mean"),
-        ({"pair_features": "sum"}, "pair_features must be one of"),
-        ({"activation": "gleu"}, "activation is 'gleu'"),
-        ({"classifier_activation": "tanhh"}, "classifier_activation is 'tanhh'"),
-        ({"use_chunking": True}, "use_chunking needs a chunk_size of at least 1, got -1"),
-        ({"use_chunking": True, "chunk_size": 0}, "use_chunking needs a chunk_size of at least 1, got 0"),
-        ({"shared_representation_size": 13}, "an even shared_representation_size, got 13"),
-        ({"num_attention_heads": 2}, "num_attention_heads must be 1, got 2"),
-        ({"ema_shift": True, "bidirectional": False}, "ema_shift=True needs bidirectional=True"),
-        ({"is_decoder": True, "bidirectional": True}, "is_decoder=True needs bidirectional=False"),
-        ({"add_cross_attention": True}, "add_cross_attention=True needs is_decoder=True"),
-        ({"dropout_prob": 1.0}, r"dropout_prob must be in \[0, 1\), got 1.0"),
-        ({"ema_projection_size": 0}, "ema_projection_size must be at least 1, got 0"),
-        ({"pad_token_id": None}, r"pad_token_id \(None\) must be a token"),
-        ({"pad_token_id": 40}, r"pad_token_id \(40\) must be a token of the vocabulary \(0 to 39\)"),
-        ({"classifier_num_layers": -1}, "classifier_num_layers must be at least 0, got -1"),
-        ({"classifier_dropout": -0.1}, r"classifier_dropout must be in \[0, 1\), got -0.1"),
-        ({"ema_beta_range": -1.0}, "ema_beta_range must be a number of at least 0, got -1.0"),
-        ({"hidden_size": "wide"}, "hidden_size"),
-        ({"activation": {}}, "activation"),
-    ],
-)
-def test_configuration(fields, message):
-    with pytest.raises(Exception, match=message):  # transformers 5.17 wraps the ValueError
-        tiny_config(**fields)
-
-
 def test_a_decoder_has_one_direction(tmp_path):
     """`bidirectional` follows from `is_decoder`, and the two contradict each other where a saved encoder says so."""
     assert tiny_config().bidirectional and not tiny_config(is_decoder=True).bidirectional

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from .luna import head_inputs, labels, results, tokens
+from .luna import check_invariance, head_inputs, labels, results, tokens
 from .mega import HEADS, NO_DROPOUT, VALUES, VARIANTS, make
 
 CHUNK = 8
@@ -11,37 +11,15 @@ BOUNDARIES = [1, 3, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 5]
 FUNCTIONS = ("softmax", "laplace", "relu2")
 
 
-def alone(head, model, lengths):
-    """Results of the sequences one by one, without padding."""
-    outputs = []
-    for row, length in enumerate(lengths):
-        inputs = {name: value[row : row + 1] for name, value in head_inputs(head, lengths).items()}
-        inputs = {name: value if "pair" in name else value[..., :length] for name, value in inputs.items()}
-        outputs += results(head, model(**inputs), inputs["attention_mask"])
-    return outputs
-
-
-def check(head, model, lengths=(21, 1, 5, 13)):
-    with torch.no_grad():
-        expected = alone(head, model, list(lengths))
-        for side, width in (("right", 21), ("right", 30), ("left", 21), ("left", 30)):
-            inputs = head_inputs(head, list(lengths), side, width)
-            together = results(head, model(**inputs), inputs["attention_mask"])
-            for row, (one, other) in enumerate(zip(expected, together, strict=True)):
-                torch.testing.assert_close(
-                    other, one, atol=1e-5, rtol=1e-5, msg=lambda text, r=row, s=side: f"row {r}, {s}: {text}"
-                )
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("head", HEADS)
 def test_heads(head, variant):
-    check(head, make(head, **VARIANTS[variant]))
+    check_invariance(head, make(head, **VARIANTS[variant]))
 
 
 @pytest.mark.parametrize("head", ["ForSequenceClassification", "ForSequencePairClassification"])
 def test_mean_pooling(head):
-    check(head, make(head, pooling="mean", pair_features="interaction", use_chunking=True, chunk_size=CHUNK))
+    check_invariance(head, make(head, pooling="mean", pair_features="interaction", use_chunking=True, chunk_size=CHUNK))
 
 
 @pytest.mark.parametrize("bias", ["simple", "rotary"])
@@ -49,7 +27,7 @@ def test_mean_pooling(head):
 def test_chunk_boundaries(function, bias):
     """Sequences that fill a chunk not at all, but for one position, exactly, and by one position too many."""
     options = {"attention_activation": function, "relative_positional_bias": bias}
-    check("Model", make("Model", use_chunking=True, chunk_size=CHUNK, **options), BOUNDARIES)
+    check_invariance("Model", make("Model", use_chunking=True, chunk_size=CHUNK, **options), BOUNDARIES)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

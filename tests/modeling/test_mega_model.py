@@ -5,8 +5,6 @@ import torch
 from torch import nn
 from transformers import (
     AutoConfig,
-    AutoModel,
-    AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     Trainer,
     TrainingArguments,
@@ -18,6 +16,7 @@ from luna_mega.modeling_mega.modeling_mega import MegaDropout
 
 from .luna import head_inputs, labels, tokens
 from .mega import HEADS, NO_DROPOUT, VALUES, VARIANTS, make, tiny_config
+from .saving import comes_back, masked_lm_comes_back
 
 
 def gradients(model):
@@ -87,29 +86,14 @@ def test_gradient_checkpointing(variant, reentrant):
 def test_save_and_load(tmp_path, variant):
     overrides = VALUES if variant == "values" else VARIANTS[variant]
     model = make("ForSequenceClassification", classifier_num_layers=2, **overrides)
-    model.save_pretrained(tmp_path, max_shard_size="10KB")
-    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
-    loaded, report = AutoModelForSequenceClassification.from_pretrained(tmp_path, output_loading_info=True)
-    assert not report["missing_keys"] and not report["unexpected_keys"]
-    assert type(loaded) is type(model) and loaded.config.to_json_string() == model.config.to_json_string()
     inputs = {"input_values": torch.randn(2, 9)} if variant == "values" else tokens([9, 4])
-    assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
+    comes_back(tmp_path, model, inputs)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_masked_lm_weights(tmp_path, tied):
-    model = make("ForMaskedLM", tie_word_embeddings=tied)
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForMaskedLM.from_pretrained(tmp_path, device_map="auto")
-    words, decoder = loaded.mega.embedding_layer.word_embeddings.weight, loaded.mlm_head.weight
-    assert (words is decoder) == tied
-    inputs = tokens([9, 4])
-    assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
-    encoder = AutoModel.from_pretrained(tmp_path)
-    assert torch.equal(encoder(**inputs).last_hidden_state, model.mega(**inputs).last_hidden_state)
-    loaded.resize_token_embeddings(50)
-    assert loaded(**inputs).logits.shape == (2, 9, 50) and loaded.config.vocab_size == 50
-    torch.testing.assert_close(loaded(**inputs).logits[..., :40], model(**inputs).logits)
+    model, words = make("ForMaskedLM", tie_word_embeddings=tied), "mega.embedding_layer.word_embeddings.weight"
+    masked_lm_comes_back(tmp_path, model, tokens([9, 4]), words, "mlm_head.weight")
 
 
 def test_every_parameter_is_initialised():

@@ -1,0 +1,59 @@
+"""A configuration that does not fit is refused in one sentence that names the field and the way out."""
+
+import pytest
+
+from . import luna, mega
+
+BOTH = [
+    ({"input_type": "pixels"}, "input_type must be one of tokens, values"),
+    ({"pooling": "max"}, "pooling must be one of cls, mean"),
+    ({"pair_features": "sum"}, "pair_features must be one of"),
+    ({"classifier_activation": "tanhh"}, "classifier_activation is 'tanhh'"),
+    ({"pad_token_id": None}, r"pad_token_id \(None\) must be a token"),
+    ({"pad_token_id": 40}, r"pad_token_id \(40\) must be a token of the vocabulary \(0 to 39\)"),
+    ({"classifier_num_layers": -1}, "classifier_num_layers must be at least 0, got -1"),
+]
+LUNA = [
+    ({"hidden_size": 25}, r"hidden_size \(25\) must be divisible by num_attention_heads \(4\)"),
+    ({"num_pack_attention_heads": 5}, r"divisible by num_pack_attention_heads \(5\)"),
+    ({"position_embedding_type": "rotary"}, "position_embedding_type must be one of"),
+    ({"hidden_act": "gleu"}, "hidden_act is 'gleu'"),
+    ({"projection_length": 0}, "projection_length must be at least 1"),
+    ({"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
+    ({"layerdrop": 1e9}, r"layerdrop must be in \[0, 1\), got 1000000000.0"),
+    ({"layer_norm_eps": -1.0}, "layer_norm_eps must be a number of at least 0, got -1.0"),
+    ({"hidden_act": {}}, "hidden_act"),
+    ({"pool_padding": True}, "pool_padding applies to pooling 'mean' and 'packed_mean', not to 'cls'"),
+    (
+        {"hidden_size": 2, "num_attention_heads": 1, "position_embedding_type": "sinusoidal"},
+        "hidden_size of at least",
+    ),
+]
+MEGA = [
+    ({"attention_activation": "gelu"}, "attention_activation must be one of softmax, laplace, relu2, got 'gelu'"),
+    ({"normalization_type": "norm"}, "normalization_type must be one of layernorm, .* got 'norm'"),
+    ({"relative_positional_bias": "alibi"}, "relative_positional_bias must be one of rotary, simple, got 'alibi'"),
+    ({"activation": "gleu"}, "activation is 'gleu'"),
+    ({"use_chunking": True}, "use_chunking needs a chunk_size of at least 1, got -1"),
+    ({"use_chunking": True, "chunk_size": 0}, "use_chunking needs a chunk_size of at least 1, got 0"),
+    ({"shared_representation_size": 13}, "an even shared_representation_size, got 13"),
+    ({"num_attention_heads": 2}, "num_attention_heads must be 1, got 2"),
+    ({"ema_shift": True, "bidirectional": False}, "ema_shift=True needs bidirectional=True"),
+    ({"is_decoder": True, "bidirectional": True}, "is_decoder=True needs bidirectional=False"),
+    ({"add_cross_attention": True}, "add_cross_attention=True needs is_decoder=True"),
+    ({"dropout_prob": 1.0}, r"dropout_prob must be in \[0, 1\), got 1.0"),
+    ({"ema_projection_size": 0}, "ema_projection_size must be at least 1, got 0"),
+    ({"classifier_dropout": -0.1}, r"classifier_dropout must be in \[0, 1\), got -0.1"),
+    ({"ema_beta_range": -1.0}, "ema_beta_range must be a number of at least 0, got -1.0"),
+    ({"hidden_size": "wide"}, "hidden_size"),
+    ({"activation": {}}, "activation"),
+]
+
+
+@pytest.mark.parametrize(
+    "family, fields, message",
+    [*((luna, *case) for case in BOTH + LUNA), *((mega, *case) for case in BOTH + MEGA)],
+)
+def test_configuration(family, fields, message):
+    with pytest.raises(Exception, match=message):  # transformers 5.17 wraps the ValueError
+        family.tiny_config(**fields)
