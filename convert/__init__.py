@@ -1,4 +1,4 @@
-"""Checkpoints of the original code become folders that transformers loads, and folders become checkpoints."""
+"""Conversion of checkpoints of the original code into folders that transformers loads, and back."""
 
 from luna_mega.convert.exporter import export_checkpoint
 from luna_mega.convert.importer import convert_checkpoint

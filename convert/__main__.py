@@ -1,4 +1,4 @@
-"""`python -m luna_mega.convert CHECKPOINT ...` is `luna-mega convert CHECKPOINT ...`."""
+"""Entry point of `python -m luna_mega.convert CHECKPOINT ...`, the same as `luna-mega convert CHECKPOINT ...`."""
 
 import sys
 

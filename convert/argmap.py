@@ -1,4 +1,4 @@
-"""The arguments of a checkpoint as a table of rows, read in either direction: from the file's args and back to them."""
+"""Tables of arguments: each row is read in two directions, from the args of a file to our fields and back."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -15,9 +15,9 @@ from luna_mega.errors import ConversionError
 
 @dataclass(frozen=True)
 class Way:
-    """Translation of an argument's value into ours (`there`) and of ours into the argument's (`back`).
+    """Translation of the value of an argument into the value of our field (`there`) and back (`back`).
 
-    `there` raises a `ValueError` that says what the value is not; the name and the value are put in front of it.
+    `there` raises a `ValueError` such as "is not one of a, b"; the caller puts name and value in front.
     """
 
     there: Callable[[Any], Any]
@@ -33,7 +33,7 @@ _ACTIVATIONS = {
     "silu": "silu",
     "linear": "linear",
 }
-# Our name -> fairseq's; of two that mean the same the one that is not deprecated.
+# Our name -> fairseq's. fairseq has two names for gelu_new; gelu_fast is deprecated.
 FAIRSEQ_ACTIVATIONS = {ours: theirs for theirs, ours in _ACTIVATIONS.items() if theirs != "gelu_fast"}
 
 
@@ -45,7 +45,7 @@ def _activation(value: Any) -> str:
 
 SAME = Way(lambda value: value, lambda value: value)
 NOT = Way(lambda value: not value, lambda value: not value)
-# An activation that no file has is of a model which does not use it.
+# A model whose activation has no name in fairseq does not use it: any name does.
 ACTIVATION = Way(_activation, lambda value: FAIRSEQ_ACTIVATIONS.get(value, "gelu"))
 
 
@@ -54,26 +54,26 @@ def _always(_: Evidence | Target) -> bool:
 
 
 def never(_: Evidence | Target) -> bool:
-    """Answer `there` or `when` of a row that works in one direction only."""
+    """Return False: the `there` or `when` of a row that works in one direction only."""
     return False
 
 
 @dataclass(frozen=True)
 class Arg:
-    """One argument of the original: what it says of the configuration, and what is written for it.
+    """One argument of the original: the fields that are read from it, and the value that is written for it.
 
     Args:
         name: the argument.
-        field: the field of the configuration that it sets; None = the row is read by `read`, or not at all.
+        field: the field of the configuration that it sets; None = `read` reads the row, or nothing does.
         way: how the value is translated.
         default: the original's value where the args lack the argument; an architecture may have another one.
-        measure: what the tensors say, as a value of the argument; they win over the args.
-        read: the fields that the argument sets, in place of `field`, `way` and `measure`.
-        write: the value to write, in place of `field` and `way`.
+        measure: returns the argument's value as the tensors have it; the tensors win over the args.
+        read: returns the fields that the argument sets, in place of `field`, `way` and `measure`.
+        write: returns the value to write, in place of `field` and `way`.
         revision: the only revision of the original that has the argument; None = all have it.
-        there: whether it is read from a file.
-        when: whether it is written for a model.
-        kept: the value of the converted file is written again, whatever the model is now.
+        there: tells whether the argument is read from a file.
+        when: tells whether the argument is written for a model.
+        kept: an export writes the value of the converted file again, even if the model was edited.
     """
 
     name: str
@@ -107,7 +107,7 @@ Table = tuple[Arg, ...]
 
 
 def fixed(name: str, value: Any, **options: Any) -> Arg:
-    """Return the row of an argument that is written as it is, and not read."""
+    """Return the row of an argument that always has this value in an export, and is not read."""
     return Arg(name, write=lambda target: value, **options)
 
 
@@ -122,11 +122,11 @@ def written(name: str, field: str, **options: Any) -> Arg:
 
 
 def equals(field: str, value: Any) -> Callable[[Target], bool]:
-    """Return how an argument is written that is set where `field` has a value."""
+    """Return the `write` of an argument that is true where `field` has this value."""
     return lambda target: getattr(target.config, field) == value
 
 
-# What every checkpoint of fairseq has.
+# Every checkpoint of fairseq has these.
 COMMON = (fixed("data", "."), fixed("seed", 1), fixed("no_save_optimizer_state", True))
 
 
@@ -139,8 +139,7 @@ def read_fields(table: Iterable[Arg], evidence: Evidence) -> dict[str, Any]:
     """Return the fields of the configuration that the rows set.
 
     Raises:
-        ConversionError: an argument is missing or has a value that means nothing; args and tensors contradict each
-            other.
+        ConversionError: an argument is missing or has no meaningful value, or args and tensors contradict each other.
     """
     fields: dict[str, Any] = {}
     for row in table:

@@ -16,7 +16,7 @@ _BLOCK = 1 << 20
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _NO_CRC = (
     "its zip entries have no CRC-32 (torch.serialization.set_crc32_options(False) writes such a file): damage to it "
-    "goes unnoticed, unless its SHA-256 is compared with that of the original"
+    "goes unnoticed, unless you compare its SHA-256 with the original's"
 )
 
 
@@ -39,7 +39,7 @@ def read_checksums(path: Path, is_zip: bool) -> tuple[str, list[str]]:
     digest, warnings = hashlib.sha256(), []
     with path.open("rb") as file:
         entries = _entries(path, file) if is_zip else []
-        # A single 0 can be true; torch.save without CRCs writes 0 for all.
+        # The CRC-32 of one entry can be 0 by chance; torch.save without CRCs writes 0 for all.
         with_crc = any(entry.crc for entry in entries)
         if is_zip and not with_crc:
             warnings.append(_NO_CRC)
@@ -65,7 +65,7 @@ def _blocks(file: BinaryIO, end: int) -> Iterator[bytes]:
 
 
 def _entries(path: Path, file: BinaryIO) -> list[_Entry]:
-    """Return the entries in the order of the file; each must be stored as it is, behind a header of its own."""
+    """Return the entries in the order of the file; each must be uncompressed, behind a header of its own."""
     try:
         if not zipfile.is_zipfile(file):
             raise _damaged(path, "the zip directory at its end is missing")
@@ -88,7 +88,7 @@ def _entries(path: Path, file: BinaryIO) -> list[_Entry]:
 
 
 def _start(info: zipfile.ZipInfo, file: BinaryIO) -> int | None:
-    """Return where the data of an entry starts, by its own header; None where the header is not that of the entry."""
+    """Return where the data of an entry starts, by its own header; None where another header, or none, is there."""
     file.seek(info.header_offset)
     signature, name_length, extra_length = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
     name = info.orig_filename.encode("utf-8" if info.flag_bits & 0x800 else "cp437")

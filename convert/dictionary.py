@@ -16,7 +16,7 @@ FILLER = re.compile(r"madeupword\d{4}")
 
 @dataclass(frozen=True)
 class Dictionary:
-    """Content of a dict.txt: `symbols[i]` has id 4 + i, because four specials come first that are not in the file."""
+    """Content of a dict.txt: `symbols[i]` has id 4 + i, behind four specials that are not in the file."""
 
     path: Path
     symbols: tuple[str, ...]
@@ -32,7 +32,7 @@ class Dictionary:
 
 
 def read_text(path: Path, missing: str = "no such file", undecodable: str = "not UTF-8 text") -> str:
-    """Return the text of a file; `missing` and `undecodable` are what the error says in either case.
+    """Return the text of a file; `missing` and `undecodable` are the words of the error in either case.
 
     Raises:
         ConversionError: the file does not exist, or is not UTF-8.
@@ -49,7 +49,7 @@ def read_dictionary(path: str | Path) -> Dictionary:
     """Read lines `symbol count`, split at the last space, where fairseq's `#fairseq:overwrite` may follow.
 
     Raises:
-        ConversionError: the file does not exist, or a line is not such a line; the message names it.
+        ConversionError: the file does not exist, or a line has another form; the message names the line.
     """
     path = Path(path)
     lines = read_text(path, "no such dictionary file").split("\n")
@@ -72,10 +72,10 @@ def read_dictionary(path: str | Path) -> Dictionary:
 
 
 def vocabulary(names: Iterable[str], appended: str | None) -> dict[str, int]:
-    """Return the ids of a dictionary with lines of these `names`, of the specials and of the appended symbol.
+    """Return the ids of the specials, of the lines of a dictionary, called `names`, and of the appended symbol.
 
-    A name that comes again (`#fairseq:overwrite`) means the later line, and the earlier id gets a name that no text
-    has. The specials keep their names.
+    A name that comes twice (`#fairseq:overwrite`) belongs to the later line; the earlier id gets a name that occurs in
+    no text. The specials keep their names.
     """
     ids = {special: index for index, special in enumerate(SPECIALS)}
     for index, name in enumerate(names, start=len(SPECIALS)):
@@ -135,7 +135,7 @@ def assign_dictionaries(
             raise ConversionError(f"{path}: fits as {role}, and so does {other.path}; give one of them")
         setattr(found, role, other or dictionary)
     if vocab_size is not None and found.vocabulary is None:
-        found.notes.append("no dictionary: the folder has no dict.txt, which a tokenizer is made from; --dict adds it")
+        found.notes.append("no dictionary: the folder has no dict.txt, and a tokenizer needs one; --dict adds it")
     return found
 
 
@@ -182,7 +182,7 @@ def assign_pair(
         found = dict.fromkeys(_ROLES, first)
     notes = []
     if not found:
-        notes.append(f"no dictionary: there is no {' or '.join(names)}, which tokenizers are made from; --dict adds it")
+        notes.append(f"no dictionary: there is no {' or '.join(names)}, which the tokenizers need; --dict adds it")
     elif missing := [name for role, name in zip(_ROLES, names, strict=True) if role not in found]:
         raise ConversionError(
             f"{next(iter(found.values())).path}: the dictionary of the other language, {missing[0]}, is missing; give "
@@ -192,7 +192,7 @@ def assign_pair(
 
 
 def _beside(folder: Path, vocabulary: bool, labels: bool) -> list[Path]:
-    """Return at most one file of each role: that of the first place that has one."""
+    """Return at most one file for each role: the first place that has one wins."""
     places = [VOCABULARY_PLACES] * vocabulary + [LABEL_PLACES] * labels
     return [found for names in places if (found := next((p for n in names if (p := folder / n).is_file()), None))]
 

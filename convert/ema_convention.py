@@ -1,8 +1,8 @@
-"""The two branches of the Mega code: what one of them calls alpha, the other one calls delta.
+"""The two branches of the Mega code: one calls alpha what the other calls delta.
 
-Both branches have the same names and shapes, so that a file loads in either, and computes something else. They register
-the two parameters in another order, which a saved state dict keeps. In the `flash` branch, moreover, the average that
-runs backward starts at the next token.
+Both have the same names and shapes, so a file loads in either branch, and gives wrong results in the wrong one. They
+register the two parameters in different orders, which a saved state dict keeps. In the `flash` branch, moreover, the
+average that runs backward starts at the next token.
 """
 
 import re
@@ -20,7 +20,7 @@ CHOICES = ("auto", *ORDER)
 
 @dataclass(frozen=True)
 class EmaDecision:
-    """The branch, and the one that the order of the tensors says (None: neither)."""
+    """The branch that was decided on, and the branch that the order of the tensors tells (None: neither)."""
 
     convention: str
     by_order: str | None
@@ -30,13 +30,13 @@ class EmaDecision:
         if self.by_order in (None, self.convention):
             return None
         return (
-            f"--ema-convention {self.convention} contradicts the order of the tensors, which is that of the "
+            f"--ema-convention {self.convention} contradicts the order of the tensors, which comes from the "
             f"{self.by_order} branch"
         )
 
 
 def order_of(keys: Iterable[str]) -> str | None:
-    """Return the branch that registers the parameters of every moving average in the order of `keys`; None: neither."""
+    """Return the branch that registers the parameters of a moving average in the order of `keys`; None: neither."""
     averages: dict[str, list[str]] = {}
     for key in keys:
         if found := re.fullmatch(rf"(.*\.move)\.({'|'.join(ORDER['main'])})", key):
@@ -50,16 +50,15 @@ def order_of(keys: Iterable[str]) -> str | None:
 
 
 def decide_ema_convention(tensors: Mapping, choice: str) -> EmaDecision:
-    """Return the branch: `choice`, or with "auto" what the order of the tensors says.
+    """Return the branch: `choice`, or with "auto" the one that the order of the tensors tells.
 
     Raises:
-        ConversionError: "auto", and the order is that of neither branch, as after sorting.
+        ConversionError: "auto", and neither branch writes this order (the names were sorted, for instance).
     """
     by_order = order_of(tensors)
     if choice == "auto" and by_order is None:
         raise ConversionError(
-            "moving average: the order of its tensors, by which the branches main (delta, alpha, beta, ...) and flash "
-            "(alpha, delta, beta, ...) are told apart, is that of neither; pass --ema-convention main or "
-            "--ema-convention flash"
+            "moving average: the order of its tensors is neither branch main's (delta, alpha, beta, ...) nor branch "
+            "flash's (alpha, delta, beta, ...); pass --ema-convention main or --ema-convention flash"
         )
     return EmaDecision(by_order if choice == "auto" else choice, by_order)

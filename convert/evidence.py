@@ -11,9 +11,7 @@ from luna_mega.errors import ConversionError
 
 @dataclass
 class Evidence:
-    """Tensors and args of one checkpoint, the revision of the code that wrote it, the defaults of its architecture, and
-    the warnings met on the way.
-    """
+    """Tensors, args, code revision and default arguments of one checkpoint, and the warnings met on the way."""
 
     tensors: dict[str, torch.Tensor]
     args: dict[str, Any]
@@ -32,7 +30,7 @@ class Evidence:
         return self.defaults[name] if value is None else value
 
     def integer(self, name: str) -> int:
-        """Return the argument, or the default of the architecture, which must be a whole number."""
+        """Return the argument, else the default of the architecture, which must be a whole number."""
         value = self.arg(name)
         if not isinstance(value, int):
             raise ConversionError(f"{self.shown(name)} is not a whole number")
@@ -44,7 +42,7 @@ class Evidence:
         return f"args.{name} = {value if len(value) <= 80 else f'{value[:77]}...'}"
 
     def shape(self, key: str, *dims: str) -> tuple[int, ...]:
-        """Return the shape of a tensor that must be there with dimensions `dims` (their names, for the message)."""
+        """Return the shape of a tensor; an error if it is missing or has other dimensions than `dims` names."""
         if key not in self.tensors:
             raise ConversionError(f"tensor {key!r} is missing; the file is incomplete")
         shape = tuple(self.tensors[key].shape)
@@ -58,7 +56,7 @@ class Evidence:
             self.warnings.append(text)
 
     def prefer(self, name: str, from_file: int | bool | str) -> int | bool | str:
-        """Return what the tensors say, and warn when the argument disagrees."""
+        """Return the value that the tensors give, and warn when the argument disagrees."""
         value = self.args.get(name)
         if value is not None and value != from_file:
             said = " ".join(str(value).split())
@@ -66,19 +64,19 @@ class Evidence:
         return from_file
 
     def layers(self, prefix: str) -> int:
-        """Return how many layers the file has; they are numbered from 0 without a gap."""
+        """Return the number of layers in the file, which must be numbered from 0 without a gap."""
         numbers = {int(match[1]) for key in self.tensors if (match := re.match(rf"{re.escape(prefix)}\.(\d+)\.", key))}
         if numbers != set(range(len(numbers))) or not numbers:
             raise ConversionError(f"layers {sorted(numbers)} of '{prefix}' are not 0 to n-1; the file is incomplete")
         return len(numbers)
 
     def unshared_layers(self, prefix: str, name: str = "encoder_layers") -> int:
-        """Return how many layers the file has, which must be the number in the args, `name`, if that is given."""
+        """Return the number of layers in the file; the argument `name`, if it is given, must agree."""
         in_file, in_args = self.layers(prefix), self.args.get(name)
         if in_args not in (None, in_file):
             raise ConversionError(
                 f"{self.shown(name)} but the file holds {in_file} layers under '{prefix}'; "
-                "the file is incomplete or its args are of another model"
+                "the file is incomplete, or its args belong to another model"
             )
         return in_file
 

@@ -73,15 +73,15 @@ def export_checkpoint(
     """Write a checkpoint that the original's loader and `convert_checkpoint` read, and its dictionaries beside it.
 
     Args:
-        folder: what `luna-mega convert` or `save_pretrained` wrote.
+        folder: the output of `luna-mega convert` or `save_pretrained`.
         output: file to write, which must not exist; after a failure it does not.
-        head: name of the classification head, where heads have names, which there is its kind. None = as in the
+        head: name of the classification head, where heads have names; the name tells its kind. None = as in the
             converted file, else the usual one.
         layer_norm: "standard" or "plus-one" (some code stores weight - 1); None = as in the converted file, else as in
             the code that has the model.
-        dtype: "float32", "float16" or "bfloat16"; None = that of the converted file if nothing is lost by it, else
-            that of the folder.
-        dictionaries: vocabulary and label dictionary in any order; when none is given, those of the folder.
+        dtype: "float32", "float16" or "bfloat16"; None = as in the converted file if nothing is lost by it, else as in
+            the folder.
+        dictionaries: vocabulary and label dictionary in any order; when none is given, the files in the folder.
         progress: show a progress bar on stderr if that is a terminal.
 
     Returns the report that the command prints.
@@ -137,7 +137,7 @@ def _check_options(output: str | Path, layer_norm: str | None, dtype: str | None
 
 
 def _choose_target(source: ModelFolder, head: str | None, report: dict[str, Any]) -> tuple[Format, Target]:
-    """Return the format that can express the model, that of the converted file if there was one."""
+    """Return the format that can express the model; a converted model keeps the format of its file."""
     model_class, config, given = source.model_class, source.config, report["source"]
     formats = [find_format(given["layout"])] if given else registered_formats()
     wanted = head or report["decisions"].get("head")
@@ -154,7 +154,7 @@ def _choose_target(source: ModelFolder, head: str | None, report: dict[str, Any]
         layout = formats[0].revisions[given["revision"]].format if given else "the fairseq code"
         raise ConversionError(
             f"{layout} has no head like that of {model_class.__name__}; "
-            + (way_out or f"what can be exported are {', '.join(names)}")
+            + (way_out or f"these can be exported: {', '.join(names)}")
         )
     problems = [list(_problems(found, target)) for found, target in targets]
     best = min(range(len(targets)), key=lambda index: len(problems[index]))
@@ -183,7 +183,7 @@ def _problems(found: Format, target: Target) -> Iterator[str]:
 
 
 def _rename(found: Format, target: Target, ours: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Return the tensors under the original's names, with those that a folder does not have, and notes about them."""
+    """Return the tensors under the original's names, with the ones that only a file has, and notes on these."""
     ours, notes = found.complete(target, ours)
     keymap = found.keymap(target.config, target.revision, target.head)
     matches = {name: keymap.backward(name) for name in ours}
@@ -203,7 +203,7 @@ def _plan_args(
     recorded: dict[str, Any] | None,
     recorded_head: str | None,
 ) -> tuple[Plan, Mapping, dict[str, Any], list[str]]:
-    """Return the args, and how the converter understands the file with them: it must be the model of the folder."""
+    """Return the args, and the plan of a conversion with them, which must give the model of the folder back."""
     if recorded is not None and target.head in (None, recorded_head):
         try:
             plan, mapping = _read_back(found, target, tensors, recorded)
@@ -236,7 +236,7 @@ def _read_back(
 
 
 def _differences(found: Format, target: Target, plan: Plan) -> list[tuple[str, Any, Any]]:
-    """Return (field, the model's, the planned one) of all fields that the model uses and in which the two differ."""
+    """Return (field, the model's value, the planned value) of the fields in use whose two values differ."""
     config, planned, unused = found.resolved(target.config), found.resolved(plan.config), found.unused(target)
     pairs = [
         (name, getattr(config, name), getattr(planned, name))
@@ -251,7 +251,7 @@ def _differences(found: Format, target: Target, plan: Plan) -> list[tuple[str, A
 
 
 def _places(found: Format, task: str | None) -> tuple[set[str], str]:
-    """Return where the task of the original looks for its vocabulary, and where for its labels."""
+    """Return the places where the task of the original looks for its vocabulary, and the place for its labels."""
     usual = "dict.txt"
     return {usual, found.vocabulary_places.get(task, usual)}, found.label_places.get(task, "label-bin/dict.txt")
 
@@ -259,7 +259,7 @@ def _places(found: Format, task: str | None) -> tuple[set[str], str]:
 def _dictionaries(
     source: ModelFolder, plan: Plan, places: tuple[set[str], str], given: list[str | Path]
 ) -> tuple[dict[str, bytes], list[str]]:
-    """Return the dictionaries under the names by which the task looks for them, and notes on those that are missing."""
+    """Return the dictionaries under the names that the task looks for, and notes on missing ones."""
     second = "dict.label.txt" if plan.languages is None else "dict.target.txt"
     own = [path for name in ("dict.txt", second) if (path := source.path / name).is_file()]
     found = plan.find_dictionaries(given or own, source.path)
@@ -295,7 +295,7 @@ def _label_dictionary(names: list[str]) -> bytes:
 
 
 def _save(output: Path, state: dict[str, Any], beside: dict[str, bytes], progress: bool) -> list[str]:
-    """Write the checkpoint, and the files `beside` it that are not there already; return the names of what is new."""
+    """Write the checkpoint, and the files `beside` it that are not there already; return the names of the new files."""
     parent = next(folder for folder in output.parents if folder.is_dir())
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=parent) as temporary:
         folder = Path(temporary)
@@ -316,12 +316,12 @@ def _write(path: Path, state: dict[str, Any], progress: bool) -> None:
     try:
         with path.open("wb") as file, tqdm.wrapattr(file, "write", **bar) as writer:
             torch.save(state, writer)
-    except RuntimeError as error:  # what torch makes of a full disk
+    except RuntimeError as error:  # torch raises it when the disk is full
         raise ConversionError(f"cannot write {path.name}: {error}") from error
 
 
 def _publish(folder: Path, output: Path) -> list[str]:
-    """Move the files from `folder` to beside `output`, the checkpoint itself last."""
+    """Move the files from `folder` to the folder of `output`, the checkpoint itself last."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != output.name]
     names = [str(path.relative_to(folder)) for path in (*files, folder / output.name)]
     done = []

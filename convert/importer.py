@@ -35,7 +35,7 @@ from luna_mega.hub.output import check_output, complete_folder
 
 @dataclass(frozen=True)
 class _Source:
-    """A checkpoint that is understood: its format, its tensors under today's names, and what they become."""
+    """A checkpoint that was recognised: its format, its tensors under today's names, and the plan for them."""
 
     checkpoint: Checkpoint
     format: Format
@@ -48,7 +48,7 @@ class _Source:
 
     @property
     def plus_one(self) -> bool:
-        """Tell whether norm weights are stored minus one."""
+        """Return whether norm weights are stored minus one."""
         return self.norm is not None and self.norm.convention == "plus-one"
 
 
@@ -76,8 +76,7 @@ def convert_checkpoint(
         head: name of the classification head to convert, where heads have names; None = the only one of a fine-tuned
             model, else the language model.
         layer_norm: "auto", "standard" or "plus-one" (some code stores weight - 1).
-        ema_convention: "auto" or the branch of the code that wrote a moving average, by the order of the tensors or as
-            given.
+        ema_convention: the branch of the code that wrote a moving average; "auto": by the order of the tensors.
         dtype: "float32", "float16" or "bfloat16".
         license: identifier of the licence of the weights, for the model card; None = the card says that none is stated.
 
@@ -204,7 +203,7 @@ def _write(
         model.generation_config.update(**plan.generation)
     try:
         model.save_pretrained(folder, state_dict=converted, max_shard_size="50GB")
-    except SafetensorError as error:  # what safetensors makes of a full disk
+    except SafetensorError as error:  # safetensors raises it when the disk is full
         raise ConversionError(f"{report.output}: cannot write model.safetensors: {error}") from error
     for name, path in _dictionary_files(found).items():
         shutil.copyfile(path, folder / name)

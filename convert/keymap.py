@@ -31,7 +31,7 @@ class Match:
 
 
 class KeyMap:
-    """Rows in order; the first that fits a name wins."""
+    """Rows in order; the first row that fits a name wins."""
 
     def __init__(self, rows: list[Row]):
         self.rows = tuple(rows)
@@ -54,7 +54,7 @@ class KeyMap:
                 fields = found.groupdict()
                 block = index
                 while "layer" in fields and block and "{layer}" in self.rows[block - 1].source:
-                    block -= 1  # the rows of a layer are one block
+                    block -= 1  # the rows with {layer} are one block
                 return block, int(fields.get("layer", 0)), index, fields.get("part") == "bias"
         raise KeyError(key)
 

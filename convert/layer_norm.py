@@ -14,7 +14,7 @@ _MARGIN = 0.4  # training moves the mean: in models like BERT it ends up below 1
 
 @dataclass(frozen=True)
 class LayerNormDecision:
-    """The convention, and what the mean of all norm weights (1 or 0 in a fresh model) says about it."""
+    """The convention, the mean of all norm weights (1 or 0 in a fresh model), and the convention that it suggests."""
 
     convention: str
     mean: float
@@ -31,7 +31,7 @@ class LayerNormDecision:
 
 
 def decide_layer_norm(weights: list[torch.Tensor], choice: str) -> LayerNormDecision:
-    """Return the convention: `choice`, or with "auto" what the mean of all finite norm weights says.
+    """Return the convention: `choice`, or with "auto" the one that the mean of all finite norm weights suggests.
 
     Raises:
         ConversionError: "auto", and the mean is near neither 1 nor 0.

@@ -1,4 +1,4 @@
-"""Descriptions of what a conversion and an export are going to do, before a tensor is touched."""
+"""The plan of a conversion and the target of an export, made before a tensor is touched."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,12 +12,12 @@ from luna_mega.convert.keymap import KeyMap
 
 @dataclass
 class Plan:
-    """The class and configuration to write, the key map, and what to tell the user.
+    """The class and configuration to write, the key map, and the messages for the user.
 
-    `appended_symbol` is what fairseq adds to the dictionary after loading it (None: nothing), `prepends_appended`
-    whether every sequence starts with it, `num_labels` the number of classes that can have names (None: none);
-    `also_loads` are classes that load from the same folder with all their weights; `languages` are those of source and
-    target of an encoder-decoder, `generation` what `generate` does by default.
+    `appended_symbol` is the symbol that fairseq adds to the dictionary after loading it (None: no symbol);
+    `prepends_appended` says whether every sequence starts with it. `num_labels` is the number of classes that can have
+    names (None: none). `also_loads` are classes that load from the same folder with all their weights. `languages` are
+    source and target of an encoder-decoder; `generation` has the defaults of `generate`.
     """
 
     model_class: type[PreTrainedModel]
@@ -35,7 +35,7 @@ class Plan:
 
     @property
     def vocab_size(self) -> int | None:
-        """Return the rows of the embedding, None for a model that reads real numbers."""
+        """Return the number of rows of the embedding, None for a model that reads real numbers."""
         return self.config.vocab_size if self.config.input_type == "tokens" else None
 
     def find_dictionaries(self, given: list[str | Path], beside: Path) -> Dictionaries:
@@ -52,9 +52,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Target:
-    """A model that is to be written as a checkpoint: its class and configuration, the revision of the original that
-    reads it, and the name of its classification head there (None: heads have no names).
-    """
+    """A model to export: class, configuration, the revision that will read it, its head (None: heads have no names)."""
 
     model_class: type[PreTrainedModel]
     config: PreTrainedConfig

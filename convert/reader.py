@@ -1,4 +1,4 @@
-"""Reads fairseq checkpoints without executing anything that is in them.
+"""Reads fairseq checkpoints without executing anything in them.
 
 `torch.load(weights_only=True)` builds nothing but tensors and plain containers; the inert types below are allowed too.
 """
@@ -18,7 +18,7 @@ from luna_mega.errors import ConversionError
 
 _NUMPY_SCALARS = "?bhilqBHILQefd"
 _LATER_FAIRSEQ = (
-    "written by a later fairseq (hydra configuration), while the Luna and Mega code writes 'args'; give a checkpoint "
+    "written by a later fairseq (hydra configuration); the Luna and Mega code writes 'args'; give a checkpoint "
     "that this code saved"
 )
 
@@ -48,7 +48,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     """Open a checkpoint written by fairseq's `checkpoint_utils.save_state`, zip or legacy serialisation.
 
     Raises:
-        ConversionError: the file is no such checkpoint, is damaged, asks to run code, or is of another generation.
+        ConversionError: the file is no such checkpoint, is damaged, asks to run code, or comes from a later fairseq.
     """
     path = Path(path)
     serialization = _serialization(path)
@@ -75,7 +75,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of the args made of Python's own types: no namespace, tensor or number of numpy is left."""
+    """Return a value of the args in Python's own types, without namespaces, tensors and numbers of numpy."""
     if isinstance(value, numpy.generic) or _is_dense(value):
         return value.tolist()
     if isinstance(value, argparse.Namespace):
@@ -141,7 +141,7 @@ def _tensors(path: Path, model) -> dict[str, torch.Tensor]:
 
 
 def _is_dense(value: Any) -> bool:
-    """Return whether a value is a tensor that has one number for every element."""
+    """Return whether a value is a tensor that stores one number for every element."""
     if not isinstance(value, torch.Tensor) or value.is_quantized or value.is_meta:
         return False
     return value.layout == torch.strided

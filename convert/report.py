@@ -17,11 +17,11 @@ _ABSOLUTE_PATH = re.compile(r"(?<![^:])(?://)?(?:/(?!/)|~/|[A-Za-z]:[\\/](?!/))[
 
 @dataclass
 class Report:
-    """Record of what a conversion read, decided and wrote.
+    """Record of a conversion: its input, its decisions and its output.
 
     `mapped` has `{"source", "target", "shape"}` and `dropped` `{"source", "shape", "reason"}` for every tensor of the
-    checkpoint; `tokenizer` has `{"class", "kind", "size", "missing_pieces"}`; `args` are those of fairseq, so that an
-    export can write them back; `code` is the name of the revision on the screen. `missing` and `unexpected` are empty:
+    checkpoint; `tokenizer` has `{"class", "kind", "size", "missing_pieces"}`; `args` are fairseq's, so that an
+    export can write them back; `code` names the revision on the screen. `missing` and `unexpected` are empty:
     a conversion with either fails.
     """
 
@@ -45,7 +45,7 @@ class Report:
     code: str = ""
 
     def save(self, folder: Path) -> None:
-        """Write conversion_report.json into `folder`; of absolute paths it has the last name only."""
+        """Write conversion_report.json into `folder`; an absolute path among the args keeps its last name only."""
         content = {"format": 1} | asdict(self) | {"args": _without_folders(self.args)}
         del content["output"], content["code"]
         (folder / FILE_NAME).write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
@@ -93,7 +93,7 @@ def _tokenizer_row(kind: str, size: int, missing_pieces: list[str], **of_class: 
 
 
 def _without_folders(value: Any) -> Any:
-    """Return an argument with every absolute path cut down to its last part: the rest is about somebody's machine."""
+    """Return an argument with every absolute path cut down to its last name: the rest tells of somebody's machine."""
     if isinstance(value, str):
         return _ABSOLUTE_PATH.sub(lambda path: re.split(r"[\\/]", path[0].rstrip("\\/"))[-1], value)
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Turns the tensors of a checkpoint into those of the model: each is mapped, dropped with a reason, or an error."""
+"""Turns the tensors of a checkpoint into the model's: each is mapped, dropped with a reason, or an error."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from luna_mega.convert.plan import Plan
 from luna_mega.errors import ConversionError
 
 DTYPES = ("float32", "float16", "bfloat16")
-# The norm weights of a plus-one checkpoint as they were: adding 1 rounds them, and an export gives the old ones back.
+# The norm weights of a plus-one checkpoint before 1 was added, which rounds them: an export gives these back.
 _SOURCE_NORMS = "source_norms.safetensors"
 # Output layers that are tied to the embedding, which is saved.
 _TIED_TO_EMBEDDING = ("lm_head.decoder.weight", "lm_head.weight")
@@ -36,8 +36,8 @@ def map_tensors(plan: Plan, tensors: dict[str, torch.Tensor]) -> Mapping:
     """Find every tensor's place and check it against the model.
 
     Raises:
-        ConversionError: a tensor without a place, a place without a tensor, another shape, or no real numbers where
-            weights belong.
+        ConversionError: a tensor has no place, a place has no tensor, or a tensor has another shape or is not of real
+            numbers where weights belong.
     """
     mapped, dropped, norm_weights, unexpected = {}, {}, [], []
     expected = _expected_tensors(plan)
@@ -80,8 +80,8 @@ def convert_tensors(
 ) -> dict[str, torch.Tensor]:
     """Return the tensors under their new names in `dtype`; with `plus_one` the norm weights are stored minus one.
 
-    Integers stay what they are. Every one has storage of its own: what shares it is saved once, also where the model
-    does not tie it.
+    Integers stay integers. Every tensor gets storage of its own, because transformers saves shared storage once,
+    even where the model does not tie the tensors.
     """
     raised = set(mapping.norm_weights) if plus_one else set()
     converted = {}
@@ -93,7 +93,7 @@ def convert_tensors(
 
 
 def _is_copy(target: str, config: PreTrainedConfig) -> bool:
-    """Return whether a tensor of the model is another one's copy, which is not saved."""
+    """Return whether a tensor of the model is a copy of another one, and so is not saved."""
     if target in _TIED_TO_EMBEDDING:
         return config.tie_word_embeddings
     of_target = ".decoder." in target and target.endswith(".word_embeddings.weight")
@@ -101,13 +101,13 @@ def _is_copy(target: str, config: PreTrainedConfig) -> bool:
 
 
 def without_memory(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """Return the model on the meta device: names and shapes only."""
+    """Return the model on the meta device, with names and shapes only."""
     with torch.device("meta"):
         return model_class(config)
 
 
 def few(keys: list[str]) -> str:
-    """Return the first five names and how many more there are."""
+    """Return the first five names and the number of the others."""
     return ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
 
 
@@ -117,12 +117,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def save_source_norms(weights: dict[str, torch.Tensor], folder: Path) -> None:
-    """Write norm weights as they were, under fairseq's names, beside the model."""
+    """Write the norm weights of the file, under fairseq's names, beside the model."""
     save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / _SOURCE_NORMS)
 
 
 def lowered_norms(folder: Path, ours: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the norm weights minus one: the saved ones where these still give the model's, `ours`."""
+    """Return the norm weights `ours` minus one: the saved ones where these plus one still are the model's."""
     file = folder / _SOURCE_NORMS
     saved = load_file(file) if file.is_file() else {}
     lowered = {}
@@ -142,11 +142,11 @@ def store_tensors(
     """Return the tensors in the dtype of a file, and notes on what is lost or not gained by it.
 
     Args:
-        tensors: by the names of a file; one that stands under two names is stored once.
-        mapping: what the converter reads of them.
-        lowered: norm weights to write in place of those of the model.
-        dtype: of the file; None = that of the converted file if nothing is lost by it, else that of the tensors.
-        in_file: the dtypes of the converted file.
+        tensors: name in the file -> tensor; a tensor under two names is stored once.
+        mapping: the tensors that the converter reads.
+        lowered: norm weights to write in place of the model's.
+        dtype: dtype of the file; None = as in the converted file if nothing is lost by it, else as in `tensors`.
+        in_file: the dtypes of the converted file, with the number of tensors of each.
     """
     notes, originals = [], {name for name in in_file if getattr(torch, name).is_floating_point}
     if dtype is None:

@@ -1,7 +1,7 @@
 """The contract of all ops: the choice of a backend and its reason, ragged input, autocast.
 
-A public function of the kernels is an `Op`. Its backend is the one that the call names, or `use_backend`, or the
-environment variable `LUNA_MEGA_BACKEND`, or else the best that can run the call.
+A public function of the kernels is an `Op`. The call, `use_backend` or the environment variable `LUNA_MEGA_BACKEND`, in
+this order, names its backend; otherwise the best backend that can run the call is taken.
 """
 
 import logging
@@ -48,7 +48,7 @@ _float32_precision = "tf32x3"
 def use_float32_precision(name: str) -> Iterator[None]:
     """Multiply float32 matrices in Triton kernels with precision `name` inside the block.
 
-    `"tf32x3"`, the default: on tensor cores, in three passes, accurate to about 1e-6; `"ieee"`: as float32, slower.
+    `"tf32x3"`, the default: three passes on tensor cores, accurate to about 1e-6; `"ieee"`: true float32, slower.
     """
     global _float32_precision
     if name not in FLOAT32_PRECISIONS:
@@ -66,7 +66,7 @@ def float32_precision() -> str:
 
 
 def without_autocast(device: str) -> AbstractContextManager:
-    """Return a context in which ops on this type of device keep the dtypes they are given."""
+    """Return a context in which ops on this type of device keep the dtypes of their inputs."""
     # The meta device has no autocast to switch off.
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
@@ -75,21 +75,21 @@ def without_autocast(device: str) -> AbstractContextManager:
 
 @dataclass(frozen=True, eq=False)
 class Op:
-    """One public function of the kernels, as it is carried out. Autocast is off inside of every backend.
+    """One public function of the kernels: its backends and their limits. Autocast is off inside every backend.
 
     A call is a dict of arguments that the function has checked; backends take them by keyword.
 
     Args:
         name: of the public function, for errors and `explain`.
         backends: the functions that compute a call, by the name of the backend.
-        unsupported: gives the reason why the Triton kernels cannot take a call, None where they can.
+        unsupported: returns the reason why the Triton kernels cannot take a call, None where they can.
         tokens: the arguments `[1, total, ...]` that lie end to end in a ragged call. They are filled up to `[sequences,
             max_seqlen, ...]` for the backends that are not in `native`.
-        mask: the argument that leaves out what was filled up, None where nothing needs to be left out.
-        tokens_out: the result, or the first of several, is filled up where the tokens are.
+        mask: the argument that masks the filled-up places, None where they do no harm.
+        tokens_out: whether the result, or the first of several, is filled up like the tokens.
         native: the backends that take ragged calls as they are, with `cu_seqlens` and `max_seqlen`.
-        with_weights: computes output, weights and what else the op returns, step by step.
-        under_autocast: gives the call that the Triton kernels compute in place of one under autocast.
+        with_weights: computes output, weights and further results, step by step.
+        under_autocast: changes a call under autocast into the call that the Triton kernels compute.
         ragged: runs a ragged call on a backend that is not in `native`; None = by filling up.
     """
 
@@ -112,7 +112,7 @@ class Op:
         max_seqlen: int | None = None,
         return_weights: bool = False,
     ):
-        """Compute a call, ragged where there are `cu_seqlens`, with the backend that is asked for or that is best."""
+        """Compute a call, ragged where there are `cu_seqlens`, with the requested or the best backend."""
         device = call[self.tokens[0]].device
         if return_weights:
             if cu_seqlens is not None:
@@ -133,7 +133,7 @@ class Op:
             return (self.ragged or self.fill_up)(run, call, cu_seqlens, max_seqlen)
 
     def fill_up(self, run: Callable, call: dict, cu_seqlens: torch.Tensor, max_seqlen: int):
-        """Compute a ragged call with a backend that knows rows of one length."""
+        """Compute a ragged call with a backend that takes only rows of one length."""
         total, filled = call[self.tokens[0]].shape[1], {}
         for name in self.tokens:
             same = next((other for other in filled if call[other] is call[name]), None)
@@ -152,8 +152,8 @@ class Op:
     def choose(self, backend: str | None, device: torch.device, unsupported: str | None = None) -> str:
         """Return the name of the backend that runs a call on `device`, and log once why it is not Triton on a GPU.
 
-        `unsupported`: why the Triton kernels cannot take the arguments of this call, None where they can. Raises
-        `ValueError` where a backend was asked for by name that cannot run the call.
+        `unsupported` is the reason why the Triton kernels cannot take the arguments of this call, None where they can.
+        Raises `ValueError` if a backend was chosen by name and cannot run the call.
         """
         chosen, reason = self.decide(backend, device, unsupported)
         if device.type == "cuda" and reason.startswith(_FALLBACK) and not torch.compiler.is_compiling():
@@ -164,7 +164,7 @@ class Op:
         return chosen
 
     def decide(self, backend: str | None, device: torch.device, unsupported: str | None = None) -> tuple[str, str]:
-        """Return what `choose` returns, and the reason for the choice."""
+        """Return the name of the backend, and the reason for the choice."""
         if backend is not None:
             wanted, source = _checked(backend, f"{self.name}'s argument backend"), "its argument"
         elif _override is not None:
@@ -172,7 +172,7 @@ class Op:
         else:
             wanted, source = _default, "LUNA_MEGA_BACKEND"
         if wanted == "auto":
-            # Interpreted kernels are for tests: only their name chooses them.
+            # Interpreted kernels are for tests: they run only when they are chosen by name.
             against = f"the tensors are on {device.type}" if device.type != "cuda" else _why_not(device) or unsupported
             if torch.compiler.is_exporting():
                 against = "an exported program must not need this package"

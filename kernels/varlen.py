@@ -7,7 +7,7 @@ import torch
 
 
 def check(op: str, cu_seqlens: torch.Tensor, max_seqlen: int | None, total: int) -> int:
-    """Check `cu_seqlens` and return `max_seqlen`, read from them where it is None, which waits for the device."""
+    """Check `cu_seqlens` and return `max_seqlen`; if it is None, read it from them, which waits for the device."""
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"{op} needs cu_seqlens [sequences + 1] of int32 or int64, got {cu_seqlens.dtype} {list(cu_seqlens.shape)}"
@@ -23,7 +23,7 @@ def check(op: str, cu_seqlens: torch.Tensor, max_seqlen: int | None, total: int)
 
 
 def pad(x: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int) -> torch.Tensor:
-    """`[1, total, ...]` -> `[B, max_seqlen, ...]`, filled up on the right with zeros."""
+    """Return `[1, total, ...]` as `[B, max_seqlen, ...]`, filled up on the right with zeros."""
     position = torch.arange(max_seqlen, device=x.device) + cu_seqlens[:-1, None]
     kept = keep(cu_seqlens, max_seqlen)
     rows = x[0, position.clamp(max=max(x.shape[1] - 1, 0))]
@@ -31,7 +31,7 @@ def pad(x: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int) -> torch.Ten
 
 
 def unpad(x: torch.Tensor, cu_seqlens: torch.Tensor, total: int) -> torch.Tensor:
-    """Take out of `[B, max_seqlen, ...]` what `pad` has filled up, `[1, total, ...]`."""
+    """Return `[B, max_seqlen, ...]` as `[1, total, ...]`, without the zeros of `pad`."""
     row, position = locate(cu_seqlens, total)
     return x[row, position][None]
 

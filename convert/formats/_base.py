@@ -1,7 +1,7 @@
 """The interface of a checkpoint format: all that importer, exporter and `luna-mega info` know of one.
 
 A new format is a subclass of `Format` in a file of its own, an instance of it in `registry.py` (or passed to
-`register_format`), and tests. What is not overridden is what most formats do.
+`register_format`), and tests. A method that a format does not override does what most formats need.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from luna_mega.convert.tokenizers import ConvertedTokenizer
 
 Tensors = dict[str, torch.Tensor]
 
-# Fields of initialisation, of generation and of how a model runs: a checkpoint says nothing about them.
+# Fields for initialisation, generation and execution: a checkpoint says nothing about them.
 _NOT_IN_A_FILE = {
     "initializer_range",
     "bos_token_id",
@@ -47,7 +47,7 @@ _OF_CLASSIFIERS = {
 
 @dataclass(frozen=True)
 class Revision:
-    """Names of one revision of the original code: of the format as it was then, of the revision, of the whole code."""
+    """Words for one revision of the original code: the format as it was then, the revision, the code as a whole."""
 
     format: str
     name: str
@@ -55,7 +55,7 @@ class Revision:
 
 
 def problem_type(config: PreTrainedConfig) -> str:
-    """Return `config.problem_type`, where it is not set as transformers guesses it."""
+    """Return `config.problem_type`; where it is not set, the one that transformers takes."""
     return config.problem_type or ("regression" if config.num_labels == 1 else "single_label_classification")
 
 
@@ -64,20 +64,20 @@ class Format(ABC):
 
     Attributes:
         name: what reports call it; no two formats have the same.
-        revisions: name -> words, of every revision of the original code that is told apart.
-        written: the revisions that a model which was not converted is exported as, the first that can express it.
+        revisions: name -> words, for every revision of the original code that a file can be told to come from.
+        written: the revisions to try, in order, when a model that was not converted is exported.
         config_class: the configuration of its models.
         classes: the model classes that such a file can be.
-        classifiers: those of them that end in a classification head.
-        named_heads: whether a file can have several classification heads, one of which is chosen by its name.
-        way_out: what to say to the owner of a model whose head no format has; None = the classes are listed.
+        classifiers: the classes among these that end in a classification head.
+        named_heads: True if a file can have several classification heads, and the user chooses one by its name.
+        way_out: advice for a model whose head no format has; None = the error lists the classes instead.
         refused: option (layer-norm, ema-convention) -> why a file of this format does not take it.
-        training_fields: fields of the configuration that change training only; a difference is a warning.
+        training_fields: fields of the configuration that matter in training only; a difference is a warning.
         table: the arguments, in the order in which they are written; see argmap.py.
-        architectures: name of an architecture -> its own defaults of arguments, in place of those in the table.
-        criteria: name of a criterion -> its class, where this is not CrossEntropyCriterion.
-        vocabulary_places, label_places: task -> where it looks for the dictionary, where this is not the usual place.
-        ordered: whether exported tensors are in the order of the key map.
+        architectures: name of an architecture -> its own defaults of arguments, which win over the table.
+        criteria: name of a criterion -> its class, unless that is CrossEntropyCriterion.
+        vocabulary_places, label_places: task -> place of the dictionary, unless that is the usual place.
+        ordered: True if exported tensors are in the order of the key map.
     """
 
     name: str
@@ -104,23 +104,23 @@ class Format(ABC):
         """Return the revision of the code that wrote the file; None when it is not of this format."""
 
     def refusal(self, tensors: Tensors, arch: str) -> str | None:
-        """Return why a file of no format, which looks like one of this format, is refused; None: it does not."""
+        """Return why a file that no format recognises is refused, if it resembles this format; else None."""
         return None
 
     def canonical(self, tensors: Tensors) -> tuple[Tensors, list[str]]:
-        """Return the tensors, in order, under the names that the key map has, and notes on what was renamed."""
+        """Return the tensors, in order, under the names of the key map, and notes on renamed ones."""
         return tensors, []
 
     def decide_revision(self, revision: str, tensors: Tensors, ema_convention: str) -> tuple[str, str | None]:
         """Return the revision to convert, and a warning where an option contradicts the file.
 
         Raises:
-            ConversionError: the file does not tell, and an option has to.
+            ConversionError: the file does not tell its revision; an option has to.
         """
         return revision, None
 
     def assumed(self, revision: str) -> str:
-        """Return a revision to describe a file as where it does not tell its own."""
+        """Return the revision by which to describe a file that does not tell its own."""
         return revision
 
     def architecture(self, args: dict[str, Any]) -> str:
@@ -128,16 +128,16 @@ class Format(ABC):
         return str(args.get("arch"))
 
     def evidence(self, tensors: Tensors, args: dict[str, Any], revision: str) -> Evidence:
-        """Return tensors and args with the defaults of the architecture, to be read by `plan`."""
+        """Return tensors and args with the defaults of the architecture, for `plan` to read."""
         own = self.architectures.get(self.architecture(args), {})
         return Evidence(tensors, args, revision, defaults(self.table) | own)
 
     @abstractmethod
     def plan(self, evidence: Evidence, head: str | None = None) -> Plan:
-        """Return what the file becomes.
+        """Return the plan: the class, configuration and key map that the file becomes.
 
         Args:
-            evidence: what `evidence` returned.
+            evidence: the result of `evidence`.
             head: name of the classification head to convert; None = the format decides.
 
         Raises:
@@ -146,19 +146,19 @@ class Format(ABC):
 
     @abstractmethod
     def tokenizer(self, plan: Plan, found: Dictionaries, bpe: str | Path | None) -> ConvertedTokenizer | None:
-        """Return the tokenizer, where there is what it takes.
+        """Return the tokenizer, or None where a file that it needs is not given.
 
         Args:
             plan: gets a note when an option would add a tokenizer, or when transformers alone does not load it.
-            found: the dictionaries, which fit the model; a vocabulary of None = there is none.
+            found: the dictionaries, which fit the model; its vocabulary may be None.
             bpe: the option `--bpe`.
 
         Raises:
-            ConversionError: `bpe` is given and the checkpoint, the dictionary or the files are not such ones.
+            ConversionError: `bpe` does not suit the checkpoint or the dictionary, or its files are at fault.
         """
 
     def heads(self, plan: Plan, tensors: Tensors) -> list[str]:
-        """Return a line about every head of a file, for `luna-mega info`."""
+        """Return a line about each head of a file, for `luna-mega info`."""
         name = plan.model_class.__name__.rpartition("For")[2]
         return [f"{name}: {plan.config.num_labels} classes, pooling {plan.config.pooling}"]
 
@@ -170,14 +170,14 @@ class Format(ABC):
 
     @abstractmethod
     def allowed(self, target: Target) -> dict[str, tuple]:
-        """Return the values that the original has for a field; fields that may have any value are not listed."""
+        """Return field -> the values that the original can express; a field that is absent may have any value."""
 
     def resolved(self, config: PreTrainedConfig) -> PreTrainedConfig:
-        """Return the same configuration with a value in every field that may be left to another one."""
+        """Return the same configuration with a value in every field that may be None and then follows another field."""
         return config
 
     def unused(self, target: Target) -> set[str]:
-        """Return the fields that a checkpoint of the model says nothing about, so that they may differ."""
+        """Return the fields that a checkpoint of the model does not determine, so that they may differ."""
         config, unused = target.config, set(_NOT_IN_A_FILE)
         if config.input_type == "values":
             unused |= {"vocab_size", "pad_token_id"}
@@ -192,7 +192,7 @@ class Format(ABC):
         return unused
 
     def usual_head(self, config: PreTrainedConfig) -> str | None:
-        """Return what the original calls a classification head like that of the model; None: heads have no names."""
+        """Return the original's name for a classification head like the model's; None: heads have no names."""
         return None
 
     def norm_convention(self, revision: str) -> str | None:
@@ -205,21 +205,21 @@ class Format(ABC):
         return write_args(self.table, resolved)
 
     def complete(self, target: Target, tensors: Tensors) -> tuple[Tensors, list[str]]:
-        """Return the tensors of a folder, under our names, with those that a file has besides, and notes on them."""
+        """Return the tensors of a folder and the ones that only a file has, under our names, and notes on these."""
         return tensors, []
 
     def extras(self, target: Target, tensors: Tensors) -> Tensors:
-        """Return what the original saves besides `tensors`, which have its names: versions, buffers, copies."""
+        """Return the versions, buffers and copies that the original saves beside `tensors`, which have its names."""
         return {}
 
     def remarks(self, target: Target, args: dict[str, Any], left_out: list[str]) -> list[str]:
-        """Return notes on an exported file; `left_out` are names of tensors that the conversion did not take."""
+        """Return notes on an exported file; `left_out` has the names of tensors that the conversion dropped."""
         return []
 
     def state(self, args: dict[str, Any], tensors: Tensors, num_updates: int) -> dict[str, Any]:
-        """Return what the original saves, at the start of an epoch and without an optimizer state.
+        """Return the content of a file as the original saves it, at the start of an epoch, without optimizer state.
 
-        This is what `checkpoint_utils.save_state` of fairseq does.
+        It has the form that `checkpoint_utils.save_state` of fairseq writes.
         """
         history = {
             "criterion_name": self.criteria.get(args.get("criterion"), "CrossEntropyCriterion"),

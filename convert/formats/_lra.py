@@ -73,7 +73,7 @@ def representation(evidence: Evidence) -> str:
 
 
 def first_token_note(config: PreTrainedConfig) -> str:
-    """Return what users of a model whose sequences start with `<CLS>` have to know."""
+    """Return a note for users of a model whose sequences start with `<CLS>`."""
     return f"every sequence starts with <CLS>, id {config.vocab_size - 1}, and ends with </s>, id 2"
 
 

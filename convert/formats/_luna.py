@@ -49,17 +49,17 @@ class LunaFormat(Format):
     )
 
     def norm_convention(self, revision: str) -> str:
-        """Return how norm weights are stored where no option and no converted file says it."""
+        """Return how norm weights are stored, for an export that neither an option nor a converted file decides."""
         return "standard"
 
 
 def code_of_2021(name: str) -> Revision:
-    """Return the words for the code of the paper; `name` is the format as of it."""
+    """Return the words for the code of the paper; `name` is the format in words."""
     return Revision(name, "2021 code", "the 2021 fairseq code")
 
 
 def code_of_2023(name: str) -> Revision:
-    """Return the words for the later code; `name` is the format as of it."""
+    """Return the words for the later code; `name` is the format in words."""
     return Revision(name, "2023 code", "the 2023 fairseq code")
 
 
@@ -68,7 +68,7 @@ def encoder_rows(
 ) -> list[Row]:
     """Return the rows of an encoder without its input embedding.
 
-    `source` is its prefix in the file, `model` that of `LunaModel`, `norms` the names of those of embeddings and P.
+    `source` is its prefix in the file, `model` the prefix of `LunaModel`; `norms` names the norms of embeddings and P.
     """
     embeddings, layer = f"{model}.embeddings", f"{source}.layers.{{layer}}"
     to_layer, (norm, packed_norm) = f"{model}.encoder.layers.{{layer}}", norms
@@ -94,8 +94,8 @@ def encoder_arguments(body: str, layers: Callable, width: Callable, positions: A
     """Return the rows of the arguments that all encoders have.
 
     Args:
-        body: where the file has the encoder.
-        layers, width: what the tensors say about them.
+        body: the prefix of the encoder in the file.
+        layers, width: the measures of the number of layers and of the width.
         positions: the row of `max_positions`.
     """
     return (
@@ -109,7 +109,7 @@ def encoder_arguments(body: str, layers: Callable, width: Callable, positions: A
         Arg("activation_fn", "hidden_act", ACTIVATION, "gelu"),
         Arg("dropout", "dropout", default=0.1),
         Arg("attention_dropout", "attention_dropout", default=0.1),
-        fixed("stop_min_lr", -1, revision="head"),  # the option by which the 2023 code is known
+        fixed("stop_min_lr", -1, revision="head"),  # only the 2023 code has this option
     )
 
 
@@ -119,12 +119,12 @@ def feed_forward(body: str) -> Callable[[Evidence], int]:
 
 
 def packed_length(body: str) -> Callable[[Evidence], int]:
-    """Return the measure of the rows of P under `body`."""
+    """Return the measure of the number of rows of P under `body`."""
     return lambda evidence: evidence.shape(f"{body}.projected_embeddings", "projection length", "width")[0]
 
 
 def tied_key_value(evidence: Evidence) -> bool:
-    """Return whether keys and values share one projection: there are no `pk_proj` and `pv_proj`."""
+    """Return whether keys and values share one projection, so that there are no `pk_proj` and `pv_proj`."""
     return not any(".self_attn.pk_proj." in key for key in evidence.tensors)
 
 
@@ -134,7 +134,7 @@ UNTIED_KEY_VALUE = Arg("untie_luna_kv", "tie_key_value", NOT, measure=lambda evi
 
 
 def activations(revision: str) -> tuple[str, ...]:
-    """Return the activations of a revision. `tanh` left the 2023 code and `silu` came; files of between have either."""
+    """Return the activations of a revision. In the 2023 code `silu` replaced `tanh`; files from between have either."""
     return tuple(name for name in FAIRSEQ_ACTIVATIONS if revision == "head" or name != "silu")
 
 
@@ -157,7 +157,7 @@ ONLY_LEARNED = {"input_type": ("tokens",), "position_embedding_type": ("learned"
 
 
 def check_sinusoids(evidence: Evidence, key: str) -> None:
-    """Refuse a file whose saved sinusoids of P, tensor `key`, are not what the model computes."""
+    """Refuse a file whose saved sinusoids of P, tensor `key`, differ from the model's."""
     if key not in evidence.tensors:
         return
     length, width = evidence.shape(key, "projection length", "width")

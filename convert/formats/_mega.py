@@ -1,7 +1,7 @@
 """Parts of all formats of Mega: how a file is recognised, the arguments of its layers, and the names of its tensors.
 
-The two branches of the code call the weight of the input and the damping by each other's name, see ema_convention.py.
-Our names are those of the Mega of transformers v4.
+The two branches of the code swap the names of the input weight and the damping, see ema_convention.py. Our names come
+from the Mega of transformers v4.
 """
 
 import re
@@ -30,7 +30,7 @@ DECIDED = (
 _MEGA = r"(^|\.)(mega_layer|move)\.|^(delta|alpha|beta|gamma|omega)$"
 # Complex EMA, the norm after the moving average and the group norms over time exist in the Megalodon line only.
 _MEGALODON = r"(^|\.)(theta|cema|move_act|timenorm|prior_mean)(\.|$)"
-# The first of these that a norm has tells its kind.
+# The first of these parts that a norm has tells its kind.
 _NORMS = {"scalar": "scalenorm", "running_mean": "batchnorm", "bias": "layernorm", "weight": "rmsnorm"}
 _NORM_PARTS = ("scalar", "weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 _PROJECTIONS = ("v_proj", "mx_proj", "h_proj")
@@ -40,7 +40,7 @@ _EMA = {
     "flash": {"alpha": "damping_factor", "delta": "decay_factor"},
 }
 _EMA_OF_BOTH = {"beta": "ema_expansion_matrix", "gamma": "kernel_projection_matrix", "omega": "residual_weight"}
-# Fields of initialisation, or without effect, and of a language model's output layer.
+# Fields for initialisation, without effect, or for the output layer of a language model.
 _UNUSED_FIELDS = {"ema_beta_range", "ema_delta_alpha_range", "ema_gamma_omega_range", "type_vocab_size"}
 FIELDS_OF_LM = frozenset(
     {
@@ -57,7 +57,7 @@ FIELDS_OF_LM = frozenset(
 
 
 def revisions(name: str) -> dict[str, Revision]:
-    """Return the words for the branches of the code; `name` is that of the format."""
+    """Return the words for the branches of the code; `name` is the format in words."""
     words = {
         branch: Revision(f"{name} of branch {branch}", f"branch {branch}", f"the Mega code, branch {branch}")
         for branch in ORDER
@@ -84,9 +84,9 @@ class MegaFormat(Format):
         "adaptive_softmax_dropout",
         "legacy_adaptive_loss",
     )
-    ordered = True  # by their order the branches are told apart
-    stacks: frozenset[str]  # where such a file has layers
-    unread: frozenset[str] = FIELDS_OF_LM  # fields of heads that the format does not have
+    ordered = True  # the order tells the branch
+    stacks: frozenset[str]  # the prefixes of the layers in such a file
+    unread: frozenset[str] = FIELDS_OF_LM  # fields of heads that this format lacks
 
     def recognise(self, tensors: Tensors, args: dict[str, Any]) -> str | None:
         """Return the branch; "unknown" where the order of the tensors does not tell."""
@@ -96,7 +96,7 @@ class MegaFormat(Format):
         return order_of(tensors) or "unknown"
 
     def refusal(self, tensors: Tensors, arch: str) -> str | None:
-        """Return why a file of a Mega model, or of its successor, is none that can be converted."""
+        """Return why a file of an unknown kind of Mega, or of its successor, cannot be converted."""
         if _is_megalodon(tensors):
             return (
                 f"a Megalodon-line checkpoint (arch {arch!r}: complex EMA, timestep norm): neither Luna nor Mega "
@@ -116,7 +116,7 @@ class MegaFormat(Format):
         return decision.convention, decision.warning
 
     def assumed(self, revision: str) -> str:
-        """Return a branch: which one it is changes nothing that is described."""
+        """Return a branch: a description of the file is the same for both."""
         return "main" if revision == "unknown" else revision
 
     def unused(self, target: Target) -> set[str]:
@@ -149,12 +149,12 @@ def _stacks(tensors: Tensors) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Stack:
-    """The layers under `body` in a file, and how tensors and args say what they are."""
+    """The layers under `body` in a file, with the measures and rows that describe them."""
 
     body: str
 
     def layers(self, name: str) -> Callable[[Evidence], int]:
-        """Return the measure of the number of layers, which must be that of argument `name`."""
+        """Return the measure of the number of layers, with which argument `name` must agree."""
         return lambda evidence: evidence.unshared_layers(f"{self.body}.layers", name)
 
     def values(self, evidence: Evidence) -> int:
@@ -166,11 +166,11 @@ class Stack:
         return evidence.shape(f"{self._attention}.gamma", "2", "z")[1]
 
     def dimensions(self, evidence: Evidence) -> int:
-        """Return the dimensions of the moving average."""
+        """Return the number of dimensions of the moving average."""
         return evidence.shape(f"{self._attention}.move.gamma", "rows", "n")[1]
 
     def feed_forward(self, name: str, field: str = "nffn_hidden_size") -> Arg:
-        """Return the row of the feed-forward width; 0 and no tensors: there are no such layers."""
+        """Return the row of the feed-forward width; 0 without tensors means that there are no feed-forward layers."""
 
         def read(evidence: Evidence) -> dict[str, Any]:
             there = any(key.startswith(f"{self.body}.") and ".nffn." in key for key in evidence.tensors)
@@ -185,7 +185,7 @@ class Stack:
         return Arg(name, read=read, write=write)
 
     def chunk(self, name: str, field: str = "chunk_size") -> Arg:
-        """Return the row of the chunk; a table of positions is as long as the chunk."""
+        """Return the row of the chunk length; a table of positions, where there is one, is as long as a chunk."""
 
         def read(evidence: Evidence) -> dict[str, Any]:
             chunk, entries = evidence.integer(name), self._entries(evidence)
@@ -202,7 +202,7 @@ class Stack:
         return Arg(name, default=-1, read=read, write=write)
 
     def positions(self, name: str, chunk: str, field: str = "max_positions", **options: Any) -> Arg:
-        """Return the row of the number of positions; without chunks, argument `chunk`, a table says it."""
+        """Return the row of the number of positions; a table tells it, unless there are chunks (argument `chunk`)."""
 
         def measure(evidence: Evidence) -> int:
             positions, entries = evidence.arg(name), self._entries(evidence)
@@ -223,12 +223,12 @@ class Stack:
             if kind is None:
                 raise ConversionError(f"there is no tensor '{prefix}.*'; the file is incomplete")
             synchronised = kind == "batchnorm" and evidence.args.get(name) == "syncbatchnorm"
-            return "syncbatchnorm" if synchronised else kind  # the same tensors
+            return "syncbatchnorm" if synchronised else kind  # both kinds have the same tensors
 
         return Arg(name, "normalization_type", measure=measure)
 
     def normalize_before(self, name: str) -> Arg:
-        """Return the row of the place of the norms; before the layers there is another one behind the last."""
+        """Return the row of the place of the norms; with norms before the layers, one more follows the last layer."""
 
         def read(evidence: Evidence) -> dict[str, bool]:
             before = self._asked_or_there(evidence, name, "final_norm")
@@ -246,7 +246,7 @@ class Stack:
         return Arg(name, "embedding_norm", read=read)
 
     def affine_final_norm(self, **options: Any) -> Arg:
-        """Return the row of a final norm without parameters, which it has where they are there."""
+        """Return the row of a final norm without parameters; where the file has parameters, they win."""
         name = "no_affine_final_norm"
 
         def read(evidence: Evidence) -> dict[str, bool]:
@@ -262,23 +262,23 @@ class Stack:
         return f"{self.body}.layers.0.mega_layer"
 
     def _entries(self, evidence: Evidence) -> int | None:
-        """Return how many positions or how long chunks the table of a simple bias is made for; None: none is there."""
+        """Return the number of positions, or the chunk length, of the table of a simple bias; None without a table."""
         table = f"{self._attention}.rel_pos_bias.rel_pos_bias"
         if table not in evidence.tensors:
             return None
         return (evidence.shape(table, "2 positions - 1")[0] + 1) // 2
 
     def _asked_or_there(self, evidence: Evidence, name: str, norm: str) -> bool:
-        """Return whether there is a norm; where args ask for one, a file without it is reported as incomplete."""
+        """Return whether there is a norm; if the args ask for an absent one, the file is reported as incomplete."""
         if evidence.args.get(name):
-            return True  # of a norm without parameters there may be nothing
+            return True  # a norm without parameters leaves no tensor
         return evidence.prefer(name, any(key.startswith(f"{self.body}.{norm}.") for key in evidence.tensors))
 
 
 def _truncation(evidence: Evidence) -> dict[str, int | None]:
     name = "truncation_length"
     if evidence.args.get(name, evidence.defaults.get(name)) is None:
-        return {"truncation": None}  # in the args, None is a value: the whole kernel
+        return {"truncation": None}  # in the args, None means the whole kernel
     length = evidence.integer(name)
     return {"truncation": length if length > 0 else None}
 
@@ -298,7 +298,7 @@ DROPOUTS = (
 def options(stack: Stack, truncation: int) -> Table:
     """Return the rows of the options that language models and translation have under the same names.
 
-    `truncation`: the default of that argument.
+    `truncation` is the default of the argument `truncation_length`.
     """
     return (
         replace(TRUNCATION, default=truncation),
@@ -312,7 +312,7 @@ def options(stack: Stack, truncation: int) -> Table:
 
 
 def allowed_in_all(config: MegaConfig) -> dict[str, tuple]:
-    """Return the values that every format has for a field."""
+    """Return field -> the values that every format can express."""
     before = config.normalize_before_mega
     fields = {
         "activation": activations(),

@@ -21,7 +21,7 @@ _LONGEST = 200
 
 
 def _sharing(evidence: Evidence) -> dict[str, bool]:
-    """Return which of the three matrices of words are one."""
+    """Return the fields that say which of the three word matrices are one."""
     tensors, args = evidence.tensors, evidence.args
     evidence.shape("decoder.output_projection.weight", "vocabulary", "width")
     names = ("encoder.embed_tokens", "decoder.embed_tokens", "decoder.output_projection")
@@ -39,7 +39,7 @@ def _sharing(evidence: Evidence) -> dict[str, bool]:
 
 
 def task_arguments(arch: Arg) -> Table:
-    """Return the rows in front: the task, and `arch` as the row of the architecture."""
+    """Return the first rows of the table: the task, with `arch` as the row of the architecture."""
     return (
         *COMMON,
         fixed("task", "translation", kept=True),
@@ -94,7 +94,7 @@ class TranslationFormat(Format):
         return full
 
     def complete(self, target: Target, tensors: Tensors) -> tuple[Tensors, list[str]]:
-        """Add the tensors that are copies: the target's words, and the output layer."""
+        """Add the copies that only a file has: the target's embedding, and the output layer."""
         source = next(name for name in tensors if ".encoder." in name and name.endswith(".word_embeddings.weight"))
         words = source.replace(".encoder.", ".decoder.", 1)
         if target.config.shares_embeddings:
@@ -108,7 +108,7 @@ class TranslationFormat(Format):
         return ["sequence-to-sequence LM"]
 
     def tokenizer(self, plan: Plan, found: Dictionaries, bpe: str | Path | None) -> ConvertedTokenizer | None:
-        """Return the tokenizers of both languages, of subword-nmt's codes or of symbols between white space."""
+        """Return the tokenizers of both languages, for subword-nmt's codes or for symbols between white space."""
         if found.vocabulary is None:
             if bpe is not None:
                 raise ConversionError(f"--bpe {bpe}: there is no dictionary beside the checkpoint; give it with --dict")
@@ -123,7 +123,7 @@ class TranslationFormat(Format):
 
 
 def field_of(side: str, field: str, decoder_fields: dict[str, str]) -> str:
-    """Return what `field` is called on a side; those of the decoder have names of their own."""
+    """Return the name of `field` on a side; some fields of the decoder have names of their own."""
     return field if side == "encoder" else next(own for own, whole in decoder_fields.items() if whole == field)
 
 
@@ -138,9 +138,9 @@ def vocabularies(evidence: Evidence) -> tuple[int, int, int]:
 
 
 def _generation(positions: int) -> dict[str, Any]:
-    """Return what `fairseq-generate` does without options, for `generate`.
+    """Return the settings of `generate` that do what `fairseq-generate` does without options.
 
-    `positions`: of the decoder; a target has at most one token less.
+    `positions` is the number of positions of the decoder; a target has at most one token less.
     """
     return {
         "num_beams": 5,
@@ -149,5 +149,5 @@ def _generation(positions: int) -> dict[str, Any]:
         "min_new_tokens": 1,
         "suppress_tokens": [1],
         "forced_eos_token_id": 2,
-        "max_length": min(_LONGEST, positions - 1) + 2,  # and the start and end of a sentence
+        "max_length": min(_LONGEST, positions - 1) + 2,  # 2 more: the start and the end of a sentence
     }

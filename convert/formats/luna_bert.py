@@ -34,7 +34,7 @@ _HEAD_OF_POOLING = {
     "packed_max": "pooling_classification_head",
     "packed_attention": "attention_classification_head",
 }
-# Any other name is of a head of the first kind.
+# A head with any other name is of the first kind.
 _POOLING_OF_HEAD = {head: pooling for pooling, head in _HEAD_OF_POOLING.items()}
 _SIZES = (
     "encoder_layers",
@@ -61,7 +61,7 @@ _ARCHITECTURES = {
 
 
 def _arch(target: Target) -> str:
-    """Return the architecture of these sizes. All of them are in the args, so that one of other sizes does as well."""
+    """Return the architecture of these sizes, or else a usual one: the args have all sizes anyway."""
     sizes = {row.name: getattr(target.config, row.field) for row in _TABLE if row.name in _SIZES}
     usual = f"luna_base_{'tied' if target.config.tie_key_value else 'untied'}_512"
     return next((arch for arch, own in _ARCHITECTURES.items() if own == sizes), usual)
@@ -69,7 +69,7 @@ def _arch(target: Target) -> str:
 
 def _task(target: Target) -> str:
     if target.head is None or target.config.classifier_hidden_size != target.config.hidden_size:
-        return "masked_lm"  # the other tasks build a head of width d before the file is read
+        return "masked_lm"  # the other tasks build a head of width d before they read the file
     return "sentence_ranking" if target.model_class is LunaForMultipleChoice else "sentence_prediction"
 
 
@@ -152,7 +152,7 @@ class LunaBert(_luna.LunaFormat):
     label_places = {"sentence_prediction": "label/dict.txt"}
 
     def recognise(self, tensors: Tensors, args: dict[str, Any]) -> str | None:
-        """Return the revision, by an argument that the code has had since May 2022."""
+        """Return the revision, which an argument tells that the code has had since May 2022."""
         if not any(re.match(r"(encoder|decoder)\.sentence_encoder\.projected_embeddings$", key) for key in tensors):
             return None
         return "head" if "stop_min_lr" in args else "r21"
@@ -220,7 +220,7 @@ class LunaBert(_luna.LunaFormat):
         return _keymap(head)
 
     def allowed(self, target: Target) -> dict[str, tuple]:
-        """Return what all encoders have, and what the head has."""
+        """Return the values that all encoders can express, and the values of the head."""
         config = target.config
         allowed = _luna.allowed_in_encoders(config, target.revision) | _luna.ONLY_LEARNED | {"share_layers": (False,)}
         if target.model_class is LunaForMultipleChoice:
@@ -238,7 +238,7 @@ class LunaBert(_luna.LunaFormat):
         }
 
     def unused(self, target: Target) -> set[str]:
-        """Return the fields that may differ; of a head that ranks its number of labels is one."""
+        """Return the fields that may differ; for a head that ranks, the number of labels is one of them."""
         ranking = {"num_labels", "drop_first_token"} if target.model_class is LunaForMultipleChoice else set()
         return super().unused(target) | ranking
 
@@ -257,7 +257,7 @@ class LunaBert(_luna.LunaFormat):
         return tensors, notes
 
     def remarks(self, target: Target, args: dict[str, Any], left_out: list[str]) -> list[str]:
-        """Return notes on heads that are not in the file, and on a task that does not tell its head."""
+        """Return notes on heads that are not in the file, and on a task that does not tell the head of its model."""
         notes = []
         if heads := sorted({name.split(".")[1] for name in left_out if name.startswith("classification_heads.")}):
             notes.append(f"the conversion left out the heads {', '.join(heads)}: they are not in the file")

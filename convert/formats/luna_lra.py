@@ -27,7 +27,7 @@ _ARCHITECTURES = {
     "luna_lra_pf128": _PF32 | {"max_positions": 16386},
 }
 _OF_WIDTH = {512: "luna_lra_listop", 256: "luna_lra_imdb", 128: "luna_lra_pf32", 64: "luna_lra_cifar10"}
-# How many times its width the classifier reads of a pair, and what it makes of the two.
+# Revision -> features that the classifier reads of a pair, in widths, and how the pair is combined.
 _PAIRS = {"r21": (2, "concat"), "head": (4, "interaction")}
 _DECIDED = (
     "tie_key_value",
@@ -44,8 +44,8 @@ _PADDING_NOTE = (
     "scores that do not (they then differ from the original's on padded batches)"
 )
 _SCALED_NOTE = (
-    "the 2023 code scales P in place, so that there every call changes the parameter; converted is what it was "
-    "meant to compute"
+    "the 2023 code scales P in place, so that there every call changes the parameter; the converted model computes "
+    "what was meant"
 )
 
 
@@ -63,8 +63,8 @@ def _shares_layers(evidence: Evidence) -> bool:
     in_file = evidence.layers(f"{BODY}.layers")
     if in_file > 1 and evidence.args.get("tie_layer_weights"):
         raise ConversionError(
-            f"args.tie_layer_weights is set but the file holds {in_file} layers under '{BODY}.layers': its args are "
-            "of another model"
+            f"args.tie_layer_weights is set but the file holds {in_file} layers under '{BODY}.layers': its args "
+            "belong to another model"
         )
     return in_file == 1 and bool(evidence.arg("tie_layer_weights"))
 
@@ -76,7 +76,7 @@ def _layers(evidence: Evidence) -> int:
 
 
 def _embedding_norm(evidence: Evidence) -> dict[str, bool]:
-    """Return whether there is a norm; where args ask for it, a file without it is reported as incomplete."""
+    """Return whether there is a norm; if the args ask for it and it is absent, the file is reported as incomplete."""
     asked, there = evidence.args.get("encoder_normalize_before"), f"{BODY}.emb_layer_norm.weight" in evidence.tensors
     found = evidence.revision == "r21" or bool(asked) or evidence.prefer("encoder_normalize_before", there)
     return {"embedding_norm": found}
@@ -114,7 +114,7 @@ def _pooling(evidence: Evidence) -> dict[str, Any]:
 
 
 def _first_layer(evidence: Evidence) -> tuple[int, int] | None:
-    """Return width and features of the layer behind the encoder; None: there is the output layer only."""
+    """Return width and features of the first classifier layer; None if there is only the output layer."""
     key = "classifier.0.weight" if evidence.revision == "r21" else _PRE_LOGITS
     if evidence.revision == "head" and key not in evidence.tensors:
         return None
@@ -134,7 +134,7 @@ def _is_image(target: Target) -> bool:
 
 
 def _arch(target: Target) -> str:
-    # All sizes are in the args, so that an architecture of other sizes does where none has these.
+    # The args have all sizes, so an architecture of other sizes does where none has these.
     return "luna_lra_aan" if _is_pair(target) else _OF_WIDTH.get(target.config.hidden_size, "luna_lra_imdb")
 
 
@@ -197,13 +197,13 @@ class LunaLra(_lra.LraFormat, _luna.LunaFormat):
     architectures = _ARCHITECTURES
 
     def recognise(self, tensors: Tensors, args: dict[str, Any]) -> str | None:
-        """Return the revision, by the classifier layers, which the 2023 code does not have."""
+        """Return the revision: the 2023 code has no classifier layers of these names."""
         if f"{BODY}.projected_embeddings" not in tensors:
             return None
         return "r21" if any(key.startswith("classifier.") for key in tensors) else "head"
 
     def norm_convention(self, revision: str) -> str:
-        """Return how norm weights are stored: the 2023 code has them minus one."""
+        """Return how norm weights are stored: in the 2023 code, minus one."""
         return "plus-one" if revision == "head" else "standard"
 
     def plan(self, evidence: Evidence, head: str | None = None) -> Plan:
@@ -242,7 +242,7 @@ class LunaLra(_lra.LraFormat, _luna.LunaFormat):
         )
 
     def keymap(self, config: LunaConfig, revision: str, head: str | None = None) -> KeyMap:
-        """Return the map of a file of a revision; the input of the model decides on its embedding."""
+        """Return the map of a file of a revision; the embedding depends on the input of the model."""
         embedding = {
             "tokens": Row(f"{BODY}.embed_tokens.weight", "luna.embeddings.word_embeddings.weight"),
             "values": Row(f"{BODY}.embed_tokens.{{part}}", "luna.embeddings.value_embeddings.{part}"),
@@ -265,7 +265,7 @@ class LunaLra(_lra.LraFormat, _luna.LunaFormat):
         )
 
     def allowed(self, target: Target) -> dict[str, tuple]:
-        """Return what all encoders have, and what the head of the revision has."""
+        """Return the values that all encoders can express, and the values of the head of the revision."""
         allowed = _luna.allowed_in_encoders(target.config, target.revision)
         of_2021 = target.revision == "r21"
         allowed |= _luna.ONLY_LEARNED if of_2021 else {"position_embedding_type": ("learned", "sinusoidal")}

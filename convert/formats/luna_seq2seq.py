@@ -30,8 +30,8 @@ _DECIDED = (
     "causal_activation",
 )
 _ACTIVATION_NOTE = (
-    "the causal activation is softplus, as the code has it since August 2021; nothing in a file tells it from the "
-    'elu + 1 of before: for such a file set causal_activation to "elu" in config.json'
+    "the causal activation is softplus, as in the code since August 2021; nothing in a file tells it from the "
+    'elu + 1 of earlier code: for such a file set causal_activation to "elu" in config.json'
 )
 _VERSION = "version of the file format"
 _CAUSAL_ATTENTION = _luna.ATTENTION | {"pc_proj": "pack_key"}
@@ -46,7 +46,7 @@ def _layers(side: str) -> Callable[[Evidence], int]:
 
 
 def _positions(side: str) -> Callable[[Evidence], int]:
-    """Return the measure of how many positions a side has; without a table it is as many as the args say."""
+    """Return the measure of the number of positions of a side, which the args tell if there is no table."""
 
     def measure(evidence: Evidence) -> int:
         table = f"{side}.embed_positions.weight"
@@ -111,7 +111,7 @@ def _side(side: str) -> Table:
 
 _TABLE = (
     *_translation.task_arguments(
-        # All sizes are in the args.
+        # The args have all sizes.
         Arg("arch", write=lambda target: f"luna_base_{'tied' if target.config.tie_key_value else 'untied'}")
     ),
     Arg("max_source_positions", "max_position_embeddings", default=1024, measure=_positions("encoder")),
@@ -151,7 +151,7 @@ class LunaSeq2Seq(_translation.TranslationFormat, _luna.LunaFormat):
         return "r21" if packs and any(key.startswith("decoder.layers.") for key in tensors) else None
 
     def evidence(self, tensors: Tensors, args: dict[str, Any], revision: str) -> Evidence:
-        """Return the evidence; heads that the args do not have are as many as others."""
+        """Return the evidence; a number of heads that the args lack follows from another one."""
         found = super().evidence(tensors, args, revision)
         heads = args.get("encoder_attention_heads") or 8
         found.defaults |= {
@@ -168,7 +168,7 @@ class LunaSeq2Seq(_translation.TranslationFormat, _luna.LunaFormat):
             if any(key.startswith(prefix) for key in evidence.tensors):
                 raise ConversionError(
                     f"the file has tensors '{prefix}*': a decoder of another width than its embedding, or an adaptive "
-                    "softmax, which the encoder-decoder here has not; no published recipe trains one"
+                    "softmax, which the encoder-decoder here lacks; no published recipe trains one"
                 )
         vocabulary, target_vocabulary, _ = _translation.vocabularies(evidence)
         fields = {"vocab_size": vocabulary, "decoder_vocab_size": target_vocabulary, "is_encoder_decoder": True}
@@ -195,7 +195,7 @@ class LunaSeq2Seq(_translation.TranslationFormat, _luna.LunaFormat):
         )
 
     def allowed(self, target: Target) -> dict[str, tuple]:
-        """Return what the code for translation has; encoder and decoder have more freedom there than elsewhere."""
+        """Return the values that the code for translation can express: more than the code of the encoders."""
         config = target.config
         types = (config.position_embedding_type, config.decoder_config.position_embedding_type)
         with_positions = "learned" in types or types[0] == "sinusoidal"
@@ -209,12 +209,12 @@ class LunaSeq2Seq(_translation.TranslationFormat, _luna.LunaFormat):
             "bos_token_id": (0, None),
             "eos_token_id": (2, None),
             "decoder_start_token_id": (2,),
-            # Where one side has positions, both have.
+            # Either both sides have positions or neither.
             "decoder_position_embedding_type": (None, "learned", "sinusoidal") if with_positions else (None, "none"),
         }
 
     def extras(self, target: Target, tensors: Tensors) -> Tensors:
-        """Return the sinusoids and the numbers of the layout."""
+        """Return the sinusoids and the versions of the file format."""
         config, dtype = target.config, next(iter(tensors.values())).dtype
         buffers = _luna.saved_sinusoids(config, "encoder", dtype)
         buffers |= _luna.saved_sinusoids(config.decoder_config, "decoder", dtype)

@@ -62,7 +62,7 @@ def _has_bands(evidence: Evidence) -> bool:
 
 
 def _widths(evidence: Evidence) -> tuple[int, int]:
-    """Return the width of the model and that of the embedding."""
+    """Return the widths of the model and of the embedding."""
     if _has_bands(evidence):
         return evidence.shape(f"{_BANDS}.0.1.weight", "width", "width of the embedding")
     _, size = evidence.shape(_EMBEDDING, "vocabulary", "width")
@@ -72,7 +72,7 @@ def _widths(evidence: Evidence) -> tuple[int, int]:
 
 
 def _ends(evidence: Evidence, prefix: str, matrix: str, before: tuple[int, ...] = ()) -> list[int]:
-    """Return where each band under `prefix` ends, by the rows of its words, behind bands of the sizes `before`."""
+    """Return the end of each band under `prefix`, by its number of words; `before` has the sizes of earlier bands."""
     names = (f"{prefix}.{band}.{matrix}.weight" for band in range(evidence.layers(prefix)))
     return list(accumulate((*before, *(evidence.shape(name, "words", "width")[0] for name in names))))
 
@@ -99,7 +99,7 @@ def _softmax_cutoffs(evidence: Evidence) -> dict[str, list[int] | None]:
 
 
 def _checked(evidence: Evidence, name: str, in_file: list[int] | None) -> list[int] | None:
-    """Return what the tensors say, and warn when the argument, a text, disagrees.
+    """Return the cutoffs in the tensors, and warn when the argument, a text, disagrees.
 
     The argument may end with the size of the vocabulary.
     """
@@ -122,7 +122,7 @@ def _ties_bands(evidence: Evidence) -> bool:
 
 
 def _shares_words(evidence: Evidence) -> dict[str, bool]:
-    """Return whether an ordinary output layer is the embedding."""
+    """Return whether an ordinary output layer is tied to the embedding."""
     tensors = evidence.tensors
     evidence.shape(_OUT, "vocabulary", "width")
     same = _EMBEDDING in tensors and same_bits(tensors[_OUT], tensors[_EMBEDDING])
@@ -132,7 +132,7 @@ def _shares_words(evidence: Evidence) -> dict[str, bool]:
 
 
 def _shares_projections(evidence: Evidence) -> dict[str, bool]:
-    """Return whether the tails use the projections of the embedding: the shapes tell, but not of square ones."""
+    """Return whether the tails use the projections of the embedding; shapes tell, unless they are square."""
     if not _ties_bands(evidence):
         return {"tie_adaptive_projections": False}
     pairs = [
@@ -163,7 +163,7 @@ def _softmax_factor(target: Target) -> float:
 _TABLE = (
     *COMMON,
     fixed("task", "language_modeling", kept=True),
-    # All sizes are in the args.
+    # The args have all sizes.
     Arg("arch", write=lambda target: "mega_lm_adaptive_big" if _adaptive(target) else "mega_lm", kept=True),
     Arg("criterion", write=lambda target: "adaptive_loss" if _adaptive(target) else "cross_entropy"),
     fixed("sample_break_mode", "complete"),
@@ -255,7 +255,7 @@ class MegaLM(_mega.MegaFormat):
             bidirectional=False,
             add_lm_hidden_dense_layer=False,
             lm_head_bias=False,
-            bos_token_id=2,  # what fairseq puts before the first token
+            bos_token_id=2,  # fairseq puts it before the first token
         )
         _check_copies(config, evidence.tensors)
         return Plan(
@@ -268,7 +268,7 @@ class MegaLM(_mega.MegaFormat):
         )
 
     def tokenizer(self, plan: Plan, found: Dictionaries, bpe: str | Path | None) -> ConvertedTokenizer | None:
-        """Return the tokenizer of GPT-2's pieces, of bytes, or of symbols between white space."""
+        """Return the tokenizer for GPT-2's pieces, for bytes, or for symbols between white space."""
         length, dictionary = position_limit(plan.config), found.vocabulary
         if dictionary is None:
             if bpe is not None:
@@ -285,7 +285,7 @@ class MegaLM(_mega.MegaFormat):
         return ["causal LM"]
 
     def keymap(self, config: MegaConfig, revision: str, head: str | None = None) -> KeyMap:
-        """Return the map of a language model of a branch; bands and what is tied are those of the model."""
+        """Return the map of a language model of a branch; the configuration tells the bands and the ties."""
         words = "mega.embedding_layer.word_embeddings"
         embedding = [Row(_EMBEDDING, f"{words}.weight")]
         if config.adaptive_input_cutoffs is not None:
@@ -304,7 +304,7 @@ class MegaLM(_mega.MegaFormat):
         )
 
     def allowed(self, target: Target) -> dict[str, tuple]:
-        """Return what the language models have."""
+        """Return the values that the language models can express."""
         config = target.config
         fields = _mega.allowed_in_all(config)
         fields |= {"add_lm_hidden_dense_layer": (False,), "lm_head_bias": (False,), "eos_token_id": (2, None)}
@@ -315,7 +315,7 @@ class MegaLM(_mega.MegaFormat):
         return fields
 
     def complete(self, target: Target, tensors: Tensors) -> tuple[Tensors, list[str]]:
-        """Add the output layer where it is the embedding."""
+        """Add the output layer where it is tied to the embedding."""
         words = "mega.embedding_layer.word_embeddings.weight"
         if target.config.tie_word_embeddings and words in tensors:
             tensors = tensors | {"lm_head.weight": tensors[words]}
@@ -346,7 +346,7 @@ def _check_copies(config: MegaConfig, tensors: Tensors) -> None:
 
 
 def _tied_copies(config: MegaConfig) -> dict[str, str]:
-    """Return the tensors of a tied adaptive softmax that are copies, and those that they are copies of."""
+    """Return copy -> original for the tied tensors of an adaptive softmax."""
     if config.adaptive_softmax_cutoffs is None or not config.tie_word_embeddings:
         return {}
     copies = {_words_of_head(config): f"{_BANDS}.0.0.weight"}

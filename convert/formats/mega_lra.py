@@ -39,7 +39,7 @@ _ARCHITECTURES = {
     "mega_sc_raw_base": _SPEECH,
     "mega_sc_raw_big": _SPEECH,
 }
-# Width -> architecture. All sizes are in the args, so that one of other sizes does where none has these.
+# Width -> architecture. The args have all sizes, so one of other sizes does where none has these.
 _OF_TEXT = {80: "mega_lra_listop"}
 _OF_IMAGES = {64: "mega_lra_pf128", 128: "mega_lra_pf32"}
 _OF_SPEECH = {60: "mega_sc_raw_base", 72: "mega_sc_raw_big"}
@@ -48,7 +48,7 @@ _OF_SPEECH = {60: "mega_sc_raw_base", 72: "mega_sc_raw_big"}
 def _tokens(evidence: Evidence) -> bool:
     if _WORDS in evidence.tensors or _VALUES in evidence.tensors:
         return _WORDS in evidence.tensors
-    return evidence.args.get("input_type") == "text"  # which of the two is missing
+    return evidence.args.get("input_type") == "text"  # says which of the two is missing
 
 
 def _embedding(evidence: Evidence) -> tuple[int, ...]:
@@ -188,7 +188,7 @@ class MegaLra(_lra.LraFormat, _mega.MegaFormat):
         )
 
     def keymap(self, config: MegaConfig, revision: str, head: str | None = None) -> KeyMap:
-        """Return the map of a file of a branch; input and classifier are those of the model."""
+        """Return the map of a file of a branch; the configuration tells the input and the classifier."""
         embedding = {
             "tokens": Row(_WORDS, "mega.embedding_layer.word_embeddings.weight"),
             "values": Row(f"{BODY}.embed_tokens.{{part}}", "mega.embedding_layer.value_embeddings.{part}"),
@@ -207,7 +207,7 @@ class MegaLra(_lra.LraFormat, _mega.MegaFormat):
         )
 
     def allowed(self, target: Target) -> dict[str, tuple]:
-        """Return what the encoders of LRA have."""
+        """Return the values that the encoders of LRA can express."""
         config, tokens = target.config, target.config.input_type == "tokens"
         fields = _mega.allowed_in_all(config) | {
             "bidirectional": (True,),

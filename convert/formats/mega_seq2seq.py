@@ -27,7 +27,7 @@ _DECIDED = (
 
 
 def _options(side: str) -> Table:
-    """Return the rows of what is one argument, and which encoder and decoder must have in common; read on one side."""
+    """Return the rows of the options that encoder and decoder must have in common, as one side has them."""
     stack = _mega.Stack(side)
     return (
         *_mega.options(stack, truncation=1024),
@@ -43,7 +43,7 @@ def _positions(side: str) -> Arg:
 
 
 def _sizes(side: str) -> Table:
-    """Return the rows of the arguments and fields that either side has of its own."""
+    """Return the rows of the arguments and fields that each side has for itself."""
     stack = _mega.Stack(side)
     return (
         fixed(f"{side}_embed_path", None),
@@ -64,7 +64,7 @@ def _field(side: str, field: str) -> str:
 _ENCODER = (_positions("encoder"), *_options("encoder"), *_translation.SHARING, *_sizes("encoder"))
 _DECODER = (_positions("decoder"), *_options("decoder"), *_sizes("decoder"))
 _TABLE = (
-    *_translation.task_arguments(fixed("arch", "mega", kept=True)),  # all sizes are in the args
+    *_translation.task_arguments(fixed("arch", "mega", kept=True)),  # the args have all sizes
     _ENCODER[0],
     _DECODER[0],
     *_ENCODER[1:],
@@ -85,7 +85,7 @@ class MegaSeq2Seq(_translation.TranslationFormat, _mega.MegaFormat):
     architectures = _ARCHITECTURES
 
     def evidence(self, tensors: Tensors, args: dict, revision: str) -> Evidence:
-        """Return the evidence; a decoder without a chunk of its own has the encoder's."""
+        """Return the evidence; a decoder without a chunk length takes the encoder's."""
         found, chunk = super().evidence(tensors, args, revision), args.get("encoder_chunk_size")
         found.defaults |= {"encoder_chunk_size": -1, "decoder_chunk_size": -1 if chunk is None else chunk}
         return found
@@ -98,7 +98,7 @@ class MegaSeq2Seq(_translation.TranslationFormat, _mega.MegaFormat):
         """
         if any(key.startswith("decoder.adaptive_softmax.") for key in evidence.tensors):
             raise ConversionError(
-                "the file has an adaptive softmax (--adaptive-softmax-cutoff), which the encoder-decoder here has not; "
+                "the file has an adaptive softmax (--adaptive-softmax-cutoff), which the encoder-decoder here lacks; "
                 "train with an ordinary one"
             )
         vocabulary, target_vocabulary, _ = _translation.vocabularies(evidence)
@@ -134,7 +134,7 @@ class MegaSeq2Seq(_translation.TranslationFormat, _mega.MegaFormat):
         return KeyMap([*rows, Row(_OUT, "lm_head.weight")])
 
     def allowed(self, target: Target) -> dict[str, tuple]:
-        """Return what the code for translation has."""
+        """Return the values that the code for translation can express."""
         config = target.config
         fields = _mega.allowed_in_all(config) | {
             "bidirectional": (True,),
@@ -163,7 +163,7 @@ class MegaSeq2Seq(_translation.TranslationFormat, _mega.MegaFormat):
         return super().unused(target) | without
 
     def extras(self, target: Target, tensors: Tensors) -> Tensors:
-        """Return versions and buffers without content."""
+        """Return versions, and buffers without content."""
         config = target.config
         names = [
             *_mega.bias_placeholders("encoder", config.encoder_config),

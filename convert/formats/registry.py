@@ -1,4 +1,4 @@
-"""The formats that are known, and which of them a file has."""
+"""The known formats, and the recognition of a file's format."""
 
 from luna_mega.convert.formats._base import Format
 from luna_mega.convert.formats.luna_bert import LunaBert
@@ -14,10 +14,10 @@ _FORMATS: dict[str, Format] = {}
 
 
 def register_format(checkpoint_format: Format) -> None:
-    """Make a format known to convert, export and info, behind those that are known already.
+    """Make a format known to convert, export and info; it is tried after the formats that are known already.
 
     Raises:
-        ValueError: there is another one of this name.
+        ValueError: another format has this name.
     """
     known = _FORMATS.setdefault(checkpoint_format.name, checkpoint_format)
     if known is not checkpoint_format:
@@ -25,7 +25,7 @@ def register_format(checkpoint_format: Format) -> None:
 
 
 def registered_formats() -> tuple[Format, ...]:
-    """Return all formats, in the order in which a file or a model is tried."""
+    """Return all formats, in the order in which they are tried for a file or a model."""
     return tuple(_FORMATS.values())
 
 
@@ -33,7 +33,7 @@ def find_format(name: str) -> Format:
     """Return the format called `name`, the `layout` of a conversion report.
 
     Raises:
-        ConversionError: there is none.
+        ConversionError: there is no such format.
     """
     if name not in _FORMATS:
         raise ConversionError(f"format {name!r} is not known; this version knows {', '.join(_FORMATS)}")

@@ -2,10 +2,10 @@
 
 from tokenizers import Regex, pre_tokenizers
 
-# What Python's `str.split()`, and so fairseq, takes for white space: also the four separators before the space.
+# White space of Python's `str.split()`, and so of fairseq: it includes the four separators before the space.
 _WHITE_SPACE = r"[\s\x1c-\x1f]+"
 
-# Options of every tokenizer that is not a class of transformers for GPT-2 or RoBERTa.
+# Options of all tokenizers but RobertaTokenizer, which has them by default.
 OPTIONS = {
     "pad_token": "<pad>",
     "unk_token": "<unk>",

@@ -27,7 +27,7 @@ class ConvertedTokenizer:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """Entry of the report."""
+        """Return the entry of the report."""
         return {
             "class": type(self.tokenizer).__name__,
             "kind": self.kind,

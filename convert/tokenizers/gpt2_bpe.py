@@ -27,8 +27,8 @@ class Gpt2Bpe:
 def read_gpt2_bpe(folder: str | Path) -> Gpt2Bpe:
     """Read GPT-2's encoder.json and vocab.bpe, or vocab.json and merges.txt of a GPT-2 or RoBERTa tokenizer.
 
-    The merges alone determine GPT-2's ids. encoder.json must have the same ids. vocab.json may have those of another
-    model, but must have every piece.
+    The merges alone determine GPT-2's ids. encoder.json must have the same ids. vocab.json may have other ids,
+    but must have every piece.
 
     Raises:
         ConversionError: the folder has no such files, or they are not GPT-2's.
@@ -80,7 +80,7 @@ def bpe_tokenizer(
 
     Args:
         dictionary: the vocabulary of the model; fillers (`madeupword0000`) keep their names.
-        bpe: the pieces that the symbols number.
+        bpe: the pieces of GPT-2, whose ids are the symbols.
         mask: the symbol that fairseq appends to the dictionary.
         max_length: number of positions of the model.
 
@@ -108,12 +108,12 @@ def bpe_tokenizer(
 
 
 def missing_pieces(bpe: Gpt2Bpe, vocab: Container[str]) -> list[str]:
-    """Return the pieces that have no id, but for the end of text, which no text becomes."""
+    """Return the pieces that have no id; the end of text does not count, since no text becomes it."""
     return [piece for piece in bpe.pieces[:-1] if piece not in vocab]
 
 
 def piece_names(dictionary: Dictionary, bpe: Gpt2Bpe, mask: str | None) -> list[str]:
-    """Return the pieces that the symbols of a dictionary number; fillers and `mask` stay what they are.
+    """Return the piece for each symbol of a dictionary, a number of GPT-2; fillers and `mask` keep their names.
 
     Raises:
         ConversionError: a symbol is not a GPT-2 id.

@@ -1,7 +1,7 @@
 """Fast tokenizers for language models: words between white space, the bytes of enwik8, or GPT-2's pieces.
 
-The original trains on a stream in which every line ends with `</s>`, and puts `</s>` before the first token. So a
-newline becomes `</s>` here and a text begins with `</s>`; a model of bytes gets the bytes of the text and no more.
+The original trains on a stream in which every line ends with `</s>`, and puts `</s>` before the first token. So
+here a newline becomes `</s>` and a text begins with `</s>`; a model of bytes gets the bytes of the text and no more.
 """
 
 import re
@@ -28,7 +28,7 @@ def _byte(symbol: str) -> int | None:
 
 
 def lm_word_tokenizer(dictionary: Dictionary, max_length: int | None) -> TokenizersBackend:
-    """Make a tokenizer that splits text at white space and looks every symbol up.
+    """Make a tokenizer that splits text at white space and looks up every symbol.
 
     A text begins with `</s>`, and every newline in it is `</s>` too.
 
@@ -44,10 +44,10 @@ def lm_word_tokenizer(dictionary: Dictionary, max_length: int | None) -> Tokeniz
 
 
 def byte_tokenizer(dictionary: Dictionary, max_length: int | None) -> TokenizersBackend:
-    """Make a tokenizer that looks every byte of UTF-8 up under its decimal number.
+    """Make a tokenizer that looks up every byte of UTF-8 under its decimal number.
 
-    A byte that is not in the dictionary is `<unk>`; without a symbol 10 a newline is `</s>`. Nothing is put before a
-    text, and decoding gives its bytes back.
+    A byte that is not in the dictionary is `<unk>`. If the dictionary has no symbol 10, a newline is `</s>`. Nothing is
+    put before a text, and decoding gives its bytes back.
 
     Args:
         dictionary: the vocabulary of the model, for which `holds_bytes` is true.

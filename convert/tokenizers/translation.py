@@ -33,7 +33,7 @@ def translation_tokenizer(
         A `TokenizersBackend`, or a `LunaTokenizer` when merges make pieces that the dictionary lacks.
 
     Raises:
-        ConversionError: `codes` is no such file, or does not belong to such a dictionary.
+        ConversionError: `codes` is no such file, or does not belong to the dictionary.
     """
     options = OPTIONS | {
         "bos_token": "<s>",
@@ -63,10 +63,10 @@ def _symbols(dictionary: Dictionary) -> Tokenizer:
 
 
 def _pieces(dictionary: Dictionary, codes: str | Path) -> tuple[Tokenizer, int]:
-    """Return the backend, in which pieces that the dictionary lacks have the last ids, and the dictionary's size."""
+    """Return the backend, which gives the last ids to pieces that the dictionary lacks, and the dictionary's size."""
     if not any(symbol.endswith(_CONTINUES) for symbol in dictionary.symbols):
         raise ConversionError(
-            f"{dictionary.path}: no symbol ends with {_CONTINUES}, so that {codes} cannot be its codes; leave them out"
+            f"{dictionary.path}: no symbol ends with {_CONTINUES}, so {codes} cannot be its codes; leave them out"
         )
     merges = read_codes(codes)
     vocab = vocabulary(map(_piece, dictionary.symbols), None)
@@ -100,7 +100,7 @@ def _framed(backend: Tokenizer) -> Tokenizer:
 
 
 def read_codes(path: str | Path) -> list[tuple[str, str]]:
-    """Read merges such as `a b</w>`, which fastBPE follows by a count; of two equal ones the first counts.
+    """Read merges such as `a b</w>`, behind which fastBPE has a count; a merge that comes again is ignored.
 
     Raises:
         ConversionError: the file does not exist, or a line is not a merge; the message names it.

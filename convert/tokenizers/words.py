@@ -8,7 +8,7 @@ from luna_mega.convert.tokenizers._shared import OPTIONS, split_at_white_space
 
 
 def word_tokenizer(dictionary: Dictionary, cls_token: str, prepend_cls: bool, max_length: int) -> TokenizersBackend:
-    """Make a tokenizer that splits text at white space and looks every symbol up, as fairseq-preprocess does.
+    """Make a tokenizer that splits text at white space and looks up every symbol, as fairseq-preprocess does.
 
     A sequence ends with `</s>` and, with `prepend_cls`, starts with `cls_token`. Special tokens are recognised only as
     whole symbols.

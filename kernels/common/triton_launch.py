@@ -1,6 +1,6 @@
-"""The launch of Triton kernels in all ops: tensors as they take them, sizes of tiles, the choice of a configuration.
+"""The launch of Triton kernels in all ops: layout of tensors, sizes of tiles, choice of a configuration.
 
-Only `triton_*.py` files import this file, and an op imports those when it first needs a kernel: Triton decides at that
+Only `triton_*.py` files import this file, and an op imports them when it first needs a kernel: Triton decides at that
 moment whether kernels are interpreted.
 """
 
@@ -43,7 +43,7 @@ def random_seed(dropout: float, device: torch.device) -> torch.Tensor | None:
 
 
 class Launch(NamedTuple):
-    """A kernel as it would have been launched."""
+    """A kernel with the arguments of a launch that was recorded."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -54,7 +54,7 @@ class Launch(NamedTuple):
 
 
 class Target(NamedTuple):
-    """The device that configurations are chosen for."""
+    """The properties of a device by which configurations are chosen."""
 
     capability: tuple[int, int] = (9, 0)
     processors: int = 132
@@ -66,7 +66,7 @@ _target = Target()
 
 @contextmanager
 def recording(target: Target):
-    """Put launches for `target` on the list that this yields instead of running them: for tensors on meta."""
+    """Yield a list, and put launches for `target` on it instead of running them: for tensors on meta."""
     global _recorded, _target
     previous, _recorded, _target = (_recorded, _target), [], target
     try:
@@ -76,7 +76,7 @@ def recording(target: Target):
 
 
 def target(device: torch.device) -> Target:
-    """Return what configurations are chosen for: the CUDA device, or an H100 where kernels are interpreted."""
+    """Return the device for which configurations are chosen: the CUDA device, or an H100 for interpreted kernels."""
     if device.type != "cuda":
         return _target
     return Target(
@@ -104,8 +104,8 @@ _fastest: dict[tuple, Any] = {}
 def choose(key: tuple, configurations: Sequence, run: Callable[[Any], Any]) -> Any:
     """Return `run(configurations[0])`, or, on a GPU with `LUNA_MEGA_AUTOTUNE=1`, `run` of the fastest configuration.
 
-    All are timed when `key` (the kernel and what its speed depends on) is seen first. `run` must have no effect but its
-    result.
+    All are timed when `key` (the kernel and the sizes that determine its speed) is seen first. `run` must have no
+    effect but its result.
     """
     if INTERPRETED or _recorded is not None or len(configurations) == 1 or os.environ.get("LUNA_MEGA_AUTOTUNE") != "1":
         return run(configurations[0])

@@ -19,21 +19,21 @@ def dot(a, b, accumulator, PRECISION: tl.constexpr):
 
 @triton.jit
 def load_tile(X, rows, stride, kept, columns, width):
-    """Return `[rows, columns]` of X, 0 in rows that are not kept: they are not read, as they may hold NaN."""
+    """Return `[rows, columns]` of X, 0 in rows that are not kept; these are not read, as they may hold NaN."""
     mask = kept[:, None] & (columns < width)[None, :]
     return tl.load(X + rows.to(tl.int64)[:, None] * stride + columns[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
 def store_tile(X, rows, stride, kept, columns, width, tile):
-    """Write a tile to `[rows, columns]` of X, but for rows that are not kept."""
+    """Write a tile to `[rows, columns]` of X, except to rows that are not kept."""
     mask = kept[:, None] & (columns < width)[None, :]
     tl.store(X + rows.to(tl.int64)[:, None] * stride + columns[None, :], tile.to(X.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def load_kept(MASK, first, rows, length):
-    """Return which of the rows exist, being below `length`, and are kept by the mask; row 0 is at `MASK + first`."""
+    """Return which rows are below `length` and kept by the mask; row 0 is at `MASK + first`."""
     kept = rows < length
     if MASK is not None:
         kept = kept & (tl.load(MASK + first + rows, mask=kept, other=0) != 0)
@@ -57,7 +57,7 @@ def undropped(SEED, threshold, stream, rows, column, BLOCK_R: tl.constexpr, BLOC
 
 @triton.jit
 def drop(weights, SEED, threshold, rescale, stream, rows, column, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Return the weights after dropout, or their gradients before it; as they are where SEED is None."""
+    """Return the weights after dropout, or their gradients before it; without SEED there is no dropout."""
     if SEED is not None:
         kept = undropped(SEED, threshold, stream, rows, column, BLOCK_R, BLOCK_C)
         weights *= tl.where(kept, rescale, 0.0)
@@ -71,8 +71,8 @@ def dropping(dropout: float) -> tuple[int, float]:
 
 @triton.jit
 def rise(largest, block_largest):
-    """Return the new maximum of a softmax that takes one more block of scores, what to take off them before they become
-    powers of 2, and the factor of all sums so far; a maximum of no scores is -inf."""
+    """Return the maximum of a softmax after one more block of scores, the shift to subtract from scores before exp2,
+    and the factor for all earlier sums; the maximum of no scores is -inf."""
     larger = tl.maximum(largest, block_largest)
     shift = tl.where(larger > float("-inf"), larger, 0.0)
     return larger, shift, tl.exp2(largest - shift)

@@ -10,7 +10,7 @@ from luna_mega.kernels.damped_ema import reference, torch_backend
 from luna_mega.kernels.damped_ema.reference import working_dtype
 from luna_mega.kernels.damped_ema.truncated import TruncatedEmaState, truncated
 
-# Of the Triton kernels, which hold the states of a channel in registers.
+# The limit of the Triton kernels, which hold the states of a channel in registers.
 MAX_STATES = 64
 
 
@@ -28,7 +28,7 @@ def _triton_step(x, state, **call):
 
 
 def _from_parameters(run):
-    """Return `run`, which takes coefficients, for the parameters themselves; all in float32 or float64."""
+    """Return a function that takes parameters and calls `run` with the coefficients, in float32 or float64."""
 
     def run_parameters(x, parameters, **rest):
         dtype = working_dtype(x, parameters)
@@ -57,7 +57,7 @@ def _unsupported_step(x, parameters, **_):
 
 
 def _one_by_one(run, call, cu_seqlens, max_seqlen):
-    """Compute a ragged call: with states one sequence after the other, as filling up would decay them."""
+    """Compute a ragged call; with states, one sequence after the other, as filling up would decay the states."""
     x, mask, initial_state = call["x"], call["mask"], call["initial_state"]
     if initial_state is None and not call["return_state"]:
         return EMA.fill_up(run, call, cu_seqlens, max_seqlen)
@@ -116,7 +116,7 @@ def damped_ema(
     max_seqlen: int | None = None,
     backend: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | TruncatedEmaState]:
-    """Damped multi-dimensional exponential moving average of every channel (Mega section 3.1).
+    """Compute the damped multi-dimensional exponential moving average of every channel (Mega section 3.1).
 
     With p = sigmoid(input_logit) and q = 1 - p sigmoid(damping_logit), the N states of a channel follow
     h_t = q h_{t-1} + p expansion x_t, and the result is y_t = sum_n projection_n / sqrt(N) h_{t,n}.
@@ -124,23 +124,23 @@ def damped_ema(
     Args:
         x: `[B, T, D]`, T at least 1.
         input_logit, damping_logit, expansion, projection: `[R, N]`; alpha and delta (as logits), beta and eta of the
-            paper. R = D: causal. R = 2 D: bidirectional, rows D and on are the average that runs from the end.
+            paper. R = D: causal. R = 2 D: bidirectional; rows from D on are the average that runs from the end.
         skip: `[D]`; with it the result is silu(y + skip x), without it y.
         mask: `[B, T]` bool, True = keep; None = all. Other positions enter the average as 0 (the states still decay
             there); the skip sees x as it is.
         shift: bidirectional only. The average from the end starts at the next position, so that a position counts
             once; without it the position itself counts in both directions.
-        truncation: the average forgets what is this many positions away or more; None or a number below 1: nothing.
+        truncation: the average forgets inputs that are this many positions away or more; None or below 1: none.
         initial_state: `[B, D, N]` float32 or float64, causal only: the states before the first position; None = 0. With
-            a truncation a `TruncatedEmaState`, which an earlier call has returned.
+            a truncation it is a `TruncatedEmaState` that an earlier call has returned.
         return_state: causal only: return the states behind the last position as well.
         cu_seqlens: `[S + 1]` int32 or int64: x is S sequences laid end to end, `[1, total, D]`, the mask `[1, total]`,
-            sequence s is `[cu_seqlens[s], cu_seqlens[s+1])`; states are then `[S, D, N]`, and each sequence gets what
-            it would get alone.
-        max_seqlen: the longest of them; None: read from `cu_seqlens`, which waits for the device.
+            sequence s is `[cu_seqlens[s], cu_seqlens[s+1])`; states are then `[S, D, N]`, and each sequence has the
+            same result as alone.
+        max_seqlen: length of the longest sequence; None = read from `cu_seqlens`, which waits for the device.
         backend: one of `"auto"`, `"reference"`, `"torch"`, `"triton"`; None = as `luna_mega.kernels.api.use_backend`
             and `LUNA_MEGA_BACKEND` say. Triton has kernels for up to 64 states per channel, without truncation and not
-            for float64. The others fill ragged sequences up; those with states they run one after the other.
+            for float64. The other backends fill ragged sequences up, or, with states, run one after the other.
 
     Returns:
         `[B, T, D]` in the dtype of `x`; with `return_state` (that, states `[B, D, N]`). States and everything up to
@@ -209,8 +209,8 @@ def damped_ema_step(
 ) -> tuple[torch.Tensor, torch.Tensor | TruncatedEmaState]:
     """Continue the causal `damped_ema` by one position x `[B, D]`: return y `[B, D]` and the next state `[B, D, N]`.
 
-    Arguments and errors as there, with R = D and `mask` `[B]`. The state given is not changed. With a
-    `TruncatedEmaState` the average is truncated as that says.
+    Arguments and errors as in `damped_ema`, with R = D and `mask` `[B]`. The given state is not changed. With a
+    `TruncatedEmaState` the average is truncated at the length of its inputs.
     """
     if x.dim() != 2 or input_logit.shape[:1] != x.shape[1:]:
         raise ValueError(

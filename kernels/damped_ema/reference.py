@@ -14,8 +14,8 @@ from torch import nn
 def log_decay(input_logit: torch.Tensor, damping_logit: torch.Tensor) -> torch.Tensor:
     """Return log q = log(1 - sigmoid(input_logit) sigmoid(damping_logit)), at least log(1e-30), with finite gradients.
 
-    log(1 - p) of the product p itself loses slow decays, where p is below the rounding error of 1; log1p(-p) loses fast
-    ones, where p rounds to 1.
+    For the product p, log(1 - p) loses slow decays, where p is below the rounding error of 1; log1p(-p) loses fast
+    decays, where p rounds to 1.
     """
     product = torch.sigmoid(input_logit) * torch.sigmoid(damping_logit)
     log_product = nn.functional.logsigmoid(input_logit) + nn.functional.logsigmoid(damping_logit)
@@ -34,7 +34,7 @@ def coefficients(
 
 
 def working_dtype(x: torch.Tensor, parameters: tuple[torch.Tensor, ...]) -> torch.dtype:
-    """Return the dtype of states and of everything up to the result: float32, or float64 where any of these is."""
+    """Return the dtype of states and of all values before the result: float32, or float64 where any of these is."""
     dtype = torch.float32
     for tensor in (x, *parameters):
         dtype = torch.promote_types(dtype, tensor.dtype)

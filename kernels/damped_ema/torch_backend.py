@@ -8,9 +8,9 @@ from torch import nn
 from luna_mega.kernels.damped_ema.reference import finish
 
 CHUNK = 64
-# Channels that are worked on at a time: temporary tensors are as large as this share of the input.
+# Channels in one block: temporary tensors have the size of this share of the input.
 BLOCK = 32
-# Positions of the batch from which on chunks are faster than the FFT (README).
+# From this number of positions in the batch on, chunks are faster than the FFT (README).
 MANY_POSITIONS = 4096
 INPUTS = (
     "Tensor x, Tensor? mask, Tensor? skip, Tensor taps, SymInt center, Tensor? inward, Tensor? outward, Tensor? decay, "
@@ -21,7 +21,7 @@ INPUTS = (
 def damped_ema(
     x, coefficients, skip=None, mask=None, shift=False, truncation=None, initial_state=None, return_state=False
 ):  # fmt: skip
-    """Return `reference.damped_ema`; the final state only where it is asked for."""
+    """Return `reference.damped_ema`; the final state only on request."""
     # An exported program must not need this package, and its length is not known, so export sees PyTorch's own FFT.
     if torch.compiler.is_exporting():
         return _exported(x, coefficients, skip, mask, shift, truncation, initial_state, return_state)
@@ -51,7 +51,7 @@ def step(x, state, coefficients, skip, mask):
 def _series(weight, log_q, length):
     """Return sum_n weight_n q_n^t for t < length, `[..., R, length]` of `[..., R, N]`: q^(i c + j) = q^(i c) q^j."""
     inner = 16 if not torch.compiler.is_exporting() and length <= 256 else 64
-    # Export would take a count of 1 for a constant, so there are never fewer than 2.
+    # Export would treat a count of 1 as a constant, so there are never fewer than 2.
     outer = torch.arange(length // inner + 2, device=log_q.device, dtype=log_q.dtype) * inner
     coarse = torch.exp(log_q[..., None] * outer) * weight[..., None]
     fine = torch.exp(log_q[..., None] * torch.arange(inner, device=log_q.device, dtype=log_q.dtype))
@@ -93,7 +93,7 @@ def _chunk_maps(coefficients, channels, chunk, shift):
 
 
 def _final_state(x, mask, coefficients, state, inward):
-    """Return the state behind the last position, from the state before the last chunk, which may be a short one."""
+    """Return the state behind the last position, from the state before the last chunk, which may be short."""
     chunk = inward.shape[-1]
     rest = (x.shape[1] - 1) % chunk + 1
     last = x[:, -rest:]
@@ -126,7 +126,7 @@ def _exported(x, coefficients, skip, mask, shift, truncation, initial_state, ret
 
 @functools.lru_cache
 def _fft_length(at_least):
-    """Return the next number without prime factors above 5: an FFT of others takes up to six times as long."""
+    """Return the next number without prime factors above 5; other sizes of an FFT take up to six times as long."""
     while True:
         rest = at_least
         for prime in (2, 3, 5):
@@ -138,7 +138,7 @@ def _fft_length(at_least):
 
 
 def _spectrum(taps, center, size):
-    """Return the spectrum of the taps on a circle of `size` positions, with the lags below 0 at the end."""
+    """Return the spectrum of the taps on a circle of `size` positions, with negative lags at the end."""
     circle = torch.roll(nn.functional.pad(taps, (0, size - taps.shape[1])), -center, 1)
     return torch.fft.rfft(circle)[:, None]
 
@@ -179,8 +179,8 @@ def _lag_sums(products, center):
 def _carry(gains, decay, first, forward, backward):
     """Return the states before each chunk, s_i = q^C s_{i-1} + gains_{i-1}, `[D, B, chunks, N']`.
 
-    `first`: the states to begin with, `[D, B, N']`. `forward`, `backward`: slices of the states, those that run with
-    time and those that run against it.
+    `first`: the states to begin with, `[D, B, N']`. `forward`, `backward`: the slices of the states that run with time
+    and against it.
     """
     carried = gains.new_empty(gains.shape[2], *gains.shape[:2], gains.shape[3])
     carried[0] = first
@@ -207,7 +207,7 @@ def _states(chunks, inward, decay, initial, directions):
 
 
 def _scan(chunks, taps, center, inward, outward, decay, initial):
-    """Return the average of chunks `[D, B, chunks, C]`, of that shape, and the state before the last chunk."""
+    """Return the average of chunks `[D, B, chunks, C]`, in the same shape, and the state before the last chunk."""
     states = _states(chunks, inward, decay, initial, _directions(inward, center))
     rows = chunks.flatten(1, 2) @ _toeplitz(taps, center, chunks.shape[-1])
     rows.baddbmm_(states.flatten(1, 2), outward)

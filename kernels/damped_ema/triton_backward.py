@@ -35,8 +35,8 @@ def _gradient_kernel(
 ):  # fmt: skip
     """Write the sums of gradient times state and of gradient times slope, d state / d q, over a chunk.
 
-    `gradient` is that of the average, or, with `skip`, that of the result: then `inner` gets the gradient of the
-    average, and `skip_sums` that of the skip. SCALED: the second sum is the gradient of q.
+    `gradient` is the gradient of the average, or, with `skip`, of the result: then `inner` gets the gradient of the
+    average, and `skip_sums` the gradient of the skip. SCALED: the second sum is the gradient of q.
     """
     block, sequence, row, first, size, number, slot, begin, count = place(cu_seqlens, length, chunk, chunks, blocks)
     if (count <= 0) & (number > 0):
@@ -102,7 +102,7 @@ def _gradient_kernel(
                     inside_silu += others[i]
                 gate = tl.sigmoid(inside_silu)
                 factor = gate * (1.0 + inside_silu * (1.0 - gate))
-                # Nothing comes from where the result is not used, even if x is NaN there.
+                # A position whose result is not used adds nothing, even if x is NaN there.
                 unused = received == 0.0
                 received = tl.where(unused, 0.0, received * factor)
                 skip_sum += tl.where(unused, 0.0, received * signals[i])
@@ -124,7 +124,7 @@ def _gradient_kernel(
 def backward(
     gradient, last_gradient, x, mask, skip, log_q, weight_in, weight_out, initial_state, shift, cu_seqlens, max_seqlen
 ):
-    """Return the gradients of x, skip, log_q, weight_in, weight_out and the initial states; for None, an empty one."""
+    """Return the gradients of x, skip, log_q, weight_in, weight_out and the initial states, empty for None."""
     plan = make_plan(x, log_q, shift, cu_seqlens, max_seqlen)
     scaled = initial_state is not None or last_gradient is not None
     coefficients, q, empty = (log_q, weight_in, weight_out), log_q.exp(), log_q.new_empty(0)
@@ -134,7 +134,7 @@ def backward(
     state_sums, slope_sums = sums
     after = None
     if last_gradient is not None:
-        # A scan meets its first position with states that have decayed once.
+        # At its first position, a scan has decayed its initial states once already.
         after = last_gradient * torch.exp(-log_q.clamp(min=LOWEST_LOG_Q.value))
     starts = states_before(plan, gradient, None, log_q, weight_out if scaled else None, after, flipped=True)
     coefficients, options = (log_q, weight_out, weight_in), {"scaled": scaled, "gradient": True}
@@ -164,7 +164,7 @@ def _parameter_sums(plan, gradient, last_gradient, x, mask, skip, coefficients, 
     if skip is not None:
         gradient = log_q.new_empty(x.shape)
         if plan.directions == 2:
-            # Not kept from the forward pass: it is as large as x in float32, and a small part of this pass.
+            # The forward pass does not keep it: it is as large as x in float32, and quick to compute again.
             other = scan(plan, 1, x, mask, coefficients, starts, log_q.new_empty(x.shape))
     finish = (None,) * 4 if skip is None else (skip, other, gradient, skip_sums)
     for direction in range(plan.directions):

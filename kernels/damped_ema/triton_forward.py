@@ -1,11 +1,11 @@
 """Forward pass of the damped EMA in Triton: a scan in registers, in chunks that run side by side.
 
 A program walks through one chunk of one sequence with the states of BLOCK_D channels in a tile `[BLOCK_N, BLOCK_D]`.
-The states before each chunk come from two small kernels: the states each chunk would end with if it started from zero,
-and their way from chunk to chunk. Everything per state is laid out `[..., N, D]`.
+The states before each chunk come from two small kernels: one computes the states with which each chunk would end if it
+started from zero, the other carries them from chunk to chunk. Everything per state is laid out `[..., N, D]`.
 
-`tl.multiple_of(d, 1)` hides from the compiler that blocks start at multiples of more: it would let a thread load four
-channels of every fourth state at once. So it holds columns of the tile, and sums over states need no other thread.
+`tl.multiple_of(d, 1)` hides from the compiler that blocks start at larger multiples: it would let a thread load four
+channels of every fourth state at once. This way a thread holds columns of the tile, and sums over states need no other.
 """
 
 from typing import NamedTuple
@@ -16,12 +16,12 @@ import triton.language as tl
 
 from luna_mega.kernels.common import triton_launch
 
-# A pass should have this many programs, of one warp each, per processor, unless chunks would get shorter than this.
+# A pass should have PROGRAMS programs of one warp per processor, unless chunks get shorter than SHORTEST_CHUNK.
 PROGRAMS = 8
 SHORTEST_CHUNK = 64
 # Positions whose inputs are loaded together.
 UNROLL = 8
-# States that decay faster are as good as forgotten, and what is divided by q must not overflow.
+# States that decay faster are as good as forgotten, and a quotient by q must not overflow.
 LOWEST_LOG_Q = tl.constexpr(-46.0)
 
 
@@ -36,9 +36,9 @@ def _minus_one(log_q):
 
 @triton.jit
 def decay(log_q, STEPS: tl.constexpr):
-    """Return q, and the share of a state that the rounding of q takes from it in STEPS steps.
+    """Return q, and the share of a state that is lost to the rounding of q in STEPS steps.
 
-    Thousands of steps would add up that error where q is close to 1.
+    Over thousands of steps this error would add up where q is close to 1.
     """
     log_q = tl.maximum(log_q, LOWEST_LOG_Q)
     near, slow = _minus_one(log_q), log_q > -0.5
@@ -48,8 +48,8 @@ def decay(log_q, STEPS: tl.constexpr):
 
 @triton.jit
 def place(cu_seqlens, length, chunk, chunks, blocks):
-    """Return what this program works on: the block of channels, the sequence, its row of the batch, first position
-    there and length; of the chunk its number, its slot among the values kept per chunk, first position and length."""
+    """Return the place of this program: the block of channels; the sequence, its row of the batch, its first position
+    there and its length; the chunk, its slot among the values kept per chunk, its first position and its length."""
     program = tl.program_id(0).to(tl.int64)
     item = program // blocks
     sequence, number = item // chunks, item % chunks
@@ -58,7 +58,7 @@ def place(cu_seqlens, length, chunk, chunks, blocks):
     else:
         row, first = sequence * 0, tl.load(cu_seqlens + sequence).to(tl.int64)
         size = tl.load(cu_seqlens + sequence + 1).to(tl.int64) - first
-        # Distinct, as a sequence has at most one chunk more than its part of the positions has whole ones.
+        # The slots are distinct: a sequence has at most one chunk more than whole chunks fit into its positions.
         slot = tl.where(chunks == 1, sequence, first // chunk + sequence + number)
     begin = number * chunk
     return program % blocks, sequence, row, first, size, number, slot, begin, tl.minimum(size - begin, chunk)
@@ -74,7 +74,7 @@ def tile_of(block, channels, N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl
 
 @triton.jit
 def position(step, count, UNROLL: tl.constexpr, REVERSED: tl.constexpr):
-    """Return the position in its chunk that a step works on; REVERSED: those behind the last come first."""
+    """Return the position of a step in its chunk; REVERSED: positions behind the last one come first."""
     return tl.cdiv(count, UNROLL) * UNROLL - 1 - step if REVERSED else step
 
 
@@ -136,9 +136,9 @@ def _carry_kernel(
     ends, log_q, starts, own_blocks, cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,
     N: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, FLIPPED: tl.constexpr, SLOPE: tl.constexpr,
 ):  # fmt: skip
-    """Put the states before each chunk, in its direction, in place of those it would end with from zero.
+    """Replace the states with which each chunk would end from zero by the states before it, in its direction.
 
-    The first ones are `starts` `[S, N, D]`; their slope is 0. Program `(block of states, sequence; direction)`.
+    The first states are `starts` `[S, N, D]`; their slope is 0. Program `(block of states, sequence; direction)`.
     """
     program = tl.program_id(0).to(tl.int64)
     block, sequence = program % own_blocks, program // own_blocks
@@ -156,7 +156,7 @@ def _carry_kernel(
     log_q = tl.load(log_q + n * width + direction * channels + d, inside, other=LOWEST_LOG_Q)
     log_q = tl.maximum(log_q, LOWEST_LOG_Q)
     count = tl.maximum(tl.cdiv(size, chunk), 1)
-    # From the end, the first chunk may be a short one.
+    # From the end, the first chunk may be short.
     steps = tl.where(from_end, size - (count - 1) * chunk, chunk).to(tl.float32)
     if starts is None:
         state = tl.zeros([BLOCK], tl.float32)
@@ -276,8 +276,7 @@ def _scan_kernel(
 
 
 class Plan(NamedTuple):
-    """The sizes by which a call is divided. `slots`: places for values kept per chunk; ragged sequences leave some
-    unused."""
+    """The division of a call into programs. `slots`: places for values per chunk; ragged calls leave some unused."""
 
     cu_seqlens: torch.Tensor | None
     sequences: int

@@ -19,8 +19,8 @@ def damped_ema(
     x, coefficients, skip=None, mask=None, shift=False, initial_state=None, return_state=False,
     cu_seqlens=None, max_seqlen=0,
 ):  # fmt: skip
-    """Return `reference.damped_ema` without truncation, of ragged sequences where there are `cu_seqlens`."""
-    # Programs run through channels, so channels come last.
+    """Return `reference.damped_ema` without truncation, for ragged sequences where there are `cu_seqlens`."""
+    # A program reads neighbouring channels, so channels come last.
     coefficients = (rows.mT.contiguous() for rows in coefficients)
     initial = None if initial_state is None else initial_state.mT.contiguous()
     output, last = torch.ops.luna_mega.damped_ema_triton(
@@ -30,7 +30,7 @@ def damped_ema(
 
 
 def step(x, state, parameters, skip, mask):
-    """Return `reference.step`, from the parameters: computing the coefficients would take longer than the step."""
+    """Return `reference.step` of the parameters: computing the coefficients first would take longer than the step."""
     return torch.ops.luna_mega.damped_ema_step_triton(x, state, *parameters, skip, mask)
 
 

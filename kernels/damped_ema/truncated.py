@@ -1,4 +1,4 @@
-"""The truncated average of segments, and the state that lets an average forget."""
+"""The truncated average of a segment, and the state that it hands on."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -10,10 +10,10 @@ from luna_mega.kernels.damped_ema import reference
 
 
 class TruncatedEmaState(NamedTuple):
-    """The state of a truncated average: that of all positions, and that of the positions it has forgotten.
+    """The state of a truncated average: the states of all positions and of the forgotten ones, and recent inputs.
 
-    average `[B, D, N]`: states of all positions; forgotten `[B, D, N]`: of those that are `truncation` away or more;
-    inputs `[B, truncation, D]`: those in between, which will be forgotten next.
+    average `[B, D, N]`: states of all positions; forgotten `[B, D, N]`: states of the positions that are `truncation`
+    away or more; inputs `[B, truncation, D]`: the last inputs, which will be forgotten next.
     """
 
     average: torch.Tensor
@@ -30,10 +30,10 @@ def truncated(
     truncation: int,
     state: TruncatedEmaState | None,
 ) -> tuple[torch.Tensor, TruncatedEmaState]:
-    """Return the average of the last `truncation` inputs, by `run`, which returns that of all inputs and its state.
+    """Return the average of the last `truncation` inputs; `run` averages all inputs and returns its state too.
 
-    From the average of all inputs goes what is older: that of the inputs `truncation` positions before, decayed by
-    q^truncation.
+    The average of the older inputs is subtracted from the average of all inputs: it is the average `truncation`
+    positions earlier, decayed by q^truncation.
     """
     batch, length, channels = x.shape
     if state is None:
@@ -55,6 +55,6 @@ def truncated(
         projection = projection * torch.exp(truncation * reference.log_decay(*rest[:2]))
         late, forgotten = run(recent[:, :length], state.forgotten, (*rest, projection))
         skip = None if skip is None else skip.to(dtype)
-        # A copy, so that what is cut off is freed.
+        # A copy, so that the older inputs are freed.
         state = TruncatedEmaState(now, forgotten, recent[:, length:].clone())
         return reference.finish(average - late, x, skip), state

@@ -1,4 +1,4 @@
-"""The moves of tokens to other columns of a batch, row by row, which put padding out of the way."""
+"""Moves of the tokens of each row to other columns, so that padding is out of the way."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ from torch import nn
 
 
 def in_columns(run: Callable) -> Callable:
-    """Return a function that takes any call, by `run`, for which chunks begin at multiples of their size."""
+    """Return a function that takes any call, from a `run` that needs chunks to begin at multiples of their size."""
 
     def run_any(query, key, value, mask, chunk_size, offset, start, **rest):
         if start is not None:
@@ -38,8 +38,8 @@ def with_chunks_in_columns(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Move every row so that its chunks begin at multiples of `chunk_size`; the last result finds the queries again.
 
-    With offset 0 the first token goes to column 0, and what was before it to the end. Else the first chunk may have
-    begun before the first key, for which there is room at the end. Returns query, key, value, mask and the columns
+    With offset 0 the first token goes to column 0, and the padding before it to the end. Else the first chunk may begin
+    before the first key, and the columns in between are at the end. Returns query, key, value, mask and the columns
     `[B, T]` in which the queries stand now.
     """
     (batch, queries, _), keys = query.shape, key.shape[1]
@@ -67,13 +67,13 @@ def take(x: torch.Tensor | None, columns: torch.Tensor) -> torch.Tensor | None:
 
 
 def fill(x: torch.Tensor, before: int, count: int) -> torch.Tensor:
-    """Fill `[B, T]` or `[B, T, W]` up to `count` columns with zeros, as many of them at the beginning as `before`."""
+    """Fill `[B, T]` or `[B, T, W]` up to `count` columns with zeros, `before` of them at the beginning."""
     after = count - before - x.shape[1]
     return x if before == after == 0 else nn.functional.pad(x, (*(0, 0) * (x.dim() - 2), before, after))
 
 
 def unless_zero(rows: torch.Tensor | None) -> torch.Tensor | None:
-    """Return None in place of zeros, where finding out is free."""
+    """Return None in place of rows that are all zero, where looking at them costs nothing."""
     if type(rows) is not torch.Tensor or rows.device.type != "cpu" or torch.jit.is_tracing():
         return rows
     return rows if torch.compiler.is_compiling() or rows.any() else None

@@ -23,7 +23,7 @@ def _triton(query, key, value, bias, mask, function, causal, chunk_size, offset,
     options = (function, causal, chunk_size, offset, dropout)
     if row_offset is None:
         return triton_ops.attend(query, key, value, bias, mask, *options, **ragged)
-    # The kernels know no offset by row: what is padding goes to the end.
+    # The kernels know no offset by row, so padding goes to the end.
     query = take(query, rotation(-row_offset.clamp(max=0), query.shape[1]))
     key, value, mask = (take(x, rotation(row_offset.clamp(min=0), key.shape[1])) for x in (key, value, mask))
     attended = triton_ops.attend(query, key, value, bias, mask, *options)
@@ -37,7 +37,7 @@ def _with_weights(query, key, value, bias, mask, chunk_size, dropout, **rest):
         size = max(min(chunk_size, length), 1)
         if mask is None:
             mask = torch.ones(query.shape[:2], dtype=torch.bool, device=query.device)
-        # A last chunk that is short is filled up.
+        # A short last chunk is filled up.
         query, key, value, mask = (
             fill(x, 0, length + -length % size).unflatten(1, (-1, size)).flatten(0, 1)
             for x in (query, key, value, mask)
@@ -60,12 +60,12 @@ def _unsupported(query, value, offset, row_offset, **_):
 
 
 def _round(call):
-    # Tensor cores need operands of 16 bits, which autocast would give them.
+    # Tensor cores need operands of 16 bits, as autocast would make them.
     return call | {name: call[name].to(call["value"].dtype) for name in ("query", "key")}
 
 
 def _fast(run):
-    """Return `run` for any call but one query a row with a bias of its own, in which there is nothing to gain."""
+    """Return `run`, with the reference for single queries that have a row_offset, where `run` gains nothing."""
     run = in_columns(run)
 
     def run_any(**call):
@@ -120,8 +120,8 @@ def gated_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute f(Q K^T / divisor + bias) V with one head and a value of any width (Mega sections 3.2 to 3.5).
 
-    Chunks and the divisor of a causal attention count from the first token of a sequence (`start`), so that a row gives
-    the same with padding on its left or right, in one call or, with its keys so far, in several.
+    Chunks and the divisor of a causal attention count from the first token of a sequence (`start`), so that a sequence
+    gives the same with padding on its left or right, and in one call or, with its keys so far, in several.
 
     Args:
         query, key, value: `[B, T, Z]`, `[B, S, Z]` and `[B, S, V]`; query and key of one dtype.
@@ -131,20 +131,21 @@ def gated_attention(
             chunk for divisor, or where the attention is causal the position of the query in the chunk, from 1 on
             (padding counts), and weights that are not normalised.
         causal: a query sees the keys up to its own column.
-        chunk_size: positions attend to those of their own chunk of this length; T may be any. None = full attention.
+        chunk_size: positions attend within chunks of this length; T may be any. None = full attention.
         mask: `[B, S]` bool, True = a key that may be attended to; None = all.
         offset: column of the first query among the keys, for cached decoding (S = the keys so far), or of
             cross-attention.
         row_offset: `[B]` integers that are added to `offset`, for cross-attention (neither causal nor in chunks) whose
-            queries and keys begin behind padding of different lengths: those of the keys less those of the queries.
-            Of a row with n > 0 the first n keys must be masked, of one with n < 0 the first -n queries are padding.
+            queries and keys begin behind padding of different lengths: the length before the keys less the length
+            before the queries. If n > 0, the first n keys of the row must be masked; if n < 0, its first -n queries are
+            padding.
         start: `[B]` integers, the position of the first column in its sequence: below 0 where padding comes before the
-            first token, above 0 where keys were forgotten; None = 0. Keys below position 0 are left out, what comes of
-            queries below has no meaning. With chunks and offset 0 at most 0.
+            first token, above 0 where keys were forgotten; None = 0. Keys below position 0 are left out, and outputs of
+            queries below have no meaning. With chunks and offset 0 at most 0.
         dropout: probability with which a weight is dropped (the caller passes 0 in evaluation).
         return_weights: return (output, weights) computed step by step by the reference, whatever the backend: weights
-            `[B, 1, T, S]`, with chunks those within every one, `[B, chunks, C, C]`, the first of which begins with the
-            first token. Not with `cu_seqlens`.
+            `[B, 1, T, S]`, or within the chunks `[B, chunks, C, C]`, where the first chunk begins with the first token.
+            Not with `cu_seqlens`.
         cu_seqlens: `[sequences + 1]` int32 or int64: B is 1, T = S, and sequence b lies at `[cu_seqlens[b],
             cu_seqlens[b + 1])`; columns and chunks count from its beginning. Without offset, row_offset and start.
         max_seqlen: length of the longest sequence, or more; None = looked up, which waits for the device.
@@ -153,7 +154,7 @@ def gated_attention(
 
     Returns:
         `[B, T, V]` in the dtype of `value`. Scores and weights are computed in float32, under autocast as well, where
-        `"triton"` rounds query and key to the dtype of `value` before. A query without any key is 0, with gradient 0.
+        `"triton"` rounds query and key to the dtype of `value` first. A query without any key is 0, with gradient 0.
 
     Raises:
         ValueError: shapes, dtypes or options do not fit together, the function is unknown, the bias is too short, or
@@ -193,10 +194,10 @@ def gated_attention_step(
     dropout: float = 0.0,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """Compute the last position of a causal `gated_attention`, `[B, V]`, over the keys so far, its own among them.
+    """Compute the last position of a causal `gated_attention`, `[B, V]`, over the keys so far, including its own.
 
-    Arguments and errors as there, with query `[B, Z]`. Of the keys `[B, S, Z]` no more than the last `chunk_size` are
-    looked at.
+    Arguments and errors as in `gated_attention`, with query `[B, Z]`. Only the last `chunk_size` of the keys
+    `[B, S, Z]` are read.
     """
     op = STEP.name
     if query.dim() != 2 or key.dim() != 3 or key.shape[1] == 0:
@@ -264,7 +265,7 @@ def _check_options(op, query, key, function, causal, chunk_size, offset, dropout
     if offset < 0 or ((causal or chunk_size is not None) and offset + queries > keys):
         raise ValueError(
             f"{op}: {queries} queries from position {offset} on do not lie among {keys} keys, as causal attention and "
-            "chunks need; the keys must include the queries' own, and offset cannot be negative"
+            "chunks need; the keys must include those of the queries, and offset cannot be negative"
         )
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"{op}: dropout must be in [0, 1), got {dropout}")
@@ -283,7 +284,7 @@ def _check_rows(op, query, causal, chunk_size, offset, row_offset, start):
     # On a GPU looking at the values would wait for it.
     if not torch.compiler.is_compiling() and not torch.jit.is_tracing() and (start > 0).any():
         raise ValueError(
-            f"{op}: chunks whose first keys are not there, start {start.tolist()}, need the offset of the queries "
+            f"{op}: chunks whose first keys are missing, start {start.tolist()}, need the offset of the queries "
             "behind the keys so far"
         )
 

@@ -10,8 +10,8 @@ import torch
 
 FUNCTIONS = ("softmax", "laplace", "relu2")
 
-# Of the normal distribution whose cumulative function approximates squared ReLU: sqrt(1/2) and sqrt(1/(4 pi)), in the
-# six digits of the original code.
+# Mean and deviation of the normal distribution whose cumulative function approximates squared ReLU: sqrt(1/2) and
+# sqrt(1/(4 pi)), in the six digits of the original code.
 LAPLACE_MEAN, LAPLACE_DEVIATION = 0.707107, 0.282095
 
 
@@ -40,8 +40,8 @@ def weights(
     """Return f(Q K^T / divisor + bias) for query `[..., T, Z]`, key `[..., S, Z]` and mask `[..., S]`: `[..., T, S]`.
 
     Query i stands at the column offset + row_offset + i of the keys, and column 0 at the position start of its
-    sequence. The bias depends on the distance in columns, chunks and the divisor on positions. Computed in float32
-    (float64 for float64 inputs). A query with no key to attend to has weights of 0.
+    sequence. The bias depends on the distance in columns; chunks and the divisor depend on positions. Everything is in
+    float32 (float64 for float64 inputs). A query with no key to attend to has weights of 0.
     """
     column = torch.arange(key.shape[-2], device=key.device)
     row = offset + torch.arange(query.shape[-2], device=query.device)[:, None]

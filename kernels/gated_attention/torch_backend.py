@@ -8,7 +8,8 @@ import torch
 from luna_mega.kernels.gated_attention import reference
 
 BLOCK_ROWS = 256
-# Scores of a block that covers several sequences or chunks: what fits a CPU's cache, what keeps another device busy.
+# Scores of a block that covers several sequences or chunks: a CPU's cache holds the first number; the second keeps
+# another device busy.
 BLOCK_SCORES_CPU, BLOCK_SCORES = 2**20, 2**26
 INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? mask, Tensor? start, str function, bool causal, "
@@ -17,9 +18,9 @@ INPUTS = (
 
 
 def attend(query, key, value, bias, mask, function, causal, chunk_size, offset, row_offset, start, dropout):
-    """Return `reference.attend` without the weights; with chunks for as many queries as keys, from position 0 on.
+    """Return `reference.attend` without the weights; chunks need as many queries as keys, from position 0 on.
 
-    `mask` leaves out the keys before position 0 as well.
+    `mask` must leave out the keys before position 0 as well.
     """
     if chunk_size is None:
         options = (function, causal, offset, row_offset, start, dropout)
@@ -39,9 +40,9 @@ def attend(query, key, value, bias, mask, function, causal, chunk_size, offset, 
 
 
 def _attend_for_export(query, key, value, bias, mask, function, causal, chunk_size, dropout):
-    """Attend in chunks for any length in one program, shorter than a chunk and not a multiple included."""
+    """Attend in chunks for any length in one program, also for a length that is no multiple of the chunk."""
     batch, length, _ = query.shape
-    # Computed from the shape, the number of chunks would tie the program to lengths like the one it was traced with.
+    # A number of chunks from the shape would tie the program to lengths like the one it was traced with.
     chunks = ((torch.full((), length, device=query.device) + chunk_size - 1) // chunk_size).item()
     torch._check(chunks >= 1)
     position = torch.arange(chunks * chunk_size, device=query.device).view(chunks, chunk_size)
@@ -88,7 +89,7 @@ def _divisor(query, key, mask, start, function, causal, offset):
 
 
 class _Blocks:
-    """Scores and weights of N sequences or chunks, one block (some sequences, some queries) after the other."""
+    """The scores and weights of N sequences or chunks, one block (some sequences, some queries) after the other."""
 
     def __init__(self, query, key, value, bias, mask, start, function, causal, offset, dropout, seed):
         self.function, self.causal, self.offset, self.dropout = function, causal, offset, dropout
@@ -98,7 +99,7 @@ class _Blocks:
         self.narrow = self.wide if slow else value.dtype
         self.divisor = _divisor(query, key, mask, start, function, causal, offset)
         self.query, self.key, self.value = query.to(self.wide) / self.divisor, key.to(self.wide), value.to(self.narrow)
-        # Entry positions - 1 + lag; the lags above 0 are the keys after the query, so this is the causal mask, too.
+        # Entry positions - 1 + lag; lags above 0 are keys after the query, so this is the causal mask, too.
         # One row for all sequences, or one for each.
         self.positions, self.row_bias = _positions(query, key, offset), bias is not None and bias.dim() == 2
         self.bias = query.new_zeros(len(query) if self.row_bias else 1, 2 * self.positions - 1, dtype=self.wide)
@@ -115,7 +116,7 @@ class _Blocks:
         self.generator = None if seed is None else torch.Generator(query.device).manual_seed(int(seed))
 
     def __iter__(self) -> Iterator[tuple[slice, slice, slice]]:
-        """(sequences, queries, keys) of every block, in an order that the generator relies on."""
+        """Yield (sequences, queries, keys) of every block, in an order on which the generator relies."""
         count, length, keys = self.query.shape[0], self.query.shape[1], self.key.shape[1]
         limit = BLOCK_SCORES_CPU if self.query.device.type == "cpu" else BLOCK_SCORES
         sequences = max(1, limit // max(1, min(BLOCK_ROWS, length) * keys))
@@ -145,7 +146,7 @@ class _Blocks:
         return weights if self.keyless is None else weights.masked_fill_(self.keyless[n, rows], 0.0)
 
     def through_function(self, grad: torch.Tensor, scores: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the scores from that of the weights."""
+        """Return the gradient of the scores from the gradient of the weights."""
         if self.function == "softmax":
             return weights.mul_(grad - (grad * weights).sum(dim=-1, keepdim=True))
         if self.function == "relu2":
@@ -155,7 +156,7 @@ class _Blocks:
         return density.mul_(grad).div_(deviation * math.sqrt(2.0 * math.pi))
 
     def dropped(self, weights: torch.Tensor) -> torch.Tensor:
-        """Draw the factors of the weights."""
+        """Draw the dropout factors of the weights."""
         keep = 1.0 - self.dropout
         return torch.empty_like(weights).bernoulli_(keep, generator=self.generator).div_(keep)
 
@@ -227,7 +228,7 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
 def _diagonal_sums(matrices: torch.Tensor) -> torch.Tensor:
     """Return the sums over the diagonals of `[N, R, S]`, `[N, R + S - 1]`, from the lower left corner on."""
     _, rows, columns = matrices.shape
-    # Rows one element too long for the next view: each stands one place further to the right than the row above.
+    # Rows are one element longer than in the next view, so each moves one place to the right of the row above.
     skewed = torch.nn.functional.pad(matrices.flip(1), (0, rows)).flatten(1)
     return skewed[:, : rows * (rows + columns - 1)].view(-1, rows, rows + columns - 1).sum(dim=1)
 

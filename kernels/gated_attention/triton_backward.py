@@ -26,7 +26,7 @@ from luna_mega.kernels.gated_attention.triton_forward import (
     scales,
 )
 
-# The number of scores whose weights and gradients exist at one time.
+# The number of scores whose weights and gradients are in memory at one time.
 SCORES = 2**26
 
 
@@ -34,7 +34,7 @@ SCORES = 2**26
 def _delta_kernel(
     OUT, GRAD, DELTA, tokens, queries, width, grad_row, grad_token, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr
 ):  # fmt: skip
-    """Sum the output times its gradient over every row."""
+    """Write the sum over each row of the output times its gradient."""
     token = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     grad = GRAD + token // queries * grad_row + token % queries * grad_token
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -55,9 +55,9 @@ def _scores_kernel(
     FUNCTION: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
     SIZE: tl.constexpr, BLOCK_Z: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the weights as the values were multiplied by them, and of the gradient of the scores.
+    """Write a tile of the weights that multiplied the values, and a tile of the gradient of the scores.
 
-    Tiles without a query and a key that it sees are not written; what the other kernels read lies in those that are.
+    A tile in which no query sees a key is not written, and the other kernels do not read it.
     """
     program = tl.program_id(0)
     local = program // key_blocks // row_blocks
@@ -115,9 +115,9 @@ def _product_kernel(
     TRANSPOSED: tl.constexpr, SCALED: tl.constexpr, ADD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """`[queries, keys]` times rows of the keys; TRANSPOSED: `[keys, queries]` times rows of the queries.
+    """Multiply `[queries, keys]` by rows of the keys; TRANSPOSED: `[keys, queries]` by rows of the queries.
 
-    SCALED: every score divided as it was made. ADD: to what OUT holds.
+    SCALED: every score is divided as in the forward pass. ADD: the product is added to OUT.
     """
     program = tl.program_id(0)
     local = program // slices // blocks
@@ -145,7 +145,7 @@ def _product_kernel(
     if first >= rows:
         return
     outer = first + tl.arange(0, BLOCK_M)
-    # The middle of the divisors i + 1, by which fp16 neither overflows nor loses digits.
+    # Dividing relative to the middle of the divisors i + 1 keeps fp16 from overflowing and from losing digits.
     unit = tl.sqrt(tl.maximum(n_keys, 1).to(tl.float32))
     BY_QUERY: tl.constexpr = SCALED and TRANSPOSED and CAUSAL and FUNCTION != "softmax"
     scores = SCORES + (local.to(tl.int64) * band - first_query) * stride
@@ -180,9 +180,9 @@ def _bias_kernel(
     queries, keys, chunk, chunks, offset, first_segment, segments, first_query, band, stride,
     blocks, diagonals, share, CAUSAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The sum of the tiles on one diagonal of tiles, over a share of the segments."""
+    """Write the sum of the tiles on one diagonal of tiles, over a share of the segments."""
     program = tl.program_id(0)
-    shift = program % diagonals - (blocks - 1)  # of a tile's block of keys from its block of queries
+    shift = program % diagonals - (blocks - 1)  # distance of a tile's block of keys from its block of queries
     first_local = program // diagonals * share
     a = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK, BLOCK], tl.float32)
@@ -203,8 +203,7 @@ def _bias_kernel(
 
 
 class Configuration(NamedTuple):
-    """The tiles of the kernels and their options: a block of queries, one of keys, the number of either or of columns
-    that is read at a time, a block of columns."""
+    """The tiles of the kernels and their options; `inner` queries, keys or columns are read at a time."""
 
     queries: int
     keys: int
@@ -215,7 +214,7 @@ class Configuration(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """The part of a call that is computed at one time: of some segments a band of queries, and the scores of these."""
+    """The part of a call that is computed at one time: a band of queries of some segments, and their scores."""
 
     call: Call
     blocks: Configuration
@@ -248,7 +247,7 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return the gradients of query, key, value and bias; `arguments` as in `forward`.
 
-    `output` and `lse` are those of the forward pass and count for softmax only.
+    `output` and `lse` come from the forward pass and matter for softmax only.
     """
     (query, key, value, bias), call = arguments[:4], prepare(*arguments)
     (grad_output,) = rows_contiguous(grad_output)
@@ -259,7 +258,7 @@ def backward(
     group = max(1, min(call.segments, SCORES // (band * stride)))
     banded = band < call.queries
     grad_query = query.new_empty(query.shape)
-    # A band adds to what the bands before it gave.
+    # A band adds to the gradients of the bands before it.
     grad_key, grad_value = (
         x.new_zeros(x.shape, dtype=torch.float32) if banded else x.new_empty(x.shape) for x in (key, value)
     )
@@ -343,7 +342,7 @@ def _add_diagonals(grad_bias, part: _Part):
         blocks, diagonals, share,
         num_warps=4, num_stages=3, CAUSAL=call.constants["CAUSAL"], BLOCK=size,
     )  # fmt: skip
-    # Row a of a tile begins size - 1 - a places behind the lower left corner's diagonal.
+    # Row a of a tile begins size - 1 - a places behind the diagonal of the lower left corner.
     skewed = torch.nn.functional.pad(tiles.sum(dim=0).flip(1), (0, size)).flatten(1)[:, : size * (2 * size - 1)]
     sums = skewed.view(diagonals, size, 2 * size - 1).sum(dim=1)
     sums = torch.nn.functional.pad(sums, (0, 1)).view(diagonals, 2, size)

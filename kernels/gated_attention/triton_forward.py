@@ -1,6 +1,6 @@
-"""The forward kernels of gated attention, and what they share with the backward ones.
+"""The forward kernels of gated attention, and parts that the backward kernels share.
 
-A segment is a chunk of a sequence, or the whole of it: its queries see its keys. Queries i and keys j count from its
+A segment is a chunk of a sequence, or all of it; its queries see its keys. Queries i and keys j count from its
 beginning.
 """
 
@@ -76,7 +76,7 @@ def multiply(
 
 @triton.jit
 def finish(products, scale, BIAS, center, i, j, live, n_queries, offset, CAUSAL: tl.constexpr):
-    """Return the scores `[i, j]`, and which of them count."""
+    """Return the scores `[i, j]`, and a mask of the scores that count."""
     kept = (i < n_queries)[:, None] & live[None, :]
     lag = j[None, :] - (i + offset)[:, None]
     if CAUSAL:
@@ -106,7 +106,7 @@ def _forward_kernel(
     FUNCTION: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
     SIZE: tl.constexpr, BLOCK_Z: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """A block of queries and a slice of the value: over blocks of keys, softmax online."""
+    """Compute a block of queries and a slice of the value, over blocks of keys, with an online softmax."""
     program = tl.program_id(0)
     segment = program // slices // blocks
     block = blocks - 1 - program // slices % blocks  # the longest of a causal attention come first
@@ -163,9 +163,9 @@ def _resident_kernel(
     FUNCTION: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
     SIZE: tl.constexpr, BLOCK_Z: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """A block of queries: the weights of all keys at once, BLOCK_N of them, then over the value's slices.
+    """Compute a block of queries: the weights of all keys at once, up to BLOCK_N, then slice by slice of the value.
 
-    `slices` programs share the value's slices.
+    `slices` programs share the slices of the value.
     """
     program = tl.program_id(0)
     segment = program // slices // blocks
@@ -204,7 +204,7 @@ def _resident_kernel(
 
 
 class Call(NamedTuple):
-    """The arguments of one call as the kernels take them."""
+    """The arguments of one call in the form that the kernels need."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -222,7 +222,7 @@ class Call(NamedTuple):
 
     @property
     def queries(self) -> int:
-        """Return the number of queries of a segment, at most."""
+        """Return the largest number of queries of a segment."""
         return min(self.query.shape[1], self.chunk)
 
     @property
@@ -268,13 +268,13 @@ def prepare(query, key, value, bias, mask, bounds, function, causal, chunk, offs
     bias = None if bias is None else bias.float().contiguous()
     constants = {"FUNCTION": function, "CAUSAL": causal, "PRECISION": precision, "SIZE": block_of(size, 256)}
     call = Call(query, key, value, bias, mask, live, bounds, seed, chunk, segments, offset, dropout, constants)
-    # In float32 the three passes of a product take registers.
+    # In float32, the three passes of a product need registers.
     constants["BLOCK_Z"] = block_of(size, 256 if call.narrow else 64)
     return call
 
 
 def _count_live(mask, bounds, chunk, segments):
-    """Return the number of keys that the mask keeps, of every segment."""
+    """Return the number of keys that the mask keeps, for every segment."""
     if bounds is not None:
         seen = torch.nn.functional.pad(mask[0].cumsum(0, dtype=torch.int32), (1, 0))
         return (seen[bounds[:, 1]] - seen[bounds[:, 0]]).contiguous()
@@ -294,7 +294,7 @@ class Configuration(NamedTuple):
 
 
 def _configurations(call: Call) -> list[Configuration]:
-    """Return those that compile to few or no spilled registers and fit the shared memory, the default first."""
+    """Return the configurations that spill few or no registers and fit the shared memory, the default first."""
     hopper = triton_launch.target(call.query.device).capability >= (9, 0)
     size, rows, columns = call.constants["SIZE"], block_of(call.queries, 64), block_of(call.width, 128)
     if not call.narrow:
@@ -319,7 +319,7 @@ def _configurations(call: Call) -> list[Configuration]:
 
 
 def forward(*arguments) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output `[B, T, V]`, and for softmax the logarithm to base 2 of its denominators, `[B, T]` float32."""
+    """Return the output `[B, T, V]`, and for softmax log2 of its denominators, `[B, T]` float32."""
     call = prepare(*arguments)
     batch, length = call.query.shape[:2]
     output = call.value.new_empty(batch, length, call.width)
@@ -329,7 +329,7 @@ def forward(*arguments) -> tuple[torch.Tensor, torch.Tensor]:
         resident = call.keys <= c.keys
         blocks, slices = triton.cdiv(call.queries, c.rows), triton.cdiv(call.width, c.columns)
         if resident:
-            # As many slices in one program as leave work for every processor.
+            # A program takes as many slices as leave work for every processor.
             wanted = triton.cdiv(2 * triton_launch.target(call.query.device).processors, max(1, call.segments * blocks))
             slices = max(1, min(slices, wanted))
         triton_launch.launch(

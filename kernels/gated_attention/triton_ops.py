@@ -15,7 +15,7 @@ INPUTS = (
 def attend(
     query, key, value, bias, mask, function, causal, chunk_size, offset, dropout, cu_seqlens=None, max_seqlen=None
 ) -> torch.Tensor:
-    """Return `reference.attend`, of ragged sequences where there are `cu_seqlens`."""
+    """Return `reference.attend`, for ragged sequences where there are `cu_seqlens`."""
     bounds = None
     if cu_seqlens is not None:
         bounds = segment_bounds(cu_seqlens, chunk_size, query.shape[1])
@@ -30,7 +30,7 @@ def attend(
 
 
 def segment_bounds(cu_seqlens: torch.Tensor, chunk_size: int | None, total: int) -> torch.Tensor:
-    """Return the first token of every chunk and the one behind its last, `[segments, 2]` int32.
+    """Return the first token of every chunk and the token behind its last, `[segments, 2]` int32.
 
     There may be as many chunks as `total // chunk_size` plus the number of sequences; where there are fewer, the rest
     is empty.

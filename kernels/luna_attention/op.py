@@ -65,10 +65,10 @@ def luna_pack(
             backend. Not with `cu_seqlens`.
         backend: one of `"auto"`, `"reference"`, `"torch"`, `"triton"`; None = as `luna_mega.kernels.api.use_backend`
             and `LUNA_MEGA_BACKEND` say. `"triton"` takes float32, float16 and bfloat16 and head sizes up to 128, and
-            leaves to PyTorch's attention what that is best at.
+            leaves the calls at which PyTorch's attention is best to it.
         cu_seqlens: `[B + 1]` int32 or int64, `[0, ..., total]`: the contexts lie end to end, `key` and `value` are `[1,
-            total, H, K]` and `mask` `[1, total]`. `pack_query` and the result have a row for every one of them.
-        max_seqlen: length of the longest of them; None = read from `cu_seqlens`, which waits for the device.
+            total, H, K]` and `mask` `[1, total]`. `pack_query` and the result have a row for every context.
+        max_seqlen: length of the longest context; None = read from `cu_seqlens`, which waits for the device.
 
     Returns:
         `[B, L, H, K]` in the dtype of `pack_query`. The softmax is computed in float32. A row whose context is masked
@@ -95,9 +95,9 @@ def luna_unpack(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Unpack for every query: softmax(Q K^T / sqrt(K)) V over the L packed rows (Luna eq. 4).
 
-    Arguments, result and errors as `luna_pack`, with `query` `[B, T, H, K]`, `key` and `value` `[B, L, H, K]`, `mask`
-    `[B, L]` and weights `[B, H, T, L]`. With `cu_seqlens` the queries lie end to end: they and the result are `[1,
-    total, H, K]`.
+    Arguments, result and errors as in `luna_pack`, with `query` `[B, T, H, K]`, `key` and `value` `[B, L, H, K]`,
+    `mask` `[B, L]` and weights `[B, H, T, L]`. With `cu_seqlens` the queries lie end to end: they and the result are
+    `[1, total, H, K]`.
     """
     options = (dropout, return_weights, backend, cu_seqlens, max_seqlen)
     return _attend(UNPACK, query, key, value, mask, *options)
@@ -118,7 +118,7 @@ def luna_attention(
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Linear unified nested attention (Luna section 3.1): pack the context, project what was packed, unpack.
+    """Compute linear unified nested attention (Luna section 3.1): pack the context, project the result, unpack it.
 
     Args:
         query: `[B, T, H, K]`.
@@ -127,7 +127,7 @@ def luna_attention(
         project: maps the packed context `[B, L, Hp, Kp]` to unpack key and value, `[B, L, H, K]` each.
         context_mask, pack_mask: `[B, M]` and `[B, L]` bool, True = keep; None = all.
         dropout, return_weights, backend: as in `luna_pack`.
-        cu_seqlens, max_seqlen: as in `luna_pack`, for queries and context alike, which are then the same B sequences
+        cu_seqlens, max_seqlen: as in `luna_pack`; then queries and context are the same B sequences
             end to end: `query` `[1, total, H, K]`, context `[1, total, Hp, Kp]` and `context_mask` `[1, total]`.
 
     Returns:
@@ -135,7 +135,7 @@ def luna_attention(
         T, L]`, pack weights `[B, Hp, L, M]`).
 
     Raises:
-        ValueError: as `luna_pack`.
+        ValueError: as in `luna_pack`.
 
     Example:
         >>> import torch
@@ -172,10 +172,10 @@ def _attend(op, query, key, value, mask, dropout, return_weights, backend, cu_se
 
 
 def _sdpa_is_best(query, key, value, mask) -> bool:
-    """Tell whether PyTorch's flash kernels read and write no more than they must, on the GPU, with and without dropout.
+    """Return whether PyTorch's flash kernels on a GPU read and write no more than they must, with and without dropout.
 
-    They take no mask, fill their tiles from 128 queries on, and load keys and values apart: that costs time where
-    these are one tensor and most of what is read, but few keys (unpack) stay on the chip.
+    They take no mask, fill their tiles from 128 queries on, and load keys and values apart. This costs time where keys
+    and values are one tensor and most of the bytes; few keys (unpack) stay on the chip.
     """
     if query.device.type != "cuda" or mask is not None or query.dtype == torch.float32 or query.shape[-1] % 8:
         return False

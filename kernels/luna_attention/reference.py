@@ -40,7 +40,7 @@ def luna_attention(
     context_mask: torch.Tensor | None = None,
     pack_mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pack the context, Y_P = Attn(P, C), and unpack it for every query, Y_X = Attn(X, Y_P); return (Y_X, Y_P)."""
+    """Pack the context, Y_P = Attn(P, C), unpack it for every query, Y_X = Attn(X, Y_P), and return (Y_X, Y_P)."""
     packed, _ = attend(pack_query, pack_key, pack_value, context_mask, pack_query.shape[-1] ** -0.5)
     key, value = project(packed)
     output, _ = attend(query, key, value, pack_mask, query.shape[-1] ** -0.5)

@@ -1,4 +1,4 @@
-"""Pack and unpack attention in PyTorch: the fused SDPA kernels, memory linear in the length."""
+"""Pack and unpack attention in PyTorch, by the fused SDPA kernels, with memory linear in the length."""
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ def attend(
 def sdpa(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float, dropout: float
 ) -> torch.Tensor:
-    """Attend by PyTorch's own choice of kernel, on any device."""
+    """Attend with the kernel that PyTorch chooses, on any device."""
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if mask is None:
         output = nn.functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, scale=scale)

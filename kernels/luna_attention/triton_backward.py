@@ -17,7 +17,7 @@ def _query_kernel(
     HEAD_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr,
     QUERY_RAGGED: tl.constexpr, KEY_RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the queries, and DELTA = <OUT, DO> for the other kernel.
+    """Compute the gradient of the queries, and DELTA = <OUT, DO> for the other kernel.
 
     Grid (query blocks * sequences * heads, splits of the keys), DQ `[splits, B, T, H, K]`.
     """
@@ -69,7 +69,7 @@ def _key_kernel(
     HEAD_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr,
     QUERY_RAGGED: tl.constexpr, KEY_RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of keys and values, without V both in DK. Tiles are transposed, `[BLOCK_M, BLOCK_Q]`.
+    """Compute the gradients of keys and values; without V, DK has both. Tiles are transposed, `[BLOCK_M, BLOCK_Q]`.
 
     Grid (key blocks * sequences * heads, splits of the queries), DK and DV `[splits, B, M, H, K]`.
     """
@@ -125,7 +125,7 @@ def _key_kernel(
 
 
 def _query_configurations(call: Call) -> list[Configuration]:
-    """Return the choice; as in the forward, the first compiles without spilled registers."""
+    """Return the configurations to choose from; as in the forward pass, the first spills no registers."""
     small, hopper = call.plan.block_k <= 64, triton_launch.target(call.query.device).capability >= (9, 0)
     if call.query.dtype == torch.float32:
         wide = small and hopper and call.plan.constants["PRECISION"] == "tf32x3"

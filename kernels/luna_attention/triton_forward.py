@@ -1,7 +1,7 @@
 """Triton forward of pack and unpack: one kernel over splits of the keys and one that merges them.
 
-`ragged` says which side, `"query"` or `"key"`, is sequences laid end to end (`kernels/varlen.py`), None = neither. A
-ragged tensor has batch size 1; its sequences are those of `cu_seqlens`.
+`ragged` names the side, `"query"` or `"key"`, whose sequences lie end to end (`kernels/varlen.py`), None = neither. A
+ragged tensor has batch size 1; `cu_seqlens` bounds its sequences.
 """
 
 from typing import NamedTuple
@@ -26,7 +26,7 @@ from luna_mega.kernels.common.triton_tiles import (
 
 @triton.jit
 def _span(CU_SEQLENS, sequence, length, RAGGED: tl.constexpr):
-    """Return batch index, first row and number of rows of a sequence on a side that is `length` rows long."""
+    """Return batch index, first row and number of rows of a sequence, on a side of `length` rows."""
     if RAGGED:
         first = tl.load(CU_SEQLENS + sequence).to(tl.int64)
         return sequence * 0, first, (tl.load(CU_SEQLENS + sequence + 1).to(tl.int64) - first).to(tl.int32)
@@ -36,7 +36,7 @@ def _span(CU_SEQLENS, sequence, length, RAGGED: tl.constexpr):
 
 @triton.jit
 def place(CU_SEQLENS, queries, keys, heads, blocks, QUERY_RAGGED: tl.constexpr, KEY_RAGGED: tl.constexpr):
-    """Return what this program works on: matrix of weights, head; batch index, first row, number of rows of the queries
+    """Return the place of this program: matrix of weights, head; batch index, first row, number of rows of the queries
     and of the keys."""
     matrix = tl.program_id(0) // blocks
     sequence = (matrix // heads).to(tl.int64)
@@ -47,7 +47,7 @@ def place(CU_SEQLENS, queries, keys, heads, blocks, QUERY_RAGGED: tl.constexpr, 
 
 @triton.jit
 def share(count, BLOCK: tl.constexpr):
-    """Return the first row that this split walks over and the one behind its last, of `count` rows."""
+    """Return the first row of this split and the row behind its last, among `count` rows."""
     length = tl.cdiv(tl.cdiv(count, BLOCK), tl.num_programs(1)) * BLOCK
     begin = tl.program_id(1) * length
     return begin, tl.minimum(begin + length, count)
@@ -61,7 +61,10 @@ def _forward_kernel(
     HEAD_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr,
     QUERY_RAGGED: tl.constexpr, KEY_RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (query blocks * sequences * heads, splits of the keys). V None: K serves as both and is loaded once."""
+    """Attend over a split of the keys. V None: K serves as both and is loaded once.
+
+    Grid (query blocks * sequences * heads, splits of the keys).
+    """
     matrix, head, batch, first, count, key_batch, first_key, key_count = place(
         CU_SEQLENS, queries, keys, heads, blocks, QUERY_RAGGED, KEY_RAGGED
     )
@@ -106,7 +109,7 @@ def _merge_kernel(
     PARTIAL, PARTIAL_LSE, OUT, LSE, queries, heads, blocks, split_rows, splits,
     HEAD_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    """The splits in their order. PARTIAL `[splits, B, H, T, K]` -> OUT `[B, T, H, K]`. Grid (query blocks * B * H,)."""
+    """Merge the splits in order, PARTIAL `[splits, B, H, T, K]` to OUT `[B, T, H, K]`. Grid (query blocks * B * H,)."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     t, column = tl.program_id(0) % blocks * BLOCK_Q + tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K)
     valid = t < queries
@@ -129,7 +132,7 @@ def _merge_kernel(
 
 
 class Plan(NamedTuple):
-    """The sizes by which a call is divided, and the constants of every kernel."""
+    """The sizes that decide the division of a call into programs, and the constants of every kernel."""
 
     sequences: int
     heads: int
@@ -141,16 +144,16 @@ class Plan(NamedTuple):
     constants: dict
 
     def splits(self, owned: int, owned_block: int, walked: int, walked_block: int) -> int:
-        """Return the number of parts of the walk over a side that gives every processor two programs.
+        """Return the number of splits of the walked side that gives every processor two programs.
 
-        Four blocks are the shortest walk: below, partial results cost more than they hide.
+        A split has at least four blocks: with fewer, partial results cost more than the second program gains.
         """
         programs = max(1, triton.cdiv(owned, owned_block) * self.sequences * self.heads)
         return max(1, min(triton.cdiv(2 * self.processors, programs), triton.cdiv(walked, 4 * walked_block)))
 
 
 class Call(NamedTuple):
-    """The arguments of one call as the kernels take them."""
+    """The arguments of one call in the form that the kernels need."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -173,7 +176,7 @@ class Call(NamedTuple):
         return *sizes, self.scale, *dropping(self.dropout), *strides(self.query, self.key, self.value, number=3)
 
     def choose(self, kernel: str, configurations, run):
-        """Return `run` of the chosen one of `configurations(call)`."""
+        """Return the result of `run` for the configuration that is chosen from `configurations(call)`."""
         of_plan = self.plan[:-1], *self.plan.constants.values()
         name = (kernel, self.query.dtype, self.value is None, self.mask is None, self.seed is None, *of_plan)
         return triton_launch.choose(name, configurations(self), run)
@@ -216,13 +219,13 @@ class Configuration(NamedTuple):
         return tiles | {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
     def fitted(self, plan: Plan) -> "Configuration":
-        """Return the configuration with smaller blocks where there is less to put into them."""
+        """Return the configuration with blocks no larger than the sizes of the call."""
         block_q, block_m = block_of(plan.longest_query, self.block_q), block_of(plan.longest_key, self.block_m)
         return self._replace(block_q=block_q, block_m=block_m)
 
 
 def _configurations(call: Call) -> list[Configuration]:
-    """Return the choice; the first compiles without spilled registers. Three products for one fill them in float32."""
+    """Return the configurations to choose from. The first spills no registers; in float32 they are full."""
     small = call.plan.block_k <= 64
     if call.query.dtype == torch.float32:
         if not small:
@@ -236,8 +239,7 @@ def _configurations(call: Call) -> list[Configuration]:
 
 
 def forward(*arguments) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output, contiguous, `[B, T, H, K]`, and log2 of the sum of the exponentials `[B, H, T]`, -inf without
-    a key."""
+    """Return the output `[B, T, H, K]`, and log2 of the sum of exponentials `[B, H, T]`, -inf without keys."""
     call = prepare(*arguments)
     query, plan = call.query, call.plan
     batch, queries, heads, head_size = query.shape

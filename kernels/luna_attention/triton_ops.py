@@ -15,7 +15,7 @@ INPUTS = (
 def attend(
     query, key, value, mask, scale, dropout, cu_seqlens=None, ragged: str | None = None, max_seqlen=0
 ) -> torch.Tensor:
-    """Return `reference.attend` without the weights, by the kernels whatever the sizes.
+    """Return `reference.attend` without the weights, by the kernels for all sizes.
 
     Shapes `[B, T, H, K]`, mask `[B, M]`. With `cu_seqlens` the side that `ragged` names, `"query"` or `"key"`, is
     `[1, total, H, K]` (a mask of keys `[1, total]`), and the other side has a row of the batch for every sequence.

@@ -1,5 +1,4 @@
-"""Luna's causal attention: `luna_causal_attention` over a sequence or a segment of one, and over one token,
-`luna_causal_attention_step`."""
+"""Luna's causal attention over a sequence or segment, and over one token (`luna_causal_attention_step`)."""
 
 import torch
 
@@ -27,7 +26,7 @@ def _unsupported(query, pack_query, value, **_):
         return f"its kernels take float32, float16 and bfloat16, not {query.dtype}"
     if max(query.shape[-1], value.shape[-1]) > 128:
         return f"its kernels take heads up to 128, not {query.shape[-1]} (query) and {value.shape[-1]} (value)"
-    most = 128 if query.dtype == torch.float32 else 256  # what fits the registers
+    most = 128 if query.dtype == torch.float32 else 256  # as many as fit the registers
     if pack_query.shape[1] > most:
         return f"its kernels take up to {most} rows of pack_query in {query.dtype}, not {pack_query.shape[1]}"
     return None
@@ -76,7 +75,7 @@ def luna_causal_attention(
     max_seqlen: int | None = None,
     backend: str | None = None,
 ) -> torch.Tensor | tuple:
-    """Causal linear unified nested attention (Luna section 3.3), in time and memory linear in T.
+    """Compute causal linear unified nested attention (Luna section 3.3), in time and memory linear in T.
 
     With z = K^-1/2 and the pack weights a_t = act(z pack_query pack_key_t), every token t attends to the L rows of P,
     into which the tokens up to t have been packed:
@@ -86,29 +85,28 @@ def luna_causal_attention(
     where t counts the tokens of its row that are not masked, so that padding, on either side, changes nothing.
 
     Args:
-        query, pack_key, key: `[B, T, H, K]`, T at least 1; they are scaled in here. key and value may be one tensor.
+        query, pack_key, key: `[B, T, H, K]`, T at least 1, not yet scaled. key and value may be one tensor.
         value: `[B, T, H, V]`.
         pack_query: projected P, `[B, L, H, K]`, the same at every token.
-        mask: `[B, T]` bool, True = keep; None = all. What stands at other positions, NaN included, does not matter to
-            any other token; their own output is what their query reads from the tokens before.
+        mask: `[B, T]` bool, True = keep; None = all. The content of other positions, even NaN, does not matter to any
+            other token; their own output is what their query reads from the tokens before.
         pack_mask: `[B, L]` bool, True = a row of P that is in use; None = all.
         activation: `"softplus"`: log2(1 + 2^s), or `"elu"`: elu(s) + 1.
-        state: what an earlier call returned: this one continues it; None = these are the first tokens.
+        state: the state that an earlier call returned, which this call continues; None = these are the first tokens.
         return_state: return the state behind the last token as well.
-        return_weights: return the unpack weights w `[B, H, T, L]` as well, computed step by step by the reference,
-            whatever the backend, in memory of T times the state. Not with `cu_seqlens`.
+        return_weights: return the unpack weights w `[B, H, T, L]` as well. The reference computes them step by step,
+            whatever the backend, with T times the memory of the state. Not with `cu_seqlens`.
         dropout: probability with which a pack weight and an unpack weight is dropped (the caller passes 0 in
             evaluation); both sums see the same pack weights.
-        cu_seqlens: `[S + 1]` int32 or int64, ascending from 0 to T: B is 1, and the tokens are those of S sequences end
-            to end, each attended to as if it were alone. pack_query, pack_mask and state are those of the sequences,
-            `[S, ...]`.
-        max_seqlen: length of the longest of these, or more; None = computed, which waits for the device.
+        cu_seqlens: `[S + 1]` int32 or int64, ascending from 0 to T: B is 1, and S sequences lie end to end, each
+            attended to as if it were alone. pack_query, pack_mask and state have a row for every sequence, `[S, ...]`.
+        max_seqlen: length of the longest sequence, or more; None = computed, which waits for the device.
         backend: one of `"auto"`, `"reference"`, `"torch"`, `"triton"`; None = as `luna_mega.kernels.api.use_backend`
             and `LUNA_MEGA_BACKEND` say.
 
     Returns:
-        `[B, T, H, V]` in the dtype of the inputs; with `return_weights` and `return_state` a tuple of it, the weights
-        and the state, as asked for. Everything up to the result and the state are float32, under autocast as well,
+        `[B, T, H, V]` in the dtype of the inputs; with `return_weights` or `return_state` a tuple of it, the weights
+        and the state, as requested. The state and all values before the result are float32, under autocast as well,
         float64 where the inputs are. Gradients flow through both states. A token without any kept token up to it, and
         a row whose P is masked throughout, give 0, with gradient 0.
 
@@ -157,8 +155,8 @@ def luna_causal_attention_step(
 ) -> tuple[torch.Tensor, LunaCausalState]:
     """Continue `luna_causal_attention` by one token: return y `[B, H, V]` and the next state.
 
-    Arguments and errors as there, without the dimension T: query, pack_key and key `[B, H, K]`, value `[B, H, V]`,
-    mask `[B]`. The state given is not changed.
+    Arguments and errors as there, but without the dimension T: query, pack_key and key `[B, H, K]`, value `[B, H, V]`,
+    mask `[B]`. The given state is not changed.
     """
     if query.dim() != 3:
         raise ValueError(f"{STEP.name} needs query [batch, heads, size], got {list(query.shape)}")

@@ -14,10 +14,10 @@ ACTIVATIONS = ("softplus", "elu")
 
 
 class LunaCausalState(NamedTuple):
-    """The state of causal attention after the tokens so far, as large after the first token as after any other.
+    """The state of causal attention after the tokens so far, whose size does not depend on their number.
 
     key_mean `[B, H, K, L]`: mean of k_j^T a_j; value_mean `[B, H, L, V]`: mean of a_j^T v_j; both float32 or float64.
-    count `[B]` int64: the number of tokens of the row, without masked ones, that these are means over.
+    count `[B]` int64: the number of tokens of the row, without masked ones, in these means.
     """
 
     key_mean: torch.Tensor
@@ -34,7 +34,7 @@ def activate(scores: torch.Tensor, activation: str) -> torch.Tensor:
 
 
 def unpack_weights(scores: torch.Tensor, masked: torch.Tensor | None) -> torch.Tensor:
-    """Return the softmax over L of `[..., L]`, 0 where `masked`, also where all are."""
+    """Return the softmax over L of `[..., L]`, 0 where `masked`; all 0 where all are masked."""
     if masked is None:
         return scores.softmax(dim=-1)
     weights = scores.masked_fill(masked, torch.finfo(scores.dtype).min).softmax(dim=-1)
@@ -79,7 +79,7 @@ def attend_with_weights(
 ) -> tuple[torch.Tensor, torch.Tensor, LunaCausalState]:
     """Compute y_t = w_t (1/t) sum_{j<=t} a_j^T v_j with w_t = softmax(q_t / sqrt(K) (1/t) sum_{j<=t} k_j^T a_j).
 
-    Returns y `[B, T, H, V]`, w `[B, H, T, L]` and the state behind the last token. Computed in float32, or float64 for
+    Returns y `[B, T, H, V]`, w `[B, H, T, L]` and the state behind the last token, computed in float32, or float64 for
     float64 inputs.
     """
     dtype, wide = query.dtype, torch.promote_types(query.dtype, torch.float32)

@@ -12,7 +12,7 @@ from luna_mega.kernels.luna_causal_attention import reference
 from luna_mega.kernels.luna_causal_attention.reference import LunaCausalState
 
 CHUNK = 64
-# Tokens times heads that are worked on at a time on a CPU; elsewhere all, as many small kernels cost more.
+# Tokens times heads in one block on a CPU; elsewhere one block has all, as many small kernels cost more.
 BLOCK_TOKENS = 2048
 INPUTS = (
     "Tensor query, Tensor pack_key, Tensor key, Tensor value, Tensor pack_query, Tensor count, Tensor? mask, "
@@ -41,7 +41,7 @@ def attend(query, pack_query, pack_key, key, value, mask, pack_mask, activation,
 
 
 def step(query, pack_query, pack_key, key, value, mask, pack_mask, activation, state, dropout):
-    """Return `reference.step`: the means move by 1 / count of the way to the new token."""
+    """Return `reference.step`; each mean moves by 1 / count of the way to the new token."""
     dtype, wide, scale = query.dtype, _wide(query), query.shape[-1] ** -0.5
     query, pack_query, pack_key, key, value = (x.to(wide) for x in (query, pack_query, pack_key, key, value))
     if mask is not None:
@@ -78,7 +78,7 @@ def _exported(tokens, pack_query, mask, pack_mask, activation, state, dropout):
     """Attend for any length in one program."""
     batch, length = tokens[0].shape[:2]
     device = tokens[0].device
-    # Computed from the shape, the number of chunks would tie the program to lengths like the one it was traced with.
+    # A number of chunks from the shape would tie the program to lengths like the one it was traced with.
     chunks = ((torch.full((), length, device=device) + CHUNK - 1) // CHUNK).item()
     torch._check(chunks >= 1)
     position = torch.arange(chunks * CHUNK, device=device)
@@ -96,9 +96,9 @@ def _exported(tokens, pack_query, mask, pack_mask, activation, state, dropout):
 
 
 class _Block:
-    """Some heads of all sequences: R = heads * batch * chunks matrices of C tokens.
+    """The computation for some heads of all sequences, in R = heads * batch * chunks matrices of C tokens.
 
-    y_t = (1/t) w_t (sum over the chunks before + sum over the tokens before in the chunk), w_t likewise.
+    y_t = (1/t) w_t (sum over earlier chunks + sum over earlier tokens of the chunk), w_t likewise.
     """
 
     def __init__(self, tokens, pack_query, count, masks, state, activation, chunk):
@@ -150,13 +150,13 @@ class _Block:
         return (x * factor).unflatten(0, (self.heads, self.batch)).squeeze(2).transpose(0, 1)
 
     def before(self, sums: torch.Tensor, first: torch.Tensor | float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `first` plus the sums of the chunks before, `[R, K, L]`, and plus all sums, `[H B, 1, K, L]`."""
+        """Return `first` plus the sums of earlier chunks, `[R, K, L]`, and plus all sums, `[H B, 1, K, L]`."""
         sums = sums.unflatten(0, (self.heads * self.batch, -1))
         sums = _prefix_sums(torch.cat([torch.zeros_like(sums[:, :1]) + first, sums], dim=1))
         return sums[:, :-1].flatten(0, 1), sums[:, -1:]
 
     def after(self, sums: torch.Tensor, last: torch.Tensor | float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what `before` returns, against time."""
+        """Return the same as `before`, but against time."""
         turn = (self.heads * self.batch, -1)
         sums, total = self.before(sums.unflatten(0, turn).flip(1).flatten(0, 1), last)
         return sums.unflatten(0, turn).flip(1).flatten(0, 1), total
@@ -216,7 +216,7 @@ class _Block:
 def _prefix_sums(x):
     if x.device.type != "cpu" or torch.compiler.is_exporting():
         return x.cumsum(dim=1)
-    for before, row in pairwise(x.unbind(1)):  # a quarter of the time of cumsum, which has long strides here
+    for before, row in pairwise(x.unbind(1)):  # takes a quarter of the time of cumsum, which has long strides here
         row += before
     return x
 
@@ -240,7 +240,7 @@ def _blocks(
     query, pack_key, key, value, pack_query, count, mask, pack_mask, key_mean, value_mean, seen, activation, dropout,
     seed,
 ) -> Iterator[tuple[slice, _Block]]:  # fmt: skip
-    """Yield slices of the heads and their blocks, in an order that the generator relies on."""
+    """Yield slices of the heads and their blocks, in an order on which the generator relies."""
     (batch, length, heads, _), device, tokens = query.shape, query.device, (query, pack_key, key, value)
     size = max(1, BLOCK_TOKENS // (batch * length)) if device.type == "cpu" else heads
     generator = None if seed is None else torch.Generator(device).manual_seed(int(seed))

@@ -30,7 +30,7 @@ def _query_kernel(
     ELU: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
-    """Forward in time: the gradient of query; unpack weights W and the gradients DU of their scores, `[B, H, T, L]`."""
+    """Compute, with time, the gradient of query, and unpack weights W and gradients DU of scores, `[B, H, T, L]`."""
     segments, segment, head, b, h = place(1, T, H, S)
     Q, K, PK, V = Q + b * q_b + h * q_h, K + b * k_b + h * k_h, PK + b * pk_b + h * pk_h, V + b * v_b + h * v_h
     sum_k = load_sums(START_K, head * segments + segment, SIZE, L, BK, BL, False)
@@ -72,14 +72,14 @@ def _key_kernel(
     ELU: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
-    """Against time, the gradients of value, and in a second launch, KEYS, those of key. Both hold a sum over the tokens
-    from j on; `sums` is that over the tokens behind the chunk:
+    """Compute, against time, the gradient of value, and in a second launch, KEYS, the gradient of key. Both need a sum
+    over the tokens from j on; `sums` is the part over the tokens behind the chunk:
 
         dy_j = a_j sum z_t^T x_t      da_j = y_j sum x_t^T z_t
 
     with x the gradient of the result / t, y value, z unpack weights; KEYS: x query, y key, z the gradient of scores.
-    DA carries da from the first launch to the second, which makes of it the gradient of pack_key and this segment's
-    share in that of pack_query, `[B, H, segments, L, K]`. FIRST: the gradient of the sum before the first token.
+    DA carries da from the first launch to the second, which turns it into the gradient of pack_key and the share of
+    this segment in the gradient of pack_query, `[B, H, segments, L, K]`. FIRST: the gradient of the sum before all.
     """
     segments, segment, head, b, h = place(1, T, H, S)
     number = head * segments + segment

@@ -1,7 +1,7 @@
 """Triton forward of causal Luna attention, by one of two strategies.
 
-`Fused`, for L up to 64, keeps both sums in registers. The tokens of a head are divided into segments, one program each,
-which walks its segment in chunks of C tokens; the sums before a segment come from `_sums_kernel` and `_prefix_kernel`.
+`Fused`, for L up to 64, keeps both sums in registers. The tokens of a head are divided into segments. A program walks
+through one in chunks of C tokens; the sums before a segment come from `_sums_kernel` and `_prefix_kernel`.
 Sums of `a^T value` are transposed in registers, `[V, L]`, so that tiles have 64 rows.
 
 `Scans`, for more rows of P, walks over the tokens once per sum, with a slice of it in registers. Pack weights, unpack
@@ -31,7 +31,7 @@ from luna_mega.kernels.luna_causal_attention.triton_parts import (
 )
 
 FUSED_ROWS = 64
-# Tokens. Beyond its chunks, a segment costs the reading and writing of its sums.
+# In tokens: besides its chunks, a segment costs the reading and writing of its sums.
 MIN_SEGMENT = 256
 
 
@@ -105,7 +105,7 @@ def _forward_kernel(
     ELU: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
-    """Y, and the means behind the last token from the last segment."""
+    """Compute Y; the last segment also writes the means behind the last token."""
     segments, segment, head, b, h = place(1, T, H, S)
     Q, K, PK, V = Q + b * q_b + h * q_h, K + b * k_b + h * k_h, PK + b * pk_b + h * pk_h, V + b * v_b + h * v_h
     sum_k = load_sums(START_K, head * segments + segment, SIZE, L, BK, BL, False)
@@ -138,7 +138,7 @@ def _pack_kernel(
     SIZE: tl.constexpr, L: tl.constexpr, ELU: tl.constexpr, PRECISION: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
-    """Pack weights of C tokens; where their gradients DA are given, the gradients of their scores."""
+    """Compute the pack weights of C tokens, or, where their gradients DA are given, the gradients of their scores."""
     _, chunk, head, b, h = place(1, T, H, C)
     t, row = chunk * C + tl.arange(0, C), tl.arange(0, BL)
     kept = load_kept(MASK, b * T, t, T)
@@ -158,7 +158,7 @@ def _softmax_kernel(
     SCORES, COUNT, PACK_MASK, SEED, DW, OUT, scale, threshold, rescale, T, H,
     L: tl.constexpr, C: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
-    """Unpack weights of C tokens; where their gradients DW are given, the gradients of their scores."""
+    """Compute the unpack weights of C tokens, or, where their gradients DW are given, the gradients of their scores."""
     _, chunk, head, b, _ = place(1, T, H, C)
     t, row = chunk * C + tl.arange(0, C), tl.arange(0, BL)
     ok = t < T
@@ -182,9 +182,9 @@ def _scan_kernel(
     N: tl.constexpr, M: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
     C: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """F_t = X_t sum_{j<=t} Y_j^T Z_j, for BM columns of Z `[T, M]`; REVERSE: sum_{j>=t}.
+    """Compute F_t = X_t sum_{j<=t} Y_j^T Z_j, for BM columns of Z `[T, M]`; REVERSE: sum_{j>=t}.
 
-    RATE: times scale / t; RATE_INSIDE: Z_j / j (in counts of tokens); ADD: F is added to what it was. END: the sum over
+    RATE: times scale / t; RATE_INSIDE: Z_j / j (in counts of tokens); ADD: the result is added to F. END: the sum over
     all tokens; SUMS: nothing but the sum over every segment.
     """
     blocks = tl.cdiv(M, BM)
@@ -228,7 +228,7 @@ def _scan_kernel(
 
 
 class Call:
-    """The arguments of one call as the kernels take them, and what the kernels are told about them."""
+    """The arguments of one call in the form that the kernels need, with their sizes and dtypes."""
 
     def __init__(
         self, query, pack_key, key, value, pack_query, count, mask, pack_mask, key_mean, value_mean, seen, activation,
@@ -274,7 +274,7 @@ class Fused(Call):
         }  # fmt: skip
 
     def _configuration(self) -> tuple[int, int]:
-        """Return the tokens of a chunk and the warps with which the kernels stay in registers."""
+        """Return how many tokens in a chunk and how many warps keep the kernels in registers."""
         hopper = triton_launch.target(self.device).capability >= (9, 0)
         if self.dtype == torch.float32:
             return 16, 8
@@ -304,7 +304,7 @@ class Fused(Call):
         return self.count, self.mask, self.pack_mask, self.seed
 
     def sums(self, x, z, y, w, first, pack: bool):
-        """Return the sums before each segment (`pack`) or behind it; `first` are those before or behind all of them."""
+        """Return the sums before each segment (`pack`) or behind it; `first` has the sums before or behind all."""
         if self.segments == 1:
             return first
         sums, of = self.empty_sums(self.segments), (x, z, y, w, self.pack_query)
@@ -346,7 +346,7 @@ class Scans(Call):
         return output
 
     def weigh(self, scores, grad=None):
-        """Return unpack weights of scores, or the gradients of the scores."""
+        """Return the unpack weights of scores, or the gradients of the scores."""
         output = self.empty(self.kind)
         inputs = (scores, self.count, self.pack_mask, self.seed, grad, output)
         triton_launch.launch(
@@ -359,7 +359,7 @@ class Scans(Call):
     def scan(
         self, x, y, z, output, *, first=None, ends=False, scale=1.0, reverse=False, rate=False, inside=False, add=False
     ):
-        """Run `_scan_kernel` into `output`; return the sum behind all tokens (`reverse`: before them) if `ends`."""
+        """Run `_scan_kernel` into `output`; if `ends`, return the sum over all tokens, or None."""
         n, m = y.shape[3], z.shape[3]
         chunk, columns, warps = self._configuration(n, m)
         blocks = triton.cdiv(m, columns)
@@ -383,7 +383,7 @@ class Scans(Call):
         return end
 
     def _configuration(self, n: int, m: int) -> tuple[int, int, int]:
-        """Return the tokens of a chunk, columns of the sum and warps with which the kernel stays in registers."""
+        """Return how many tokens in a chunk, columns of the sum and warps keep the kernel in registers."""
         hopper, wide = triton_launch.target(self.device).capability >= (9, 0), block_of(n) > 128
         if self.dtype == torch.float32:
             return 16, block_of(m, 32), 8
@@ -399,7 +399,7 @@ class Scans(Call):
 
 
 def segment_length(heads: int, length: int, chunk: int, device: torch.device) -> int:
-    """Return the tokens of a segment, a multiple of the chunk: all, or so few that the segments fill the device."""
+    """Return the number of tokens in a segment, a multiple of the chunk, so that the segments fill the device."""
     processors = triton_launch.target(device).processors
     segments = 1 if heads >= 2 * processors else triton.cdiv(4 * processors, heads)
     return triton.cdiv(max(triton.cdiv(length, segments), MIN_SEGMENT), chunk) * chunk

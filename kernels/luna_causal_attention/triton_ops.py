@@ -102,7 +102,7 @@ _attend.register_autograd(_backward, setup_context=_save_for_backward)
     schema=f"({TOKENS}, {REST}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _step(*inputs):
-    *inputs, _ = inputs  # the precision is that of the backward pass
+    *inputs, _ = inputs  # the precision is for the backward pass only
     return triton_step.forward_step(*inputs)
 
 

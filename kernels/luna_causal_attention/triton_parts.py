@@ -1,7 +1,7 @@
 """Parts of the Triton kernels of causal Luna attention, in either strategy, forward and backward.
 
 `INNER` is the dtype in which weights and their gradients enter matrix products: bfloat16 where the inputs are, float32
-otherwise, because float16 overflows. `PRECISION` is that of float32 products. Tiles are filled up with zeros to powers
+otherwise, because float16 overflows. `PRECISION` is for products of float32. Tiles are filled up with zeros to powers
 of two: `BK`, `BV`, `BL` for the sizes `SIZE` of keys, `WIDTH` of values, `L` of P.
 """
 
@@ -13,7 +13,7 @@ from luna_mega.kernels.common.triton_tiles import dot, drop, load_kept, load_til
 
 @triton.jit
 def place(blocks, T, H, S):
-    """Return the number of segments of S tokens, the one of this program, its head; the row of the batch, head in it.
+    """Return the number of segments of S tokens; this program's segment and head; row of the batch, head in the row.
 
     Programs are `(head, segment, block)`.
     """
@@ -25,7 +25,7 @@ def place(blocks, T, H, S):
 
 @triton.jit
 def tile_of(ROWS: tl.constexpr, COLUMNS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """Return offsets and mask of a tile `[BR, BC]` that is contiguous, or, TRANSPOSED, whose transpose is."""
+    """Return offsets and mask of a contiguous tile `[BR, BC]`; TRANSPOSED: of a tile whose transpose is contiguous."""
     rows, columns = tl.arange(0, BR)[:, None], tl.arange(0, BC)[None, :]
     inside = (rows < ROWS) & (columns < COLUMNS)
     if TRANSPOSED:
@@ -91,7 +91,7 @@ def slope(scores, ELU: tl.constexpr):
 
 @triton.jit
 def load_pack_query(PQ, PACK_MASK, pq_l, b, SIZE: tl.constexpr, L: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr):
-    """Return P `[BL, BK]` of a head, and which of its rows are in use."""
+    """Return P `[BL, BK]` of a head, and a mask of its rows in use."""
     rows = tl.arange(0, BL)
     used = load_kept(PACK_MASK, b * L, rows, L)
     return load_tile(PQ, rows, pq_l, used, tl.arange(0, BK), SIZE), used
@@ -132,7 +132,7 @@ def weigh_chunk(
     SIZE: tl.constexpr, ELU: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
-    """Return for C tokens which are kept, 1 / t, the keys, pack weights after dropout and unpack weights before it.
+    """Return, for C tokens: mask, 1 / t, keys, pack weights after dropout, unpack weights before it.
 
     `sum_k` is the sum of key^T pack weights over the tokens before these.
     """

@@ -21,7 +21,7 @@ from luna_mega.kernels.luna_causal_attention.triton_parts import (
 def _move(
     MEAN, NEXT, head, new, rate, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
 ):  # fmt: skip
-    """Write to NEXT and return the mean of a head, moved by `rate` of the way to the product of the new token."""
+    """Move the mean of a head by `rate` of the way to the product of the new token, write it to NEXT and return it."""
     offsets, inside = tile_of(ROWS, COLUMNS, BR, BC, False)
     if MEAN is not None:
         before = tl.load(MEAN + head * ROWS * COLUMNS + offsets, mask=inside, other=0.0)
@@ -39,7 +39,7 @@ def _step_kernel(
     SIZE: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, ELU: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
-    """One token of one head: the means move by 1 / count of the way to the new token."""
+    """Compute one token of one head; each mean moves by 1 / count of the way to the new token."""
     head = tl.program_id(0).to(tl.int64)
     b, h = head // H, head % H
     at_k, at_v = tl.arange(0, BK), tl.arange(0, BV)
