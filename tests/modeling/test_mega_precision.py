@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from luna_mega import MegaForMaskedLM
+from luna_mega.modeling_common.layout import DENSE
 
 from .luna import head_inputs, labels, tokens
 from .mega import HEADS, NO_DROPOUT, VARIANTS, make
@@ -84,12 +85,12 @@ def test_a_slow_average_is_exact_in_a_half_precision_model(tmp_path, dtype):
         average.ema_expansion_matrix.abs_()
         average.kernel_projection_matrix.abs_()
     x = torch.rand(2, 4096, 24).to(dtype)
-    expected = average(x.double(), None)
+    expected = average(x.double(), DENSE)
     model.save_pretrained(tmp_path)
     loaded = MegaForMaskedLM.from_pretrained(tmp_path, dtype=dtype)
     average = loaded.mega.layers[0].mega_layer.ema_gate
     assert loaded.dtype == dtype and all(p.dtype == torch.float32 for p in average.parameters())
-    actual = average(x, None)
+    actual = average(x, DENSE)
     assert actual.dtype == dtype
     assert ((actual.double() - expected).norm() / expected.norm()) < 0.01
     training_step(loaded, "ForMaskedLM", head_inputs("ForMaskedLM", [21, 5]))
