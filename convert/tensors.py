@@ -139,7 +139,7 @@ def store_tensors(
     dtype: str | None,
     in_file: dict[str, int],
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Return the tensors in the dtype of a file, and notes on what is lost or not gained by it.
+    """Return the tensors in the dtype of a file, and notes on rounding.
 
     Args:
         tensors: name in the file -> tensor; a tensor under two names is stored once.

@@ -94,7 +94,7 @@ class MegaSeq2Seq(_translation.TranslationFormat, _mega.MegaFormat):
         """Return the plan of an encoder-decoder.
 
         Raises:
-            ConversionError: args and tensors contradict each other, or encoder and decoder differ in what they share.
+            ConversionError: args and tensors contradict each other, or encoder and decoder differ in a shared field.
         """
         if any(key.startswith("decoder.adaptive_softmax.") for key in evidence.tensors):
             raise ConversionError(

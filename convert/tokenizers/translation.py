@@ -22,7 +22,7 @@ def translation_tokenizer(
 
     With `codes` every word is then split as subword-nmt and fastBPE do. Without them the text has to be split into
     symbols already, by the program that made the dictionary (`"ein Ha@@ us"`, `"▁ein ▁Ha us"`). A symbol that is not in
-    the dictionary is `<unk>`. Decoding joins what was split: at `@@ `, or for SentencePiece at spaces between pieces.
+    the dictionary is `<unk>`. Decoding joins the pieces: at `@@ `, or for SentencePiece at spaces between them.
 
     Args:
         dictionary: the vocabulary of the language.

@@ -136,9 +136,8 @@ def gated_attention(
         offset: column of the first query among the keys, for cached decoding (S = the keys so far), or of
             cross-attention.
         row_offset: `[B]` integers that are added to `offset`, for cross-attention (neither causal nor in chunks) whose
-            queries and keys begin behind padding of different lengths: the length before the keys less the length
-            before the queries. If n > 0, the first n keys of the row must be masked; if n < 0, its first -n queries are
-            padding.
+            queries and keys begin behind padding of different lengths: n is the length before the keys less the length
+            before the queries. With n > 0 its first n keys must be masked; with n < 0 its first -n queries are padding.
         start: `[B]` integers, the position of the first column in its sequence: below 0 where padding comes before the
             first token, above 0 where keys were forgotten; None = 0. Keys below position 0 are left out, and outputs of
             queries below have no meaning. With chunks and offset 0 at most 0.
