@@ -1,5 +1,7 @@
+import importlib.util
 import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +35,28 @@ def triton_device() -> torch.device:
     """Where the Triton kernels run: the GPU, or interpreted on the CPU; the test is skipped without Triton."""
     pytest.importorskip("triton", reason="Triton is not installed")
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interpret_quickly() -> Iterator[None]:
+    """Let interpreted kernels call their helpers without patching Triton's language again: the launch has done so."""
+    if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
+        yield
+        return
+    from triton import language
+    from triton.runtime.interpreter import InterpretedFunction
+
+    patch_and_call = InterpretedFunction.__call__
+
+    def call(self, *args, **kwargs):
+        used = [module for module in (language, language.core) if module in self.fn.__globals__.values()]
+        if any(language.core.is_builtin(module.load) for module in used):
+            return patch_and_call(self, *args, **kwargs)
+        return self.rewrite()(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InterpretedFunction, "__call__", call)
+        yield
 
 
 @pytest.fixture(autouse=True)
