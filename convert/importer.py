@@ -16,7 +16,7 @@ from luna_mega.convert.formats.registry import detect
 from luna_mega.convert.layer_norm import CHOICES, LayerNormDecision, decide_layer_norm
 from luna_mega.convert.plan import Plan
 from luna_mega.convert.reader import Checkpoint, read_checkpoint
-from luna_mega.convert.report import FILE_NAME, Report
+from luna_mega.convert.report import Report
 from luna_mega.convert.tensors import (
     DTYPES,
     Mapping,
@@ -30,6 +30,7 @@ from luna_mega.convert.tensors import (
 from luna_mega.convert.tokenizers import ConvertedTokenizer
 from luna_mega.errors import ConversionError
 from luna_mega.hub.card import conversion_card
+from luna_mega.hub.folder import REPORT_NAME
 from luna_mega.hub.output import check_output, complete_folder
 
 
@@ -220,5 +221,5 @@ def _write(
         license=license,
     )
     card.save(folder / "README.md")
-    report.files = [*sorted(file.name for file in folder.iterdir()), FILE_NAME]
+    report.files = [*sorted(file.name for file in folder.iterdir()), REPORT_NAME]
     report.save(folder)

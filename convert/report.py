@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from luna_mega.convert.tensors import few
+from luna_mega.hub.folder import REPORT_NAME
 
-FILE_NAME = "conversion_report.json"
 _WORDS = {True: "yes", False: "no", None: "none"}
 # An absolute path that is an argument, or one of several with ':' between them: not the "//" of env:// or tcp://host.
 _ABSOLUTE_PATH = re.compile(r"(?<![^:])(?://)?(?:/(?!/)|~/|[A-Za-z]:[\\/](?!/))[^:]+")
@@ -48,7 +48,7 @@ class Report:
         """Write conversion_report.json into `folder`; an absolute path among the args keeps its last name only."""
         content = {"format": 1} | asdict(self) | {"args": _without_folders(self.args)}
         del content["output"], content["code"]
-        (folder / FILE_NAME).write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
+        (folder / REPORT_NAME).write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
 
     def __str__(self) -> str:
         source = self.source

@@ -55,6 +55,7 @@ class BodyMixin:
     has `is_encoder_decoder`.
     """
 
+    embeddings_name: str  # of the module that holds `word_embeddings` or `value_embeddings`
     encoder_decoder_class = None
 
     def __init__(self, config: PreTrainedConfig):
@@ -92,8 +93,7 @@ class BodyMixin:
 
     @property
     def _embeddings(self) -> nn.Module:
-        """The module that holds `word_embeddings` or `value_embeddings`."""
-        raise NotImplementedError
+        return getattr(self, self.embeddings_name)
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the embedding of tokens or of real values."""

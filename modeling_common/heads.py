@@ -3,6 +3,7 @@
 The classes of each model have the arguments and the output types; the methods here return the fields of an output.
 """
 
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -51,11 +52,11 @@ class ClassificationHead(nn.Module):
 
     def name_layers(self, layers: list[nn.Linear]):
         """Give the dense layers the names that they have in checkpoints."""
-        raise NotImplementedError
+        self.dense = nn.ModuleList(layers)
 
-    def dense_layers(self) -> list[nn.Linear]:
+    def dense_layers(self) -> Iterable[nn.Linear]:
         """Return the dense layers in their order."""
-        raise NotImplementedError
+        return self.dense
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         features = self.dropout(features)

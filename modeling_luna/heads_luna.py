@@ -178,16 +178,6 @@ class LunaPooler(nn.Module):
         return None if packed_mask is None else packed_mask.any(dim=0, keepdim=True)
 
 
-class LunaClassificationHead(ClassificationHead):
-    """The classification head with the names of `luna_bert`."""
-
-    def name_layers(self, layers: list[nn.Linear]):
-        self.dense = nn.ModuleList(layers)
-
-    def dense_layers(self) -> list[nn.Linear]:
-        return self.dense
-
-
 class LunaPooledModel(PooledMixin, LunaPreTrainedModel):
     """Luna, a pooler and a classification head: the sequence-level classes are made of these."""
 
@@ -197,7 +187,7 @@ class LunaPooledModel(PooledMixin, LunaPreTrainedModel):
         super().__init__(config)
         self.luna = LunaModel(config)
         self.pooler = LunaPooler(config)
-        self.classifier = LunaClassificationHead(config, input_size, num_labels)
+        self.classifier = ClassificationHead(config, input_size, num_labels)
         self.post_init()
 
     def summarize(self, outputs: LunaModelOutput, mask: torch.Tensor | None) -> torch.Tensor:

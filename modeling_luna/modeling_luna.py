@@ -570,6 +570,8 @@ class LunaPreTrainedModel(CommonPreTrainedModel):
 class LunaModel(LunaInputsMixin, BodyMixin, LunaPreTrainedModel):
     """Luna without a head: the encoder, or with `is_decoder` a decoder."""
 
+    embeddings_name = "embeddings"
+
     def __init__(self, config: LunaConfig):
         super().__init__(config)
         self.embeddings = LunaEmbeddings(config)
@@ -578,10 +580,6 @@ class LunaModel(LunaInputsMixin, BodyMixin, LunaPreTrainedModel):
         else:
             self.encoder = LunaEncoder(config)
         self.post_init()
-
-    @property
-    def _embeddings(self) -> nn.Module:
-        return self.embeddings
 
     @capture_outputs
     def forward(

@@ -59,7 +59,7 @@ class MegaGatedCrossAttention(nn.Module):
         else:
             key, value = self.k_proj(encoder_hidden_states), self.activation(self.v_proj(encoder_hidden_states))
             if source is not None:
-                source.store(keys=key, values=value, mask=encoder_layout.mask, is_initialized=True)
+                source.store(keys=key, values=value, mask=encoder_layout.mask)
         value = self.hidden_dropout(value)
         attended, weights = self.attend(query, key, value, layout, encoder_layout, output_weights, past)
         attended = self.dropout(self.activation(self.h_proj(attended * nn.functional.silu(reset))))

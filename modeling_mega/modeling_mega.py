@@ -151,8 +151,9 @@ class MegaGatedAttention(nn.Module):
         update, shared, reset, candidate = self.mx_proj(smoothed).split(self.sizes, dim=-1)
         shared, reset = nn.functional.silu(shared), nn.functional.silu(reset)
         query, key = (shared * self.qk_weight[row] + self.qk_bias[row] for row in (0, 1))
-        keys, start = layout, layout.start()
-        if past is not None:
+        if past is None:
+            keys, start = layout, layout.start()
+        else:
             window = None if self.config.attention_chunk is None else self.config.attention_chunk - 1
             key, value, mask, start = past.extend(key, value, layout.mask, window)
             keys = TokenLayout(mask)
@@ -311,6 +312,8 @@ class MegaPreTrainedModel(CommonPreTrainedModel):
 class MegaModel(MegaInputsMixin, BodyMixin, MegaPreTrainedModel):
     """Mega without a head: the encoder, or with `is_decoder` the decoder of a language model."""
 
+    embeddings_name = "embedding_layer"
+
     def __init__(self, config: MegaConfig, add_pooling_layer: bool = True):
         super().__init__(config)
         self.embedding_layer = MegaEmbeddings(config)
@@ -321,10 +324,6 @@ class MegaModel(MegaInputsMixin, BodyMixin, MegaPreTrainedModel):
         self.pooler = MegaPooler(config) if add_pooling_layer else None
         self.gradient_checkpointing = False
         self.post_init()
-
-    @property
-    def _embeddings(self) -> nn.Module:
-        return self.embedding_layer
 
     @capture_outputs
     def forward(
@@ -383,7 +382,7 @@ class MegaModel(MegaInputsMixin, BodyMixin, MegaPreTrainedModel):
             options,
         )
         layout, (past, sources) = inputs.layout, self.parts_of(inputs.past)
-        source_mask = self.check_source(encoder_hidden_states, encoder_attention_mask, sources, inputs)
+        source_layout = TokenLayout(self.check_source(encoder_hidden_states, encoder_attention_mask, sources, inputs))
         if past is not None and layout.mask is None:
             layout = TokenLayout(inputs.embeddings.new_ones(inputs.embeddings.shape[:2], dtype=torch.bool))
         if token_type_ids is not None:
@@ -402,7 +401,7 @@ class MegaModel(MegaInputsMixin, BodyMixin, MegaPreTrainedModel):
                 inputs.output_weights,
                 None if past is None else past.layers[index],
                 encoder_hidden_states,
-                TokenLayout(source_mask),
+                source_layout,
                 None if sources is None else sources.layers[index],
             )
         if self.final_norm is not None:

@@ -52,17 +52,11 @@ def detect(checkpoint: Checkpoint) -> tuple[Format, str]:
         if revision is not None:
             return found, revision
     refusals = (found.refusal(tensors, arch) for found in registered_formats())
-    refusal = next(filter(None, refusals), None)
-    raise ConversionError(
-        f"{checkpoint.path}: "
-        + (
-            refusal
-            or f"not a Luna or Mega checkpoint (arch {arch!r}): there is neither a packed sequence, "
-            f"'*.projected_embeddings', nor a '*.mega_layer' among its {len(tensors)} tensors; this version converts "
-            "luna_bert, Luna LRA and Mega LRA encoders, Mega for raw speech, Mega language models, and "
-            "encoder-decoders of both"
-        )
+    refusal = next(filter(None, refusals), None) or (
+        f"not a Luna or Mega checkpoint (arch {arch!r}): there is neither a packed sequence, '*.projected_embeddings', "
+        f"nor a '*.mega_layer' among its {len(tensors)} tensors; the known formats are {', '.join(_FORMATS)}"
     )
+    raise ConversionError(f"{checkpoint.path}: {refusal}")
 
 
 for _format in (LunaBert(), LunaLra(), LunaSeq2Seq(), MegaLra(), MegaLM(), MegaSeq2Seq()):

@@ -2,6 +2,7 @@
 
 import inspect
 import time
+from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 from datasets import Dataset
@@ -14,11 +15,12 @@ from common.model import ModelArguments
 from common.training import OrderedTrainer, check_training, describe, evaluate, finish, train
 
 
-class Script:
+class Script(ABC):
     """One run of a training script, from its command line to the model card.
 
     A script derives a class that names its options and makes data, model and Trainer in `build`. It overrides the other
-    methods where the task differs; the dictionaries that they return are entries of the summary.
+    methods where the task differs, and has a method `predict` if it writes predictions for test data. The dictionaries
+    that they return are entries of the summary.
 
     Attributes:
         data_arguments, model_arguments, training_arguments: dataclasses of the options.
@@ -46,7 +48,7 @@ class Script:
 
     def check(self) -> None:
         """End the script when options contradict each other; called before anything is read."""
-        if self.training.do_predict and type(self).predict is Script.predict:
+        if self.training.do_predict and not hasattr(self, "predict"):
             fail(f"--do_predict: a {self.title} has no test predictions to write; pass --do_eval")
         check_training(self.training, self.model, getattr(self.data, "early_stopping_patience", None))
 
@@ -61,9 +63,9 @@ class Script:
             splits |= dict.fromkeys(names, getattr(self.data, limit, None)) if needed else {}
         return splits
 
+    @abstractmethod
     def build(self) -> Trainer:
         """Read and encode the data, make the model and return its Trainer."""
-        raise NotImplementedError
 
     def make_trainer(self, model: PreTrainedModel, trainer_class: type[Trainer] = OrderedTrainer, **options) -> Trainer:
         """Make a Trainer with the splits "train" and "validation", unless `options` hold others."""
@@ -84,10 +86,6 @@ class Script:
     def evaluate(self) -> dict[str, Any]:
         """Evaluate the model on the validation data."""
         return evaluate(self.trainer)
-
-    def predict(self) -> dict[str, Any]:
-        """Write the predictions for the test data; a script that does not override this refuses `--do_predict`."""
-        raise NotImplementedError
 
     def source(self) -> dict[str, str | None]:
         """Return the data set as the model card names it."""

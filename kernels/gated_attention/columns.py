@@ -63,6 +63,7 @@ def take(x: torch.Tensor | None, columns: torch.Tensor) -> torch.Tensor | None:
     """Return the columns `[B, C]` of `[B, T]` or `[B, T, W]`; None of None."""
     if x is None or x.dim() == 2:
         return None if x is None else x.gather(1, columns)
+    # take_along_dim would fix the batch size of an exported program
     return x.gather(1, columns[..., None].expand(-1, -1, x.shape[2]))
 
 

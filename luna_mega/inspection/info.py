@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 from luna_mega.convert.formats import Format
 from luna_mega.convert.formats.registry import detect, find_format
 from luna_mega.convert.reader import read_checkpoint
+from luna_mega.convert.tensors import dtype_name
 from luna_mega.errors import ConversionError
 from luna_mega.hub.folder import ModelFolder, position_limit, read_folder
 from luna_mega.inspection import costs
@@ -178,6 +179,6 @@ def _read_checkpoint(path: str | Path):
     plan = found.plan(found.evidence(tensors, checkpoint.args, found.assumed(revision)))
     dtypes = Counter()
     for tensor in filter(torch.is_floating_point, tensors.values()):
-        dtypes[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
+        dtypes[dtype_name(tensor.dtype)] += tensor.numel()
     origin = _fairseq(found, revision, found.architecture(checkpoint.args))
     return plan.config, plan.model_class, f"fairseq: {origin}", found.heads(plan, tensors), dtypes
