@@ -1,0 +1,13 @@
+from collections.abc import Iterator
+
+import pytest
+
+from tests.distributed.ranks import Ranks
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Run a function as the ranks of a process group: `ranks(2, function, *arguments)` returns one result a rank."""
+    ranks = Ranks()
+    yield ranks
+    ranks.stop()
