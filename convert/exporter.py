@@ -240,7 +240,7 @@ def _differences(found: Format, target: Target, plan: Plan) -> list[tuple[str, A
     config, planned, unused = found.resolved(target.config), found.resolved(plan.config), found.unused(target)
     pairs = [
         (name, getattr(config, name), getattr(planned, name))
-        for name in (*type(config).__annotations__, "num_labels")
+        for name in (*(config.side_class or type(config)).__annotations__, "num_labels")
         if name not in unused
     ]
     if "problem_type" not in unused:

@@ -11,7 +11,10 @@ if (_root := Path(__file__).resolve().parent.parent).joinpath("setup.cfg").is_fi
 
 from luna_mega._register import register_auto_classes as register_auto_classes
 from luna_mega.modeling_luna.cache_luna import LunaCache as LunaCache, LunaSeq2SeqCache as LunaSeq2SeqCache
-from luna_mega.modeling_luna.configuration_luna import LunaConfig as LunaConfig
+from luna_mega.modeling_luna.configuration_luna import (
+    LunaConfig as LunaConfig,
+    LunaSeq2SeqConfig as LunaSeq2SeqConfig,
+)
 from luna_mega.modeling_luna.generation_luna import (
     LunaForCausalLM as LunaForCausalLM,
     LunaForConditionalGeneration as LunaForConditionalGeneration,
@@ -29,7 +32,10 @@ from luna_mega.modeling_luna.modeling_luna import LunaModel as LunaModel, LunaPr
 from luna_mega.modeling_luna.segments_luna import read_segments as read_segments
 from luna_mega.modeling_luna.tokenization_luna import LunaTokenizer as LunaTokenizer
 from luna_mega.modeling_mega.cache_mega import MegaCache as MegaCache, MegaSeq2SeqCache as MegaSeq2SeqCache
-from luna_mega.modeling_mega.configuration_mega import MegaConfig as MegaConfig
+from luna_mega.modeling_mega.configuration_mega import (
+    MegaConfig as MegaConfig,
+    MegaSeq2SeqConfig as MegaSeq2SeqConfig,
+)
 from luna_mega.modeling_mega.generation_mega import (
     MegaForCausalLM as MegaForCausalLM,
     MegaForConditionalGeneration as MegaForConditionalGeneration,

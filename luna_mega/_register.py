@@ -10,7 +10,7 @@ from luna_mega.modeling_mega import configuration_mega, generation_mega, heads_m
 _MODULES = [configuration_luna, generation_luna, heads_luna, modeling_luna]
 _MODULES += [configuration_mega, generation_mega, heads_mega, modeling_mega]
 _CLASSES = {name: getattr(module, name) for module in _MODULES for name in module.__all__}
-_FAMILIES = ["Luna", "Mega"]
+CONFIGS = {cls.model_type: cls for name, cls in _CLASSES.items() if name.endswith("Config")}
 
 # Auto class -> (suffix of our class, table of class names in transformers). Trainer and pipelines look a class up
 # by its name in that table; the Auto class itself knows only class objects.
@@ -30,19 +30,29 @@ _AUTO_CLASSES = {
 }
 
 
-def auto_classes(family: str) -> dict[str, type]:
-    """Return the class of a family for every ``Auto*`` class that has one."""
-    names = {auto_class: family + suffix for auto_class, (suffix, _) in _AUTO_CLASSES.items()}
-    return {auto_class: _CLASSES[name] for auto_class, name in names.items() if name in _CLASSES}
+def model_classes(config: type) -> dict[str, type]:
+    """Return the classes of models of this class of configuration, by their names."""
+    ours = {name: cls for name, cls in _CLASSES.items() if getattr(cls, "config_class", None) is config}
+    return {name: cls for name, cls in ours.items() if not name.endswith("PreTrainedModel")}
+
+
+def auto_classes(config: type) -> dict[str, type]:
+    """Return for every ``Auto*`` class the model of this class of configuration, where there is one."""
+    stem, models, found = config.__name__.removesuffix("Config"), model_classes(config), {}
+    for auto_class, (suffix, _) in _AUTO_CLASSES.items():
+        # LunaSeq2SeqModel, but LunaForConditionalGeneration
+        model = models.get(stem + suffix) or models.get(stem.removesuffix("Seq2Seq") + suffix)
+        if model is not None:
+            found[auto_class] = model
+    return found
 
 
 def register_auto_classes() -> None:
     """Make the ``Auto*`` classes of transformers know every model of this package. Calling it again changes nothing."""
-    for family in _FAMILIES:
-        config = _CLASSES[f"{family}Config"]
-        transformers.AutoConfig.register(config.model_type, config, exist_ok=True)
-        for auto_class, model in auto_classes(family).items():
+    for model_type, config in CONFIGS.items():
+        transformers.AutoConfig.register(model_type, config, exist_ok=True)
+        for auto_class, model in auto_classes(config).items():
             getattr(transformers, auto_class).register(config, model, exist_ok=True)
-            getattr(modeling_auto, _AUTO_CLASSES[auto_class][1])[config.model_type] = model.__name__
+            getattr(modeling_auto, _AUTO_CLASSES[auto_class][1])[model_type] = model.__name__
     tokenizer = tokenization_luna.LunaTokenizer
     transformers.AutoTokenizer.register(configuration_luna.LunaConfig, tokenizer, exist_ok=True)

@@ -48,48 +48,18 @@ class CommonPreTrainedModel(PreTrainedModel):
 
 
 class BodyMixin:
-    """Base of `LunaModel` and `MegaModel`, which are one side only and hold the embeddings.
-
-    `AutoModel` knows one class per class of configuration, and that is this one. Therefore the encoder-decoder without
-    a head declares itself with `register_encoder_decoder`, and is built in place of this class where the configuration
-    has `is_encoder_decoder`.
-    """
+    """Base of `LunaModel` and `MegaModel`, which are one side only and hold the embeddings."""
 
     embeddings_name: str  # of the module that holds `word_embeddings` or `value_embeddings`
-    encoder_decoder_class = None
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config)
         if config.is_encoder_decoder:
-            family = config.model_type.capitalize()
+            family = type(self).__name__.removesuffix("Model")
             raise ValueError(
                 f"{type(self).__name__} is one side only, and the configuration has is_encoder_decoder=True: use "
                 f"{family}Seq2SeqModel, {family}ForConditionalGeneration or their Auto classes"
             )
-
-    @classmethod
-    def register_encoder_decoder(cls, model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
-        """Declare the class that `AutoModel` builds for a configuration with `is_encoder_decoder`; a decorator."""
-        cls.encoder_decoder_class = model_class
-        return model_class
-
-    @classmethod
-    def _other_class(cls, config: PreTrainedConfig | None) -> type[PreTrainedModel] | None:
-        """Return the class of the encoder-decoder if the configuration is of one, else None; None for a subclass."""
-        own = isinstance(config, cls.config_class) and config.is_encoder_decoder
-        return vars(cls).get("encoder_decoder_class") if own else None
-
-    @classmethod
-    def _from_config(cls, config: PreTrainedConfig, **kwargs) -> PreTrainedModel:
-        other = cls._other_class(config)
-        return super()._from_config(config, **kwargs) if other is None else other._from_config(config, **kwargs)
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *args, config=None, **kwargs) -> PreTrainedModel:
-        """Load a model; with the `config` of an encoder-decoder its class, see `BodyMixin`."""
-        other = cls._other_class(config)
-        load = super().from_pretrained if other is None else other.from_pretrained
-        return load(pretrained_model_name_or_path, *args, config=config, **kwargs)
 
     @property
     def _embeddings(self) -> nn.Module:

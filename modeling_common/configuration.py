@@ -6,15 +6,54 @@ from collections.abc import Iterable
 from typing import Any
 
 from transformers.activations import ACT2FN
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
 
 
 class SharedConfig:
-    """A part of `LunaConfig` and `MegaConfig`.
+    """A part of `LunaConfig` and `MegaConfig`, and of the two classes of encoder-decoders that are made from them.
 
     `decoder_fields` names the decoder's own fields and the encoder's field that each one replaces where it is not None.
+    `seq2seq_class` is the class of an encoder-decoder's configuration, `side_class` that of its encoder and decoder.
     """
 
     decoder_fields = {}
+    seq2seq_class = side_class = None
+
+    def __post_init__(self, **kwargs):
+        kwargs.pop("model_type", None)  # that of a file, which may be an old one; the class has its own
+        super().__post_init__(**kwargs)
+
+    def __setattr__(self, name: str, value: Any):
+        """Set a field; where `is_encoder_decoder` becomes true, the object becomes one of `seq2seq_class`."""
+        if name == "is_encoder_decoder" and value and (own := self.with_encoder()) is not type(self):
+            self._warn_of_old_type()
+            self.__class__ = own
+        super().__setattr__(name, value)
+
+    @classmethod
+    def with_encoder(cls) -> type["SharedConfig"]:
+        """Return the class of an encoder-decoder's configuration: another one, or of a user's subclass the same."""
+        return vars(cls).get("seq2seq_class", cls)
+
+    @classmethod
+    def get_config_dict(cls, *args, **kwargs) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Read a folder; one of an encoder-decoder that has the `model_type` of a side is an old one."""
+        fields, others = super().get_config_dict(*args, **kwargs)
+        if cls.side_class is not None and fields.get("model_type") == cls.side_class.model_type:
+            if fields.setdefault("is_encoder_decoder", False):
+                cls._warn_of_old_type()
+                fields["model_type"] = cls.model_type
+        return fields, others
+
+    @classmethod
+    def _warn_of_old_type(cls):
+        new, old = cls.seq2seq_class, cls.seq2seq_class.side_class
+        logger.warning_once(
+            f"{old.__name__} (model_type {old.model_type!r}) with is_encoder_decoder=True is now {new.__name__} "
+            f"(model_type {new.model_type!r}): it is taken for that, and saved as that"
+        )
 
     @property
     def shares_embeddings(self) -> bool:
@@ -27,7 +66,9 @@ class SharedConfig:
     def encoder_config(self):
         """The configuration of the encoder of an encoder-decoder."""
         config = copy.deepcopy(self)
+        config.__class__ = self.side_class or type(self)
         config.is_encoder_decoder = False
+        vars(config).pop("auto_map", None)  # the code of a bundle is that of the whole
         return config
 
     @property
@@ -90,6 +131,11 @@ class SharedConfig:
         """Refuse fields of a decoder, or of an encoder-decoder, that do not fit together."""
         if self.add_cross_attention and not self.is_decoder:
             raise ValueError("add_cross_attention=True needs is_decoder=True")
+        if self.side_class is not None and not self.is_encoder_decoder:
+            raise ValueError(
+                f"{type(self).__name__} is that of an encoder-decoder, got is_encoder_decoder=False: use "
+                f"{self.side_class.__name__}"
+            )
         if not self.is_encoder_decoder:
             return
         if self.is_decoder:

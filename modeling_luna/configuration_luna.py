@@ -82,8 +82,8 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
         unpad_inputs: the layers leave padding out, which then costs nothing; states at padding are 0. Without effect
             where states or weights are returned, with a cache, and in compiled or exported programs.
         is_decoder: Luna's causal attention (section 3.3), for `LunaForCausalLM`.
-        is_encoder_decoder: an encoder and a decoder, for `LunaForConditionalGeneration`. The fields above describe
-            the encoder, and the decoder where there is no field of its own below.
+        is_encoder_decoder: True in `LunaSeq2SeqConfig` only. The fields above then describe the encoder, and the
+            decoder where there is no field of its own below.
         add_cross_attention: the decoder attends to an encoder; set by `decoder_config`.
         causal_activation: weights of the causal pack: `"softplus"`, to base 2, or `"elu"`, elu + 1.
         word_dropout: probability of leaving out the embedding of a whole token in training.
@@ -238,4 +238,21 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
             raise ValueError("pool_padding=True counts states at padding, which unpad_inputs=True does not compute")
 
 
-__all__ = ["LunaConfig"]
+@strict
+class LunaSeq2SeqConfig(LunaConfig):
+    """Configuration of an encoder and a decoder, for `LunaForConditionalGeneration`; the fields are in `LunaConfig`.
+
+    Example:
+        >>> LunaSeq2SeqConfig(vocab_size=32000, num_decoder_layers=3).decoder_config.num_hidden_layers
+        3
+    """
+
+    model_type = "luna_seq2seq"
+    side_class = LunaConfig
+
+    is_encoder_decoder: bool = True
+
+
+LunaConfig.seq2seq_class = LunaSeq2SeqConfig
+
+__all__ = ["LunaConfig", "LunaSeq2SeqConfig"]

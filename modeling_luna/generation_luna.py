@@ -18,7 +18,7 @@ from luna_mega.modeling_common.generation import Seq2SeqGenerationMixin, StateGe
 from luna_mega.modeling_common.labels import keep_positions, next_tokens
 from luna_mega.modeling_common.seq2seq import Seq2SeqBody, Seq2SeqLM
 from luna_mega.modeling_luna.cache_luna import LunaCache
-from luna_mega.modeling_luna.configuration_luna import LunaConfig
+from luna_mega.modeling_luna.configuration_luna import LunaConfig, LunaSeq2SeqConfig
 from luna_mega.modeling_luna.modeling_luna import LunaModel, LunaModelOutput, LunaPreTrainedModel
 
 
@@ -130,7 +130,6 @@ class LunaForCausalLM(StateGenerationMixin, LunaPreTrainedModel):
         )
 
 
-@LunaModel.register_encoder_decoder
 class LunaSeq2SeqModel(Seq2SeqBody, LunaPreTrainedModel):
     """Luna encoder-decoder without a head: the decoder's P is the encoder's, and goes on through its layers.
 
@@ -139,10 +138,11 @@ class LunaSeq2SeqModel(Seq2SeqBody, LunaPreTrainedModel):
     them the masks of both, or that of the tokens.
     """
 
+    config_class = LunaSeq2SeqConfig
     _tied_weights_keys = {"decoder.embeddings.word_embeddings.weight": "encoder.embeddings.word_embeddings.weight"}
     output_class = LunaSeq2SeqModelOutput
 
-    def __init__(self, config: LunaConfig):
+    def __init__(self, config: LunaSeq2SeqConfig):
         super().__init__(config)
         self.encoder = LunaModel(config.encoder_config)
         self.decoder = LunaModel(config.decoder_config)
@@ -180,10 +180,11 @@ class LunaSeq2SeqModel(Seq2SeqBody, LunaPreTrainedModel):
 class LunaForConditionalGeneration(Seq2SeqLM, Seq2SeqGenerationMixin, LunaPreTrainedModel):
     """Luna encoder-decoder with a language-modelling head, for translation and the like."""
 
+    config_class = LunaSeq2SeqConfig
     _tied_weights_keys = {"lm_head.weight": "luna.decoder.embeddings.word_embeddings.weight"}
     lm_output_class = LunaSeq2SeqLMOutput
 
-    def __init__(self, config: LunaConfig):
+    def __init__(self, config: LunaSeq2SeqConfig):
         super().__init__(config)
         self.luna = LunaSeq2SeqModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.decoder_config.vocab_size, bias=False)

@@ -94,4 +94,4 @@ class LunaPresets:
             "num_attention_heads": 8, "hidden_act": "relu", "activation_dropout": 0.1, "embedding_norm": False,
             "position_embedding_type": "sinusoidal", "max_position_embeddings": 1024,
         }  # fmt: skip
-        return cls(**fields | overrides)
+        return cls.with_encoder()(**fields | overrides)

@@ -93,8 +93,8 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
         unpad_inputs: the layers leave padding out, which then costs nothing; states at padding are 0. Without effect
             where states or weights are returned, with a cache, and in compiled or exported programs.
 
-        is_encoder_decoder: an encoder and a decoder with cross-attention, for `MegaForConditionalGeneration`. The
-            fields above describe the encoder, and the decoder where its own field is None.
+        is_encoder_decoder: True in `MegaSeq2SeqConfig` only. The fields above then describe the encoder, and the
+            decoder where its own field is None.
         num_decoder_layers, decoder_intermediate_size, decoder_nffn_hidden_size, decoder_shared_representation_size,
             decoder_ema_projection_size, decoder_vocab_size, decoder_max_positions: of the decoder.
         decoder_chunk_size: attention chunks of the decoder; below 1 = attention over the whole sequence.
@@ -295,4 +295,19 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
             )
 
 
-__all__ = ["MegaConfig"]
+@strict
+class MegaSeq2SeqConfig(MegaConfig):
+    """Configuration of an encoder and a decoder with cross-attention, for `MegaForConditionalGeneration`.
+
+    The fields are in `MegaConfig`.
+    """
+
+    model_type = "mega_seq2seq"
+    side_class = MegaConfig
+
+    is_encoder_decoder: bool = True
+
+
+MegaConfig.seq2seq_class = MegaSeq2SeqConfig
+
+__all__ = ["MegaConfig", "MegaSeq2SeqConfig"]

@@ -12,7 +12,7 @@ from luna_mega.modeling_common.labels import keep_positions, next_tokens
 from luna_mega.modeling_common.seq2seq import Seq2SeqBody, Seq2SeqLM
 from luna_mega.modeling_mega.adaptive import MegaAdaptiveSoftmax
 from luna_mega.modeling_mega.cache_mega import MegaCache, MegaSeq2SeqCache
-from luna_mega.modeling_mega.configuration_mega import MegaConfig
+from luna_mega.modeling_mega.configuration_mega import MegaConfig, MegaSeq2SeqConfig
 from luna_mega.modeling_mega.modeling_mega import MegaModel, MegaPreTrainedModel
 
 _WORDS = "embedding_layer.word_embeddings.weight"
@@ -112,16 +112,16 @@ class MegaForCausalLM(StateGenerationMixin, MegaPreTrainedModel):
         return None, total / (counted.sum() if num_items_in_batch is None else num_items_in_batch)
 
 
-@MegaModel.register_encoder_decoder
 class MegaSeq2SeqModel(Seq2SeqBody, MegaPreTrainedModel):
     """A Mega encoder and a Mega decoder with gated cross-attention, without a head.
 
     Of N layers `cross_attentions` are `[B, 1, T, S]`, other weights as in `MegaModel`.
     """
 
+    config_class = MegaSeq2SeqConfig
     _tied_weights_keys = {f"decoder.{_WORDS}": f"encoder.{_WORDS}"}
 
-    def __init__(self, config: MegaConfig):
+    def __init__(self, config: MegaSeq2SeqConfig):
         super().__init__(config)
         self.encoder = MegaModel(config.encoder_config, add_pooling_layer=False)
         self.decoder = MegaModel(config.decoder_config, add_pooling_layer=False)
@@ -131,9 +131,10 @@ class MegaSeq2SeqModel(Seq2SeqBody, MegaPreTrainedModel):
 class MegaForConditionalGeneration(Seq2SeqLM, Seq2SeqGenerationMixin, MegaPreTrainedModel):
     """The Mega encoder-decoder with an output layer: translation and other sequence-to-sequence tasks."""
 
+    config_class = MegaSeq2SeqConfig
     _tied_weights_keys = {"lm_head.weight": f"mega.encoder.{_WORDS}"}
 
-    def __init__(self, config: MegaConfig):
+    def __init__(self, config: MegaSeq2SeqConfig):
         super().__init__(config)
         self.mega = MegaSeq2SeqModel(config)
         decoder = self.mega.decoder.config

@@ -132,7 +132,7 @@ class MegaPresets:
             "relative_positional_bias": "simple", "normalization_type": "layernorm", "normalize_before_mega": False,
             "normalize_before_ffn": False, "scale_embedding": True, "dropout_prob": dropout,
         }  # fmt: skip
-        return cls(**fields | overrides)
+        return cls.with_encoder()(**fields | overrides)
 
     @classmethod
     def wmt_en_de(cls, vocab_size: int = 33000, **overrides):

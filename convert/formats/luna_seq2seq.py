@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from luna_mega import LunaConfig, LunaForConditionalGeneration
+from luna_mega import LunaForConditionalGeneration, LunaSeq2SeqConfig
 from luna_mega.convert.argmap import ACTIVATION, NOT, Arg, Table, build_config, equals, fixed, read_fields, written
 from luna_mega.convert.evidence import Evidence
 from luna_mega.convert.formats import _luna, _translation
@@ -141,6 +141,7 @@ class LunaSeq2Seq(_translation.TranslationFormat, _luna.LunaFormat):
     name = "luna_seq2seq"
     revisions = {"r21": _luna.code_of_2021("Luna translation")}
     written = ("r21",)
+    config_class = LunaSeq2SeqConfig
     classes = (LunaForConditionalGeneration,)
     decoder_fields = DECODER_FIELDS
     table = _TABLE
@@ -171,13 +172,13 @@ class LunaSeq2Seq(_translation.TranslationFormat, _luna.LunaFormat):
                     "softmax, which the encoder-decoder here lacks; no published recipe trains one"
                 )
         vocabulary, target_vocabulary, _ = _translation.vocabularies(evidence)
-        fields = {"vocab_size": vocabulary, "decoder_vocab_size": target_vocabulary, "is_encoder_decoder": True}
-        config = build_config(LunaConfig, self.table, evidence, **fields | read_fields(self.table, evidence))
+        fields = {"vocab_size": vocabulary, "decoder_vocab_size": target_vocabulary}
+        config = build_config(LunaSeq2SeqConfig, self.table, evidence, **fields | read_fields(self.table, evidence))
         decisions = {name: getattr(config, name) for name in _DECIDED}
         positions = config.decoder_config.max_position_embeddings
         return self.plan_of(config, evidence, positions, decisions=decisions, notes=[_ACTIVATION_NOTE])
 
-    def keymap(self, config: LunaConfig, revision: str, head: str | None = None) -> KeyMap:
+    def keymap(self, config: LunaSeq2SeqConfig, revision: str, head: str | None = None) -> KeyMap:
         """Return the map of an encoder-decoder."""
         encoder, decoder = "luna.encoder", "luna.decoder"
         return KeyMap(

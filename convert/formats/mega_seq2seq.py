@@ -2,7 +2,7 @@
 
 import torch
 
-from luna_mega import MegaConfig, MegaForConditionalGeneration
+from luna_mega import MegaForConditionalGeneration, MegaSeq2SeqConfig
 from luna_mega.convert.argmap import NOT, Arg, Table, build_config, fixed, never, read_fields
 from luna_mega.convert.evidence import Evidence
 from luna_mega.convert.formats import _mega, _translation
@@ -77,6 +77,7 @@ class MegaSeq2Seq(_translation.TranslationFormat, _mega.MegaFormat):
 
     name = "mega_seq2seq"
     revisions = _mega.revisions("Mega translation")
+    config_class = MegaSeq2SeqConfig
     classes = (MegaForConditionalGeneration,)
     stacks = frozenset(SIDES)
     unread = _mega.FIELDS_OF_LM - {"tie_word_embeddings"}
@@ -110,19 +111,18 @@ class MegaSeq2Seq(_translation.TranslationFormat, _mega.MegaFormat):
                     "one field here"
                 )
         config = build_config(
-            MegaConfig,
+            MegaSeq2SeqConfig,
             self.table,
             evidence,
             **encoder | decoder,
             vocab_size=vocabulary,
             decoder_vocab_size=target_vocabulary,
-            is_encoder_decoder=True,
             ema_shift=evidence.revision == "flash",
         )
         decisions = {"ema_convention": evidence.revision} | {name: getattr(config, name) for name in _DECIDED}
         return self.plan_of(config, evidence, config.decoder_config.max_positions, decisions=decisions)
 
-    def keymap(self, config: MegaConfig, revision: str, head: str | None = None) -> KeyMap:
+    def keymap(self, config: MegaSeq2SeqConfig, revision: str, head: str | None = None) -> KeyMap:
         """Return the map of an encoder-decoder of a branch."""
         rows = []
         for side in SIDES:
@@ -149,7 +149,7 @@ class MegaSeq2Seq(_translation.TranslationFormat, _mega.MegaFormat):
             fields["cross_attention_positions"] = (None, longest)
         return fields
 
-    def resolved(self, config: MegaConfig) -> MegaConfig:
+    def resolved(self, config: MegaSeq2SeqConfig) -> MegaSeq2SeqConfig:
         """Return the same configuration with a value in every field of the decoder."""
         full = super().resolved(config)
         full.decoder_chunk_size = config.decoder_config.attention_chunk or -1

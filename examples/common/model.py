@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 import luna_mega  # noqa: F401  (registers the models with the Auto classes)
 from common.arguments import fail
@@ -60,7 +60,9 @@ def make_config(
             config = AutoConfig.from_pretrained(model.model_name_or_path)
             loaded = config.to_dict()
         else:
-            config = AutoConfig.for_model(model.model_type)
+            seq2seq = f"{model.model_type}_seq2seq"  # Luna and Mega have a type of their own for it
+            own = values.get("is_encoder_decoder") and seq2seq in CONFIG_MAPPING
+            config = AutoConfig.for_model(seq2seq if own else model.model_type)
             values |= {"input_type": kind, "max_position_embeddings": max_length}
             if tokenizer is not None:
                 values["vocab_size"] = len(tokenizer)

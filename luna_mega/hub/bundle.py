@@ -20,7 +20,7 @@ from types import ModuleType
 from transformers.dynamic_module_utils import get_imports, get_relative_import_files
 
 import luna_mega
-from luna_mega import _register
+from luna_mega._register import CONFIGS, auto_classes
 from luna_mega.errors import ConversionError
 from luna_mega.hub.folder import TARGET_FOLDER
 from luna_mega.hub.output import check_output, complete_folder
@@ -61,10 +61,6 @@ def bundle(folder: str | Path, output: str | Path | None = None) -> list[str]:
         return _add_code(target, config)
 
 
-def _families() -> dict[str, str]:
-    return {getattr(luna_mega, f"{family}Config").model_type: family for family in _register._FAMILIES}
-
-
 def _read_config(folder: Path) -> dict:
     path = folder / "config.json"
     if not path.is_file():
@@ -74,10 +70,12 @@ def _read_config(folder: Path) -> dict:
         model_type = config["model_type"]
     except (ValueError, KeyError, TypeError) as error:
         raise ConversionError(f"{path}: not the configuration of a model: {error!r}") from error
-    if model_type not in _families():
-        raise ConversionError(f"{path}: model_type {model_type!r} is not of this package ({', '.join(_families())})")
+    if model_type not in CONFIGS:
+        raise ConversionError(f"{path}: model_type {model_type!r} is not of this package ({', '.join(CONFIGS)})")
     if not any(folder.glob("model*.safetensors")):
         raise ConversionError(f"{folder}: no model.safetensors; a bundle has the weights beside the code")
+    if config.get("is_encoder_decoder"):  # an old folder has the model_type of a side
+        config["model_type"] = CONFIGS[model_type].seq2seq_class.model_type
     return config
 
 
@@ -90,7 +88,12 @@ def _add_code(folder: Path, config: dict) -> list[str]:
         if foreign := [name for name in names if (folder / name).exists() and folder / name not in old]:
             raise ConversionError(f"{folder}: {', '.join(foreign)} is not of an earlier bundle; remove or rename it")
         new_config = Path(temporary, "config.json")
-        content = config | {"auto_map": (config.get("auto_map") or {}) | auto_map}
+        foreign = {
+            name: code
+            for name, code in (config.get("auto_map") or {}).items()
+            if f"{code.split('.')[0]}.py" not in {file.name for file in old}
+        }
+        content = config | {"auto_map": foreign | auto_map}
         new_config.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         for file in [*files, new_config]:
             os.replace(file, folder / file.name)
@@ -109,9 +112,8 @@ def write_code(model_type: str, folder: Path) -> tuple[list[Path], dict[str, str
     Raises:
         RuntimeError: a source of this package uses something that a flat file cannot; the message says where.
     """
-    family = _families()[model_type]
-    classes = _register.auto_classes(family)
-    classes["AutoConfig"] = config = getattr(luna_mega, f"{family}Config")
+    config = CONFIGS[model_type]
+    classes = auto_classes(config) | {"AutoConfig": config}
     texts = _flat_texts({cls.__module__ for cls in classes.values()})
     # One entry serves all classes, because transformers copies the code once for every file that `auto_map` names.
     entry = f"auto_{model_type}"

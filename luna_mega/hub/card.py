@@ -33,7 +33,7 @@ _NOT_QUALITY = ("_runtime", "_per_second", "_preparation_time", "epoch", "tokens
 
 @dataclass(frozen=True)
 class Family:
-    """The parts that all cards of one `model_type` have in common.
+    """The parts that all cards of Luna, or of Mega, have in common.
 
     `fields` are the fields of the configuration in the table of the architecture. `differences` are lines of
     docs/deviations.md, (original, here), whose effect a user of the weights may notice.
@@ -222,7 +222,7 @@ def _card(
     license: str | None,
     **metadata: Any,
 ) -> ModelCard:
-    family = FAMILIES.get(config.model_type)
+    family = _family(config)
     data = ModelCardData(
         library_name="transformers",
         tags=[config.model_type],
@@ -252,9 +252,9 @@ def _card(
 
 
 def _usage(model_class: str, config: PreTrainedConfig, tokenizer: bool) -> str:
-    ours = config.model_type in FAMILIES
-    suffix = _suffix(model_class, config)
-    loader = {suffix: auto_class for auto_class, (suffix, _) in _AUTO_CLASSES.items()}.get(suffix)
+    ours = _family(config) is not None
+    loaders = {suffix: auto_class for auto_class, (suffix, _) in _AUTO_CLASSES.items()} | {"Seq2SeqModel": "AutoModel"}
+    loader = loaders.get(_suffix(model_class, config))
     if loader is None:
         loader = f"luna_mega.{model_class}" if ours else model_class
     names = [loader] * (not loader.startswith("luna_mega.")) + ["AutoTokenizer"] * tokenizer
@@ -272,8 +272,12 @@ def _usage(model_class: str, config: PreTrainedConfig, tokenizer: bool) -> str:
     )
 
 
+def _family(config: PreTrainedConfig) -> Family | None:
+    return FAMILIES.get(config.model_type.removesuffix("_seq2seq"))
+
+
 def _suffix(model_class: str, config: PreTrainedConfig) -> str:
-    return model_class.removeprefix(type(config).__name__.removesuffix("Config"))
+    return model_class.removeprefix(type(config).__name__.removesuffix("Config").removesuffix("Seq2Seq"))
 
 
 def _task(model_class: str, config: PreTrainedConfig) -> str | None:

@@ -1,7 +1,6 @@
 """Model folders (of `save_pretrained`, `luna-mega convert`, the Hub), read without building the model."""
 
 import json
-import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +12,8 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-import luna_mega
+from luna_mega import LunaConfig
+from luna_mega._register import CONFIGS, model_classes
 from luna_mega.errors import ConversionError
 
 REPORT_NAME = "conversion_report.json"
@@ -79,7 +79,7 @@ class ModelFolder:
 
 def position_limit(config: PreTrainedConfig) -> int | None:
     """Return the number of positions in the model's table, None = it has no table and takes any number."""
-    if config.model_type == "luna":
+    if isinstance(config, LunaConfig):
         return config.max_position_embeddings if config.position_embedding_type == "learned" else None
     table = config.relative_positional_bias == "simple" and not config.use_chunking
     return config.max_positions if table else None
@@ -98,25 +98,23 @@ def read_folder(path: str | Path) -> ModelFolder:
     if not file.is_file():
         raise ConversionError(f"{path}: no config.json; give a folder that save_pretrained wrote")
     content = _read_json(file)
-    families = {"luna": luna_mega.LunaConfig, "mega": luna_mega.MegaConfig}
-    if content.get("model_type") not in families:
+    if content.get("model_type") not in CONFIGS:
         raise ConversionError(
-            f"{file}: model_type {content.get('model_type')!r}; this version knows {', '.join(map(repr, families))}"
+            f"{file}: model_type {content.get('model_type')!r}; this version knows {', '.join(map(repr, CONFIGS))}"
         )
     try:
-        config = families[content["model_type"]].from_dict(content)
+        config = CONFIGS[content["model_type"]].from_dict(content)
     except (ValueError, TypeError, StrictDataclassError) as error:
         raise ConversionError(f"{file}: {error}") from error
     names = content.get("architectures") or [None]
-    family = type(config).__name__.removesuffix("Config")
-    classes = [name for name in luna_mega.__all__ if re.match(rf"{family}(For|Model$|Seq2SeqModel$)", name)]
+    classes = model_classes(type(config))
     if names[0] not in classes:
         raise ConversionError(f"{file}: architectures {names[0]!r} is not one of {', '.join(classes)}")
     conversion = path / REPORT_NAME
     written = _read_json(conversion) if conversion.is_file() else None
     if written is not None and (written.get("format") != 1 or not _REPORT_FIELDS <= written.keys()):
         raise ConversionError(f"{conversion}: format {written.get('format')!r} is not one that this version reads")
-    return ModelFolder(path, getattr(luna_mega, names[0]), config, content.get("transformers_version"), written)
+    return ModelFolder(path, classes[names[0]], config, content.get("transformers_version"), written)
 
 
 def _open(file: Path) -> safe_open:

@@ -3,9 +3,9 @@
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from luna_mega import LunaConfig
 from luna_mega.inspection import costs_luna, costs_mega
 
-_FAMILIES = {"luna": costs_luna, "mega": costs_mega}
 _EMBEDDINGS = ("embeddings", "embedding_layer", "embedding_norm")
 _STACKS = ("encoder", "decoder", "layers", "final_norm")
 _LANGUAGE_MODELS = ("MaskedLM", "CausalLM", "ConditionalGeneration")
@@ -88,7 +88,7 @@ def cache_numbers(model: PreTrainedModel, length: int) -> int | None:
 
 
 def _family(config: PreTrainedConfig):
-    return _FAMILIES[config.model_type]
+    return costs_luna if isinstance(config, LunaConfig) else costs_mega
 
 
 def _kind(model: PreTrainedModel) -> str:

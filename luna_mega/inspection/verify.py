@@ -15,6 +15,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedConfig
 from transformers.utils import logging
 
+from luna_mega import LunaConfig
 from luna_mega.convert.importer import convert_checkpoint
 from luna_mega.convert.tensors import few
 from luna_mega.errors import ConversionError
@@ -170,7 +171,7 @@ def _check_same_kind(a, first: ModelFolder, b, second: ModelFolder) -> None:
     pairs = [("class", first.model_class.__name__, second.model_class.__name__)]
     if type(first.config) is type(second.config) and stacks(first.config).keys() == stacks(second.config).keys():
         fields = [name for name in _SHAPE_FIELDS if name != "vocab_size" or first.config.input_type == "tokens"]
-        fields += _LUNA_SHAPE_FIELDS if first.config.model_type == "luna" else ()
+        fields += _LUNA_SHAPE_FIELDS if isinstance(first.config, LunaConfig) else ()
         for stack, ours in stacks(first.config).items():
             label, theirs = "decoder " * (stack == "decoder"), stacks(second.config)[stack]
             pairs += [(label + name, getattr(ours, name), getattr(theirs, name)) for name in fields]

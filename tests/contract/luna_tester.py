@@ -26,6 +26,7 @@ from luna_mega import (
     LunaForTokenClassification,
     LunaModel,
     LunaSeq2SeqCache,
+    LunaSeq2SeqConfig,
 )
 
 from ..encoder_testing import EncoderDecoderTests, EncoderTester, EncoderTests, PipelineTests, WithoutVocabulary
@@ -164,11 +165,12 @@ class LunaCausalPreNormModelTest(LunaCausalModelTest):
 
 
 class LunaSeq2SeqModelTester(LunaModelTester):
+    config_class = LunaSeq2SeqConfig
     causal_lm_class = LunaForConditionalGeneration
     decoder_seq_length = LunaModelTester.seq_length
     decoder_key_length = LunaModelTester.key_length
     num_hidden_states_types = 4  # of encoder and decoder
-    small = LunaModelTester.small | {"is_encoder_decoder": True, "pad_token_id": 0, "bos_token_id": 1}
+    small = LunaModelTester.small | {"pad_token_id": 0, "bos_token_id": 1}
 
     def prepare_config_and_inputs_for_common(self):
         config, inputs = super().prepare_config_and_inputs_for_common()

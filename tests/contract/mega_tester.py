@@ -33,6 +33,7 @@ from luna_mega import (
     MegaForTokenClassification,
     MegaModel,
     MegaSeq2SeqCache,
+    MegaSeq2SeqConfig,
     MegaSeq2SeqModel,
 )
 
@@ -189,7 +190,8 @@ class MegaAdaptiveModelTest(MegaCausalModelTest):
 
 
 class MegaSeq2SeqModelTester(MegaModelTester):
-    small = MegaModelTester.small | {"is_encoder_decoder": True, "decoder_intermediate_size": 40}
+    config_class = MegaSeq2SeqConfig
+    small = MegaModelTester.small | {"decoder_intermediate_size": 40}
 
     def prepare_config_and_inputs_for_common(self):
         config, inputs = super().prepare_config_and_inputs_for_common()

@@ -74,7 +74,6 @@ TRANSLATION = {
     "hidden_size": 8,
     "num_hidden_layers": 2,
     "intermediate_size": 12,
-    "is_encoder_decoder": True,
 }
 
 

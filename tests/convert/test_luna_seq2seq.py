@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from luna_mega import LunaConfig, LunaForConditionalGeneration
+from luna_mega import LunaForConditionalGeneration, LunaSeq2SeqConfig
 from luna_mega.convert.exporter import export_checkpoint
 from luna_mega.convert.importer import convert_checkpoint
 from luna_mega.errors import ConversionError
@@ -40,7 +40,7 @@ def test_a_file_of_the_original_comes_back(shared_dir, tmp_path, name):
 def model(**fields):
     torch.manual_seed(0)
     sizes = {"num_attention_heads": 2, "projection_length": 5, "max_position_embeddings": 20}
-    return LunaForConditionalGeneration(LunaConfig(**TRANSLATION | sizes | fields)).eval()
+    return LunaForConditionalGeneration(LunaSeq2SeqConfig(**TRANSLATION | sizes | fields)).eval()
 
 
 def exported(tmp_path, **fields):

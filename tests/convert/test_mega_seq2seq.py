@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from luna_mega import MegaConfig, MegaForConditionalGeneration, MegaSeq2SeqModel
+from luna_mega import MegaForConditionalGeneration, MegaSeq2SeqConfig, MegaSeq2SeqModel
 from luna_mega.convert.exporter import export_checkpoint
 from luna_mega.convert.importer import convert_checkpoint
 from luna_mega.errors import ConversionError
@@ -58,7 +58,7 @@ def model(**fields):
         "normalize_before_mega": False,
         "normalize_before_ffn": False,
     }
-    return MegaForConditionalGeneration(MegaConfig(**TRANSLATION | sizes | fields)).eval()
+    return MegaForConditionalGeneration(MegaSeq2SeqConfig(**TRANSLATION | sizes | fields)).eval()
 
 
 @pytest.mark.parametrize("kind", KINDS)

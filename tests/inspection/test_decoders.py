@@ -70,7 +70,8 @@ LUNA_NAMES = [name for name in MODELS if name.startswith("luna")]
 def make(name, **fields):
     class_name, own = MODELS[name]
     sizes = LUNA if class_name.startswith("Luna") else MEGA
-    return getattr(luna_mega, class_name)(getattr(luna_mega, f"{class_name[:4]}Config")(**sizes | own | fields))
+    model_class = getattr(luna_mega, class_name)
+    return model_class(model_class.config_class(**sizes | own | fields))
 
 
 def inputs_of(model, length, labels=False):

@@ -2,7 +2,7 @@
 
 import torch
 
-from luna_mega import LunaConfig, LunaForCausalLM, LunaForConditionalGeneration
+from luna_mega import LunaConfig, LunaForCausalLM, LunaForConditionalGeneration, LunaSeq2SeqConfig
 
 ALONE = {
     "softplus": {},
@@ -30,8 +30,9 @@ WITH_ENCODER = {
 def make(dtype=torch.float64, **fields):
     """A model with weights large enough that every part of it shows in the result."""
     torch.manual_seed(0)
-    config = LunaConfig(
-        is_decoder=not fields.get("is_encoder_decoder"),
+    both = fields.get("is_encoder_decoder")
+    config = (LunaSeq2SeqConfig if both else LunaConfig)(
+        is_decoder=not both,
         hidden_size=24,
         intermediate_size=32,
         num_attention_heads=4,
@@ -39,7 +40,7 @@ def make(dtype=torch.float64, **fields):
         max_position_embeddings=40,
         **{"position_embedding_type": "sinusoidal", "vocab_size": 30, "num_hidden_layers": 2} | fields,
     )
-    model = (LunaForConditionalGeneration if config.is_encoder_decoder else LunaForCausalLM)(config).to(dtype).eval()
+    model = (LunaForConditionalGeneration if both else LunaForCausalLM)(config).to(dtype).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.15 * torch.randn_like(parameter))

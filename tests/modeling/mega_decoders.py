@@ -2,7 +2,7 @@
 
 import torch
 
-from luna_mega import MegaConfig, MegaForCausalLM, MegaForConditionalGeneration
+from luna_mega import MegaConfig, MegaForCausalLM, MegaForConditionalGeneration, MegaSeq2SeqConfig
 
 ALONE = {
     "softmax": {},
@@ -43,7 +43,7 @@ def make(dtype=torch.float64, **fields):
     """A model with weights large enough that every part of it shows in the result."""
     torch.manual_seed(0)
     alone = not fields.get("is_encoder_decoder")
-    config = MegaConfig(
+    config = (MegaConfig if alone else MegaSeq2SeqConfig)(
         hidden_size=12,
         intermediate_size=20,
         shared_representation_size=8,
