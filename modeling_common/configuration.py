@@ -3,6 +3,7 @@
 
 import copy
 from collections.abc import Iterable
+from types import MappingProxyType
 from typing import Any
 
 from transformers.activations import ACT2FN
@@ -15,6 +16,7 @@ class SharedConfig:
     """
 
     decoder_fields = {}
+    auto_map = MappingProxyType({})  # TRL reads it of every configuration
 
     @property
     def shares_embeddings(self) -> bool:

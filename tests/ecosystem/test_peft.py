@@ -12,7 +12,7 @@ from tests.modeling.decoders import make_plain
 peft = pytest.importorskip("peft", reason="peft is not installed")
 
 FAMILIES = {"luna": luna, "mega": mega}
-# Names of the linear layers, as docs/peft.md has them. A causal Luna packs keys alone, a decoder of Mega has k_proj too.
+# The linear layers, as docs/peft.md names them. A causal Luna packs keys alone; a decoder of Mega also has `k_proj`.
 TARGETS = {
     "luna": ["query", "pack_query", "key_value", "pack_key_value", "output", "fc1", "fc2"],
     "mega": ["v_proj", "mx_proj", "h_proj", "fc1", "fc2"],
