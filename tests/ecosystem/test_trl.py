@@ -1,4 +1,4 @@
-"""TRL with the causal models. It computes losses itself, from the body and `lm_head.weight`: they must be the model's."""
+"""TRL with the causal models. Its losses come from the body and `lm_head.weight`, and must be those of the model."""
 
 import copy
 import math
