@@ -2,22 +2,26 @@
 PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= requirements/ci.txt
+EXTRAS ?= triton,examples,dev
 TESTS ?= tests
 DTYPE ?= float32
 
 # Named after the constraints, so that changing them in the same environment installs again.
 INSTALLED := $(VENV)/.installed-$(notdir $(CONSTRAINTS))
 
-.PHONY: help demo test style bench clean
+.PHONY: help demo test test-ecosystem style bench clean
 
 help: ## list the targets
-	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 16
 
 demo: $(INSTALLED) ## train, save, reload and judge a Luna and a Mega on real handwritten digits (5 minutes with the set-up)
 	$(VENV)/bin/python examples/digits_demo.py
 
 test: $(INSTALLED) ## run the tests, or those named by TESTS="..."
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist worksteal $(TESTS)
+
+test-ecosystem: ## run the tests with PEFT, TRL, sentence-transformers and other tools, in an environment of their own
+	$(MAKE) test VENV=.venv-ecosystem CONSTRAINTS=requirements/ci-ecosystem.txt EXTRAS=$(EXTRAS),ecosystem TESTS=tests/ecosystem
 
 style: $(INSTALLED) ## lint and check the format
 	$(VENV)/bin/ruff check .
@@ -27,11 +31,11 @@ bench: $(INSTALLED) ## measure the ops, on a GPU where there is one (DTYPE=bfloa
 	$(VENV)/bin/python benchmarks/run.py --dtype $(DTYPE)
 
 clean: ## remove the environments and what was built
-	rm -rf $(VENV) .venv-oldest build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-oldest .venv-ecosystem build dist *.egg-info .pytest_cache .ruff_cache
 
 $(INSTALLED): setup.cfg pyproject.toml $(wildcard requirements/*.txt)
 	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 10), "luna-mega needs Python >= 3.10: make PYTHON=..."'
 	$(PYTHON) -m venv $(VENV)
 	rm -f $(VENV)/.installed-*
-	$(VENV)/bin/python -m pip install --constraint $(CONSTRAINTS) --editable '.[triton,examples,dev]'
+	$(VENV)/bin/python -m pip install --constraint $(CONSTRAINTS) --editable '.[$(EXTRAS)]'
 	touch $@

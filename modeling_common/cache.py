@@ -7,6 +7,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
+_PREFIX_TUNING = "in place of prefix tuning, which brings keys and values, use prompt tuning or LoRA"
+
 
 class StateLayer(CacheLayerMixin):
     """The memory of one layer over B sequences: the attributes that `fields` names, tensors `[B, ...]` or None.
@@ -163,13 +165,14 @@ def begin_cache(model: PreTrainedModel, past: Cache | None, use_cache: bool | No
         if past is not None or use_cache:
             raise ValueError(
                 "past_key_values and use_cache=True need a decoder (is_decoder=True): an encoder's output depends on "
-                "what is yet to come"
+                f"what is yet to come; {_PREFIX_TUNING}"
             )
         return None
     kind = _kind(model, config)
     if past is not None and not isinstance(past, kind):
         raise ValueError(
-            f"past_key_values must be a {kind.__name__}, got a {type(past).__name__}; leave it out to begin"
+            f"past_key_values must be a {kind.__name__}, got a {type(past).__name__}; leave it out to begin; "
+            f"{_PREFIX_TUNING}"
         )
     if use_cache is None:
         use_cache = config.use_cache and not model.training

@@ -3,6 +3,7 @@
 
 import copy
 from collections.abc import Iterable
+from types import MappingProxyType
 from typing import Any
 
 from transformers.activations import ACT2FN
@@ -19,6 +20,7 @@ class SharedConfig:
     """
 
     decoder_fields = {}
+    auto_map = MappingProxyType({})  # TRL reads it of every configuration
     seq2seq_class = side_class = None
 
     def __post_init__(self, **kwargs):

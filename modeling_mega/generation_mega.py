@@ -1,5 +1,7 @@
 """Mega models that write: `MegaForCausalLM`, and with an encoder `MegaForConditionalGeneration` (section 4.4)."""
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers import initialization as init
@@ -44,6 +46,16 @@ class MegaForCausalLM(StateGenerationMixin, MegaPreTrainedModel):
     def get_output_embeddings(self) -> nn.Module | None:
         """Return None for an adaptive softmax, which is several."""
         return None if self.config.adaptive_softmax_cutoffs is not None else super().get_output_embeddings()
+
+    def __setattr__(self, name: str, value: Any):
+        """Refuse the `forward` that TRL puts in place where it would leave out what stands before `lm_head.weight`."""
+        code = getattr(value, "__code__", None)
+        if name == "forward" and code is not None and "fused_lm_head" in code.co_varnames:
+            adaptive = self.config.adaptive_softmax_cutoffs is not None
+            if adaptive or self.dense is not None:
+                what = "an adaptive softmax" if adaptive else "a dense layer (add_lm_hidden_dense_layer=True)"
+                raise ValueError(f"TRL scores tokens by lm_head.weight alone, and this model has {what}: use Trainer")
+        super().__setattr__(name, value)
 
     @can_return_tuple
     def forward(

@@ -228,9 +228,9 @@ def _own_operators(module: str, text: str) -> str:
     """Give the operators in a text the namespace of their folder.
 
     A name can be registered only once in a process, which may hold this package, bundles of several models, and the
-    copies that transformers makes of one bundle.
+    copies that transformers makes of one bundle. A folder's name may have characters that no namespace can have.
     """
-    namespace = '__package__.replace(".", "_")'
+    namespace = '"".join(c if c.isascii() and c.isalnum() else "_" for c in __package__)'
     text = text.replace('"luna_mega::', f'{namespace} + "::')
     text = text.replace("torch.ops.luna_mega.", f"getattr(torch.ops, {namespace}).")
     for node in ast.walk(ast.parse(text)):

@@ -1,0 +1,136 @@
+"""sentence-transformers with the encoders: embeddings of any length, training, cross-encoders, folders and bundles."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from datasets import Dataset
+
+from luna_mega.hub.bundle import bundle
+from tests.modeling import luna, mega
+
+pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
+
+from sentence_transformers import (  # noqa: E402
+    CrossEncoder,
+    SentenceTransformer,
+    SentenceTransformerTrainer,
+    SentenceTransformerTrainingArguments,
+)
+from sentence_transformers.cross_encoder import CrossEncoderTrainer, CrossEncoderTrainingArguments  # noqa: E402
+from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator  # noqa: E402
+from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss  # noqa: E402
+
+CHUNK = 4
+MODELS = {
+    "luna": (luna, {}),
+    "mega": (mega, {}),
+    "mega chunk": (mega, {"use_chunking": True, "chunk_size": CHUNK}),
+    "mega chunk simple": (
+        mega,
+        {"use_chunking": True, "chunk_size": CHUNK, "relative_positional_bias": "simple", "truncation": 3},
+    ),
+}
+# Every length from one token to one more than two chunks.
+TEXTS = [" ".join(f"w{(7 * length + place) % 35}" for place in range(length)) for length in range(1, 2 * CHUNK + 2)]
+PAIRS = [(f"w{row} w1 w2", f"w3 w4 w1 w0 w{row} w2 w{row}") for row in range(5, 29)]
+QUIET = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no", "learning_rate": 4e-3}
+
+
+@pytest.fixture(params=MODELS)
+def folder(request, tokenizer, tmp_path):
+    """A saved encoder with its tokenizer."""
+    module, fields = MODELS[request.param]
+    module.make("Model", **fields).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def encode(model, texts, **options):
+    return torch.as_tensor(model.encode(texts, show_progress_bar=False, **options))
+
+
+def test_embeddings_depend_on_no_batch_mate(folder):
+    """Neither on the order or the padding (sentence-transformers sorts by length); the mean leaves padding out."""
+    model = SentenceTransformer(str(folder), device="cpu")
+    alone = torch.cat([encode(model, [text]) for text in TEXTS])
+    for size in (2, 5, len(TEXTS)):
+        torch.testing.assert_close(encode(model, TEXTS, batch_size=size), alone, atol=1e-6, rtol=0)
+    with torch.no_grad():
+        states = [model[0].model(**model.tokenizer(text, return_tensors="pt")).last_hidden_state for text in TEXTS]
+    torch.testing.assert_close(torch.cat([state.mean(1) for state in states]), alone, atol=1e-6, rtol=0)
+    assert (alone[1:] - alone[:-1]).abs().amax(1).min() > 1e-3
+
+
+def test_training_ranks_pairs(folder, tmp_path):
+    """The loss falls, similar pairs come out more similar, and the saved folder embeds the same."""
+    model = SentenceTransformer(str(folder), device="cpu")
+    first, second = ([pair[side] for pair in PAIRS] for side in (0, 1))
+    evaluator = EmbeddingSimilarityEvaluator(first * 2, second + second[1:] + second[:1], [1.0] * 24 + [0.0] * 24)
+    before = evaluator(model)["spearman_cosine"]
+    arguments = SentenceTransformerTrainingArguments(
+        tmp_path / "out", max_steps=18, per_device_train_batch_size=8, logging_steps=1, **QUIET
+    )
+    trainer = SentenceTransformerTrainer(
+        model,
+        arguments,
+        train_dataset=Dataset.from_dict({"anchor": first, "positive": second}),
+        loss=MultipleNegativesRankingLoss(model),
+    )
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert sum(losses[-3:]) < 0.8 * sum(losses[:3])
+    assert evaluator(model)["spearman_cosine"] > before
+    model.save(str(tmp_path / "trained"))
+    again = SentenceTransformer(str(tmp_path / "trained"), device="cpu")
+    torch.testing.assert_close(encode(again, TEXTS), encode(model, TEXTS), atol=1e-6, rtol=0)
+
+
+def test_cross_encoder(folder, tmp_path):
+    model = CrossEncoder(str(folder), num_labels=1, device="cpu")
+    rows = [(*PAIRS[row], 1.0) if row % 2 else (PAIRS[row][0], PAIRS[row - 1][1], 0.0) for row in range(24)]
+    columns = dict(zip(("first", "second", "label"), map(list, zip(*rows, strict=True)), strict=True))
+    arguments = CrossEncoderTrainingArguments(tmp_path / "out", max_steps=3, logging_steps=1, **QUIET)
+    CrossEncoderTrainer(model, arguments, train_dataset=Dataset.from_dict(columns)).train()
+    pairs = list(zip(TEXTS, reversed(TEXTS), strict=True))
+    together = model.predict(pairs, batch_size=len(pairs))
+    alone = [model.predict([pair]).item() for pair in pairs]
+    assert together == pytest.approx(alone, abs=1e-6)
+    model.save_pretrained(str(tmp_path / "trained"))
+    assert CrossEncoder(str(tmp_path / "trained"), device="cpu").predict(pairs) == pytest.approx(together, abs=1e-6)
+
+
+STRANGER = """
+import json, sys
+sys.modules["luna_mega"] = None  # cannot be imported
+from sentence_transformers import SentenceTransformer
+texts = json.loads(sys.argv[1])
+for folder in sys.argv[2:]:
+    model = SentenceTransformer(folder, device="cpu", trust_remote_code=True)
+    print(json.dumps(model.encode(texts).tolist()))
+"""
+
+
+def test_bundles_need_no_package(tokenizer, tmp_path):
+    expected = []
+    for name, (module, fields) in MODELS.items():
+        module.make("Model", **fields).save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+        expected.append(encode(SentenceTransformer(str(tmp_path / name), device="cpu"), TEXTS))
+        bundle(tmp_path / name, tmp_path / f"{name}-bundle")
+    command = [
+        sys.executable,
+        "-c",
+        STRANGER,
+        json.dumps(TEXTS),
+        *(str(tmp_path / f"{name}-bundle") for name in MODELS),
+    ]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment["HF_HOME"] = str(tmp_path / "home")
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    for line, embeddings in zip(run.stdout.splitlines(), expected, strict=True):
+        torch.testing.assert_close(torch.tensor(json.loads(line)), embeddings, atol=1e-6, rtol=0)

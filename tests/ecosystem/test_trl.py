@@ -1,0 +1,143 @@
+"""TRL with the causal models. Its losses come from the body and `lm_head.weight`, and must be those of the model."""
+
+import copy
+import math
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM
+
+from tests.modeling import mega
+from tests.modeling.decoders import make_plain
+
+pytest.importorskip("trl", reason="TRL is not installed")
+peft = pytest.importorskip("peft", reason="peft is not installed")
+
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer  # noqa: E402
+
+MODELS = {
+    "luna": ("luna", dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0)),
+    "mega": ("mega", mega.NO_DROPOUT | {"add_lm_hidden_dense_layer": False}),
+    "mega chunk": (
+        "mega",
+        mega.NO_DROPOUT | {"add_lm_hidden_dense_layer": False, "use_chunking": True, "chunk_size": 4},
+    ),
+}
+# Texts of 3 to 9 tokens, no multiple of the chunk among most of them.
+TEXTS = [" ".join(f"w{(row * place) % 25}" for place in range(1, 4 + row % 7)) for row in range(16)]
+QUIET = {"use_cpu": True, "bf16": False, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
+
+
+def make(name, **fields):
+    family, options = MODELS[name]
+    return make_plain(family, dtype=torch.float32, **{"vocab_size": 40} | options | fields)
+
+
+def arguments(kind, folder, **options):
+    batch = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": len(TEXTS), "logging_steps": 1}
+    return kind(output_dir=str(folder), **QUIET | batch | {"max_steps": 3, "learning_rate": 1e-3} | options)
+
+
+def expected_loss(model, tokenizer):
+    """The mean over the tokens of all texts, each alone."""
+    total = count = 0
+    with torch.no_grad():
+        for text in TEXTS:
+            ids = tokenizer(f"{text} </s>", return_tensors="pt")["input_ids"]
+            total += model.eval()(ids, labels=ids).loss.item() * (ids.shape[1] - 1)
+            count += ids.shape[1] - 1
+    return total / count
+
+
+def sft(model, tokenizer, folder, peft_config=None, **options):
+    options = {"max_length": 16} | options
+    data = Dataset.from_dict({"text": TEXTS})
+    return SFTTrainer(
+        model,
+        arguments(SFTConfig, folder / "out", **options),
+        train_dataset=data,
+        eval_dataset=data,
+        processing_class=tokenizer,
+        peft_config=peft_config,
+    )
+
+
+@pytest.mark.parametrize("method", ["padded", "packing", "padding_free", "LoRA", "checkpointing", "by name"])
+@pytest.mark.parametrize("name", MODELS)
+def test_sft(name, method, tokenizer, tmp_path):
+    """The loss is that of each text alone, before and after training, whichever way texts share a batch."""
+    model, options, given = make(name), {"gradient_checkpointing": method == "checkpointing"}, tokenizer
+    if method == "packing":
+        options |= {"packing": True, "eval_packing": True}
+    elif method == "padding_free":
+        options |= {"padding_free": True, "max_length": None}
+    elif method == "LoRA":
+        options["peft_config"] = peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")
+    elif method == "by name":
+        model.save_pretrained(tmp_path / "model")
+        tokenizer.save_pretrained(tmp_path / "model")
+        model, given = str(tmp_path / "model"), None
+    trainer = sft(model, given, tmp_path, **options)
+    before = trainer.evaluate()["eval_loss"]
+    assert before == pytest.approx(expected_loss(trainer.model, tokenizer), abs=2e-6)
+    trainer.train()
+    after = trainer.evaluate()["eval_loss"]
+    assert after < before
+    assert after == pytest.approx(expected_loss(trainer.model, tokenizer), abs=2e-6)
+
+
+@pytest.mark.parametrize("fields", [{"add_lm_hidden_dense_layer": True}, {"adaptive_softmax_cutoffs": [20]}])
+def test_layers_that_trl_would_leave_out_are_refused(fields, tokenizer, tmp_path):
+    fields |= {"adaptive_input_cutoffs": fields.get("adaptive_softmax_cutoffs")}
+    model = make("mega", **fields)
+    with pytest.raises(ValueError, match="TRL .* lm_head.weight .* Trainer") as error:
+        sft(model, tokenizer, tmp_path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("reference", ["explicit", "by name"])
+@pytest.mark.parametrize("name", MODELS)
+def test_dpo(name, reference, tokenizer, tmp_path):
+    """At first the model is its reference, and the loss ln 2."""
+    rows = {"prompt": TEXTS, "chosen": [" w3 w4"] * len(TEXTS), "rejected": [" w5"] * len(TEXTS)}
+    model = make(name)
+    if reference == "by name":
+        model.save_pretrained(tmp_path / "model")
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    trainer = DPOTrainer(
+        model,
+        ref_model=copy.deepcopy(model) if reference == "explicit" else None,
+        args=arguments(DPOConfig, tmp_path / "out"),
+        train_dataset=Dataset.from_dict(rows),
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-6) and losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_grpo(name, tokenizer, tmp_path):
+    """Completions of prompts of several lengths are written, rewarded and learned from."""
+    model, written = make(name), []
+
+    def reward(completions, **kwargs):
+        written.extend(completions)
+        return [float(len(set(completion.split()))) for completion in completions]
+
+    options = {"num_generations": 4, "max_completion_length": 6, "max_steps": 2, "learning_rate": 1e-2}
+    trainer = GRPOTrainer(
+        model,
+        reward_funcs=reward,
+        args=arguments(GRPOConfig, tmp_path / "out", **options),
+        train_dataset=Dataset.from_dict({"prompt": TEXTS}),
+        processing_class=tokenizer,
+    )
+    before = copy.deepcopy(model.state_dict())
+    trainer.train()
+    assert len(written) == 8 and any(written)
+    changed = [key for key, value in trainer.model.state_dict().items() if not torch.equal(value, before[key])]
+    assert len(changed) > len(before) / 2
+    entropies = [entry["entropy"] for entry in trainer.state.log_history if "entropy" in entry]
+    assert all(map(math.isfinite, entropies))
