@@ -30,6 +30,16 @@ def peak_memory_gb(device: torch.device) -> float | None:
     return peak * (1 if sys.platform == "darwin" else 1024) / 1e9
 
 
+def measure_peak(dtype: torch.dtype, side: int = 1024) -> float:
+    """Return the FLOPs a second of the fastest of five matrix products on this CPU."""
+    left, times = torch.randn(side, side).to(dtype), []
+    for _ in range(6):
+        start = time.perf_counter()
+        left @ left
+        times.append(time.perf_counter() - start)
+    return 2 * side**3 / min(times[1:])
+
+
 class SpeedCallback(TrainerCallback):
     """Counter of the seconds and the tokens of one call of `Trainer.train`, without evaluation and saving.
 
