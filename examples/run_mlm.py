@@ -22,13 +22,10 @@ from transformers import (
     AutoModelForMaskedLM,
     DataCollatorForLanguageModeling,
     EvalPrediction,
-    PreTrainedModel,
     PreTrainedTokenizerBase,
     Trainer,
     default_data_collator,
 )
-
-from luna_mega.inspection.costs import flops_per_token
 
 
 @dataclass
@@ -147,6 +144,7 @@ class MaskedLanguageModel(Script):
             fail("the tokenizer has no mask_token; a masked language model needs one")
         self.tokenizer = tokenizer
         self.config = make_config(self.model, tokenizer, data.block_size, sparse_prediction=True)
+        self.head_share = data.mlm_probability if getattr(self.config, "sparse_prediction", False) else 1.0
         self.splits = {name: cut_blocks(split, name, tokenizer, data) for name, split in splits.items()}
         if "validation" in self.splits:
             self.splits["validation"] = mask_once(self.splits["validation"], tokenizer, data, training.seed)
@@ -166,11 +164,6 @@ class MaskedLanguageModel(Script):
             compute_metrics=compute_metrics,
             preprocess_logits_for_metrics=token_scores,
         )
-
-    def forward_flops(self, model: PreTrainedModel, length: int) -> float:
-        flops = flops_per_token(model, length)
-        predicted = self.data.mlm_probability if getattr(model.config, "sparse_prediction", False) else 1
-        return flops["total"] - (1 - predicted) * flops["head"]
 
     def source(self) -> dict[str, str | None]:
         return name_source(self.data.train_files, None, None) if self.data.train_files else super().source()

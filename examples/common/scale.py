@@ -37,15 +37,18 @@ class ScaleArguments:
     )
 
 
-def check_launch(training: TrainingArguments) -> None:
+def check_launch(processes: int) -> None:
     """End the script when a launcher started several processes but each would train alone, on the same data."""
     launched = max(int(os.environ.get(name) or 1) for name in WORLD_SIZES)
-    if launched > 1 and training.world_size == 1:
+    if launched > 1 and processes == 1:
         if int(os.environ.get("RANK") or 0):  # the first one says it
             raise SystemExit(1)
         fail(f"{launched} processes were launched, but each would train alone: on CPUs pass --use_cpu true")
+
+
+def set_timeout(training: TrainingArguments) -> None:
+    """Let processes on CPUs wait for each other for `--ddp_timeout` seconds; Trainer tells accelerators only."""
     if training.world_size > 1 and training.device.type == "cpu":
-        # Trainer hands --ddp_timeout on to accelerators only.
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=training.ddp_timeout))
 
 

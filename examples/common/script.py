@@ -12,9 +12,8 @@ from common.arguments import fail, find_checkpoint, parse_arguments
 from common.data import name_source
 from common.hub import publish
 from common.model import ModelArguments
-from common.scale import EpochCallback, ScaleArguments, check_batch, check_launch, check_scale
+from common.scale import EpochCallback, ScaleArguments, check_batch, check_launch, check_scale, set_timeout
 from common.training import OrderedTrainer, check_training, describe, evaluate, finish, train
-from luna_mega.inspection.costs import flops_per_token
 
 
 class Script(ABC):
@@ -30,6 +29,7 @@ class Script(ABC):
         title: headline of the summary and of the curve.
         metric: what is drawn beside the losses ("eval_accuracy").
         streams: whether `--streaming` has a meaning for the task.
+        head_share: share of the tokens that the head scores.
         splits: the encoded data by name; `prepare` fills them in.
         trainer: what `build` returned.
         base_model: the model that the options name, also when a checkpoint is resumed.
@@ -42,13 +42,15 @@ class Script(ABC):
     title: str
     metric: str
     streams: ClassVar[bool] = False
+    head_share: float = 1.0
 
     def __init__(self, argv: list[str] | None = None):
         self.start, self.argv = time.perf_counter(), argv
         kinds = (self.data_arguments, self.model_arguments, self.training_arguments, ScaleArguments)
         self.data, self.model, self.training, self.scale = parse_arguments(kinds, argv, **self.defaults)
         self.splits: dict[str, Dataset] = {}
-        check_launch(self.training)
+        check_launch(self.training.world_size)
+        set_timeout(self.training)
         self.check()
 
     def check(self) -> None:
@@ -89,10 +91,6 @@ class Script(ABC):
             check_batch(self.training, options["train_dataset"])
         return trainer_class(model=model, args=self.training, **options)
 
-    def forward_flops(self, model: PreTrainedModel, length: int) -> float:
-        """Return the FLOPs of a forward pass over one of `length` tokens."""
-        return flops_per_token(model, length)["total"]
-
     def describe(self) -> dict[str, Any]:
         """Return the first entries of the summary."""
         return describe(self.trainer, self.model)
@@ -120,7 +118,7 @@ class Script(ABC):
         self.trainer = self.build()
         summary = self.describe()
         if self.training.do_train:
-            summary |= train(self.trainer, checkpoint, self.forward_flops, self.scale.peak_flops)
+            summary |= train(self.trainer, checkpoint, self.scale.peak_flops, self.head_share)
         summary |= self.before_evaluation()
         if self.training.do_eval:
             summary |= self.evaluate()

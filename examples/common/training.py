@@ -1,21 +1,21 @@
 """Steps of a training script: check what it is asked for, train, evaluate, write files, sum up."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import DistributedType
 from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import has_length
 
 import luna_mega
 from common.arguments import fail
 from common.hub import check_hub
 from common.model import CheckpointArguments
-from common.report import SpeedCallback, measure_peak, peak_memory_gb, plot_curve, print_table, save_json
+from common.report import SpeedCallback, peak_memory_gb, plot_curve, print_table, save_json, throughput
 from common.scale import total
 
 PARALLEL = {
@@ -114,9 +114,12 @@ def describe(trainer: Trainer, model: CheckpointArguments) -> dict[str, Any]:
 
 
 def train(
-    trainer: Trainer, checkpoint: str | None, forward_flops: Callable[[PreTrainedModel, int], float], peak: float | None
+    trainer: Trainer, checkpoint: str | None, peak_flops: float | None = None, head_share: float = 1.0
 ) -> dict[str, Any]:
-    """Train and save the model; return entries of the summary."""
+    """Train and save the model; return entries of the summary.
+
+    The last two arguments are those of `throughput`.
+    """
     speed = SpeedCallback()
     trainer.add_callback(speed)
     trainer.train(resume_from_checkpoint=checkpoint)
@@ -124,36 +127,21 @@ def train(
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model(_internal_call=True)  # pushed at the end, with its card
     trainer.save_state()
-    rate = speed.tokens / speed.seconds if speed.seconds else None
+    args, (sequences,) = trainer.args, total([trainer.sequences], trainer.args)
+    speeds = {}
+    if speed.tokens and sequences:
+        model, length = trainer.accelerator.unwrap_model(trainer.model), max(round(speed.tokens / sequences), 1)
+        dtype = torch.bfloat16 if args.bf16 else torch.float32
+        rate = speed.tokens / speed.seconds
+        speeds = throughput(model, length, rate, args.world_size, args.device, dtype, peak_flops, head_share)
     return {
         "train_samples": len(trainer.train_dataset) if has_length(trainer.train_dataset) else None,
         "epochs": trainer.state.epoch,
         "steps": trainer.state.global_step,
         "train_seconds": speed.seconds,
-        "tokens_per_second": rate,
-        "tokens_per_second_per_process": rate and rate / trainer.args.world_size,
-        **utilisation(trainer, speed, forward_flops, peak),
+        **speeds,
         "best_checkpoint": trainer.state.best_model_checkpoint,
     }
-
-
-def utilisation(
-    trainer: Trainer, speed: SpeedCallback, forward_flops: Callable[[PreTrainedModel, int], float], peak: float | None
-) -> dict[str, float | str]:
-    """Return the share of the peak that forward and backward passes take (three times the forward), or why not."""
-    (sequences,) = total([trainer.sequences], trainer.args)
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    if not (speed.tokens and sequences):
-        return {}
-    if model.config.model_type not in ("luna", "mega"):
-        return {"mfu": f"not known: there are no formulas for {model.config.model_type}"}
-    if model.config.is_encoder_decoder:
-        return {"mfu": "not known: the formulas take a source and a target of one length"}
-    if peak is None and trainer.args.device.type != "cpu":
-        return {"mfu": "not known: pass --peak_flops of the device"}
-    peak = peak or measure_peak(torch.bfloat16 if trainer.args.bf16 else torch.float32)
-    flops = 3 * forward_flops(model, max(round(speed.tokens / sequences), 1)) * speed.tokens / speed.seconds
-    return {"mfu": flops / (peak * trainer.args.world_size), "peak_flops": peak}
 
 
 def evaluate(trainer: Trainer) -> dict[str, float]:
