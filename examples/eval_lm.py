@@ -55,7 +55,7 @@ def load(arguments: Arguments) -> tuple[PreTrainedModel, torch.LongTensor]:
     name, source = arguments.split, (arguments.dataset_path, arguments.dataset_name, arguments.dataset_config)
     split = load_splits({name: None}, *source)[name]
     check_texts(split, name, (arguments.text_column,))
-    stream = encode(split, arguments.text_column, tokenizer, arguments.line_end)
+    stream = encode(split[arguments.text_column], tokenizer, arguments.line_end)
     return model, stream[-round(len(stream) * arguments.last_share) :]
 
 

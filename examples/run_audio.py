@@ -6,14 +6,15 @@ Every field of TrainingArguments is an option; the values of a recipe are defaul
 """
 
 import math
-import random
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from common.arguments import check_least, fail
 from common.data import ClassifierArguments, SourceArguments, check_columns, check_source, load_splits
 from common.model import CheckpointArguments, label_fields, make_config, make_model
+from common.scale import Redrawn
 from common.script import Script
 from common.training import write_lines
 from datasets import Audio, ClassLabel, Dataset
@@ -99,7 +100,12 @@ def label_names(data: DataArguments, model: CheckpointArguments, clips: dict[str
 
 
 def encode_split(
-    split: Dataset, name: str, data: DataArguments, extractor: Wav2Vec2FeatureExtractor, labels: list[str]
+    split: Dataset,
+    name: str,
+    data: DataArguments,
+    extractor: Wav2Vec2FeatureExtractor,
+    labels: list[str],
+    in_memory: bool = True,
 ) -> Dataset:
     """Make the columns `input_values` and `labels`, -100 where the label is not known (in the test split only)."""
     rate = extractor.sampling_rate
@@ -122,33 +128,33 @@ def encode_split(
         encoded["labels"] = labels.index(str(label)) if str(label) in labels else -100
         return encoded
 
-    options = {"with_indices": True, "remove_columns": split.column_names, "keep_in_memory": True}
-    return split.map(encode, **options, load_from_cache_file=False, desc=name)
+    options = {"with_indices": True, "remove_columns": split.column_names, "keep_in_memory": in_memory}
+    return split.map(encode, **options, load_from_cache_file=not in_memory, desc=name)
 
 
-def augment(clip: np.ndarray, rate: int, data: DataArguments) -> np.ndarray:
-    """Change speed, then shift (into silence or out of the clip), gain and noise of a clip, each drawn anew."""
+def augment(clip: np.ndarray, rate: int, data: DataArguments, numbers: np.random.Generator) -> np.ndarray:
+    """Change speed, then shift (into silence or out of the clip), gain and noise of a clip, by the `numbers`."""
     if data.random_speed:
-        length = round(len(clip) / random.uniform(1 - data.random_speed, 1 + data.random_speed))
+        length = round(len(clip) / numbers.uniform(1 - data.random_speed, 1 + data.random_speed))
         clip = np.interp(np.linspace(0, len(clip) - 1, length), np.arange(len(clip)), clip)
     most = min(round(data.random_shift * rate), len(clip) // 2)
-    shift = random.randint(-most, most)
+    shift = int(numbers.integers(-most, most, endpoint=True))
     clip = np.pad(clip[max(shift, 0) :], (max(-shift, 0), 0))
-    clip = clip * 10 ** (random.uniform(-data.random_gain, data.random_gain) / 20)
-    noise = random.uniform(0, data.random_noise) * clip.std()
-    return (clip + noise * np.random.standard_normal(len(clip))).astype(np.float32)
+    clip = clip * 10 ** (numbers.uniform(-data.random_gain, data.random_gain) / 20)
+    noise = numbers.uniform(0, data.random_noise) * clip.std()
+    return (clip + noise * numbers.standard_normal(len(clip))).astype(np.float32)
 
 
-def augment_split(split: Dataset, rate: int, data: DataArguments) -> Dataset:
-    """Change the clips of `split` whenever they are read."""
+def augment_split(split: Dataset, rate: int, data: DataArguments, seed: int) -> Dataset | Redrawn:
+    """Change the clips of `split`, each anew in every epoch."""
     if not (data.random_speed or data.random_shift or data.random_gain or data.random_noise):
         return split
 
-    def augment_batch(batch: dict[str, list]) -> dict[str, list]:
-        clips = [augment(np.asarray(clip, np.float32), rate, data) for clip in batch["input_values"]]
-        return batch | {"input_values": clips}
+    def augment_row(row: dict[str, Any], numbers: torch.Generator) -> dict[str, Any]:
+        clip = np.asarray(row["input_values"], np.float32)
+        return row | {"input_values": augment(clip, rate, data, np.random.default_rng(numbers.initial_seed()))}
 
-    return split.with_transform(augment_batch)
+    return Redrawn(split, augment_row, seed)
 
 
 def accuracy(prediction: EvalPrediction) -> dict[str, float]:
@@ -192,21 +198,23 @@ class AudioClassification(Script):
                 fail(f"{data.audio_column} cannot be decoded: {error}")
         return clips
 
-    def build(self) -> Trainer:
-        data, clips = self.data, self.load()
+    def prepare(self) -> None:
+        data, clips, alone = self.data, self.load(), self.training.world_size == 1
         extractor, labels = make_extractor(data, self.model, clips), label_names(data, self.model, clips)
         rate = extractor.sampling_rate
-        self.splits = {name: encode_split(split, name, data, extractor, labels) for name, split in clips.items()}
+        self.splits = {name: encode_split(split, name, data, extractor, labels, alone) for name, split in clips.items()}
         longest = max(len(clip) for split in self.splits.values() for clip in split["input_values"])
         if "train" in self.splits:
             longest = math.ceil(longest / (1 - data.random_speed)) + round(data.random_shift * rate)
-            self.splits["train"] = augment_split(self.splits["train"], rate, data)
+            self.splits["train"] = augment_split(self.splits["train"], rate, data, self.training.seed)
         fields = {**label_fields(labels), "problem_type": "single_label_classification"}
-        config = make_config(self.model, None, longest, **fields)
+        self.config, self.extractor = make_config(self.model, None, longest, **fields), extractor
+
+    def build(self) -> Trainer:
         return self.make_trainer(
-            make_model(AutoModelForSequenceClassification, self.model, config),
-            processing_class=extractor,
-            data_collator=DataCollatorWithPadding(extractor),
+            make_model(AutoModelForSequenceClassification, self.model, self.config),
+            processing_class=self.extractor,
+            data_collator=DataCollatorWithPadding(self.extractor),
             compute_metrics=accuracy,
         )
 

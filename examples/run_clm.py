@@ -12,11 +12,14 @@ from typing import Any
 
 import torch
 from common.arguments import check_choice, check_least, fail
-from common.data import SourceArguments, check_source, check_texts, load_splits
-from common.language_model import Streams, Windows, encode, score
+from common.data import SourceArguments, check_source, check_stream, check_texts, load_splits, some_texts
+from common.language_model import Score, Streams, Windows, cut_stream, encode, score
 from common.model import make_config, make_model, make_tokenizer
+from common.scale import Stream, total
 from common.script import Script
+from common.training import OrderedTrainer
 from common.vocabulary import make_bytes, train_characters, train_words
+from datasets import IterableDataset
 from torch.utils.data import SequentialSampler, default_collate
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, Trainer
 
@@ -60,7 +63,7 @@ class BlockCollator:
         return {name: tensor[:, : int(chunks) * self.chunk] for name, tensor in batch.items()}
 
 
-class LanguageModelTrainer(Trainer):
+class LanguageModelTrainer(OrderedTrainer):
     """Trainer that carries the state along `Streams` and scores one stream of tokens."""
 
     def __init__(self, *args, data: DataArguments, **kwargs):
@@ -88,7 +91,10 @@ class LanguageModelTrainer(Trainer):
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval") -> dict[str, float]:
         stream = self.eval_dataset if eval_dataset is None else eval_dataset
-        result = score(self.model, stream, self.data.eval_context, self.data.eval_segment, self.args.eval_batch_size)
+        data, args = self.data, self.args
+        ranks = (args.process_index, args.world_size)
+        result = score(self.model, stream, data.eval_context, data.eval_segment, args.eval_batch_size, ranks=ranks)
+        result = Score(*total([result.total, result.tokens], args))
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in result.metrics.items()}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
@@ -98,7 +104,7 @@ class LanguageModelTrainer(Trainer):
 class CausalLanguageModel(Script):
     data_arguments = DataArguments
     defaults = {"model_type": "mega"}
-    title, metric = "causal language model", "eval_loss"
+    title, metric, streams = "causal language model", "eval_loss", True
 
     def check(self) -> None:
         super().check()
@@ -112,6 +118,8 @@ class CausalLanguageModel(Script):
             fail(f"--validation_share {data.validation_share} must be in [0, 1)")
         if data.carry_state and data.min_block_size:
             fail("--min_block_size goes with blocks at random places, not with --carry_state")
+        if self.scale.streaming and (data.carry_state or data.validation_share):
+            fail("--streaming: not with --carry_state or --validation_share, which need the whole text")
         if data.carry_state and (training.gradient_checkpointing or training.n_gpu > 1 or training.world_size > 1):
             fail("--carry_state needs a single process and no --gradient_checkpointing")
 
@@ -124,42 +132,58 @@ class CausalLanguageModel(Script):
             return train_words(texts, self.model.vocab_size)
         return train_characters([*texts, "\n"])
 
-    def load(self) -> tuple[dict[str, torch.LongTensor], PreTrainedTokenizerBase]:
-        """Return the splits as streams of tokens, and their tokenizer."""
+    def load(self) -> dict[str, torch.LongTensor | IterableDataset]:
+        """Make the tokenizer; return the splits as streams of tokens, those that are streamed as they are."""
         data, limits = self.data, self.limits()
         if data.validation_share:
             limits = {"train": None}
-        splits = load_splits(limits, data.dataset_path, data.dataset_name, data.dataset_config)
+        source = (data.dataset_path, data.dataset_name, data.dataset_config)
+        splits = load_splits(limits, *source, streaming=self.scale.streaming)
         for name, split in splits.items():
-            check_texts(split, name, (data.text_column,))
-        tokenizer = self.make_tokenizer(splits["train"][data.text_column] if "train" in splits else [])
-        streams = {name: encode(split, data.text_column, tokenizer, data.line_end) for name, split in splits.items()}
+            if isinstance(split, IterableDataset):
+                check_stream(split, name, data.text_column)
+            else:
+                check_texts(split, name, (data.text_column,))
+        texts = some_texts(splits["train"], data.text_column) if "train" in splits else []
+        self.tokenizer = self.make_tokenizer(texts)
+        streams = {
+            name: split
+            if isinstance(split, IterableDataset)
+            else encode(split[data.text_column], self.tokenizer, data.line_end)
+            for name, split in splits.items()
+        }
         if data.validation_share:
             cut = math.ceil(len(streams["train"]) * (1 - data.validation_share))
             streams["train"], streams["validation"] = streams["train"][:cut], streams["train"][cut:]
-        return streams, tokenizer
+        return streams
 
-    def build(self) -> Trainer:
-        data, training = self.data, self.training
+    def prepare(self) -> None:
+        data, training, streams = self.data, self.training, self.load()
         training.remove_unused_columns = False
-        streams, tokenizer = self.load()
-        config = make_config(self.model, tokenizer, data.block_size, **DECODER[self.model.model_type])
-        shortest, length, chunk = data.min_block_size, data.block_size, getattr(config, "attention_chunk", None) or 1
+        self.config = make_config(self.model, self.tokenizer, data.block_size, **DECODER[self.model.model_type])
+        shortest, length = data.min_block_size, data.block_size
+        chunk = getattr(self.config, "attention_chunk", None) or 1
         if shortest and (shortest % chunk or length % chunk):
             fail(f"--min_block_size {shortest} and --block_size {length} must be whole chunks of {chunk}")
-        train_set = None
-        if training.do_train and data.carry_state:
-            train_set = Streams(streams["train"], length, training.train_batch_size)
+        self.collator = BlockCollator(length, shortest, chunk)
+        if "validation" in streams:
+            self.splits["validation"] = streams["validation"]
+        if training.do_train and self.scale.streaming:
+            blocks = cut_stream(streams["train"], data.text_column, self.tokenizer, data.line_end, length)
+            blocks = blocks.shuffle(training.seed, buffer_size=self.scale.shuffle_buffer)
+            self.splits["train"] = Stream(blocks, lambda block, _: block, training)
+        elif training.do_train and data.carry_state:
+            self.splits["train"] = Streams(streams["train"], length, training.train_batch_size)
         elif training.do_train:
-            train_set = Windows(streams["train"], length)
+            self.splits["train"] = Windows(streams["train"], length, training.seed)
+
+    def build(self) -> Trainer:
         return self.make_trainer(
-            make_model(AutoModelForCausalLM, self.model, config),
+            make_model(AutoModelForCausalLM, self.model, self.config),
             LanguageModelTrainer,
-            data=data,
-            train_dataset=train_set,
-            eval_dataset=streams["validation"] if training.do_eval else None,
-            processing_class=tokenizer,
-            data_collator=BlockCollator(length, shortest, chunk),
+            data=self.data,
+            processing_class=self.tokenizer,
+            data_collator=self.collator,
         )
 
 

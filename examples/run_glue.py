@@ -20,7 +20,6 @@ from transformers import (
     AutoModelForSequenceClassification,
     DataCollatorWithPadding,
     EvalPrediction,
-    PreTrainedTokenizerBase,
     Trainer,
 )
 
@@ -90,8 +89,7 @@ class Glue(Script):
             self.training.metric_for_best_model = self.task.metric
         super().check()
 
-    def load(self) -> PreTrainedTokenizerBase:
-        """Fill `splits` with token ids and return their tokenizer."""
+    def prepare(self) -> None:
         data, task = self.data, self.task
         limits = self.limits(*(tuple(task.splits(name).values()) for name in ("validation", "test")))
         splits = load_splits(limits, data.dataset_path, data.dataset_name, data.task_name)
@@ -100,7 +98,7 @@ class Glue(Script):
             if not name.startswith("test"):
                 check_labels(split, name, task.labels)
         texts = (text for column in task.columns for text in splits["train"][column])
-        tokenizer = make_tokenizer(self.model, texts, data.max_seq_length)
+        self.tokenizer = tokenizer = make_tokenizer(self.model, texts, data.max_seq_length)
 
         def encode(batch: dict[str, list]) -> dict[str, list]:
             texts = (batch[column] for column in task.columns)
@@ -108,13 +106,14 @@ class Glue(Script):
 
         for name, split in splits.items():
             unused = [column for column in split.column_names if column != "label" or name.startswith("test")]
-            self.splits[name] = split.map(encode, batched=True, remove_columns=unused, keep_in_memory=True, desc=name)
+            options = {"remove_columns": unused, "keep_in_memory": self.training.world_size == 1}
+            self.splits[name] = split.map(encode, batched=True, **options, desc=name)
         if self.training.do_train:
-            self.splits["train"] = hide_tokens(self.splits["train"], tokenizer, data.token_dropout)
-        return tokenizer
+            seed = self.training.seed
+            self.splits["train"] = hide_tokens(self.splits["train"], tokenizer, data.token_dropout, seed)
 
     def build(self) -> Trainer:
-        data, task, tokenizer = self.data, self.task, self.load()
+        data, task, tokenizer = self.data, self.task, self.tokenizer
         config = make_config(
             self.model,
             tokenizer,

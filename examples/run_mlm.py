@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 from common.arguments import check_least, fail
-from common.data import SourceArguments, check_texts, load_splits, name_source
+from common.data import SourceArguments, check_stream, check_texts, load_splits, name_source, some_texts
 from common.model import boundary_ids, make_config, make_model, make_tokenizer
+from common.scale import Redrawn, Stream
 from common.script import Script
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from torch.nn.functional import cross_entropy
 from transformers import (
     AutoModelForMaskedLM,
@@ -39,14 +40,21 @@ class DataArguments(SourceArguments):
     preprocessing_num_workers: int | None = field(default=None, metadata={"help": "processes that tokenize"})
 
 
-class BlockCollator(DataCollatorForLanguageModeling):
-    """Collator that masks blocks anew whenever they are read; those that have labels are masked already."""
+class Masking:
+    """Choice of the tokens of a block that are predicted, made by the numbers that are given."""
 
-    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        return default_data_collator(examples) if "labels" in examples[0] else super().torch_call(examples)
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, probability: float):
+        self.collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=probability)
+
+    def __call__(self, block: dict[str, Any], numbers: torch.Generator) -> dict[str, torch.Tensor]:
+        self.collator.generator = numbers
+        input_ids, labels = self.collator.torch_mask_tokens(torch.tensor([block["input_ids"]]))
+        return {"input_ids": input_ids[0], "labels": labels[0]}
 
 
-def cut_blocks(split: Dataset, name: str, tokenizer: PreTrainedTokenizerBase, data: DataArguments) -> Dataset:
+def cut_blocks(
+    split: Dataset | IterableDataset, name: str, tokenizer: PreTrainedTokenizerBase, data: DataArguments
+) -> Dataset | IterableDataset:
     """Cut the texts, each followed by `</s>`, into blocks of `<s>` and `block_size - 1` tokens.
 
     Empty texts are skipped. A thousand texts are strung together at a time; what is left of them, less than a block, is
@@ -61,6 +69,8 @@ def cut_blocks(split: Dataset, name: str, tokenizer: PreTrainedTokenizerBase, da
         stream = list(chain.from_iterable([*ids, eos] for ids in encoded))
         return {"input_ids": [[bos, *stream[end - step : end]] for end in range(step, len(stream) + 1, step)]}
 
+    if isinstance(split, IterableDataset):
+        return split.map(encode, batched=True, remove_columns=list(next(iter(split))))
     options = {"batched": True, "remove_columns": split.column_names, "num_proc": data.preprocessing_num_workers}
     blocks = split.map(encode, **options, desc=name)
     if len(blocks) == 0:
@@ -100,7 +110,7 @@ def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
 
 class MaskedLanguageModel(Script):
     data_arguments = DataArguments
-    title, metric = "masked language model", "eval_perplexity"
+    title, metric, streams = "masked language model", "eval_perplexity", True
 
     def check(self) -> None:
         super().check()
@@ -111,31 +121,46 @@ class MaskedLanguageModel(Script):
             fail(f"--mlm_probability {data.mlm_probability} must be between 0 and 1")
         check_least(data, 2, "block_size")
 
-    def load(self) -> dict[str, Dataset]:
+    def load(self) -> dict[str, Dataset | IterableDataset]:
         data, limits, files = self.data, self.limits(), None
         if not (data.dataset_name or data.dataset_path):
             files = {"train": data.train_files, "validation": data.validation_files}
             if missing := [name for name in limits if not files[name]]:
                 fail(f"pass --{missing[0]}_files as well")
-        splits = load_splits(limits, data.dataset_path, data.dataset_name, data.dataset_config, files=files)
+        source = (data.dataset_path, data.dataset_name, data.dataset_config)
+        splits = load_splits(limits, *source, files=files, streaming=self.scale.streaming)
         for name, split in splits.items():
-            check_texts(split, name, (data.text_column,))
+            if isinstance(split, IterableDataset):
+                check_stream(split, name, data.text_column)
+            else:
+                check_texts(split, name, (data.text_column,))
         return splits
 
-    def build(self) -> Trainer:
-        data, splits = self.data, self.load()
-        texts = splits["train"][data.text_column] if "train" in splits else ()
+    def prepare(self) -> None:
+        data, training, splits = self.data, self.training, self.load()
+        texts = some_texts(splits["train"], data.text_column) if "train" in splits else ()
         tokenizer = make_tokenizer(self.model, texts, data.block_size)
         if tokenizer.mask_token_id is None:
             fail("the tokenizer has no mask_token; a masked language model needs one")
-        config = make_config(self.model, tokenizer, data.block_size, sparse_prediction=True)
+        self.tokenizer = tokenizer
+        self.config = make_config(self.model, tokenizer, data.block_size, sparse_prediction=True)
+        self.head_share = data.mlm_probability if getattr(self.config, "sparse_prediction", False) else 1.0
         self.splits = {name: cut_blocks(split, name, tokenizer, data) for name, split in splits.items()}
         if "validation" in self.splits:
-            self.splits["validation"] = mask_once(self.splits["validation"], tokenizer, data, self.training.seed)
+            self.splits["validation"] = mask_once(self.splits["validation"], tokenizer, data, training.seed)
+        if "train" in self.splits:
+            blocks, masking = self.splits["train"], Masking(tokenizer, data.mlm_probability)
+            if self.scale.streaming:
+                blocks = blocks.shuffle(training.seed, buffer_size=self.scale.shuffle_buffer)
+                self.splits["train"] = Stream(blocks, masking, training)
+            else:
+                self.splits["train"] = Redrawn(blocks, masking, training.seed)
+
+    def build(self) -> Trainer:
         return self.make_trainer(
-            make_model(AutoModelForMaskedLM, self.model, config),
-            processing_class=tokenizer,
-            data_collator=BlockCollator(tokenizer, mlm_probability=data.mlm_probability),
+            make_model(AutoModelForMaskedLM, self.model, self.config),
+            processing_class=self.tokenizer,
+            data_collator=default_data_collator,
             compute_metrics=compute_metrics,
             preprocess_logits_for_metrics=token_scores,
         )

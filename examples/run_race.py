@@ -179,7 +179,9 @@ def all_texts(split: Dataset, task: Task) -> Iterator[str]:
         yield from option_texts(options)
 
 
-def encode_split(split: Dataset, name: str, tokenizer: PreTrainedTokenizerBase, data: DataArguments) -> Dataset:
+def encode_split(
+    split: Dataset, name: str, tokenizer: PreTrainedTokenizerBase, data: DataArguments, in_memory: bool = True
+) -> Dataset:
     """Add the columns `input_ids` (one list an option), `length` (of the longest) and `labels` (-100: unknown)."""
     task = TASKS[data.task]
 
@@ -193,7 +195,7 @@ def encode_split(split: Dataset, name: str, tokenizer: PreTrainedTokenizerBase, 
         }
 
     unused = [*task.texts, task.options, task.answer]
-    return split.map(encode, batched=True, remove_columns=unused, keep_in_memory=True, desc=name)
+    return split.map(encode, batched=True, remove_columns=unused, keep_in_memory=in_memory, desc=name)
 
 
 def make_metrics(split: Dataset, task: Task) -> Callable[[EvalPrediction], dict[str, float]]:
@@ -219,19 +221,21 @@ class MultipleChoice(Script):
         self.task, self.title = TASKS[self.data.task], self.data.task
         super().check()
 
-    def build(self) -> Trainer:
-        data, task = self.data, self.task
+    def prepare(self) -> None:
+        data, task, alone = self.data, self.task, self.training.world_size == 1
         splits = {name: load_split(name, task, data, limit) for name, limit in self.limits().items()}
-        tokenizer = make_tokenizer(self.model, all_texts(splits.get("train"), task), data.max_seq_length)
-        config = make_config(self.model, tokenizer, data.max_seq_length)
-        self.splits = {name: encode_split(split, name, tokenizer, data) for name, split in splits.items()}
+        self.tokenizer = make_tokenizer(self.model, all_texts(splits.get("train"), task), data.max_seq_length)
+        self.config = make_config(self.model, self.tokenizer, data.max_seq_length)
+        self.splits = {name: encode_split(split, name, self.tokenizer, data, alone) for name, split in splits.items()}
+
+    def build(self) -> Trainer:
         # The collator takes what it needs; the lengths are for train_sampling_strategy group_by_length.
         self.training.remove_unused_columns = False
         return self.make_trainer(
-            make_model(AutoModelForMultipleChoice, self.model, config),
-            processing_class=tokenizer,
-            data_collator=OptionCollator(tokenizer),
-            compute_metrics=make_metrics(self.splits["validation"], task) if "validation" in splits else None,
+            make_model(AutoModelForMultipleChoice, self.model, self.config),
+            processing_class=self.tokenizer,
+            data_collator=OptionCollator(self.tokenizer),
+            compute_metrics=make_metrics(self.splits["validation"], self.task) if self.training.do_eval else None,
         )
 
     def describe(self) -> dict[str, Any]:

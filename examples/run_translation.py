@@ -119,7 +119,7 @@ class Translation(Script):
             splits[name] = load_splits({"test": data.max_predict_samples}, path, None, None)["test"]
         return {name: read_pairs(split, name, data.source_lang, data.target_lang) for name, split in splits.items()}
 
-    def build(self) -> Trainer:
+    def prepare(self) -> None:
         data, model = self.data, self.model
         # The collator takes what it needs; the texts are for the score, the lengths for the batches.
         self.training.remove_unused_columns = False
@@ -136,6 +136,10 @@ class Translation(Script):
             fail(f"the target's tokenizer has {len(tokenizers.target)} entries, the decoder only {size}")
         for name, pairs in splits.items():
             self.splits[name] = encode(pairs, name, tokenizers, data.max_source_length, data.max_target_length)
+        self.tokenizers, self.config = tokenizers, config
+
+    def build(self) -> Trainer:
+        data, tokenizers, config, model = self.data, self.tokenizers, self.config, self.model
         net = make_model(AutoModelForSeq2SeqLM, model, config)
         net.generation_config.update(
             # generate counts the token that the decoder starts with.

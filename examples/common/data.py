@@ -1,18 +1,19 @@
 """Data sets from the Hub or from a local folder, checked before a model sees them."""
 
 import math
-import random
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from datasets import ClassLabel, Dataset, load_dataset
+import torch
+from datasets import ClassLabel, Dataset, IterableDataset, load_dataset
 from datasets.exceptions import DatasetsError
 from transformers import PreTrainedTokenizerBase
 
 from common.arguments import fail
+from common.scale import Redrawn
 
 READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text"}
 
@@ -72,7 +73,7 @@ def find_files(folder: str) -> dict[str, list[str]]:
     return files
 
 
-def load_files(files: dict[str, list[str]]) -> dict[str, Dataset]:
+def load_files(files: dict[str, list[str]], streaming: bool = False) -> dict[str, Dataset]:
     """Load the splits from their files, which must be of one kind; a text file has one row a line."""
     suffixes = {Path(file.removesuffix(".gz")).suffix for shards in files.values() for file in shards}
     if unknown := suffixes - READERS.keys():
@@ -80,7 +81,7 @@ def load_files(files: dict[str, list[str]]) -> dict[str, Dataset]:
     readers = {READERS[suffix] for suffix in suffixes}
     if len(readers) > 1:
         fail(f"all files must be of one kind, not {' and '.join(sorted(readers))}")
-    return load_dataset(readers.pop(), data_files=files) if files else {}
+    return load_dataset(readers.pop(), data_files=files, streaming=streaming) if files else {}
 
 
 def load_splits(
@@ -90,24 +91,36 @@ def load_splits(
     hub_config: str | None,
     *,
     files: dict[str, list[str]] | None = None,
-) -> dict[str, Dataset]:
+    streaming: bool = False,
+) -> dict[str, Dataset | IterableDataset]:
     """Load splits from the folder `path`, from `files` or, without both, from the Hub.
 
     Args:
         limits: the splits by name; the first rows of each that are used (None = all).
+        streaming: whether the split `train` is read as it is needed; the others are in memory.
     """
     source = path or ("the files" if files else hub_name)
     try:
         if path is None and files is None:
-            splits = load_dataset(hub_name, hub_config)
+            splits = load_dataset(hub_name, hub_config, streaming=streaming)
         else:
             files = find_files(path) if files is None else files
-            splits = load_files({name: files[name] for name in limits if name in files})
+            splits = load_files({name: files[name] for name in limits if name in files}, streaming)
     except (DatasetsError, OSError, ValueError) as error:
         fail(f"cannot load {source}: {error}")
     if missing := [name for name in limits if name not in splits]:
         fail(f"{source} has no split {', '.join(missing)}; files are called NAME{'|'.join(READERS)}")
-    return {name: splits[name] if limit is None else splits[name].take(limit) for name, limit in limits.items()}
+    splits = {name: splits[name] if limit is None else splits[name].take(limit) for name, limit in limits.items()}
+    if streaming:
+        return {name: split if name == "train" else Dataset.from_list(list(split)) for name, split in splits.items()}
+    return splits
+
+
+def check_stream(split: IterableDataset, name: str, column: str) -> None:
+    """End the script unless the first row of `split` has text in `column`."""
+    row = next(iter(split), {})
+    if not isinstance(row.get(column), str):
+        fail(f"split {name} has no text in a column {column}, only {', '.join(row) or 'no rows'}")
 
 
 def check_columns(split: Dataset, name: str, columns: Iterable[str]) -> None:
@@ -127,6 +140,13 @@ def check_texts(split: Dataset, name: str, columns: tuple[str, ...]) -> None:
                 fail(f"split {name}, row {row}: {column} is {text!r} instead of text")
 
 
+def some_texts(split: Dataset | IterableDataset, column: str) -> Iterable[str]:
+    """Return the texts that a tokenizer is made from: of a stream the first hundred thousand, else all."""
+    if isinstance(split, IterableDataset):
+        return [row[column] for row in split.take(100_000)]
+    return split[column]
+
+
 def check_labels(split: Dataset, name: str, labels: tuple[str, ...]) -> None:
     """End the script unless `split` has a usable `label` in every row: the number of one of `labels`.
 
@@ -143,17 +163,17 @@ def check_labels(split: Dataset, name: str, labels: tuple[str, ...]) -> None:
             fail(f"split {name}, row {row}: label {label!r} is not a number")
 
 
-def hide_tokens(split: Dataset, tokenizer: PreTrainedTokenizerBase, share: float) -> Dataset:
-    """Replace `share` of the tokens, drawn anew whenever a row is read, by `<mask>`; special tokens stay."""
+def hide_tokens(split: Dataset, tokenizer: PreTrainedTokenizerBase, share: float, seed: int) -> Dataset | Redrawn:
+    """Replace `share` of the tokens, drawn anew in every epoch, by `<mask>`; special tokens stay."""
     if not 0.0 <= share < 1.0:
         fail(f"--token_dropout {share}: must be in [0, 1)")
     if share and tokenizer.mask_token_id is None:
         fail("--token_dropout needs a tokenizer with a mask token")
     special, mask = set(tokenizer.all_special_ids), tokenizer.mask_token_id
 
-    def hide(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        inputs = batch["input_ids"]
-        hidden = [[mask if i not in special and random.random() < share else i for i in ids] for ids in inputs]
-        return batch | {"input_ids": hidden}
+    def hide(row: dict[str, Any], numbers: torch.Generator) -> dict[str, Any]:
+        hidden = torch.rand(len(row["input_ids"]), generator=numbers) < share
+        ids = zip(row["input_ids"], hidden.tolist(), strict=True)
+        return row | {"input_ids": [mask if hide and token not in special else token for token, hide in ids]}
 
-    return split.with_transform(hide) if share else split
+    return Redrawn(split, hide, seed) if share else split

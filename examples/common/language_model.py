@@ -1,10 +1,11 @@
 """Text as one stream of tokens: training windows, streams whose state is carried on, and their scores."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from datasets import Dataset as TextDataset
+from datasets import IterableDataset
 from torch.utils.data import Dataset
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from common.arguments import fail
 from common.bpe import load_tokenizer
 from common.model import boundary_ids
+from common.scale import draw
 
 
 def load_language_model(source: str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -22,30 +24,54 @@ def load_language_model(source: str, device: str) -> tuple[PreTrainedModel, PreT
         fail(error)
 
 
-def encode(texts: TextDataset, column: str, tokenizer: PreTrainedTokenizerBase, line_end: str) -> torch.LongTensor:
-    """Encode the rows of `texts` as one stream `[N]`; each ends with a newline or, where not empty, with `</s>`."""
+def encode(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, line_end: str) -> torch.LongTensor:
+    """Encode `texts` as one stream `[N]`; each ends with a newline or, where not empty, with `</s>`."""
     if line_end == "newline":
-        lines, tail = (text + "\n" for text in texts[column]), []
+        lines, tail = [text + "\n" for text in texts], []
     else:
-        lines, tail = (text.strip() for text in texts[column] if text.strip()), [boundary_ids(tokenizer)[1]]
-    encoded = tokenizer(list(lines), add_special_tokens=False, verbose=False)["input_ids"]
+        lines, tail = [text.strip() for text in texts if text.strip()], [boundary_ids(tokenizer)[1]]
+    encoded = tokenizer(lines, add_special_tokens=False, verbose=False)["input_ids"] if lines else []
     return torch.tensor([token for ids in encoded for token in [*ids, *tail]], dtype=torch.long)
 
 
-class Windows(Dataset):
-    """Windows of `length` tokens at random places of a stream, as many as it has, and the tokens that follow."""
+def cut_stream(
+    texts: IterableDataset, column: str, tokenizer: PreTrainedTokenizerBase, line_end: str, length: int
+) -> IterableDataset:
+    """Cut texts, as they are read, into blocks of `length` tokens and those that follow.
 
-    def __init__(self, stream: torch.LongTensor, length: int):
+    A thousand texts are strung together at a time; what is left of them, less than a block, is dropped.
+    """
+
+    def cut(batch: dict[str, list[str]]) -> dict[str, list[torch.Tensor]]:
+        stream = encode(batch[column], tokenizer, line_end)
+        blocks = [_segment(stream, start, length) for start in range(0, len(stream) - length, length)]
+        return {name: [block[name] for block in blocks] for name in ("input_ids", "shift_labels")}
+
+    return texts.map(cut, batched=True, remove_columns=list(next(iter(texts)))).with_format("torch")
+
+
+class Windows(Dataset):
+    """Windows of `length` tokens at random places of a stream, as many as it has, and the tokens that follow.
+
+    A place is drawn from seed, epoch and index.
+    """
+
+    def __init__(self, stream: torch.LongTensor, length: int, seed: int):
         if len(stream) <= length:
             fail(f"the text has {len(stream)} tokens, too few for blocks of {length}")
-        self.stream, self.length = stream, length
+        self.stream, self.length, self.seed = stream, length, seed
+        self.epoch = torch.zeros((), dtype=torch.long).share_memory_()  # workers that stay alive see it as well
 
     def __len__(self) -> int:
         return len(self.stream) // self.length
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        start = int(torch.randint(len(self.stream) - self.length, ()))
+        numbers = draw(self.seed, int(self.epoch), index)
+        start = int(torch.randint(len(self.stream) - self.length, (), generator=numbers))
         return _segment(self.stream, start, self.length)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch.fill_(epoch)
 
 
 class Streams(Dataset):
@@ -104,11 +130,15 @@ def score(
     segment: int,
     batch_size: int,
     progress: bool = False,
+    ranks: tuple[int, int] = (0, 1),
 ) -> Score:
     """Score the stream in blocks of `context` tokens, each read from nothing by segments that carry the state on.
 
     `batch_size` blocks are read side by side. A token's score depends on all that comes before it in its block, so that
     shorter blocks make the score worse (the first tokens of each know little), and shorter segments do not.
+
+    Of several processes (`ranks`: which one, of how many) each scores its share, and the scores are added up by the
+    caller. All of them call the model equally often, as shards ask for.
     """
     training, device, count = model.training, model.device, len(stream) - 1
     if count < 1:
@@ -116,10 +146,13 @@ def score(
     model.eval()
     whole = list(range(0, count - context + 1, context))
     groups = [whole[i : i + batch_size] for i in range(0, len(whole), batch_size)]
+    rank, processes = ranks
+    own = [(group, True) for group in groups[rank::processes]]
+    own += [(group, False) for group in groups[:1]] * (math.ceil(len(groups) / processes) - len(own))
     if rest := count % context:
-        groups.append([count - rest])
+        own.append(([count - rest], rank == 0))
     total, counted = 0.0, 0
-    for group in tqdm(groups, disable=not progress, unit="blocks"):
+    for group, counts in tqdm(own, disable=not progress, unit="blocks"):
         past, length = None, min(context, count - group[-1])
         block = torch.stack([stream[start : start + length + 1] for start in group]).to(device)
         for start in range(0, length, segment):
@@ -133,7 +166,7 @@ def score(
                 use_cache=True,
             )
             past = output.past_key_values
-            total += output.loss.item() * targets.numel()
-            counted += targets.numel()
+            total += output.loss.item() * targets.numel() * counts
+            counted += targets.numel() * counts
     model.train(training)
     return Score(total, counted)

@@ -17,7 +17,9 @@ except ImportError:  # Windows
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
-from transformers import TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback
+
+from luna_mega.inspection.costs import flops_per_token
 
 
 def peak_memory_gb(device: torch.device) -> float | None:
@@ -28,6 +30,47 @@ def peak_memory_gb(device: torch.device) -> float | None:
         return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak * (1 if sys.platform == "darwin" else 1024) / 1e9
+
+
+def measure_peak(dtype: torch.dtype, side: int = 1024) -> float:
+    """Return the FLOPs a second of the fastest of five matrix products on this CPU."""
+    left, times = torch.randn(side, side).to(dtype), []
+    for _ in range(6):
+        start = time.perf_counter()
+        left @ left
+        times.append(time.perf_counter() - start)
+    return 2 * side**3 / min(times[1:])
+
+
+def throughput(
+    model: PreTrainedModel,
+    length: int,
+    tokens_per_second: float,
+    processes: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    peak: float | None,
+    head_share: float = 1.0,
+) -> dict[str, float | str]:
+    """Return the speed in all and of a process, and the model FLOPs utilisation `mfu`, or why it is not known.
+
+    It is the share of `peak` (FLOPs a second of a process; None = measured on a CPU) that the forward pass takes, times
+    three for the backward pass, for sequences of `length` tokens. The head scores `head_share` of them.
+    """
+    speeds = {
+        "tokens_per_second": tokens_per_second,
+        "tokens_per_second_per_process": tokens_per_second / processes,
+    }
+    if model.config.is_encoder_decoder:
+        return speeds | {"mfu": "not known: the formulas take a source and a target of one length"}
+    if model.config.model_type not in ("luna", "mega"):
+        return speeds | {"mfu": f"not known: there are no formulas for {model.config.model_type}"}
+    if peak is None and device.type != "cpu":
+        return speeds | {"mfu": "not known: pass --peak_flops of the device"}
+    peak = peak or measure_peak(dtype)
+    flops = flops_per_token(model, length)
+    needed = 3 * (flops["total"] - (1 - head_share) * flops["head"]) * tokens_per_second
+    return speeds | {"mfu": needed / (peak * processes), "peak_flops": peak}
 
 
 class SpeedCallback(TrainerCallback):

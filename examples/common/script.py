@@ -12,22 +12,25 @@ from common.arguments import fail, find_checkpoint, parse_arguments
 from common.data import name_source
 from common.hub import publish
 from common.model import ModelArguments
+from common.scale import EpochCallback, ScaleArguments, check_batch, check_launch, check_scale, set_timeout
 from common.training import OrderedTrainer, check_training, describe, evaluate, finish, train
 
 
 class Script(ABC):
     """One run of a training script, from its command line to the model card.
 
-    A script derives a class that names its options and makes data, model and Trainer in `build`. It overrides the other
-    methods where the task differs, and has a method `predict` if it writes predictions for test data. The dictionaries
-    that they return are entries of the summary.
+    A script derives a class that names its options, reads and encodes data in `prepare`, and makes model and Trainer in
+    `build`. It overrides the other methods where the task differs, and has a method `predict` if it writes predictions
+    for test data. The dictionaries that they return are entries of the summary.
 
     Attributes:
         data_arguments, model_arguments, training_arguments: dataclasses of the options.
         defaults: values of options that differ from those of the dataclasses.
         title: headline of the summary and of the curve.
         metric: what is drawn beside the losses ("eval_accuracy").
-        splits: the encoded data by name; `build` fills them in.
+        streams: whether `--streaming` has a meaning for the task.
+        head_share: share of the tokens that the head scores.
+        splits: the encoded data by name; `prepare` fills them in.
         trainer: what `build` returned.
         base_model: the model that the options name, also when a checkpoint is resumed.
     """
@@ -38,12 +41,16 @@ class Script(ABC):
     defaults: ClassVar[dict[str, Any]] = {}
     title: str
     metric: str
+    streams: ClassVar[bool] = False
+    head_share: float = 1.0
 
     def __init__(self, argv: list[str] | None = None):
         self.start, self.argv = time.perf_counter(), argv
-        kinds = (self.data_arguments, self.model_arguments, self.training_arguments)
-        self.data, self.model, self.training = parse_arguments(kinds, argv, **self.defaults)
+        kinds = (self.data_arguments, self.model_arguments, self.training_arguments, ScaleArguments)
+        self.data, self.model, self.training, self.scale = parse_arguments(kinds, argv, **self.defaults)
         self.splits: dict[str, Dataset] = {}
+        check_launch(self.training.world_size)
+        set_timeout(self.training)
         self.check()
 
     def check(self) -> None:
@@ -51,6 +58,9 @@ class Script(ABC):
         if self.training.do_predict and not hasattr(self, "predict"):
             fail(f"--do_predict: a {self.title} has no test predictions to write; pass --do_eval")
         check_training(self.training, self.model, getattr(self.data, "early_stopping_patience", None))
+        if self.scale.streaming and not self.streams:
+            fail(f"--streaming: a {self.title} is trained on data that are read whole; only language models stream")
+        check_scale(self.training, self.scale)
 
     def limits(self, validation: tuple[str, ...] = ("validation",), test: tuple[str, ...] = ("test",)) -> dict:
         """Return the splits that the run reads, with the number of rows to use of each (None = all)."""
@@ -64,15 +74,21 @@ class Script(ABC):
         return splits
 
     @abstractmethod
+    def prepare(self) -> None:
+        """Read and encode the data; the other processes do so after the main one and find its files."""
+
+    @abstractmethod
     def build(self) -> Trainer:
-        """Read and encode the data, make the model and return its Trainer."""
+        """Make the model and return its Trainer."""
 
     def make_trainer(self, model: PreTrainedModel, trainer_class: type[Trainer] = OrderedTrainer, **options) -> Trainer:
         """Make a Trainer with the splits "train" and "validation", unless `options` hold others."""
         patience = getattr(self.data, "early_stopping_patience", None)
         options.setdefault("train_dataset", self.splits.get("train"))
         options.setdefault("eval_dataset", self.splits.get("validation"))
-        options["callbacks"] = [EarlyStoppingCallback(patience)] if patience else None
+        options["callbacks"] = [EpochCallback(), *([EarlyStoppingCallback(patience)] if patience else [])]
+        if self.training.do_train and not self.scale.streaming:
+            check_batch(self.training, options["train_dataset"])
         return trainer_class(model=model, args=self.training, **options)
 
     def describe(self) -> dict[str, Any]:
@@ -97,10 +113,12 @@ class Script(ABC):
         if checkpoint:  # for its configuration and tokenizer, also when the run began from scratch
             self.model.model_name_or_path = checkpoint
         set_seed(self.training.seed)
+        with self.training.main_process_first(desc="reading the data"):
+            self.prepare()
         self.trainer = self.build()
         summary = self.describe()
         if self.training.do_train:
-            summary |= train(self.trainer, checkpoint)
+            summary |= train(self.trainer, checkpoint, self.scale.peak_flops, self.head_share)
         summary |= self.before_evaluation()
         if self.training.do_eval:
             summary |= self.evaluate()

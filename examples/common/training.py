@@ -5,24 +5,85 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import Dataset, SequentialSampler
+import torch
+from accelerate.utils import DistributedType
+from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler
 from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import has_length
 
 import luna_mega
 from common.arguments import fail
 from common.hub import check_hub
 from common.model import CheckpointArguments
-from common.report import SpeedCallback, peak_memory_gb, plot_curve, print_table, save_json
+from common.report import SpeedCallback, peak_memory_gb, plot_curve, print_table, save_json, throughput
+from common.scale import total
+
+PARALLEL = {
+    DistributedType.NO: "none",
+    DistributedType.MULTI_CPU: "DDP",
+    DistributedType.MULTI_GPU: "DDP",
+    DistributedType.FSDP: "FSDP",
+    DistributedType.DEEPSPEED: "DeepSpeed",
+}
 
 
 class OrderedTrainer(Trainer):
-    """Trainer whose predictions are in the order of the data set, also with `group_by_length`.
+    """Trainer whose predictions are in the order of the data set, and whose losses do not depend on the processes.
 
-    Trainer itself groups the evaluation by length as well, and predictions then no longer match their rows.
+    Trainer itself groups the evaluation by length as well as training, and predictions then no longer match their rows.
+    Its `eval_loss` is the mean over batches, in which the last examples are doubled where processes share them.
+
+    Attributes:
+        sequences: how many this process was trained on.
     """
+
+    sequences = 0
 
     def _get_eval_sampler(self, eval_dataset: Dataset) -> SequentialSampler:
         return SequentialSampler(eval_dataset)
+
+    def get_train_dataloader(self) -> DataLoader:
+        if not isinstance(self.train_dataset, IterableDataset):
+            return super().get_train_dataloader()
+        # A stream has each process's part already; accelerate would divide it again.
+        options = {"num_workers": self.args.dataloader_num_workers, "pin_memory": self.args.dataloader_pin_memory}
+        collator = self._get_collator_with_removed_columns(self.data_collator, description="training")
+        return DataLoader(self.train_dataset, self.args.train_batch_size, collate_fn=collator, **options)
+
+    def training_step(self, model, inputs, *args, **kwargs) -> torch.Tensor:
+        self.sequences += inputs[self.model.main_input_name].shape[:-1].numel()
+        return super().training_step(model, inputs, *args, **kwargs)
+
+    def evaluation_loop(self, *args, metric_key_prefix="eval", **kwargs):
+        self.losses = [0.0, 0.0]  # their sum, and of how many
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        loss, count = total(self.losses, self.args)
+        if count:
+            output.metrics[f"{metric_key_prefix}_loss"] = loss / count
+        return output
+
+    def prediction_step(self, model, inputs, *args, **kwargs):
+        labels = inputs.get("labels")
+        kept = self._kept(labels)
+        if labels is not None and not labels.is_floating_point():
+            labels = labels.clone()
+            labels[kept:] = -100  # the loss leaves them out
+            inputs["labels"] = labels
+        loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
+        if labels is not None and loss is not None:
+            if labels.is_floating_point():  # regression
+                loss = (logits[:kept].float().view_as(labels[:kept]) - labels[:kept]).square().mean()
+            count = kept if labels.is_floating_point() else int((labels != -100).sum())
+            if count:
+                self.losses = [self.losses[0] + float(loss) * count, self.losses[1] + count]
+        return loss, logits, labels
+
+    def _kept(self, labels: torch.Tensor | None) -> int:
+        """Return how many examples of a batch are this process's own: the last batch is filled with the first ones."""
+        state, size = self.accelerator.gradient_state, 0 if labels is None else len(labels)
+        if self.args.world_size == 1 or not state.end_of_dataloader or state.remainder <= 0:
+            return size
+        return min(max(state.remainder - self.args.process_index * size, 0), size)
 
 
 def check_training(
@@ -46,23 +107,39 @@ def describe(trainer: Trainer, model: CheckpointArguments) -> dict[str, Any]:
         "model": model.model_name_or_path or f"{model.model_type} from scratch",
         "parameters": trainer.model.num_parameters(),
         "device": str(trainer.args.device),
+        "processes": trainer.args.world_size,
+        "parallel": PARALLEL[trainer.accelerator.distributed_type],
         "luna_mega": luna_mega.__version__,
     }
 
 
-def train(trainer: Trainer, checkpoint: str | None) -> dict[str, Any]:
-    """Train and save the model; return entries of the summary."""
+def train(
+    trainer: Trainer, checkpoint: str | None, peak_flops: float | None = None, head_share: float = 1.0
+) -> dict[str, Any]:
+    """Train and save the model; return entries of the summary.
+
+    The last two arguments are those of `throughput`.
+    """
     speed = SpeedCallback()
     trainer.add_callback(speed)
     trainer.train(resume_from_checkpoint=checkpoint)
+    if trainer.is_fsdp_enabled:  # shards are for checkpoints; the model is saved whole
+        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model(_internal_call=True)  # pushed at the end, with its card
     trainer.save_state()
+    args, (sequences,) = trainer.args, total([trainer.sequences], trainer.args)
+    speeds = {}
+    if speed.tokens and sequences:
+        model, length = trainer.accelerator.unwrap_model(trainer.model), max(round(speed.tokens / sequences), 1)
+        dtype = torch.bfloat16 if args.bf16 else torch.float32
+        rate = speed.tokens / speed.seconds
+        speeds = throughput(model, length, rate, args.world_size, args.device, dtype, peak_flops, head_share)
     return {
-        "train_samples": len(trainer.train_dataset),
+        "train_samples": len(trainer.train_dataset) if has_length(trainer.train_dataset) else None,
         "epochs": trainer.state.epoch,
         "steps": trainer.state.global_step,
         "train_seconds": speed.seconds,
-        "tokens_per_second": speed.tokens / speed.seconds if speed.seconds else None,
+        **speeds,
         "best_checkpoint": trainer.state.best_model_checkpoint,
     }
 

@@ -174,7 +174,8 @@ def training_card(
         base_model: name on the Hub or local folder of the model that was fine-tuned; None = trained from scratch.
         license: identifier of the licence of the weights; None = the card says that none is stated.
     """
-    model, model_class = trainer.model, type(trainer.model).__name__
+    # FSDP2 gives the class of a sharded model a prefix.
+    model, model_class = trainer.model, type(trainer.model).__name__.removeprefix("FSDP")
     name = (trainer.args.hub_model_id or str(Path(trainer.args.output_dir).resolve())).split("/")[-1]
     data = " ".join(filter(None, [_shown(dataset), dataset_config]))
     quality = {score: value for score, value in (metrics or {}).items() if not score.endswith(_NOT_QUALITY)}

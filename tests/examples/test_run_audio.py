@@ -119,10 +119,11 @@ def test_bytes_and_lists_give_the_same_and_resampling_keeps_the_tone(script):
 
 def test_augmentation(script):
     module = script("run_audio")
-    clip = np.random.default_rng(0).standard_normal(500).astype(np.float32)
+    numbers = np.random.default_rng(0)
+    clip = numbers.standard_normal(500).astype(np.float32)
 
     def augment(**options) -> np.ndarray:
-        return module.augment(clip, RATE, module.DataArguments(**options))
+        return module.augment(clip, RATE, module.DataArguments(**options), numbers)
 
     np.testing.assert_array_equal(augment(), clip)
     lengths = {len(augment(random_shift=0.05)) for _ in range(50)}
@@ -135,9 +136,12 @@ def test_augmentation(script):
     assert min(noise) < 0.1 and 0.4 < max(noise) < 0.6
 
     split = Dataset.from_dict({"input_values": [clip, clip[:90]], "labels": [0, 1]})
-    assert module.augment_split(split, RATE, module.DataArguments()) is split
-    moved = module.augment_split(split, RATE, module.DataArguments(random_noise=0.1))
-    assert (moved[0]["input_values"] != moved[0]["input_values"]).any() and moved[1]["labels"] == 1
+    assert module.augment_split(split, RATE, module.DataArguments(), 0) is split
+    moved = module.augment_split(split, RATE, module.DataArguments(random_noise=0.1), 0)
+    first = moved[0]["input_values"]
+    np.testing.assert_array_equal(moved[0]["input_values"], first)  # the same on every process
+    moved.set_epoch(1)
+    assert (moved[0]["input_values"] != first).any() and moved[1]["labels"] == 1
 
 
 def test_audio_files(run, tmp_path):

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.examples import runs
@@ -59,8 +58,7 @@ def test_tokenizers(script):
 def test_stream(script, line_end):
     language_model, vocabulary = script("common.language_model"), script("common.vocabulary")
     tokenizer = vocabulary.train_characters([*LINES, "\n"])
-    texts = Dataset.from_dict({"text": ["ab", "", " c"]})
-    stream = language_model.encode(texts, "text", tokenizer, line_end)
+    stream = language_model.encode(["ab", "", " c"], tokenizer, line_end)
     expected = "ab\n\n c\n" if line_end == "newline" else "ab</s>c</s>"
     assert tokenizer.decode(stream, clean_up_tokenization_spaces=False) == expected.replace(" c", "<unk>c")
 

@@ -222,15 +222,17 @@ def test_missing_split_mixed_files_and_hub_without_network(run, sst2, tmp_path):
 
 
 def test_hidden_tokens(script):
-    """About the share that is asked for, never a special token, and others at every reading."""
+    """About the share that is asked for, never a special token, and others in every epoch."""
     common, tokenizer = script("common.data"), script("common.bpe").train_bpe(["a b c d e f"] * 9, 300, 64)
     plain = Dataset.from_dict({"input_ids": [tokenizer("a b c d e f " * 9)["input_ids"]] * 40, "label": [0] * 40})
-    hidden = common.hide_tokens(plain, tokenizer, 0.3)
-    first, second = hidden[:]["input_ids"], hidden[:]["input_ids"]
-    assert first != second and hidden[0]["label"] == 0
+    hidden = common.hide_tokens(plain, tokenizer, 0.3, 0)
+    first, again = ([row["input_ids"] for row in hidden] for _ in range(2))
+    assert first == again and first[0] != first[1]
+    hidden.set_epoch(1)
+    assert first != [row["input_ids"] for row in hidden] and hidden[0]["label"] == 0
     changed = np.array(first) != np.array(plain["input_ids"][:])
     assert 0.25 < changed[:, 1:-1].mean() < 0.35 and not changed[:, [0, -1]].any()
     assert (np.array(first)[changed] == tokenizer.mask_token_id).all()
-    assert common.hide_tokens(plain, tokenizer, 0.0) is plain
+    assert common.hide_tokens(plain, tokenizer, 0.0, 0) is plain
     with pytest.raises(SystemExit, match="token_dropout 1.0"):
-        common.hide_tokens(plain, tokenizer, 1.0)
+        common.hide_tokens(plain, tokenizer, 1.0, 0)

@@ -1,0 +1,202 @@
+"""Pretrains a masked language model without Trainer: a loop with Accelerate, sharded checkpoints, an exact resume.
+
+    torchrun --nproc-per-node 2 examples/run_mlm_accelerate.py --dataset_path DIR --output_dir OUT \
+        --use_cpu true --fsdp true
+    accelerate launch --config_file examples/accelerate/fsdp2.yaml examples/run_mlm_accelerate.py --dataset_path DIR ...
+
+The batch of a step, its masks and its dropout follow from the number of the step: a run that `--resume true` continues,
+on as many processes or on others, goes on as if it had not stopped. Of these only dropout depends on the processes.
+"""
+
+import json
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate.utils import DistributedType
+from common.arguments import check_least, fail, parse_arguments
+from common.checkpoint import find_checkpoints, remove_half_written, save_checkpoint
+from common.data import SourceArguments, check_source, check_texts, load_splits
+from common.model import ModelArguments, make_config, make_model, make_tokenizer
+from common.report import print_table, save_json, throughput
+from common.scale import check_launch, draw
+from datasets import Dataset
+from run_mlm import Masking, cut_blocks
+from torch.distributed.checkpoint import state_dict as states
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForMaskedLM, PreTrainedModel, get_linear_schedule_with_warmup, set_seed
+
+
+@dataclass
+class Arguments(SourceArguments):
+    output_dir: str = field(default="outputs/mlm", metadata={"help": "folder of checkpoints, losses and the model"})
+    text_column: str = field(default="text", metadata={"help": "column with the text; a txt file has one text a line"})
+    block_size: int = field(default=512, metadata={"help": "tokens of an input, <s> among them"})
+    mlm_probability: float = field(default=0.15, metadata={"help": "share of the tokens that are predicted"})
+    preprocessing_num_workers: int | None = field(default=None, metadata={"help": "processes that tokenize"})
+    max_steps: int = field(default=1000, metadata={"help": "updates of the weights"})
+    batch_size: int = field(default=32, metadata={"help": "inputs of an update, over all processes"})
+    gradient_accumulation_steps: int = field(default=1, metadata={"help": "parts of a batch, one after the other"})
+    learning_rate: float = field(default=5e-4, metadata={"help": "after the warm-up; it falls to 0 by max_steps"})
+    warmup_steps: int = field(default=0, metadata={"help": "steps in which the learning rate rises"})
+    save_steps: int = field(default=100, metadata={"help": "steps between checkpoints; the last two are kept"})
+    resume: bool = field(default=False, metadata={"help": "go on from the newest checkpoint of output_dir, if any"})
+    seed: int = field(default=42, metadata={"help": "of weights, order, masks and dropout"})
+    use_cpu: bool = field(default=False, metadata={"help": "run on CPUs, also where there is a GPU"})
+    fsdp: bool = field(default=False, metadata={"help": "shard by FSDP2 also where accelerate does not, as on CPUs"})
+    timeout: int = field(default=60, metadata={"help": "seconds until a process that says nothing ends the others"})
+    peak_flops: float | None = field(default=None, metadata={"help": "of a process's device; CPUs measure theirs"})
+
+
+class Loop:
+    """Model, optimizer and schedule of a run, on all processes, with its checkpoints."""
+
+    def __init__(self, accelerator: Accelerator, model: PreTrainedModel, options: Arguments):
+        self.accelerator, self.options, self.step = accelerator, options, 0
+        processes, by_accelerate = accelerator.num_processes, accelerator.distributed_type == DistributedType.FSDP
+        self.by_hand = options.fsdp and processes > 1 and not by_accelerate
+        if self.by_hand:
+            mesh, model = init_device_mesh(accelerator.device.type, (processes,)), model.to(accelerator.device)
+            for module in [module for module in model.modules() if type(module).__name__ in model._no_split_modules]:
+                fully_shard(module, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            model = accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+        optimizer = torch.optim.AdamW(model.parameters(), options.learning_rate)
+        if not self.by_hand:
+            model, prepared = accelerator.prepare(model, optimizer)
+            optimizer = prepared.optimizer
+        self.model, self.optimizer = model.train(), optimizer
+        self.schedule = get_linear_schedule_with_warmup(optimizer, options.warmup_steps, options.max_steps)
+
+    def update(self, parts: list[dict[str, torch.Tensor]]) -> float:
+        """Take one step on this process's `parts` of a batch; return the mean loss of all tokens of all processes."""
+        accelerator = self.accelerator
+        torch.manual_seed(draw(self.options.seed, self.step, accelerator.process_index).initial_seed())  # dropout
+        parts = [{name: tensor.to(accelerator.device) for name, tensor in part.items()} for part in parts]
+        tokens = accelerator.reduce(sum((part["labels"] != -100).sum() for part in parts))
+        loss = torch.zeros((), device=accelerator.device)
+        for index, part in enumerate(parts):
+            alone = index < len(parts) - 1 and not self.by_hand
+            with accelerator.no_sync(self.model) if alone else nullcontext():
+                part_loss = self.model(**part, num_items_in_batch=tokens).loss
+                accelerator.backward(part_loss * accelerator.num_processes)  # gradients are averaged
+            loss += part_loss.detach()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm=1.0)
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        return accelerator.reduce(loss).item()
+
+    def state(self) -> dict[str, Any]:
+        model, optimizer = states.get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer, "schedule": self.schedule.state_dict(), "step": self.step}
+
+    def save(self) -> None:
+        save_checkpoint(self.accelerator, self.state(), Path(self.options.output_dir), self.step)
+
+    def load(self, folder: Path) -> None:
+        """Read a checkpoint, which any number of processes may have written."""
+        state = self.state()
+        dcp.load(state, checkpoint_id=folder)
+        model, optimizer = state["model"], state["optimizer"]
+        states.set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+        self.schedule.load_state_dict(state["schedule"])
+        self.step = state["step"]
+
+    def save_model(self) -> None:
+        whole = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights = states.get_model_state_dict(self.model, options=whole)
+        if self.accelerator.is_main_process:
+            unwrapped = self.accelerator.unwrap_model(self.model)
+            unwrapped.save_pretrained(self.options.output_dir, state_dict=weights)
+
+
+@lru_cache(maxsize=1)
+def shuffle(count: int, seed: int) -> list[int]:
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def read_parts(
+    blocks: Dataset, masking: Masking, options: Arguments, step: int, rank: int, processes: int
+) -> list[dict[str, torch.Tensor]]:
+    """Return a process's parts of the batch of a step; the batch is the same for any number of processes."""
+    count, seed = options.gradient_accumulation_steps, options.seed
+    size, parts = options.batch_size // (processes * count), []
+    for part in range(count):
+        first, masked = step * options.batch_size + (part * processes + rank) * size, []
+        for position in range(first, first + size):
+            epoch, place = divmod(position, len(blocks))
+            index = shuffle(len(blocks), seed + epoch)[place]
+            masked.append(masking(blocks[index], draw(seed, epoch, index)))
+        parts.append({name: torch.stack([block[name] for block in masked]) for name in ("input_ids", "labels")})
+    return parts
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    options, source = parse_arguments((Arguments, ModelArguments), argv)
+    check_source(options)
+    check_least(options, 1, "max_steps", "batch_size", "gradient_accumulation_steps", "save_steps", "timeout")
+    check_least(options, 2, "block_size")
+    limit = InitProcessGroupKwargs(timeout=timedelta(seconds=options.timeout))
+    accelerator = Accelerator(cpu=options.use_cpu, kwargs_handlers=[limit])
+    processes, output = accelerator.num_processes, Path(options.output_dir)
+    check_launch(processes)
+    if options.batch_size % (processes * options.gradient_accumulation_steps):
+        parts = f"{processes} processes x {options.gradient_accumulation_steps} parts"
+        fail(f"--batch_size {options.batch_size} does not divide among {parts}")
+    if (found := find_checkpoints(output)) and not options.resume:
+        fail(f"{found[-1]} is there already: pass --resume true, or another --output_dir")
+    set_seed(options.seed)
+    with accelerator.main_process_first():
+        remove_half_written(output)
+        split = load_splits({"train": None}, options.dataset_path, options.dataset_name, options.dataset_config)[
+            "train"
+        ]
+        check_texts(split, "train", (options.text_column,))
+        tokenizer = make_tokenizer(source, split[options.text_column], options.block_size)
+        blocks = cut_blocks(split, "train", tokenizer, options)
+    config = make_config(source, tokenizer, options.block_size, sparse_prediction=True)
+    loop = Loop(accelerator, make_model(AutoModelForMaskedLM, source, config), options)
+    if found:
+        loop.load(found[-1])
+    log, masking, first, seconds = output / "losses.jsonl", Masking(tokenizer, options.mlm_probability), loop.step, 0.0
+    if accelerator.is_main_process:
+        lines = log.read_text().splitlines(keepends=True)[:first] if log.is_file() else []
+        output.mkdir(parents=True, exist_ok=True)
+        log.write_text("".join(lines))
+    while loop.step < options.max_steps:
+        start = time.perf_counter()
+        loss = loop.update(read_parts(blocks, masking, options, loop.step, accelerator.process_index, processes))
+        seconds += time.perf_counter() - start
+        if accelerator.is_main_process:
+            with log.open("a") as file:
+                file.write(json.dumps({"step": loop.step, "loss": loss}) + "\n")
+        if loop.step % options.save_steps == 0 or loop.step == options.max_steps:
+            loop.save()
+    loop.save_model()
+    model = accelerator.unwrap_model(loop.model)
+    summary = {"parameters": model.num_parameters(), "processes": processes, "steps": loop.step}
+    if steps := loop.step - first:
+        rate = steps * options.batch_size * options.block_size / seconds
+        dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
+        device = (processes, accelerator.device, dtype, options.peak_flops)
+        summary |= {"loss": loss, **throughput(model, options.block_size, rate, *device, options.mlm_probability)}
+    if accelerator.is_main_process:
+        tokenizer.save_pretrained(output)
+        save_json(summary, output / "summary.json")
+        print_table("masked language model", summary)
+    accelerator.end_training()
+    return summary
+
+
+if __name__ == "__main__":
+    main()
