@@ -70,6 +70,7 @@ class LunaForCausalLM(StateGenerationMixin, LunaPreTrainedModel):
     """
 
     _tied_weights_keys = {"lm_head.weight": "luna.embeddings.word_embeddings.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
 
     def __init__(self, config: LunaConfig):
         super().__init__(config)
@@ -181,6 +182,7 @@ class LunaForConditionalGeneration(Seq2SeqLM, Seq2SeqGenerationMixin, LunaPreTra
     """Luna encoder-decoder with a language-modelling head, for translation and the like."""
 
     _tied_weights_keys = {"lm_head.weight": "luna.decoder.embeddings.word_embeddings.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
     lm_output_class = LunaSeq2SeqLMOutput
 
     def __init__(self, config: LunaConfig):

@@ -25,6 +25,7 @@ class MegaForCausalLM(StateGenerationMixin, MegaPreTrainedModel):
     """
 
     _tied_weights_keys = {"lm_head.weight": "mega.embedding_layer.word_embeddings.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
 
     def __init__(self, config: MegaConfig):
         super().__init__(config)
@@ -132,6 +133,7 @@ class MegaForConditionalGeneration(Seq2SeqLM, Seq2SeqGenerationMixin, MegaPreTra
     """The Mega encoder-decoder with an output layer: translation and other sequence-to-sequence tasks."""
 
     _tied_weights_keys = {"lm_head.weight": f"mega.encoder.{_WORDS}"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
 
     def __init__(self, config: MegaConfig):
         super().__init__(config)
