@@ -70,6 +70,7 @@ class LunaForCausalLM(StateGenerationMixin, LunaPreTrainedModel):
     """
 
     _tied_weights_keys = {"lm_head.weight": "luna.embeddings.word_embeddings.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
 
     def __init__(self, config: LunaConfig):
         super().__init__(config)
@@ -182,6 +183,7 @@ class LunaForConditionalGeneration(Seq2SeqLM, Seq2SeqGenerationMixin, LunaPreTra
 
     config_class = LunaSeq2SeqConfig
     _tied_weights_keys = {"lm_head.weight": "luna.decoder.embeddings.word_embeddings.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
     lm_output_class = LunaSeq2SeqLMOutput
 
     def __init__(self, config: LunaSeq2SeqConfig):

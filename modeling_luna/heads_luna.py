@@ -84,6 +84,7 @@ class LunaForMaskedLM(MaskedLMMixin, LunaPreTrainedModel):
     """Luna with a masked-language-modelling head (`luna_bert` of the original code)."""
 
     _tied_weights_keys = {"lm_head.decoder.weight": "luna.embeddings.word_embeddings.weight"}
+    _tp_plan = {"lm_head.decoder": "colwise_gather_output"}
     _keys_to_ignore_on_load_unexpected = [r"^pooler\.", r"^classifier\."]
 
     def __init__(self, config: LunaConfig):

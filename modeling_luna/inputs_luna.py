@@ -41,6 +41,7 @@ class LunaInputsMixin(InputsMixin):
             return
         config, layers = self.config, cache.layers
         heads, width = config.num_attention_heads, config.hidden_size // config.num_attention_heads
+        heads //= self.decoder.layers[0].attention.all_heads.ranks
         given = tuple(layers[0].tensors["key_mean"].shape[:3])
         if given != (batch, heads, width) or len(layers) != config.num_hidden_layers:
             raise ValueError(

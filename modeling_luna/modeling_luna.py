@@ -32,6 +32,7 @@ from luna_mega.kernels.api import (
 from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel
 from luna_mega.modeling_common.inputs import CheckedInputs, ValueEmbeddings
 from luna_mega.modeling_common.layout import DENSE, TokenLayout, drop_if_full
+from luna_mega.modeling_common.tensor_parallel import RankBoundary
 from luna_mega.modeling_luna.cache_luna import LunaCache, LunaCacheLayer, LunaSeq2SeqCache
 from luna_mega.modeling_luna.configuration_luna import LunaConfig
 from luna_mega.modeling_luna.inputs_luna import LunaInputsMixin
@@ -157,8 +158,8 @@ class LunaAttention(nn.Module):
     def __init__(self, config: LunaConfig):
         super().__init__()
         width = config.hidden_size
-        self.num_heads = config.num_attention_heads
-        self.num_pack_heads = config.num_pack_attention_heads
+        self.head_size = width // config.num_attention_heads
+        self.pack_head_size = width // config.num_pack_attention_heads
         self.dropout = config.attention_dropout
         self.pack_query = nn.Linear(width, width)
         self.query = nn.Linear(width, width)
@@ -170,22 +171,22 @@ class LunaAttention(nn.Module):
             self.pack_key, self.pack_value = nn.Linear(width, width), nn.Linear(width, width)
             self.key, self.value = nn.Linear(width, width), nn.Linear(width, width)
         self.output = nn.Linear(width, width)
+        self.all_heads = RankBoundary()
 
     def context_key_value(self, context: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the pack key and value of `[B, M, d]`, `[B, M, pack heads, K]` each."""
         if self.tied:
-            key = _split(self.pack_key_value(context), self.num_pack_heads)
+            key = _split(self.pack_key_value(context), self.pack_head_size)
             return key, key
         key, value = self.pack_key(context), self.pack_value(context)
-        return _split(key, self.num_pack_heads), _split(value, self.num_pack_heads)
+        return _split(key, self.pack_head_size), _split(value, self.pack_head_size)
 
     def packed_key_value(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the unpack key and value of the packed context `[B, L, pack heads, K]`, `[B, L, heads, K]` each."""
-        packed = packed.flatten(2)
+        """Return the unpack key and value of the packed context `[B, L, d]`, `[B, L, heads, K]` each."""
         if self.tied:
-            key = _split(self.key_value(packed), self.num_heads)
+            key = _split(self.key_value(packed), self.head_size)
             return key, key
-        return _split(self.key(packed), self.num_heads), _split(self.value(packed), self.num_heads)
+        return _split(self.key(packed), self.head_size), _split(self.value(packed), self.head_size)
 
     def forward(
         self,
@@ -204,29 +205,40 @@ class LunaAttention(nn.Module):
         it is ragged also of the queries; `packed_mask` `[B, L]` is bool, True = keep. With a filled `past` the context
         is packed already: P, context and what was packed of it are None.
         """
-        query = _split(self.query(hidden_states), self.num_heads)
+        query = _split(self.query(hidden_states), self.head_size)
         options = {"dropout": self.dropout if self.training else 0.0, "return_weights": output_weights}
         if past is not None and past.is_initialized:
             key, value = past.tensors["key"], past.tensors["value"]
             output = luna_unpack(query, key, value, packed_mask, **options)
             output, weights = output if output_weights else (output, None)
-            return self.output(output.flatten(2)), None, weights, None
+            return self.output(output.flatten(2)), None, _join(self.all_heads, weights), None
 
-        def project(packed_context: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        packed_context = None
+
+        def project(heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            nonlocal packed_context
+            packed_context = self.all_heads(heads).flatten(2)
             key, value = self.packed_key_value(packed_context)
             if past is not None:
                 past.store(key.shape[1], key=key, value=value)
             return key, value
 
-        pack_query = _split(self.pack_query(packed), self.num_pack_heads)
+        pack_query = _split(self.pack_query(packed), self.pack_head_size)
         pack_key, pack_value = self.context_key_value(hidden_states if context is None else context)
         options |= {"pack_mask": packed_mask, **layout.options(mask="context_mask")}
-        output, packed_context, *weights = luna_attention(query, pack_query, pack_key, pack_value, project, **options)
-        return self.output(output.flatten(2)), packed_context.flatten(2), *(weights or (None, None))
+        output, _, *weights = luna_attention(query, pack_query, pack_key, pack_value, project, **options)
+        weights = (_join(self.all_heads, heads) for heads in weights or (None, None))
+        return self.output(output.flatten(2)), packed_context, *weights
 
 
-def _split(projected: torch.Tensor, heads: int) -> torch.Tensor:
-    return projected.unflatten(-1, (heads, -1))
+def _split(projected: torch.Tensor, head_size: int) -> torch.Tensor:
+    # By the size of a head, not by the number: under tensor parallelism a rank has some of them.
+    return projected.unflatten(-1, (-1, head_size))
+
+
+def _join(all_heads: RankBoundary, weights: torch.Tensor | None) -> torch.Tensor | None:
+    """Return attention weights `[B, heads, ...]` of all heads."""
+    return None if weights is None else all_heads(weights.transpose(1, 2)).transpose(1, 2)
 
 
 class LunaCausalAttention(nn.Module):
@@ -238,7 +250,7 @@ class LunaCausalAttention(nn.Module):
     def __init__(self, config: LunaConfig):
         super().__init__()
         width = config.hidden_size
-        self.num_heads = config.num_attention_heads
+        self.head_size = width // config.num_attention_heads
         self.activation = config.causal_activation
         self.dropout = config.attention_dropout
         self.pack_query = nn.Linear(width, width)
@@ -250,6 +262,7 @@ class LunaCausalAttention(nn.Module):
         else:
             self.key, self.value = nn.Linear(width, width), nn.Linear(width, width)
         self.output = nn.Linear(width, width)
+        self.all_heads = RankBoundary()
 
     def forward(
         self,
@@ -270,12 +283,12 @@ class LunaCausalAttention(nn.Module):
             pack_query = past.tensors["pack_query"]
             state = LunaCausalState(*(past.tensors[name] for name in LunaCausalState._fields))
         else:
-            pack_query = _split(self.pack_query(packed), self.num_heads)
+            pack_query = _split(self.pack_query(packed), self.head_size)
         if self.tied:
-            key = value = _split(self.key_value(hidden_states), self.num_heads)
+            key = value = _split(self.key_value(hidden_states), self.head_size)
         else:
-            key, value = (_split(linear(hidden_states), self.num_heads) for linear in (self.key, self.value))
-        query, pack_key = (_split(linear(hidden_states), self.num_heads) for linear in (self.query, self.pack_key))
+            key, value = (_split(linear(hidden_states), self.head_size) for linear in (self.key, self.value))
+        query, pack_key = (_split(linear(hidden_states), self.head_size) for linear in (self.query, self.pack_key))
         options = {
             "pack_mask": packed_mask,
             "activation": self.activation,
@@ -291,7 +304,7 @@ class LunaCausalAttention(nn.Module):
             output, *weights, state = luna_causal_attention(query, pack_query, pack_key, key, value, **options)
         if past is not None:
             past.store(hidden_states.shape[1], pack_query=pack_query, pack_mask=packed_mask, **state._asdict())
-        return self.output(output.flatten(2)), weights[0] if weights else None
+        return self.output(output.flatten(2)), _join(self.all_heads, weights[0] if weights else None)
 
 
 class LunaLayer(GradientCheckpointingLayer):

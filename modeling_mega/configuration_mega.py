@@ -27,6 +27,16 @@ DECODER_FIELDS = {
     "decoder_max_positions": "max_positions",
 }
 
+# How transformers splits a model over the ranks of tensor parallelism: the values of the single head and the
+# feed-forward network by columns, the vocabulary by rows.
+_ATTENTION = {"v_proj": "colwise", "h_proj": "rowwise", "own_columns": "mega_own_columns", "whole": "mega_whole"}
+_BLOCK = {"nffn.fc1": "colwise", "nffn.fc2": "rowwise"} | {
+    f"{attention}.{name}": style for attention in ("mega_layer", "cross_attn") for name, style in _ATTENTION.items()
+}
+TP_PLAN = {"embedding_layer.word_embeddings": "embedding_rowwise"} | {
+    f"layers.*.{name}": style for name, style in _BLOCK.items()
+}
+
 
 @strict
 class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
@@ -110,6 +120,7 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
 
     model_type = "mega"
     decoder_fields = DECODER_FIELDS
+    base_model_tp_plan = TP_PLAN
     keys_to_ignore_at_inference = ["past_key_values"]
     attribute_map = {"d_model": "hidden_size", "max_position_embeddings": "max_positions"}
 

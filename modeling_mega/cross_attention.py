@@ -10,6 +10,7 @@ from transformers.activations import ACT2FN
 
 from luna_mega.kernels.api import gated_attention
 from luna_mega.modeling_common.layout import TokenLayout
+from luna_mega.modeling_common.tensor_parallel import RankBoundary
 from luna_mega.modeling_mega.cache_mega import MegaCacheLayer, MegaCrossCacheLayer
 from luna_mega.modeling_mega.configuration_mega import MegaConfig
 from luna_mega.modeling_mega.parts import MegaDropout, MegaSequenceNorm, build_relative_bias, relative_bias
@@ -35,6 +36,7 @@ class MegaGatedCrossAttention(nn.Module):
         self.activation = ACT2FN[config.activation]
         self.dropout = MegaDropout(config.dropout_prob, config.use_feature_dropout)
         self.hidden_dropout = MegaDropout(config.hidden_dropout_prob, config.use_feature_dropout)
+        self.whole, self.own_columns = RankBoundary(), RankBoundary()
 
     def forward(
         self,
@@ -54,15 +56,17 @@ class MegaGatedCrossAttention(nn.Module):
         if self.config.normalize_before_mega:
             hidden_states = self.norm(hidden_states, layout)
         update, reset, query = self.q_proj(hidden_states).split(self.sizes, dim=-1)
+        reset, query = self.own_columns(nn.functional.silu(reset)), self.whole(query)
         if source is not None and source.is_initialized:
             key, value, encoder_layout = source.keys, source.values, TokenLayout(source.mask)
         else:
-            key, value = self.k_proj(encoder_hidden_states), self.activation(self.v_proj(encoder_hidden_states))
+            key = self.whole(self.k_proj(encoder_hidden_states))
+            value = self.activation(self.v_proj(encoder_hidden_states))
             if source is not None:
                 source.store(keys=key, values=value, mask=encoder_layout.mask)
         value = self.hidden_dropout(value)
         attended, weights = self.attend(query, key, value, layout, encoder_layout, output_weights, past)
-        attended = self.dropout(self.activation(self.h_proj(attended * nn.functional.silu(reset))))
+        attended = self.dropout(self.activation(self.h_proj(attended * reset)))
         # Under autocast the residual is wider than the other two, and lerp wants one dtype.
         output = torch.lerp(residual, attended.to(residual.dtype), update.to(residual.dtype).sigmoid())
         if not self.config.normalize_before_mega:
@@ -81,7 +85,7 @@ class MegaGatedCrossAttention(nn.Module):
             query,
             key,
             value,
-            relative_bias(self.config, self.rel_pos_bias, max(seen, key.shape[1])),
+            self.whole(relative_bias(self.config, self.rel_pos_bias, max(seen, key.shape[1]))),
             function=self.config.attention_activation,
             mask=encoder_layout.mask,
             offset=seen - query.shape[1],

@@ -27,6 +27,7 @@ class MegaForCausalLM(StateGenerationMixin, MegaPreTrainedModel):
     """
 
     _tied_weights_keys = {"lm_head.weight": "mega.embedding_layer.word_embeddings.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
 
     def __init__(self, config: MegaConfig):
         super().__init__(config)
@@ -145,6 +146,7 @@ class MegaForConditionalGeneration(Seq2SeqLM, Seq2SeqGenerationMixin, MegaPreTra
 
     config_class = MegaSeq2SeqConfig
     _tied_weights_keys = {"lm_head.weight": f"mega.encoder.{_WORDS}"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
 
     def __init__(self, config: MegaSeq2SeqConfig):
         super().__init__(config)

@@ -33,6 +33,7 @@ class MegaForMaskedLM(MaskedLMMixin, MegaPreTrainedModel):
     """Mega with a masked-language-modelling head."""
 
     _tied_weights_keys = {"mlm_head.weight": "mega.embedding_layer.word_embeddings.weight"}
+    _tp_plan = {"mlm_head": "colwise_gather_output"}
 
     def __init__(self, config: MegaConfig):
         super().__init__(config)

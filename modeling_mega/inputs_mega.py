@@ -55,10 +55,11 @@ class MegaInputsMixin(InputsMixin):
         if not layer.is_initialized:
             return
         kept = layer.seen if config.attention_chunk is None else min(layer.seen, config.attention_chunk - 1)
+        values = config.intermediate_size // self.layers[0].mega_layer.own_columns.ranks
         expected = [
             (batch, config.hidden_size, config.ema_projection_size),
             (batch, kept, config.shared_representation_size),
-            (batch, kept, config.intermediate_size),
+            (batch, kept, values),
         ]
         if config.truncation is not None:
             expected.append((batch, config.truncation, config.hidden_size))
@@ -97,7 +98,8 @@ class MegaInputsMixin(InputsMixin):
         if mask is not None and mask.shape != (batch, length):
             raise ValueError(f"encoder_attention_mask must have the shape {[batch, length]}, got {list(mask.shape)}")
         if kept is not None:
-            expected = [(batch, length, self.config.shared_representation_size), (batch, length, width)]
+            values = width // self.layers[0].cross_attn.own_columns.ranks
+            expected = [(batch, length, self.config.shared_representation_size), (batch, length, values)]
             given = [tuple(tensor.shape) for tensor in (kept.keys, kept.values)]
             if given != expected or len(sources) != self.config.num_hidden_layers:
                 raise ValueError(

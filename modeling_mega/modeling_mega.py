@@ -32,6 +32,7 @@ from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel
 from luna_mega.modeling_common.inputs import ValueEmbeddings
 from luna_mega.modeling_common.layout import DENSE, TokenLayout
 from luna_mega.modeling_common.pooling import first_token
+from luna_mega.modeling_common.tensor_parallel import RankBoundary
 from luna_mega.modeling_mega.adaptive import MegaAdaptiveEmbedding
 from luna_mega.modeling_mega.cache_mega import MegaCache, MegaCacheLayer, MegaCrossCacheLayer, MegaSeq2SeqCache
 from luna_mega.modeling_mega.configuration_mega import MegaConfig
@@ -131,6 +132,7 @@ class MegaGatedAttention(nn.Module):
         self.activation = ACT2FN[config.activation]
         self.dropout = MegaDropout(config.dropout_prob, config.use_feature_dropout)
         self.hidden_dropout = MegaDropout(config.hidden_dropout_prob, config.use_feature_dropout)
+        self.whole, self.own_columns = RankBoundary(), RankBoundary()
 
     def forward(
         self,
@@ -149,8 +151,8 @@ class MegaGatedAttention(nn.Module):
         value = self.hidden_dropout(self.activation(self.v_proj(hidden_states)), layout)
         smoothed = self.dropout(self.ema_gate(hidden_states, layout, past), layout)
         update, shared, reset, candidate = self.mx_proj(smoothed).split(self.sizes, dim=-1)
-        shared, reset = nn.functional.silu(shared), nn.functional.silu(reset)
-        query, key = (shared * self.qk_weight[row] + self.qk_bias[row] for row in (0, 1))
+        shared, reset = nn.functional.silu(shared), self.own_columns(nn.functional.silu(reset))
+        query, key = (self.whole(shared * self.qk_weight[row] + self.qk_bias[row]) for row in (0, 1))
         if past is None:
             keys, start = layout, layout.start()
         else:
@@ -168,7 +170,7 @@ class MegaGatedAttention(nn.Module):
     def attend(self, query, key, value, layout, start, output_weights):
         """Attend to the keys of the sequences so far: their layout, and the position `start` `[B]` of the first."""
         options = {
-            "bias": self.relative_bias(layout.sizes(key)[1]),
+            "bias": self.whole(self.relative_bias(layout.sizes(key)[1])),
             "function": self.config.attention_activation,
             "chunk_size": self.config.attention_chunk,
             "start": start,

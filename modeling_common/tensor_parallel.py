@@ -1,0 +1,110 @@
+"""Tensor parallelism: the styles that the plans of both models need beside those of transformers, and their checks.
+
+A `base_model_tp_plan` names modules and the style in which transformers splits each over the ranks. A linear layer has
+a style of transformers' own. Where tensors pass from whole to split between two layers, models have a `RankBoundary`.
+"""
+
+from collections.abc import Iterator
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from transformers.integrations.tensor_parallel import (
+    ParallelInterface,
+    TensorParallelLayer,
+    replace_layer_number_by_wildcard,
+)
+from transformers.modeling_utils import PreTrainedModel
+
+
+class RankBoundary(nn.Identity):
+    """A place where tensor parallelism changes how a tensor is spread over the ranks; in one process it does nothing.
+
+    `ranks` is the number of ranks that it is spread over.
+    """
+
+    ranks = 1
+
+
+class Redistribute(TensorParallelLayer):
+    """Take a tensor from one placement to another, and bring its gradient back.
+
+    Args:
+        source, target: how the ranks hold the tensor before and after.
+        gradient: how they hold the gradient that comes back; None = as `target`.
+    """
+
+    def __init__(self, source: Placement, target: Placement, gradient: Placement | None = None):
+        self.source, self.target, self.gradient = source, target, gradient and [gradient]
+
+    def install_forward(self, module: RankBoundary, mesh: DeviceMesh) -> RankBoundary:
+        module.ranks = mesh.size()
+        return super().install_forward(module, mesh)
+
+    def transform_output_post_forward(self, module, output, mesh):
+        spread = DTensor.from_local(output, mesh, [self.source], run_check=False)
+        return spread.redistribute(placements=[self.target]).to_local(grad_placements=self.gradient)
+
+
+STYLES = {
+    # [..., heads of this rank, K] -> [..., heads, K]
+    "luna_all_heads": Redistribute(Shard(-2), Replicate()),
+    # [..., columns] -> [..., columns of this rank]
+    "mega_own_columns": Redistribute(Replicate(), Shard(-1)),
+    # Every rank has the whole tensor and uses it for its own columns, and so for a part of the gradient.
+    "mega_whole": Redistribute(Replicate(), Replicate(), gradient=Partial()),
+}
+for _name, _style in STYLES.items():
+    ParallelInterface.register(_name, _style)
+
+
+def known_rules(model: PreTrainedModel, plan: dict[str, str]) -> dict[str, str]:
+    """Return the rules of `plan` for linear layers, embeddings and boundaries that the model has.
+
+    One plan serves encoders and decoders, all kinds of attention, and vocabularies that are adaptive and stay whole.
+    """
+    kinds = (nn.Linear, nn.Embedding, RankBoundary)
+    names = {_any(name) for name, module in model.named_modules() if isinstance(module, kinds)}
+    return {rule: style for rule, style in plan.items() if rule in names}
+
+
+def _any(name: str) -> str:
+    return replace_layer_number_by_wildcard(name)
+
+
+def check_plan(model: PreTrainedModel, planned: dict[str, str], size: int):
+    """Refuse the plan of a model where `size` ranks cannot have equal parts, or where rules are changed one by one.
+
+    `planned` has the rules of the model before the caller's own.
+
+    Raises:
+        ValueError: the message has the numbers and the way out.
+    """
+    plan = model._tp_plan
+    groups = {}
+    for rule, style in planned.items():
+        groups.setdefault(rule.rpartition(".")[0], {})[rule] = plan.get(rule) == style
+    for group, kept in groups.items():
+        if len(set(kept.values())) > 1:
+            changed = ", ".join(rule for rule, same in kept.items() if not same)
+            raise ValueError(
+                f"tp_plan changes {changed} alone, and the {len(kept)} rules of {group} are exact together only: "
+                "change all of them, or none"
+            )
+    for name, module, style in _planned_linears(model, plan):
+        width = module.out_features if style == "colwise" else module.in_features
+        parent, _, child = name.rpartition(".")
+        attribute = "pack_head_size" if child.startswith("pack_") else "head_size"
+        part = getattr(model.get_submodule(parent), attribute, 1)
+        if width // part % size:
+            raise ValueError(
+                f"tp_size={size} does not divide the {width // part} {'columns' if part == 1 else 'heads'} of {name}: "
+                f"choose a tp_size that does, or a tp_plan that leaves the layers of {_any(parent)} whole"
+            )
+
+
+def _planned_linears(model: PreTrainedModel, plan: dict[str, str]) -> Iterator[tuple[str, nn.Linear, str]]:
+    for name, module in model.named_modules():
+        style = plan.get(_any(name))
+        if isinstance(module, nn.Linear) and style in ("colwise", "rowwise"):
+            yield name, module, style

@@ -1,0 +1,312 @@
+"""Tensor parallelism with transformers' own plans: a model that is split over ranks is the model of one process."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.tensor import DTensor
+from transformers.distributed import DistributedConfig
+from transformers.distributed.mixin import DistributedMixin
+from transformers.integrations.tensor_parallel import TensorParallelLayer, replace_layer_number_by_wildcard
+
+import luna_mega
+from tests.modeling import decoders, luna, mega
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks are a gloo group on CPUs")
+
+# What transformers has learnt since 5.17.
+MERGES_PLANS = hasattr(DistributedMixin, "_resolve_parallel_plans")
+SPLITS_UNEVENLY = hasattr(TensorParallelLayer, "_from_local_last_dim_shard")
+merges_plans = pytest.mark.skipif(not MERGES_PLANS, reason="this transformers takes a plan in place of the model's own")
+NO_DROPOUT = {"luna": {"dropout": 0.0, "attention_dropout": 0.0}, "mega": mega.NO_DROPOUT}
+# What the test of encoders runs: head, fields.
+ENCODERS = {
+    "luna Model": ("Model", {}),
+    "luna masked, untied, 2 pack heads": ("ForMaskedLM", {"tie_key_value": False, "num_pack_attention_heads": 2}),
+    "luna masked, no tied embeddings": ("ForMaskedLM", {"tie_word_embeddings": False, "sparse_prediction": True}),
+    "luna sequence, pre-norm": ("ForSequenceClassification", {"pre_norm": True, "pooling": "packed_attention"}),
+    "luna pair, shared layers": ("ForSequencePairClassification", {"share_layers": True}),
+    "luna choice, P not contextual": ("ForMultipleChoice", {"contextual_projection": False}),
+    "luna token, unpadded": ("ForTokenClassification", {"unpad_inputs": True}),
+    "luna answers": ("ForQuestionAnswering", {"position_embedding_type": "sinusoidal"}),
+    "mega Model, batch norm": ("Model", mega.VARIANTS["batchnorm, norms around"]),
+    "mega masked": ("ForMaskedLM", {}),
+    "mega sequence, laplace chunks": ("ForSequenceClassification", mega.VARIANTS["laplace chunks"]),
+    "mega pair, post-norm": ("ForSequencePairClassification", mega.VARIANTS["relu2 simple post-norm"]),
+    "mega choice, no ffn": ("ForMultipleChoice", mega.VARIANTS["simple chunks, shift, no ffn"]),
+    "mega token, unpadded": ("ForTokenClassification", {"unpad_inputs": True}),
+    "mega answers, truncated": ("ForQuestionAnswering", mega.VARIANTS["one direction, truncated"]),
+}
+ADAPTIVE = dict.fromkeys(("adaptive_input_cutoffs", "adaptive_softmax_cutoffs"), [10, 20])
+ADAPTIVE |= dict.fromkeys(("adaptive_input_factor", "adaptive_softmax_factor"), 2)
+# What the test of decoders runs: name in DECODERS, fields.
+DECODERS = {
+    "luna": ("luna: softplus", {}),
+    "luna untied": ("luna: elu, untied", {"num_pack_attention_heads": 2, "tie_word_embeddings": False}),
+    "luna translation": ("luna seq2seq: elu, untied, pre-norm", {}),
+    "luna two vocabularies": ("luna seq2seq: two vocabularies, other decoder", {"decoder_vocab_size": 34}),
+    "mega": ("mega: softmax", {}),
+    "mega chunks, truncated": ("mega: truncated", {}),
+    "mega adaptive": ("mega: laplace", ADAPTIVE),
+    "mega translation": ("mega seq2seq: softmax", {}),
+    "mega two vocabularies": (
+        "mega seq2seq: softmax simple, two vocabularies, other decoder",
+        {"decoder_vocab_size": 24},
+    ),
+}
+
+
+def make_encoder(name):
+    """A model of `ENCODERS` and its inputs with labels."""
+    family, (head, fields) = name.split()[0], ENCODERS[name]
+    model = {"luna": luna, "mega": mega}[family].make(head, **NO_DROPOUT[family] | fields)
+    inputs = luna.head_inputs(head, (9, 4, 7))
+    return model, inputs | luna.labels(head, inputs)
+
+
+def make_decoder(name, **more):
+    """A model of `DECODERS` in float64 and its inputs with labels."""
+    shape, fields = DECODERS[name]
+    model = decoders.make(shape, **NO_DROPOUT[name.split()[0]] | fields | more)
+    ids, mask = decoders.padded([7, 3, 5], 7, "right")
+    labels = ids.masked_fill(mask == 0, -100)
+    return model, decoders.source(model, 3) | decoders.target(model, ids, mask, labels=labels)
+
+
+def load(folder, **plan):
+    """The model of the folder, split over all ranks, and whole."""
+    model_class = getattr(luna_mega, transformers.AutoConfig.from_pretrained(folder).architectures[0])
+    config = DistributedConfig(tp_size=dist.get_world_size(), **plan)
+    return model_class.from_pretrained(folder, distributed_config=config), model_class.from_pretrained(folder)
+
+
+def full(tensor):
+    """A tensor that the ranks have parts of."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def train(folder, inputs, checkpointing, plan=None):
+    """Five steps of a model split over the ranks and whole: the greatest differences of losses and gradients."""
+    pair = load(folder, **({} if plan is None else {"tp_plan": plan}))
+    losses, differences = [], []
+    for model in pair:
+        model.train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+    optimizers = [torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.05) for model in pair]
+    for _ in range(5):
+        for model, optimizer in zip(pair, optimizers, strict=True):
+            optimizer.zero_grad()
+            output = model(**inputs)
+            loss = output.loss if "loss" in output else output.last_hidden_state.square().mean()
+            loss.backward()
+            losses.append(loss.item())
+        for (name, split), whole in zip(pair[0].named_parameters(), pair[1].parameters(), strict=True):
+            assert (split.grad is None) == (whole.grad is None), name
+            if whole.grad is not None:
+                differences.append((full(split.grad) - whole.grad).abs().max().item())
+        for optimizer in optimizers:
+            optimizer.step()
+    weights = [(full(split) - whole).abs().max().item() for split, whole in zip(*map(_values, pair), strict=True)]
+    return max(abs(a - b) for a, b in zip(losses[::2], losses[1::2], strict=True)), max(differences), max(weights)
+
+
+def _values(model):
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_encoders_train_as_in_one_process(ranks, tmp_path, name):
+    model, inputs = make_encoder(name)
+    model.save_pretrained(tmp_path)
+    for differences in ranks(2, train, str(tmp_path), inputs, list(ENCODERS).index(name) % 2 == 0):
+        assert max(differences) < 1e-6
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_decoders_train_as_in_one_process(ranks, tmp_path, name):
+    model, inputs = make_decoder(name)
+    model.save_pretrained(tmp_path)
+    checkpointing = list(DECODERS).index(name) % 2 == 0
+    for differences in ranks(2, train, str(tmp_path), inputs | {"use_cache": False}, checkpointing):
+        assert max(differences) < 1e-11
+
+
+@pytest.mark.parametrize("name", ["luna translation", "mega translation"])
+def test_four_ranks_train_as_one_process(ranks, tmp_path, name):
+    model, inputs = make_decoder(name, vocab_size=32)
+    model.save_pretrained(tmp_path)
+    for differences in ranks(4, train, str(tmp_path), inputs, False):
+        assert max(differences) < 1e-11
+
+
+@pytest.mark.parametrize("name", ["luna", "mega"])
+def test_a_vocabulary_that_the_ranks_do_not_divide(ranks, tmp_path, name):
+    model, inputs = make_decoder(name, vocab_size=33)
+    model.save_pretrained(tmp_path)
+    if SPLITS_UNEVENLY:
+        for differences in ranks(2, train, str(tmp_path), inputs | {"use_cache": False}, False):
+            assert max(differences) < 1e-11
+    else:
+        for (message,) in ranks(2, refuse, str(tmp_path), [{}]):
+            assert "`lm_head` (33) must be divisible by the tensor parallel size (2)" in message
+
+
+def answer(folder, inputs, options):
+    """Generate greedily and with beams, split and whole, and compare.
+
+    Returns the tokens, the bytes of both caches, and the names of the parameters that the ranks have parts of.
+    """
+    pair, results = load(folder), []
+    for model in pair:
+        greedy = model.generate(**inputs, do_sample=False, **options)
+        beams = model.generate(**inputs, do_sample=False, num_beams=3, **options)
+        results.append((greedy, beams))
+    for split, whole in zip(*results, strict=True):
+        torch.testing.assert_close(torch.stack(split.scores), torch.stack(whole.scores), atol=1e-10, rtol=0.0)
+        assert torch.equal(split.sequences, whole.sequences)
+    parts = [name for name, parameter in pair[0].named_parameters() if isinstance(parameter, DTensor)]
+    return results[0][0].sequences, results[0][0].past_key_values.nbytes, results[1][0].past_key_values.nbytes, parts
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_generation_is_that_of_one_process(ranks, tmp_path, name):
+    model, inputs = make_decoder(name)
+    model.save_pretrained(tmp_path)
+    ids, mask = decoders.padded([5, 2], 5, "left")
+    options = {"max_new_tokens": 5, "min_new_tokens": 5, "output_scores": True, "return_dict_in_generate": True}
+    (tokens, part, whole, split), other = ranks(2, answer, str(tmp_path), decoders.prompt(model, ids, mask), options)
+    assert torch.equal(tokens, other[0])
+    assert part < whole  # a rank remembers what is its own
+    assert ("lm_head.weight" in split or any("word_embeddings" in name for name in split)) == ("adaptive" not in name)
+
+
+def save(folder, inputs, target):
+    """Train for a step, save, and return the weights as the ranks have them."""
+    model, _ = load(folder)
+    model.train()
+    model(**inputs).loss.backward()
+    torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.05).step()
+    model.save_pretrained(target)
+    return {name: full(tensor) for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", ["luna", "luna two vocabularies", "mega adaptive", "mega translation"])
+def test_a_saved_folder_is_that_of_one_process(ranks, tmp_path, name):
+    model, inputs = make_decoder(name)
+    model.save_pretrained(tmp_path / "before")
+    folders = str(tmp_path / "before"), str(tmp_path / "after")
+    weights = ranks(2, save, folders[0], inputs | {"use_cache": False}, folders[1])[0]
+    loaded = type(model).from_pretrained(folders[1])
+    assert loaded.state_dict().keys() == weights.keys()
+    for key, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor, weights[key]), key
+    assert [file.name for file in sorted((tmp_path / "before").iterdir())] == [
+        file.name for file in sorted((tmp_path / "after").iterdir())
+    ]
+    before, after = ((tmp_path / folder / "config.json").read_text() for folder in ("before", "after"))
+    assert before == after
+
+
+def compare(folder, calls):
+    """Every tensor of the outputs of calls, split and whole."""
+    for model in (pair := load(folder)):
+        model.eval()
+    for call in calls:
+        with torch.no_grad():
+            split, whole = (model(**call).to_tuple() for model in pair)
+        torch.testing.assert_close(split, whole, atol=1e-6, rtol=0.0)
+
+
+@pytest.mark.parametrize("module", [luna, mega])
+def test_ragged_batches_and_attention_weights_are_those_of_one_process(ranks, tmp_path, module):
+    inputs = luna.tokens((9, 4, 7), side="left")
+    ids = inputs["input_ids"][inputs["attention_mask"].bool()][None]
+    positions = torch.cat([torch.arange(length) for length in (9, 4, 7)])[None]
+    weights = {"output_attentions": True, "output_hidden_states": True}
+    if module is luna:
+        weights["output_packed_attentions"] = True
+    module.make("Model").save_pretrained(tmp_path)
+    ranks(2, compare, str(tmp_path), [{"input_ids": ids, "position_ids": positions}, inputs | weights])
+
+
+def test_attention_weights_of_a_translation_are_those_of_one_process(ranks, tmp_path):
+    model, inputs = make_decoder("luna untied")
+    model.save_pretrained(tmp_path / "decoder")
+    ranks(2, compare, str(tmp_path / "decoder"), [inputs | {"output_attentions": True, "use_cache": False}])
+    model, inputs = make_decoder("luna translation")
+    model.save_pretrained(tmp_path / "both")
+    ranks(2, compare, str(tmp_path / "both"), [inputs | {"output_attentions": True, "use_cache": False}])
+
+
+@merges_plans
+def test_a_plan_may_leave_layers_whole(ranks, tmp_path):
+    model = luna.make("ForMaskedLM", num_attention_heads=3, **NO_DROPOUT["luna"]).double()
+    model.save_pretrained(tmp_path)
+    inputs = luna.head_inputs("ForMaskedLM", (9, 4, 7))
+    inputs |= luna.labels("ForMaskedLM", inputs)
+    plan = {rule: "replicate" for rule in model.tp_plan if ".attention." in rule}
+    for differences in ranks(2, train, str(tmp_path), inputs, False, plan):
+        assert max(differences) < 1e-11
+
+
+def refuse(folder, plan):
+    """The errors of loading with plans, one for each."""
+    messages = []
+    for options in plan:
+        try:
+            load(folder, **options)
+            messages.append("")
+        except (ValueError, RuntimeError) as error:
+            messages.append(str(error))
+    return messages
+
+
+@pytest.mark.parametrize(
+    ("module", "fields", "parts"),
+    [
+        (luna, {"num_attention_heads": 3}, "tp_size=2 does not divide the 3 heads of encoder.layers.0.attention."),
+        (luna, {"num_pack_attention_heads": 1}, "tp_size=2 does not divide the 1 heads of encoder.layers.0.attention."),
+        (luna, {"intermediate_size": 33}, "tp_size=2 does not divide the 33 columns of encoder.layers.0.fc1"),
+        (mega, {"intermediate_size": 31}, "tp_size=2 does not divide the 31 columns of layers.0.mega_layer.v_proj"),
+        (mega, {"nffn_hidden_size": 21}, "tp_size=2 does not divide the 21 columns of layers.0.nffn.fc1"),
+    ],
+)
+def test_sizes_that_the_ranks_do_not_divide_are_refused(ranks, tmp_path, module, fields, parts):
+    module.make("Model", **fields).save_pretrained(tmp_path)
+    for (message,) in ranks(2, refuse, str(tmp_path), [{}]):
+        assert parts in message
+        assert "choose a tp_size that does" in message
+        assert "\n" not in message
+
+
+def test_plans_that_do_not_fit_are_refused(ranks, tmp_path):
+    model = luna.make("Model")
+    model.save_pretrained(tmp_path)
+    rules = dict(model.tp_plan)
+    plans = ["all", {"encoder.layers.*.fc1": "rows"}, {**rules, "encoder.layers.*.fc2": "colwise"}]
+    name, style, alone = ranks(2, refuse, str(tmp_path), [{"tp_plan": plan} for plan in plans])[0]
+    assert name == "tp_plan must be 'auto' or a dictionary of modules and styles, got 'all'"
+    assert "rows" in style
+    assert alone == (
+        "tp_plan changes encoder.layers.*.fc2 alone, and the 2 rules of encoder.layers.* are exact together only: "
+        "change all of them, or none"
+    )
+
+
+@merges_plans
+def test_rules_for_no_layer_are_refused(ranks, tmp_path):
+    mega.make("Model").save_pretrained(tmp_path)
+    ((message,), _) = ranks(2, refuse, str(tmp_path), [{"tp_plan": {"layers.*.attention.query": "colwise"}}])
+    assert "layers.*.attention.query" in message
+
+
+@pytest.mark.parametrize("name", [*ENCODERS, *DECODERS])
+def test_every_rule_of_a_plan_is_for_a_layer(name):
+    model, _ = (make_encoder if name in ENCODERS else make_decoder)(name)
+    names = {replace_layer_number_by_wildcard(module) for module, _ in model.named_modules()}
+    assert model.tp_plan.keys() <= names
+    assert {rule.rpartition(".")[2] for rule in model.tp_plan} >= {
+        "luna": {"query", "output", "all_heads", "fc1", "fc2"},
+        "mega": {"v_proj", "h_proj", "whole", "own_columns"},
+    }[name.split()[0]]
