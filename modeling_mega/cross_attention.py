@@ -73,7 +73,10 @@ class MegaGatedCrossAttention(nn.Module):
         """Attend to the source from where the queries are; with `past` they are the last positions of the sequences."""
         seen, target, source_start = query.shape[1], layout.start(), encoder_layout.start()
         if past is not None:
-            seen, target = past.seen, past.position - past.seen
+            seen = past.seen
+            if torch.compiler.is_exporting():  # the cache of a program has no number of positions
+                seen = past.position.max().clamp(min=query.shape[1]).item()
+            target = past.position - seen
         row_offset = target
         if source_start is not None:
             row_offset = -source_start if target is None else target - source_start
