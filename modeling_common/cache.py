@@ -35,7 +35,7 @@ class StateLayer(CacheLayerMixin):
 
     @property
     def seen(self) -> int:
-        """Return the number of positions so far, padding included; of an exported program's cache only if it has any."""
+        """Return the number of positions so far, padding included; in an exported program only whether there are any."""
         return getattr(self, "_seen", int(self.is_initialized))
 
     @seen.setter
