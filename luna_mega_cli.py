@@ -19,6 +19,7 @@ _HELP = {
     "verify": "compare two models layer by layer on the same inputs",
     "info": "describe a model: parameters, memory, FLOPs, heads, origin",
     "bundle": "add the code to a model folder, for trust_remote_code",
+    "onnx": "write a model folder as ONNX, and compare it with the model",
 }
 
 
@@ -165,12 +166,25 @@ def _add_bundle(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", metavar="OUT", help="folder to write, absent or empty (default: DIR itself)")
 
 
+def _add_onnx(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Writes a model folder as ONNX, for any batch and length. A model that generates becomes two programs, prefill "
+        "and decode, with an encoder three. onnxruntime is compared with the model before anything is kept."
+    )
+    parser.add_argument("folder", metavar="FOLDER", help="what luna-mega convert or save_pretrained wrote")
+    parser.add_argument(
+        "--output", metavar="PATH", required=True, help="folder to write, absent or empty; for one program also a FILE.onnx"
+    )
+    parser.add_argument("--opset", metavar="N", type=_positive, help="version of the ONNX operators, 18 or later")
+
+
 _COMMANDS = {
     "convert": _add_convert,
     "export": _add_export,
     "verify": _add_verify,
     "info": _add_info,
     "bundle": _add_bundle,
+    "onnx": _add_onnx,
 }
 
 

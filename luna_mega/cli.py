@@ -12,6 +12,7 @@ from luna_mega.errors import ConversionError
 from luna_mega.hub.bundle import bundle
 from luna_mega.inspection.info import describe
 from luna_mega.inspection.verify import compare
+from luna_mega.onnx import export_onnx
 from luna_mega_cli import main
 
 __all__ = ["main", "run"]
@@ -71,4 +72,16 @@ def _bundle(options: argparse.Namespace) -> int:
     return 0
 
 
-_COMMANDS = {"convert": _convert, "export": _export, "verify": _verify, "info": _info, "bundle": _bundle}
+def _onnx(options: argparse.Namespace) -> int:
+    print(export_onnx(options.folder, options.output, options.opset))
+    return 0
+
+
+_COMMANDS = {
+    "convert": _convert,
+    "export": _export,
+    "verify": _verify,
+    "info": _info,
+    "bundle": _bundle,
+    "onnx": _onnx,
+}

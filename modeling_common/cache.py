@@ -11,11 +11,10 @@ _PREFIX_TUNING = "in place of prefix tuning, which brings keys and values, use p
 
 
 class StateLayer(CacheLayerMixin):
-    """The memory of one layer over B sequences: the attributes that `fields` names, tensors `[B, ...]` or None.
+    """The memory of one layer over B sequences: the attributes that `fields` names, tensors `[B, ...]` or None."""
 
-    `seen` counts the positions so far, padding included.
-    """
-
+    # A number among the attributes would be a constant of an exported program, which then took no longer cache.
+    __slots__ = ("_seen",)
     is_sliding = False
     supports_early_init = False
     fields: tuple[str, ...]
@@ -35,6 +34,15 @@ class StateLayer(CacheLayerMixin):
         for name, tensor in tensors.items():
             setattr(self, name, tensor)
         self.seen, self.is_initialized = self.seen + length, True
+
+    @property
+    def seen(self) -> int:
+        """Return the number of positions so far, padding included; in an exported program only whether there are any."""
+        return getattr(self, "_seen", int(self.is_initialized))
+
+    @seen.setter
+    def seen(self, count: int):
+        self._seen = count
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -149,13 +157,21 @@ def _kind(model: PreTrainedModel, config: PreTrainedConfig) -> type[Cache]:
     return model.seq2seq_cache_class if config.add_cross_attention else model.cache_class
 
 
+def keeps_cache(model: PreTrainedModel) -> bool:
+    """Return whether a decoder begins a cache by itself: as `config.use_cache` says, but not in training.
+
+    Nor while it is exported: the lengths of a cache that no input shows would be those of the example.
+    """
+    return model.config.use_cache and not model.training and not torch.compiler.is_exporting()
+
+
 def begin_cache(model: PreTrainedModel, past: Cache | None, use_cache: bool | None) -> Cache | None:
     """Return the cache that a pass through a decoder, or an encoder, reads and fills, or None.
 
     Args:
         model: an encoder or a decoder.
         past: the cache that the caller gave.
-        use_cache: whether to begin one where `past` is None; None = `config.use_cache`, but not in training.
+        use_cache: whether to begin one where `past` is None; None = as `keeps_cache` says.
 
     Raises:
         ValueError: a cache for an encoder, a cache of another class, or layers that do not run exactly once.
@@ -175,7 +191,7 @@ def begin_cache(model: PreTrainedModel, past: Cache | None, use_cache: bool | No
             f"{_PREFIX_TUNING}"
         )
     if use_cache is None:
-        use_cache = config.use_cache and not model.training
+        use_cache = keeps_cache(model)
     if past is None and use_cache:
         past = new_cache(model)
     if past is not None and model.training:

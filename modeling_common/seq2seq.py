@@ -10,6 +10,7 @@ from transformers.modeling_outputs import BaseModelOutput, ModelOutput, Seq2SeqL
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
+from luna_mega.modeling_common.cache import keeps_cache
 from luna_mega.modeling_common.labels import check_labels, keep_positions, shift_right
 from luna_mega.modeling_common.layout import drop_if_full
 
@@ -117,7 +118,7 @@ class Seq2SeqBody(EncoderDecoder):
             decoder_attention_mask,
             inputs_embeds=decoder_inputs_embeds,
             past_key_values=past_key_values,
-            use_cache=self.config.use_cache and not self.training if use_cache is None else use_cache,
+            use_cache=keeps_cache(self) if use_cache is None else use_cache,
             encoder_hidden_states=encoded.last_hidden_state,
             encoder_attention_mask=attention_mask,
             return_dict=True,

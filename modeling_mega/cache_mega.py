@@ -28,7 +28,7 @@ class MegaCacheLayer(StateLayer):
         of these in its sequence: below 0 where padding precedes the first token.
         """
         length, first = mask.shape[1], mask.int().argmax(dim=1)
-        begun = first.new_zeros(len(mask)) if self.position is None else self.position
+        begun = torch.zeros_like(first) if self.position is None else self.position
         start = torch.where(begun > 0, begun, -first)
         position = torch.where((begun > 0) | mask.any(dim=1), start + length, 0)
         if self.keys is not None:
@@ -36,11 +36,23 @@ class MegaCacheLayer(StateLayer):
             keys, values, mask = (
                 torch.cat(pair, dim=1) for pair in ((self.keys, keys), (self.values, values), (self.mask, mask))
             )
-        cut = 0 if window is None else max(keys.shape[1] - window, 0)
-        # A copy, so that what is cut off is freed.
-        kept = (x[:, cut:].clone() if cut else x for x in (keys, values, mask))
+        kept = (keys, values, mask) if window is None else _last(window, keys, values, mask)
         self.store(length, position=position, **dict(zip(("keys", "values", "mask"), kept, strict=True)))
         return keys, values, mask, start
+
+
+def _last(count: int, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Return the last `count` positions of tensors `[B, T, ...]`, all of them where there are fewer."""
+    length = tensors[0].shape[1]
+    if torch.compiler.is_exporting():
+        # A number that the program computes: it takes caches that still grow and those that do not.
+        kept = torch.full((), length).clamp(max=count).item()
+        torch._check(kept >= 0)
+        position = torch.arange(kept, device=tensors[0].device) + length - kept
+        return [x[:, position] for x in tensors]
+    cut = max(length - count, 0)
+    # A copy, so that what is cut off is freed.
+    return [x[:, cut:].clone() if cut else x for x in tensors]
 
 
 class MegaCrossCacheLayer(StateLayer):

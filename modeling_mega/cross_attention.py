@@ -76,8 +76,12 @@ class MegaGatedCrossAttention(nn.Module):
     def attend(self, query, key, value, layout, encoder_layout, output_weights, past):
         """Attend to the source from where the queries are; with `past` they are the last positions of the sequences."""
         seen, target, source_start = query.shape[1], layout.start(), encoder_layout.start()
-        if past is not None:
+        offset, positions = 0, max(seen, key.shape[1])
+        if past is not None and torch.compiler.is_exporting():
+            target, positions = past.position - query.shape[1], self.exported_positions(past, key)
+        elif past is not None:
             seen, target = past.seen, past.position - past.seen
+            offset, positions = seen - query.shape[1], max(seen, key.shape[1])
         row_offset = target
         if source_start is not None:
             row_offset = -source_start if target is None else target - source_start
@@ -85,12 +89,20 @@ class MegaGatedCrossAttention(nn.Module):
             query,
             key,
             value,
-            self.whole(relative_bias(self.config, self.rel_pos_bias, max(seen, key.shape[1]))),
+            self.whole(relative_bias(self.config, self.rel_pos_bias, positions)),
             function=self.config.attention_activation,
             mask=encoder_layout.mask,
-            offset=seen - query.shape[1],
+            offset=offset,
             row_offset=row_offset,
             dropout=self.config.attention_probs_dropout_prob if self.training else 0.0,
             return_weights=output_weights,
         )
         return attended if output_weights else (attended, None)
+
+    def exported_positions(self, past: MegaCacheLayer, key: torch.Tensor) -> int:
+        """Return at least as many positions as source and target have, of which the cache of a program has no number."""
+        if self.config.relative_positional_bias == "simple":
+            return self.config.cross_positions
+        seen = past.position.max().item()
+        torch._check(seen >= 1)
+        return seen + key.shape[1]

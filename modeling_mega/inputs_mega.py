@@ -52,7 +52,8 @@ class MegaInputsMixin(InputsMixin):
         if past is None:
             return
         config, layer = self.config, past.layers[0]
-        if not layer.is_initialized:
+        # Numbers in an exported program would tie it to caches like that of the example.
+        if not layer.is_initialized or torch.compiler.is_exporting():
             return
         kept = layer.seen if config.attention_chunk is None else min(layer.seen, config.attention_chunk - 1)
         values = config.intermediate_size // self.layers[0].mega_layer.own_columns.ranks

@@ -24,10 +24,11 @@ ROOMS = {
     "luna_mega.hub": {"huggingface_hub", "safetensors", "torch", "transformers"},
     "luna_mega.convert": {"huggingface_hub", "numpy", "safetensors", "tokenizers", "torch", "tqdm", "transformers"},
     "luna_mega.inspection": {"safetensors", "torch", "tqdm", "transformers"},
+    "luna_mega.onnx": {"onnx_ir", "onnxruntime", "torch", "transformers"},
     "luna_mega.cli": set(),
 }
 APART = {"luna_mega.modeling_luna", "luna_mega.modeling_mega"}
-OPTIONAL = {"triton"}
+OPTIONAL = {"triton", "onnx_ir", "onnxruntime"}
 NEVER_IMPORTED = {"examples", "benchmarks", "tests"}
 
 

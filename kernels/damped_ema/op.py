@@ -6,12 +6,17 @@ import torch
 
 from luna_mega.kernels import varlen
 from luna_mega.kernels._op import Op
-from luna_mega.kernels.damped_ema import reference, torch_backend
+from luna_mega.kernels.damped_ema import export, reference, torch_backend
 from luna_mega.kernels.damped_ema.reference import working_dtype
 from luna_mega.kernels.damped_ema.truncated import TruncatedEmaState, truncated
 
 # The limit of the Triton kernels, which hold the states of a channel in registers.
 MAX_STATES = 64
+
+
+def _torch(x, **call):
+    run = export.damped_ema if torch.compiler.is_exporting() else torch_backend.damped_ema
+    return run(x, **call)
 
 
 def _triton(x, truncation, **call):
@@ -80,7 +85,7 @@ EMA = Op(
     "damped_ema",
     {
         "reference": _from_parameters(reference.damped_ema),
-        "torch": _from_parameters(torch_backend.damped_ema),
+        "torch": _from_parameters(_torch),
         "triton": _from_parameters(_triton),
     },
     _unsupported,
@@ -218,7 +223,7 @@ def damped_ema_step(
             f"{list(input_logit.shape)}"
         )
     if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:1]):
-        raise ValueError(f"damped_ema_step needs a bool mask [{len(x)}], got {mask.dtype} {list(mask.shape)}")
+        raise ValueError(f"damped_ema_step needs a bool mask [{x.shape[0]}], got {mask.dtype} {list(mask.shape)}")
     parameters = (input_logit, damping_logit, expansion, projection)
     if isinstance(state, TruncatedEmaState):
 
@@ -229,7 +234,7 @@ def damped_ema_step(
         mask = None if mask is None else mask[:, None]
         output, state = truncated(run_again, x[:, None], parameters, skip, mask, state.inputs.shape[1], state)
         return output[:, 0], state
-    _check("damped_ema_step", x, parameters, skip, state, len(x))
+    _check("damped_ema_step", x, parameters, skip, state, x.shape[0])
     return STEP(backend, {"x": x, "state": state, "parameters": parameters, "skip": skip, "mask": mask})
 
 

@@ -10,6 +10,8 @@ import math
 import torch
 from torch import nn
 
+from luna_mega.kernels._export import log1p
+
 
 def log_decay(input_logit: torch.Tensor, damping_logit: torch.Tensor) -> torch.Tensor:
     """Return log q = log(1 - sigmoid(input_logit) sigmoid(damping_logit)), at least log(1e-30), with finite gradients.
@@ -20,7 +22,7 @@ def log_decay(input_logit: torch.Tensor, damping_logit: torch.Tensor) -> torch.T
     product = torch.sigmoid(input_logit) * torch.sigmoid(damping_logit)
     log_product = nn.functional.logsigmoid(input_logit) + nn.functional.logsigmoid(damping_logit)
     # Both forms are evaluated everywhere, so each gets an argument at which its gradient is finite.
-    slow = torch.log1p(-product.clamp(max=0.5))
+    slow = log1p(-product.clamp(max=0.5))
     fast = torch.log(-torch.expm1(log_product.clamp(-math.log(2), -1e-30)))
     return torch.where(product > 0.5, fast, slow)
 

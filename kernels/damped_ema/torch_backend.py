@@ -5,6 +5,7 @@ import functools
 import torch
 from torch import nn
 
+from luna_mega.kernels._export import expm1
 from luna_mega.kernels.damped_ema.reference import finish
 
 CHUNK = 64
@@ -22,9 +23,6 @@ def damped_ema(
     x, coefficients, skip=None, mask=None, shift=False, truncation=None, initial_state=None, return_state=False
 ):  # fmt: skip
     """Return `reference.damped_ema`; the final state only on request."""
-    # An exported program must not need this package, and its length is not known, so export sees PyTorch's own FFT.
-    if torch.compiler.is_exporting():
-        return _exported(x, coefficients, skip, mask, shift, truncation, initial_state, return_state)
     batch, length, channels = x.shape
     stateful = return_state or initial_state is not None
     truncated = truncation is not None and truncation < length
@@ -44,21 +42,17 @@ def step(x, state, coefficients, skip, mask):
     """Return `reference.step`, with q - 1 instead of q: thousands of steps add up the rounding error of q."""
     log_q, weight_in, weight_out = coefficients
     kept = x if mask is None else x.masked_fill(~mask[:, None], 0.0)
-    state = torch.addcmul(state, state, torch.expm1(log_q)) + weight_in * kept[..., None].to(log_q.dtype)
+    state = torch.addcmul(state, state, expm1(log_q)) + weight_in * kept[..., None].to(log_q.dtype)
     return finish((weight_out * state).sum(-1), x, skip), state
 
 
 def _series(weight, log_q, length):
     """Return sum_n weight_n q_n^t for t < length, `[..., R, length]` of `[..., R, N]`: q^(i c + j) = q^(i c) q^j."""
-    inner = 16 if not torch.compiler.is_exporting() and length <= 256 else 64
-    # Export would treat a count of 1 as a constant, so there are never fewer than 2.
-    outer = torch.arange(length // inner + 2, device=log_q.device, dtype=log_q.dtype) * inner
+    inner = 16 if length <= 256 else 64
+    outer = torch.arange(-(-length // inner), device=log_q.device, dtype=log_q.dtype) * inner
     coarse = torch.exp(log_q[..., None] * outer) * weight[..., None]
     fine = torch.exp(log_q[..., None] * torch.arange(inner, device=log_q.device, dtype=log_q.dtype))
-    series = (coarse.mT @ fine).flatten(-2)
-    if torch.compiler.is_exporting():
-        return series.index_select(-1, torch.arange(length, device=series.device))
-    return series[..., :length]
+    return (coarse.mT @ fine).flatten(-2)[..., :length]
 
 
 def _taps(coefficients, channels, length, shift):
@@ -101,27 +95,6 @@ def _final_state(x, mask, coefficients, state, inward):
         last = last.masked_fill(~mask[:, -rest:, None], 0.0)
     gained = torch.einsum("dnt,btd->bdn", inward[..., chunk - rest :], last.to(inward.dtype))
     return torch.exp(coefficients[0] * rest) * state + gained
-
-
-def _exported(x, coefficients, skip, mask, shift, truncation, initial_state, return_state):
-    log_q, weight_in, weight_out = coefficients
-    length, channels = x.shape[1:]
-    signal = (x if mask is None else x.masked_fill(~mask[..., None], 0.0)).permute(2, 0, 1).to(log_q.dtype)
-    taps, center = _taps(coefficients, channels, length, shift)
-    if truncation is not None:
-        lags = torch.arange(taps.shape[1], device=x.device) - center
-        taps = taps.masked_fill((lags >= truncation) | (-lags >= truncation + shift), 0.0)
-    average = _convolve(signal, taps, center, 2 * length).permute(1, 2, 0)
-    state = None
-    if initial_state is not None:
-        average = average + _series(initial_state * log_q.exp() * weight_out, log_q, length).mT
-    if return_state:
-        since = torch.arange(length, device=x.device, dtype=log_q.dtype).flip(0)
-        gained = [torch.matmul(signal, torch.exp(rate[:, None] * since)[..., None]) for rate in log_q.unbind(1)]
-        state = torch.cat(gained, -1).transpose(0, 1) * weight_in
-        if initial_state is not None:
-            state = state + torch.exp(log_q * length) * initial_state
-    return finish(average, x, skip), state
 
 
 @functools.lru_cache

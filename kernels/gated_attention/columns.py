@@ -50,13 +50,14 @@ def with_chunks_in_columns(
     inside, columns = (place >= 0) & (place < keys), rotation(-shift, count)
     query, key, value = (take(fill(x, before, count), columns) for x, before in ((query, offset), (key, 0), (value, 0)))
     mask = inside if mask is None else inside & take(fill(mask, 0, count), columns)
-    back = (torch.arange(offset, offset + queries, device=key.device) + shift[:, None]) % max(count, 1)
+    back = rotation(shift, count)[:, offset : offset + queries]
     return query, key, value, mask, back
 
 
 def rotation(shift: torch.Tensor, count: int) -> torch.Tensor:
     """Return the columns `[B, count]` to take so that every row of `count` columns moves left by its `shift` `[B]`."""
-    return (torch.arange(count, device=shift.device) + shift[:, None]) % max(count, 1)
+    # As a tensor, for ONNX takes no remainder by a size of an exported program.
+    return (torch.arange(count, device=shift.device) + shift[:, None]) % torch.full((), max(count, 1))
 
 
 def take(x: torch.Tensor | None, columns: torch.Tensor) -> torch.Tensor | None:

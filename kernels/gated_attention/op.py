@@ -210,8 +210,11 @@ def gated_attention_step(
     _check_rows(op, query, True, chunk_size, 1, None, start)
     if chunk_size is not None:
         # The chunk's first position becomes position 0, so that the keys before it are left out.
-        last = key.shape[1] - 1
-        window = last % chunk_size if start is None else min(last, chunk_size - 1)
+        last = window = key.shape[1] - 1
+        if torch.compiler.is_exporting():  # where a cut would tie the program to keys like those of the example
+            start = torch.zeros_like(key[:, 0, 0], dtype=torch.int64) if start is None else start
+        else:
+            window = last % chunk_size if start is None else min(last, chunk_size - 1)
         key, value, mask = (None if x is None else x[:, last - window :] for x in (key, value, mask))
         start = None if start is None else (start + last) % chunk_size - window
     call = _named(query, key, value, bias, mask, function, True, None, key.shape[1] - 1, None, start, dropout)

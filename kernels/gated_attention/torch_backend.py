@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import torch
 
+from luna_mega.kernels._export import chunk_positions
 from luna_mega.kernels.gated_attention import reference
 
 BLOCK_ROWS = 256
@@ -42,12 +43,7 @@ def attend(query, key, value, bias, mask, function, causal, chunk_size, offset, 
 def _attend_for_export(query, key, value, bias, mask, function, causal, chunk_size, dropout):
     """Attend in chunks for any length in one program, also for a length that is no multiple of the chunk."""
     batch, length, _ = query.shape
-    # A number of chunks from the shape would tie the program to lengths like the one it was traced with.
-    chunks = ((torch.full((), length, device=query.device) + chunk_size - 1) // chunk_size).item()
-    torch._check(chunks >= 1)
-    position = torch.arange(chunks * chunk_size, device=query.device).view(chunks, chunk_size)
-    real = position < length
-    position = position.clamp(max=length - 1)
+    position, real = chunk_positions(length, chunk_size, query.device)
     mask = real.expand(batch, -1, -1) if mask is None else mask[:, position] & real
     query, key, value = query[:, position], key[:, position], value[:, position]
     weights = reference.weights(query, key, bias, mask, function, causal)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from luna_mega.kernels import _op
+from luna_mega.kernels._export import chunk_positions
 from luna_mega.kernels.luna_causal_attention import reference
 from luna_mega.kernels.luna_causal_attention.reference import LunaCausalState
 
@@ -78,12 +79,8 @@ def _exported(tokens, pack_query, mask, pack_mask, activation, state, dropout):
     """Attend for any length in one program."""
     batch, length = tokens[0].shape[:2]
     device = tokens[0].device
-    # A number of chunks from the shape would tie the program to lengths like the one it was traced with.
-    chunks = ((torch.full((), length, device=device) + CHUNK - 1) // CHUNK).item()
-    torch._check(chunks >= 1)
-    position = torch.arange(chunks * CHUNK, device=device)
-    kept = (position < length).expand(batch, -1)
-    position = position.clamp(max=length - 1)
+    position, kept = (x.flatten() for x in chunk_positions(length, CHUNK, device))
+    kept = kept.expand(batch, -1)
     if mask is not None:
         kept = kept & mask[:, position]
     state = (None, None, None) if state is None else state

@@ -121,14 +121,14 @@ def compare(
         ConversionError: a model or the inputs are at fault, or the models are of different kinds.
     """
     options = {"head": head, "layer_norm": layer_norm, "ema_convention": ema_convention}
-    with _quiet_transformers(), _folder(a, options) as first, _folder(b, options) as second:
+    with quiet_transformers(), _folder(a, options) as first, _folder(b, options) as second:
         _check_same_kind(a, first, b, second)
         if inputs is not None:
             tensors = _read_inputs(Path(inputs), first)
         elif texts:
             tensors = _tokenize(texts, first, second)
         else:
-            tensors = _random_inputs(first, batch, length, seed)
+            tensors = random_inputs(first, batch, length, seed)
         outputs = []
         for folder in tqdm((first, second), desc="models", delay=1, disable=None if progress else True):
             outputs.append(_run(folder, tensors))
@@ -144,7 +144,7 @@ def compare(
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Silence bars and advice of transformers: missing and unexpected weights are errors here, or expected."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
@@ -229,7 +229,8 @@ def _has_options(model_class: type) -> bool:
     return model_class.__name__.endswith("ForMultipleChoice")
 
 
-def _random_inputs(folder: ModelFolder, batch: int, length: int, seed: int) -> dict[str, torch.Tensor]:
+def random_inputs(folder: ModelFolder, batch: int, length: int, seed: int) -> dict[str, torch.Tensor]:
+    """Return random inputs of the class of a folder, `[batch, length]` or shorter; every second sequence is half."""
     generator, options = torch.Generator().manual_seed(seed), (2,) if _has_options(folder.model_class) else ()
     sides = stacks(folder.config)
     prefixes = dict.fromkeys(sides, "")

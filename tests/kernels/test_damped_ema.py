@@ -8,7 +8,7 @@ import torch
 from torch.library import opcheck
 
 from luna_mega.kernels.api import TruncatedEmaState, damped_ema, damped_ema_step, explain, use_backend
-from luna_mega.kernels.damped_ema import reference, torch_backend
+from luna_mega.kernels.damped_ema import export, reference, torch_backend
 
 KINDS = ["causal", "states", "bidirectional", "shifted"]
 MASKS = ["none", "some", "all of one row"]
@@ -90,9 +90,21 @@ def saturated(length, kind):
 @pytest.fixture(params=["fft", "chunks"])
 def form(request, monkeypatch):
     """Both forms of the torch backend, at any size, and several blocks of channels."""
-    monkeypatch.setattr(torch_backend, "MANY_POSITIONS", 0 if request.param == "chunks" else 1 << 60)
+    choose_form(request.param, monkeypatch)
+
+
+@pytest.fixture(params=["fft", "chunks", "export"])
+def any_form(request, monkeypatch):
+    """The forms of the torch backend, and that of exported programs with small groups."""
+    choose_form(request.param, monkeypatch)
+
+
+def choose_form(name, monkeypatch):
+    monkeypatch.setattr(torch_backend, "MANY_POSITIONS", 0 if name == "chunks" else 1 << 60)
     monkeypatch.setattr(torch_backend, "BLOCK", 2)
-    return request.param
+    if name == "export":
+        monkeypatch.setattr(torch_backend, "damped_ema", export.damped_ema)
+        monkeypatch.setattr(export, "GROUP", 4)
 
 
 def relative_error(actual, exact):
@@ -177,13 +189,13 @@ def test_reference_gradients(kind, truncation):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("masking", MASKS)
 @pytest.mark.parametrize("length, states", [(1, 1), (2, 16), (63, 2), (64, 1), (65, 16), (130, 2), (500, 2)])
-def test_torch_backend(form, length, states, kind, masking):
+def test_torch_backend(any_form, length, states, kind, masking):
     inputs = Inputs(length, kind, masking, states, skip=masking != "some")
     assert_same(inputs.run(), inputs.run(backend="reference"))
 
 
 @pytest.mark.parametrize("kind", ["causal", "shifted"])
-def test_long(form, kind):
+def test_long(any_form, kind):
     """5000 positions: exact in float64; in float32 to 5e-6, also where a state lives for all of them."""
     inputs = Inputs(5000, kind, channels=2, states=2, batch=1)
     with torch.no_grad():
@@ -210,7 +222,7 @@ def test_low_precision(form, kind, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ["causal", "bidirectional"])
-def test_slow_decay_in_low_precision(form, dtype, kind):
+def test_slow_decay_in_low_precision(any_form, dtype, kind):
     """Half-precision tensors, states that live for 400 to 20,000 positions: within 1 % of float64 on the same numbers
     (a kernel built in bfloat16 is off by 10 to 21 %)."""
     inputs = Inputs(1000, kind, states=4, skip=False)
@@ -226,7 +238,7 @@ def test_slow_decay_in_low_precision(form, dtype, kind):
 @pytest.mark.parametrize("length", [7, 65, 130])
 @pytest.mark.parametrize("truncation", [0, 1, 7, 65, 1000])
 @pytest.mark.parametrize("kind", ["causal", "bidirectional", "shifted"])
-def test_truncation(form, kind, truncation, length):
+def test_truncation(any_form, kind, truncation, length):
     inputs = Inputs(length, kind, "some")
     actual = inputs.run(truncation=truncation)
     assert_same(actual, inputs.run(backend="reference", truncation=truncation))
@@ -265,7 +277,7 @@ def test_segments_and_steps_are_the_parallel_form(backend, masking):
 
 
 @pytest.mark.parametrize("kind", ["causal", "bidirectional", "shifted"])
-def test_padding_changes_nothing(form, kind):
+def test_padding_changes_nothing(any_form, kind):
     """Padding on either side: same results and gradients, whatever stands there; with it on the left, same state."""
     inputs = Inputs(90, kind)
     expected = inputs.run()
@@ -283,7 +295,7 @@ def test_padding_changes_nothing(form, kind):
         assert_same([state], [damped_ema(x, *rest, return_state=True)[1]])
 
 
-def test_padding_may_be_infinite(form):
+def test_padding_may_be_infinite(any_form):
     inputs = Inputs(70, "bidirectional", "some", skip=False)
     expected = inputs.call(*inputs.leaves)
     x, *rest = inputs.leaves
@@ -307,7 +319,7 @@ def test_a_row_of_padding(form, kind):
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_saturated_logits(form, backend, dtype, kind):
+def test_saturated_logits(any_form, backend, dtype, kind):
     inputs = saturated(130, kind)
     for tensor in inputs.to(dtype).run(backend=backend):
         assert torch.isfinite(tensor).all()

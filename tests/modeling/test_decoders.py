@@ -138,21 +138,19 @@ def test_shift_labels(family):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "name", ["luna: softplus", "luna seq2seq: translation", "mega: softmax", "mega: laplace chunks"]
-)
+@pytest.mark.parametrize("name", EXPORTED)
 def test_compile_and_export(name):
     torch.compiler.reset()  # code that was compiled often in this process is refused
     model = make(name, num_hidden_layers=1)
     inputs = source(model, 2) | target(model, *padded([17, 5], 17, "left"))
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(**inputs, use_cache=False).logits, model(**inputs).logits)
-    shapes = {key: {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC} for key in inputs} | {"use_cache": None}
-    exported = torch.export.export(model, (), inputs | {"use_cache": False}, dynamic_shapes=shapes, strict=False)
+    shapes = {key: {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC} for key in inputs}
+    exported = torch.export.export(model, (), inputs, dynamic_shapes=shapes, strict=False)
     for lengths, total in (([17, 5], 17), ([30, 2, 7], 30), ([2], 2)):
         ids, mask = padded(lengths, total, "left")
         inputs = source(model, len(ids)) | target(model, ids, mask)
-        logits = exported.module()(**inputs, use_cache=False).logits
+        logits = exported.module()(**inputs).logits
         torch.testing.assert_close(logits[mask.bool()], model(**inputs).logits[mask.bool()], atol=1e-8, rtol=1e-6)
 
 

@@ -1,0 +1,33 @@
+"""What the ops share where a model is exported: sizes that one program has for every length, and exact functions.
+
+An exported program must not need this package, so it is made of PyTorch's own operators, those that ONNX has as well.
+"""
+
+import torch
+
+
+def count_chunks(length: int, size: int, device: torch.device) -> int:
+    """Return ceil(length / size), at least 1, as a number that the program computes.
+
+    Computed from a shape, it would tie the program to lengths like the one it was traced with.
+    """
+    chunks = ((torch.full((), length, device=device) + size - 1) // size).item()
+    torch._check(chunks >= 1)
+    return chunks
+
+
+def chunk_positions(length: int, size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the positions `[chunks, size]` that fill chunks up with the last one, and which of them are real."""
+    chunks = count_chunks(length, size, device)
+    position = torch.arange(chunks * size, device=device).view(chunks, size)
+    return position.clamp(max=length - 1), position < length
+
+
+def log1p(x: torch.Tensor) -> torch.Tensor:
+    """Return log(1 + x), accurate around 0, where ONNX adds and takes the logarithm."""
+    return 2.0 * torch.atanh(x / (2.0 + x)) if torch.compiler.is_exporting() else torch.log1p(x)
+
+
+def expm1(x: torch.Tensor) -> torch.Tensor:
+    """Return exp(x) - 1, accurate around 0, where ONNX subtracts."""
+    return torch.tanh(0.5 * x) * (torch.exp(x) + 1.0) if torch.compiler.is_exporting() else torch.expm1(x)

@@ -1,0 +1,259 @@
+"""Model folders as ONNX programs, which are compared with the model before they are kept (`luna-mega onnx`)."""
+
+import copy
+import io
+import logging
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, exporters
+from transformers.exporters.utils import decompose_for_generation
+
+from luna_mega.errors import ConversionError
+from luna_mega.hub.folder import ModelFolder, position_limit, read_folder
+from luna_mega.hub.output import check_output, complete_folder
+from luna_mega.inspection.costs import stacks
+from luna_mega.inspection.verify import quiet_transformers, random_inputs
+
+# The oldest operator set that PyTorch's exporter writes.
+OLDEST_OPSET = 18
+TOLERANCE = 1e-4
+RUNS = 3
+_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+
+
+@dataclass(frozen=True)
+class Check:
+    """A run of a program beside the model: the shape of its first input, largest difference, and seconds of both."""
+
+    program: str
+    shape: tuple[int, ...]
+    difference: float
+    onnxruntime: float
+    torch: float
+
+
+@dataclass(frozen=True)
+class OnnxReport:
+    """What was exported, and its checks."""
+
+    model_class: str
+    output: Path
+    checks: tuple[Check, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{self.model_class}, float32", f"{'program':<10}{'input':<14}{'difference':>12}{'onnxruntime':>14}{'torch':>12}"]
+        for check in self.checks:
+            shape = " x ".join(map(str, check.shape))
+            times = f"{check.onnxruntime * 1e3:>11.2f} ms{check.torch * 1e3:>9.2f} ms"
+            lines.append(f"{check.program:<10}{shape:<14}{check.difference:>12.1e}{times}")
+        largest = max(check.difference for check in self.checks)
+        return "\n".join([*lines, f"largest difference {largest:.1e}; written to {self.output}"])
+
+
+def export_onnx(folder: str | Path, output: str | Path, opset: int | None = None) -> OnnxReport:
+    """Write a model folder as ONNX, for any batch and length, and compare onnxruntime with the model.
+
+    A model that generates becomes the programs `prefill` and `decode`, an encoder-decoder `encoder` as well; every other
+    class one program, `model`. The comparison runs three inputs: shorter than P or a chunk, of a length that is no
+    multiple of either, and a batch with padding.
+
+    Args:
+        folder: what `save_pretrained` or `luna-mega convert` wrote.
+        output: a folder that is absent or empty, or for one program a new file `*.onnx`.
+        opset: version of the ONNX operators, 18 or later; None = the exporter's default.
+
+    Raises:
+        ConversionError: the folder, the output, the opset or the installation is at fault, or a difference exceeds 1e-4.
+            Nothing is left at `output`.
+    """
+    _check_installation()
+    if opset is not None and opset < OLDEST_OPSET:
+        raise ConversionError(f"--opset {opset}: the programs need ONNX operators of version {OLDEST_OPSET} or later")
+    source = read_folder(folder)
+    _check_class(source)
+    single = Path(output).suffix == ".onnx"
+    if single and source.model_class.can_generate():
+        raise ConversionError(
+            f"{output}: {source.model_class.__name__} becomes several programs; give --output a folder"
+        )
+    if single and Path(output).exists():
+        raise ConversionError(f"{output}: exists; give the name of a new file or remove it")
+    target = Path(output).resolve() if single else check_output(output)
+    with _quiet():
+        model = source.model_class.from_pretrained(source.path, dtype=torch.float32).eval()
+        try:
+            exported = _export(model, source, opset)
+        except Exception as error:  # of torch.export, torch.onnx or transformers, each with its own
+            reason = str(error.__cause__ or error).strip().partition("\n")[0]
+            raise ConversionError(
+                f"{source.path}: {type(model).__name__} cannot be exported with opset {opset or 'by default'}: {reason}"
+            ) from error
+        with _place(target, single) as place:
+            _write(exported, place, single)
+            checks = tuple(_checks(model, source, exported))
+            worst = max(checks, key=lambda check: check.difference)
+            if not worst.difference <= TOLERANCE:
+                raise ConversionError(
+                    f"{source.path}: onnxruntime differs from the model by {worst.difference:.1e} ({worst.program}, "
+                    f"input {list(worst.shape)}), more than {TOLERANCE:g}; nothing was written"
+                )
+    return OnnxReport(type(model).__name__, target, checks)
+
+
+def _check_installation() -> None:
+    if missing := [name for name in _PACKAGES if find_spec(name) is None]:
+        raise ConversionError(f"{', '.join(missing)} not installed; pip install 'luna-mega[onnx]'")
+    if not hasattr(exporters, "ExportedModel"):
+        raise ConversionError("this version of transformers writes no export folders; pip install 'luna-mega[onnx]'")
+
+
+def _check_class(folder: ModelFolder) -> None:
+    config, name = folder.config, folder.model_class.__name__
+    if getattr(config, "adaptive_input_cutoffs", None) or getattr(config, "adaptive_softmax_cutoffs", None):
+        raise ConversionError(
+            f"{folder.path}: {name} with an adaptive vocabulary chooses bands by the tokens, which a program cannot; "
+            "export a model without adaptive_input_cutoffs and adaptive_softmax_cutoffs"
+        )
+    if config.add_cross_attention and not config.is_encoder_decoder:
+        raise ConversionError(f"{folder.path}: a decoder with cross-attention is exported with its encoder, as one model")
+    if config.is_decoder and not folder.model_class.can_generate():
+        raise ConversionError(f"{folder.path}: {name} is a decoder without a head; export the class that generates")
+    if config.is_encoder_decoder and not folder.model_class.can_generate():
+        raise ConversionError(f"{folder.path}: {name} has no head; export the class that generates")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence what the exporters tell developers."""
+    with ExitStack() as stack:
+        stack.enter_context(quiet_transformers())
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        for redirect in (redirect_stdout, redirect_stderr):
+            stack.enter_context(redirect(io.StringIO()))
+        level = logging.root.manager.disable
+        logging.disable(logging.WARNING)
+        stack.callback(logging.disable, level)
+        yield
+
+
+@contextmanager
+def _place(target: Path, single: bool) -> Iterator[Path]:
+    """Yield the path to write to; what is there becomes `target` if the block raises no exception."""
+    if not single:
+        with complete_folder(target) as partial:
+            yield partial
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=target.parent) as partial:
+        yield Path(partial, target.name)
+        Path(partial, target.name).replace(target)
+
+
+def _write(exported: Any, place: Path, single: bool) -> None:
+    if single:
+        import onnx_ir
+
+        onnx_ir.save(exported.program, str(place))
+    else:
+        exported.save_pretrained(place)
+
+
+def _export(model: PreTrainedModel, folder: ModelFolder, opset: int | None) -> Any:
+    """Return the `ExportedModel`, with dynamic batch and lengths."""
+    exporter, config = exporters.OnnxExporter(), {"dynamic": True, "opset_version": opset}
+    sample = _inputs(folder, 2, _period(folder) + 1)
+    if not model.can_generate():
+        shapes = {name: dict.fromkeys(range(x.dim()), torch.export.Dim.DYNAMIC) for name, x in sample.items()}
+        return exporter.export(model, sample, exporters.OnnxConfig(dynamic_shapes=shapes, **config))
+    exported = exporter.export_for_generation(model, sample, exporters.OnnxConfig(**config))
+    if model.config.is_encoder_decoder:
+        encoder = exporter.export(model.get_encoder(), dict(sample), exporters.OnnxConfig(**config))
+        exported.components["encoder"] = encoder.components["model"]
+    return exported
+
+
+def _checks(model: PreTrainedModel, folder: ModelFolder, exported: Any) -> Iterator[Check]:
+    """Run the programs beside the model on inputs that the export has not seen."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = torch.get_num_threads()
+    runners, period = exported.to(device="cpu", session_options=options).runners, _period(folder)
+    for batch, length in ((1, max(1, period // 2)), (1, period + period // 2 + 1), (3, 2 * period)):
+        inputs = _inputs(folder, batch, length)
+        for name, (part, given) in _parts(model, inputs).items():
+            yield _compare(name, part, runners[name], given)
+
+
+def _parts(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> dict[str, tuple[PreTrainedModel, dict]]:
+    """Return the model and the inputs of every program."""
+    if not model.can_generate():
+        return {"model": (model, inputs)}
+    parts = decompose_for_generation(model, inputs)
+    return parts | ({"encoder": (model.get_encoder(), inputs)} if model.config.is_encoder_decoder else {})
+
+
+@torch.no_grad()
+def _compare(name: str, model: PreTrainedModel, runner: Any, inputs: dict[str, Any]) -> Check:
+    traced = {key: value for key, value in inputs.items() if key in runner.metadata.kwargs}
+    seconds, results = {}, {}
+    for side, run, given in (("torch", model, inputs), ("onnxruntime", runner, traced)):
+        seconds[side] = []
+        for _ in range(RUNS):
+            fresh = copy.deepcopy(given)  # the model changes a cache in place
+            start = time.perf_counter()
+            results[side] = run(**fresh)
+            seconds[side].append(time.perf_counter() - start)
+    first = next(value for key, value in inputs.items() if key.endswith(("input_ids", "input_values")))
+    mask = inputs.get("decoder_attention_mask", inputs.get("attention_mask"))
+    return Check(
+        name,
+        tuple(first.shape),
+        _difference(results["torch"], results["onnxruntime"], None if mask is None else mask.bool()),
+        min(seconds["onnxruntime"]),
+        min(seconds["torch"]),
+    )
+
+
+def _difference(expected: Any, actual: Any, mask: torch.Tensor | None) -> float:
+    """Return the largest difference of the results; at padding they are meaningless."""
+    largest = 0.0
+    for name in ("logits", "start_logits", "end_logits", "last_hidden_state", "pooler_output"):
+        if (want := expected.get(name)) is None:
+            continue
+        difference = (want - actual[name]).abs()
+        if mask is not None and difference.shape[: mask.dim()] == mask.shape:
+            difference = difference[mask]
+        # Not max() of Python: it would leave NaN out.
+        largest = torch.maximum(torch.tensor(largest), difference.max()).item()
+    return largest
+
+
+def _inputs(folder: ModelFolder, batch: int, length: int) -> dict[str, torch.Tensor]:
+    """Return random inputs of a forward, or of `generate`; in a batch every second sequence is shorter."""
+    inputs = random_inputs(folder, batch, length, seed=length)
+    if folder.config.is_encoder_decoder:
+        return {name: value for name, value in inputs.items() if not name.startswith("decoder_")}
+    if folder.config.is_decoder:  # a prompt ends where its continuation begins
+        return {name: value.flip(-1) for name, value in inputs.items()}
+    return inputs
+
+
+def _period(folder: ModelFolder) -> int:
+    """Return the length from which P or a chunk is full, or half of what the model takes."""
+    periods = []
+    for config in stacks(folder.config).values():
+        period = config.projection_length if config.model_type == "luna" else config.attention_chunk or 32
+        periods.append(min(period, max(2, ((position_limit(config) or 4 * period) - 2) // 2)))
+    return min(periods)
