@@ -35,6 +35,7 @@ from luna_mega.modeling_common.pooling import first_token
 from luna_mega.modeling_mega.adaptive import MegaAdaptiveEmbedding
 from luna_mega.modeling_mega.cache_mega import MegaCache, MegaCacheLayer, MegaCrossCacheLayer, MegaSeq2SeqCache
 from luna_mega.modeling_mega.configuration_mega import MegaConfig
+from luna_mega.modeling_mega.context_parallel import check_borders, reach_keys
 from luna_mega.modeling_mega.cross_attention import MegaGatedCrossAttention
 from luna_mega.modeling_mega.inputs_mega import MegaInputsMixin
 from luna_mega.modeling_mega.norms import MegaScaleNorm
@@ -151,13 +152,15 @@ class MegaGatedAttention(nn.Module):
         update, shared, reset, candidate = self.mx_proj(smoothed).split(self.sizes, dim=-1)
         shared, reset = nn.functional.silu(shared), nn.functional.silu(reset)
         query, key = (shared * self.qk_weight[row] + self.qk_bias[row] for row in (0, 1))
-        if past is None:
-            keys, start = layout, layout.start()
+        if layout.shard is not None:
+            key, value, keys, start, offset = reach_keys(key, value, layout, self.config.attention_chunk)
+        elif past is None:
+            keys, start, offset = layout, layout.start(), 0
         else:
             window = None if self.config.attention_chunk is None else self.config.attention_chunk - 1
             key, value, mask, start = past.extend(key, value, layout.mask, window)
-            keys = TokenLayout(mask)
-        attended, weights = self.attend(query, key, value, keys, start, output_weights)
+            keys, offset = TokenLayout(mask), key.shape[1] - query.shape[1]
+        attended, weights = self.attend(query, key, value, keys, start, offset, output_weights)
         attended = self.dropout(self.activation(candidate + self.h_proj(attended * reset)), layout)
         # Under autocast the residual is wider than the other two, and lerp wants one dtype.
         output = torch.lerp(residual, attended.to(residual.dtype), update.to(residual.dtype).sigmoid())
@@ -165,8 +168,8 @@ class MegaGatedAttention(nn.Module):
             output = self.norm(output, layout)
         return output, weights
 
-    def attend(self, query, key, value, layout, start, output_weights):
-        """Attend to the keys of the sequences so far: their layout, and the position `start` `[B]` of the first."""
+    def attend(self, query, key, value, layout, start, offset, output_weights):
+        """Attend from the column `offset` on to keys: their layout, and the position `start` `[B]` of the first."""
         options = {
             "bias": self.relative_bias(layout.sizes(key)[1]),
             "function": self.config.attention_activation,
@@ -175,8 +178,7 @@ class MegaGatedAttention(nn.Module):
             "dropout": self.config.attention_probs_dropout_prob if self.training else 0.0,
             **layout.options(),
         }
-        offset = key.shape[1] - query.shape[1]
-        if offset > 0 and query.shape[1] == 1:
+        if offset > 0 and query.shape[1] == 1 and self.config.is_decoder and offset == key.shape[1] - 1:
             return gated_attention_step(query[:, 0], key, value, **options)[:, None], None
         options |= {"causal": self.config.is_decoder, "offset": offset, "return_weights": output_weights}
         attended = gated_attention(query, key, value, **options)
@@ -382,6 +384,7 @@ class MegaModel(MegaInputsMixin, BodyMixin, MegaPreTrainedModel):
             options,
         )
         layout, (past, sources) = inputs.layout, self.parts_of(inputs.past)
+        check_borders(layout, self.config.attention_chunk)
         source_layout = TokenLayout(self.check_source(encoder_hidden_states, encoder_attention_mask, sources, inputs))
         if past is not None and layout.mask is None:
             layout = TokenLayout(inputs.embeddings.new_ones(inputs.embeddings.shape[:2], dtype=torch.bool))
