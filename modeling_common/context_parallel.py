@@ -1,0 +1,64 @@
+"""Context parallelism of the models: the cut of a batch, and what heads exchange for losses and pooling."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from luna_mega.kernels.context_parallel import ContextShard
+
+
+def shard_sequence(batch: dict[str, Any], group: "dist.ProcessGroup", multiple: int = 1) -> dict[str, Any]:
+    """Return the part of a batch that this rank of `group` passes to a model with `cp_group=group`.
+
+    Every rank calls this with the same whole batch. The sequences are cut into contiguous parts of nearly equal length,
+    at multiples of `multiple`: a Mega with attention in chunks needs `multiple=config.chunk_size`. Nothing is padded.
+
+    Args:
+        batch: tensors `[B, T, ...]`, of which the first among `input_ids`, `inputs_embeds` and `input_values` tells T.
+            Tensors whose second dimension is not T, such as labels `[B]`, and what is no tensor, stay as they are.
+        group: the ranks that share the sequences.
+        multiple: of which the lengths of all parts but the last are multiples.
+
+    Raises:
+        ValueError: the batch has no sequences, or they are too short for a part on every rank.
+
+    Example:
+        >>> part = shard_sequence(batch, group)  # doctest: +SKIP
+        >>> model(**part, cp_group=group).loss.backward()  # doctest: +SKIP
+    """
+    names = ("input_ids", "inputs_embeds", "input_values")
+    given = next((batch[name] for name in names if batch.get(name) is not None), None)
+    if given is None or given.dim() < 2:
+        raise ValueError(f"the batch has none of {', '.join(names)} [B, T]; it has {', '.join(batch)}")
+    length, ranks, rank = given.shape[1], group.size(), group.rank()
+    units = -(-length // multiple)
+    if units < ranks:
+        raise ValueError(
+            f"sequences of length {length} have {units} parts of {multiple} positions, fewer than the {ranks} ranks of "
+            "the group: use fewer ranks or longer sequences"
+        )
+    start, stop = (units * step // ranks * multiple for step in (rank, rank + 1))
+
+    def part(value: Any) -> Any:
+        is_long = isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[1] == length
+        return value[:, start:stop] if is_long else value
+
+    return {name: part(value) for name, value in batch.items()}
+
+
+@contextmanager
+def refuse_together(group: "dist.ProcessGroup | None", device: torch.device) -> Iterator[None]:
+    """Tell the other ranks of the group when the checks inside the block refuse this rank's inputs.
+
+    They learn it from the `ContextShard.of` with their batch size that follows the block, and raise an error as well.
+    """
+    try:
+        yield
+    except Exception:
+        if group is not None:
+            with suppress(ValueError):
+                ContextShard.of(group, 0, device, batch=0)
+        raise
