@@ -82,5 +82,7 @@ def refusals():
 
 def test_what_a_shard_does_not_take_is_refused_on_every_rank(ranks):
     for messages in ranks(2, refusals):
-        for message, part in zip(messages, ("below the 10 positions", "return_state", "cu_seqlens", "x 5"), strict=True):
+        for message, part in zip(
+            messages, ("below the 10 positions", "return_state", "cu_seqlens", "x 5"), strict=True
+        ):
             assert part in message
