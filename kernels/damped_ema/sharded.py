@@ -35,18 +35,20 @@ def sharded(
             return run(x, skip, mask, before)
         # What the states of the other processes add to the average of this part.
         average = run(wide, None, mask, None)
-        average = average + _response(before, weight_out[:channels], log_q[:channels], x.shape[1], 1)
+        added = _response(before, weight_out[:channels], log_q[:channels], x.shape[1], 1)
         later = _response(behind, weight_out[channels:], log_q[channels:], x.shape[1], 0 if shift else 1)
-        return reference.finish(average + later.flip(1), x, None if skip is None else skip.to(dtype))
+        average = average + _columns(added + later.flip(-1))
+        return reference.finish(average, x, None if skip is None else skip.to(dtype))
 
 
 def _start_states(kept, log_q, weight_in, shard):
     """Return the states before this part `[B, D, N]`, and of an average from the end the states behind it, or None."""
     channels, rank = kept.shape[2], shard.rank
-    gained = [_decayed_sum(kept.flip(1), log_q[:channels])]
+    rows = _rows(kept)
+    gained = [_decayed_sum(rows, log_q[:channels], from_end=True)]
     if len(log_q) > channels:
-        gained.append(_decayed_sum(kept, log_q[channels:]))
-    states = all_gather(torch.cat(gained, 1) * weight_in, shard)
+        gained.append(_decayed_sum(rows, log_q[channels:], from_end=False))
+    states = all_gather(torch.cat(gained).transpose(0, 1) * weight_in, shard)
     gaps = [sum(shard.lengths[other + 1 : rank]) for other in range(rank)]
     before = _arriving(states[:rank, :, :channels], log_q[:channels], gaps)
     if len(log_q) == channels:
@@ -61,27 +63,33 @@ def _arriving(states, log_q, gaps):
     return torch.einsum("pbdn,pdn->bdn", states, torch.exp(log_q * gaps[:, None, None]))
 
 
-def _powers(log_q, exponents):
-    return torch.exp(log_q[..., None] * exponents.to(log_q.dtype))
+def _rows(x):
+    """Return `[B, T, D]` as `[D, B, T]`: transposing a contiguous matrix is faster than copying a permuted one."""
+    return x.flatten(0, 1).t().contiguous().view(-1, *x.shape[:2])
 
 
-def _blocks(length, log_q):
-    """Return q^(64 c) `[D, N, C]` and q^i `[D, N, 64]`, of which q^t is made for every t below `length`."""
-    inner = torch.arange(BLOCK, device=log_q.device)
-    outer = torch.arange(-(-length // BLOCK), device=log_q.device) * BLOCK
-    return _powers(log_q, outer), _powers(log_q, inner)
+def _columns(rows):
+    return rows.flatten(1).t().contiguous().view(*rows.shape[1:], -1)
 
 
-def _decayed_sum(x, log_q):
-    """Return sum_t q^t x_t, `[B, D, N]` of `[B, T, D]` and `[D, N]`."""
-    outer, inner = _blocks(x.shape[1], log_q)
-    blocks = nn.functional.pad(x, (0, 0, 0, -x.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+def _powers(length, log_q):
+    """Return q^(64 c) `[D, N, C]` and q^i `[D, N, 64]`, whose products are q^t for every t below `length`."""
+    inner = torch.arange(BLOCK, device=log_q.device, dtype=log_q.dtype)
+    outer = torch.arange(-(-length // BLOCK), device=log_q.device, dtype=log_q.dtype) * BLOCK
+    return torch.exp(log_q[..., None] * outer), torch.exp(log_q[..., None] * inner)
+
+
+def _decayed_sum(rows, log_q, from_end):
+    """Return sum_t q^t x_t, `[D, B, N]` of `[D, B, T]` and `[D, N]`; `from_end`: t counts from the last position."""
+    outer, inner = (powers.flip(-1) if from_end else powers for powers in _powers(rows.shape[-1], log_q))
+    missing = -rows.shape[-1] % BLOCK
+    blocks = nn.functional.pad(rows, (missing, 0) if from_end else (0, missing)).unflatten(-1, (-1, BLOCK))
     # Over the blocks first: the result in between does not grow with the length.
-    return torch.einsum("bidn,dni->bdn", torch.einsum("bcid,dnc->bidn", blocks, outer), inner)
+    return ((outer[:, None] @ blocks) * inner[:, None]).sum(-1)
 
 
 def _response(states, weight_out, log_q, length, first):
-    """Return sum_n eta_n q_n^(t + first) states_n for every t below `length`, `[B, T, D]`."""
-    outer, inner = _blocks(length, log_q)
-    weights = (states * weight_out * torch.exp(log_q * first))[..., None] * outer
-    return torch.einsum("bdnc,dni->bcid", weights, inner).flatten(1, 2)[:, :length]
+    """Return sum_n eta_n q_n^(t + first) states_n for every t below `length`, `[D, B, T]` of `[B, D, N]`."""
+    outer, inner = _powers(length, log_q)
+    weights = (states * weight_out * torch.exp(log_q * first)).transpose(0, 1)[..., None] * outer[:, None]
+    return (weights.mT @ inner[:, None]).flatten(-2)[..., :length]
