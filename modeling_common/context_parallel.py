@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from luna_mega.kernels.context_parallel import ContextShard
+from luna_mega.kernels.context_parallel import ContextShard, first_ranks
 
 
 def shard_sequence(batch: dict[str, Any], group: "dist.ProcessGroup", multiple: int = 1) -> dict[str, Any]:
@@ -62,3 +63,10 @@ def refuse_together(group: "dist.ProcessGroup | None", device: torch.device) -> 
             with suppress(ValueError):
                 ContextShard.of(group, 0, device, batch=0)
         raise
+
+
+def dropout_alike(dropout: nn.Dropout, x: torch.Tensor, shard: ContextShard | None) -> torch.Tensor:
+    """Return `x` after dropout; ranks that share sequences drop the same elements of what they all have."""
+    if shard is None or not dropout.training or dropout.p == 0.0:
+        return dropout(x)
+    return x * first_ranks(dropout(torch.ones_like(x)), shard)
