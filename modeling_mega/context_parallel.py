@@ -7,11 +7,21 @@ from torch import nn
 
 from luna_mega.kernels.context_parallel import ContextShard, all_gather
 from luna_mega.modeling_common.layout import TokenLayout
+from luna_mega.modeling_mega.configuration_mega import MegaConfig
 
 
-def check_borders(layout: TokenLayout, chunk: int | None):
-    """Raise `ValueError` on every rank where the border between two of them cuts a chunk of attention."""
-    if layout.shard is None or chunk is None:
+def check_parts(layout: TokenLayout, config: MegaConfig):
+    """Raise `ValueError` on every rank for what sequences that ranks share do not have, and for a chunk that is cut."""
+    if layout.shard is None:
+        return
+    if config.add_cross_attention:
+        raise ValueError("a decoder with add_cross_attention=True takes no cp_group: leave it out")
+    if config.truncation is not None and config.truncation < layout.shard.total:
+        raise ValueError(
+            f"with cp_group an average never forgets, and truncation={config.truncation} is below the length "
+            f"{layout.shard.total}: set truncation=None in the configuration, or leave cp_group out"
+        )
+    if (chunk := config.attention_chunk) is None:
         return
     borders, first = list(accumulate(layout.shard.lengths))[:-1], layout.first.tolist()
     if any(border > start and (border - start) % chunk for border in borders for start in first):
