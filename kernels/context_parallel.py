@@ -35,9 +35,9 @@ class ContextShard(NamedTuple):
             ValueError: on every rank, if one has no positions, or if the numbers of `same` differ.
         """
         mine = torch.tensor([length, *same.values()], device=device)
-        table = mine.new_empty(group.size() * len(mine))
-        dist.all_gather_into_tensor(table, mine, group=group)
-        lengths, *others = table.view(group.size(), -1).T.tolist()
+        table = mine.new_empty(group.size(), len(mine))
+        dist.all_gather(list(table), mine, group=group)
+        lengths, *others = table.T.tolist()
         if min(lengths) < 1:
             raise ValueError(
                 f"a rank has no positions, or has refused its inputs: the parts of the group have the lengths {lengths}"
@@ -72,9 +72,9 @@ class _AllGather(Function):
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
-        rows = x.new_empty(group.size() * x.numel())
-        dist.all_gather_into_tensor(rows, x.reshape(-1), group=group)
-        return rows.view(group.size(), *x.shape)
+        rows = x.new_empty(group.size(), *x.shape)
+        dist.all_gather(list(rows), x.contiguous(), group=group)
+        return rows
 
     @staticmethod
     def backward(ctx, grad):
@@ -85,9 +85,9 @@ class _ReduceScatter(Function):
     @staticmethod
     def forward(ctx, rows, group):
         ctx.group = group
-        x = rows.new_empty(rows[0].numel())
-        dist.reduce_scatter_tensor(x, rows.reshape(-1), group=group)
-        return x.view(rows.shape[1:])
+        x = rows.new_empty(rows.shape[1:])
+        dist.reduce_scatter(x, list(rows.contiguous()), group=group)
+        return x
 
     @staticmethod
     def backward(ctx, grad):
