@@ -10,6 +10,7 @@ if (_root := Path(__file__).resolve().parent.parent).joinpath("setup.cfg").is_fi
     __path__.append(str(_root))
 
 from luna_mega._register import register_auto_classes as register_auto_classes
+from luna_mega.modeling_common.context_parallel import shard_sequence as shard_sequence
 from luna_mega.modeling_luna.cache_luna import LunaCache as LunaCache, LunaSeq2SeqCache as LunaSeq2SeqCache
 from luna_mega.modeling_luna.configuration_luna import (
     LunaConfig as LunaConfig,

@@ -4,15 +4,25 @@ The classes of each model have the arguments and the output types; the methods h
 """
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import ModelOutput
 
+from luna_mega.kernels.context_parallel import ContextShard
+from luna_mega.modeling_common.context_parallel import (
+    dropout_alike,
+    find_shard,
+    mean_loss,
+    position_loss,
+    refuse_together,
+)
 from luna_mega.modeling_common.layout import refuse_ragged
 from luna_mega.modeling_common.pooling import without_first
 
@@ -30,12 +40,14 @@ class MaskedLMMixin:
     def predict_tokens(self, outputs: ModelOutput, labels: torch.LongTensor | None, **kwargs) -> dict[str, Any]:
         """Return logits `[B, T, vocab_size]`, with `sparse_prediction` and labels `[M, vocab_size]`, and the loss."""
         hidden_states, loss = outputs.last_hidden_state, None
+        shard = find_shard(kwargs.pop("cp_group", None), hidden_states) if labels is not None else None
         if labels is not None and self.config.sparse_prediction:
             predicted = labels != -100
             hidden_states, labels = hidden_states[predicted], labels[predicted]
         logits = self.score_tokens(hidden_states)
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            arguments = {"logits": logits, "labels": labels.contiguous(), "vocab_size": self.config.vocab_size}
+            loss = mean_loss(self.loss_function, labels, shard, **arguments, **kwargs)
         return {"loss": loss, "logits": logits, **recorded(outputs)}
 
 
@@ -58,10 +70,11 @@ class ClassificationHead(nn.Module):
         """Return the dense layers in their order."""
         return self.dense
 
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
-        features = self.dropout(features)
+    def forward(self, features: torch.Tensor, shard: ContextShard | None = None) -> torch.Tensor:
+        """Return logits `[B, num_labels]` for features `[B, ...]`, which ranks that share sequences all have."""
+        features = dropout_alike(self.dropout, features, shard)
         for dense in self.dense_layers():
-            features = self.dropout(self.activation(dense(features)))
+            features = dropout_alike(self.dropout, self.activation(dense(features)), shard)
         return self.out_proj(features)
 
 
@@ -72,28 +85,42 @@ class PooledMixin:
     accepts_loss_kwargs = False
 
     def pool(
-        self, attention_mask: torch.Tensor | None, drop_first_token: bool = False, **kwargs
-    ) -> tuple[torch.Tensor, ModelOutput]:
-        """Return the sentence representation `[B, d]` and the outputs of the model without a head.
+        self,
+        attention_mask: torch.Tensor | None,
+        drop_first_token: bool = False,
+        cp_group: "dist.ProcessGroup | None" = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, ModelOutput, ContextShard | None]:
+        """Return the sentence representation `[B, d]`, the outputs of the model without a head, and their shard.
 
         `kwargs` as in its `forward`. Raises `ValueError` for sequences laid end to end: a row gets one label.
         """
         inputs = {name: kwargs.pop(name, None) for name in ("input_ids", "inputs_embeds", "input_values")}
-        mask = None if attention_mask is None else attention_mask.bool()
-        self.base_model.check_inputs(mask=mask, **inputs)
-        given = next(x for x in inputs.values() if x is not None)
-        refuse_ragged(self, given, kwargs.get("position_ids") if mask is None else None, kwargs)
+        given = next((x for x in inputs.values() if x is not None), None)
+        with refuse_together(cp_group, self.device if given is None else given.device) if cp_group else nullcontext():
+            mask = None if attention_mask is None else attention_mask.bool()
+            self.base_model.check_inputs(mask=mask, **inputs)
+            refuse_ragged(self, given, kwargs.get("position_ids") if mask is None else None, kwargs)
+            if drop_first_token and cp_group is not None:
+                raise ValueError(
+                    "cp_group does not drop first tokens: leave them out of the inputs, and set drop_first_token=False"
+                )
         if mask is None and inputs["input_ids"] is not None:
             mask = inputs["input_ids"] != self.config.pad_token_id
         if drop_first_token:
             inputs = {name: without_first(value, mask) for name, value in inputs.items()}
             mask = without_first(mask, mask)
+        if cp_group is not None:
+            kwargs["cp_group"] = cp_group
         outputs = self.base_model(attention_mask=mask, **inputs, **kwargs)
-        return self.summarize(outputs, mask), outputs
+        shard = find_shard(cp_group, given)
+        return self.summarize(outputs, mask, shard), outputs, shard
 
-    def classify(self, features: torch.Tensor, outputs: ModelOutput, labels: torch.Tensor | None) -> dict[str, Any]:
+    def classify(
+        self, features: torch.Tensor, outputs: ModelOutput, labels: torch.Tensor | None, shard: ContextShard | None
+    ) -> dict[str, Any]:
         """Return logits `[B, num_labels]` for features `[B, ...]`, and the loss."""
-        logits, loss = self.classifier(features), None
+        logits, loss = self.classifier(features, shard), None
         if labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
         return {"loss": loss, "logits": logits, **recorded(outputs)}
@@ -137,7 +164,9 @@ class TokenMixin:
         """Return logits `[B, T, num_labels]` and the loss."""
         logits, loss = self.classifier(self.dropout(outputs.last_hidden_state)), None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, config=self.config, **kwargs)
+            shard = find_shard(kwargs.pop("cp_group", None), logits)
+            arguments = {"logits": logits, "labels": labels.contiguous(), "config": self.config}
+            loss = mean_loss(self.loss_function, labels, shard, **arguments, **kwargs)
         return {"loss": loss, "logits": logits, **recorded(outputs)}
 
 
@@ -155,5 +184,11 @@ class SpanMixin:
         start_logits, end_logits = self.qa_outputs(outputs.last_hidden_state).unbind(dim=-1)
         loss = None
         if start_positions is not None and end_positions is not None:
-            loss = self.loss_function(start_logits, end_logits, start_positions, end_positions, **kwargs)
+            shard = find_shard(kwargs.pop("cp_group", None), start_logits)
+            if shard is None:
+                loss = self.loss_function(start_logits, end_logits, start_positions, end_positions, **kwargs)
+            else:
+                items = kwargs.get("num_items_in_batch")
+                both = ((start_logits, start_positions), (end_logits, end_positions))
+                loss = sum(position_loss(*pair, shard, items) for pair in both) / 2
         return {"loss": loss, "start_logits": start_logits, "end_logits": end_logits, **recorded(outputs)}

@@ -3,10 +3,13 @@
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers.cache_utils import Cache
 
+from luna_mega.kernels.context_parallel import ContextShard
 from luna_mega.modeling_common.cache import begin_cache
+from luna_mega.modeling_common.context_parallel import refuse_together
 from luna_mega.modeling_common.layout import RAGGED_OPTIONS, TokenLayout, drop_if_full, find_layout
 
 
@@ -58,8 +61,25 @@ class InputsMixin:
         past_key_values: Cache | None,
         use_cache: bool | None,
         options: dict[str, Any],
+        cp_group: "dist.ProcessGroup | None" = None,
     ) -> CheckedInputs:
         """Return the checked inputs for the arguments of a forward."""
+        arguments = (input_ids, attention_mask, inputs_embeds, input_values, position_ids)
+        if cp_group is None:
+            return self._read_whole(*arguments, past_key_values, use_cache, options)
+        device = next((x.device for x in arguments if x is not None), self.device)
+        with refuse_together(cp_group, device):
+            if past_key_values is None and use_cache is None:
+                use_cache = False  # what a decoder would begin by default
+            inputs = self._read_whole(*arguments, past_key_values, use_cache, options)
+            self._check_shared(inputs, position_ids)
+        batch, length = inputs.embeddings.shape[:2]
+        shard = ContextShard.of(cp_group, length, device, batch=batch)
+        return inputs._replace(layout=inputs.layout.share(shard, batch, device))
+
+    def _read_whole(
+        self, input_ids, attention_mask, inputs_embeds, input_values, position_ids, past_key_values, use_cache, options
+    ):
         self.check_options(options)
         past = begin_cache(self, past_key_values, use_cache)
         embeddings, mask = self.embed(input_ids, attention_mask, inputs_embeds, input_values, past)
@@ -89,6 +109,26 @@ class InputsMixin:
             )
         if states and batch > 1:
             raise ValueError(f"output_hidden_states=True takes a ragged batch of one row, not one of {batch}")
+
+    def _check_shared(self, inputs, position_ids):
+        """Refuse what sequences that ranks share do not have."""
+        if inputs.past is not None:
+            raise ValueError(
+                "cp_group goes without a cache: leave past_key_values out, pass use_cache=False, and generate without "
+                "cp_group"
+            )
+        if inputs.output_weights:
+            raise ValueError(
+                "cp_group has no attention weights to return: pass output_attentions=False and load the model with "
+                "attn_implementation='sdpa'"
+            )
+        if position_ids is not None:
+            raise ValueError("cp_group counts positions over all ranks: leave position_ids out")
+        if inputs.layout.is_ragged() or self.config.unpad_inputs:
+            raise ValueError(
+                "cp_group takes one sequence a row: pad the batch in place of laying it end to end, and set "
+                "unpad_inputs=False in the configuration"
+            )
 
     def wants_weights(self, past: Cache | None, options: dict[str, Any]) -> bool:
         """Return whether attention runs step by step, which has weights to return."""

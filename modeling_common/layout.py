@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from luna_mega.kernels.context_parallel import ContextShard, all_gather
 from luna_mega.kernels.varlen import check, locate
 
 # Keyword arguments that tell how sequences are laid end to end, as `DataCollatorWithFlattening` makes them.
@@ -27,6 +28,10 @@ class TokenLayout(NamedTuple):
         max_seqlen: the length of the longest of them.
         places: `[total]`, the places of their tokens in the batch flattened; None = all places in their order.
         shape: `(B, T)` of the batch that was made ragged.
+        shard: the parts of the sequences that the ranks of a group hold, of which the T positions here are one (see
+            `share`); None = the sequences are whole.
+        kept: `[ranks, B]`, the number of tokens that each rank keeps; None = all are kept, or there is no shard.
+        first: `[B]`, the first column that is kept, counted over all ranks.
     """
 
     mask: torch.Tensor | None = None
@@ -34,6 +39,25 @@ class TokenLayout(NamedTuple):
     max_seqlen: int | None = None
     places: torch.Tensor | None = None
     shape: tuple[int, int] | None = None
+    shard: ContextShard | None = None
+    kept: torch.Tensor | None = None
+    first: torch.Tensor | None = None
+
+    def share(self, shard: ContextShard, batch: int, device: torch.device) -> "TokenLayout":
+        """Return the layout of this rank's dense part of B sequences; all ranks tell each other what they keep.
+
+        What they tell each other has the size B, whatever the length.
+        """
+        mine = torch.tensor([shard.lengths[shard.rank], 0], device=device).expand(batch, 2)
+        if self.mask is not None:
+            mine = torch.stack([self.mask.sum(dim=1), self.mask.int().argmax(dim=1)], dim=1)
+        kept, first = all_gather(mine, shard).unbind(dim=-1)
+        lengths = torch.tensor(shard.lengths, device=device)[:, None]
+        first = first + lengths.cumsum(dim=0) - lengths
+        first = first.gather(0, (kept > 0).int().argmax(dim=0, keepdim=True))[0]
+        if kept.device.type == "cpu" and (kept == lengths).all():
+            kept = None
+        return self._replace(shard=shard, kept=kept, first=first)
 
     def is_ragged(self) -> bool:
         """Return whether sequences are laid end to end."""
@@ -41,9 +65,9 @@ class TokenLayout(NamedTuple):
 
     def options(self, mask: str = "mask") -> dict[str, Any]:
         """Return the keyword arguments that an op takes the layout by; `mask` is the name of its mask."""
-        if self.cu_seqlens is None:
-            return {mask: self.mask}
-        return {"cu_seqlens": self.cu_seqlens, "max_seqlen": self.max_seqlen}
+        if self.cu_seqlens is not None:
+            return {"cu_seqlens": self.cu_seqlens, "max_seqlen": self.max_seqlen}
+        return {mask: self.mask} if self.shard is None else {mask: self.mask, "shard": self.shard}
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """Return `[B, T, ...]` as layers take it: as it is, or `[1, total, ...]`."""
@@ -67,23 +91,36 @@ class TokenLayout(NamedTuple):
         return x if self.mask is None else x.masked_fill(~self.mask[..., None], 0.0)
 
     def sizes(self, x: torch.Tensor) -> tuple[int, int]:
-        """Return the number of sequences in `x` `[B, T, ...]` or `[1, total, ...]`, and the length of the longest."""
+        """Return the number of sequences in `x` `[B, T, ...]` or `[1, total, ...]`, and the length of the longest.
+
+        It is that of whole sequences where `x` has the part of this rank.
+        """
         if self.cu_seqlens is None:
-            return x.shape[0], x.shape[1]
+            return x.shape[0], x.shape[1] if self.shard is None else self.shard.total
         return len(self.cu_seqlens) - 1, self.max_seqlen
 
     def counts(self) -> torch.Tensor | None:
-        """Return how many tokens each sequence has, `[B, 1]`; None = all are kept."""
+        """Return how many tokens each sequence has, `[B, 1]`, on all ranks together; None = all are kept."""
         if self.cu_seqlens is not None:
             return self.cu_seqlens.diff()[:, None]
+        if self.shard is not None:
+            return None if self.kept is None else self.kept.sum(dim=0)[:, None]
         return None if self.mask is None else self.mask.sum(dim=1, keepdim=True)
 
     def start(self) -> torch.Tensor | None:
         """Return the position of the first column in each sequence, `[B]`: below 0 where padding comes first.
 
-        None = every sequence begins in the first column.
+        On a later rank it is how far the sequence has got. None = every sequence begins in the first column.
         """
+        if self.shard is not None:
+            return self.shard.start - self.first
         return None if self.mask is None else -self.mask.int().argmax(dim=1)
+
+    def before(self) -> torch.Tensor:
+        """Return how many tokens of each sequence earlier ranks keep, `[B]`."""
+        if self.kept is None:
+            return torch.full_like(self.first, self.shard.start)
+        return self.kept[: self.shard.rank].sum(dim=0)
 
     def locate(self, total: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sequence of every ragged token and its position in there, `[total]` each."""

@@ -14,6 +14,7 @@ from transformers.modeling_outputs import (
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
+from luna_mega.modeling_common.context_parallel import find_shard, mean_loss
 from luna_mega.modeling_common.generation import Seq2SeqGenerationMixin, StateGenerationMixin
 from luna_mega.modeling_common.labels import keep_positions, next_tokens
 from luna_mega.modeling_common.seq2seq import Seq2SeqBody, Seq2SeqLM
@@ -115,12 +116,14 @@ class LunaForCausalLM(StateGenerationMixin, LunaPreTrainedModel):
             use_cache=use_cache,
             **kwargs,
         )
-        hidden_states, loss = keep_positions(outputs.last_hidden_state, logits_to_keep), None
-        targets = next_tokens(labels, shift_labels, hidden_states)
+        cp_group, loss = kwargs.pop("cp_group", None), None
+        hidden_states = keep_positions(outputs.last_hidden_state, logits_to_keep, cp_group)
+        shard = find_shard(cp_group, hidden_states)
+        targets = next_tokens(labels, shift_labels, hidden_states, shard)
         logits = self.lm_head(hidden_states)
         if targets is not None:
-            vocab_size = self.config.vocab_size
-            loss = self.loss_function(logits, labels, vocab_size=vocab_size, shift_labels=targets, **kwargs)
+            arguments = {"labels": labels, "vocab_size": self.config.vocab_size, "shift_labels": targets}
+            loss = mean_loss(self.loss_function, targets, shard, logits=logits, **arguments, **kwargs)
         return LunaCausalLMOutput(
             loss=loss,
             logits=logits,

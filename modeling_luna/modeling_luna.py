@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
@@ -29,7 +30,9 @@ from luna_mega.kernels.api import (
     luna_causal_attention_step,
     luna_unpack,
 )
+from luna_mega.kernels.context_parallel import first_ranks
 from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel
+from luna_mega.modeling_common.context_parallel import dropout_alike
 from luna_mega.modeling_common.inputs import CheckedInputs, ValueEmbeddings
 from luna_mega.modeling_common.layout import DENSE, TokenLayout, drop_if_full
 from luna_mega.modeling_common.tensor_parallel import RankBoundary
@@ -146,7 +149,7 @@ class LunaEmbeddings(nn.Module):
             packed = self.packed_layer_norm(packed)
         layers = [packed] if self.config.contextual_projection else packed.unbind()
         # Expanded before dropout: every sequence draws a mask of its own.
-        layers = [self.dropout(rows.expand(batch, -1, -1)) for rows in layers]
+        layers = [dropout_alike(self.dropout, rows.expand(batch, -1, -1), layout.shard) for rows in layers]
         if packed_mask is not None:
             layers = [rows.masked_fill(~packed_mask[..., None], 0.0) for rows in layers]
         return layers, packed_mask
@@ -343,11 +346,11 @@ class LunaLayer(GradientCheckpointingLayer):
                 output_weights,
             )
             hidden_states = hidden_states + self.dropout(output)
-            packed = packed + self.dropout(packed_output)
+            packed = packed + dropout_alike(self.dropout, packed_output, layout.shard)
             return hidden_states + self.feed_forward(self.final_layer_norm(hidden_states)), packed
         output, packed_output, *_ = self.attention(hidden_states, packed, layout, packed_mask, output_weights)
         hidden_states = self.attention_layer_norm(hidden_states + self.dropout(output))
-        packed = self.packed_layer_norm(packed + self.dropout(packed_output))
+        packed = self.packed_layer_norm(packed + dropout_alike(self.dropout, packed_output, layout.shard))
         return self.final_layer_norm(hidden_states + self.feed_forward(hidden_states)), packed
 
     def unpack_modules(self) -> list[nn.Module]:
@@ -391,17 +394,22 @@ class LunaEncoder(nn.Module):
         """`packed` has one tensor `[B, L, d]`, or one for every layer where P is not contextual. Returns the tokens
         after the last layer and P as it was given to the first layer and left each layer."""
         packed_states = [packed[0]]
-        for index, layer in self.used_layers():
+        for index, layer in self.used_layers(layout):
             rows = packed_states[-1] if self.config.contextual_projection else packed[index]
             hidden_states, rows = layer(hidden_states, rows, layout, packed_mask, output_weights)
             packed_states.append(rows)
         return self.final_norm(hidden_states, packed_states)
 
-    def used_layers(self) -> Iterator[tuple[int, LunaLayer]]:
-        """Yield the index and the layer of every step; layerdrop leaves some out."""
+    def used_layers(self, layout: TokenLayout) -> Iterator[tuple[int, LunaLayer]]:
+        """Yield the index and the layer of every step; layerdrop leaves some out, the same on ranks of one sequence."""
         for index in range(self.config.num_hidden_layers):
-            if not (self.training and self.config.layerdrop and torch.rand(()) < self.config.layerdrop):
-                yield index, self.layers[0 if self.config.share_layers else index]
+            if self.training and self.config.layerdrop:
+                draw = torch.rand(())
+                if layout.shard is not None:
+                    draw = first_ranks(draw.to(layout.first.device), layout.shard)
+                if draw < self.config.layerdrop:
+                    continue
+            yield index, self.layers[0 if self.config.share_layers else index]
 
     def final_norm(self, hidden_states, packed_states):
         """Apply the norms behind the last layer, which there are where every layer begins with one."""
@@ -512,7 +520,7 @@ class LunaDecoder(LunaEncoder):
         elif past is not None:
             pasts = past.layers
         packed_states = [packed[0]]
-        for index, layer in self.used_layers():
+        for index, layer in self.used_layers(layout):
             rows = packed_states[-1] if self.config.contextual_projection else packed[index]
             hidden_states, rows = layer(
                 hidden_states,
@@ -608,6 +616,7 @@ class LunaModel(LunaInputsMixin, BodyMixin, LunaPreTrainedModel):
         encoder_attention_mask: torch.Tensor | None = None,
         past_key_values: LunaCache | LunaSeq2SeqCache | None = None,
         use_cache: bool | None = None,
+        cp_group: "dist.ProcessGroup | None" = None,
         # Not by the name of kwargs, for which `generate` would hand the encoder what is the decoder's.
         **options: Unpack[TransformersKwargs],
     ) -> LunaModelOutput:
@@ -631,6 +640,11 @@ class LunaModel(LunaInputsMixin, BodyMixin, LunaPreTrainedModel):
                 place, and holds what came from the encoder. `attention_mask` is that of the T positions, or of these
                 and all before them.
             use_cache: `is_decoder` only: return `past_key_values`. None = `config.use_cache`, but not in training.
+            cp_group: the ranks that share the B sequences. Each passes its contiguous part of them, in the order of
+                ranks, as `shard_sequence` cuts them; T is the length of the part, and may differ from rank to rank.
+                What is returned for positions is of the part, P and its masks are the same on all ranks. Gradients are
+                of the sum of all ranks' losses; see "Context parallelism" in docs/distributed.md. Not with a cache,
+                `position_ids`, attention weights nor a ragged batch.
             options: `output_hidden_states`, `output_attentions`, `output_packed_attentions`, `return_dict`; of a ragged
                 batch also `cu_seq_lens_q` `[S + 1]` and `max_length_q` (`cu_seq_lens_k` and `max_length_k` must be the
                 same), or `seq_idx` `[B, T]`.
@@ -651,6 +665,7 @@ class LunaModel(LunaInputsMixin, BodyMixin, LunaPreTrainedModel):
             past_key_values,
             use_cache,
             options,
+            cp_group,
         )
         layout, past = inputs.layout, inputs.past
         position_ids = self.number_positions(position_ids, inputs)

@@ -9,6 +9,8 @@ from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
+from luna_mega.kernels.context_parallel import all_reduce_sum
+from luna_mega.modeling_common.context_parallel import find_shard, mean_loss
 from luna_mega.modeling_common.generation import Seq2SeqGenerationMixin, StateGenerationMixin
 from luna_mega.modeling_common.labels import keep_positions, next_tokens
 from luna_mega.modeling_common.seq2seq import Seq2SeqBody, Seq2SeqLM
@@ -95,17 +97,19 @@ class MegaForCausalLM(StateGenerationMixin, MegaPreTrainedModel):
             encoder_attention_mask=encoder_attention_mask,
             **kwargs,
         )
-        hidden_states, loss = keep_positions(outputs.last_hidden_state, logits_to_keep), None
-        targets = next_tokens(labels, shift_labels, hidden_states)
+        cp_group, loss = kwargs.pop("cp_group", None), None
+        hidden_states = keep_positions(outputs.last_hidden_state, logits_to_keep, cp_group)
+        shard = find_shard(cp_group, hidden_states)
+        targets = next_tokens(labels, shift_labels, hidden_states, shard)
         if self.dense is not None:
             hidden_states = torch.tanh(self.dense(hidden_states))
         if self.config.adaptive_softmax_cutoffs is not None:
-            logits, loss = self._adaptive(hidden_states, targets, **kwargs)
+            logits, loss = self._adaptive(hidden_states, targets, shard, **kwargs)
         else:
             logits = self.lm_head(self.dropout(hidden_states))
             if targets is not None:
-                vocab_size = self.config.vocab_size
-                loss = self.loss_function(logits, labels, vocab_size=vocab_size, shift_labels=targets, **kwargs)
+                arguments = {"labels": labels, "vocab_size": self.config.vocab_size, "shift_labels": targets}
+                loss = mean_loss(self.loss_function, targets, shard, logits=logits, **arguments, **kwargs)
         return CausalLMOutputWithCrossAttentions(
             loss=loss,
             logits=logits,
@@ -115,14 +119,16 @@ class MegaForCausalLM(StateGenerationMixin, MegaPreTrainedModel):
             cross_attentions=outputs.cross_attentions,
         )
 
-    def _adaptive(self, hidden_states, targets, num_items_in_batch=None, **kwargs):
+    def _adaptive(self, hidden_states, targets, shard, num_items_in_batch=None, **kwargs):
         """Return log-probabilities and None, or with targets None and the loss."""
         embedding = self.mega.get_input_embeddings()
         if targets is None:
             return self.lm_head(hidden_states.flatten(0, 1), embedding).unflatten(0, hidden_states.shape[:2]), None
         counted = targets != -100
-        total = self.lm_head.loss(hidden_states[counted], targets[counted], embedding)
-        return None, total / (counted.sum() if num_items_in_batch is None else num_items_in_batch)
+        total, count = self.lm_head.loss(hidden_states[counted], targets[counted], embedding), counted.sum()
+        if shard is not None:
+            total, count = all_reduce_sum(total, shard), all_reduce_sum(count, shard)
+        return None, total / (count if num_items_in_batch is None else num_items_in_batch)
 
 
 class MegaSeq2SeqModel(Seq2SeqBody, MegaPreTrainedModel):

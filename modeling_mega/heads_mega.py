@@ -13,6 +13,8 @@ from transformers.modeling_outputs import (
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
+from luna_mega.kernels.context_parallel import ContextShard
+from luna_mega.modeling_common.context_parallel import dropout_alike
 from luna_mega.modeling_common.heads import (
     ClassificationHead,
     MaskedLMMixin,
@@ -96,10 +98,12 @@ class MegaPooledModel(PooledMixin, MegaPreTrainedModel):
         self.classifier = MegaClassificationHead(config, input_size, config.num_labels)
         self.post_init()
 
-    def summarize(self, outputs: BaseModelOutputWithPooling, mask: torch.Tensor | None) -> torch.Tensor:
+    def summarize(
+        self, outputs: BaseModelOutputWithPooling, mask: torch.Tensor | None, shard: ContextShard | None = None
+    ) -> torch.Tensor:
         """Return the sentence representation `[B, d]`."""
         pool = first_token if self.config.pooling == "cls" else masked_mean
-        return pool(outputs.last_hidden_state, mask)
+        return pool(outputs.last_hidden_state, mask, shard)
 
 
 class MegaForSequenceClassification(MegaPooledModel):
@@ -123,7 +127,7 @@ class MegaForSequenceClassification(MegaPooledModel):
 
         `labels`: `[B]` class ids, or numbers for regression. `logits`: `[B, num_labels]`.
         """
-        features, outputs = self.pool(
+        features, outputs, shard = self.pool(
             attention_mask,
             input_ids=input_ids,
             inputs_embeds=inputs_embeds,
@@ -131,7 +135,7 @@ class MegaForSequenceClassification(MegaPooledModel):
             token_type_ids=token_type_ids,
             **kwargs,
         )
-        return SequenceClassifierOutput(**self.classify(features, outputs, labels))
+        return SequenceClassifierOutput(**self.classify(features, outputs, labels, shard))
 
 
 class MegaForSequencePairClassification(MegaPooledModel):
@@ -162,17 +166,18 @@ class MegaForSequencePairClassification(MegaPooledModel):
         """
         if "token_type_ids" in kwargs:
             raise ValueError("the sequences of a pair have no token types; leave token_type_ids out")
-        first, outputs = self.pool(
+        first, outputs, shard = self.pool(
             attention_mask, input_ids=input_ids, inputs_embeds=inputs_embeds, input_values=input_values, **kwargs
         )
-        second, _ = self.pool(
+        second, *_ = self.pool(
             pair_attention_mask,
+            cp_group=kwargs.get("cp_group"),
             input_ids=pair_input_ids,
             inputs_embeds=pair_inputs_embeds,
             input_values=pair_input_values,
         )
         features = pair_features(self.config, first, second)
-        return SequenceClassifierOutput(**self.classify(features, outputs, labels))
+        return SequenceClassifierOutput(**self.classify(features, outputs, labels, shard))
 
 
 class MegaForMultipleChoice(PooledMixin, MegaPreTrainedModel):
@@ -186,7 +191,9 @@ class MegaForMultipleChoice(PooledMixin, MegaPreTrainedModel):
         self.classifier = nn.Linear(config.hidden_size, 1)
         self.post_init()
 
-    def summarize(self, outputs: BaseModelOutputWithPooling, mask: torch.Tensor | None) -> torch.Tensor:
+    def summarize(
+        self, outputs: BaseModelOutputWithPooling, mask: torch.Tensor | None, shard: ContextShard | None = None
+    ) -> torch.Tensor:
         """Return the sentence representation `[B, d]`."""
         return outputs.pooler_output
 
@@ -207,8 +214,8 @@ class MegaForMultipleChoice(PooledMixin, MegaPreTrainedModel):
             inputs_embeds=inputs_embeds,
             token_type_ids=token_type_ids,
         )
-        features, outputs = self.pool(**inputs, **kwargs)
-        scores = self.classifier(self.dropout(features))
+        features, outputs, shard = self.pool(**inputs, **kwargs)
+        scores = self.classifier(dropout_alike(self.dropout, features, shard))
         return MultipleChoiceModelOutput(**choose_option(scores, options, outputs, labels))
 
 

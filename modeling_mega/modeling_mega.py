@@ -10,8 +10,10 @@ There `damping_factor` holds the logits of the paper's alpha (weight of the inpu
 """
 
 import math
+from contextlib import nullcontext
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
@@ -29,6 +31,7 @@ from luna_mega.kernels.api import (
     gated_attention_step,
 )
 from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel
+from luna_mega.modeling_common.context_parallel import refuse_together
 from luna_mega.modeling_common.inputs import ValueEmbeddings
 from luna_mega.modeling_common.layout import DENSE, TokenLayout
 from luna_mega.modeling_common.pooling import first_token
@@ -36,6 +39,7 @@ from luna_mega.modeling_common.tensor_parallel import RankBoundary
 from luna_mega.modeling_mega.adaptive import MegaAdaptiveEmbedding
 from luna_mega.modeling_mega.cache_mega import MegaCache, MegaCacheLayer, MegaCrossCacheLayer, MegaSeq2SeqCache
 from luna_mega.modeling_mega.configuration_mega import MegaConfig
+from luna_mega.modeling_mega.context_parallel import check_parts, reach_keys
 from luna_mega.modeling_mega.cross_attention import MegaGatedCrossAttention
 from luna_mega.modeling_mega.inputs_mega import MegaInputsMixin
 from luna_mega.modeling_mega.norms import MegaScaleNorm
@@ -153,13 +157,15 @@ class MegaGatedAttention(nn.Module):
         update, shared, reset, candidate = self.mx_proj(smoothed).split(self.sizes, dim=-1)
         shared, reset = nn.functional.silu(shared), self.own_columns(nn.functional.silu(reset))
         query, key = (self.whole(shared * self.qk_weight[row] + self.qk_bias[row]) for row in (0, 1))
-        if past is None:
-            keys, start = layout, layout.start()
+        if layout.shard is not None:
+            key, value, keys, start, offset = reach_keys(key, value, layout, self.config.attention_chunk)
+        elif past is None:
+            keys, start, offset = layout, layout.start(), 0
         else:
             window = None if self.config.attention_chunk is None else self.config.attention_chunk - 1
             key, value, mask, start = past.extend(key, value, layout.mask, window)
-            keys = TokenLayout(mask)
-        attended, weights = self.attend(query, key, value, keys, start, output_weights)
+            keys, offset = TokenLayout(mask), key.shape[1] - query.shape[1]
+        attended, weights = self.attend(query, key, value, keys, start, offset, output_weights)
         attended = self.dropout(self.activation(candidate + self.h_proj(attended * reset)), layout)
         # Under autocast the residual is wider than the other two, and lerp wants one dtype.
         output = torch.lerp(residual, attended.to(residual.dtype), update.to(residual.dtype).sigmoid())
@@ -167,8 +173,8 @@ class MegaGatedAttention(nn.Module):
             output = self.norm(output, layout)
         return output, weights
 
-    def attend(self, query, key, value, layout, start, output_weights):
-        """Attend to the keys of the sequences so far: their layout, and the position `start` `[B]` of the first."""
+    def attend(self, query, key, value, layout, start, offset, output_weights):
+        """Attend from the column `offset` on to keys: their layout, and the position `start` `[B]` of the first."""
         options = {
             "bias": self.whole(self.relative_bias(layout.sizes(key)[1])),
             "function": self.config.attention_activation,
@@ -177,8 +183,7 @@ class MegaGatedAttention(nn.Module):
             "dropout": self.config.attention_probs_dropout_prob if self.training else 0.0,
             **layout.options(),
         }
-        offset = key.shape[1] - query.shape[1]
-        if offset > 0 and query.shape[1] == 1:
+        if offset > 0 and query.shape[1] == 1 and self.config.is_decoder and offset == key.shape[1] - 1:
             return gated_attention_step(query[:, 0], key, value, **options)[:, None], None
         options |= {"causal": self.config.is_decoder, "offset": offset, "return_weights": output_weights}
         attended = gated_attention(query, key, value, **options)
@@ -339,6 +344,7 @@ class MegaModel(MegaInputsMixin, BodyMixin, MegaPreTrainedModel):
         use_cache: bool | None = None,
         encoder_hidden_states: torch.FloatTensor | None = None,
         encoder_attention_mask: torch.Tensor | None = None,
+        cp_group: "dist.ProcessGroup | None" = None,
         # Not by the name of kwargs, for which `generate` would hand the encoder what is the decoder's.
         **options: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPoolingAndCrossAttentions:
@@ -355,6 +361,11 @@ class MegaModel(MegaInputsMixin, BodyMixin, MegaPreTrainedModel):
             use_cache: `is_decoder` only: return `past_key_values`. None = `config.use_cache`, but not in training.
             encoder_hidden_states: `[B, S, d]`, `add_cross_attention` only: the source, which `past_key_values` keeps.
             encoder_attention_mask: `[B, S]`, 1 = keep; None = all. A source without a token gives attention of 0.
+            cp_group: the ranks that share the B sequences. Each passes its contiguous part of them, in the order of
+                ranks, as `shard_sequence` cuts them (at chunks of attention, where there are any); T is the length of
+                the part, and may differ from rank to rank. What is returned for positions is of the part. Gradients
+                are of the sum of all ranks' losses; see "Context parallelism" in docs/distributed.md. Not with a cache,
+                cross-attention, a truncation, attention weights nor a ragged batch.
             options: `output_hidden_states`, `output_attentions`, `return_dict`, and of ragged batches (sequences
                 end to end in a row, as `DataCollatorWithFlattening` makes them) `position_ids` `[B, T]`, which rise
                 but where a sequence begins, `seq_idx` `[B, T]`, or `cu_seq_lens_q` `[S + 1]` and `max_length_q`
@@ -372,7 +383,8 @@ class MegaModel(MegaInputsMixin, BodyMixin, MegaPreTrainedModel):
             ValueError: not exactly one kind of input, an empty batch, a mask of another shape, a sequence longer than
                 the bias table, an argument that Mega does not have.
         """
-        self.check_token_types(token_type_ids)
+        with nullcontext() if cp_group is None else refuse_together(cp_group, self.device):
+            self.check_token_types(token_type_ids)
         inputs = self.read_inputs(
             input_ids,
             attention_mask,
@@ -382,8 +394,10 @@ class MegaModel(MegaInputsMixin, BodyMixin, MegaPreTrainedModel):
             past_key_values,
             use_cache,
             options,
+            cp_group,
         )
         layout, (past, sources) = inputs.layout, self.parts_of(inputs.past)
+        check_parts(layout, self.config)
         source_layout = TokenLayout(self.check_source(encoder_hidden_states, encoder_attention_mask, sources, inputs))
         if past is not None and layout.mask is None:
             layout = TokenLayout(inputs.embeddings.new_ones(inputs.embeddings.shape[:2], dtype=torch.bool))
@@ -411,7 +425,7 @@ class MegaModel(MegaInputsMixin, BodyMixin, MegaPreTrainedModel):
         sequences, hidden_states = layout.sizes(hidden_states)[0], layout.scatter(hidden_states)
         pooled = None
         if self.pooler is not None and sequences == hidden_states.shape[0]:
-            pooled = self.pooler(first_token(hidden_states, inputs.mask))
+            pooled = self.pooler(first_token(hidden_states, inputs.mask, layout.shard))
         return BaseModelOutputWithPoolingAndCrossAttentions(
             last_hidden_state=hidden_states,
             past_key_values=inputs.past,

@@ -4,6 +4,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from luna_mega.kernels.context_parallel import ContextShard, all_reduce_sum
+
 
 class MegaLayerNorm(nn.LayerNorm):
     """Layer norm of `[B, T, D]`; every position by itself, so that the mask does not matter."""
@@ -66,11 +68,13 @@ class MegaBatchNorm(nn.BatchNorm1d):
             self.running_mean, self.running_var = (x.to(self.running_mean.device) for x in statistics)
         return self
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, mask: torch.Tensor | None = None, shard: ContextShard | None = None
+    ) -> torch.Tensor:
         wide = _widen(x)
         mean, variance = self.running_mean, self.running_var
         if self.training:
-            mean, variance, count = self._batch_statistics(wide, None if self.padded_statistics else mask)
+            mean, variance, count = self._batch_statistics(wide, None if self.padded_statistics else mask, shard)
             # Gradient checkpointing runs the step again inside the backward pass; it must not count twice.
             if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
                 self._update(mean, variance, count)
@@ -79,13 +83,13 @@ class MegaBatchNorm(nn.BatchNorm1d):
             normed = normed * self.weight + self.bias
         return normed.to(x.dtype)
 
-    def _batch_statistics(self, x, mask):
+    def _batch_statistics(self, x, mask, shard):
         x = x.flatten(0, 1)
         keep = x.new_ones(x.shape[0], 1) if mask is None else mask.reshape(-1, 1).to(x.dtype)
-        sums, count = self._total(torch.cat(((x * keep).sum(dim=0), keep.sum(dim=0)))).split([x.shape[1], 1])
+        sums, count = self._total(torch.cat(((x * keep).sum(dim=0), keep.sum(dim=0))), shard).split([x.shape[1], 1])
         some = count.clamp(min=1.0)
         mean = sums / some
-        return mean, self._total(((x - mean).square() * keep).sum(dim=0)) / some, count
+        return mean, self._total(((x - mean).square() * keep).sum(dim=0), shard) / some, count
 
     @torch.no_grad()
     def _update(self, mean, variance, count):
@@ -95,15 +99,15 @@ class MegaBatchNorm(nn.BatchNorm1d):
         self.running_var.add_(rate * (unbiased - self.running_var))
         self.num_batches_tracked.add_(1)
 
-    def _total(self, sums: torch.Tensor) -> torch.Tensor:
+    def _total(self, sums: torch.Tensor, shard: ContextShard | None) -> torch.Tensor:
         """Return the sums over all processes that share the statistics."""
-        return sums
+        return sums if shard is None else all_reduce_sum(sums, shard)
 
 
 class MegaSyncBatchNorm(MegaBatchNorm):
     """Batch norm over the batches of all processes of the default group; without a group `MegaBatchNorm`."""
 
-    def _total(self, sums: torch.Tensor) -> torch.Tensor:
+    def _total(self, sums: torch.Tensor, shard: ContextShard | None) -> torch.Tensor:
         return _SumOverProcesses.apply(sums) if dist.is_available() and dist.is_initialized() else sums
 
 

@@ -3,9 +3,10 @@
 import torch
 from torch import nn
 
+from luna_mega.kernels.context_parallel import first_ranks
 from luna_mega.modeling_common.layout import DENSE, TokenLayout
 from luna_mega.modeling_mega.configuration_mega import MegaConfig
-from luna_mega.modeling_mega.norms import build_norm
+from luna_mega.modeling_mega.norms import MegaBatchNorm, build_norm
 from luna_mega.modeling_mega.position import MegaRotaryRelativeBias, MegaSimpleRelativeBias
 
 
@@ -23,7 +24,8 @@ class MegaSequenceNorm(nn.Module):
         )
 
     def forward(self, hidden_states: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
-        return self.norm(hidden_states, layout.mask)
+        statistics = (layout.mask, layout.shard) if isinstance(self.norm, MegaBatchNorm) else ()
+        return self.norm(hidden_states, *statistics)
 
 
 class MegaDropout(nn.Module):
@@ -38,6 +40,9 @@ class MegaDropout(nn.Module):
             _, length, width = states.shape
             factors = nn.functional.dropout(states.new_ones(layout.sizes(states)[0], width), self.probability)
             return states * factors[layout.locate(length)[0]]
+        if self.features and self.training and layout.shard is not None and self.probability > 0.0:
+            factors = nn.functional.dropout(states.new_ones(states.shape[0], 1, states.shape[2]), self.probability)
+            return states * first_ranks(factors, layout.shard)  # every part of a sequence loses the same channels
         if self.features:
             return nn.functional.dropout1d(states.transpose(1, 2), self.probability, self.training).transpose(1, 2)
         return nn.functional.dropout(states, self.probability, self.training)

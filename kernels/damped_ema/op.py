@@ -6,8 +6,10 @@ import torch
 
 from luna_mega.kernels import varlen
 from luna_mega.kernels._op import Op
+from luna_mega.kernels.context_parallel import ContextShard
 from luna_mega.kernels.damped_ema import export, reference, torch_backend
 from luna_mega.kernels.damped_ema.reference import working_dtype
+from luna_mega.kernels.damped_ema.sharded import sharded
 from luna_mega.kernels.damped_ema.truncated import TruncatedEmaState, truncated
 
 # The limit of the Triton kernels, which hold the states of a channel in registers.
@@ -119,6 +121,7 @@ def damped_ema(
     return_state: bool = False,
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
+    shard: ContextShard | None = None,
     backend: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | TruncatedEmaState]:
     """Compute the damped multi-dimensional exponential moving average of every channel (Mega section 3.1).
@@ -143,6 +146,9 @@ def damped_ema(
             sequence s is `[cu_seqlens[s], cu_seqlens[s+1])`; states are then `[S, D, N]`, and each sequence has the
             same result as alone.
         max_seqlen: length of the longest sequence; None = read from `cu_seqlens`, which waits for the device.
+        shard: x and the mask are this process's part of longer sequences, and the result is that of the whole at these
+            positions; the processes exchange their states, `[B, R, N]`. None = x is all. Without states, truncation
+            (below the length of the whole) and `cu_seqlens`.
         backend: one of `"auto"`, `"reference"`, `"torch"`, `"triton"`; None = as `luna_mega.kernels.api.use_backend`
             and `LUNA_MEGA_BACKEND` say. Triton has kernels for up to 64 states per channel, without truncation and not
             for float64. The other backends fill ragged sequences up, or, with states, run one after the other.
@@ -168,6 +174,14 @@ def damped_ema(
         truncation = None
     _check_sequence(x, input_logit, mask, shift, truncation, initial_state, return_state)
     parameters = (input_logit, damping_logit, expansion, projection)
+    if shard is not None:
+        _check_shard(x, shard, truncation, return_state or initial_state is not None, cu_seqlens)
+        _check("damped_ema", x, parameters, skip, None, len(x))
+
+        def run_part(x, skip, mask, state):
+            return damped_ema(x, *parameters, skip, mask=mask, shift=shift, initial_state=state, backend=backend)
+
+        return sharded(run_part, x, parameters, skip, mask, shift, shard)
     if truncation is not None and (return_state or initial_state is not None):
         if cu_seqlens is not None:
             raise ValueError("damped_ema: ragged sequences have no truncated state; leave truncation or cu_seqlens out")
@@ -259,6 +273,20 @@ def _check_sequence(x, input_logit, mask, shift, truncation, initial_state, retu
         raise ValueError("damped_ema: a bidirectional average has no state; leave out initial_state and return_state")
     if truncation is None and isinstance(initial_state, TruncatedEmaState):
         raise ValueError("damped_ema: initial_state is a TruncatedEmaState; pass its truncation too")
+
+
+def _check_shard(x, shard, truncation, stateful, cu_seqlens):
+    if shard.lengths[shard.rank] != x.shape[1]:
+        raise ValueError(f"damped_ema: the shard has {shard.lengths[shard.rank]} positions here, and x {x.shape[1]}")
+    if truncation is not None and truncation < shard.total:
+        raise ValueError(
+            f"damped_ema: truncation={truncation} is below the {shard.total} positions of the whole sequence, and with "
+            "a shard the average never forgets; leave truncation out"
+        )
+    if stateful or cu_seqlens is not None:
+        raise ValueError(
+            "damped_ema: a shard takes neither cu_seqlens, initial_state nor return_state; leave them or the shard out"
+        )
 
 
 def _check(op, x, parameters, skip, state, sequences):

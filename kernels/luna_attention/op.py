@@ -7,7 +7,8 @@ import torch
 
 from luna_mega.kernels import varlen
 from luna_mega.kernels._op import Op
-from luna_mega.kernels.luna_attention import reference, torch_backend
+from luna_mega.kernels.context_parallel import ContextShard
+from luna_mega.kernels.luna_attention import reference, sharded, torch_backend
 
 
 def _triton(ragged, query, key, value, mask, scale, dropout, cu_seqlens=None, max_seqlen=0):
@@ -39,6 +40,7 @@ def _op(name, ragged, **options):
 
 
 PACK = _op("luna_pack", "key", tokens=("key", "value"), tokens_out=False)
+SHARDED_PACK = Op("luna_pack", sharded.BACKENDS, _unsupported, tokens=("key", "value"), tokens_out=False)
 UNPACK = _op("luna_unpack", "query", tokens=("query",), mask=None)
 
 
@@ -53,6 +55,7 @@ def luna_pack(
     backend: str | None = None,
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
+    shard: ContextShard | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Pack a context of any length into L rows: softmax(P K^T / sqrt(K)) V per head (Luna eq. 3).
 
@@ -69,6 +72,8 @@ def luna_pack(
         cu_seqlens: `[B + 1]` int32 or int64, `[0, ..., total]`: the contexts lie end to end, `key` and `value` are `[1,
             total, H, K]` and `mask` `[1, total]`. `pack_query` and the result have a row for every context.
         max_seqlen: length of the longest context; None = read from `cu_seqlens`, which waits for the device.
+        shard: of the context each rank of a group has the part `key`, `value` and `mask`; `pack_query` and the result
+            are the same on all. They exchange as many numbers as the result has. Not with `cu_seqlens` nor weights.
 
     Returns:
         `[B, L, H, K]` in the dtype of `pack_query`. The softmax is computed in float32. A row whose context is masked
@@ -77,8 +82,8 @@ def luna_pack(
     Raises:
         ValueError: shapes, dtypes or devices do not fit together, or the backend does not exist or cannot take them.
     """
-    options = (dropout, return_weights, backend, cu_seqlens, max_seqlen)
-    return _attend(PACK, pack_query, key, value, mask, *options)
+    options = (dropout, return_weights, backend, cu_seqlens, max_seqlen, shard)
+    return _attend(PACK if shard is None else SHARDED_PACK, pack_query, key, value, mask, *options)
 
 
 def luna_unpack(
@@ -117,6 +122,7 @@ def luna_attention(
     backend: str | None = None,
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
+    shard: ContextShard | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Compute linear unified nested attention (Luna section 3.1): pack the context, project the result, unpack it.
 
@@ -129,6 +135,7 @@ def luna_attention(
         dropout, return_weights, backend: as in `luna_pack`.
         cu_seqlens, max_seqlen: as in `luna_pack`; then queries and context are the same B sequences
             end to end: `query` `[1, total, H, K]`, context `[1, total, Hp, Kp]` and `context_mask` `[1, total]`.
+        shard: as in `luna_pack`; each rank has a part of the queries too, and the output is of this part.
 
     Returns:
         (output `[B, T, H, K]`, packed context `[B, L, Hp, Kp]`); with `return_weights` (these, unpack weights `[B, H,
@@ -154,20 +161,24 @@ def luna_attention(
         if max_seqlen is None:
             max_seqlen = varlen.check("luna_attention", cu_seqlens, None, query.shape[1])
         options |= {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
-    packed = luna_pack(pack_query, pack_key, pack_value, context_mask, **options)
+    packed = luna_pack(pack_query, pack_key, pack_value, context_mask, **options, shard=shard)
     if return_weights:
         packed, pack_weights = packed
     output = luna_unpack(query, *project(packed), pack_mask, **options)
     return (output[0], packed, output[1], pack_weights) if return_weights else (output, packed)
 
 
-def _attend(op, query, key, value, mask, dropout, return_weights, backend, cu_seqlens, max_seqlen):
+def _attend(op, query, key, value, mask, dropout, return_weights, backend, cu_seqlens, max_seqlen, shard=None):
+    if shard is not None and (return_weights or cu_seqlens is not None):
+        raise ValueError(f"{op.name} with shard takes neither return_weights nor cu_seqlens: leave them out")
     _check(op, query, key, value, mask, dropout, cu_seqlens)
     if cu_seqlens is not None:
-        total = (key if op is PACK else query).shape[1]
+        total = (query if op is UNPACK else key).shape[1]
         max_seqlen = varlen.check(op.name, cu_seqlens, max_seqlen, total)
     scale = query.shape[-1] ** -0.5
     call = {"query": query, "key": key, "value": value, "mask": mask, "scale": scale, "dropout": dropout}
+    if shard is not None:
+        call["shard"] = shard
     return op(backend, call, cu_seqlens, max_seqlen, return_weights)
 
 

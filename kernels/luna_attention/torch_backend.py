@@ -15,7 +15,7 @@ def attend(
         return sdpa(query, key, value, mask, scale, dropout)
     if torch.compiler.is_compiling():  # the compiler would take the kernel apart and write the weights to memory
         return torch.ops.luna_mega.attend(query, key, value, mask, scale)[0]
-    return _flash(query, key, value, mask, scale)[0]
+    return flash(query, key, value, mask, scale)[0]
 
 
 def sdpa(
@@ -40,12 +40,13 @@ def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | N
     return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, float("-inf"))[:, None, None, :]
 
 
-def _flash(
+def flash(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the result of the CPU kernel of flash attention, and its log-sum-exp.
+    """Return the result of the CPU kernel of flash attention, and its log-sum-exp `[B, H, T]`.
 
-    It takes `[B, H, T, K]` views of any strides, computes the softmax in float32 and gives 0 for a row without keys.
+    It takes `[B, H, T, K]` views of any strides, computes the softmax in float32 and gives 0 for a row without keys,
+    also as the log-sum-exp.
     """
     output, log_sum_exp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query.transpose(1, 2),
@@ -57,11 +58,33 @@ def _flash(
     return output.transpose(1, 2), log_sum_exp
 
 
+def flash_backward(
+    grad_output: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    output: torch.Tensor,
+    log_sum_exp: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of query, key and value, by the backward kernel of `flash`."""
+    gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *(x.transpose(1, 2) for x in (grad_output, query, key, value, output)),
+        log_sum_exp,
+        0.0,
+        False,
+        attn_mask=_additive(mask, query.dtype),
+        scale=scale,
+    )
+    return tuple(x.transpose(1, 2) for x in gradients)
+
+
 @torch.library.custom_op("luna_mega::attend", mutates_args=(), device_types="cpu")
 def _attend_cpu(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    output, log_sum_exp = _flash(query, key, value, mask, scale)
+    output, log_sum_exp = flash(query, key, value, mask, scale)
     return output.contiguous(), log_sum_exp.contiguous()
 
 
@@ -83,15 +106,8 @@ def _attend_backward_cpu(
     log_sum_exp: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *(x.transpose(1, 2) for x in (grad_output, query, key, value, output)),
-        log_sum_exp,
-        0.0,
-        False,
-        attn_mask=_additive(mask, query.dtype),
-        scale=scale,
-    )
-    return tuple(x.transpose(1, 2).contiguous() for x in gradients)
+    gradients = flash_backward(grad_output, query, key, value, mask, output, log_sum_exp, scale)
+    return tuple(gradient.contiguous() for gradient in gradients)
 
 
 @_attend_backward_cpu.register_fake

@@ -28,6 +28,24 @@ def attend(
     )[0]
 
 
+def pack(query, key, value, mask, scale, dropout, seed) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the result of `attend` for dense input, and the log2-sum-exp `[B, H, T]`, without gradients."""
+    return torch.ops.luna_mega.luna_attention_triton(*_dense(query, key, value, mask, scale, dropout, seed))
+
+
+def pack_backward(grad_output, output, log_sum_exp, query, key, value, mask, scale, dropout, seed):
+    """Return the gradients of query, key and value, that of a value which is the key in the key's."""
+    gradients = torch.ops.luna_mega.luna_attention_triton_backward(
+        grad_output, output, log_sum_exp, *_dense(query, key, value, mask, scale, dropout, seed)
+    )
+    return *gradients, *(None,) * (3 - len(gradients))
+
+
+def _dense(query, key, value, mask, scale, dropout, seed):
+    precision = _op.float32_precision() if query.dtype == torch.float32 else "tf32"
+    return query, key, None if key is value else value, mask, None, seed, None, 0, scale, dropout, precision
+
+
 @torch.library.custom_op("luna_mega::luna_attention_triton", mutates_args=(), schema=f"({INPUTS}) -> (Tensor, Tensor)")
 def _attend(*inputs):
     return triton_forward.forward(*inputs)

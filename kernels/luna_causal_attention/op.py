@@ -4,7 +4,8 @@ import torch
 
 from luna_mega.kernels import varlen
 from luna_mega.kernels._op import Op
-from luna_mega.kernels.luna_causal_attention import reference, torch_backend
+from luna_mega.kernels.context_parallel import ContextShard
+from luna_mega.kernels.luna_causal_attention import reference, sharded, torch_backend
 from luna_mega.kernels.luna_causal_attention.reference import LunaCausalState
 
 
@@ -74,6 +75,7 @@ def luna_causal_attention(
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
     backend: str | None = None,
+    shard: ContextShard | None = None,
 ) -> torch.Tensor | tuple:
     """Compute causal linear unified nested attention (Luna section 3.3), in time and memory linear in T.
 
@@ -103,6 +105,9 @@ def luna_causal_attention(
         max_seqlen: length of the longest sequence, or more; None = computed, which waits for the device.
         backend: one of `"auto"`, `"reference"`, `"torch"`, `"triton"`; None = as `luna_mega.kernels.api.use_backend`
             and `LUNA_MEGA_BACKEND` say.
+        shard: each rank of a group has a part of the tokens, and their mask; pack_query and pack_mask are the same on
+            all. They exchange states, whatever the length, and the state that is returned is that behind a rank's last
+            token. Dropout draws the pack weights that later ranks see anew. Not with `state` nor `cu_seqlens`.
 
     Returns:
         `[B, T, H, V]` in the dtype of the inputs; with `return_weights` or `return_state` a tuple of it, the weights
@@ -132,8 +137,12 @@ def luna_causal_attention(
         _check_ragged(ATTEND.name, query, (pack_key, key, value), mask)
         max_seqlen = varlen.check(ATTEND.name, cu_seqlens, max_seqlen, query.shape[1])
         batch = cu_seqlens.numel() - 1
+    if shard is not None and (state is not None or cu_seqlens is not None):
+        raise ValueError(f"{ATTEND.name} with shard takes neither state nor cu_seqlens: leave them out")
     call = _named(query, pack_query, pack_key, key, value, mask, pack_mask, activation, state, dropout)
     _check(ATTEND.name, batch, **call)
+    if shard is not None:
+        call["state"] = sharded.state_before(shard, *call.values())
     *result, state = ATTEND(backend, call, cu_seqlens, max_seqlen, return_weights)
     result = (*result, state) if return_state else tuple(result)
     return result if len(result) > 1 else result[0]

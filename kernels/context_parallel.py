@@ -1,0 +1,131 @@
+"""Context parallelism: the parts of one long sequence on the ranks of a process group, and what they exchange.
+
+Every rank of the group holds one contiguous part of each sequence, in the order of ranks. The functions that exchange
+tensors are differentiable: their backward is the transposed exchange, so that the gradient on a rank is that of the sum
+of all ranks' losses. All ranks have to call them in one order, and their backward too: a rank that uses the result has
+to use it on every other rank, if only with a factor of 0.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Function
+
+
+class ContextShard(NamedTuple):
+    """Where the part of this rank is in sequences that the ranks of a process group share.
+
+    Args:
+        group: the ranks that share the sequences.
+        lengths: the number of positions that each rank holds, in the order of ranks.
+    """
+
+    group: "dist.ProcessGroup"
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, group: "dist.ProcessGroup", length: int, device: torch.device, **same: int) -> "ContextShard":
+        """Exchange the lengths of all parts. Every rank has to call this, with the `length` of its own part.
+
+        A rank that cannot go on calls it with length 0, so that the others do not wait for it. `same` are numbers that
+        have to be equal on all ranks, for instance the batch size.
+
+        Raises:
+            ValueError: on every rank, if one has no positions, or if the numbers of `same` differ.
+        """
+        mine = torch.tensor([length, *same.values()], device=device)
+        table = mine.new_empty(group.size(), len(mine))
+        dist.all_gather(list(table), mine, group=group)
+        lengths, *others = table.T.tolist()
+        if min(lengths) < 1:
+            raise ValueError(
+                f"a rank has no positions, or has refused its inputs: the parts of the group have the lengths {lengths}"
+            )
+        for name, values in zip(same, others, strict=True):
+            if len(set(values)) > 1:
+                raise ValueError(f"all ranks of the group need one {name}, got {values}")
+        return cls(group, tuple(lengths))
+
+    @property
+    def rank(self) -> int:
+        """Return the place of this rank in the group."""
+        return self.group.rank()
+
+    @property
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return len(self.lengths)
+
+    @property
+    def start(self) -> int:
+        """Return the number of positions before those of this rank."""
+        return sum(self.lengths[: self.rank])
+
+    @property
+    def total(self) -> int:
+        """Return the number of positions on all ranks."""
+        return sum(self.lengths)
+
+
+class _AllGather(Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        rows = x.new_empty(group.size(), *x.shape)
+        dist.all_gather(list(rows), x.contiguous(), group=group)
+        return rows
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _ReduceScatter.apply(grad, ctx.group), None
+
+
+class _ReduceScatter(Function):
+    @staticmethod
+    def forward(ctx, rows, group):
+        ctx.group = group
+        x = rows.new_empty(rows.shape[1:])
+        dist.reduce_scatter(x, list(rows.contiguous()), group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _AllGather.apply(grad, ctx.group), None
+
+
+class _AllReduceSum(Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _AllReduceSum.apply(grad, ctx.group), None
+
+
+def all_gather(x: torch.Tensor, shard: ContextShard) -> torch.Tensor:
+    """Return `[ranks, ...]`, the tensors `x` `[...]` of all ranks, which have one shape. Its backward sums and cuts."""
+    return _AllGather.apply(x, shard.group)
+
+
+def all_reduce_sum(x: torch.Tensor, shard: ContextShard) -> torch.Tensor:
+    """Return the sum of the tensors `x` of all ranks, which have one shape. Its backward sums the gradients."""
+    return _AllReduceSum.apply(x, shard.group)
+
+
+def all_reduce_max(x: torch.Tensor, shard: ContextShard) -> torch.Tensor:
+    """Return the element-wise maximum of the tensors `x` of all ranks, without a gradient."""
+    largest = x.detach().clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=shard.group)
+    return largest
+
+
+def first_ranks(x: torch.Tensor, shard: ContextShard) -> torch.Tensor:
+    """Return the tensor `x` of the group's first rank, without a gradient: random numbers that all ranks agree on."""
+    x = x.detach().clone(memory_format=torch.contiguous_format)
+    dist.broadcast(x, group=shard.group, group_src=0)
+    return x

@@ -1,0 +1,137 @@
+"""Pack attention to a context that the ranks of a group share.
+
+Every rank packs its own part and knows the log-sum-exp of its scores. The ranks exchange the maximum of these, then the
+sum of exponentials and of the packed rows with that maximum: as many numbers as P has, whatever the length. A backward
+kernel that is given the result and the log-sum-exp of the whole context computes exact gradients of a part.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch.autograd import Function
+
+from luna_mega.kernels import _op
+from luna_mega.kernels.context_parallel import ContextShard, all_reduce_max, all_reduce_sum
+from luna_mega.kernels.luna_attention import torch_backend
+
+
+class Kernels(NamedTuple):
+    """How a backend packs a part.
+
+    Args:
+        forward: returns the output and the log-sum-exp `[B, H, L]` for query, key, value, mask, scale, dropout, seed.
+            Where no position of a sequence is kept the log-sum-exp need not be -inf.
+        backward: returns the gradients of query, key and value for the gradient of the output, output, log-sum-exp, and
+            what `forward` takes.
+        exp, log: the exponential and the logarithm of this log-sum-exp.
+    """
+
+    forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    exp: Callable[[torch.Tensor], torch.Tensor] = torch.exp
+    log: Callable[[torch.Tensor], torch.Tensor] = torch.log
+
+
+def attend(kernels: Callable[..., Kernels], query, key, value, mask, scale, dropout, shard) -> torch.Tensor:
+    """Return `reference.attend` for a context of which every rank has a part, without the weights."""
+    return _Pack.apply(query, key, value, mask, scale, dropout, shard, kernels(query, dropout))
+
+
+class _Pack(Function):
+    @staticmethod
+    def forward(ctx, query, key, value, mask, scale, dropout, shard: ContextShard, kernels: Kernels):
+        # The backward pass drops the same weights again. Each rank draws its own, as it has positions of its own.
+        seed = torch.randint(2**63 - 1, (1,), device=query.device) if dropout > 0.0 else None
+        output, log_sum_exp = kernels.forward(query, key, value, mask, scale, dropout, seed)
+        if mask is not None:
+            log_sum_exp = log_sum_exp.masked_fill(~mask.any(dim=1)[:, None, None], float("-inf"))
+        largest = all_reduce_max(log_sum_exp, shard)
+        largest = largest.masked_fill(largest == float("-inf"), 0.0)
+        weight = kernels.exp(log_sum_exp - largest)[..., None].transpose(1, 2)
+        total = all_reduce_sum(torch.cat([output.to(weight.dtype) * weight, weight], dim=-1), shard)
+        output, weight = total[..., :-1], total[..., -1:]
+        # A sequence without a kept position anywhere has the sum 0, and the output 0.
+        weight = weight.masked_fill(weight == 0.0, 1.0)
+        output = (output / weight).to(query.dtype)
+        log_sum_exp = largest + kernels.log(weight)[..., 0].transpose(1, 2)
+        ctx.options = scale, dropout, shard, kernels
+        ctx.save_for_backward(output, log_sum_exp, query, key, None if key is value else value, mask, seed)
+        return output
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        output, log_sum_exp, query, key, value, mask, seed = ctx.saved_tensors
+        scale, dropout, shard, kernels = ctx.options
+        value = key if value is None else value
+        with torch.no_grad(), _op.without_autocast(grad_output.device.type):
+            grad_output = all_reduce_sum(grad_output, shard)
+            gradients = kernels.backward(
+                grad_output, output, log_sum_exp, query, key, value, mask, scale, dropout, seed
+            )
+        return *gradients, None, None, None, None, None
+
+
+def _scores(query, key, mask, scale):
+    scores = torch.einsum("blhk,bmhk->bhlm", query * scale, key)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    return scores if mask is None else scores.masked_fill(~mask[:, None, None], float("-inf"))
+
+
+def _kept(weights, dropout, seed):
+    """Return the factors 0 or 1 / (1 - dropout) of the weights."""
+    if dropout == 0.0:
+        return 1.0
+    generator = torch.Generator(weights.device).manual_seed(int(seed))
+    return torch.empty_like(weights).bernoulli_(1.0 - dropout, generator=generator).div_(1.0 - dropout)
+
+
+def _step_forward(query, key, value, mask, scale, dropout, seed):
+    scores = _scores(query, key, mask, scale)
+    log_sum_exp = scores.logsumexp(dim=-1)
+    weights = (scores - log_sum_exp.masked_fill(log_sum_exp == float("-inf"), 0.0)[..., None]).exp()
+    weights = (weights * _kept(weights, dropout, seed)).to(value.dtype)
+    return torch.einsum("bhlm,bmhk->blhk", weights, value), log_sum_exp
+
+
+def _step_backward(grad_output, output, log_sum_exp, query, key, value, mask, scale, dropout, seed):
+    weights = (_scores(query, key, mask, scale) - log_sum_exp[..., None]).exp()
+    kept, wide = _kept(weights, dropout, seed), weights.dtype
+    grad_wide = grad_output.to(wide)
+    grad_value = torch.einsum("bhlm,blhk->bmhk", weights * kept, grad_wide)
+    grad_weights = torch.einsum("blhk,bmhk->bhlm", grad_wide, value.to(wide)) * kept
+    mean = (grad_wide * output.to(wide)).sum(dim=-1).transpose(1, 2)[..., None]
+    grad_scores = weights * (grad_weights - mean) * scale
+    grad_query = torch.einsum("bhlm,bmhk->blhk", grad_scores, key.to(wide))
+    grad_key = torch.einsum("bhlm,blhk->bmhk", grad_scores, query.to(wide))
+    return tuple(x.to(query.dtype) for x in (grad_query, grad_key, grad_value))
+
+
+def _flash_forward(query, key, value, mask, scale, dropout, seed):
+    return torch_backend.flash(query, key, value, mask, scale)
+
+
+def _flash_backward(grad_output, output, log_sum_exp, query, key, value, mask, scale, dropout, seed):
+    return torch_backend.flash_backward(grad_output, query, key, value, mask, output, log_sum_exp, scale)
+
+
+def _triton(query, dropout) -> Kernels:
+    # Imported where it is needed: the import decides whether kernels are interpreted.
+    from luna_mega.kernels.luna_attention import triton_ops
+
+    return Kernels(triton_ops.pack, triton_ops.pack_backward, torch.exp2, torch.log2)
+
+
+def _step(query, dropout) -> Kernels:
+    return Kernels(_step_forward, _step_backward)
+
+
+def _torch(query, dropout) -> Kernels:
+    if query.device.type != "cpu" or dropout > 0.0:
+        return _step(query, dropout)
+    return Kernels(_flash_forward, _flash_backward)
+
+
+_KERNELS = {"reference": _step, "torch": _torch, "triton": _triton}
+BACKENDS = {name: partial(attend, kernels) for name, kernels in _KERNELS.items()}

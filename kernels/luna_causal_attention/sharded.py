@@ -1,0 +1,44 @@
+"""The state of causal attention before a rank's part of tokens that the ranks of a group share.
+
+Neither of the two sums depends on the other: the pack weights, two products and one exchange give the state before each
+part, from which every backend goes on.
+"""
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from luna_mega.kernels import _op
+from luna_mega.kernels.context_parallel import ContextShard, all_gather
+from luna_mega.kernels.luna_causal_attention import reference
+from luna_mega.kernels.luna_causal_attention.reference import LunaCausalState
+
+
+def state_before(
+    shard: ContextShard, query, pack_query, pack_key, key, value, mask, pack_mask, activation, state, dropout
+) -> LunaCausalState:
+    """Return the state behind the tokens of earlier ranks; the ranks exchange the sums over their tokens."""
+    with _op.without_autocast(query.device.type):
+        # The weights of all tokens are as large as L / K keys: the backward pass computes them again.
+        key_sum, value_sum = checkpoint(
+            _sums, pack_query, pack_key, key, value, mask, pack_mask, activation, dropout, use_reentrant=False
+        )
+        count = reference.token_count(mask, query, None)[:, -1]
+        counts = all_gather(count, shard)[: shard.rank].sum(dim=0)
+        sums = all_gather(torch.cat([key_sum.flatten(2), value_sum.flatten(2)], dim=2), shard)[: shard.rank].sum(dim=0)
+        sizes = key_sum[0, 0].numel(), value_sum[0, 0].numel()
+        means = (sums / counts.clamp(min=1)[:, None, None]).split(sizes, dim=2)
+        return LunaCausalState(means[0].view_as(key_sum), means[1].view_as(value_sum), counts)
+
+
+def _sums(pack_query, pack_key, key, value, mask, pack_mask, activation, dropout):
+    """Return the sums of k_t^T a_t `[B, H, K, L]` and of a_t^T v_t `[B, H, L, V]` over the tokens."""
+    wide = torch.promote_types(key.dtype, torch.float32)
+    pack_query, pack_key, key, value = (x.to(wide) for x in (pack_query, pack_key, key, value))
+    if mask is not None:
+        pack_key, key, value = (x.masked_fill(~mask[..., None, None], 0.0) for x in (pack_key, key, value))
+    if pack_mask is not None:
+        pack_query = pack_query.masked_fill(~pack_mask[..., None, None], 0.0)
+    packed = torch.dropout(
+        reference.pack_weights(pack_key, pack_query, mask, pack_mask, activation), dropout, train=True
+    )
+    return torch.einsum("bthk,bhtl->bhkl", key, packed), torch.einsum("bhtl,bthv->bhlv", packed, value)

@@ -1,0 +1,103 @@
+"""The exchanges between ranks that share sequences, and the cut of a batch."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from luna_mega import shard_sequence
+from luna_mega.kernels.context_parallel import (
+    ContextShard,
+    all_gather,
+    all_reduce_max,
+    all_reduce_sum,
+    first_ranks,
+)
+from luna_mega.modeling_common.layout import TokenLayout
+
+
+def describe(lengths):
+    shard = ContextShard.of(dist.group.WORLD, lengths[dist.get_rank()], torch.device("cpu"), batch=2)
+    return shard.lengths, shard.rank, shard.size, shard.start, shard.total
+
+
+def test_a_shard_knows_all_parts(ranks):
+    expected = [((3, 1, 2), rank, 3, start, 6) for rank, start in enumerate((0, 3, 4))]
+    assert ranks(3, describe, (3, 1, 2)) == expected
+
+
+def refuse(lengths, batches):
+    rank = dist.get_rank()
+    with pytest.raises(ValueError) as refused:
+        ContextShard.of(dist.group.WORLD, lengths[rank], torch.device("cpu"), batch=batches[rank])
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "lengths, batches, message",
+    [((3, 0), (2, 2), r"no positions.*\[3, 0\]"), ((3, 3), (2, 1), r"one batch, got \[2, 1\]")],
+)
+def test_every_rank_refuses_what_one_cannot_do(ranks, lengths, batches, message):
+    for refused in ranks(2, refuse, lengths, batches):
+        assert re.search(message, refused)
+
+
+def exchange():
+    shard = ContextShard.of(dist.group.WORLD, 1, torch.device("cpu"))
+    x = torch.arange(6.0).view(2, 3).add(10.0 * shard.rank).T.requires_grad_()  # no contiguous tensor
+    rows = all_gather(x, shard)
+    (gathered,) = torch.autograd.grad((rows * torch.arange(1.0, 1.0 + shard.size)[:, None, None]).sum(), x)
+    total = all_reduce_sum(x, shard)
+    (summed,) = torch.autograd.grad(total.sum() * (1.0 + shard.rank), x)
+    return [y.detach() for y in (x, rows, gathered, total, summed, all_reduce_max(x, shard), first_ranks(x, shard))]
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_gradients_are_those_of_the_sum_of_all_losses(ranks, count):
+    x = torch.arange(6.0).view(2, 3).T + 10.0 * torch.arange(count)[:, None, None]
+    for rank, (mine, rows, gathered, total, summed, largest, first) in enumerate(ranks(count, exchange)):
+        assert torch.equal(mine, x[rank]) and torch.equal(rows, x) and torch.equal(total, x.sum(dim=0))
+        assert torch.equal(gathered, torch.full((3, 2), count * (rank + 1.0)))
+        assert torch.equal(summed, torch.full((3, 2), count * (count + 1) / 2))
+        assert torch.equal(largest, x[-1]) and torch.equal(first, x[0])
+
+
+def lay_out(mask, lengths):
+    rank = dist.get_rank()
+    shard = ContextShard.of(dist.group.WORLD, lengths[rank], torch.device("cpu"))
+    part = mask[:, shard.start : shard.start + lengths[rank]]
+    layout = TokenLayout(None if part.all() else part).share(shard, len(mask), mask.device)
+    return layout.sizes(part), layout.counts(), layout.start(), layout.before()
+
+
+def test_layouts_count_tokens_over_all_ranks(ranks):
+    # whole, padded on the left over the border of two ranks, padded on the right, without any token
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 1, 1], [1, 1, 1, 0, 0, 0], [0, 0, 0, 0, 0, 0]]).bool()
+    starts = (0, 3, 4)
+    for start, (sizes, counts, position, before) in zip(starts, ranks(3, lay_out, mask, (3, 1, 2)), strict=True):
+        assert sizes == (4, 6) and counts.tolist() == [[6], [2], [3], [0]]
+        assert position.tolist() == [start, start - 4, start, start]
+        assert before.tolist() == mask[:, :start].sum(dim=1).tolist()
+    for start, (_, counts, position, before) in zip(starts, ranks(3, lay_out, mask[:1], (3, 1, 2)), strict=True):
+        assert counts is None and position.tolist() == before.tolist() == [start]
+
+
+def cut(length, multiple):
+    batch = {"input_ids": torch.arange(2 * length).view(2, length), "labels": torch.zeros(2), "return_dict": True}
+    try:
+        return shard_sequence(batch, dist.group.WORLD, multiple)
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("length, multiple, lengths", [(10, 1, [3, 3, 4]), (3, 1, [1, 1, 1]), (21, 4, [8, 8, 5])])
+def test_a_batch_is_cut_into_parts_of_nearly_one_length(ranks, length, multiple, lengths):
+    parts = ranks(3, cut, length, multiple)
+    assert [part["input_ids"].shape[1] for part in parts] == lengths
+    assert torch.equal(torch.cat([part["input_ids"] for part in parts], 1), torch.arange(2 * length).view(2, length))
+    assert all(part["labels"].shape == (2,) and part["return_dict"] is True for part in parts)
+
+
+def test_a_batch_that_is_too_short_is_refused(ranks):
+    assert all("length 8 have 2 parts of 4 positions, fewer than the 3 ranks" in text for text in ranks(3, cut, 8, 4))

@@ -1,0 +1,111 @@
+"""Luna's ops over the parts of sequences that ranks share against the same ops over whole sequences."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from luna_mega.kernels.api import luna_attention, luna_causal_attention
+from luna_mega.kernels.context_parallel import ContextShard
+
+LENGTHS = {2: (5, 8), 4: (1, 6, 3, 3)}
+TOTAL = 13
+
+
+def mask_of_all_kinds():
+    """Sequences without padding, with padding on the left or right of a border between ranks, and without tokens."""
+    column = torch.arange(TOTAL)
+    return torch.stack([column >= 0, column >= 6, column < 2, column < 0])
+
+
+def seeded(*shape, dtype):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64).to(dtype)
+
+
+def part_of(shard, x):
+    return x[:, shard.start : shard.start + shard.lengths[shard.rank]]
+
+
+def compare(shard, function, whole, parts, same):
+    """Return the largest differences of the outputs and the gradients of a rank's sharded call from the whole one's.
+
+    Args:
+        function: called with the tensors of `parts`, those of `same` and keyword arguments, returns tensors `[B, T,
+            ...]` in parts and others that are the same on all ranks.
+        whole: keyword arguments of the whole call and of the sharded call.
+        parts, same: tensors of which a rank has a part, and which all have.
+    """
+    leaves = [x.clone().requires_grad_() for x in (*parts, *same)]
+    cut = [part_of(shard, x).clone().requires_grad_() for x in parts] + [x.clone().requires_grad_() for x in same]
+    expected, shared = function(*leaves, **whole[0])
+    mine, mine_shared = function(*cut, **whole[1])
+    weights = [seeded(*x.shape, dtype=x.dtype) for x in (expected, shared)]
+    gradients = torch.autograd.grad([expected, shared], leaves, weights)
+    # The loss is the sum over the ranks: each has its part of it. What all have is of the loss of one rank.
+    loss = (mine * part_of(shard, weights[0])).sum() + (mine_shared * weights[1]).sum() / shard.size
+    mine_gradients = list(torch.autograd.grad(loss, cut))
+    for gradient in mine_gradients[len(parts) :]:
+        dist.all_reduce(gradient)
+    pairs = [(part_of(shard, expected), mine), (shared, mine_shared)]
+    pairs += [(part_of(shard, x), y) for x, y in zip(gradients, mine_gradients, strict=False)][: len(parts)]
+    pairs += list(zip(gradients[len(parts) :], mine_gradients[len(parts) :], strict=True))
+    return [(x - y).abs().max().item() for x, y in pairs]
+
+
+def attend(dtype, backend, tied, masked):
+    lengths = LENGTHS[dist.get_world_size()]
+    shard = ContextShard.of(dist.group.WORLD, lengths[dist.get_rank()], torch.device("cpu"))
+    query, key, value = seeded(4, TOTAL, 2, 8, dtype=dtype), *seeded(2, 4, TOTAL, 2, 8, dtype=dtype)
+    pack_query = seeded(4, 3, 2, 8, dtype=dtype)
+    mask = mask_of_all_kinds() if masked else None
+
+    def function(query, key, *rest, **options):
+        value = key if tied else rest[0]
+        return luna_attention(query, rest[-1], key, value, lambda packed: (packed, packed), backend=backend, **options)
+
+    whole = {"context_mask": mask}, {"context_mask": None if mask is None else part_of(shard, mask), "shard": shard}
+    return compare(shard, function, whole, [query, key] + ([] if tied else [value]), [pack_query])
+
+
+@pytest.mark.parametrize("count, backend, dtype, tolerance, tied, masked", [
+    (2, "torch", torch.float64, 1e-13, False, True),
+    (4, "torch", torch.float32, 2e-6, True, True),
+    (2, "torch", torch.float32, 2e-6, False, False),
+    (4, "reference", torch.float64, 1e-13, True, True),
+    (2, "triton", torch.float32, 2e-6, True, True),
+    (2, "triton", torch.float32, 2e-6, False, False),
+])  # fmt: skip
+def test_luna_attention(ranks, count, backend, dtype, tolerance, tied, masked):
+    if backend == "triton":
+        pytest.importorskip("triton", reason="Triton is not installed")
+    for differences in ranks(count, attend, dtype, backend, tied, masked):
+        assert max(differences) < tolerance, differences
+
+
+def attend_causally(dtype, backend, activation, masked):
+    lengths = LENGTHS[dist.get_world_size()]
+    shard = ContextShard.of(dist.group.WORLD, lengths[dist.get_rank()], torch.device("cpu"))
+    tokens, pack_query = list(seeded(4, 4, TOTAL, 2, 8, dtype=dtype)), seeded(4, 3, 2, 8, dtype=dtype)
+    mask = mask_of_all_kinds() if masked else None
+    pack_mask = torch.tensor([[True, True, masked]] * 3 + [[True, False, False]])
+
+    def function(query, pack_key, key, value, pack_query, **options):
+        options |= {"activation": activation, "pack_mask": pack_mask, "backend": backend}
+        output = luna_causal_attention(query, pack_query, pack_key, key, value, **options)
+        return output, pack_query[:1] * 0.0
+
+    whole = {"mask": mask}, {"mask": None if mask is None else part_of(shard, mask), "shard": shard}
+    return compare(shard, function, whole, tokens, [pack_query])
+
+
+@pytest.mark.parametrize("count, backend, dtype, tolerance, activation, masked", [
+    (2, "torch", torch.float64, 1e-13, "softplus", True),
+    (4, "torch", torch.float32, 2e-6, "elu", True),
+    (2, "torch", torch.float32, 2e-6, "softplus", False),
+    (4, "reference", torch.float64, 1e-13, "elu", True),
+    (2, "triton", torch.float32, 2e-6, "softplus", True),
+])  # fmt: skip
+def test_luna_causal_attention(ranks, count, backend, dtype, tolerance, activation, masked):
+    if backend == "triton":
+        pytest.importorskip("triton", reason="Triton is not installed")
+    for differences in ranks(count, attend_causally, dtype, backend, activation, masked):
+        assert max(differences) < tolerance, differences

@@ -1,0 +1,220 @@
+"""Mega over sequences that ranks share against the same model over whole sequences, in one process."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import luna_mega
+from luna_mega.kernels.context_parallel import ContextShard, all_reduce_sum
+from luna_mega.modeling_common.layout import TokenLayout
+from luna_mega.modeling_mega.parts import MegaDropout
+from tests.modeling.luna import enlarged, head_inputs, labels, tokens
+from tests.modeling.mega import HEADS, NO_DROPOUT, tiny_config
+
+TOTAL, LENGTHS = 23, {2: (8, 15), 4: (4, 8, 4, 7)}
+# The second ends, or with padding on the left begins, on another rank; the third begins at a chunk.
+SEQUENCES = [23, 5, 15]
+CHUNKS = {"use_chunking": True, "chunk_size": 4}
+CAUSAL = {"is_decoder": True, "bidirectional": False, "use_cache": True}
+VALUES = {"input_type": "values", "pooling": "mean"}
+ADAPTIVE = {"adaptive_input_cutoffs": [10, 25], "adaptive_softmax_cutoffs": [10, 25], "embedding_size": 24}
+VARIANTS = [
+    ("Model", CHUNKS | {"ema_shift": True, "relative_positional_bias": "simple", "normalization_type": "rmsnorm"}),
+    ("ForSequenceClassification", CHUNKS | VALUES | {"normalization_type": "batchnorm", "embedding_norm": True}),
+    ("ForMaskedLM", {"normalization_type": "batchnorm", "padded_batch_statistics": True, "final_norm": True}),
+    ("ForTokenClassification", {"attention_activation": "laplace", "relative_positional_bias": "simple"}),
+    ("ForMaskedLM", {"attention_activation": "relu2", "sparse_prediction": True, "add_token_type_embeddings": True}),
+    ("ForCausalLM", CAUSAL | {"attention_activation": "laplace", "truncation": TOTAL}),
+    ("ForCausalLM", CAUSAL | CHUNKS | ADAPTIVE | {"attention_activation": "relu2", "normalize_before_mega": False}),
+    ("ForCausalLM", CAUSAL | ADAPTIVE | {"legacy_adaptive_loss": True, "tie_word_embeddings": False}),
+]
+
+
+def build(head, **overrides):
+    def size(name):
+        return 0.5 if "qk_weight" in name or "rel_pos_bias" in name else 0.1
+
+    model_class = luna_mega.MegaForCausalLM if head == "ForCausalLM" else HEADS[head]
+    config = tiny_config(**NO_DROPOUT | {"classifier_dropout": 0.0} | overrides)
+    return enlarged(model_class, config, size).train()
+
+
+def whole_batch(head, side, model):
+    batch = head_inputs(head, SEQUENCES, side)
+    if head == "ForCausalLM":
+        return batch | {"labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)}
+    batch |= labels(head, batch)
+    if head in ("ForMaskedLM", "ForTokenClassification"):
+        batch["labels"][:, 4:11] = -100  # a rank of 4 has nothing to predict
+    if head == "ForQuestionAnswering":
+        batch |= {"start_positions": torch.tensor([10, 0, 40]), "end_positions": torch.tensor([22, 13, 3])}
+    if model.config.input_type == "values":
+        batch["input_values"] = batch.pop("input_ids").to(model.dtype).sin()
+    if model.config.add_token_type_embeddings:
+        batch["token_type_ids"] = batch["input_ids"] % 2
+    return batch
+
+
+def cut(batch, lengths):
+    """Return this rank's part of all tensors `[..., T]`."""
+    start = sum(lengths[: dist.get_rank()])
+    stop = start + lengths[dist.get_rank()]
+    return {name: x[..., start:stop] if x.shape[-1] == TOTAL else x for name, x in batch.items()}
+
+
+def total_loss(head, output, mask, shard=None):
+    if head != "Model":
+        return output.loss
+    weighed = (output.last_hidden_state.sin() * mask[..., None]).sum()
+    return output.pooler_output.sum() + (weighed if shard is None else all_reduce_sum(weighed, shard))
+
+
+def compare(head, overrides, side, dtype, checkpointing):
+    """Return the largest differences of outputs, buffers and mean gradients between the whole and this rank's part."""
+    lengths, group = LENGTHS[dist.get_world_size()], dist.group.WORLD
+    model = build(head, **overrides).to(dtype)
+    shared = copy.deepcopy(model)
+    if checkpointing:
+        shared.gradient_checkpointing_enable()
+    batch = whole_batch(head, side, model)
+    part = cut(batch, lengths)
+    expected, actual = model(**batch), shared(**part, cp_group=group)
+    total_loss(head, expected, batch["attention_mask"]).backward()
+    total_loss(head, actual, part["attention_mask"], ContextShard(group, lengths)).backward()
+    found = {name: (x - dict(shared.named_buffers())[name]).abs().max() for name, x in model.named_buffers()}
+    for name, x in expected.items():
+        if isinstance(x, torch.Tensor):
+            y = actual[name]
+            if x.dim() > 1 and x.shape[1] == TOTAL:  # rows at padding are meaningless
+                x, kept = cut({"x": x.transpose(1, -1)}, lengths)["x"].transpose(1, -1), part["attention_mask"].bool()
+                assert x.shape == y.shape, (name, x.shape, y.shape)
+                x, y = x[kept], y[kept]
+            found[name] = (x - y).abs().max() if x.numel() else torch.zeros(())
+    for (name, parameter), other in zip(model.named_parameters(), shared.parameters(), strict=True):
+        assert (parameter.grad is None) == (other.grad is None), name
+        if parameter.grad is not None:
+            dist.all_reduce(other.grad)
+            found[f"gradient of {name}"] = (parameter.grad - other.grad / len(lengths)).abs().max()
+    return {name: difference.item() for name, difference in found.items()}
+
+
+def compare_all(cases):
+    return [compare(*case) for case in cases]
+
+
+def check(ranks, count, cases, tolerance):
+    for found in ranks(count, compare_all, cases):
+        for case, differences in zip(cases, found, strict=True):
+            name = max(differences, key=differences.get)
+            assert differences[name] <= tolerance, (case, name, differences[name])
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_every_head(ranks, count):
+    cases = [(head, CHUNKS, side, torch.float32, side == "left") for head in HEADS for side in ("right", "left")]
+    cases += [("ForCausalLM", CAUSAL | CHUNKS, side, torch.float32, side == "left") for side in ("right", "left")]
+    check(ranks, count, cases, 1e-5)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_every_kind_of_layer(ranks, count):
+    cases = [(*variant, "left" if row % 2 else "right", torch.float64, False) for row, variant in enumerate(VARIANTS)]
+    check(ranks, count, cases, 1e-10)
+
+
+def drop_features():
+    layout = TokenLayout().share(ContextShard.of(dist.group.WORLD, 2, torch.device("cpu")), 3, torch.device("cpu"))
+    torch.manual_seed(dist.get_rank())
+    return MegaDropout(0.5, features=True).train()(torch.ones(3, 2, 8), layout)
+
+
+def test_feature_dropout_drops_a_channel_at_all_positions(ranks):
+    first, second = ranks(2, drop_features)
+    assert torch.equal(first, second) and torch.equal(first[:, 0], first[:, 1])
+    assert sorted(first.unique().tolist()) == [0.0, 2.0]
+
+
+def measure(overrides, length):
+    """Return the number of elements that this rank receives in the forward and the backward of one layer."""
+    received, functions = [0], ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "broadcast")
+    originals = {name: getattr(dist, name) for name in functions}
+
+    def counting(function):
+        def count(output, *args, **kwargs):
+            received[0] += output.numel()
+            return function(output, *args, **kwargs)
+
+        return count
+
+    def run(layers):
+        torch.manual_seed(0)
+        model = luna_mega.MegaModel(tiny_config(**NO_DROPOUT | overrides | {"num_hidden_layers": layers}))
+        before = received[0]
+        states = model(torch.full((2, length), 5), cp_group=dist.group.WORLD).last_hidden_state
+        states.sum().backward()
+        return received[0] - before
+
+    for name, function in originals.items():
+        setattr(dist, name, counting(function))
+    try:
+        return run(2) - run(1)
+    finally:
+        for name, function in originals.items():
+            setattr(dist, name, function)
+
+
+@pytest.mark.parametrize("overrides, rows", [(CHUNKS, 48), (CHUNKS | CAUSAL, 24)], ids=["both ways", "causal"])
+def test_what_a_layer_exchanges_does_not_grow_with_the_length(ranks, overrides, rows):
+    states = 2 * rows * 4  # [B, R, N]; two of them arrive in the forward, their sum in the backward
+    for length in (8, 64):
+        assert ranks(2, measure, overrides, length) == [3 * states] * 2
+
+
+def refusals():
+    rank, group = dist.get_rank(), dist.group.WORLD
+    ids = torch.full((2, 6), 5)
+    late = torch.tensor([[1] * 6, [0] * (3 - 3 * rank) + [1] * (3 + 3 * rank)])
+    cases = [
+        (CHUNKS, {}),
+        (CHUNKS | {"chunk_size": 2}, {"attention_mask": late}),
+        ({"truncation": 11}, {}),
+        ({}, {"token_type_ids": ids} if rank else {}),
+        ({}, {"output_attentions": True}),
+        ({"is_decoder": True}, {"use_cache": True}),
+        ({"is_decoder": True, "add_cross_attention": True}, {"encoder_hidden_states": torch.zeros(2, 3, 24)}),
+    ]
+    messages = []
+    for overrides, arguments in cases:
+        model = luna_mega.MegaModel(tiny_config(**overrides))
+        with pytest.raises(ValueError) as refused:
+            model(ids, **arguments, cp_group=group)
+        messages.append(str(refused.value))
+    model(ids, cp_group=group) if not model.config.add_cross_attention else dist.barrier()
+    return messages
+
+
+def test_every_rank_refuses_what_it_cannot_do(ranks):
+    first, second = ranks(2, refusals)
+    cut = "end at [6] cut attention chunks of 4 positions, which count from the first tokens at [0]:"
+    assert cut in first[0] and "shard_sequence(batch, group, multiple=4)" in first[0] and first[0] == second[0]
+    assert "chunks of 2 positions" in first[1] and "tokens at [0, 3]: pad on the right" in first[1]
+    assert "truncation=11 is below the length 12" in first[2]
+    assert "a rank has no positions, or has refused its inputs" in first[3] and "leave token_type_ids out" in second[3]
+    assert "attention weights" in first[4] and "goes without a cache" in first[5] and "cross_attention" in first[6]
+    assert first[1:3] == second[1:3] and first[4:] == second[4:]
+
+
+def shard_and_run():
+    model = build("ForMaskedLM", **CHUNKS).eval()
+    batch = tokens(SEQUENCES)
+    part = luna_mega.shard_sequence(batch, dist.group.WORLD, multiple=model.config.attention_chunk)
+    return part["input_ids"].shape[1], model(**part, cp_group=dist.group.WORLD).logits, model(**batch).logits
+
+
+def test_shard_sequence_cuts_at_chunks(ranks):
+    lengths, parts, wholes = zip(*ranks(2, shard_and_run), strict=True)
+    assert lengths == (12, 11)
+    mask = tokens(SEQUENCES)["attention_mask"].bool()
+    torch.testing.assert_close(torch.cat(parts, 1)[mask], wholes[0][mask], atol=1e-5, rtol=1e-5)
