@@ -27,6 +27,7 @@ class TokenLayout(NamedTuple):
         max_seqlen: the length of the longest of them.
         places: `[total]`, the places of their tokens in the batch flattened; None = all places in their order.
         shape: `(B, T)` of the batch that was made ragged.
+        grid: rows and columns of patches, of pictures of another size than the model's position tables.
     """
 
     mask: torch.Tensor | None = None
@@ -34,6 +35,7 @@ class TokenLayout(NamedTuple):
     max_seqlen: int | None = None
     places: torch.Tensor | None = None
     shape: tuple[int, int] | None = None
+    grid: tuple[int, int] | None = None
 
     def is_ragged(self) -> bool:
         """Return whether sequences are laid end to end."""

@@ -2,8 +2,10 @@
 
 import torch
 from torch import nn
+from transformers import initialization as init
 from transformers.modeling_outputs import (
     BaseModelOutputWithPooling,
+    ImageClassifierOutput,
     MaskedLMOutput,
     MultipleChoiceModelOutput,
     QuestionAnsweringModelOutput,
@@ -95,6 +97,13 @@ class MegaPooledModel(PooledMixin, MegaPreTrainedModel):
         self.classifier = MegaClassificationHead(config, input_size, config.num_labels)
         self.post_init()
 
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module):
+        super()._init_weights(module)
+        if isinstance(module, MegaClassificationHead) and self.config.input_type == "patches":
+            for layer in (*module.dense_layers(), module.out_proj):
+                init.xavier_uniform_(layer.weight)
+
     def summarize(self, outputs: BaseModelOutputWithPooling, mask: torch.Tensor | None) -> torch.Tensor:
         """Return the sentence representation `[B, d]`."""
         pool = first_token if self.config.pooling == "cls" else masked_mean
@@ -131,6 +140,30 @@ class MegaForSequenceClassification(MegaPooledModel):
             **kwargs,
         )
         return SequenceClassifierOutput(**self.classify(features, outputs, labels))
+
+
+class MegaForImageClassification(MegaPooledModel):
+    """Mega with a head for pictures (Table 7), which reads the mean over all patches or the first (`pooling`)."""
+
+    def __init__(self, config: MegaConfig):
+        if config.input_type != "patches":
+            raise ValueError(f"{type(self).__name__} needs input_type='patches', got {config.input_type!r}")
+        super().__init__(config, config.hidden_size)
+
+    @can_return_tuple
+    def forward(
+        self,
+        pixel_values: torch.FloatTensor | None = None,
+        labels: torch.Tensor | None = None,
+        interpolate_pos_encoding: bool = False,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> ImageClassifierOutput:
+        """Classify pictures `[B, C, H, W]`, see `MegaModel.forward`.
+
+        `labels`: `[B]` class ids, or numbers for regression. `logits`: `[B, num_labels]`.
+        """
+        outputs = self.mega(pixel_values=pixel_values, interpolate_pos_encoding=interpolate_pos_encoding, **kwargs)
+        return ImageClassifierOutput(**self.classify(self.summarize(outputs, None), outputs, labels))
 
 
 class MegaForSequencePairClassification(MegaPooledModel):
@@ -272,6 +305,7 @@ class MegaForQuestionAnswering(SpanMixin, MegaPreTrainedModel):
 
 
 __all__ = [
+    "MegaForImageClassification",
     "MegaForMaskedLM",
     "MegaForMultipleChoice",
     "MegaForQuestionAnswering",
