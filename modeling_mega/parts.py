@@ -54,11 +54,14 @@ class MegaDropPath(nn.Module):
     def forward(self, states: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
         if not self.training or self.probability == 0.0:
             return states
-        sequences, _ = layout.sizes(states)
-        factors = nn.functional.dropout(states.new_ones(sequences, 1), self.probability)
+        factors = self.draw(states, layout.sizes(states)[0])
         if layout.is_ragged():
             return states * factors[layout.locate(states.shape[1])[0]]
         return states * factors[:, None]
+
+    def draw(self, states: torch.Tensor, sequences: int) -> torch.Tensor:
+        """Return a factor for each sequence, `[sequences, 1]`: 0, or what keeps the mean."""
+        return nn.functional.dropout(states.new_ones(sequences, 1), self.probability)
 
 
 def build_relative_bias(config: MegaConfig, positions: int) -> nn.Module:
