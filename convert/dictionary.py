@@ -114,7 +114,7 @@ def read_class_names(given: list[str | Path], num_labels: int) -> Dictionaries:
     path = Path(given[0])
     names = tuple(line.strip() for line in read_text(path).removesuffix("\n").split("\n"))
     if len(names) != num_labels:
-        raise ConversionError(f"{path}: {len(names)} lines, but the model has {num_labels} classes; give one name a line")
+        raise ConversionError(f"{path}: {len(names)} lines for {num_labels} classes; give one name a line")
     if not all(names):
         raise ConversionError(f"{path}: line {names.index('') + 1} is empty; give one name a line")
     return Dictionaries(None, None, [], [], class_names=names)

@@ -35,8 +35,8 @@ class PatchEmbeddings(nn.Module):
             raise ValueError(f"the batch is empty: {batch} pictures of {height} x {width}")
         if not interpolate and (height, width) != (size, size):
             raise ValueError(
-                f"pixel_values are {height} x {width}, and the model was made for {size} x {size}: resize them, or pass "
-                "interpolate_pos_encoding=True"
+                f"pixel_values are {height} x {width}, and the model was made for {size} x {size}: resize them, or "
+                "pass interpolate_pos_encoding=True"
             )
         if height < patch or width < patch or height % patch or width % patch:
             raise ValueError(f"pixel_values are {height} x {width}, which patches of {patch} x {patch} do not fill")
@@ -64,12 +64,12 @@ def interpolate_raster_bias(table: torch.Tensor, grid: tuple[int, int]) -> torch
     side, (rows, columns) = round(patches**0.5), grid
     if grid == (side, side):
         return table
-    lag = torch.arange(1 - rows * columns, rows * columns, device=table.device)
+    lag = torch.arange(1 - rows * columns, rows * columns, device=table.device, dtype=table.dtype)
     down = lag.div(columns, rounding_mode="floor")
     total, pairs = 0.0, 0.0
     for step in (down, down + 1):
         across = lag - step * columns
-        count = ((rows - step.abs()) * (columns - across.abs())).clamp(min=0).to(table.dtype)
+        count = ((rows - step.abs()) * (columns - across.abs())).clamp(min=0)
         total = total + count * _read(table, side, step * (side / rows), across * (side / columns))
         pairs = pairs + count
     return total / pairs

@@ -100,9 +100,9 @@ class MegaPooledModel(PooledMixin, MegaPreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)
-        if isinstance(module, MegaClassificationHead) and self.config.input_type == "patches":
-            for layer in (*module.dense_layers(), module.out_proj):
-                init.xavier_uniform_(layer.weight)
+        head = self.classifier
+        if self.config.input_type == "patches" and module in (*head.dense_layers(), head.out_proj):
+            init.xavier_uniform_(module.weight)
 
     def summarize(self, outputs: BaseModelOutputWithPooling, mask: torch.Tensor | None) -> torch.Tensor:
         """Return the sentence representation `[B, d]`."""

@@ -348,10 +348,10 @@ class MegaPreTrainedModel(CommonPreTrainedModel):
             init.normal_(module.weight, std=module.embedding_dim**-0.5)
             if module.padding_idx is not None:
                 init.zeros_(module.weight[module.padding_idx])
-        elif isinstance(module, PatchEmbeddings):
-            bound = module.projection.weight[0].numel() ** -0.5
-            init.uniform_(module.projection.weight, -bound, bound)
-            init.uniform_(module.projection.bias, -bound, bound)
+        elif isinstance(module, nn.Conv2d):  # of patches
+            bound = module.weight[0].numel() ** -0.5
+            init.uniform_(module.weight, -bound, bound)
+            init.uniform_(module.bias, -bound, bound)
         elif isinstance(module, MegaEmbeddings) and hasattr(module, "position_embeddings"):
             init.trunc_normal_(module.position_embeddings, std=config.hidden_size**-0.5)
         elif isinstance(module, ValueEmbeddings):

@@ -104,11 +104,11 @@ class MegaPresets:
         fields = {
             "input_type": "patches", "hidden_size": width, "intermediate_size": values, "nffn_hidden_size": values,
             "shared_representation_size": 256, "num_hidden_layers": 12, "normalization_type": "layernorm",
-            "attention_activation": "laplace", "relative_positional_bias": "simple", "max_positions": (size // patch) ** 2,
-            "ema_shift": True, "final_norm": True, "output_projection": True, "drop_path_rate": 0.3, "pooling": "mean",
-            "dropout_prob": 0.0, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
-            "nffn_activation_dropout_prob": 0.0, "classifier_num_layers": 0, "classifier_activation": "silu",
-            "num_labels": 1000,
+            "attention_activation": "laplace", "relative_positional_bias": "simple",
+            "max_positions": (size // patch) ** 2, "ema_shift": True, "final_norm": True, "output_projection": True,
+            "drop_path_rate": 0.3, "pooling": "mean", "dropout_prob": 0.0, "hidden_dropout_prob": 0.0,
+            "attention_probs_dropout_prob": 0.0, "nffn_activation_dropout_prob": 0.0, "classifier_num_layers": 0,
+            "classifier_activation": "silu", "num_labels": 1000,
         }  # fmt: skip
         return cls(**fields | overrides)
 

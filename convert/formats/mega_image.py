@@ -77,8 +77,8 @@ class MegaImage(_mega.MegaFormat):
 
     name = "mega_image"
     revisions = {
-        "conv": Revision("Mega for pictures, patches by convolution", "variant with patches by convolution", "the Mega code for pictures"),
-        "linear": Revision("Mega for pictures, linear patches", "variant with linear patches", "the Mega code for pictures"),
+        name: Revision(f"Mega for pictures, {patches}", f"variant with {patches}", "the Mega code for pictures")
+        for name, patches in (("conv", "patches by convolution"), ("linear", "linear patches"))
     }
     written = ("conv",)
     refused = _mega.MegaFormat.refused | {"ema-convention": "the code for pictures has one convention"}
