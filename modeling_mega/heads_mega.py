@@ -145,6 +145,8 @@ class MegaForSequenceClassification(MegaPooledModel):
 class MegaForImageClassification(MegaPooledModel):
     """Mega with a head for pictures (Table 7), which reads the mean over all patches or the first (`pooling`)."""
 
+    main_input_name = "pixel_values"
+
     def __init__(self, config: MegaConfig):
         if config.input_type != "patches":
             raise ValueError(f"{type(self).__name__} needs input_type='patches', got {config.input_type!r}")
@@ -154,16 +156,24 @@ class MegaForImageClassification(MegaPooledModel):
     def forward(
         self,
         pixel_values: torch.FloatTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         interpolate_pos_encoding: bool = False,
         **kwargs: Unpack[TransformersKwargs],
     ) -> ImageClassifierOutput:
         """Classify pictures `[B, C, H, W]`, see `MegaModel.forward`.
 
-        `labels`: `[B]` class ids, or numbers for regression. `logits`: `[B, num_labels]`.
+        `attention_mask`: `[B, P]`, 1 = a patch to read; None = all. `labels`: `[B]` class ids, or numbers for
+        regression. `logits`: `[B, num_labels]`.
         """
-        outputs = self.mega(pixel_values=pixel_values, interpolate_pos_encoding=interpolate_pos_encoding, **kwargs)
-        return ImageClassifierOutput(**self.classify(self.summarize(outputs, None), outputs, labels))
+        outputs = self.mega(
+            attention_mask=attention_mask,
+            pixel_values=pixel_values,
+            interpolate_pos_encoding=interpolate_pos_encoding,
+            **kwargs,
+        )
+        mask = None if attention_mask is None else attention_mask.bool()
+        return ImageClassifierOutput(**self.classify(self.summarize(outputs, mask), outputs, labels))
 
 
 class MegaForSequencePairClassification(MegaPooledModel):

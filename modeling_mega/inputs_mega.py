@@ -22,15 +22,13 @@ class MegaInputsMixin(InputsMixin):
         projected = config.input_type == "tokens" and config.adaptive_input_cutoffs is None
         return config.embedding_size if projected else config.hidden_size
 
-    def check_pictures(self, attention_mask: torch.Tensor | None, *others: torch.Tensor | None):
-        """Refuse pictures in a model of something else, beside other inputs, or with a mask."""
+    def check_pictures(self, *others: torch.Tensor | None):
+        """Refuse pictures in a model of something else, or beside other inputs."""
         if self.config.input_type != "patches" or any(other is not None for other in others):
             raise ValueError(
                 f"this model has input_type={self.config.input_type!r}: give exactly one of "
                 f"{INPUT_NAMES[self.config.input_type]} and inputs_embeds"
             )
-        if attention_mask is not None:
-            raise ValueError("pictures have no padding: leave attention_mask out")
 
     def check_token_types(self, token_type_ids: torch.LongTensor | None):
         """Refuse token types where there are no embeddings of them."""

@@ -432,7 +432,7 @@ class MegaModel(MegaInputsMixin, BodyMixin, MegaPreTrainedModel):
         self.check_token_types(token_type_ids)
         grid = None
         if pixel_values is not None:
-            self.check_pictures(attention_mask, input_ids, inputs_embeds, input_values)
+            self.check_pictures(input_ids, inputs_embeds, input_values)
             grid = self.embedding_layer.patch_embeddings.find_grid(pixel_values, interpolate_pos_encoding)
             inputs_embeds = self.embedding_layer.patch_embeddings(pixel_values)
         inputs = self.read_inputs(

@@ -69,6 +69,14 @@ def test_a_picture_alone_and_in_a_batch_give_the_same(model):
     torch.testing.assert_close(alone, together, atol=1e-6, rtol=1e-5)
 
 
+def test_masked_patches_do_not_matter(model):
+    picture, mask = torch.randn(1, 3, 32, 32), torch.ones(1, 16)
+    mask[0, 5:] = 0
+    other = torch.where(torch.arange(32)[:, None] >= 16, torch.randn(1, 3, 32, 32), picture)
+    logits = [model(pixel_values=pixels, attention_mask=mask).logits for pixels in (picture, other)]
+    torch.testing.assert_close(*logits)
+
+
 def test_patches_can_be_given_as_embeddings(model):
     pictures = torch.randn(2, 3, 32, 32)
     patches = model.mega.get_input_embeddings()(pictures)
@@ -137,7 +145,7 @@ def test_the_table_of_its_own_grid_stays():
         ({"pixel_values": torch.zeros(2, 3, 32, 36), "interpolate_pos_encoding": True}, "patches of 8 x 8 do not fill"),
         ({}, "exactly one of pixel_values and inputs_embeds"),
         ({"pixel_values": torch.zeros(2, 3, 32, 32), "inputs_embeds": torch.zeros(2, 16, 16)}, "exactly one of"),
-        ({"pixel_values": torch.zeros(2, 3, 32, 32), "attention_mask": torch.ones(2, 16)}, "pictures have no padding"),
+        ({"pixel_values": torch.zeros(2, 3, 32, 32), "attention_mask": torch.ones(2, 9)}, r"the shape \[2, 16\]"),
         ({"inputs_embeds": torch.zeros(2, 9, 16)}, "have 16 patches, inputs_embeds 9"),
     ],
 )
