@@ -53,9 +53,9 @@ def make_config(
 ) -> PreTrainedConfig:
     """Make the configuration of the model for inputs of up to `max_length` tokens, real numbers or patches.
 
-    `kind` is "tokens" (with a tokenizer the default), "values" (without) or "patches". The task sets the fields `values`
-    where the model has them; `--config_overrides` wins over them. The script ends
-    where the tokenizer or the length does not fit.
+    `kind` is "tokens" (with a tokenizer the default), "values" (without) or "patches". The task sets the fields
+    `values` where the model has them; `--config_overrides` wins over them. The script ends where the tokenizer or the
+    length does not fit.
     """
     kind = kind or ("values" if tokenizer is None else "tokens")
     try:
