@@ -1,6 +1,6 @@
 r"""Trains a classifier of pictures: Mega on patches, or any other vision model of transformers.
 
-    python examples/run_image_classification.py --recipe examples/recipes/image/cifar10_gray_mega.yaml \
+    python examples/run_image_classification.py --recipe examples/recipes/image_classification/cifar10_gray_mega.yaml \
         --dataset_path DIR --output_dir outputs/cifar10
 
 Every field of TrainingArguments is an option; the values of a recipe are defaults that the command line overrides.
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common.arguments import check_least, fail
+from common.arguments import check_least, fail, find_checkpoint
 from common.data import ClassifierArguments, SourceArguments, check_columns, check_source, load_splits
 from common.model import CheckpointArguments, label_fields, make_config, make_model
 from common.pictures import (
@@ -30,7 +30,7 @@ from common.pictures import (
 from common.script import Script
 from common.training import OrderedTrainer, write_lines
 from common.weight_average import WeightAverage
-from datasets import ClassLabel, Dataset, load_dataset
+from datasets import ClassLabel, Dataset, Image, load_dataset
 from datasets.exceptions import DatasetsError
 from transformers import (
     AutoConfig,
@@ -96,14 +96,23 @@ def load_pictures(data: DataArguments, limits: dict[str, int | None]) -> dict[st
     """Load the splits from files, from the Hub, or from a folder of splits with a folder for every class."""
     path = data.dataset_path
     if path is None or not any(Path(path, name).is_dir() for name in limits):
-        return load_splits(limits, path, data.dataset_name, data.dataset_config)
+        return undecoded(load_splits(limits, path, data.dataset_name, data.dataset_config))
     try:
         splits = load_dataset("imagefolder", data_dir=path)
     except (DatasetsError, OSError, ValueError) as error:
         fail(f"cannot load {path}: {error}")
     if missing := [name for name in limits if name not in splits]:
         fail(f"{path} has no folder {', '.join(missing)} with pictures")
-    return {name: splits[name] if limit is None else splits[name].take(limit) for name, limit in limits.items()}
+    splits = {name: splits[name] if limit is None else splits[name].take(limit) for name, limit in limits.items()}
+    return undecoded(splits)
+
+
+def undecoded(splits: dict[str, Dataset]) -> dict[str, Dataset]:
+    """Leave the reading of pictures to `read_picture`, which tells what is wrong with a damaged one."""
+    for name, split in splits.items():
+        for column in [column for column, feature in split.features.items() if isinstance(feature, Image)]:
+            splits[name] = splits[name].cast_column(column, Image(decode=False))
+    return splits
 
 
 def class_names(data: DataArguments, model: ModelArguments, splits: dict[str, Dataset]) -> list[str]:
@@ -162,9 +171,11 @@ class ImageClassification(Script):
 
     def check(self) -> None:
         super().check()
+        self.training.include_num_input_tokens_seen = "all"  # there is no padding
         check_source(self.data)
         check_augmentation(self.data)
-        check_least(self.data, 1, "image_size")
+        if self.data.image_size is not None:
+            check_least(self.data, 1, "image_size")
         check_least(self.model, 1, "patch_size")
         if self.data.channels not in (None, 1, 3):
             fail(f"--channels {self.data.channels} must be 1 or 3")
@@ -197,7 +208,7 @@ class ImageClassification(Script):
         )
         trainer.repeats = data.repeated_augmentation
         if self.model.ema_decay:
-            trainer.weight_average = WeightAverage(self.model.ema_decay)
+            trainer.weight_average = WeightAverage(self.model.ema_decay, find_checkpoint(self.training))
             trainer.add_callback(trainer.weight_average)
         return trainer
 

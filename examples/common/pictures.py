@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -60,9 +61,11 @@ def _timm():
 def read_picture(value: Any, channels: int | None = None) -> Image.Image:
     """Return a picture in grey (1 channel) or colour (3), None = as it is.
 
-    `value` is a picture, the bytes of a file, or the numbers 0 to 255 of a square grey picture, row after row, as bytes
-    or in a list. The script ends where it is none.
+    `value` is a file (its bytes, or a dict of these or its path, as `datasets` has it), or it has the numbers 0 to 255
+    of a square grey picture, row after row, as bytes or in a list. The script ends where it is no picture.
     """
+    if isinstance(value, dict):
+        value = value["bytes"] or Path(value["path"]).read_bytes()
     if isinstance(value, bytes):
         with suppress(UnidentifiedImageError):
             value = Image.open(BytesIO(value))

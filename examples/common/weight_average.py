@@ -16,21 +16,22 @@ FILE_NAME = "weight_average.pt"
 class WeightAverage(TrainerCallback):
     """Updates the average after every step, saves it with every checkpoint, and leaves it in the model at the end."""
 
-    def __init__(self, decay: float):
-        self.decay = decay
+    def __init__(self, decay: float, checkpoint: str | None):
+        self.decay, self.checkpoint = decay, checkpoint
         self.average: AveragedModel | None = None
 
     def on_train_begin(self, args, state, control, model: nn.Module, **kwargs):
         self.average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(self.decay), use_buffers=True)
-        if state.global_step:
-            self.average.load_state_dict(torch.load(self._file(args, state), weights_only=True))
+        if self.checkpoint is not None:
+            self.average.load_state_dict(torch.load(Path(self.checkpoint, FILE_NAME), weights_only=True))
 
     def on_step_end(self, args, state, control, model: nn.Module, **kwargs):
         self.average.update_parameters(model)
 
     def on_save(self, args, state, control, **kwargs):
         if state.is_world_process_zero:
-            torch.save(self.average.state_dict(), self._file(args, state))
+            folder = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+            torch.save(self.average.state_dict(), folder / FILE_NAME)
 
     def on_train_end(self, args, state, control, model: nn.Module, **kwargs):
         model.load_state_dict(self.average.module.state_dict())
@@ -48,7 +49,3 @@ class WeightAverage(TrainerCallback):
             yield
         finally:
             model.load_state_dict(trained)
-
-    @staticmethod
-    def _file(args, state) -> Path:
-        return Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}", FILE_NAME)
