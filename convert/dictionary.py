@@ -98,6 +98,26 @@ class Dictionaries:
     notes: list[str]
     warnings: list[str]
     target: Dictionary | None = None
+    class_names: tuple[str, ...] | None = None
+
+
+def read_class_names(given: list[str | Path], num_labels: int) -> Dictionaries:
+    """Read the names of the classes of pictures, one a line in the order of the classes; none is looked for.
+
+    Raises:
+        ConversionError: more than one file, an empty name, or another number of names than classes.
+    """
+    if not given:
+        return Dictionaries(None, None, ["classes have numbers; --dict FILE gives them names, one a line"], [])
+    if len(given) > 1:
+        raise ConversionError(f"{given[1]}: the names of the classes are in one file; give one --dict")
+    path = Path(given[0])
+    names = tuple(line.strip() for line in read_text(path).removesuffix("\n").split("\n"))
+    if len(names) != num_labels:
+        raise ConversionError(f"{path}: {len(names)} lines for {num_labels} classes; give one name a line")
+    if not all(names):
+        raise ConversionError(f"{path}: line {names.index('') + 1} is empty; give one name a line")
+    return Dictionaries(None, None, [], [], class_names=names)
 
 
 def assign_dictionaries(

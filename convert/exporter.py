@@ -263,6 +263,8 @@ def _dictionaries(
     second = "dict.label.txt" if plan.languages is None else "dict.target.txt"
     own = [path for name in ("dict.txt", second) if (path := source.path / name).is_file()]
     found = plan.find_dictionaries(given or own, source.path)
+    if found.class_names is not None:
+        raise ConversionError(f"--dict {given[0]}: the original code reads no dictionary; leave the option out")
     if plan.languages is None:
         return _vocabulary_and_labels(found, source.config.id2label, plan, places)
     if found.vocabulary is None:

@@ -1,5 +1,6 @@
 """Converts a checkpoint of the original code into a folder that transformers loads."""
 
+import json
 import shutil
 from collections import Counter
 from collections.abc import Sequence
@@ -100,8 +101,9 @@ def convert_checkpoint(
     source = _understand(read_checkpoint(path), head, layer_norm, ema_convention)
     plan = source.plan
     found = plan.find_dictionaries(list(dictionaries), source.checkpoint.path.parent)
-    if found.labels is not None:
-        plan.config.id2label = dict(enumerate(found.labels.labels))
+    names = found.class_names or (found.labels and found.labels.labels)
+    if names:
+        plan.config.id2label = dict(enumerate(names))
         plan.config.label2id = {label: index for index, label in plan.config.id2label.items()}
     tokenizer = source.format.tokenizer(plan, found, bpe)
     converted = convert_tensors(plan, source.mapping, source.tensors, source.plus_one, getattr(torch, dtype))
@@ -109,6 +111,9 @@ def convert_checkpoint(
     with complete_folder(output) as folder:
         if source.plus_one:
             save_source_norms({key: source.tensors[key] for key in source.mapping.norm_weights}, folder)
+        if (preprocessor := source.format.preprocessor(plan.config)) is not None:
+            content = json.dumps(preprocessor, indent=2) + "\n"
+            (folder / "preprocessor_config.json").write_text(content, encoding="utf-8")
         _write(folder, plan, converted, found, tokenizer, report, license)
     return report
 

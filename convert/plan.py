@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from luna_mega.convert.dictionary import Dictionaries, assign_dictionaries, assign_pair
+from luna_mega.convert.dictionary import Dictionaries, assign_dictionaries, assign_pair, read_class_names
 from luna_mega.convert.keymap import KeyMap
 
 
@@ -17,7 +17,8 @@ class Plan:
     `appended_symbol` is the symbol that fairseq adds to the dictionary after loading it (None: no symbol);
     `prepends_appended` says whether every sequence starts with it. `num_labels` is the number of classes that can have
     names (None: none). `also_loads` are classes that load from the same folder with all their weights. `languages` are
-    source and target of an encoder-decoder; `generation` has the defaults of `generate`.
+    source and target of an encoder-decoder; `named_classes` says that the file of labels has one name a line and no
+    vocabulary; `generation` has the defaults of `generate`.
     """
 
     model_class: type[PreTrainedModel]
@@ -27,6 +28,7 @@ class Plan:
     num_labels: int | None = None
     prepends_appended: bool = False
     languages: tuple[str, str] | None = None
+    named_classes: bool = False
     generation: dict[str, Any] = field(default_factory=dict)
     also_loads: tuple[type[PreTrainedModel], ...] = ()
     decisions: dict[str, str | int | float | bool | list[int] | None] = field(default_factory=dict)
@@ -44,6 +46,8 @@ class Plan:
         Raises:
             ConversionError: a file does not fit the model, or one of two is missing.
         """
+        if self.named_classes:
+            return read_class_names(given, self.num_labels)
         if self.languages is None:
             return assign_dictionaries(given, beside, self.vocab_size, self.appended_symbol, self.num_labels)
         sizes = (self.vocab_size, self.config.get_text_config(decoder=True).vocab_size)

@@ -25,7 +25,10 @@ _LATER_FAIRSEQ = (
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A fairseq checkpoint: its `args` as a dict of plain values, its tensors, and where they came from."""
+    """A fairseq checkpoint: its `args` as a dict of plain values, its tensors, and where they came from.
+
+    `missing_args` is the error for a file without args, None where it has them.
+    """
 
     path: Path
     sha256: str
@@ -34,6 +37,7 @@ class Checkpoint:
     tensors: dict[str, torch.Tensor]
     num_updates: int | None
     warnings: tuple[str, ...] = ()
+    missing_args: str | None = None
 
 
 def _inert_types() -> list:
@@ -58,20 +62,23 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
         raise ConversionError(f"{path}: holds a {type(state).__name__}, not the dict that fairseq saves")
     if state.get("cfg") is not None:
         raise ConversionError(f"{path}: field 'cfg': {_LATER_FAIRSEQ}")
-    for field in ("args", "model"):
-        if state.get(field) is None:
-            found = ", ".join(map(str, list(state)[:5])) or "nothing"
-            raise ConversionError(
-                f"{path}: no field '{field}' (found: {found}): not a fairseq checkpoint; give the file fairseq saved"
-            )
-    if not isinstance(state["args"], argparse.Namespace):
-        raise ConversionError(f"{path}: field 'args' is a {type(state['args']).__name__}, not an argparse.Namespace")
+    found = ", ".join(map(str, list(state)[:5])) or "nothing"
+    missing = [
+        f"{path}: no field '{field}' (found: {found}): not a fairseq checkpoint; give the file fairseq saved"
+        for field in ("args", "model")
+        if state.get(field) is None
+    ]
+    if state.get("model") is None:
+        raise ConversionError(missing[0])
+    named = argparse.Namespace() if missing else state["args"]
+    if not isinstance(named, argparse.Namespace):
+        raise ConversionError(f"{path}: field 'args' is a {type(named).__name__}, not an argparse.Namespace")
     tensors = _tensors(path, state["model"])
     try:
-        args = _plain(state["args"])
+        args = _plain(named)
     except RecursionError as error:
         raise ConversionError(f"{path}: field 'args' holds itself or is nested too deeply") from error
-    return Checkpoint(path, sha256, serialization, args, tensors, _num_updates(state), tuple(warnings))
+    return Checkpoint(path, sha256, serialization, args, tensors, _num_updates(state), tuple(warnings), *missing)
 
 
 def _plain(value: Any) -> Any:
@@ -148,6 +155,8 @@ def _is_dense(value: Any) -> bool:
 
 
 def _num_updates(state: dict) -> int | None:
+    if isinstance(state.get("steps"), int):
+        return state["steps"]
     history = state.get("optimizer_history")
     if isinstance(history, list) and history and isinstance(history[-1], dict):
         number = _plain(history[-1].get("num_updates"))

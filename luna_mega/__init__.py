@@ -43,6 +43,7 @@ from luna_mega.modeling_mega.generation_mega import (
     MegaSeq2SeqModel as MegaSeq2SeqModel,
 )
 from luna_mega.modeling_mega.heads_mega import (
+    MegaForImageClassification as MegaForImageClassification,
     MegaForMaskedLM as MegaForMaskedLM,
     MegaForMultipleChoice as MegaForMultipleChoice,
     MegaForQuestionAnswering as MegaForQuestionAnswering,

@@ -8,6 +8,10 @@ from transformers.modeling_utils import PreTrainedModel
 
 from luna_mega.modeling_common.tensor_parallel import check_plan, known_rules
 
+# The name of the input by `config.input_type`.
+INPUT_NAMES = {"tokens": "input_ids", "values": "input_values", "patches": "pixel_values"}
+_EMBEDDINGS = {"tokens": "word_embeddings", "values": "value_embeddings", "patches": "patch_embeddings"}
+
 
 class CommonPreTrainedModel(PreTrainedModel):
     """Base of `LunaPreTrainedModel` and `MegaPreTrainedModel`."""
@@ -18,8 +22,7 @@ class CommonPreTrainedModel(PreTrainedModel):
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config)
-        if config.input_type == "values":
-            self.main_input_name = "input_values"
+        self.main_input_name = INPUT_NAMES[config.input_type]
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
@@ -88,10 +91,8 @@ class BodyMixin:
         return getattr(self, self.embeddings_name)
 
     def get_input_embeddings(self) -> nn.Module:
-        """Return the embedding of tokens or of real values."""
-        if self.config.input_type == "values":
-            return self._embeddings.value_embeddings
-        return self._embeddings.word_embeddings
+        """Return the embedding of tokens, of real values or of patches."""
+        return getattr(self._embeddings, _EMBEDDINGS[self.config.input_type])
 
     def set_input_embeddings(self, value: nn.Module):
         """Replace the embedding of tokens."""

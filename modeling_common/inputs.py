@@ -8,6 +8,7 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 from luna_mega.kernels.context_parallel import ContextShard
+from luna_mega.modeling_common.base import INPUT_NAMES
 from luna_mega.modeling_common.cache import begin_cache
 from luna_mega.modeling_common.context_parallel import refuse_together
 from luna_mega.modeling_common.layout import RAGGED_OPTIONS, TokenLayout, drop_if_full, find_layout
@@ -152,9 +153,9 @@ class InputsMixin:
         input_values: torch.FloatTensor | None,
     ):
         """Refuse what is not exactly one kind of input `[B, T]` or `[B, T, d]`, at least one token, and its mask."""
-        name = "input_ids" if self.config.input_type == "tokens" else "input_values"
-        inputs, other = (input_ids, input_values) if name == "input_ids" else (input_values, input_ids)
-        if other is not None or (inputs is None) == (inputs_embeds is None):
+        name, others = INPUT_NAMES[self.config.input_type], {"input_ids": input_ids, "input_values": input_values}
+        inputs = others.pop(name, None)
+        if any(other is not None for other in others.values()) or (inputs is None) == (inputs_embeds is None):
             raise ValueError(
                 f"this model has input_type={self.config.input_type!r}: give exactly one of {name} and inputs_embeds"
             )

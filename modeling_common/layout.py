@@ -28,6 +28,7 @@ class TokenLayout(NamedTuple):
         max_seqlen: the length of the longest of them.
         places: `[total]`, the places of their tokens in the batch flattened; None = all places in their order.
         shape: `(B, T)` of the batch that was made ragged.
+        grid: rows and columns of patches, of pictures of another size than the model's position tables.
         shard: the parts of the sequences that the ranks of a group hold, of which the T positions here are one (see
             `share`); None = the sequences are whole.
         kept: `[ranks, B]`, the number of tokens that each rank keeps; None = all are kept, or there is no shard.
@@ -39,6 +40,7 @@ class TokenLayout(NamedTuple):
     max_seqlen: int | None = None
     places: torch.Tensor | None = None
     shape: tuple[int, int] | None = None
+    grid: tuple[int, int] | None = None
     shard: ContextShard | None = None
     kept: torch.Tensor | None = None
     first: torch.Tensor | None = None

@@ -9,7 +9,7 @@ from luna_mega.modeling_mega.adaptive import check_bands
 from luna_mega.modeling_mega.presets_mega import MegaPresets
 
 _CHOICES = {
-    "input_type": ("tokens", "values"),
+    "input_type": ("tokens", "values", "patches"),
     "attention_activation": ("softmax", "laplace", "relu2"),
     "normalization_type": ("layernorm", "scalenorm", "rmsnorm", "batchnorm", "syncbatchnorm"),
     "relative_positional_bias": ("rotary", "simple"),
@@ -77,7 +77,13 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
         is_decoder: causal attention, for `MegaForCausalLM`.
         add_cross_attention: a decoder attends to `encoder_hidden_states`; needs `is_decoder=True`.
 
-        input_type: `"tokens"` (`input_ids`) or `"values"` (`input_values`, one real number a position: pixels, audio).
+        input_type: `"tokens"` (`input_ids`), `"values"` (`input_values`, one real number a position: pixels, audio) or
+            `"patches"` (`pixel_values`, pictures).
+        image_size, patch_size, num_channels: of pictures: pixels of a side, pixels of a side of a patch, colours.
+        use_absolute_position_embeddings: with patches, learned embeddings of positions.
+        output_projection: a linear layer and SiLU at every position, behind the last norm.
+        drop_path_rate: stochastic depth: the probability with which a sequence skips a sub-layer of the last block; it
+            rises linearly from 0 in the first.
         scale_embedding: multiply embeddings by sqrt(d).
         embedding_size: width of the word vectors, which a linear layer brings to `hidden_size`; None = that.
         embedding_norm: a norm on the embeddings.
@@ -167,6 +173,12 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
     tie_word_embeddings: bool = True
 
     input_type: str = "tokens"
+    image_size: int = 224
+    patch_size: int = 16
+    num_channels: int = 3
+    use_absolute_position_embeddings: bool = True
+    output_projection: bool = False
+    drop_path_rate: float | int = 0.0
     scale_embedding: bool = False
     embedding_size: int | None = None
     embedding_norm: bool = False
@@ -265,13 +277,14 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
         sizes = (
             "vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "ema_projection_size",
             "shared_representation_size", "nffn_hidden_size", "max_positions", "type_vocab_size",
-            "classifier_hidden_size", "embedding_size", "cross_attention_positions",
+            "classifier_hidden_size", "embedding_size", "cross_attention_positions", "image_size", "patch_size",
+            "num_channels",
         )  # fmt: skip
         self._check_counts(sizes)
         self._check_counts(["classifier_num_layers"], least=0)
         self._check_probabilities(
             "dropout_prob", "hidden_dropout_prob", "attention_probs_dropout_prob", "nffn_activation_dropout_prob",
-            "classifier_dropout", "adaptive_softmax_dropout",
+            "classifier_dropout", "adaptive_softmax_dropout", "drop_path_rate",
         )  # fmt: skip
         self._check_deviations("initializer_range", "ema_delta_alpha_range", "ema_beta_range", "ema_gamma_omega_range")
         self._check_padding()
@@ -288,10 +301,21 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
         if self.padded_batch_statistics and self.unpad_inputs:
             raise ValueError("padded_batch_statistics=True counts padding, which unpad_inputs=True does not compute")
         check_bands(self)
+        if self.input_type == "patches":
+            self._check_patches()
         self._check_sides()
         if self.is_encoder_decoder:
             self._check_encoder()
             self.decoder_config.validate_architecture()
+
+    def _check_patches(self):
+        if self.image_size % self.patch_size:
+            raise ValueError(f"patch_size={self.patch_size} does not divide image_size={self.image_size}")
+        patches = (self.image_size // self.patch_size) ** 2
+        if self.relative_positional_bias == "simple" and not self.use_chunking and self.max_positions != patches:
+            raise ValueError(f"max_positions must be {patches}, the number of patches, got {self.max_positions}")
+        if self.is_decoder:
+            raise ValueError("input_type='patches' needs an encoder: leave is_decoder out")
 
     def _check_encoder(self):
         if self.input_type != "tokens" or self.adaptive_input_cutoffs or self.adaptive_softmax_cutoffs:

@@ -2,8 +2,10 @@
 
 import torch
 from torch import nn
+from transformers import initialization as init
 from transformers.modeling_outputs import (
     BaseModelOutputWithPooling,
+    ImageClassifierOutput,
     MaskedLMOutput,
     MultipleChoiceModelOutput,
     QuestionAnsweringModelOutput,
@@ -98,6 +100,13 @@ class MegaPooledModel(PooledMixin, MegaPreTrainedModel):
         self.classifier = MegaClassificationHead(config, input_size, config.num_labels)
         self.post_init()
 
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module):
+        super()._init_weights(module)
+        head = self.classifier
+        if self.config.input_type == "patches" and module in (*head.dense_layers(), head.out_proj):
+            init.xavier_uniform_(module.weight)
+
     def summarize(
         self, outputs: BaseModelOutputWithPooling, mask: torch.Tensor | None, shard: ContextShard | None = None
     ) -> torch.Tensor:
@@ -136,6 +145,40 @@ class MegaForSequenceClassification(MegaPooledModel):
             **kwargs,
         )
         return SequenceClassifierOutput(**self.classify(features, outputs, labels, shard))
+
+
+class MegaForImageClassification(MegaPooledModel):
+    """Mega with a head for pictures (Table 7), which reads the mean over all patches or the first (`pooling`)."""
+
+    main_input_name = "pixel_values"
+
+    def __init__(self, config: MegaConfig):
+        if config.input_type != "patches":
+            raise ValueError(f"{type(self).__name__} needs input_type='patches', got {config.input_type!r}")
+        super().__init__(config, config.hidden_size)
+
+    @can_return_tuple
+    def forward(
+        self,
+        pixel_values: torch.FloatTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        interpolate_pos_encoding: bool = False,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> ImageClassifierOutput:
+        """Classify pictures `[B, C, H, W]`, see `MegaModel.forward`.
+
+        `attention_mask`: `[B, P]`, 1 = a patch to read; None = all. `labels`: `[B]` class ids, or numbers for
+        regression. `logits`: `[B, num_labels]`.
+        """
+        outputs = self.mega(
+            attention_mask=attention_mask,
+            pixel_values=pixel_values,
+            interpolate_pos_encoding=interpolate_pos_encoding,
+            **kwargs,
+        )
+        mask = None if attention_mask is None else attention_mask.bool()
+        return ImageClassifierOutput(**self.classify(self.summarize(outputs, mask), outputs, labels))
 
 
 class MegaForSequencePairClassification(MegaPooledModel):
@@ -280,6 +323,7 @@ class MegaForQuestionAnswering(SpanMixin, MegaPreTrainedModel):
 
 
 __all__ = [
+    "MegaForImageClassification",
     "MegaForMaskedLM",
     "MegaForMultipleChoice",
     "MegaForQuestionAnswering",

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from luna_mega.modeling_common.base import INPUT_NAMES
 from luna_mega.modeling_common.inputs import CheckedInputs, InputsMixin
 from luna_mega.modeling_common.layout import drop_if_full
 from luna_mega.modeling_mega.cache_mega import MegaCache, MegaCrossCache, MegaSeq2SeqCache
@@ -20,6 +21,14 @@ class MegaInputsMixin(InputsMixin):
         config = self.config
         projected = config.input_type == "tokens" and config.adaptive_input_cutoffs is None
         return config.embedding_size if projected else config.hidden_size
+
+    def check_pictures(self, *others: torch.Tensor | None):
+        """Refuse pictures in a model of something else, or beside other inputs."""
+        if self.config.input_type != "patches" or any(other is not None for other in others):
+            raise ValueError(
+                f"this model has input_type={self.config.input_type!r}: give exactly one of "
+                f"{INPUT_NAMES[self.config.input_type]} and inputs_embeds"
+            )
 
     def check_token_types(self, token_type_ids: torch.LongTensor | None):
         """Refuse token types where there are no embeddings of them."""

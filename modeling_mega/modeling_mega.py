@@ -34,6 +34,7 @@ from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel
 from luna_mega.modeling_common.context_parallel import refuse_together
 from luna_mega.modeling_common.inputs import ValueEmbeddings
 from luna_mega.modeling_common.layout import DENSE, TokenLayout
+from luna_mega.modeling_common.patches import PatchEmbeddings, interpolate_positions
 from luna_mega.modeling_common.pooling import first_token
 from luna_mega.modeling_common.tensor_parallel import RankBoundary
 from luna_mega.modeling_mega.adaptive import MegaAdaptiveEmbedding
@@ -43,17 +44,28 @@ from luna_mega.modeling_mega.context_parallel import check_parts, reach_keys
 from luna_mega.modeling_mega.cross_attention import MegaGatedCrossAttention
 from luna_mega.modeling_mega.inputs_mega import MegaInputsMixin
 from luna_mega.modeling_mega.norms import MegaScaleNorm
-from luna_mega.modeling_mega.parts import MegaDropout, MegaSequenceNorm, build_relative_bias, relative_bias
+from luna_mega.modeling_mega.parts import (
+    MegaDropout,
+    MegaDropPath,
+    MegaSequenceNorm,
+    build_relative_bias,
+    relative_bias,
+)
 from luna_mega.modeling_mega.position import MegaRotaryRelativeBias, MegaSimpleRelativeBias
 
 
 class MegaEmbeddings(nn.Module):
-    """Tokens or real values; a Mega model has no position embeddings."""
+    """Tokens, real values or patches; only patches have position embeddings."""
 
     def __init__(self, config: MegaConfig):
         super().__init__()
         if config.input_type == "values":
             self.value_embeddings = ValueEmbeddings(config.hidden_size)
+        elif config.input_type == "patches":
+            self.patch_embeddings = PatchEmbeddings(config)
+            if config.use_absolute_position_embeddings:
+                patches = (config.image_size // config.patch_size) ** 2
+                self.position_embeddings = nn.Parameter(torch.empty(1, patches, config.hidden_size))
         elif config.adaptive_input_cutoffs is not None:
             self.word_embeddings = MegaAdaptiveEmbedding(config)
         else:
@@ -65,10 +77,25 @@ class MegaEmbeddings(nn.Module):
             self.token_type_embeddings = nn.Embedding(config.type_vocab_size, config.hidden_size)
         self.scale = math.sqrt(config.hidden_size) if config.scale_embedding else 1.0
 
-    def forward(self, inputs_embeds: torch.Tensor, token_type_ids: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        self,
+        inputs_embeds: torch.Tensor,
+        token_type_ids: torch.Tensor | None,
+        grid: tuple[int, int] | None = None,
+    ) -> torch.Tensor:
         hidden_states = inputs_embeds * self.scale
         if hasattr(self, "projection"):
             hidden_states = self.projection(hidden_states)
+        if hasattr(self, "position_embeddings"):
+            positions = self.position_embeddings
+            if grid is not None:
+                positions = interpolate_positions(positions, grid)
+            elif positions.shape[1] != hidden_states.shape[1]:
+                raise ValueError(
+                    f"the pictures of this model have {positions.shape[1]} patches, inputs_embeds "
+                    f"{hidden_states.shape[1]}; give pixel_values, which can be of another size"
+                )
+            hidden_states = hidden_states + positions
         if not hasattr(self, "token_type_embeddings"):
             return hidden_states
         if token_type_ids is None:
@@ -120,7 +147,7 @@ class MegaMovingAverage(nn.Module):
 class MegaGatedAttention(nn.Module):
     """Moving average equipped gated attention (section 3.2; equations 6 to 13)."""
 
-    def __init__(self, config: MegaConfig):
+    def __init__(self, config: MegaConfig, drop_path_rate: float = 0.0):
         super().__init__()
         self.config = config
         width, values, shared = config.hidden_size, config.intermediate_size, config.shared_representation_size
@@ -137,6 +164,7 @@ class MegaGatedAttention(nn.Module):
         self.dropout = MegaDropout(config.dropout_prob, config.use_feature_dropout)
         self.hidden_dropout = MegaDropout(config.hidden_dropout_prob, config.use_feature_dropout)
         self.whole, self.own_columns = RankBoundary(), RankBoundary()
+        self.drop_path = MegaDropPath(drop_path_rate)
 
     def forward(
         self,
@@ -167,6 +195,8 @@ class MegaGatedAttention(nn.Module):
             keys, offset = TokenLayout(mask), key.shape[1] - query.shape[1]
         attended, weights = self.attend(query, key, value, keys, start, offset, output_weights)
         attended = self.dropout(self.activation(candidate + self.h_proj(attended * reset)), layout)
+        # Before the gate, as the original has it: a sequence that is left out becomes (1 - update) * residual.
+        attended = self.drop_path(attended, layout)
         # Under autocast the residual is wider than the other two, and lerp wants one dtype.
         output = torch.lerp(residual, attended.to(residual.dtype), update.to(residual.dtype).sigmoid())
         if not self.config.normalize_before_mega:
@@ -176,7 +206,7 @@ class MegaGatedAttention(nn.Module):
     def attend(self, query, key, value, layout, start, offset, output_weights):
         """Attend from the column `offset` on to keys: their layout, and the position `start` `[B]` of the first."""
         options = {
-            "bias": self.whole(self.relative_bias(layout.sizes(key)[1])),
+            "bias": self.whole(self.relative_bias(layout.sizes(key)[1], layout.grid)),
             "function": self.config.attention_activation,
             "chunk_size": self.config.attention_chunk,
             "start": start,
@@ -189,15 +219,17 @@ class MegaGatedAttention(nn.Module):
         attended = gated_attention(query, key, value, **options)
         return attended if output_weights else (attended, None)
 
-    def relative_bias(self, length: int) -> torch.Tensor:
+    def relative_bias(self, length: int, grid: tuple[int, int] | None = None) -> torch.Tensor:
         """Return the bias of the positions of a chunk, or of all, a vector over their differences."""
-        return relative_bias(self.config, self.rel_pos_bias, self.config.attention_chunk or length)
+        if self.config.attention_chunk is not None:
+            length, grid = self.config.attention_chunk, None
+        return relative_bias(self.config, self.rel_pos_bias, length, grid)
 
 
 class MegaNormalizedFeedForwardNetwork(nn.Module):
     """Feed-forward layer with its norm and residual."""
 
-    def __init__(self, config: MegaConfig):
+    def __init__(self, config: MegaConfig, drop_path_rate: float = 0.0):
         super().__init__()
         self.pre_norm = config.normalize_before_ffn
         self.norm = MegaSequenceNorm(config, config.norm_affine)
@@ -206,24 +238,25 @@ class MegaNormalizedFeedForwardNetwork(nn.Module):
         self.activation = ACT2FN[config.activation]
         self.dropout = MegaDropout(config.dropout_prob, config.use_feature_dropout)
         self.hidden_dropout = MegaDropout(config.nffn_activation_dropout_prob, config.use_feature_dropout)
+        self.drop_path = MegaDropPath(drop_path_rate)
 
     def forward(self, hidden_states: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
         residual = hidden_states
         if self.pre_norm:
             hidden_states = self.norm(hidden_states, layout)
         hidden_states = self.hidden_dropout(self.activation(self.fc1(hidden_states)), layout)
-        hidden_states = residual + self.dropout(self.fc2(hidden_states), layout)
+        hidden_states = residual + self.drop_path(self.dropout(self.fc2(hidden_states), layout), layout)
         return hidden_states if self.pre_norm else self.norm(hidden_states, layout)
 
 
 class MegaBlock(GradientCheckpointingLayer):
     """One Mega block (Figure 2): gated attention, in a decoder cross-attention, then the feed-forward layer."""
 
-    def __init__(self, config: MegaConfig):
+    def __init__(self, config: MegaConfig, drop_path_rate: float = 0.0):
         super().__init__()
-        self.mega_layer = MegaGatedAttention(config)
+        self.mega_layer = MegaGatedAttention(config, drop_path_rate)
         self.cross_attn = MegaGatedCrossAttention(config) if config.add_cross_attention else None
-        self.nffn = MegaNormalizedFeedForwardNetwork(config) if config.use_normalized_ffn else None
+        self.nffn = MegaNormalizedFeedForwardNetwork(config, drop_path_rate) if config.use_normalized_ffn else None
 
     def forward(
         self,
@@ -241,6 +274,17 @@ class MegaBlock(GradientCheckpointingLayer):
                 hidden_states, layout, encoder_hidden_states, encoder_layout, output_weights, past, source
             )
         return hidden_states if self.nffn is None else self.nffn(hidden_states, layout)
+
+
+class MegaOutputProjection(nn.Module):
+    """A linear layer and SiLU at every position."""
+
+    def __init__(self, config: MegaConfig):
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return nn.functional.silu(self.dense(hidden_states))
 
 
 class MegaPooler(nn.Module):
@@ -311,6 +355,12 @@ class MegaPreTrainedModel(CommonPreTrainedModel):
             init.normal_(module.weight, std=module.embedding_dim**-0.5)
             if module.padding_idx is not None:
                 init.zeros_(module.weight[module.padding_idx])
+        elif isinstance(module, nn.Conv2d):  # of patches
+            bound = module.weight[0].numel() ** -0.5
+            init.uniform_(module.weight, -bound, bound)
+            init.uniform_(module.bias, -bound, bound)
+        elif isinstance(module, MegaEmbeddings) and hasattr(module, "position_embeddings"):
+            init.trunc_normal_(module.position_embeddings, std=config.hidden_size**-0.5)
         elif isinstance(module, ValueEmbeddings):
             init.normal_(module.weight)
             init.normal_(module.bias, std=0.1)
@@ -325,10 +375,13 @@ class MegaModel(MegaInputsMixin, BodyMixin, MegaPreTrainedModel):
         super().__init__(config)
         self.embedding_layer = MegaEmbeddings(config)
         self.embedding_norm = MegaSequenceNorm(config, config.norm_affine) if config.embedding_norm else None
-        self.embedding_dropout = MegaDropout(config.dropout_prob, config.use_feature_dropout)
-        self.layers = nn.ModuleList(MegaBlock(config) for _ in range(config.num_hidden_layers))
+        dropout = 0.0 if config.input_type == "patches" else config.dropout_prob
+        self.embedding_dropout = MegaDropout(dropout, config.use_feature_dropout)
+        rates = torch.linspace(0.0, config.drop_path_rate, config.num_hidden_layers, device="cpu").tolist()
+        self.layers = nn.ModuleList(MegaBlock(config, rate) for rate in rates)
         self.final_norm = MegaSequenceNorm(config, config.final_norm_affine) if config.final_norm else None
-        self.pooler = MegaPooler(config) if add_pooling_layer else None
+        self.output_projection = MegaOutputProjection(config) if config.output_projection else None
+        self.pooler = MegaPooler(config) if add_pooling_layer and config.input_type != "patches" else None
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -345,6 +398,8 @@ class MegaModel(MegaInputsMixin, BodyMixin, MegaPreTrainedModel):
         encoder_hidden_states: torch.FloatTensor | None = None,
         encoder_attention_mask: torch.Tensor | None = None,
         cp_group: "dist.ProcessGroup | None" = None,
+        pixel_values: torch.FloatTensor | None = None,
+        interpolate_pos_encoding: bool = False,
         # Not by the name of kwargs, for which `generate` would hand the encoder what is the decoder's.
         **options: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPoolingAndCrossAttentions:
@@ -353,7 +408,7 @@ class MegaModel(MegaInputsMixin, BodyMixin, MegaPreTrainedModel):
         Args:
             input_ids: `[B, T]` tokens (`input_type="tokens"`).
             attention_mask: `[B, T]`, 1 = keep. None = all positions, with `input_ids` all that are not `pad_token_id`.
-            inputs_embeds: `[B, T, d]` embeddings in place of tokens or values.
+            inputs_embeds: `[B, T, d]` embeddings in place of tokens, values or patches.
             input_values: `[B, T]` real numbers (`input_type="values"`).
             token_type_ids: `[B, T]`, with `add_token_type_embeddings`; None = all 0.
             past_key_values: `is_decoder` only: what was returned for the positions before these. It is changed in
@@ -366,6 +421,10 @@ class MegaModel(MegaInputsMixin, BodyMixin, MegaPreTrainedModel):
                 the part, and may differ from rank to rank. What is returned for positions is of the part. Gradients
                 are of the sum of all ranks' losses; see "Context parallelism" in docs/distributed.md. Not with a cache,
                 cross-attention, a truncation, attention weights nor a ragged batch.
+            pixel_values: `[B, C, H, W]` pictures (`input_type="patches"`); their patches, row after row, are the T
+                positions.
+            interpolate_pos_encoding: take pictures of any size that is a multiple of the patches, by interpolating the
+                embeddings of positions (bicubic) and the table of a simple bias.
             options: `output_hidden_states`, `output_attentions`, `return_dict`, and of ragged batches (sequences
                 end to end in a row, as `DataCollatorWithFlattening` makes them) `position_ids` `[B, T]`, which rise
                 but where a sequence begins, `seq_idx` `[B, T]`, or `cu_seq_lens_q` `[S + 1]` and `max_length_q`
@@ -383,8 +442,15 @@ class MegaModel(MegaInputsMixin, BodyMixin, MegaPreTrainedModel):
             ValueError: not exactly one kind of input, an empty batch, a mask of another shape, a sequence longer than
                 the bias table, an argument that Mega does not have.
         """
+        grid = None
         with nullcontext() if cp_group is None else refuse_together(cp_group, self.device):
             self.check_token_types(token_type_ids)
+            if self.config.input_type == "patches" and cp_group is not None:
+                raise ValueError("cp_group does not share pictures: leave it out")
+            if pixel_values is not None:
+                self.check_pictures(input_ids, inputs_embeds, input_values)
+                grid = self.embedding_layer.patch_embeddings.find_grid(pixel_values, interpolate_pos_encoding)
+                inputs_embeds = self.embedding_layer.patch_embeddings(pixel_values)
         inputs = self.read_inputs(
             input_ids,
             attention_mask,
@@ -396,14 +462,14 @@ class MegaModel(MegaInputsMixin, BodyMixin, MegaPreTrainedModel):
             options,
             cp_group,
         )
-        layout, (past, sources) = inputs.layout, self.parts_of(inputs.past)
+        layout, (past, sources) = inputs.layout._replace(grid=grid), self.parts_of(inputs.past)
         check_parts(layout, self.config)
         source_layout = TokenLayout(self.check_source(encoder_hidden_states, encoder_attention_mask, sources, inputs))
         if past is not None and layout.mask is None:
             layout = TokenLayout(inputs.embeddings.new_ones(inputs.embeddings.shape[:2], dtype=torch.bool))
         if token_type_ids is not None:
             token_type_ids = layout.gather(token_type_ids)
-        hidden_states = self.embedding_layer(inputs.embeddings, token_type_ids)
+        hidden_states = self.embedding_layer(inputs.embeddings, token_type_ids, grid)
         if self.embedding_norm is not None:
             hidden_states = self.embedding_norm(hidden_states, layout)
         hidden_states = self.embedding_dropout(hidden_states, layout)
@@ -422,6 +488,8 @@ class MegaModel(MegaInputsMixin, BodyMixin, MegaPreTrainedModel):
             )
         if self.final_norm is not None:
             hidden_states = self.final_norm(hidden_states, layout)
+        if self.output_projection is not None:
+            hidden_states = self.output_projection(hidden_states)
         sequences, hidden_states = layout.sizes(hidden_states)[0], layout.scatter(hidden_states)
         pooled = None
         if self.pooler is not None and sequences == hidden_states.shape[0]:

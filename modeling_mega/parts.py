@@ -5,6 +5,7 @@ from torch import nn
 
 from luna_mega.kernels.context_parallel import first_ranks
 from luna_mega.modeling_common.layout import DENSE, TokenLayout
+from luna_mega.modeling_common.patches import interpolate_raster_bias
 from luna_mega.modeling_mega.configuration_mega import MegaConfig
 from luna_mega.modeling_mega.norms import MegaBatchNorm, build_norm
 from luna_mega.modeling_mega.position import MegaRotaryRelativeBias, MegaSimpleRelativeBias
@@ -48,6 +49,26 @@ class MegaDropout(nn.Module):
         return nn.functional.dropout(states, self.probability, self.training)
 
 
+class MegaDropPath(nn.Module):
+    """Stochastic depth: leaves out what a sub-layer has made of a whole sequence, with a probability."""
+
+    def __init__(self, probability: float):
+        super().__init__()
+        self.probability = probability
+
+    def forward(self, states: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
+        if not self.training or self.probability == 0.0:
+            return states
+        factors = self.draw(states, layout.sizes(states)[0])
+        if layout.is_ragged():
+            return states * factors[layout.locate(states.shape[1])[0]]
+        return states * factors[:, None]
+
+    def draw(self, states: torch.Tensor, sequences: int) -> torch.Tensor:
+        """Return a factor for each sequence, `[sequences, 1]`: 0, or what keeps the mean."""
+        return nn.functional.dropout(states.new_ones(sequences, 1), self.probability)
+
+
 def build_relative_bias(config: MegaConfig, positions: int) -> nn.Module:
     """Return the module of the relative bias that `config` names; a table serves `positions`."""
     if config.relative_positional_bias == "simple":
@@ -55,8 +76,15 @@ def build_relative_bias(config: MegaConfig, positions: int) -> nn.Module:
     return MegaRotaryRelativeBias(config.shared_representation_size)
 
 
-def relative_bias(config: MegaConfig, module: nn.Module, positions: int) -> torch.Tensor:
-    """Return the bias of `positions` positions, a vector `[2 positions - 1]` over their differences."""
+def relative_bias(
+    config: MegaConfig, module: nn.Module, positions: int, grid: tuple[int, int] | None = None
+) -> torch.Tensor:
+    """Return the bias of `positions` positions, a vector `[2 positions - 1]` over their differences.
+
+    `grid`: rows and columns of patches for which a table of other pictures is interpolated.
+    """
+    if grid is not None and config.relative_positional_bias == "simple":
+        return interpolate_raster_bias(module(config.max_positions), grid)
     if config.relative_positional_bias == "simple" and config.legacy_bias_table:
         return module(positions, centre=config.chunk_size - 1)
     return module(positions)

@@ -94,6 +94,31 @@ class MegaPresets:
         return cls.sc_base(**wider | overrides)
 
     @classmethod
+    def image_base_patch16_224(cls, **overrides):
+        """`mega_base_patch16_224`: ImageNet, 90.7 M parameters: `MegaForImageClassification`.
+
+        The recipe in the paper has `drop_path_rate=0.2`, that in the published code 0.3.
+        """
+        width, values = overrides.get("hidden_size", 768), overrides.get("intermediate_size", 1536)
+        size, patch = (overrides.get(name, default) for name, default in (("image_size", 224), ("patch_size", 16)))
+        fields = {
+            "input_type": "patches", "hidden_size": width, "intermediate_size": values, "nffn_hidden_size": values,
+            "shared_representation_size": 256, "num_hidden_layers": 12, "normalization_type": "layernorm",
+            "attention_activation": "laplace", "relative_positional_bias": "simple",
+            "max_positions": (size // patch) ** 2, "ema_shift": True, "final_norm": True, "output_projection": True,
+            "drop_path_rate": 0.3, "pooling": "mean", "dropout_prob": 0.0, "hidden_dropout_prob": 0.0,
+            "attention_probs_dropout_prob": 0.0, "nffn_activation_dropout_prob": 0.0, "classifier_num_layers": 0,
+            "classifier_activation": "silu", "num_labels": 1000,
+        }  # fmt: skip
+        return cls(**fields | overrides)
+
+    @classmethod
+    def image_tiny_patch16_224(cls, **overrides):
+        """`mega_tiny_patch16_224`: `image_base_patch16_224` with a width of 192, 6.2 M parameters."""
+        narrower = {"hidden_size": 192, "intermediate_size": 384, "shared_representation_size": 64}
+        return cls.image_base_patch16_224(**narrower | overrides)
+
+    @classmethod
     def _lm(cls, width, values, overrides, **fields):
         """Language models: norms before the layers, softmax in chunks, `rotary` bias; `</s>` before the first token."""
         fields |= {

@@ -78,6 +78,7 @@ class Format(ABC):
         criteria: name of a criterion -> its class, unless that is CrossEntropyCriterion.
         vocabulary_places, label_places: task -> place of the dictionary, unless that is the usual place.
         ordered: True if exported tensors are in the order of the key map.
+        needs_args: False if a file without args can be converted, as its tensors tell everything.
     """
 
     name: str
@@ -96,6 +97,7 @@ class Format(ABC):
     vocabulary_places: dict[str, str] = {}
     label_places: dict[str, str] = {}
     ordered: bool = False
+    needs_args: bool = True
 
     # From a file to a model.
 
@@ -157,6 +159,10 @@ class Format(ABC):
             ConversionError: `bpe` does not suit the checkpoint or the dictionary, or its files are at fault.
         """
 
+    def preprocessor(self, config: PreTrainedConfig) -> dict[str, Any] | None:
+        """Return the content of preprocessor_config.json, None where a tokenizer is all that prepares inputs."""
+        return None
+
     def heads(self, plan: Plan, tensors: Tensors) -> list[str]:
         """Return a line about each head of a file, for `luna-mega info`."""
         name = plan.model_class.__name__.rpartition("For")[2]
@@ -179,7 +185,7 @@ class Format(ABC):
     def unused(self, target: Target) -> set[str]:
         """Return the fields that a checkpoint of the model does not determine, so that they may differ."""
         config, unused = target.config, set(_NOT_IN_A_FILE)
-        if config.input_type == "values":
+        if config.input_type != "tokens":
             unused |= {"vocab_size", "pad_token_id"}
         if target.model_class not in self.classifiers:
             unused |= _OF_CLASSIFIERS

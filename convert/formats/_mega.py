@@ -78,6 +78,7 @@ class MegaFormat(Format):
         "attention_probs_dropout_prob",
         "nffn_activation_dropout_prob",
         "classifier_dropout",
+        "drop_path_rate",
         "problem_type",
         "use_feature_dropout",
         "padded_batch_statistics",
@@ -122,6 +123,8 @@ class MegaFormat(Format):
     def unused(self, target: Target) -> set[str]:
         """Return the fields that a model of this configuration does not read."""
         config, unused = target.config, super().unused(target) | _UNUSED_FIELDS | self.unread
+        if config.input_type != "patches":
+            unused |= {"image_size", "patch_size", "num_channels", "use_absolute_position_embeddings"}
         if config.adaptive_input_cutoffs is None:
             unused.add("adaptive_input_factor")
         if config.adaptive_softmax_cutoffs is None:
@@ -149,13 +152,17 @@ def _stacks(tensors: Tensors) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Stack:
-    """The layers under `body` in a file, with the measures and rows that describe them."""
+    """The layers under `body` in a file, with the measures and rows that describe them.
+
+    `blocks`: the prefix of the layers, None = `{body}.layers`.
+    """
 
     body: str
+    blocks: str | None = None
 
     def layers(self, name: str) -> Callable[[Evidence], int]:
         """Return the measure of the number of layers, with which argument `name` must agree."""
-        return lambda evidence: evidence.unshared_layers(f"{self.body}.layers", name)
+        return lambda evidence: evidence.unshared_layers(self._layers, name)
 
     def values(self, evidence: Evidence) -> int:
         """Return the width of the values."""
@@ -176,7 +183,7 @@ class Stack:
             there = any(key.startswith(f"{self.body}.") and ".nffn." in key for key in evidence.tensors)
             if not there and (not evidence.args.get(name) or evidence.integer(name) < 1):
                 return {"use_normalized_ffn": False}
-            width, _ = evidence.shape(f"{self.body}.layers.0.nffn.fc1.weight", "ffn width", "width")
+            width, _ = evidence.shape(f"{self._layers}.0.nffn.fc1.weight", "ffn width", "width")
             return {field: evidence.prefer(name, width)}
 
         def write(target: Target) -> int:
@@ -258,8 +265,12 @@ class Stack:
         return Arg(name, "final_norm_affine", NOT, read=read, **options)
 
     @property
+    def _layers(self) -> str:
+        return self.blocks or f"{self.body}.layers"
+
+    @property
     def _attention(self) -> str:
-        return f"{self.body}.layers.0.mega_layer"
+        return f"{self._layers}.0.mega_layer"
 
     def _entries(self, evidence: Evidence) -> int | None:
         """Return the number of positions, or the chunk length, of the table of a simple bias; None without a table."""
@@ -323,6 +334,8 @@ def allowed_in_all(config: MegaConfig) -> dict[str, tuple]:
         "legacy_rms_norm": (False,),
         "legacy_bias_table": (False,),
         "add_token_type_embeddings": (False,),
+        "input_type": ("tokens", "values"),
+        "output_projection": (False,),
     }
     return fields | ({"pad_token_id": (1,)} if config.input_type == "tokens" else {})
 
@@ -343,27 +356,33 @@ def layer_rows(body: str, revision: str, model: str = "mega", cross: bool = Fals
 
     `cross`: the layers have cross-attention.
     """
-    layer, to_layer = f"{body}.layers.{{layer}}", f"{model}.layers.{{layer}}"
+    return [
+        *norm_rows(f"{body}.embed_norm", f"{model}.embedding_norm"),
+        *block_rows(f"{body}.layers.{{layer}}", f"{model}.layers.{{layer}}", revision, cross),
+        *norm_rows(f"{body}.final_norm", f"{model}.final_norm"),
+    ]
+
+
+def block_rows(layer: str, to_layer: str, revision: str, cross: bool = False) -> list[Row]:
+    """Return the rows of a layer, called `layer` in the file and `to_layer` here."""
     ema = _EMA[revision] | _EMA_OF_BOTH
     attention, to_attention = f"{layer}.mega_layer", f"{to_layer}.mega_layer"
     return [
-        *_norm_rows(f"{body}.embed_norm", f"{model}.embedding_norm"),
         Row(f"{attention}.gamma", f"{to_attention}.qk_weight"),
         Row(f"{attention}.beta", f"{to_attention}.qk_bias"),
-        *_norm_rows(f"{attention}.norm", f"{to_attention}.norm"),
+        *norm_rows(f"{attention}.norm", f"{to_attention}.norm"),
         *(Row(f"{attention}.move.{name}", f"{to_attention}.ema_gate.{ema[name]}") for name in ORDER[revision]),
         *(Row(f"{attention}.{name}.{{part}}", f"{to_attention}.{name}.{{part}}") for name in _PROJECTIONS),
         *_bias_rows(attention, to_attention),
         *(_cross_attention_rows(f"{layer}.cross_attn", f"{to_layer}.cross_attn") if cross else []),
-        *_norm_rows(f"{layer}.nffn.norm", f"{to_layer}.nffn.norm"),
+        *norm_rows(f"{layer}.nffn.norm", f"{to_layer}.nffn.norm"),
         *(Row(f"{layer}.nffn.{name}.{{part}}", f"{to_layer}.nffn.{name}.{{part}}") for name in ("fc1", "fc2")),
-        *_norm_rows(f"{body}.final_norm", f"{model}.final_norm"),
     ]
 
 
 def _cross_attention_rows(source: str, target: str) -> list[Row]:
     return [
-        *_norm_rows(f"{source}.norm", f"{target}.norm"),
+        *norm_rows(f"{source}.norm", f"{target}.norm"),
         *(Row(f"{source}.{name}.{{part}}", f"{target}.{name}.{{part}}") for name in _CROSS_PROJECTIONS),
         *_bias_rows(source, target),
     ]
@@ -378,5 +397,6 @@ def _bias_rows(source: str, target: str) -> list[Row]:
     ]
 
 
-def _norm_rows(source: str, target: str) -> list[Row]:
+def norm_rows(source: str, target: str) -> list[Row]:
+    """Return the rows of a norm."""
     return [Row(f"{source}.norm.{part}", f"{target}.norm.{part}") for part in _NORM_PARTS]

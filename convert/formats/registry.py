@@ -4,6 +4,7 @@ from luna_mega.convert.formats._base import Format
 from luna_mega.convert.formats.luna_bert import LunaBert
 from luna_mega.convert.formats.luna_lra import LunaLra
 from luna_mega.convert.formats.luna_seq2seq import LunaSeq2Seq
+from luna_mega.convert.formats.mega_image import MegaImage
 from luna_mega.convert.formats.mega_lm import MegaLM
 from luna_mega.convert.formats.mega_lra import MegaLra
 from luna_mega.convert.formats.mega_seq2seq import MegaSeq2Seq
@@ -49,8 +50,10 @@ def detect(checkpoint: Checkpoint) -> tuple[Format, str]:
     tensors, arch = checkpoint.tensors, str(checkpoint.args.get("arch"))
     for found in registered_formats():
         revision = found.recognise(tensors, checkpoint.args)
-        if revision is not None:
+        if revision is not None and (checkpoint.missing_args is None or not found.needs_args):
             return found, revision
+    if checkpoint.missing_args is not None:
+        raise ConversionError(checkpoint.missing_args)
     refusals = (found.refusal(tensors, arch) for found in registered_formats())
     refusal = next(filter(None, refusals), None) or (
         f"not a Luna or Mega checkpoint (arch {arch!r}): there is neither a packed sequence, '*.projected_embeddings', "
@@ -59,5 +62,5 @@ def detect(checkpoint: Checkpoint) -> tuple[Format, str]:
     raise ConversionError(f"{checkpoint.path}: {refusal}")
 
 
-for _format in (LunaBert(), LunaLra(), LunaSeq2Seq(), MegaLra(), MegaLM(), MegaSeq2Seq()):
+for _format in (LunaBert(), LunaLra(), LunaSeq2Seq(), MegaLra(), MegaLM(), MegaSeq2Seq(), MegaImage()):
     register_format(_format)

@@ -45,14 +45,19 @@ def make_tokenizer(model: ModelArguments, texts: Iterable[str], max_length: int)
 
 
 def make_config(
-    model: CheckpointArguments, tokenizer: PreTrainedTokenizerBase | None, max_length: int, **values: Any
+    model: CheckpointArguments,
+    tokenizer: PreTrainedTokenizerBase | None,
+    max_length: int,
+    kind: str | None = None,
+    **values: Any,
 ) -> PreTrainedConfig:
-    """Make the configuration of the model for inputs of up to `max_length` tokens (real numbers without `tokenizer`).
+    """Make the configuration of the model for inputs of up to `max_length` tokens, real numbers or patches.
 
-    The task sets the fields `values` where the model has them; `--config_overrides` wins over them. The script ends
-    where the tokenizer or the length does not fit.
+    `kind` is "tokens" (with a tokenizer the default), "values" (without) or "patches". The task sets the fields
+    `values` where the model has them; `--config_overrides` wins over them. The script ends where the tokenizer or the
+    length does not fit.
     """
-    kind = "values" if tokenizer is None else "tokens"
+    kind = kind or ("values" if tokenizer is None else "tokens")
     try:
         overrides = yaml.safe_load(f"{{{model.config_overrides.replace('=', ': ')}}}")
         loaded = {}
@@ -76,8 +81,10 @@ def make_config(
         config = type(config).from_dict({config.attribute_map.get(name, name): value for name, value in pairs})
     except (OSError, ValueError, TypeError, StrictDataclassError, yaml.YAMLError) as error:
         fail(f"configuration: {error}")
-    if (reads := getattr(config, "input_type", "tokens")) != kind:
+    if (reads := getattr(config, "input_type", "patches" if hasattr(config, "patch_size") else "tokens")) != kind:
         fail(f"{model.model_name_or_path or 'the model'} reads {reads} (input_type), not {kind}")
+    if kind == "patches":
+        return config
     positions = longest_input(config)
     if tokenizer is not None:
         check_tokenizer(tokenizer, config)

@@ -23,6 +23,7 @@ _TASKS = {
     "ForCausalLM": "text-generation",
     "ForConditionalGeneration": "translation",
     "ForSequenceClassification": "text-classification",
+    "ForImageClassification": "image-classification",
     "ForMultipleChoice": "multiple-choice",
     "ForTokenClassification": "token-classification",
     "ForQuestionAnswering": "question-answering",
@@ -89,7 +90,8 @@ FAMILIES = {
             "num_hidden_layers", "hidden_size", "intermediate_size", "shared_representation_size",
             "ema_projection_size", "nffn_hidden_size", "bidirectional", "use_chunking", "chunk_size", "truncation",
             "attention_activation", "relative_positional_bias", "normalization_type", "normalize_before_mega",
-            "input_type", "vocab_size", "adaptive_softmax_cutoffs", "max_positions", "pooling",
+            "input_type", "image_size", "patch_size", "vocab_size", "adaptive_softmax_cutoffs", "max_positions",
+            "pooling",
         ),  # fmt: skip
         differences=(
             (
@@ -258,11 +260,14 @@ def _usage(model_class: str, config: PreTrainedConfig, tokenizer: bool) -> str:
     loader = loaders.get(_suffix(model_class, config))
     if loader is None:
         loader = f"luna_mega.{model_class}" if ours else model_class
-    names = [loader] * (not loader.startswith("luna_mega.")) + ["AutoTokenizer"] * tokenizer
+    pictures = _suffix(model_class, config) == "ForImageClassification"
+    names = [loader] * (not loader.startswith("luna_mega."))
+    names += ["AutoImageProcessor"] * pictures + ["AutoTokenizer"] * tokenizer
     lines = ["import luna_mega  # makes the model known to transformers"] * ours
     lines += [f"from transformers import {', '.join(names)}"] * bool(names)
     lines += ["", 'path = "..."  # this repository, or a folder with its files']
     lines += [f"model = {loader}.from_pretrained(path)"]
+    lines += ["processor = AutoImageProcessor.from_pretrained(path)"] * pictures
     lines += ["tokenizer = AutoTokenizer.from_pretrained(path)"] * tokenizer
     code = "```python\n" + "\n".join(lines) + "\n```"
     if not ours:
@@ -283,8 +288,8 @@ def _suffix(model_class: str, config: PreTrainedConfig) -> str:
 
 def _task(model_class: str, config: PreTrainedConfig) -> str | None:
     """Return the Hub's name of the model's task, None for real-valued input, which no pipeline takes."""
-    tokens = getattr(config, "input_type", "tokens") == "tokens"
-    return _TASKS.get(_suffix(model_class, config)) if tokens else None
+    values = getattr(config, "input_type", "tokens") == "values"
+    return None if values else _TASKS.get(_suffix(model_class, config))
 
 
 def _is_on_hub(name: str) -> bool:

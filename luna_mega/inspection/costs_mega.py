@@ -19,6 +19,8 @@ FIELDS = (
     "ema_shift",
     "truncation",
     "input_type",
+    "image_size",
+    "patch_size",
     "vocab_size",
     "adaptive_softmax_cutoffs",
     "max_positions",
@@ -28,7 +30,8 @@ _OF_NORM = {"scalenorm": 1.0, "rmsnorm": 1.0, "batchnorm": 2.5, "syncbatchnorm":
 FORMULAS = {
     "FLOPs/token": "2 for each multiply-add; d width, v value width, z shared width, h dimensions of the moving "
     "average, f feed-forward width, c keys of a query (n, or the chunk). Per layer: projections 2 d (3v + z + 2d), "
-    "besides that of the embedding (of an adaptive one the first band's); attention 2 c (z + v); moving average 6 h d "
+    "besides that of the embedding (of an adaptive one the first band's; of patches of p x p pixels in C colours "
+    "2 C p^2 d) and 2 d^2 of an output projection; attention 2 c (z + v); moving average 6 h d "
     "for each direction, counted as the recurrence, whichever way it is computed; cross-attention 4 d (2d + z) + "
     "2 n (z + d); feed-forward 4 d f. Head: 2 for each weight, for every token (language models; an adaptive softmax "
     "scores all words) or once a sequence. Norms, softmax and activations are not counted. A training step takes about "
@@ -39,9 +42,10 @@ FORMULAS = {
     "training": "In each layer n ((11 + 3m + 2k) d + (6 + b) v + 5z + (2 + a) f + 6) numbers, and for the kernels "
     "of the moving average, once a batch, about r (K + h (2K / i + i + 17)), with r = d for each direction, K = "
     "min(n, truncation) and i = 16 up to K = 256, else 64; from 4096 positions on, without truncation, r (64 + 240 "
-    "h). In the embeddings n ((1 + m) d + 3), in a masked-LM head n ((1 + 2m) d + 2V), in a causal one n ((1 + m) "
-    "d + 2V), in that of an encoder-decoder n (d + 2V), in an adaptive softmax n ((1 + m) d + W), where W is the "
-    "size of the first band and the number of tails, and each word of a tail adds its size. Each cross-attention "
+    "h). In the embeddings n ((1 + m) d + 3), of patches n C p^2 more, in an output projection 2 n d, in a masked-LM "
+    "head n ((1 + 2m) d + 2V), in a causal one n ((1 + m) d + 2V), in that of an encoder-decoder n (d + 2V), in an "
+    "adaptive softmax n ((1 + m) d + W), where W is the size of the first band and the number of tails, and each word "
+    "of a tail adds its size. Each cross-attention "
     "has n ((12 + m + k + b) d + 3z + 3), and once n d. m, b, a = 1 with dropout, hidden dropout and the feed- "
     "forward layer's dropout, k = 1 (scale, RMS) or 2.5 (batch norm). Attention weights are computed again in the "
     "backward pass, not kept. Dropout masks are counted as numbers; on a GPU they are bytes.",
@@ -56,7 +60,9 @@ def flops_per_token(config: MegaConfig, length: int) -> dict[str, float]:
     width, values, shared = config.hidden_size, config.intermediate_size, config.shared_representation_size
     layers = config.num_hidden_layers
     found = {
-        "projections": layers * 2 * width * (3 * values + shared + 2 * width) + _embedding_flops(config),
+        "projections": layers * 2 * width * (3 * values + shared + 2 * width)
+        + _embedding_flops(config)
+        + 2 * width**2 * config.output_projection,
         "attention": layers * 2 * _keys(config, length) * (shared + values),
         "moving_average": layers * 6 * config.ema_projection_size * _rows(config),
         "feed_forward": layers * 4 * width * config.nffn_hidden_size * config.use_normalized_ffn,
@@ -67,6 +73,8 @@ def flops_per_token(config: MegaConfig, length: int) -> dict[str, float]:
 
 
 def _embedding_flops(config: MegaConfig) -> int:
+    if config.input_type == "patches":
+        return 2 * config.num_channels * config.patch_size**2 * config.hidden_size
     projected = config.adaptive_input_cutoffs is not None or config.embedding_size != config.hidden_size
     return 2 * config.embedding_size * config.hidden_size * (projected and config.input_type == "tokens")
 
@@ -112,7 +120,9 @@ def training_activations(config: MegaConfig, length: int) -> float:
     norm = _OF_NORM.get(config.normalization_type, 0.0)
     of_token = (9 + 2 * masks + norm) * width + 5 * shared + 4
     of_token += (6 + value_masks) * values
-    once = (1 + masks) * width + 3
+    once = (1 + masks) * width + 3 + 2 * width * config.output_projection
+    if config.input_type == "patches":
+        once += config.num_channels * config.patch_size**2
     if config.use_normalized_ffn:
         of_token += (2 + masks + norm) * width + 2
         of_token += (2 + (config.nffn_activation_dropout_prob > 0)) * config.nffn_hidden_size

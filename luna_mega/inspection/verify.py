@@ -26,6 +26,7 @@ _INPUTS = (
     "input_ids",
     "attention_mask",
     "input_values",
+    "pixel_values",
     "pair_input_ids",
     "pair_attention_mask",
     "pair_input_values",
@@ -237,6 +238,9 @@ def random_inputs(folder: ModelFolder, batch: int, length: int, seed: int) -> di
     if folder.config.is_encoder_decoder:
         prefixes["decoder"] = "decoder_"
     tensors = {}
+    if folder.config.input_type == "patches":
+        shape = (batch, folder.config.num_channels, folder.config.image_size, folder.config.image_size)
+        return {"pixel_values": torch.randn(shape, generator=generator)}
     for side, config in sides.items():
         shape = (batch, *options, min(length, position_limit(config) or length))
         mask = _shorter_second(shape)
@@ -286,6 +290,9 @@ def _mask(tensors: Mapping[str, torch.Tensor], config: PreTrainedConfig, prefix:
         mask = tensors[f"{prefix}attention_mask"].bool()
     elif config.input_type == "tokens":
         mask = tensors[f"{prefix}input_ids"] != config.pad_token_id
+    elif config.input_type == "patches":
+        patches = (config.image_size // config.patch_size) ** 2
+        mask = torch.ones(len(tensors["pixel_values"]), patches, dtype=torch.bool)
     else:
         mask = torch.ones_like(tensors["input_values"], dtype=torch.bool)
     mask = mask.flatten(0, -2)

@@ -25,6 +25,7 @@ from luna_mega import (
     MegaConfig,
     MegaForCausalLM,
     MegaForConditionalGeneration,
+    MegaForImageClassification,
     MegaForMaskedLM,
     MegaForMultipleChoice,
     MegaForQuestionAnswering,
@@ -39,6 +40,7 @@ from luna_mega import (
 
 from ..encoder_testing import EncoderDecoderTests, EncoderTester, EncoderTests, PipelineTests, WithoutVocabulary
 from ..generation.test_utils import GenerationTesterMixin
+from ..test_modeling_common import floats_tensor
 
 
 class MegaModelTester(EncoderTester):
@@ -119,6 +121,26 @@ class MegaValuesModelTest(WithoutVocabulary, MegaModelTest):
     @unittest.skipIf(version.parse(transformers.__version__) < version.parse("5.23"), "it counts integers as weights")
     def test_keep_in_fp32_modules(self):
         super().test_keep_in_fp32_modules()
+
+
+class MegaPicturesTester(MegaModelTester):
+    encoder_seq_length = seq_length = key_length = 16  # patches
+    small = MegaModelTester.small | {
+        "input_type": "patches", "image_size": 16, "patch_size": 4, "max_positions": 16, "output_projection": True,
+        "final_norm": True, "attention_activation": "laplace", "relative_positional_bias": "simple",
+        "ema_shift": True, "normalization_type": "layernorm", "drop_path_rate": 0.1, "pooling": "mean",
+        "classifier_num_layers": 0,
+    }  # fmt: skip
+
+    def prepare_config_and_inputs_for_common(self):
+        return self.get_config(), {"pixel_values": floats_tensor([self.batch_size, 3, 16, 16])}
+
+
+class MegaPicturesModelTest(WithoutVocabulary, EncoderTests, unittest.TestCase):
+    """Pictures, the configuration of the paper's ImageNet model."""
+
+    model_tester_class = MegaPicturesTester
+    all_model_classes = (MegaModel, MegaForImageClassification)
 
 
 class MegaCausalModelTester(MegaModelTester):

@@ -38,6 +38,7 @@ SIZES = {
 }
 DECODER = {"is_decoder": True, "bidirectional": False, "add_lm_hidden_dense_layer": False}
 BANDS = {"adaptive_input_cutoffs": [30], "adaptive_softmax_cutoffs": [30], "adaptive_input_factor": 2}
+PICTURES = {"input_type": "patches", "image_size": 32, "patch_size": 4, "output_projection": True, "final_norm": True}
 CHUNKS = {"use_chunking": True, "chunk_size": 8}
 # Encoder-decoders are compared in test_decoders.py.
 CLASSES = [name for name in luna_mega.__all__ if name.startswith("MegaFor") and "Conditional" not in name]
@@ -45,8 +46,8 @@ CLASSES.append("MegaModel")
 
 
 def save(folder, model_class=MegaForMaskedLM, **fields):
-    decoder = DECODER if model_class is MegaForCausalLM else {}
-    model_class(MegaConfig(**SIZES | decoder | fields)).save_pretrained(folder)
+    own = {"MegaForCausalLM": DECODER, "MegaForImageClassification": PICTURES}.get(model_class.__name__, {})
+    model_class(MegaConfig(**SIZES | own | fields)).save_pretrained(folder)
     return folder
 
 
@@ -117,6 +118,7 @@ MODELS = {
     "choice": (luna_mega.MegaForMultipleChoice, {}),
     "tokens": (luna_mega.MegaForTokenClassification, {}),
     "spans": (luna_mega.MegaForQuestionAnswering, {}),
+    "pictures": (luna_mega.MegaForImageClassification, PICTURES | {"image_size": 24, "patch_size": 6}),
     "lm": (MegaForCausalLM, DECODER | CHUNKS),
     "dense lm": (MegaForCausalLM, DECODER | {"add_lm_hidden_dense_layer": True}),
     "narrow": (MegaForCausalLM, DECODER | {"embedding_size": 20, "tie_word_embeddings": False}),
@@ -138,6 +140,8 @@ def test_flops_are_those_that_pytorch_counts(name):
     inputs, sequences = {"input_ids": torch.randint(4, 30, (1, length))}, 1
     if name == "pair":
         inputs["pair_input_ids"], sequences = torch.randint(4, 40, (1, length)), 2
+    if name == "pictures":
+        inputs, length = {"pixel_values": torch.randn(1, 3, 24, 24)}, 16
     if name == "choice":
         inputs["input_ids"] = inputs["input_ids"][None]
     with torch.no_grad(), use_backend("reference"), FlopCounterMode(display=False) as counter:
@@ -191,6 +195,13 @@ def test_training_activations_are_those_that_autograd_keeps(model_class, variant
     labels = {"labels": ids} if model_class is not MegaModel else {}
     numbers = numbers_kept(model, {"input_ids": ids, "attention_mask": padded(ids)} | labels)
     assert costs.training_activations(model, length) == pytest.approx(numbers, rel=0.04)
+
+
+def test_training_activations_of_pictures():
+    fields = {"normalization_type": "layernorm", "dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
+    model = luna_mega.MegaForImageClassification(MegaConfig(**SIZES | PICTURES | fields)).train()
+    pictures = {"pixel_values": torch.randn(1, 3, 32, 32), "labels": torch.tensor([1])}
+    assert costs.training_activations(model, 64) == pytest.approx(numbers_kept(model, pictures), rel=0.04)
 
 
 PEAKS = [{}, CHUNKS, {"nffn_hidden_size": 500}, {"vocab_size": 4000}]

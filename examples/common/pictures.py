@@ -1,0 +1,157 @@
+"""Pictures: reading, evaluation transform, and augmentation for training."""
+
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from PIL import Image, UnidentifiedImageError
+from torch.utils.data import Sampler
+from transformers.image_processing_utils import BaseImageProcessor
+from transformers.models.levit.image_processing_pil_levit import LevitImageProcessorPil
+from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+
+from common.arguments import check_least, fail
+
+Transform = Callable[[Image.Image], torch.Tensor]
+
+
+@dataclass
+class AugmentArguments:
+    """Options that change pictures in training. All but crop and flip need the extra `vision` (timm)."""
+
+    crop_padding: int = field(default=0, metadata={"help": "shift pictures by up to N pixels, reflected at the border"})
+    horizontal_flip: bool = field(default=False, metadata={"help": "mirror every second picture"})
+    auto_augment: str | None = field(
+        default=None,
+        metadata={"help": "timm's training transform (random resized crop and flip) with rand-m9-mstd0.5-inc1 or none"},
+    )
+    random_erasing: float = field(default=0.0, metadata={"help": "probability, with --auto_augment"})
+    mixup: float = field(default=0.0, metadata={"help": "alpha; with --cutmix every batch gets either at even odds"})
+    cutmix: float = field(default=0.0, metadata={"help": "alpha"})
+    repeated_augmentation: int = field(default=1, metadata={"help": "draw a picture N times, in an epoch of 1/N"})
+
+
+def check_augmentation(data: AugmentArguments) -> None:
+    """End the script when options contradict each other or need a package that is not there."""
+    check_least(data, 0, "crop_padding", "random_erasing", "mixup", "cutmix")
+    check_least(data, 1, "repeated_augmentation")
+    if data.random_erasing and data.auto_augment is None:
+        fail(f"--random_erasing {data.random_erasing} is a part of timm's transform: pass --auto_augment (or none)")
+    if data.auto_augment is not None and (data.crop_padding or data.horizontal_flip):
+        fail("--auto_augment crops and flips: leave --crop_padding and --horizontal_flip out")
+    if data.auto_augment or data.mixup or data.cutmix or data.repeated_augmentation > 1:
+        _timm()
+
+
+def _timm():
+    try:
+        import timm.data
+    except ImportError as error:
+        fail(f"this augmentation needs timm: pip install 'luna-mega[vision]' ({error})")
+    return timm.data
+
+
+def read_picture(value: Any, channels: int | None = None) -> Image.Image:
+    """Return a picture in grey (1 channel) or colour (3), None = as it is.
+
+    `value` is a file (its bytes, or a dict of these or its path, as `datasets` has it), or it has the numbers 0 to 255
+    of a square grey picture, row after row, as bytes or in a list. The script ends where it is no picture.
+    """
+    if isinstance(value, dict):
+        value = value["bytes"] or Path(value["path"]).read_bytes()
+    if isinstance(value, bytes):
+        with suppress(UnidentifiedImageError):
+            value = Image.open(BytesIO(value))
+    if isinstance(value, bytes | list):
+        pixels = np.frombuffer(value, np.uint8) if isinstance(value, bytes) else np.asarray(value, np.uint8)
+        side = math.isqrt(pixels.size)
+        if side * side != pixels.size or not side:
+            fail(f"{pixels.size} pixels are no square picture")
+        value = Image.fromarray(pixels.reshape(side, side))
+    if not isinstance(value, Image.Image):
+        fail(f"{str(value)[:40]!r} is no picture")
+    if channels is None:
+        channels = 1 if value.mode in ("1", "L", "I", "I;16", "F") else 3
+    try:
+        return value.convert("L" if channels == 1 else "RGB")
+    except OSError as error:  # a damaged file shows when its pixels are read
+        fail(f"a picture cannot be read: {error}")
+
+
+def make_processor(size: int, channels: int, mean: list[float], std: list[float], crop: bool) -> BaseImageProcessor:
+    """Make the evaluation transform: shorter side to 256/224 of `size` and centre crop, or resizing alone."""
+    if len(mean) != channels or len(std) != channels:
+        fail(f"--image_mean and --image_std must have {channels} numbers, got {len(mean)} and {len(std)}")
+    options = {"image_mean": mean, "image_std": std, "do_convert_rgb": channels == 3}
+    square = {"height": size, "width": size}
+    if crop:
+        return LevitImageProcessorPil(size={"shortest_edge": size}, crop_size=square, **options)
+    return ViTImageProcessorPil(size=square, resample=Image.Resampling.BICUBIC, **options)
+
+
+def evaluation_transform(processor: BaseImageProcessor) -> Transform:
+    """Return the function from a picture to pixels `[C, H, W]`."""
+
+    def transform(picture: Image.Image) -> torch.Tensor:
+        pixels = np.asarray(picture)
+        pixels = pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
+        return processor(pixels, input_data_format="channels_first", return_tensors="pt")["pixel_values"][0]
+
+    return transform
+
+
+def training_transform(data: AugmentArguments, processor: BaseImageProcessor, size: int) -> Transform:
+    """Return the function from a picture to pixels `[C, H, W]` that draws anew at every call."""
+    if data.auto_augment is not None:
+        return _timm().create_transform(
+            size,
+            is_training=True,
+            auto_augment=None if data.auto_augment == "none" else data.auto_augment,
+            interpolation="bicubic",
+            re_prob=data.random_erasing,
+            re_mode="pixel",
+            mean=tuple(processor.image_mean),
+            std=tuple(processor.image_std),
+        )
+    evaluate, most = evaluation_transform(processor), data.crop_padding
+
+    def transform(picture: Image.Image) -> torch.Tensor:
+        pixels = evaluate(picture)
+        if most:
+            top, left = torch.randint(2 * most + 1, (2,)).tolist()
+            padded = torch.nn.functional.pad(pixels, (most,) * 4, mode="reflect")
+            pixels = padded[:, top : top + size, left : left + size]
+        if data.horizontal_flip and torch.rand(()) < 0.5:
+            pixels = pixels.flip(-1)
+        return pixels
+
+    return transform
+
+
+def make_collator(data: AugmentArguments, classes: int, smoothing: float) -> Callable[[list[dict]], dict]:
+    """Return the function that makes a training batch; mixup and cutmix turn its labels into `[B, classes]`."""
+    mix = None
+    if data.mixup or data.cutmix:
+        mix = _timm().Mixup(data.mixup, data.cutmix, label_smoothing=smoothing, num_classes=classes)
+
+    def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        pixels = torch.stack([row["pixel_values"] for row in rows])
+        labels = torch.tensor([row["labels"] for row in rows])
+        if mix is not None:
+            mix.device = "cpu"
+            pixels, labels = mix(pixels, labels)
+        return {"pixel_values": pixels, "labels": labels}
+
+    return collate
+
+
+def make_sampler(dataset: Dataset, repeats: int) -> Sampler:
+    """Return the sampler that draws every picture `repeats` times in a row, of a part of the pictures in an epoch."""
+    return _timm().distributed_sampler.RepeatAugSampler(dataset, num_replicas=1, rank=0, num_repeats=repeats)

@@ -1,0 +1,254 @@
+r"""Trains a classifier of pictures: Mega on patches, or any other vision model of transformers.
+
+    python examples/run_image_classification.py --recipe examples/recipes/image_classification/cifar10_gray_mega.yaml \
+        --dataset_path DIR --output_dir outputs/cifar10
+
+Every field of TrainingArguments is an option; the values of a recipe are defaults that the command line overrides.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from common.arguments import check_least, fail, find_checkpoint
+from common.data import ClassifierArguments, SourceArguments, check_columns, check_source, load_splits
+from common.model import CheckpointArguments, label_fields, make_config, make_model
+from common.pictures import (
+    AugmentArguments,
+    Transform,
+    check_augmentation,
+    evaluation_transform,
+    make_collator,
+    make_processor,
+    make_sampler,
+    read_picture,
+    training_transform,
+)
+from common.script import Script
+from common.training import OrderedTrainer, write_lines
+from common.weight_average import WeightAverage
+from datasets import ClassLabel, Dataset, Image, load_dataset
+from datasets.exceptions import DatasetsError
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    EvalPrediction,
+    PreTrainedConfig,
+    Trainer,
+)
+from transformers.image_processing_utils import BaseImageProcessor
+
+_OF_COLOUR = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])  # ImageNet's mean and deviation
+_OF_GREY = ([0.5], [0.25])
+
+
+@dataclass
+class DataArguments(SourceArguments, ClassifierArguments, AugmentArguments):
+    image_column: str = field(
+        default="image", metadata={"help": "pictures, files, or the pixels of square grey pictures"}
+    )
+    label_column: str = field(default="label", metadata={"help": "classes: their names, or numbers"})
+    image_size: int | None = field(default=None, metadata={"help": "pixels of a side; default: those of the first"})
+    channels: int | None = field(default=None, metadata={"help": "1 = grey, 3 = colour; default: as the first"})
+    image_mean: list[float] | None = field(default=None, metadata={"help": "default: ImageNet's; 0.5 for grey"})
+    image_std: list[float] | None = field(default=None, metadata={"help": "default: ImageNet's; 0.25 for grey"})
+    center_crop: bool = field(
+        default=True, metadata={"help": "evaluate on a crop, the shorter side at 256/224 of it; else resize alone"}
+    )
+
+
+@dataclass
+class ModelArguments(CheckpointArguments):
+    patch_size: int = field(default=16, metadata={"help": "pixels of a side of a patch, of a new model"})
+    ema_decay: float = field(
+        default=0.0, metadata={"help": "train an average of the weights as well: evaluate and save that"}
+    )
+
+
+class PictureTrainer(OrderedTrainer):
+    """Trainer without weight decay for biases, norms and positions, with repeated augmentation and a weight average."""
+
+    repeats = 1
+    weight_average: WeightAverage | None = None
+
+    def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
+        return [
+            name
+            for name, parameter in model.named_parameters()
+            if not name.endswith((".bias", "position_embeddings")) and not (parameter.ndim == 1 and ".weight" in name)
+        ]
+
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> torch.utils.data.Sampler | None:
+        if self.repeats > 1:
+            return make_sampler(self.train_dataset, self.repeats)
+        return super()._get_train_sampler(train_dataset)
+
+    def evaluation_loop(self, *args, **kwargs):
+        with nullcontext() if self.weight_average is None else self.weight_average.in_place(self.model):
+            return super().evaluation_loop(*args, **kwargs)
+
+
+def load_pictures(data: DataArguments, limits: dict[str, int | None]) -> dict[str, Dataset]:
+    """Load the splits from files, from the Hub, or from a folder of splits with a folder for every class."""
+    path = data.dataset_path
+    if path is None or not any(Path(path, name).is_dir() for name in limits):
+        return undecoded(load_splits(limits, path, data.dataset_name, data.dataset_config))
+    try:
+        splits = load_dataset("imagefolder", data_dir=path)
+    except (DatasetsError, OSError, ValueError) as error:
+        fail(f"cannot load {path}: {error}")
+    if missing := [name for name in limits if name not in splits]:
+        fail(f"{path} has no folder {', '.join(missing)} with pictures")
+    splits = {name: splits[name] if limit is None else splits[name].take(limit) for name, limit in limits.items()}
+    return undecoded(splits)
+
+
+def undecoded(splits: dict[str, Dataset]) -> dict[str, Dataset]:
+    """Leave the reading of pictures to `read_picture`, which tells what is wrong with a damaged one."""
+    for name, split in splits.items():
+        for column in [column for column, feature in split.features.items() if isinstance(feature, Image)]:
+            splits[name] = splits[name].cast_column(column, Image(decode=False))
+    return splits
+
+
+def class_names(data: DataArguments, model: ModelArguments, splits: dict[str, Dataset]) -> list[str]:
+    """Return the classes of the training rows or, without these, of the model."""
+    if "train" not in splits:
+        return list(AutoConfig.from_pretrained(model.model_name_or_path).id2label.values())
+    feature = splits["train"].features[data.label_column]
+    if isinstance(feature, ClassLabel):
+        return feature.names
+    return [str(label) for label in sorted(set(splits["train"][data.label_column]))]
+
+
+def encode_split(
+    split: Dataset, name: str, data: DataArguments, channels: int, transform: Transform, names: list[str]
+) -> Dataset:
+    """Return the split with `pixel_values`, made anew whenever a row is read, and `labels`; -100 = not known."""
+    labels = [-100] * len(split)
+    if data.label_column in split.column_names:
+        feature = split.features[data.label_column]
+        for index, label in enumerate(split[data.label_column]):
+            if isinstance(feature, ClassLabel) and label in range(feature.num_classes):
+                label = feature.int2str(label)
+            if str(label) in names:
+                labels[index] = names.index(str(label))
+            elif name != "test":
+                fail(f"split {name}, row {index}: label {label!r} is not one of {', '.join(names)}")
+    pictures = split.select_columns([data.image_column]).add_column("labels", labels)
+
+    def encode(batch: dict[str, list]) -> dict[str, list]:
+        pixels = [transform(read_picture(value, channels)) for value in batch[data.image_column]]
+        return {"pixel_values": pixels, "labels": batch["labels"]}
+
+    return pictures.with_transform(encode)
+
+
+def make_loss(smoothing: float) -> Callable:
+    """Return the mean cross entropy of labels `[B]` or, after mixup, `[B, classes]`, which are smooth already."""
+
+    def loss(outputs, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        smooth = smoothing if labels.dim() == 1 and torch.is_grad_enabled() else 0.0
+        return torch.nn.functional.cross_entropy(outputs.logits, labels, label_smoothing=smooth)
+
+    return loss
+
+
+def accuracy(prediction: EvalPrediction) -> dict[str, float]:
+    known = prediction.label_ids != -100
+    right = prediction.predictions.argmax(-1) == prediction.label_ids
+    return {"accuracy": float(right[known].mean())} if known.any() else {}
+
+
+class ImageClassification(Script):
+    data_arguments, model_arguments = DataArguments, ModelArguments
+    defaults = {"metric_for_best_model": "accuracy", "remove_unused_columns": False}
+    title, metric = "image classification", "eval_accuracy"
+
+    def check(self) -> None:
+        super().check()
+        self.training.include_num_input_tokens_seen = "all"  # there is no padding
+        check_source(self.data)
+        check_augmentation(self.data)
+        if self.data.image_size is not None:
+            check_least(self.data, 1, "image_size")
+        check_least(self.model, 1, "patch_size")
+        if self.data.channels not in (None, 1, 3):
+            fail(f"--channels {self.data.channels} must be 1 or 3")
+        if not 0.0 <= self.model.ema_decay < 1.0:
+            fail(f"--ema_decay {self.model.ema_decay} must be in [0, 1)")
+        if self.model.ema_decay and self.training.load_best_model_at_end:
+            fail("--ema_decay leaves the average of the last step in the model: leave --load_best_model_at_end out")
+
+    def build(self) -> Trainer:
+        data, splits = self.data, load_pictures(self.data, self.limits())
+        for name, split in splits.items():
+            check_columns(split, name, [data.image_column] + [data.label_column] * (name != "test"))
+        names = class_names(data, self.model, splits)
+        first = read_picture(next(iter(splits.values()))[0][data.image_column])
+        channels = data.channels or (1 if first.mode == "L" else 3)
+        config, size = self.make_config(min(first.size), channels, names)
+        processor = self.make_processor(size, channels)
+        evaluate = evaluation_transform(processor)
+        for name, split in splits.items():
+            transform = training_transform(data, processor, size) if name == "train" else evaluate
+            self.splits[name] = encode_split(split, name, data, channels, transform, names)
+        smoothing, self.training.label_smoothing_factor = self.training.label_smoothing_factor, 0.0
+        trainer = self.make_trainer(
+            make_model(AutoModelForImageClassification, self.model, config),
+            PictureTrainer,
+            processing_class=processor,
+            data_collator=make_collator(data, len(names), smoothing),
+            compute_loss_func=make_loss(smoothing),
+            compute_metrics=accuracy,
+        )
+        trainer.repeats = data.repeated_augmentation
+        if self.model.ema_decay:
+            trainer.weight_average = WeightAverage(self.model.ema_decay, find_checkpoint(self.training))
+            trainer.add_callback(trainer.weight_average)
+        return trainer
+
+    def make_config(self, side: int, channels: int, names: list[str]) -> tuple[PreTrainedConfig, int]:
+        """Return the configuration and the size of its pictures, which is that of the data where nothing says more."""
+        size, patch, fields = self.data.image_size or side, self.model.patch_size, {"num_channels": channels}
+        if self.model.model_name_or_path:
+            loaded = AutoConfig.from_pretrained(self.model.model_name_or_path)
+            size, patch = loaded.image_size, loaded.patch_size
+            if self.data.image_size not in (None, size) or loaded.num_channels != channels:
+                fail(
+                    f"{self.model.model_name_or_path} takes pictures of {size} x {size} in {loaded.num_channels} "
+                    f"channels, not of {self.data.image_size or size} in {channels} (--image_size, --channels)"
+                )
+        if size % patch:
+            fail(f"--patch_size {patch} does not divide the size of the pictures, {size} (--image_size)")
+        fields |= {"image_size": size, "patch_size": patch, **label_fields(names)}
+        fields["problem_type"] = "single_label_classification"
+        return make_config(self.model, None, (size // patch) ** 2, "patches", **fields), size
+
+    def make_processor(self, size: int, channels: int) -> BaseImageProcessor:
+        """Load the evaluation transform from the model, or make it."""
+        if self.model.model_name_or_path:
+            return AutoImageProcessor.from_pretrained(self.model.model_name_or_path)
+        mean, std = _OF_GREY if channels == 1 else _OF_COLOUR
+        mean, std = self.data.image_mean or mean, self.data.image_std or std
+        return make_processor(size, channels, mean, std, self.data.center_crop)
+
+    def predict(self) -> dict[str, Any]:
+        """Write the predicted classes of the test split; return their path, and the accuracy if labels are known."""
+        output = self.trainer.predict(self.splits["test"])
+        names = self.trainer.model.config.id2label
+        lines = [f"{index}\t{names[best]}" for index, best in enumerate(output.predictions.argmax(-1))]
+        scores = {name: value for name, value in output.metrics.items() if name == "test_accuracy"}
+        return scores | {"predictions": write_lines(self.trainer, "predictions.tsv", ["index\tprediction", *lines])}
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    return ImageClassification(argv).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Pictures as sequences: patch embeddings, and position embeddings for pictures of another size."""
+
+import torch
+from torch import nn
+from transformers.configuration_utils import PreTrainedConfig
+
+
+class PatchEmbeddings(nn.Module):
+    """The patches of a picture, row after row, each through one linear layer: `[B, C, H, W]` to `[B, P, d]`."""
+
+    def __init__(self, config: PreTrainedConfig):
+        super().__init__()
+        self.config = config
+        size = config.patch_size
+        self.projection = nn.Conv2d(config.num_channels, config.hidden_size, kernel_size=size, stride=size)
+
+    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        return self.projection(pixel_values.to(self.projection.weight.dtype)).flatten(2).transpose(1, 2)
+
+    def find_grid(self, pixel_values: torch.Tensor, interpolate: bool) -> tuple[int, int]:
+        """Return the numbers of rows and columns of patches.
+
+        Raises:
+            ValueError: no pictures, or pictures with other channels or of another size than the configuration's; with
+                `interpolate` every size that is a multiple of the patches is right.
+        """
+        channels, patch, size = self.config.num_channels, self.config.patch_size, self.config.image_size
+        if pixel_values.dim() != 4 or pixel_values.shape[1] != channels:
+            raise ValueError(
+                f"this model takes pixel_values [B, {channels}, H, W] of num_channels={channels}, got the shape "
+                f"{list(pixel_values.shape)}"
+            )
+        batch, _, height, width = pixel_values.shape
+        if batch == 0:
+            raise ValueError(f"the batch is empty: {batch} pictures of {height} x {width}")
+        if not interpolate and (height, width) != (size, size):
+            raise ValueError(
+                f"pixel_values are {height} x {width}, and the model was made for {size} x {size}: resize them, or "
+                "pass interpolate_pos_encoding=True"
+            )
+        if height < patch or width < patch or height % patch or width % patch:
+            raise ValueError(f"pixel_values are {height} x {width}, which patches of {patch} x {patch} do not fill")
+        return height // patch, width // patch
+
+
+def interpolate_positions(embeddings: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
+    """Return the position embeddings `[1, P, d]` of a square of patches for `grid` rows and columns (bicubic)."""
+    side = round(embeddings.shape[1] ** 0.5)
+    if grid == (side, side):
+        return embeddings
+    square = embeddings.float().unflatten(1, (side, side)).permute(0, 3, 1, 2)
+    resized = nn.functional.interpolate(square, size=grid, mode="bicubic", align_corners=False)
+    return resized.flatten(2).transpose(1, 2).to(embeddings.dtype)
+
+
+def interpolate_raster_bias(table: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
+    """Return the bias table of a square of P patches, `[2 P - 1]`, for `grid` of R rows and C columns, `[2 R C - 1]`.
+
+    An entry is the bias of a difference of positions in the raster, `rows * C + columns`, which up to two steps on the
+    grid share: (rows, columns) and (rows + 1, columns - C). Each step is read bilinearly from the table as the same
+    step on the picture that the table is for; the entry is their mean, weighted by the number of pairs of patches.
+    """
+    patches = (len(table) + 1) // 2
+    side, (rows, columns) = round(patches**0.5), grid
+    if grid == (side, side):
+        return table
+    lag = torch.arange(1 - rows * columns, rows * columns, device=table.device, dtype=table.dtype)
+    down = lag.div(columns, rounding_mode="floor")
+    total, pairs = 0.0, 0.0
+    for step in (down, down + 1):
+        across = lag - step * columns
+        count = ((rows - step.abs()) * (columns - across.abs())).clamp(min=0)
+        total = total + count * _read(table, side, step * (side / rows), across * (side / columns))
+        pairs = pairs + count
+    return total / pairs
+
+
+def _read(table, side, down, across):
+    """Return the entries of steps that may lie between those of the table, bilinearly."""
+    centre, value = side * side - 1, 0.0
+    for row, row_share in _neighbours(down, side):
+        for column, column_share in _neighbours(across, side):
+            value = value + row_share * column_share * table[centre + row * side + column]
+    return value
+
+
+def _neighbours(steps, side):
+    """Yield the whole steps below and above, within a square of `side`, and their shares."""
+    below = steps.floor()
+    for whole, share in ((below, below + 1 - steps), (below + 1, steps - below)):
+        yield whole.long().clamp(1 - side, side - 1), share

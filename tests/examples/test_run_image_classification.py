@@ -1,0 +1,189 @@
+import io
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from datasets import Dataset, Image as ImageFeature
+from PIL import Image
+from transformers import AutoImageProcessor, AutoModelForImageClassification, pipeline
+
+from luna_mega import MegaForImageClassification
+from tests.examples import runs
+from tests.examples.runs import assert_complete, assert_refused, write_splits
+
+RUN = ["run_image_classification", "--per_device_train_batch_size", 8]
+MEGA = (
+    "hidden_size=16,num_hidden_layers=1,intermediate_size=16,nffn_hidden_size=16,shared_representation_size=8,"
+    "ema_projection_size=4,relative_positional_bias=simple,pooling=mean,dropout_prob=0.0,drop_path_rate=0.0"
+)
+VIT = "hidden_size=16,num_hidden_layers=1,intermediate_size=16,num_attention_heads=2"
+SIDE, NAMES = 8, ["left", "right"]
+
+
+def picture(label: int, draw: np.random.Generator) -> np.ndarray:
+    """Bright on its left or on its right half."""
+    pixels = draw.integers(0, 90, (SIDE, SIDE))
+    pixels[:, SIDE // 2 * label :][:, : SIDE // 2] += 120
+    return pixels.astype(np.uint8)
+
+
+def rows(size: int, seed: int) -> list[dict]:
+    draw = np.random.default_rng(seed)
+    return [{"image": picture(index % 2, draw).tobytes(), "label": NAMES[index % 2]} for index in range(size)]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Raw grey pixels in parquet files, labels as words."""
+    return write_splits(rows, tmp_path / "halves", train=48, validation=16, test=8)
+
+
+def options(path: Path, output: Path, *more, model_type: str = "mega") -> list:
+    model = ["--model_type", model_type, "--config_overrides", {"mega": MEGA, "vit": VIT}[model_type]]
+    source = ["--dataset_path", path, "--output_dir", output, "--patch_size", 4, "--center_crop", "false"]
+    return [*source, *model, "--do_train", "--learning_rate", 0.01, *more]
+
+
+def test_mega_from_scratch(run, folder, tmp_path):
+    output = tmp_path / "out"
+    summary = run(
+        *options(folder, output, "--do_eval", "--do_predict", "--num_train_epochs", 12, "--crop_padding", 1),
+        *("--eval_strategy", "epoch", "--save_strategy", "epoch", "--load_best_model_at_end"),
+        *("--label_smoothing_factor", 0.1),
+        curve=True,
+    )
+    assert summary["train_samples"] == 48 and summary["eval_accuracy"] == summary["test_accuracy"] == 1.0
+    assert_complete(output, summary)
+    assert (output / "predictions.tsv").is_file() and (output / "curve.png").is_file()
+    model = AutoModelForImageClassification.from_pretrained(output)
+    assert type(model) is MegaForImageClassification and model.config.id2label == dict(enumerate(NAMES))
+    assert (model.config.image_size, model.config.max_positions, model.config.num_channels) == (SIDE, 4, 1)
+    processor = AutoImageProcessor.from_pretrained(output)
+    classify = pipeline("image-classification", model=model, image_processor=processor)
+    bright = Image.fromarray(picture(1, np.random.default_rng(3)))
+    pixels = processor(np.asarray(bright)[None], input_data_format="channels_first", return_tensors="pt")
+    assert classify.model(**pixels).logits.argmax().item() == 1
+    first = (output / "predictions.tsv").read_text().splitlines()
+    assert first[:3] == ["index\tprediction", "0\tleft", "1\tright"]
+
+
+@pytest.mark.parametrize("kind", ["files", "class folders", "image feature", "encoded bytes"])
+def test_sources_in_colour(run, tmp_path, kind):
+    draw, path = np.random.default_rng(0), tmp_path / "data"
+    path.mkdir()
+    for split, size in (("train", 8), ("validation", 4)):
+        images = [Image.fromarray(np.repeat(picture(index % 2, draw)[..., None], 3, 2)) for index in range(size)]
+        labels = [NAMES[index % 2] for index in range(size)]
+        if kind in ("files", "class folders"):
+            for index, (image, label) in enumerate(zip(images, labels, strict=True)):
+                (path / split / label).mkdir(parents=True, exist_ok=True)
+                image.save(path / split / label / f"{index}.{'png' if kind == 'files' else 'jpg'}")
+        elif kind == "image feature":
+            data = Dataset.from_dict({"image": images, "label": labels}).cast_column("image", ImageFeature())
+            data.to_parquet(path / f"{split}.parquet")
+        else:
+            files = [io.BytesIO() for _ in images]
+            for image, file in zip(images, files, strict=True):
+                image.save(file, "png")
+            frame = pd.DataFrame({"image": [file.getvalue() for file in files], "label": labels})
+            frame.to_parquet(path / f"{split}.parquet")
+    output = tmp_path / "out"
+    summary = run(*options(path, output, "--do_eval", "--max_steps", 2, "--horizontal_flip"))
+    assert summary["train_samples"] == 8 and "eval_accuracy" in summary
+    assert AutoModelForImageClassification.from_pretrained(output).config.num_channels == 3
+
+
+def test_another_model_of_transformers(run, folder, tmp_path):
+    summary = run(*options(folder, tmp_path / "out", "--do_eval", "--num_train_epochs", 5, model_type="vit"))
+    assert summary["eval_accuracy"] > 0.7
+
+
+def test_a_trained_model_again(run, folder, tmp_path):
+    run(*options(folder, tmp_path / "first", "--num_train_epochs", 5))
+    source = ["--dataset_path", folder, "--model_name_or_path", tmp_path / "first"]
+    summary = run(*source, "--output_dir", tmp_path / "second", "--do_eval", "--do_predict")
+    assert summary["eval_accuracy"] == 1.0
+    assert_refused(
+        run,
+        r"takes pictures of 8 x 8 in 1 channels, not of 12",
+        *source,
+        *("--output_dir", tmp_path / "third", "--do_eval", "--image_size", 12),
+        output=tmp_path / "third",
+    )
+
+
+def test_average_of_the_weights(run, folder, tmp_path):
+    """It is evaluated, saved with checkpoints, resumed, and left in the model at the end."""
+    average = [*options(folder, tmp_path / "whole", "--ema_decay", 0.5), "--max_steps", 4, "--save_steps", 2]
+    whole = run(*average, "--do_eval")
+    average[3] = tmp_path / "resumed"
+    resumed = run(*average, "--do_eval", "--resume_from_checkpoint", tmp_path / "whole" / "checkpoint-2")
+    assert whole["eval_loss"] == pytest.approx(resumed["eval_loss"], rel=1e-6)
+    last, saved = (
+        AutoModelForImageClassification.from_pretrained(path).state_dict()
+        for path in (tmp_path / "whole" / "checkpoint-4", tmp_path / "whole")
+    )
+    stored = torch.load(tmp_path / "whole" / "checkpoint-4" / "weight_average.pt", weights_only=True)
+    for name, tensor in saved.items():
+        torch.testing.assert_close(tensor, stored[f"module.{name}"], atol=0, rtol=0)
+    assert any(not torch.equal(saved[name], last[name]) for name in saved)
+
+
+def test_resume_gives_the_same_weights(run, folder, tmp_path):
+    runs.assert_resumes(run, lambda output: options(folder, output), AutoModelForImageClassification, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--patch_size", 3], "--patch_size 3 does not divide the size of the pictures, 8"),
+        (["--channels", 2], "--channels 2 must be 1 or 3"),
+        (["--random_erasing", 0.2], "--random_erasing 0.2 is a part of timm's transform"),
+        (["--ema_decay", 1.0], r"--ema_decay 1.0 must be in \[0, 1\)"),
+        (["--ema_decay", 0.9, "--eval_strategy", "epoch", "--save_strategy", "epoch", "--load_best_model_at_end"],
+         "leave --load_best_model_at_end out"),
+        (["--image_mean", 0.5, 0.5], "must have 1 numbers, got 2 and 1"),
+        (["--image_column", "photo"], "no column photo, only image, label"),
+        (["--auto_augment", "none", "--horizontal_flip"], "--auto_augment crops and flips"),
+    ],
+)  # fmt: skip
+def test_options_that_do_not_fit(run, folder, tmp_path, arguments, message):
+    output = tmp_path / "out"
+    assert_refused(run, message, *options(folder, output, *arguments), output=output)
+
+
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ({"image": b"12345", "label": "left"}, "5 pixels are no square picture"),
+        ({"image": rows(1, 0)[0]["image"], "label": "middle"}, "split validation, row 0: label 'middle' is not one of"),
+    ],
+)
+def test_rows_at_fault(run, folder, tmp_path, row, message):
+    pd.DataFrame([row]).to_parquet(folder / "validation-00000-of-00001.parquet")
+    with pytest.raises(SystemExit, match=message):
+        run(*options(folder, tmp_path / "out", "--do_eval", "--max_steps", 1))
+
+
+def test_a_damaged_file(run, tmp_path):
+    for index in range(4):
+        target = tmp_path / "data" / "train" / NAMES[index % 2] / f"{index}.png"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(picture(index % 2, np.random.default_rng(index))).save(target)
+    target.write_bytes(target.read_bytes()[:60])
+    with pytest.raises(SystemExit, match="cannot be read"):
+        run(*options(tmp_path / "data", tmp_path / "out", "--max_steps", 2))
+
+
+def test_a_package_that_is_absent(run, folder, tmp_path):
+    pytest.importorskip("PIL", reason="Pillow is not installed")
+    try:
+        import timm  # noqa: F401
+    except ImportError:
+        message = r"this augmentation needs timm: pip install 'luna-mega\[vision\]'"
+        assert_refused(run, message, *options(folder, tmp_path / "out", "--mixup", 0.8), output=tmp_path / "out")
+    else:
+        summary = run(*options(folder, tmp_path / "out", "--mixup", 0.8, "--cutmix", 1.0, "--max_steps", 2))
+        assert summary["steps"] == 2

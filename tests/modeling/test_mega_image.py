@@ -1,0 +1,232 @@
+"""Mega for pictures: sizes, inputs, pictures of another size, stochastic depth, pipeline, compile and export."""
+
+import pytest
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from transformers import AutoModelForImageClassification, ViTConfig, pipeline
+from transformers.models.vit.modeling_vit import ViTEmbeddings
+
+from luna_mega import MegaConfig, MegaForImageClassification, MegaModel
+from luna_mega.modeling_common.layout import DENSE, TokenLayout
+from luna_mega.modeling_common.patches import interpolate_positions, interpolate_raster_bias
+from luna_mega.modeling_mega.parts import MegaDropPath
+
+SMALL = {
+    "hidden_size": 16, "intermediate_size": 24, "nffn_hidden_size": 20, "shared_representation_size": 8,
+    "ema_projection_size": 2, "num_hidden_layers": 2, "image_size": 32, "patch_size": 8, "num_labels": 5,
+    "drop_path_rate": 0.0,
+}  # fmt: skip
+
+
+def small(**fields):
+    return MegaConfig.image_base_patch16_224(**SMALL | fields)
+
+
+@pytest.fixture
+def model():
+    return MegaForImageClassification(small()).eval()
+
+
+@pytest.mark.parametrize(
+    "fields, parameters",
+    [
+        ({}, 90_734_140),
+        ({"normalization_type": "batchnorm"}, 90_734_140),
+        ({"normalization_type": "scalenorm"}, 90_695_765),
+        ({"use_absolute_position_embeddings": False}, 90_583_612),
+        ({"classifier_num_layers": 1, "classifier_hidden_size": 512}, 90_871_868),
+        ({"num_labels": 100}, 90_042_040),
+        ({"image_size": 384}, 91_035_100),
+    ],
+)
+def test_parameters_of_the_base_model(fields, parameters):
+    with torch.device("meta"):
+        model = MegaForImageClassification(MegaConfig.image_base_patch16_224(**fields))
+    assert model.num_parameters() == parameters
+
+
+def test_parameters_of_the_tiny_model():
+    with torch.device("meta"):
+        assert MegaForImageClassification(MegaConfig.image_tiny_patch16_224()).num_parameters() == 6_209_596
+
+
+def test_initialisation():
+    torch.manual_seed(0)
+    model = AutoModelForImageClassification.from_config(MegaConfig.image_tiny_patch16_224(num_hidden_layers=1))
+    embeddings, bound = model.mega.embedding_layer, (3 * 16 * 16) ** -0.5
+    for weights in embeddings.requires_grad_(False).patch_embeddings.projection.parameters():
+        assert 0.9 * bound < weights.abs().max() <= bound
+    assert embeddings.position_embeddings.std() == pytest.approx(192**-0.5, rel=0.02)
+    head = model.classifier.out_proj.requires_grad_(False)
+    assert head.weight.abs().max() == pytest.approx((6 / (192 + 1000)) ** 0.5, rel=1e-3) and not head.bias.any()
+
+
+def test_a_picture_alone_and_in_a_batch_give_the_same(model):
+    pictures = torch.randn(3, 3, 32, 32)
+    together = model(pixel_values=pictures).logits
+    alone = torch.cat([model(pixel_values=picture[None]).logits for picture in pictures])
+    torch.testing.assert_close(alone, together, atol=1e-6, rtol=1e-5)
+
+
+def test_masked_patches_do_not_matter(model):
+    picture, mask = torch.randn(1, 3, 32, 32), torch.ones(1, 16)
+    mask[0, 5:] = 0
+    other = torch.where(torch.arange(32)[:, None] >= 16, torch.randn(1, 3, 32, 32), picture)
+    logits = [model(pixel_values=pixels, attention_mask=mask).logits for pixels in (picture, other)]
+    torch.testing.assert_close(*logits)
+
+
+def test_patches_can_be_given_as_embeddings(model):
+    pictures = torch.randn(2, 3, 32, 32)
+    patches = model.mega.get_input_embeddings()(pictures)
+    expected = model.mega(pixel_values=pictures).last_hidden_state
+    torch.testing.assert_close(model.mega(inputs_embeds=patches).last_hidden_state, expected, atol=0, rtol=0)
+
+
+def test_pictures_of_another_size(model):
+    """Interpolation leaves the model's own size as it is, and takes any multiple of the patch."""
+    own = torch.randn(2, 3, 32, 32)
+    expected = model(pixel_values=own).logits
+    torch.testing.assert_close(model(pixel_values=own, interpolate_pos_encoding=True).logits, expected, atol=0, rtol=0)
+    for height, width in ((48, 32), (16, 24), (64, 64), (8, 8)):
+        pictures = torch.randn(2, 3, height, width, requires_grad=True)
+        logits = model(pixel_values=pictures, interpolate_pos_encoding=True).logits
+        logits.sum().backward()
+        assert logits.shape == (2, 5) and logits.isfinite().all() and pictures.grad.abs().sum() > 0
+
+
+def test_positions_are_interpolated_as_vit_does():
+    config = ViTConfig(hidden_size=16, image_size=32, patch_size=8)
+    vit = ViTEmbeddings(config)
+    nn.init.normal_(vit.position_embeddings)
+    ours = interpolate_positions(vit.position_embeddings[:, 1:], (6, 5))
+    theirs = vit.interpolate_pos_encoding(torch.zeros(1, 31, 16), 48, 40)[:, 1:]
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("grid", [(6, 5), (2, 3), (8, 8), (1, 4)])
+def test_the_bias_table_is_interpolated_step_by_step(grid):
+    """The same by loops over all pairs of patches: a pair reads the table at its step on the table's own picture."""
+    side, (rows, columns) = 4, grid
+    table = torch.randn(2 * side * side - 1, dtype=torch.float64)
+
+    def read(down, across):
+        value = 0.0
+        for row in (int(down // 1), int(down // 1) + 1):
+            for column in (int(across // 1), int(across // 1) + 1):
+                share = (1 - abs(down - row)) * (1 - abs(across - column))
+                inside = [max(1 - side, min(side - 1, step)) for step in (row, column)]
+                value += share * table[side * side - 1 + inside[0] * side + inside[1]]
+        return value
+
+    total, count = torch.zeros(2, 2 * rows * columns - 1, dtype=torch.float64)
+    patches = [(row, column) for row in range(rows) for column in range(columns)]
+    for query, (row, column) in enumerate(patches):
+        for key, (other_row, other_column) in enumerate(patches):
+            entry = rows * columns - 1 + key - query
+            total[entry] += read((other_row - row) * side / rows, (other_column - column) * side / columns)
+            count[entry] += 1
+    torch.testing.assert_close(interpolate_raster_bias(table, grid), total / count)
+
+
+def test_the_table_of_its_own_grid_stays():
+    table = torch.randn(31)
+    assert interpolate_raster_bias(table, (4, 4)) is table
+
+
+@pytest.mark.parametrize(
+    "inputs, message",
+    [
+        ({"pixel_values": torch.zeros(2, 1, 32, 32)}, r"num_channels=3, got the shape \[2, 1, 32, 32\]"),
+        ({"pixel_values": torch.zeros(3, 32, 32)}, r"pixel_values \[B, 3, H, W\]"),
+        ({"pixel_values": torch.zeros(0, 3, 32, 32)}, "the batch is empty"),
+        ({"pixel_values": torch.zeros(2, 3, 48, 32)}, "are 48 x 32, and the model was made for 32 x 32: resize them"),
+        ({"pixel_values": torch.zeros(2, 3, 32, 36), "interpolate_pos_encoding": True}, "patches of 8 x 8 do not fill"),
+        ({}, "exactly one of pixel_values and inputs_embeds"),
+        ({"pixel_values": torch.zeros(2, 3, 32, 32), "inputs_embeds": torch.zeros(2, 16, 16)}, "exactly one of"),
+        ({"pixel_values": torch.zeros(2, 3, 32, 32), "attention_mask": torch.ones(2, 9)}, r"the shape \[2, 16\]"),
+        ({"inputs_embeds": torch.zeros(2, 9, 16)}, "have 16 patches, inputs_embeds 9"),
+    ],
+)
+def test_bad_inputs(model, inputs, message):
+    with pytest.raises(ValueError, match=message):
+        model(**inputs)
+
+
+def test_a_label_out_of_range(model):
+    with pytest.raises(IndexError, match="Target 7 is out of bounds"):
+        model(pixel_values=torch.zeros(2, 3, 32, 32), labels=torch.tensor([1, 7]))
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"patch_size": 7}, "patch_size=7 does not divide image_size=32"),
+        ({"max_positions": 20}, "max_positions must be 16, the number of patches, got 20"),
+        ({"is_decoder": True, "bidirectional": False, "ema_shift": False}, "input_type='patches' needs an encoder"),
+        ({"drop_path_rate": 1.0}, r"drop_path_rate must be in \[0, 1\)"),
+        ({"num_channels": 0}, "num_channels must be at least 1"),
+    ],
+)
+def test_bad_configurations(fields, message):
+    with pytest.raises(StrictDataclassError, match=message):
+        small(**fields)
+
+
+def test_pictures_need_a_model_of_pictures():
+    with pytest.raises(ValueError, match="needs input_type='patches', got 'tokens'"):
+        MegaForImageClassification(MegaConfig())
+    with pytest.raises(ValueError, match="input_type='tokens': give exactly one of input_ids"):
+        MegaModel(MegaConfig())(pixel_values=torch.zeros(2, 3, 32, 32))
+
+
+def test_stochastic_depth_drops_whole_sequences_and_keeps_the_mean():
+    drop_path = MegaDropPath(0.25)
+    states = torch.ones(4000, 3, 2)
+    dropped = drop_path(states, DENSE)
+    assert dropped.unique().tolist() == pytest.approx([0.0, 4 / 3])
+    assert (dropped == dropped[:, :1, :1]).all() and dropped.mean() == pytest.approx(1.0, abs=0.03)
+    ragged = drop_path(torch.ones(1, 60, 2), TokenLayout(None, torch.tensor([0, 20, 25, 60]), 35))
+    assert all((part == part[0, 0]).all() for part in ragged[0].split([20, 5, 35]))
+    assert drop_path.eval()(states, DENSE) is states
+
+
+def test_pipeline(model, tmp_path):
+    Image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+    from transformers.models.levit import image_processing_pil_levit
+
+    model.config.id2label = {index: f"class {index}" for index in range(5)}
+    processor = image_processing_pil_levit.LevitImageProcessorPil(
+        size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}
+    )
+    classify = pipeline("image-classification", model=model, image_processor=processor)
+    pictures = [Image.new("RGB", (50, 41), colour) for colour in ("red", "blue")]
+    answers = classify(pictures, top_k=5, batch_size=2)
+    logits = model(**processor(images=pictures, return_tensors="pt")).logits
+    for answer, row in zip(answers, logits.softmax(-1), strict=True):
+        scores = {entry["label"]: entry["score"] for entry in answer}
+        assert scores == {f"class {index}": pytest.approx(score.item(), abs=1e-6) for index, score in enumerate(row)}
+
+
+def test_compile_and_export(model):
+    pictures = torch.randn(2, 3, 32, 32)
+    expected = model(pixel_values=pictures).logits
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(pixel_values=pictures).logits, expected, atol=1e-5, rtol=1e-5)
+    batch = {"pixel_values": {0: torch.export.Dim("batch", min=1)}}
+    program = torch.export.export(model, (), {"pixel_values": pictures}, dynamic_shapes=batch).module()
+    more = torch.randn(5, 3, 32, 32)
+    torch.testing.assert_close(program(pixel_values=more).logits, model(pixel_values=more).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_gradient_checkpointing_gives_the_same_gradients(model):
+    pictures, labels = torch.randn(2, 3, 32, 32), torch.tensor([0, 3])
+    gradients = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model.train().zero_grad()
+        model(pixel_values=pictures, labels=labels).loss.backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    torch.testing.assert_close(*gradients)
