@@ -178,7 +178,7 @@ class MegaForImageClassification(MegaPooledModel):
             **kwargs,
         )
         mask = None if attention_mask is None else attention_mask.bool()
-        return ImageClassifierOutput(**self.classify(self.summarize(outputs, mask), outputs, labels))
+        return ImageClassifierOutput(**self.classify(self.summarize(outputs, mask), outputs, labels, None))
 
 
 class MegaForSequencePairClassification(MegaPooledModel):
