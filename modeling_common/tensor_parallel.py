@@ -42,6 +42,8 @@ class Redistribute(TensorParallelLayer):
         return super().install_forward(module, mesh)
 
     def transform_output_post_forward(self, module, output, mesh):
+        if self.source == self.target and not output.requires_grad:
+            return output
         spread = DTensor.from_local(output, mesh, [self.source], run_check=False)
         return spread.redistribute(placements=[self.target]).to_local(grad_placements=self.gradient)
 

@@ -31,6 +31,7 @@ from luna_mega import (
 
 from ..encoder_testing import EncoderDecoderTests, EncoderTester, EncoderTests, PipelineTests, WithoutVocabulary
 from ..generation.test_utils import GenerationTesterMixin
+from ..parallel_testing import TensorParallelTests
 from ..test_modeling_common import ids_tensor, random_attention_mask
 
 
@@ -162,6 +163,17 @@ class LunaCausalPreNormModelTest(LunaCausalModelTest):
         "position_embedding_type": "sinusoidal",
         "pre_norm": True,
     }
+
+
+class LunaParallelModelTester(LunaCausalModelTester):
+    small = LunaCausalModelTester.small | {"intermediate_size": 36, "dropout": 0.0, "attention_dropout": 0.0}
+
+
+class LunaTensorParallelTest(TensorParallelTests, unittest.TestCase):
+    """The decoder alone on two processes, and the plans of the classes for text."""
+
+    model_tester_class = LunaParallelModelTester
+    all_model_classes = (LunaModel, LunaForCausalLM)
 
 
 class LunaSeq2SeqModelTester(LunaModelTester):

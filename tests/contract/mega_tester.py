@@ -40,7 +40,12 @@ from luna_mega import (
 
 from ..encoder_testing import EncoderDecoderTests, EncoderTester, EncoderTests, PipelineTests, WithoutVocabulary
 from ..generation.test_utils import GenerationTesterMixin
+from ..parallel_testing import TensorParallelTests
 from ..test_modeling_common import floats_tensor
+
+NO_DROPOUT = dict.fromkeys(
+    ("dropout_prob", "hidden_dropout_prob", "attention_probs_dropout_prob", "nffn_activation_dropout_prob"), 0.0
+)
 
 
 class MegaModelTester(EncoderTester):
@@ -75,8 +80,7 @@ class MegaModelTest(EncoderTests, unittest.TestCase):
 
     def test_training_overfit(self):
         # Dropout makes the gradient of the last step, which the test looks at, a matter of luck.
-        names = ("dropout_prob", "hidden_dropout_prob", "attention_probs_dropout_prob", "nffn_activation_dropout_prob")
-        self.model_tester.fields = self.fields | dict.fromkeys(names, 0.0)
+        self.model_tester.fields = self.fields | NO_DROPOUT
         super().test_training_overfit()
 
 
@@ -209,6 +213,17 @@ class MegaAdaptiveModelTest(MegaCausalModelTest):
     @unittest.skip("the test expects an nn.Embedding, adaptive ones are several")
     def test_model_get_set_embeddings(self):
         pass
+
+
+class MegaParallelModelTester(MegaCausalModelTester):
+    small = MegaCausalModelTester.small | {"nffn_hidden_size": 36} | NO_DROPOUT
+
+
+class MegaTensorParallelTest(TensorParallelTests, unittest.TestCase):
+    """The language model on two processes, and the plans of the classes for text."""
+
+    model_tester_class = MegaParallelModelTester
+    all_model_classes = (MegaModel, MegaForCausalLM)
 
 
 class MegaSeq2SeqModelTester(MegaModelTester):

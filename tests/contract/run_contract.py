@@ -32,6 +32,26 @@ REPOSITORY = "https://raw.githubusercontent.com/huggingface/transformers"
 GENERATION_TESTS = "generation/test_utils.py"
 STAND_INS = {
     "__init__.py": "",
+    # The original starts processes for every test; these stay.
+    "distributed_testing_utils.py": f"""import atexit
+import sys
+
+import torch.distributed as dist
+
+sys.path.append({str(HERE.parent / "distributed")!r})
+from ranks import Ranks
+
+RANKS = Ranks(2)
+atexit.register(RANKS.stop)
+
+
+def run_distributed(world_size):
+    return lambda function: lambda *arguments: RANKS(world_size, run, function, arguments)
+
+
+def run(function, arguments):
+    function(dist.get_rank(), *arguments)
+""",
     # All of the original's export tests are marked slow, which the default run leaves out.
     "exporters/__init__.py": "",
     "exporters/test_export.py": "class ExportTesterMixin:\n    pass\n\n\nclass ExportGenerateTesterMixin:\n    pass\n",
@@ -131,7 +151,8 @@ def assemble(tests: Path, folder: Path) -> list[Path]:
         if not (package / path).exists():
             (package / path).write_text(text)
     (folder / "pytest.ini").write_text("[pytest]\n")
-    shutil.copy(HERE / "encoder_testing.py", package)
+    for name in ("encoder_testing.py", "parallel_testing.py"):
+        shutil.copy(HERE / name, package)
     testers = []
     for name in ("luna", "mega"):
         (package / name).mkdir()

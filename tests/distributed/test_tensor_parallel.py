@@ -132,11 +132,11 @@ def test_decoders_train_as_in_one_process(ranks, tmp_path, name):
         assert max(differences) < 1e-11
 
 
-@pytest.mark.parametrize("name", ["luna translation", "mega translation"])
+@pytest.mark.parametrize("name", ["luna", "mega chunks, truncated"])
 def test_four_ranks_train_as_one_process(ranks, tmp_path, name):
     model, inputs = make_decoder(name, vocab_size=32)
     model.save_pretrained(tmp_path)
-    for differences in ranks(4, train, str(tmp_path), inputs, False):
+    for differences in ranks(4, train, str(tmp_path), inputs | {"use_cache": False}, False):
         assert max(differences) < 1e-11
 
 
@@ -150,6 +150,27 @@ def test_a_vocabulary_that_the_ranks_do_not_divide(ranks, tmp_path, name):
     else:
         for (message,) in ranks(2, refuse, str(tmp_path), [{}]):
             assert "`lm_head` (33) must be divisible by the tensor parallel size (2)" in message
+
+
+def train_with_dropout(folder, inputs):
+    """A step; the loss and the gradients of what every rank has whole."""
+    model, _ = load(folder)
+    loss = model.train()(**inputs).loss
+    loss.backward()
+    whole = [parameter.grad for parameter in model.parameters() if not isinstance(parameter, DTensor)]
+    return loss.item(), [gradient for gradient in whole if gradient is not None]
+
+
+@pytest.mark.parametrize("name", ["luna translation", "mega translation"])
+def test_ranks_with_one_seed_drop_the_same(ranks, tmp_path, name):
+    model, inputs = make_decoder(name)
+    for field in NO_DROPOUT[name.split()[0]]:
+        setattr(model.config, field, 0.3)
+    model.save_pretrained(tmp_path)
+    (loss, gradients), other = ranks(2, train_with_dropout, str(tmp_path), inputs)
+    assert loss == other[0] != model(**inputs).loss.item()
+    for mine, theirs in zip(gradients, other[1], strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=0.0)
 
 
 def answer(folder, inputs, options):

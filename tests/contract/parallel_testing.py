@@ -1,0 +1,19 @@
+"""transformers' tests of tensor parallelism for all model types; `run_contract.py` puts it beside them."""
+
+from . import test_tensor_parallel_mixin as original
+from .distributed_testing_utils import run_distributed
+
+original.TP_DISTRIBUTED_TEST_MODEL_TYPES = None
+if hasattr(original, "_init_distributed"):  # transformers 5.17 starts processes for every test
+    original._init_distributed = lambda tp: run_distributed(tp)
+
+
+class TensorParallelTests(original.TensorParallelTesterMixin):
+    """The tests of a language model on two processes. `model_tester_class`: a tester without dropout.
+
+    `all_model_classes` are those whose plans are looked at.
+    """
+
+    @property
+    def model_tester(self):
+        return self.model_tester_class(self)
