@@ -175,9 +175,9 @@ def _export(model: PreTrainedModel, folder: ModelFolder, opset: int | None) -> A
     if not model.can_generate():
         shapes = {name: dict.fromkeys(range(x.dim()), torch.export.Dim.DYNAMIC) for name, x in sample.items()}
         return exporter.export(model, sample, exporters.OnnxConfig(dynamic_shapes=shapes, **config))
-    exported = exporter.export_for_generation(model, sample, exporters.OnnxConfig(**config))
+    exported = exporter.export_for_generation(model, dict(sample), exporters.OnnxConfig(**config))
     if model.config.is_encoder_decoder:
-        encoder = exporter.export(model.get_encoder(), dict(sample), exporters.OnnxConfig(**config))
+        encoder = exporter.export(model.get_encoder(), sample, exporters.OnnxConfig(**config))
         exported.components["encoder"] = encoder.components["model"]
     return exported
 
@@ -191,22 +191,30 @@ def _checks(model: PreTrainedModel, folder: ModelFolder, exported: Any) -> Itera
     options.intra_op_num_threads = torch.get_num_threads()
     runners, period = exported.to(device="cpu", session_options=options).runners, _period(folder)
     for batch, length in ((1, max(1, period // 2)), (1, period + period // 2 + 1), (3, 2 * period)):
-        inputs = _inputs(folder, batch, length)
-        for name, (part, given) in _parts(model, inputs).items():
-            yield _compare(name, part, runners[name], given)
+        results = {}
+        for name, (part, given) in _parts(model, _inputs(folder, batch, length)).items():
+            check, results[name] = _compare(name, part, runners[name], given, results)
+            yield check
 
 
 def _parts(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> dict[str, tuple[PreTrainedModel, dict]]:
     """Return the model and the inputs of every program."""
     if not model.can_generate():
         return {"model": (model, inputs)}
-    parts = decompose_for_generation(model, inputs)
-    return parts | ({"encoder": (model.get_encoder(), inputs)} if model.config.is_encoder_decoder else {})
+    encoder = {"encoder": (model.get_encoder(), inputs)} if model.config.is_encoder_decoder else {}
+    return encoder | decompose_for_generation(model, inputs)
 
 
 @torch.no_grad()
-def _compare(name: str, model: PreTrainedModel, runner: Any, inputs: dict[str, Any]) -> Check:
+def _compare(
+    name: str, model: PreTrainedModel, runner: Any, inputs: dict[str, Any], earlier: dict[str, Any]
+) -> tuple[Check, Any]:
+    """Return the check of a program, and its results; it reads those of the programs before it."""
     traced = {key: value for key, value in inputs.items() if key in runner.metadata.kwargs}
+    if "encoder_outputs" in traced:
+        traced["encoder_outputs"] = earlier["encoder"]
+    if name == "decode":
+        traced["past_key_values"] = earlier["prefill"].past_key_values
     seconds, results = {}, {}
     for side, run, given in (("torch", model, inputs), ("onnxruntime", runner, traced)):
         seconds[side] = []
@@ -217,13 +225,14 @@ def _compare(name: str, model: PreTrainedModel, runner: Any, inputs: dict[str, A
             seconds[side].append(time.perf_counter() - start)
     first = next(value for key, value in inputs.items() if key.endswith(("input_ids", "input_values")))
     mask = inputs.get("decoder_attention_mask", inputs.get("attention_mask"))
-    return Check(
+    check = Check(
         name,
         tuple(first.shape),
         _difference(results["torch"], results["onnxruntime"], None if mask is None else mask.bool()),
         min(seconds["onnxruntime"]),
         min(seconds["torch"]),
     )
+    return check, results["onnxruntime"]
 
 
 def _difference(expected: Any, actual: Any, mask: torch.Tensor | None) -> float:
