@@ -80,7 +80,8 @@ def cut_blocks(
 
 def mask_once(blocks: Dataset, tokenizer: PreTrainedTokenizerBase, data: DataArguments, seed: int) -> Dataset:
     """Mask the validation blocks, so that every evaluation sees the same ones."""
-    collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=data.mlm_probability, seed=seed)
+    collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=data.mlm_probability)
+    collator.generator = torch.Generator().manual_seed(seed)
 
     def mask(batch: dict[str, list[list[int]]]) -> dict[str, torch.Tensor]:
         masked = collator([{"input_ids": ids} for ids in batch["input_ids"]])

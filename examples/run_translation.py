@@ -68,6 +68,7 @@ class TranslationTrainer(OrderedTrainer, Seq2SeqTrainer):
 
     def evaluation_loop(self, dataloader, description, prediction_loss_only=None, *args, **kwargs):
         self.references = list(dataloader.dataset["target"])
+        self.gather_function = self.accelerator.gather_for_metrics  # Seq2SeqTrainer's own counts the last ones twice
         loss_only = prediction_loss_only or not self.args.predict_with_generate
         return super().evaluation_loop(dataloader, description, loss_only, *args, **kwargs)
 

@@ -56,7 +56,11 @@ class OrderedTrainer(Trainer):
 
     def evaluation_loop(self, *args, metric_key_prefix="eval", **kwargs):
         self.losses = [0.0, 0.0]  # their sum, and of how many
-        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        averages, self.args.average_tokens_across_devices = self.args.average_tokens_across_devices, False
+        try:
+            output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        finally:
+            self.args.average_tokens_across_devices = averages
         loss, count = total(self.losses, self.args)
         if count:
             output.metrics[f"{metric_key_prefix}_loss"] = loss / count
@@ -64,19 +68,18 @@ class OrderedTrainer(Trainer):
 
     def prediction_step(self, model, inputs, *args, **kwargs):
         labels = inputs.get("labels")
-        kept = self._kept(labels)
-        if labels is not None and not labels.is_floating_point():
-            labels = labels.clone()
+        count = kept = self._kept(labels)
+        regression = labels is not None and labels.is_floating_point()
+        if labels is not None and not regression:
+            inputs["labels"] = labels = labels.clone()
             labels[kept:] = -100  # the loss leaves them out
-            inputs["labels"] = labels
-        loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
-        if labels is not None and loss is not None:
-            if labels.is_floating_point():  # regression
-                loss = (logits[:kept].float().view_as(labels[:kept]) - labels[:kept]).square().mean()
-            count = kept if labels.is_floating_point() else int((labels != -100).sum())
-            if count:
-                self.losses = [self.losses[0] + float(loss) * count, self.losses[1] + count]
-        return loss, logits, labels
+            count = int((labels != -100).sum())
+        loss, logits, found = super().prediction_step(model, inputs, *args, **kwargs)
+        if count and loss is not None:
+            if regression:
+                loss = (logits[:kept].float().view_as(found[:kept]) - found[:kept]).square().mean()
+            self.losses = [self.losses[0] + float(loss) * count, self.losses[1] + count]
+        return loss, logits, found
 
     def _kept(self, labels: torch.Tensor | None) -> int:
         """Return how many examples of a batch are this process's own: the last batch is filled with the first ones."""

@@ -1,0 +1,149 @@
+"""The training scripts on two processes: what they write, and that one process with the same batch does the same."""
+
+import importlib
+import json
+import os
+import random
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.examples import (
+    test_run_audio as audio,
+    test_run_glue as glue,
+    test_run_mlm as mlm,
+    test_run_race as race,
+    test_run_translation as translation,
+)
+from tests.examples.runs import QUIET, TINY, write, write_splits
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+MEGA = (
+    "hidden_size=16,num_hidden_layers=1,intermediate_size=16,nffn_hidden_size=16,shared_representation_size=8,"
+    "ema_projection_size=2,use_chunking=true,chunk_size=8,dropout_prob=0.0,hidden_dropout_prob=0.0,"
+    "attention_probs_dropout_prob=0.0,nffn_activation_dropout_prob=0.0"
+)
+LUNA = f"{TINY},dropout=0.0"
+
+
+def call(name: str, arguments: list[str]) -> dict:
+    """Call a script as a rank; return its summary or, if it ends with an error, its line."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"]}  # as launchers do
+    if str(EXAMPLES) not in sys.path:
+        sys.path.insert(0, str(EXAMPLES))
+    training = importlib.import_module("common.training")
+    training.plot_curve = lambda *_: None  # takes a third of a second
+    try:
+        return importlib.import_module(name).main(arguments)
+    except SystemExit as error:
+        return {"error": str(error)}
+
+
+def read_losses(output: Path) -> list[float]:
+    history = json.loads((output / "trainer_state.json").read_text())["log_history"]
+    return [entry["loss"] for entry in history if "loss" in entry]
+
+
+def write_texts(folder: Path) -> Path:
+    write(mlm.texts(60, seed=1), folder / "train.txt")
+    return write(mlm.texts(20, seed=2), folder / "validation.txt")
+
+
+def write_pairs(folder: Path) -> Path:
+    random.seed(0)
+    for name, count in (("train", 40), ("validation", 9), ("test", 5)):
+        write(translation.make_pairs(count), folder / f"{name}.jsonl")
+    return folder
+
+
+# The data of each script and its options; no split for evaluation or prediction is a multiple of the batch.
+SIZES = {"train": 32, "validation": 9, "test": 5}
+SCRIPTS = {
+    "run_clm": (
+        write_texts,
+        ["--model_type", "mega", "--block_size", "32", "--eval_context", "64", "--eval_segment", "32"],
+    ),
+    "run_mlm": (write_texts, ["--config_overrides", LUNA, "--vocab_size", "300", "--block_size", "32"]),
+    "run_glue": (
+        partial(write_splits, partial(glue.rows, "sst2"), **SIZES),
+        ["--task_name", "sst2", "--config_overrides", LUNA, "--vocab_size", "300", "--token_dropout", "0.2"],
+    ),
+    "run_race": (
+        partial(write_splits, race.race_rows, **SIZES),
+        ["--config_overrides", LUNA, "--vocab_size", "300", "--max_seq_length", "48"],
+    ),
+    "run_audio": (
+        partial(write_splits, audio.rows, **SIZES),
+        ["--audio_column", "clip", "--config_overrides", LUNA, "--random_shift", "0.01", "--random_noise", "0.1"],
+    ),
+    "run_translation": (
+        write_pairs,
+        [
+            *("--config_overrides", translation.TINY["luna"], "--vocab_size", "300", "--max_source_length", "16"),
+            *("--max_target_length", "16", "--label_smoothing_factor", "0.1", "--num_beams", "2"),
+        ],
+    ),
+}
+WRITTEN = {
+    "run_glue": "SST-2.tsv",
+    "run_race": "predictions.tsv",
+    "run_audio": "predictions.tsv",
+    "run_translation": "translations.test.de",
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_two_processes_do_what_one_does(name, ranks, tmp_path):
+    make, options = SCRIPTS[name]
+    data = make(tmp_path / "data")
+    if name == "run_clm":
+        options = [*options, "--config_overrides", MEGA, "--tokenization", "char", "--line_end", "newline"]
+    options += ["--do_predict"] * (name in WRITTEN)
+    outputs, summaries = {}, {}
+    for processes in (1, 2):
+        output = outputs[processes] = tmp_path / str(processes)
+        batches = ["--per_device_train_batch_size", str(8 // processes), "--per_device_eval_batch_size", "4"]
+        paths = ["--dataset_path", str(data), "--output_dir", str(output), "--save_strategy", "no"]
+        # Adam would turn the rounding of gradients that are all but 0 into whole steps.
+        steps = ["--max_steps", "3", "--optim", "sgd", "--learning_rate", "0.1", "--do_train", "--do_eval"]
+        found = ranks(processes, call, name, [*QUIET, *paths, *steps, *batches, *options])
+        assert "error" not in found[0], found
+        summaries[processes] = found[0]
+        saved = json.loads((output / "summary.json").read_text())
+        assert saved == found[0] and saved["processes"] == processes
+        other = {key: value for key, value in found[-1].items() if key.startswith(("eval_", "test_"))}
+        assert other.keys() <= saved.keys() and all(saved[key] == other[key] for key in other if "runtime" not in key)
+    assert read_losses(outputs[2]) == pytest.approx(read_losses(outputs[1]), rel=1e-6)
+    assert len(read_losses(outputs[2])) == 3
+    for key, value in summaries[1].items():
+        if key.startswith("eval_"):
+            assert summaries[2][key] == pytest.approx(value, rel=1e-6), key
+    files = [sorted(path.name for path in output.iterdir()) for output in outputs.values()]
+    assert files[0] == files[1]
+    if name in WRITTEN:
+        one, two = ((output / WRITTEN[name]).read_text() for output in outputs.values())
+        assert one == two
+
+
+def test_a_run_resumes_on_another_number_of_processes(ranks, tmp_path):
+    """In the second epoch, whose order and masks are others than those of the first."""
+    data = write_texts(tmp_path / "data")
+    options = ["--config_overrides", MEGA, "--model_type", "mega", "--vocab_size", "300", "--block_size", "32"]
+    options += ["--dataset_path", str(data), "--do_train", "--optim", "sgd", "--learning_rate", "0.1"]
+
+    def run(processes, output, *more):
+        batch = ["--per_device_train_batch_size", str(8 // processes)]
+        arguments = [*QUIET, *options, *batch, "--output_dir", str(tmp_path / output), *more, "--save_steps", "4"]
+        return ranks(processes, call, "run_mlm", [*arguments, "--num_train_epochs", "3"])[0]
+
+    whole = run(1, "whole")
+    assert whole["steps"] > 9 and (tmp_path / "whole/checkpoint-4").is_dir()
+    run(2, "two")
+    for start, processes in (("two", 2), ("two", 1), ("whole", 2)):
+        checkpoint = tmp_path / start / "checkpoint-4"
+        assert int(json.loads((checkpoint / "trainer_state.json").read_text())["epoch"]) == 1
+        output = f"{start}-{processes}"
+        run(processes, output, "--resume_from_checkpoint", str(checkpoint))
+        assert read_losses(tmp_path / output) == pytest.approx(read_losses(tmp_path / "whole"), rel=1e-6)
