@@ -126,6 +126,10 @@ class Script(ABC):
             summary |= self.predict()
         summary = finish(self.trainer, self.title, summary, [self.metric], self.start)
         if self.training.do_train:
-            source = self.source() | {"base_model": self.base_model, "license": self.model.license}
-            publish(self.trainer, inspect.getfile(type(self)), self.argv, summary, **source)
+            self.publish(summary)
         return summary
+
+    def publish(self, summary: dict[str, Any]) -> None:
+        """Write the model card and push the output folder where `--push_to_hub` asks for it."""
+        source = self.source() | {"base_model": self.base_model, "license": self.model.license}
+        publish(self.trainer, inspect.getfile(type(self)), self.argv, summary, **source)

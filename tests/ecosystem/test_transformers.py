@@ -1,0 +1,115 @@
+"""What transformers itself offers and other tests do not touch: options of Trainer, streaming, what is refused.
+
+That accumulated batches are one is in tests/modeling/test_mega_model.py and test_luna_model.py.
+"""
+
+import pytest
+import torch
+from transformers import (
+    DataCollatorWithPadding,
+    DynamicCache,
+    StaticCache,
+    TextStreamer,
+    Trainer,
+    TrainingArguments,
+)
+
+from tests.modeling import luna, mega
+from tests.modeling.decoders import make_plain
+
+FAMILIES = {"luna": luna, "mega": mega}
+QUIET = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1}
+OPTIONS = {
+    "bfloat16": {"bf16": True},
+    "batch size found": {"auto_find_batch_size": True},
+    "noise on embeddings": {"neftune_noise_alpha": 5.0},
+    "label smoothing": {"label_smoothing_factor": 0.1},
+    "grouped by length": {"train_sampling_strategy": "group_by_length"},
+    "Adafactor": {"optim": "adafactor"},
+    "accumulation": {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2},
+}
+
+
+def rows(count=32):
+    """Sequences of several lengths, whose label is in their second token."""
+    draw, made = torch.Generator().manual_seed(0), []
+    for index in range(count):
+        ids = torch.randint(6, 40, (4 + index % 6,), generator=draw)
+        ids[1] = 4 + index % 2
+        made.append({"input_ids": ids.tolist(), "labels": index % 2})
+    return made
+
+
+def train(model, tokenizer, folder, **options):
+    options = {"learning_rate": 1e-2, "per_device_train_batch_size": 8, "max_steps": 12} | QUIET | options
+    data = rows()
+    trainer = Trainer(
+        model,
+        TrainingArguments(folder, **options),
+        train_dataset=data,
+        eval_dataset=data,
+        data_collator=DataCollatorWithPadding(tokenizer),
+    )
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    return before, trainer.evaluate()["eval_loss"], trainer
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trainer(family, option, tokenizer, tmp_path):
+    model = FAMILIES[family].make("ForSequenceClassification", num_labels=2)
+    before, after, trainer = train(model, tokenizer, tmp_path, **OPTIONS[option])
+    assert after < before
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    assert trainer.state.global_step == 12
+
+
+@pytest.mark.parametrize("encoder_decoder", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_streaming(family, encoder_decoder, tokenizer, capsys):
+    """A streamer prints the text that `generate` returns, token by token."""
+    model = make_plain(family, is_encoder_decoder=encoder_decoder, vocab_size=len(tokenizer))
+    inputs = tokenizer("w1 w2 w3 w4", return_tensors="pt")
+    streamer = TextStreamer(tokenizer, skip_prompt=not encoder_decoder, skip_special_tokens=True)
+    ids = model.generate(**inputs, max_new_tokens=8, do_sample=False, streamer=streamer)
+    new = ids[0] if encoder_decoder else ids[0, 4:]
+    assert capsys.readouterr().out.split() == tokenizer.decode(new, skip_special_tokens=True).split()
+
+
+REFUSED = {
+    "an assistant": ({"assistant_model": None}, "assisted generation is not supported"),
+    "lookup in the prompt": ({"prompt_lookup_num_tokens": 2}, "assisted generation is not supported"),
+    "static cache": ({"cache_implementation": "static"}, "'static': .* keeps a cache of its own; leave the argument"),
+    "quantised cache": (
+        {"cache_implementation": "quantized"},
+        "'quantized': .* keeps a cache of its own; leave the arg",
+    ),
+    "offloaded cache": (
+        {"cache_implementation": "offloaded"},
+        "'offloaded': .* keeps a cache of its own; leave the arg",
+    ),
+    "a cache of another class": (
+        {"past_key_values": DynamicCache},
+        "must be a .*Cache, got a .*; leave it out to begin",
+    ),
+    "a static cache": ({"past_key_values": StaticCache}, "must be a .*Cache, got a StaticCache; leave it out to begin"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("encoder_decoder", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_refused_in_one_line(family, encoder_decoder, case):
+    """Continuous batching is in tests/modeling/test_generation.py, prefix tuning in test_peft.py."""
+    model = make_plain(family, is_encoder_decoder=encoder_decoder)
+    options, message = REFUSED[case]
+    if "assistant_model" in options:
+        options = {"assistant_model": make_plain(family, is_encoder_decoder=encoder_decoder)}
+    elif options.get("past_key_values") is StaticCache:
+        options = {"past_key_values": StaticCache(config=model.config, max_cache_len=16)}
+    elif "past_key_values" in options:
+        options = {"past_key_values": DynamicCache()}
+    with pytest.raises(ValueError, match=message) as error:
+        model.generate(torch.randint(3, 23, (1, 5)), max_new_tokens=4, **options)
+    assert "\n" not in str(error.value)
