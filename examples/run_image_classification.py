@@ -19,6 +19,7 @@ from common.model import CheckpointArguments, label_fields, make_config, make_mo
 from common.pictures import (
     AugmentArguments,
     Transform,
+    augment_split,
     check_augmentation,
     evaluation_transform,
     make_collator,
@@ -27,6 +28,8 @@ from common.pictures import (
     read_picture,
     training_transform,
 )
+from common.report import SpeedCallback
+from common.scale import total
 from common.script import Script
 from common.training import OrderedTrainer, write_lines
 from common.weight_average import WeightAverage
@@ -74,6 +77,12 @@ class PictureTrainer(OrderedTrainer):
 
     repeats = 1
     weight_average: WeightAverage | None = None
+
+    def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args, **kwargs) -> torch.Tensor:
+        counted = self.sequences + len(inputs["pixel_values"])
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        self.sequences = counted
+        return loss
 
     def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
         return [
@@ -171,7 +180,7 @@ class ImageClassification(Script):
 
     def check(self) -> None:
         super().check()
-        self.training.include_num_input_tokens_seen = "all"  # there is no padding
+        self.training.include_num_input_tokens_seen = "no"  # pictures are counted
         check_source(self.data)
         check_augmentation(self.data)
         if self.data.image_size is not None:
@@ -184,33 +193,47 @@ class ImageClassification(Script):
         if self.model.ema_decay and self.training.load_best_model_at_end:
             fail("--ema_decay leaves the average of the last step in the model: leave --load_best_model_at_end out")
 
-    def build(self) -> Trainer:
+    def prepare(self) -> None:
         data, splits = self.data, load_pictures(self.data, self.limits())
         for name, split in splits.items():
             check_columns(split, name, [data.image_column] + [data.label_column] * (name != "test"))
         names = class_names(data, self.model, splits)
         first = read_picture(next(iter(splits.values()))[0][data.image_column])
         channels = data.channels or (1 if first.mode == "L" else 3)
-        config, size = self.make_config(min(first.size), channels, names)
-        processor = self.make_processor(size, channels)
-        evaluate = evaluation_transform(processor)
+        self.config, size = self.make_config(min(first.size), channels, names)
+        self.processor = self.make_processor(size, channels)
         for name, split in splits.items():
-            transform = training_transform(data, processor, size) if name == "train" else evaluate
-            self.splits[name] = encode_split(split, name, data, channels, transform, names)
+            if name == "train":
+                transform = training_transform(data, self.processor, size)
+                encoded = encode_split(split, name, data, channels, transform, names)
+                self.splits[name] = augment_split(encoded, data, self.training.seed)
+            else:
+                self.splits[name] = encode_split(
+                    split, name, data, channels, evaluation_transform(self.processor), names
+                )
+
+    def build(self) -> Trainer:
         smoothing, self.training.label_smoothing_factor = self.training.label_smoothing_factor, 0.0
         trainer = self.make_trainer(
-            make_model(AutoModelForImageClassification, self.model, config),
+            make_model(AutoModelForImageClassification, self.model, self.config),
             PictureTrainer,
-            processing_class=processor,
-            data_collator=make_collator(data, len(names), smoothing),
+            processing_class=self.processor,
+            data_collator=make_collator(self.data, self.config.num_labels, smoothing),
             compute_loss_func=make_loss(smoothing),
             compute_metrics=accuracy,
         )
-        trainer.repeats = data.repeated_augmentation
+        trainer.repeats = self.data.repeated_augmentation
         if self.model.ema_decay:
             trainer.weight_average = WeightAverage(self.model.ema_decay, find_checkpoint(self.training))
             trainer.add_callback(trainer.weight_average)
         return trainer
+
+    def before_evaluation(self) -> dict[str, Any]:
+        """Return the speed of training."""
+        callbacks = self.trainer.callback_handler.callbacks
+        seconds = sum(callback.seconds for callback in callbacks if isinstance(callback, SpeedCallback))
+        (pictures,) = total([self.trainer.sequences], self.training)
+        return {"images_per_second": pictures / seconds} if seconds else {}
 
     def make_config(self, side: int, channels: int, names: list[str]) -> tuple[PreTrainedConfig, int]:
         """Return the configuration and the size of its pictures, which is that of the data where nothing says more."""

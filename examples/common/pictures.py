@@ -18,6 +18,7 @@ from transformers.models.levit.image_processing_pil_levit import LevitImageProce
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from common.arguments import check_least, fail
+from common.scale import Redrawn
 
 Transform = Callable[[Image.Image], torch.Tensor]
 
@@ -108,7 +109,7 @@ def evaluation_transform(processor: BaseImageProcessor) -> Transform:
 
 
 def training_transform(data: AugmentArguments, processor: BaseImageProcessor, size: int) -> Transform:
-    """Return the function from a picture to pixels `[C, H, W]` that draws anew at every call."""
+    """Return the function from a picture to pixels `[C, H, W]`: that of timm, which draws anew, or of evaluation."""
     if data.auto_augment is not None:
         return _timm().create_transform(
             size,
@@ -120,19 +121,27 @@ def training_transform(data: AugmentArguments, processor: BaseImageProcessor, si
             mean=tuple(processor.image_mean),
             std=tuple(processor.image_std),
         )
-    evaluate, most = evaluation_transform(processor), data.crop_padding
+    return evaluation_transform(processor)
 
-    def transform(picture: Image.Image) -> torch.Tensor:
-        pixels = evaluate(picture)
+
+def augment_split(split: Dataset, data: AugmentArguments, seed: int) -> Dataset | Redrawn:
+    """Shift and mirror the pictures of `split`, drawn anew in every epoch."""
+    most, flips = data.crop_padding, data.horizontal_flip
+    if not (most or flips):
+        return split
+
+    def augment(row: dict[str, Any], numbers: torch.Generator) -> dict[str, Any]:
+        pixels = row["pixel_values"]
         if most:
-            top, left = torch.randint(2 * most + 1, (2,)).tolist()
+            height, width = pixels.shape[1:]
+            top, left = torch.randint(2 * most + 1, (2,), generator=numbers).tolist()
             padded = torch.nn.functional.pad(pixels, (most,) * 4, mode="reflect")
-            pixels = padded[:, top : top + size, left : left + size]
-        if data.horizontal_flip and torch.rand(()) < 0.5:
+            pixels = padded[:, top : top + height, left : left + width]
+        if flips and torch.rand((), generator=numbers) < 0.5:
             pixels = pixels.flip(-1)
-        return pixels
+        return row | {"pixel_values": pixels}
 
-    return transform
+    return Redrawn(split, augment, seed)
 
 
 def make_collator(data: AugmentArguments, classes: int, smoothing: float) -> Callable[[list[dict]], dict]:

@@ -11,7 +11,7 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification, pi
 
 from luna_mega import MegaForImageClassification
 from tests.examples import runs
-from tests.examples.runs import assert_complete, assert_refused, write_splits
+from tests.examples.runs import assert_refused, write_splits
 
 RUN = ["run_image_classification", "--per_device_train_batch_size", 8]
 MEGA = (
@@ -55,7 +55,8 @@ def test_mega_from_scratch(run, folder, tmp_path):
         curve=True,
     )
     assert summary["train_samples"] == 48 and summary["eval_accuracy"] == summary["test_accuracy"] == 1.0
-    assert_complete(output, summary)
+    assert summary["images_per_second"] > 0 and summary["peak_memory_gb"] > 0
+    assert (output / "README.md").read_text().startswith("---\n")
     assert (output / "predictions.tsv").is_file() and (output / "curve.png").is_file()
     model = AutoModelForImageClassification.from_pretrained(output)
     assert type(model) is MegaForImageClassification and model.config.id2label == dict(enumerate(NAMES))
