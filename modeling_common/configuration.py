@@ -12,6 +12,13 @@ from transformers.utils import logging
 logger = logging.get_logger(__name__)
 
 
+class _RecurrentLayer(str):
+    """The type of a layer that the context parallelism of other tools has to refuse, printed with the way out."""
+
+    def __repr__(self) -> str:
+        return f"{str(self)!r} (leave cp_size and sp_size at 1, and pass cp_group to the model's forward)"
+
+
 class SharedConfig:
     """A part of `LunaConfig` and `MegaConfig`, and of the two classes of encoder-decoders that are made from them.
 
@@ -56,6 +63,11 @@ class SharedConfig:
             f"{old.__name__} (model_type {old.model_type!r}) with is_encoder_decoder=True is now {new.__name__} "
             f"(model_type {new.model_type!r}): it is taken for that, and saved as that"
         )
+
+    @property
+    def layer_types(self) -> list[str]:
+        """The type of every layer: all carry states along the sequence, by which accelerate tells what it can split."""
+        return [_RecurrentLayer("linear_attention")] * self.num_hidden_layers
 
     @property
     def shares_embeddings(self) -> bool:
