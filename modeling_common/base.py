@@ -7,14 +7,14 @@ from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
-from luna_mega.modeling_common.tensor_parallel import check_plan, known_rules
+from luna_mega.modeling_common.tensor_parallel import TensorParallelMixin
 
 # The name of the input by `config.input_type`.
 INPUT_NAMES = {"tokens": "input_ids", "values": "input_values", "patches": "pixel_values"}
 _EMBEDDINGS = {"tokens": "word_embeddings", "values": "value_embeddings", "patches": "patch_embeddings"}
 
 
-class CommonPreTrainedModel(PreTrainedModel):
+class CommonPreTrainedModel(TensorParallelMixin, PreTrainedModel):
     """Base of `LunaPreTrainedModel` and `MegaPreTrainedModel`."""
 
     supports_gradient_checkpointing = True
@@ -28,26 +28,6 @@ class CommonPreTrainedModel(PreTrainedModel):
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
         return True
-
-    def init_parallel_plans(self):
-        """Collect the plans of configuration and classes, without the rules that are for other models of the family."""
-        super().init_parallel_plans()
-        self._tp_plan = known_rules(self, self._tp_plan)
-
-    @classmethod
-    def maybe_distribute_model(cls, model: PreTrainedModel, distributed_config, mesh) -> PreTrainedModel:
-        """Split a model over the ranks of `mesh` (None: do not), and refuse a plan that would not be exact.
-
-        transformers calls this in `from_pretrained` before it loads weights.
-        """
-        plan = None if distributed_config is None else distributed_config.tp_plan
-        if isinstance(plan, str) and plan != "auto":
-            raise ValueError(f"tp_plan must be 'auto' or a dictionary of modules and styles, got {plan!r}")
-        planned = model._tp_plan
-        model = super().maybe_distribute_model(model, distributed_config, mesh)
-        if mesh is not None and distributed_config.tp_size > 1:
-            check_plan(model, planned, distributed_config.tp_size)
-        return model
 
     def require_tokens(self):
         """Refuse a configuration of real values for a class or method that needs tokens."""

@@ -110,3 +110,27 @@ def _planned_linears(model: PreTrainedModel, plan: dict[str, str]) -> Iterator[t
         style = plan.get(_any(name))
         if isinstance(module, nn.Linear) and style in ("colwise", "rowwise"):
             yield name, module, style
+
+
+class TensorParallelMixin:
+    """The plans of `CommonPreTrainedModel`, and what splits it by them."""
+
+    def init_parallel_plans(self):
+        """Collect the plans of configuration and classes, without the rules that are for other models of the family."""
+        super().init_parallel_plans()
+        self._tp_plan = known_rules(self, self._tp_plan)
+
+    @classmethod
+    def maybe_distribute_model(cls, model: PreTrainedModel, distributed_config, mesh) -> PreTrainedModel:
+        """Split a model over the ranks of `mesh` (None: do not), and refuse a plan that would not be exact.
+
+        transformers calls this in `from_pretrained` before it loads weights.
+        """
+        plan = None if distributed_config is None else distributed_config.tp_plan
+        if isinstance(plan, str) and plan != "auto":
+            raise ValueError(f"tp_plan must be 'auto' or a dictionary of modules and styles, got {plan!r}")
+        planned = model._tp_plan
+        model = super().maybe_distribute_model(model, distributed_config, mesh)
+        if mesh is not None and distributed_config.tp_size > 1:
+            check_plan(model, planned, distributed_config.tp_size)
+        return model
