@@ -65,8 +65,8 @@ class OnnxReport:
 def export_onnx(folder: str | Path, output: str | Path, opset: int | None = None) -> OnnxReport:
     """Write a model folder as ONNX, for any batch and length, and compare onnxruntime with the model.
 
-    A model that generates becomes the programs `prefill` and `decode`, an encoder-decoder `encoder` as well; every other
-    class one program, `model`. The comparison runs three inputs: shorter than P or a chunk, of a length that is no
+    A model that generates becomes the programs `prefill` and `decode`, an encoder-decoder `encoder` too; every other class
+    one program, `model`. The comparison runs three inputs: shorter than P or a chunk, of a length that is no
     multiple of either, and a batch with padding.
 
     Args:
@@ -75,8 +75,8 @@ def export_onnx(folder: str | Path, output: str | Path, opset: int | None = None
         opset: version of the ONNX operators, 18 or later; None = the exporter's default.
 
     Raises:
-        ConversionError: the folder, the output, the opset or the installation is at fault, or a difference exceeds 1e-4.
-            Nothing is left at `output`.
+        ConversionError: the folder, the output, the opset or the installation is at fault, or a difference exceeds
+            1e-4. Nothing is left at `output`.
     """
     _check_installation()
     if opset is not None and opset < OLDEST_OPSET:
