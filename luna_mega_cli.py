@@ -173,7 +173,10 @@ def _add_onnx(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("folder", metavar="FOLDER", help="what luna-mega convert or save_pretrained wrote")
     parser.add_argument(
-        "--output", metavar="PATH", required=True, help="folder to write, absent or empty; for one program also a FILE.onnx"
+        "--output",
+        metavar="PATH",
+        required=True,
+        help="folder to write, absent or empty; for one program also a FILE.onnx",
     )
     parser.add_argument("--opset", metavar="N", type=_positive, help="version of the ONNX operators, 18 or later")
 

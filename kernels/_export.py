@@ -1,4 +1,4 @@
-"""What the ops share where a model is exported: sizes that one program has for every length, and exact functions.
+"""What the ops share where a model is exported or compiled: sizes for every length, and exact functions.
 
 An exported program must not need this package, so it is made of PyTorch's own operators, those that ONNX has as well.
 """
@@ -7,10 +7,13 @@ import torch
 
 
 def count_chunks(length: int, size: int, device: torch.device) -> int:
-    """Return ceil(length / size), at least 1, as a number that the program computes.
+    """Return ceil(length / size), at least 1, in an exported program as a number that it computes.
 
-    Computed from a shape, it would tie the program to lengths like the one it was traced with.
+    Computed from a shape, it would tie the program to lengths like the one it was traced with. A compiled program gets
+    one more, as the compiler treats a size of 1 as a constant.
     """
+    if not torch.compiler.is_exporting():
+        return -(-length // size) + torch.compiler.is_compiling()
     chunks = ((torch.full((), length, device=device) + size - 1) // size).item()
     torch._check(chunks >= 1)
     return chunks

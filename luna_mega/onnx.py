@@ -50,7 +50,10 @@ class OnnxReport:
     checks: tuple[Check, ...]
 
     def __str__(self) -> str:
-        lines = [f"{self.model_class}, float32", f"{'program':<10}{'input':<14}{'difference':>12}{'onnxruntime':>14}{'torch':>12}"]
+        lines = [
+            f"{self.model_class}, float32",
+            f"{'program':<10}{'input':<14}{'difference':>12}{'onnxruntime':>14}{'torch':>12}",
+        ]
         for check in self.checks:
             shape = " x ".join(map(str, check.shape))
             times = f"{check.onnxruntime * 1e3:>11.2f} ms{check.torch * 1e3:>9.2f} ms"
@@ -62,8 +65,8 @@ class OnnxReport:
 def export_onnx(folder: str | Path, output: str | Path, opset: int | None = None) -> OnnxReport:
     """Write a model folder as ONNX, for any batch and length, and compare onnxruntime with the model.
 
-    A model that generates becomes the programs `prefill` and `decode`, an encoder-decoder `encoder` as well; every other
-    class one program, `model`. The comparison runs three inputs: shorter than P or a chunk, of a length that is no
+    A model that generates becomes the programs `prefill` and `decode`, an encoder-decoder `encoder` too; every other class
+    one program, `model`. The comparison runs three inputs: shorter than P or a chunk, of a length that is no
     multiple of either, and a batch with padding.
 
     Args:
@@ -72,8 +75,8 @@ def export_onnx(folder: str | Path, output: str | Path, opset: int | None = None
         opset: version of the ONNX operators, 18 or later; None = the exporter's default.
 
     Raises:
-        ConversionError: the folder, the output, the opset or the installation is at fault, or a difference exceeds 1e-4.
-            Nothing is left at `output`.
+        ConversionError: the folder, the output, the opset or the installation is at fault, or a difference exceeds
+            1e-4. Nothing is left at `output`.
     """
     _check_installation()
     if opset is not None and opset < OLDEST_OPSET:
@@ -124,7 +127,9 @@ def _check_class(folder: ModelFolder) -> None:
             "export a model without adaptive_input_cutoffs and adaptive_softmax_cutoffs"
         )
     if config.add_cross_attention and not config.is_encoder_decoder:
-        raise ConversionError(f"{folder.path}: a decoder with cross-attention is exported with its encoder, as one model")
+        raise ConversionError(
+            f"{folder.path}: a decoder with cross-attention is exported with its encoder, as one model"
+        )
     if config.is_decoder and not folder.model_class.can_generate():
         raise ConversionError(f"{folder.path}: {name} is a decoder without a head; export the class that generates")
     if config.is_encoder_decoder and not folder.model_class.can_generate():

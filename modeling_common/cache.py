@@ -37,7 +37,7 @@ class StateLayer(CacheLayerMixin):
 
     @property
     def seen(self) -> int:
-        """Return the number of positions so far, padding included; in an exported program only whether there are any."""
+        """Return the number of positions so far, padding included; in an exported program whether there are any."""
         return getattr(self, "_seen", int(self.is_initialized))
 
     @seen.setter

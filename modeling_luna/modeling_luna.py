@@ -136,13 +136,13 @@ class LunaEmbeddings(nn.Module):
         """Return the initial P `[B, L, d]`, one tensor or one a layer where P is not contextual, and its mask `[B, L]`.
 
         P is cut to min(l, T) rows, and of those each sequence uses as many as it has tokens. T is known to the host, so
-        the cut costs no synchronisation; the mask does the rest. An exported program serves every T: no cut.
+        the cut costs no synchronisation; the mask does the rest. A compiled or exported program serves every T: no cut.
         """
         width, (batch, length), count = inputs_embeds.shape[2], layout.sizes(inputs_embeds), layout.counts()
         packed = self.packed_embeddings
         packed_mask = None
         if self.config.dynamic_projection_length:
-            if not torch.compiler.is_exporting():
+            if not torch.compiler.is_compiling():
                 packed = packed[..., :length, :]
             elif count is None:
                 count = inputs_embeds.new_ones((batch, length), dtype=torch.long).sum(dim=1, keepdim=True)

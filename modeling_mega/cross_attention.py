@@ -100,7 +100,7 @@ class MegaGatedCrossAttention(nn.Module):
         return attended if output_weights else (attended, None)
 
     def exported_positions(self, past: MegaCacheLayer, key: torch.Tensor) -> int:
-        """Return at least as many positions as source and target have, of which the cache of a program has no number."""
+        """Return at least as many positions as source and target have; the cache of a program has no number of them."""
         if self.config.relative_positional_bias == "simple":
             return self.config.cross_positions
         seen = past.position.max().item()

@@ -25,11 +25,13 @@ def damped_ema(
     """Return `reference.damped_ema`; the final state only on request."""
     batch, length, channels = x.shape
     stateful = return_state or initial_state is not None
-    truncated = truncation is not None and truncation < length
-    if truncated or (batch * length < MANY_POSITIONS and not stateful):
+    # A compiled program does not look at the length: one serves all.
+    compiling = torch.compiler.is_compiling()
+    truncated = truncation is not None and (compiling or truncation < length)
+    if truncated or (not (stateful or compiling) and batch * length < MANY_POSITIONS):
         taps, center = _taps(coefficients, channels, truncation if truncated else length, shift)
         return torch.ops.luna_mega.damped_ema(x, mask, skip, taps, center, None, None, None, None)[0], None
-    chunk = 16 if length <= 16 else CHUNK
+    chunk = 16 if not compiling and length <= 16 else CHUNK
     taps, center = _taps(coefficients, channels, chunk, shift)
     inward, outward, decay = _chunk_maps(coefficients, channels, chunk, shift)
     output, _, state = torch.ops.luna_mega.damped_ema(

@@ -224,8 +224,8 @@ def gated_attention_step(
 def _run(op, backend, call, cu_seqlens=None, max_seqlen=None, return_weights=False):
     query, key, chunk_size, start = (call[name] for name in ("query", "key", "chunk_size", "start"))
     longest = max(call["offset"] + query.shape[1], key.shape[1]) if cu_seqlens is None else max_seqlen
-    # In an exported program the length may vary, so there a chunk that is too long is filled up.
-    short = chunk_size is not None and not torch.compiler.is_exporting() and call["offset"] == 0
+    # In an exported or compiled program the length may vary, so there a chunk that is too long is filled up.
+    short = chunk_size is not None and not torch.compiler.is_compiling() and call["offset"] == 0
     short = short and longest <= chunk_size
     _check_bias(op.name, call["bias"], longest if chunk_size is None or short else chunk_size)
     if short and not return_weights:

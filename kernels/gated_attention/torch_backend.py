@@ -26,8 +26,8 @@ def attend(query, key, value, bias, mask, function, causal, chunk_size, offset, 
     if chunk_size is None:
         options = (function, causal, offset, row_offset, start, dropout)
         return _attend_full(query, key, value, bias, mask, *options)
-    if torch.compiler.is_exporting():
-        return _attend_for_export(query, key, value, bias, mask, function, causal, chunk_size, dropout)
+    if torch.compiler.is_compiling():
+        return _attend_in_program(query, key, value, bias, mask, function, causal, chunk_size, dropout)
     batch, length, _ = query.shape
     whole = length - length % chunk_size
     parts = []
@@ -40,15 +40,14 @@ def attend(query, key, value, bias, mask, function, causal, chunk_size, offset, 
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
-def _attend_for_export(query, key, value, bias, mask, function, causal, chunk_size, dropout):
+def _attend_in_program(query, key, value, bias, mask, function, causal, chunk_size, dropout):
     """Attend in chunks for any length in one program, also for a length that is no multiple of the chunk."""
     batch, length, _ = query.shape
     position, real = chunk_positions(length, chunk_size, query.device)
     mask = real.expand(batch, -1, -1) if mask is None else mask[:, position] & real
-    query, key, value = query[:, position], key[:, position], value[:, position]
-    weights = reference.weights(query, key, bias, mask, function, causal)
-    output = torch.dropout(weights.to(value.dtype), dropout, train=True) @ value
-    return output.flatten(1, 2)[:, torch.arange(length, device=query.device)]
+    query, key, value, mask = (x.flatten(0, 1) for x in (*(x[:, position] for x in (query, key, value)), mask))
+    output = _attend_full(query, key, value, bias, mask, function, causal, 0, None, None, dropout)
+    return output.unflatten(0, (batch, -1)).flatten(1, 2)[:, torch.arange(length, device=query.device)]
 
 
 def _attend_full(query, key, value, bias, mask, function, causal, offset, row_offset, start, dropout):

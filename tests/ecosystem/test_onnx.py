@@ -1,0 +1,126 @@
+"""ONNX: what onnxruntime computes is what the model computes, for lengths and batches that the export has not seen."""
+
+import json
+import re
+
+import pytest
+import torch
+from transformers import exporters
+
+from luna_mega import onnx
+from luna_mega.cli import main
+from luna_mega.modeling_common.cache import new_cache
+from tests.modeling import luna, mega
+from tests.modeling.decoders import make
+
+pytest.importorskip("onnxscript", reason="onnxscript is not installed")
+onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+if not hasattr(exporters, "ExportedModel"):
+    pytest.skip("this transformers writes no export folders", allow_module_level=True)
+
+ENCODERS = {
+    "luna": lambda: luna.make("ForMaskedLM", num_hidden_layers=1),
+    "mega chunks": lambda: mega.make(
+        "ForSequenceClassification", num_hidden_layers=1, **mega.VARIANTS["laplace chunks"]
+    ),
+    "mega truncated": lambda: mega.make(
+        "ForTokenClassification", num_hidden_layers=1, **mega.VARIANTS["one direction, truncated"]
+    ),
+}
+DECODERS = {
+    "luna": lambda: make("luna: softplus", torch.float32, num_hidden_layers=1),
+    "mega": lambda: make("mega: softmax", torch.float32, num_hidden_layers=1),
+    "mega chunks": lambda: make("mega: laplace chunks", torch.float32, num_hidden_layers=1),
+    "mega with an encoder": lambda: make("mega seq2seq: softmax", torch.float32, num_hidden_layers=1),
+}
+
+
+def saved(path, model):
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_encoders(name, tmp_path, capsys):
+    output = tmp_path / "out" / "model.onnx"
+    assert main(["onnx", str(saved(tmp_path / "model", ENCODERS[name]())), "--output", str(output)]) == 0
+    assert "largest difference" in capsys.readouterr().out
+    session = onnxruntime.InferenceSession(str(output))
+    assert [x.name for x in session.get_inputs()] == ["input_ids", "attention_mask"]
+    assert {"CustomOp", "DFT", "Loop"}.isdisjoint(_operators(output)) and list(output.parent.iterdir()) == [output]
+
+
+def _operators(path):
+    import onnx_ir
+
+    return {node.op_type for node in onnx_ir.load(path).graph.all_nodes()}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_decoders(name, tmp_path):
+    model = DECODERS[name]()
+    report = onnx.export_onnx(saved(tmp_path / "model", model), tmp_path / "out")
+    parts = {"prefill", "decode"} | ({"encoder"} if model.config.is_encoder_decoder else set())
+    assert {check.program for check in report.checks} == parts and len(report.checks) == 3 * len(parts)
+    assert max(check.difference for check in report.checks) <= 1e-5
+    assert set(json.loads((tmp_path / "out" / "export.json").read_text())["components"]) == parts
+
+
+def test_a_cache_grows_from_one_position_to_beyond_a_chunk(tmp_path):
+    """The exported step goes on where the model does, token by token."""
+    model = DECODERS["mega chunks"]()
+    with onnx._quiet():
+        exported = onnx._export(model, onnx.read_folder(saved(tmp_path / "model", model)), None)
+    runners = exported.to(device="cpu").runners
+    ids, past = torch.randint(3, 23, (3, 13)), new_cache(model)
+    with torch.no_grad():
+        expected = model(ids, torch.ones_like(ids), use_cache=False).logits
+    logits = []
+    for end in range(1, 14):
+        runner = runners["prefill" if end == 1 else "decode"]
+        output = runner(
+            input_ids=ids[:, end - 1 : end], attention_mask=torch.ones_like(ids[:, :end]), past_key_values=past
+        )
+        past = output.past_key_values
+        logits.append(output.logits)
+    torch.testing.assert_close(torch.cat(logits, 1), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("opset", "--opset 11: the programs need ONNX operators of version 18 or later"),
+        ("no folder", "no such folder"),
+        ("file", "becomes several programs; give --output a folder"),
+        ("package", "onnxruntime not installed; pip install 'luna-mega\\[onnx\\]'"),
+        ("wrong", "onnxruntime differs from the model by .* nothing was written"),
+        ("failure", "cannot be exported"),
+    ],
+)
+def test_errors_leave_nothing(change, words, tmp_path, monkeypatch, capsys):
+    folder, output, more = saved(tmp_path / "model", DECODERS["luna"]()), tmp_path / "out", []
+    if change == "opset":
+        more = ["--opset", "11"]
+    elif change == "no folder":
+        folder = tmp_path / "nowhere"
+    elif change == "file":
+        output = tmp_path / "out.onnx"
+    elif change == "package":
+        monkeypatch.setattr(onnx, "find_spec", lambda name: None if name == "onnxruntime" else name)
+    elif change == "wrong":
+        folder = saved(tmp_path / "encoder", ENCODERS["luna"]())
+        monkeypatch.setattr(onnx, "_difference", lambda *_: float("nan"))
+    else:
+        monkeypatch.setattr(onnx, "_export", lambda *_: 1 / 0)
+    assert main(["onnx", str(folder), "--output", str(output), *more]) == 1
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    assert re.search(words, message), message
+    assert {path.name for path in tmp_path.iterdir()} <= {"model", "encoder"}
+
+
+def test_adaptive_vocabularies_are_refused(tmp_path):
+    fields = {"adaptive_input_cutoffs": [10, 20], "adaptive_softmax_cutoffs": [10, 20], "embedding_size": None}
+    model = make("mega: softmax", torch.float32, **{key: value for key, value in fields.items() if value})
+    with pytest.raises(onnx.ConversionError, match="adaptive vocabulary"):
+        onnx.export_onnx(saved(tmp_path / "model", model), tmp_path / "out")

@@ -1,0 +1,42 @@
+"""How often a model is compiled: at most twice for any lengths, once for batches and once for a sequence alone."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+from . import luna, mega
+from .decoders import make
+
+CHUNKS = {"use_chunking": True, "chunk_size": 8}
+MODELS = {
+    "luna": lambda: luna.make("ForMaskedLM", num_hidden_layers=1),
+    "mega": lambda: mega.make("ForMaskedLM", num_hidden_layers=1),
+    "mega chunks": lambda: mega.make("ForMaskedLM", num_hidden_layers=1, **CHUNKS),
+    "mega simple, truncated": lambda: mega.make(
+        "ForMaskedLM", num_hidden_layers=1, relative_positional_bias="simple", truncation=5
+    ),
+    "luna decoder": lambda: make("luna: softplus", torch.float32, num_hidden_layers=1),
+    "mega decoder, chunks": lambda: make("mega: laplace chunks", torch.float32, num_hidden_layers=1),
+}
+# A chunk divides the length, leaves 1 or more; lengths below a chunk and below l; one sequence.
+SHAPES = [(2, 17), (1, 19), (3, 5), (2, 16), (1, 3), (2, 2)]
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["forward", "training"])
+@pytest.mark.parametrize("name", MODELS)
+def test_two_programs_serve_all_lengths(name, training):
+    torch.compiler.reset()
+    counter, model = CompileCounter(), MODELS[name]().train(training)
+    compiled = torch.compile(model, backend=counter, dynamic=True, fullgraph=True)
+    for batch, length in SHAPES:
+        inputs = luna.tokens([length, max(1, length - 1), max(1, length // 2)][:batch])
+        inputs = {key: value.clamp(max=29) for key, value in inputs.items()}
+        if training:
+            compiled(**inputs, labels=inputs["input_ids"]).loss.backward()
+            continue
+        options = {"use_cache": False} if model.config.is_decoder else {}
+        with torch.no_grad():
+            expected, actual = (run(**inputs, **options).logits for run in (model, compiled))
+        kept = inputs["attention_mask"].bool()
+        torch.testing.assert_close(actual[kept], expected[kept], atol=1e-5, rtol=1e-5)
+    assert counter.frame_count <= 2
