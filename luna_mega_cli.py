@@ -19,6 +19,7 @@ _HELP = {
     "verify": "compare two models layer by layer on the same inputs",
     "info": "describe a model: parameters, memory, FLOPs, heads, origin",
     "bundle": "add the code to a model folder, for trust_remote_code",
+    "eval": "evaluate a language model with lm-eval",
 }
 
 
@@ -165,12 +166,27 @@ def _add_bundle(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", metavar="OUT", help="folder to write, absent or empty (default: DIR itself)")
 
 
+def _add_eval(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Evaluates a causal language model with lm-eval (pip install luna-mega[eval]): `lm-eval run --model hf "
+        "--model_args pretrained=FOLDER ...`, in a process that knows the models of luna-mega."
+    )
+    parser.add_argument("folder", metavar="FOLDER", help="a folder with the model and its tokenizer")
+    parser.add_argument(
+        "arguments",
+        metavar="...",
+        nargs=argparse.REMAINDER,
+        help="arguments of lm-eval: --tasks NAME --batch_size N --include_path DIR ... (FOLDER --help shows all)",
+    )
+
+
 _COMMANDS = {
     "convert": _add_convert,
     "export": _add_export,
     "verify": _add_verify,
     "info": _add_info,
     "bundle": _add_bundle,
+    "eval": _add_eval,
 }
 
 

@@ -27,7 +27,7 @@ ROOMS = {
     "luna_mega.cli": set(),
 }
 APART = {"luna_mega.modeling_luna", "luna_mega.modeling_mega"}
-OPTIONAL = {"triton"}
+OPTIONAL = {"triton", "lm_eval"}
 NEVER_IMPORTED = {"examples", "benchmarks", "tests"}
 
 
