@@ -20,6 +20,7 @@ _HELP = {
     "info": "describe a model: parameters, memory, FLOPs, heads, origin",
     "bundle": "add the code to a model folder, for trust_remote_code",
     "onnx": "write a model folder as ONNX, and compare it with the model",
+    "eval": "evaluate a language model with lm-eval",
 }
 
 
@@ -181,6 +182,20 @@ def _add_onnx(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--opset", metavar="N", type=_positive, help="version of the ONNX operators, 18 or later")
 
 
+def _add_eval(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Evaluates a causal language model with lm-eval (pip install luna-mega[eval]): `lm-eval run --model hf "
+        "--model_args pretrained=FOLDER ...`, in a process that knows the models of luna-mega."
+    )
+    parser.add_argument("folder", metavar="FOLDER", help="a folder with the model and its tokenizer")
+    parser.add_argument(
+        "arguments",
+        metavar="...",
+        nargs=argparse.REMAINDER,
+        help="arguments of lm-eval: --tasks NAME --batch_size N --include_path DIR ... (FOLDER --help shows all)",
+    )
+
+
 _COMMANDS = {
     "convert": _add_convert,
     "export": _add_export,
@@ -188,6 +203,7 @@ _COMMANDS = {
     "info": _add_info,
     "bundle": _add_bundle,
     "onnx": _add_onnx,
+    "eval": _add_eval,
 }
 
 

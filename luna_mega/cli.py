@@ -10,6 +10,7 @@ from luna_mega.convert.exporter import export_checkpoint
 from luna_mega.convert.importer import convert_checkpoint
 from luna_mega.errors import ConversionError
 from luna_mega.hub.bundle import bundle
+from luna_mega.inspection.evaluation import evaluate
 from luna_mega.inspection.info import describe
 from luna_mega.inspection.verify import compare
 from luna_mega.onnx import export_onnx
@@ -77,6 +78,11 @@ def _onnx(options: argparse.Namespace) -> int:
     return 0
 
 
+def _eval(options: argparse.Namespace) -> int:
+    evaluate(options.folder, options.arguments)
+    return 0
+
+
 _COMMANDS = {
     "convert": _convert,
     "export": _export,
@@ -84,4 +90,5 @@ _COMMANDS = {
     "info": _info,
     "bundle": _bundle,
     "onnx": _onnx,
+    "eval": _eval,
 }

@@ -28,7 +28,7 @@ ROOMS = {
     "luna_mega.cli": set(),
 }
 APART = {"luna_mega.modeling_luna", "luna_mega.modeling_mega"}
-OPTIONAL = {"triton", "onnx_ir", "onnxruntime"}
+OPTIONAL = {"triton", "onnx_ir", "onnxruntime", "lm_eval"}
 NEVER_IMPORTED = {"examples", "benchmarks", "tests"}
 
 

@@ -88,11 +88,9 @@ def _add_code(folder: Path, config: dict) -> list[str]:
         if foreign := [name for name in names if (folder / name).exists() and folder / name not in old]:
             raise ConversionError(f"{folder}: {', '.join(foreign)} is not of an earlier bundle; remove or rename it")
         new_config = Path(temporary, "config.json")
-        foreign = {
-            name: code
-            for name, code in (config.get("auto_map") or {}).items()
-            if f"{code.split('.')[0]}.py" not in {file.name for file in old}
-        }
+        entries = {f"auto_{model_type}" for model_type in CONFIGS}
+        there = (config.get("auto_map") or {}).items()
+        foreign = {name: code for name, code in there if code.partition(".")[0] not in entries}
         content = config | {"auto_map": foreign | auto_map}
         new_config.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         for file in [*files, new_config]:

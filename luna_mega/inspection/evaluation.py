@@ -1,0 +1,43 @@
+"""The evaluation of a language model with lm-eval (`luna-mega eval`), by lm-eval's own command line in this process."""
+
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from luna_mega.errors import ConversionError
+from luna_mega.hub.folder import read_folder
+
+logger = logging.getLogger(__name__)
+
+
+def evaluate(folder: str | Path, arguments: Sequence[str]) -> None:
+    """Run `lm-eval run --model hf --model_args pretrained=FOLDER` with further arguments.
+
+    Args:
+        folder: a folder with a causal language model of this package and its tokenizer.
+        arguments: those of `lm-eval run`; `--model_args` among them are added to the model's.
+
+    Raises:
+        ConversionError: lm-eval is not installed or refuses the arguments, or the folder has no such model.
+        SystemExit: 2 for arguments that lm-eval does not know, 0 behind `--help`.
+    """
+    model_class = read_folder(folder).model_class.__name__
+    if not model_class.endswith("ForCausalLM"):
+        raise ConversionError(
+            f"{folder}: holds a {model_class}; lm-eval evaluates causal language models, ...ForCausalLM"
+        )
+    try:
+        from lm_eval.__main__ import cli_evaluate
+    except ImportError as error:
+        raise ConversionError(f"lm-eval cannot be imported ({error}); pip install luna-mega[eval]") from error
+    model = ["--model", "hf", "--model_args", json.dumps({"pretrained": str(folder)})]
+    own, sys.argv = sys.argv, ["lm-eval", "run", *model, *arguments]
+    try:
+        cli_evaluate()
+    except Exception as error:  # whatever a task, its data or an argument is at fault for, lm-eval raises
+        logger.debug("lm-eval ended with an error", exc_info=True)
+        raise ConversionError(f"lm-eval: {type(error).__name__}: {error}") from error
+    finally:
+        sys.argv = own
