@@ -6,14 +6,22 @@ from torch import nn
 from luna_mega.kernels.context_parallel import ContextShard, all_gather
 
 
-def shift_right(labels: torch.LongTensor, start: int, pad: int) -> torch.LongTensor:
+def shift_right(labels: torch.LongTensor, start: int, pad: int, shard: ContextShard | None = None) -> torch.LongTensor:
     """Return decoder inputs `[B, T]` for labels `[B, T]`: one place to the right, with `start` before the first label.
 
-    -100 is padding on either side of the labels, and becomes `pad`.
+    -100 is padding on either side of the labels, and becomes `pad`. With a shard the labels are the part of this rank.
     """
-    first = (labels != -100).int().argmax(dim=1, keepdim=True)
+    is_label = labels != -100
+    first = is_label.int().argmax(dim=1, keepdim=True)
     shifted = nn.functional.pad(labels[:, :-1], (1, 0), value=pad)
-    return shifted.masked_fill(shifted == -100, pad).scatter(1, first, start)
+    if shard is None:
+        return shifted.masked_fill(shifted == -100, pad).scatter(1, first, start)
+    has_any, lasts = all_gather(torch.stack([is_label.any(dim=1).long(), labels[:, -1]]), shard).unbind(dim=1)
+    if shard.rank > 0:
+        shifted[:, 0] = lasts[shard.rank - 1]
+    shifted = shifted.masked_fill(shifted == -100, pad)
+    begins_here = (has_any.argmax(dim=0) == shard.rank)[:, None]
+    return torch.where(begins_here, shifted.scatter(1, first, start), shifted)
 
 
 def keep_positions(

@@ -10,7 +10,9 @@ from transformers.modeling_outputs import BaseModelOutput, ModelOutput, Seq2SeqL
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
+from luna_mega.kernels.context_parallel import ContextShard
 from luna_mega.modeling_common.cache import keeps_cache
+from luna_mega.modeling_common.context_parallel import find_shard, mean_loss
 from luna_mega.modeling_common.labels import check_labels, keep_positions, shift_right
 from luna_mega.modeling_common.layout import drop_if_full
 
@@ -92,7 +94,8 @@ class Seq2SeqBody(EncoderDecoder):
             past_key_values: what was returned for the positions before these. It is changed in place, and has the
                 source already, which may be left out.
             use_cache: return `past_key_values`. None = `config.use_cache`, but not in training.
-            kwargs: `output_hidden_states`, `output_attentions`, `return_dict`, and what only this model has, which the
+            kwargs: `output_hidden_states`, `output_attentions`, `return_dict`, `cp_group`, where encoder and decoder
+                take it (each rank passes its part of sources and targets), and what only this model has, which the
                 class describes.
 
         Returns:
@@ -108,11 +111,11 @@ class Seq2SeqBody(EncoderDecoder):
             raise ValueError("give exactly one of decoder_input_ids and decoder_inputs_embeds")
         for name in ("output_hidden_states", "output_attentions"):  # both sides have configurations of their own
             kwargs.setdefault(name, getattr(self.config, name))
+        if use_cache is None:
+            use_cache = keeps_cache(self) and kwargs.get("cp_group") is None
         if encoder_outputs is None and not self._is_encoded(input_ids, inputs_embeds, past_key_values):
-            recording = {name: value for name, value in kwargs.items() if name.startswith("output_")}
-            encoded = self.encoder(
-                input_ids, attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **recording
-            )
+            shared = {name: value for name, value in kwargs.items() if name.startswith("output_") or name == "cp_group"}
+            encoded = self.encoder(input_ids, attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **shared)
         else:
             encoded = self.read_encoder_outputs(encoder_outputs or ())
         if attention_mask is None:
@@ -124,7 +127,7 @@ class Seq2SeqBody(EncoderDecoder):
             decoder_attention_mask,
             inputs_embeds=decoder_inputs_embeds,
             past_key_values=past_key_values,
-            use_cache=keeps_cache(self) if use_cache is None else use_cache,
+            use_cache=use_cache,
             encoder_hidden_states=encoded.last_hidden_state,
             encoder_attention_mask=attention_mask,
             return_dict=True,
@@ -170,9 +173,11 @@ class Seq2SeqLM(EncoderDecoder):
         super().__init__(config)
         self.loss_type = "ForMaskedLM"  # labels are those of the same positions
 
-    def prepare_decoder_input_ids_from_labels(self, labels: torch.LongTensor) -> torch.LongTensor:
+    def prepare_decoder_input_ids_from_labels(
+        self, labels: torch.LongTensor, shard: ContextShard | None = None
+    ) -> torch.LongTensor:
         """Return decoder inputs `[B, T]` for labels `[B, T]`, see `shift_right`."""
-        return shift_right(labels, self.config.decoder_start_token_id, self.config.pad_token_id)
+        return shift_right(labels, self.config.decoder_start_token_id, self.config.pad_token_id, shard)
 
     @can_return_tuple
     def forward(
@@ -204,8 +209,10 @@ class Seq2SeqLM(EncoderDecoder):
         Raises:
             ValueError: as the body, and for labels of other positions than those kept.
         """
+        cp_group = kwargs.get("cp_group")
+        shard = None if labels is None else find_shard(cp_group, labels)
         if labels is not None and decoder_input_ids is None and decoder_inputs_embeds is None:
-            decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
+            decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels, shard)
         outputs = self.base_model(
             input_ids,
             attention_mask,
@@ -219,13 +226,14 @@ class Seq2SeqLM(EncoderDecoder):
             return_dict=True,
             **kwargs,
         )
-        hidden_states, loss = keep_positions(outputs.last_hidden_state, logits_to_keep), None
+        hidden_states, loss = keep_positions(outputs.last_hidden_state, logits_to_keep, cp_group), None
         if labels is not None:
             check_labels(labels, hidden_states)
         logits = self.lm_head(hidden_states)
         if labels is not None:
-            labels = labels.contiguous()
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **kwargs)
+            arguments = {"logits": logits, "labels": labels.contiguous(), "vocab_size": logits.shape[-1]}
+            kwargs.pop("cp_group", None)
+            loss = mean_loss(self.loss_function, labels, shard, **arguments, **kwargs)
         fields = self.lm_output_class.__dataclass_fields__  # torch.compile does not take dataclasses.fields
         others = {name: value for name, value in outputs.items() if name in fields}
         return self.lm_output_class(loss=loss, logits=logits, **others)

@@ -30,9 +30,9 @@ from luna_mega.kernels.api import (
     luna_causal_attention_step,
     luna_unpack,
 )
-from luna_mega.kernels.context_parallel import first_ranks
+from luna_mega.kernels.context_parallel import ContextShard, first_ranks
 from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel
-from luna_mega.modeling_common.context_parallel import dropout_alike
+from luna_mega.modeling_common.context_parallel import dropout_alike, find_shard
 from luna_mega.modeling_common.inputs import CheckedInputs, ValueEmbeddings
 from luna_mega.modeling_common.layout import DENSE, TokenLayout, drop_if_full
 from luna_mega.modeling_common.tensor_parallel import RankBoundary
@@ -519,13 +519,16 @@ class LunaDecoderLayer(LunaLayer):
                 cross_past,
             )
             hidden_states = self.add(hidden_states, output, norm)
-            packed = None if packed_output is None else self.add(packed, packed_output, packed_norm)
+            if packed_output is not None:
+                packed = self.add(packed, packed_output, packed_norm, context_layout.shard)
         output = self.feed_forward(self.final_layer_norm(hidden_states) if self.pre_norm else hidden_states)
         return (hidden_states + output if self.pre_norm else self.final_layer_norm(hidden_states + output)), packed
 
-    def add(self, residual: torch.Tensor, output: torch.Tensor, norm: nn.Module) -> torch.Tensor:
-        """Apply dropout, the residual, and the norm where norms are not before the attention."""
-        residual = residual + self.dropout(output)
+    def add(
+        self, residual: torch.Tensor, output: torch.Tensor, norm: nn.Module, shard: ContextShard | None = None
+    ) -> torch.Tensor:
+        """Apply dropout, alike with a shard, the residual, and the norm where norms are not before the attention."""
+        residual = residual + dropout_alike(self.dropout, output, shard)
         return residual if self.pre_norm else norm(residual)
 
 
@@ -710,6 +713,8 @@ class LunaModel(LunaInputsMixin, BodyMixin, LunaPreTrainedModel):
         if self.config.is_decoder:
             context_mask = None if encoder_attention_mask is None else drop_if_full(encoder_attention_mask.bool())
             context_layout = TokenLayout(context_mask)
+            if layout.shard is not None and encoder_hidden_states is not None:
+                context_layout = context_layout._replace(shard=find_shard(cp_group, encoder_hidden_states))
             hidden_states, packed = self.decoder(*states, encoder_hidden_states, context_layout, past)
         else:
             hidden_states, packed = self.encoder(*states)

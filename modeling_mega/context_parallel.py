@@ -29,6 +29,11 @@ def check_parts(layout: TokenLayout, config: MegaConfig):
             f"parts that end at {borders} cut attention chunks of {chunk} positions, which count from the first tokens "
             f"at {sorted(set(first))}: pad on the right and cut with shard_sequence(batch, group, multiple={chunk})"
         )
+    if config.padded_batch_statistics and any(first):
+        raise ValueError(
+            "with cp_group and attention in chunks, padded_batch_statistics=True cannot count the padding on the left, "
+            f"where sequences begin at {sorted(set(first))}: pad on the right"
+        )
 
 
 def reach_keys(
