@@ -18,15 +18,19 @@ from common.data import LimitArguments, SourceArguments, check_columns, check_so
 from common.model import make_config, make_model, make_tokenizer
 from common.script import Script
 from datasets import Dataset
-from sentence_transformers import (
-    SentenceTransformer,
-    SentenceTransformerTrainer,
-    SentenceTransformerTrainingArguments,
-)
-from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator
-from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
-from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 from transformers import AutoModel, PreTrainedTokenizerBase
+
+try:
+    from sentence_transformers import (
+        SentenceTransformer,
+        SentenceTransformerTrainer,
+        SentenceTransformerTrainingArguments,
+    )
+    from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+except ImportError:
+    fail("sentence-transformers is not installed: pip install '.[examples,ecosystem]'")
 
 POOLINGS = ("mean", "cls", "max", "mean_sqrt_len_tokens")
 

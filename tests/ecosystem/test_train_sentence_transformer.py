@@ -13,7 +13,8 @@ sentence_transformers = pytest.importorskip("sentence_transformers", reason="sen
 
 MODELS = {
     "luna": TINY,
-    "mega": "hidden_size=16,num_hidden_layers=1,intermediate_size=16,nffn_hidden_size=16,use_chunking=true,chunk_size=4",
+    "mega": "hidden_size=16,num_hidden_layers=1,intermediate_size=16,nffn_hidden_size=16"
+    ",use_chunking=true,chunk_size=4",
     "roberta": "hidden_size=16,num_hidden_layers=1,num_attention_heads=2,intermediate_size=16",
 }
 RUN = ["train_sentence_transformer", "--max_seq_length", 24, "--vocab_size", 300]
