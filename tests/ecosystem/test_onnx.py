@@ -112,6 +112,7 @@ def test_errors_leave_nothing(change, words, tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(onnx, "_difference", lambda *_: float("nan"))
     else:
         monkeypatch.setattr(onnx, "_export", lambda *_: 1 / 0)
+    capsys.readouterr()
     assert main(["onnx", str(folder), "--output", str(output), *more]) == 1
     message = capsys.readouterr().err
     assert message.count("\n") == 1
@@ -120,7 +121,7 @@ def test_errors_leave_nothing(change, words, tmp_path, monkeypatch, capsys):
 
 
 def test_adaptive_vocabularies_are_refused(tmp_path):
-    bands = {"adaptive_input_cutoffs": [10, 20], "adaptive_softmax_cutoffs": [10, 20]}
+    bands = {"adaptive_input_cutoffs": [10, 20], "adaptive_softmax_cutoffs": [10, 20], "adaptive_input_factor": 2}
     model = make("mega: softmax", **bands).float()
     with pytest.raises(onnx.ConversionError, match="adaptive vocabulary"):
         onnx.export_onnx(saved(tmp_path / "model", model), tmp_path / "out")
