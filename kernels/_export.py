@@ -7,20 +7,20 @@ import torch
 
 
 def count_chunks(length: int, size: int, device: torch.device) -> int:
-    """Return ceil(length / size), at least 1, in an exported program as a number that it computes.
+    """Return ceil(length / size) + 1, in an exported program as a number that it computes.
 
-    Computed from a shape, it would tie the program to lengths like the one it was traced with. A compiled program gets
-    one more, as the compiler treats a size of 1 as a constant.
+    Computed from a shape, it would tie the program to lengths like the one it was traced with. One more than needed, as
+    compilers treat a size of 1 as a constant.
     """
     if not torch.compiler.is_exporting():
-        return -(-length // size) + torch.compiler.is_compiling()
-    chunks = ((torch.full((), length, device=device) + size - 1) // size).item()
-    torch._check(chunks >= 1)
+        return -(-length // size) + 1
+    chunks = ((torch.full((), length, device=device) + size - 1) // size + 1).item()
+    torch._check(chunks >= 2)
     return chunks
 
 
 def chunk_positions(length: int, size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the positions `[chunks, size]` that fill chunks up with the last one, and which of them are real."""
+    """Return positions `[chunks, size]`, filled up with the last one, and which are real; not those of the last row."""
     chunks = count_chunks(length, size, device)
     position = torch.arange(chunks * size, device=device).view(chunks, size)
     return position.clamp(max=length - 1), position < length

@@ -65,8 +65,8 @@ class OnnxReport:
 def export_onnx(folder: str | Path, output: str | Path, opset: int | None = None) -> OnnxReport:
     """Write a model folder as ONNX, for any batch and length, and compare onnxruntime with the model.
 
-    A model that generates becomes the programs `prefill` and `decode`, an encoder-decoder `encoder` too; every other class
-    one program, `model`. The comparison runs three inputs: shorter than P or a chunk, of a length that is no
+    A model that generates becomes the programs `prefill` and `decode`, an encoder-decoder `encoder` too; another class
+    becomes `model`. The comparison runs three inputs: shorter than P or a chunk, of a length that is no
     multiple of either, and a batch with padding.
 
     Args:

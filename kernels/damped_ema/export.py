@@ -35,11 +35,11 @@ def damped_ema(
     average = rows.unflatten(1, (batch, -1)).flatten(2).permute(1, 2, 0)
     state = None
     if return_state:
-        # The last chunk may be short; zeros take the places behind it.
-        rest = real[-1].sum()
+        # The last chunk is empty, and the one before it may be short; zeros take the places behind it.
+        rest = real[-2].sum()
         since = (rest - 1 - torch.arange(CHUNK, device=x.device)).clamp(min=0)
-        gained = weight_in[..., None] * torch.exp(log_q[..., None] * since) @ chunks[:, :, -1].mT
-        state = (torch.exp(log_q * rest)[..., None] * states[..., -1] + gained).permute(2, 0, 1)
+        gained = weight_in[..., None] * torch.exp(log_q[..., None] * since) @ chunks[:, :, -2].mT
+        state = (torch.exp(log_q * rest)[..., None] * states[..., -2] + gained).permute(2, 0, 1)
     return finish(average[:, torch.arange(length, device=x.device)], x, skip), state
 
 

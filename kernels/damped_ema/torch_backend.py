@@ -25,9 +25,9 @@ def damped_ema(
     """Return `reference.damped_ema`; the final state only on request."""
     batch, length, channels = x.shape
     stateful = return_state or initial_state is not None
+    truncated = truncation is not None and truncation < length
     # A compiled program does not look at the length: one serves all.
     compiling = torch.compiler.is_compiling()
-    truncated = truncation is not None and (compiling or truncation < length)
     if truncated or (not (stateful or compiling) and batch * length < MANY_POSITIONS):
         taps, center = _taps(coefficients, channels, truncation if truncated else length, shift)
         return torch.ops.luna_mega.damped_ema(x, mask, skip, taps, center, None, None, None, None)[0], None

@@ -12,11 +12,8 @@ MODELS = {
     "luna": lambda: luna.make("ForMaskedLM", num_hidden_layers=1),
     "mega": lambda: mega.make("ForMaskedLM", num_hidden_layers=1),
     "mega chunks": lambda: mega.make("ForMaskedLM", num_hidden_layers=1, **CHUNKS),
-    "mega simple, truncated": lambda: mega.make(
-        "ForMaskedLM", num_hidden_layers=1, relative_positional_bias="simple", truncation=5
-    ),
-    "luna decoder": lambda: make("luna: softplus", torch.float32, num_hidden_layers=1),
-    "mega decoder, chunks": lambda: make("mega: laplace chunks", torch.float32, num_hidden_layers=1),
+    "luna decoder": lambda: make("luna: softplus", num_hidden_layers=1).float(),
+    "mega decoder, chunks": lambda: make("mega: laplace chunks", num_hidden_layers=1).float(),
 }
 # A chunk divides the length, leaves 1 or more; lengths below a chunk and below l; one sequence.
 SHAPES = [(2, 17), (1, 19), (3, 5), (2, 16), (1, 3), (2, 2)]
