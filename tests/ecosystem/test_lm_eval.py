@@ -87,7 +87,7 @@ def tasks(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def without_its_own_tasks(monkeypatch):
-    """lm-eval reads 14,000 files of its own tasks otherwise, and logs to the standard error of an earlier test."""
+    """lm-eval would read its own thousands of tasks, and log to the standard error of an earlier test."""
     monkeypatch.setattr(TaskManager, "__init__", functools.partialmethod(TaskManager.__init__, include_defaults=False))
     monkeypatch.setattr(logging, "raiseExceptions", False)
 
@@ -171,7 +171,7 @@ def test_what_is_at_fault_is_one_line(folder, tasks, tmp_path, capsys, monkeypat
     assert f"Tasks not found: {missing}" in error(folder, "--tasks", missing, *include)
     assert "Tasks not found: nothing" in error(folder, "--tasks", "nothing", *include)
     assert "No tasks specified" in error(folder)
-    assert "No such file" in error(folder, "--tasks", "choice", "--include_path", tmp_path / "no folder")
+    assert "Tasks not found: choice" in error(folder, "--tasks", "choice", "--include_path", tmp_path / "no folder")
     assert run(folder, "--tasks", "choice", "--no_such_option") == 2
     capsys.readouterr()
     bare = tmp_path / "bare"
