@@ -23,7 +23,7 @@ ROOMS = {
     "luna_mega": {"transformers"},
     "luna_mega.hub": {"huggingface_hub", "safetensors", "torch", "transformers"},
     "luna_mega.convert": {"huggingface_hub", "numpy", "safetensors", "tokenizers", "torch", "tqdm", "transformers"},
-    "luna_mega.inspection": {"safetensors", "torch", "tqdm", "transformers"},
+    "luna_mega.inspection": {"lm_eval", "safetensors", "torch", "tqdm", "transformers"},
     "luna_mega.onnx": {"onnx_ir", "onnxruntime", "torch", "transformers"},
     "luna_mega.cli": set(),
 }
