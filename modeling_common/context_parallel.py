@@ -18,36 +18,38 @@ def shard_sequence(batch: dict[str, Any], group: "dist.ProcessGroup", multiple: 
     at multiples of `multiple`: a Mega with attention in chunks needs `multiple=config.chunk_size`. Nothing is padded.
 
     Args:
-        batch: tensors `[B, T, ...]`, of which the first among `input_ids`, `inputs_embeds` and `input_values` tells T.
-            Tensors whose second dimension is not T, such as labels `[B]`, and what is no tensor, stay as they are.
+        batch: what a model takes. Token ids, labels of tokens and masks `[..., T]`, `input_values` `[B, T]` and
+            `inputs_embeds` `[B, T, d]` are cut, source and target or the two of a pair each by its own length. The
+            rest, such as `labels` `[B]` or of floating point, stays as it is.
         group: the ranks that share the sequences.
         multiple: of which the lengths of all parts but the last are multiples.
 
     Raises:
-        ValueError: the batch has no sequences, or they are too short for a part on every rank.
+        ValueError: the sequences are too short for a part on every rank.
 
     Example:
         >>> part = shard_sequence(batch, group)  # doctest: +SKIP
         >>> model(**part, cp_group=group).loss.backward()  # doctest: +SKIP
     """
-    names = ("input_ids", "inputs_embeds", "input_values")
-    given = next((batch[name] for name in names if batch.get(name) is not None), None)
-    if given is None or given.dim() < 2:
-        raise ValueError(f"the batch has none of {', '.join(names)} [B, T]; it has {', '.join(batch)}")
-    length, ranks, rank = given.shape[1], group.size(), group.rank()
-    units = -(-length // multiple)
-    if units < ranks:
-        raise ValueError(
-            f"sequences of length {length} have {units} parts of {multiple} positions, fewer than the {ranks} ranks of "
-            "the group: use fewer ranks or longer sequences"
-        )
-    start, stop = (units * step // ranks * multiple for step in (rank, rank + 1))
+    ranks, rank = group.size(), group.rank()
 
-    def part(value: Any) -> Any:
-        is_long = isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[1] == length
-        return value[:, start:stop] if is_long else value
+    def part(name: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.dim() < 2 or name.startswith("packed_"):
+            return value
+        if value.is_floating_point() and not name.endswith(("attention_mask", "input_values", "inputs_embeds")):
+            return value
+        axis = -2 if name.endswith("inputs_embeds") else -1
+        units = -(-value.shape[axis] // multiple)
+        if units < ranks:
+            raise ValueError(
+                f"{name} of length {value.shape[axis]} has {units} parts of {multiple} positions, fewer than the "
+                f"{ranks} ranks of the group: use fewer ranks or longer sequences"
+            )
+        start = units * rank // ranks * multiple
+        stop = min(units * (rank + 1) // ranks * multiple, value.shape[axis])
+        return value.narrow(axis, start, stop - start).contiguous()
 
-    return {name: part(value) for name, value in batch.items()}
+    return {name: part(name, value) for name, value in batch.items()}
 
 
 @contextmanager

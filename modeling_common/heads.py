@@ -97,7 +97,8 @@ class PooledMixin:
         """
         inputs = {name: kwargs.pop(name, None) for name in ("input_ids", "inputs_embeds", "input_values")}
         given = next((x for x in inputs.values() if x is not None), None)
-        with refuse_together(cp_group, self.device if given is None else given.device) if cp_group else nullcontext():
+        device = self.device if given is None else given.device
+        with nullcontext() if cp_group is None else refuse_together(cp_group, device):
             mask = None if attention_mask is None else attention_mask.bool()
             self.base_model.check_inputs(mask=mask, **inputs)
             refuse_ragged(self, given, kwargs.get("position_ids") if mask is None else None, kwargs)

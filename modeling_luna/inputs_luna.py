@@ -61,11 +61,14 @@ class LunaInputsMixin(InputsMixin):
             else:
                 position_ids = layout.gather(position_ids.expand(layout.shape))
         elif position_ids is None:
-            before = 0 if layout.shard is None else layout.before()[:, None]
             if layout.mask is None:
-                position_ids = torch.arange(embeddings.shape[1], device=embeddings.device)[None] + before
+                position_ids = torch.arange(embeddings.shape[1], device=embeddings.device)[None]
             else:
-                position_ids = (layout.mask.cumsum(dim=1) + before - 1).clamp(min=0)
+                position_ids = layout.mask.cumsum(dim=1) - 1
+            if layout.shard is not None:
+                position_ids = position_ids + layout.before()[:, None]
+            if layout.mask is not None:
+                position_ids = position_ids.clamp(min=0)
             if (cache := self.own_cache(past)) is not None:
                 position_ids = position_ids + cache.layers[0].tensors["count"][:, None]
         self._check_positions(position_ids, layout.sizes(embeddings)[1], past)

@@ -84,7 +84,9 @@ def test_layouts_count_tokens_over_all_ranks(ranks):
 
 
 def cut(length, multiple):
-    batch = {"input_ids": torch.arange(2 * length).view(2, length), "labels": torch.zeros(2), "return_dict": True}
+    ids = torch.arange(2 * length).view(2, length)
+    kept = {"labels": torch.zeros(2, length), "packed_states": torch.zeros(2, length, 3), "return_dict": True}
+    batch = kept | {"input_ids": ids, "inputs_embeds": ids[..., None] * torch.ones(5), "pair_input_ids": ids[:, None]}
     try:
         return shard_sequence(batch, dist.group.WORLD, multiple)
     except ValueError as error:
@@ -96,8 +98,11 @@ def test_a_batch_is_cut_into_parts_of_nearly_one_length(ranks, length, multiple,
     parts = ranks(3, cut, length, multiple)
     assert [part["input_ids"].shape[1] for part in parts] == lengths
     assert torch.equal(torch.cat([part["input_ids"] for part in parts], 1), torch.arange(2 * length).view(2, length))
-    assert all(part["labels"].shape == (2,) and part["return_dict"] is True for part in parts)
+    for part in parts:
+        assert torch.equal(part["inputs_embeds"][..., 0], part["input_ids"])
+        assert torch.equal(part["pair_input_ids"][:, 0], part["input_ids"])
+        assert part["labels"].shape == (2, length) and part["packed_states"].shape == (2, length, 3)
 
 
 def test_a_batch_that_is_too_short_is_refused(ranks):
-    assert all("length 8 have 2 parts of 4 positions, fewer than the 3 ranks" in text for text in ranks(3, cut, 8, 4))
+    assert all("length 8 has 2 parts of 4 positions, fewer than the 3 ranks" in text for text in ranks(3, cut, 8, 4))
