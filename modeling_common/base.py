@@ -1,5 +1,6 @@
 """The base classes of both models: what transformers asks of every class, and of a model without a head."""
 
+import re
 from collections.abc import Iterable
 
 from torch import nn
@@ -36,6 +37,30 @@ class CommonPreTrainedModel(PreTrainedModel):
     def unread_parameters(self) -> Iterable[nn.Parameter]:
         """Return the parameters that no loss of this class depends on."""
         return ()
+
+    def post_init(self):
+        """Finish construction, and keep of the layers and plans that tools read only what this instance has.
+
+        accelerate refuses the name of a class that the model lacks, transformers warns of a rule for nothing, and
+        FSDP2 does not take a weight that is in two groups: what is tied goes with the rest of the model.
+        """
+        super().post_init()
+        classes = {type(module).__name__ for module in self.modules()}
+        self._no_split_modules = set(self._no_split_modules) & classes
+        tied = {name.rpartition(".")[0] for pair in self.all_tied_weights_keys.items() for name in pair}
+        rules = {re.sub(r"\.\d+\b", ".*", name) for name, _ in self.named_modules()} - tied
+        self._fsdp_plan = {rule: style for rule, style in self._fsdp_plan.items() if rule in rules}
+
+    @classmethod
+    def maybe_distribute_model(cls, model: PreTrainedModel, distributed_config, mesh) -> PreTrainedModel:
+        """Distribute a model whose weights are tied already; transformers calls this before it loads them.
+
+        FSDP2 must know that two names are one weight: by itself transformers ties them after, and where their rows do
+        not divide by the processes, an update then reaches one of the two alone.
+        """
+        if mesh is not None:
+            model.tie_weights(recompute_mapping=False)
+        return super().maybe_distribute_model(model, distributed_config, mesh)
 
     def tie_weights(self, *args, **kwargs):
         """Tie weights, and freeze the parameters that are never read; they keep their places in checkpoints.

@@ -3,9 +3,17 @@
 
 import copy
 from collections.abc import Iterable
+from types import MappingProxyType
 from typing import Any
 
 from transformers.activations import ACT2FN
+
+
+class _RecurrentLayer(str):
+    """The type of a layer that the context parallelism of other tools has to refuse, printed with the way out."""
+
+    def __repr__(self) -> str:
+        return f"{str(self)!r} (leave cp_size and sp_size at 1, and pass cp_group to the model's forward)"
 
 
 class SharedConfig:
@@ -15,6 +23,12 @@ class SharedConfig:
     """
 
     decoder_fields = {}
+    auto_map = MappingProxyType({})  # TRL reads it of every configuration
+
+    @property
+    def layer_types(self) -> list[str]:
+        """The type of every layer: all carry states along the sequence, by which accelerate tells what it can split."""
+        return [_RecurrentLayer("linear_attention")] * self.num_hidden_layers
 
     @property
     def shares_embeddings(self) -> bool:

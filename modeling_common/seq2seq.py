@@ -51,6 +51,12 @@ class Seq2SeqBody(EncoderDecoder):
         if not config.shares_embeddings:
             self._tied_weights_keys = {}
 
+    def post_init(self):
+        """Finish construction; embeddings that are shared are one module, as FSDP2 takes no weight of two modules."""
+        if self.config.shares_embeddings:
+            self.decoder.set_input_embeddings(self.encoder.get_input_embeddings())
+        super().post_init()
+
     def get_input_embeddings(self) -> nn.Module:
         return self.encoder.get_input_embeddings()
 

@@ -108,6 +108,11 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
     model_type = "luna"
     decoder_fields = DECODER_FIELDS
     attribute_map = {"d_model": "hidden_size", "encoder_layers": "num_hidden_layers"}
+    base_model_fsdp_plan = {
+        "embeddings.word_embeddings": "free_full_weight",
+        "encoder.layers.*": "free_full_weight",
+        "decoder.layers.*": "free_full_weight",
+    }
 
     vocab_size: int = 50265
     hidden_size: int = 768

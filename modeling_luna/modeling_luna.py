@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
@@ -101,8 +102,14 @@ class LunaEmbeddings(nn.Module):
         self.word_dropout = nn.Dropout(config.word_dropout)
         self.scale = math.sqrt(width) if config.scale_embedding else 1.0
 
-    def forward(self, inputs_embeds: torch.Tensor, layout: TokenLayout, position_ids: torch.Tensor) -> torch.Tensor:
-        """Add positions `[B or 1, T]`, the first token at 0, to embeddings `[B, T, d]`; then norm and dropout."""
+    def forward(
+        self, inputs_embeds: torch.Tensor, layout: TokenLayout, position_ids: torch.Tensor, with_packed: bool
+    ) -> tuple[torch.Tensor, tuple[list[torch.Tensor], torch.Tensor | None] | None]:
+        """Add positions `[B or 1, T]`, the first token at 0, to embeddings `[B, T, d]`; then norm and dropout.
+
+        Returns these and, with `with_packed`, what `packed` returns: both in one call, for FSDP and offloading bring
+        the weights of a module for the time of its `forward` alone.
+        """
         hidden_states = inputs_embeds * self.scale
         if self.training and self.config.word_dropout:
             hidden_states = hidden_states * self.word_dropout(hidden_states.new_ones((*hidden_states.shape[:2], 1)))
@@ -110,7 +117,8 @@ class LunaEmbeddings(nn.Module):
             hidden_states = hidden_states + self.positions(position_ids).to(hidden_states.dtype)
         if self.config.embedding_norm:
             hidden_states = self.layer_norm(hidden_states)
-        return layout.clear_padding(self.dropout(hidden_states))
+        hidden_states = layout.clear_padding(self.dropout(hidden_states))
+        return hidden_states, self.packed(inputs_embeds, layout) if with_packed else None
 
     def positions(self, position_ids: torch.Tensor) -> torch.Tensor:
         """Return position embeddings, `[B or 1, T, d]`."""
@@ -351,6 +359,10 @@ class LunaLayer(GradientCheckpointingLayer):
         return self.dropout(self.fc2(self.activation_dropout(self.activation(self.fc1(hidden_states)))))
 
 
+def _has_peers() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 class LunaEncoder(nn.Module):
     """The stack of layers; with `share_layers` one layer, applied `num_hidden_layers` times."""
 
@@ -378,17 +390,35 @@ class LunaEncoder(nn.Module):
         """`packed` has one tensor `[B, L, d]`, or one for every layer where P is not contextual. Returns the tokens
         after the last layer and P as it was given to the first layer and left each layer."""
         packed_states = [packed[0]]
-        for index, layer in self.used_layers():
+        for index, layer, dropped in self.used_layers():
             rows = packed_states[-1] if self.config.contextual_projection else packed[index]
-            hidden_states, rows = layer(hidden_states, rows, layout, packed_mask, output_weights)
+            states = layer(hidden_states, rows, layout, packed_mask, output_weights)
+            hidden_states, rows = self.choose(dropped, (hidden_states, packed_states[-1]), states)
             packed_states.append(rows)
         return self.final_norm(hidden_states, packed_states)
 
-    def used_layers(self) -> Iterator[tuple[int, LunaLayer]]:
-        """Yield the index and the layer of every step; layerdrop leaves some out."""
+    def used_layers(self) -> Iterator[tuple[int, LunaLayer, bool]]:
+        """Yield the index and the layer of every step, and whether layerdrop leaves it out.
+
+        Where there are several processes, layers that are left out run all the same, see `choose`.
+        """
+        probability = self.config.layerdrop if self.training else 0.0
         for index in range(self.config.num_hidden_layers):
-            if not (self.training and self.config.layerdrop and torch.rand(()) < self.config.layerdrop):
-                yield index, self.layers[0 if self.config.share_layers else index]
+            dropped = probability > 0.0 and bool(torch.rand(()) < probability)
+            if not dropped or _has_peers():
+                yield index, self.layers[0 if self.config.share_layers else index], dropped
+
+    def choose(self, dropped: bool, before: tuple, after: tuple) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return tokens and P `before` a layer or `after` it.
+
+        Each process draws for itself what it leaves out, but awaits the others for the weights (FSDP) and gradients
+        (DDP) of every layer. Therefore the layer has run, and what is left out gets gradients of 0.
+        """
+        if not (self.training and self.config.layerdrop and _has_peers()):
+            return after
+        dropped = torch.tensor(dropped, device=after[0].device)
+        pairs = zip(before, after, strict=True)
+        return tuple(None if new is None else torch.where(dropped, old, new) for old, new in pairs)
 
     def final_norm(self, hidden_states, packed_states):
         """Apply the norms behind the last layer, which there are where every layer begins with one."""
@@ -499,9 +529,9 @@ class LunaDecoder(LunaEncoder):
         elif past is not None:
             pasts = past.layers
         packed_states = [packed[0]]
-        for index, layer in self.used_layers():
+        for index, layer, dropped in self.used_layers():
             rows = packed_states[-1] if self.config.contextual_projection else packed[index]
-            hidden_states, rows = layer(
+            states = layer(
                 hidden_states,
                 rows,
                 layout,
@@ -512,6 +542,7 @@ class LunaDecoder(LunaEncoder):
                 pasts[index],
                 cross_pasts[index],
             )
+            hidden_states, rows = self.choose(dropped, (hidden_states, packed_states[-1]), states)
             packed_states.append(rows)
         return self.final_norm(hidden_states, packed_states)
 
@@ -523,7 +554,7 @@ class LunaPreTrainedModel(CommonPreTrainedModel):
     config: LunaConfig
     base_model_prefix = "luna"
     cache_class, seq2seq_cache_class = LunaCache, LunaSeq2SeqCache
-    _no_split_modules = ["LunaLayer", "LunaDecoderLayer", "LunaEmbeddings"]
+    _no_split_modules = ["LunaLayer", "LunaDecoderLayer"]
     _can_record_outputs = {
         "hidden_states": LunaLayer,
         "attentions": [
@@ -641,8 +672,9 @@ class LunaModel(LunaInputsMixin, BodyMixin, LunaPreTrainedModel):
         )
         layout, past = inputs.layout, inputs.past
         position_ids = self.number_positions(position_ids, inputs)
-        hidden_states = self.embeddings(inputs.embeddings, layout, position_ids)
-        packed, packed_mask = self.initial_packed(packed_states, packed_mask, inputs)
+        given = self.given_packed(packed_states, packed_mask, inputs)
+        hidden_states, learned = self.embeddings(inputs.embeddings, layout, position_ids, with_packed=given is None)
+        packed, packed_mask = learned if given is None else given
         self.check_context(encoder_hidden_states, encoder_attention_mask, past)
         states = (hidden_states, packed, layout, packed_mask, inputs.output_weights)
         if self.config.is_decoder:
@@ -663,16 +695,16 @@ class LunaModel(LunaInputsMixin, BodyMixin, LunaPreTrainedModel):
             packed_hidden_states=tuple(packed) if recorded else None,
         )
 
-    def initial_packed(
+    def given_packed(
         self, packed_states: torch.Tensor | None, packed_mask: torch.Tensor | None, inputs: CheckedInputs
-    ) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
-        """Return P for every layer, None with a filled cache, and the bool mask of its rows."""
+    ) -> tuple[list[torch.Tensor | None], torch.Tensor | None] | None:
+        """Return P for every layer, None with a filled cache, and the bool mask of its rows; None = P is learned."""
         layers = self.config.num_hidden_layers
         if (cache := self.own_cache(inputs.past)) is not None:
             return [None] * layers, cache.layers[0].tensors.get("pack_mask")
         self.check_packed_states(packed_states, packed_mask, inputs)
         if packed_states is None:
-            return self.embeddings.packed(inputs.embeddings, inputs.layout)
+            return None
         return [packed_states] * layers, drop_if_full(None if packed_mask is None else packed_mask.bool())
 
 

@@ -5,6 +5,7 @@ The vocabulary, sorted by frequency, falls into bands at the cutoffs. Words of b
 tails.
 """
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -50,6 +51,30 @@ def _wide(scores: torch.Tensor) -> torch.Tensor:
     return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
 
+class _Words(nn.Embedding):
+    """The vectors of a band: those of tokens, or the scores `[M, words]` of states `[M, width]` by all of them.
+
+    FSDP and offloading bring the weights of a module for the time of its `forward` alone; so both are in it.
+    """
+
+    def forward(self, tokens: torch.LongTensor | None = None, states: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(tokens) if states is None else linear(states, self.weight)
+
+
+class MegaBandProjection(nn.Module):
+    """Vectors of the width of a band to that of the model, or `back`; `_init_weights` of the model fills `weight`.
+
+    It is no `nn.Linear`, which tools would adapt or quantise for one of the two directions alone.
+    """
+
+    def __init__(self, width: int, model_width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(model_width, width))
+
+    def forward(self, vectors: torch.Tensor, back: bool = False) -> torch.Tensor:
+        return linear(vectors, self.weight.T if back else self.weight)
+
+
 class MegaAdaptiveEmbedding(nn.Module):
     """Tokens `[B, T]` to `[B, T, d]`: a vector of the width of the token's band, then that band's projection."""
 
@@ -60,11 +85,25 @@ class MegaAdaptiveEmbedding(nn.Module):
             config.adaptive_input_cutoffs, config.vocab_size, config.embedding_size, config.adaptive_input_factor
         )
         sizes = [end - start for start, end in pairwise(self.edges)]
-        self.words = nn.ModuleList(nn.Embedding(size, width) for size, width in zip(sizes, widths, strict=True))
-        self.projections = nn.ModuleList(nn.Linear(width, self.width, bias=False) for width in widths)
+        self.words = nn.ModuleList(_Words(size, width) for size, width in zip(sizes, widths, strict=True))
+        self.projections = nn.ModuleList(MegaBandProjection(width, self.width) for width in widths)
 
-    def forward(self, tokens: torch.LongTensor) -> torch.Tensor:
-        embedded = self.projections[0].weight.new_zeros(*tokens.shape, self.width)
+    def forward(
+        self,
+        tokens: torch.LongTensor | None = None,
+        states: torch.Tensor | None = None,
+        band: int = 0,
+        dropout: nn.Module | None = None,
+    ) -> torch.Tensor:
+        """Return the vectors of tokens, or the scores of the words of a band for `states` `[M, width of the band]`.
+
+        With `dropout`, `states` are `[M, d]` and go back through the band's projection, and through that, first.
+        """
+        if states is not None:
+            if dropout is not None:
+                states = dropout(self.projections[band](states, back=True))
+            return self.words[band](states=states)
+        embedded = tokens.new_zeros(*tokens.shape, self.width, dtype=self.projections[0].weight.dtype)
         for (start, end), words, projection in zip(pairwise(self.edges), self.words, self.projections, strict=True):
             inside = (tokens >= start) & (tokens < end)
             embedded = embedded.index_put((inside,), projection(words(tokens[inside] - start)).to(embedded.dtype))
@@ -74,7 +113,7 @@ class MegaAdaptiveEmbedding(nn.Module):
 class MegaAdaptiveSoftmax(nn.Module):
     """Log-probabilities or loss of hidden states `[M, d]`.
 
-    With `tie_word_embeddings` the word vectors are those of the `MegaAdaptiveEmbedding` passed in, with
+    With `tie_word_embeddings` the word vectors are those of the `MegaAdaptiveEmbedding` whose call is passed in, with
     `tie_adaptive_projections` the projections of the tails as well (transposed); what is tied has no parameters here.
     """
 
@@ -100,23 +139,23 @@ class MegaAdaptiveSoftmax(nn.Module):
             shapes = zip(widths[1:], sizes, strict=True)
             self.words = nn.ModuleList(nn.Linear(tail, size, bias=False) for tail, size in shapes)
 
-    def score_head(self, states: torch.Tensor, embedding: nn.Module) -> torch.Tensor:
+    def score_head(self, states: torch.Tensor, embedding: Callable) -> torch.Tensor:
         """Return the scores of the words of the first band and of the tails, `[M, size + tails]` float32."""
         if not self.tied:
             return _wide(self.head(states))
         projected = states if self.head_projection is None else self.head_projection(states)
-        return _wide(torch.cat((linear(projected, embedding.words[0].weight), self.head(states)), dim=-1))
+        return _wide(torch.cat((embedding(states=projected), self.head(states)), dim=-1))
 
-    def score_tail(self, tail: int, states: torch.Tensor, embedding: nn.Module) -> torch.Tensor:
+    def score_tail(self, tail: int, states: torch.Tensor, embedding: Callable) -> torch.Tensor:
         """Return the scores of the words of a tail, `[M, size]` float32."""
         if self.projections is None:
-            projected = states @ embedding.projections[tail + 1].weight
-        else:
-            projected = self.projections[tail](states)
-        words = embedding.words[tail + 1] if self.words is None else self.words[tail]
-        return _wide(linear(self.dropout(projected), words.weight))
+            return _wide(embedding(states=states, band=tail + 1, dropout=self.dropout))
+        projected = self.dropout(self.projections[tail](states))
+        if self.words is None:
+            return _wide(embedding(states=projected, band=tail + 1))
+        return _wide(self.words[tail](projected))
 
-    def forward(self, states: torch.Tensor, embedding: nn.Module) -> torch.Tensor:
+    def forward(self, states: torch.Tensor, embedding: Callable) -> torch.Tensor:
         """Return the log-probabilities of the whole vocabulary, `[M, vocab_size]` float32."""
         states, first = self.dropout(states), self.edges[1]
         head = self.score_head(states, embedding).log_softmax(dim=-1)
@@ -126,7 +165,7 @@ class MegaAdaptiveSoftmax(nn.Module):
         )
         return torch.cat((head[:, :first], *tails), dim=-1)
 
-    def loss(self, states: torch.Tensor, targets: torch.LongTensor, embedding: nn.Module) -> torch.Tensor:
+    def loss(self, states: torch.Tensor, targets: torch.LongTensor, embedding: Callable) -> torch.Tensor:
         """Return the summed negative log-probabilities of `targets` `[M]`; a tail costs only what its words need."""
         states, first = self.dropout(states), self.edges[1]
         classes, total = targets, 0.0

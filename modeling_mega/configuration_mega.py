@@ -112,6 +112,10 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
     decoder_fields = DECODER_FIELDS
     keys_to_ignore_at_inference = ["past_key_values"]
     attribute_map = {"d_model": "hidden_size", "max_position_embeddings": "max_positions"}
+    base_model_fsdp_plan = {
+        "embedding_layer.word_embeddings": "free_full_weight",
+        "layers.*": "free_full_weight",
+    }
 
     vocab_size: int = 30522
     hidden_size: int = 128

@@ -104,7 +104,8 @@ class MegaForCausalLM(StateGenerationMixin, MegaPreTrainedModel):
 
     def _adaptive(self, hidden_states, targets, num_items_in_batch=None, **kwargs):
         """Return log-probabilities and None, or with targets None and the loss."""
-        embedding = self.mega.get_input_embeddings()
+        # Not the module, which accelerate would move with the arguments of another, and cannot where it is offloaded.
+        embedding = self.mega.get_input_embeddings().__call__
         if targets is None:
             return self.lm_head(hidden_states.flatten(0, 1), embedding).unflatten(0, hidden_states.shape[:2]), None
         counted = targets != -100

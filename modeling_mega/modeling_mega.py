@@ -32,7 +32,7 @@ from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel
 from luna_mega.modeling_common.inputs import ValueEmbeddings
 from luna_mega.modeling_common.layout import DENSE, TokenLayout
 from luna_mega.modeling_common.pooling import first_token
-from luna_mega.modeling_mega.adaptive import MegaAdaptiveEmbedding
+from luna_mega.modeling_mega.adaptive import MegaAdaptiveEmbedding, MegaBandProjection
 from luna_mega.modeling_mega.cache_mega import MegaCache, MegaCacheLayer, MegaCrossCacheLayer, MegaSeq2SeqCache
 from luna_mega.modeling_mega.configuration_mega import MegaConfig
 from luna_mega.modeling_mega.cross_attention import MegaGatedCrossAttention
@@ -289,6 +289,8 @@ class MegaPreTrainedModel(CommonPreTrainedModel):
             init.copy_(module.ema_expansion_matrix, signs + noise)
             init.normal_(module.kernel_projection_matrix, std=config.ema_gamma_omega_range)
             init.normal_(module.residual_weight, std=config.ema_gamma_omega_range)
+        elif isinstance(module, MegaBandProjection):
+            init.normal_(module.weight, std=std)
         elif isinstance(module, MegaGatedAttention):
             init.normal_(module.qk_weight, std=std)
             init.zeros_(module.qk_bias)

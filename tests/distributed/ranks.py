@@ -27,8 +27,12 @@ class Ranks:
         self.processes: list[multiprocessing.Process] = []
         self.pipes: list[Connection] = []
 
-    def __call__(self, count: int, function: Callable, *arguments: Any, timeout: float = TIMEOUT) -> list:
+    def __call__(
+        self, count: int, function: Callable, *arguments: Any, timeout: float = TIMEOUT, may_fail: bool = False
+    ) -> list:
         """Run `function(*arguments)` on `count` ranks and return their results in the order of the ranks.
+
+        With `may_fail` the text of its fault is the result of a rank that fails or ends, and the others go on.
 
         Raises:
             AssertionError: a rank raised an error, ended or said nothing for `timeout` seconds; the text is the first
@@ -50,8 +54,11 @@ class Ranks:
                         fault, results[waiting[pipe]] = pipe.recv()
                     except EOFError:
                         fault = "the process ended"
-                    if fault is not None:
+                    if fault is not None and not may_fail:
                         self._fail(f"rank {waiting[pipe]} of {count}: {fault}")
+                    results[waiting[pipe]] = results.get(waiting[pipe]) if fault is None else fault
+        if may_fail:
+            self.stop()
         return [results[rank] for rank in range(count)]
 
     def _start(self):

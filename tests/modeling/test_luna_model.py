@@ -204,10 +204,7 @@ def test_dropout_is_drawn_for_every_sequence():
     model = make("Model", dropout=0.5).train()
     twice = {name: value.expand(2, -1) for name, value in head_inputs("Model", [9]).items()}
     embeds, layout = model.get_input_embeddings()(twice["input_ids"]), TokenLayout(twice["attention_mask"].bool())
-    tokens, (packed,) = (
-        model.embeddings(embeds, layout, torch.arange(9)[None]),
-        model.embeddings.packed(embeds, layout)[0],
-    )
+    tokens, ((packed,), _) = model.embeddings(embeds, layout, torch.arange(9)[None], with_packed=True)
     assert not torch.equal(tokens[0], tokens[1]) and not torch.equal(packed[0], packed[1])
 
 
@@ -216,7 +213,7 @@ def test_sinusoids_are_fairseq_s():
     model = HEADS["Model"](tiny_config(position_embedding_type="sinusoidal", embedding_norm=False)).eval()
     ids = torch.full((1, 3), 7)
     embeds = model.get_input_embeddings()(ids)
-    tokens, (packed, _) = model.embeddings(embeds, DENSE, torch.arange(3)[None]), model.embeddings.packed(embeds, DENSE)
+    tokens, (packed, _) = model.embeddings(embeds, DENSE, torch.arange(3)[None], with_packed=True)
     frequency = 10000.0 ** (-torch.arange(12) / 11.0)
     scale = 24**0.5
     for actual, raw, first in (

@@ -1,0 +1,135 @@
+"""DDP of every class: losses and gradients of one process, without unused parameters and without warnings."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.big_modeling import _attach_context_parallel_hooks, _refuse_recurrent_layers_under_sequence_parallelism
+from accelerate.state import AcceleratorState
+
+from tests.distributed import cases
+
+TOLERANCE = 1e-6
+PATIENCE = 600  # seconds for a call with many cases
+
+
+def assert_equal(results: dict):
+    faults = {case: result for case, result in results.items() if max(result[:2]) > TOLERANCE or result[2]}
+    assert results and not faults
+
+
+def test_every_class_trains_as_on_one_process(ranks):
+    assert_equal(ranks(2, cases.compare, list(cases.CASES), cases.ddp, 2, timeout=PATIENCE)[0])
+
+
+def test_four_processes(ranks):
+    assert_equal(ranks(4, cases.compare, cases.A_FEW, cases.ddp, 5, timeout=PATIENCE)[0])
+
+
+def layerdrop_step(name: str, wrap) -> list[bool]:
+    """Take two steps in which every process leaves out layers of its own."""
+    model = wrap(cases.make(name, layerdrop=0.5))
+    torch.manual_seed(dist.get_rank())
+    finite = []
+    for step in range(2):
+        whole = cases.batch(name, step)
+        cases.loss_of(model, cases.own_rows(whole), whole).backward()
+        grads = [cases.whole_tensor(p.grad) for p in cases.unwrap(model).parameters() if p.requires_grad]
+        finite.append(all(bool(grad.isfinite().all()) for grad in grads))
+        model.zero_grad()
+    return finite
+
+
+LAYERDROP = ["luna: masked LM, tied", "luna: pooling packed_mean", "luna: seq2seq", "luna: causal LM"]
+
+
+def layerdrop_steps(wrap) -> list[list[bool]]:
+    return [layerdrop_step(name, wrap) for name in LAYERDROP]
+
+
+@pytest.mark.parametrize("wrap", [cases.ddp, cases.fsdp_of_accelerate])
+def test_layerdrop_leaves_no_parameter_without_a_gradient(ranks, wrap):
+    assert ranks(2, layerdrop_steps, wrap) == [[[True, True]] * len(LAYERDROP)] * 2
+
+
+def batch_norm_step() -> float:
+    name = "mega: masked LM, synchronised batch norm"
+    model = cases.ddp(cases.make(name, normalization_type="batchnorm"))
+    whole = cases.batch(name, 0)
+    for _ in range(2):  # the statistics of process 0 reach the others at the next step
+        cases.loss_of(model, cases.own_rows(whole), whole).backward()
+    model.eval()
+    with torch.no_grad():
+        return float(model(**whole).loss)
+
+
+def test_batch_norm_is_of_each_process(ranks):
+    """A step normalises by the rows of its process; DDP hands running statistics of process 0 on beforehand."""
+    first, second = ranks(2, batch_norm_step)
+    assert first == second
+
+
+def empty_rank() -> str | None:
+    whole = {name: value[:1] for name, value in cases.batch("luna: causal LM", 0).items()}
+    rows = slice(dist.get_rank(), dist.get_rank() + 1)
+    try:
+        cases.ddp(cases.make("luna: causal LM"))(**{name: value[rows] for name, value in whole.items()})
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_process_without_a_row_is_told(ranks):
+    first, second = ranks(2, empty_rank)
+    assert first is None and "the batch is empty: 0 sequences" in second
+
+
+def accelerate_small_data() -> list[float]:
+    """Train on one row with accelerate, which hands it to every process."""
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # asked for, and not used: there is a group
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True)
+    whole = cases.batch("mega: causal LM", 0)
+    rows = [{name: value[0] for name, value in whole.items()}]
+    model = cases.make("mega: causal LM")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, torch.utils.data.DataLoader(rows, batch_size=1))
+    losses = []
+    for inputs in loader:
+        loss = model(**inputs).loss
+        accelerator.backward(loss)
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def test_more_processes_than_rows_with_accelerate(ranks):
+    first, second = ranks(2, accelerate_small_data)
+    assert len(first) == 1 and first == second
+
+
+def die_at_second_step():
+    model = cases.fsdp_of_accelerate(cases.make("luna: causal LM"))
+    for step in range(3):
+        if step == 1 and dist.get_rank() == 1:
+            os._exit(1)
+        whole = cases.batch("luna: causal LM", step)
+        cases.loss_of(model, cases.own_rows(whole), whole).backward()
+
+
+def test_the_others_end_when_a_process_dies(ranks):
+    start = time.monotonic()
+    survivor, dead = ranks(2, die_at_second_step, may_fail=True)
+    assert dead == "the process ended" and "Error" in survivor
+    assert time.monotonic() - start < 60
+
+
+@pytest.mark.parametrize(
+    "refuse", [_attach_context_parallel_hooks, _refuse_recurrent_layers_under_sequence_parallelism]
+)
+@pytest.mark.parametrize("name", cases.CASES)
+def test_every_class_refuses_to_be_split_along_the_sequence(name, refuse):
+    with pytest.raises(ValueError, match="pass cp_group to the model's forward"):
+        refuse(cases.make(name))
+    assert not cases.make(name).supports_context_parallel

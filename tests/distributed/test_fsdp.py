@@ -1,0 +1,34 @@
+"""FSDP2 of every class, as accelerate and as transformers wrap it: losses and gradients of one process."""
+
+from torch.distributed.fsdp import FSDPModule
+
+from tests.distributed import cases
+from tests.distributed.test_ddp import PATIENCE, assert_equal
+
+LOADED = [*cases.A_FEW, "luna: pooling packed_mean", "luna: seq2seq, two vocabularies", "mega: causal LM, adaptive"]
+
+
+def test_every_class_trains_as_on_one_process(ranks):
+    results = ranks(2, cases.compare, cases.CLASSES, cases.fsdp_of_accelerate, 2, (True,), timeout=PATIENCE)
+    assert_equal(results[0])
+
+
+def test_plans_of_transformers(ranks):
+    assert_equal(ranks(2, cases.compare, LOADED, cases.fsdp_of_transformers, 2, (False,), timeout=PATIENCE)[0])
+
+
+def test_four_processes(ranks):
+    names = cases.A_FEW[:2]
+    assert_equal(ranks(4, cases.compare, names, cases.fsdp_of_accelerate, 5, (False,), timeout=PATIENCE)[0])
+
+
+def wrapped_modules(name: str, wrap) -> list[str]:
+    return [key for key, module in wrap(cases.make(name)).named_modules() if isinstance(module, FSDPModule)]
+
+
+def test_what_is_wrapped(ranks):
+    name = "luna: ForTokenClassification"
+    layers = [f"luna.encoder.layers.{index}" for index in range(2)]
+    expected = ["", "luna.embeddings.word_embeddings", *layers]
+    for wrap in (cases.fsdp_of_accelerate, cases.fsdp_of_transformers):
+        assert ranks(2, wrapped_modules, name, wrap)[0] == expected
