@@ -38,11 +38,11 @@ def write_corpus(folder: Path) -> Path:
     return folder
 
 
-def options(corpus: Path, output: Path) -> list[str]:
+def options(corpus: Path, output: Path, steps: int = STEPS) -> list[str]:
     """Return the command line of `run_mlm_accelerate.py`, which resumes whatever is in `output`."""
     return [
         *("--dataset_path", str(corpus), "--output_dir", str(output), "--resume", "true", "--use_cpu", "true"),
-        *("--fsdp", "true", "--timeout", "30", "--max_steps", str(STEPS), "--save_steps", "2", "--batch_size", "8"),
+        *("--fsdp", "true", "--timeout", "30", "--max_steps", str(steps), "--save_steps", "2", "--batch_size", "8"),
         *("--block_size", "32", "--vocab_size", "300", "--model_type", "mega", "--config_overrides", MODEL),
         *("--learning_rate", "0.01", "--gradient_accumulation_steps", "2"),
     ]
@@ -87,7 +87,7 @@ def kill_one(processes: list[subprocess.Popen], output: Path, step: int, delay: 
 def read_losses(output: Path) -> list[float]:
     """Return the losses of all steps, which have to be in order."""
     rows = [json.loads(line) for line in (output / "losses.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(1, STEPS + 1)), "steps are missing or doubled"
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1)), "steps are missing or doubled"
     return [row["loss"] for row in rows]
 
 

@@ -59,7 +59,7 @@ class Script(ABC):
             fail(f"--do_predict: a {self.title} has no test predictions to write; pass --do_eval")
         check_training(self.training, self.model, getattr(self.data, "early_stopping_patience", None))
         if self.scale.streaming and not self.streams:
-            fail(f"--streaming: a {self.title} is trained on data that are read whole; only language models stream")
+            fail(f"--streaming: the data of {self.title} are read whole; only those of language models can be streamed")
         check_scale(self.training, self.scale)
 
     def limits(self, validation: tuple[str, ...] = ("validation",), test: tuple[str, ...] = ("test",)) -> dict:

@@ -1,5 +1,6 @@
 """Steps of a training script: check what it is asked for, train, evaluate, write files, sum up."""
 
+import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,6 +19,7 @@ from common.model import CheckpointArguments
 from common.report import SpeedCallback, peak_memory_gb, plot_curve, print_table, save_json, throughput
 from common.scale import total
 
+NOT_SHARDED = ", not FSDP: accelerate does not shard on CPUs"
 PARALLEL = {
     DistributedType.NO: "none",
     DistributedType.MULTI_CPU: "DDP",
@@ -106,12 +108,14 @@ def check_training(
 
 def describe(trainer: Trainer, model: CheckpointArguments) -> dict[str, Any]:
     """Return the first entries of the summary."""
+    asked = trainer.args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    asked = asked and not trainer.is_fsdp_enabled
     return {
         "model": model.model_name_or_path or f"{model.model_type} from scratch",
         "parameters": trainer.model.num_parameters(),
         "device": str(trainer.args.device),
         "processes": trainer.args.world_size,
-        "parallel": PARALLEL[trainer.accelerator.distributed_type],
+        "parallel": PARALLEL[trainer.accelerator.distributed_type] + (NOT_SHARDED if asked else ""),
         "luna_mega": luna_mega.__version__,
     }
 

@@ -1,0 +1,136 @@
+"""Files for `accelerate launch`, streamed data, and what is refused."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import datasets
+import pytest
+import torch
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+
+from tests.examples import test_run_mlm as mlm
+from tests.examples.runs import QUIET, TINY, assert_refused, write
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+CONFIGS = sorted((EXAMPLES / "accelerate").glob("*.yaml"))
+
+
+@pytest.fixture
+def corpus(tmp_path) -> Path:
+    """A split train of three files."""
+    for shard in range(3):
+        mlm.write(mlm.texts(30, seed=shard), tmp_path / "corpus" / f"train-{shard:05d}-of-00003.jsonl")
+    return mlm.write(mlm.texts(20, seed=9), tmp_path / "corpus" / "validation.jsonl")
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_accelerate_reads_the_file(path):
+    config = load_config_from_file(str(path))
+    assert config.num_processes == 2 and config.distributed_type.value in yaml.safe_load(path.read_text()).values()
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="DeepSpeed's ZeRO-3 needs two GPUs")
+def test_deepspeed(corpus, tmp_path):
+    launch("deepspeed_zero3", corpus, tmp_path / "out")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="accelerate's FSDP2 needs two GPUs")
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+def test_launch_on_gpus(name, corpus, tmp_path):
+    launch(name, corpus, tmp_path / "out")
+
+
+def test_launch_on_cpus(corpus, tmp_path):
+    """Where accelerate cannot shard it runs DDP, and the summary says so."""
+    parallel = launch("fsdp2", corpus, tmp_path / "out", "--use_cpu", "true")["parallel"]
+    assert parallel == "DDP, not FSDP: accelerate does not shard on CPUs"
+
+
+def launch(config: str, corpus: Path, output: Path, *more: str) -> dict:
+    options = ["--dataset_path", corpus, "--output_dir", output, "--do_train", "--do_eval", "--max_steps", 2]
+    options += ["--config_overrides", TINY, "--vocab_size", 300, "--block_size", 32, *QUIET[1:], *more]
+    command = ["accelerate.commands.launch", "--config_file", EXAMPLES / "accelerate" / f"{config}.yaml"]
+    command += ["--main_process_port", "0", EXAMPLES / "run_mlm.py", *options]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
+    done = subprocess.run([sys.executable, "-m", *map(str, command)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((output / "summary.json").read_text())
+    assert summary["processes"] == summary["steps"] == 2 and done.stdout.count("masked language model") == 1
+    return summary
+
+
+def streamed(script, folder: Path, rank: int, count: int, files: int = 3) -> list[int]:
+    """Return twelve rows of a stream of ten, as a process reads them."""
+    folder.mkdir(exist_ok=True)
+    rows = [{"number": number} for number in range(10)]
+    names = [write(rows[file::files], folder / f"{file}.jsonl") / f"{file}.jsonl" for file in range(files)]
+    split = datasets.load_dataset("json", data_files=[str(name) for name in names], split="train", streaming=True)
+    training = SimpleNamespace(process_index=rank, world_size=count, seed=3)
+    stream = script("common.scale").Stream(split.shuffle(3, buffer_size=4), lambda row, _: row, training)
+    return [row["number"] for row in itertools.islice(stream, 12)]
+
+
+def test_a_stream_is_shared_out(script, tmp_path):
+    """Files that do not divide: batches are those of one process, over the end of the data too. Else: own files."""
+    whole = streamed(script, tmp_path / "three", 0, 1)
+    assert sorted(whole[:10]) == list(range(10)) and whole != sorted(whole)
+    for count in (2, 4):
+        shares = [streamed(script, tmp_path / "three", rank, count) for rank in range(count)]
+        assert [shares[place % count][place // count] for place in range(12)] == whole
+    shares = [streamed(script, tmp_path / "two", rank, 2, files=2) for rank in range(2)]
+    assert sorted(sorted(set(share)) for share in shares) == [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]
+
+
+STREAM = ["--streaming", "true", "--shuffle_buffer", "8", "--block_size", "32", "--do_train"]
+
+
+@pytest.mark.parametrize("name", ["run_mlm", "run_clm"])
+def test_language_models_stream_and_resume(name, call, corpus, tmp_path):
+    options = [name, "--dataset_path", corpus, *STREAM, "--do_eval", "--per_device_train_batch_size", 4]
+    options += ["--model_type", "luna", "--config_overrides", f"{TINY},dropout=0.0", "--vocab_size", 300]
+    options += ["--max_steps", 8, "--save_steps", 4]
+    options += ["--eval_context", 32, "--eval_segment", 32] if name == "run_clm" else []
+    whole = call(*options, "--output_dir", tmp_path / "whole")
+    checkpoint = tmp_path / "whole" / "checkpoint-4"
+    resumed = call(*options, "--output_dir", tmp_path / "resumed", "--resume_from_checkpoint", checkpoint)
+    assert whole["steps"] == resumed["steps"] == 8 and "train_samples" in whole
+    assert resumed["eval_loss"] == pytest.approx(whole["eval_loss"], rel=1e-6)
+    states = [json.loads((tmp_path / run / "trainer_state.json").read_text()) for run in ("whole", "resumed")]
+    one, two = ([entry["loss"] for entry in state["log_history"] if "loss" in entry] for state in states)
+    assert one == two and len(set(one)) == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("run_mlm", [], "--streaming needs --max_steps"),
+        ("run_mlm", ["--max_steps", "2", "--dataloader_num_workers", "2"], "--streaming reads in at most 1 worker"),
+        ("run_mlm", ["--max_steps", "2", "--shuffle_buffer", "0"], "--shuffle_buffer 0 must be at least 1"),
+        ("run_mlm", ["--max_steps", "2", "--text_column", "words"], "has no text in a column words, only text"),
+        ("run_clm", ["--max_steps", "2", "--validation_share", "0.1"], "--streaming: not with --carry_state or"),
+        ("run_audio", ["--max_steps", "2"], "the data of audio classification are read whole"),
+    ],
+)
+def test_streaming_is_refused(name, options, message, call, corpus, tmp_path):
+    stream = STREAM if name != "run_audio" else [STREAM[0], STREAM[1], STREAM[-1]]
+    paths = ["--dataset_path", corpus, "--output_dir", tmp_path / "out"]
+    assert_refused(call, message, name, *paths, *stream, *options, output=tmp_path / "out")
+
+
+def test_utilisation_is_left_out_with_the_reason(call, corpus, tmp_path):
+    options = ["run_mlm", "--dataset_path", corpus, "--do_train", "--max_steps", 1, "--block_size", 32]
+    options += ["--vocab_size", 300, "--model_type", "roberta"]
+    options += ["--config_overrides", "hidden_size=16,num_hidden_layers=1,num_attention_heads=2,intermediate_size=16"]
+    summary = call(*options, "--output_dir", tmp_path / "out")
+    assert summary["mfu"] == "not known: there are no formulas for roberta" and summary["tokens_per_second"] > 0
+    luna = [*options[:-4], "--config_overrides", TINY, "--peak_flops", "1e6"]
+    summary = call(*luna, "--output_dir", tmp_path / "luna")
+    assert summary["peak_flops"] == 1e6 and summary["mfu"] > 0
