@@ -43,7 +43,6 @@ def test_torchao_int8_weights(model, tmp_path):
     check(quantized, model, 1e-3)
 
 
-@pytest.mark.filterwarnings("ignore:torch.(ao|quantize).*:DeprecationWarning")
 def test_torch_dynamic(model):
     if "fbgemm" not in torch.backends.quantized.supported_engines:
         pytest.skip("this build of torch has no int8 kernels for CPUs")
