@@ -168,7 +168,9 @@ def is_checkpointing(model: PreTrainedModel) -> bool:
 
 def train(name: str, wrap: Callable | None, steps: int, checkpointing: bool = False) -> list[tuple[float, dict]]:
     """Return the loss, and the gradients by name, of every step."""
-    model = make(name, checkpointing)
+    # The one process is one of a group, whose other processes synchronised batch norm would wait for.
+    alone = {"normalization_type": "batchnorm"} if wrap is None and "syncbatchnorm" in CASES[name][1].values() else {}
+    model = make(name, checkpointing, **alone)
     wrapped = model if wrap is None else wrap(model)
     optimizer = torch.optim.SGD([p for p in wrapped.parameters() if p.requires_grad], lr=0.1)
     results = []
