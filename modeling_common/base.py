@@ -61,9 +61,10 @@ class CommonPreTrainedModel(TensorParallelMixin, PreTrainedModel):
         """Distribute a model whose weights are tied already; transformers calls this before it loads them.
 
         FSDP2 must know that two names are one weight: by itself transformers ties them after, and where their rows do
-        not divide by the processes, an update then reaches one of the two alone.
+        not divide by the processes, an update then reaches one of the two alone. Tensor parallelism splits the names of
+        a plan one by one, and is left to transformers.
         """
-        if mesh is not None:
+        if mesh is not None and distributed_config.tp_size == 1:
             model.tie_weights(recompute_mapping=False)
         return super().maybe_distribute_model(model, distributed_config, mesh)
 
