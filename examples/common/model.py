@@ -113,7 +113,8 @@ def first_position(model_type: str, pad_token_id: int) -> int:
 
 def longest_input(config: PreTrainedConfig) -> float:
     """Return how long an input may be; Mega takes any length with a rotary bias or attention in chunks."""
-    if config.model_type == "mega" and (config.use_chunking or config.relative_positional_bias == "rotary"):
+    mega = config.model_type in ("mega", "mega_seq2seq")
+    if mega and (config.use_chunking or config.relative_positional_bias == "rotary"):
         return float("inf")
     return config.max_position_embeddings - first_position(config.model_type, config.pad_token_id)
 
