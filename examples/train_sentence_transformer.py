@@ -120,16 +120,20 @@ class SentenceEmbedding(Script):
             modules=[transformer, Pooling(config.hidden_size, data.pooling)], device=str(self.training.device)
         )
 
-    def build(self) -> SentenceTransformerTrainer:
-        pairs = self.pairs() if self.training.do_train else None
+    def prepare(self) -> None:
+        pairs = self.splits["train"] = self.pairs() if self.training.do_train else None
         texts = (text for column in self.data.text_columns for text in pairs[column]) if pairs else ()
-        model = self.embed(make_tokenizer(self.model, texts, self.data.max_seq_length))
+        self.tokenizer = make_tokenizer(self.model, texts, self.data.max_seq_length)
+        self.judge = self.evaluator() if self.judged else None
+
+    def build(self) -> SentenceTransformerTrainer:
+        model = self.embed(self.tokenizer)
         return SentenceTransformerTrainer(
             model,
             self.training,
-            train_dataset=pairs,
+            train_dataset=self.splits["train"],
             loss=MultipleNegativesRankingLoss(model, scale=self.data.scale),
-            evaluator=self.evaluator() if self.judged else None,
+            evaluator=self.judge,
         )
 
     def describe(self) -> dict[str, Any]:
