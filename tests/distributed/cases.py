@@ -98,7 +98,10 @@ def batch(name: str, step: int) -> dict[str, torch.Tensor]:
 
 
 def own_rows(whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return this process's rows of a batch, as long as the longest of them."""
+    """Return this process's rows of a batch, cut to the longest source or target among them.
+
+    Those of answers are not cut: their loss is over all positions, padding as well, as everywhere in transformers.
+    """
     rows = slice(dist.get_rank() * ROWS // dist.get_world_size(), (dist.get_rank() + 1) * ROWS // dist.get_world_size())
     own = {name: value[rows] for name, value in whole.items()}
     longest = max(int(value.sum(dim=-1).max()) for name, value in own.items() if "attention_mask" in name)
