@@ -104,11 +104,11 @@ def own_rows(whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """
     rows = slice(dist.get_rank() * ROWS // dist.get_world_size(), (dist.get_rank() + 1) * ROWS // dist.get_world_size())
     own = {name: value[rows] for name, value in whole.items()}
-    longest = max(int(value.sum(dim=-1).max()) for name, value in own.items() if "attention_mask" in name)
-    # transformers' losses take contiguous labels.
-    return {
-        name: value[..., : longest if value.shape[-1] == WIDTH else None].contiguous() for name, value in own.items()
-    }
+    kept = [value for name, value in own.items() if "attention_mask" in name]
+    kept += [value != -100 for name, value in own.items() if name == "labels" and value.dim() == 2]
+    longest = WIDTH if "start_positions" in own else max(int(value.sum(dim=-1).max()) for value in kept)
+    own = {name: value[..., :longest] if value.shape[-1] == WIDTH else value for name, value in own.items()}
+    return {name: value.contiguous() for name, value in own.items()}  # as transformers' losses take labels
 
 
 def loss_of(model: nn.Module, inputs: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]) -> torch.Tensor:
