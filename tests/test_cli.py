@@ -89,7 +89,8 @@ def test_an_input_at_fault_is_one_line(name, error, monkeypatch, capsys):
         raise error
 
     monkeypatch.setitem(cli._COMMANDS, name, fail)
-    argv = {"verify": ["a", "b"], "convert": ["a", "--output", "b"], "export": ["a", "--output", "b"]}.get(name, ["a"])
+    with_output = dict.fromkeys(("convert", "export", "onnx"), ["a", "--output", "b"])
+    argv = ({"verify": ["a", "b"]} | with_output).get(name, ["a"])
     status, output = run([name, *argv], capsys)
     assert status == 1 and output.out == ""
     assert output.err.startswith(f"luna-mega {name}: error: ") and output.err.count("\n") == 1
