@@ -121,7 +121,12 @@ def test_errors_leave_nothing(change, words, tmp_path, monkeypatch, capsys):
 
 
 def test_adaptive_vocabularies_are_refused(tmp_path):
-    bands = {"adaptive_input_cutoffs": [10, 20], "adaptive_softmax_cutoffs": [10, 20], "adaptive_input_factor": 2}
+    bands = {
+        "adaptive_input_cutoffs": [10, 20],
+        "adaptive_softmax_cutoffs": [10, 20],
+        "adaptive_input_factor": 2,
+        "adaptive_softmax_factor": 2,
+    }
     model = make("mega: softmax", **bands).float()
     with pytest.raises(onnx.ConversionError, match="adaptive vocabulary"):
         onnx.export_onnx(saved(tmp_path / "model", model), tmp_path / "out")
