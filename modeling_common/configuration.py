@@ -3,7 +3,6 @@
 
 import copy
 from collections.abc import Iterable
-from types import MappingProxyType
 from typing import Any
 
 from transformers.activations import ACT2FN
@@ -19,6 +18,16 @@ class _RecurrentLayer(str):
         return f"{str(self)!r} (leave cp_size and sp_size at 1, and pass cp_group to the model's forward)"
 
 
+class _NoCode(dict):
+    """The `auto_map` of configurations without code beside them."""
+
+    def __setitem__(self, name: str, code: str):
+        raise ValueError(
+            f"register_for_auto_class({name!r}) would save one file of many: save without it, and make the folder "
+            "self-contained with luna-mega bundle"
+        )
+
+
 class SharedConfig:
     """A part of `LunaConfig` and `MegaConfig`, and of the two classes of encoder-decoders that are made from them.
 
@@ -27,7 +36,7 @@ class SharedConfig:
     """
 
     decoder_fields = {}
-    auto_map = MappingProxyType({})  # TRL reads it of every configuration
+    auto_map = _NoCode()  # TRL reads it of every configuration
     seq2seq_class = side_class = None
 
     def __post_init__(self, **kwargs):

@@ -134,9 +134,10 @@ def train(
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model(_internal_call=True)  # pushed at the end, with its card
     trainer.save_state()
-    args, (sequences,) = trainer.args, total([trainer.sequences], trainer.args)
+    args = trainer.args
     speeds = {}
-    if speed.tokens and sequences:
+    if speed.tokens:
+        (sequences,) = total([trainer.sequences], args)
         model, length = trainer.accelerator.unwrap_model(trainer.model), max(round(speed.tokens / sequences), 1)
         dtype = torch.bfloat16 if args.bf16 else torch.float32
         rate = speed.tokens / speed.seconds
