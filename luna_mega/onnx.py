@@ -63,7 +63,7 @@ class OnnxReport:
 
 
 def export_onnx(folder: str | Path, output: str | Path, opset: int | None = None) -> OnnxReport:
-    """Write a model folder as ONNX, for any batch and length, and compare onnxruntime with the model.
+    """Write a model folder as ONNX, for any batch and length (pictures: their size), and compare it with the model.
 
     A model that generates becomes the programs `prefill` and `decode`, an encoder-decoder `encoder` too; another class
     becomes `model`. The comparison runs three inputs: shorter than P or a chunk, of a length that is no
@@ -102,7 +102,11 @@ def export_onnx(folder: str | Path, output: str | Path, opset: int | None = None
             ) from error
         with _place(target, single) as place:
             _write(exported, place, single)
-            checks = tuple(_checks(model, source, exported))
+            try:
+                checks = tuple(_checks(model, source, exported))
+            except Exception as error:  # of onnxruntime
+                reason = str(error).strip().partition("\n")[0]
+                raise ConversionError(f"{source.path}: onnxruntime does not run the programs: {reason}") from error
             worst = max(checks, key=lambda check: check.difference)
             if not worst.difference <= TOLERANCE:
                 raise ConversionError(
@@ -178,7 +182,10 @@ def _export(model: PreTrainedModel, folder: ModelFolder, opset: int | None) -> A
     exporter, config = exporters.OnnxExporter(), {"dynamic": True, "opset_version": opset}
     sample = _inputs(folder, 2, _period(folder) + 1)
     if not model.can_generate():
-        shapes = {name: dict.fromkeys(range(x.dim()), torch.export.Dim.DYNAMIC) for name, x in sample.items()}
+        shapes = {  # pictures are of one size
+            name: dict.fromkeys(range(1 if name == "pixel_values" else x.dim()), torch.export.Dim.DYNAMIC)
+            for name, x in sample.items()
+        }
         return exporter.export(model, sample, exporters.OnnxConfig(dynamic_shapes=shapes, **config))
     exported = exporter.export_for_generation(model, dict(sample), exporters.OnnxConfig(**config))
     if model.config.is_encoder_decoder:
@@ -228,7 +235,7 @@ def _compare(
             start = time.perf_counter()
             results[side] = run(**fresh)
             seconds[side].append(time.perf_counter() - start)
-    first = next(value for key, value in inputs.items() if key.endswith(("input_ids", "input_values")))
+    first = next(value for key, value in inputs.items() if key.endswith(("input_ids", "_values")))
     mask = inputs.get("decoder_attention_mask", inputs.get("attention_mask"))
     check = Check(
         name,

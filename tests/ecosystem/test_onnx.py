@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import exporters
 
-from luna_mega import onnx
+from luna_mega import MegaConfig, MegaForImageClassification, onnx
 from luna_mega.cli import main
 from luna_mega.modeling_common.cache import new_cache
 from tests.modeling import luna, mega
@@ -48,6 +48,25 @@ def test_encoders(name, tmp_path, capsys):
     session = onnxruntime.InferenceSession(str(output))
     assert [x.name for x in session.get_inputs()] == ["input_ids", "attention_mask"]
     assert {"CustomOp", "DFT", "Loop"}.isdisjoint(_operators(output)) and list(output.parent.iterdir()) == [output]
+
+
+def test_pictures(tmp_path, capsys):
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "nffn_hidden_size": 20, "shared_representation_size": 8}
+    config = MegaConfig.image_base_patch16_224(**sizes, num_hidden_layers=1, image_size=32, patch_size=8, num_labels=3)
+    folder = saved(tmp_path / "model", MegaForImageClassification(config))
+    assert main(["onnx", str(folder), "--output", str(tmp_path / "model.onnx")]) == 0
+    assert "3 x 3 x 32 x 32" in capsys.readouterr().out
+
+
+def test_a_program_that_does_not_run_leaves_nothing(tmp_path, monkeypatch, capsys):
+    def fail(*arguments):
+        raise RuntimeError("no such operator\nand more")
+
+    monkeypatch.setattr(onnx, "_checks", fail)
+    folder = saved(tmp_path / "model", ENCODERS["luna"]())
+    assert main(["onnx", str(folder), "--output", str(tmp_path / "model.onnx")]) == 1
+    assert "onnxruntime does not run the programs: no such operator\n" in capsys.readouterr().err
+    assert not (tmp_path / "model.onnx").exists()
 
 
 def _operators(path):
