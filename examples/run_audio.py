@@ -12,18 +12,16 @@ from typing import Any
 import numpy as np
 import torch
 from common.arguments import check_least, fail
+from common.classification import accuracy, class_names, write_predictions
 from common.data import ClassifierArguments, SourceArguments, check_columns, check_source, load_splits
 from common.model import CheckpointArguments, label_fields, make_config, make_model
 from common.scale import Redrawn
 from common.script import Script
-from common.training import write_lines
 from datasets import Audio, ClassLabel, Dataset
 from scipy.signal import resample_poly
 from transformers import (
-    AutoConfig,
     AutoModelForSequenceClassification,
     DataCollatorWithPadding,
-    EvalPrediction,
     Trainer,
     Wav2Vec2FeatureExtractor,
 )
@@ -89,16 +87,6 @@ def make_extractor(
     return extractor
 
 
-def label_names(data: DataArguments, model: CheckpointArguments, clips: dict[str, Dataset]) -> list[str]:
-    """Return the classes of the training rows or, without these, of the model."""
-    if "train" not in clips:
-        return list(AutoConfig.from_pretrained(model.model_name_or_path).id2label.values())
-    feature = clips["train"].features[data.label_column]
-    if isinstance(feature, ClassLabel):
-        return feature.names
-    return [str(label) for label in sorted(set(clips["train"][data.label_column]) - {None})]
-
-
 def encode_split(
     split: Dataset,
     name: str,
@@ -157,12 +145,6 @@ def augment_split(split: Dataset, rate: int, data: DataArguments, seed: int) -> 
     return Redrawn(split, augment_row, seed)
 
 
-def accuracy(prediction: EvalPrediction) -> dict[str, float]:
-    known = prediction.label_ids != -100
-    right = prediction.predictions.argmax(-1) == prediction.label_ids
-    return {"accuracy": float(right[known].mean())} if known.any() else {}
-
-
 class AudioClassification(Script):
     data_arguments, model_arguments = DataArguments, CheckpointArguments
     defaults = {"metric_for_best_model": "accuracy"}
@@ -200,7 +182,8 @@ class AudioClassification(Script):
 
     def prepare(self) -> None:
         data, clips, alone = self.data, self.load(), self.training.world_size == 1
-        extractor, labels = make_extractor(data, self.model, clips), label_names(data, self.model, clips)
+        extractor = make_extractor(data, self.model, clips)
+        labels = class_names(clips.get("train"), data.label_column, self.model.model_name_or_path)
         rate = extractor.sampling_rate
         self.splits = {name: encode_split(split, name, data, extractor, labels, alone) for name, split in clips.items()}
         longest = max(len(clip) for split in self.splits.values() for clip in split["input_values"])
@@ -220,11 +203,7 @@ class AudioClassification(Script):
 
     def predict(self) -> dict[str, Any]:
         """Write the predicted classes of the test split; return their path, and the accuracy if labels are known."""
-        output = self.trainer.predict(self.splits["test"])
-        names = self.trainer.model.config.id2label
-        lines = [f"{index}\t{names[best]}" for index, best in enumerate(output.predictions.argmax(-1))]
-        scores = {name: value for name, value in output.metrics.items() if name == "test_accuracy"}
-        return scores | {"predictions": write_lines(self.trainer, "predictions.tsv", ["index\tprediction", *lines])}
+        return write_predictions(self.trainer, self.splits["test"])
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from common.arguments import check_least, fail, find_checkpoint
+from common.classification import accuracy, class_names, write_predictions
 from common.data import ClassifierArguments, SourceArguments, check_columns, check_source, load_splits
 from common.model import CheckpointArguments, label_fields, make_config, make_model
 from common.pictures import (
@@ -31,7 +32,7 @@ from common.pictures import (
 from common.report import SpeedCallback
 from common.scale import total
 from common.script import Script
-from common.training import OrderedTrainer, write_lines
+from common.training import OrderedTrainer
 from common.weight_average import WeightAverage
 from datasets import ClassLabel, Dataset, Image, load_dataset
 from datasets.exceptions import DatasetsError
@@ -39,7 +40,6 @@ from transformers import (
     AutoConfig,
     AutoImageProcessor,
     AutoModelForImageClassification,
-    EvalPrediction,
     PreTrainedConfig,
     Trainer,
 )
@@ -124,16 +124,6 @@ def undecoded(splits: dict[str, Dataset]) -> dict[str, Dataset]:
     return splits
 
 
-def class_names(data: DataArguments, model: ModelArguments, splits: dict[str, Dataset]) -> list[str]:
-    """Return the classes of the training rows or, without these, of the model."""
-    if "train" not in splits:
-        return list(AutoConfig.from_pretrained(model.model_name_or_path).id2label.values())
-    feature = splits["train"].features[data.label_column]
-    if isinstance(feature, ClassLabel):
-        return feature.names
-    return [str(label) for label in sorted(set(splits["train"][data.label_column]))]
-
-
 def encode_split(
     split: Dataset, name: str, data: DataArguments, channels: int, transform: Transform, names: list[str]
 ) -> Dataset:
@@ -167,12 +157,6 @@ def make_loss(smoothing: float) -> Callable:
     return loss
 
 
-def accuracy(prediction: EvalPrediction) -> dict[str, float]:
-    known = prediction.label_ids != -100
-    right = prediction.predictions.argmax(-1) == prediction.label_ids
-    return {"accuracy": float(right[known].mean())} if known.any() else {}
-
-
 class ImageClassification(Script):
     data_arguments, model_arguments = DataArguments, ModelArguments
     defaults = {"metric_for_best_model": "accuracy", "remove_unused_columns": False}
@@ -197,7 +181,7 @@ class ImageClassification(Script):
         data, splits = self.data, load_pictures(self.data, self.limits())
         for name, split in splits.items():
             check_columns(split, name, [data.image_column] + [data.label_column] * (name != "test"))
-        names = class_names(data, self.model, splits)
+        names = class_names(splits.get("train"), data.label_column, self.model.model_name_or_path)
         first = read_picture(next(iter(splits.values()))[0][data.image_column])
         channels = data.channels or (1 if first.mode == "L" else 3)
         self.config, size = self.make_config(min(first.size), channels, names)
@@ -262,11 +246,7 @@ class ImageClassification(Script):
 
     def predict(self) -> dict[str, Any]:
         """Write the predicted classes of the test split; return their path, and the accuracy if labels are known."""
-        output = self.trainer.predict(self.splits["test"])
-        names = self.trainer.model.config.id2label
-        lines = [f"{index}\t{names[best]}" for index, best in enumerate(output.predictions.argmax(-1))]
-        scores = {name: value for name, value in output.metrics.items() if name == "test_accuracy"}
-        return scores | {"predictions": write_lines(self.trainer, "predictions.tsv", ["index\tprediction", *lines])}
+        return write_predictions(self.trainer, self.splits["test"])
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:

@@ -217,7 +217,7 @@ def test_wrong_rows(run, tmp_path):
 
 
 def test_a_model_that_reads_tokens(run, script, folder, tmp_path):
-    config = script("run_audio").AutoConfig.for_model("mega", hidden_size=16, num_hidden_layers=1)
+    config = script("common.model").AutoConfig.for_model("mega", hidden_size=16, num_hidden_layers=1)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "text")
     with pytest.raises(SystemExit, match="preprocessor_config.json"):
         run(*options(folder, tmp_path / "out"), "--model_name_or_path", tmp_path / "text")
