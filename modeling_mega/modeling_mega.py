@@ -40,7 +40,7 @@ from luna_mega.modeling_common.tensor_parallel import RankBoundary
 from luna_mega.modeling_mega.adaptive import MegaAdaptiveEmbedding, MegaBandProjection
 from luna_mega.modeling_mega.cache_mega import MegaCache, MegaCacheLayer, MegaCrossCacheLayer, MegaSeq2SeqCache
 from luna_mega.modeling_mega.configuration_mega import MegaConfig
-from luna_mega.modeling_mega.context_parallel import check_parts, reach_keys
+from luna_mega.modeling_mega.context_parallel_mega import check_parts, reach_keys
 from luna_mega.modeling_mega.cross_attention import MegaGatedCrossAttention
 from luna_mega.modeling_mega.inputs_mega import MegaInputsMixin
 from luna_mega.modeling_mega.norms import MegaScaleNorm
