@@ -39,6 +39,9 @@ class CommonPreTrainedModel(TensorParallelMixin, PreTrainedModel):
         self.require_tokens()
         return super().resize_token_embeddings(*args, **kwargs)
 
+    def share_modules(self):
+        """Make modules that have one weight one module; encoder-decoders have such."""
+
     def unread_parameters(self) -> Iterable[nn.Parameter]:
         """Return the parameters that no loss of this class depends on."""
         return ()
@@ -66,6 +69,7 @@ class CommonPreTrainedModel(TensorParallelMixin, PreTrainedModel):
         """
         if mesh is not None and distributed_config.tp_size == 1:
             model.tie_weights(recompute_mapping=False)
+            model.share_modules()
         return super().maybe_distribute_model(model, distributed_config, mesh)
 
     def tie_weights(self, *args, **kwargs):
@@ -74,6 +78,8 @@ class CommonPreTrainedModel(TensorParallelMixin, PreTrainedModel):
         transformers calls this when a model has been made and when it has been loaded.
         """
         super().tie_weights(*args, **kwargs)
+        if self.device.type != "meta":  # transformers loads each name that a model has
+            self.share_modules()
         for parameter in self.unread_parameters():
             parameter.requires_grad_(False)
 

@@ -149,12 +149,26 @@ class StateSeq2SeqCache(EncoderDecoderCache):
 
 def new_cache(model: PreTrainedModel) -> Cache:
     """Return an empty cache for the decoder of `model`, of its `cache_class` or `seq2seq_cache_class`."""
-    config = model.config.decoder_config if model.config.is_encoder_decoder else model.config
+    config = _decoder_config(model)
     return _kind(model, config)(config)
+
+
+def _decoder_config(model: PreTrainedModel) -> PreTrainedConfig:
+    return model.config.decoder_config if model.config.is_encoder_decoder else model.config
 
 
 def _kind(model: PreTrainedModel, config: PreTrainedConfig) -> type[Cache]:
     return model.seq2seq_cache_class if config.add_cross_attention else model.cache_class
+
+
+def check_class(model: PreTrainedModel, past: Cache | None):
+    """Refuse a cache that is not of the class of `model`'s decoder."""
+    kind = _kind(model, _decoder_config(model))
+    if past is not None and not isinstance(past, kind):
+        raise ValueError(
+            f"past_key_values must be a {kind.__name__}, got a {type(past).__name__}; leave it out to begin; "
+            f"{_PREFIX_TUNING}"
+        )
 
 
 def keeps_cache(model: PreTrainedModel) -> bool:
@@ -184,12 +198,7 @@ def begin_cache(model: PreTrainedModel, past: Cache | None, use_cache: bool | No
                 f"what is yet to come; {_PREFIX_TUNING}"
             )
         return None
-    kind = _kind(model, config)
-    if past is not None and not isinstance(past, kind):
-        raise ValueError(
-            f"past_key_values must be a {kind.__name__}, got a {type(past).__name__}; leave it out to begin; "
-            f"{_PREFIX_TUNING}"
-        )
+    check_class(model, past)
     if use_cache is None:
         use_cache = keeps_cache(model)
     if past is None and use_cache:

@@ -3,7 +3,7 @@
 import torch
 from transformers.generation import GenerationConfig, GenerationMixin
 
-from luna_mega.modeling_common.cache import new_cache
+from luna_mega.modeling_common.cache import check_class, new_cache
 from luna_mega.modeling_common.layout import drop_if_full
 
 
@@ -14,8 +14,12 @@ class StateGenerationMixin(GenerationMixin):
     _is_stateful = True  # states cannot go back, so no assisted decoding
 
     def _prepare_model_inputs(self, *args, **kwargs):
-        """Refuse prompts or sources without a position; find the padding of sources, which transformers does not."""
+        """Refuse prompts or sources without a position, and caches of other classes; find the padding of sources.
+
+        transformers does not look for that.
+        """
         inputs, name, model_kwargs = super()._prepare_model_inputs(*args, **kwargs)
+        check_class(self, model_kwargs.get("past_key_values"))
         if inputs.shape[1] == 0:
             way_out = "give each a token, such as eos_token_id"
             if not self.config.is_encoder_decoder:

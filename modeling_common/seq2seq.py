@@ -25,6 +25,11 @@ class EncoderDecoder:
         if not config.is_encoder_decoder:
             raise ValueError(f"{type(self).__name__} needs a configuration with is_encoder_decoder=True")
 
+    def share_modules(self):
+        """Make embeddings that are shared one module, as FSDP2 takes no weight of two modules."""
+        if self.config.shares_embeddings:
+            self.get_decoder().set_input_embeddings(self.get_encoder().get_input_embeddings())
+
     def resize_token_embeddings(self, *args, **kwargs) -> nn.Embedding:
         """Resize the vocabulary that source and target have in common, wherever it has embeddings."""
         config = self.config
@@ -53,12 +58,6 @@ class Seq2SeqBody(EncoderDecoder):
         super().__init__(config)
         if not config.shares_embeddings:
             self._tied_weights_keys = {}
-
-    def post_init(self):
-        """Finish construction; embeddings that are shared are one module, as FSDP2 takes no weight of two modules."""
-        if self.config.shares_embeddings:
-            self.decoder.set_input_embeddings(self.encoder.get_input_embeddings())
-        super().post_init()
 
     def get_input_embeddings(self) -> nn.Module:
         return self.encoder.get_input_embeddings()

@@ -247,8 +247,10 @@ def _split(projected: torch.Tensor, head_size: int) -> torch.Tensor:
 
 
 def _join(all_heads: RankBoundary, weights: torch.Tensor | None) -> torch.Tensor | None:
-    """Return attention weights `[B, heads, ...]` of all heads."""
-    return None if weights is None else all_heads(weights.transpose(1, 2)).transpose(1, 2)
+    """Return attention weights `[B, heads, ...]` of all heads; in one process the tensor itself, for its gradient."""
+    if weights is None or all_heads.ranks == 1:
+        return weights
+    return all_heads(weights.transpose(1, 2)).transpose(1, 2)
 
 
 class LunaCausalAttention(nn.Module):

@@ -130,13 +130,8 @@ def test_auto_model_builds_both_sides(name, tmp_path):
     model = AutoModel.from_config(config)
     assert type(model) is both
     model.save_pretrained(tmp_path)
-    assert type(AutoModel.from_pretrained(tmp_path)) is type(body.from_pretrained(tmp_path, config=config)) is both
-
-    class OneSide(body):
-        pass
-
-    for one_side in (body, OneSide):
-        with pytest.raises(ValueError, match=f"use {name}Seq2SeqModel"):
-            one_side(config)
-    with pytest.raises(ValueError, match="OneSide is one side only"):
-        OneSide.from_pretrained(tmp_path, config=config)
+    assert type(AutoModel.from_pretrained(tmp_path)) is type(AutoModel.from_pretrained(tmp_path, config=config)) is both
+    with pytest.raises(ValueError, match=f"{name}Model is one side only, .* use {name}Seq2SeqModel"):
+        body(config)
+    with pytest.raises(ValueError, match=f"use {name}Seq2SeqModel"):
+        body.from_pretrained(tmp_path, config=config)

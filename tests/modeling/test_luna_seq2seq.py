@@ -105,7 +105,7 @@ def test_encoder_outputs_in_place_of_the_source():
 def test_word_dropout_leaves_out_whole_words():
     embeddings = seq2seq(word_dropout=0.5, dropout=0.0, embedding_norm=False, position_embedding_type="none").train()
     embeddings = embeddings.get_encoder().embeddings
-    words = embeddings(torch.ones(4, 50, 24).double(), DENSE, None)
+    words, _ = embeddings(torch.ones(4, 50, 24).double(), DENSE, None, with_packed=False)
     assert {0.0, 2 * 24**0.5} >= {value.item() for value in words.unique()} or len(words.unique()) == 2
     assert (words == words[..., :1]).all() and 0.3 < (words[..., 0] == 0).double().mean() < 0.7
 
