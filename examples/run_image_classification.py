@@ -23,6 +23,7 @@ from common.pictures import (
     augment_split,
     check_augmentation,
     evaluation_transform,
+    load_processor,
     make_collator,
     make_processor,
     make_sampler,
@@ -38,7 +39,6 @@ from datasets import ClassLabel, Dataset, Image, load_dataset
 from datasets.exceptions import DatasetsError
 from transformers import (
     AutoConfig,
-    AutoImageProcessor,
     AutoModelForImageClassification,
     PreTrainedConfig,
     Trainer,
@@ -239,7 +239,7 @@ class ImageClassification(Script):
     def make_processor(self, size: int, channels: int) -> BaseImageProcessor:
         """Load the evaluation transform from the model, or make it."""
         if self.model.model_name_or_path:
-            return AutoImageProcessor.from_pretrained(self.model.model_name_or_path)
+            return load_processor(self.model.model_name_or_path)
         mean, std = _OF_GREY if channels == 1 else _OF_COLOUR
         mean, std = self.data.image_mean or mean, self.data.image_std or std
         return make_processor(size, channels, mean, std, self.data.center_crop)

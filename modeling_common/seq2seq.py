@@ -15,6 +15,7 @@ from luna_mega.modeling_common.cache import keeps_cache
 from luna_mega.modeling_common.context_parallel import find_shard, mean_loss
 from luna_mega.modeling_common.labels import check_labels, keep_positions, shift_right
 from luna_mega.modeling_common.layout import drop_if_full
+from luna_mega.modeling_common.tensor_parallel import known_rules
 
 
 class EncoderDecoder:
@@ -29,6 +30,7 @@ class EncoderDecoder:
         """Make embeddings that are shared one module, as FSDP2 takes no weight of two modules."""
         if self.config.shares_embeddings:
             self.get_decoder().set_input_embeddings(self.get_encoder().get_input_embeddings())
+            self._tp_plan = known_rules(self, self._tp_plan)
 
     def resize_token_embeddings(self, *args, **kwargs) -> nn.Embedding:
         """Resize the vocabulary that source and target have in common, wherever it has embeddings."""

@@ -13,6 +13,7 @@ import torch
 from datasets import Dataset
 from PIL import Image, UnidentifiedImageError
 from torch.utils.data import Sampler
+from transformers import AutoImageProcessor
 from transformers.image_processing_utils import BaseImageProcessor
 from transformers.models.levit.image_processing_pil_levit import LevitImageProcessorPil
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
@@ -95,6 +96,16 @@ def make_processor(size: int, channels: int, mean: list[float], std: list[float]
     if crop:
         return LevitImageProcessorPil(size={"shortest_edge": size}, crop_size=square, **options)
     return ViTImageProcessorPil(size=square, resample=Image.Resampling.BICUBIC, **options)
+
+
+def load_processor(model: str) -> BaseImageProcessor:
+    """Load the evaluation transform of a model; those that `make_processor` makes, without torchvision."""
+    ours = {"LevitImageProcessor": LevitImageProcessorPil, "ViTImageProcessor": ViTImageProcessorPil}
+    try:
+        fields, _ = BaseImageProcessor.get_image_processor_dict(model)
+        return ours.get(fields.get("image_processor_type"), AutoImageProcessor).from_pretrained(model)
+    except (OSError, ImportError) as error:
+        fail(f"the evaluation transform of {model} cannot be loaded: {error}")
 
 
 def evaluation_transform(processor: BaseImageProcessor) -> Transform:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from datasets import Dataset, Image as ImageFeature
 from PIL import Image
-from transformers import AutoImageProcessor, AutoModelForImageClassification, pipeline
+from transformers import AutoModelForImageClassification, pipeline
 
 from luna_mega import MegaForImageClassification
 from tests.examples import runs
@@ -46,7 +46,7 @@ def options(path: Path, output: Path, *more, model_type: str = "mega") -> list:
     return [*source, *model, "--do_train", "--learning_rate", 0.01, *more]
 
 
-def test_mega_from_scratch(run, folder, tmp_path):
+def test_mega_from_scratch(run, script, folder, tmp_path):
     output = tmp_path / "out"
     summary = run(
         *options(folder, output, "--do_eval", "--do_predict", "--num_train_epochs", 12, "--crop_padding", 1),
@@ -61,7 +61,7 @@ def test_mega_from_scratch(run, folder, tmp_path):
     model = AutoModelForImageClassification.from_pretrained(output)
     assert type(model) is MegaForImageClassification and model.config.id2label == dict(enumerate(NAMES))
     assert (model.config.image_size, model.config.max_positions, model.config.num_channels) == (SIDE, 4, 1)
-    processor = AutoImageProcessor.from_pretrained(output)
+    processor = script("common.pictures").load_processor(output)
     classify = pipeline("image-classification", model=model, image_processor=processor)
     bright = Image.fromarray(picture(1, np.random.default_rng(3)))
     pixels = processor(np.asarray(bright)[None], input_data_format="channels_first", return_tensors="pt")
@@ -113,6 +113,14 @@ def test_a_trained_model_again(run, folder, tmp_path):
         *("--output_dir", tmp_path / "third", "--do_eval", "--image_size", 12),
         output=tmp_path / "third",
     )
+
+
+def test_a_model_without_an_evaluation_transform(run, folder, tmp_path):
+    run(*options(folder, tmp_path / "first", "--max_steps", 1))
+    (tmp_path / "first" / "preprocessor_config.json").unlink()
+    source = ["--dataset_path", folder, "--model_name_or_path", tmp_path / "first"]
+    message = "the evaluation transform of .*first cannot be loaded"
+    assert_refused(run, message, *source, "--output_dir", tmp_path / "second", "--do_eval", output=tmp_path / "second")
 
 
 def test_average_of_the_weights(run, folder, tmp_path):
