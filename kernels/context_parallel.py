@@ -14,7 +14,7 @@ from torch.autograd import Function
 
 
 class ContextShard(NamedTuple):
-    """Where the part of this rank is in sequences that the ranks of a process group share.
+    """The place of this rank's part in sequences that the ranks of a process group share.
 
     Args:
         group: the ranks that share the sequences.

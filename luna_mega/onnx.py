@@ -43,7 +43,7 @@ class Check:
 
 @dataclass(frozen=True)
 class OnnxReport:
-    """What was exported, and its checks."""
+    """Record of an export and its checks."""
 
     model_class: str
     output: Path

@@ -320,6 +320,8 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
             raise ValueError(f"max_positions must be {patches}, the number of patches, got {self.max_positions}")
         if self.is_decoder:
             raise ValueError("input_type='patches' needs an encoder: leave is_decoder out")
+        if self.unpad_inputs:
+            raise ValueError("input_type='patches' has no padding: leave unpad_inputs out")
 
     def _check_encoder(self):
         if self.input_type != "tokens" or self.adaptive_input_cutoffs or self.adaptive_softmax_cutoffs:

@@ -14,6 +14,8 @@ def check_parts(layout: TokenLayout, config: MegaConfig):
     """Raise `ValueError` on every rank for what sequences that ranks share do not have, and for a chunk that is cut."""
     if layout.shard is None:
         return
+    if config.input_type == "patches":
+        raise ValueError("cp_group does not share pictures: leave it out")
     if config.add_cross_attention:
         raise ValueError("a decoder with add_cross_attention=True takes no cp_group: leave it out")
     if config.truncation is not None and config.truncation < layout.shard.total:

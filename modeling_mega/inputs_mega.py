@@ -22,13 +22,21 @@ class MegaInputsMixin(InputsMixin):
         projected = config.input_type == "tokens" and config.adaptive_input_cutoffs is None
         return config.embedding_size if projected else config.hidden_size
 
-    def check_pictures(self, *others: torch.Tensor | None):
-        """Refuse pictures in a model of something else, or beside other inputs."""
+    def embed_pictures(
+        self, pixel_values: torch.Tensor, interpolate: bool, *others: torch.Tensor | None
+    ) -> tuple[torch.Tensor, tuple[int, int]]:
+        """Return the embeddings of patches `[B, P, d]`, and the numbers of their rows and columns.
+
+        Refuses pictures in a model of something else, or beside other inputs.
+        """
         if self.config.input_type != "patches" or any(other is not None for other in others):
             raise ValueError(
                 f"this model has input_type={self.config.input_type!r}: give exactly one of "
                 f"{INPUT_NAMES[self.config.input_type]} and inputs_embeds"
             )
+        patches = self.embedding_layer.patch_embeddings
+        grid = patches.find_grid(pixel_values, interpolate)
+        return patches(pixel_values), grid
 
     def check_token_types(self, token_type_ids: torch.LongTensor | None):
         """Refuse token types where there are no embeddings of them."""

@@ -447,12 +447,9 @@ class MegaModel(MegaInputsMixin, BodyMixin, MegaPreTrainedModel):
         grid = None
         with nullcontext() if cp_group is None else refuse_together(cp_group, self.device):
             self.check_token_types(token_type_ids)
-            if self.config.input_type == "patches" and cp_group is not None:
-                raise ValueError("cp_group does not share pictures: leave it out")
             if pixel_values is not None:
-                self.check_pictures(input_ids, inputs_embeds, input_values)
-                grid = self.embedding_layer.patch_embeddings.find_grid(pixel_values, interpolate_pos_encoding)
-                inputs_embeds = self.embedding_layer.patch_embeddings(pixel_values)
+                others = input_ids, inputs_embeds, input_values
+                inputs_embeds, grid = self.embed_pictures(pixel_values, interpolate_pos_encoding, *others)
         inputs = self.read_inputs(
             input_ids,
             attention_mask,
@@ -466,18 +463,12 @@ class MegaModel(MegaInputsMixin, BodyMixin, MegaPreTrainedModel):
         )
         layout, (past, sources) = inputs.layout._replace(grid=grid), self.parts_of(inputs.past)
         check_parts(layout, self.config)
+        if layout.is_ragged() and self.config.input_type == "patches":
+            raise ValueError("pictures are not laid end to end: leave position_ids and cu_seq_lens_q out")
         source_layout = TokenLayout(self.check_source(encoder_hidden_states, encoder_attention_mask, sources, inputs))
         if past is not None and layout.mask is None:
             layout = TokenLayout(inputs.embeddings.new_ones(inputs.embeddings.shape[:2], dtype=torch.bool))
-        if token_type_ids is not None:
-            token_type_ids = layout.gather(token_type_ids)
-        hidden_states = self.embedding_layer(inputs.embeddings, token_type_ids, grid)
-        if self.embedding_norm is not None:
-            hidden_states = self.embedding_norm(hidden_states, layout)
-        hidden_states = self.embedding_dropout(hidden_states, layout)
-        if self.config.padded_batch_statistics:
-            # What the original's batch norm counts at padding.
-            hidden_states = layout.clear_padding(hidden_states)
+        hidden_states = self.embed_tokens(inputs.embeddings, token_type_ids, layout)
         for index, layer in enumerate(self.layers):
             hidden_states = layer(
                 hidden_states,
@@ -501,6 +492,19 @@ class MegaModel(MegaInputsMixin, BodyMixin, MegaPreTrainedModel):
             past_key_values=inputs.past,
             pooler_output=pooled,
         )
+
+    def embed_tokens(
+        self, embeddings: torch.Tensor, token_type_ids: torch.Tensor | None, layout: TokenLayout
+    ) -> torch.Tensor:
+        """Return embeddings `[B, T, d]` as the first layer takes them."""
+        if token_type_ids is not None:
+            token_type_ids = layout.gather(token_type_ids)
+        hidden_states = self.embedding_layer(embeddings, token_type_ids, layout.grid)
+        if self.embedding_norm is not None:
+            hidden_states = self.embedding_norm(hidden_states, layout)
+        hidden_states = self.embedding_dropout(hidden_states, layout)
+        # What the original's batch norm counts at padding.
+        return layout.clear_padding(hidden_states) if self.config.padded_batch_statistics else hidden_states
 
 
 __all__ = ["MegaModel", "MegaPreTrainedModel"]

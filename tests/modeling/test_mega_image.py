@@ -143,6 +143,10 @@ def test_the_table_of_its_own_grid_stays():
         ({"pixel_values": torch.zeros(0, 3, 32, 32)}, "the batch is empty"),
         ({"pixel_values": torch.zeros(2, 3, 48, 32)}, "are 48 x 32, and the model was made for 32 x 32: resize them"),
         ({"pixel_values": torch.zeros(2, 3, 32, 36), "interpolate_pos_encoding": True}, "patches of 8 x 8 do not fill"),
+        (
+            {"pixel_values": torch.zeros(1, 3, 32, 32), "position_ids": torch.tensor([[0, 1] * 8])},
+            "not laid end to end",
+        ),
         ({}, "exactly one of pixel_values and inputs_embeds"),
         ({"pixel_values": torch.zeros(2, 3, 32, 32), "inputs_embeds": torch.zeros(2, 16, 16)}, "exactly one of"),
         ({"pixel_values": torch.zeros(2, 3, 32, 32), "attention_mask": torch.ones(2, 9)}, r"the shape \[2, 16\]"),
@@ -166,6 +170,7 @@ def test_a_label_out_of_range(model):
         ({"max_positions": 20}, "max_positions must be 16, the number of patches, got 20"),
         ({"is_decoder": True, "bidirectional": False, "ema_shift": False}, "input_type='patches' needs an encoder"),
         ({"drop_path_rate": 1.0}, r"drop_path_rate must be in \[0, 1\)"),
+        ({"unpad_inputs": True}, "leave unpad_inputs out"),
         ({"num_channels": 0}, "num_channels must be at least 1"),
     ],
 )
