@@ -23,8 +23,9 @@ from common.pictures import (
     augment_split,
     check_augmentation,
     evaluation_transform,
+    holds_pixels,
     load_processor,
-    make_collator,
+    make_mix,
     make_processor,
     make_sampler,
     read_picture,
@@ -76,10 +77,13 @@ class PictureTrainer(OrderedTrainer):
     """Trainer without weight decay for biases, norms and positions, with repeated augmentation and a weight average."""
 
     repeats = 1
+    mix: Callable | None = None
     weight_average: WeightAverage | None = None
 
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args, **kwargs) -> torch.Tensor:
         counted = self.sequences + len(inputs["pixel_values"])
+        if self.mix is not None:
+            inputs["pixel_values"], inputs["labels"] = self.mix(inputs["pixel_values"], inputs["labels"])
         loss = super().training_step(model, inputs, *args, **kwargs)
         self.sequences = counted
         return loss
@@ -139,10 +143,11 @@ def encode_split(
             elif name != "test":
                 fail(f"split {name}, row {index}: label {label!r} is not one of {', '.join(names)}")
     pictures = split.select_columns([data.image_column]).add_column("labels", labels)
+    pixels = holds_pixels(split, data.image_column)
 
     def encode(batch: dict[str, list]) -> dict[str, list]:
-        pixels = [transform(read_picture(value, channels)) for value in batch[data.image_column]]
-        return {"pixel_values": pixels, "labels": batch["labels"]}
+        read = [read_picture(value, channels, pixels) for value in batch[data.image_column]]
+        return {"pixel_values": [transform(picture) for picture in read], "labels": batch["labels"]}
 
     return pictures.with_transform(encode)
 
@@ -167,6 +172,10 @@ class ImageClassification(Script):
         self.training.include_num_input_tokens_seen = "no"  # pictures are counted
         check_source(self.data)
         check_augmentation(self.data)
+        if self.data.mixup or self.data.cutmix:
+            if self.training.per_device_train_batch_size % 2:
+                fail("--mixup and --cutmix mix pairs: --per_device_train_batch_size must be even")
+            self.training.dataloader_drop_last = True  # the last batch may be odd
         if self.data.image_size is not None:
             check_least(self.data, 1, "image_size")
         check_least(self.model, 1, "patch_size")
@@ -182,7 +191,8 @@ class ImageClassification(Script):
         for name, split in splits.items():
             check_columns(split, name, [data.image_column] + [data.label_column] * (name != "test"))
         names = class_names(splits.get("train"), data.label_column, self.model.model_name_or_path)
-        first = read_picture(next(iter(splits.values()))[0][data.image_column])
+        split = next(iter(splits.values()))
+        first = read_picture(split[0][data.image_column], pixels=holds_pixels(split, data.image_column))
         channels = data.channels or (1 if first.mode == "L" else 3)
         self.config, size = self.make_config(min(first.size), channels, names)
         self.processor = self.make_processor(size, channels)
@@ -202,11 +212,11 @@ class ImageClassification(Script):
             make_model(AutoModelForImageClassification, self.model, self.config),
             PictureTrainer,
             processing_class=self.processor,
-            data_collator=make_collator(self.data, self.config.num_labels, smoothing),
             compute_loss_func=make_loss(smoothing),
             compute_metrics=accuracy,
         )
         trainer.repeats = self.data.repeated_augmentation
+        trainer.mix = make_mix(self.data, self.config.num_labels, smoothing)
         if self.model.ema_decay:
             trainer.weight_average = WeightAverage(self.model.ema_decay, find_checkpoint(self.training))
             trainer.add_callback(trainer.weight_average)

@@ -2,16 +2,17 @@
 
 import math
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from datasets import Dataset
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torch.utils.data import Sampler
 from transformers import AutoImageProcessor
 from transformers.image_processing_utils import BaseImageProcessor
@@ -60,30 +61,43 @@ def _timm():
     return timm.data
 
 
-def read_picture(value: Any, channels: int | None = None) -> Image.Image:
+def holds_pixels(split: Dataset, column: str) -> bool:
+    """Return whether a column has grey pixels, not files: lists, or bytes of which all have the same square number.
+
+    The bytes themselves do not tell: those of some pictures begin like a file of a rare format.
+    """
+    kind = split.features.arrow_schema.field(column).type
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return True
+    if not (pa.types.is_binary(kind) or pa.types.is_large_binary(kind)):
+        return False
+    values = split.select_columns([column]).with_format("arrow")[:][column]
+    lengths = pc.unique(pc.binary_length(values)).to_pylist()
+    return len(lengths) == 1 and lengths[0] is not None and math.isqrt(lengths[0]) ** 2 == lengths[0]
+
+
+def read_picture(value: Any, channels: int | None = None, pixels: bool = False) -> Image.Image:
     """Return a picture in grey (1 channel) or colour (3), None = as it is.
 
-    `value` is a file (its bytes, or a dict of these or its path, as `datasets` has it), or it has the numbers 0 to 255
-    of a square grey picture, row after row, as bytes or in a list. The script ends where it is no picture.
+    `value` is a file: its bytes, or a dict of these or its path, as `datasets` has it. With `pixels` it has the numbers
+    0 to 255 of a square grey picture, row after row, as bytes or in a list. The script ends where it is no picture.
     """
-    if isinstance(value, dict):
-        value = value["bytes"] or Path(value["path"]).read_bytes()
-    if isinstance(value, bytes):
-        with suppress(UnidentifiedImageError):
-            value = Image.open(BytesIO(value))
-    if isinstance(value, bytes | list):
-        pixels = np.frombuffer(value, np.uint8) if isinstance(value, bytes) else np.asarray(value, np.uint8)
-        side = math.isqrt(pixels.size)
-        if side * side != pixels.size or not side:
-            fail(f"{pixels.size} pixels are no square picture")
-        value = Image.fromarray(pixels.reshape(side, side))
-    if not isinstance(value, Image.Image):
+    if pixels:
+        numbers = np.frombuffer(value, np.uint8) if isinstance(value, bytes) else np.asarray(value, np.uint8)
+        side = math.isqrt(numbers.size)
+        if side * side != numbers.size or not side:
+            fail(f"{numbers.size} pixels are no square picture")
+        picture = Image.fromarray(numbers.reshape(side, side))
+    elif not isinstance(value, bytes | dict):
         fail(f"{str(value)[:40]!r} is no picture")
-    if channels is None:
-        channels = 1 if value.mode in ("1", "L", "I", "I;16", "F") else 3
     try:
-        return value.convert("L" if channels == 1 else "RGB")
-    except OSError as error:  # a damaged file shows when its pixels are read
+        if not pixels:
+            file = value["bytes"] or Path(value["path"]).read_bytes() if isinstance(value, dict) else value
+            picture = Image.open(BytesIO(file))
+        if channels is None:
+            channels = 1 if picture.mode in ("1", "L", "I", "I;16", "F") else 3
+        return picture.convert("L" if channels == 1 else "RGB")
+    except (OSError, SyntaxError, ValueError) as error:  # a damaged file shows when it is opened, or its pixels read
         fail(f"a picture cannot be read: {error}")
 
 
@@ -155,21 +169,17 @@ def augment_split(split: Dataset, data: AugmentArguments, seed: int) -> Dataset 
     return Redrawn(split, augment, seed)
 
 
-def make_collator(data: AugmentArguments, classes: int, smoothing: float) -> Callable[[list[dict]], dict]:
-    """Return the function that makes a training batch; mixup and cutmix turn its labels into `[B, classes]`."""
-    mix = None
-    if data.mixup or data.cutmix:
-        mix = _timm().Mixup(data.mixup, data.cutmix, label_smoothing=smoothing, num_classes=classes)
+def make_mix(data: AugmentArguments, classes: int, smoothing: float) -> Callable | None:
+    """Return mixup and cutmix, from pixels and labels `[B]` to pixels and labels `[B, classes]`; None without them."""
+    if not (data.mixup or data.cutmix):
+        return None
+    mix = _timm().Mixup(data.mixup, data.cutmix, label_smoothing=smoothing, num_classes=classes)
 
-    def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        pixels = torch.stack([row["pixel_values"] for row in rows])
-        labels = torch.tensor([row["labels"] for row in rows])
-        if mix is not None:
-            mix.device = "cpu"
-            pixels, labels = mix(pixels, labels)
-        return {"pixel_values": pixels, "labels": labels}
+    def apply(pixels: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mix.device = pixels.device
+        return mix(pixels, labels)
 
-    return collate
+    return apply
 
 
 def make_sampler(dataset: Dataset, repeats: int) -> Sampler:

@@ -1,5 +1,6 @@
 import io
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -166,7 +167,7 @@ def test_options_that_do_not_fit(run, folder, tmp_path, arguments, message):
 @pytest.mark.parametrize(
     "row, message",
     [
-        ({"image": b"12345", "label": "left"}, "5 pixels are no square picture"),
+        ({"image": b"12345", "label": "left"}, "a picture cannot be read"),
         ({"image": rows(1, 0)[0]["image"], "label": "middle"}, "split validation, row 0: label 'middle' is not one of"),
     ],
 )
@@ -174,6 +175,17 @@ def test_rows_at_fault(run, folder, tmp_path, row, message):
     pd.DataFrame([row]).to_parquet(folder / "validation-00000-of-00001.parquet")
     with pytest.raises(SystemExit, match=message):
         run(*options(folder, tmp_path / "out", "--do_eval", "--max_steps", 1))
+
+
+def test_lists_of_pixels(run, tmp_path):
+    def listed(size: int, seed: int) -> list[dict]:
+        return [{"image": [seed % 256] * size, "label": NAMES[index % 2]} for index in range(2)]
+
+    folder = write_splits(listed, tmp_path / "halves", train=64, validation=64)
+    run(*options(folder, tmp_path / "out", "--do_eval", "--max_steps", 1))
+    folder = write_splits(listed, tmp_path / "uneven", train=5)
+    with pytest.raises(SystemExit, match="5 pixels are no square picture"):
+        run(*options(folder, tmp_path / "second", "--max_steps", 1))
 
 
 def test_a_damaged_file(run, tmp_path):
@@ -186,8 +198,50 @@ def test_a_damaged_file(run, tmp_path):
         run(*options(tmp_path / "data", tmp_path / "out", "--max_steps", 2))
 
 
+def test_pixels_that_begin_like_a_file(run, tmp_path):
+    """Among them are the first bytes of PCX, BMP and PNG files."""
+
+    def headed(size: int, seed: int) -> list[dict]:
+        found = rows(size, seed)
+        for row, head in zip(found, (b"\x0a\x05\x01\x08", b"BM", b"\x89PNG\r\n\x1a\n"), strict=False):
+            row["image"] = head + row["image"][len(head) :]
+        return found
+
+    folder = write_splits(headed, tmp_path / "halves", train=16, validation=8)
+    assert run(*options(folder, tmp_path / "out", "--do_eval", "--max_steps", 2))["steps"] == 2
+
+
+class SwapHalves:
+    """Stand-in for timm's Mixup: mixes every picture with the one at the other end of the batch."""
+
+    def __init__(self, mixup_alpha: float, cutmix_alpha: float, label_smoothing: float, num_classes: int):
+        self.classes, self.batches = num_classes, []
+
+    def __call__(self, pixels: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.batches.append(len(pixels))
+        labels = torch.nn.functional.one_hot(labels, self.classes).float()
+        return (pixels + pixels.flip(0)) / 2, (labels + labels.flip(0)) / 2
+
+
+def test_mixup_is_for_training_alone(run, folder, tmp_path, monkeypatch):
+    """Evaluation sees pictures and labels as they are, also during training, and no odd batch is mixed."""
+    made = []
+
+    def mixup(*arguments, **options) -> SwapHalves:
+        made.append(SwapHalves(*arguments, **options))
+        return made[-1]
+
+    monkeypatch.setattr("common.pictures._timm", lambda: SimpleNamespace(Mixup=mixup))
+    more = ["--mixup", 0.8, "--cutmix", 1.0, "--max_train_samples", 21, "--num_train_epochs", 2, "--do_eval"]
+    summary = run(*options(folder, tmp_path / "out", *more, "--eval_strategy", "epoch"))
+    assert made[0].batches == [8] * 4 and 0.0 <= summary["eval_accuracy"] <= 1.0
+    output = tmp_path / "odd"
+    message = "--mixup and --cutmix mix pairs: --per_device_train_batch_size must be even"
+    odd = ["--mixup", 0.8, "--per_device_train_batch_size", 7]
+    assert_refused(run, message, *options(folder, output, *odd), output=output)
+
+
 def test_a_package_that_is_absent(run, folder, tmp_path):
-    pytest.importorskip("PIL", reason="Pillow is not installed")
     try:
         import timm  # noqa: F401
     except ImportError:
