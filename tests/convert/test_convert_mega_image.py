@@ -173,6 +173,7 @@ TABLE = "blocks.0.mega_layer.rel_pos_bias.rel_pos_bias"
         (lambda model, args: model.update({TABLE: torch.zeros(19)}), "19 entries, which belong to no square"),
         (lambda model, args: model.update({"patch_embed.pemb.proj.weight": torch.zeros(WIDTH, 50)}), "no square patch"),
         (lambda model, args: model.update({"cls_token": torch.zeros(1, 1, WIDTH)}), "cls_token"),
+        (lambda model, args: model.update({"pos_embed": torch.zeros(1, 3, WIDTH)}), "pos_embed"),
         (lambda model, args: args.update(drop="much"), "drop"),
     ],
 )

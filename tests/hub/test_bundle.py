@@ -110,12 +110,17 @@ def test_luna_decoders(stranger, tmp_path, auto_class):
             "AutoModelForSequenceClassification",
             {"input_type": "values", "normalization_type": "batchnorm", "use_chunking": True, "chunk_size": 3},
         ),
+        ("AutoModelForImageClassification", {"input_type": "patches", "image_size": 16, "patch_size": 4}),
     ],
 )
 def test_mega(stranger, tmp_path, auto_class, fields):
     config = MegaConfig(vocab_size=20, hidden_size=16, num_hidden_layers=2, ema_projection_size=4, **fields)
-    model = getattr(luna_mega, f"Mega{AUTO_CLASSES[auto_class]}")(config).eval()
-    inputs = {"input_values": torch.rand(2, 7)} if fields else {"input_ids": torch.randint(4, 20, (2, 7))}
+    model = getattr(luna_mega, auto_class.replace("AutoModel", "Mega"))(config).eval()
+    inputs = {
+        "tokens": {"input_ids": torch.randint(4, 20, (2, 7))},
+        "values": {"input_values": torch.rand(2, 7)},
+        "patches": {"pixel_values": torch.rand(2, 3, 16, 16)},
+    }[config.input_type]
     model.save_pretrained(tmp_path)
     assert bundle(tmp_path) == 0
     name, result = on_remote_code(stranger(on_client.outputs, tmp_path, auto_class, lists(inputs), **REMOTE))
