@@ -18,6 +18,7 @@ from luna_mega.modeling_mega.adaptive import MegaAdaptiveSoftmax
 from luna_mega.modeling_mega.cache_mega import MegaCache, MegaSeq2SeqCache
 from luna_mega.modeling_mega.configuration_mega import MegaConfig, MegaSeq2SeqConfig
 from luna_mega.modeling_mega.modeling_mega import MegaModel, MegaPreTrainedModel
+from luna_mega.modeling_mega.parts import check_tied_widths
 
 _WORDS = "embedding_layer.word_embeddings.weight"
 
@@ -40,6 +41,7 @@ class MegaForCausalLM(StateGenerationMixin, MegaPreTrainedModel):
         self.dense = nn.Linear(config.hidden_size, config.hidden_size) if config.add_lm_hidden_dense_layer else None
         self.dropout = nn.Dropout(config.dropout_prob)
         if config.adaptive_softmax_cutoffs is None:
+            check_tied_widths(config)
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.lm_head_bias)
         else:
             self.lm_head = MegaAdaptiveSoftmax(config)

@@ -31,6 +31,7 @@ from luna_mega.modeling_common.heads import (
 from luna_mega.modeling_common.pooling import first_token, masked_mean
 from luna_mega.modeling_mega.configuration_mega import MegaConfig
 from luna_mega.modeling_mega.modeling_mega import MegaModel, MegaPreTrainedModel
+from luna_mega.modeling_mega.parts import check_tied_widths
 
 
 class MegaForMaskedLM(MaskedLMMixin, MegaPreTrainedModel):
@@ -45,6 +46,7 @@ class MegaForMaskedLM(MaskedLMMixin, MegaPreTrainedModel):
         self.mega = MegaModel(config, add_pooling_layer=False)
         self.dense = nn.Linear(config.hidden_size, config.hidden_size) if config.add_lm_hidden_dense_layer else None
         self.dropout = nn.Dropout(config.dropout_prob)
+        check_tied_widths(config)
         self.mlm_head = nn.Linear(config.hidden_size, config.vocab_size)
         self.post_init()
 

@@ -88,3 +88,12 @@ def relative_bias(
     if config.relative_positional_bias == "simple" and config.legacy_bias_table:
         return module(positions, centre=config.chunk_size - 1)
     return module(positions)
+
+
+def check_tied_widths(config: MegaConfig):
+    """Refuse an output layer that is tied to word vectors of another width."""
+    if config.tie_word_embeddings and config.embedding_size != config.hidden_size:
+        raise ValueError(
+            f"tie_word_embeddings=True needs embedding_size={config.hidden_size}, the hidden_size, got "
+            f"{config.embedding_size}; or pass tie_word_embeddings=False"
+        )

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForMaskedLM
 
+import luna_mega
 from luna_mega import MegaConfig
 
 from .luna import head_inputs, tokens
@@ -54,6 +55,16 @@ def test_narrow_word_vectors():
     torch.testing.assert_close(model(inputs_embeds=embedded, **inputs).last_hidden_state, expected)
     with pytest.raises(ValueError, match=r"inputs_embeds \[B, T, 16\], got the shape \[2, 9, 24\]"):
         model(inputs_embeds=torch.zeros(2, 9, 24))
+
+
+@pytest.mark.parametrize("name", ["ForMaskedLM", "ForCausalLM"])
+def test_narrow_word_vectors_of_a_language_model(name):
+    decoder = {"is_decoder": True, "bidirectional": False} if name == "ForCausalLM" else {}
+    model_class, fields = getattr(luna_mega, f"Mega{name}"), {"embedding_size": 16, **decoder}
+    with pytest.raises(ValueError, match="needs embedding_size=24, .* got 16; or pass tie_word_embeddings=False"):
+        model_class(tiny_config(**fields))
+    model = model_class(tiny_config(tie_word_embeddings=False, **fields))
+    assert torch.isfinite(model(**tokens([9, 4])).logits).all()
 
 
 @pytest.mark.parametrize("legacy", [False, True])
