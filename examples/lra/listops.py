@@ -1,0 +1,105 @@
+"""ListOps: nested lists of digits under minimum, maximum, median and sum modulo 10 (Nangia and Bowman 2018).
+
+The trees are those of Long Range Arena (Tay et al. 2021, section 2.2): a node above the deepest level is an operation
+with probability 1/4, over 2 to `max_args` arguments, else a digit; trees with `min_length < tokens < max_length` are
+kept. A tree is written as its tokens with spaces between them, every bracket among them: `[MAX 2 9 [MIN 4 7 ] 0 ]`.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from statistics import median
+
+OPERATIONS = {
+    "[MIN": min,
+    "[MAX": max,
+    "[MED": lambda values: int(median(values)),
+    "[SM": lambda values: sum(values) % 10,
+}
+CLOSE, DIGITS = "]", tuple("0123456789")
+TOKENS = (*OPERATIONS, CLOSE, *DIGITS)
+OPERATION_PROBABILITY = 0.25
+_BATCH = 32
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Limits of the trees: levels and arguments at most, and tokens between two numbers, both excluded."""
+
+    max_depth: int = 10
+    max_args: int = 10
+    min_length: int = 500
+    max_length: int = 2000
+
+    def __post_init__(self):
+        if self.max_depth < 2 or self.max_args < 2:
+            raise ValueError(f"--max_depth {self.max_depth} and --max_args {self.max_args} must be at least 2")
+        if not 0 <= self.min_length < self.max_length - 1:
+            raise ValueError(f"no tree has more than {self.min_length} and less than {self.max_length} tokens")
+        if self.min_length < 1:
+            raise ValueError("--min_length 0 keeps trees of one digit: pass at least 1")
+
+
+def evaluate(source: str) -> int:
+    """Return the value of a tree, 0 to 9, from its tokens.
+
+    Raises `ValueError` where a token is unknown, a bracket has no partner, an operation no argument, or more follows.
+    """
+    open_lists: list[list] = [[]]
+    for token in source.split():
+        if token in OPERATIONS:
+            open_lists.append([token])
+        elif token in DIGITS:
+            open_lists[-1].append(int(token))
+        elif token == CLOSE and len(open_lists) > 1:
+            operation, *values = open_lists.pop()
+            if not values:
+                raise ValueError(f"{operation} has no argument")
+            open_lists[-1].append(OPERATIONS[operation](values))
+        else:
+            raise ValueError(f"{token!r} has no place in a ListOps tree")
+    if len(open_lists) != 1 or len(open_lists[0]) != 1:
+        raise ValueError("the tokens are not one tree" if len(open_lists) == 1 else "a closing bracket is missing")
+    return open_lists[0][0]
+
+
+def read_released(source: str) -> str:
+    """Return the tokens of a tree of the released files, which wrap every pair in parentheses as well."""
+    return " ".join(token for token in source.split() if token not in "()")
+
+
+def make_batch(seed: int, shape: Shape, split: int, number: int) -> list[dict[str, str | int]]:
+    """Return the rows of one batch."""
+    return list(islice(trees(f"{seed} {split} {number}", shape), _BATCH))
+
+
+def trees(seed: int | str, shape: Shape) -> Iterator[dict[str, str | int]]:
+    """Yield rows with `source` and `label` without end; the same for a seed, and possibly some twice."""
+    draw = random.Random(seed)
+    while True:
+        tokens = _tree(draw, shape)
+        if tokens is not None and len(tokens) > shape.min_length:
+            source = " ".join(tokens)
+            yield {"source": source, "label": evaluate(source)}
+
+
+def _tree(draw: random.Random, shape: Shape) -> list[str] | None:
+    """Draw one tree in the order of its tokens; None where it gets too long."""
+    tokens: list[str] = []
+    open_nodes = [1]  # arguments still to be drawn, of every open node
+    while open_nodes:
+        if len(tokens) + len(open_nodes) > shape.max_length:
+            return None
+        if open_nodes[-1] == 0:
+            open_nodes.pop()
+            if open_nodes:
+                tokens.append(CLOSE)
+            continue
+        open_nodes[-1] -= 1
+        if len(open_nodes) < shape.max_depth and draw.random() <= OPERATION_PROBABILITY:
+            open_nodes.append(draw.randint(2, shape.max_args))
+            tokens.append(draw.choice(tuple(OPERATIONS)))
+        else:
+            tokens.append(draw.choice(DIGITS))
+    return tokens if len(tokens) < shape.max_length else None

@@ -1,0 +1,178 @@
+"""The data of Long Range Arena: generated rows are right, files are whole, the same for a seed, and resumed."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from datasets import load_dataset
+from PIL import Image
+
+SHORT = ["--min_length", 8, "--max_length", 40]
+ROWS = ["--train", 40, "--validation", 8, "--test", 8]
+
+
+@pytest.fixture
+def prepare(script):
+    module = script("lra.prepare")
+    return lambda *arguments: module.main([*map(str, arguments)])
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("*.parquet")}
+
+
+def value(tokens: list[str]) -> int:
+    """Evaluate a ListOps tree another way than the generator does: with numpy, from the first token on."""
+    token = tokens.pop(0)
+    if token.isdigit():
+        return int(token)
+    values = []
+    while tokens[0] != "]":
+        values.append(value(tokens))
+    tokens.pop(0)
+    functions = {"[MIN": np.min, "[MAX": np.max, "[MED": np.median, "[SM": lambda numbers: np.sum(numbers) % 10}
+    return int(functions[token](values))
+
+
+def test_listops(prepare, tmp_path):
+    """Every value is right, lengths are within their limits, no tree comes twice, and the splits load by name."""
+    prepare("listops", "--output", tmp_path, "--processes", 1, *ROWS, *SHORT)
+    splits = load_dataset(str(tmp_path))
+    assert {name: len(split) for name, split in splits.items()} == {"train": 40, "validation": 8, "test": 8}
+    rows = [row for split in splits.values() for row in split]
+    assert len({row["source"] for row in rows}) == 56
+    for row in rows:
+        tokens = row["source"].split()
+        assert 8 < len(tokens) < 40 and value(tokens) == row["label"] and not tokens
+    assert "| train | 40 |" in (tmp_path / "README.md").read_text()
+
+
+def test_shape_of_the_trees(script):
+    """The benchmark's limits: depth, arguments, and which operations."""
+    listops = script("lra.listops")
+    trees = listops.trees(0, listops.Shape())
+    for source in [next(trees)["source"].split() for _ in range(20)]:
+        depth, deepest, arguments = [], 0, []
+        for token in source:
+            if depth and token != "]":
+                depth[-1] += 1
+            if token in listops.OPERATIONS:
+                depth.append(0)
+            elif token == "]":
+                arguments.append(depth.pop())
+            deepest = max(deepest, len(depth))
+        assert 500 < len(source) < 2000 and deepest <= 9 and 2 <= min(arguments) and max(arguments) <= 10
+
+
+@pytest.mark.parametrize("size, count", [(32, 24), (128, 2)])
+def test_pathfinder(script, size, count):
+    """Labels follow from the geometry that made the picture, and from the picture alone."""
+    pathfinder = script("lra.pathfinder")
+    from tests.examples import snakes  # needs the folder of the examples on the path
+
+    sizes = pathfinder.drawing(size)
+    for index in range(count):
+        picture = pathfinder.draw_picture(np.random.default_rng([7, index]), sizes)
+        ends = [(snake[0].tolist(), snake[-1].tolist()) for snake in picture.snakes]
+        assert picture.label == (tuple(picture.discs.tolist()) in ends)
+        assert picture.snakes.shape == (2, sizes.contour_length + 1, 2)
+        assert picture.pixels.shape == (size, size) and picture.pixels.min() == 0 and picture.pixels.max() == 255
+        assert snakes.follow(picture.pixels, sizes) == picture.label
+
+
+@pytest.mark.parametrize("task, options", [("listops", SHORT), ("pathfinder", ["--contour_length", 6])])
+def test_processes_and_interruptions(prepare, script, tmp_path, monkeypatch, task, options):
+    """The files are the same, byte for byte; an interrupted run leaves whole files only and goes on after them."""
+    monkeypatch.setattr(script("lra.shards"), "SHARD_ROWS", 16)
+    options = [task, *options, "--train", 20, "--validation", 3, "--test", 5, "--processes"]
+    prepare(*options, 1 if task == "listops" else 2, "--output", tmp_path / "whole")
+    expected = files(tmp_path / "whole")
+    assert len(expected) == 4
+
+    module, calls = script(f"lra.{task}"), []
+    make = module.make_batch
+
+    def interrupted(*arguments):
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return make(*arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(module, "make_batch", interrupted)
+        prepare(*options, 1, "--output", tmp_path / "parts")
+    assert files(tmp_path / "parts").items() < expected.items()
+    (tmp_path / "parts" / "test-00000-of-00001.parquet").write_bytes(b"half")  # is made again
+    prepare(*options, 1, "--output", tmp_path / "parts")
+    assert files(tmp_path / "parts") == expected
+
+
+def test_released_listops(prepare, script, tmp_path):
+    """All brackets are kept; a copy without them, another value, and an absent file are refused."""
+    source, output = tmp_path / "listops-1000", tmp_path / "out"
+    source.mkdir()
+    line = "( ( ( ( [MAX 2 ) ( ( ( [MIN 4 ) 7 ) ] ) ) 0 ) ] )\t4"
+    for name in script("lra.released").LISTOPS_FILES.values():
+        (source / name).write_text(f"Source\tTarget\n{line}\n")
+    prepare("listops", "--source", source, "--output", output)
+    (row,) = load_dataset(str(output))["test"]
+    assert row == {"source": "[MAX 2 [MIN 4 7 ] 0 ]", "label": 4}
+    for harm, message in [
+        (("] ", ""), "line 2: .* lost its brackets"),
+        (("\t4", "\t5"), "has the value 4, the file 5"),
+    ]:
+        (source / "basic_val.tsv").write_text(f"Source\tTarget\n{line.replace(*harm)}\n")
+        with pytest.raises(SystemExit, match=message):
+            prepare("listops", "--source", source, "--output", tmp_path / harm[0].strip())
+    (source / "basic_val.tsv").unlink()
+    with pytest.raises(SystemExit, match="has no file basic_val.tsv"):
+        prepare("listops", "--source", source, "--output", tmp_path / "absent")
+
+
+def test_released_pathfinder(prepare, tmp_path, capsys):
+    source = tmp_path / "curv_contour_length_14"
+    (source / "metadata").mkdir(parents=True)
+    (source / "imgs" / "0").mkdir(parents=True)
+    lines = [f"imgs/0 sample_{index}.png {index} {index % 2} 1.0 14" for index in range(10)]
+    (source / "metadata" / "0.npy").write_text("\n".join(lines))
+    for index in range(10):
+        Image.fromarray(np.full((32, 32), index, np.uint8)).save(source / "imgs" / "0" / f"sample_{index}.png")
+    (source / "imgs" / "0" / "sample_3.png").write_bytes(b"")
+    prepare("pathfinder", "--source", source, "--output", tmp_path / "out")
+    assert "left out, it is empty" in capsys.readouterr().out
+    rows = [row for split in load_dataset(str(tmp_path / "out")).values() for row in split]
+    assert len(rows) == 9 and all(np.asarray(row["image"])[0, 0] % 2 == row["label"] for row in rows)
+    with pytest.raises(SystemExit, match="has 32 x 32 pixels, not 128 x 128"):
+        prepare("pathx", "--source", source, "--output", tmp_path / "large")
+    (source / "metadata" / "0.npy").write_text(lines[0].replace(" 0 0 ", " 0 2 "))
+    with pytest.raises(SystemExit, match="the label is '2', not 0 or 1"):
+        prepare("pathfinder", "--source", source, "--output", tmp_path / "label")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["pathfinder", "--size", 48], "no Pathfinder of 48 x 48 pixels .*: sizes are 32, 64, 128, 256"),
+        (["pathfinder", "--contour_length", 5], "contours 6, 9, 14"),
+        (["listops", "--max_length", 400], "more than 500 and less than 400 tokens"),
+        (["listops", "--train", -1], "must be at least 0"),
+        (["listops", "--seed", -1], "--seed must be at least 0"),
+    ],
+)
+def test_options_at_fault(prepare, tmp_path, arguments, message):
+    with pytest.raises(SystemExit, match=message):
+        prepare(*arguments, "--output", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_folder(prepare, tmp_path):
+    prepare("listops", "--output", tmp_path / "out", "--processes", 1, *ROWS, *SHORT)
+    with pytest.raises(SystemExit, match="was begun with seed 0 and not 1; choose another --output"):
+        prepare("listops", "--output", tmp_path / "out", "--processes", 1, "--seed", 1, *ROWS, *SHORT)
+    (tmp_path / "out" / "prepare.json").write_text("{")
+    with pytest.raises(SystemExit, match="prepare.json cannot be read"):
+        prepare("listops", "--output", tmp_path / "out", *ROWS, *SHORT)
+    shutil.copytree(tmp_path / "out", tmp_path / "other", ignore=shutil.ignore_patterns("prepare.json"))
+    with pytest.raises(SystemExit, match="holds other files"):
+        prepare("listops", "--output", tmp_path / "other", *ROWS, *SHORT)
