@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as for the scrip
 
 
 from lra import listops, pathfinder, released  # noqa: E402
-from lra.card import write_card  # noqa: E402
+from lra.card import draw_sheet, write_card  # noqa: E402
 from lra.shards import SHARD_ROWS, Folder, make_splits  # noqa: E402
 
 LISTOPS = Features({"source": Value("string"), "label": ClassLabel(names=list(listops.DIGITS))})
@@ -123,7 +123,10 @@ def main(argv: list[str] | None = None) -> None:
     except (OSError, ValueError) as error:
         fail(error)
     command = shlex.join(["python", "examples/lra/prepare.py", *(argv or sys.argv[1:])])
-    write_card(folder, arguments.task, *TEXTS[arguments.task], command, arguments.sizes)
+    title, text = TEXTS[arguments.task]
+    if features is PATHFINDER:
+        text = f"{text}\n\n{draw_sheet(folder)}"
+    write_card(folder, arguments.task, title, text, command, arguments.sizes)
 
 
 if __name__ == "__main__":

@@ -141,6 +141,8 @@ def test_released_pathfinder(prepare, tmp_path, capsys):
     (source / "imgs" / "0" / "sample_3.png").write_bytes(b"")
     prepare("pathfinder", "--source", source, "--output", tmp_path / "out")
     assert "left out, it is empty" in capsys.readouterr().out
+    assert Image.open(tmp_path / "out" / "sheet.png").height == 68
+    assert "(sheet.png)" in (tmp_path / "out" / "README.md").read_text()
     rows = [row for split in load_dataset(str(tmp_path / "out")).values() for row in split]
     assert len(rows) == 9 and all(np.asarray(row["image"])[0, 0] % 2 == row["label"] for row in rows)
     with pytest.raises(SystemExit, match="has 32 x 32 pixels, not 128 x 128"):
