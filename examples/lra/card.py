@@ -1,5 +1,6 @@
 """Data set card of a folder that `prepare.py` made."""
 
+from collections.abc import Sequence
 from io import BytesIO
 
 import numpy as np
@@ -51,15 +52,14 @@ def write_card(folder: Folder, task: str, title: str, text: str, command: str, s
     (folder.path / "README.md").write_text(card, encoding="utf-8")
 
 
-def draw_sheet(folder: Folder) -> str:
-    """Write `sheet.png`, the first pictures of each label in a row, and return the line of the card that shows it."""
+def draw_sheet(folder: Folder, labels: Sequence[str]) -> str:
+    """Write `sheet.png`, a row of pictures for each label, and return the line of the card that shows it."""
     rows = pq.read_table(min(folder.path.glob("*.parquet"))).to_pylist()
-    kinds = []
-    for label in (0, 1):
-        files = [BytesIO(row["image"]["bytes"]) for row in rows if row["label"] == label]
-        kinds.append([np.pad(np.asarray(Image.open(file)), 1, constant_values=128) for file in files[:_COLUMNS]])
-    columns = min(map(len, kinds))
-    if columns:
-        sheet = np.concatenate([np.concatenate(pictures[:columns], axis=1) for pictures in kinds])
-        Image.fromarray(sheet).save(folder.path / "sheet.png", optimize=True)
-    return "![Above, label 0; below, label 1](sheet.png)" if columns else ""
+    files = [[BytesIO(row["image"]["bytes"]) for row in rows if row["label"] == label] for label in range(len(labels))]
+    columns = min(_COLUMNS, *map(len, files))
+    if not columns:
+        return ""
+    framed = [[np.pad(np.asarray(Image.open(file)), 1, constant_values=128) for file in row[:columns]] for row in files]
+    sheet = np.concatenate([np.concatenate(row, axis=1) for row in framed])
+    Image.fromarray(sheet).save(folder.path / "sheet.png", optimize=True)
+    return f"![From top to bottom: {', '.join(labels)}](sheet.png)"

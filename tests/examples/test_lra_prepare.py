@@ -1,12 +1,15 @@
 """The data of Long Range Arena: generated rows are right, files are whole, the same for a seed, and resumed."""
 
 import shutil
+import wave
 from pathlib import Path
 
 import numpy as np
 import pytest
-from datasets import load_dataset
+from datasets import Dataset, load_dataset
 from PIL import Image
+
+from tests.examples import runs
 
 SHORT = ["--min_length", 8, "--max_length", 40]
 ROWS = ["--train", 40, "--validation", 8, "--test", 8]
@@ -113,8 +116,8 @@ def test_released_listops(prepare, script, tmp_path):
     source, output = tmp_path / "listops-1000", tmp_path / "out"
     source.mkdir()
     line = "( ( ( ( [MAX 2 ) ( ( ( [MIN 4 ) 7 ) ] ) ) 0 ) ] )\t4"
-    for name in script("lra.released").LISTOPS_FILES.values():
-        (source / name).write_text(f"Source\tTarget\n{line}\n")
+    for name in ("train", "val", "test"):
+        (source / f"basic_{name}.tsv").write_text(f"Source\tTarget\n{line}\n")
     prepare("listops", "--source", source, "--output", output)
     (row,) = load_dataset(str(output))["test"]
     assert row == {"source": "[MAX 2 [MIN 4 7 ] 0 ]", "label": 4}
@@ -152,14 +155,78 @@ def test_released_pathfinder(prepare, tmp_path, capsys):
         prepare("pathfinder", "--source", source, "--output", tmp_path / "label")
 
 
+def test_text_and_image(prepare, tmp_path):
+    """A part of the training rows is for validation; the test rows stay together and in order."""
+    for name, size in (("train", 10), ("test", 3)):
+        rows = [{"text": f"{name} {index}", "label": index % 2} for index in range(size)]
+        runs.write(rows, tmp_path / "reviews" / f"{name}-00000-of-00001.parquet")
+        picture = Image.fromarray(np.full((32, 32, 3), (255, 0, 0), np.uint8))
+        Dataset.from_list([{"img": picture, "label": index} for index in range(size)]).to_parquet(
+            tmp_path / "objects" / f"{name}-00000-of-00001.parquet"
+        )
+    prepare("text", "--source", tmp_path / "reviews", "--output", tmp_path / "text", "--validation", 4)
+    splits = load_dataset(str(tmp_path / "text"))
+    assert [row["text"] for row in splits["test"]] == ["test 0", "test 1", "test 2"]
+    assert sorted([*splits["train"]["text"], *splits["validation"]["text"]]) == [
+        f"train {index}" for index in range(10)
+    ]
+    assert len(splits["validation"]) == 4
+    prepare("image", "--source", tmp_path / "objects", "--output", tmp_path / "image", "--validation", 5)
+    first = load_dataset(str(tmp_path / "image"))["test"][1]
+    assert first["label"] == 1 and np.asarray(first["image"]).tolist() == [[76] * 32] * 32
+    with pytest.raises(SystemExit, match="--validation 10 must be below the 10 training rows"):
+        prepare("text", "--source", tmp_path / "reviews", "--output", tmp_path / "none", "--validation", 10)
+    with pytest.raises(SystemExit, match="no split train with the columns img, label"):
+        prepare("image", "--source", tmp_path / "reviews", "--output", tmp_path / "none")
+
+
+def test_retrieval(prepare, tmp_path):
+    source = tmp_path / "tsv_data"
+    source.mkdir()
+    for name in ("train", "eval", "test"):
+        (source / f"new_aan_pairs.{name}.tsv").write_text('1.0\tA1\tB1\ta "quoted" text\tanother\n')
+    prepare("retrieval", "--source", source, "--output", tmp_path / "out")
+    (row,) = load_dataset(str(tmp_path / "out"))["validation"]
+    assert row == {"text1": 'a "quoted" text', "text2": "another", "label": 1}
+    (source / "new_aan_pairs.test.tsv").write_text("2.0\tA1\tB1\ta\tb\n")
+    with pytest.raises(SystemExit, match="new_aan_pairs.test.tsv, line 1: two texts and the label 0 or 1 are needed"):
+        prepare("retrieval", "--source", source, "--output", tmp_path / "label")
+
+
+def test_speech(prepare, tmp_path):
+    source = tmp_path / "speech_commands"
+    for word in ("yes", "no"):
+        (source / word).mkdir(parents=True)
+        for index in range(3):
+            with wave.open(str(source / word / f"{index}.wav"), "wb") as clip:
+                clip.setparams((1, 2, 16_000, 0, "NONE", None))
+                clip.writeframes(np.arange(index + 1, dtype="<i2").tobytes())
+    (source / "validation_list.txt").write_text("yes/1.wav\nno/1.wav\n")
+    (source / "testing_list.txt").write_text("yes/2.wav\nno/2.wav\n")
+    options = ["speech", "--source", source, "--words", "yes", "no"]
+    prepare(*options, "--output", tmp_path / "out")
+    rows = load_dataset(str(tmp_path / "out"))["test"]
+    assert [np.frombuffer(row["audio"], "<i2").tolist() for row in rows] == [[0, 1, 2]] * 2
+    assert rows["label"] == [0, 1] and rows.features["label"].names == ["yes", "no"]
+    for more, message in (
+        (["--sampling_rate", 8000], "has 1 channels of 2 bytes at 16000 Hz, not 1, 2 and 8000"),
+        (["--words", "maybe"], "has no clips of the word 'maybe'"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            prepare(*options, *more, "--output", tmp_path / more[0])
+    (source / "yes" / "0.wav").write_bytes(b"half")
+    with pytest.raises(SystemExit, match="0.wav is no WAV file"):
+        prepare(*options, "--output", tmp_path / "half")
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
         (["pathfinder", "--size", 48], "no Pathfinder of 48 x 48 pixels .*: sizes are 32, 64, 128, 256"),
         (["pathfinder", "--contour_length", 5], "contours 6, 9, 14"),
         (["listops", "--max_length", 400], "more than 500 and less than 400 tokens"),
-        (["listops", "--train", -1], "must be at least 0"),
-        (["listops", "--seed", -1], "--seed must be at least 0"),
+        (["listops", "--train", -1], "--train -1 must be at least 0"),
+        (["listops", "--seed", -1], "--seed -1 must be at least 0"),
     ],
 )
 def test_options_at_fault(prepare, tmp_path, arguments, message):
