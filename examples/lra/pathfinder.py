@@ -8,72 +8,19 @@ distance from everything that is drawn already. An angle is in radians, a point 
 
 import math
 from collections.abc import Callable
-from copy import copy
-from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from dataclasses import dataclass
+from functools import cache
 from io import BytesIO
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageDraw
-from scipy.ndimage import grey_dilation
+from PIL import Image
 
-
-@dataclass(frozen=True)
-class Drawing:
-    """Sizes of a picture, in pixels where nothing else is said.
-
-    Attributes:
-        size: side of the picture.
-        contour_length: paddles of each of the two long snakes; 6, 9 and 14 are the benchmark's grades.
-        paddle_length, thickness: of a stroke.
-        margins: half the gap between two paddles, of which every picture draws one.
-        padding: border in which nothing of the long snakes lies.
-        seed_distance: from the beginning of the first snake to that of the second.
-        marker_radius: of the discs.
-        continuity: how strongly a snake prefers to go straight on.
-        distractors, distractor_length: shorter snakes, and the paddles of each.
-        contrast: brightness of a paddle, where that of a disc is 1.
-    """
-
-    size: int
-    contour_length: int
-    paddle_length: int
-    thickness: float
-    margins: tuple[int, ...]
-    padding: int
-    seed_distance: int
-    marker_radius: float
-    continuity: float
-    distractors: int
-    distractor_length: int
-    contrast: float
-
+from lra.drawing import Canvas, Drawing, direction, draw_disc, moved, offsets
 
 _BATCH = 16
-_SCALE = 2  # pictures are drawn at this multiple of their size, then reduced
 _PADDLE_TRIES, _SNAKE_TRIES = 3, 5
 _TAKEN, _OVERLAP = 0.3, 1.8
-
-# 32 and 128 are the benchmark's. It has 64 and 256 as well, but their parameters were not published: here they lie
-# between and beyond the two.
-_DRAWINGS = {
-    32: Drawing(32, 14, 2, 0.5, (1,), 1, 7, 1.5, 1.0, 5, 4, 1.5),
-    64: Drawing(64, 14, 3, 1.0, (1, 2), 1, 12, 2.0, 1.4, 6, 4, 1.0),
-    128: Drawing(128, 14, 5, 1.5, (2, 3), 1, 20, 3.0, 1.8, 8, 4, 0.9),
-    256: Drawing(256, 14, 10, 2.0, (4, 5), 1, 40, 5.0, 1.8, 12, 4, 0.9),
-}
-SIZES, CONTOUR_LENGTHS = tuple(_DRAWINGS), (6, 9, 14)
-
-
-def drawing(size: int, contour_length: int = 14) -> Drawing:
-    """Return the parameters of pictures of `size` x `size` pixels; `ValueError` where there are none."""
-    if size not in _DRAWINGS or contour_length not in CONTOUR_LENGTHS:
-        raise ValueError(
-            f"no Pathfinder of {size} x {size} pixels with contours of {contour_length} paddles: sizes are "
-            f"{', '.join(map(str, SIZES))}, contours {', '.join(map(str, CONTOUR_LENGTHS))}"
-        )
-    return replace(_DRAWINGS[size], contour_length=contour_length)
 
 
 @dataclass
@@ -114,7 +61,7 @@ def draw_picture(numbers: np.random.Generator, sizes: Drawing) -> Picture:
         canvas = next(filter(None, (_with_distractor(numbers, canvas) for _ in range(_SNAKE_TRIES))), canvas)
     first = int(numbers.integers(2))
     discs = np.array([snakes[first].ends[0], snakes[first if label else 1 - first].ends[-1]])
-    light = np.max([canvas.inner(canvas.light), *(_disc(sizes, disc) for disc in discs)], axis=0)
+    light = np.max([canvas.inner(canvas.light), *(draw_disc(sizes, disc) for disc in discs)], axis=0)
     low, high = light.min(), light.max()
     pixels = np.round((light - low) / (high - low) * 255).astype(np.uint8)
     return Picture(pixels, label, np.array([snake.ends for snake in snakes]), discs)
@@ -135,52 +82,16 @@ class _Snake:
     ends: list[np.ndarray]
 
 
-class _Canvas:
-    """`light` of what is drawn, and what it takes of the room, `mask`, with a border for paddles that end outside."""
-
-    def __init__(self, sizes: Drawing, margin: int):
-        self.sizes, self.margin = sizes, margin
-        self.border = sizes.paddle_length + math.ceil(sizes.thickness) + margin
-        self.light, self.mask = np.zeros((2, sizes.size + 2 * self.border, sizes.size + 2 * self.border))
-        padding = np.pad(np.zeros((sizes.size - 2 * sizes.padding,) * 2), sizes.padding, constant_values=1.0)
-        self.inner(self.mask)[:] = padding
-
-    def copy(self) -> "_Canvas":
-        other = copy(self)
-        other.light, other.mask = self.light.copy(), self.mask.copy()
-        return other
-
-    def inner(self, wide: np.ndarray) -> np.ndarray:
-        """Return the picture without the border, `[size, size]`."""
-        return wide[self.border : -self.border, self.border : -self.border]
-
-    def around(self, wide: np.ndarray, point: np.ndarray) -> np.ndarray:
-        """Return the part that a paddle at `point` can reach, `[P, P]`."""
-        row, column = point
-        return wide[row : row + 2 * self.border + 1, column : column + 2 * self.border + 1]
-
-    def paddle(self, angle: float) -> tuple[np.ndarray, np.ndarray]:
-        """Return the light and the room of a paddle from the middle of `[P, P]` on, in direction `angle`."""
-        return _paddle(self.sizes.paddle_length, self.sizes.thickness, self.margin, angle)
-
-    def add(self, wide: np.ndarray, point: np.ndarray, part: np.ndarray) -> None:
-        where = self.around(wide, point)
-        np.maximum(where, part, out=where)
-
-    def contains(self, *points: np.ndarray) -> bool:
-        return all((point >= 0).all() and (point < self.sizes.size).all() for point in points)
-
-
-def _two_snakes(numbers: np.random.Generator, sizes: Drawing, margin: int) -> tuple[_Canvas, list[_Snake]] | None:
+def _two_snakes(numbers: np.random.Generator, sizes: Drawing, margin: int) -> tuple[Canvas, list[_Snake]] | None:
     """Draw the long snakes, which grow in turn; None where one of them has no way to go."""
-    canvas = _Canvas(sizes, margin)
+    canvas = Canvas(sizes, margin)
     first = _seed(numbers, canvas, lambda angle: _free_point(numbers, canvas, angle, 2 * sizes.seed_distance))
     if first is None:
         return None
 
     def on_circle(_: float) -> np.ndarray:
         angle = math.radians(numbers.integers(360))
-        return np.round(first.ends[0] + sizes.seed_distance * _direction(angle)).astype(int)
+        return np.round(first.ends[0] + sizes.seed_distance * direction(angle)).astype(int)
 
     second = _seed(numbers, canvas, on_circle)
     if second is None:
@@ -194,7 +105,7 @@ def _two_snakes(numbers: np.random.Generator, sizes: Drawing, margin: int) -> tu
     return canvas, [first, second]
 
 
-def _with_distractor(numbers: np.random.Generator, canvas: _Canvas) -> _Canvas | None:
+def _with_distractor(numbers: np.random.Generator, canvas: Canvas) -> Canvas | None:
     """Return the canvas with one more short snake; None where it does not fit."""
     canvas = canvas.copy()
     snake = _seed(numbers, canvas, lambda angle: _free_point(numbers, canvas, angle, 1))
@@ -204,7 +115,7 @@ def _with_distractor(numbers: np.random.Generator, canvas: _Canvas) -> _Canvas |
     return canvas
 
 
-def _seed(numbers: np.random.Generator, canvas: _Canvas, find: Callable) -> _Snake | None:
+def _seed(numbers: np.random.Generator, canvas: Canvas, find: Callable) -> _Snake | None:
     """Draw the first paddle of a snake at the point that `find` gives for its angle, which is a whole degree."""
     length = canvas.sizes.paddle_length
     for _ in range(_PADDLE_TRIES):
@@ -212,8 +123,8 @@ def _seed(numbers: np.random.Generator, canvas: _Canvas, find: Callable) -> _Sna
         tail = find(angle)
         if tail is None:
             return None
-        head = _moved(tail, angle, length)
-        pivot = _moved(head, angle + math.pi, length + canvas.margin)
+        head = moved(tail, angle, length)
+        pivot = moved(head, angle + math.pi, length + canvas.margin)
         if canvas.contains(tail, head, pivot):
             light, room = canvas.paddle(angle)
             canvas.add(canvas.light, tail, light * canvas.sizes.contrast)
@@ -221,7 +132,7 @@ def _seed(numbers: np.random.Generator, canvas: _Canvas, find: Callable) -> _Sna
     return None
 
 
-def _free_point(numbers: np.random.Generator, canvas: _Canvas, angle: float, edge: int) -> np.ndarray | None:
+def _free_point(numbers: np.random.Generator, canvas: Canvas, angle: float, edge: int) -> np.ndarray | None:
     """Draw a point where a paddle touches nothing, nor the `edge` pixels at the border; None where there is none."""
     size, border = canvas.sizes.size, canvas.border
     reached = np.argwhere(canvas.paddle(angle)[1] >= 1.0) - border
@@ -240,7 +151,7 @@ def _free_point(numbers: np.random.Generator, canvas: _Canvas, angle: float, edg
     return found[numbers.integers(len(found))] if len(found) else None
 
 
-def _extend(numbers: np.random.Generator, canvas: _Canvas, snake: _Snake, other: _Snake | None = None) -> bool:
+def _extend(numbers: np.random.Generator, canvas: Canvas, snake: _Snake, other: _Snake | None = None) -> bool:
     """Draw the next paddle of `snake`, which keeps away from all but its last one; False where it cannot.
 
     The code of Linsley et al. forgets the last paddle of the `other` snake, so that the two may cross there.
@@ -250,8 +161,8 @@ def _extend(numbers: np.random.Generator, canvas: _Canvas, snake: _Snake, other:
     if other is not None:
         mask = mask.copy()
         canvas.add(mask, other.at, other.room)
-    pivot = _moved(snake.pivot, snake.angle, length + 2 * margin)
-    steps, angles = _steps(length + margin)
+    pivot = moved(snake.pivot, snake.angle, length + 2 * margin)
+    steps, angles = steps_on_circle(length + margin)
     heads = pivot + steps
     inside = ((heads >= 0) & (heads < canvas.sizes.size)).all(axis=1)
     heads, angles = heads[inside], angles[inside]
@@ -259,7 +170,7 @@ def _extend(numbers: np.random.Generator, canvas: _Canvas, snake: _Snake, other:
         return False
     turn = np.abs(angles - snake.angle)
     turn = np.minimum(np.minimum(turn, 2 * math.pi - turn) * canvas.sizes.continuity, math.pi / 2)
-    near = heads[:, None] + _offsets(margin) + border
+    near = heads[:, None] + offsets(margin) + border
     weights = np.cos(turn) ** 2 * (1.0 - mask[near[..., 0], near[..., 1]].max(axis=1))
     if weights.sum() < 1e-4:
         return False
@@ -277,54 +188,9 @@ def _extend(numbers: np.random.Generator, canvas: _Canvas, snake: _Snake, other:
     return False
 
 
-def _direction(angle: float) -> np.ndarray:
-    return np.array([math.sin(angle), math.cos(angle)])
-
-
-def _moved(point: np.ndarray, angle: float, distance: float) -> np.ndarray:
-    return np.ceil(point + distance * _direction(angle)).astype(int)
-
-
 @cache
-def _steps(radius: int) -> tuple[np.ndarray, np.ndarray]:
+def steps_on_circle(radius: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the pixels on a circle, relative to its middle, and their angles."""
     angles = np.radians(np.arange(0.0, 360.0, 360.0 / (2.0 * math.pi * radius)))
     steps = np.unique(np.floor(radius * np.stack([np.sin(angles), np.cos(angles)], axis=1)).astype(int), axis=0)
     return steps, np.arctan2(*steps.T)
-
-
-@cache
-def _offsets(radius: int) -> np.ndarray:
-    """Return the pixels of a disc, relative to its middle."""
-    grid = np.mgrid[-radius : radius + 1, -radius : radius + 1].reshape(2, -1).T
-    return grid[(grid**2).sum(axis=1) <= radius**2]
-
-
-def _reduced(drawn: Image.Image | np.ndarray) -> np.ndarray:
-    """Reduce black (0) and white (255) at the scale of drawing to numbers from 0 to 1."""
-    drawn = drawn if isinstance(drawn, Image.Image) else Image.fromarray(drawn)
-    side = drawn.width // _SCALE
-    return np.asarray(drawn.resize((side, side), Image.Resampling.LANCZOS)) / 255.0
-
-
-@lru_cache(4096)
-def _paddle(length: int, thickness: float, margin: int, angle: float) -> tuple[np.ndarray, np.ndarray]:
-    middle = (length + math.ceil(thickness) + margin) * _SCALE
-    drawn = Image.new("L", (2 * middle + _SCALE, 2 * middle + _SCALE))
-    row, column = np.ceil(middle + length * _SCALE * _direction(angle)).astype(int).tolist()
-    ImageDraw.Draw(drawn).line([(middle, middle), (column, row)], fill=255, width=round(thickness * _SCALE))
-    room = grey_dilation(np.asarray(drawn), footprint=_footprint(margin * _SCALE))
-    return _reduced(drawn), _reduced(room)
-
-
-@cache
-def _footprint(radius: int) -> np.ndarray:
-    full = np.zeros((2 * radius + 1, 2 * radius + 1), bool)
-    full[tuple((_offsets(radius) + radius).T)] = True
-    return full
-
-
-def _disc(sizes: Drawing, middle: np.ndarray) -> np.ndarray:
-    grid = np.mgrid[: sizes.size * _SCALE, : sizes.size * _SCALE] - _SCALE * middle[:, None, None]
-    inside = (grid**2).sum(axis=0) <= (sizes.marker_radius * _SCALE) ** 2
-    return _reduced(np.where(inside, 255, 0).astype(np.uint8))

@@ -27,7 +27,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as for the scripts beside this folder
 
 
-from lra import listops, pathfinder, released  # noqa: E402
+from lra import drawing, listops, pathfinder, released  # noqa: E402
 from lra.card import draw_sheet, write_card  # noqa: E402
 from lra.shards import SHARD_ROWS, Folder, make_splits  # noqa: E402
 
@@ -87,8 +87,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             for name, value in vars(listops.Shape()).items():
                 add(f"--{name}", default=value, help="limit of the trees")
         elif made:
-            add("--size", default=128 if task == "pathx" else 32, help=f"side in pixels: {pathfinder.SIZES}")
-            add("--contour_length", default=14, help=f"paddles: {pathfinder.CONTOUR_LENGTHS}")
+            add("--size", default=128 if task == "pathx" else 32, help=f"side in pixels: {drawing.SIZES}")
+            add("--contour_length", default=14, help=f"paddles: {drawing.CONTOUR_LENGTHS}")
         elif task == "speech":
             options.add_argument("--words", nargs="+", default=list(released.SC10), help="classes")
             add("--sampling_rate", default=16_000, help="samples a second of the clips")
@@ -109,7 +109,7 @@ def generate(arguments: argparse.Namespace, features: Features) -> tuple[Folder,
         make, unique = partial(listops.make_batch, arguments.seed, listops.Shape(**limits)), "source"
     else:
         limits = {"size": arguments.size, "contour_length": arguments.contour_length}
-        make, unique = partial(pathfinder.make_batch, arguments.seed, pathfinder.drawing(**limits)), None
+        make, unique = partial(pathfinder.make_batch, arguments.seed, drawing.find_drawing(**limits)), None
     folder = Folder(arguments.output, {"task": arguments.task, "seed": arguments.seed, **sizes, **limits})
     make_splits(folder, sizes, make, features, unique, arguments.processes)
     return folder, sizes

@@ -3,7 +3,8 @@
 import math
 
 import numpy as np
-from lra.pathfinder import Drawing, _Canvas, _disc, _moved, _steps
+from lra.drawing import Canvas, Drawing, draw_disc, moved
+from lra.pathfinder import steps_on_circle
 from scipy.ndimage import minimum_filter
 
 _MISSING = 0.04  # light that rounding to 8 bits may hide
@@ -12,7 +13,7 @@ _MISSING = 0.04  # light that rounding to 8 bits may hide
 def find_discs(pixels: np.ndarray, sizes: Drawing) -> list[np.ndarray]:
     """Return the middles of the two discs."""
     middle = np.array([sizes.size // 2] * 2)
-    inside = _disc(sizes, middle) > 0.9
+    inside = draw_disc(sizes, middle) > 0.9
     rows, columns = np.argwhere(inside).T
     footprint = inside[rows.min() : rows.max() + 1, columns.min() : columns.max() + 1]
     shift = middle - [rows.min(), columns.min()] - np.array(footprint.shape) // 2
@@ -36,7 +37,7 @@ def follow(pixels: np.ndarray, sizes: Drawing) -> int:
 
 
 def _leads(light: np.ndarray, sizes: Drawing, margin: int, begin: np.ndarray, end: np.ndarray) -> bool:
-    canvas = _Canvas(sizes, margin)
+    canvas = Canvas(sizes, margin)
     canvas.inner(canvas.light)[:] = light
     length, seen = sizes.paddle_length, set()
 
@@ -50,8 +51,8 @@ def _leads(light: np.ndarray, sizes: Drawing, margin: int, begin: np.ndarray, en
         if np.abs(head - end).max() > left * (length + 2 * margin + 2) or (state := (*pivot, angle, left)) in seen:
             return False
         seen.add(state)
-        pivot = _moved(pivot, angle, length + 2 * margin)
-        steps, angles = _steps(length + margin)
+        pivot = moved(pivot, angle, length + 2 * margin)
+        steps, angles = steps_on_circle(length + margin)
         for step, turned in zip(steps, angles.tolist(), strict=True):
             turn = abs(turned - angle)
             if min(turn, 2 * math.pi - turn) * sizes.continuity < math.pi / 2 and drawn(pivot + step, turned + math.pi):
@@ -61,8 +62,8 @@ def _leads(light: np.ndarray, sizes: Drawing, margin: int, begin: np.ndarray, en
 
     for degree in range(-180, 180):
         angle = math.radians(degree)
-        head = _moved(begin, angle, length)
-        pivot = _moved(head, angle + math.pi, length + margin)
+        head = moved(begin, angle, length)
+        pivot = moved(head, angle + math.pi, length + margin)
         if drawn(begin, angle) and reaches(head, pivot, angle, sizes.contour_length - 1):
             return True
     return False

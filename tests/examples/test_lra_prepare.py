@@ -74,7 +74,7 @@ def test_pathfinder(script, size, count):
     pathfinder = script("lra.pathfinder")
     from tests.examples import snakes  # needs the folder of the examples on the path
 
-    sizes = pathfinder.drawing(size)
+    sizes = script("lra.drawing").find_drawing(size)
     for index in range(count):
         picture = pathfinder.draw_picture(np.random.default_rng([7, index]), sizes)
         ends = [(snake[0].tolist(), snake[-1].tolist()) for snake in picture.snakes]
