@@ -42,6 +42,7 @@ class Info:
     activation_bytes: dict[str, int]
     training_state_bytes: int
     formulas: dict[str, str]
+    warnings: list[str]
 
     def __str__(self) -> str:
         parameters = {name: f"{value:,}" for name, value in self.parameters.items()}
@@ -62,6 +63,7 @@ class Info:
             "activations": f"{_listed(memory)}, of one {sequence} of length {self.length}",
         }
         lines = [f"{name:<13}{value}" for name, value in rows.items()]
+        lines += [f"{'warning':<13}{text}" for text in self.warnings]
         return "\n".join([*lines, "", *(textwrap.fill(f"{name}: {text}", 100) for name, text in self.formulas.items())])
 
 
@@ -88,7 +90,7 @@ def describe(path: str | Path, length: int | None = None) -> Info:
         ConversionError: `path` is neither, or the model has fewer positions.
     """
     read = _read_checkpoint if Path(path).is_file() else _read_folder
-    config, model_class, written_by, heads, dtypes = read(path)
+    config, model_class, written_by, heads, dtypes, warnings = read(path)
     limit = _length_limit(config)
     if length is not None and limit is not None and length > limit:
         raise ConversionError(f"--length {length}: the model has {limit} learned positions")
@@ -116,6 +118,7 @@ def describe(path: str | Path, length: int | None = None) -> Info:
         activation_bytes={name: size * numbers for name, numbers in activations.items() if numbers is not None},
         training_state_bytes=4 * size * parameters["total"],
         formulas=costs.formulas(config),
+        warnings=warnings,
     )
 
 
@@ -140,7 +143,7 @@ def _read_folder(path: str | Path):
             raise ConversionError(f"{info.file}: {name} has dtype {info.dtype}, not one of {', '.join(names)}")
         if names[info.dtype] is not None:
             dtypes[names[info.dtype]] += torch.Size(info.shape).numel()
-    return folder.config, folder.model_class, _origin(folder), _folder_heads(folder), dtypes
+    return folder.config, folder.model_class, _origin(folder), _folder_heads(folder), dtypes, []
 
 
 def _origin(folder: ModelFolder) -> str:
@@ -181,4 +184,5 @@ def _read_checkpoint(path: str | Path):
     for tensor in filter(torch.is_floating_point, tensors.values()):
         dtypes[dtype_name(tensor.dtype)] += tensor.numel()
     origin = _fairseq(found, revision, found.architecture(checkpoint.args))
-    return plan.config, plan.model_class, f"fairseq: {origin}", found.heads(plan, tensors), dtypes
+    heads, warnings = found.heads(plan, tensors), [*checkpoint.warnings, *plan.warnings]
+    return plan.config, plan.model_class, f"fairseq: {origin}", heads, dtypes, warnings

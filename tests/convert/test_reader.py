@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from luna_mega.convert import ConversionError, convert_checkpoint
 from luna_mega.convert.reader import read_checkpoint
+from luna_mega.inspection.info import describe
 
 
 class Attack:
@@ -184,6 +185,7 @@ def test_an_archive_without_crcs_is_read_with_a_warning(convert, make):
         assert not any(info.CRC for info in archive.infolist())
     read = read_checkpoint(convert.file)
     assert len(read.warnings) == 1 and "no CRC-32" in read.warnings[0]
+    assert f"warning      {read.warnings[0]}" in str(describe(convert.file))
     printed = str(convert_checkpoint(convert.file, convert.output))
     report = json.loads((convert.output / "conversion_report.json").read_text())
     assert report["warnings"] == list(read.warnings) and read.warnings[0] in printed
