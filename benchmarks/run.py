@@ -1,6 +1,6 @@
 """Measures the ops and models of the registry against their baselines, all in one run.
 
-    python benchmarks/run.py                              everything (about 20 minutes on 2 cores)
+    python benchmarks/run.py                              everything (about 40 minutes on 2 cores)
     python benchmarks/run.py --quick                      a few sizes
     python benchmarks/run.py luna_attention               one case
     python benchmarks/run.py encoders --lengths 512 16384 --time-limit 120
