@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 
 import floors
+import models
 import torch
 from baselines import (
     fft_damped_ema,
@@ -33,6 +34,10 @@ class Work:
 
     forward: Callable[[], tuple[torch.Tensor, ...]]
     leaves: list[torch.Tensor]
+    parameters: int = 0  # of a model, as far as they cost time
+
+
+PASSES = {name: name for name in ("forward", "backward", "both")}
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,10 @@ class Case:
     compiled: dict[str, Callable[..., Work]] = field(default_factory=dict)
     # Function of (bytes of an element, **size) that returns the floors of forward and backward.
     floor: Callable[..., tuple[floors.Floor, floors.Floor]] | None = None
+    # What is measured, with its name in the tables; a forward pass is without gradient, "both" is a training step.
+    passes: dict[str, str] = field(default_factory=PASSES.copy)
+    # Models of equal size, "tokens" or "images" a second; None = milliseconds.
+    unit: str | None = None
 
     @property
     def ours(self) -> str:
@@ -153,7 +162,51 @@ def _model(make, device, dtype, n, b=1, within=nullcontext):
         with within():
             return (model(ids).last_hidden_state,)
 
-    return Work(forward, [p for p in model.parameters() if p.requires_grad])
+    return _model_work(forward, model)
+
+
+def _model_work(forward, model):
+    leaves = [p for p in model.parameters() if p.requires_grad]
+    return Work(forward, leaves, models.count_parameters(model))
+
+
+def _encoder(make, device, dtype, n, b=1, **fields):
+    torch.manual_seed(0)
+    model = make(n, **fields).to(device, dtype)
+    ids = torch.randint(4, 1000, (b, n), generator=torch.Generator().manual_seed(0), device="cpu").to(device)
+
+    def forward():
+        model.train(torch.is_grad_enabled())
+        return (model(ids).last_hidden_state,)
+
+    return _model_work(forward, model)
+
+
+def _decoder(make, device, dtype, n, b=1, **fields):
+    """Time the prefill, with a cache and the last logits, and with a gradient the loss of all positions."""
+    torch.manual_seed(0)
+    model = make(n, **fields).to(device, dtype)
+    ids = torch.randint(4, 1000, (b, n), generator=torch.Generator().manual_seed(0), device="cpu").to(device)
+
+    def forward():
+        model.train(torch.is_grad_enabled())
+        if torch.is_grad_enabled():
+            return (model(ids, labels=ids, use_cache=False).loss,)
+        return (model(ids, use_cache=True, logits_to_keep=1).logits,)
+
+    return _model_work(forward, model)
+
+
+def _images(make, device, dtype, b, size=224, **fields):
+    torch.manual_seed(0)
+    model = make(image_size=size, **fields).to(device, dtype)
+    pixels = torch.randn(b, 3, size, size, generator=torch.Generator().manual_seed(0), device="cpu").to(device, dtype)
+
+    def forward():
+        model.train(torch.is_grad_enabled())
+        return (model(pixels).logits,)
+
+    return _model_work(forward, model)
 
 
 def _padded(make, unpad, device, dtype, n, b):
@@ -190,6 +243,7 @@ def _mega_base(n):
 
 _TOKENS = ((512, 128), (4096, 16), (32768, 2))  # (n, b): 65,536 tokens
 _MODEL_TOKENS = tuple({"n": n, "b": 65536 // n} for n in (512, 1024, 2048, 4096, 16384, 32768))
+_TRAINING = {"both": "Training step (forward and backward)"}
 
 CASES = {
     case.name: case
@@ -334,6 +388,7 @@ CASES = {
             sizes=tuple({"n": n} for n in (512, 1024, 2048, 4096, 8192)),
             quick=({"n": 512},),
             repeats=3,
+            passes={name: name for name in ("forward", "both")},
             gpu=_MODEL_TOKENS,
             gpu_variants={
                 "roberta_cudnn": partial(
@@ -359,8 +414,54 @@ CASES = {
             sizes=tuple({"n": n} for n in (512, 2048)),
             quick=({"n": 512},),
             repeats=3,
+            passes={name: name for name in ("forward", "both")},
             gpu=_MODEL_TOKENS,
             gpu_variants={"mega_torch": partial(_model, _mega_base, within=partial(use_backend, "torch"))},
+        ),
+        Case(
+            "encoders",
+            {
+                "luna_128": partial(_encoder, partial(models.luna, projection_length=128)),
+                "luna_16": partial(_encoder, partial(models.luna, projection_length=16)),
+                "mega_chunk_128": partial(_encoder, partial(models.mega, chunk_size=128)),
+                "roberta_sdpa": partial(_encoder, models.roberta),
+                "modernbert_sdpa": partial(_encoder, models.modernbert),
+                "longformer_512": partial(_encoder, models.longformer),
+                "big_bird": partial(_encoder, models.big_bird),
+                "nystromformer_64": partial(_encoder, models.nystromformer),
+            },
+            sizes=tuple({"n": n} for n in (512, 1024, 2048, 4096, 8192, 16384)),
+            quick=({"n": 512},),
+            repeats=3,
+            gpu=_MODEL_TOKENS,
+            passes={"forward": "Inference (forward)", **_TRAINING},
+            unit="tokens",
+        ),
+        Case(
+            "decoders",
+            {
+                "luna_32": partial(_decoder, models.luna_lm),
+                "mega_chunk_512": partial(_decoder, models.mega_lm),
+                "llama_sdpa": partial(_decoder, models.llama),
+                "gpt2_sdpa": partial(_decoder, models.gpt2),
+                "mamba": partial(_decoder, models.mamba),
+            },
+            sizes=({"n": 512}, {"n": 4096}),
+            quick=({"n": 512},),
+            repeats=3,
+            gpu=tuple({"n": n, "b": 65536 // n} for n in (512, 4096)),
+            passes={"forward": "Prefill (forward, with a cache)", **_TRAINING},
+            unit="tokens",
+        ),
+        Case(
+            "images",
+            {"mega_base": partial(_images, models.mega_image), "vit_base_sdpa": partial(_images, models.vit)},
+            sizes=({"b": 4},),
+            quick=({"b": 1},),
+            repeats=3,
+            gpu=({"b": 128},),
+            passes={"forward": "Inference (forward)", **_TRAINING},
+            unit="images",
         ),
     )
 }

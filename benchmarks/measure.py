@@ -1,7 +1,9 @@
 """Measurement of one `Work`, time and peak memory, and comparison of the variants of a case."""
 
+import resource
 import statistics
 import time
+from functools import partial
 
 import torch
 from cases import CASES, Size
@@ -9,12 +11,13 @@ from cases import CASES, Size
 if torch.cuda.is_available():
     from triton.testing import do_bench
 
+LONG = 5_000.0  # milliseconds
 # Relative, of the norm.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
 def measure(case_name: str, variant: str, size: Size, device: str, dtype: str, threads: int) -> dict[str, float | str]:
-    """Return median milliseconds and peak megabytes of forward (no gradient), backward, and both.
+    """Return median milliseconds and peak megabytes of what the case measures: forward (no gradient), backward, both.
 
     Where a variant fails, for instance for lack of memory, `error` holds the reason.
     """
@@ -23,42 +26,59 @@ def measure(case_name: str, variant: str, size: Size, device: str, dtype: str, t
     case = CASES[case_name]
     try:
         work = case.make(variant, torch.device(device), getattr(torch, dtype), size)
-        return _measure(work, case.repeats, device)
+        return _measure(work, case, device)
     except Exception as error:  # the table shows it, and the other variants are measured
         return {"error": str(error).partition("\n")[0][:100]}
 
 
-def _measure(work, repeats, device):
-    base = _reset_peak(device)
-    outputs = _forward(work)
-    result = {"forward_mb": _peak(device) - base}
-    seeds = [torch.randn_like(output) for output in outputs]
-    del outputs
-    base = _reset_peak(device)
-    outputs = work.forward()
-    _gradients(outputs, work, seeds)  # the first call, and the one whose memory counts
-    result["both_mb"] = _peak(device) - base
-    outputs = work.forward()
-    base = _reset_peak(device)
-    functions = {
-        "forward": lambda: _forward(work),
-        "backward": lambda: _gradients(outputs, work, seeds, retain_graph=True),
-        "both": lambda: _gradients(work.forward(), work, seeds),
-    }
-    _gradients(outputs, work, seeds, retain_graph=True)
-    result["backward_mb"] = _peak(device) - base
-    result = {name: value / 2**20 for name, value in result.items()}
-    for name, function in functions.items():
-        result[f"{name}_ms"], result[f"{name}_min_ms"] = _time(function, repeats, device)
+def parameters(case_name: str) -> dict[str, int]:
+    """Return the number of parameters of the model of every variant, as far as they cost time."""
+    case, device = CASES[case_name], torch.device("meta")
+    with device:
+        works = {name: case.make(name, device, torch.float32, case.quick[0]) for name in case.variants}
+    return {name: work.parameters for name, work in works.items()}
+
+
+def limit_memory() -> None:
+    """Let this process ask for no more memory than the machine has free: it then fails with a reason, and alone."""
+    with open("/proc/meminfo") as file:
+        free = next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
+    limit = _status("VmSize") + free
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def _measure(work, case, device):
+    seeds = []
+
+    def step():
+        outputs = work.forward()
+        seeds[:] = seeds or [torch.randn_like(output) for output in outputs]
+        return _gradients(outputs, work, seeds)
+
+    result = _pass("forward", lambda: _forward(work), case.repeats, device)
+    result |= _pass("both", step, case.repeats, device)
+    result["both_mb"] -= sum(seed.nbytes for seed in seeds) / 2**20
+    if "backward" in case.passes:
+        outputs = work.forward()
+        backward = partial(_gradients, outputs, work, seeds, retain_graph=True)
+        result |= _pass("backward", backward, case.repeats, device)
     return result
 
 
-def _time(function, repeats, device):
-    """Return the median and the minimum of the milliseconds of a call."""
+def _pass(name, function, repeats, device):
+    """Return the peak megabytes of the first call, and the median and the minimum of the milliseconds of later ones.
+
+    On a CPU a call of more than 5 seconds is not repeated: its first time counts.
+    """
+    base = _reset_peak(device)
+    first = _milliseconds(function)
+    result = {f"{name}_mb": (_peak(device) - base) / 2**20}
     if device == "cuda":  # between calls the cache is cleared
-        return tuple(do_bench(function, warmup=10, rep=60, quantiles=[0.5, 0.0]))
-    times = [_milliseconds(function) for _ in range(repeats)]
-    return statistics.median(times), min(times)
+        median, least = do_bench(function, warmup=10, rep=60, quantiles=[0.5, 0.0])
+    else:
+        times = [_milliseconds(function) for _ in range(min(repeats, int(LONG / first)))] or [first]
+        median, least = statistics.median(times), min(times)
+    return {**result, f"{name}_ms": median, f"{name}_min_ms": least}
 
 
 @torch.no_grad()

@@ -1,12 +1,13 @@
 """Measures the ops and models of the registry against their baselines, all in one run.
 
-    python benchmarks/run.py                              everything (about 20 minutes on 2 cores)
+    python benchmarks/run.py                              everything (about 40 minutes on 2 cores)
     python benchmarks/run.py --quick                      a few sizes
     python benchmarks/run.py luna_attention               one case
+    python benchmarks/run.py encoders --lengths 512 16384 --time-limit 120
     python benchmarks/run.py --device cuda --dtype bfloat16    on a GPU, with the Triton kernels
 
-Prints a table and writes results.json, results.csv and one plot for each case into --output. Where the variants of a
-case do not agree, nothing is measured.
+Prints a table and writes results.json, results.csv, results.md (tables to paste) and one plot for each case into
+--output. Where the variants of a case do not agree, or models that are compared differ in size, nothing is measured.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import dataclasses
 import datetime
 import json
 import multiprocessing
+import os
 import platform
 import sys
 from pathlib import Path
@@ -22,7 +24,8 @@ from pathlib import Path
 import torch
 from cases import CASES
 from floors import rates
-from measure import agree, measure
+from measure import agree, limit_memory, measure, parameters
+from tables import SIZES, markdown, plot, print_table
 from tqdm import tqdm
 from transformers import __version__ as transformers_version
 
@@ -36,37 +39,56 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 = as PyTorch chooses")
+    parser.add_argument("--lengths", type=int, nargs="+", help="measure these lengths n only")
+    parser.add_argument("--time-limit", type=float, help="on a CPU, seconds a row may take; beyond, it is left out")
     parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks"))
     arguments = parser.parse_args(argv)
     if unknown := set(arguments.cases) - set(CASES):
         parser.error(f"no case {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
+    if arguments.time_limit is not None and arguments.device == "cuda":
+        parser.error("--time-limit works on a CPU, where every row has a process of its own: leave it out")
     cases = [CASES[name] for name in arguments.cases or CASES]
+    rows = _rows(cases, arguments)
+    if not rows:
+        parser.error(f"no case has a length of {arguments.lengths}")
+    counts = {case.name: parameters(case.name) for case in cases if case.unit is not None}
+    for name, count in counts.items():
+        if max(count.values()) > 1.05 * min(count.values()):
+            print(f"models differ by more than 5 %, so nothing is measured: {name} {count}", file=sys.stderr)
+            return 1
     for case in cases:
         for size in case.parity:
             if difference := agree(case.name, size, arguments.device, arguments.dtype):
                 print(f"parity fails, so nothing is measured: {difference}", file=sys.stderr)
                 return 1
     peaks = rates(arguments.device, arguments.dtype)
-    rows = _measure_all(cases, arguments)
+    _measure_all(rows, arguments)
     for row in rows:
+        if row["case"] in counts:
+            row["parameters"] = counts[row["case"]][row["variant"]]
         row |= _per_second(CASES[row["case"]], row, peaks, getattr(torch, arguments.dtype).itemsize)
     _write(rows, peaks, arguments)
-    for case in cases:
-        _print_table(case, [row for row in rows if row["case"] == case.name])
+    for name in dict.fromkeys(row["case"] for row in rows):
+        print_table(CASES[name], [row for row in rows if row["case"] == name])
     return 0
 
 
-def _measure_all(cases, arguments):
+def _rows(cases, arguments):
+    return [
+        {"case": case.name, **size, "variant": variant}
+        for case in cases
+        for size, variant in case.measurements(arguments.device, arguments.quick)
+        if arguments.lengths is None or size.get("n") in arguments.lengths
+    ]
+
+
+def _measure_all(rows, arguments):
     """Measure everything, on a CPU each in a process of its own, so that none sees another's memory.
 
     These processes are forked from a server that has loaded the modules and run nothing. A GPU counts memory itself.
     """
-    rows = [
-        {"case": case.name, **size, "variant": variant}
-        for case in cases
-        for size, variant in case.measurements(arguments.device, arguments.quick)
-    ]
     context = multiprocessing.get_context("forkserver")
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # before Python 3.13 the server does not inherit sys.path
     context.set_forkserver_preload(["measure"])
     for row in tqdm(rows, unit="measurement"):
         size = {name: value for name, value in row.items() if name not in ("case", "variant")}
@@ -75,9 +97,11 @@ def _measure_all(cases, arguments):
             row |= measure(*work)
             torch.cuda.empty_cache()
         else:
-            with context.Pool(1) as pool:
-                row |= pool.apply(measure, work)
-    return rows
+            with context.Pool(1, initializer=limit_memory) as pool:
+                try:
+                    row |= pool.apply_async(measure, work).get(arguments.time_limit)
+                except multiprocessing.TimeoutError:
+                    row["error"] = f"more than {arguments.time_limit:g} s"
 
 
 def _per_second(case, row, peaks, width):
@@ -114,62 +138,13 @@ def _write(rows, peaks, arguments):
         writer = csv.DictWriter(file, fields)
         writer.writeheader()
         writer.writerows(rows)
+    text = f"`{about['command']}`\n\n{json.dumps(about)}\n"
     for name in dict.fromkeys(row["case"] for row in rows):
-        _plot(CASES[name], [row for row in rows if row["case"] == name], arguments.output / f"{name}.png")
+        case, found = CASES[name], [row for row in rows if row["case"] == name]
+        plot(case, found, arguments.output / f"{name}.png")
+        text += f"\n## {name}\n\n{markdown(case, found)}"
+    (arguments.output / "results.md").write_text(text)
     print(json.dumps(about))
-
-
-SIZES = ("b", "l", "n", "directions", "function", "chunk", "causal", "masked", "shared", "values")
-
-
-def _key(row, without=()):
-    return tuple((field, row[field]) for field in SIZES if field in row and field not in without)
-
-
-def _print_table(case, rows):
-    ours = {_key(row): row for row in rows if row["variant"] == case.ours}
-    print(f"\n{case.name}: median ms and peak MB; ratios: {case.ours} against the row's variant (above 1: we win)")
-    passes = ("forward", "backward", "both")
-    columns = " ".join(f"{name + ' ms':>11} {'MB':>7}" for name in passes)
-    print(
-        f"{'size':40} {'variant':18} {columns}   ratios{'' if case.floor is None else 31 * ' ' + 'GB/s TFLOP/s %floor'}"
-    )
-    for row in rows:
-        mine, size = ours[_key(row)], " ".join(f"{name}={value}" for name, value in _key(row))
-        line = f"{size:40} {row['variant']:18} "
-        if "error" in row:
-            print(f"{line}{row['error']}")
-            continue
-        line += " ".join(f"{row[f'{name}_ms']:11.3f} {row[f'{name}_mb']:7.0f}" for name in passes)
-        ratios = []
-        if row is not mine and "error" not in mine:
-            fields = ("forward_ms", "backward_ms", "both_ms", "both_mb")
-            ratios = [f"{row[name] / max(mine[name], 1e-9):7.2f}x" for name in fields]
-        line += f"   {' '.join(ratios):35}"
-        for name in () if case.floor is None else passes[:2]:
-            values = [row[f"{name}_{field}"] for field in ("gb_per_s", "tflop_per_s", "percent_of_floor")]
-            line += " {:7.0f} {:7.2f} {:6.1f}".format(*values)
-        print(line)
-
-
-def _plot(case, rows, path):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    plotted = (("both_ms", "forward + backward, ms"), ("both_mb", "peak memory, MB"))
-    rows = [row for row in rows if "error" not in row]
-    for axis, (field, title) in zip(axes, plotted, strict=True):
-        for line in dict.fromkeys((row["variant"], *_key(row, without="n")) for row in rows):
-            points = [(row["n"], row[field]) for row in rows if (row["variant"], *_key(row, without="n")) == line]
-            label = " ".join([line[0], *(f"{name}={value}" for name, value in line[1:])])
-            axis.plot(*zip(*points, strict=True), "-o" if line[0] == case.ours else "--s", label=label)
-        axis.set(xscale="log", yscale="log", xlabel="length n", ylabel=title, title=case.name)
-        axis.legend(fontsize=7)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 if __name__ == "__main__":

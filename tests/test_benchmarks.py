@@ -1,6 +1,7 @@
 """The benchmark runner: a wrong op gets no figures, every size has a floor, and what is written can be read."""
 
 import csv
+import dataclasses
 import json
 import sys
 
@@ -64,6 +65,54 @@ def test_what_is_written(runner, tmp_path, capsys):
         assert 0 < float(row["forward_percent_of_floor"]) < 150
     assert (tmp_path / "gated_attention.png").stat().st_size > 5000
     assert "luna_mega" in printed and "%floor" in printed
+    lines = [line for line in (tmp_path / "results.md").read_text().splitlines() if line.startswith("|")]
+    assert lines[0].startswith("| n | function | chunk | luna_mega: forward, backward, both (ms), peak (MB) |")
+    assert lines[2].startswith("| 1024 | laplace | 128 |") and len({line.count("|") for line in lines}) == 1
+
+
+TOY = {"hidden_size": 64, "num_hidden_layers": 1}
+TOYS = [
+    ("encoders", {"n": 768, **TOY}),
+    ("decoders", {"n": 70, **TOY}),
+    ("images", {"b": 2, "size": 32, **TOY, "hidden_size": 96}),
+]
+
+
+@pytest.mark.parametrize("name, size", TOYS)
+def test_models(runner, monkeypatch, name, size):
+    """Every variant runs; a row has the time and the memory of the passes of the case."""
+    from measure import measure
+
+    case = dataclasses.replace(runner.CASES[name], repeats=1)
+    monkeypatch.setitem(runner.CASES, name, case)
+    for variant in case.variants:
+        row = measure(name, variant, size, "cpu", "float32", 0)
+        assert "error" not in row, (variant, row)
+        assert row["forward_ms"] > 0 and row["both_ms"] > 0 and "backward_ms" not in row
+
+
+def test_models_of_unequal_size_are_not_measured(runner, monkeypatch, tmp_path, capsys):
+    case = runner.CASES["decoders"]
+    make = case.variants["gpt2_sdpa"]
+    monkeypatch.setitem(case.variants, "gpt2_sdpa", lambda *size, **n: make(*size, **n, num_hidden_layers=7))
+    assert runner.main(["decoders", "--quick", "--device", "cpu", "--output", str(tmp_path)]) == 1
+    assert "models differ by more than 5 %, so nothing is measured: decoders" in capsys.readouterr().err
+
+
+def test_what_takes_too_long_is_told(runner, tmp_path, capsys):
+    arguments = ["images", "--quick", "--device", "cpu", "--time-limit", "0.01", "--output", str(tmp_path)]
+    assert runner.main(arguments) == 0
+    assert "more than 0.01 s" in capsys.readouterr().out
+    text = (tmp_path / "results.md").read_text()
+    assert text.count("more than 0.01 s") == 4 and "Inference (forward): images a second (peak MB)" in text
+
+
+def test_speeds(runner):
+    from tables import markdown
+
+    row = {"case": "encoders", "n": 512, "b": 2, "variant": "luna_128", "parameters": 23e6, "forward_mb": 1234.0}
+    text = markdown(runner.CASES["encoders"], [row | {"forward_ms": 100.0, "both_ms": 1e5, "both_mb": 2.0}])
+    assert "| luna_128 | 23.0 | 10,240 (1,234) |" in text and "| luna_128 | 23.0 | 10.24 (2) |" in text
 
 
 def test_every_parity_holds(runner):

@@ -1,0 +1,117 @@
+"""Models of equal size to compare: ours and those of transformers, about 23 million parameters, and two for pictures.
+
+All have a width of 512 and a vocabulary of 8,000. The width of the feed-forward layers, and of Mamba the number of
+layers, makes up for what differs elsewhere. Dropout is off; all the rest is as each model has it by default.
+"""
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageClassification
+
+from luna_mega import (
+    LunaConfig,
+    LunaForCausalLM,
+    LunaModel,
+    MegaConfig,
+    MegaForCausalLM,
+    MegaForImageClassification,
+    MegaModel,
+)
+
+_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_BERT = {"num_hidden_layers": 6, "num_attention_heads": 8, "intermediate_size": 2048, **_NO_DROPOUT}
+_LUNA = {"num_attention_heads": 8, "intermediate_size": 1792, "dropout": 0.0, "attention_dropout": 0.0}
+_MEGA = {"normalization_type": "layernorm", "use_chunking": True, "dropout_prob": 0.0, **_NO_DROPOUT}
+_MEGA |= {"intermediate_size": 1024, "nffn_hidden_size": 1024, "shared_representation_size": 128}
+_MEGA |= {"nffn_activation_dropout_prob": 0.0}
+_SIZE = {"vocab_size": 8000, "hidden_size": 512, "num_hidden_layers": 6}
+
+
+def luna(n, **fields):
+    return LunaModel(LunaConfig(**{**_SIZE, **_LUNA, "max_position_embeddings": n, **fields}))
+
+
+def mega(n, **fields):
+    return MegaModel(MegaConfig(**{**_SIZE, **_MEGA, **fields}), add_pooling_layer=False)
+
+
+def encoder(kind, n, model=None, **fields):
+    """Return an encoder of transformers for n positions, with arguments `model` of the model itself."""
+    config = AutoConfig.for_model(kind, **{**_SIZE, **_BERT, "pad_token_id": 1, "max_position_embeddings": n, **fields})
+    return AutoModel.from_config(config, **model or {})
+
+
+def roberta(n, **fields):
+    # Positions begin behind that of padding.
+    model = {"attn_implementation": "sdpa", "add_pooling_layer": False}
+    return encoder("roberta", n + 2, model, type_vocab_size=1, **fields)
+
+
+def modernbert(n, **fields):
+    """Return a ModernBERT: every third layer attends to all positions, the others to 64 on either side."""
+    special = {"cls_token_id": 0, "sep_token_id": 2, "bos_token_id": 0, "eos_token_id": 2}
+    sizes = {"intermediate_size": 1344, **special, **fields}
+    return encoder("modernbert", n, {"attn_implementation": "sdpa"}, **sizes)
+
+
+def longformer(n, **fields):
+    """Return a Longformer with windows of 512, and no token that attends to all."""
+    return encoder("longformer", n + 2, {"add_pooling_layer": False}, **fields)
+
+
+def big_bird(n, **fields):
+    """Return a BigBird with blocks of 64, 3 of them random; below 705 positions it attends to all by itself."""
+    return encoder("big_bird", n, {"add_pooling_layer": False}, **fields)
+
+
+def nystromformer(n, **fields):
+    """Return a Nystromformer with 64 landmarks, which is made for one length, a multiple of 64."""
+    return encoder("nystromformer", n, segment_means_seq_len=n, **fields)
+
+
+def luna_lm(n, **fields):
+    fields = {**_SIZE, **_LUNA, "max_position_embeddings": n, "projection_length": 32, "is_decoder": True, **fields}
+    return LunaForCausalLM(LunaConfig(**fields))
+
+
+def mega_lm(n, **fields):
+    fields = {**_SIZE, **_MEGA, "chunk_size": 512, "is_decoder": True, "add_lm_hidden_dense_layer": False, **fields}
+    return MegaForCausalLM(MegaConfig(**fields))
+
+
+def decoder(kind, **fields):
+    return AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(kind, **{**_SIZE, "tie_word_embeddings": True, **fields})
+    )
+
+
+def llama(n, **fields):
+    sizes = {"num_attention_heads": 8, "intermediate_size": 1376, "max_position_embeddings": n}
+    return decoder("llama", **{**sizes, **fields})
+
+
+def gpt2(n, **fields):
+    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    special = {"bos_token_id": 0, "eos_token_id": 2}
+    return decoder("gpt2", **{**dropouts, **special, "n_head": 8, "n_positions": n, **fields})
+
+
+def mamba(n, **fields):
+    """Return a Mamba, which without its own package computes one position after the other."""
+    return decoder("mamba", **{"num_hidden_layers": 11, **fields})
+
+
+def mega_image(**fields):
+    return MegaForImageClassification(MegaConfig.image_base_patch16_224(**{"drop_path_rate": 0.0, **fields}))
+
+
+def vit(**fields):
+    config = AutoConfig.for_model("vit", num_labels=1000, **fields)
+    return AutoModelForImageClassification.from_config(config, attn_implementation="sdpa")
+
+
+def count_parameters(model):
+    """Count parameters without tables of positions, and without what Longformer has for tokens that attend to all.
+
+    Neither costs time here: of a table each position reads one row.
+    """
+    unused = ("position_embeddings", "wpe.", "_global.")
+    return sum(p.numel() for name, p in model.named_parameters() if not any(part in name for part in unused))

@@ -1,0 +1,115 @@
+"""Tables and plots of the rows that `run.py` measures: as text on the screen, and as Markdown to paste."""
+
+SIZES = ("b", "l", "n", "directions", "function", "chunk", "causal", "masked", "shared", "values")
+
+
+def key(row, without=()):
+    return tuple((field, row[field]) for field in SIZES if field in row and field not in without)
+
+
+def print_table(case, rows):
+    ours = {key(row): row for row in rows if row["variant"] == case.ours}
+    print(f"\n{case.name}: median ms and peak MB; ratios: {case.ours} against the row's variant (above 1: we win)")
+    columns = " ".join(f"{name + ' ms':>11} {'MB':>7}" for name in case.passes)
+    print(
+        f"{'size':40} {'variant':18} {columns}   ratios{'' if case.floor is None else 31 * ' ' + 'GB/s TFLOP/s %floor'}"
+    )
+    for row in rows:
+        mine, size = ours[key(row)], " ".join(f"{name}={value}" for name, value in key(row))
+        line = f"{size:40} {row['variant']:18} "
+        if "error" in row:
+            print(f"{line}{row['error']}")
+            continue
+        line += " ".join(f"{row[f'{name}_ms']:11.3f} {row[f'{name}_mb']:7.0f}" for name in case.passes)
+        line += f"   {' '.join(f'{ratio:7.2f}x' for ratio in _ratios(case, row, mine)):35}"
+        for name in () if case.floor is None else ("forward", "backward"):
+            values = [row[f"{name}_{field}"] for field in ("gb_per_s", "tflop_per_s", "percent_of_floor")]
+            line += " {:7.0f} {:7.2f} {:6.1f}".format(*values)
+        print(line)
+
+
+def _ratios(case, row, mine):
+    """Return how much more a row takes than ours: time of every pass, memory of the last."""
+    if row is mine or "error" in mine or "error" in row:
+        return []
+    fields = [*(f"{name}_ms" for name in case.passes), "both_mb"]
+    return [row[field] / max(mine[field], 1e-9) for field in fields]
+
+
+def markdown(case, rows):
+    """Return a table of one line for each size, or, of models, of one line for each and a table for each pass."""
+    if case.unit is not None:
+        return "\n".join(_speeds(case, rows, name, title) for name, title in case.passes.items())
+    fields = [field for field in SIZES if any(field in row for row in rows)]
+    others = [name for name in dict.fromkeys(row["variant"] for row in rows) if name != case.ours]
+    passes = ", ".join(case.passes)
+    head = [*fields, f"{case.ours}: {passes} (ms), peak (MB)"] + ["of the floor"] * (case.floor is not None)
+    for other in others:
+        head += [other, f"{case.ours} wins: {passes}, memory"]
+    lines = [head, ["---"] * len(head)]
+    for size in dict.fromkeys(key(row) for row in rows):
+        found = {row["variant"]: row for row in rows if key(row) == size}
+        mine = found[case.ours]
+        line = [str(dict(size).get(field, "")) for field in fields] + [_figures(case, mine)]
+        if case.floor is not None:
+            percents = [mine.get(f"{name}_percent_of_floor") for name in ("forward", "backward")]
+            line.append(", ".join(f"{percent:.0f} %" for percent in percents if percent is not None))
+        for other in others:
+            row = found.get(other)
+            ratios = [] if row is None else _ratios(case, row, mine)
+            line += ["" if row is None else _figures(case, row), ", ".join(f"{ratio:.2f}x" for ratio in ratios)]
+        lines.append(line)
+    return _join(lines)
+
+
+def _figures(case, row):
+    if "error" in row:
+        return row["error"]
+    return ", ".join([*(f"{row[f'{name}_ms']:.1f}" for name in case.passes), f"{row['both_mb']:.0f}"])
+
+
+def _speeds(case, rows, name, title):
+    sizes = list(dict.fromkeys(key(row) for row in rows))
+    columns = [" ".join(f"{field} = {value:,}" for field, value in size) for size in sizes]
+    lines = [["", "parameters (M)", *columns], ["---"] * (2 + len(sizes))]
+    for variant in dict.fromkeys(row["variant"] for row in rows):
+        found = {key(row): row for row in rows if row["variant"] == variant}
+        millions = next(row["parameters"] for row in found.values()) / 1e6
+        lines.append([variant, f"{millions:.1f}", *(_speed(case, found.get(size), name) for size in sizes)])
+    return f"{title}: {case.unit} a second (peak MB)\n\n{_join(lines)}"
+
+
+def _speed(case, row, name):
+    if row is None or "error" in row:
+        return "" if row is None else row["error"]
+    items = row.get("b", 1) * (row["n"] if case.unit == "tokens" else 1)
+    speed = 1000 * items / row[f"{name}_ms"]
+    return f"{speed:,.{0 if speed >= 100 else 2}f} ({row[f'{name}_mb']:,.0f})"
+
+
+def _join(lines):
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def plot(case, rows, path):
+    """Draw time and memory over the length; where nothing was measured there is no plot."""
+    rows = [row for row in rows if "error" not in row]
+    if not rows:
+        return
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    plotted = (("both_ms", "forward + backward, ms"), ("both_mb", "peak memory, MB"))
+    x, label = ("b", "batch") if case.unit == "images" else ("n", "length n")
+    for axis, (field, title) in zip(axes, plotted, strict=True):
+        for line in dict.fromkeys((row["variant"], *key(row, without=x)) for row in rows):
+            points = [(row[x], row[field]) for row in rows if (row["variant"], *key(row, without=x)) == line]
+            name = " ".join([line[0], *(f"{field}={value}" for field, value in line[1:])])
+            axis.plot(*zip(*points, strict=True), "-o" if line[0] == case.ours else "--s", label=name)
+        axis.set(xscale="log", yscale="log", xlabel=label, ylabel=title, title=case.name)
+        axis.legend(fontsize=7)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
