@@ -80,6 +80,18 @@ def _read(path: Path, op: str, device: str) -> dict[str, list[dict]]:
     return kernels
 
 
+def entries(path: Path) -> list[tuple[Kind, dict[str, int]]]:
+    """Return what a file that `content` wrote holds, nothing where there is no file."""
+    if not path.is_file():
+        return []
+    written = json.loads(path.read_text(encoding="utf-8"))
+    return [
+        (Kind(written["op"], kernel, entry["kind"], entry["sizes"]), entry["configuration"])
+        for kernel, rows in written["kernels"].items()
+        for entry in rows
+    ]
+
+
 def content(op: str, device: str, versions: dict[str, str], found: Sequence[tuple[Kind, dict[str, int]]]) -> str:
     """Return the text of the file of an op on a device; of several entries for a call the last one counts."""
     kernels = {}

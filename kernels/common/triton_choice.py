@@ -18,6 +18,8 @@ from triton.runtime.errors import OutOfResources, PTXASError
 from luna_mega.kernels.common import triton_launch
 from luna_mega.kernels.common.configurations import Kind, measured
 
+# What a configuration raises that asks for more than the device has.
+REFUSALS = (OutOfResources, PTXASError)
 # A configuration takes the place of the default where it needs less than this share of the default's time.
 GAIN = 0.97
 # Relative, of the norm: the results of two configurations differ by rounding only.
@@ -111,7 +113,7 @@ def _times(configurations, run, device):
                 times[configuration] = difference
             else:
                 times[configuration] = _milliseconds(lambda c=configuration: run(c), device)
-        except (OutOfResources, PTXASError) as error:
+        except REFUSALS as error:
             times[configuration] = str(error)
     return times
 

@@ -1,0 +1,58 @@
+"""The process of a section of the report: it works through cases and sends their rows as they come."""
+
+import gc
+import os
+import sys
+
+# Sections after the tuning run with the configurations that it has found.
+TUNED = ("ops", "models", "decoding", "memory")
+POISONED = 70
+
+
+def work(pipe, section: str, share: tuple[int, int], done: int, toy: bool, output: str) -> None:
+    """Send ("begin", case, None) and ("rows", case, rows) for each case of a share, behind the first `done` ones."""
+    os.setsid()
+    with open(os.path.join(output, "log.txt"), "a") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    # One process compiles for itself: the others have the other processors.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    if section in TUNED:
+        os.environ["LUNA_MEGA_CONFIGS"] = output
+    # Imported here, because the process that starts this one must neither load nor interpret the kernels.
+    import torch
+    from gpu import checks, timings
+
+    setting = checks.Setting(torch.device("cpu" if toy else "cuda"), toy, output)
+    maker = getattr(checks, section, None) or getattr(timings, section)
+    pipe.recv()
+    cases = list(maker(setting))[share[0] :: share[1]][done:]
+    pipe.send(("cases", None, [name for name, _ in cases]))
+    for name, case in cases:
+        print(f"== {section}: {name}", flush=True)
+        pipe.send(("begin", name, None))
+        failed, rows = False, []
+        try:
+            rows = case()
+        except Exception as error:
+            failed = True
+            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            rows = [{"error": f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}", "ok": False}]
+        pipe.send(("rows", name, rows))
+        torch._dynamo.reset()
+        gc.collect()
+        if not toy:
+            _check_context(torch, failed)
+    pipe.send(("end", None, None))
+
+
+def _check_context(torch, failed):
+    """Free memory, and leave the process where the CUDA context does not survive the case, which then is told."""
+    try:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    except RuntimeError as error:
+        print(f"the CUDA context is lost: {error}", file=sys.stderr, flush=True)
+        if not failed:
+            raise
+        os._exit(POISONED)
