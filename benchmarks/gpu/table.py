@@ -43,8 +43,10 @@ def _counts(pair):
 
 
 def _reason(row):
-    shown = {name: value for name, value in row.items() if name not in ("section", "case", "ok", "times")}
-    return str(row.get("error") or row.get("told") or shown)[:300]
+    if isinstance(row.get("error"), str):
+        return row["error"]
+    hidden = ("section", "case", "ok")
+    return ", ".join(f"{name} {_cell(value)}" for name, value in row.items() if name not in hidden)[:300]
 
 
 def _grid(head, rows):

@@ -1,6 +1,9 @@
 """The choice of a kernel's configuration: the default, the measured one of the device, or by timing."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -142,3 +145,11 @@ def test_shipped_files(repo_root):
         written = json.loads(path.read_text())
         assert path.relative_to(repo_root / "kernels") == file_of(written["op"], written["device"])
         assert written["versions"] and configurations._read(path, written["op"], written["device"])
+
+
+def test_they_fit_an_h100(repo_root):
+    """Of two cases of every op; `aot_candidates.py` without arguments compiles those of all."""
+    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(repo_root)}
+    command = [sys.executable, Path(__file__).with_name("aot_candidates.py"), *CASES]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
