@@ -148,7 +148,7 @@ def _fused(call: Fused, grad_output, *grad_means):
     ):
         inputs = (x, y, call.pack_key, z, call.pack_query)
         call.launch(_key_kernel, *inputs, *call.options, sums, grad, *outputs, end, of=inputs, KEYS=keys)
-    return [*grads, of_pack_query.sum(2).transpose(1, 2).to(call.dtype)], first
+    return [*grads, of_pack_query.sum(2).transpose(1, 2).to(call.dtype).contiguous()], first
 
 
 def _scans(call: Scans, grad_output, *grad_means):
