@@ -30,30 +30,37 @@ from luna_mega.kernels.gated_attention.triton_forward import (
 SCORES = 2**26
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "queries"])
 def _delta_kernel(
-    OUT, GRAD, DELTA, tokens, queries, width, grad_row, grad_token, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr
+    OUT, GRAD, DELTA, tokens, queries, grad_row, grad_token,
+    WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Write the sum over each row of the output times its gradient."""
     token = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     grad = GRAD + token // queries * grad_row + token % queries * grad_token
     total = tl.zeros([BLOCK_M], tl.float32)
-    for first in range(0, width, BLOCK_V):
+    for first in range(0, WIDTH, BLOCK_V):
         v = first + tl.arange(0, BLOCK_V)
-        inside = (token < tokens)[:, None] & (v < width)[None, :]
-        output = load_tile(OUT, token, width, token < tokens, v, width).to(tl.float32)
+        inside = (token < tokens)[:, None] & (v < WIDTH)[None, :]
+        output = load_tile(OUT, token, WIDTH, token < tokens, v, WIDTH).to(tl.float32)
         total += tl.sum(output * tl.load(grad[:, None] + v[None, :], mask=inside, other=0.0).to(tl.float32), axis=1)
     tl.store(DELTA + token, total, mask=token < tokens)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "queries", "keys", "chunk", "chunks", "offset",
+        "center", "first_segment", "first_query", "row_blocks", "key_blocks",
+    ]
+)  # fmt: skip
 def _scores_kernel(
     Q, K, V, GRAD, LSE, DELTA, WEIGHTS, GRAD_SCORES, BIAS, MASK, LIVE, BOUNDS, SEED,
-    queries, keys, size, width, chunk, chunks, offset, center, threshold, rescale,
+    queries, keys, chunk, chunks, offset, center, threshold, rescale,
     q_row, q_token, k_row, k_token, v_row, v_token, grad_row, grad_token,
     first_segment, first_query, band, stride, row_blocks, key_blocks,
     FUNCTION: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
-    SIZE: tl.constexpr, BLOCK_Z: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_Z: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Write a tile of the weights that multiplied the values, and a tile of the gradient of the scores.
 
@@ -75,15 +82,15 @@ def _scores_kernel(
     j = first_key + tl.arange(0, BLOCK_N)
     live = load_kept(MASK, row * keys + start, j, n_keys)
     grad = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for first_column in range(0, width, BLOCK_V):
+    for first_column in range(0, WIDTH, BLOCK_V):
         v = first_column + tl.arange(0, BLOCK_V)
-        grad_output = load_tile(GRAD + row * grad_row + start * grad_token, i, grad_token, i < n_queries, v, width)
-        values = load_tile(V + row * v_row + start * v_token, j, v_token, live, v, width)
+        grad_output = load_tile(GRAD + row * grad_row + start * grad_token, i, grad_token, i < n_queries, v, WIDTH)
+        values = load_tile(V + row * v_row + start * v_token, j, v_token, live, v, WIDTH)
         grad = dot(grad_output, tl.trans(values), grad, PRECISION)
     q_first = Q + row * q_row + start * q_token
     k_first = K + row * k_row + start * k_token
-    products = multiply(None, q_first, i, q_token, n_queries, k_first, j, k_token, live, size, SIZE, BLOCK_Z, PRECISION)
-    scale = scales(LIVE, segment, i, offset, n_keys, size, FUNCTION, CAUSAL)
+    products = multiply(None, q_first, i, q_token, n_queries, k_first, j, k_token, live, SIZE, BLOCK_Z, PRECISION)
+    scale = scales(LIVE, segment, i, offset, n_keys, SIZE, FUNCTION, CAUSAL)
     scores, kept = finish(products, scale, BIAS, center, i, j, live, n_queries, offset, CAUSAL)
     grad = drop(grad, SEED, threshold, rescale, segment, i, first_key, BLOCK_M, BLOCK_N)
     token = row * queries + start + i
@@ -106,13 +113,17 @@ def _scores_kernel(
     tl.store(GRAD_SCORES + place, grad.to(GRAD_SCORES.dtype.element_ty))
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "queries", "keys", "chunk", "chunks", "offset", "first_segment", "first_query", "blocks"
+    ]
+)  # fmt: skip
 def _product_kernel(
     SCORES, X, OUT, MASK, LIVE, BOUNDS,
-    queries, keys, size, chunk, chunks, offset, x_row, x_token, columns,
+    queries, keys, chunk, chunks, offset, x_row, x_token,
     first_segment, first_query, band, stride, blocks, slices,
     FUNCTION: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
-    TRANSPOSED: tl.constexpr, SCALED: tl.constexpr, ADD: tl.constexpr,
+    SIZE: tl.constexpr, COLUMNS: tl.constexpr, TRANSPOSED: tl.constexpr, SCALED: tl.constexpr, ADD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Multiply `[queries, keys]` by rows of the keys; TRANSPOSED: `[keys, queries]` by rows of the queries.
@@ -155,26 +166,31 @@ def _product_kernel(
         inner = first_inner + tl.arange(0, BLOCK_K)
         if TRANSPOSED:
             tile = tl.trans(tl.load(scores + inner.to(tl.int64)[:, None] * stride + outer[None, :]))
-            x = load_tile(x_first, inner, x_token, inner < n_queries, column, columns)
+            x = load_tile(x_first, inner, x_token, inner < n_queries, column, COLUMNS)
             if BY_QUERY:
                 x = (x.to(tl.float32) * (unit / (inner + offset + 1).to(tl.float32))[:, None]).to(x.dtype)
         else:
             tile = tl.load(scores + outer.to(tl.int64)[:, None] * stride + inner[None, :])
             live = load_kept(MASK, row * keys + start, inner, n_keys)
-            x = load_tile(x_first, inner, x_token, live, column, columns)
+            x = load_tile(x_first, inner, x_token, live, column, COLUMNS)
         output = dot(tile, x, output, PRECISION)
     if BY_QUERY:
         output = output / unit
     elif SCALED:
-        output *= scales(LIVE, segment, outer, offset, n_keys, size, FUNCTION, CAUSAL)[:, None]
+        output *= scales(LIVE, segment, outer, offset, n_keys, SIZE, FUNCTION, CAUSAL)[:, None]
     total = keys if TRANSPOSED else queries
     place = row * total + start + outer
     if ADD:
-        output += load_tile(OUT, place, columns, outer < rows, column, columns)
-    store_tile(OUT, place, columns, outer < rows, column, columns, output)
+        output += load_tile(OUT, place, COLUMNS, outer < rows, column, COLUMNS)
+    store_tile(OUT, place, COLUMNS, outer < rows, column, COLUMNS, output)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "queries", "keys", "chunk", "chunks", "offset",
+        "first_segment", "segments", "first_query", "blocks", "diagonals", "share",
+    ]
+)  # fmt: skip
 def _bias_kernel(
     SCORES, TILES, BOUNDS,
     queries, keys, chunk, chunks, offset, first_segment, segments, first_query, band, stride,
@@ -234,7 +250,7 @@ class _Part(NamedTuple):
 
 
 def _configuration(call: Call) -> Configuration:
-    hopper = triton_launch.target(call.query.device).capability >= (9, 0)
+    hopper = triton_launch.target(call.query.device).large
     if not call.narrow:
         return Configuration(block_of(call.queries, 64), block_of(call.keys, 64 if hopper else 32), 32, 64, 8, 2)
     # Random numbers take registers.
@@ -283,8 +299,8 @@ def _delta(output, grad_output):
     delta = output.new_empty(batch, length, dtype=torch.float32)
     triton_launch.launch(
         _delta_kernel, (triton.cdiv(batch * length, 16),),
-        output, grad_output, delta, batch * length, length, width, *strides(grad_output, number=2),
-        num_warps=4, num_stages=2, BLOCK_M=16, BLOCK_V=block_of(width, 256),
+        output, grad_output, delta, batch * length, length, *strides(grad_output, number=2),
+        num_warps=4, num_stages=2, WIDTH=width, BLOCK_M=16, BLOCK_V=block_of(width, 256),
     )  # fmt: skip
     return delta
 
@@ -313,14 +329,15 @@ def _product(part: _Part, scores, x, output, *, transposed, scaled, add):
         rows, outer, inner = call.keys, blocks.keys, blocks.queries
     block_columns = block_of(columns, blocks.columns)
     row_blocks, slices = triton.cdiv(rows, outer), triton.cdiv(columns, block_columns)
-    queries, keys, size, _, chunk, chunks, offset, _ = call.sizes
-    constants = {name: call.constants[name] for name in ("FUNCTION", "CAUSAL", "PRECISION")}
+    *sizes, _ = call.sizes
+    constants = {name: call.constants[name] for name in ("FUNCTION", "CAUSAL", "PRECISION", "SIZE")}
     triton_launch.launch(
         _product_kernel, (part.segments * row_blocks * slices,),
         scores, x, output, call.mask, call.live, call.bounds,
-        queries, keys, size, chunk, chunks, offset, *strides(x, number=2), columns,
+        *sizes, *strides(x, number=2),
         part.first_segment, part.first_query, part.band, part.stride, row_blocks, slices,
-        num_warps=blocks.warps, num_stages=blocks.stages, **constants, TRANSPOSED=transposed, SCALED=scaled, ADD=add,
+        num_warps=blocks.warps, num_stages=blocks.stages, **constants,
+        COLUMNS=columns, TRANSPOSED=transposed, SCALED=scaled, ADD=add,
         BLOCK_M=outer, BLOCK_K=min(inner, blocks.inner), BLOCK_N=block_columns,
     )  # fmt: skip
 
@@ -334,7 +351,7 @@ def _add_diagonals(grad_bias, part: _Part):
     share = triton.cdiv(part.segments, max(1, shares))
     shares = triton.cdiv(part.segments, max(1, share))
     tiles = grad_bias.new_empty(shares, diagonals, size, size)
-    queries, keys, _, _, chunk, chunks, offset, center = call.sizes
+    queries, keys, chunk, chunks, offset, center = call.sizes
     triton_launch.launch(
         _bias_kernel, (shares * diagonals,),
         part.grad_scores, tiles, call.bounds, queries, keys, chunk, chunks, offset,

@@ -48,10 +48,12 @@ def find_segment(index, BOUNDS, queries, keys, chunk, chunks):
 
 
 @triton.jit
-def scales(LIVE, segment, i, offset, n_keys, size, FUNCTION: tl.constexpr, CAUSAL: tl.constexpr):
+def scales(
+    LIVE, segment, i, offset, n_keys, SIZE: tl.constexpr, FUNCTION: tl.constexpr, CAUSAL: tl.constexpr
+):  # fmt: skip
     """Return 1 / the divisor of the queries i."""
     if FUNCTION == "softmax":
-        return 1.0 / tl.sqrt(i.to(tl.float32) * 0.0 + size)
+        return 1.0 / tl.sqrt(i.to(tl.float32) * 0.0 + SIZE)
     if CAUSAL:
         return 1.0 / (i + offset + 1).to(tl.float32)
     if LIVE is not None:
@@ -61,15 +63,15 @@ def scales(LIVE, segment, i, offset, n_keys, size, FUNCTION: tl.constexpr, CAUSA
 
 @triton.jit
 def multiply(
-    q, q_first, i, q_token, n_queries, k_first, j, k_token, live, size,
+    q, q_first, i, q_token, n_queries, k_first, j, k_token, live,
     SIZE: tl.constexpr, BLOCK_Z: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Return Q K^T `[i, j]`; the queries are loaded where `q` is None."""
     products = tl.zeros([i.shape[0], j.shape[0]], tl.float32)
     for first in tl.static_range(0, SIZE, BLOCK_Z):
         z = first + tl.arange(0, BLOCK_Z)
-        part = load_tile(q_first, i, q_token, i < n_queries, z, size) if q is None else q
-        k = load_tile(k_first, j, k_token, live, z, size)
+        part = load_tile(q_first, i, q_token, i < n_queries, z, SIZE) if q is None else q
+        k = load_tile(k_first, j, k_token, live, z, SIZE)
         products = dot(part, tl.trans(k), products, PRECISION)
     return products
 
@@ -98,13 +100,14 @@ def elementwise(scores, kept, FUNCTION: tl.constexpr):
     return tl.where(kept, weights, 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["queries", "keys", "chunk", "chunks", "offset", "center", "blocks"])
 def _forward_kernel(
     Q, K, V, OUT, LSE, BIAS, MASK, LIVE, BOUNDS, SEED,
-    queries, keys, size, width, chunk, chunks, offset, center, threshold, rescale,
+    queries, keys, chunk, chunks, offset, center, threshold, rescale,
     q_row, q_token, k_row, k_token, v_row, v_token, blocks, slices,
     FUNCTION: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
-    SIZE: tl.constexpr, BLOCK_Z: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_Z: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Compute a block of queries and a slice of the value, over blocks of keys, with an online softmax."""
     program = tl.program_id(0)
@@ -118,9 +121,9 @@ def _forward_kernel(
     q_first = Q + row * q_row + start * q_token
     k_first = K + row * k_row + start * k_token
     q = None
-    if BLOCK_Z == SIZE:
-        q = load_tile(q_first, i, q_token, i < n_queries, tl.arange(0, SIZE), size)
-    scale = scales(LIVE, segment, i, offset, n_keys, size, FUNCTION, CAUSAL)
+    if BLOCK_Z >= SIZE:
+        q = load_tile(q_first, i, q_token, i < n_queries, tl.arange(0, BLOCK_Z), SIZE)
+    scale = scales(LIVE, segment, i, offset, n_keys, SIZE, FUNCTION, CAUSAL)
     output = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -130,9 +133,7 @@ def _forward_kernel(
     for first in range(0, seen, BLOCK_N):
         j = first + tl.arange(0, BLOCK_N)
         live = load_kept(MASK, row * keys + start, j, n_keys)
-        products = multiply(
-            q, q_first, i, q_token, n_queries, k_first, j, k_token, live, size, SIZE, BLOCK_Z, PRECISION
-        )
+        products = multiply(q, q_first, i, q_token, n_queries, k_first, j, k_token, live, SIZE, BLOCK_Z, PRECISION)
         scores, kept = finish(products, scale, BIAS, center, i, j, live, n_queries, offset, CAUSAL)
         if FUNCTION == "softmax":
             scores = tl.where(kept, scores * LOG2_E, float("-inf"))
@@ -143,7 +144,7 @@ def _forward_kernel(
         else:
             weights = elementwise(scores, kept, FUNCTION)
         weights = drop(weights, SEED, threshold, rescale, segment, i, first, BLOCK_M, BLOCK_N)
-        values = load_tile(V + row * v_row + start * v_token, j, v_token, live, v, width)
+        values = load_tile(V + row * v_row + start * v_token, j, v_token, live, v, WIDTH)
         output = dot(weights.to(values.dtype), values, output, PRECISION)
     token = row * queries + start + i
     if FUNCTION == "softmax":
@@ -152,16 +153,17 @@ def _forward_kernel(
         if program % slices == 0:
             largest = tl.where(largest == float("-inf"), 0.0, largest)
             tl.store(LSE + token, largest + tl.log2(total), mask=i < n_queries)
-    store_tile(OUT, token, width, i < n_queries, v, width, output)
+    store_tile(OUT, token, WIDTH, i < n_queries, v, WIDTH, output)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["queries", "keys", "chunk", "chunks", "offset", "center", "blocks"])
 def _resident_kernel(
     Q, K, V, OUT, LSE, BIAS, MASK, LIVE, BOUNDS, SEED,
-    queries, keys, size, width, chunk, chunks, offset, center, threshold, rescale,
+    queries, keys, chunk, chunks, offset, center, threshold, rescale,
     q_row, q_token, k_row, k_token, v_row, v_token, blocks, slices,
     FUNCTION: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
-    SIZE: tl.constexpr, BLOCK_Z: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_Z: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Compute a block of queries: the weights of all keys at once, up to BLOCK_N, then slice by slice of the value.
 
@@ -178,8 +180,8 @@ def _resident_kernel(
     q_first = Q + row * q_row + start * q_token
     k_first = K + row * k_row + start * k_token
     live = load_kept(MASK, row * keys + start, j, n_keys)
-    products = multiply(None, q_first, i, q_token, n_queries, k_first, j, k_token, live, size, SIZE, BLOCK_Z, PRECISION)
-    scale = scales(LIVE, segment, i, offset, n_keys, size, FUNCTION, CAUSAL)
+    products = multiply(None, q_first, i, q_token, n_queries, k_first, j, k_token, live, SIZE, BLOCK_Z, PRECISION)
+    scale = scales(LIVE, segment, i, offset, n_keys, SIZE, FUNCTION, CAUSAL)
     scores, kept = finish(products, scale, BIAS, center, i, j, live, n_queries, offset, CAUSAL)
     token = row * queries + start + i
     if FUNCTION == "softmax":
@@ -196,11 +198,11 @@ def _resident_kernel(
         weights = elementwise(scores, kept, FUNCTION)
     weights = drop(weights, SEED, threshold, rescale, segment, i, 0, BLOCK_M, BLOCK_N)
     weights = weights.to(V.dtype.element_ty)
-    for first in range(program % slices * BLOCK_V, width, slices * BLOCK_V):
+    for first in range(program % slices * BLOCK_V, WIDTH, slices * BLOCK_V):
         v = first + tl.arange(0, BLOCK_V)
-        values = load_tile(V + row * v_row + start * v_token, j, v_token, live, v, width)
+        values = load_tile(V + row * v_row + start * v_token, j, v_token, live, v, WIDTH)
         output = dot(weights, values, tl.zeros([BLOCK_M, BLOCK_V], tl.float32), PRECISION)
-        store_tile(OUT, token, width, i < n_queries, v, width, output)
+        store_tile(OUT, token, WIDTH, i < n_queries, v, WIDTH, output)
 
 
 class Call(NamedTuple):
@@ -243,7 +245,7 @@ class Call(NamedTuple):
         """Return the arguments of the kernels from `queries` to `center`."""
         chunks = self.segments // max(1, self.query.shape[0]) if self.bounds is None else 1
         center = 0 if self.bias is None else self.bias.shape[0] // 2
-        return *self.query.shape[1:2], *self.key.shape[1:], self.width, self.chunk, chunks, self.offset, center
+        return self.query.shape[1], self.key.shape[1], self.chunk, chunks, self.offset, center
 
     @property
     def strides(self) -> tuple:
@@ -266,7 +268,7 @@ def prepare(query, key, value, bias, mask, bounds, function, causal, chunk, offs
             live = _count_live(mask, bounds, chunk, segments)
         mask = mask.contiguous().view(torch.uint8)
     bias = None if bias is None else bias.float().contiguous()
-    constants = {"FUNCTION": function, "CAUSAL": causal, "PRECISION": precision, "SIZE": block_of(size, 256)}
+    constants = {"FUNCTION": function, "CAUSAL": causal, "PRECISION": precision, "SIZE": size, "WIDTH": value.shape[2]}
     call = Call(query, key, value, bias, mask, live, bounds, seed, chunk, segments, offset, dropout, constants)
     # In float32, the three passes of a product need registers.
     constants["BLOCK_Z"] = block_of(size, 256 if call.narrow else 64)
@@ -295,7 +297,8 @@ class Configuration(NamedTuple):
 
 def _configurations(call: Call) -> list[Configuration]:
     """Return the configurations that spill few or no registers and fit the shared memory, the default first."""
-    hopper = triton_launch.target(call.query.device).capability >= (9, 0)
+    target = triton_launch.target(call.query.device)
+    hopper = target.large
     size, rows, columns = call.constants["SIZE"], block_of(call.queries, 64), block_of(call.width, 128)
     if not call.narrow:
         return [Configuration(rows, block_of(call.keys, 32 if hopper else 16), min(columns, 64), 8, 2)]
@@ -306,7 +309,7 @@ def _configurations(call: Call) -> list[Configuration]:
     if call.keys <= (256 if hopper and call.seed is None else 128):
         warps = 4 if call.keys <= 128 and call.seed is None else 8
         return [Configuration(rows, block_of(call.keys, 256), columns, warps, 2)]
-    rows = block_of(call.queries, 128)
+    rows = block_of(call.queries, 128 if size <= 128 or target.shared_memory >= 128 * 1024 else 64)
     if not hopper:
         return [Configuration(rows, 32, columns, 8, 2)]
     heavy = call.constants["FUNCTION"] == "softmax" or size > 128 or call.seed is not None

@@ -58,8 +58,8 @@ def compile_launch(launch: triton_launch.Launch, arch: int):
     names, signature, constants, attributes = launch.kernel.arg_names, {}, {}, {}
     values = dict(zip(names, launch.arguments, strict=False)) | launch.constants
     for index, name in enumerate(names):
-        value = values[name]
-        if name in launch.constants or value is None or (type(value) is int and value == 1):
+        value, any_number = values[name], launch.kernel.params[index].do_not_specialize
+        if name in launch.constants or value is None or (type(value) is int and value == 1 and not any_number):
             signature[name], constants[(index,)] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[name], attributes[(index,)] = f"*{TYPES[value.dtype]}", [["tt.divisibility", 16]]
@@ -67,7 +67,7 @@ def compile_launch(launch: triton_launch.Launch, arch: int):
             signature[name] = "fp32"
         else:
             signature[name] = "i32" if abs(value) < 2**31 else "i64"
-            if value % 16 == 0:
+            if value % 16 == 0 and not any_number:
                 attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": True}

@@ -102,3 +102,22 @@ def test_results_are_what_the_fakes_promise(triton_device, monkeypatch, call, op
     with torch.device(triton_device), Promises() as promises:
         sum(x.square().sum() for x in call(backend, option)).backward()
     assert any("backward" in name for name in promises.seen), promises.seen
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_inductor_trains(triton_device, backend):
+    """All ops in one program, forward and backward, from tensors whose strides are not those of new ones."""
+
+    def loss(*x):
+        result = luna_causal_attention(x[0], x[1], *[x[0]] * 3, backend=backend)
+        result = luna_unpack(result, *[luna_pack(x[1], x[0], x[0], backend=backend)] * 2, backend=backend).flatten(2)
+        result = damped_ema(result, *x[2:6], backend=backend)
+        return gated_attention(result, result, result, x[6], function="laplace", backend=backend).square().sum()
+
+    torch.compiler.reset()
+    parameters = [torch.randn(24, 4, requires_grad=True) for _ in range(4)]
+    leaves = [heads_first(2, 20, 3, 8), heads_first(2, 5, 3, 8), *parameters, torch.randn(39, requires_grad=True)]
+    leaves = [x.detach().to(triton_device).requires_grad_() for x in leaves]
+    gradients = [torch.autograd.grad(run(*leaves), leaves) for run in (torch.compile(loss, fullgraph=True), loss)]
+    for compiled, eager in zip(*gradients, strict=True):
+        torch.testing.assert_close(compiled, eager, atol=1e-4, rtol=1e-3)
