@@ -19,6 +19,7 @@ from luna_mega.kernels.gated_attention.triton_forward import (
     MEAN,
     SQRT_HALF,
     Call,
+    choose,
     find_segment,
     finish,
     multiply,
@@ -249,13 +250,15 @@ class _Part(NamedTuple):
         return self.weights.shape[2]
 
 
-def _configuration(call: Call) -> Configuration:
+def _configurations(call: Call) -> list[Configuration]:
+    """Return the configurations to choose from, the default first."""
     hopper = triton_launch.target(call.query.device).large
     if not call.narrow:
-        return Configuration(block_of(call.queries, 64), block_of(call.keys, 64 if hopper else 32), 32, 64, 8, 2)
+        return [Configuration(block_of(call.queries, 64), block_of(call.keys, 64 if hopper else 32), 32, 64, 8, 2)]
     # Random numbers take registers.
     largest = 128 if hopper and call.seed is None else 64
-    return Configuration(block_of(call.queries, 128), block_of(call.keys, largest), 64, 128, 8, 3)
+    default = Configuration(block_of(call.queries, 128), block_of(call.keys, largest), 64, 128, 8, 3)
+    return [default, default._replace(stages=2), default._replace(keys=block_of(call.keys, 64), warps=4)]
 
 
 def backward(
@@ -265,10 +268,20 @@ def backward(
 
     `output` and `lse` come from the forward pass and matter for softmax only.
     """
-    (query, key, value, bias), call = arguments[:4], prepare(*arguments)
+    bias, call = arguments[3], prepare(*arguments)
     (grad_output,) = rows_contiguous(grad_output)
     delta = _delta(output, grad_output) if call.constants["FUNCTION"] == "softmax" else None
-    blocks = _configuration(call)
+
+    def run(blocks: Configuration):
+        return _gradients(call, blocks, grad_output, lse, delta)
+
+    *grads, grad_bias = choose("backward", call, _configurations(call), run)
+    return *grads, None if bias is None else grad_bias.to(bias.dtype)
+
+
+def _gradients(call: Call, blocks: Configuration, grad_output, lse, delta):
+    """Return the gradients, that of the bias in float32."""
+    query, key, value, bias = call.query, call.key, call.value, call.bias
     stride = _whole(call.keys, blocks.keys)
     band = min(_whole(call.queries, blocks.queries), _whole(SCORES // stride, blocks.queries))
     group = max(1, min(call.segments, SCORES // (band * stride)))
@@ -290,7 +303,6 @@ def backward(
             _product(part, weights, grad_output, grad_value, transposed=True, scaled=False, add=banded)
             if grad_bias is not None:
                 _add_diagonals(grad_bias, part)
-    grad_bias = None if bias is None else grad_bias.to(bias.dtype)
     return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), grad_bias
 
 

@@ -5,13 +5,14 @@ beginning.
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from luna_mega.kernels.common import triton_launch
+from luna_mega.kernels.common import triton_choice, triton_launch
 from luna_mega.kernels.common.triton_launch import block_of, rows_contiguous, strides
 from luna_mega.kernels.common.triton_tiles import (
     LOG2_E,
@@ -308,7 +309,8 @@ def _configurations(call: Call) -> list[Configuration]:
     # Random numbers take registers.
     if call.keys <= (256 if hopper and call.seed is None else 128):
         warps = 4 if call.keys <= 128 and call.seed is None else 8
-        return [Configuration(rows, block_of(call.keys, 256), columns, warps, 2)]
+        default = Configuration(rows, block_of(call.keys, 256), columns, warps, 2)
+        return [default, default._replace(columns=min(columns, 64)), default._replace(stages=3)]
     rows = block_of(call.queries, 128 if size <= 128 or target.shared_memory >= 128 * 1024 else 64)
     if not hopper:
         return [Configuration(rows, 32, columns, 8, 2)]
@@ -325,10 +327,12 @@ def forward(*arguments) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output `[B, T, V]`, and for softmax log2 of its denominators, `[B, T]` float32."""
     call = prepare(*arguments)
     batch, length = call.query.shape[:2]
-    output = call.value.new_empty(batch, length, call.width)
-    lse = call.query.new_empty((batch, length) if call.constants["FUNCTION"] == "softmax" else 0, dtype=torch.float32)
 
-    def run(c: Configuration):
+    def run(c: Configuration) -> tuple[torch.Tensor, torch.Tensor]:
+        output = call.value.new_empty(batch, length, call.width)
+        lse = call.query.new_empty(
+            (batch, length) if call.constants["FUNCTION"] == "softmax" else 0, dtype=torch.float32
+        )
         resident = call.keys <= c.keys
         blocks, slices = triton.cdiv(call.queries, c.rows), triton.cdiv(call.width, c.columns)
         if resident:
@@ -342,15 +346,18 @@ def forward(*arguments) -> tuple[torch.Tensor, torch.Tensor]:
             num_warps=c.warps, num_stages=c.stages, **call.constants, BLOCK_M=c.rows, BLOCK_N=c.keys, BLOCK_V=c.columns,
         )  # fmt: skip
 
-    lengths = triton.next_power_of_2(call.queries), triton.next_power_of_2(call.keys)
-    key = (
-        "gated_attention",
-        call.query.device,
-        call.query.dtype,
-        call.value.dtype,
-        *lengths,
-        call.width,
-        *call.constants.values(),
-    )
-    triton_launch.choose(key, _configurations(call), run)
-    return output, lse
+        return output, lse
+
+    return choose("forward", call, _configurations(call), run)
+
+
+def choose(kernel: str, call: Call, configurations: list, run: Callable):
+    """Return the result of `run` for the configuration that is chosen from `configurations`."""
+    query, value = call.query, call.value
+    kind = [query.dtype, *([value.dtype] if value.dtype != query.dtype else []), call.constants["FUNCTION"]]
+    kind += [] if call.narrow else [call.constants["PRECISION"]]
+    options = {"causal": call.constants["CAUSAL"], "masked": call.mask is not None, "dropout": call.seed is not None}
+    kind += [name for name, given in options.items() if given]
+    sizes = {"segments": call.segments, "queries": call.queries, "keys": call.keys, "shared": query.shape[2]}
+    sizes["values"] = call.width
+    return triton_choice.choose("gated_attention", kernel, kind, sizes, configurations, run, query.device)

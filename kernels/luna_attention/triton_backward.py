@@ -181,8 +181,8 @@ def backward(
         return [_summed(gradient, key) for gradient in gradients]
 
     # In this order: the first writes DELTA, which the second reads.
-    of_query = call.choose("luna_attention, queries", _query_configurations, query_gradient)
-    return [of_query, *call.choose("luna_attention, keys", _key_configurations, key_gradients)]
+    of_query = call.choose("backward of queries", _query_configurations, query_gradient)
+    return [of_query, *call.choose("backward of keys", _key_configurations, key_gradients)]
 
 
 def _partial(x: torch.Tensor, splits: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from luna_mega.kernels.common import triton_launch
+from luna_mega.kernels.common import triton_choice, triton_launch
 from luna_mega.kernels.common.triton_launch import block_of, contiguous, rows_contiguous, strides
 from luna_mega.kernels.common.triton_tiles import (
     LOG2_E,
@@ -178,9 +178,13 @@ class Call(NamedTuple):
 
     def choose(self, kernel: str, configurations, run):
         """Return the result of `run` for the configuration that is chosen from `configurations(call)`."""
-        of_plan = self.plan[:-1], *self.plan.constants.values()
-        name = (kernel, self.query.dtype, self.value is None, self.mask is None, self.seed is None, *of_plan)
-        return triton_launch.choose(name, configurations(self), run)
+        plan, precision = self.plan, self.plan.constants["PRECISION"]
+        kind = [self.query.dtype, f"heads of {plan.block_k}"]
+        kind += [precision] if self.query.dtype == torch.float32 else []
+        options = {"tied": self.value is None, "masked": self.mask is not None, "dropout": self.seed is not None}
+        kind += [name for name, given in options.items() if given]
+        sizes = {"heads": plan.sequences * plan.heads, "queries": plan.longest_query, "keys": plan.longest_key}
+        return triton_choice.choose("luna_attention", kernel, kind, sizes, configurations(self), run, self.query.device)
 
 
 def prepare(query, key, value, mask, cu_seqlens, seed, ragged, max_seqlen, scale, dropout, precision) -> Call:
@@ -279,4 +283,4 @@ def forward(*arguments) -> tuple[torch.Tensor, torch.Tensor]:
             )
         return output, log_sum_exp
 
-    return call.choose("luna_attention forward", _configurations, run)
+    return call.choose("forward", _configurations, run)

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from luna_mega.kernels.common.triton_launch import rows_contiguous
 from luna_mega.kernels.common.triton_tiles import dot, load_kept, load_tile, store_tile
-from luna_mega.kernels.luna_causal_attention.triton_forward import Fused, Scans, per_row, prepare
+from luna_mega.kernels.luna_causal_attention.triton_forward import Fused, Scans, choose, per_row, prepare
 from luna_mega.kernels.luna_causal_attention.triton_parts import (
     activate,
     load_pack_query,
@@ -191,8 +191,9 @@ def backward(
     `arguments`: as in `forward`.
     """
     call = prepare(*arguments)
+    of_outputs = *rows_contiguous(grad_output), grad_key_mean, grad_value_mean
     run = _fused if isinstance(call, Fused) else _scans
-    grads, first = run(call, *rows_contiguous(grad_output), grad_key_mean, grad_value_mean)
+    grads, first = choose("backward", call, lambda: run(call, *of_outputs))
     for mean, grad in zip(call.means, first, strict=True):
         grads.append(call.query.new_empty(0) if mean is None else per_row(grad, call.seen).to(mean.dtype))
     return grads

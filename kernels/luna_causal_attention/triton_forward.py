@@ -8,11 +8,14 @@ Sums of `a^T value` are transposed in registers, `[V, L]`, so that tiles have 64
 weights and the gradients of both are in memory, `[B, H, T, L]`.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
-from luna_mega.kernels.common import triton_launch
+from luna_mega.kernels.common import triton_choice, triton_launch
 from luna_mega.kernels.common.triton_launch import block_of, contiguous, rows_contiguous, strides
 from luna_mega.kernels.common.triton_tiles import dot, dropping, load_kept, load_tile, store_tile
 from luna_mega.kernels.luna_causal_attention.triton_parts import (
@@ -262,10 +265,17 @@ def per_row(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     return (x.float() * factor[:, None, None, None]).contiguous()
 
 
+class Configuration(NamedTuple):
+    """The tokens of a chunk and the warps of the fused kernels."""
+
+    chunk: int
+    num_warps: int
+
+
 class Fused(Call):
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        chunk, warps = self._configuration()
+    def configure(self, configuration: Configuration) -> None:
+        """Divide the call into programs of this configuration."""
+        chunk, warps = configuration
         self.segment = segment_length(self.batch * self.heads, self.length, chunk, self.device)
         self.segments = triton.cdiv(self.length, self.segment)
         self.constants = {
@@ -275,14 +285,15 @@ class Fused(Call):
             "num_warps": warps, "num_stages": 1,
         }  # fmt: skip
 
-    def _configuration(self) -> tuple[int, int]:
-        """Return how many tokens in a chunk and how many warps keep the kernels in registers."""
+    def configurations(self) -> list[Configuration]:
+        """Return the configurations to choose from. The first keeps the kernels in registers."""
         hopper = triton_launch.target(self.device).large
         if self.dtype == torch.float32:
-            return 16, 8
+            return [Configuration(16, 8), Configuration(16, 4)]
         if block_of(max(self.size, self.width)) * block_of(self.rows) <= 64 * 32:
-            return (64, 4) if hopper and self.dtype == torch.bfloat16 else (32, 4)
-        return (32, 8) if hopper else (16, 4)
+            wide = hopper and self.dtype == torch.bfloat16
+            return [Configuration(64, 4) if wide else Configuration(32, 4), Configuration(64 if wide else 32, 8)]
+        return [Configuration(32, 8), Configuration(16, 4)] if hopper else [Configuration(16, 4)]
 
     def launch(self, kernel, *tensors, of: tuple[torch.Tensor, ...], **constants):
         """Launch a kernel over all segments; it takes the strides of the tensors `of`."""
@@ -321,6 +332,14 @@ class Fused(Call):
         output, end = self.value.new_empty(self.value.shape), self.empty_sums()
         self.launch(_forward_kernel, *self.tokens, *self.options, *self.before(), output, *end, of=self.tokens)
         return output, *end
+
+
+class ScanConfiguration(NamedTuple):
+    """The largest tiles of a scan, tokens of a chunk and columns of the sum, and its warps."""
+
+    chunk: int
+    columns: int
+    num_warps: int
 
 
 class Scans(Call):
@@ -363,7 +382,11 @@ class Scans(Call):
     ):
         """Run `_scan_kernel` into `output`; if `ends`, return the sum over all tokens, or None."""
         n, m = y.shape[3], z.shape[3]
-        chunk, columns, warps = self._configuration(n, m)
+        # A tall sum leaves no registers for large tiles.
+        wide, (chunk, columns, warps) = self.dtype == torch.float32, self.configuration
+        if block_of(n) > (64 if wide else 128):
+            chunk, columns = min(chunk, 32), columns if self.hopper and not wide else min(columns, 16 if wide else 32)
+        columns = block_of(m, columns)
         blocks = triton.cdiv(m, columns)
         segment = segment_length(self.batch * self.heads * blocks, self.length, chunk, self.device)
         segments = triton.cdiv(self.length, segment)
@@ -384,12 +407,20 @@ class Scans(Call):
         triton_launch.launch(_scan_kernel, grid, *tensors, *numbers, SUMS=False, RATE=rate, ADD=add, **constants)
         return end
 
-    def _configuration(self, n: int, m: int) -> tuple[int, int, int]:
-        """Return how many tokens in a chunk, columns of the sum and warps keep the kernel in registers."""
-        hopper, wide = triton_launch.target(self.device).large, block_of(n) > 128
+    def configure(self, configuration: ScanConfiguration) -> None:
+        """Divide the scans of the call into programs of this configuration."""
+        self.configuration = configuration
+
+    @property
+    def hopper(self) -> bool:
+        return triton_launch.target(self.device).large
+
+    def configurations(self) -> list[ScanConfiguration]:
+        """Return the configurations to choose from. The first keeps the kernels in registers."""
         if self.dtype == torch.float32:
-            return 16, block_of(m, 32 if block_of(n) <= 64 else 16), 8
-        return 64 if hopper and not wide else 32, block_of(m, 64 if hopper or not wide else 32), 8
+            return [ScanConfiguration(16, 32, 8), ScanConfiguration(16, 32, 4)]
+        default = ScanConfiguration(64 if self.hopper else 32, 64, 8)
+        return [default, default._replace(columns=32), default._replace(num_warps=4)]
 
     def forward(self):
         packed, scores, output = self.pack(), self.empty(torch.float32), self.value.new_empty(self.value.shape)
@@ -431,6 +462,24 @@ def prepare(*arguments) -> Fused | Scans:
     return (Fused if fits else Scans)(*arguments)
 
 
+def choose(kernel: str, call: Fused | Scans, run: Callable[[], tuple]) -> tuple:
+    """Return the result of `run` with the configuration of the call that is chosen."""
+
+    def configured(configuration):
+        call.configure(configuration)
+        return run()
+
+    kind = [call.dtype, f"heads of {block_of(call.size)} and {block_of(call.width)}", f"l {block_of(call.rows)}"]
+    kind += [call.precision] if call.dtype == torch.float32 else []
+    kind += [] if call.seed is None else ["dropout"]
+    sizes = {"heads": call.batch * call.heads, "length": call.length}
+    name = f"{type(call).__name__.lower()} {kernel}"
+    return triton_choice.choose(
+        "luna_causal_attention", name, kind, sizes, call.configurations(), configured, call.device
+    )
+
+
 def forward(*arguments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the result, and both means behind the last token, float32."""
-    return prepare(*arguments).forward()
+    call = prepare(*arguments)
+    return choose("forward", call, call.forward)
