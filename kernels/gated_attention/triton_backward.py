@@ -50,8 +50,8 @@ def _delta_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "queries", "keys", "chunk", "chunks", "offset",
-        "center", "first_segment", "first_query", "row_blocks", "key_blocks",
+        "queries", "keys", "chunk", "chunks", "offset", "center", "first_segment", "first_query", "row_blocks",
+        "key_blocks", "q_row", "q_token", "k_row", "k_token", "v_row", "v_token", "grad_row", "grad_token",
     ]
 )  # fmt: skip
 def _scores_kernel(
@@ -60,7 +60,7 @@ def _scores_kernel(
     q_row, q_token, k_row, k_token, v_row, v_token, grad_row, grad_token,
     first_segment, first_query, band, stride, row_blocks, key_blocks,
     FUNCTION: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
-    SIZE: tl.constexpr, WIDTH: tl.constexpr,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_Z: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Write a tile of the weights that multiplied the values, and a tile of the gradient of the scores.
@@ -82,14 +82,17 @@ def _scores_kernel(
     i = first + tl.arange(0, BLOCK_M)
     j = first_key + tl.arange(0, BLOCK_N)
     live = load_kept(MASK, row * keys + start, j, n_keys)
+    q_token, k_token, v_token, grad_token = q_token * UNIT, k_token * UNIT, v_token * UNIT, grad_token * UNIT
     grad = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for first_column in range(0, WIDTH, BLOCK_V):
         v = first_column + tl.arange(0, BLOCK_V)
-        grad_output = load_tile(GRAD + row * grad_row + start * grad_token, i, grad_token, i < n_queries, v, WIDTH)
-        values = load_tile(V + row * v_row + start * v_token, j, v_token, live, v, WIDTH)
+        grad_output = load_tile(
+            GRAD + row * grad_row * UNIT + start * grad_token, i, grad_token, i < n_queries, v, WIDTH
+        )
+        values = load_tile(V + row * v_row * UNIT + start * v_token, j, v_token, live, v, WIDTH)
         grad = dot(grad_output, tl.trans(values), grad, PRECISION)
-    q_first = Q + row * q_row + start * q_token
-    k_first = K + row * k_row + start * k_token
+    q_first = Q + row * q_row * UNIT + start * q_token
+    k_first = K + row * k_row * UNIT + start * k_token
     products = multiply(None, q_first, i, q_token, n_queries, k_first, j, k_token, live, SIZE, BLOCK_Z, PRECISION)
     scale = scales(LIVE, segment, i, offset, n_keys, SIZE, FUNCTION, CAUSAL)
     scores, kept = finish(products, scale, BIAS, center, i, j, live, n_queries, offset, CAUSAL)
@@ -324,13 +327,13 @@ def _whole(size: int, block: int) -> int:
 def _scores(part: _Part, grad_output, lse, delta):
     call, blocks = part.call, part.blocks
     row_blocks, key_blocks = part.band // blocks.queries, part.stride // blocks.keys
+    numbers, unit = call.strides(grad_output)
     triton_launch.launch(
         _scores_kernel, (part.segments * row_blocks * key_blocks,),
         call.query, call.key, call.value, grad_output, lse, delta, part.weights, part.grad_scores, *call.options,
-        *call.strides, *strides(grad_output, number=2),
-        part.first_segment, part.first_query, part.band, part.stride, row_blocks, key_blocks,
+        *numbers, part.first_segment, part.first_query, part.band, part.stride, row_blocks, key_blocks,
         num_warps=blocks.warps, num_stages=blocks.stages, **call.constants,
-        BLOCK_M=blocks.queries, BLOCK_N=blocks.keys, BLOCK_V=block_of(call.width, blocks.inner),
+        UNIT=unit, BLOCK_M=blocks.queries, BLOCK_N=blocks.keys, BLOCK_V=block_of(call.width, blocks.inner),
     )  # fmt: skip
 
 

@@ -101,13 +101,18 @@ def elementwise(scores, kept, FUNCTION: tl.constexpr):
     return tl.where(kept, weights, 0.0)
 
 
-@triton.jit(do_not_specialize=["queries", "keys", "chunk", "chunks", "offset", "center", "blocks"])
+@triton.jit(
+    do_not_specialize=[
+        "queries", "keys", "chunk", "chunks", "offset", "center", "blocks", "q_row", "q_token", "k_row", "k_token",
+        "v_row", "v_token",
+    ]
+)  # fmt: skip
 def _forward_kernel(
     Q, K, V, OUT, LSE, BIAS, MASK, LIVE, BOUNDS, SEED,
     queries, keys, chunk, chunks, offset, center, threshold, rescale,
     q_row, q_token, k_row, k_token, v_row, v_token, blocks, slices,
     FUNCTION: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
-    SIZE: tl.constexpr, WIDTH: tl.constexpr,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_Z: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Compute a block of queries and a slice of the value, over blocks of keys, with an online softmax."""
@@ -119,8 +124,9 @@ def _forward_kernel(
         return
     i = block * BLOCK_M + tl.arange(0, BLOCK_M)
     v = program % slices * BLOCK_V + tl.arange(0, BLOCK_V)
-    q_first = Q + row * q_row + start * q_token
-    k_first = K + row * k_row + start * k_token
+    q_token, k_token, v_token = q_token * UNIT, k_token * UNIT, v_token * UNIT
+    q_first = Q + row * q_row * UNIT + start * q_token
+    k_first = K + row * k_row * UNIT + start * k_token
     q = None
     if BLOCK_Z >= SIZE:
         q = load_tile(q_first, i, q_token, i < n_queries, tl.arange(0, BLOCK_Z), SIZE)
@@ -145,7 +151,7 @@ def _forward_kernel(
         else:
             weights = elementwise(scores, kept, FUNCTION)
         weights = drop(weights, SEED, threshold, rescale, segment, i, first, BLOCK_M, BLOCK_N)
-        values = load_tile(V + row * v_row + start * v_token, j, v_token, live, v, WIDTH)
+        values = load_tile(V + row * v_row * UNIT + start * v_token, j, v_token, live, v, WIDTH)
         output = dot(weights.to(values.dtype), values, output, PRECISION)
     token = row * queries + start + i
     if FUNCTION == "softmax":
@@ -157,13 +163,18 @@ def _forward_kernel(
     store_tile(OUT, token, WIDTH, i < n_queries, v, WIDTH, output)
 
 
-@triton.jit(do_not_specialize=["queries", "keys", "chunk", "chunks", "offset", "center", "blocks"])
+@triton.jit(
+    do_not_specialize=[
+        "queries", "keys", "chunk", "chunks", "offset", "center", "blocks", "q_row", "q_token", "k_row", "k_token",
+        "v_row", "v_token",
+    ]
+)  # fmt: skip
 def _resident_kernel(
     Q, K, V, OUT, LSE, BIAS, MASK, LIVE, BOUNDS, SEED,
     queries, keys, chunk, chunks, offset, center, threshold, rescale,
     q_row, q_token, k_row, k_token, v_row, v_token, blocks, slices,
     FUNCTION: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
-    SIZE: tl.constexpr, WIDTH: tl.constexpr,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_Z: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Compute a block of queries: the weights of all keys at once, up to BLOCK_N, then slice by slice of the value.
@@ -178,8 +189,9 @@ def _resident_kernel(
         return
     i = block * BLOCK_M + tl.arange(0, BLOCK_M)
     j = tl.arange(0, BLOCK_N)
-    q_first = Q + row * q_row + start * q_token
-    k_first = K + row * k_row + start * k_token
+    q_token, k_token, v_token = q_token * UNIT, k_token * UNIT, v_token * UNIT
+    q_first = Q + row * q_row * UNIT + start * q_token
+    k_first = K + row * k_row * UNIT + start * k_token
     live = load_kept(MASK, row * keys + start, j, n_keys)
     products = multiply(None, q_first, i, q_token, n_queries, k_first, j, k_token, live, SIZE, BLOCK_Z, PRECISION)
     scale = scales(LIVE, segment, i, offset, n_keys, SIZE, FUNCTION, CAUSAL)
@@ -201,7 +213,7 @@ def _resident_kernel(
     weights = weights.to(V.dtype.element_ty)
     for first in range(program % slices * BLOCK_V, WIDTH, slices * BLOCK_V):
         v = first + tl.arange(0, BLOCK_V)
-        values = load_tile(V + row * v_row + start * v_token, j, v_token, live, v, WIDTH)
+        values = load_tile(V + row * v_row * UNIT + start * v_token, j, v_token, live, v, WIDTH)
         output = dot(weights, values, tl.zeros([BLOCK_M, BLOCK_V], tl.float32), PRECISION)
         store_tile(OUT, token, WIDTH, i < n_queries, v, WIDTH, output)
 
@@ -248,9 +260,15 @@ class Call(NamedTuple):
         center = 0 if self.bias is None else self.bias.shape[0] // 2
         return self.query.shape[1], self.key.shape[1], self.chunk, chunks, self.offset, center
 
-    @property
-    def strides(self) -> tuple:
-        return strides(self.query, self.key, self.value, number=2)
+    def strides(self, *gradients: torch.Tensor) -> tuple[list[int], int]:
+        """Return the strides of query, key, value and gradients in a unit, and this unit.
+
+        Loads are vectors only where the compiler knows that rows begin at multiples of their length, 8; it would look
+        for multiples of 16.
+        """
+        numbers = strides(self.query, self.key, self.value, *gradients, number=2)
+        unit = 8 if all(number % 8 == 0 for number in numbers) else 1
+        return [number // unit for number in numbers], unit
 
     @property
     def narrow(self) -> bool:
@@ -339,11 +357,13 @@ def forward(*arguments) -> tuple[torch.Tensor, torch.Tensor]:
             # A program takes as many slices as leave work for every processor.
             wanted = triton.cdiv(2 * triton_launch.target(call.query.device).processors, max(1, call.segments * blocks))
             slices = max(1, min(slices, wanted))
+        numbers, unit = call.strides()
         triton_launch.launch(
             _resident_kernel if resident else _forward_kernel,
             (call.segments * blocks * slices,),
-            *(call.query, call.key, call.value, output, lse, *call.options, *call.strides, blocks, slices),
-            num_warps=c.warps, num_stages=c.stages, **call.constants, BLOCK_M=c.rows, BLOCK_N=c.keys, BLOCK_V=c.columns,
+            *(call.query, call.key, call.value, output, lse, *call.options, *numbers, blocks, slices),
+            num_warps=c.warps, num_stages=c.stages, **call.constants,
+            UNIT=unit, BLOCK_M=c.rows, BLOCK_N=c.keys, BLOCK_V=c.columns,
         )  # fmt: skip
 
         return output, lse

@@ -129,8 +129,10 @@ def _query_configurations(call: Call) -> list[Configuration]:
     """Return the configurations to choose from; as in the forward pass, the first spills no registers."""
     small, hopper = call.plan.block_k <= 64, triton_launch.target(call.query.device).large
     if call.query.dtype == torch.float32:
-        wide = small and hopper and call.plan.constants["PRECISION"] == "tf32x3"
-        return [Configuration(64, 32, 4, 2) if wide else Configuration(16, 32, 4, 1)]
+        ieee = call.plan.constants["PRECISION"] == "ieee"
+        if small and hopper and not ieee:
+            return [Configuration(64, 32, 4, 2)]
+        return [Configuration(16, 32, 8 if ieee and not small else 4, 1)]
     if hopper:
         return [Configuration(64, 64, 4, 2), Configuration(64, 64, 8, 2)]
     return [Configuration(64, 32, 4, 2), Configuration(64, 64, 8, 2)]
@@ -139,7 +141,8 @@ def _query_configurations(call: Call) -> list[Configuration]:
 def _key_configurations(call: Call) -> list[Configuration]:
     small, hopper = call.plan.block_k <= 64, triton_launch.target(call.query.device).large
     if call.query.dtype == torch.float32:
-        return [Configuration(32, 16, 4, 1) if small else Configuration(16, 16, 4, 1)]
+        ieee = call.plan.constants["PRECISION"] == "ieee"
+        return [Configuration(32, 16, 4, 1) if small else Configuration(16, 16, 8 if ieee else 4, 1)]
     if hopper:
         return [Configuration(64, 64, 4 if small else 8, 2), Configuration(64, 32, 4, 2)]
     return [Configuration(64, 32, 4, 2), Configuration(64, 64, 8, 2)]

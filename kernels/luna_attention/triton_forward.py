@@ -234,7 +234,7 @@ def _configurations(call: Call) -> list[Configuration]:
     small = call.plan.block_k <= 64
     if call.query.dtype == torch.float32:
         if not small:
-            return [Configuration(16, 32, 4, 1)]
+            return [Configuration(16, 32, 8 if call.plan.constants["PRECISION"] == "ieee" else 4, 1)]
         hopper = triton_launch.target(call.query.device).large
         wide = hopper and call.plan.constants["PRECISION"] == "tf32x3"
         return [Configuration(64, 32, 4, 2) if wide else Configuration(32, 32, 4, 2)]
