@@ -33,34 +33,33 @@ SCORES = 2**26
 
 @triton.jit(do_not_specialize=["tokens", "queries"])
 def _delta_kernel(
-    OUT, GRAD, DELTA, tokens, queries, grad_row, grad_token,
-    WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr,
+    OUT, GRAD, DELTA, tokens, queries, width, grad_row, grad_token, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr
 ):  # fmt: skip
     """Write the sum over each row of the output times its gradient."""
     token = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     grad = GRAD + token // queries * grad_row + token % queries * grad_token
     total = tl.zeros([BLOCK_M], tl.float32)
-    for first in range(0, WIDTH, BLOCK_V):
+    for first in range(0, width, BLOCK_V):
         v = first + tl.arange(0, BLOCK_V)
-        inside = (token < tokens)[:, None] & (v < WIDTH)[None, :]
-        output = load_tile(OUT, token, WIDTH, token < tokens, v, WIDTH).to(tl.float32)
+        inside = (token < tokens)[:, None] & (v < width)[None, :]
+        output = load_tile(OUT, token, width, token < tokens, v, width).to(tl.float32)
         total += tl.sum(output * tl.load(grad[:, None] + v[None, :], mask=inside, other=0.0).to(tl.float32), axis=1)
     tl.store(DELTA + token, total, mask=token < tokens)
 
 
 @triton.jit(
     do_not_specialize=[
-        "queries", "keys", "chunk", "chunks", "offset", "center", "first_segment", "first_query", "row_blocks",
+        "queries", "keys", "width", "chunk", "chunks", "offset", "center", "first_segment", "first_query", "row_blocks",
         "key_blocks", "q_row", "q_token", "k_row", "k_token", "v_row", "v_token", "grad_row", "grad_token",
     ]
 )  # fmt: skip
 def _scores_kernel(
     Q, K, V, GRAD, LSE, DELTA, WEIGHTS, GRAD_SCORES, BIAS, MASK, LIVE, BOUNDS, SEED,
-    queries, keys, chunk, chunks, offset, center, threshold, rescale,
+    queries, keys, width, chunk, chunks, offset, center, threshold, rescale,
     q_row, q_token, k_row, k_token, v_row, v_token, grad_row, grad_token,
     first_segment, first_query, band, stride, row_blocks, key_blocks,
     FUNCTION: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
-    SIZE: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr,
+    SIZE: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_Z: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Write a tile of the weights that multiplied the values, and a tile of the gradient of the scores.
@@ -82,14 +81,15 @@ def _scores_kernel(
     i = first + tl.arange(0, BLOCK_M)
     j = first_key + tl.arange(0, BLOCK_N)
     live = load_kept(MASK, row * keys + start, j, n_keys)
-    q_token, k_token, v_token, grad_token = q_token * UNIT, k_token * UNIT, v_token * UNIT, grad_token * UNIT
+    width, grad_token = width * UNIT, grad_token * UNIT
+    q_token, k_token, v_token = q_token * UNIT, k_token * UNIT, v_token * UNIT
     grad = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for first_column in range(0, WIDTH, BLOCK_V):
+    for first_column in range(0, width, BLOCK_V):
         v = first_column + tl.arange(0, BLOCK_V)
         grad_output = load_tile(
-            GRAD + row * grad_row * UNIT + start * grad_token, i, grad_token, i < n_queries, v, WIDTH
+            GRAD + row * grad_row * UNIT + start * grad_token, i, grad_token, i < n_queries, v, width
         )
-        values = load_tile(V + row * v_row * UNIT + start * v_token, j, v_token, live, v, WIDTH)
+        values = load_tile(V + row * v_row * UNIT + start * v_token, j, v_token, live, v, width)
         grad = dot(grad_output, tl.trans(values), grad, PRECISION)
     q_first = Q + row * q_row * UNIT + start * q_token
     k_first = K + row * k_row * UNIT + start * k_token
@@ -314,8 +314,8 @@ def _delta(output, grad_output):
     delta = output.new_empty(batch, length, dtype=torch.float32)
     triton_launch.launch(
         _delta_kernel, (triton.cdiv(batch * length, 16),),
-        output, grad_output, delta, batch * length, length, *strides(grad_output, number=2),
-        num_warps=4, num_stages=2, WIDTH=width, BLOCK_M=16, BLOCK_V=block_of(width, 256),
+        output, grad_output, delta, batch * length, length, width, *strides(grad_output, number=2),
+        num_warps=4, num_stages=2, BLOCK_M=16, BLOCK_V=block_of(width, 256),
     )  # fmt: skip
     return delta
 
@@ -327,10 +327,10 @@ def _whole(size: int, block: int) -> int:
 def _scores(part: _Part, grad_output, lse, delta):
     call, blocks = part.call, part.blocks
     row_blocks, key_blocks = part.band // blocks.queries, part.stride // blocks.keys
-    numbers, unit = call.strides(grad_output)
+    numbers, unit = call.numbers(grad_output)
     triton_launch.launch(
         _scores_kernel, (part.segments * row_blocks * key_blocks,),
-        call.query, call.key, call.value, grad_output, lse, delta, part.weights, part.grad_scores, *call.options,
+        call.query, call.key, call.value, grad_output, lse, delta, part.weights, part.grad_scores,
         *numbers, part.first_segment, part.first_query, part.band, part.stride, row_blocks, key_blocks,
         num_warps=blocks.warps, num_stages=blocks.stages, **call.constants,
         UNIT=unit, BLOCK_M=blocks.queries, BLOCK_N=blocks.keys, BLOCK_V=block_of(call.width, blocks.inner),

@@ -103,16 +103,16 @@ def elementwise(scores, kept, FUNCTION: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=[
-        "queries", "keys", "chunk", "chunks", "offset", "center", "blocks", "q_row", "q_token", "k_row", "k_token",
-        "v_row", "v_token",
+        "queries", "keys", "width", "chunk", "chunks", "offset", "center", "blocks",
+        "q_row", "q_token", "k_row", "k_token", "v_row", "v_token",
     ]
 )  # fmt: skip
 def _forward_kernel(
     Q, K, V, OUT, LSE, BIAS, MASK, LIVE, BOUNDS, SEED,
-    queries, keys, chunk, chunks, offset, center, threshold, rescale,
+    queries, keys, width, chunk, chunks, offset, center, threshold, rescale,
     q_row, q_token, k_row, k_token, v_row, v_token, blocks, slices,
     FUNCTION: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
-    SIZE: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr,
+    SIZE: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_Z: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Compute a block of queries and a slice of the value, over blocks of keys, with an online softmax."""
@@ -124,7 +124,7 @@ def _forward_kernel(
         return
     i = block * BLOCK_M + tl.arange(0, BLOCK_M)
     v = program % slices * BLOCK_V + tl.arange(0, BLOCK_V)
-    q_token, k_token, v_token = q_token * UNIT, k_token * UNIT, v_token * UNIT
+    width, q_token, k_token, v_token = width * UNIT, q_token * UNIT, k_token * UNIT, v_token * UNIT
     q_first = Q + row * q_row * UNIT + start * q_token
     k_first = K + row * k_row * UNIT + start * k_token
     q = None
@@ -151,7 +151,7 @@ def _forward_kernel(
         else:
             weights = elementwise(scores, kept, FUNCTION)
         weights = drop(weights, SEED, threshold, rescale, segment, i, first, BLOCK_M, BLOCK_N)
-        values = load_tile(V + row * v_row * UNIT + start * v_token, j, v_token, live, v, WIDTH)
+        values = load_tile(V + row * v_row * UNIT + start * v_token, j, v_token, live, v, width)
         output = dot(weights.to(values.dtype), values, output, PRECISION)
     token = row * queries + start + i
     if FUNCTION == "softmax":
@@ -160,21 +160,21 @@ def _forward_kernel(
         if program % slices == 0:
             largest = tl.where(largest == float("-inf"), 0.0, largest)
             tl.store(LSE + token, largest + tl.log2(total), mask=i < n_queries)
-    store_tile(OUT, token, WIDTH, i < n_queries, v, WIDTH, output)
+    store_tile(OUT, token, width, i < n_queries, v, width, output)
 
 
 @triton.jit(
     do_not_specialize=[
-        "queries", "keys", "chunk", "chunks", "offset", "center", "blocks", "q_row", "q_token", "k_row", "k_token",
-        "v_row", "v_token",
+        "queries", "keys", "width", "chunk", "chunks", "offset", "center", "blocks",
+        "q_row", "q_token", "k_row", "k_token", "v_row", "v_token",
     ]
 )  # fmt: skip
 def _resident_kernel(
     Q, K, V, OUT, LSE, BIAS, MASK, LIVE, BOUNDS, SEED,
-    queries, keys, chunk, chunks, offset, center, threshold, rescale,
+    queries, keys, width, chunk, chunks, offset, center, threshold, rescale,
     q_row, q_token, k_row, k_token, v_row, v_token, blocks, slices,
     FUNCTION: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
-    SIZE: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr,
+    SIZE: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_Z: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Compute a block of queries: the weights of all keys at once, up to BLOCK_N, then slice by slice of the value.
@@ -189,7 +189,7 @@ def _resident_kernel(
         return
     i = block * BLOCK_M + tl.arange(0, BLOCK_M)
     j = tl.arange(0, BLOCK_N)
-    q_token, k_token, v_token = q_token * UNIT, k_token * UNIT, v_token * UNIT
+    width, q_token, k_token, v_token = width * UNIT, q_token * UNIT, k_token * UNIT, v_token * UNIT
     q_first = Q + row * q_row * UNIT + start * q_token
     k_first = K + row * k_row * UNIT + start * k_token
     live = load_kept(MASK, row * keys + start, j, n_keys)
@@ -211,11 +211,11 @@ def _resident_kernel(
         weights = elementwise(scores, kept, FUNCTION)
     weights = drop(weights, SEED, threshold, rescale, segment, i, 0, BLOCK_M, BLOCK_N)
     weights = weights.to(V.dtype.element_ty)
-    for first in range(program % slices * BLOCK_V, WIDTH, slices * BLOCK_V):
+    for first in range(program % slices * BLOCK_V, width, slices * BLOCK_V):
         v = first + tl.arange(0, BLOCK_V)
-        values = load_tile(V + row * v_row * UNIT + start * v_token, j, v_token, live, v, WIDTH)
+        values = load_tile(V + row * v_row * UNIT + start * v_token, j, v_token, live, v, width)
         output = dot(weights, values, tl.zeros([BLOCK_M, BLOCK_V], tl.float32), PRECISION)
-        store_tile(OUT, token, WIDTH, i < n_queries, v, WIDTH, output)
+        store_tile(OUT, token, width, i < n_queries, v, width, output)
 
 
 class Call(NamedTuple):
@@ -248,27 +248,25 @@ class Call(NamedTuple):
     def width(self) -> int:
         return self.value.shape[2]
 
-    @property
-    def options(self) -> tuple:
-        """Return the arguments of the kernels from `BIAS` to `rescale`."""
-        return self.bias, self.mask, self.live, self.bounds, self.seed, *self.sizes, *dropping(self.dropout)
+    def numbers(self, *gradients: torch.Tensor) -> tuple[tuple, int]:
+        """Return the arguments of the kernels from `BIAS` to the strides of query, key, value and gradients, and UNIT.
+
+        Width and strides are in units of UNIT. Loads are vectors only where the compiler knows that rows begin, and
+        end, at multiples of 8; by itself it looks for multiples of 16.
+        """
+        lengths = strides(self.query, self.key, self.value, *gradients, number=2)
+        unit = 8 if all(length % 8 == 0 for length in (self.width, *lengths)) else 1
+        queries, keys, *rest = self.sizes
+        sizes = queries, keys, self.width // unit, *rest, *dropping(self.dropout)
+        tensors = self.bias, self.mask, self.live, self.bounds, self.seed
+        return (*tensors, *sizes, *(length // unit for length in lengths)), unit
 
     @property
     def sizes(self) -> tuple:
-        """Return the arguments of the kernels from `queries` to `center`."""
+        """Return the arguments of the kernels from `queries` to `center`, but for the width."""
         chunks = self.segments // max(1, self.query.shape[0]) if self.bounds is None else 1
         center = 0 if self.bias is None else self.bias.shape[0] // 2
         return self.query.shape[1], self.key.shape[1], self.chunk, chunks, self.offset, center
-
-    def strides(self, *gradients: torch.Tensor) -> tuple[list[int], int]:
-        """Return the strides of query, key, value and gradients in a unit, and this unit.
-
-        Loads are vectors only where the compiler knows that rows begin at multiples of their length, 8; it would look
-        for multiples of 16.
-        """
-        numbers = strides(self.query, self.key, self.value, *gradients, number=2)
-        unit = 8 if all(number % 8 == 0 for number in numbers) else 1
-        return [number // unit for number in numbers], unit
 
     @property
     def narrow(self) -> bool:
@@ -287,7 +285,7 @@ def prepare(query, key, value, bias, mask, bounds, function, causal, chunk, offs
             live = _count_live(mask, bounds, chunk, segments)
         mask = mask.contiguous().view(torch.uint8)
     bias = None if bias is None else bias.float().contiguous()
-    constants = {"FUNCTION": function, "CAUSAL": causal, "PRECISION": precision, "SIZE": size, "WIDTH": value.shape[2]}
+    constants = {"FUNCTION": function, "CAUSAL": causal, "PRECISION": precision, "SIZE": size}
     call = Call(query, key, value, bias, mask, live, bounds, seed, chunk, segments, offset, dropout, constants)
     # In float32, the three passes of a product need registers.
     constants["BLOCK_Z"] = block_of(size, 256 if call.narrow else 64)
@@ -357,11 +355,11 @@ def forward(*arguments) -> tuple[torch.Tensor, torch.Tensor]:
             # A program takes as many slices as leave work for every processor.
             wanted = triton.cdiv(2 * triton_launch.target(call.query.device).processors, max(1, call.segments * blocks))
             slices = max(1, min(slices, wanted))
-        numbers, unit = call.strides()
+        numbers, unit = call.numbers()
         triton_launch.launch(
             _resident_kernel if resident else _forward_kernel,
             (call.segments * blocks * slices,),
-            *(call.query, call.key, call.value, output, lse, *call.options, *numbers, blocks, slices),
+            *(call.query, call.key, call.value, output, lse, *numbers, blocks, slices),
             num_warps=c.warps, num_stages=c.stages, **call.constants,
             UNIT=unit, BLOCK_M=c.rows, BLOCK_N=c.keys, BLOCK_V=c.columns,
         )  # fmt: skip

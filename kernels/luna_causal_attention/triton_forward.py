@@ -290,7 +290,8 @@ class Fused(Call):
         hopper = triton_launch.target(self.device).large
         if self.dtype == torch.float32:
             return [Configuration(16, 8), Configuration(16, 4)]
-        if block_of(max(self.size, self.width)) * block_of(self.rows) <= 64 * 32:
+        small = block_of(max(self.size, self.width)) * block_of(self.rows) <= 64 * 32
+        if small and (hopper or self.dtype == torch.bfloat16):
             wide = hopper and self.dtype == torch.bfloat16
             return [Configuration(64, 4) if wide else Configuration(32, 4), Configuration(64 if wide else 32, 8)]
         return [Configuration(32, 8), Configuration(16, 4)] if hopper else [Configuration(16, 4)]
