@@ -1,4 +1,4 @@
-"""The report of a GPU, at toy sizes on a CPU; it goes on behind cases that fail, hang or crash, and tells what it left."""
+"""The report of a GPU, at toy sizes on a CPU; it goes on behind cases that fail, hang or crash."""
 
 import json
 import multiprocessing

@@ -57,6 +57,12 @@ class Target(NamedTuple):
 
     capability: tuple[int, int] = (9, 0)
     processors: int = 132
+    shared_memory: int = 227 * 1024  # bytes that one block may have
+
+    @property
+    def large(self) -> bool:
+        """Return whether the large tiles of an H100 fit; compute capability 12.0 is newer, but has less memory."""
+        return self.shared_memory >= 227 * 1024
 
 
 _recorded: list[Launch] | None = None
@@ -94,9 +100,9 @@ def target(device: torch.device) -> Target:
     """Return the device for which configurations are chosen: the CUDA device, or an H100 for interpreted kernels."""
     if device.type != "cuda":
         return _target
-    return Target(
-        torch.cuda.get_device_capability(device), torch.cuda.get_device_properties(device).multi_processor_count
-    )
+    properties = torch.cuda.get_device_properties(device)
+    capability = properties.major, properties.minor
+    return Target(capability, properties.multi_processor_count, properties.shared_memory_per_block_optin)
 
 
 def launch(kernel, grid: tuple[int, ...], *arguments, num_warps: int, num_stages: int, **constants) -> None:

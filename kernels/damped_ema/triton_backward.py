@@ -22,7 +22,7 @@ from luna_mega.kernels.damped_ema.triton_forward import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "chunks", "slots"])
 def _gradient_kernel(
     gradient, x, mask, log_q, weight_in, weight_out, starts, last_gradient, sums, skip, other, inner, skip_sums,
     cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,

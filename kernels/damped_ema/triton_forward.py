@@ -76,7 +76,7 @@ def position(step, count, UNROLL: tl.constexpr, REVERSED: tl.constexpr):
     return tl.cdiv(count, UNROLL) * UNROLL - 1 - step if REVERSED else step
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "chunks", "slots"])
 def _ends_kernel(
     signal, mask, log_q, weight, ends, cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,
     stride_b, stride_t, stride_d,
@@ -129,7 +129,7 @@ def _ends_kernel(
         tl.store(kept + slots * channels * N, slope, tile)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "chunks", "slots"])
 def _carry_kernel(
     ends, log_q, starts, own_blocks, cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,
     N: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, FLIPPED: tl.constexpr, SLOPE: tl.constexpr,
@@ -186,7 +186,7 @@ def _carry_kernel(
             tl.store(values + (slots + number) * states, slope_carried, used)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "chunks", "slots"])
 def _scan_kernel(
     signal, mask, log_q, weight_in, weight_out, skip, starts, other, x, output, last, sums,
     cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,

@@ -42,7 +42,8 @@ def place(CU_SEQLENS, queries, keys, heads, blocks, QUERY_RAGGED: tl.constexpr, 
     sequence = (matrix // heads).to(tl.int64)
     batch, first, count = _span(CU_SEQLENS, sequence, queries, QUERY_RAGGED)
     key_batch, first_key, key_count = _span(CU_SEQLENS, sequence, keys, KEY_RAGGED)
-    return matrix, matrix % heads, batch, first, count, key_batch, first_key, key_count
+    # In 64 bits: a head times its stride may not fit 32.
+    return matrix, (matrix % heads).to(tl.int64), batch, first, count, key_batch, first_key, key_count
 
 
 @triton.jit
@@ -53,7 +54,7 @@ def share(count, BLOCK: tl.constexpr):
     return begin, tl.minimum(begin + length, count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["queries", "keys", "blocks", "split_rows"])
 def _forward_kernel(
     Q, K, V, MASK, CU_SEQLENS, SEED, OUT, LSE,
     queries, keys, heads, blocks, split_rows, scale, threshold, rescale,
@@ -104,7 +105,7 @@ def _forward_kernel(
     tl.store(LSE + t, largest + tl.log2(some), mask=valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["queries", "blocks", "split_rows", "splits"])
 def _merge_kernel(
     PARTIAL, PARTIAL_LSE, OUT, LSE, queries, heads, blocks, split_rows, splits,
     HEAD_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_Q: tl.constexpr,
@@ -233,8 +234,8 @@ def _configurations(call: Call) -> list[Configuration]:
     small = call.plan.block_k <= 64
     if call.query.dtype == torch.float32:
         if not small:
-            return [Configuration(16, 32, 4, 1)]
-        hopper = triton_launch.target(call.query.device).capability >= (9, 0)
+            return [Configuration(16, 32, 8 if call.plan.constants["PRECISION"] == "ieee" else 4, 1)]
+        hopper = triton_launch.target(call.query.device).large
         wide = hopper and call.plan.constants["PRECISION"] == "tf32x3"
         return [Configuration(64, 32, 4, 2) if wide else Configuration(32, 32, 4, 2)]
     if small:

@@ -22,7 +22,7 @@ from luna_mega.kernels.luna_causal_attention.triton_parts import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _query_kernel(
     Q, PK, K, V, PQ, DO, COUNT, MASK, PACK_MASK, SEED, START_K, START_V, DQ, W, DU, scale, threshold, rescale,
     q_b, q_t, q_h, pk_b, pk_t, pk_h, k_b, k_t, k_h, v_b, v_t, v_h, pq_b, pq_l, pq_h, do_b, do_t, do_h, T, H, S,
@@ -64,7 +64,7 @@ def _query_kernel(
         sum_v = dot(tl.trans(v.to(INNER)), a, sum_v, PRECISION)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _key_kernel(
     X, Y, PK, Z, PQ, COUNT, MASK, PACK_MASK, SEED, AFTER, DY, DA, DPK, DPQ, FIRST, scale, threshold, rescale,
     x_b, x_t, x_h, y_b, y_t, y_h, pk_b, pk_t, pk_h, z_b, z_t, z_h, pq_b, pq_l, pq_h, T, H, S,
@@ -148,7 +148,7 @@ def _fused(call: Fused, grad_output, *grad_means):
     ):
         inputs = (x, y, call.pack_key, z, call.pack_query)
         call.launch(_key_kernel, *inputs, *call.options, sums, grad, *outputs, end, of=inputs, KEYS=keys)
-    return [*grads, of_pack_query.sum(2).transpose(1, 2).to(call.dtype)], first
+    return [*grads, of_pack_query.sum(2).transpose(1, 2).to(call.dtype).contiguous()], first
 
 
 def _scans(call: Scans, grad_output, *grad_means):

@@ -34,11 +34,13 @@ from luna_mega.kernels.luna_causal_attention.triton_parts import (
 )
 
 FUSED_ROWS = 64
+# Of heads, where weights and sums are float32.
+FUSED_SIZE = 64
 # In tokens: besides its chunks, a segment costs the reading and writing of its sums.
 MIN_SEGMENT = 256
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["segments"])
 def _prefix_kernel(SUMS, FIRST, segments, N, REVERSE: tl.constexpr, BLOCK: tl.constexpr):
     """Replace `[R, segments, N]` by the sums before each segment, REVERSE: behind it; `FIRST` `[R, N]` included."""
     blocks = tl.cdiv(N, BLOCK)
@@ -55,7 +57,7 @@ def _prefix_kernel(SUMS, FIRST, segments, N, REVERSE: tl.constexpr, BLOCK: tl.co
         total += here
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _sums_kernel(
     X, Z, Y, W, PQ, COUNT, MASK, PACK_MASK, SEED, SUM_X, SUM_Z, scale, threshold, rescale,
     x_b, x_t, x_h, z_b, z_t, z_h, y_b, y_t, y_h, w_b, w_t, w_h, pq_b, pq_l, pq_h, T, H, S,
@@ -100,7 +102,7 @@ def _sums_kernel(
     store_sums(SUM_Z, number, sum_z, WIDTH, L, BV, BL, True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _forward_kernel(
     Q, PK, K, V, PQ, COUNT, MASK, PACK_MASK, SEED, START_K, START_V, Y, END_K, END_V, scale, threshold, rescale,
     q_b, q_t, q_h, pk_b, pk_t, pk_h, k_b, k_t, k_h, v_b, v_t, v_h, pq_b, pq_l, pq_h, T, H, S,
@@ -135,7 +137,7 @@ def _forward_kernel(
         store_sums(END_V, head, sum_v * rate, WIDTH, L, BV, BL, True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _pack_kernel(
     PK, PQ, MASK, PACK_MASK, SEED, DA, A, scale, threshold, rescale, pk_b, pk_t, pk_h, pq_b, pq_l, pq_h, T, H,
     SIZE: tl.constexpr, L: tl.constexpr, ELU: tl.constexpr, PRECISION: tl.constexpr,
@@ -156,7 +158,7 @@ def _pack_kernel(
     store_tile(A + head * T * L, t, L, t < T, row, L, tl.where(used[None, :], x, 0.0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _softmax_kernel(
     SCORES, COUNT, PACK_MASK, SEED, DW, OUT, scale, threshold, rescale, T, H,
     L: tl.constexpr, C: tl.constexpr, BL: tl.constexpr,
@@ -177,7 +179,7 @@ def _softmax_kernel(
     store_tile(OUT + head * T * L, t, L, ok, row, L, x)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _scan_kernel(
     X, Y, Z, COUNT, START, F, END, scale,
     x_b, x_t, x_h, y_b, y_t, y_h, z_b, z_t, z_h, f_b, f_t, f_h, T, H, S,
@@ -285,10 +287,11 @@ class Fused(Call):
 
     def configurations(self) -> list[Configuration]:
         """Return the configurations to choose from. The first keeps the kernels in registers."""
-        hopper = triton_launch.target(self.device).capability >= (9, 0)
+        hopper = triton_launch.target(self.device).large
         if self.dtype == torch.float32:
             return [Configuration(16, 8), Configuration(16, 4)]
-        if block_of(max(self.size, self.width)) * block_of(self.rows) <= 64 * 32:
+        small = block_of(max(self.size, self.width)) * block_of(self.rows) <= 64 * 32
+        if small and (hopper or self.dtype == torch.bfloat16):
             wide = hopper and self.dtype == torch.bfloat16
             return [Configuration(64, 4) if wide else Configuration(32, 4), Configuration(64 if wide else 32, 8)]
         return [Configuration(32, 8), Configuration(16, 4)] if hopper else [Configuration(16, 4)]
@@ -353,14 +356,14 @@ class Scans(Call):
 
     def pack(self, grad=None):
         """Return pack weights, or the gradients of their scores."""
-        output = self.empty(self.kind)
+        output, chunk = self.empty(self.kind), 16 if self.dtype == torch.float32 else 64
         numbers = (self.scale, *self.dropping, *strides(self.pack_key, self.pack_query, number=3))
         inputs = (self.pack_key, self.pack_query, self.mask, self.pack_mask, self.seed, grad, output)
         triton_launch.launch(
-            _pack_kernel, (self.batch * self.heads * triton.cdiv(self.length, 64),),
+            _pack_kernel, (self.batch * self.heads * triton.cdiv(self.length, chunk),),
             *inputs, *numbers, self.length, self.heads,
             SIZE=self.size, L=self.rows, ELU=self.elu, PRECISION=self.precision,
-            C=64, BK=block_of(self.size), BL=block_of(self.rows), num_warps=8, num_stages=1,
+            C=chunk, BK=block_of(self.size), BL=block_of(self.rows), num_warps=8, num_stages=1,
         )  # fmt: skip
         return output
 
@@ -381,9 +384,10 @@ class Scans(Call):
         """Run `_scan_kernel` into `output`; if `ends`, return the sum over all tokens, or None."""
         n, m = y.shape[3], z.shape[3]
         # A tall sum leaves no registers for large tiles.
-        tall, (chunk, columns, warps) = block_of(n) > 128, self.configuration
-        chunk = min(chunk, 32) if tall else chunk
-        columns = block_of(m, min(columns, 32) if tall and not self.hopper else columns)
+        wide, (chunk, columns, warps) = self.dtype == torch.float32, self.configuration
+        if block_of(n) > (64 if wide else 128):
+            chunk, columns = min(chunk, 32), columns if self.hopper and not wide else min(columns, 16 if wide else 32)
+        columns = block_of(m, columns)
         blocks = triton.cdiv(m, columns)
         segment = segment_length(self.batch * self.heads * blocks, self.length, chunk, self.device)
         segments = triton.cdiv(self.length, segment)
@@ -410,7 +414,7 @@ class Scans(Call):
 
     @property
     def hopper(self) -> bool:
-        return triton_launch.target(self.device).capability >= (9, 0)
+        return triton_launch.target(self.device).large
 
     def configurations(self) -> list[ScanConfiguration]:
         """Return the configurations to choose from. The first keeps the kernels in registers."""
@@ -429,9 +433,12 @@ class Scans(Call):
 
 
 def segment_length(heads: int, length: int, chunk: int, device: torch.device) -> int:
-    """Return the number of tokens in a segment, a multiple of the chunk, so that the segments fill the device."""
+    """Return the number of tokens in a segment, a multiple of the chunk, so that the segments fill the device.
+
+    Four programs of a processor run in two waves; one program more would start a third.
+    """
     processors = triton_launch.target(device).processors
-    segments = 1 if heads >= 2 * processors else triton.cdiv(4 * processors, heads)
+    segments = 1 if heads >= 2 * processors else max(1, 4 * processors // heads)
     return triton.cdiv(max(triton.cdiv(length, segments), MIN_SEGMENT), chunk) * chunk
 
 
@@ -446,9 +453,14 @@ def prefix_sums(sums: torch.Tensor, first: torch.Tensor | None, reverse: bool = 
 
 
 def prepare(*arguments) -> Fused | Scans:
-    """Return the call of the operator's arguments."""
-    pack_query = arguments[4]
-    return (Fused if pack_query.shape[1] <= FUSED_ROWS else Scans)(*arguments)
+    """Return the call of the operator's arguments, by the strategy whose sums fit the registers."""
+    query, value, pack_query = arguments[0], arguments[3], arguments[4]
+    fits = pack_query.shape[1] <= FUSED_ROWS
+    if query.dtype != torch.bfloat16:
+        fits = fits and max(query.shape[3], value.shape[3]) <= FUSED_SIZE
+    if query.dtype == torch.float32:
+        fits = fits and triton_launch.target(query.device).large
+    return (Fused if fits else Scans)(*arguments)
 
 
 def choose(kernel: str, call: Fused | Scans, run: Callable[[], tuple]) -> tuple:
