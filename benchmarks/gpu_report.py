@@ -60,7 +60,7 @@ class Process:
 
     def __init__(self, context, section: Section, share: tuple[int, int], setting: tuple):
         self.context, self.section, self.share, self.setting = context, section, share, setting
-        self.done, self.left = 0, None
+        self.done, self.left, self.over = 0, None, False
         self.start()
 
     def start(self) -> None:
@@ -69,7 +69,7 @@ class Process:
         self.process = self.context.Process(target=worker.work, args=arguments)
         self.process.start()
         theirs.close()
-        self.running, self.since = None, None
+        self.running, self.since, self.begun_at = None, None, self.done
 
     def go(self) -> None:
         """Begin with the cases: until now it has only imported what it needs."""
@@ -79,41 +79,45 @@ class Process:
         except OSError:  # it has died: its end is told when it is awaited
             pass
 
-    def receive(self) -> list[dict] | None:
-        """Return the rows of a message, [] where it has none, None at the end of all cases."""
+    def receive(self) -> list[dict]:
+        """Return the rows of a message."""
         try:
             kind, name, rows = self.pipe.recv()
         except (EOFError, OSError):
             self.process.join(5)
             return self.fail(f"the process ended with exit status {self.process.exitcode}")
+        if kind == "rows":
+            self.finish()
+            return [{"case": name} | row for row in rows]
         if kind == "cases":
             self.left = rows
-            return []
-        if kind == "begin":
+        elif kind == "begin":
             self.running, self.since = name, time.monotonic()
-            return []
-        if kind == "end":
+        else:
             self.process.join(5)
-            return None
-        self.finish()
-        return [{"case": name} | row for row in rows]
+            self.over = True
+        return []
 
     def finish(self) -> None:
         self.done, self.running, self.since = self.done + 1, None, time.monotonic()
         self.left = self.left[1:]
 
-    def fail(self, reason: str) -> list[dict] | None:
-        """Return the row of a case that ended the process, and begin another process behind it."""
+    def fail(self, reason: str) -> list[dict]:
+        """Return the rows of the cases that a failure of the process costs, and begin another process behind them."""
         self.kill()
-        name = self.running
-        if self.left is None or not self.left:
-            self.left = []
-            return [{"case": name or "start", "error": reason, "ok": False, "over": True}]
-        self.finish()
+        lost = {"error": reason, "ok": False}
+        if self.running is None and self.done == self.begun_at:  # it does not even start
+            self.over = True
+            return [{"case": name} | lost for name in self.left or ["start"]]
+        # Between two cases, none is lost: what the one before has done to the process is in its row.
+        rows = [] if self.running is None else [{"case": self.running} | lost]
+        if rows:
+            self.finish()
+        self.over = not self.left
         if self.left:
             self.start()
             self.go()
-        return [{"case": name or "start", "error": reason, "ok": False, "over": not self.left}]
+        return rows
 
     def kill(self) -> None:
         """End the process and what it has started."""
@@ -139,11 +143,9 @@ def run_section(processes: list[Process], section: Section, until: float, write)
                 rows = process.receive()
             elif now - process.since > section.case_seconds:
                 rows = process.fail(f"not done after {section.case_seconds} s")
-            for row in rows or ():
-                over = row.pop("over", False)
+            for row in rows:
                 write({"section": section.name} | row)
-                rows = None if over else rows
-            if rows is None:
+            if process.over:
                 processes.remove(process)
         if now > until:
             break

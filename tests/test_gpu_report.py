@@ -60,6 +60,8 @@ def work(pipe, section, share, done, toy, output):
         if name == "hang":
             time.sleep(60)
         pipe.send(("rows", name, [{"ok": name != "wrong"}]))
+        if name == "wrong":
+            os._exit(1)  # as where it has lost the CUDA context
     pipe.send(("end", None, None))
 
 
@@ -86,6 +88,15 @@ def test_time_that_is_short(report, monkeypatch):
     report.run_section([process], section, time.monotonic() + 0.2, rows.append)
     assert rows == [{"section": "parity", "case": "hang", "dropped": "no time was left"}]
     assert not process.process.is_alive()
+
+
+def test_a_process_that_does_not_start(report, monkeypatch):
+    monkeypatch.setattr(report.worker, "work", lambda *_: os._exit(3))
+    section, rows = report.Section("parity", 60, 60, True), []
+    process = report.Process(multiprocessing.get_context("fork"), section, (0, 1), (True, ""))
+    report.run_section([process], section, time.monotonic() + 30, rows.append)
+    reason = "the process ended with exit status 3"
+    assert rows == [{"section": "parity", "case": "start", "error": reason, "ok": False}]
 
 
 def test_a_report_that_is_stopped(report, monkeypatch, tmp_path, capsys):

@@ -94,13 +94,14 @@ def _compare(setting, name, mode, lengths):
             # Of one token many gradients vanish: their error is compared with gradients of size 1.
             least = math.sqrt(theirs.numel()) if n == 1 else 1e-3
             error = _relative(actual[tensor], theirs, least)
-            if not error <= worst:  # NaN too
+            if error > worst:
                 worst, at = error, f"n = {n}, {tensor}"
     return [{"error": worst, "at": at, "tolerance": TOLERANCES[dtype], "ok": worst <= TOLERANCES[dtype]}]
 
 
 def _relative(actual, expected, least=1e-3):
-    return ((actual.double() - expected.double()).norm() / expected.double().norm().clamp(min=least)).item()
+    error = ((actual.double() - expected.double()).norm() / expected.double().norm().clamp(min=least)).item()
+    return math.inf if math.isnan(error) else error
 
 
 def bits(setting: Setting) -> Cases:

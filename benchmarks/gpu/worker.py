@@ -6,7 +6,6 @@ import sys
 
 # Sections after the tuning run with the configurations that it has found.
 TUNED = ("ops", "models", "decoding", "memory")
-POISONED = 70
 
 
 def work(pipe, section: str, share: tuple[int, int], done: int, toy: bool, output: str) -> None:
@@ -31,28 +30,28 @@ def work(pipe, section: str, share: tuple[int, int], done: int, toy: bool, outpu
     for name, case in cases:
         print(f"== {section}: {name}", flush=True)
         pipe.send(("begin", name, None))
-        failed, rows = False, []
         try:
             rows = case()
         except Exception as error:
-            failed = True
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
             rows = [{"error": f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}", "ok": False}]
+        if not toy:
+            rows += _lost_context(torch)
         pipe.send(("rows", name, rows))
+        if rows and rows[-1].get("lost"):
+            os._exit(1)
         torch._dynamo.reset()
         gc.collect()
         if not toy:
-            _check_context(torch, failed)
+            torch.cuda.empty_cache()
     pipe.send(("end", None, None))
 
 
-def _check_context(torch, failed):
-    """Free memory, and leave the process where the CUDA context does not survive the case, which then is told."""
+def _lost_context(torch):
+    """Return a row that says so where the CUDA context has not survived a case: another process goes on behind it."""
     try:
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()
     except RuntimeError as error:
-        print(f"the CUDA context is lost: {error}", file=sys.stderr, flush=True)
-        if not failed:
-            raise
-        os._exit(POISONED)
+        told = str(error).strip().partition("\n")[0][:300]
+        return [{"error": f"the CUDA context is lost: {told}", "ok": False, "lost": True}]
+    return []
