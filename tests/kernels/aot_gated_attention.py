@@ -32,6 +32,9 @@ def cases():
     yield "ragged, dropout, bf16", functools.partial(run, *LRA, torch.bfloat16, ragged=True)
 
 
+LENGTHS = 4000, 4096, 4009
+
+
 def of_length(length):
     """Launch what a change of the length must not compile again: chunks, full attention, steps."""
     for batch, chunk, causal in ((4, 128, False), (4, length, True)):
