@@ -290,13 +290,14 @@ class Fused(Call):
         hopper = triton_launch.target(self.device).large
         if self.dtype == torch.float32:
             return [Configuration(16, 8), Configuration(16, 4)]
-        small = block_of(max(self.size, self.width)) * block_of(self.rows) <= 64 * 32
-        if small and (hopper or self.dtype == torch.bfloat16):
+        tile = block_of(max(self.size, self.width)) * block_of(self.rows)
+        if tile <= 64 * 32 and (hopper or self.dtype == torch.bfloat16):
             wide = hopper and self.dtype == torch.bfloat16
             return [Configuration(64, 4) if wide else Configuration(32, 4), Configuration(64 if wide else 32, 8)]
         if hopper:
             return [Configuration(32, 8), Configuration(16, 4)]
-        return [Configuration(16, 4), Configuration(16, 8)] if small else [Configuration(16, 8), Configuration(16, 4)]
+        few, many = Configuration(16, 4), Configuration(16, 8)
+        return [few, many] if tile <= 64 * 64 else [many, few]
 
     def launch(self, kernel, *tensors, of: tuple[torch.Tensor, ...], **constants):
         """Launch a kernel over all segments; it takes the strides of the tensors `of`."""
@@ -388,7 +389,7 @@ class Scans(Call):
         # A tall sum leaves no registers for large tiles.
         wide, (chunk, columns, warps) = self.dtype == torch.float32, self.configuration
         if block_of(n) > (64 if wide else 128):
-            chunk, columns = min(chunk, 32), columns if self.hopper and not wide else min(columns, 16 if wide else 32)
+            chunk, columns = min(chunk, 32), columns if self.hopper and not wide else 16
         columns = block_of(m, columns)
         blocks = triton.cdiv(m, columns)
         segment = segment_length(self.batch * self.heads * blocks, self.length, chunk, self.device)
