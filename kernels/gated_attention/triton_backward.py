@@ -31,7 +31,7 @@ from luna_mega.kernels.gated_attention.triton_forward import (
 SCORES = 2**26
 
 
-@triton.jit(do_not_specialize=["tokens", "queries"])
+@triton.jit
 def _delta_kernel(
     OUT, GRAD, DELTA, tokens, queries, width, grad_row, grad_token, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr
 ):  # fmt: skip
@@ -49,8 +49,8 @@ def _delta_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "queries", "keys", "width", "chunk", "chunks", "offset", "center", "first_segment", "first_query", "row_blocks",
-        "key_blocks", "q_row", "q_token", "k_row", "k_token", "v_row", "v_token", "grad_row", "grad_token",
+        "width", "chunks", "offset", "center", "first_segment", "first_query", "row_blocks", "key_blocks", "q_row",
+        "q_token", "k_row", "k_token", "v_row", "v_token", "grad_row", "grad_token",
     ]
 )  # fmt: skip
 def _scores_kernel(
@@ -117,11 +117,7 @@ def _scores_kernel(
     tl.store(GRAD_SCORES + place, grad.to(GRAD_SCORES.dtype.element_ty))
 
 
-@triton.jit(
-    do_not_specialize=[
-        "queries", "keys", "chunk", "chunks", "offset", "first_segment", "first_query", "blocks"
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["chunks", "offset", "first_segment", "first_query", "blocks"])
 def _product_kernel(
     SCORES, X, OUT, MASK, LIVE, BOUNDS,
     queries, keys, chunk, chunks, offset, x_row, x_token,
@@ -191,8 +187,7 @@ def _product_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "queries", "keys", "chunk", "chunks", "offset",
-        "first_segment", "segments", "first_query", "blocks", "diagonals", "share",
+        "chunks", "offset", "first_segment", "segments", "first_query", "blocks", "diagonals", "share",
     ]
 )  # fmt: skip
 def _bias_kernel(

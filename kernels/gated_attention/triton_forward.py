@@ -103,8 +103,7 @@ def elementwise(scores, kept, FUNCTION: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=[
-        "queries", "keys", "width", "chunk", "chunks", "offset", "center", "blocks",
-        "q_row", "q_token", "k_row", "k_token", "v_row", "v_token",
+        "width", "chunks", "offset", "center", "blocks", "q_row", "q_token", "k_row", "k_token", "v_row", "v_token",
     ]
 )  # fmt: skip
 def _forward_kernel(
@@ -165,8 +164,7 @@ def _forward_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "queries", "keys", "width", "chunk", "chunks", "offset", "center", "blocks",
-        "q_row", "q_token", "k_row", "k_token", "v_row", "v_token",
+        "width", "chunks", "offset", "center", "blocks", "q_row", "q_token", "k_row", "k_token", "v_row", "v_token",
     ]
 )  # fmt: skip
 def _resident_kernel(

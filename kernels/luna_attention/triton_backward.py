@@ -9,7 +9,7 @@ from luna_mega.kernels.common.triton_tiles import LOG2_E, dot, load_kept, load_t
 from luna_mega.kernels.luna_attention.triton_forward import Call, Configuration, place, prepare, share
 
 
-@triton.jit(do_not_specialize=["queries", "keys", "blocks", "split_rows"])
+@triton.jit(do_not_specialize=["blocks"])
 def _query_kernel(
     Q, K, V, MASK, CU_SEQLENS, SEED, OUT, DO, LSE, DELTA, DQ,
     queries, keys, heads, blocks, split_rows, scale, threshold, rescale,
@@ -62,7 +62,7 @@ def _query_kernel(
     store_tile(DQ + split * split_rows * HEAD_SIZE + at, t, o_row, valid, column, HEAD_SIZE, dq)
 
 
-@triton.jit(do_not_specialize=["queries", "keys", "blocks", "split_rows"])
+@triton.jit(do_not_specialize=["blocks"])
 def _key_kernel(
     Q, K, V, MASK, CU_SEQLENS, SEED, DO, LSE, DELTA, DK, DV,
     queries, keys, heads, blocks, split_rows, scale, threshold, rescale,

@@ -54,7 +54,7 @@ def share(count, BLOCK: tl.constexpr):
     return begin, tl.minimum(begin + length, count)
 
 
-@triton.jit(do_not_specialize=["queries", "keys", "blocks", "split_rows"])
+@triton.jit(do_not_specialize=["blocks"])
 def _forward_kernel(
     Q, K, V, MASK, CU_SEQLENS, SEED, OUT, LSE,
     queries, keys, heads, blocks, split_rows, scale, threshold, rescale,
@@ -105,7 +105,7 @@ def _forward_kernel(
     tl.store(LSE + t, largest + tl.log2(some), mask=valid)
 
 
-@triton.jit(do_not_specialize=["queries", "blocks", "split_rows", "splits"])
+@triton.jit(do_not_specialize=["blocks", "splits"])
 def _merge_kernel(
     PARTIAL, PARTIAL_LSE, OUT, LSE, queries, heads, blocks, split_rows, splits,
     HEAD_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_Q: tl.constexpr,

@@ -22,7 +22,7 @@ from luna_mega.kernels.luna_causal_attention.triton_parts import (
 )
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit
 def _query_kernel(
     Q, PK, K, V, PQ, DO, COUNT, MASK, PACK_MASK, SEED, START_K, START_V, DQ, W, DU, scale, threshold, rescale,
     q_b, q_t, q_h, pk_b, pk_t, pk_h, k_b, k_t, k_h, v_b, v_t, v_h, pq_b, pq_l, pq_h, do_b, do_t, do_h, T, H, S,
@@ -64,7 +64,7 @@ def _query_kernel(
         sum_v = dot(tl.trans(v.to(INNER)), a, sum_v, PRECISION)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit
 def _key_kernel(
     X, Y, PK, Z, PQ, COUNT, MASK, PACK_MASK, SEED, AFTER, DY, DA, DPK, DPQ, FIRST, scale, threshold, rescale,
     x_b, x_t, x_h, y_b, y_t, y_h, pk_b, pk_t, pk_h, z_b, z_t, z_h, pq_b, pq_l, pq_h, T, H, S,
@@ -104,7 +104,7 @@ def _key_kernel(
         z = load_tile(Z + b * z_b + h * z_h, t, z_t, ok, row, L)
         products = tl.where(later, dot(y.to(INNER), tl.trans(x), None, PRECISION), 0.0)
         da = dot(products.to(INNER), z, None, PRECISION)
-        da = dot(y.to(tl.float32), sums, da, PRECISION)
+        da = dot(y, sums, da, PRECISION)
         if not KEYS:
             store_tile(DA + head * T * L, t, L, ok, row, L, da)
         pack_key = load_tile(PK + b * pk_b + h * pk_h, t, pk_t, kept, column, SIZE)

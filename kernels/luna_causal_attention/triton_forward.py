@@ -57,7 +57,7 @@ def _prefix_kernel(SUMS, FIRST, segments, N, REVERSE: tl.constexpr, BLOCK: tl.co
         total += here
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit
 def _sums_kernel(
     X, Z, Y, W, PQ, COUNT, MASK, PACK_MASK, SEED, SUM_X, SUM_Z, scale, threshold, rescale,
     x_b, x_t, x_h, z_b, z_t, z_h, y_b, y_t, y_h, w_b, w_t, w_h, pq_b, pq_l, pq_h, T, H, S,
@@ -102,7 +102,7 @@ def _sums_kernel(
     store_sums(SUM_Z, number, sum_z, WIDTH, L, BV, BL, True)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit
 def _forward_kernel(
     Q, PK, K, V, PQ, COUNT, MASK, PACK_MASK, SEED, START_K, START_V, Y, END_K, END_V, scale, threshold, rescale,
     q_b, q_t, q_h, pk_b, pk_t, pk_h, k_b, k_t, k_h, v_b, v_t, v_h, pq_b, pq_l, pq_h, T, H, S,
@@ -137,7 +137,7 @@ def _forward_kernel(
         store_sums(END_V, head, sum_v * rate, WIDTH, L, BV, BL, True)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit
 def _pack_kernel(
     PK, PQ, MASK, PACK_MASK, SEED, DA, A, scale, threshold, rescale, pk_b, pk_t, pk_h, pq_b, pq_l, pq_h, T, H,
     SIZE: tl.constexpr, L: tl.constexpr, ELU: tl.constexpr, PRECISION: tl.constexpr,
@@ -158,7 +158,7 @@ def _pack_kernel(
     store_tile(A + head * T * L, t, L, t < T, row, L, tl.where(used[None, :], x, 0.0))
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit
 def _softmax_kernel(
     SCORES, COUNT, PACK_MASK, SEED, DW, OUT, scale, threshold, rescale, T, H,
     L: tl.constexpr, C: tl.constexpr, BL: tl.constexpr,
@@ -179,7 +179,7 @@ def _softmax_kernel(
     store_tile(OUT + head * T * L, t, L, ok, row, L, x)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit
 def _scan_kernel(
     X, Y, Z, COUNT, START, F, END, scale,
     x_b, x_t, x_h, y_b, y_t, y_h, z_b, z_t, z_h, f_b, f_t, f_h, T, H, S,
@@ -217,7 +217,7 @@ def _scan_kernel(
             past = r[:, None] <= r[None, :] if REVERSE else r[:, None] >= r[None, :]
             products = tl.where(past, dot(x.to(INNER), tl.trans(y.to(INNER)), None, PRECISION), 0.0)
             f = dot(products.to(INNER), z, None, PRECISION)
-            f = dot(x.to(tl.float32), state, f, PRECISION)
+            f = dot(x, state, f, PRECISION)
             if RATE:
                 f *= rate[:, None] * scale
             at = F + b * f_b + h * f_h
@@ -290,11 +290,14 @@ class Fused(Call):
         hopper = triton_launch.target(self.device).large
         if self.dtype == torch.float32:
             return [Configuration(16, 8), Configuration(16, 4)]
-        small = block_of(max(self.size, self.width)) * block_of(self.rows) <= 64 * 32
-        if small and (hopper or self.dtype == torch.bfloat16):
+        tile = block_of(max(self.size, self.width)) * block_of(self.rows)
+        if tile <= 64 * 32 and (hopper or self.dtype == torch.bfloat16):
             wide = hopper and self.dtype == torch.bfloat16
             return [Configuration(64, 4) if wide else Configuration(32, 4), Configuration(64 if wide else 32, 8)]
-        return [Configuration(32, 8), Configuration(16, 4)] if hopper else [Configuration(16, 4)]
+        if hopper:
+            return [Configuration(32, 8), Configuration(16, 4)]
+        few, many = Configuration(16, 4), Configuration(16, 8)
+        return [few, many] if tile <= 64 * 64 else [many, few]
 
     def launch(self, kernel, *tensors, of: tuple[torch.Tensor, ...], **constants):
         """Launch a kernel over all segments; it takes the strides of the tensors `of`."""
@@ -386,7 +389,7 @@ class Scans(Call):
         # A tall sum leaves no registers for large tiles.
         wide, (chunk, columns, warps) = self.dtype == torch.float32, self.configuration
         if block_of(n) > (64 if wide else 128):
-            chunk, columns = min(chunk, 32), columns if self.hopper and not wide else min(columns, 16 if wide else 32)
+            chunk, columns = min(chunk, 32), columns if self.hopper and not wide else 16
         columns = block_of(m, columns)
         blocks = triton.cdiv(m, columns)
         segment = segment_length(self.batch * self.heads * blocks, self.length, chunk, self.device)

@@ -6,7 +6,7 @@ A script, because a process that interprets kernels cannot compile them:
 The launches come from `cases()` of `aot_<op>.py` beside this file, which yields (name, function without arguments); the
 function calls the op's Python functions with tensors on meta, and their launches are compiled exactly as they are, for
 sm_80 and sm_90. `edges()` yields (name, targets, function): sizes, dtypes and targets with least room. `of_length()`
-launches what must not be compiled again for another length.
+launches what must not be compiled again for another of `LENGTHS`.
 """
 
 import argparse
@@ -66,9 +66,9 @@ def launches(op: str, arch: int):
 
 
 def keys_of_lengths(op: str) -> list[list[str]]:
-    """Return what is compiled for sequences of several lengths, of which one is a multiple of 16."""
+    """Return what is compiled for each of `LENGTHS`."""
     keys = []
-    for length in (4000, 4001, 4009):
+    for length in _cases(op).LENGTHS:
         with triton_launch.recording(TARGETS[90]) as recorded:
             _cases(op).of_length(length)
         keys.append(sorted({compile_launch(launch, 90)[0] for launch in recorded}))

@@ -44,6 +44,9 @@ def cases():
     )
 
 
+LENGTHS = 4000, 4096, 4009
+
+
 def of_length(length):
     """Launch what a change of the length must not compile again."""
     call(length=length)

@@ -32,6 +32,10 @@ def cases():
     yield "ragged, dropout, bf16", functools.partial(run, *LRA, torch.bfloat16, ragged=True)
 
 
+# The mask is loaded in vectors, so two kinds are compiled: for multiples of 16, and others.
+LENGTHS = 4000, 4096
+
+
 def of_length(length):
     """Launch what a change of the length must not compile again: chunks, full attention, steps."""
     for batch, chunk, causal in ((4, 128, False), (4, length, True)):

@@ -51,6 +51,10 @@ def cases():
     yield "step, l=256 bf16", functools.partial(step, 8, 256, bfloat16)
 
 
+# The mask is loaded in vectors, so two kinds are compiled: for multiples of 16, and others.
+LENGTHS = 4000, 4096
+
+
 def of_length(length):
     """Launch what a change of the length must not compile again."""
     both(8, 32, torch.bfloat16, stateful=True, length=length)

@@ -47,8 +47,8 @@ def heads_first(*shape):
 
 
 def causal(backend, rows):
-    tokens = [heads_first(2, 20, 3, 8) for _ in range(4)]
-    pack_query = heads_first(2, rows, 3, 8)
+    tokens = [heads_first(2, 20, 2, 8) for _ in range(4)]
+    pack_query = heads_first(2, rows, 2, 8)
     options = {"mask": torch.arange(20) < torch.tensor([[20], [11]]), "backend": backend}
     state = luna_causal_attention(tokens[0], pack_query, *tokens[1:], return_state=True, **options)[1]
     result, state = luna_causal_attention(

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from luna_mega.kernels import varlen
@@ -42,7 +41,7 @@ def test_a_compiled_program_checks_its_bounds(triton_device):
 
 
 def test_a_gpu_is_not_waited_for():
-    """Reading a value of a fake tensor raises an error; every tensor is checked once, unless it is changed."""
+    """A tensor on meta has no values to read; every tensor is checked once, unless it is changed."""
 
     class Assertions(TorchDispatchMode):
         count = 0
@@ -51,8 +50,8 @@ def test_a_gpu_is_not_waited_for():
             self.count += operator is torch.ops.aten._assert_async.msg
             return operator(*arguments, **(options or {}))
 
-    with FakeTensorMode(), Assertions() as assertions:
-        cu_seqlens = torch.empty(3, dtype=torch.int32, device="cuda")
+    with Assertions() as assertions:
+        cu_seqlens = torch.empty(3, dtype=torch.int32, device="meta")
         counts = []
         for total, longest in ((10, 6), (10, 6), (12, 6), (12, 7)):
             assert varlen.check("an op", cu_seqlens, longest, total) == longest
