@@ -19,7 +19,9 @@ def markdown(rows: list[dict], seconds: float, stopped: str | None = None) -> st
     parts = [f"## {machine.get('device', 'Unknown device')}\n\n{versions}. {seconds:.0f} s: {said}."]
     if stopped:
         parts.append(f"{stopped[0].upper()}{stopped[1:]} before its end.")
-    parts.append(_grid(("section", "cases", "right", "wrong", "left out"), map(_counts, by_section.items())))
+    parts.append(
+        _grid(("section", "cases", "right", "wrong", "left out", "seconds of all"), map(_counts, by_section.items()))
+    )
     if wrong := [row for row in rows if row.get("ok") is False]:
         parts.append("### Wrong\n\n" + "\n".join(f"* {row['section']}, {row['case']}: {_reason(row)}" for row in wrong))
     if dropped := Counter((row["section"], row["dropped"]) for row in rows if "dropped" in row):
@@ -39,13 +41,14 @@ def _counts(pair):
     cases = {row["case"] for row in rows}
     wrong = {row["case"] for row in rows if row.get("ok") is False}
     dropped = {row["case"] for row in rows if "dropped" in row}
-    return name, len(cases), len(cases - wrong - dropped), len(wrong), len(dropped)
+    seconds = f"{sum(row.get('seconds', 0) for row in rows):.0f}"
+    return name, len(cases), len(cases - wrong - dropped), len(wrong), len(dropped), seconds
 
 
 def _reason(row):
     if isinstance(row.get("error"), str):
         return row["error"]
-    hidden = ("section", "case", "ok")
+    hidden = ("section", "case", "ok", "seconds")
     return ", ".join(f"{name} {_cell(value)}" for name, value in row.items() if name not in hidden)[:300]
 
 

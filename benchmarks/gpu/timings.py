@@ -130,7 +130,7 @@ def _model(setting, variant, make, n):
     tokens = 32 if setting.toy else 65536
     row = {"model": variant, "n": n, "b": tokens // n}
     dtype = torch.float32 if setting.toy else torch.bfloat16
-    backend = "triton" if not variant.startswith("roberta") else "auto"
+    backend = "auto" if setting.toy or variant.startswith("roberta") else "triton"
     try:
         with api.use_backend(backend):
             if setting.toy:

@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+import time
 
 # Sections after the tuning run with the configurations that it has found.
 TUNED = ("ops", "models", "decoding", "memory")
@@ -30,6 +31,7 @@ def work(pipe, section: str, share: tuple[int, int], done: int, toy: bool, outpu
     for name, case in cases:
         print(f"== {section}: {name}", flush=True)
         pipe.send(("begin", name, None))
+        start = time.perf_counter()
         try:
             rows = case()
         except Exception as error:
@@ -37,6 +39,8 @@ def work(pipe, section: str, share: tuple[int, int], done: int, toy: bool, outpu
             rows = [{"error": f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}", "ok": False}]
         if not toy:
             rows += _lost_context(torch)
+        seconds = round(time.perf_counter() - start, 2)
+        rows = [{"seconds": 0 if number else seconds} | row for number, row in enumerate(rows)]
         pipe.send(("rows", name, rows))
         if rows and rows[-1].get("lost"):
             os._exit(1)
