@@ -44,11 +44,13 @@ def work(pipe, section: str, share: tuple[int, int], done: int, toy: bool, outpu
         pipe.send(("rows", name, rows))
         if rows and rows[-1].get("lost"):
             os._exit(1)
-        torch._dynamo.reset()
+        if "torch._dynamo" in sys.modules:  # its import is slow
+            torch._dynamo.reset()
         gc.collect()
         if not toy:
             torch.cuda.empty_cache()
     pipe.send(("end", None, None))
+    os._exit(0)  # there is nothing to tidy up, which takes torch a while
 
 
 def _lost_context(torch):

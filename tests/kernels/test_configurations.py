@@ -14,7 +14,7 @@ from luna_mega.kernels.common import configurations
 from luna_mega.kernels.common.configurations import Kind, content, file_of
 
 pytest.importorskip("triton", reason="Triton is not installed")
-CASES = ("pack l=16 fp16", "l=32 bf16, segments", "damped_ema causal bf16 D=512", "LRA text bf16")
+CASES = ("pack l=16 fp16", "l=32 bf16, segments", "LRA text bf16")
 CPU, GPU, DEVICE = torch.device("cpu"), torch.device("cuda"), "NVIDIA H100 80GB HBM3"
 
 
@@ -149,7 +149,7 @@ def test_shipped_files(repo_root):
 
 
 def test_they_fit_an_h100(repo_root):
-    """Of a case of every op; `aot_candidates.py` without arguments compiles those of all."""
+    """Of a case of every op whose kernels need shared memory; `aot_candidates.py` without arguments compiles those of all."""
     environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(repo_root)}
     command = [sys.executable, Path(__file__).with_name("aot_candidates.py"), *CASES]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
