@@ -7,19 +7,35 @@ import torch
 
 
 def check(op: str, cu_seqlens: torch.Tensor, max_seqlen: int | None, total: int) -> int:
-    """Check `cu_seqlens` and return `max_seqlen`; if it is None, read it from them, which waits for the device."""
+    """Check `cu_seqlens` and return `max_seqlen`; if it is None, read it from them, which waits for the device.
+
+    On a GPU, and in a compiled program, the values are checked there, without waiting for them: wrong ones end the
+    program with an assertion, as every later result could be wrong.
+    """
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"{op} needs cu_seqlens [sequences + 1] of int32 or int64, got {cu_seqlens.dtype} {list(cu_seqlens.shape)}"
         )
-    # On a GPU looking at the values would wait for it.
+    lengths = cu_seqlens.diff()
     if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
-        lengths = cu_seqlens.diff()
         if cu_seqlens[0] != 0 or cu_seqlens[-1] != total or (lengths < 0).any():
             raise ValueError(f"{op}: cu_seqlens must rise from 0 to {total}, the length, got {cu_seqlens.tolist()}")
         if max_seqlen is not None and max_seqlen < lengths.max():
             raise ValueError(f"{op}: max_seqlen is {max_seqlen}, but a sequence has length {int(lengths.max())}")
-    return int(cu_seqlens.diff().max()) if max_seqlen is None else max_seqlen
+    elif not torch.compiler.is_exporting():  # PyTorch's own operators read nothing behind the end
+        _assert_on_device(op, cu_seqlens, lengths, total if max_seqlen is None else max_seqlen, total)
+    return int(lengths.max()) if max_seqlen is None else max_seqlen
+
+
+def _assert_on_device(op, cu_seqlens, lengths, most, total):
+    # The layers of a model share one tensor, which is checked once.
+    if not (torch.compiler.is_compiling() or cu_seqlens.is_inference()):
+        seen = most, total, cu_seqlens._version
+        if getattr(cu_seqlens, "_luna_mega_checked", None) == seen:
+            return
+        cu_seqlens._luna_mega_checked = seen
+    right = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == total) & ((lengths >= 0) & (lengths <= most)).all()
+    torch._assert_async(right, f"{op}: cu_seqlens must rise from 0 to the length, by at most max_seqlen")
 
 
 def pad(x: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int) -> torch.Tensor:

@@ -1,10 +1,9 @@
-"""The launch of Triton kernels in all ops: layout of tensors, sizes of tiles, choice of a configuration.
+"""The launch of Triton kernels in all ops: layout of tensors, sizes of tiles, launches that are recorded.
 
 Only `triton_*.py` files import this file, and an op imports them when it first needs a kernel: Triton decides at that
 moment whether kernels are interpreted.
 """
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -58,30 +57,52 @@ class Target(NamedTuple):
 
     capability: tuple[int, int] = (9, 0)
     processors: int = 132
+    shared_memory: int = 227 * 1024  # bytes that one block may have
+
+    @property
+    def large(self) -> bool:
+        """Return whether the large tiles of an H100 fit; compute capability 12.0 is newer, but has less memory."""
+        return self.shared_memory >= 227 * 1024
 
 
 _recorded: list[Launch] | None = None
+_every = False
 _target = Target()
 
 
 @contextmanager
-def recording(target: Target):
-    """Yield a list, and put launches for `target` on it instead of running them: for tensors on meta."""
-    global _recorded, _target
-    previous, _recorded, _target = (_recorded, _target), [], target
+def recording(target: Target, every: bool = False):
+    """Yield a list, and put launches for `target` on it instead of running them: for tensors on meta.
+
+    `every`: those of every configuration of a kernel, not of the default only.
+    """
+    global _recorded, _every, _target
+    previous, (_recorded, _every, _target) = (_recorded, _every, _target), ([], every, target)
     try:
         yield _recorded
     finally:
-        _recorded, _target = previous
+        _recorded, _every, _target = previous
+
+
+def is_recording() -> bool:
+    """Return whether launches are recorded."""
+    return _recorded is not None
+
+
+def record(configurations: Sequence, run: Callable[[Any], Any]) -> Any:
+    """Return `run` of the first configuration while launches are recorded, after those of the others if asked for."""
+    for configuration in configurations[1:] if _every else ():
+        run(configuration)
+    return run(configurations[0])
 
 
 def target(device: torch.device) -> Target:
     """Return the device for which configurations are chosen: the CUDA device, or an H100 for interpreted kernels."""
     if device.type != "cuda":
         return _target
-    return Target(
-        torch.cuda.get_device_capability(device), torch.cuda.get_device_properties(device).multi_processor_count
-    )
+    properties = torch.cuda.get_device_properties(device)
+    capability = properties.major, properties.minor
+    return Target(capability, properties.multi_processor_count, properties.shared_memory_per_block_optin)
 
 
 def launch(kernel, grid: tuple[int, ...], *arguments, num_warps: int, num_stages: int, **constants) -> None:
@@ -96,20 +117,3 @@ def launch(kernel, grid: tuple[int, ...], *arguments, num_warps: int, num_stages
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             # Triton 3.10 turns fusion into multiply-adds off by default; without it the scans do twice the work.
             kernel[grid](*arguments, **constants, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True)
-
-
-_fastest: dict[tuple, Any] = {}
-
-
-def choose(key: tuple, configurations: Sequence, run: Callable[[Any], Any]) -> Any:
-    """Return `run(configurations[0])`, or, on a GPU with `LUNA_MEGA_AUTOTUNE=1`, `run` of the fastest configuration.
-
-    All are timed when `key` (the kernel and the sizes that determine its speed) is seen first. `run` must have no
-    effect but its result.
-    """
-    if INTERPRETED or _recorded is not None or len(configurations) == 1 or os.environ.get("LUNA_MEGA_AUTOTUNE") != "1":
-        return run(configurations[0])
-    if key not in _fastest:
-        times = [triton.testing.do_bench(lambda c=c: run(c), warmup=5, rep=20) for c in configurations]
-        _fastest[key] = configurations[times.index(min(times))]
-    return run(_fastest[key])

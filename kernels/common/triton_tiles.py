@@ -9,11 +9,23 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def _rounded(x):
+    """Return x, rounded to TF32 where it is float32."""
+    if x.dtype == tl.float32:
+        x = tl.inline_asm_elementwise("cvt.rna.tf32.f32 $0, $1;", "=r,r", [x], tl.float32, is_pure=True, pack=1)
+    return x
+
+
+@triton.jit
 def dot(a, b, accumulator, PRECISION: tl.constexpr):
-    """Return a b + accumulator in float32, for a and b of one dtype; PRECISION counts where they are float32."""
+    """Return a b + accumulator in float32; a has the dtype of b, or 16 bits. PRECISION counts where b is float32."""
     if INTERPRETED:  # the interpreter multiplies the bit patterns of bfloat16
         a = a.to(tl.float32)
         b = b.to(tl.float32)
+    elif PRECISION == "tf32":  # tensor cores cut off the digits that TF32 does not have
+        a = _rounded(a)
+        b = _rounded(b)
+    a = a.to(b.dtype)
     return tl.dot(a, b, accumulator, input_precision=PRECISION)
 
 

@@ -12,8 +12,8 @@ import triton.language as tl
 from luna_mega.kernels.common import triton_launch
 from luna_mega.kernels.damped_ema.triton_forward import (
     LOWEST_LOG_Q,
+    choose,
     decay,
-    make_plan,
     place,
     position,
     scan,
@@ -21,11 +21,8 @@ from luna_mega.kernels.damped_ema.triton_forward import (
     tile_of,
 )
 
-# Four tiles of states leave fewer registers for inputs than two.
-UNROLL = 4
 
-
-@triton.jit
+@triton.jit(do_not_specialize=["length", "chunks", "slots"])
 def _gradient_kernel(
     gradient, x, mask, log_q, weight_in, weight_out, starts, last_gradient, sums, skip, other, inner, skip_sums,
     cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,
@@ -125,7 +122,14 @@ def backward(
     gradient, last_gradient, x, mask, skip, log_q, weight_in, weight_out, initial_state, shift, cu_seqlens, max_seqlen
 ):
     """Return the gradients of x, skip, log_q, weight_in, weight_out and the initial states, empty for None."""
-    plan = make_plan(x, log_q, shift, cu_seqlens, max_seqlen)
+
+    def run(plan):
+        return _backward(plan, gradient, last_gradient, x, mask, skip, log_q, weight_in, weight_out, initial_state)
+
+    return choose("backward", run, x, log_q, shift, cu_seqlens, max_seqlen)
+
+
+def _backward(plan, gradient, last_gradient, x, mask, skip, log_q, weight_in, weight_out, initial_state):
     scaled = initial_state is not None or last_gradient is not None
     coefficients, q, empty = (log_q, weight_in, weight_out), log_q.exp(), log_q.new_empty(0)
     gradient, sums, grad_skip = _parameter_sums(
@@ -174,7 +178,8 @@ def _parameter_sums(plan, gradient, last_gradient, x, mask, skip, coefficients, 
             *(received, x, mask, *(rows[:, direction * plan.channels :] for rows in coefficients)),
             *(starts[direction], last_gradient, sums[direction], *finish, *plan.sizes),
             *(*received.stride(), *x.stride()),
-            **(plan.constants | {"UNROLL": UNROLL}),
+            # Four tiles of states leave fewer registers for inputs than two.
+            **(plan.constants | {"UNROLL": plan.unroll // 2}),
             REVERSED=direction == 1,
             SHIFT=plan.shift and direction == 1,
             SCALED=scaled,

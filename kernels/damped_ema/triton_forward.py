@@ -8,19 +8,17 @@ started from zero, the other carries them from chunk to chunk. Everything per st
 channels of every fourth state at once. This way a thread holds columns of the tile, and sums over states need no other.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from luna_mega.kernels.common import triton_launch
+from luna_mega.kernels.common import triton_choice, triton_launch
 
-# A pass should have PROGRAMS programs of one warp per processor, unless chunks get shorter than SHORTEST_CHUNK.
-PROGRAMS = 8
+# Chunks are no shorter.
 SHORTEST_CHUNK = 64
-# Positions whose inputs are loaded together.
-UNROLL = 8
 # States that decay faster are as good as forgotten, and a quotient by q must not overflow.
 LOWEST_LOG_Q = tl.constexpr(-46.0)
 
@@ -78,7 +76,7 @@ def position(step, count, UNROLL: tl.constexpr, REVERSED: tl.constexpr):
     return tl.cdiv(count, UNROLL) * UNROLL - 1 - step if REVERSED else step
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "chunks", "slots"])
 def _ends_kernel(
     signal, mask, log_q, weight, ends, cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,
     stride_b, stride_t, stride_d,
@@ -131,7 +129,7 @@ def _ends_kernel(
         tl.store(kept + slots * channels * N, slope, tile)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "chunks", "slots"])
 def _carry_kernel(
     ends, log_q, starts, own_blocks, cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,
     N: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, FLIPPED: tl.constexpr, SLOPE: tl.constexpr,
@@ -188,7 +186,7 @@ def _carry_kernel(
             tl.store(values + (slots + number) * states, slope_carried, used)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "chunks", "slots"])
 def _scan_kernel(
     signal, mask, log_q, weight_in, weight_out, skip, starts, other, x, output, last, sums,
     cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,
@@ -275,6 +273,16 @@ def _scan_kernel(
         tl.store(sums + slot * channels * N + kept, total, tile)
 
 
+class Configuration(NamedTuple):
+    """The programs of one warp that a pass should have per processor, and the positions that are loaded together."""
+
+    programs: int
+    unroll: int
+
+
+CONFIGURATIONS = tuple(Configuration(*numbers) for numbers in ((8, 8), (4, 8), (16, 8), (8, 4), (8, 16)))
+
+
 class Plan(NamedTuple):
     """The division of a call into programs. `slots`: places for values per chunk; ragged calls leave some unused."""
 
@@ -289,6 +297,7 @@ class Plan(NamedTuple):
     chunk: int
     chunks: int
     slots: int
+    unroll: int
 
     @property
     def blocks(self) -> int:
@@ -307,21 +316,37 @@ class Plan(NamedTuple):
     @property
     def constants(self) -> dict:
         block_n = triton.next_power_of_2(self.states)
-        return {"N": self.states, "BLOCK_N": block_n, "BLOCK_D": self.block, "UNROLL": UNROLL}
+        return {"N": self.states, "BLOCK_N": block_n, "BLOCK_D": self.block, "UNROLL": self.unroll}
 
 
-def make_plan(x, log_q, shift, cu_seqlens, max_seqlen) -> Plan:
+def make_plan(configuration: Configuration, x, log_q, shift, cu_seqlens, max_seqlen) -> Plan:
+    """Return the division of a call into programs of one configuration."""
     batch, length, channels = x.shape
     states, width = log_q.shape
     sequences, longest = (batch, length) if cu_seqlens is None else (len(cu_seqlens) - 1, max_seqlen)
     block = min(32, 512 // triton.next_power_of_2(states))  # 16 states per thread
-    work = batch * length * triton.cdiv(channels, block) // (PROGRAMS * triton_launch.target(x.device).processors)
+    programs = configuration.programs * triton_launch.target(x.device).processors
+    work = batch * length * triton.cdiv(channels, block) // programs
     chunk = max(SHORTEST_CHUNK, 1 << (max(work, 1).bit_length() - 1))
     chunks = triton.cdiv(max(longest, 1), chunk)
     slots = sequences * chunks if cu_seqlens is None or chunks == 1 else length // chunk + sequences
     return Plan(
-        cu_seqlens, sequences, length, channels, width // max(channels, 1), states, shift, block, chunk, chunks, slots
-    )
+        cu_seqlens, sequences, length, channels, width // max(channels, 1), states, shift, block, chunk, chunks, slots,
+        configuration.unroll,
+    )  # fmt: skip
+
+
+def choose(kernel: str, run: Callable[[Plan], tuple], x, log_q, shift, cu_seqlens, max_seqlen) -> tuple:
+    """Return the result of `run` for the plan of the configuration that is chosen."""
+    (batch, length, channels), (states, width) = x.shape, log_q.shape
+    sequences, longest = (batch, length) if cu_seqlens is None else (len(cu_seqlens) - 1, max_seqlen)
+    kind = [x.dtype, f"{states} states", *(["bidirectional"] if width > channels else [])]
+    kind += [] if cu_seqlens is None else ["ragged"]
+    sizes = {"sequences": sequences, "length": longest, "channels": channels}
+    return triton_choice.choose(
+        "damped_ema", kernel, kind, sizes, CONFIGURATIONS,
+        lambda c: run(make_plan(c, x, log_q, shift, cu_seqlens, max_seqlen)), x.device,
+    )  # fmt: skip
 
 
 def states_before(plan, signal, mask, log_q, weight, initial, *, flipped=False, slope=False):
@@ -381,13 +406,16 @@ def scan(
 
 def forward(x, mask, skip, log_q, weight_in, weight_out, initial_state, return_state, shift, cu_seqlens, max_seqlen):
     """Return the result and the final states `[S, N, D]`, empty unless asked for."""
-    plan = make_plan(x, log_q, shift, cu_seqlens, max_seqlen)
     coefficients, scaled = (log_q, weight_in, weight_out), initial_state is not None
-    last = log_q.new_empty((plan.sequences, plan.states, plan.channels) if return_state else 0)
-    starts = states_before(plan, x, mask, log_q, weight_in if scaled else None, initial_state)
-    other = None
-    if plan.directions == 2:
-        # In float32 until the other direction is added.
-        other = scan(plan, 1, x, mask, coefficients, starts, log_q.new_empty(x.shape))
-    options = {"scaled": scaled, "skip": skip, "other": other, "last": last if return_state else None}
-    return scan(plan, 0, x, mask, coefficients, starts, x.new_empty(x.shape), **options), last
+
+    def run(plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
+        last = log_q.new_empty((plan.sequences, plan.states, plan.channels) if return_state else 0)
+        starts = states_before(plan, x, mask, log_q, weight_in if scaled else None, initial_state)
+        other = None
+        if plan.directions == 2:
+            # In float32 until the other direction is added.
+            other = scan(plan, 1, x, mask, coefficients, starts, log_q.new_empty(x.shape))
+        options = {"scaled": scaled, "skip": skip, "other": other, "last": last if return_state else None}
+        return scan(plan, 0, x, mask, coefficients, starts, x.new_empty(x.shape), **options), last
+
+    return choose("forward", run, x, log_q, shift, cu_seqlens, max_seqlen)

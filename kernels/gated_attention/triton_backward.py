@@ -19,6 +19,7 @@ from luna_mega.kernels.gated_attention.triton_forward import (
     MEAN,
     SQRT_HALF,
     Call,
+    choose,
     find_segment,
     finish,
     multiply,
@@ -46,14 +47,20 @@ def _delta_kernel(
     tl.store(DELTA + token, total, mask=token < tokens)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "width", "chunks", "offset", "center", "first_segment", "first_query", "row_blocks", "key_blocks", "q_row",
+        "q_token", "k_row", "k_token", "v_row", "v_token", "grad_row", "grad_token",
+    ]
+)  # fmt: skip
 def _scores_kernel(
     Q, K, V, GRAD, LSE, DELTA, WEIGHTS, GRAD_SCORES, BIAS, MASK, LIVE, BOUNDS, SEED,
-    queries, keys, size, width, chunk, chunks, offset, center, threshold, rescale,
+    queries, keys, width, chunk, chunks, offset, center, threshold, rescale,
     q_row, q_token, k_row, k_token, v_row, v_token, grad_row, grad_token,
     first_segment, first_query, band, stride, row_blocks, key_blocks,
     FUNCTION: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
-    SIZE: tl.constexpr, BLOCK_Z: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
+    SIZE: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK_Z: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Write a tile of the weights that multiplied the values, and a tile of the gradient of the scores.
 
@@ -74,16 +81,20 @@ def _scores_kernel(
     i = first + tl.arange(0, BLOCK_M)
     j = first_key + tl.arange(0, BLOCK_N)
     live = load_kept(MASK, row * keys + start, j, n_keys)
+    width, grad_token = width * UNIT, grad_token * UNIT
+    q_token, k_token, v_token = q_token * UNIT, k_token * UNIT, v_token * UNIT
     grad = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for first_column in range(0, width, BLOCK_V):
         v = first_column + tl.arange(0, BLOCK_V)
-        grad_output = load_tile(GRAD + row * grad_row + start * grad_token, i, grad_token, i < n_queries, v, width)
-        values = load_tile(V + row * v_row + start * v_token, j, v_token, live, v, width)
+        grad_output = load_tile(
+            GRAD + row * grad_row * UNIT + start * grad_token, i, grad_token, i < n_queries, v, width
+        )
+        values = load_tile(V + row * v_row * UNIT + start * v_token, j, v_token, live, v, width)
         grad = dot(grad_output, tl.trans(values), grad, PRECISION)
-    q_first = Q + row * q_row + start * q_token
-    k_first = K + row * k_row + start * k_token
-    products = multiply(None, q_first, i, q_token, n_queries, k_first, j, k_token, live, size, SIZE, BLOCK_Z, PRECISION)
-    scale = scales(LIVE, segment, i, offset, n_keys, size, FUNCTION, CAUSAL)
+    q_first = Q + row * q_row * UNIT + start * q_token
+    k_first = K + row * k_row * UNIT + start * k_token
+    products = multiply(None, q_first, i, q_token, n_queries, k_first, j, k_token, live, SIZE, BLOCK_Z, PRECISION)
+    scale = scales(LIVE, segment, i, offset, n_keys, SIZE, FUNCTION, CAUSAL)
     scores, kept = finish(products, scale, BIAS, center, i, j, live, n_queries, offset, CAUSAL)
     grad = drop(grad, SEED, threshold, rescale, segment, i, first_key, BLOCK_M, BLOCK_N)
     token = row * queries + start + i
@@ -106,13 +117,13 @@ def _scores_kernel(
     tl.store(GRAD_SCORES + place, grad.to(GRAD_SCORES.dtype.element_ty))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks", "offset", "first_segment", "first_query", "blocks"])
 def _product_kernel(
     SCORES, X, OUT, MASK, LIVE, BOUNDS,
-    queries, keys, size, chunk, chunks, offset, x_row, x_token, columns,
+    queries, keys, chunk, chunks, offset, x_row, x_token,
     first_segment, first_query, band, stride, blocks, slices,
     FUNCTION: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
-    TRANSPOSED: tl.constexpr, SCALED: tl.constexpr, ADD: tl.constexpr,
+    SIZE: tl.constexpr, COLUMNS: tl.constexpr, TRANSPOSED: tl.constexpr, SCALED: tl.constexpr, ADD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Multiply `[queries, keys]` by rows of the keys; TRANSPOSED: `[keys, queries]` by rows of the queries.
@@ -155,26 +166,30 @@ def _product_kernel(
         inner = first_inner + tl.arange(0, BLOCK_K)
         if TRANSPOSED:
             tile = tl.trans(tl.load(scores + inner.to(tl.int64)[:, None] * stride + outer[None, :]))
-            x = load_tile(x_first, inner, x_token, inner < n_queries, column, columns)
+            x = load_tile(x_first, inner, x_token, inner < n_queries, column, COLUMNS)
             if BY_QUERY:
                 x = (x.to(tl.float32) * (unit / (inner + offset + 1).to(tl.float32))[:, None]).to(x.dtype)
         else:
             tile = tl.load(scores + outer.to(tl.int64)[:, None] * stride + inner[None, :])
             live = load_kept(MASK, row * keys + start, inner, n_keys)
-            x = load_tile(x_first, inner, x_token, live, column, columns)
+            x = load_tile(x_first, inner, x_token, live, column, COLUMNS)
         output = dot(tile, x, output, PRECISION)
     if BY_QUERY:
         output = output / unit
     elif SCALED:
-        output *= scales(LIVE, segment, outer, offset, n_keys, size, FUNCTION, CAUSAL)[:, None]
+        output *= scales(LIVE, segment, outer, offset, n_keys, SIZE, FUNCTION, CAUSAL)[:, None]
     total = keys if TRANSPOSED else queries
     place = row * total + start + outer
     if ADD:
-        output += load_tile(OUT, place, columns, outer < rows, column, columns)
-    store_tile(OUT, place, columns, outer < rows, column, columns, output)
+        output += load_tile(OUT, place, COLUMNS, outer < rows, column, COLUMNS)
+    store_tile(OUT, place, COLUMNS, outer < rows, column, COLUMNS, output)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "chunks", "offset", "first_segment", "segments", "first_query", "blocks", "diagonals", "share",
+    ]
+)  # fmt: skip
 def _bias_kernel(
     SCORES, TILES, BOUNDS,
     queries, keys, chunk, chunks, offset, first_segment, segments, first_query, band, stride,
@@ -233,13 +248,15 @@ class _Part(NamedTuple):
         return self.weights.shape[2]
 
 
-def _configuration(call: Call) -> Configuration:
-    hopper = triton_launch.target(call.query.device).capability >= (9, 0)
+def _configurations(call: Call) -> list[Configuration]:
+    """Return the configurations to choose from, the default first."""
+    hopper = triton_launch.target(call.query.device).large
     if not call.narrow:
-        return Configuration(block_of(call.queries, 64), block_of(call.keys, 64 if hopper else 32), 32, 64, 8, 2)
+        return [Configuration(block_of(call.queries, 64), block_of(call.keys, 64 if hopper else 32), 32, 64, 8, 2)]
     # Random numbers take registers.
     largest = 128 if hopper and call.seed is None else 64
-    return Configuration(block_of(call.queries, 128), block_of(call.keys, largest), 64, 128, 8, 3)
+    default = Configuration(block_of(call.queries, 128), block_of(call.keys, largest), 64, 128, 8, 3)
+    return [default, default._replace(stages=2), default._replace(keys=block_of(call.keys, 64), warps=4)]
 
 
 def backward(
@@ -249,10 +266,20 @@ def backward(
 
     `output` and `lse` come from the forward pass and matter for softmax only.
     """
-    (query, key, value, bias), call = arguments[:4], prepare(*arguments)
+    bias, call = arguments[3], prepare(*arguments)
     (grad_output,) = rows_contiguous(grad_output)
     delta = _delta(output, grad_output) if call.constants["FUNCTION"] == "softmax" else None
-    blocks = _configuration(call)
+
+    def run(blocks: Configuration):
+        return _gradients(call, blocks, grad_output, lse, delta)
+
+    *grads, grad_bias = choose("backward", call, _configurations(call), run)
+    return *grads, None if bias is None else grad_bias.to(bias.dtype)
+
+
+def _gradients(call: Call, blocks: Configuration, grad_output, lse, delta):
+    """Return the gradients, that of the bias in float32."""
+    query, key, value, bias = call.query, call.key, call.value, call.bias
     stride = _whole(call.keys, blocks.keys)
     band = min(_whole(call.queries, blocks.queries), _whole(SCORES // stride, blocks.queries))
     group = max(1, min(call.segments, SCORES // (band * stride)))
@@ -274,7 +301,6 @@ def backward(
             _product(part, weights, grad_output, grad_value, transposed=True, scaled=False, add=banded)
             if grad_bias is not None:
                 _add_diagonals(grad_bias, part)
-    grad_bias = None if bias is None else grad_bias.to(bias.dtype)
     return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), grad_bias
 
 
@@ -296,13 +322,13 @@ def _whole(size: int, block: int) -> int:
 def _scores(part: _Part, grad_output, lse, delta):
     call, blocks = part.call, part.blocks
     row_blocks, key_blocks = part.band // blocks.queries, part.stride // blocks.keys
+    numbers, unit = call.numbers(grad_output)
     triton_launch.launch(
         _scores_kernel, (part.segments * row_blocks * key_blocks,),
-        call.query, call.key, call.value, grad_output, lse, delta, part.weights, part.grad_scores, *call.options,
-        *call.strides, *strides(grad_output, number=2),
-        part.first_segment, part.first_query, part.band, part.stride, row_blocks, key_blocks,
+        call.query, call.key, call.value, grad_output, lse, delta, part.weights, part.grad_scores,
+        *numbers, part.first_segment, part.first_query, part.band, part.stride, row_blocks, key_blocks,
         num_warps=blocks.warps, num_stages=blocks.stages, **call.constants,
-        BLOCK_M=blocks.queries, BLOCK_N=blocks.keys, BLOCK_V=block_of(call.width, blocks.inner),
+        UNIT=unit, BLOCK_M=blocks.queries, BLOCK_N=blocks.keys, BLOCK_V=block_of(call.width, blocks.inner),
     )  # fmt: skip
 
 
@@ -313,14 +339,15 @@ def _product(part: _Part, scores, x, output, *, transposed, scaled, add):
         rows, outer, inner = call.keys, blocks.keys, blocks.queries
     block_columns = block_of(columns, blocks.columns)
     row_blocks, slices = triton.cdiv(rows, outer), triton.cdiv(columns, block_columns)
-    queries, keys, size, _, chunk, chunks, offset, _ = call.sizes
-    constants = {name: call.constants[name] for name in ("FUNCTION", "CAUSAL", "PRECISION")}
+    *sizes, _ = call.sizes
+    constants = {name: call.constants[name] for name in ("FUNCTION", "CAUSAL", "PRECISION", "SIZE")}
     triton_launch.launch(
         _product_kernel, (part.segments * row_blocks * slices,),
         scores, x, output, call.mask, call.live, call.bounds,
-        queries, keys, size, chunk, chunks, offset, *strides(x, number=2), columns,
+        *sizes, *strides(x, number=2),
         part.first_segment, part.first_query, part.band, part.stride, row_blocks, slices,
-        num_warps=blocks.warps, num_stages=blocks.stages, **constants, TRANSPOSED=transposed, SCALED=scaled, ADD=add,
+        num_warps=blocks.warps, num_stages=blocks.stages, **constants,
+        COLUMNS=columns, TRANSPOSED=transposed, SCALED=scaled, ADD=add,
         BLOCK_M=outer, BLOCK_K=min(inner, blocks.inner), BLOCK_N=block_columns,
     )  # fmt: skip
 
@@ -334,7 +361,7 @@ def _add_diagonals(grad_bias, part: _Part):
     share = triton.cdiv(part.segments, max(1, shares))
     shares = triton.cdiv(part.segments, max(1, share))
     tiles = grad_bias.new_empty(shares, diagonals, size, size)
-    queries, keys, _, _, chunk, chunks, offset, center = call.sizes
+    queries, keys, chunk, chunks, offset, center = call.sizes
     triton_launch.launch(
         _bias_kernel, (shares * diagonals,),
         part.grad_scores, tiles, call.bounds, queries, keys, chunk, chunks, offset,

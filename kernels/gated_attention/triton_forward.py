@@ -5,13 +5,14 @@ beginning.
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from luna_mega.kernels.common import triton_launch
+from luna_mega.kernels.common import triton_choice, triton_launch
 from luna_mega.kernels.common.triton_launch import block_of, rows_contiguous, strides
 from luna_mega.kernels.common.triton_tiles import (
     LOG2_E,
@@ -48,10 +49,12 @@ def find_segment(index, BOUNDS, queries, keys, chunk, chunks):
 
 
 @triton.jit
-def scales(LIVE, segment, i, offset, n_keys, size, FUNCTION: tl.constexpr, CAUSAL: tl.constexpr):
+def scales(
+    LIVE, segment, i, offset, n_keys, SIZE: tl.constexpr, FUNCTION: tl.constexpr, CAUSAL: tl.constexpr
+):  # fmt: skip
     """Return 1 / the divisor of the queries i."""
     if FUNCTION == "softmax":
-        return 1.0 / tl.sqrt(i.to(tl.float32) * 0.0 + size)
+        return 1.0 / tl.sqrt(i.to(tl.float32) * 0.0 + SIZE)
     if CAUSAL:
         return 1.0 / (i + offset + 1).to(tl.float32)
     if LIVE is not None:
@@ -61,15 +64,15 @@ def scales(LIVE, segment, i, offset, n_keys, size, FUNCTION: tl.constexpr, CAUSA
 
 @triton.jit
 def multiply(
-    q, q_first, i, q_token, n_queries, k_first, j, k_token, live, size,
+    q, q_first, i, q_token, n_queries, k_first, j, k_token, live,
     SIZE: tl.constexpr, BLOCK_Z: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Return Q K^T `[i, j]`; the queries are loaded where `q` is None."""
     products = tl.zeros([i.shape[0], j.shape[0]], tl.float32)
     for first in tl.static_range(0, SIZE, BLOCK_Z):
         z = first + tl.arange(0, BLOCK_Z)
-        part = load_tile(q_first, i, q_token, i < n_queries, z, size) if q is None else q
-        k = load_tile(k_first, j, k_token, live, z, size)
+        part = load_tile(q_first, i, q_token, i < n_queries, z, SIZE) if q is None else q
+        k = load_tile(k_first, j, k_token, live, z, SIZE)
         products = dot(part, tl.trans(k), products, PRECISION)
     return products
 
@@ -98,13 +101,18 @@ def elementwise(scores, kept, FUNCTION: tl.constexpr):
     return tl.where(kept, weights, 0.0)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "width", "chunks", "offset", "center", "blocks", "q_row", "q_token", "k_row", "k_token", "v_row", "v_token",
+    ]
+)  # fmt: skip
 def _forward_kernel(
     Q, K, V, OUT, LSE, BIAS, MASK, LIVE, BOUNDS, SEED,
-    queries, keys, size, width, chunk, chunks, offset, center, threshold, rescale,
+    queries, keys, width, chunk, chunks, offset, center, threshold, rescale,
     q_row, q_token, k_row, k_token, v_row, v_token, blocks, slices,
     FUNCTION: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
-    SIZE: tl.constexpr, BLOCK_Z: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
+    SIZE: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK_Z: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Compute a block of queries and a slice of the value, over blocks of keys, with an online softmax."""
     program = tl.program_id(0)
@@ -115,12 +123,13 @@ def _forward_kernel(
         return
     i = block * BLOCK_M + tl.arange(0, BLOCK_M)
     v = program % slices * BLOCK_V + tl.arange(0, BLOCK_V)
-    q_first = Q + row * q_row + start * q_token
-    k_first = K + row * k_row + start * k_token
+    width, q_token, k_token, v_token = width * UNIT, q_token * UNIT, k_token * UNIT, v_token * UNIT
+    q_first = Q + row * q_row * UNIT + start * q_token
+    k_first = K + row * k_row * UNIT + start * k_token
     q = None
-    if BLOCK_Z == SIZE:
-        q = load_tile(q_first, i, q_token, i < n_queries, tl.arange(0, SIZE), size)
-    scale = scales(LIVE, segment, i, offset, n_keys, size, FUNCTION, CAUSAL)
+    if BLOCK_Z >= SIZE:
+        q = load_tile(q_first, i, q_token, i < n_queries, tl.arange(0, BLOCK_Z), SIZE)
+    scale = scales(LIVE, segment, i, offset, n_keys, SIZE, FUNCTION, CAUSAL)
     output = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -130,9 +139,7 @@ def _forward_kernel(
     for first in range(0, seen, BLOCK_N):
         j = first + tl.arange(0, BLOCK_N)
         live = load_kept(MASK, row * keys + start, j, n_keys)
-        products = multiply(
-            q, q_first, i, q_token, n_queries, k_first, j, k_token, live, size, SIZE, BLOCK_Z, PRECISION
-        )
+        products = multiply(q, q_first, i, q_token, n_queries, k_first, j, k_token, live, SIZE, BLOCK_Z, PRECISION)
         scores, kept = finish(products, scale, BIAS, center, i, j, live, n_queries, offset, CAUSAL)
         if FUNCTION == "softmax":
             scores = tl.where(kept, scores * LOG2_E, float("-inf"))
@@ -143,7 +150,7 @@ def _forward_kernel(
         else:
             weights = elementwise(scores, kept, FUNCTION)
         weights = drop(weights, SEED, threshold, rescale, segment, i, first, BLOCK_M, BLOCK_N)
-        values = load_tile(V + row * v_row + start * v_token, j, v_token, live, v, width)
+        values = load_tile(V + row * v_row * UNIT + start * v_token, j, v_token, live, v, width)
         output = dot(weights.to(values.dtype), values, output, PRECISION)
     token = row * queries + start + i
     if FUNCTION == "softmax":
@@ -155,13 +162,18 @@ def _forward_kernel(
     store_tile(OUT, token, width, i < n_queries, v, width, output)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "width", "chunks", "offset", "center", "blocks", "q_row", "q_token", "k_row", "k_token", "v_row", "v_token",
+    ]
+)  # fmt: skip
 def _resident_kernel(
     Q, K, V, OUT, LSE, BIAS, MASK, LIVE, BOUNDS, SEED,
-    queries, keys, size, width, chunk, chunks, offset, center, threshold, rescale,
+    queries, keys, width, chunk, chunks, offset, center, threshold, rescale,
     q_row, q_token, k_row, k_token, v_row, v_token, blocks, slices,
     FUNCTION: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
-    SIZE: tl.constexpr, BLOCK_Z: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
+    SIZE: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK_Z: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Compute a block of queries: the weights of all keys at once, up to BLOCK_N, then slice by slice of the value.
 
@@ -175,11 +187,12 @@ def _resident_kernel(
         return
     i = block * BLOCK_M + tl.arange(0, BLOCK_M)
     j = tl.arange(0, BLOCK_N)
-    q_first = Q + row * q_row + start * q_token
-    k_first = K + row * k_row + start * k_token
+    width, q_token, k_token, v_token = width * UNIT, q_token * UNIT, k_token * UNIT, v_token * UNIT
+    q_first = Q + row * q_row * UNIT + start * q_token
+    k_first = K + row * k_row * UNIT + start * k_token
     live = load_kept(MASK, row * keys + start, j, n_keys)
-    products = multiply(None, q_first, i, q_token, n_queries, k_first, j, k_token, live, size, SIZE, BLOCK_Z, PRECISION)
-    scale = scales(LIVE, segment, i, offset, n_keys, size, FUNCTION, CAUSAL)
+    products = multiply(None, q_first, i, q_token, n_queries, k_first, j, k_token, live, SIZE, BLOCK_Z, PRECISION)
+    scale = scales(LIVE, segment, i, offset, n_keys, SIZE, FUNCTION, CAUSAL)
     scores, kept = finish(products, scale, BIAS, center, i, j, live, n_queries, offset, CAUSAL)
     token = row * queries + start + i
     if FUNCTION == "softmax":
@@ -198,7 +211,7 @@ def _resident_kernel(
     weights = weights.to(V.dtype.element_ty)
     for first in range(program % slices * BLOCK_V, width, slices * BLOCK_V):
         v = first + tl.arange(0, BLOCK_V)
-        values = load_tile(V + row * v_row + start * v_token, j, v_token, live, v, width)
+        values = load_tile(V + row * v_row * UNIT + start * v_token, j, v_token, live, v, width)
         output = dot(weights, values, tl.zeros([BLOCK_M, BLOCK_V], tl.float32), PRECISION)
         store_tile(OUT, token, width, i < n_queries, v, width, output)
 
@@ -233,21 +246,25 @@ class Call(NamedTuple):
     def width(self) -> int:
         return self.value.shape[2]
 
-    @property
-    def options(self) -> tuple:
-        """Return the arguments of the kernels from `BIAS` to `rescale`."""
-        return self.bias, self.mask, self.live, self.bounds, self.seed, *self.sizes, *dropping(self.dropout)
+    def numbers(self, *gradients: torch.Tensor) -> tuple[tuple, int]:
+        """Return the arguments of the kernels from `BIAS` to the strides of query, key, value and gradients, and UNIT.
+
+        Width and strides are in units of UNIT. Loads are vectors only where the compiler knows that rows begin, and
+        end, at multiples of 8; by itself it looks for multiples of 16.
+        """
+        lengths = strides(self.query, self.key, self.value, *gradients, number=2)
+        unit = 8 if all(length % 8 == 0 for length in (self.width, *lengths)) else 1
+        queries, keys, *rest = self.sizes
+        sizes = queries, keys, self.width // unit, *rest, *dropping(self.dropout)
+        tensors = self.bias, self.mask, self.live, self.bounds, self.seed
+        return (*tensors, *sizes, *(length // unit for length in lengths)), unit
 
     @property
     def sizes(self) -> tuple:
-        """Return the arguments of the kernels from `queries` to `center`."""
+        """Return the arguments of the kernels from `queries` to `center`, but for the width."""
         chunks = self.segments // max(1, self.query.shape[0]) if self.bounds is None else 1
         center = 0 if self.bias is None else self.bias.shape[0] // 2
-        return *self.query.shape[1:2], *self.key.shape[1:], self.width, self.chunk, chunks, self.offset, center
-
-    @property
-    def strides(self) -> tuple:
-        return strides(self.query, self.key, self.value, number=2)
+        return self.query.shape[1], self.key.shape[1], self.chunk, chunks, self.offset, center
 
     @property
     def narrow(self) -> bool:
@@ -266,7 +283,7 @@ def prepare(query, key, value, bias, mask, bounds, function, causal, chunk, offs
             live = _count_live(mask, bounds, chunk, segments)
         mask = mask.contiguous().view(torch.uint8)
     bias = None if bias is None else bias.float().contiguous()
-    constants = {"FUNCTION": function, "CAUSAL": causal, "PRECISION": precision, "SIZE": block_of(size, 256)}
+    constants = {"FUNCTION": function, "CAUSAL": causal, "PRECISION": precision, "SIZE": size}
     call = Call(query, key, value, bias, mask, live, bounds, seed, chunk, segments, offset, dropout, constants)
     # In float32, the three passes of a product need registers.
     constants["BLOCK_Z"] = block_of(size, 256 if call.narrow else 64)
@@ -295,7 +312,8 @@ class Configuration(NamedTuple):
 
 def _configurations(call: Call) -> list[Configuration]:
     """Return the configurations that spill few or no registers and fit the shared memory, the default first."""
-    hopper = triton_launch.target(call.query.device).capability >= (9, 0)
+    target = triton_launch.target(call.query.device)
+    hopper = target.large
     size, rows, columns = call.constants["SIZE"], block_of(call.queries, 64), block_of(call.width, 128)
     if not call.narrow:
         return [Configuration(rows, block_of(call.keys, 32 if hopper else 16), min(columns, 64), 8, 2)]
@@ -305,8 +323,9 @@ def _configurations(call: Call) -> list[Configuration]:
     # Random numbers take registers.
     if call.keys <= (256 if hopper and call.seed is None else 128):
         warps = 4 if call.keys <= 128 and call.seed is None else 8
-        return [Configuration(rows, block_of(call.keys, 256), columns, warps, 2)]
-    rows = block_of(call.queries, 128)
+        default = Configuration(rows, block_of(call.keys, 256), columns, warps, 2)
+        return [default, default._replace(columns=min(columns, 64)), default._replace(stages=3)]
+    rows = block_of(call.queries, 128 if size <= 128 or target.shared_memory >= 128 * 1024 else 64)
     if not hopper:
         return [Configuration(rows, 32, columns, 8, 2)]
     heavy = call.constants["FUNCTION"] == "softmax" or size > 128 or call.seed is not None
@@ -322,32 +341,39 @@ def forward(*arguments) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output `[B, T, V]`, and for softmax log2 of its denominators, `[B, T]` float32."""
     call = prepare(*arguments)
     batch, length = call.query.shape[:2]
-    output = call.value.new_empty(batch, length, call.width)
-    lse = call.query.new_empty((batch, length) if call.constants["FUNCTION"] == "softmax" else 0, dtype=torch.float32)
 
-    def run(c: Configuration):
+    def run(c: Configuration) -> tuple[torch.Tensor, torch.Tensor]:
+        output = call.value.new_empty(batch, length, call.width)
+        lse = call.query.new_empty(
+            (batch, length) if call.constants["FUNCTION"] == "softmax" else 0, dtype=torch.float32
+        )
         resident = call.keys <= c.keys
         blocks, slices = triton.cdiv(call.queries, c.rows), triton.cdiv(call.width, c.columns)
         if resident:
             # A program takes as many slices as leave work for every processor.
             wanted = triton.cdiv(2 * triton_launch.target(call.query.device).processors, max(1, call.segments * blocks))
             slices = max(1, min(slices, wanted))
+        numbers, unit = call.numbers()
         triton_launch.launch(
             _resident_kernel if resident else _forward_kernel,
             (call.segments * blocks * slices,),
-            *(call.query, call.key, call.value, output, lse, *call.options, *call.strides, blocks, slices),
-            num_warps=c.warps, num_stages=c.stages, **call.constants, BLOCK_M=c.rows, BLOCK_N=c.keys, BLOCK_V=c.columns,
+            *(call.query, call.key, call.value, output, lse, *numbers, blocks, slices),
+            num_warps=c.warps, num_stages=c.stages, **call.constants,
+            UNIT=unit, BLOCK_M=c.rows, BLOCK_N=c.keys, BLOCK_V=c.columns,
         )  # fmt: skip
 
-    lengths = triton.next_power_of_2(call.queries), triton.next_power_of_2(call.keys)
-    key = (
-        "gated_attention",
-        call.query.device,
-        call.query.dtype,
-        call.value.dtype,
-        *lengths,
-        call.width,
-        *call.constants.values(),
-    )
-    triton_launch.choose(key, _configurations(call), run)
-    return output, lse
+        return output, lse
+
+    return choose("forward", call, _configurations(call), run)
+
+
+def choose(kernel: str, call: Call, configurations: list, run: Callable):
+    """Return the result of `run` for the configuration that is chosen from `configurations`."""
+    query, value = call.query, call.value
+    kind = [query.dtype, *([value.dtype] if value.dtype != query.dtype else []), call.constants["FUNCTION"]]
+    kind += [] if call.narrow else [call.constants["PRECISION"]]
+    options = {"causal": call.constants["CAUSAL"], "masked": call.mask is not None, "dropout": call.seed is not None}
+    kind += [name for name, given in options.items() if given]
+    sizes = {"segments": call.segments, "queries": call.queries, "keys": call.keys, "shared": query.shape[2]}
+    sizes["values"] = call.width
+    return triton_choice.choose("gated_attention", kernel, kind, sizes, configurations, run, query.device)

@@ -186,8 +186,11 @@ def _sdpa_is_best(query, key, value, mask) -> bool:
     """Return whether PyTorch's flash kernels on a GPU read and write no more than they must, with and without dropout.
 
     They take no mask, fill their tiles from 128 queries on, and load keys and values apart. This costs time where keys
-    and values are one tensor and most of the bytes; few keys (unpack) stay on the chip.
+    and values are one tensor and most of the bytes; few keys (unpack) stay on the chip. Their backward pass adds
+    atomically, so they are not chosen where deterministic algorithms are asked for.
     """
+    if torch.are_deterministic_algorithms_enabled():
+        return False
     if query.device.type != "cuda" or mask is not None or query.dtype == torch.float32 or query.shape[-1] % 8:
         return False
     queries, keys = query.shape[1], key.shape[1]

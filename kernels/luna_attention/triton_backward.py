@@ -9,7 +9,7 @@ from luna_mega.kernels.common.triton_tiles import LOG2_E, dot, load_kept, load_t
 from luna_mega.kernels.luna_attention.triton_forward import Call, Configuration, place, prepare, share
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def _query_kernel(
     Q, K, V, MASK, CU_SEQLENS, SEED, OUT, DO, LSE, DELTA, DQ,
     queries, keys, heads, blocks, split_rows, scale, threshold, rescale,
@@ -56,12 +56,13 @@ def _query_kernel(
         dp = dot(do, tl.trans(v), None, PRECISION)
         if SEED is not None:
             dp = tl.where(undropped(SEED, threshold, matrix, t, start, BLOCK_Q, BLOCK_M), dp * rescale, 0.0)
-        ds = p * (dp - delta[:, None])
-        dq = dot(ds.to(k.dtype), k, dq, PRECISION)
-    store_tile(DQ + split * split_rows * HEAD_SIZE + at, t, o_row, valid, column, HEAD_SIZE, dq * scale)
+        # Scaled before it is rounded: float16 ends at 65504.
+        ds = (p * (dp - delta[:, None]) * scale).to(k.dtype)
+        dq = dot(ds, k, dq, PRECISION)
+    store_tile(DQ + split * split_rows * HEAD_SIZE + at, t, o_row, valid, column, HEAD_SIZE, dq)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def _key_kernel(
     Q, K, V, MASK, CU_SEQLENS, SEED, DO, LSE, DELTA, DK, DV,
     queries, keys, heads, blocks, split_rows, scale, threshold, rescale,
@@ -126,19 +127,22 @@ def _key_kernel(
 
 def _query_configurations(call: Call) -> list[Configuration]:
     """Return the configurations to choose from; as in the forward pass, the first spills no registers."""
-    small, hopper = call.plan.block_k <= 64, triton_launch.target(call.query.device).capability >= (9, 0)
+    small, hopper = call.plan.block_k <= 64, triton_launch.target(call.query.device).large
     if call.query.dtype == torch.float32:
-        wide = small and hopper and call.plan.constants["PRECISION"] == "tf32x3"
-        return [Configuration(64, 32, 4, 2) if wide else Configuration(16, 32, 4, 1)]
+        ieee = call.plan.constants["PRECISION"] == "ieee"
+        if small and hopper and not ieee:
+            return [Configuration(64, 32, 4, 2)]
+        return [Configuration(16, 32, 8 if ieee and not small else 4, 1)]
     if hopper:
         return [Configuration(64, 64, 4, 2), Configuration(64, 64, 8, 2)]
     return [Configuration(64, 32, 4, 2), Configuration(64, 64, 8, 2)]
 
 
 def _key_configurations(call: Call) -> list[Configuration]:
-    small, hopper = call.plan.block_k <= 64, triton_launch.target(call.query.device).capability >= (9, 0)
+    small, hopper = call.plan.block_k <= 64, triton_launch.target(call.query.device).large
     if call.query.dtype == torch.float32:
-        return [Configuration(32, 16, 4, 1) if small else Configuration(16, 16, 4, 1)]
+        ieee = call.plan.constants["PRECISION"] == "ieee"
+        return [Configuration(32, 16, 4, 1) if small else Configuration(16, 16, 8 if ieee else 4, 1)]
     if hopper:
         return [Configuration(64, 64, 4 if small else 8, 2), Configuration(64, 32, 4, 2)]
     return [Configuration(64, 32, 4, 2), Configuration(64, 64, 8, 2)]
@@ -180,8 +184,8 @@ def backward(
         return [_summed(gradient, key) for gradient in gradients]
 
     # In this order: the first writes DELTA, which the second reads.
-    of_query = call.choose("luna_attention, queries", _query_configurations, query_gradient)
-    return [of_query, *call.choose("luna_attention, keys", _key_configurations, key_gradients)]
+    of_query = call.choose("backward of queries", _query_configurations, query_gradient)
+    return [of_query, *call.choose("backward of keys", _key_configurations, key_gradients)]
 
 
 def _partial(x: torch.Tensor, splits: int) -> torch.Tensor:

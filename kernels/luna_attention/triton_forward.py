@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from luna_mega.kernels.common import triton_launch
+from luna_mega.kernels.common import triton_choice, triton_launch
 from luna_mega.kernels.common.triton_launch import block_of, contiguous, rows_contiguous, strides
 from luna_mega.kernels.common.triton_tiles import (
     LOG2_E,
@@ -42,7 +42,8 @@ def place(CU_SEQLENS, queries, keys, heads, blocks, QUERY_RAGGED: tl.constexpr, 
     sequence = (matrix // heads).to(tl.int64)
     batch, first, count = _span(CU_SEQLENS, sequence, queries, QUERY_RAGGED)
     key_batch, first_key, key_count = _span(CU_SEQLENS, sequence, keys, KEY_RAGGED)
-    return matrix, matrix % heads, batch, first, count, key_batch, first_key, key_count
+    # In 64 bits: a head times its stride may not fit 32.
+    return matrix, (matrix % heads).to(tl.int64), batch, first, count, key_batch, first_key, key_count
 
 
 @triton.jit
@@ -53,7 +54,7 @@ def share(count, BLOCK: tl.constexpr):
     return begin, tl.minimum(begin + length, count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def _forward_kernel(
     Q, K, V, MASK, CU_SEQLENS, SEED, OUT, LSE,
     queries, keys, heads, blocks, split_rows, scale, threshold, rescale,
@@ -104,7 +105,7 @@ def _forward_kernel(
     tl.store(LSE + t, largest + tl.log2(some), mask=valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks", "splits"])
 def _merge_kernel(
     PARTIAL, PARTIAL_LSE, OUT, LSE, queries, heads, blocks, split_rows, splits,
     HEAD_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_Q: tl.constexpr,
@@ -177,9 +178,13 @@ class Call(NamedTuple):
 
     def choose(self, kernel: str, configurations, run):
         """Return the result of `run` for the configuration that is chosen from `configurations(call)`."""
-        of_plan = self.plan[:-1], *self.plan.constants.values()
-        name = (kernel, self.query.dtype, self.value is None, self.mask is None, self.seed is None, *of_plan)
-        return triton_launch.choose(name, configurations(self), run)
+        plan, precision = self.plan, self.plan.constants["PRECISION"]
+        kind = [self.query.dtype, f"heads of {plan.block_k}"]
+        kind += [precision] if self.query.dtype == torch.float32 else []
+        options = {"tied": self.value is None, "masked": self.mask is not None, "dropout": self.seed is not None}
+        kind += [name for name, given in options.items() if given]
+        sizes = {"heads": plan.sequences * plan.heads, "queries": plan.longest_query, "keys": plan.longest_key}
+        return triton_choice.choose("luna_attention", kernel, kind, sizes, configurations(self), run, self.query.device)
 
 
 def prepare(query, key, value, mask, cu_seqlens, seed, ragged, max_seqlen, scale, dropout, precision) -> Call:
@@ -229,8 +234,8 @@ def _configurations(call: Call) -> list[Configuration]:
     small = call.plan.block_k <= 64
     if call.query.dtype == torch.float32:
         if not small:
-            return [Configuration(16, 32, 4, 1)]
-        hopper = triton_launch.target(call.query.device).capability >= (9, 0)
+            return [Configuration(16, 32, 8 if call.plan.constants["PRECISION"] == "ieee" else 4, 1)]
+        hopper = triton_launch.target(call.query.device).large
         wide = hopper and call.plan.constants["PRECISION"] == "tf32x3"
         return [Configuration(64, 32, 4, 2) if wide else Configuration(32, 32, 4, 2)]
     if small:
@@ -278,4 +283,4 @@ def forward(*arguments) -> tuple[torch.Tensor, torch.Tensor]:
             )
         return output, log_sum_exp
 
-    return call.choose("luna_attention forward", _configurations, run)
+    return call.choose("forward", _configurations, run)

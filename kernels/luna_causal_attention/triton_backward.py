@@ -6,7 +6,7 @@ import triton.language as tl
 
 from luna_mega.kernels.common.triton_launch import rows_contiguous
 from luna_mega.kernels.common.triton_tiles import dot, load_kept, load_tile, store_tile
-from luna_mega.kernels.luna_causal_attention.triton_forward import Fused, Scans, per_row, prepare
+from luna_mega.kernels.luna_causal_attention.triton_forward import Fused, Scans, choose, per_row, prepare
 from luna_mega.kernels.luna_causal_attention.triton_parts import (
     activate,
     load_pack_query,
@@ -104,7 +104,7 @@ def _key_kernel(
         z = load_tile(Z + b * z_b + h * z_h, t, z_t, ok, row, L)
         products = tl.where(later, dot(y.to(INNER), tl.trans(x), None, PRECISION), 0.0)
         da = dot(products.to(INNER), z, None, PRECISION)
-        da = dot(y.to(tl.float32), sums, da, PRECISION)
+        da = dot(y, sums, da, PRECISION)
         if not KEYS:
             store_tile(DA + head * T * L, t, L, ok, row, L, da)
         pack_key = load_tile(PK + b * pk_b + h * pk_h, t, pk_t, kept, column, SIZE)
@@ -148,7 +148,7 @@ def _fused(call: Fused, grad_output, *grad_means):
     ):
         inputs = (x, y, call.pack_key, z, call.pack_query)
         call.launch(_key_kernel, *inputs, *call.options, sums, grad, *outputs, end, of=inputs, KEYS=keys)
-    return [*grads, of_pack_query.sum(2).transpose(1, 2).to(call.dtype)], first
+    return [*grads, of_pack_query.sum(2).transpose(1, 2).to(call.dtype).contiguous()], first
 
 
 def _scans(call: Scans, grad_output, *grad_means):
@@ -191,8 +191,9 @@ def backward(
     `arguments`: as in `forward`.
     """
     call = prepare(*arguments)
+    of_outputs = *rows_contiguous(grad_output), grad_key_mean, grad_value_mean
     run = _fused if isinstance(call, Fused) else _scans
-    grads, first = run(call, *rows_contiguous(grad_output), grad_key_mean, grad_value_mean)
+    grads, first = choose("backward", call, lambda: run(call, *of_outputs))
     for mean, grad in zip(call.means, first, strict=True):
         grads.append(call.query.new_empty(0) if mean is None else per_row(grad, call.seen).to(mean.dtype))
     return grads

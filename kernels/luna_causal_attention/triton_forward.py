@@ -8,11 +8,14 @@ Sums of `a^T value` are transposed in registers, `[V, L]`, so that tiles have 64
 weights and the gradients of both are in memory, `[B, H, T, L]`.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
-from luna_mega.kernels.common import triton_launch
+from luna_mega.kernels.common import triton_choice, triton_launch
 from luna_mega.kernels.common.triton_launch import block_of, contiguous, rows_contiguous, strides
 from luna_mega.kernels.common.triton_tiles import dot, dropping, load_kept, load_tile, store_tile
 from luna_mega.kernels.luna_causal_attention.triton_parts import (
@@ -31,11 +34,13 @@ from luna_mega.kernels.luna_causal_attention.triton_parts import (
 )
 
 FUSED_ROWS = 64
+# Of heads, where weights and sums are float32.
+FUSED_SIZE = 64
 # In tokens: besides its chunks, a segment costs the reading and writing of its sums.
 MIN_SEGMENT = 256
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["segments"])
 def _prefix_kernel(SUMS, FIRST, segments, N, REVERSE: tl.constexpr, BLOCK: tl.constexpr):
     """Replace `[R, segments, N]` by the sums before each segment, REVERSE: behind it; `FIRST` `[R, N]` included."""
     blocks = tl.cdiv(N, BLOCK)
@@ -212,7 +217,7 @@ def _scan_kernel(
             past = r[:, None] <= r[None, :] if REVERSE else r[:, None] >= r[None, :]
             products = tl.where(past, dot(x.to(INNER), tl.trans(y.to(INNER)), None, PRECISION), 0.0)
             f = dot(products.to(INNER), z, None, PRECISION)
-            f = dot(x.to(tl.float32), state, f, PRECISION)
+            f = dot(x, state, f, PRECISION)
             if RATE:
                 f *= rate[:, None] * scale
             at = F + b * f_b + h * f_h
@@ -260,10 +265,17 @@ def per_row(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     return (x.float() * factor[:, None, None, None]).contiguous()
 
 
+class Configuration(NamedTuple):
+    """The tokens of a chunk and the warps of the fused kernels."""
+
+    chunk: int
+    num_warps: int
+
+
 class Fused(Call):
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        chunk, warps = self._configuration()
+    def configure(self, configuration: Configuration) -> None:
+        """Divide the call into programs of this configuration."""
+        chunk, warps = configuration
         self.segment = segment_length(self.batch * self.heads, self.length, chunk, self.device)
         self.segments = triton.cdiv(self.length, self.segment)
         self.constants = {
@@ -273,14 +285,19 @@ class Fused(Call):
             "num_warps": warps, "num_stages": 1,
         }  # fmt: skip
 
-    def _configuration(self) -> tuple[int, int]:
-        """Return how many tokens in a chunk and how many warps keep the kernels in registers."""
-        hopper = triton_launch.target(self.device).capability >= (9, 0)
+    def configurations(self) -> list[Configuration]:
+        """Return the configurations to choose from. The first keeps the kernels in registers."""
+        hopper = triton_launch.target(self.device).large
         if self.dtype == torch.float32:
-            return 16, 8
-        if block_of(max(self.size, self.width)) * block_of(self.rows) <= 64 * 32:
-            return (64, 4) if hopper and self.dtype == torch.bfloat16 else (32, 4)
-        return (32, 8) if hopper else (16, 4)
+            return [Configuration(16, 8), Configuration(16, 4)]
+        tile = block_of(max(self.size, self.width)) * block_of(self.rows)
+        if tile <= 64 * 32 and (hopper or self.dtype == torch.bfloat16):
+            wide = hopper and self.dtype == torch.bfloat16
+            return [Configuration(64, 4) if wide else Configuration(32, 4), Configuration(64 if wide else 32, 8)]
+        if hopper:
+            return [Configuration(32, 8), Configuration(16, 4)]
+        few, many = Configuration(16, 4), Configuration(16, 8)
+        return [few, many] if tile <= 64 * 64 else [many, few]
 
     def launch(self, kernel, *tensors, of: tuple[torch.Tensor, ...], **constants):
         """Launch a kernel over all segments; it takes the strides of the tensors `of`."""
@@ -321,6 +338,14 @@ class Fused(Call):
         return output, *end
 
 
+class ScanConfiguration(NamedTuple):
+    """The largest tiles of a scan, tokens of a chunk and columns of the sum, and its warps."""
+
+    chunk: int
+    columns: int
+    num_warps: int
+
+
 class Scans(Call):
     def __init__(self, *arguments):
         super().__init__(*arguments)
@@ -334,14 +359,14 @@ class Scans(Call):
 
     def pack(self, grad=None):
         """Return pack weights, or the gradients of their scores."""
-        output = self.empty(self.kind)
+        output, chunk = self.empty(self.kind), 16 if self.dtype == torch.float32 else 64
         numbers = (self.scale, *self.dropping, *strides(self.pack_key, self.pack_query, number=3))
         inputs = (self.pack_key, self.pack_query, self.mask, self.pack_mask, self.seed, grad, output)
         triton_launch.launch(
-            _pack_kernel, (self.batch * self.heads * triton.cdiv(self.length, 64),),
+            _pack_kernel, (self.batch * self.heads * triton.cdiv(self.length, chunk),),
             *inputs, *numbers, self.length, self.heads,
             SIZE=self.size, L=self.rows, ELU=self.elu, PRECISION=self.precision,
-            C=64, BK=block_of(self.size), BL=block_of(self.rows), num_warps=8, num_stages=1,
+            C=chunk, BK=block_of(self.size), BL=block_of(self.rows), num_warps=8, num_stages=1,
         )  # fmt: skip
         return output
 
@@ -361,7 +386,11 @@ class Scans(Call):
     ):
         """Run `_scan_kernel` into `output`; if `ends`, return the sum over all tokens, or None."""
         n, m = y.shape[3], z.shape[3]
-        chunk, columns, warps = self._configuration(n, m)
+        # A tall sum leaves no registers for large tiles.
+        wide, (chunk, columns, warps) = self.dtype == torch.float32, self.configuration
+        if block_of(n) > (64 if wide else 128):
+            chunk, columns = min(chunk, 32), columns if self.hopper and not wide else 16
+        columns = block_of(m, columns)
         blocks = triton.cdiv(m, columns)
         segment = segment_length(self.batch * self.heads * blocks, self.length, chunk, self.device)
         segments = triton.cdiv(self.length, segment)
@@ -382,12 +411,20 @@ class Scans(Call):
         triton_launch.launch(_scan_kernel, grid, *tensors, *numbers, SUMS=False, RATE=rate, ADD=add, **constants)
         return end
 
-    def _configuration(self, n: int, m: int) -> tuple[int, int, int]:
-        """Return how many tokens in a chunk, columns of the sum and warps keep the kernel in registers."""
-        hopper, wide = triton_launch.target(self.device).capability >= (9, 0), block_of(n) > 128
+    def configure(self, configuration: ScanConfiguration) -> None:
+        """Divide the scans of the call into programs of this configuration."""
+        self.configuration = configuration
+
+    @property
+    def hopper(self) -> bool:
+        return triton_launch.target(self.device).large
+
+    def configurations(self) -> list[ScanConfiguration]:
+        """Return the configurations to choose from. The first keeps the kernels in registers."""
         if self.dtype == torch.float32:
-            return 16, block_of(m, 32), 8
-        return 64 if hopper and not wide else 32, block_of(m, 64 if hopper or not wide else 32), 8
+            return [ScanConfiguration(16, 32, 8), ScanConfiguration(16, 32, 4)]
+        default = ScanConfiguration(64 if self.hopper else 32, 64, 8)
+        return [default, default._replace(columns=32), default._replace(num_warps=4)]
 
     def forward(self):
         packed, scores, output = self.pack(), self.empty(torch.float32), self.value.new_empty(self.value.shape)
@@ -399,9 +436,12 @@ class Scans(Call):
 
 
 def segment_length(heads: int, length: int, chunk: int, device: torch.device) -> int:
-    """Return the number of tokens in a segment, a multiple of the chunk, so that the segments fill the device."""
+    """Return the number of tokens in a segment, a multiple of the chunk, so that the segments fill the device.
+
+    Four programs of a processor run in two waves; one program more would start a third.
+    """
     processors = triton_launch.target(device).processors
-    segments = 1 if heads >= 2 * processors else triton.cdiv(4 * processors, heads)
+    segments = 1 if heads >= 2 * processors else max(1, 4 * processors // heads)
     return triton.cdiv(max(triton.cdiv(length, segments), MIN_SEGMENT), chunk) * chunk
 
 
@@ -416,11 +456,34 @@ def prefix_sums(sums: torch.Tensor, first: torch.Tensor | None, reverse: bool = 
 
 
 def prepare(*arguments) -> Fused | Scans:
-    """Return the call of the operator's arguments."""
-    pack_query = arguments[4]
-    return (Fused if pack_query.shape[1] <= FUSED_ROWS else Scans)(*arguments)
+    """Return the call of the operator's arguments, by the strategy whose sums fit the registers."""
+    query, value, pack_query = arguments[0], arguments[3], arguments[4]
+    fits = pack_query.shape[1] <= FUSED_ROWS
+    if query.dtype != torch.bfloat16:
+        fits = fits and max(query.shape[3], value.shape[3]) <= FUSED_SIZE
+    if query.dtype == torch.float32:
+        fits = fits and triton_launch.target(query.device).large
+    return (Fused if fits else Scans)(*arguments)
+
+
+def choose(kernel: str, call: Fused | Scans, run: Callable[[], tuple]) -> tuple:
+    """Return the result of `run` with the configuration of the call that is chosen."""
+
+    def configured(configuration):
+        call.configure(configuration)
+        return run()
+
+    kind = [call.dtype, f"heads of {block_of(call.size)} and {block_of(call.width)}", f"l {block_of(call.rows)}"]
+    kind += [call.precision] if call.dtype == torch.float32 else []
+    kind += [] if call.seed is None else ["dropout"]
+    sizes = {"heads": call.batch * call.heads, "length": call.length}
+    name = f"{type(call).__name__.lower()} {kernel}"
+    return triton_choice.choose(
+        "luna_causal_attention", name, kind, sizes, call.configurations(), configured, call.device
+    )
 
 
 def forward(*arguments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the result, and both means behind the last token, float32."""
-    return prepare(*arguments).forward()
+    call = prepare(*arguments)
+    return choose("forward", call, call.forward)

@@ -147,5 +147,5 @@ def weigh_chunk(
     k = load_tile(K, t, k_t, kept, column, SIZE)
     similarity = tl.where(r[:, None] >= r[None, :], dot(q, tl.trans(k), None, PRECISION), 0.0)
     scores = dot(similarity.to(INNER), a, None, PRECISION)
-    scores = dot(q.to(tl.float32), sum_k, scores, PRECISION) * (rate * scale)[:, None]
+    scores = dot(q, sum_k, scores, PRECISION) * (rate * scale)[:, None]
     return kept, rate, k, a, softmax(scores, used)

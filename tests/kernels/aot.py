@@ -1,10 +1,12 @@
-"""Compile the launches of every Triton backend for sm_80 and sm_90, without a GPU, and report what they use.
+"""Compile the launches of every Triton backend for several targets, without a GPU, and report what they use.
 
 A script, because a process that interprets kernels cannot compile them:
 `TRITON_INTERPRET=0 python tests/kernels/aot.py [op ...] [--arch 90] [--json FILE] [--budgets]`.
 
 The launches come from `cases()` of `aot_<op>.py` beside this file, which yields (name, function without arguments); the
-function calls the op's Python functions with tensors on meta, and their launches are compiled exactly as they are.
+function calls the op's Python functions with tensors on meta, and their launches are compiled exactly as they are, for
+sm_80 and sm_90. `edges()` yields (name, targets, function): sizes, dtypes and targets with least room. `of_length()`
+launches what must not be compiled again for another of `LENGTHS`.
 """
 
 import argparse
@@ -27,9 +29,12 @@ from luna_mega.kernels.common import triton_launch
 
 HERE = Path(__file__).resolve().parent
 OPS = ("luna_attention", "luna_causal_attention", "damped_ema", "gated_attention")
-TARGETS = {80: triton_launch.Target((8, 0), 108), 90: triton_launch.Target((9, 0), 132)}
-# Bytes of one block; the CUDA driver keeps 1 KB of it.
-SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
+TARGETS = {
+    80: triton_launch.Target((8, 0), 108, 163 * 1024),
+    89: triton_launch.Target((8, 9), 128, 99 * 1024),
+    90: triton_launch.Target((9, 0), 132, 227 * 1024),
+    120: triton_launch.Target((12, 0), 170, 99 * 1024),
+}
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
 TYPES |= {torch.bool: "i1", torch.uint8: "u8"}
 # The most a kernel may use, in the newest and in the oldest Triton: `test_aot.py` fails where it uses more.
@@ -40,16 +45,34 @@ COLUMNS = ("registers", "stack", "spills", "shared", *INSTRUCTIONS)
 KEY = ("op", "kernel", "case", "arch")
 
 
-def launches(op: str, arch: int):
-    """Yield (case, launch) of every kernel that the cases of an op launch."""
+def _cases(op: str):
     spec = importlib.util.spec_from_file_location(f"aot_{op}", HERE / f"aot_{op}.py")
     cases = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(cases)
-    for name, run in cases.cases():
+    return cases
+
+
+def launches(op: str, arch: int):
+    """Yield (case, launch) of every kernel that the cases of an op launch."""
+    cases = _cases(op)
+    runs = [(name, (80, 90), run) for name, run in cases.cases()]
+    for name, targets, run in (*runs, *cases.edges()):
+        if arch not in targets:
+            continue
         with triton_launch.recording(TARGETS[arch]) as recorded:
             run()
         for launch in recorded:
             yield name, launch
+
+
+def keys_of_lengths(op: str) -> list[list[str]]:
+    """Return what is compiled for each of `LENGTHS`."""
+    keys = []
+    for length in _cases(op).LENGTHS:
+        with triton_launch.recording(TARGETS[90]) as recorded:
+            _cases(op).of_length(length)
+        keys.append(sorted({compile_launch(launch, 90)[0] for launch in recorded}))
+    return keys
 
 
 def compile_launch(launch: triton_launch.Launch, arch: int):
@@ -58,8 +81,8 @@ def compile_launch(launch: triton_launch.Launch, arch: int):
     names, signature, constants, attributes = launch.kernel.arg_names, {}, {}, {}
     values = dict(zip(names, launch.arguments, strict=False)) | launch.constants
     for index, name in enumerate(names):
-        value = values[name]
-        if name in launch.constants or value is None or (type(value) is int and value == 1):
+        value, any_number = values[name], launch.kernel.params[index].do_not_specialize
+        if name in launch.constants or value is None or (type(value) is int and value == 1 and not any_number):
             signature[name], constants[(index,)] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[name], attributes[(index,)] = f"*{TYPES[value.dtype]}", [["tt.divisibility", 16]]
@@ -67,7 +90,7 @@ def compile_launch(launch: triton_launch.Launch, arch: int):
             signature[name] = "fp32"
         else:
             signature[name] = "i32" if abs(value) < 2**31 else "i64"
-            if value % 16 == 0:
+            if value % 16 == 0 and not any_number:
                 attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": True}
@@ -93,7 +116,10 @@ def report(compiled) -> dict[str, int]:
             spills = len(re.findall(r"\b(LDL|STL)\b", code))
     wgmma, mma = (len(re.findall(rf"\b{name}\b", compiled.asm["ptx"])) for name in INSTRUCTIONS.values())
     used = registers, stack, spills, compiled.metadata.shared + static, wgmma, mma
-    return dict(zip(COLUMNS, used, strict=True))
+    # Tensor cores cut float32 off to TF32, so it must be rounded before.
+    tf32 = re.search(r"mma\S*\.tf32", compiled.asm["ptx"])
+    cut_off = tf32 is not None and "cvt.rna.tf32" not in compiled.asm["ptx"]
+    return dict(zip(COLUMNS, used, strict=True)) | {"cut_off": cut_off}
 
 
 def read_budgets() -> dict[tuple[str, ...], dict[str, int]]:
@@ -145,7 +171,16 @@ def main() -> None:
                 variants[kernel, case] += 1
                 if variants[kernel, case] > 1:  # of one case, the forward and the backward pass may launch the same
                     case += f" ({variants[kernel, case]})"
-                rows.append({"op": op, "kernel": kernel, "case": case, "arch": arch, **used})
+                rows.append(
+                    {
+                        "op": op,
+                        "kernel": kernel,
+                        "case": case,
+                        "arch": arch,
+                        "available": TARGETS[arch].shared_memory,
+                        **used,
+                    }
+                )
                 label = f"{op} {kernel}, {case}"
                 print(
                     f"{label:<72} sm_{arch}", *(f"{used[c]:>9}" for c in COLUMNS), f"{time.perf_counter() - start:7.1f}"
@@ -153,7 +188,9 @@ def main() -> None:
     if arguments.budgets:
         widen_budgets(rows)
     if arguments.json:
-        arguments.json.write_text(json.dumps({"triton": triton.__version__, "kernels": rows}, indent=1))
+        lengths = {op: keys_of_lengths(op) for op in arguments.ops or OPS}
+        content = {"triton": triton.__version__, "kernels": rows, "lengths": lengths}
+        arguments.json.write_text(json.dumps(content, indent=1))
 
 
 if __name__ == "__main__":

@@ -42,3 +42,17 @@ def cases():
         "ragged of one chunk, N=64",
         partial(call, batch=4, length=50, states=64, ragged=True, directions=2, shift=True),
     )
+
+
+LENGTHS = 4000, 4096, 4009
+
+
+def of_length(length):
+    """Launch what a change of the length must not compile again."""
+    call(length=length)
+    call(length=length, ragged=True)
+
+
+def edges():
+    """Yield (name, targets, function): no kernel uses shared memory or tensor cores, so that targets differ little."""
+    yield "causal bf16 D=200", (120,), partial(call, channels=200)

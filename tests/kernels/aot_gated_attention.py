@@ -32,6 +32,36 @@ def cases():
     yield "ragged, dropout, bf16", functools.partial(run, *LRA, torch.bfloat16, ragged=True)
 
 
+# The mask is loaded in vectors, so two kinds are compiled: for multiples of 16, and others.
+LENGTHS = 4000, 4096
+
+
+def of_length(length):
+    """Launch what a change of the length must not compile again: chunks, full attention, steps."""
+    for batch, chunk, causal in ((4, 128, False), (4, length, True)):
+        shape = batch, length, length, chunk, 128, 1024, "softmax", causal, True, torch.bfloat16
+        run(*shape)
+        run(*shape, backward=True)
+    run(8, 1, length, length, 128, 1024, "laplace", True, True, torch.bfloat16)
+
+
+def edges():
+    """Yield (name, targets, function): consumer cards with least shared memory, sizes that are no powers of two."""
+    bfloat16, shape = torch.bfloat16, (4, 4096, 4096)
+    yield "wt103 bf16", (120,), functools.partial(run, *WT103)
+    yield (
+        "Z=256 in chunks bf16",
+        (89,),
+        functools.partial(run, *shape, 128, 256, 1536, "softmax", True, False, bfloat16),
+    )
+    odd = functools.partial(run, *shape, 128, 40, 200, "laplace", False, True, bfloat16)
+    yield "Z=40 V=200 bf16", (90,), odd
+    yield "Z=40 V=200 bf16 backward", (90,), functools.partial(odd, backward=True)
+    odd = functools.partial(run, *shape, 128, 96, 80, "laplace", False, True, torch.float32)
+    yield "Z=96 V=80 fp32", (80,), odd
+    yield "Z=200 V=96 bf16", (120,), functools.partial(run, *shape, 4096, 200, 96, "softmax", False, True, bfloat16)
+
+
 def run(
     batch, queries, keys, chunk, size, width, function, causal, masked, dtype, backward=False, ragged=False
 ):  # fmt: skip

@@ -9,14 +9,15 @@ from luna_mega.kernels.luna_attention import triton_backward, triton_forward
 BATCH, TOKENS, HEADS, HEAD_SIZE = 8, 4096, 12, 64
 
 
-def _run(op, rows, tied=True, masked=True, ragged=False, dropout=0.0, dtype=torch.bfloat16, head_size=None):
+def _run(op, rows, tied=True, masked=True, ragged=False, dropout=0.0, dtype=torch.bfloat16, head_size=None,
+         length=TOKENS, precision="tf32x3"):  # fmt: skip
     """Forward and backward of `op`, "pack" or "unpack", on meta."""
 
     def empty(*shape, dtype=dtype):
         return torch.empty(shape, dtype=dtype, device="meta")
 
     rest = HEADS, head_size or HEAD_SIZE
-    tokens, few = (1, BATCH * TOKENS) if ragged else (BATCH, TOKENS), (BATCH, rows)
+    tokens, few = (1, BATCH * length) if ragged else (BATCH, length), (BATCH, rows)
     queries, keys = (few, tokens) if op == "pack" else (tokens, few)
     side = ("key" if op == "pack" else "query") if ragged else None
     tensors = (
@@ -27,8 +28,8 @@ def _run(op, rows, tied=True, masked=True, ragged=False, dropout=0.0, dtype=torc
         empty(BATCH + 1, dtype=torch.int32) if ragged else None,
         empty(1, dtype=torch.int64) if dropout else None,
     )
-    precision = "tf32x3" if dtype == torch.float32 else "tf32"
-    options = side, TOKENS if ragged else 0, rest[1] ** -0.5, dropout, precision
+    precision = precision if dtype == torch.float32 else "tf32"
+    options = side, length if ragged else 0, rest[1] ** -0.5, dropout, precision
     output = triton_forward.forward(*tensors, *options)
     triton_backward.backward(output[0], *output, *tensors, *options)
 
@@ -42,3 +43,27 @@ def cases():
     yield "unpack l=128", partial(_run, "unpack", 128)
     yield "unpack l=128 ragged", partial(_run, "unpack", 128, ragged=True)
     yield "unpack l=16 untied head size 128", partial(_run, "unpack", 16, tied=False, head_size=128)
+
+
+# Vectors of float32 begin at multiples of the length, so two kinds are compiled: for multiples of 16, and others.
+LENGTHS = 4000, 4096
+
+
+def of_length(length):
+    """Launch what a change of the length must not compile again."""
+    for op in ("pack", "unpack"):
+        _run(op, 128, length=length)
+        _run(op, 128, ragged=True, length=length)
+
+
+def edges():
+    """Yield (name, targets, function): heads that fill no tile, on the targets with least room."""
+    fp32, fp16 = torch.float32, torch.float16
+    yield "pack l=128 fp32 head size 80", (80,), partial(_run, "pack", 128, dtype=fp32, head_size=80)
+    yield "pack l=128 untied fp16 head size 96", (89,), partial(_run, "pack", 128, tied=False, dtype=fp16, head_size=96)
+    yield (
+        "pack l=128 fp32 ieee head size 128",
+        (90,),
+        partial(_run, "pack", 128, dtype=fp32, head_size=128, precision="ieee"),
+    )
+    yield "unpack l=200 head size 40", (120,), partial(_run, "unpack", 200, head_size=40)

@@ -9,21 +9,21 @@ from luna_mega.kernels.luna_causal_attention import triton_backward, triton_forw
 LENGTH, SIZE = 4096, 64
 
 
-def inputs(batch, heads, rows, dtype, stateful, length=LENGTH):
+def inputs(batch, heads, rows, dtype, stateful, length=LENGTH, size=SIZE):
     """Return query, pack_key, key, value, pack_query, count, mask, pack_mask, both means, count of the state."""
-    tokens = [torch.empty(batch, length, heads, SIZE, dtype=dtype, device="meta") for _ in range(4)]
-    pack_query = torch.empty(batch, rows, heads, SIZE, dtype=dtype, device="meta")
+    tokens = [torch.empty(batch, length, heads, size, dtype=dtype, device="meta") for _ in range(4)]
+    pack_query = torch.empty(batch, rows, heads, size, dtype=dtype, device="meta")
     count = torch.empty(batch, length, dtype=torch.int64, device="meta")
     mask = torch.empty(batch, length, dtype=torch.bool, device="meta") if stateful else None
     state = (None, None, None)
     if stateful:
-        means = (torch.empty(batch, heads, *size, device="meta") for size in ((SIZE, rows), (rows, SIZE)))
+        means = (torch.empty(batch, heads, *size, device="meta") for size in ((size, rows), (rows, size)))
         state = (*means, count[:, 0])
     return *tokens, pack_query, count, mask, None, *state
 
 
-def both(batch, rows, dtype, stateful=False, dropout=0.0, backward=True):
-    arguments = inputs(batch, 12, rows, dtype, stateful)
+def both(batch, rows, dtype, stateful=False, dropout=0.0, backward=True, size=SIZE, length=LENGTH):
+    arguments = inputs(batch, 12, rows, dtype, stateful, length, size)
     seed = torch.empty(1, dtype=torch.int64, device="meta") if dropout else None
     options = ("softplus", dropout, seed, "tf32x3")
     outputs = triton_forward.forward(*arguments, *options)
@@ -49,3 +49,22 @@ def cases():
     yield "l=128 bf16", functools.partial(both, 32, 128, bfloat16, backward=False)
     yield "l=256 bf16", functools.partial(both, 32, 256, bfloat16)
     yield "step, l=256 bf16", functools.partial(step, 8, 256, bfloat16)
+
+
+# The mask is loaded in vectors, so two kinds are compiled: for multiples of 16, and others.
+LENGTHS = 4000, 4096
+
+
+def of_length(length):
+    """Launch what a change of the length must not compile again."""
+    both(8, 32, torch.bfloat16, stateful=True, length=length)
+    both(8, 128, torch.bfloat16, length=length)
+
+
+def edges():
+    """Yield (name, targets, function) of the widest heads and the largest P."""
+    wide = functools.partial(both, 32, size=128)
+    yield "l=64 fp32, heads of 128", (80,), functools.partial(wide, 64, torch.float32, backward=False)
+    yield "l=64 fp16, heads of 128", (90,), functools.partial(wide, 64, torch.float16, backward=False)
+    yield "l=256 bf16, heads of 128, dropout", (90,), functools.partial(wide, 256, torch.bfloat16, dropout=0.1)
+    yield "l=64 bf16, heads of 80", (120,), functools.partial(both, 32, 64, torch.bfloat16, size=80, backward=False)

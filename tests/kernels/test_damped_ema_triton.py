@@ -33,7 +33,7 @@ def forward_module(triton_device):
 def device(triton_device, forward_module, monkeypatch):
     """Chunks of 8 positions, however many processors there are."""
     monkeypatch.setattr(forward_module, "SHORTEST_CHUNK", CHUNK)
-    monkeypatch.setattr(forward_module, "PROGRAMS", 1 << 20)
+    monkeypatch.setattr(forward_module, "CONFIGURATIONS", (forward_module.Configuration(1 << 20, 8),))
     return triton_device
 
 

@@ -125,32 +125,6 @@ def test_float32_precision():
         api.use_float32_precision("tf32").__enter__()
 
 
-def test_tuning_is_opt_in(monkeypatch):
-    """The first configuration, or the fastest of all, timed once for what `key` says."""
-    pytest.importorskip("triton", reason="Triton is not installed")
-    from luna_mega.kernels.common import triton_launch
-
-    seconds, ran = {"a": 3.0, "b": 1.0, "c": 2.0}, []
-
-    def time(function, **_):
-        function()
-        return seconds[ran[-1]]
-
-    def run(configuration):
-        ran.append(configuration)
-        return configuration
-
-    monkeypatch.setattr(triton_launch, "INTERPRETED", False)
-    monkeypatch.setattr(triton_launch, "_fastest", {})
-    monkeypatch.setattr(triton_launch.triton.testing, "do_bench", time)
-    assert triton_launch.choose(("key",), "abc", run) == "a" and ran == ["a"]
-    monkeypatch.setenv("LUNA_MEGA_AUTOTUNE", "1")
-    ran.clear()
-    assert triton_launch.choose(("key",), "abc", run) == "b" and ran == ["a", "b", "c", "b"]
-    assert triton_launch.choose(("key",), "abc", run) == "b" and ran == ["a", "b", "c", "b", "b"]
-    assert triton_launch.choose(("other",), "a", run) == "a"
-
-
 def test_errors():
     with pytest.raises(ValueError, match="no op 'luna'; choose one of"):
         api.explain("luna")

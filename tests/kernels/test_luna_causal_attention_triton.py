@@ -133,6 +133,15 @@ def test_configurations_of_sm_80(monkeypatch, triton_device, rows):
     check(triton_device, Inputs(90, "left", True, heads=1, rows=rows, size=48), torch.float16)
 
 
+@pytest.mark.parametrize("heads", [1, 96, 200, 1000])
+def test_segments_fill_the_device_without_a_wave_more(triton_device, heads):
+    from luna_mega.kernels.luna_causal_attention import triton_forward
+
+    processors = triton_forward.triton_launch.target(triton_device).processors
+    segments = math.ceil(2**20 / triton_forward.segment_length(heads, 2**20, 64, triton_device))
+    assert segments == 1 if heads == 1000 else 3 * processors < heads * segments <= 4 * processors
+
+
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 def test_activations_in_both_tails(triton_device, activation):
     """The mean of values of 1 behind one token is the pack weight."""

@@ -1,0 +1,43 @@
+"""Compile the configurations that tuning may choose for an H100, without a GPU, and check that they fit its memory.
+
+A script, as `aot.py` is: `TRITON_INTERPRET=0 python tests/kernels/aot_candidates.py [part of the name of a case ...]`.
+It leaves out the defaults, which `aot.py` compiles. The exit status is 1 where a configuration asks for more shared
+memory than a block can have: it has to be taken from the list of its kernel.
+"""
+
+import importlib
+import sys
+
+import aot
+
+from luna_mega.kernels.common import triton_launch
+
+ARCH = 90
+
+
+def main(words: list[str]) -> int:
+    too_large = seen = 0
+    for op in aot.OPS:
+        for case, run in importlib.import_module(f"aot_{op}").cases():
+            if words and not any(word in f"{op} {case}" for word in words):
+                continue
+            compiled = set()
+            for every in (False, True):
+                with triton_launch.recording(aot.TARGETS[ARCH], every=every) as launches:
+                    run()
+                for launch in launches:
+                    key, compile_it = aot.compile_launch(launch, ARCH)
+                    if every and key not in compiled:
+                        shared, seen = compile_it().metadata.shared, seen + 1
+                        fits = shared + 1024 <= aot.TARGETS[ARCH].shared_memory  # the driver keeps 1 KB
+                        too_large += not fits
+                        print(
+                            f"{op} {case}: {launch.kernel.fn.__name__} {launch.num_warps} warps, {shared} bytes", fits
+                        )
+                    compiled.add(key)
+    print(f"{seen} configurations, {too_large} of them too large")
+    return 1 if too_large or not seen else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,123 @@
+"""Every operator returns what its fake promises, strides included: Inductor compiles for the promise and checks it."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from luna_mega.kernels.api import (
+    damped_ema,
+    damped_ema_step,
+    gated_attention,
+    luna_causal_attention,
+    luna_causal_attention_step,
+    luna_pack,
+    luna_unpack,
+)
+
+
+def described(x):
+    """Return what a compiler takes for granted of a tensor; the stride of a dimension of size 1 is not."""
+    strides = [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1 and x.numel()]
+    return x.dtype, x.shape, strides, x.storage_offset()
+
+
+class Promises(TorchDispatchMode):
+    """Compare the results of this package's operators with those of their fakes."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, operator, types, arguments=(), options=None):
+        results = operator(*arguments, **(options or {}))
+        if operator.namespace == "luna_mega":
+            self.seen.add(operator._schema.name.partition("::")[2])
+            with FakeTensorMode() as mode:
+                fakes = operator(*(mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in arguments))
+            for number, pair in enumerate(zip(*map(torch.utils._pytree.tree_leaves, (results, fakes)), strict=True)):
+                result, promise = map(described, pair)
+                assert result == promise, f"{operator}, result {number}: {result} is promised as {promise}"
+        return results
+
+
+def heads_first(*shape):
+    """Return a leaf of heads `[B, T, H, K]` as `transpose` leaves them."""
+    return torch.randn(*shape).transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+
+
+def causal(backend, rows):
+    tokens = [heads_first(2, 20, 2, 8) for _ in range(4)]
+    pack_query = heads_first(2, rows, 2, 8)
+    options = {"mask": torch.arange(20) < torch.tensor([[20], [11]]), "backend": backend}
+    state = luna_causal_attention(tokens[0], pack_query, *tokens[1:], return_state=True, **options)[1]
+    result, state = luna_causal_attention(
+        tokens[0], pack_query, *tokens[1:], state=state, return_state=True, dropout=0.1, **options
+    )
+    one, state = luna_causal_attention_step(
+        tokens[0][:, 0], pack_query, *(x[:, 0] for x in tokens[1:]), state, backend=backend
+    )
+    return result, one, *state[:2]
+
+
+def packed(backend, tied):
+    key, value, few = (heads_first(2, length, 3, 8) for length in (40, 40, 5))
+    value = key if tied else value
+    if backend == "torch":  # the operator that a compiled program calls
+        return torch.ops.luna_mega.attend(few, key, value, None, 0.5)[:1]
+    result = luna_pack(few, key, value, torch.arange(40) < torch.tensor([[40], [11]]), backend=backend)
+    return result, luna_unpack(key, few, few if tied else result, backend=backend)
+
+
+def gated(backend, function):
+    query, key = (torch.randn(20, 2, 8, requires_grad=True).transpose(0, 1) for _ in range(2))
+    value, bias = torch.randn(2, 20, 24, requires_grad=True)[..., 1:], torch.randn(63, requires_grad=True)
+    mask = torch.arange(20) < torch.tensor([[20], [11]])
+    options = {"function": function, "causal": function == "softmax", "chunk_size": 8, "backend": backend}
+    return (gated_attention(query, key, value, bias, mask=mask, **options),)
+
+
+def average(backend, bidirectional):
+    x = torch.randn(20, 2, 8, requires_grad=True).transpose(0, 1)
+    shape = 16 if bidirectional else 8, 4
+    parameters = [torch.randn(*shape, requires_grad=True) for _ in range(4)]
+    skip, options = torch.randn(8, requires_grad=True), {"backend": backend}
+    if bidirectional:
+        return (damped_ema(x, *parameters, skip=skip, **options),)
+    result, state = damped_ema(x, *parameters, skip=skip, return_state=True, **options)
+    return result, *damped_ema_step(x[:, 0], state, *parameters, skip=skip, **options)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize(
+    "call, option",
+    [(causal, 5), (causal, 70), (packed, True), (packed, False), (gated, "softmax"), (gated, "laplace")]
+    + [(average, True), (average, False)],
+)
+def test_results_are_what_the_fakes_promise(triton_device, monkeypatch, call, option, backend):
+    if backend == "triton":
+        from luna_mega.kernels.luna_causal_attention import triton_forward
+
+        monkeypatch.setattr(triton_forward, "MIN_SEGMENT", 16)
+    with torch.device(triton_device), Promises() as promises:
+        sum(x.square().sum() for x in call(backend, option)).backward()
+    assert any("backward" in name for name in promises.seen), promises.seen
+
+
+def test_inductor_trains(triton_device):
+    """All ops in one program, forward and backward, from tensors whose strides are not those of new ones."""
+    backend = "triton"
+
+    def loss(*x):
+        result = luna_causal_attention(x[0], x[1], *[x[0]] * 3, backend=backend)
+        result = luna_unpack(result, *[luna_pack(x[1], x[0], x[0], backend=backend)] * 2, backend=backend).flatten(2)
+        result = damped_ema(result, *x[2:6], backend=backend)
+        return gated_attention(result, result, result, x[6], function="laplace", backend=backend).square().sum()
+
+    torch.compiler.reset()
+    parameters = [torch.randn(24, 4, requires_grad=True) for _ in range(4)]
+    leaves = [heads_first(2, 20, 3, 8), heads_first(2, 5, 3, 8), *parameters, torch.randn(39, requires_grad=True)]
+    leaves = [x.detach().to(triton_device).requires_grad_() for x in leaves]
+    gradients = [torch.autograd.grad(run(*leaves), leaves) for run in (torch.compile(loss, fullgraph=True), loss)]
+    for compiled, eager in zip(*gradients, strict=True):
+        torch.testing.assert_close(compiled, eager, atol=1e-4, rtol=1e-3)

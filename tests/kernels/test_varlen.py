@@ -1,0 +1,61 @@
+"""`cu_seqlens` that do not fit their tokens: an error at once on a CPU, an assertion on the device elsewhere."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from luna_mega.kernels import varlen
+from luna_mega.kernels.api import luna_pack
+
+WRONG = {
+    "begins behind 0": ([1, 4, 10], 6, "must rise from 0 to 10"),
+    "ends before the last token": ([0, 4, 9], 6, "must rise from 0 to 10"),
+    "ends behind the last token": ([0, 4, 11], 7, "must rise from 0 to 10"),
+    "falls": ([0, 12, 10], 12, "must rise from 0 to 10"),
+    "longer than max_seqlen": ([0, 4, 10], 5, "max_seqlen is 5, but a sequence has length 6"),
+}
+
+
+@pytest.mark.parametrize("bounds, longest, message", WRONG.values(), ids=WRONG)
+def test_wrong_bounds(bounds, longest, message):
+    """A compiled program sees no values; it checks them as a GPU does, when it runs."""
+    bounds = torch.tensor(bounds)
+    with pytest.raises(ValueError, match=message):
+        varlen.check("an op", bounds, longest, 10)
+    with pytest.raises(RuntimeError, match="cu_seqlens must rise from 0 to the length, by at most max_seqlen"):
+        varlen._assert_on_device("an op", bounds, bounds.diff(), longest, 10)
+
+
+def test_a_compiled_program_checks_its_bounds(triton_device):
+    query, key = torch.randn(2, 3, 1, 8, device=triton_device), torch.randn(1, 10, 1, 8, device=triton_device)
+
+    def pack(cu_seqlens):
+        return luna_pack(query, key, key, cu_seqlens=cu_seqlens, max_seqlen=6, backend="triton")
+
+    compiled = torch.compile(pack, fullgraph=True, backend="aot_eager")
+    right = torch.tensor([0, 4, 10], device=triton_device)
+    assert torch.equal(compiled(right), pack(right))
+    if triton_device.type == "cpu":  # on a GPU the assertion ends the process
+        with pytest.raises(RuntimeError, match="luna_pack: cu_seqlens must rise from 0"):
+            compiled(torch.tensor([0, 4, 9]))
+
+
+def test_a_gpu_is_not_waited_for():
+    """A tensor on meta has no values to read; every tensor is checked once, unless it is changed."""
+
+    class Assertions(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, operator, types, arguments=(), options=None):
+            self.count += operator is torch.ops.aten._assert_async.msg
+            return operator(*arguments, **(options or {}))
+
+    with Assertions() as assertions:
+        cu_seqlens = torch.empty(3, dtype=torch.int32, device="meta")
+        counts = []
+        for total, longest in ((10, 6), (10, 6), (12, 6), (12, 7)):
+            assert varlen.check("an op", cu_seqlens, longest, total) == longest
+            counts.append(assertions.count)
+        cu_seqlens.add_(1)
+        varlen.check("an op", cu_seqlens, 7, 12)
+    assert counts == [1, 1, 2, 3] and assertions.count == 4
