@@ -92,12 +92,14 @@ class MegaCacheLayer(StateLayer):
 
     def _make_room(self, keys, values, columns, chunk_size):
         """See to it that the buffers have so many columns, that of a chunk or twice as many as before if they grow."""
+        columns = chunk_size or columns
         if self.keys is None:
             self.position = torch.zeros(len(keys), dtype=torch.int64, device=keys.device)
             old = (keys[:, :0], values[:, :0], keys.new_empty(len(keys), 0, dtype=torch.bool))
-        elif getattr(self, "_owned", False) and self.keys.shape[1] >= columns and self.keys.is_inference() == keys.is_inference():
-            return
         else:
+            owned = getattr(self, "_owned", False) and self.keys.is_inference() == keys.is_inference()
+            if owned and self.keys.shape[1] >= columns:
+                return
             old = (self.keys, self.values, self.mask)
         count = chunk_size or max(columns, 2 * old[0].shape[1])
         self.keys, self.values, self.mask = (_fill(x, count) for x in old)
