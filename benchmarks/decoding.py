@@ -167,7 +167,8 @@ def main(arguments: list[str] | None = None) -> None:
         raise ValueError(f"the models differ by more than 5 % in their parameters: {sizes}")
     for name, model in models.items():
         print(f"{name}: {sizes[name] / 1e6:.1f} M parameters, prefill of {PREFILL}: {prefill(model):.0f} tokens/s")
-    print("\n| batch | context | model | step, ms | floor, ms | of the floor | cache, MiB |\n|---|---|---|---|---|---|---|")
+    print("\n| batch | context | model | step, ms | floor, ms | times the floor | cache, MiB |")
+    print("|---|---|---|---|---|---|---|")
     rows = []
     for batch in options.batches:
         for context in options.contexts:
