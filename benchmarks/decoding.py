@@ -8,7 +8,7 @@ before every step. The steps of all models take turns; a figure is the median.
 
 Caches of Llama and GPT-2 are filled with random keys and values. Those of Mega and Luna are filled by a prompt of at
 most 1,024 tokens, from where on they keep their size; Mega's ends in the middle of a chunk, whose keys are on average
-half of them in use. Parameters are counted without GPT-2's positions, which grow with the context.
+half of them in use. Parameters are counted without tables of positions, which grow with the context.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def mega(inner: int, longest: int) -> PreTrainedModel:
 def luna(inner: int, longest: int) -> PreTrainedModel:
     """Return Luna with a P of 32 rows."""
     sizes = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
-    sizes |= {"intermediate_size": inner, "projection_length": ROWS}
+    sizes |= {"intermediate_size": inner, "projection_length": ROWS, "max_position_embeddings": longest}
     return LunaForCausalLM(LunaConfig(vocab_size=VOCABULARY, is_decoder=True, pad_token_id=0, **sizes))
 
 
@@ -160,7 +160,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     logging.set_verbosity_error()
     torch.manual_seed(0)
-    longest = max(options.contexts) + options.rounds + 1
+    longest = max(*options.contexts, LONGEST_PROMPT) + CHUNK + options.rounds + 1
     models = {name: build(inner, longest).eval() for name, (build, inner) in MODELS.items() if name in options.models}
     sizes = {name: parameters(model) for name, model in models.items()}
     if max(sizes.values()) > 1.05 * min(sizes.values()):

@@ -142,7 +142,9 @@ def language_model_activations(config: MegaConfig, kind: str) -> int:
 def cache_numbers(config: MegaConfig, length: int) -> int:
     """Return the numbers that a decoder remembers of `length` positions, and of a source of as many."""
     width, shared = config.hidden_size, config.shared_representation_size
-    of_layer = (config.attention_chunk or length) * (shared + config.intermediate_size) + width * config.ema_projection_size
+    of_layer = (config.attention_chunk or length) * (
+        shared + config.intermediate_size
+    ) + width * config.ema_projection_size
     if config.truncation is not None:
         of_layer += width * (config.ema_projection_size + config.truncation)
     if config.add_cross_attention:
