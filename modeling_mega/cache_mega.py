@@ -97,7 +97,9 @@ class MegaCacheLayer(StateLayer):
             self.position = torch.zeros(len(keys), dtype=torch.int64, device=keys.device)
             old = (keys[:, :0], values[:, :0], keys.new_empty(len(keys), 0, dtype=torch.bool))
         else:
-            owned = getattr(self, "_owned", False) and self.keys.is_inference() == keys.is_inference()
+            owned = getattr(self, "_owned", False)
+            if owned and not torch.compiler.is_compiling():  # which knows no inference mode
+                owned = self.keys.is_inference() == keys.is_inference()
             if owned and self.keys.shape[1] >= columns:
                 return
             old = (self.keys, self.values, self.mask)
