@@ -1,6 +1,8 @@
 """Base of the caches: what a decoder remembers between calls, as tensors that transformers' generation can reorder."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+from weakref import ref
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
@@ -10,11 +12,46 @@ from transformers.modeling_utils import PreTrainedModel
 _PREFIX_TUNING = "in place of prefix tuning, which brings keys and values, use prompt tuning or LoRA"
 
 
+class Constants:
+    """Values that depend on weights alone, kept until a weight changes.
+
+    They are no part of a cache's state: copies of it and files begin without them.
+    """
+
+    def __init__(self):
+        self.kept = {}
+
+    def __deepcopy__(self, memo: dict) -> "Constants":
+        return Constants()
+
+    def __reduce__(self):
+        return Constants, ()
+
+    def get(self, name: str, weights: Sequence[torch.Tensor], compute: Callable[[], Any], key: Hashable = None) -> Any:
+        """Return `compute()`, or what it gave the last time if `key` and `weights` are the same since.
+
+        Nothing is kept in compiled programs, for autograd and of weights that do not tell when they change.
+        """
+        if torch.compiler.is_compiling() or any(x.is_inference() for x in weights):
+            return compute()
+        if torch.is_grad_enabled() and any(x.requires_grad for x in weights):
+            return compute()
+        key = (key, torch.is_inference_mode_enabled())  # what is computed there stays out of autograd for good
+        stamps, kept = [(x._version, x.data_ptr()) for x in weights], self.kept.get(name)
+        if kept is not None:
+            same = kept[0] == key and kept[2] == stamps
+            if same and all(known() is x for known, x in zip(kept[1], weights, strict=True)):
+                return kept[3]
+        value = compute()
+        self.kept[name] = (key, [ref(x) for x in weights], stamps, value)
+        return value
+
+
 class StateLayer(CacheLayerMixin):
     """The memory of one layer over B sequences: the attributes that `fields` names, tensors `[B, ...]` or None."""
 
     # A number among the attributes would be a constant of an exported program, which then took no longer cache.
-    __slots__ = ("_seen",)
+    __slots__ = ("_constants", "_seen")
     is_sliding = False
     supports_early_init = False
     fields: tuple[str, ...]
@@ -43,6 +80,13 @@ class StateLayer(CacheLayerMixin):
     @seen.setter
     def seen(self, count: int):
         self._seen = count
+
+    @property
+    def constants(self) -> Constants:
+        """Return what the layer's module has computed of its weights alone."""
+        if not hasattr(self, "_constants"):
+            self._constants = Constants()
+        return self._constants
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:

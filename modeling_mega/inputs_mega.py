@@ -72,7 +72,7 @@ class MegaInputsMixin(InputsMixin):
         # Numbers in an exported program would tie it to caches like that of the example.
         if not layer.is_initialized or torch.compiler.is_exporting():
             return
-        kept = layer.seen if config.attention_chunk is None else min(layer.seen, config.attention_chunk - 1)
+        kept = max(layer.seen, layer.keys.shape[1]) if config.attention_chunk is None else config.attention_chunk
         values = config.intermediate_size // self.layers[0].mega_layer.own_columns.ranks
         expected = [
             (batch, config.hidden_size, config.ema_projection_size),

@@ -27,6 +27,7 @@ from luna_mega.kernels.api import (
     TruncatedEmaState,
     damped_ema,
     damped_ema_step,
+    ema_coefficients,
     gated_attention,
     gated_attention_step,
 )
@@ -134,6 +135,8 @@ class MegaMovingAverage(nn.Module):
         if self.truncation is not None and state is not None:
             state = TruncatedEmaState(past.average, past.forgotten, past.inputs)
         if state is not None and hidden_states.shape[1] == 1:
+            if self.truncation is None:
+                options["coefficients"] = self.coefficients(past, state.dtype)
             mask = None if layout.mask is None else layout.mask[:, 0]
             output, state = damped_ema_step(hidden_states[:, 0], state, mask=mask, **options)
             output = output[:, None]
@@ -142,6 +145,15 @@ class MegaMovingAverage(nn.Module):
             output, state = damped_ema(hidden_states, mask=layout.mask, **options)
         past.store(**({"average": state} if self.truncation is None else state._asdict()))
         return output
+
+    def coefficients(self, past: MegaCacheLayer, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """Return what a step with states of this dtype needs of the parameters, kept in `past`."""
+        weights = (self.damping_factor, self.decay_factor, self.ema_expansion_matrix, self.kernel_projection_matrix)
+
+        def compute():
+            return ema_coefficients(*(x.squeeze(-1) for x in weights[:3]), weights[3], dtype=dtype)
+
+        return past.constants.get("average", weights, compute, dtype)
 
 
 class MegaGatedAttention(nn.Module):
@@ -152,6 +164,8 @@ class MegaGatedAttention(nn.Module):
         self.config = config
         width, values, shared = config.hidden_size, config.intermediate_size, config.shared_representation_size
         self.sizes = (width, shared, values, width)
+        self.pre_norm, self.chunk_size = config.normalize_before_mega, config.attention_chunk
+        self.function = config.attention_activation
         self.norm = MegaSequenceNorm(config, config.norm_affine)
         self.ema_gate = MegaMovingAverage(config)
         self.v_proj = nn.Linear(width, values)
@@ -178,28 +192,26 @@ class MegaGatedAttention(nn.Module):
         With `past` the sequences go on from there, and it is brought up to date.
         """
         residual = hidden_states
-        if self.config.normalize_before_mega:
+        if self.pre_norm:
             hidden_states = self.norm(hidden_states, layout)
         value = self.hidden_dropout(self.activation(self.v_proj(hidden_states)), layout)
         smoothed = self.dropout(self.ema_gate(hidden_states, layout, past), layout)
         update, shared, reset, candidate = self.mx_proj(smoothed).split(self.sizes, dim=-1)
         shared, reset = nn.functional.silu(shared), self.own_columns(nn.functional.silu(reset))
         query, key = (self.whole(shared * self.qk_weight[row] + self.qk_bias[row]) for row in (0, 1))
-        if layout.shard is not None:
-            key, value, keys, start, offset = reach_keys(key, value, layout, self.config.attention_chunk)
-        elif past is None:
-            keys, start, offset = layout, layout.start(), 0
+        if past is not None:
+            attended, weights = self.attend_cached(query, key, value, layout.mask, output_weights, past)
         else:
-            window = None if self.config.attention_chunk is None else self.config.attention_chunk - 1
-            key, value, mask, start = past.extend(key, value, layout.mask, window)
-            keys, offset = TokenLayout(mask), key.shape[1] - query.shape[1]
-        attended, weights = self.attend(query, key, value, keys, start, offset, output_weights)
+            keys, start, offset = layout, layout.start(), 0
+            if layout.shard is not None:
+                key, value, keys, start, offset = reach_keys(key, value, layout, self.chunk_size)
+            attended, weights = self.attend(query, key, value, keys, start, offset, output_weights)
         attended = self.dropout(self.activation(candidate + self.h_proj(attended * reset)), layout)
         # Before the gate, as the original has it: a sequence that is left out becomes (1 - update) * residual.
         attended = self.drop_path(attended, layout)
         # Under autocast the residual is wider than the other two, and lerp wants one dtype.
         output = torch.lerp(residual, attended.to(residual.dtype), update.to(residual.dtype).sigmoid())
-        if not self.config.normalize_before_mega:
+        if not self.pre_norm:
             output = self.norm(output, layout)
         return output, weights
 
@@ -207,22 +219,52 @@ class MegaGatedAttention(nn.Module):
         """Attend from the column `offset` on to keys: their layout, and the position `start` `[B]` of the first."""
         options = {
             "bias": self.whole(self.relative_bias(layout.sizes(key)[1], layout.grid)),
-            "function": self.config.attention_activation,
-            "chunk_size": self.config.attention_chunk,
+            "function": self.function,
+            "chunk_size": self.chunk_size,
             "start": start,
             "dropout": self.config.attention_probs_dropout_prob if self.training else 0.0,
             **layout.options(),
         }
-        if offset > 0 and query.shape[1] == 1 and self.config.is_decoder and offset == key.shape[1] - 1:
-            return gated_attention_step(query[:, 0], key, value, **options)[:, None], None
         options |= {"causal": self.config.is_decoder, "offset": offset, "return_weights": output_weights}
         attended = gated_attention(query, key, value, **options)
         return attended if output_weights else (attended, None)
 
+    def attend_cached(self, query, key, value, mask, output_weights, past):
+        """Add keys to `past`, and attend to what it has."""
+        chunk_size, single = self.chunk_size, query.shape[1] == 1 and not output_weights
+        reach = past.extend(key, value, mask, chunk_size)
+        length, offset = reach.keys.shape[1], reach.keys.shape[1] - query.shape[1]
+        if not single:
+            keys = (reach.keys, reach.values, TokenLayout(reach.mask), reach.start)
+            return self.attend(query, *keys, offset, output_weights)
+        if reach.column is not None or reach.start is None:
+            chunk_size = None  # the keys are those of one chunk
+        return gated_attention_step(
+            query[:, 0],
+            reach.keys,
+            reach.values,
+            self.kept_bias(past, length),
+            function=self.function,
+            chunk_size=chunk_size,
+            mask=reach.mask,
+            start=reach.start,
+            column=reach.column,
+            dropout=self.config.attention_probs_dropout_prob if self.training else 0.0,
+        )[:, None], None
+
+    def kept_bias(self, past: MegaCacheLayer, length: int) -> torch.Tensor:
+        """Return the bias of the positions of a chunk, or of all, kept in `past`."""
+        if self.chunk_size is not None:
+            length = self.chunk_size
+        elif isinstance(self.rel_pos_bias, MegaRotaryRelativeBias):
+            length = max(length, past.keys.shape[1])  # it grows with the memory
+        weights = tuple(self.rel_pos_bias._parameters.values())
+        return past.constants.get("bias", weights, lambda: self.whole(self.relative_bias(length)), length)
+
     def relative_bias(self, length: int, grid: tuple[int, int] | None = None) -> torch.Tensor:
         """Return the bias of the positions of a chunk, or of all, a vector over their differences."""
-        if self.config.attention_chunk is not None:
-            length, grid = self.config.attention_chunk, None
+        if self.chunk_size is not None:
+            length, grid = self.chunk_size, None
         return relative_bias(self.config, self.rel_pos_bias, length, grid)
 
 
@@ -466,8 +508,6 @@ class MegaModel(MegaInputsMixin, BodyMixin, MegaPreTrainedModel):
         if layout.is_ragged() and self.config.input_type == "patches":
             raise ValueError("pictures are not laid end to end: leave position_ids and cu_seq_lens_q out")
         source_layout = TokenLayout(self.check_source(encoder_hidden_states, encoder_attention_mask, sources, inputs))
-        if past is not None and layout.mask is None:
-            layout = TokenLayout(inputs.embeddings.new_ones(inputs.embeddings.shape[:2], dtype=torch.bool))
         hidden_states = self.embed_tokens(inputs.embeddings, token_type_ids, layout)
         for index, layer in enumerate(self.layers):
             hidden_states = layer(

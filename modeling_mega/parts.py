@@ -37,16 +37,18 @@ class MegaDropout(nn.Module):
         self.probability, self.features = probability, features
 
     def forward(self, states: torch.Tensor, layout: TokenLayout = DENSE) -> torch.Tensor:
-        if self.features and self.training and layout.is_ragged():
+        if not self.training:
+            return states
+        if self.features and layout.is_ragged():
             _, length, width = states.shape
             factors = nn.functional.dropout(states.new_ones(layout.sizes(states)[0], width), self.probability)
             return states * factors[layout.locate(length)[0]]
-        if self.features and self.training and layout.shard is not None and self.probability > 0.0:
+        if self.features and layout.shard is not None and self.probability > 0.0:
             factors = nn.functional.dropout(states.new_ones(states.shape[0], 1, states.shape[2]), self.probability)
             return states * first_ranks(factors, layout.shard)  # every part of a sequence loses the same channels
         if self.features:
-            return nn.functional.dropout1d(states.transpose(1, 2), self.probability, self.training).transpose(1, 2)
-        return nn.functional.dropout(states, self.probability, self.training)
+            return nn.functional.dropout1d(states.transpose(1, 2), self.probability).transpose(1, 2)
+        return nn.functional.dropout(states, self.probability)
 
 
 class MegaDropPath(nn.Module):

@@ -5,7 +5,8 @@ from itertools import pairwise
 import torch
 
 from luna_mega.kernels import varlen
-from luna_mega.kernels._op import Op
+from luna_mega.kernels._export import expm1
+from luna_mega.kernels._op import Op, without_autocast
 from luna_mega.kernels.context_parallel import ContextShard
 from luna_mega.kernels.damped_ema import export, reference, torch_backend
 from luna_mega.kernels.damped_ema.reference import working_dtype
@@ -28,7 +29,7 @@ def _triton(x, truncation, **call):
     return triton_ops.damped_ema(x, **call)
 
 
-def _triton_step(x, state, **call):
+def _triton_step(x, state, coefficients, **call):
     from luna_mega.kernels.damped_ema import triton_ops
 
     return triton_ops.step(x, state.to(torch.float32), **call)
@@ -46,6 +47,18 @@ def _from_parameters(run):
         return run(x, coefficients=coefficients, **rest)
 
     return run_parameters
+
+
+def _from_coefficients(run):
+    """Return a step that computes the coefficients where the call brings none."""
+
+    def run_step(x, parameters, coefficients, skip, state, mask):
+        dtype = working_dtype(x, parameters)
+        if coefficients is None:
+            coefficients = ema_coefficients(*parameters, dtype=dtype)
+        return run(x, state.to(dtype), coefficients, None if skip is None else skip.to(dtype), mask)
+
+    return run_step
 
 
 def _unsupported(x, parameters, truncation=None, max_seqlen=None, **_):
@@ -97,8 +110,8 @@ EMA = Op(
 STEP = Op(
     "damped_ema_step",
     {
-        "reference": _from_parameters(reference.step),
-        "torch": _from_parameters(torch_backend.step),
+        "reference": _from_coefficients(reference.step),
+        "torch": _from_coefficients(torch_backend.step),
         "triton": _triton_step,  # computing the coefficients would take longer than the step
     },
     _unsupported_step,
@@ -224,12 +237,14 @@ def damped_ema_step(
     skip: torch.Tensor | None = None,
     *,
     mask: torch.Tensor | None = None,
+    coefficients: tuple[torch.Tensor, ...] | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | TruncatedEmaState]:
     """Continue the causal `damped_ema` by one position x `[B, D]`: return y `[B, D]` and the next state `[B, D, N]`.
 
     Arguments and errors as in `damped_ema`, with R = D and `mask` `[B]`. The given state is not changed. With a
-    `TruncatedEmaState` the average is truncated at the length of its inputs.
+    `TruncatedEmaState` the average is truncated at the length of its inputs. `coefficients`: the `ema_coefficients` of
+    the four parameters, which save half of the step; None = computed.
     """
     if x.dim() != 2 or input_logit.shape[:1] != x.shape[1:]:
         raise ValueError(
@@ -249,7 +264,26 @@ def damped_ema_step(
         output, state = truncated(run_again, x[:, None], parameters, skip, mask, state.inputs.shape[1], state)
         return output[:, 0], state
     _check("damped_ema_step", x, parameters, skip, state, x.shape[0])
-    return STEP(backend, {"x": x, "state": state, "parameters": parameters, "skip": skip, "mask": mask})
+    call = {"x": x, "state": state, "parameters": parameters, "coefficients": coefficients, "skip": skip, "mask": mask}
+    return STEP(backend, call)
+
+
+def ema_coefficients(
+    input_logit: torch.Tensor,
+    damping_logit: torch.Tensor,
+    expansion: torch.Tensor,
+    projection: torch.Tensor,
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, ...]:
+    """Return what `damped_ema_step` needs of the four parameters `[D, N]`, for as long as they do not change.
+
+    `dtype`: that of the states. They are q - 1, the weight of the input in the state, and that of the state in y.
+    """
+    with without_autocast(input_logit.device.type):
+        parameters = (x.to(dtype) for x in (input_logit, damping_logit, expansion, projection))
+        log_q, weight_in, weight_out = reference.coefficients(*parameters)
+        return expm1(log_q), weight_in, weight_out
 
 
 def _check_sequence(x, input_logit, mask, shift, truncation, initial_state, return_state):

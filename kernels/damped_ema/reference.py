@@ -37,10 +37,7 @@ def coefficients(
 
 def working_dtype(x: torch.Tensor, parameters: tuple[torch.Tensor, ...]) -> torch.dtype:
     """Return the dtype of states and of all values before the result: float32, or float64 where any of these is."""
-    dtype = torch.float32
-    for tensor in (x, *parameters):
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    return dtype
+    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in (x, *parameters)) else torch.float32
 
 
 def finish(average: torch.Tensor, x: torch.Tensor, skip: torch.Tensor | None) -> torch.Tensor:
@@ -57,10 +54,13 @@ def step(
     skip: torch.Tensor | None,
     mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return y_t = <eta / sqrt(N), h_t> and h_t = q h_{t-1} + p beta x_t of one position, x `[B, D]`, mask `[B]`."""
-    log_q, weight_in, weight_out = coefficients
+    """Return y_t = <eta / sqrt(N), h_t> and h_t = q h_{t-1} + p beta x_t of one position, x `[B, D]`, mask `[B]`.
+
+    The first coefficient is q - 1.
+    """
+    change, weight_in, weight_out = coefficients
     kept = x if mask is None else x.masked_fill(~mask[:, None], 0.0)
-    state = log_q.exp() * state + weight_in * kept[..., None].to(log_q.dtype)
+    state = (change + 1.0) * state + weight_in * kept[..., None].to(change.dtype)
     return finish((weight_out * state).sum(-1), x, skip), state
 
 

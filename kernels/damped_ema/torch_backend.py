@@ -5,7 +5,6 @@ import functools
 import torch
 from torch import nn
 
-from luna_mega.kernels._export import expm1
 from luna_mega.kernels.damped_ema.reference import finish
 
 CHUNK = 64
@@ -41,10 +40,10 @@ def damped_ema(
 
 
 def step(x, state, coefficients, skip, mask):
-    """Return `reference.step`, with q - 1 instead of q: thousands of steps add up the rounding error of q."""
-    log_q, weight_in, weight_out = coefficients
+    """Return `reference.step`, but to add (q - 1) h: thousands of steps add up the rounding error of q."""
+    change, weight_in, weight_out = coefficients
     kept = x if mask is None else x.masked_fill(~mask[:, None], 0.0)
-    state = torch.addcmul(state, state, expm1(log_q)) + weight_in * kept[..., None].to(log_q.dtype)
+    state = torch.addcmul(state, state, change).addcmul_(weight_in, kept[..., None].to(change.dtype))
     return finish((weight_out * state).sum(-1), x, skip), state
 
 

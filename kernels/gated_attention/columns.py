@@ -27,6 +27,21 @@ def in_columns(run: Callable) -> Callable:
     return run_any
 
 
+def in_last_column(run: Callable) -> Callable:
+    """Return a step, whose query stands in the `column` `[B]` of the keys (None: the last), by a causal `run`."""
+
+    def run_step(key, value, mask, column, start, **call):
+        if column is not None:
+            # What is behind the query goes to the beginning, before the first position.
+            shift = column + 1 - key.shape[1]
+            key, value, mask = (take(x, rotation(shift, key.shape[1])) for x in (key, value, mask))
+            start = shift if start is None else shift + start
+        tokens = {"key": key, "value": value, "mask": mask, "start": start, "offset": key.shape[1] - 1}
+        return run(**tokens, causal=True, chunk_size=None, row_offset=None, **call)
+
+    return run_step
+
+
 def with_chunks_in_columns(
     query: torch.Tensor,
     key: torch.Tensor,

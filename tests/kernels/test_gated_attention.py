@@ -252,6 +252,11 @@ def test_padding_on_the_left_changes_nothing(function, causal, chunk, backend):
                 del parts["causal"]
                 actual = gated_attention_step(query[:, begin], *arguments, **parts)
                 torch.testing.assert_close(actual[kept[:, 0]], output[:, begin][kept[:, 0]], rtol=1e-12, atol=1e-12)
+                if chunk is None:  # the same with the query's own key in the middle
+                    column = torch.full((3,), begin)
+                    arguments, parts = (key, value, bias), parts | {"mask": mask, "column": column}
+                    actual = gated_attention_step(query[:, begin], *arguments, **parts)
+                    torch.testing.assert_close(actual[kept[:, 0]], output[:, begin][kept[:, 0]], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])

@@ -1,5 +1,7 @@
 """What is particular to MegaForCausalLM: how long its memory is, and what it refuses."""
 
+import copy
+
 import pytest
 import torch
 
@@ -17,7 +19,85 @@ def test_attention_in_chunks_remembers_one_chunk():
         sizes.append([layer.keys.shape, layer.values.shape, layer.mask.shape, layer.average.shape])
         assert layer.keys.untyped_storage().nbytes() == layer.keys.numel() * 8
     assert sizes[0] == sizes[-1] and past.get_seq_length() == 28
-    assert sizes[0][0] == (2, 4, 8)
+    assert sizes[0][0] == (2, 5, 8)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_chunk_is_written_in_place(padded):
+    """Over 2,000 steps the buffers stay where they are, also where sequences are at different positions."""
+    model, past = make(**ALONE["laplace chunks"], num_hidden_layers=1), None
+    ids, mask = torch.randint(3, 30, (2, 2003)), torch.ones(2, 2003, dtype=torch.long)
+    mask[1, :2] = 1 - int(padded)
+    expected, places, sizes, last = model(ids, mask, use_cache=False).logits[:, -1], set(), set(), None
+    for end in range(3, 2004):
+        output = model(ids[:, (end - 1) * (end > 3) : end], mask[:, :end], past_key_values=past, use_cache=True)
+        past, last = output.past_key_values, output.logits[:, -1]
+        layer = past.layers[0]
+        places.add(tuple(x.data_ptr() for x in (layer.keys, layer.values, layer.mask)))
+        sizes.add(past.nbytes)
+    assert len(places) == len(sizes) == 1
+    torch.testing.assert_close(last, expected)
+
+
+@torch.no_grad()
+def test_without_chunks_the_memory_doubles():
+    model, places = make(num_hidden_layers=1), set()
+    past = MegaCache(model.config)
+    for token in torch.randint(3, 30, (200, 2, 1)):
+        model(token, past_key_values=past)
+        places.add(past.layers[0].keys.data_ptr())
+    assert past.layers[0].keys.shape[1] < 400 and len(places) < 10
+
+
+@torch.no_grad()
+def test_beams_move_in_place():
+    model, ids = make(**ALONE["laplace chunks"]), torch.randint(3, 30, (3, 8))
+    past = model(ids, use_cache=True).past_key_values
+    place = past.layers[0].values.data_ptr()
+    for order in ([0, 1, 2], [1, 1, 0], [2, 0, 0]):
+        past.reorder_cache(torch.tensor(order))
+        ids = torch.cat([ids[order], torch.randint(3, 30, (3, 1))], 1)
+        output = model(ids[:, -1:], past_key_values=past)
+        torch.testing.assert_close(output.logits[:, -1], model(ids, use_cache=False).logits[:, -1])
+    assert past.layers[0].values.data_ptr() == place
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", ["nothing", "in place", "new storage", "new parameter"])
+def test_what_depends_on_weights_is_kept_until_they_change(change):
+    model, ids = make(**ALONE["laplace chunks"]), torch.randint(3, 30, (2, 1))
+    past = model(ids.repeat(1, 3), use_cache=True).past_key_values
+    model(ids, past_key_values=past)
+    kept = {name: entry[-1] for name, entry in past.layers[0].constants.kept.items()}
+    assert kept.keys() == {"average", "bias"}
+    layer = model.mega.layers[0].mega_layer
+    for module in (layer.ema_gate, layer.rel_pos_bias):
+        for name, parameter in list(module.named_parameters()):
+            if change == "in place":
+                parameter.mul_(0.5)
+            elif change == "new storage":
+                parameter.data = parameter * 0.5
+            elif change == "new parameter":
+                setattr(module, name, torch.nn.Parameter(parameter * 0.5))
+    fresh = copy.deepcopy(past)
+    assert not fresh.layers[0].constants.kept
+    expected = model(ids, past_key_values=fresh).logits
+    torch.testing.assert_close(model(ids, past_key_values=past).logits, expected, rtol=0.0, atol=0.0)
+    for name, entry in past.layers[0].constants.kept.items():
+        assert (entry[-1] is kept[name]) == (change == "nothing")
+
+
+def test_what_autograd_has_seen_is_not_overwritten():
+    model, ids = make(**ALONE["laplace chunks"]), torch.randint(3, 30, (2, 8))
+    output = model(ids, use_cache=True)
+    with torch.no_grad():
+        model(ids[:, :1], past_key_values=output.past_key_values)
+    output.logits.sum().backward()
+    given = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    model(ids, use_cache=False).logits.sum().backward()
+    torch.testing.assert_close(given, [parameter.grad for parameter in model.parameters()])
 
 
 def test_errors():

@@ -1,0 +1,57 @@
+"""One query of a causal gated attention in PyTorch: two products of a vector and a matrix, without blocks."""
+
+import torch
+
+from luna_mega.kernels.gated_attention import reference
+
+
+def step(query, key, value, bias, mask, function, column, start, dropout):
+    """Return `reference.attend` of one query `[B, 1, Z]` in the column `column` `[B]` of the keys, None = the last."""
+    keys = key.shape[1]
+    wide = torch.promote_types(torch.promote_types(query.dtype, value.dtype), torch.float32)
+    # The product with the value takes most of the time: it keeps its dtype, unless it is slow (float16 on a CPU).
+    slow = value.dtype == torch.float16 and value.device.type == "cpu"
+    narrow = wide if slow else value.dtype
+    query, scale = query.to(wide).mT, 1.0
+    if function == "softmax":
+        scale = query.shape[1] ** -0.5
+    elif column is None and start is None:
+        scale = 1.0 / keys
+    else:
+        seen = keys if column is None else column + 1
+        query = query / (seen if start is None else (seen + start).clamp(min=1))[:, None, None]
+    # [B, S, 1]: on a CPU many short rows times a column take half the time of one row times many columns.
+    bias = query.new_zeros(()) if bias is None else _select(bias, keys, column)
+    scores = torch.baddbmm(bias.to(wide), key.to(wide), query, alpha=scale).mT
+    keep = _keep(keys, mask, column, start, key.device)
+    if function != "softmax":
+        weights = getattr(reference, function)(scores)
+    elif keep is None:
+        weights = torch.softmax(scores, dim=-1)
+    else:
+        weights = torch.softmax(scores.masked_fill(~keep, torch.finfo(wide).min), dim=-1)
+    if keep is not None:
+        weights = weights.masked_fill(~keep, 0.0)
+    weights = torch.dropout(weights, dropout, train=True) if dropout > 0.0 else weights
+    return torch.bmm(weights.to(narrow), value.to(narrow)).to(value.dtype)
+
+
+def _select(bias, keys, column):
+    """Return the bias between the query and each of the keys, `[S, 1]` or `[B, S, 1]`."""
+    middle = bias.shape[0] // 2
+    if column is None:
+        return bias[middle - keys + 1 : middle + 1, None]
+    place = torch.arange(keys, device=bias.device) + (middle - column[:, None])
+    return bias[place.clamp(0, bias.shape[0] - 1)][..., None]
+
+
+def _keep(keys, mask, column, start, device):
+    """Return which keys the query sees, `[B, 1, S]`, or None: all."""
+    keep, place = None if mask is None else mask[:, None], torch.arange(keys, device=device)
+    if column is not None:
+        behind = place > column[:, None, None]
+        keep = ~behind if keep is None else keep & ~behind
+    if start is not None:
+        begun = place >= -start[:, None, None]
+        keep = begun if keep is None else keep & begun
+    return keep
