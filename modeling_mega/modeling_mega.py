@@ -184,7 +184,8 @@ class MegaGatedAttention(nn.Module):
         smoothed = self.dropout(self.ema_gate(hidden_states, layout, past), layout)
         update, shared, reset, candidate = self.mx_proj(smoothed).split(self.sizes, dim=-1)
         shared, reset = nn.functional.silu(shared), self.own_columns(nn.functional.silu(reset))
-        query, key = (self.whole(shared * self.qk_weight[row] + self.qk_bias[row]) for row in (0, 1))
+        weight, bias = self.qk_weight[:, None, None], self.qk_bias[:, None, None]
+        query, key = self.whole(torch.addcmul(bias, shared, weight)).unbind()
         if layout.shard is not None:
             key, value, keys, start, offset = reach_keys(key, value, layout, self.config.attention_chunk)
         elif past is None:
