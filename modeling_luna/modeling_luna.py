@@ -33,6 +33,7 @@ from luna_mega.kernels.api import (
 from luna_mega.kernels.context_parallel import ContextShard, first_ranks
 from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel
 from luna_mega.modeling_common.context_parallel import dropout_alike, find_shard
+from luna_mega.modeling_common.dropout import Dropout
 from luna_mega.modeling_common.inputs import CheckedInputs, ValueEmbeddings
 from luna_mega.modeling_common.layout import DENSE, TokenLayout, drop_if_full
 from luna_mega.modeling_common.tensor_parallel import RankBoundary
@@ -101,7 +102,7 @@ class LunaEmbeddings(nn.Module):
             self.layer_norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
             if self.has_projection:
                 self.packed_layer_norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.word_dropout = nn.Dropout(config.word_dropout)
         self.scale = math.sqrt(width) if config.scale_embedding else 1.0
 
@@ -333,8 +334,8 @@ class LunaLayer(GradientCheckpointingLayer):
         self.fc2 = nn.Linear(config.intermediate_size, width)
         self.final_layer_norm = nn.LayerNorm(width, eps=eps)
         self.activation = ACT2FN[config.hidden_act]
-        self.dropout = nn.Dropout(config.dropout)
-        self.activation_dropout = nn.Dropout(config.activation_dropout)
+        self.dropout = Dropout(config.dropout)
+        self.activation_dropout = Dropout(config.activation_dropout)
         self.chunk_size = config.chunk_size_feed_forward
 
     def forward(

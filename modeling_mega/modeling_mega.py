@@ -164,8 +164,6 @@ class MegaGatedAttention(nn.Module):
         self.config = config
         width, values, shared = config.hidden_size, config.intermediate_size, config.shared_representation_size
         self.sizes = (width, shared, values, width)
-        self.pre_norm, self.chunk_size = config.normalize_before_mega, config.attention_chunk
-        self.function = config.attention_activation
         self.norm = MegaSequenceNorm(config, config.norm_affine)
         self.ema_gate = MegaMovingAverage(config)
         self.v_proj = nn.Linear(width, values)
@@ -192,7 +190,7 @@ class MegaGatedAttention(nn.Module):
         With `past` the sequences go on from there, and it is brought up to date.
         """
         residual = hidden_states
-        if self.pre_norm:
+        if self.config.normalize_before_mega:
             hidden_states = self.norm(hidden_states, layout)
         value = self.hidden_dropout(self.activation(self.v_proj(hidden_states)), layout)
         smoothed = self.dropout(self.ema_gate(hidden_states, layout, past), layout)
@@ -204,14 +202,14 @@ class MegaGatedAttention(nn.Module):
         else:
             keys, start, offset = layout, layout.start(), 0
             if layout.shard is not None:
-                key, value, keys, start, offset = reach_keys(key, value, layout, self.chunk_size)
+                key, value, keys, start, offset = reach_keys(key, value, layout, self.config.attention_chunk)
             attended, weights = self.attend(query, key, value, keys, start, offset, output_weights)
         attended = self.dropout(self.activation(candidate + self.h_proj(attended * reset)), layout)
         # Before the gate, as the original has it: a sequence that is left out becomes (1 - update) * residual.
         attended = self.drop_path(attended, layout)
         # Under autocast the residual is wider than the other two, and lerp wants one dtype.
         output = torch.lerp(residual, attended.to(residual.dtype), update.to(residual.dtype).sigmoid())
-        if not self.pre_norm:
+        if not self.config.normalize_before_mega:
             output = self.norm(output, layout)
         return output, weights
 
@@ -219,8 +217,8 @@ class MegaGatedAttention(nn.Module):
         """Attend from the column `offset` on to keys: their layout, and the position `start` `[B]` of the first."""
         options = {
             "bias": self.whole(self.relative_bias(layout.sizes(key)[1], layout.grid)),
-            "function": self.function,
-            "chunk_size": self.chunk_size,
+            "function": self.config.attention_activation,
+            "chunk_size": self.config.attention_chunk,
             "start": start,
             "dropout": self.config.attention_probs_dropout_prob if self.training else 0.0,
             **layout.options(),
@@ -231,7 +229,7 @@ class MegaGatedAttention(nn.Module):
 
     def attend_cached(self, query, key, value, mask, output_weights, past):
         """Add keys to `past`, and attend to what it has."""
-        chunk_size, single = self.chunk_size, query.shape[1] == 1 and not output_weights
+        chunk_size, single = self.config.attention_chunk, query.shape[1] == 1 and not output_weights
         reach = past.extend(key, value, mask, chunk_size)
         length, offset = reach.keys.shape[1], reach.keys.shape[1] - query.shape[1]
         if not single:
@@ -244,7 +242,7 @@ class MegaGatedAttention(nn.Module):
             reach.keys,
             reach.values,
             self.kept_bias(past, length),
-            function=self.function,
+            function=self.config.attention_activation,
             chunk_size=chunk_size,
             mask=reach.mask,
             start=reach.start,
@@ -254,8 +252,8 @@ class MegaGatedAttention(nn.Module):
 
     def kept_bias(self, past: MegaCacheLayer, length: int) -> torch.Tensor:
         """Return the bias of the positions of a chunk, or of all, kept in `past`."""
-        if self.chunk_size is not None:
-            length = self.chunk_size
+        if self.config.attention_chunk is not None:
+            length = self.config.attention_chunk
         elif isinstance(self.rel_pos_bias, MegaRotaryRelativeBias):
             length = max(length, past.keys.shape[1])  # it grows with the memory
         weights = tuple(self.rel_pos_bias._parameters.values())
@@ -263,8 +261,8 @@ class MegaGatedAttention(nn.Module):
 
     def relative_bias(self, length: int, grid: tuple[int, int] | None = None) -> torch.Tensor:
         """Return the bias of the positions of a chunk, or of all, a vector over their differences."""
-        if self.chunk_size is not None:
-            length, grid = self.chunk_size, None
+        if self.config.attention_chunk is not None:
+            length, grid = self.config.attention_chunk, None
         return relative_bias(self.config, self.rel_pos_bias, length, grid)
 
 

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from luna_mega.kernels.context_parallel import first_ranks
+from luna_mega.kernels.dropout import dropout
 from luna_mega.modeling_common.layout import DENSE, TokenLayout
 from luna_mega.modeling_common.patches import interpolate_raster_bias
 from luna_mega.modeling_mega.configuration_mega import MegaConfig
@@ -48,7 +49,7 @@ class MegaDropout(nn.Module):
             return states * first_ranks(factors, layout.shard)  # every part of a sequence loses the same channels
         if self.features:
             return nn.functional.dropout1d(states.transpose(1, 2), self.probability).transpose(1, 2)
-        return nn.functional.dropout(states, self.probability)
+        return dropout(states, self.probability)
 
 
 class MegaDropPath(nn.Module):

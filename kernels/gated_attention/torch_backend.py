@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import torch
 
 from luna_mega.kernels._export import chunk_positions
+from luna_mega.kernels.dropout import dropout_factors
 from luna_mega.kernels.gated_attention import reference
 
 BLOCK_ROWS = 256
@@ -152,8 +153,7 @@ class _Blocks:
 
     def dropped(self, weights: torch.Tensor) -> torch.Tensor:
         """Draw the dropout factors of the weights."""
-        keep = 1.0 - self.dropout
-        return torch.empty_like(weights).bernoulli_(keep, generator=self.generator).div_(keep)
+        return dropout_factors(weights, self.dropout, self.generator)
 
 
 @torch.library.custom_op("luna_mega::gated_attend", mutates_args=(), schema=f"({INPUTS}) -> Tensor")

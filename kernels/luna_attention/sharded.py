@@ -14,6 +14,7 @@ from torch.autograd import Function
 
 from luna_mega.kernels import _op
 from luna_mega.kernels.context_parallel import ContextShard, all_reduce_max, all_reduce_sum
+from luna_mega.kernels.dropout import dropout_factors
 from luna_mega.kernels.luna_attention import torch_backend
 
 
@@ -84,7 +85,7 @@ def _kept(weights, dropout, seed):
     if dropout == 0.0:
         return 1.0
     generator = torch.Generator(weights.device).manual_seed(int(seed))
-    return torch.empty_like(weights).bernoulli_(1.0 - dropout, generator=generator).div_(1.0 - dropout)
+    return dropout_factors(weights, dropout, generator)
 
 
 def _step_forward(query, key, value, mask, scale, dropout, seed):

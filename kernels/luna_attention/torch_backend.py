@@ -3,19 +3,43 @@
 import torch
 from torch import nn
 
+from luna_mega.kernels.dropout import dropout as drop
+
 
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float, dropout: float
 ) -> torch.Tensor:
     """Return `reference.attend` without the weights. Shapes `[B, T, H, K]`, mask `[B, M]`."""
     # An exported program must not need this package, so export sees PyTorch's own operator.
-    if query.device.type != "cpu" or dropout > 0.0 or torch.compiler.is_exporting():
+    if query.device.type != "cpu" or torch.compiler.is_exporting():
         return sdpa(query, key, value, mask, scale, dropout)
-    if not query.numel() or not key.numel():  # the CPU kernel divides by the lengths, which ends the process
+    if dropout > 0.0 and not torch.compiler.is_compiling():
+        return _in_steps(query, key, value, mask, scale, dropout)
+    if (
+        dropout > 0.0 or not query.numel() or not key.numel()
+    ):  # the CPU kernel divides by the lengths, which ends the process
         return sdpa(query, key, value, mask, scale, dropout)
     if torch.compiler.is_compiling():  # the compiler would take the kernel apart and write the weights to memory
         return torch.ops.luna_mega.attend(query, key, value, mask, scale)[0]
     return flash(query, key, value, mask, scale)[0]
+
+
+def _in_steps(query, key, value, mask, scale, dropout):
+    """Attend with dropout, for which PyTorch has no fused kernel on a CPU; its steps take twice as long as these."""
+    batch, _, heads, _ = query.shape
+    tied = key is value
+    query, key = (x.transpose(1, 2).flatten(0, 1) for x in (query, key))
+    value = key if tied else value.transpose(1, 2).flatten(0, 1)
+    scores = torch.baddbmm(query.new_empty(()), query, key.mT, beta=0, alpha=scale)
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    if mask is not None:
+        masked = ~mask[:, None].expand(-1, heads, -1).flatten(0, 1)[:, None]
+        scores = scores.to(wide).masked_fill(masked, torch.finfo(wide).min)
+    weights = torch.softmax(scores, dim=-1, dtype=wide)
+    if mask is not None:
+        weights = weights.masked_fill(masked, 0.0)
+    output = torch.bmm(drop(weights.to(value.dtype), dropout), value)
+    return output.unflatten(0, (batch, heads)).transpose(1, 2)
 
 
 def sdpa(

@@ -9,6 +9,7 @@ from torch import nn
 
 from luna_mega.kernels import _op
 from luna_mega.kernels._export import chunk_positions
+from luna_mega.kernels.dropout import dropout_factors
 from luna_mega.kernels.luna_causal_attention import reference
 from luna_mega.kernels.luna_causal_attention.reference import LunaCausalState
 
@@ -222,7 +223,7 @@ def _dropped(weights, dropout, generator):
     """Return the weights after dropout, and their factors."""
     if dropout == 0.0:
         return weights, None
-    factors = torch.empty_like(weights).bernoulli_(1.0 - dropout, generator=generator).div_(1.0 - dropout)
+    factors = dropout_factors(weights, dropout, generator)
     return weights * factors, factors
 
 
