@@ -68,7 +68,9 @@ def refuse_together(group: "dist.ProcessGroup", device: torch.device) -> Iterato
 
 def dropout_alike(dropout: nn.Dropout, x: torch.Tensor, shard: ContextShard | None) -> torch.Tensor:
     """Return `x` after dropout; ranks that share sequences drop the same elements of what they all have."""
-    if shard is None or not dropout.training or dropout.p == 0.0:
+    if not dropout.training or dropout.p == 0.0:
+        return x
+    if shard is None:
         return dropout(x)
     return x * first_ranks(dropout(torch.ones_like(x)), shard)
 

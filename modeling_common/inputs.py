@@ -185,10 +185,10 @@ class InputsMixin:
 
         With a filled cache an `attention_mask` may be that of all positions so far.
         """
-        mask = None if attention_mask is None else attention_mask.bool()
-        given = next((x for x in (inputs_embeds, input_ids, input_values) if x is not None), None)
+        mask, given = attention_mask, next((x for x in (inputs_embeds, input_ids, input_values) if x is not None), None)
         if mask is not None and past is not None and past.get_seq_length() and given is not None and given.dim() > 1:
             mask = mask[:, -given.shape[1] :]
+        mask = None if mask is None else mask.bool()
         self.check_inputs(input_ids, mask, inputs_embeds, input_values)
         if inputs_embeds is None:
             inputs_embeds = self.get_input_embeddings()(given)

@@ -1,5 +1,8 @@
 """Memory of a Luna decoder between calls, of constant size: `LunaCache`, with an encoder `LunaSeq2SeqCache`."""
 
+import torch
+
+from luna_mega.kernels.api import LunaCausalState
 from luna_mega.modeling_common.cache import StateCache, StateLayer, StateSeq2SeqCache
 
 
@@ -11,7 +14,25 @@ class LunaCacheLayer(StateLayer):
     unpack `key` and `value` `[B, L, H, K]` of what it packed once.
     """
 
+    # Whether the state was made without gradients, so that no graph holds it. Not an attribute, see `StateLayer`.
+    __slots__ = ("_owned",)
     fields = ("key_mean", "value_mean", "count", "pack_query", "pack_mask", "key", "value")
+
+    @property
+    def state(self) -> LunaCausalState:
+        """Return the state of causal attention."""
+        return LunaCausalState(self.key_mean, self.value_mean, self.count)
+
+    def store_state(self, state: LunaCausalState, length: int):
+        """Replace the state of causal attention after `length` more positions."""
+        self.key_mean, self.value_mean, self.count = state
+        self.seen, self._owned = self.seen + length, not torch.is_grad_enabled()
+
+    def writes_over(self) -> bool:
+        """Return whether a step may write its state over this one: no gradient, no program and no one else needs it."""
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not getattr(self, "_owned", False):
+            return False
+        return torch.is_inference_mode_enabled() or not self.key_mean.is_inference()
 
 
 class LunaCache(StateCache):

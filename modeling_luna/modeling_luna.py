@@ -24,7 +24,6 @@ from transformers.utils import TransformersKwargs
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from luna_mega.kernels.api import (
-    LunaCausalState,
     luna_attention,
     luna_causal_attention,
     luna_causal_attention_step,
@@ -219,8 +218,7 @@ class LunaAttention(nn.Module):
         query = _split(self.query(hidden_states), self.head_size)
         options = {"dropout": self.dropout if self.training else 0.0, "return_weights": output_weights}
         if past is not None and past.is_initialized:
-            key, value = past.tensors["key"], past.tensors["value"]
-            output = luna_unpack(query, key, value, packed_mask, **options)
+            output = luna_unpack(query, past.key, past.value, packed_mask, **options)
             output, weights = output if output_weights else (output, None)
             return self.output(output.flatten(2)), None, _join(self.all_heads, weights), None
 
@@ -293,8 +291,9 @@ class LunaCausalAttention(nn.Module):
         """
         state = None
         if past is not None and past.is_initialized:
-            pack_query = past.tensors["pack_query"]
-            state = LunaCausalState(*(past.tensors[name] for name in LunaCausalState._fields))
+            if hidden_states.shape[1] == 1 and not output_weights:
+                return self.step(hidden_states, layout, packed_mask, past), None
+            pack_query, state = past.pack_query, past.state
         else:
             pack_query = _split(self.pack_query(packed), self.head_size)
         if self.tied:
@@ -302,22 +301,44 @@ class LunaCausalAttention(nn.Module):
         else:
             key, value = (_split(linear(hidden_states), self.head_size) for linear in (self.key, self.value))
         query, pack_key = (_split(linear(hidden_states), self.head_size) for linear in (self.query, self.pack_key))
-        options = {
-            "pack_mask": packed_mask,
-            "activation": self.activation,
-            "dropout": self.dropout if self.training else 0.0,
-        }
-        if state is not None and hidden_states.shape[1] == 1 and not output_weights:
-            tokens = (query[:, 0], pack_query, pack_key[:, 0], key[:, 0], value[:, 0])
-            options["mask"] = None if layout.mask is None else layout.mask[:, 0]
-            output, state = luna_causal_attention_step(*tokens, state, **options)
-            output, weights = output[:, None], []
-        else:
-            options |= {"state": state, "return_state": True, "return_weights": output_weights, **layout.options()}
-            output, *weights, state = luna_causal_attention(query, pack_query, pack_key, key, value, **options)
+        options = {"pack_mask": packed_mask, "return_weights": output_weights, **layout.options()}
+        options |= {"activation": self.activation, "dropout": self.dropout if self.training else 0.0}
+        output, *weights, following = luna_causal_attention(
+            query, pack_query, pack_key, key, value, state=state, return_state=True, **options
+        )
         if past is not None:
-            past.store(hidden_states.shape[1], pack_query=pack_query, pack_mask=packed_mask, **state._asdict())
+            if state is None:
+                # In memory as the steps multiply it, `[B, H, L, K]`.
+                pack_query = pack_query.transpose(1, 2).contiguous().transpose(1, 2)
+                past.store(pack_query=pack_query, pack_mask=packed_mask)
+            past.store_state(following, hidden_states.shape[1])
         return self.output(output.flatten(2)), _join(self.all_heads, weights[0] if weights else None)
+
+    def step(
+        self, hidden_states: torch.Tensor, layout: TokenLayout, packed_mask: torch.Tensor | None, past: LunaCacheLayer
+    ) -> torch.Tensor:
+        """Return what `forward` returns for one token, `[B, 1, d]`, after those of a filled `past`."""
+        shape = (hidden_states.shape[0], -1, self.head_size)
+        query, pack_key = (linear(hidden_states).view(shape) for linear in (self.query, self.pack_key))
+        if self.tied:
+            key = value = self.key_value(hidden_states).view(shape)
+        else:
+            key, value = (linear(hidden_states).view(shape) for linear in (self.key, self.value))
+        output, state = luna_causal_attention_step(
+            query,
+            past.pack_query,
+            pack_key,
+            key,
+            value,
+            past.state,
+            mask=None if layout.mask is None else layout.mask[:, 0],
+            pack_mask=packed_mask,
+            activation=self.activation,
+            dropout=self.dropout if self.training else 0.0,
+            inplace=past.writes_over(),
+        )
+        past.store_state(state, 1)
+        return self.output(output.reshape(hidden_states.shape[0], 1, -1))
 
 
 class LunaLayer(GradientCheckpointingLayer):
@@ -371,10 +392,13 @@ class LunaLayer(GradientCheckpointingLayer):
         return [*unpack, *norms, self.fc1, self.fc2]
 
     def feed_forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if self.chunk_size == 0:
+            return self.feed_forward_chunk(hidden_states)
         return apply_chunking_to_forward(self.feed_forward_chunk, self.chunk_size, 1, hidden_states)
 
     def feed_forward_chunk(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.dropout(self.fc2(self.activation_dropout(self.activation(self.fc1(hidden_states)))))
+        inner = self.activation(self.fc1(hidden_states))
+        return dropout_alike(self.dropout, self.fc2(dropout_alike(self.activation_dropout, inner, None)), None)
 
 
 def _has_peers() -> bool:
@@ -422,10 +446,11 @@ class LunaEncoder(nn.Module):
         run all the same, see `choose`.
         """
         probability = self.config.layerdrop if self.training else 0.0
-        for index in range(self.config.num_hidden_layers):
+        layers = [*self.layers] * (self.config.num_hidden_layers if self.config.share_layers else 1)
+        for index, layer in enumerate(layers):
             dropped = probability > 0.0 and self.draw(layout) < probability
             if not dropped or _has_peers():
-                yield index, self.layers[0 if self.config.share_layers else index], dropped
+                yield index, layer, dropped
 
     def draw(self, layout: TokenLayout) -> float:
         """Return a random number from 0 to 1, the same on the ranks of one sequence."""
@@ -557,9 +582,9 @@ class LunaDecoder(LunaEncoder):
             pasts, cross_pasts = past.self_attention_cache.layers, past.cross_attention_cache.layers
         elif past is not None:
             pasts = past.layers
-        packed_states = [packed[0]]
+        packed_states, contextual = [packed[0]], self.config.contextual_projection
         for index, layer, dropped in self.used_layers(layout):
-            rows = packed_states[-1] if self.config.contextual_projection else packed[index]
+            rows = packed_states[-1] if contextual else packed[index]
             states = layer(
                 hidden_states,
                 rows,

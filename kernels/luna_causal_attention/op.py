@@ -22,6 +22,10 @@ def _triton_step(**call):
     return triton_ops.step(**call)
 
 
+def _reference_step(inplace, **call):
+    return reference.step(**call)
+
+
 def _unsupported(query, pack_query, value, **_):
     if query.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"its kernels take float32, float16 and bfloat16, not {query.dtype}"
@@ -43,7 +47,7 @@ ATTEND = Op(
 )
 STEP = Op(
     "luna_causal_attention_step",
-    {"reference": reference.step, "torch": torch_backend.step, "triton": _triton_step},
+    {"reference": _reference_step, "torch": torch_backend.step, "triton": _triton_step},
     _unsupported,
     tokens=("query",),
 )
@@ -160,18 +164,28 @@ def luna_causal_attention_step(
     pack_mask: torch.Tensor | None = None,
     activation: str = "softplus",
     dropout: float = 0.0,
+    inplace: bool = False,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, LunaCausalState]:
     """Continue `luna_causal_attention` by one token: return y `[B, H, V]` and the next state.
 
     Arguments and errors as there, but without the dimension T: query, pack_key and key `[B, H, K]`, value `[B, H, V]`,
-    mask `[B]`. The given state is not changed.
+    mask `[B]`. The given state is not changed, but with `inplace`, which writes the next one over it and needs no
+    memory for another: only where no gradient is computed, and nothing else holds its tensors.
     """
     if query.dim() != 3:
         raise ValueError(f"{STEP.name} needs query [batch, heads, size], got {list(query.shape)}")
     call = _named(query, pack_query, pack_key, key, value, mask, pack_mask, activation, state, dropout)
     _check(STEP.name, query.shape[0], **call)
-    return STEP(backend, call)
+    if inplace and (state is None or torch.is_grad_enabled()):
+        raise ValueError(f"{STEP.name} with inplace needs a state, and torch.no_grad()")
+    output, following = STEP(backend, call | {"inplace": inplace})
+    if inplace:
+        for before, after in zip(state, following, strict=True):
+            if before is not after:
+                before.copy_(after)
+        following = state
+    return output, following
 
 
 def _check_ragged(op, query, rest, mask):
@@ -194,9 +208,10 @@ def _check(op, batch, query, pack_query, pack_key, key, value, mask, pack_mask, 
         raise ValueError(
             f"{op} needs pack_query [{batch}, rows, {heads}, {size}] with 1 row or more, got {list(pack_query.shape)}"
         )
-    dtypes = [x.dtype for x in (query, pack_query, pack_key, key, value)]
-    if len(set(dtypes)) > 1 or not query.is_floating_point():
-        raise ValueError(f"{op} needs floating-point tensors of one dtype, got {', '.join(map(str, dtypes))}")
+    same = query.dtype == pack_query.dtype == pack_key.dtype == key.dtype == value.dtype
+    if not same or not query.is_floating_point():
+        dtypes = ", ".join(str(x.dtype) for x in (query, pack_query, pack_key, key, value))
+        raise ValueError(f"{op} needs floating-point tensors of one dtype, got {dtypes}")
     for name, given, needed in (("mask", mask, key.shape[:-2]), ("pack_mask", pack_mask, pack_query.shape[:2])):
         if given is not None and (given.dtype != torch.bool or given.shape != needed):
             raise ValueError(
@@ -211,12 +226,13 @@ def _check(op, batch, query, pack_query, pack_key, key, value, mask, pack_mask, 
 
 
 def _check_state(op, state, sizes):
-    batch, heads, size, rows, width = sizes
-    needed = {"key_mean": [batch, heads, size, rows], "value_mean": [batch, heads, rows, width], "count": [batch]}
-    got = {name: list(getattr(state, name).shape) for name in needed}
-    if got != needed:
+    (batch, heads, size, rows, width), (key_mean, value_mean, count) = sizes, state
+    needed = ((batch, heads, size, rows), (batch, heads, rows, width), (batch,))
+    if (key_mean.shape, value_mean.shape, count.shape) != needed:
+        got, needed = (dict(zip(state._fields, map(list, x), strict=True)) for x in ([x.shape for x in state], needed))
         raise ValueError(f"{op}: a state of shapes {got} does not fit these inputs, which need {needed}")
-    if state.count.dtype != torch.int64 or any(x.dtype not in (torch.float32, torch.float64) for x in state[:2]):
+    wide = (torch.float32, torch.float64)
+    if count.dtype != torch.int64 or key_mean.dtype not in wide or value_mean.dtype not in wide:
         raise ValueError(
             f"{op} needs means of float32 or float64 and an int64 count in the state, got "
             f"{', '.join(str(x.dtype) for x in state)}"

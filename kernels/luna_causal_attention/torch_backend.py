@@ -14,6 +14,7 @@ from luna_mega.kernels.luna_causal_attention import reference
 from luna_mega.kernels.luna_causal_attention.reference import LunaCausalState
 
 CHUNK = 64
+SHORT = 16  # the tokens up to which calling costs more than computing
 # Tokens times heads in one block on a CPU; elsewhere one block has all, as many small kernels cost more.
 BLOCK_TOKENS = 2048
 INPUTS = (
@@ -32,6 +33,8 @@ def attend(query, pack_query, pack_key, key, value, mask, pack_mask, activation,
         tokens = (query[:, 0], pack_query, pack_key[:, 0], key[:, 0], value[:, 0])
         output, state = step(*tokens, None if mask is None else mask[:, 0], pack_mask, activation, state, dropout)
         return output[:, None], state
+    if state is None and query.shape[1] <= SHORT and not torch.compiler.is_compiling():
+        return _short(*tokens, pack_query, mask, pack_mask, activation, dropout)
     key_mean, value_mean, seen = (None, None, None) if state is None else state
     count = reference.token_count(mask, query, seen)
     # The backward pass draws the dropped weights again from this seed.
@@ -42,34 +45,90 @@ def attend(query, pack_query, pack_key, key, value, mask, pack_mask, activation,
     return output, LunaCausalState(key_mean, value_mean, count[:, -1].clone())
 
 
-def step(query, pack_query, pack_key, key, value, mask, pack_mask, activation, state, dropout):
-    """Return `reference.step`; each mean moves by 1 / count of the way to the new token."""
-    dtype, wide, scale = query.dtype, _wide(query), query.shape[-1] ** -0.5
-    query, pack_query, pack_key, key, value = (x.to(wide) for x in (query, pack_query, pack_key, key, value))
+def step(query, pack_query, pack_key, key, value, mask, pack_mask, activation, state, dropout, inplace=False):
+    """Return `reference.step`; each mean moves by 1 / count of the way to the new token.
+
+    With `inplace` the means and the count of the state are written over, where they have the dtype of the result.
+    """
+    (batch, heads, size), dtype, wide, tied = query.shape, query.dtype, _wide(query), key is value
+    if dtype != wide:
+        query, pack_query, pack_key, key, value = (x.to(wide) for x in (query, pack_query, pack_key, key, value))
     if mask is not None:
         pack_key, key, value = (x.masked_fill(~mask[:, None, None], 0.0) for x in (pack_key, key, value))
+    masked = None
     if pack_mask is not None:
         pack_query = pack_query.masked_fill(~pack_mask[:, :, None, None], 0.0)
-    packed = reference.activate(torch.einsum("bhk,blhk->bhl", pack_key * scale, pack_query), activation)
-    if pack_mask is not None:
-        packed = packed.masked_fill(~pack_mask[:, None], 0.0)
-    packed = torch.dropout(packed, dropout, train=True)
-    count = reference.token_count(
-        None if mask is None else mask[:, None], query[:, None], None if state is None else state.count
-    )
-    rate = count.clamp(min=1).to(wide).reciprocal()[:, :, None, None]
-    if mask is not None:  # a first token that is masked starts from 0
-        rate = rate.masked_fill((~mask & (count[:, 0] > 0))[:, None, None, None], 0.0)
-    key_mean, value_mean = key[..., None] * packed[:, :, None], packed[..., None] * value[:, :, None]
+        masked = ~pack_mask.repeat_interleave(heads, dim=0)[:, None]
+    # One product a head, [1, K] times [K, L]; it takes a pack query that lies in memory as [B, H, L, K] as it is.
+    scores = torch.bmm(pack_key.reshape(-1, 1, size), pack_query.permute(0, 2, 3, 1).flatten(0, 1))
+    packed = reference.activate(scores * size**-0.5, activation)
+    if masked is not None:
+        packed = packed.masked_fill(masked, 0.0)
+    if dropout > 0.0:
+        packed = torch.dropout(packed, dropout, train=True)
+    packed = packed.view(batch, heads, 1, -1)
+    key_mean = key.unsqueeze(3) * packed
+    value_mean = key_mean.mT if tied else packed.mT * value.unsqueeze(2)
+    rate, count = _rate(mask, batch, state, wide, query.device, inplace)
     if state is None:
         key_mean, value_mean = key_mean * rate, value_mean * rate
     else:
-        key_mean = torch.lerp(state.key_mean.to(wide), key_mean, rate)
-        value_mean = torch.lerp(state.value_mean.to(wide), value_mean, rate)
-    masked = None if pack_mask is None else ~pack_mask[:, None, None]
-    weights = reference.unpack_weights((query * scale)[:, :, None] @ key_mean, masked)
-    output = (torch.dropout(weights, dropout, train=True) @ value_mean)[:, :, 0]
-    return output.to(dtype), LunaCausalState(key_mean, value_mean, count[:, 0])
+        move = torch.Tensor.lerp_ if inplace else torch.lerp
+        key_mean = move(state.key_mean.to(wide), key_mean, rate)
+        value_mean = move(state.value_mean.to(wide), value_mean, rate)
+    scores = torch.bmm(query.reshape(-1, 1, size), key_mean.flatten(0, 1))
+    weights = reference.unpack_weights(scores * size**-0.5, masked)
+    if dropout > 0.0:
+        weights = torch.dropout(weights, dropout, train=True)
+    output = torch.bmm(weights, value_mean.flatten(0, 1)).view(value.shape)
+    return output.to(dtype), LunaCausalState(key_mean, value_mean, count)
+
+
+def _rate(mask, batch, state, dtype, device, inplace):
+    """Return by how much a token moves the means, `[B, 1, 1, 1]`, and the count `[B]` of tokens with it."""
+    if state is None:
+        count = torch.ones((batch,), dtype=torch.int64, device=device) if mask is None else mask.long()
+    else:
+        step = 1 if mask is None else mask
+        count = state.count.add_(step) if inplace else state.count + step
+    if mask is None:
+        return count.to(dtype).reciprocal_().view(-1, 1, 1, 1), count
+    rate = count.clamp(min=1).to(dtype).reciprocal_()
+    # A first token that is masked starts from 0.
+    return rate.masked_fill_(~mask & (count > 0), 0.0).view(-1, 1, 1, 1), count
+
+
+def _short(query, pack_key, key, value, pack_query, mask, pack_mask, activation, dropout):
+    """Attend from the first tokens by few calls, each of which autograd differentiates."""
+    (batch, length, heads, size), dtype, wide = query.shape, query.dtype, _wide(query)
+    if mask is not None:
+        pack_key, key, value = (x.masked_fill(~mask[:, :, None, None], 0.0) for x in (pack_key, key, value))
+    if pack_mask is not None:
+        pack_query = pack_query.masked_fill(~pack_mask[:, :, None, None], 0.0)
+    rows = (x.to(wide).transpose(1, 2).flatten(0, 1) for x in (query, pack_key, key, value, pack_query))
+    query, pack_key, key, value, pack_query = rows
+    packed = reference.activate(torch.bmm(pack_key, pack_query.mT) * size**-0.5, activation)
+    masked = None
+    if pack_mask is not None:
+        masked = ~pack_mask.repeat_interleave(heads, dim=0)[:, None]
+        packed = packed.masked_fill(masked, 0.0)
+    if dropout > 0.0:
+        packed = torch.dropout(packed, dropout, train=True)
+    if mask is None:
+        count = torch.arange(1, length + 1, device=query.device).expand(batch, -1)
+        rate = count[:1, :, None].to(wide).reciprocal()
+    else:
+        count = mask.cumsum(dim=1)
+        rate = count.clamp(min=1).to(wide).reciprocal().repeat_interleave(heads, dim=0)[..., None]
+    scores = torch.bmm(torch.bmm(query, key.mT).tril(), packed) * (rate * size**-0.5)
+    weights = reference.unpack_weights(scores, masked)
+    if dropout > 0.0:
+        weights = torch.dropout(weights, dropout, train=True)
+    output = torch.bmm(torch.bmm(weights, packed.mT).tril(), value) * rate
+    packed_mean = packed.mT * rate[:, -1:]
+    means = (x.unflatten(0, (batch, heads)) for x in ((packed_mean @ key).mT, packed_mean @ value))
+    output = output.unflatten(0, (batch, heads)).transpose(1, 2).to(dtype)
+    return output, LunaCausalState(*means, count[:, -1].clone())
 
 
 def _wide(x):

@@ -31,12 +31,18 @@ def attend(
     return output, LunaCausalState(key_mean, value_mean, count[:, -1].clone())
 
 
-def step(query, pack_query, pack_key, key, value, mask, pack_mask, activation, state: LunaCausalState | None, dropout):
-    """Return `reference.step`."""
-    options = (activation, dropout, random_seed(dropout, query.device), _op.float32_precision())
-    output, *state = torch.ops.luna_mega.luna_causal_attention_step_triton(
-        query, pack_key, key, value, pack_query, mask, pack_mask, *(state or (None, None, None)), *options
-    )
+def step(
+    query, pack_query, pack_key, key, value, mask, pack_mask, activation, state: LunaCausalState | None, dropout,
+    inplace=False,
+):  # fmt: skip
+    """Return `reference.step`; with `inplace` the means of a state in float32 are written over."""
+    inputs = (query, pack_key, key, value, pack_query, mask, pack_mask, *(state or (None, None, None)), activation)
+    options = (dropout, random_seed(dropout, query.device))
+    if inplace and all(mean.dtype == torch.float32 and mean.is_contiguous() for mean in state[:2]):
+        output, *state = triton_step.forward_step(*inputs, *options, into=state[:2])
+    else:
+        precision = _op.float32_precision()
+        output, *state = torch.ops.luna_mega.luna_causal_attention_step_triton(*inputs, *options, precision)
     return output, LunaCausalState(*state)
 
 

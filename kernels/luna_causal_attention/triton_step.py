@@ -72,13 +72,14 @@ def _step_kernel(
 
 
 def forward_step(
-    query, pack_key, key, value, pack_query, mask, pack_mask, key_mean, value_mean, seen, activation, dropout, seed
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the result and the next state."""
+    query, pack_key, key, value, pack_query, mask, pack_mask, key_mean, value_mean, seen, activation, dropout, seed,
+    into=None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return the result and the next state, whose means are written to `into`, which may be those of this one."""
     *tokens, pack_query = rows_contiguous(query, pack_key, key, value, pack_query)
     mask, pack_mask, seen = contiguous(mask, pack_mask, seen)
     means = (None if x is None else x.float().contiguous() for x in (key_mean, value_mean))
-    outputs = empty_step(query, value, pack_query)
+    outputs = empty_step(query, value, pack_query, into)
     (batch, heads, size), rows, width = query.shape, pack_query.shape[1], value.shape[2]
     numbers = (size**-0.5, *dropping(dropout), *strides(*tokens, number=2), *strides(pack_query, number=3), heads)
     tile = block_of(rows) * block_of(max(size, width))
@@ -91,9 +92,11 @@ def forward_step(
     return outputs
 
 
-def empty_step(query, value, pack_query) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return empty tensors for the result and the next state."""
+def empty_step(query, value, pack_query, means=None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return empty tensors for the result and the next state, or what of it is given."""
     (batch, heads, size), rows, width = query.shape, pack_query.shape[1], value.shape[2]
-    key_mean = query.new_empty((batch, heads, size, rows), dtype=torch.float32)
-    value_mean = key_mean.new_empty((batch, heads, rows, width))
-    return value.new_empty(value.shape), key_mean, value_mean, query.new_empty((batch,), dtype=torch.int64)
+    if means is None:
+        shapes = ((batch, heads, size, rows), (batch, heads, rows, width))
+        means = (query.new_empty(shape, dtype=torch.float32) for shape in shapes)
+    # Every head reads the old count, so that the new one must not be written over it.
+    return value.new_empty(value.shape), *means, query.new_empty((batch,), dtype=torch.int64)

@@ -175,7 +175,7 @@ def blocks(request, monkeypatch):
 @pytest.mark.parametrize("masking", MASKS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_torch_backend(activation, masking, pack_masked, stateful, blocks):
-    for length in (1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 500):
+    for length in (1, 2, torch_backend.SHORT, CHUNK - 1, CHUNK, CHUNK + 1, 500):
         inputs = Inputs(length, masking, stateful, pack_masked)
         assert_same(inputs.run(activation=activation), inputs.run(activation=activation, backend="reference"))
 
@@ -223,6 +223,37 @@ def test_thousands_of_steps_in_float32():
         state = following
         outputs.append(output)
     assert_same([torch.stack(outputs, 1), *state[:2]], exact, 1e-6)
+
+
+def check_steps_in_place(backend, dtype, device="cpu"):
+    """One memory holds the state from the first step to the last, and has what separate states have."""
+    inputs = Inputs(6, "middle", pack_masked=True).to(dtype)
+    query, pack_query, pack_key, key, value = (leaf.detach().to(device) for leaf in inputs.leaves)
+    options = {"pack_mask": inputs.pack_mask.to(device), "backend": backend}
+    states = []
+    for inplace in (False, True):
+        state, outputs, places = None, [], set()
+        for t in range(6):
+            tokens = (query[:, t], pack_query, *(x[:, t] for x in (pack_key, key, value)))
+            given = {} if state is None else {"inplace": inplace}
+            output, state = luna_causal_attention_step(
+                *tokens, state, mask=inputs.mask[:, t].to(device), **options, **given
+            )
+            outputs.append(output)
+            places.add(tuple(x.data_ptr() for x in state))
+        assert len(places) == 1 or not inplace
+        states.append([torch.stack(outputs), *state])
+    for separate, written in zip(*states, strict=True):
+        torch.testing.assert_close(written, separate, atol=1e-6, rtol=1e-6)
+    with torch.enable_grad(), pytest.raises(ValueError, match="inplace needs a state, and torch.no_grad"):
+        luna_causal_attention_step(*tokens, state, inplace=True)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_steps_in_place(backend, dtype):
+    check_steps_in_place(backend, dtype)
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])

@@ -18,7 +18,7 @@ from luna_mega.kernels.api import (
     use_float32_precision,
 )
 from luna_mega.kernels.luna_causal_attention import reference
-from tests.kernels.test_luna_causal_attention import Inputs, assert_same, relative_error
+from tests.kernels.test_luna_causal_attention import Inputs, assert_same, check_steps_in_place, relative_error
 
 # Largest error of the norm. The interpreter cuts float32 off to bfloat16 where a GPU rounds; a GPU multiplies what of
 # float16 inputs has become float32 in TF32, cut off to 10 bits, where the interpreter does in float32.
@@ -237,6 +237,11 @@ def test_steps_are_one_call(triton_device, rows, stateful):
         return [x.cpu() for x in (torch.stack(outputs, 1), *state[:2])]
 
     assert_same(inputs.run(steps), exact(inputs), 1e-5)
+
+
+@torch.no_grad()
+def test_steps_in_place(triton_device):
+    check_steps_in_place("triton", torch.float32, triton_device)
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch", "triton"])

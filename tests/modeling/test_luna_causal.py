@@ -56,6 +56,28 @@ def test_prefix_as_projection():
     assert torch.equal(model.generate(ids, **options), model.generate(ids, use_cache=False, **options))
 
 
+def place(past):
+    return [x.data_ptr() for layer in past.layers for x in layer.tensors.values()]
+
+
+@torch.no_grad()
+def test_steps_write_over_one_state():
+    """The memory of the first token is that of the 2,000th; what a graph may need is left alone."""
+    model = make(dtype=torch.float32)
+    ids = torch.randint(3, 23, (2, 2000), generator=torch.Generator().manual_seed(0))
+    with torch.enable_grad():
+        past = model(ids[:, :3], use_cache=True).past_key_values
+    held = [x for layer in past.layers for x in layer.state]
+    before = [x.clone() for x in held]
+    model(ids[:, 3:4], past_key_values=past)
+    assert all(map(torch.equal, held, before))
+    places, size = place(past), past.nbytes
+    for t in range(4, 2000):
+        step = model(ids[:, t : t + 1], past_key_values=past)
+        assert place(past) == places and past.nbytes == size
+    torch.testing.assert_close(step.logits, model(ids).logits[:, -1:], atol=1e-4, rtol=1e-4)
+
+
 @torch.no_grad()
 def test_attentions():
     """In one go and with a cache; a row of P that is not in use has no weight."""
