@@ -11,7 +11,7 @@ import multiprocessing
 import time
 
 import torch
-from measure import _peak as peak, _reset_peak as reset_peak
+from measure import peak, reset_peak
 
 from luna_mega import LunaConfig, MegaConfig
 from luna_mega.modeling_common.layout import DENSE

@@ -70,9 +70,9 @@ def _pass(name, function, repeats, device):
 
     On a CPU a call of more than 5 seconds is not repeated: its first time counts.
     """
-    base = _reset_peak(device)
+    base = reset_peak(device)
     first = _milliseconds(function)
-    result = {f"{name}_mb": (_peak(device) - base) / 2**20}
+    result = {f"{name}_mb": (peak(device) - base) / 2**20}
     if device == "cuda":  # between calls the cache is cleared
         median, least = do_bench(function, warmup=10, rep=60, quantiles=[0.5, 0.0])
     else:
@@ -96,7 +96,7 @@ def _milliseconds(function):
     return 1000 * (time.perf_counter() - start)
 
 
-def _reset_peak(device):
+def reset_peak(device):
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -106,7 +106,7 @@ def _reset_peak(device):
     return _status("VmRSS")
 
 
-def _peak(device):
+def peak(device):
     return torch.cuda.max_memory_allocated() if device == "cuda" else _status("VmHWM")
 
 

@@ -397,8 +397,7 @@ class LunaLayer(GradientCheckpointingLayer):
         return apply_chunking_to_forward(self.feed_forward_chunk, self.chunk_size, 1, hidden_states)
 
     def feed_forward_chunk(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        inner = self.activation(self.fc1(hidden_states))
-        return dropout_alike(self.dropout, self.fc2(dropout_alike(self.activation_dropout, inner, None)), None)
+        return self.dropout(self.fc2(self.activation_dropout(self.activation(self.fc1(hidden_states)))))
 
 
 def _has_peers() -> bool:

@@ -15,9 +15,8 @@ def attend(
         return sdpa(query, key, value, mask, scale, dropout)
     if dropout > 0.0 and not torch.compiler.is_compiling():
         return _in_steps(query, key, value, mask, scale, dropout)
-    if (
-        dropout > 0.0 or not query.numel() or not key.numel()
-    ):  # the CPU kernel divides by the lengths, which ends the process
+    # The CPU kernel divides by the lengths, which ends the process.
+    if dropout > 0.0 or not query.numel() or not key.numel():
         return sdpa(query, key, value, mask, scale, dropout)
     if torch.compiler.is_compiling():  # the compiler would take the kernel apart and write the weights to memory
         return torch.ops.luna_mega.attend(query, key, value, mask, scale)[0]
