@@ -33,7 +33,8 @@ def attend(query, pack_query, pack_key, key, value, mask, pack_mask, activation,
         tokens = (query[:, 0], pack_query, pack_key[:, 0], key[:, 0], value[:, 0])
         output, state = step(*tokens, None if mask is None else mask[:, 0], pack_mask, activation, state, dropout)
         return output[:, None], state
-    if state is None and query.shape[1] <= SHORT and not torch.compiler.is_compiling():
+    # Asked in this order, as a length that is compared becomes a condition of a compiled program.
+    if state is None and not torch.compiler.is_compiling() and query.shape[1] <= SHORT:
         return _short(*tokens, pack_query, mask, pack_mask, activation, dropout)
     key_mean, value_mean, seen = (None, None, None) if state is None else state
     count = reference.token_count(mask, query, seen)
