@@ -170,10 +170,15 @@ def _model_work(forward, model):
     return Work(forward, leaves, models.count_parameters(model))
 
 
-def _encoder(make, device, dtype, n, b=1, **fields):
+def _model_and_tokens(make, device, dtype, n, b, fields):
     torch.manual_seed(0)
     model = make(n, **fields).to(device, dtype)
     ids = torch.randint(4, 1000, (b, n), generator=torch.Generator().manual_seed(0), device="cpu").to(device)
+    return model, ids
+
+
+def _encoder(make, device, dtype, n, b=1, **fields):
+    model, ids = _model_and_tokens(make, device, dtype, n, b, fields)
 
     def forward():
         model.train(torch.is_grad_enabled())
@@ -184,9 +189,7 @@ def _encoder(make, device, dtype, n, b=1, **fields):
 
 def _decoder(make, device, dtype, n, b=1, **fields):
     """Time the prefill, with a cache and the last logits, and with a gradient the loss of all positions."""
-    torch.manual_seed(0)
-    model = make(n, **fields).to(device, dtype)
-    ids = torch.randint(4, 1000, (b, n), generator=torch.Generator().manual_seed(0), device="cpu").to(device)
+    model, ids = _model_and_tokens(make, device, dtype, n, b, fields)
 
     def forward():
         model.train(torch.is_grad_enabled())

@@ -36,7 +36,7 @@ TOY = {
 
 
 class Setting(NamedTuple):
-    """Where the report runs, and whether at toy sizes, interpreted."""
+    """Place where the report runs, and whether at toy sizes, interpreted."""
 
     device: torch.device
     toy: bool
