@@ -98,6 +98,7 @@ def _serve(pipe: Connection):
             dist.init_process_group(
                 "gloo", init_method=f"file://{store}", rank=rank, world_size=count, timeout=timedelta(seconds=timeout)
             )
+            dist.barrier()  # a rank that ends at once would close its sockets while others still connect
             answer = None, function(*arguments)
         except BaseException:
             answer = traceback.format_exc(), None
