@@ -1,6 +1,7 @@
 """Decoding: milliseconds a step of Mega, Luna, Llama and GPT-2 with as many parameters, beside the floor.
 
     OMP_NUM_THREADS=1 python benchmarks/decoding.py [--contexts 128 512 4096 16384] [--batches 1 8 beams] [--json FILE]
+    OMP_NUM_THREADS=1 python benchmarks/decoding.py --compile --contexts 512 --batches 1
 
 The floor of a step is the time to read all weights of its matrix products and the state once, at the rate at which
 products of these matrices and a vector read them in the same run. `beams` are 4 sequences whose caches change places
@@ -8,7 +9,9 @@ before every step. The steps of all models take turns; a figure is the median.
 
 Caches of Llama and GPT-2 are filled with random keys and values. Those of Mega and Luna are filled by a prompt of at
 most 1,024 tokens, from where on they keep their size; Mega's ends in the middle of a chunk, whose keys are on average
-half of them in use. Parameters are counted without tables of positions, which grow with the context.
+half of them in use. Parameters are counted without tables of positions, which grow with the context. With `--compile`
+the steps are those of `torch.compile`, which needs a C++ compiler on a CPU; the seconds of the first three, in which it
+compiles, are printed.
 """
 
 import argparse
@@ -108,7 +111,9 @@ def clock(run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def measure(models: dict[str, PreTrainedModel], batch: int, beams: bool, context: int, rounds: int) -> list[dict]:
+def measure(
+    models: dict[str, PreTrainedModel], batch: int, beams: bool, context: int, rounds: int, compiled: bool
+) -> list[dict]:
     """Return a row for each model: milliseconds a step and of the floor, bytes of the cache."""
     runs, caches, bytes_read = {}, {}, {}
     token, order = torch.randint(1, VOCABULARY, (batch, 1)), torch.tensor(ORDER)
@@ -118,10 +123,15 @@ def measure(models: dict[str, PreTrainedModel], batch: int, beams: bool, context
         weights = matrices(model)
         bytes_read[name] = sum(x.nbytes for x in weights), state_bytes(past)
 
-        def step(model=model, past=past):
+        call = torch.compile(model) if compiled else model
+
+        def step(call=call, past=past):
             if beams:
                 past.reorder_cache(order)
-            model(token, past_key_values=past, use_cache=True)
+            call(token, past_key_values=past, use_cache=True)
+
+        if compiled:
+            print(f"{name}: {clock(lambda step=step: [step() for _ in range(3)]):.0f} s to compile", flush=True)
 
         def read(weights=weights):
             for x in weights:
@@ -156,11 +166,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--batches", nargs="+", default=["1", "8", "beams"], help="numbers of sequences, or beams")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--compile", action="store_true", help="measure steps of torch.compile")
     parser.add_argument("--json", type=argparse.FileType("w"))
     options = parser.parse_args(arguments)
     logging.set_verbosity_error()
     torch.manual_seed(0)
-    longest = max(*options.contexts, LONGEST_PROMPT) + CHUNK + options.rounds + 1
+    longest = max(*options.contexts, LONGEST_PROMPT) + CHUNK + options.rounds + 4
     models = {name: build(inner, longest).eval() for name, (build, inner) in MODELS.items() if name in options.models}
     sizes = {name: parameters(model) for name, model in models.items()}
     if max(sizes.values()) > 1.05 * min(sizes.values()):
@@ -173,7 +184,8 @@ def main(arguments: list[str] | None = None) -> None:
     for batch in options.batches:
         for context in options.contexts:
             beams = batch == "beams"
-            rows += measure(models, len(ORDER) if beams else int(batch), beams, context, options.rounds)
+            size = len(ORDER) if beams else int(batch)
+            rows += measure(models, size, beams, context, options.rounds, options.compile)
             for row in rows[-len(models) :]:
                 share, size = row["step_ms"] / row["floor_ms"], row["cache_bytes"] / 2**20
                 print(
