@@ -162,6 +162,7 @@ def gated_attention(
     Returns:
         `[B, T, V]` in the dtype of `value`. Scores and weights are computed in float32, under autocast as well, where
         `"triton"` rounds query and key to the dtype of `value` first. A query without any key is 0, with gradient 0.
+        For the backward pass `"torch"` keeps the scores where they take no more bytes than `value` and the output.
 
     Raises:
         ValueError: shapes, dtypes or options do not fit together, the function is unknown, the bias is too short, or

@@ -1,4 +1,4 @@
-"""Gated attention in PyTorch: one block of scores at a time, computed again in the backward pass."""
+"""Gated attention in PyTorch, one block of scores at a time; few scores are kept for the backward pass."""
 
 import math
 from collections.abc import Iterator
@@ -13,9 +13,11 @@ BLOCK_ROWS = 256
 # Scores of a block that covers several sequences or chunks: a CPU's cache holds the first number; the second keeps
 # another device busy.
 BLOCK_SCORES_CPU, BLOCK_SCORES = 2**20, 2**26
+# Scores are kept for the backward pass while their bytes are at most so many times those of value and output.
+KEPT = 1.0
 INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? mask, Tensor? start, str function, bool causal, "
-    "SymInt offset, float dropout, Tensor? seed"
+    "SymInt offset, float dropout, Tensor? seed, bool keep"
 )
 
 
@@ -66,8 +68,23 @@ def _attend_full(query, key, value, bias, mask, function, causal, offset, row_of
     # The backward pass draws the dropped weights again from this seed.
     seed = torch.randint(2**63 - 1, ()) if dropout > 0.0 else None
     start = start if causal and function != "softmax" else None
-    options = (function, causal, offset, dropout, seed)
-    return torch.ops.luna_mega.gated_attend(query, key, value, bias, mask, start, *options)
+    inputs = (query, key, value, bias, mask, start, function, causal, offset, dropout, seed)
+    trained = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs[:4])
+    keep = trained and _scores_are_few(query, key, value)
+    return torch.ops.luna_mega.gated_attend(*inputs, keep)[0]
+
+
+def _scores_are_few(query, key, value):
+    queries, keys = query.shape[1], key.shape[1]
+    scores = queries * keys * _wide(query, value).itemsize
+    few = scores <= KEPT * (queries + keys) * value.shape[2] * value.dtype.itemsize
+    if torch.compiler.is_compiling():  # where lengths vary, the answer must not be a condition of the program
+        return torch.fx.experimental.symbolic_shapes.statically_known_true(few)
+    return few
+
+
+def _wide(query, value):
+    return torch.promote_types(torch.promote_types(query.dtype, value.dtype), torch.float32)
 
 
 def _positions(query, key, offset):
@@ -89,7 +106,7 @@ class _Blocks:
 
     def __init__(self, query, key, value, bias, mask, start, function, causal, offset, dropout, seed):
         self.function, self.causal, self.offset, self.dropout = function, causal, offset, dropout
-        self.wide = torch.promote_types(torch.promote_types(query.dtype, value.dtype), torch.float32)
+        self.wide = _wide(query, value)
         # The products with the value take most of the time: they keep its dtype, unless it is slow (float16 on a CPU).
         slow = value.dtype == torch.float16 and value.device.type == "cpu"
         self.narrow = self.wide if slow else value.dtype
@@ -127,28 +144,32 @@ class _Blocks:
         first = self.positions - self.offset - rows.stop
         return n if self.row_bias else slice(0, 1), slice(first, first + rows.stop - rows.start + keys.stop - 1)
 
-    def scores(self, n: slice, rows: slice, keys: slice) -> torch.Tensor:
+    def scores(self, n: slice, rows: slice, keys: slice, out: torch.Tensor | None = None) -> torch.Tensor:
         bias = self.bias[self.lags(n, rows, keys)].unfold(1, keys.stop, 1).flip(1)
-        scores = torch.baddbmm(bias, self.query[n, rows], self.key[n, keys].transpose(1, 2))
+        scores = torch.baddbmm(bias, self.query[n, rows], self.key[n, keys].transpose(1, 2), out=out)
         # The lowest number and not -inf: the softmax of a query without keys stays finite until it is set to 0.
         if self.masked is not None:
             scores.masked_fill_(self.masked[n, :, keys], torch.finfo(self.wide).min)
         return scores
 
-    def weights(self, scores: torch.Tensor, n: slice, rows: slice) -> torch.Tensor:
-        if self.function != "softmax":
-            return getattr(reference, self.function)(scores)
-        weights = torch.softmax(scores, dim=-1)
+    def weights(self, scores: torch.Tensor, n: slice, rows: slice, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the weights, bit for bit those of the reference; `out` is for those of softmax."""
+        if self.function == "relu2":
+            return torch.relu(scores).square_()
+        if self.function == "laplace":
+            width = reference.LAPLACE_DEVIATION * math.sqrt(2.0)
+            return scores.sub(reference.LAPLACE_MEAN).div_(width).erf_().add_(1.0).mul_(0.5)
+        weights = torch.softmax(scores, dim=-1, out=out)
         return weights if self.keyless is None else weights.masked_fill_(self.keyless[n, rows], 0.0)
 
     def through_function(self, grad: torch.Tensor, scores: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Return the gradient of the scores from the gradient of the weights."""
         if self.function == "softmax":
-            return weights.mul_(grad - (grad * weights).sum(dim=-1, keepdim=True))
+            return torch._softmax_backward_data(grad, weights, -1, self.wide)
         if self.function == "relu2":
             return torch.relu(scores).mul_(2.0).mul_(grad)
         deviation = reference.LAPLACE_DEVIATION
-        density = ((scores - reference.LAPLACE_MEAN) / deviation).square_().mul_(-0.5).exp_()
+        density = scores.sub(reference.LAPLACE_MEAN).div_(deviation).square_().mul_(-0.5).exp_()
         return density.mul_(grad).div_(deviation * math.sqrt(2.0 * math.pi))
 
     def dropped(self, weights: torch.Tensor) -> torch.Tensor:
@@ -156,48 +177,64 @@ class _Blocks:
         return dropout_factors(weights, self.dropout, self.generator)
 
 
-@torch.library.custom_op("luna_mega::gated_attend", mutates_args=(), schema=f"({INPUTS}) -> Tensor")
-def _attend(query, key, value, bias, mask, start, function, causal, offset, dropout, seed):
+@torch.library.custom_op("luna_mega::gated_attend", mutates_args=(), schema=f"({INPUTS}) -> (Tensor, Tensor)")
+def _attend(query, key, value, bias, mask, start, function, causal, offset, dropout, seed, keep):
+    """Return the output and, with `keep`, the scores (of softmax the weights) for the backward pass."""
     with torch.autocast(query.device.type, enabled=False):
         blocks = _Blocks(query, key, value, bias, mask, start, function, causal, offset, dropout, seed)
         output = value.new_empty(*query.shape[:2], value.shape[2])
+        kept = query.new_empty((*query.shape[:2], key.shape[1]) if keep else 0, dtype=blocks.wide)
         for n, rows, keys in blocks:
-            weights = blocks.weights(blocks.scores(n, rows, keys), n, rows)
+            place = kept[n, rows, keys] if keep else None
+            if function == "softmax":
+                weights = blocks.weights(blocks.scores(n, rows, keys), n, rows, place)
+            else:
+                weights = blocks.weights(blocks.scores(n, rows, keys, place), n, rows)
             if dropout > 0.0:
-                weights *= blocks.dropped(weights)
-            output[n, rows] = torch.bmm(weights.to(blocks.narrow), blocks.value[n, keys])
-        return output
+                weights = weights * blocks.dropped(weights)
+            _set_product(output[n, rows], weights.to(blocks.narrow), blocks.value[n, keys])
+        return output, kept
 
 
 @_attend.register_fake
-def _(query, key, value, bias, mask, start, function, causal, offset, dropout, seed):
-    return value.new_empty(query.shape[0], query.shape[1], value.shape[2])
+def _(query, key, value, bias, mask, start, function, causal, offset, dropout, seed, keep):
+    kept = query.new_empty((*query.shape[:2], key.shape[1]) if keep else 0, dtype=_wide(query, value))
+    return value.new_empty(query.shape[0], query.shape[1], value.shape[2]), kept
 
 
 @torch.library.custom_op(
     "luna_mega::gated_attend_backward",
     mutates_args=(),
-    schema=f"(Tensor grad_output, {INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    schema=f"(Tensor grad_output, Tensor kept, {INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
-def _attend_backward(grad_output, query, key, value, bias, mask, start, function, causal, offset, dropout, seed):
+def _attend_backward(
+    grad_output, kept, query, key, value, bias, mask, start, function, causal, offset, dropout, seed, keep
+):  # fmt: skip
     with torch.autocast(query.device.type, enabled=False):
         blocks = _Blocks(query, key, value, bias, mask, start, function, causal, offset, dropout, seed)
-        grad_query, grad_key, grad_value = (x.new_zeros(x.shape, dtype=blocks.wide) for x in (query, key, value))
+        # The first block of a sequence sets the gradients of keys and values, where it sees all of them.
+        set_first = 0 < query.shape[1] and (not causal or offset + min(query.shape[1], BLOCK_ROWS) == key.shape[1])
+        make = torch.empty if set_first else torch.zeros
+        grad_query, grad_key, grad_value = (
+            make(x.shape, dtype=blocks.wide, device=x.device) for x in (query, key, value)
+        )
         grad_bias = torch.zeros_like(blocks.bias)
         grad_output = grad_output.to(blocks.narrow)
         for n, rows, keys in blocks:
-            scores = blocks.scores(n, rows, keys)
-            weights = blocks.weights(scores, n, rows)
+            write = _set_product if set_first and rows.start == 0 else _add_product
+            scores = weights = kept[n, rows, keys] if keep else blocks.scores(n, rows, keys)
+            if not keep or function != "softmax":
+                weights = blocks.weights(scores, n, rows)
             grad = torch.bmm(grad_output[n, rows], blocks.value[n, keys].transpose(1, 2)).to(blocks.wide)
             used = weights
             if dropout > 0.0:
                 dropped = blocks.dropped(weights)
                 grad *= dropped
                 used = weights * dropped
-            _add_product(grad_value[n, keys], used.to(blocks.narrow).transpose(1, 2), grad_output[n, rows])
+            write(grad_value[n, keys], used.to(blocks.narrow).transpose(1, 2), grad_output[n, rows])
             grad = blocks.through_function(grad, scores, weights)
-            grad_query[n, rows] = torch.bmm(grad, blocks.key[n, keys])
-            _add_product(grad_key[n, keys], grad.transpose(1, 2), blocks.query[n, rows])
+            _set_product(grad_query[n, rows], grad, blocks.key[n, keys])
+            write(grad_key[n, keys], grad.transpose(1, 2), blocks.query[n, rows])
             if bias is not None:
                 of_bias = grad if blocks.row_bias else grad.sum(dim=0, keepdim=True)
                 grad_bias[blocks.lags(n, rows, keys)] += _diagonal_sums(of_bias)
@@ -208,9 +245,16 @@ def _attend_backward(grad_output, query, key, value, bias, mask, start, function
 
 
 @_attend_backward.register_fake
-def _(grad_output, query, key, value, bias, mask, start, function, causal, offset, dropout, seed):
+def _(grad_output, kept, query, key, value, bias, *_):
     grad_bias = query.new_empty(0) if bias is None else bias.new_empty(bias.shape)
     return *(x.new_empty(x.shape) for x in (query, key, value)), grad_bias
+
+
+def _set_product(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    if out.dtype == left.dtype:
+        torch.bmm(left, right, out=out)
+    else:
+        out.copy_(torch.bmm(left, right))
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
@@ -229,16 +273,20 @@ def _diagonal_sums(matrices: torch.Tensor) -> torch.Tensor:
 
 
 def _save_for_backward(ctx, inputs, output):
-    *tensors, ctx.function, ctx.causal, ctx.offset, ctx.dropout, seed = inputs
-    ctx.save_for_backward(*tensors, seed)
+    *tensors, ctx.function, ctx.causal, ctx.offset, ctx.dropout, seed, ctx.keep = inputs
+    ctx.set_materialize_grads(False)  # those of the scores would be zeros
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(output[1], *tensors, seed)
 
 
-def _backward(ctx, grad_output):
+def _backward(ctx, grad_output, _):
+    if grad_output is None:
+        return (None,) * 12
     *tensors, seed = ctx.saved_tensors
     *gradients, grad_bias = torch.ops.luna_mega.gated_attend_backward(
-        grad_output, *tensors, ctx.function, ctx.causal, ctx.offset, ctx.dropout, seed
+        grad_output, *tensors, ctx.function, ctx.causal, ctx.offset, ctx.dropout, seed, ctx.keep
     )
-    return *gradients, None if tensors[3] is None else grad_bias, *[None] * 7
+    return *gradients, None if tensors[4] is None else grad_bias, *[None] * 8
 
 
 _attend.register_autograd(_backward, setup_context=_save_for_backward)

@@ -60,7 +60,7 @@ def sdpa(
 def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
     if mask is None:
         return None
-    return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, float("-inf"))[:, None, None, :]
+    return torch.where(mask[:, None, None], 0.0, float("-inf")).to(dtype)
 
 
 def flash(

@@ -47,8 +47,9 @@ FORMULAS = {
     "adaptive softmax n ((1 + m) d + W), where W is the size of the first band and the number of tails, and each word "
     "of a tail adds its size. Each cross-attention "
     "has n ((12 + m + k + b) d + 3z + 3), and once n d. m, b, a = 1 with dropout, hidden dropout and the feed- "
-    "forward layer's dropout, k = 1 (scale, RMS) or 2.5 (batch norm). Attention weights are computed again in the "
-    "backward pass, not kept. Dropout masks are counted as numbers; on a GPU they are bytes.",
+    "forward layer's dropout, k = 1 (scale, RMS) or 2.5 (batch norm). The attention scores, n c numbers in each "
+    "layer, are kept where c is at most 2 v, those of cross-attention, n^2, where n is at most 2 d; others are "
+    "computed again in the backward pass. Dropout masks are counted as numbers; on a GPU they are bytes.",
     "cache": "of a decoder that generates: in each layer d h + c (z + v) with c = n (up to 2 n after steps, as "
     "the memory doubles) or, in chunks, the chunk; with a truncation t also d (h + t), with cross-attention n (z + d).",
     "with Adam": "weight, gradient and two moments for each parameter.",
@@ -84,6 +85,16 @@ def _keys(config: MegaConfig, length: int) -> float:
     chunk = min(config.attention_chunk or length, length)
     rest = length % chunk
     return ((length - rest) * chunk + rest**2) / length
+
+
+def _kept_scores(config: MegaConfig, length: int) -> int:
+    """Return the attention scores of one layer that are no more bytes than value and output, and so are kept."""
+    chunk = min(config.attention_chunk or length, length)
+    whole, rest = divmod(length, chunk)
+    segments = [(whole, chunk, config.intermediate_size), (1, rest, config.intermediate_size)]
+    if config.add_cross_attention:
+        segments.append((1, length, config.hidden_size))
+    return sum(count * keys**2 for count, keys, width in segments if keys <= 2 * width)
 
 
 def _rows(config: MegaConfig) -> int:
@@ -129,7 +140,8 @@ def training_activations(config: MegaConfig, length: int) -> float:
     if config.add_cross_attention:
         of_token += (12 + masks + norm + value_masks) * width + 3 * shared + 3
         once += width
-    return config.num_hidden_layers * (length * of_token + _kernels(config, length)) + length * once
+    of_layer = length * of_token + _kernels(config, length) + _kept_scores(config, length)
+    return config.num_hidden_layers * of_layer + length * once
 
 
 def language_model_activations(config: MegaConfig, kind: str) -> int:
