@@ -118,8 +118,11 @@ def test_speeds(runner):
 
 
 def test_relative_speed_and_memory(runner):
+    from measure import parameters
     from tables import markdown
 
+    counts = parameters("text_efficiency").values()
+    assert max(counts) < 1.05 * min(counts)
     case = runner.CASES["text_efficiency"]
     rows = [
         {"n": n, "variant": variant, "parameters": 3.2e6, "both_ms": 100.0 * n, "both_mb": 500.0}
