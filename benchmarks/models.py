@@ -1,7 +1,7 @@
 """Models of equal size to compare: ours and those of transformers, about 23 million parameters, and two for pictures.
 
-By default they have a width of 512 and a vocabulary of 8,000. The width of the feed-forward layers, and of Mamba the number of
-layers, makes up for what differs elsewhere. Dropout is off; all the rest is as each model has it by default.
+By default they have a width of 512 and a vocabulary of 8,000. The width of the feed-forward layers, and of Mamba the
+number of layers, makes up for what differs elsewhere. Dropout is off; all the rest is as each model has it by default.
 """
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageClassification

@@ -200,11 +200,11 @@ def test_another_rate_or_another_label_than_the_model_has(run, folder, tmp_path)
     pd.DataFrame(examples).to_parquet(folder / "validation.parquet")
     with pytest.raises(SystemExit, match="split validation, row 5: label 7 is not one of 0, 1"):
         run("--dataset_path", folder, *model, "--do_eval")
-    pd.DataFrame(examples).to_parquet(folder / "test.parquet")
+    pd.DataFrame(examples).to_parquet(folder / "test-00000-of-00001.parquet")
     with pytest.raises(SystemExit, match="split test, row 5: label 7 is not one of 0, 1"):
         run("--dataset_path", folder, *model, "--do_predict")
     examples[5]["label"] = -1  # unknown
-    pd.DataFrame(examples).to_parquet(folder / "test.parquet")
+    pd.DataFrame(examples).to_parquet(folder / "test-00000-of-00001.parquet")
     assert "test_accuracy" in run("--dataset_path", folder, *model, "--do_predict")
 
 
