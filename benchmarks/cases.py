@@ -61,6 +61,8 @@ class Case:
     passes: dict[str, str] = field(default_factory=PASSES.copy)
     # Models of equal size, "tokens" or "images" a second; None = milliseconds.
     unit: str | None = None
+    # Variants to which the tables give speed and memory of the others, in place of those themselves.
+    baselines: tuple[str, ...] = ()
 
     @property
     def ours(self) -> str:
@@ -173,7 +175,8 @@ def _model_work(forward, model):
 def _model_and_tokens(make, device, dtype, n, b, fields):
     torch.manual_seed(0)
     model = make(n, **fields).to(device, dtype)
-    ids = torch.randint(4, 1000, (b, n), generator=torch.Generator().manual_seed(0), device="cpu").to(device)
+    high = min(1000, model.config.vocab_size)
+    ids = torch.randint(4, high, (b, n), generator=torch.Generator().manual_seed(0), device="cpu").to(device)
     return model, ids
 
 
@@ -439,6 +442,28 @@ CASES = {
             gpu=_MODEL_TOKENS,
             passes={"forward": "Inference (forward)", **_TRAINING},
             unit="tokens",
+        ),
+        Case(
+            "text_efficiency",
+            {
+                "luna_16": partial(_encoder, partial(models.luna, projection_length=16, **models.TEXT_LUNA)),
+                "luna_128": partial(_encoder, partial(models.luna, projection_length=128, **models.TEXT_LUNA)),
+                "luna_256": partial(_encoder, partial(models.luna, projection_length=256, **models.TEXT_LUNA)),
+                "mega": partial(_encoder, partial(models.mega, use_chunking=False, **models.TEXT_MEGA)),
+                "mega_chunk_128": partial(_encoder, partial(models.mega, chunk_size=128, **models.TEXT_MEGA)),
+                "transformer_eager": partial(_encoder, partial(models.roberta, attention="eager", **models.TEXT)),
+                "transformer_sdpa": partial(_encoder, partial(models.roberta, **models.TEXT)),
+                "longformer_512": partial(_encoder, partial(models.longformer, **models.TEXT)),
+                "big_bird": partial(_encoder, partial(models.big_bird, **models.TEXT)),
+                "nystromformer_64": partial(_encoder, partial(models.nystromformer, **models.TEXT)),
+            },
+            sizes=tuple({"n": n} for n in (1024, 2048, 3072, 4096)),
+            quick=({"n": 1024},),
+            repeats=3,
+            gpu=tuple({"n": n, "b": 8} for n in (1024, 2048, 3072, 4096)),
+            passes=_TRAINING,
+            unit="tokens",
+            baselines=("transformer_eager", "transformer_sdpa"),
         ),
         Case(
             "decoders",

@@ -55,7 +55,7 @@ def _measure(work, case, device):
         seeds[:] = seeds or [torch.randn_like(output) for output in outputs]
         return _gradients(outputs, work, seeds)
 
-    result = _pass("forward", lambda: _forward(work), case.repeats, device)
+    result = _pass("forward", lambda: _forward(work), case.repeats, device) if "forward" in case.passes else {}
     result |= _pass("both", step, case.repeats, device)
     result["both_mb"] -= sum(seed.nbytes for seed in seeds) / 2**20
     if "backward" in case.passes:

@@ -1,7 +1,7 @@
 """Models of equal size to compare: ours and those of transformers, about 23 million parameters, and two for pictures.
 
-All have a width of 512 and a vocabulary of 8,000. The width of the feed-forward layers, and of Mamba the number of
-layers, makes up for what differs elsewhere. Dropout is off; all the rest is as each model has it by default.
+By default they have a width of 512 and a vocabulary of 8,000. The width of the feed-forward layers, and of Mamba the
+number of layers, makes up for what differs elsewhere. Dropout is off; all the rest is as each model has it by default.
 """
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageClassification
@@ -24,6 +24,12 @@ _MEGA |= {"intermediate_size": 1024, "nffn_hidden_size": 1024, "shared_represent
 _MEGA |= {"nffn_activation_dropout_prob": 0.0}
 _SIZE = {"vocab_size": 8000, "hidden_size": 512, "num_hidden_layers": 6}
 
+# Fields of the models of bytes, about 3.2 million parameters: Luna's own size for Text of Long Range Arena.
+_BYTES = {"vocab_size": 262, "hidden_size": 256, "num_hidden_layers": 4}
+TEXT = {**_BYTES, "num_attention_heads": 4, "intermediate_size": 1024}
+TEXT_LUNA = {**TEXT, "intermediate_size": 896}
+TEXT_MEGA = {**_BYTES, "intermediate_size": 512, "nffn_hidden_size": 448, "shared_representation_size": 64}
+
 
 def luna(n, **fields):
     return LunaModel(LunaConfig(**{**_SIZE, **_LUNA, "max_position_embeddings": n, **fields}))
@@ -39,9 +45,9 @@ def encoder(kind, n, model=None, **fields):
     return AutoModel.from_config(config, **model or {})
 
 
-def roberta(n, **fields):
+def roberta(n, attention="sdpa", **fields):
     # Positions begin behind that of padding.
-    model = {"attn_implementation": "sdpa", "add_pooling_layer": False}
+    model = {"attn_implementation": attention, "add_pooling_layer": False}
     return encoder("roberta", n + 2, model, type_vocab_size=1, **fields)
 
 

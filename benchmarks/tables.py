@@ -37,7 +37,12 @@ def _ratios(case, row, mine):
 
 
 def markdown(case, rows):
-    """Return a table of one line for each size, or, of models, of one line for each and a table for each pass."""
+    """Return a table of one line for each size, or, of models, of one line for each and a table for each pass.
+
+    Where the case has baselines there is a table for each of them.
+    """
+    if case.baselines:
+        return "\n".join(_relative(case, rows, baseline) for baseline in case.baselines)
     if case.unit is not None:
         return "\n".join(_speeds(case, rows, name, title) for name, title in case.passes.items())
     fields = [field for field in SIZES if any(field in row for row in rows)]
@@ -77,6 +82,32 @@ def _speeds(case, rows, name, title):
         millions = next(row["parameters"] for row in found.values()) / 1e6
         lines.append([variant, f"{millions:.1f}", *(_speed(case, found.get(size), name) for size in sizes)])
     return f"{title}: {case.unit} a second (peak MB)\n\n{_join(lines)}"
+
+
+def _relative(case, rows, baseline):
+    """Return speed (above 1: faster) and peak memory (below 1: smaller) of every model relative to the baseline's."""
+    sizes = list(dict.fromkeys(key(row) for row in rows))
+    found = {(row["variant"], key(row)): row for row in rows}
+    lengths = [f"{dict(size)['n']:,}" for size in sizes]
+    head = ["", "parameters (M)", *(f"speed at {n}" for n in lengths), *(f"memory at {n}" for n in lengths)]
+    lines = [head, ["---"] * len(head)]
+    for variant in case.variants:
+        pairs = [(found[variant, size], found[baseline, size]) for size in sizes]
+        cells = [_quotient(row, "both_ms", one, row) for row, one in pairs]
+        cells += [_quotient(row, "both_mb", row, one) for row, one in pairs]
+        lines.append([variant, f"{pairs[0][0]['parameters'] / 1e6:.1f}", *cells])
+    batch, absolute = dict(sizes[0]).get("b", 1), []
+    for size, n in zip(sizes, lengths, strict=True):
+        row = found[baseline, size]
+        steps = row.get("error") or f"{1000 / row['both_ms']:.2f} steps a second, {row['both_mb']:,.0f} MB"
+        absolute.append(f"{n}: {steps}")
+    title = f"{case.passes['both']}, batch {batch}, relative to {baseline} ({'; '.join(absolute)})"
+    return f"{title}\n\n{_join(lines)}"
+
+
+def _quotient(row, field, above, below):
+    failed = "error" in above or "error" in below
+    return row.get("error", "") if failed else f"{above[field] / max(below[field], 1e-9):.2f}x"
 
 
 def _speed(case, row, name):

@@ -63,12 +63,16 @@ def read_clip(row: dict[str, Any], data: DataArguments) -> tuple[np.ndarray, int
     clip = row[data.audio_column]
     try:
         if isinstance(clip, bytes):
-            return np.frombuffer(clip, "<i2").astype(np.float32) / 32768, row[data.rate_column]
-        if isinstance(clip, list):
-            return np.asarray(clip, np.float32), row[data.rate_column]
-        return np.asarray(clip["array"], np.float32), clip["sampling_rate"]
+            samples, rate = np.frombuffer(clip, "<i2").astype(np.float32) / 32768, row[data.rate_column]
+        elif isinstance(clip, list):
+            samples, rate = np.asarray(clip, np.float32), row[data.rate_column]
+        else:
+            samples, rate = np.asarray(clip["array"], np.float32), clip["sampling_rate"]
     except (TypeError, ValueError) as error:
         fail(f"column {data.audio_column} holds {str(clip)[:40]!r}, which is no clip: {error}")
+    if not isinstance(rate, int) or rate < 1:
+        fail(f"a clip has the sampling rate {rate!r}, not a whole number of samples a second above 0")
+    return samples, rate
 
 
 def make_extractor(
@@ -95,7 +99,7 @@ def encode_split(
     labels: list[str],
     in_memory: bool = True,
 ) -> Dataset:
-    """Make the columns `input_values` and `labels`, -100 where the label is not known (in the test split only)."""
+    """Make the columns `input_values` and `labels`, -100 for None and -1, unknown labels, in the test split only."""
     rate = extractor.sampling_rate
     feature = split.features.get(data.label_column)
 
@@ -111,9 +115,10 @@ def encode_split(
         label = row.get(data.label_column)
         if isinstance(feature, ClassLabel) and label in range(feature.num_classes):
             label = feature.int2str(label)
-        if name != "test" and str(label) not in labels:
+        unknown = name == "test" and label in (None, -1)
+        if not unknown and str(label) not in labels:
             fail(f"split {name}, row {index}: label {label!r} is not one of {', '.join(labels)}")
-        encoded["labels"] = labels.index(str(label)) if str(label) in labels else -100
+        encoded["labels"] = -100 if unknown else labels.index(str(label))
         return encoded
 
     options = {"with_indices": True, "remove_columns": split.column_names, "keep_in_memory": in_memory}

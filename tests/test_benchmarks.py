@@ -73,6 +73,7 @@ def test_what_is_written(runner, tmp_path, capsys):
 TOY = {"hidden_size": 64, "num_hidden_layers": 1}
 TOYS = [
     ("encoders", {"n": 768, **TOY}),
+    ("text_efficiency", {"n": 768, **TOY}),
     ("decoders", {"n": 70, **TOY}),
     ("images", {"b": 2, "size": 32, **TOY, "hidden_size": 96}),
 ]
@@ -88,7 +89,8 @@ def test_models(runner, monkeypatch, name, size):
     for variant in case.variants:
         row = measure(name, variant, size, "cpu", "float32", 0)
         assert "error" not in row, (variant, row)
-        assert row["forward_ms"] > 0 and row["both_ms"] > 0 and "backward_ms" not in row
+        assert {name for name in row if name.endswith("_ms")} >= {f"{name}_ms" for name in case.passes}
+        assert all(row[f"{name}_ms"] > 0 for name in case.passes) and "backward_ms" not in row
 
 
 def test_models_of_unequal_size_are_not_measured(runner, monkeypatch, tmp_path, capsys):
@@ -113,6 +115,29 @@ def test_speeds(runner):
     row = {"case": "encoders", "n": 512, "b": 2, "variant": "luna_128", "parameters": 23e6, "forward_mb": 1234.0}
     text = markdown(runner.CASES["encoders"], [row | {"forward_ms": 100.0, "both_ms": 1e5, "both_mb": 2.0}])
     assert "| luna_128 | 23.0 | 10,240 (1,234) |" in text and "| luna_128 | 23.0 | 10.24 (2) |" in text
+
+
+def test_relative_speed_and_memory(runner):
+    from measure import parameters
+    from tables import markdown
+
+    counts = parameters("text_efficiency").values()
+    assert max(counts) < 1.05 * min(counts)
+    case = runner.CASES["text_efficiency"]
+    rows = [
+        {"n": n, "variant": variant, "parameters": 3.2e6, "both_ms": 100.0 * n, "both_mb": 500.0}
+        for n in (1024, 2048)
+        for variant in case.variants
+    ]
+    found = {(row["variant"], row["n"]): row for row in rows}
+    found["luna_16", 1024] |= {"both_ms": 25.6e3, "both_mb": 125.0}
+    found["transformer_eager", 2048]["error"] = "more than 90 s"
+    eager, sdpa = markdown(case, rows).split("\n\nTraining step")
+    assert "batch 1, relative to transformer_eager (1,024: 0.01 steps a second, 500 MB; 2,048: more than 90 s)" in eager
+    assert "| luna_16 | 3.2 | 4.00x |  | 0.25x |  |" in eager
+    assert "| transformer_eager | 3.2 | 1.00x | more than 90 s | 1.00x | more than 90 s |" in eager
+    assert "| luna_16 | 3.2 | 4.00x | 1.00x | 0.25x | 1.00x |" in sdpa
+    assert "| transformer_eager | 3.2 | 1.00x | more than 90 s |" in sdpa
 
 
 def test_every_parity_holds(runner):

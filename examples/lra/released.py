@@ -161,6 +161,8 @@ def _samples(path: Path, rate: int) -> bytes:
                 raise ValueError(
                     f"{path} has {kind[0]} channels of {kind[1]} bytes at {kind[2]} Hz, not 1, 2 and {rate}"
                 )
+            if not clip.getnframes():
+                raise ValueError(f"{path} has no samples")
             return clip.readframes(clip.getnframes())
     except (wave.Error, EOFError) as error:
         raise ValueError(f"{path} is no WAV file: {error}") from error

@@ -217,6 +217,10 @@ def test_speech(prepare, tmp_path):
     (source / "yes" / "0.wav").write_bytes(b"half")
     with pytest.raises(SystemExit, match="0.wav is no WAV file"):
         prepare(*options, "--output", tmp_path / "half")
+    with wave.open(str(source / "yes" / "0.wav"), "wb") as clip:
+        clip.setparams((1, 2, 16_000, 0, "NONE", None))
+    with pytest.raises(SystemExit, match="0.wav has no samples"):
+        prepare(*options, "--output", tmp_path / "empty")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
+
+from luna_mega import MegaConfig
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 RECIPES = sorted((EXAMPLES / "recipes").rglob("*.yaml"))
@@ -57,6 +59,19 @@ def test_language_model_of_a_recipe(path, parsed, script):
     config = script("common.model").make_config(task.model, tokenizer, task.data.block_size, **fields)
     assert task.data.block_size % config.attention_chunk == 0
     assert AutoModelForCausalLM.from_config(config).config.adaptive_softmax_cutoffs == config.adaptive_input_cutoffs
+
+
+@pytest.mark.parametrize("size, parameters", [("base", 343e3), ("big", 476e3)])
+def test_speech_model_of_the_paper(size, parameters, parsed, script):
+    """It is the preset, and has the number of parameters of the original."""
+    task = parsed(EXAMPLES / "recipes" / "audio" / f"speech_commands_mega_{size}.yaml")
+    config = script("common.model").make_config(
+        task.model, None, 16_000, **script("common.model").label_fields(range(10))
+    )
+    preset = getattr(MegaConfig, f"sc_{size}")(label2id=config.label2id, id2label=config.id2label)
+    assert config.to_dict() == preset.to_dict()
+    model = AutoModelForSequenceClassification.from_config(config)
+    assert model.num_parameters() == pytest.approx(parameters, abs=500)
 
 
 @pytest.mark.parametrize("recipe", ["multi30k_luna", "multi30k_mega", "wmt14_ende_luna_tied", "wmt16_ende_mega"])

@@ -200,6 +200,12 @@ def test_another_rate_or_another_label_than_the_model_has(run, folder, tmp_path)
     pd.DataFrame(examples).to_parquet(folder / "validation.parquet")
     with pytest.raises(SystemExit, match="split validation, row 5: label 7 is not one of 0, 1"):
         run("--dataset_path", folder, *model, "--do_eval")
+    pd.DataFrame(examples).to_parquet(folder / "test-00000-of-00001.parquet")
+    with pytest.raises(SystemExit, match="split test, row 5: label 7 is not one of 0, 1"):
+        run("--dataset_path", folder, *model, "--do_predict")
+    examples[5]["label"] = -1  # unknown
+    pd.DataFrame(examples).to_parquet(folder / "test-00000-of-00001.parquet")
+    assert "test_accuracy" in run("--dataset_path", folder, *model, "--do_predict")
 
 
 def test_wrong_rows(run, tmp_path):
@@ -214,6 +220,14 @@ def test_wrong_rows(run, tmp_path):
         pd.DataFrame([{**row, "sampling_rate": RATE} for row in examples]).to_parquet(path / "train.parquet")
         with pytest.raises(SystemExit, match=message.replace("row 1", "row [01]")):
             run(*options(path, tmp_path / "out"))
+
+
+@pytest.mark.parametrize("rate", [0, -8000, None, 0.5])
+def test_a_rate_that_is_none(rate, run, tmp_path):
+    (tmp_path / "data").mkdir()
+    pd.DataFrame([{**row, "sampling_rate": rate} for row in rows(4, 0)]).to_parquet(tmp_path / "data" / "train.parquet")
+    with pytest.raises(SystemExit, match=f"sampling rate {rate}, not a whole number of samples a second above 0"):
+        run(*options(tmp_path / "data", tmp_path / "out"))
 
 
 def test_a_model_that_reads_tokens(run, script, folder, tmp_path):
