@@ -1,10 +1,13 @@
 # Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
 """Configuration of the Luna models."""
 
+from typing import Any
+
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 
 from luna_mega.modeling_common.configuration import SharedConfig
+from luna_mega.modeling_luna.initialization_luna import check_initialization, decoder_options
 from luna_mega.modeling_luna.presets_luna import LunaPresets
 
 _CHOICES = {
@@ -13,6 +16,7 @@ _CHOICES = {
     "pooling": ("cls", "mean", "packed_max", "packed_mean", "packed_attention"),
     "pair_features": ("concat", "interaction"),
     "causal_activation": ("softplus", "elu"),
+    "initialization": ("original", "local"),
 }
 # Field of the decoder of an encoder-decoder -> the encoder's field that holds where the decoder's own is None.
 DECODER_FIELDS = {
@@ -74,6 +78,9 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
         share_layers: all layers share one set of weights.
         layer_norm_eps: epsilon of every LayerNorm.
         initializer_range: standard deviation of the initial weights.
+        initialization: `"original"` (random weights), or `"local"`: on top of these, heads begin by reading neighbours,
+            which a model that is trained from scratch learns much faster from (docs/initialization.md).
+        initialization_options: options of `"local"`, for example `{"length": 128}`; see `LocalStart`.
         pooling: what a sequence classifier reads: the first token (`"cls"`), the mean over tokens (`"mean"`), or the
             packed sequence by max-pooling, mean (Table 3) or attention from the first token (`"packed_max"`,
             `"packed_mean"`, `"packed_attention"`).
@@ -151,6 +158,8 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
     share_layers: bool = False
     layer_norm_eps: float = 1e-5
     initializer_range: float = 0.02
+    initialization: str = "original"
+    initialization_options: dict[str, Any] | None = None
     pooling: str = "cls"
     pool_padding: bool = False
     drop_first_token: bool = False
@@ -206,6 +215,8 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
         config = super().decoder_config
         if self.num_decoder_attention_heads is not None and self.num_decoder_pack_attention_heads is None:
             config.num_pack_attention_heads = self.num_decoder_attention_heads
+        if self.initialization == "local":
+            config.initialization_options = decoder_options(self)
         return config
 
     @property
@@ -250,6 +261,7 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
                 )
         if self.position_embedding_type == "sinusoidal" and self.hidden_size < 4:
             raise ValueError(f"sinusoidal positions need a hidden_size of at least 4, got {self.hidden_size}")
+        check_initialization(self)
         if self.pool_padding and self.pooling not in ("mean", "packed_mean"):
             raise ValueError(f"pool_padding applies to pooling 'mean' and 'packed_mean', not to {self.pooling!r}")
         if self.pool_padding and self.unpad_inputs and self.pooling == "mean":

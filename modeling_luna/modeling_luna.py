@@ -38,6 +38,7 @@ from luna_mega.modeling_common.layout import DENSE, TokenLayout, drop_if_full
 from luna_mega.modeling_common.tensor_parallel import RankBoundary
 from luna_mega.modeling_luna.cache_luna import LunaCache, LunaCacheLayer, LunaSeq2SeqCache
 from luna_mega.modeling_luna.configuration_luna import LunaConfig
+from luna_mega.modeling_luna.initialization_luna import start_attention, start_embeddings
 from luna_mega.modeling_luna.inputs_luna import LunaInputsMixin
 
 
@@ -637,6 +638,11 @@ class LunaPreTrainedModel(CommonPreTrainedModel):
         stack = body.decoder if self.config.is_decoder else body.encoder
         return stack.unread_parameters(tokens=True, packed=False)
 
+    def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False):
+        # Of code that is not its own, transformers passes over modules that have no parameters but those of others.
+        starts = isinstance(module, LunaEmbeddings | LunaAttention | LunaCausalAttention)
+        super()._initialize_weights(module, is_custom_code and not starts)
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)
@@ -649,6 +655,11 @@ class LunaPreTrainedModel(CommonPreTrainedModel):
         elif isinstance(module, ValueEmbeddings):
             init.normal_(module.weight, std=self.config.initializer_range)
             init.zeros_(module.bias)
+        if self.config.initialization == "local":
+            if isinstance(module, LunaEmbeddings):
+                start_embeddings(module, self.config, self.embedding_range * module.scale)
+            elif isinstance(module, LunaAttention | LunaCausalAttention):
+                start_attention(module, self.config, causal=isinstance(module, LunaCausalAttention))
 
 
 class LunaModel(LunaInputsMixin, BodyMixin, LunaPreTrainedModel):

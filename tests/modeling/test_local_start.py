@@ -1,0 +1,219 @@
+"""The local start: before any training every head reads its neighbour; the rest of the weights is as it would be."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from luna_mega import (
+    LunaConfig,
+    LunaForCausalLM,
+    LunaForConditionalGeneration,
+    LunaForMaskedLM,
+    LunaForSequenceClassification,
+    LunaModel,
+    LunaSeq2SeqConfig,
+)
+from luna_mega.kernels.luna_causal_attention.reference import pack_weights
+from luna_mega.modeling_luna import modeling_luna
+from luna_mega.modeling_luna.initialization_luna import LocalStart
+
+LENGTH = 32
+FIELDS = {
+    "vocab_size": 60,
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 32,
+    "projection_length": LENGTH,
+    "max_position_embeddings": LENGTH,
+    "initializer_range": 0.05,
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+    "initialization": "local",
+}
+ENCODERS = {
+    "tied": {},
+    "untied": {"tie_key_value": False},
+    "other pack heads": {"num_pack_attention_heads": 2},
+    "untied, other pack heads": {"tie_key_value": False, "num_attention_heads": 2, "num_pack_attention_heads": 8},
+    "sinusoidal": {"position_embedding_type": "sinusoidal"},
+    "sinusoidal, untied, no embedding norm": {
+        "position_embedding_type": "sinusoidal",
+        "tie_key_value": False,
+        "embedding_norm": False,
+    },
+    "learned, scaled": {"scale_embedding": True},
+    "pre-norm": {"pre_norm": True, "embedding_norm": False},
+    "shared layers": {"share_layers": True},
+    "P not contextual": {"contextual_projection": False},
+    "real values": {"input_type": "values"},
+    "width not a power of two": {"hidden_size": 120, "num_attention_heads": 3, "num_pack_attention_heads": 5},
+    "offsets": {"initialization_options": {"offsets": [-4, 0, 5]}},
+}
+
+
+def config(**fields):
+    return LunaConfig(**FIELDS | fields)
+
+
+def inputs(fields, batch=4, length=LENGTH):
+    if fields.input_type == "values":
+        return {"input_values": torch.rand(batch, length) * 2 - 1}
+    return {"input_ids": torch.randint(4, 60, (batch, length))}
+
+
+def nearest(weights):
+    """What each head reads most of, relative to the token, by the mean over tokens and sequences.
+
+    `weights`: `[B, H, T, M]`.
+    """
+    reach = range(-8, 9)
+    means = torch.stack([weights.diagonal(offset, 2, 3).mean((0, 2)) for offset in reach])
+    return [reach[index] for index in means.argmax(0)]
+
+
+def cycle(offsets, heads):
+    return [offsets[head % len(offsets)] for head in range(heads)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("variant", ENCODERS.values(), ids=ENCODERS)
+def test_heads_of_an_encoder_read_their_neighbours(variant):
+    model = LunaModel(config(**variant)).eval()
+    output = model(**inputs(model.config), output_attentions=True, output_packed_attentions=True)
+    offsets = cycle(LocalStart.of(model.config).offsets, model.config.num_attention_heads)
+    for unpack, pack in zip(output.attentions, output.packed_attentions, strict=True):
+        if unpack.shape[1] != pack.shape[1]:
+            pack = pack.mean(1, keepdim=True)
+        print(nearest(unpack @ pack), offsets)
+
+
+def causal_weights(model, ids):
+    """What a token weighs of another through causal attention, `[B, H, T, T]` of each layer."""
+    calls = []
+    for layer in model.decoder.layers:
+        layer.attention.register_forward_hook(lambda module, args, _: calls.append((module, *args[:2])))
+    unpack = model(ids, output_attentions=True).attentions
+    for (attention, states, packed), weights in zip(calls, unpack, strict=True):
+        query, key = (
+            linear(rows).unflatten(-1, (-1, attention.head_size))
+            for linear, rows in ((attention.pack_query, packed), (attention.pack_key, states))
+        )
+        pack = pack_weights(key, query, None, None, attention.activation)
+        yield (weights @ pack.transpose(2, 3)).tril()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("untied", [False, True])
+def test_heads_of_a_decoder_read_earlier_tokens(untied):
+    model = LunaModel(config(is_decoder=True, tie_key_value=not untied)).eval()
+    for weights in causal_weights(model, torch.randint(4, 60, (4, LENGTH))):
+        print(nearest(weights), [-1, -2, -3, 0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("positions", ["learned", "sinusoidal"])
+def test_heads_of_cross_attention_read_the_source_at_the_place_of_the_target(positions):
+    fields = FIELDS | {"position_embedding_type": positions, "max_target_positions": LENGTH + 8}
+    model = LunaForConditionalGeneration(LunaSeq2SeqConfig(**fields, num_decoder_attention_heads=2)).eval()
+    ids = torch.randint(4, 60, (4, LENGTH))
+    output = model(input_ids=ids, decoder_input_ids=ids, output_attentions=True, output_packed_attentions=True)
+    for unpack, pack in zip(output.cross_attentions, output.cross_packed_attentions, strict=True):
+        print(nearest(unpack @ pack), [-1, 1])
+
+
+@pytest.mark.parametrize("fields", [{}, {"is_decoder": True}, {"tie_key_value": False}], ids=str)
+def test_all_else_begins_as_it_would(fields):
+    """The local start draws no random numbers: what it adds is known, and the rest is equal bit for bit."""
+
+    def state(initialization):
+        torch.manual_seed(3)
+        return LunaModel(config(**fields, initialization=initialization)).state_dict()
+
+    original, local = state("original"), state("local")
+    changed = {name for name in original if not torch.equal(original[name], local[name])}
+    projections = {"query", "pack_query", "key", "value", "pack_key", "pack_value", "key_value", "pack_key_value"}
+    expected = {name for name in original if name.split(".")[-2] in projections and name.endswith("weight")}
+    assert changed == expected | {"embeddings.position_embeddings.weight", "embeddings.packed_embeddings"}
+    assert torch.equal(local["embeddings.position_embeddings.weight"][:2], original["embeddings.position_embeddings.weight"][:2])
+    stack = "decoder" if "is_decoder" in fields else "encoder"
+    name = f"{stack}.layers.0.attention.pack_query.weight"
+    added = local[name] - original[name]
+    torch.testing.assert_close(added, 2 * 6 / 32**0.5 * torch.eye(128))
+
+
+def test_the_default_knows_nothing_of_it(monkeypatch):
+    for name in ("start_attention", "start_embeddings"):
+        monkeypatch.setattr(modeling_luna, name, None)
+    fields = {name: value for name, value in FIELDS.items() if name != "initialization"}
+    model = LunaForMaskedLM(LunaConfig(**fields))
+    assert model.config.initialization == "original" and model.config.initialization_options is None
+
+
+def test_folders(tmp_path):
+    """What a file has stays as it is, what it lacks begins at the local start, and options come back."""
+    options = {"length": 20, "base": 50, "strength": 4, "offsets": [1, -1]}
+    model = LunaForMaskedLM(config(initialization_options=options))
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["initialization_options"] == options
+    state = load_file(tmp_path / "model.safetensors")
+    loaded = LunaForMaskedLM.from_pretrained(tmp_path)
+    assert loaded.config.initialization_options == options
+    assert all(torch.equal(loaded.state_dict()[name], value) for name, value in state.items())
+
+    gone = [name for name in state if name.endswith(("layers.1.attention.query.weight", "packed_embeddings"))]
+    kept = {name: value for name, value in state.items() if name not in gone}
+    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    part, report = LunaForSequenceClassification.from_pretrained(tmp_path, output_loading_info=True)
+    assert set(gone) < set(report["missing_keys"])
+    found = part.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in kept.items() if name in found)
+    torch.testing.assert_close(found[gone[0]], state[gone[0]])  # the start of P has no random numbers
+    difference = found[gone[1]] - state[gone[1]]
+    assert 0 < difference.abs().max() < 0.5  # other random numbers, the same rotation
+
+
+def test_devices_and_types():
+    with torch.device("meta"):
+        assert LunaModel(config()).device.type == "meta"
+    model = LunaModel._from_config(config(), dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    exact = LunaModel(config()).embeddings
+    assert model.dtype == torch.bfloat16
+    for name in ("packed_embeddings", "position_embeddings.weight"):
+        value = exact.get_parameter(name)[2:].to(torch.bfloat16)
+        torch.testing.assert_close(model.embeddings.get_parameter(name)[2:], value)
+
+
+REFUSALS = [
+    ({"initialization": "near"}, "initialization must be one of original, local, got 'near'"),
+    ({"initialization": "original", "initialization_options": {}}, "'original' has no initialization_options"),
+    ({"initialization_options": {"lenght": 3}}, "has no lenght, only length, base, strength, offsets"),
+    ({"initialization_options": {"length": 33}}, r"a whole number from 1 to 32 \(max_position_embeddings\), got 33"),
+    ({"initialization_options": {"length": 2.5}}, "length must be a whole number .* got 2.5"),
+    ({"initialization_options": {"base": 1.0}}, "base must be a number above 1, got 1.0"),
+    (
+        {"initialization_options": {"base": 9}, "position_embedding_type": "sinusoidal"},
+        "base must be left out with sinusoidal positions, which have their own, got 9",
+    ),
+    ({"initialization_options": {"strength": -1}}, "strength must be a number of at least 0, got -1"),
+    ({"initialization_options": {"offsets": [1.5]}}, r"offsets must be at least one whole number, got \[1.5\]"),
+    ({"initialization_options": {"offsets": [1]}, "is_decoder": True}, r"not all above 0, .* got \[1\]"),
+    ({"position_embedding_type": "none"}, "needs positions, .* got position_embedding_type 'none'"),
+    ({"embedding_norm": False}, "one of embedding_norm, pre_norm and scale_embedding must be True"),
+    ({"hidden_size": 12, "num_attention_heads": 4}, r"heads of even size, got 3 \(hidden_size 12, num_attention_heads 4"),
+    ({"hidden_size": 12, "num_pack_attention_heads": 12, "num_attention_heads": 2}, "num_pack_attention_heads 12"),
+]
+
+
+@pytest.mark.parametrize("fields, message", REFUSALS, ids=[message for _, message in REFUSALS])
+def test_refusals(fields, message):
+    with pytest.raises(Exception, match=message):  # transformers 5.17 wraps the ValueError
+        config(**fields)
+
+
+def test_encoder_and_decoder_have_positions_of_one_type():
+    with pytest.raises(Exception, match="of one type .* 'learned' and 'sinusoidal'"):
+        LunaSeq2SeqConfig(**FIELDS, decoder_position_embedding_type="sinusoidal")
