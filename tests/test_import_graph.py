@@ -20,7 +20,7 @@ ROOMS = {
     "luna_mega.modeling_common": {"torch", "transformers"},
     "luna_mega.modeling_luna": {"huggingface_hub", "torch", "transformers"},
     "luna_mega.modeling_mega": {"huggingface_hub", "torch", "transformers"},
-    "luna_mega": {"transformers"},
+    "luna_mega": {"packaging", "transformers"},
     "luna_mega.hub": {"huggingface_hub", "safetensors", "torch", "transformers"},
     "luna_mega.convert": {"huggingface_hub", "numpy", "safetensors", "tokenizers", "torch", "tqdm", "transformers"},
     "luna_mega.inspection": {"lm_eval", "safetensors", "torch", "tqdm", "transformers"},

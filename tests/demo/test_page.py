@@ -69,7 +69,7 @@ def test_a_space_is_the_page(folder, tmp_path, monkeypatch, capsys):
     assert (card.sdk, card.sdk_version, card.app_file) == ("gradio", gradio.__version__, "app.py")
     assert not (space / "model" / "checkpoint-5").exists()
     launched = []
-    monkeypatch.setattr(gradio.Blocks, "launch", launched.append)
+    monkeypatch.setattr(gradio.Blocks, "launch", lambda page: launched.append(page))
     runpy.run_path(str(space / "app.py"), run_name="__main__")
     assert launched[0].title == "model"
     assert cli.main(["demo", str(made), "--space", str(space)]) == 1
