@@ -96,7 +96,7 @@ def test_too_old_a_python_is_named_before_anything_is_imported(repo_root):
 def test_tokens_of_another_model_are_named(name):
     family = name[:4]
     config = getattr(luna_mega, f"{family}Config")(
-        vocab_size=11, hidden_size=8, num_hidden_layers=1, intermediate_size=8
+        vocab_size=11, hidden_size=12, num_hidden_layers=1, intermediate_size=8
     )
     ids = torch.tensor([[3, 11, 4]])
     with pytest.raises(ValueError, match="numbers from 3 to 11, and the vocabulary of this model 11 tokens"):
