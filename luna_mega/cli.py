@@ -56,7 +56,7 @@ def _red(text: str) -> str:
     return f"\033[31m{text}\033[0m" if colours else text
 
 
-def _chosen(options: argparse.Namespace, *names: str) -> dict:
+def _chosen(options: argparse.Namespace, *names: str) -> dict[str, Any]:
     return {name: getattr(options, name) for name in names}
 
 

@@ -161,7 +161,7 @@ def test_results_as_json(folder, tasks, tmp_path, capsys):
     options = ["--tasks", "choice", "--include_path", tasks, "--device", "cpu", "--limit", 3]
     assert run("--json", folder, *options) == 0
     output = capsys.readouterr()
-    assert json.loads(output.out)["results"].keys() == {"choice"} and "|choice " in output.err
+    assert json.loads(output.out)["results"].keys() == {"choice"} and "|choice" in output.err
     assert run("--json", folder, *options, "--output_path", tmp_path) == 1
 
 
