@@ -89,8 +89,8 @@ class LunaPresets:
 
     @classmethod
     def wmt(
-        cls: type[Config], vocab_size: int, projection_length: int = 32, tied: bool = True, **overrides: Any
-    ) -> Config:
+        cls, vocab_size: int, projection_length: int = 32, tied: bool = True, **overrides: Any
+    ) -> Any:  # the configuration of an encoder-decoder, which this file does not know
         """`luna_base_tied` or, with `tied=False`, `luna_base_untied`: translation as the README trains it (Table 2),
         six layers each, one vocabulary and embedding for both languages; 69.6 or 77.5 M parameters with 40,480 tokens.
         """

@@ -164,11 +164,11 @@ class MegaPresets:
         return cls.with_encoder()(**fields | overrides)
 
     @classmethod
-    def wmt_en_de(cls: type[Config], vocab_size: int = 33000, **overrides: Any) -> Config:
+    def wmt_en_de(cls, vocab_size: int = 33000, **overrides: Any) -> Any:
         """`mega_wmt_en_de` as its recipe has it, 63 M parameters: `MegaForConditionalGeneration`, joint vocabulary."""
         return cls._wmt(512, 1024, 128, 0.15, {"vocab_size": vocab_size} | overrides)
 
     @classmethod
-    def wmt_en_de_big(cls: type[Config], vocab_size: int = 33000, **overrides: Any) -> Config:
+    def wmt_en_de_big(cls, vocab_size: int = 33000, **overrides: Any) -> Any:
         """`mega_wmt_en_de_big`, the same with a width of 1024."""
         return cls._wmt(1024, 2048, 256, 0.3, {"vocab_size": vocab_size} | overrides)

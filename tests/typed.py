@@ -32,7 +32,7 @@ def models() -> None:
     assert_type(model.config, LunaConfig)
     assert_type(MegaForCausalLM.from_pretrained("folder"), MegaForCausalLM)
     LunaConfig(vocab_size="40")  # type: ignore[arg-type]
-    luna_mega.LunaForNothing  # type: ignore[attr-defined]
+    luna_mega.LunaForNothing()  # type: ignore[attr-defined]
 
 
 def ops(x: torch.Tensor, weight: torch.Tensor, state: LunaCausalState, truncated: TruncatedEmaState) -> None:
