@@ -26,6 +26,7 @@ _HELP = {
     "demo": "show a model on a page in the browser",
 }
 
+_FOLDER = "a model folder, which luna-mega convert or save_pretrained wrote"
 _JSON = {
     "eval": "print lm-eval's results as JSON, and its tables on stderr; before FOLDER",
     "demo": "with --space: print what was written as JSON",
@@ -121,7 +122,7 @@ def _complete(parser: argparse.ArgumentParser) -> None:
 
 def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Turns a fairseq checkpoint of a Luna encoder (luna_bert, LRA) or a Mega model (LRA, raw speech, language "
+        "Converts a fairseq checkpoint of a Luna encoder (luna_bert, LRA) or a Mega model (LRA, raw speech, language "
         "models, translation) into a folder for transformers. Nothing in the checkpoint is executed."
     )
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="the .pt file that fairseq saved")
@@ -154,7 +155,7 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.description = "Writes a folder of a Luna or Mega encoder back as a checkpoint of the original fairseq code."
-    parser.add_argument("folder", metavar="DIR", help="what luna-mega convert or save_pretrained wrote")
+    parser.add_argument("folder", metavar="FOLDER", help=_FOLDER)
     parser.add_argument("--output", metavar="FILE", required=True, help="the .pt file to write, which must not exist")
     parser.add_argument(
         "--head",
@@ -209,11 +210,11 @@ def _add_info(parser: argparse.ArgumentParser) -> None:
 
 def _add_bundle(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Makes a model folder self-contained: AutoModel...from_pretrained(DIR, trust_remote_code=True) loads it where "
+        "Makes a model folder self-contained: AutoModel...from_pretrained(FOLDER, trust_remote_code=True) loads it where "
         "luna-mega is not installed. Where luna_mega is imported, its own classes are used."
     )
-    parser.add_argument("folder", metavar="DIR", help="a folder with config.json and model.safetensors")
-    parser.add_argument("--output", metavar="OUT", help="folder to write, absent or empty (default: DIR itself)")
+    parser.add_argument("folder", metavar="FOLDER", help=_FOLDER)
+    parser.add_argument("--output", metavar="DIR", help="folder to write, absent or empty (default: FOLDER itself)")
 
 
 def _add_onnx(parser: argparse.ArgumentParser) -> None:
@@ -221,7 +222,7 @@ def _add_onnx(parser: argparse.ArgumentParser) -> None:
         "Writes a model folder as ONNX, for any batch and length. A model that generates becomes two programs, prefill "
         "and decode, with an encoder three. onnxruntime is compared with the model before anything is kept."
     )
-    parser.add_argument("folder", metavar="FOLDER", help="what luna-mega convert or save_pretrained wrote")
+    parser.add_argument("folder", metavar="FOLDER", help=_FOLDER)
     parser.add_argument(
         "--output",
         metavar="PATH",
@@ -236,7 +237,7 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
         "Evaluates a causal language model with lm-eval (pip install luna-mega[eval]): `lm-eval run --model hf "
         "--model_args pretrained=FOLDER ...`, in a process that knows the models of luna-mega."
     )
-    parser.add_argument("folder", metavar="FOLDER", help="a folder with the model and its tokenizer")
+    parser.add_argument("folder", metavar="FOLDER", help=f"{_FOLDER}, with its tokenizer")
     parser.add_argument(
         "arguments",
         metavar="...",
@@ -250,7 +251,7 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
         "Shows a model on a page in the browser (pip install 'luna-mega[demo]'): it fills masks, classifies or writes, "
         "and the page draws the pack and unpack weights of Luna, or attention and moving averages of Mega."
     )
-    parser.add_argument("folder", metavar="FOLDER", help="a folder with the model and its tokenizer")
+    parser.add_argument("folder", metavar="FOLDER", help=f"{_FOLDER}, with its tokenizer")
     parser.add_argument("--host", metavar="NAME", help="address to listen at; 0.0.0.0 = all (default: this machine's)")
     parser.add_argument("--port", metavar="N", type=_positive, help="default: the first free one from 7860 on")
     parser.add_argument(
