@@ -210,8 +210,8 @@ def _add_info(parser: argparse.ArgumentParser) -> None:
 
 def _add_bundle(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Makes a model folder self-contained: AutoModel...from_pretrained(FOLDER, trust_remote_code=True) loads it where "
-        "luna-mega is not installed. Where luna_mega is imported, its own classes are used."
+        "Makes a model folder self-contained: AutoModel...from_pretrained(FOLDER, trust_remote_code=True) loads it "
+        "where luna-mega is not installed. Where luna_mega is imported, its own classes are used."
     )
     parser.add_argument("folder", metavar="FOLDER", help=_FOLDER)
     parser.add_argument("--output", metavar="DIR", help="folder to write, absent or empty (default: FOLDER itself)")
