@@ -51,7 +51,7 @@ def test_listops(prepare, tmp_path):
         assert 8 < len(tokens) < 40 and value(tokens) == row["label"] and not tokens
     card = DatasetCard.load(tmp_path / "README.md")
     assert "| train | 40 |" in card.text and card.data.tags == ["long-range-arena", "listops"]
-    assert [row["split"] for row in card.data.configs[0]["data_files"]] == ["test", "validation", "train"]
+    assert [row["split"] for row in card.data.configs[0]["data_files"]] == ["train", "validation", "test"]
 
 
 def test_shape_of_the_trees(script):
