@@ -9,7 +9,7 @@ DTYPE ?= float32
 # Named after the constraints, so that changing them in the same environment installs again.
 INSTALLED := $(VENV)/.installed-$(notdir $(CONSTRAINTS))
 
-.PHONY: help demo test test-ecosystem style bench clean
+.PHONY: help demo test test-ecosystem style typing bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -26,6 +26,11 @@ test-ecosystem: ## run the tests with PEFT, TRL, sentence-transformers and other
 style: $(INSTALLED) ## lint and check the format
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+
+typing: $(INSTALLED) ## check the types of the public surface, in a copy laid out as it is installed
+	rm -rf build/typing
+	$(VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation --target build/typing .
+	MYPYPATH=build/typing $(VENV)/bin/mypy tests/typed.py
 
 bench: $(INSTALLED) ## measure the ops, on a GPU where there is one (DTYPE=bfloat16)
 	$(VENV)/bin/python benchmarks/run.py --dtype $(DTYPE)

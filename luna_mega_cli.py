@@ -1,4 +1,5 @@
 # Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
+# PYTHON_ARGCOMPLETE_OK
 """The arguments of the command line `luna-mega`.
 
 This module stands beside the package, because `import luna_mega` brings torch and transformers with it, for which
@@ -7,6 +8,7 @@ This module stands beside the package, because `import luna_mega` brings torch a
 
 import argparse
 import importlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +23,32 @@ _HELP = {
     "bundle": "add the code to a model folder, for trust_remote_code",
     "onnx": "write a model folder as ONNX, and compare it with the model",
     "eval": "evaluate a language model with lm-eval",
+    "demo": "show a model on a page in the browser",
+}
+
+_FOLDER = "a model folder, which luna-mega convert or save_pretrained wrote"
+_JSON = {
+    "eval": "print lm-eval's results as JSON, and its tables on stderr; before FOLDER",
+    "demo": "with --space: print what was written as JSON",
+}
+# What follows `luna-mega COMMAND`.
+_EXAMPLES = {
+    "convert": [
+        "checkpoint_best.pt --output my-model",
+        "checkpoint_best.pt --output my-model --dict dict.txt --bpe gpt2_bpe/",
+        "checkpoint_best.pt --output my-model --dtype bfloat16 --license mit --json",
+    ],
+    "export": ["my-model --output checkpoint.pt", "my-model --output checkpoint.pt --layer-norm plus-one"],
+    "verify": [
+        "checkpoint_best.pt my-model",
+        "my-model my-other-model --tolerance 1e-4",
+        "my-model my-other-model --text 'A sentence.' 'Another one.' --json",
+    ],
+    "info": ["my-model", "my-model --length 16384", "checkpoint_best.pt --json"],
+    "bundle": ["my-model", "my-model --output my-bundle"],
+    "onnx": ["my-model --output my-onnx", "my-classifier --output model.onnx --opset 20"],
+    "eval": ["my-model --tasks lambada_openai --batch_size 8", "--json my-model --tasks wikitext --limit 100"],
+    "demo": ["my-model", "my-model --host 0.0.0.0 --port 8080", "my-model --space my-space"],
 }
 
 
@@ -36,10 +64,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: 2 on wrong usage, 0 after `--help` and `--version`.
     """
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what could come next
+        _complete(parser)
+    options = parser.parse_args(argv)
     if options.command == "verify":
         _check_verify(options)
+    if options.command == "demo":
+        _check_demo(options)
     return importlib.import_module("luna_mega.cli").run(options)
+
+
+class _Help(argparse.HelpFormatter):
+    """Leave the lines of examples as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if "\n" in text else super()._fill_text(text, width, indent)
 
 
 class _Version(argparse.Action):
@@ -56,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="luna-mega",
         usage="luna-mega [-h] [--version] COMMAND ...",
         description=f"Luna and Mega for transformers.\n\ncommands:\n{lines}",
-        epilog="`luna-mega COMMAND --help` shows the options of a command.",
+        epilog="`luna-mega COMMAND --help` shows the options of a command, with examples.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show program's version number and exit")
@@ -64,13 +104,25 @@ def _parser() -> argparse.ArgumentParser:
         dest="command", metavar="COMMAND", required=True, prog="luna-mega", help=argparse.SUPPRESS
     )
     for name, add_arguments in _COMMANDS.items():
-        add_arguments(commands.add_parser(name))
+        command = commands.add_parser(name, formatter_class=_Help)
+        add_arguments(command)
+        command.add_argument("--json", action="store_true", help=_JSON.get(name, "print the report as JSON"))
+        command.epilog = "\n".join(["examples:", *(f"  luna-mega {name} {line}" for line in _EXAMPLES[name])])
     return parser
+
+
+def _complete(parser: argparse.ArgumentParser) -> None:
+    """Answer a shell that completes a command line, which ends the process."""
+    try:
+        import argcomplete
+    except ImportError:
+        return
+    argcomplete.autocomplete(parser)
 
 
 def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Turns a fairseq checkpoint of a Luna encoder (luna_bert, LRA) or a Mega model (LRA, raw speech, language "
+        "Converts a fairseq checkpoint of a Luna encoder (luna_bert, LRA) or a Mega model (LRA, raw speech, language "
         "models, translation) into a folder for transformers. Nothing in the checkpoint is executed."
     )
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="the .pt file that fairseq saved")
@@ -103,7 +155,7 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.description = "Writes a folder of a Luna or Mega encoder back as a checkpoint of the original fairseq code."
-    parser.add_argument("folder", metavar="DIR", help="what luna-mega convert or save_pretrained wrote")
+    parser.add_argument("folder", metavar="FOLDER", help=_FOLDER)
     parser.add_argument("--output", metavar="FILE", required=True, help="the .pt file to write, which must not exist")
     parser.add_argument(
         "--head",
@@ -145,7 +197,6 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
         layer_norm="norm weights of a checkpoint (see luna-mega convert)",
         ema_convention="branch of a checkpoint (see luna-mega convert)",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(error=parser.error)
 
 
@@ -155,16 +206,15 @@ def _add_info(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("path", metavar="PATH", help="a model folder or a fairseq checkpoint")
     parser.add_argument("--length", metavar="N", type=_positive, help="positions (default: as many as the model has)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _add_bundle(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Makes a model folder self-contained: AutoModel...from_pretrained(DIR, trust_remote_code=True) loads it where "
-        "luna-mega is not installed. Where luna_mega is imported, its own classes are used."
+        "Makes a model folder self-contained: AutoModel...from_pretrained(FOLDER, trust_remote_code=True) loads it "
+        "where luna-mega is not installed. Where luna_mega is imported, its own classes are used."
     )
-    parser.add_argument("folder", metavar="DIR", help="a folder with config.json and model.safetensors")
-    parser.add_argument("--output", metavar="OUT", help="folder to write, absent or empty (default: DIR itself)")
+    parser.add_argument("folder", metavar="FOLDER", help=_FOLDER)
+    parser.add_argument("--output", metavar="DIR", help="folder to write, absent or empty (default: FOLDER itself)")
 
 
 def _add_onnx(parser: argparse.ArgumentParser) -> None:
@@ -172,7 +222,7 @@ def _add_onnx(parser: argparse.ArgumentParser) -> None:
         "Writes a model folder as ONNX, for any batch and length. A model that generates becomes two programs, prefill "
         "and decode, with an encoder three. onnxruntime is compared with the model before anything is kept."
     )
-    parser.add_argument("folder", metavar="FOLDER", help="what luna-mega convert or save_pretrained wrote")
+    parser.add_argument("folder", metavar="FOLDER", help=_FOLDER)
     parser.add_argument(
         "--output",
         metavar="PATH",
@@ -187,13 +237,29 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
         "Evaluates a causal language model with lm-eval (pip install luna-mega[eval]): `lm-eval run --model hf "
         "--model_args pretrained=FOLDER ...`, in a process that knows the models of luna-mega."
     )
-    parser.add_argument("folder", metavar="FOLDER", help="a folder with the model and its tokenizer")
+    parser.add_argument("folder", metavar="FOLDER", help=f"{_FOLDER}, with its tokenizer")
     parser.add_argument(
         "arguments",
         metavar="...",
         nargs=argparse.REMAINDER,
         help="arguments of lm-eval: --tasks NAME --batch_size N --include_path DIR ... (FOLDER --help shows all)",
     )
+
+
+def _add_demo(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Shows a model on a page in the browser (pip install 'luna-mega[demo]'): it fills masks, classifies or writes, "
+        "and the page draws the pack and unpack weights of Luna, or attention and moving averages of Mega."
+    )
+    parser.add_argument("folder", metavar="FOLDER", help=f"{_FOLDER}, with its tokenizer")
+    parser.add_argument("--host", metavar="NAME", help="address to listen at; 0.0.0.0 = all (default: this machine's)")
+    parser.add_argument("--port", metavar="N", type=_positive, help="default: the first free one from 7860 on")
+    parser.add_argument(
+        "--space",
+        metavar="DIR",
+        help="write the page as a Hugging Face Space in DIR, absent or empty, and show nothing",
+    )
+    parser.set_defaults(error=parser.error)
 
 
 _COMMANDS = {
@@ -204,6 +270,7 @@ _COMMANDS = {
     "bundle": _add_bundle,
     "onnx": _add_onnx,
     "eval": _add_eval,
+    "demo": _add_demo,
 }
 
 
@@ -222,6 +289,14 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text}: give a whole number of at least 1")
     return int(text)
+
+
+def _check_demo(options: argparse.Namespace) -> None:
+    """Refuse options that have nothing to act on."""
+    if options.space and (options.host or options.port):
+        options.error("--host and --port are of the page; leave them out with --space, which shows nothing")
+    if options.json and not options.space:
+        options.error("--json is of the report of --space; leave it out, a page has none")
 
 
 def _check_verify(options: argparse.Namespace) -> None:

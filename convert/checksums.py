@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from tqdm import tqdm
+
 from luna_mega.errors import ConversionError
 
 _BLOCK = 1 << 20
@@ -30,8 +32,10 @@ class _Entry:
     crc: int
 
 
-def read_checksums(path: Path, is_zip: bool) -> tuple[str, list[str]]:
+def read_checksums(path: Path, is_zip: bool, progress: bool = False) -> tuple[str, list[str]]:
     """Return the SHA-256 of a file and warnings, after a check of every zip entry; the legacy format has no checksums.
+
+    With `progress` a bar is shown on stderr if that is a terminal.
 
     Raises:
         ConversionError: an entry or the directory of the archive is damaged; the message names the entry.
@@ -44,17 +48,19 @@ def read_checksums(path: Path, is_zip: bool) -> tuple[str, list[str]]:
         if is_zip and not with_crc:
             warnings.append(_NO_CRC)
         file.seek(0)
-        for entry in entries:
-            for block in _blocks(file, entry.start):
+        bar = {"desc": path.name, "total": path.stat().st_size, "disable": None if progress else True, "delay": 1}
+        with tqdm.wrapattr(file, "read", **bar) as reader:
+            for entry in entries:
+                for block in _blocks(reader, entry.start):
+                    digest.update(block)
+                crc = 0
+                for block in _blocks(reader, entry.end):
+                    digest.update(block)
+                    crc = zlib.crc32(block, crc)
+                if with_crc and crc != entry.crc:
+                    raise _damaged(path, f"entry {entry.name!r} has CRC-32 {crc:08x} in place of {entry.crc:08x}")
+            while block := reader.read(_BLOCK):
                 digest.update(block)
-            crc = 0
-            for block in _blocks(file, entry.end):
-                digest.update(block)
-                crc = zlib.crc32(block, crc)
-            if with_crc and crc != entry.crc:
-                raise _damaged(path, f"entry {entry.name!r} has CRC-32 {crc:08x} in place of {entry.crc:08x}")
-        while block := file.read(_BLOCK):
-            digest.update(block)
     return digest.hexdigest(), warnings
 
 

@@ -65,6 +65,7 @@ def convert_checkpoint(
     ema_convention: str = "auto",
     dtype: str = "float32",
     license: str | None = None,
+    progress: bool = False,
 ) -> Report:
     """Convert a checkpoint of a format that is known; nothing in it is executed.
 
@@ -81,6 +82,7 @@ def convert_checkpoint(
         ema_convention: the branch of the code that wrote a moving average; "auto": by the order of the tensors.
         dtype: "float32", "float16" or "bfloat16".
         license: identifier of the licence of the weights, for the model card; None = the card says that none is stated.
+        progress: show a progress bar on stderr if that is a terminal.
 
     Returns:
         The report that is also written as conversion_report.json.
@@ -98,7 +100,7 @@ def convert_checkpoint(
         if value not in choices:
             raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
     output = check_output(output)
-    source = _understand(read_checkpoint(path), head, layer_norm, ema_convention)
+    source = _understand(read_checkpoint(path, progress), head, layer_norm, ema_convention)
     plan = source.plan
     found = plan.find_dictionaries(list(dictionaries), source.checkpoint.path.parent)
     names = found.class_names or (found.labels and found.labels.labels)

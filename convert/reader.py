@@ -48,15 +48,17 @@ def _inert_types() -> list:
     return [argparse.Namespace, numpy.dtype, *dtypes, *((scalar, name) for name in names)]
 
 
-def read_checkpoint(path: str | Path) -> Checkpoint:
+def read_checkpoint(path: str | Path, progress: bool = False) -> Checkpoint:
     """Open a checkpoint written by fairseq's `checkpoint_utils.save_state`, zip or legacy serialisation.
+
+    With `progress` a bar is shown on stderr if that is a terminal.
 
     Raises:
         ConversionError: the file is no such checkpoint, is damaged, asks to run code, or comes from a later fairseq.
     """
     path = Path(path)
     serialization = _serialization(path)
-    sha256, warnings = read_checksums(path, serialization == "zip")
+    sha256, warnings = read_checksums(path, serialization == "zip", progress)
     state = _load(path, serialization)
     if not isinstance(state, dict):
         raise ConversionError(f"{path}: holds a {type(state).__name__}, not the dict that fairseq saves")

@@ -13,11 +13,8 @@ from luna_mega.kernels.gated_attention.op import gated_attention, gated_attentio
 from luna_mega.kernels.luna_attention import op as _luna_attention
 from luna_mega.kernels.luna_attention.op import luna_attention, luna_pack, luna_unpack
 from luna_mega.kernels.luna_causal_attention import op as _luna_causal_attention
-from luna_mega.kernels.luna_causal_attention.op import (
-    LunaCausalState,
-    luna_causal_attention,
-    luna_causal_attention_step,
-)
+from luna_mega.kernels.luna_causal_attention.op import luna_causal_attention, luna_causal_attention_step
+from luna_mega.kernels.luna_causal_attention.reference import LunaCausalState
 
 __all__ = [
     "LunaCausalState",

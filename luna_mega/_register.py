@@ -1,8 +1,11 @@
 # Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
 """Our classes in the ``Auto*`` classes of transformers."""
 
+import warnings
+
 import transformers
 from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from luna_mega.modeling_luna import configuration_luna, generation_luna, heads_luna, modeling_luna, tokenization_luna
 from luna_mega.modeling_mega import configuration_mega, generation_mega, heads_mega, modeling_mega
@@ -49,11 +52,31 @@ def auto_classes(config: type) -> dict[str, type]:
 
 
 def register_auto_classes() -> None:
-    """Make the ``Auto*`` classes of transformers know every model of this package. Calling it again changes nothing."""
+    """Make the ``Auto*`` classes of transformers know every model of this package. Calling it again changes nothing.
+
+    Where transformers or another package has a model of the same type, a warning names it: from then on ``Auto*`` gives
+    the one of this package.
+    """
     for model_type, config in CONFIGS.items():
+        _warn_of_others(model_type, config)
         transformers.AutoConfig.register(model_type, config, exist_ok=True)
         for auto_class, model in auto_classes(config).items():
             getattr(transformers, auto_class).register(config, model, exist_ok=True)
             getattr(modeling_auto, _AUTO_CLASSES[auto_class][1])[model_type] = model.__name__
     tokenizer = tokenization_luna.LunaTokenizer
     transformers.AutoTokenizer.register(configuration_luna.LunaConfig, tokenizer, exist_ok=True)
+
+
+def _warn_of_others(model_type: str, config: type) -> None:
+    """Warn where a model type belongs to another class than this one, which is about to take it."""
+    if model_type not in CONFIG_MAPPING:
+        return
+    other = CONFIG_MAPPING[model_type]
+    # Code of a bundle, and of this package loaded anew, is the same model.
+    if other is not config and other.__module__.split(".")[0] not in ("luna_mega", "transformers_modules"):
+        warnings.warn(
+            f"the model type {model_type!r} was {other.__module__}.{other.__qualname__}, and is now that of luna_mega: "
+            f"AutoConfig and AutoModel read its folders as {config.__name__}. To use the other model, load it by its "
+            "own class, or in a process that does not import luna_mega",
+            stacklevel=3,
+        )

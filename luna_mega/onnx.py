@@ -3,6 +3,7 @@
 import copy
 import io
 import logging
+import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from tqdm import tqdm
 from transformers import PreTrainedModel, exporters
 from transformers.exporters.utils import decompose_for_generation
 
@@ -62,7 +64,7 @@ class OnnxReport:
         return "\n".join([*lines, f"largest difference {largest:.1e}; written to {self.output}"])
 
 
-def export_onnx(folder: str | Path, output: str | Path, opset: int | None = None) -> OnnxReport:
+def export_onnx(folder: str | Path, output: str | Path, opset: int | None = None, progress: bool = False) -> OnnxReport:
     """Write a model folder as ONNX, for any batch and length (pictures: their size), and compare it with the model.
 
     A model that generates becomes the programs `prefill` and `decode`, an encoder-decoder `encoder` too; another class
@@ -73,6 +75,7 @@ def export_onnx(folder: str | Path, output: str | Path, opset: int | None = None
         folder: what `save_pretrained` or `luna-mega convert` wrote.
         output: a folder that is absent or empty, or for one program a new file `*.onnx`.
         opset: version of the ONNX operators, 18 or later; None = the exporter's default.
+        progress: show a progress bar of the three steps on stderr if that is a terminal.
 
     Raises:
         ConversionError: the folder, the output, the opset or the installation is at fault, or a difference exceeds
@@ -91,7 +94,9 @@ def export_onnx(folder: str | Path, output: str | Path, opset: int | None = None
     if single and Path(output).exists():
         raise ConversionError(f"{output}: exists; give the name of a new file or remove it")
     target = Path(output).resolve() if single else check_output(output)
-    with _quiet():
+    # The bar has stderr before it is silenced.
+    bar = tqdm(desc="export, write, compare", total=3, file=sys.stderr, disable=None if progress else True, delay=1)
+    with bar, _quiet():
         model = source.model_class.from_pretrained(source.path, dtype=torch.float32).eval()
         try:
             exported = _export(model, source, opset)
@@ -100,13 +105,16 @@ def export_onnx(folder: str | Path, output: str | Path, opset: int | None = None
             raise ConversionError(
                 f"{source.path}: {type(model).__name__} cannot be exported with opset {opset or 'by default'}: {reason}"
             ) from error
+        bar.update()
         with _place(target, single) as place:
             _write(exported, place, single)
+            bar.update()
             try:
                 checks = tuple(_checks(model, source, exported))
             except Exception as error:  # of onnxruntime
                 reason = str(error).strip().partition("\n")[0]
                 raise ConversionError(f"{source.path}: onnxruntime does not run the programs: {reason}") from error
+            bar.update()
             worst = max(checks, key=lambda check: check.difference)
             if not worst.difference <= TOLERANCE:
                 raise ConversionError(

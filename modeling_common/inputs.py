@@ -191,7 +191,13 @@ class InputsMixin:
         mask = None if mask is None else mask.bool()
         self.check_inputs(input_ids, mask, inputs_embeds, input_values)
         if inputs_embeds is None:
-            inputs_embeds = self.get_input_embeddings()(given)
+            try:
+                inputs_embeds = self.get_input_embeddings()(given)
+            except IndexError as error:  # on a CPU; a GPU cannot say it without waiting
+                raise ValueError(
+                    f"input_ids has numbers from {given.min()} to {given.max()}, and the vocabulary of this model "
+                    f"{self.config.vocab_size} tokens: the tokenizer is of another model"
+                ) from error
             if mask is None and self.config.input_type == "tokens":
                 mask = input_ids != self.config.pad_token_id
         return inputs_embeds, drop_if_full(mask)

@@ -1,22 +1,26 @@
 # Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
 """The published sizes and recipes of Luna, as class methods of `LunaConfig`; keyword arguments win over a recipe."""
 
+from typing import Any, TypeVar
+
+Config = TypeVar("Config")
+
 
 class LunaPresets:
     """A part of `LunaConfig`."""
 
     @classmethod
-    def base_512(cls, tied: bool = True, **overrides):
+    def base_512(cls: type[Config], tied: bool = True, **overrides: Any) -> Config:
         """`luna_base_tied_512` (132 M parameters) or, with `tied=False`, `luna_base_untied_512` (146 M)."""
         return cls(**{"tie_key_value": tied} | overrides)
 
     @classmethod
-    def base_2048(cls, tied: bool = True, **overrides):
+    def base_2048(cls: type[Config], tied: bool = True, **overrides: Any) -> Config:
         """`luna_base_2048`: l = 256, 2048 positions, 133 M parameters."""
         return cls.base_512(tied, **{"max_position_embeddings": 2048, "projection_length": 256} | overrides)
 
     @classmethod
-    def large_512(cls, tied: bool = True, **overrides):
+    def large_512(cls: type[Config], tied: bool = True, **overrides: Any) -> Config:
         """`luna_large_512`: 24 layers, d = 1024, 381 M parameters."""
         large = {
             "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096,
@@ -24,7 +28,7 @@ class LunaPresets:
         return cls.base_512(tied, **large | overrides)
 
     @classmethod
-    def large_2048(cls, tied: bool = True, **overrides):
+    def large_2048(cls: type[Config], tied: bool = True, **overrides: Any) -> Config:
         """`luna_large_2048`: l = 256. The original has 512 positions in spite of its name, and so has this."""
         return cls.large_512(tied, **{"projection_length": 256} | overrides)
 
@@ -38,7 +42,7 @@ class LunaPresets:
         return cls(**fields | overrides)
 
     @classmethod
-    def lra_listops(cls, vocab_size: int, projection_length: int = 16, **overrides):
+    def lra_listops(cls: type[Config], vocab_size: int, projection_length: int = 16, **overrides: Any) -> Config:
         """`luna_lra_listop`: six applications of one shared layer (the README passes `--encoder-layers 1`)."""
         return cls._lra(
             vocab_size, projection_length, 512, overrides, num_hidden_layers=6, share_layers=True,
@@ -47,7 +51,7 @@ class LunaPresets:
         )  # fmt: skip
 
     @classmethod
-    def lra_text(cls, vocab_size: int, projection_length: int = 16, **overrides):
+    def lra_text(cls: type[Config], vocab_size: int, projection_length: int = 16, **overrides: Any) -> Config:
         """`luna_lra_imdb`, byte-level text classification."""
         return cls._lra(
             vocab_size, projection_length, 256, overrides, num_hidden_layers=4, num_attention_heads=4,
@@ -55,7 +59,7 @@ class LunaPresets:
         )  # fmt: skip
 
     @classmethod
-    def lra_retrieval(cls, vocab_size: int, projection_length: int = 16, **overrides):
+    def lra_retrieval(cls: type[Config], vocab_size: int, projection_length: int = 16, **overrides: Any) -> Config:
         """`luna_lra_aan`, for `LunaForSequencePairClassification`."""
         return cls._lra(
             vocab_size, projection_length, 128, overrides, num_hidden_layers=4, num_attention_heads=4,
@@ -63,7 +67,7 @@ class LunaPresets:
         )  # fmt: skip
 
     @classmethod
-    def lra_image(cls, vocab_size: int, projection_length: int = 16, **overrides):
+    def lra_image(cls: type[Config], vocab_size: int, projection_length: int = 16, **overrides: Any) -> Config:
         """`luna_lra_cifar10`: grey pixels as tokens."""
         return cls._lra(
             vocab_size, projection_length, 64, overrides, num_hidden_layers=1, num_attention_heads=8,
@@ -71,7 +75,7 @@ class LunaPresets:
         )  # fmt: skip
 
     @classmethod
-    def lra_pathfinder(cls, vocab_size: int, projection_length: int = 16, **overrides):
+    def lra_pathfinder(cls: type[Config], vocab_size: int, projection_length: int = 16, **overrides: Any) -> Config:
         """`luna_lra_pf32`: 32 x 32 pixels as tokens, mean pooling."""
         return cls._lra(
             vocab_size, projection_length, 128, overrides, num_hidden_layers=1, num_attention_heads=4,
@@ -79,12 +83,14 @@ class LunaPresets:
         )  # fmt: skip
 
     @classmethod
-    def lra_pathfinder128(cls, vocab_size: int, projection_length: int = 16, **overrides):
+    def lra_pathfinder128(cls: type[Config], vocab_size: int, projection_length: int = 16, **overrides: Any) -> Config:
         """`luna_lra_pf128`: as `lra_pathfinder` for 128 x 128 pixels."""
         return cls.lra_pathfinder(vocab_size, projection_length, **{"max_position_embeddings": 16386} | overrides)
 
     @classmethod
-    def wmt(cls, vocab_size: int, projection_length: int = 32, tied: bool = True, **overrides):
+    def wmt(
+        cls, vocab_size: int, projection_length: int = 32, tied: bool = True, **overrides: Any
+    ) -> Any:  # the configuration of an encoder-decoder, which this file does not know
         """`luna_base_tied` or, with `tied=False`, `luna_base_untied`: translation as the README trains it (Table 2),
         six layers each, one vocabulary and embedding for both languages; 69.6 or 77.5 M parameters with 40,480 tokens.
         """

@@ -1,6 +1,10 @@
 # Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
 """The published sizes and recipes of Mega, as class methods of `MegaConfig`; keyword arguments win over a recipe."""
 
+from typing import Any, TypeVar
+
+Config = TypeVar("Config")
+
 
 class MegaPresets:
     """A part of `MegaConfig`."""
@@ -35,7 +39,7 @@ class MegaPresets:
         return cls._lra(width, values, overrides, **fields)
 
     @classmethod
-    def lra_listops(cls, vocab_size: int, **overrides):
+    def lra_listops(cls: type[Config], vocab_size: int, **overrides: Any) -> Config:
         """`mega_lra_listop` with layer norm and softmax. Mega-chunk: `use_chunking=True, chunk_size=128`.
 
         In all LRA presets the chunk is that, but for `lra_pathfinder128`.
@@ -46,17 +50,17 @@ class MegaPresets:
         )  # fmt: skip
 
     @classmethod
-    def lra_text(cls, vocab_size: int, **overrides):
+    def lra_text(cls: type[Config], vocab_size: int, **overrides: Any) -> Config:
         """`mega_lra_imdb`, byte-level text classification."""
         return cls._lra_tokens(vocab_size, 128, 256, overrides, num_hidden_layers=4, max_positions=4002)
 
     @classmethod
-    def lra_retrieval(cls, vocab_size: int, **overrides):
+    def lra_retrieval(cls: type[Config], vocab_size: int, **overrides: Any) -> Config:
         """`mega_lra_aan`, for `MegaForSequencePairClassification`."""
         return cls.lra_text(vocab_size, **{"num_hidden_layers": 6} | overrides)
 
     @classmethod
-    def lra_image(cls, **overrides):
+    def lra_image(cls: type[Config], **overrides: Any) -> Config:
         """`mega_lra_cifar10`: 32 x 32 grey pixels."""
         return cls._lra_values(
             160, 320, overrides, num_hidden_layers=8, shared_representation_size=96, truncation=1024,
@@ -64,12 +68,12 @@ class MegaPresets:
         )  # fmt: skip
 
     @classmethod
-    def lra_pathfinder(cls, **overrides):
+    def lra_pathfinder(cls: type[Config], **overrides: Any) -> Config:
         """`mega_lra_pf32`: 32 x 32 pixels."""
         return cls._lra_values(128, 256, overrides, num_hidden_layers=6, truncation=1024, max_positions=1024)
 
     @classmethod
-    def lra_pathfinder128(cls, **overrides):
+    def lra_pathfinder128(cls: type[Config], **overrides: Any) -> Config:
         """`mega_lra_pf128` (Path-X), 128 x 128 pixels. Mega-chunk: `use_chunking=True, chunk_size=4096`."""
         return cls._lra_values(
             64, 128, overrides, num_hidden_layers=4, shared_representation_size=32, truncation=4096,
@@ -77,7 +81,7 @@ class MegaPresets:
         )  # fmt: skip
 
     @classmethod
-    def sc_base(cls, **overrides):
+    def sc_base(cls: type[Config], **overrides: Any) -> Config:
         """`mega_sc_raw_base`: Speech Commands, 16000 samples in chunks of 1000."""
         return cls._lra_values(
             60, 120, overrides, num_hidden_layers=6, shared_representation_size=30, truncation=1000,
@@ -85,7 +89,7 @@ class MegaPresets:
         )  # fmt: skip
 
     @classmethod
-    def sc_big(cls, **overrides):
+    def sc_big(cls: type[Config], **overrides: Any) -> Config:
         """`mega_sc_raw_big`: `sc_base` with a width of 72."""
         wider = {
             "hidden_size": 72, "intermediate_size": 144, "nffn_hidden_size": 144, "classifier_hidden_size": 144,
@@ -94,7 +98,7 @@ class MegaPresets:
         return cls.sc_base(**wider | overrides)
 
     @classmethod
-    def image_base_patch16_224(cls, **overrides):
+    def image_base_patch16_224(cls: type[Config], **overrides: Any) -> Config:
         """`mega_base_patch16_224`: ImageNet, 90.7 M parameters: `MegaForImageClassification`.
 
         The recipe in the paper has `drop_path_rate=0.2`, that in the published code 0.3.
@@ -113,7 +117,7 @@ class MegaPresets:
         return cls(**fields | overrides)
 
     @classmethod
-    def image_tiny_patch16_224(cls, **overrides):
+    def image_tiny_patch16_224(cls: type[Config], **overrides: Any) -> Config:
         """`mega_tiny_patch16_224`: `image_base_patch16_224` with a width of 192, 6.2 M parameters."""
         narrower = {"hidden_size": 192, "intermediate_size": 384, "shared_representation_size": 64}
         return cls.image_base_patch16_224(**narrower | overrides)
@@ -130,7 +134,7 @@ class MegaPresets:
         return cls(**fields | overrides)
 
     @classmethod
-    def lm_wikitext103(cls, vocab_size: int = 267744, **overrides):
+    def lm_wikitext103(cls: type[Config], vocab_size: int = 267744, **overrides: Any) -> Config:
         """`mega_lm_adaptive_big` as its recipe has it, 252 M parameters: `MegaForCausalLM` with adaptive softmax."""
         cutoffs = [20000, 60000]
         return cls._lm(
@@ -140,7 +144,7 @@ class MegaPresets:
         )  # fmt: skip
 
     @classmethod
-    def lm_enwik8(cls, vocab_size: int = 208, **overrides):
+    def lm_enwik8(cls: type[Config], vocab_size: int = 208, **overrides: Any) -> Config:
         """`mega_lm_enwik8_base` as its recipe has it, 39 M parameters: bytes."""
         return cls._lm(
             512, 1024, overrides, vocab_size=vocab_size, num_hidden_layers=12, shared_representation_size=128,
@@ -160,11 +164,11 @@ class MegaPresets:
         return cls.with_encoder()(**fields | overrides)
 
     @classmethod
-    def wmt_en_de(cls, vocab_size: int = 33000, **overrides):
+    def wmt_en_de(cls, vocab_size: int = 33000, **overrides: Any) -> Any:
         """`mega_wmt_en_de` as its recipe has it, 63 M parameters: `MegaForConditionalGeneration`, joint vocabulary."""
         return cls._wmt(512, 1024, 128, 0.15, {"vocab_size": vocab_size} | overrides)
 
     @classmethod
-    def wmt_en_de_big(cls, vocab_size: int = 33000, **overrides):
+    def wmt_en_de_big(cls, vocab_size: int = 33000, **overrides: Any) -> Any:
         """`mega_wmt_en_de_big`, the same with a width of 1024."""
         return cls._wmt(1024, 2048, 256, 0.3, {"vocab_size": vocab_size} | overrides)

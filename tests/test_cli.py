@@ -1,17 +1,22 @@
 """The command line `luna-mega`: commands, exit statuses, and how soon it answers."""
 
+import json
+import os
 import re
+import shlex
 import subprocess
 import sys
 
 import pytest
+import torch
+from transformers.utils import logging
 
 import luna_mega
 from luna_mega import cli
 from luna_mega.convert import ConversionError, convert_checkpoint
 from luna_mega.convert.exporter import export_checkpoint
 
-COMMANDS = ("convert", "export", "verify", "info", "bundle", "onnx", "eval")
+COMMANDS = ("convert", "export", "verify", "info", "bundle", "onnx", "eval", "demo")
 
 
 def run(argv, capsys):
@@ -29,6 +34,117 @@ def test_help_lists_commands_that_exist(capsys):
     for name in COMMANDS:
         status, output = run([name, "--help"], capsys)
         assert status == 0 and output.out.startswith(f"usage: luna-mega {name} [-h]")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_examples_in_the_help_are_commands(name, monkeypatch, capsys):
+    ran = []
+    monkeypatch.setitem(cli._COMMANDS, name, lambda options: ran.append(options) or 0)
+    _, output = run([name, "--help"], capsys)
+    examples = output.out.partition("\nexamples:\n")[2].splitlines()
+    for line in examples:
+        program, *argv = shlex.split(line)
+        assert program == "luna-mega" and run(argv, capsys)[0] == 0
+    assert len(ran) == len(examples) >= 2 and max(map(len, examples)) <= 120
+
+
+def test_completion(repo_root, tmp_path):
+    """The protocol of argcomplete's shell functions."""
+    pytest.importorskip("argcomplete", reason="argcomplete is not installed")
+    line = "luna-mega convert --ema-convention "
+    place = tmp_path / "answer"
+    asked = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_TYPE": "9"}
+    asked |= {"_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_STDOUT_FILENAME": str(place)}
+    code = "import luna_mega_cli, sys; luna_mega_cli.main()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=repo_root, env=os.environ | asked, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert place.read_text().split() == ["auto", "main", "flash"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)]
+)
+def test_colours_are_for_terminals(environment, coloured, monkeypatch, capsys, tmp_path):
+    for name, value in ({"NO_COLOR": "", "TERM": "xterm"} | environment).items():
+        monkeypatch.setenv(name, value)
+    _, output = run(["info", str(tmp_path)], capsys)
+    assert "\033" not in output.err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    _, output = run(["info", str(tmp_path)], capsys)
+    assert ("\033[31merror:\033[0m" in output.err) == coloured
+
+
+def test_out_of_memory_is_one_line_with_a_hint(monkeypatch, capsys):
+    def fail(options):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has ...\nmore")
+
+    monkeypatch.setitem(cli._COMMANDS, "verify", fail)
+    status, output = run(["verify", "a", "b"], capsys)
+    assert status == 1 and output.err.count("\n") == 1 and "CUDA_VISIBLE_DEVICES" in output.err
+
+
+def test_no_bars_but_on_a_terminal(monkeypatch, tmp_path, capsys):
+    seen = []
+    monkeypatch.setitem(cli._COMMANDS, "info", lambda options: seen.append(logging.is_progress_bar_enabled()) or 0)
+    assert logging.is_progress_bar_enabled()
+    run(["info", "x"], capsys)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    run(["info", "x"], capsys)
+    assert seen == [False, True] and logging.is_progress_bar_enabled()
+
+
+@pytest.fixture
+def encoder(tmp_path):
+    sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 24}
+    config = luna_mega.LunaConfig(**sizes, num_attention_heads=2, projection_length=4)
+    luna_mega.LunaForMaskedLM(config).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_reports_as_json(encoder, tmp_path, capsys):
+    """Those of convert, export, onnx and eval are in the tests of these commands' formats and packages."""
+    found = {}
+    for argv in (["info", encoder], ["verify", encoder, encoder], ["bundle", encoder, "--output", tmp_path / "bundle"]):
+        status, output = run([*map(str, argv), "--json"], capsys)
+        assert status == 0 and output.err == ""
+        found[argv[0]] = json.loads(output.out)
+    assert found["info"]["model_class"] == "LunaForMaskedLM" and found["verify"]["within"] is True
+    assert found["bundle"]["output"] == str(tmp_path / "bundle")
+    assert set(found["bundle"]["files"]) == {file.name for file in (tmp_path / "bundle").glob("*.py")}
+
+
+@pytest.mark.parametrize(
+    ("argv", "answer"),
+    [
+        (["convert", "FOLDER", "--output", "NEW"], "is a folder; give the checkpoint file itself"),
+        (
+            ["convert", "WEIGHTS", "--output", "NEW"],
+            "a safetensors file, which has no fairseq 'args'; give the .pt file",
+        ),
+        (["convert", "TEXT", "--output", "NEW"], "not a checkpoint"),
+        (["convert", "NEW", "--output", "NEW2"], "no such file"),
+        (["export", "TEXT", "--output", "NEW"], "is a file, give a model folder"),
+        (["export", "EMPTY", "--output", "NEW"], "no config.json; give a folder that save_pretrained wrote"),
+        (["verify", "FOLDER", "NEW"], "no such folder"),
+        (["info", "ROBERTA"], "model_type 'roberta'; this version knows 'luna', "),
+        (["bundle", "TEXT"], "no config.json; give a folder"),
+        (["bundle", "ROBERTA"], "model_type 'roberta' is not of this package"),
+        (["demo", "TEXT"], "is a file, give a model folder"),
+        (["eval", "TEXT"], "is a file, give a model folder"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_what_newcomers_give(argv, answer, encoder, tmp_path, capsys):
+    pytest.importorskip("gradio", reason="gradio is not installed") if argv[0] == "demo" else None
+    (tmp_path / "notes.txt").write_text("no checkpoint")
+    for name in ("empty", "roberta"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "roberta" / "config.json").write_text('{"model_type": "roberta"}')
+    names = {"FOLDER": encoder, "WEIGHTS": encoder / "model.safetensors", "TEXT": tmp_path / "notes.txt"}
+    names |= {"NEW": tmp_path / "new", "NEW2": tmp_path / "new2", "EMPTY": tmp_path / "empty"}
+    names["ROBERTA"] = tmp_path / "roberta"
+    status, output = run([str(names.get(word, word)) for word in argv], capsys)
+    assert status == 1 and output.err.count("\n") == 1 and answer in output.err
 
 
 @pytest.mark.parametrize("argv", [[], *([name] for name in COMMANDS)], ids=" ".join)

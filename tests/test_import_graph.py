@@ -15,20 +15,21 @@ ROOT = Path(__file__).resolve().parent.parent
 # Room -> the packages that it may import besides the standard library. A room imports from itself and from the rooms
 # above it, and from nothing below. A module belongs to the room with the longest name that it begins with.
 ROOMS = {
-    "luna_mega_cli": set(),
+    "luna_mega_cli": {"argcomplete"},
     "luna_mega.kernels": {"numpy", "torch", "triton"},
     "luna_mega.modeling_common": {"torch", "transformers"},
     "luna_mega.modeling_luna": {"huggingface_hub", "torch", "transformers"},
     "luna_mega.modeling_mega": {"huggingface_hub", "torch", "transformers"},
-    "luna_mega": {"transformers"},
+    "luna_mega": {"packaging", "transformers"},
     "luna_mega.hub": {"huggingface_hub", "safetensors", "torch", "transformers"},
     "luna_mega.convert": {"huggingface_hub", "numpy", "safetensors", "tokenizers", "torch", "tqdm", "transformers"},
     "luna_mega.inspection": {"lm_eval", "safetensors", "torch", "tqdm", "transformers"},
-    "luna_mega.onnx": {"onnx_ir", "onnxruntime", "torch", "transformers"},
-    "luna_mega.cli": set(),
+    "luna_mega.demo": {"gradio", "huggingface_hub", "pandas", "torch", "transformers"},
+    "luna_mega.onnx": {"onnx_ir", "onnxruntime", "torch", "tqdm", "transformers"},
+    "luna_mega.cli": {"torch", "transformers"},
 }
 APART = {"luna_mega.modeling_luna", "luna_mega.modeling_mega"}
-OPTIONAL = {"triton", "onnx_ir", "onnxruntime", "lm_eval"}
+OPTIONAL = {"triton", "onnx_ir", "onnxruntime", "lm_eval", "gradio", "pandas", "argcomplete"}
 NEVER_IMPORTED = {"examples", "benchmarks", "tests"}
 
 

@@ -5,6 +5,7 @@ import time
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
+import torch
 from datasets import Dataset
 from transformers import EarlyStoppingCallback, PreTrainedModel, Trainer, TrainingArguments, set_seed
 
@@ -14,6 +15,12 @@ from common.hub import publish
 from common.model import ModelArguments
 from common.scale import EpochCallback, ScaleArguments, check_batch, check_launch, check_scale, set_timeout
 from common.training import OrderedTrainer, check_training, describe, evaluate, finish, train
+
+MEMORY_HINT = (
+    "What helps: a smaller --per_device_train_batch_size (or --per_device_eval_batch_size) with more "
+    "--gradient_accumulation_steps; --gradient_checkpointing true; --bf16 true; --config_overrides unpad_inputs=true "
+    "where batches are padded; attention in chunks in a Mega (use_chunking=true,chunk_size=128)"
+)
 
 
 class Script(ABC):
@@ -109,6 +116,14 @@ class Script(ABC):
 
     def run(self) -> dict[str, Any]:
         """Train, evaluate and predict as the options ask; print, save and return the summary."""
+        try:
+            return self.run_steps()
+        except torch.OutOfMemoryError as error:
+            reason = str(error).strip().partition(". ")[0]
+            fail(f"{reason}. {MEMORY_HINT}")
+
+    def run_steps(self) -> dict[str, Any]:
+        """Do what `run` does."""
         self.base_model, checkpoint = self.model.model_name_or_path, find_checkpoint(self.training)
         if checkpoint:  # for its configuration and tokenizer, also when the run began from scratch
             self.model.model_name_or_path = checkpoint

@@ -183,7 +183,7 @@ def training_card(
     quality = {score: value for score, value in (metrics or {}).items() if not score.endswith(_NOT_QUALITY)}
     scores = {score.removeprefix("eval_"): float(value) for score, value in quality.items()}
     about = {
-        "task_type": _task(model_class, model.config) or "other",
+        "task_type": task_of(model_class, model.config) or "other",
         "dataset_type": _shown(dataset),
         "dataset_name": data,
         "dataset_config": dataset_config,
@@ -229,7 +229,7 @@ def _card(
     data = ModelCardData(
         library_name="transformers",
         tags=[config.model_type],
-        pipeline_tag=_task(model_class, config),
+        pipeline_tag=task_of(model_class, config),
         license=license,
         **metadata,
     )
@@ -286,7 +286,7 @@ def _suffix(model_class: str, config: PreTrainedConfig) -> str:
     return model_class.removeprefix(type(config).__name__.removesuffix("Config").removesuffix("Seq2Seq"))
 
 
-def _task(model_class: str, config: PreTrainedConfig) -> str | None:
+def task_of(model_class: str, config: PreTrainedConfig) -> str | None:
     """Return the Hub's name of the model's task, None for real-valued input, which no pipeline takes."""
     values = getattr(config, "input_type", "tokens") == "values"
     return None if values else _TASKS.get(_suffix(model_class, config))

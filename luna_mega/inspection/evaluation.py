@@ -4,12 +4,32 @@ import json
 import logging
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from luna_mega.errors import ConversionError
 from luna_mega.hub.folder import read_folder
 
 logger = logging.getLogger(__name__)
+
+
+def scores(folder: str | Path, arguments: Sequence[str]) -> dict[str, Any]:
+    """Run `evaluate`, and return the results that lm-eval writes; its tables go to stderr.
+
+    Raises:
+        ConversionError: as `evaluate`, or the arguments name another `--output_path`, or nothing was evaluated.
+    """
+    if any(argument.split("=")[0] == "--output_path" for argument in arguments):
+        raise ConversionError("--json with --output_path, which writes the same JSON: leave one out")
+    with TemporaryDirectory() as place:
+        with redirect_stdout(sys.stderr):
+            evaluate(folder, [*arguments, "--output_path", place])
+        files = sorted(Path(place).rglob("results_*.json"))
+        if not files:
+            raise ConversionError("lm-eval wrote no results")
+        return json.loads(files[-1].read_text(encoding="utf-8"))
 
 
 def evaluate(folder: str | Path, arguments: Sequence[str]) -> None:

@@ -79,18 +79,19 @@ def _short(number: float) -> str:
     return f"{number:.4g} T"
 
 
-def describe(path: str | Path, length: int | None = None) -> Info:
+def describe(path: str | Path, length: int | None = None, progress: bool = False) -> Info:
     """Describe a model without building it in memory.
 
     Args:
         path: model folder, or fairseq checkpoint of a Luna or Mega model.
         length: positions for memory and FLOPs; None = `max_position_embeddings` or `max_positions`.
+        progress: show a progress bar on stderr if that is a terminal.
 
     Raises:
         ConversionError: `path` is neither, or the model has fewer positions.
     """
-    read = _read_checkpoint if Path(path).is_file() else _read_folder
-    config, model_class, written_by, heads, dtypes, warnings = read(path)
+    found = _read_checkpoint(path, progress) if Path(path).is_file() else _read_folder(path)
+    config, model_class, written_by, heads, dtypes, warnings = found
     limit = _length_limit(config)
     if length is not None and limit is not None and length > limit:
         raise ConversionError(f"--length {length}: the model has {limit} learned positions")
@@ -175,8 +176,8 @@ def _folder_heads(folder: ModelFolder) -> list[str]:
     return heads
 
 
-def _read_checkpoint(path: str | Path):
-    checkpoint = read_checkpoint(path)
+def _read_checkpoint(path: str | Path, progress: bool):
+    checkpoint = read_checkpoint(path, progress)
     found, revision = detect(checkpoint)
     tensors, _ = found.canonical(checkpoint.tensors)
     plan = found.plan(found.evidence(tensors, checkpoint.args, found.assumed(revision)))

@@ -122,7 +122,7 @@ def compare(
         ConversionError: a model or the inputs are at fault, or the models are of different kinds.
     """
     options = {"head": head, "layer_norm": layer_norm, "ema_convention": ema_convention}
-    with quiet_transformers(), _folder(a, options) as first, _folder(b, options) as second:
+    with quiet_transformers(), _folder(a, options, progress) as first, _folder(b, options, progress) as second:
         _check_same_kind(a, first, b, second)
         if inputs is not None:
             tensors = _read_inputs(Path(inputs), first)
@@ -159,12 +159,12 @@ def quiet_transformers() -> Iterator[None]:
 
 
 @contextmanager
-def _folder(path: str | Path, options: dict[str, str | None]) -> Iterator[ModelFolder]:
+def _folder(path: str | Path, options: dict[str, str | None], progress: bool) -> Iterator[ModelFolder]:
     if not Path(path).is_file():
         yield read_folder(path)
         return
     with TemporaryDirectory() as temporary:
-        convert_checkpoint(path, Path(temporary, "model"), **options)
+        convert_checkpoint(path, Path(temporary, "model"), progress=progress, **options)
         yield read_folder(Path(temporary, "model"))
 
 

@@ -157,6 +157,14 @@ def test_command_line(folder, tasks, tmp_path, capsys):
     assert written["config"]["model_num_parameters"] > 0
 
 
+def test_results_as_json(folder, tasks, tmp_path, capsys):
+    options = ["--tasks", "choice", "--include_path", tasks, "--device", "cpu", "--limit", 3]
+    assert run("--json", folder, *options) == 0
+    output = capsys.readouterr()
+    assert json.loads(output.out)["results"].keys() == {"choice"} and "|choice" in output.err
+    assert run("--json", folder, *options, "--output_path", tmp_path) == 1
+
+
 def test_what_is_at_fault_is_one_line(folder, tasks, tmp_path, capsys, monkeypatch):
     def error(*arguments):
         assert run(*arguments) == 1

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from datasets import Dataset, load_dataset
+from huggingface_hub import DatasetCard
 from PIL import Image
 
 from tests.examples import runs
@@ -48,7 +49,9 @@ def test_listops(prepare, tmp_path):
     for row in rows:
         tokens = row["source"].split()
         assert 8 < len(tokens) < 40 and value(tokens) == row["label"] and not tokens
-    assert "| train | 40 |" in (tmp_path / "README.md").read_text()
+    card = DatasetCard.load(tmp_path / "README.md")
+    assert "| train | 40 |" in card.text and card.data.tags == ["long-range-arena", "listops"]
+    assert [row["split"] for row in card.data.configs[0]["data_files"]] == ["train", "validation", "test"]
 
 
 def test_shape_of_the_trees(script):

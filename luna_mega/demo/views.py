@@ -1,0 +1,214 @@
+"""The numbers and texts that the page of `luna-mega demo` shows, without the page."""
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, StoppingCriteriaList, TextIteratorStreamer, pipeline
+
+from luna_mega.errors import ConversionError
+from luna_mega.hub.card import task_of
+from luna_mega.hub.folder import TARGET_FOLDER, position_limit, read_folder
+from luna_mega.kernels.api import ema_coefficients
+
+TASKS = ("fill-mask", "text-classification", "text-generation", "translation")
+LONGEST = 512  # tokens of a text whose weights are shown
+
+
+@dataclass(frozen=True)
+class LunaWeights:
+    """Attention weights of one text of T tokens in a Luna of N layers, on the CPU.
+
+    `unpack` `[N, heads, T, L]` is how much a token reads from each row of P; `pack` `[N, pack heads, L, T]` how much a
+    row takes from each token, None for a decoder, which packs no weighted mean.
+    """
+
+    tokens: list[str]
+    unpack: torch.Tensor
+    pack: torch.Tensor | None
+
+    def through(self, layer: int, token: int) -> torch.Tensor:
+        """Return how much a token reads from every token by way of P, `[T]`, with the mean weights of the heads."""
+        return self.unpack[layer, :, token].mean(0) @ self.pack[layer].mean(0)
+
+
+@dataclass(frozen=True)
+class MegaWeights:
+    """Attention weights of one text of T tokens in a Mega of N layers, `[N, T, T]`, on the CPU.
+
+    They are 0 outside of the chunks of `chunk` tokens; None = one chunk holds all tokens.
+    """
+
+    tokens: list[str]
+    attention: torch.Tensor
+    chunk: int | None
+
+
+class Demo:
+    """A model folder with all that a page about it shows.
+
+    Args:
+        folder: what `luna-mega convert` or `save_pretrained` wrote, with its tokenizer.
+
+    Raises:
+        ConversionError: not such a folder, no tokenizer or one of another model, or a model whose task has no page.
+    """
+
+    def __init__(self, folder: str | Path):
+        found = read_folder(folder)
+        self.name, self.model_class = found.path.resolve().name, found.model_class.__name__
+        self.task = task_of(self.model_class, found.config)
+        if self.task not in TASKS:
+            raise ConversionError(f"{folder}: holds a {self.model_class}; the demo shows models for {', '.join(TASKS)}")
+        self.tokenizer = _read_tokenizer(found.path, found.config.vocab_size)
+        target = found.path / TARGET_FOLDER
+        self.target_tokenizer = _read_tokenizer(target, None) if target.is_dir() else self.tokenizer
+        self.model = found.model_class.from_pretrained(folder).eval()
+        if torch.cuda.is_available():
+            self.model.cuda()
+        self.is_luna = self.model.config.model_type.startswith("luna")
+        self.limit = position_limit(self.model.get_encoder().config if self.is_translator else self.model.config)
+        self.look = functools.lru_cache(maxsize=4)(self._look)
+
+    @property
+    def is_translator(self) -> bool:
+        """Return whether the model is an encoder-decoder."""
+        return self.model.config.is_encoder_decoder
+
+    @functools.cached_property
+    def score(self) -> Callable[[str], dict[str, float]]:
+        """Return the function from a text to its scores: of the words for the one mask in it, or of the classes."""
+        run = pipeline(self.task, model=self.model, tokenizer=self.tokenizer)
+
+        def fill(text: str) -> dict[str, float]:
+            mask = self.tokenizer.mask_token
+            if text.count(mask) != 1:
+                raise ValueError(
+                    f"write {mask} once, where a word is to be filled in; it is there {text.count(mask)} times"
+                )
+            rows = reversed(run(text, top_k=8))  # of two tokens that look alike the likelier one is kept
+            return {row["token_str"].strip() or repr(row["token_str"]): row["score"] for row in rows}
+
+        def classify(text: str) -> dict[str, float]:
+            if not text.strip():
+                raise ValueError("write a text to classify")
+            return {row["label"]: row["score"] for row in run(text, top_k=None, truncation=self.limit is not None)}
+
+        return fill if self.task == "fill-mask" else classify
+
+    def write(self, text: str, max_new_tokens: int = 100, temperature: float = 0.0) -> Iterator[str]:
+        """Yield the text that the model writes so far: what follows `text`, or its translation.
+
+        Args:
+            text: not empty.
+            max_new_tokens: fewer are written where the model ends its text, or has no more positions.
+            temperature: 0 = always the likeliest token, else tokens are drawn.
+
+        Raises:
+            ValueError: the text has no tokens or too many.
+        """
+        inputs = self._encode(text, special=self.is_translator)
+        length = inputs["input_ids"].shape[1]
+        room = None if self.limit is None or self.is_translator else self.limit - length
+        if room is not None and room < 1:
+            raise ValueError(f"the text has {length} tokens, and the model {self.limit} positions: shorten it")
+        options = {"max_new_tokens": max_new_tokens if room is None else min(max_new_tokens, room)}
+        options |= {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+        streamer = TextIteratorStreamer(self.target_tokenizer, skip_prompt=True, skip_special_tokens=True)
+        yield from _stream(self.model, streamer, **inputs, **options)
+
+    def _look(self, text: str) -> LunaWeights | MegaWeights:
+        """Return the attention weights of a text, of which no more than `LONGEST` tokens are read.
+
+        Of an encoder-decoder they are those of the encoder.
+        """
+        inputs = self._encode(text, longest=min(LONGEST, self.limit or LONGEST))
+        body = self.model.get_encoder() if self.is_translator else self.model.base_model
+        asked = {"output_attentions": True} | ({"output_packed_attentions": True} if self.is_luna else {})
+        with torch.no_grad():
+            output = body(**inputs, **asked)
+        tokens = [self._shown(token) for token in inputs["input_ids"][0].tolist()]
+        attentions = torch.stack(output.attentions)[:, 0].float().cpu()
+        if not self.is_luna:
+            return MegaWeights(tokens, _place_chunks(attentions, len(tokens)), body.config.attention_chunk)
+        packed = None if body.config.is_decoder else torch.stack(output.packed_attentions)[:, 0].float().cpu()
+        return LunaWeights(tokens, attentions, packed)
+
+    @torch.no_grad()
+    def kernels(self, layer: int, length: int = 128) -> torch.Tensor:
+        """Return the moving average of a Mega layer as the convolution it is, `[directions, D, length]`.
+
+        Number j of a row is the weight of the token j places back; in the second direction, ahead.
+        """
+        body = self.model.get_encoder() if self.is_translator else self.model.base_model
+        average = body.layers[layer].mega_layer.ema_gate
+        logits = (average.damping_factor, average.decay_factor, average.ema_expansion_matrix)
+        parameters = (*(x.squeeze(-1) for x in logits), average.kernel_projection_matrix)
+        change, weight_in, weight_out = ema_coefficients(*parameters, dtype=torch.float64)
+        powers = (change + 1.0)[..., None] ** torch.arange(length, device=change.device)
+        kernels = torch.einsum("rn,rnt->rt", weight_in * weight_out, powers)
+        return kernels.unflatten(0, (-1, body.config.hidden_size)).float().cpu()
+
+    def _encode(self, text: str, special: bool = True, longest: int | None = None) -> dict[str, torch.Tensor]:
+        cut = {} if longest is None else {"truncation": True, "max_length": longest}
+        inputs = self.tokenizer(text, return_tensors="pt", add_special_tokens=special, **cut)
+        if not text.strip() or inputs["input_ids"].shape[1] == 0:
+            raise ValueError("write a text first")
+        ids = inputs["input_ids"].to(self.model.device)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    def _shown(self, token: int) -> str:
+        text = self.tokenizer.decode([token]) or self.tokenizer.convert_ids_to_tokens(token)
+        return text.replace("\n", "⏎") if text.strip(" ") else "␣" * len(text)
+
+
+def _read_tokenizer(folder: Path, vocab_size: int | None) -> PreTrainedTokenizerBase:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise ConversionError(f"{folder}: no tokenizer that transformers {transformers.__version__} loads") from error
+    if vocab_size is not None and len(tokenizer) > vocab_size:
+        raise ConversionError(
+            f"{folder}: the tokenizer has {len(tokenizer)} tokens and the model {vocab_size}: it is of another model"
+        )
+    return tokenizer
+
+
+def _stream(model, streamer: TextIteratorStreamer, **options) -> Iterator[str]:
+    """Yield what the model has written so far; when nobody listens any more, it stops at the next token."""
+    stopped, failures, text = threading.Event(), [], ""
+
+    def write():
+        try:
+            stops = StoppingCriteriaList([lambda ids, scores: torch.full(ids.shape[:1], stopped.is_set())])
+            model.generate(streamer=streamer, stopping_criteria=stops, **options)
+        except Exception as error:  # it is raised again where somebody sees it
+            failures.append(error)
+            streamer.end()
+
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    try:
+        for part in streamer:
+            if part:
+                text += part
+                yield text
+    finally:
+        stopped.set()
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+def _place_chunks(attentions: torch.Tensor, length: int) -> torch.Tensor:
+    """Return weights `[N, chunks, C, C]` as `[N, T, T]`, 0 between chunks."""
+    layers, _, size, _ = attentions.shape
+    placed = attentions.new_zeros(layers, length, length)
+    for index, start in enumerate(range(0, length, size)):
+        end = min(start + size, length)
+        placed[:, start:end, start:end] = attentions[:, index, : end - start, : end - start]
+    return placed
