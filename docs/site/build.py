@@ -37,6 +37,9 @@ def stage(folder: Path) -> None:
         package, source = row.split(" = ")
         for file in (ROOT / source).rglob("*.py"):
             copy(file, folder / "package" / package.replace(".", "/") / file.relative_to(ROOT / source))
+    for package in setup["options"]["packages"].split():
+        # The reader of the sources looks into no folder without it, such as kernels/.
+        (folder / "package" / package.replace(".", "/") / "__init__.py").touch()
     copy(ROOT / "docs" / "site" / "zensical.toml", folder / "zensical.toml")
 
 
@@ -49,7 +52,10 @@ def draw_equations(page: str) -> str:
     """Replace LaTeX by MathML, which browsers draw without a script."""
 
     def draw(found: re.Match) -> str:
-        return convert(html.unescape(found["latex"]).strip(), "inline" if found["open"] == "(" else "block")
+        latex = html.unescape(found["latex"]).strip()
+        if found["open"] == "(":
+            return convert(latex)
+        return f'<div class="equation">{convert(latex, "block")}</div>'
 
     return EQUATION.sub(draw, page)
 
