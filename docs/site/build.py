@@ -21,7 +21,10 @@ from latex2mathml.converter import convert
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "docs/**/*.*", "examples/README.md"]
 PAGES += ["kernels/*/README.md"]
-EQUATION = re.compile(r'<(?P<tag>span|div) class="arithmatex">\\(?P<open>[(\[])(?P<latex>.*?)\\[)\]]</(?P=tag)>', re.DOTALL)
+BADGES = re.compile(r"^.*https://img\.shields\.io/.*\n", re.MULTILINE)
+EQUATION = re.compile(
+    r'<(?P<tag>span|div) class="arithmatex">\\(?P<open>[(\[])(?P<latex>.*?)\\[)\]]</(?P=tag)>', re.DOTALL
+)
 
 
 def stage(folder: Path) -> None:
@@ -31,6 +34,8 @@ def stage(folder: Path) -> None:
         for file in filter(Path.is_file, ROOT.glob(pattern)):
             if not file.is_relative_to(ROOT / "docs" / "site") or file.suffix == ".css":
                 copy(file, folder / "pages" / file.relative_to(ROOT))
+    start = folder / "pages" / "README.md"
+    start.write_text(BADGES.sub("", start.read_text(encoding="utf-8")), encoding="utf-8")
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     for row in setup["options"]["package_dir"].strip().split("\n"):
