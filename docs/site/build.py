@@ -41,7 +41,11 @@ def stage(folder: Path) -> None:
     for row in setup["options"]["package_dir"].strip().split("\n"):
         package, source = row.split(" = ")
         for file in (ROOT / source).rglob("*.py"):
-            copy(file, folder / "package" / package.replace(".", "/") / file.relative_to(ROOT / source))
+            target = folder / "package" / package.replace(".", "/") / file.relative_to(ROOT / source)
+            # Under this name the reader of the docstrings takes the section for code.
+            text = file.read_text(encoding="utf-8").replace(" Example:\n", " Examples:\n")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(text, encoding="utf-8")
     for package in setup["options"]["packages"].split():
         # The reader of the sources looks into no folder without it, such as kernels/.
         (folder / "package" / package.replace(".", "/") / "__init__.py").touch()
