@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 import luna_mega
@@ -85,9 +86,9 @@ def chosen_backend(folder):
     ],
 )
 def test_exceptions(fault, folder, said):
-    with pytest.raises((ValueError, IndexError)) as error:
+    with pytest.raises((ValueError, IndexError, StrictDataclassError)) as error:
         fault(folder)
-    assert_said(" ".join(str(error.value).split()), said)
+    assert_said(f"{error.type.__name__}: {' '.join(str(error.value).split())}", said)
 
 
 @pytest.mark.parametrize(
