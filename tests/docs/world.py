@@ -20,13 +20,13 @@ LUNA = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "in
 LUNA |= {"projection_length": 4, "max_position_embeddings": 64}
 MEGA = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 24, "shared_representation_size": 8}
 MEGA |= {"ema_projection_size": 2, "nffn_hidden_size": 16}
-MASKED = ["luna-base", "luna-base-tied", "USER/NAME"]
+MASKED = ["luna-base", "luna-base-tied", "USER/NAME", "OUT"]
 MASKED_MEGA = ["mnaylor/mega-base-wikitext", "BEE-spoke-data/mega-encoder-small-16k-v1"]
 TINY_RECIPE = {
     "vocab_size: 33300": "vocab_size: 40",
     "hidden_size=192": "hidden_size=16",
     "intermediate_size=384,nffn_hidden_size=384": "intermediate_size=24,nffn_hidden_size=24",
-    "[4000,12000]": "[10,20]",
+    "[4000,12000]": "[5,9]",
     "max_steps: 1200": "max_steps: 2",
     "save_steps: 300": "save_steps: 2",
     "eval_context: 2048": "eval_context: 256",
