@@ -11,6 +11,7 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer, TrainingArguments
 
 import luna_mega
 import luna_mega_cli
+from luna_mega.convert.formats import registry
 from tests.docs import world
 from tests.docs.blocks import LANGUAGES, PAGES, read
 from tests.docs.commands import CHECKS, entry
@@ -56,6 +57,7 @@ def session(page: str) -> dict:
 @pytest.mark.parametrize("page", [page for page in PAGES if any(b.language == "python" for b in read(page))])
 def test_python(page, monkeypatch):
     """The blocks of a page, in one session from the first to the last."""
+    monkeypatch.setattr(registry, "_FORMATS", registry._FORMATS.copy())
     monkeypatch.setattr(transformers.TrainingArguments, "__init__", short_training(transformers.TrainingArguments))
     given = session(page)
     for block in read(page):
