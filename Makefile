@@ -9,7 +9,7 @@ DTYPE ?= float32
 # Named after the constraints, so that changing them in the same environment installs again.
 INSTALLED := $(VENV)/.installed-$(notdir $(CONSTRAINTS))
 
-.PHONY: help demo test test-ecosystem style typing bench clean
+.PHONY: help demo test test-ecosystem docs style typing bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -22,6 +22,11 @@ test: $(INSTALLED) ## run the tests, or those named by TESTS="..."
 
 test-ecosystem: ## run the tests with PEFT, TRL, sentence-transformers and other tools, in an environment of their own
 	$(MAKE) test VENV=.venv-ecosystem CONSTRAINTS=requirements/ci-ecosystem.txt EXTRAS=$(EXTRAS),ecosystem TESTS=tests/ecosystem
+
+docs: ## build the documentation site in build/docs/site, in an environment of its own; a broken link is an error
+	test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --requirement requirements/docs.txt
+	.venv-docs/bin/python docs/site/build.py
 
 style: $(INSTALLED) ## lint and check the format
 	$(VENV)/bin/ruff check .
@@ -36,7 +41,7 @@ bench: $(INSTALLED) ## measure the ops, on a GPU where there is one (DTYPE=bfloa
 	$(VENV)/bin/python benchmarks/run.py --dtype $(DTYPE)
 
 clean: ## remove the environments and what was built
-	rm -rf $(VENV) .venv-oldest .venv-ecosystem build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-oldest .venv-ecosystem .venv-docs build dist *.egg-info .pytest_cache .ruff_cache
 
 $(INSTALLED): setup.cfg pyproject.toml $(wildcard requirements/*.txt)
 	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 10), "luna-mega needs Python >= 3.10: make PYTHON=..."'

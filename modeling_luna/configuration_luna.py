@@ -106,9 +106,9 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
         add_cross_attention: the decoder attends to an encoder; set by `decoder_config`.
         causal_activation: weights of the causal pack: `"softplus"`, to base 2, or `"elu"`, elu + 1.
         word_dropout: probability of leaving out the embedding of a whole token in training.
-        num_decoder_layers, decoder_intermediate_size, num_decoder_attention_heads, num_decoder_pack_attention_heads,
-            decoder_position_embedding_type, decoder_pre_norm: of the decoder; None = as the encoder, pack heads as
-            `num_decoder_attention_heads` where that is given.
+        num_decoder_layers, decoder_intermediate_size, num_decoder_attention_heads: of the decoder; None = encoder's.
+        num_decoder_pack_attention_heads: None = `num_decoder_attention_heads` where that is given, else the encoder's.
+        decoder_position_embedding_type, decoder_pre_norm: of the decoder; None = the encoder's.
         max_target_positions: longest target with learned positions; None = `max_position_embeddings`.
         decoder_vocab_size: number of target tokens; None = `vocab_size`.
         share_encoder_decoder_embeddings: one embedding for both languages; None = where `tie_word_embeddings` and

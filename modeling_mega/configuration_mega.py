@@ -111,8 +111,8 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
 
         is_encoder_decoder: True in `MegaSeq2SeqConfig` only. The fields above then describe the encoder, and the
             decoder where its own field is None.
-        num_decoder_layers, decoder_intermediate_size, decoder_nffn_hidden_size, decoder_shared_representation_size,
-            decoder_ema_projection_size, decoder_vocab_size, decoder_max_positions: of the decoder.
+        num_decoder_layers, decoder_intermediate_size, decoder_nffn_hidden_size, decoder_vocab_size: of the decoder.
+        decoder_shared_representation_size, decoder_ema_projection_size, decoder_max_positions: of the decoder.
         decoder_chunk_size: attention chunks of the decoder; below 1 = attention over the whole sequence.
         cross_attention_positions: longest source or target of a `"simple"` bias in cross-attention; None = the longer
             of `max_positions` and `decoder_max_positions`.

@@ -1,0 +1,123 @@
+"""Builds the documentation site: `make docs`.
+
+The site has the same files at the same places as the repository, so that a link works in both. Pages are copied beside
+the package as it is installed, from which the API reference is read; nothing is imported. Equations become MathML.
+Anything that a page loads from another machine, and any link inside the site that leads nowhere, ends the build with an
+error.
+"""
+
+import configparser
+import html
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from latex2mathml.converter import convert
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "docs/**/*.*", "examples/README.md"]
+PAGES += ["kernels/*/README.md"]
+BADGES = re.compile(r"^.*https://img\.shields\.io/.*\n", re.MULTILINE)
+EQUATION = re.compile(
+    r'<(?P<tag>span|div) class="arithmatex">\\(?P<open>[(\[])(?P<latex>.*?)\\[)\]]</(?P=tag)>', re.DOTALL
+)
+
+
+def stage(folder: Path) -> None:
+    """Copy the pages, and the package in the layout in which it is installed."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for pattern in PAGES:
+        for file in filter(Path.is_file, ROOT.glob(pattern)):
+            if not file.is_relative_to(ROOT / "docs" / "site") or file.suffix == ".css":
+                copy(file, folder / "pages" / file.relative_to(ROOT))
+    start = folder / "pages" / "README.md"
+    start.write_text(BADGES.sub("", start.read_text(encoding="utf-8")), encoding="utf-8")
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    for row in setup["options"]["package_dir"].strip().split("\n"):
+        package, source = row.split(" = ")
+        for file in (ROOT / source).rglob("*.py"):
+            target = folder / "package" / package.replace(".", "/") / file.relative_to(ROOT / source)
+            # Under this name the reader of the docstrings takes the section for code.
+            text = file.read_text(encoding="utf-8").replace(" Example:\n", " Examples:\n")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(text, encoding="utf-8")
+    for package in setup["options"]["packages"].split():
+        # The reader of the sources looks into no folder without it, such as kernels/.
+        (folder / "package" / package.replace(".", "/") / "__init__.py").touch()
+    copy(ROOT / "docs" / "site" / "zensical.toml", folder / "zensical.toml")
+
+
+def copy(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, target)
+
+
+def draw_equations(page: str) -> str:
+    """Replace LaTeX by MathML, which browsers draw without a script."""
+
+    def draw(found: re.Match) -> str:
+        latex = html.unescape(found["latex"]).strip()
+        if found["open"] == "(":
+            return convert(latex)
+        return f'<div class="equation">{convert(latex, "block")}</div>'
+
+    return EQUATION.sub(draw, page)
+
+
+class Links(HTMLParser):
+    """The anchors of a page, the addresses that it links to, and those that it loads."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.anchors, self.linked, self.loaded = set(), set(), set()
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = {name: value or "" for name, value in attrs}
+        self.anchors |= {values[name] for name in ("id", "name") if name in values}
+        if tag == "a" and "href" in values:
+            self.linked.add(values["href"])
+        elif tag == "link" and values.get("rel") not in ("canonical", "prev", "next"):
+            self.loaded.add(values["href"])
+        elif "src" in values:
+            self.loaded.add(values["src"])
+
+
+def faults(site: Path) -> list[str]:
+    """Return a line for every address on the pages of the site that leads nowhere, or is loaded from elsewhere."""
+    pages = {file: Links(file.read_text(encoding="utf-8")) for file in site.rglob("*.html") if file.name != "404.html"}
+    found = []
+    for file, page in pages.items():
+        for address in sorted(page.linked | page.loaded):
+            parts, name = urlsplit(address), file.relative_to(site)
+            if parts.scheme or parts.netloc:
+                if address in page.loaded and parts.scheme != "data":
+                    found.append(f"{name} loads {address}: no page may need the network")
+                continue
+            target = (file.parent / unquote(parts.path)).resolve() if parts.path else file
+            if not target.is_file():
+                found.append(f"{name} leads to {address}, which does not exist")
+            elif parts.fragment and target in pages and unquote(parts.fragment) not in pages[target].anchors:
+                found.append(f"{name} leads to {address}, which has no such anchor")
+    return found
+
+
+def main() -> None:
+    folder = ROOT / "build" / "docs"
+    stage(folder)
+    subprocess.run([sys.executable, "-m", "zensical", "build", "--clean", "--strict"], cwd=folder, check=True)
+    site = folder / "site"
+    for file in site.rglob("*.html"):
+        file.write_text(draw_equations(file.read_text(encoding="utf-8")), encoding="utf-8")
+    if found := faults(site):
+        sys.exit("\n".join(found))
+    print(f"open {(site / 'index.html').relative_to(ROOT)}; its search needs a server, as python -m http.server")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""The code blocks of the pages, as a reader pastes them.
+
+A block that no test can run has a comment before it, `<!-- not run: the reason -->`. Python blocks of a page share one
+session. A shell block is run by bash with stubs in place of the programs, which write down how they were called.
+"""
+
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ["README.md", "examples/README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
+LANGUAGES = {"python", "bash", "bibtex"}
+BLOCK = re.compile(
+    r"^(?:<!-- not run: (?P<reason>[^\n]+?) -->\n+)?(?P<fence> *```)(?P<language>\w*)\n(?P<code>.*?)^(?P=fence)$",
+    re.MULTILINE | re.DOTALL,
+)
+
+# Programs that are only called, not run. `python -m MODULE` of the standard library is run.
+PROGRAMS = ["accelerate", "curl", "hf", "luna-mega", "make", "pip", "python", "torchrun"]
+STUB = """#!/bin/bash
+printf '%s\\0' "${0##*/}" "$@" >> "$RECORD"; printf '\\n' >> "$RECORD"
+case "${0##*/} $1 $2" in "python -m zipfile") exec "$PYTHON" "$@";; esac
+"""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its page, the line its code begins in, and why it is not run (None: it is)."""
+
+    page: str
+    line: int
+    language: str
+    code: str
+    reason: str | None
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+    def run(self, session: dict) -> None:
+        """Execute a Python block; an error shows the line of the page."""
+        exec(compile("\n" * (self.line - 1) + self.code, ROOT / self.page, "exec"), session)
+
+    def commands(self, folder: Path, python: str) -> list[list[str]]:
+        """Run a shell block in `folder`, and return the programs that it called with their arguments."""
+        stubs, record = folder / ".stubs", folder / ".record"
+        stubs.mkdir(exist_ok=True)
+        for name in PROGRAMS:
+            stubs.joinpath(name).write_text(STUB)
+            stubs.joinpath(name).chmod(0o755)
+        record.write_bytes(b"")
+        environment = {"PATH": f"{stubs}:/usr/bin:/bin", "RECORD": str(record), "PYTHON": python}
+        done = subprocess.run(
+            ["bash", "-e"], cwd=folder, input=self.code, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, f"{self}: {done.stderr}"
+        return [call.split("\0")[:-1] for call in record.read_text().split("\n")[:-1]]
+
+
+def read(page: str) -> list[Block]:
+    """Return the blocks of a page."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return [
+        Block(page, text.count("\n", 0, found.start("code")) + 1, found["language"], found["code"], found["reason"])
+        for found in BLOCK.finditer(text)
+    ]

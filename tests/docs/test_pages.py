@@ -1,0 +1,113 @@
+"""Every code block of README, docs and examples/README.md runs, offline and on small data, or says why it does not."""
+
+import sys
+
+import datasets.config
+import huggingface_hub.constants
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForMaskedLM, AutoTokenizer, TrainingArguments
+
+import luna_mega
+import luna_mega_cli
+from luna_mega.convert.formats import registry
+from tests.docs import world
+from tests.docs.blocks import LANGUAGES, PAGES, read
+from tests.docs.commands import CHECKS, entry
+
+BLOCKS = [block for page in PAGES for block in read(page)]
+# What is run for real, beyond the check of its options; 20,000 words are 20 here.
+RUN = ["A language model that generates", "From a fairseq checkpoint"]
+SHORTER = {"--max_new_tokens": "20"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return world.make(tmp_path_factory.mktemp("pages"))
+
+
+@pytest.fixture(autouse=True)
+def offline(folder, monkeypatch):
+    """The names of the Hub are folders of the working directory, and nothing else is there."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / ".datasets")
+
+
+def session(page: str) -> dict:
+    """Return what the text of a page takes as given: a model, its tokenizer and inputs."""
+    if page == "README.md":
+        return {}
+    name = {"docs/tokenizers.md": "wmt16"}.get(page, "luna-base")
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    texts = ["a text", "another text"]
+    inputs = dict(tokenizer(texts, return_tensors="pt", padding=True))
+    given = {"luna_mega": luna_mega, "AutoTokenizer": AutoTokenizer, "tokenizer": tokenizer, "folder": name}
+    given |= {"texts": texts, "text": "a b", "inputs": inputs, "torch": torch}
+    given["model"] = AutoModelForMaskedLM.from_pretrained("luna-base").eval()
+    if name == "wmt16":
+        given["model"] = luna_mega.MegaForConditionalGeneration.from_pretrained(name)
+    given["args"] = TrainingArguments("out", use_cpu=True)
+    given["tokenized"] = [{"input_ids": [5, 6, 7]}]
+    return given
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if any(b.language == "python" for b in read(page))])
+def test_python(page, monkeypatch):
+    """The blocks of a page, in one session from the first to the last."""
+    monkeypatch.setattr(registry, "_FORMATS", registry._FORMATS.copy())
+    monkeypatch.setattr(transformers.TrainingArguments, "__init__", short_training(transformers.TrainingArguments))
+    given = session(page)
+    for block in read(page):
+        if block.language == "python" and block.reason is None:
+            try:
+                block.run(given)
+            except ModuleNotFoundError as error:
+                assert not error.name.startswith("luna_mega"), block
+                pytest.importorskip(error.name)
+                raise
+
+
+def short_training(arguments: type):
+    """Return `TrainingArguments.__init__` that ends every training after two steps, on the CPU."""
+    begin = arguments.__init__
+
+    def begin_short(self, *positional, **options):
+        begin(self, *positional, **options | {"max_steps": 2, "use_cpu": True, "report_to": "none"})
+
+    return begin_short
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "bash"], ids=str)
+def test_shell(block, folder):
+    """Every command names a program, options and files that exist."""
+    if block.reason is None:
+        called = block.commands(folder, sys.executable)
+        assert called, "nothing is called"
+        for program, *words in called:
+            CHECKS[program](words)
+
+
+@pytest.mark.parametrize("title", RUN)
+def test_journey(title, folder, capsys):
+    """The journeys of the README whose steps are commands."""
+    text = (world.ROOT / "README.md").read_text()
+    line = text.count("\n", 0, text.index(f"### {title}"))
+    block = next(block for block in BLOCKS if block.page == "README.md" and block.line > line)
+    for program, *words in block.commands(folder, sys.executable):
+        words = [SHORTER.get(before, word) for before, word in zip(["", *words], words, strict=False)]
+        if program == "luna-mega":
+            assert luna_mega_cli.main(words) == 0, capsys.readouterr().err
+        elif program == "python" and words[0].startswith("examples/"):
+            entry(words[0])([*words[1:], *(["--disable_tqdm", "true"] if "run_" in words[0] else [])])
+
+
+def test_what_does_not_run_says_why(capsys):
+    """Blocks are of known languages; those that are not run have a reason, and are counted."""
+    assert {block.language for block in BLOCKS} <= LANGUAGES
+    left_out = [block for block in BLOCKS if block.reason]
+    with capsys.disabled():
+        print(f"\n{len(BLOCKS)} blocks, not run {len(left_out)}:", *(f"  {b}: {b.reason}" for b in left_out), sep="\n")
+    assert len(left_out) <= 12
