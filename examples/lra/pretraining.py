@@ -1,7 +1,6 @@
 """Self-pretraining (Amos et al. 2023): a model predicts masked inputs of its task before it learns the labels."""
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,7 +59,6 @@ def pretrain(
 ) -> float:
     """Train the body of `model`, in place, for `steps` steps with the other options of `training`; return the loss."""
     options = copy.copy(training)
-    options.output_dir = str(Path(training.output_dir, "self_pretraining"))
     options.max_steps, options.load_best_model_at_end = steps, False
     options.eval_strategy = options.save_strategy = "no"
     trainer = OrderedTrainer(
