@@ -125,7 +125,9 @@ def encode_texts(
         encoded = {"labels": batch["label"]}
         for name, column in zip(("input_ids", "pair_input_ids"), task.columns, strict=False):
             cut = {} if convention.cuts_end else {"truncation": True, "max_length": max_length}
-            ids = tokenizer(batch[column], return_attention_mask=False, verbose=False, **cut)["input_ids"]
+            # A character has one byte at least: what follows is cut, and need not be read.
+            texts = [text[:max_length] for text in batch[column]] if task.kind == "bytes" else batch[column]
+            ids = tokenizer(texts, return_attention_mask=False, verbose=False, **cut)["input_ids"]
             encoded[name] = [row[:max_length] for row in ids]
         return encoded
 
