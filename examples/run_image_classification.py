@@ -30,13 +30,14 @@ from common.pictures import (
     make_sampler,
     read_picture,
     training_transform,
+    undecoded,
 )
 from common.report import SpeedCallback
 from common.scale import total
 from common.script import Script
 from common.training import OrderedTrainer
 from common.weight_average import WeightAverage
-from datasets import ClassLabel, Dataset, Image, load_dataset
+from datasets import ClassLabel, Dataset, load_dataset
 from datasets.exceptions import DatasetsError
 from transformers import (
     AutoConfig,
@@ -118,14 +119,6 @@ def load_pictures(data: DataArguments, limits: dict[str, int | None]) -> dict[st
         fail(f"{path} has no folder {', '.join(missing)} with pictures")
     splits = {name: splits[name] if limit is None else splits[name].take(limit) for name, limit in limits.items()}
     return undecoded(splits)
-
-
-def undecoded(splits: dict[str, Dataset]) -> dict[str, Dataset]:
-    """Leave the reading of pictures to `read_picture`, which tells what is wrong with a damaged one."""
-    for name, split in splits.items():
-        for column in [column for column, feature in split.features.items() if isinstance(feature, Image)]:
-            splits[name] = splits[name].cast_column(column, Image(decode=False))
-    return splits
 
 
 def encode_split(

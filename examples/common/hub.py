@@ -41,9 +41,10 @@ def publish(
         summary: the summary; its entries that begin with "eval_" are the results.
         dataset, dataset_config, base_model, license: as `training_card` takes them.
     """
+    path = Path(script).resolve().relative_to(Path(__file__).resolve().parents[1])
     card = training_card(
         trainer,
-        ["python", f"examples/{Path(script).name}", *(sys.argv[1:] if argv is None else argv)],
+        ["python", f"examples/{path.as_posix()}", *(sys.argv[1:] if argv is None else argv)],
         dataset,
         dataset_config,
         metrics={name: value for name, value in summary.items() if name.startswith("eval_")},

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
-from datasets import Dataset
+from datasets import Dataset, Image as DatasetImage
 from PIL import Image
 from torch.utils.data import Sampler
 from transformers import AutoImageProcessor
@@ -59,6 +59,14 @@ def _timm():
     except ImportError as error:
         fail(f"this augmentation needs timm: pip install 'luna-mega[vision]' ({error})")
     return timm.data
+
+
+def undecoded(splits: dict[str, Dataset]) -> dict[str, Dataset]:
+    """Leave the reading of pictures to `read_picture`, which tells what is wrong with a damaged one."""
+    for name, split in splits.items():
+        for column in [column for column, feature in split.features.items() if isinstance(feature, DatasetImage)]:
+            splits[name] = splits[name].cast_column(column, DatasetImage(decode=False))
+    return splits
 
 
 def holds_pixels(split: Dataset, column: str) -> bool:

@@ -11,3 +11,14 @@ def milestone_schedule(optimizer: Optimizer, warmup_steps: int, milestones: list
     return LambdaLR(
         optimizer, lambda step: min(1.0, step / max(1, warmup_steps)) * factor ** bisect_right(milestones, step)
     )
+
+
+def power_warmup_schedule(optimizer: Optimizer, warmup_steps: int, total_steps: int, power: float) -> LambdaLR:
+    """Warm up from 0 with the `power` of the step, then fall linearly to 0 at `total_steps`."""
+
+    def factor(step: int) -> float:
+        if step < warmup_steps:
+            return (step / warmup_steps) ** power
+        return max(0.0, (total_steps - step) / max(1, total_steps - warmup_steps))
+
+    return LambdaLR(optimizer, factor)

@@ -39,6 +39,11 @@ def make_bytes() -> PreTrainedTokenizerFast:
 def train_words(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """Make tokens of the `vocab_size` most frequent words, the most frequent first, as adaptive softmax needs them."""
     counts = Counter(word for text in texts for word in text.split() if word not in SPECIAL_TOKENS)
-    tokenizer = _word_level(word for word, _ in counts.most_common(vocab_size - len(SPECIAL_TOKENS)))
+    return make_words(word for word, _ in counts.most_common(vocab_size - len(SPECIAL_TOKENS)))
+
+
+def make_words(words: Iterable[str]) -> PreTrainedTokenizerFast:
+    """Make a token of each of `words`; texts are split at white space."""
+    tokenizer = _word_level(words)
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return _wrap(tokenizer)

@@ -25,7 +25,7 @@ def parsed(script, tmp_path, monkeypatch):
         options = ["--recipe", str(path), "--output_dir", str(tmp_path), *source, "--bf16", "false"]
         if "pretrained" in path.stem:
             options += ["--model_name_or_path", "x"]
-        module, base = script(f"run_{task}"), script("common.script").Script
+        module, base = script("lra.run_lra" if task == "lra" else f"run_{task}"), script("common.script").Script
         (kind,) = (kind for kind in vars(module).values() if isinstance(kind, type) and base in kind.__bases__)
         return kind(options)
 
@@ -44,6 +44,8 @@ def test_recipe_is_complete(path, parsed):
         assert task.data.task_name == path.stem.split("_")[0]
     elif path.parent.name in ("race", "csqa"):
         assert task.data.task == path.parent.name
+    elif path.parent.name == "lra":
+        assert task.data.task == path.stem.split("_")[0]
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}-{path.stem}")
@@ -86,7 +88,9 @@ def test_translation_model_of_a_recipe(recipe, parsed, script):
         assert AutoModelForSeq2SeqLM.from_config(config).num_parameters() < 12e6
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [*sorted(EXAMPLES.glob("*.py")), EXAMPLES / "lra" / "run_lra.py"], ids=lambda path: path.stem
+)
 def test_script_answers_help(path, script, monkeypatch, capsys):
     if path.stem == "train_sentence_transformer":
         pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")

@@ -1,0 +1,82 @@
+"""Self-pretraining (Amos et al. 2023): a model predicts masked inputs of its task before it learns the labels."""
+
+import copy
+from typing import Any
+
+import torch
+from common.scale import Redrawn
+from common.training import OrderedTrainer
+from datasets import Dataset
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, TrainingArguments
+
+from lra.tasks import GREYS, Task, grey_levels, make_collator
+
+
+class Reconstruction(nn.Module):
+    """The body of a classifier and a linear layer that predicts tokens or grey levels at the masked positions."""
+
+    def __init__(self, model: PreTrainedModel, classes: int):
+        super().__init__()
+        self.body, self.config, self.main_input_name = model.base_model, model.config, model.main_input_name
+        self.out_proj = nn.Linear(model.config.hidden_size, classes)
+
+    def forward(self, labels: torch.LongTensor, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        masked = labels != -100
+        logits = self.out_proj(self.body(**inputs).last_hidden_state[masked])
+        return {"loss": nn.functional.cross_entropy(logits, labels[masked]), "logits": logits}
+
+
+def mask_split(
+    split: Dataset, task: Task, tokenizer: PreTrainedTokenizerFast | None, share: float, seed: int
+) -> Redrawn:
+    """Return the rows with `share` of the positions masked, and what was there as labels; of a pair one text."""
+
+    def mask(row: dict[str, Any], numbers: torch.Generator) -> dict[str, Any]:
+        names = [name for name in row if name != "labels"]
+        inputs = torch.as_tensor(row[names[int(torch.randint(len(names), (), generator=numbers))]])
+        masked = torch.rand(len(inputs), generator=numbers) < share
+        masked[int(torch.randint(len(inputs), (), generator=numbers))] = True
+        if tokenizer is None:
+            return {
+                "input_values": inputs.masked_fill(masked, 0.0),
+                "labels": grey_levels(inputs, task).masked_fill(~masked, -100),
+            }
+        ids = inputs.masked_fill(masked, tokenizer.mask_token_id)
+        return {"input_ids": ids, "labels": inputs.masked_fill(~masked, -100)}
+
+    return Redrawn(split, mask, seed)
+
+
+def pretrain(
+    model: PreTrainedModel,
+    split: Dataset,
+    task: Task,
+    tokenizer: PreTrainedTokenizerFast | None,
+    training: TrainingArguments,
+    steps: int,
+    share: float,
+) -> float:
+    """Train the body of `model`, in place, for `steps` steps with the other options of `training`; return the loss."""
+    options = copy.copy(training)
+    options.max_steps, options.load_best_model_at_end = steps, False
+    options.eval_strategy = options.save_strategy = "no"
+    trainer = OrderedTrainer(
+        Reconstruction(model, GREYS if tokenizer is None else len(tokenizer)),
+        options,
+        train_dataset=mask_split(split, task, tokenizer, share, training.seed),
+        data_collator=make_masked_collator(0 if tokenizer is None else tokenizer.pad_token_id),
+    )
+    return trainer.train().training_loss
+
+
+def make_masked_collator(pad_token_id: int):
+    """Return `make_collator` for rows whose labels are as long as their inputs."""
+    collate = make_collator(pad_token_id)
+
+    def collate_masked(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        labels = nn.utils.rnn.pad_sequence([row["labels"] for row in rows], batch_first=True, padding_value=-100)
+        inputs = [{name: value for name, value in row.items() if name != "labels"} for row in rows]
+        return collate(inputs) | {"labels": labels}
+
+    return collate_masked

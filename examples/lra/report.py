@@ -1,0 +1,147 @@
+"""The report of several runs: a table beside the papers' figures, and accuracy over speed as in Figure 1 of Luna."""
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from common.arguments import fail
+from common.report import show
+from transformers import PreTrainedConfig
+
+from lra.tasks import TASKS
+
+# Test accuracies of the papers on the whole tasks: Table 1 of Luna, Table 2 of Mega.
+PAPERS = {
+    "Transformer": (36.37, 64.27, 57.46, 42.44, 71.40, None),
+    "Luna-16": (37.43, 65.74, 79.38, 46.39, 78.36, None),
+    "Luna-128": (38.01, 65.74, 79.55, 47.47, 78.89, None),
+    "Luna-256": (37.98, 65.78, 79.56, 47.86, 78.55, None),
+    "Mega": (63.14, 90.43, 91.25, 90.44, 96.01, 97.98),
+    "Mega-chunk": (58.76, 90.19, 90.97, 85.80, 94.41, 93.81),
+}
+# What runs of one row have in common.
+_SAME = (
+    "task", "variant", "convention", "max_length", "train_samples", "config_overrides", "learning_rate", "batch",
+    "steps", "parameters", "self_pretraining_steps", "hardware",
+)  # fmt: skip
+_HEADER = (
+    "task", "model", "paper", "here", "seeds", "length", "training rows", "updates x batch", "minutes", "parameters",
+    "examples/s", "peak GB", "hardware",
+)  # fmt: skip
+
+
+def name_variant(config: PreTrainedConfig) -> str:
+    """Return the name of a model in the papers' tables."""
+    if config.model_type == "luna":
+        return f"Luna-{config.projection_length}"
+    if config.model_type == "mega":
+        return "Mega-chunk" if config.use_chunking else "Mega"
+    return config.model_type.capitalize()
+
+
+def read_runs(folders: list[str]) -> list[dict[str, Any]]:
+    """Return the summaries of the folders, and of the folders in them; the script ends where there is none."""
+    runs = []
+    for folder in map(Path, folders):
+        files = [folder / "summary.json"] if (folder / "summary.json").is_file() else folder.glob("*/summary.json")
+        found = []
+        for file in sorted(files):
+            try:
+                found.append(json.loads(file.read_text(encoding="utf-8")))
+            except (OSError, ValueError) as error:
+                fail(f"{file} cannot be read: {error}")
+        found = [run for run in found if run.get("task") in TASKS and "steps" in run]
+        if not found:
+            fail(f"--report {folder}: there is no summary.json of a training run of this script")
+        runs += found
+    return runs
+
+
+def group_runs(runs: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Return the runs in groups that differ in the seed alone, in the order of the benchmark."""
+    groups: dict[tuple, list[dict[str, Any]]] = {}
+    for run in sorted(runs, key=lambda run: (list(TASKS).index(run["task"]), run["variant"], run["seed"])):
+        groups.setdefault(tuple(run.get(name) for name in _SAME), []).append(run)
+    return list(groups.values())
+
+
+def mean(group: list[dict[str, Any]], name: str) -> float | None:
+    values = [run[name] for run in group if run.get(name) is not None]
+    return statistics.mean(values) if values else None
+
+
+def score(group: list[dict[str, Any]]) -> tuple[str, list[float]]:
+    """Return the split that is reported, the test split where all runs have it, and the accuracies in percent."""
+    name = "test_accuracy" if all("test_accuracy" in run for run in group) else "eval_accuracy"
+    return name.removesuffix("_accuracy"), [100 * run[name] for run in group if name in run]
+
+
+def paper_figure(run: dict[str, Any]) -> float | None:
+    """Return the figure of the paper, where the run has the rows and the length of the benchmark."""
+    task = TASKS[run["task"]]
+    whole = (run["train_samples"] or 0) >= task.rows and run["max_length"] >= task.max_length
+    return PAPERS[run["variant"]][list(TASKS).index(run["task"])] if whole and run["variant"] in PAPERS else None
+
+
+def table_row(group: list[dict[str, Any]]) -> list[str]:
+    """Return the cells of a group of runs."""
+    first, (split, scores), paper = group[0], score(group), paper_figure(group[0])
+    spread = f" ± {statistics.stdev(scores):.1f}" if len(scores) > 1 else ""
+    here = f"{statistics.mean(scores):.1f}{spread} %" + ("" if split == "test" else " (validation)") if scores else "–"
+    minutes, speed, memory = mean(group, "train_seconds"), mean(group, "examples_per_second"), None
+    memory = mean(group, "peak_memory_gb")
+    return [
+        first["task"],
+        first["variant"] + (" (self-pretrained)" if first["self_pretraining_steps"] else ""),
+        "–" if paper is None else f"{paper:.2f} %",
+        here,
+        ", ".join(str(run["seed"]) for run in group),
+        show(first["max_length"]),
+        show(first["train_samples"]),
+        f"{show(first['steps'])} x {first['batch']}",
+        "–" if minutes is None else f"{minutes / 60:.1f}",
+        show(first["parameters"]),
+        "–" if speed is None else show(speed),
+        "–" if memory is None else f"{memory:.2f}",
+        first["hardware"],
+    ]
+
+
+def draw(groups: list[list[dict[str, Any]]], path: Path) -> None:
+    """Draw accuracy over training speed, a panel a task; the area of a disc is the peak memory."""
+    tasks = [task for task in TASKS if any(group[0]["task"] == task for group in groups)]
+    figure, axes = plt.subplots(1, len(tasks), figsize=(5 * len(tasks), 4), constrained_layout=True, squeeze=False)
+    for axis, task in zip(axes[0], tasks, strict=True):
+        for group in (group for group in groups if group[0]["task"] == task):
+            speed, memory, (_, scores) = mean(group, "examples_per_second"), mean(group, "peak_memory_gb"), score(group)
+            if speed is None or not scores:
+                continue
+            accuracy, name = statistics.mean(scores), group[0]["variant"]
+            disc = axis.scatter(speed, accuracy, s=200 * (memory or 1.0), alpha=0.5)
+            if len(scores) > 1:
+                axis.errorbar(speed, accuracy, statistics.stdev(scores), color=disc.get_facecolor()[0], capsize=3)
+            axis.annotate(name, (speed, accuracy), ha="center", va="center", fontsize=8)
+        axis.margins(0.25)
+        axis.set(title=task, xlabel="examples a second, training", ylabel="accuracy in %")
+        axis.grid(alpha=0.3)
+    figure.suptitle("Accuracy and speed; the area of a disc is the peak memory")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def write_report(folders: list[str], output: Path) -> dict[str, Any]:
+    """Write `report.md` and `report.png`, print the table, and return the paths."""
+    groups = group_runs(read_runs(folders))
+    rows = [_HEADER, ["---"] * len(_HEADER), *map(table_row, groups)]
+    table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    output.mkdir(parents=True, exist_ok=True)
+    text, plot = output / "report.md", output / "report.png"
+    draw(groups, plot)
+    text.write_text(f"{table}\n![Accuracy over speed]({plot.name})\n", encoding="utf-8")
+    print(table)
+    return {"report": str(text), "plot": str(plot)}

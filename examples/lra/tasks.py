@@ -1,0 +1,194 @@
+"""The tasks of Long Range Arena as a model reads them, and what the codes of the papers do otherwise."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from common.arguments import fail
+from common.bpe import MASK_TOKEN
+from common.pictures import holds_pixels, read_picture
+from common.vocabulary import make_bytes, make_words
+from datasets import ClassLabel, Dataset, concatenate_datasets
+from tokenizers import processors
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerFast
+
+from lra.listops import TOKENS
+
+GREYS = 256
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task.
+
+    Args:
+        columns: the columns of the input; two for pairs.
+        classes: number of classes.
+        max_length: positions of the benchmark.
+        rows: training rows of the benchmark.
+        preset: the class method of `LunaConfig` and `MegaConfig` with the model of the paper.
+        kind: "words", "bytes" or "pixels".
+        scale: mean and deviation by which pixels from 0 to 1 become input values, as Mega's recipes have them.
+    """
+
+    columns: tuple[str, ...]
+    classes: int
+    max_length: int
+    rows: int
+    preset: str
+    kind: str
+    scale: tuple[float, float] = (0.5, 0.5)
+
+    @property
+    def pairs(self) -> bool:
+        return len(self.columns) == 2
+
+
+TASKS = {
+    "listops": Task(("source",), 10, 2000, 96_000, "lra_listops", "words"),
+    "text": Task(("text",), 2, 4096, 22_500, "lra_text", "bytes"),
+    "retrieval": Task(("text1", "text2"), 2, 4000, 147_086, "lra_retrieval", "bytes"),
+    "image": Task(("image",), 10, 1024, 45_000, "lra_image", "pixels", (0.48, 0.24)),
+    "pathfinder": Task(("image",), 2, 1024, 160_000, "lra_pathfinder", "pixels"),
+    "pathx": Task(("image",), 2, 16_384, 160_000, "lra_pathfinder128", "pixels"),
+}
+
+
+@dataclass(frozen=True)
+class Convention:
+    """What is the same in all tasks; examples/lra/README.md has the table.
+
+    Args:
+        first_token: sequences begin with `<s>`, which stands for the `<CLS>` of the original.
+        cuts_end: a sequence that is too long loses its `</s>` as well.
+        pixels: "values" or "tokens".
+        decays_all: weight decay applies to biases, norms and moving averages as well.
+        tests_on: tasks whose test rows serve for validation; all others are there to train on.
+        fields: fields of the configuration.
+    """
+
+    first_token: bool = False
+    cuts_end: bool = False
+    pixels: str = "values"
+    decays_all: bool = False
+    tests_on: tuple[str, ...] = ()
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+CONVENTIONS = {
+    "ours": Convention(fields={"pooling": "mean"}),
+    "luna": Convention(True, True, "tokens", True, ("text",)),  # pooling: as the preset has it
+    "mega": Convention(False, True, "values", True, ("text",), {"pooling": "mean"}),
+}
+
+
+def choose_splits(splits: dict[str, Dataset], task: str, convention: Convention) -> dict[str, Dataset]:
+    """Return the splits as the convention has them."""
+    if task not in convention.tests_on:
+        return splits
+    train = concatenate_datasets([splits[name] for name in ("train", "validation") if name in splits])
+    return {"train": train, "validation": splits["test"], "test": splits["test"]}
+
+
+def label_names(split: Dataset, classes: int) -> tuple[str, ...]:
+    """Return the names of the classes, or their numbers; the script ends where there are more or fewer."""
+    feature = split.features["label"]
+    if not isinstance(feature, ClassLabel):
+        return tuple(map(str, range(classes)))
+    if feature.num_classes != classes:
+        fail(f"the labels have {feature.num_classes} classes; this task has {classes}")
+    return tuple(feature.names)
+
+
+def make_tokenizer(kind: str, convention: Convention, max_length: int) -> PreTrainedTokenizerFast:
+    """Make the tokenizer of words, bytes or grey levels, which writes `</s>` at the end of a sequence."""
+    words = {"words": TOKENS, "pixels": map(str, range(GREYS))}
+    tokenizer = make_bytes() if kind == "bytes" else make_words(words[kind])
+    tokenizer.add_special_tokens({"mask_token": MASK_TOKEN})
+    tokenizer.model_max_length = max_length
+    ends = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<s>", "</s>")]
+    template = "<s> $A </s>" if convention.first_token else "$A </s>"
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(template, special_tokens=ends)
+    return tokenizer
+
+
+def encode_texts(
+    split: Dataset, task: Task, tokenizer: PreTrainedTokenizerFast, convention: Convention, max_length: int, **options
+) -> Dataset:
+    """Make the columns `input_ids`, for pairs `pair_input_ids` as well, and `labels`."""
+
+    def encode(batch: dict[str, list]) -> dict[str, list]:
+        encoded = {"labels": batch["label"]}
+        for name, column in zip(("input_ids", "pair_input_ids"), task.columns, strict=False):
+            cut = {} if convention.cuts_end else {"truncation": True, "max_length": max_length}
+            # A character has one byte at least: what follows is cut, and need not be read.
+            texts = [text[:max_length] for text in batch[column]] if task.kind == "bytes" else batch[column]
+            ids = tokenizer(texts, return_attention_mask=False, verbose=False, **cut)["input_ids"]
+            encoded[name] = [row[:max_length] for row in ids]
+        return encoded
+
+    return split.map(encode, batched=True, remove_columns=split.column_names, **options)
+
+
+def encode_pictures(
+    split: Dataset,
+    name: str,
+    task: Task,
+    tokenizer: PreTrainedTokenizerFast | None,
+    convention: Convention,
+    max_length: int,
+) -> Dataset:
+    """Return the split with `input_values` or, with a tokenizer, `input_ids`, made whenever a row is read."""
+    (column,), side = task.columns, math.isqrt(max_length)
+    pixels, (mean, deviation) = holds_pixels(split, column), task.scale
+    if tokenizer is not None:
+        zero, first, last = tokenizer.convert_tokens_to_ids(["0", "<s>", "</s>"])
+
+    def encode_one(value: Any) -> torch.Tensor:
+        picture = read_picture(value, 1, pixels)
+        if picture.size != (side, side):
+            size = " x ".join(map(str, picture.size))
+            fail(f"split {name}: a picture of {size} pixels; {max_length} positions are {side} x {side}")
+        greys = torch.from_numpy(np.array(picture).reshape(-1))
+        if tokenizer is None:
+            return (greys / (GREYS - 1) - mean) / deviation
+        ids = greys.long() + zero
+        if convention.first_token:
+            ids = torch.nn.functional.pad(torch.nn.functional.pad(ids, (1, 0), value=first), (0, 1), value=last)
+        return ids[:max_length]
+
+    def encode(batch: dict[str, list]) -> dict[str, list]:
+        key = "input_values" if tokenizer is None else "input_ids"
+        return {key: [encode_one(value) for value in batch[column]], "labels": batch["label"]}
+
+    encode_one(split[0][column])
+    return split.with_transform(encode)
+
+
+def grey_levels(values: torch.Tensor, task: Task) -> torch.Tensor:
+    """Return the grey levels, 0 to 255, of input values."""
+    mean, deviation = task.scale
+    return ((values * deviation + mean) * (GREYS - 1)).round().long()
+
+
+def make_collator(pad_token_id: int) -> Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]]:
+    """Return the function that makes a batch of rows; `input_ids` get a mask, and padding at the end."""
+
+    def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        batch = {}
+        for name in rows[0]:
+            columns = [torch.as_tensor(row[name]) for row in rows]
+            if not name.endswith("input_ids"):
+                batch[name] = torch.stack(columns)
+                continue
+            batch[name] = pad_sequence(columns, batch_first=True, padding_value=pad_token_id)
+            lengths = torch.tensor([len(column) for column in columns])
+            mask = torch.arange(batch[name].shape[1]) < lengths[:, None]
+            batch[name.replace("input_ids", "attention_mask")] = mask.long()
+        return batch
+
+    return collate

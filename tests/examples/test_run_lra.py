@@ -1,0 +1,290 @@
+"""Long Range Arena: every task with every model, the conventions, self-pretraining, the report, and bad input."""
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from datasets import ClassLabel, Dataset, Features, Image, Value
+from PIL import Image as Picture
+from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
+
+import luna_mega
+from tests.examples.runs import TINY, assert_complete, assert_refused, assert_resumes, sentence
+
+RUN = ["lra.run_lra", "--per_device_train_batch_size", 4]
+SIDE = 8
+MODELS = {
+    "luna": TINY,
+    "mega": "hidden_size=16,num_hidden_layers=1,intermediate_size=16,nffn_hidden_size=16,shared_representation_size=8"
+    ",ema_projection_size=4,use_chunking=true,chunk_size=16,relative_positional_bias=simple",
+    "transformer": "hidden_size=16,num_hidden_layers=1,num_attention_heads=2,intermediate_size=16",
+}
+LENGTHS = {"listops": 40, "text": 32, "retrieval": 24, "image": SIDE**2, "pathfinder": SIDE**2, "pathx": SIDE**2}
+
+
+def picture(side: int, draw: random.Random) -> Picture.Image:
+    return Picture.fromarray(np.array([[draw.randrange(256) for _ in range(side)] for _ in range(side)], np.uint8))
+
+
+def rows(task: str, size: int, script) -> list[dict]:
+    draw = random.Random(size)
+    if task == "listops":
+        trees = script("lra.listops").trees(size, script("lra.listops").Shape(10, 10, 3, 40))
+        return [next(trees) for _ in range(size)]
+    labels = [draw.randrange(10 if task == "image" else 2) for _ in range(size)]
+    if task == "text":
+        return [{"text": sentence(label == 1, draw), "label": label} for label in labels]
+    if task == "retrieval":
+        return [
+            {"text1": sentence(True, draw), "text2": sentence(label == 1, draw), "label": label} for label in labels
+        ]
+    return [{"image": picture(SIDE, draw), "label": label} for label in labels]
+
+
+@pytest.fixture
+def folder(script, tmp_path):
+    """Makes the files of a task as `prepare.py` does."""
+
+    def make(task: str, **changes) -> Path:
+        classes = script("lra.tasks").TASKS[task].classes
+        for split, size in (("train", 12), ("validation", 6), ("test", 5)):
+            table = [row | changes for row in rows(task, size, script)]
+            features = {name: Image() if name == "image" else Value("string") for name in table[0]}
+            features["label"] = ClassLabel(num_classes=classes) if "label" not in changes else Value("int64")
+            path = tmp_path / task / f"{split}-00000-of-00001.parquet"
+            path.parent.mkdir(exist_ok=True)
+            Dataset.from_list(table, features=Features(features)).to_parquet(path)
+        return tmp_path / task
+
+    return make
+
+
+def options(task: str, path: Path, output: Path, *more, model: str = "mega") -> list:
+    models = ["--model_type", model, "--config_overrides", MODELS[model]]
+    lengths = ["--task", task, "--max_length", LENGTHS[task]]
+    return ["--dataset_path", path, "--output_dir", output, "--do_train", *lengths, *models, *more]
+
+
+TWO_STEPS = ["--max_steps", 2, "--save_strategy", "no"]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("task", LENGTHS)
+def test_every_task_with_every_model(run, script, folder, tmp_path, task, model):
+    output = tmp_path / "out"
+    summary = run(*options(task, folder(task), output, "--do_eval", "--do_predict", *TWO_STEPS, model=model))
+    assert summary["steps"] == 2 and 0 <= summary["test_accuracy"] <= 1 and summary["examples_per_second"] > 0
+    body = AutoModel.from_pretrained(output)
+    values = task in ("image", "pathfinder", "pathx")
+    assert body.config.input_type == ("values" if values else "tokens") and body.config.pooling == "mean"
+
+    # What is saved gives the predictions that were written.
+    if task == "retrieval" and model != "transformer":
+        trained = getattr(luna_mega, f"{model.capitalize()}ForSequencePairClassification").from_pretrained(output)
+    else:
+        trained = AutoModelForSequenceClassification.from_pretrained(output)
+    table = rows(task, 5, script)
+    if values:
+        mean, deviation = (0.48, 0.24) if task == "image" else (0.5, 0.5)
+        greys = np.stack([np.asarray(row["image"], np.float32).ravel() for row in table])
+        inputs = {"input_values": torch.from_numpy((greys / 255 - mean) / deviation)}
+    else:
+        tokenizer, cut = AutoTokenizer.from_pretrained(output), {"padding": True, "return_tensors": "pt"}
+        cut |= {"truncation": True, "max_length": LENGTHS[task]}
+        columns = {"listops": ["source"], "text": ["text"], "retrieval": ["text1", "text2"]}[task]
+        inputs = {}
+        for prefix, column in zip(("", "pair_"), columns, strict=False):
+            encoded = tokenizer([row[column] for row in table], **cut)
+            inputs |= {prefix + name: encoded[name] for name in ("input_ids", "attention_mask")}
+            assert encoded["input_ids"][0][encoded["attention_mask"][0].bool()][-1] == tokenizer.eos_token_id
+    with torch.no_grad():
+        predicted = trained.eval()(**inputs).logits.argmax(-1).tolist()
+    lines = (output / "predictions.tsv").read_text().splitlines()[1:]
+    assert [int(line.split("\t")[1]) for line in lines] == predicted
+
+
+def encode(script, task: str, convention: str, **fields) -> dict:
+    """Return the first row of a task as the convention has it."""
+    module = script("lra.tasks")
+    chosen, task = module.CONVENTIONS[convention], module.TASKS[task]
+    tokenizer = module.make_tokenizer(task.kind, chosen, fields["max_length"])
+    split = Dataset.from_dict({column: [fields["value"]] for column in task.columns} | {"label": [0]})
+    if task.kind == "pixels":
+        return module.encode_pictures(split, "train", task, tokenizer, chosen, fields["max_length"])[0]
+    return module.encode_texts(split, task, tokenizer, chosen, fields["max_length"])[0]
+
+
+def test_conventions_of_sequences(script):
+    """`</s>` survives truncation in ours only, `<CLS>` is there in Luna's, which cuts the last pixel of a picture."""
+    cls, end, a = 0, 2, encode(script, "text", "ours", value="a", max_length=9)["input_ids"][0]
+    full, long = {"value": "aaa", "max_length": 9}, {"value": "a" * 9, "max_length": 4}
+    for convention, first in (("ours", []), ("luna", [cls]), ("mega", [])):
+        assert encode(script, "text", convention, **full)["input_ids"] == [*first, a, a, a, end]
+        assert len(encode(script, "text", convention, **long)["input_ids"]) == 4
+    assert encode(script, "text", "ours", **long)["input_ids"] == [a, a, a, end]
+    assert encode(script, "text", "mega", **long)["input_ids"] == [a] * 4
+    greys = [4 + grey for grey in (7, 0, 255, 1)]
+    picture = {"value": bytes([7, 0, 255, 1])}
+    assert encode(script, "image", "luna", **picture, max_length=4)["input_ids"].tolist() == [cls, *greys[:3]]
+    assert encode(script, "image", "luna", **picture, max_length=6)["input_ids"].tolist() == [cls, *greys, end]
+    assert encode(script, "image", "mega", **picture, max_length=4)["input_ids"].tolist() == greys
+
+
+def test_convention_of_the_luna_paper(run, folder, tmp_path):
+    """Text is validated on the test rows; the paper's model reads the first token and decays all parameters."""
+    output = tmp_path / "out"
+    arguments = options("text", folder("text"), output, "--do_eval", "--do_predict", *TWO_STEPS, model="luna")
+    summary = run(*arguments, "--convention", "luna", "--paper_model", "true")
+    assert summary["train_samples"] == 18 and summary["eval_accuracy"] == summary["test_accuracy"]
+    config = AutoModel.from_pretrained(output).config
+    assert (config.pooling, config.classifier_activation, config.tie_key_value) == ("cls", "relu", False)
+    assert (config.hidden_size, config.num_attention_heads, config.max_position_embeddings) == (16, 2, 32)
+
+
+def test_weight_decay_and_warm_up(script, folder, tmp_path):
+    module = script("lra.run_lra")
+    arguments = options("image", folder("image"), tmp_path / "out", *TWO_STEPS, "--weight_decay", 0.1, "--use_cpu")
+    arguments += ["--warmup_power", 2, "--warmup_steps", 4, "--max_steps", 8]
+    decayed = {}
+    for convention in ("ours", "mega"):
+        task = module.LongRangeArena([*map(str, arguments), "--convention", convention])
+        task.prepare()
+        trainer = task.build()
+        decayed[convention] = set(trainer.get_decay_parameter_names(trainer.model))
+    assert decayed["mega"] == {name for name, _ in trainer.model.named_parameters()}
+    assert not any(name.endswith(".bias") for name in decayed["ours"])
+    optimizer = torch.optim.SGD(trainer.model.parameters(), lr=1.0)
+    schedule = trainer.create_scheduler(8, optimizer).lr_lambdas[0]
+    assert [schedule(step) for step in range(9)] == [0, 1 / 16, 1 / 4, 9 / 16, 1, 0.75, 0.5, 0.25, 0]
+
+
+def test_pixels_as_tokens(run, folder, tmp_path):
+    run(*options("pathx", folder("pathx"), tmp_path / "out", "--pixels", "tokens", *TWO_STEPS, model="transformer"))
+    config = AutoModel.from_pretrained(tmp_path / "out").config
+    assert (config.input_type, config.vocab_size, config.layer_types) == ("tokens", 4 + 256 + 1, ["full_attention"])
+
+
+@pytest.mark.parametrize("task, model", [("image", "mega"), ("retrieval", "luna"), ("listops", "transformer")])
+def test_self_pretraining(run, folder, tmp_path, task, model):
+    """The body learns before the labels are read; with a learning rate of 0 it stays as it was made."""
+    path = folder(task)
+
+    def body(name: str, *more) -> dict:
+        run(*options(task, path, tmp_path / name, *TWO_STEPS, *more, model=model))
+        body = AutoModel.from_pretrained(tmp_path / name)
+        return {key: value for key, value in body.named_parameters() if not key.startswith("pooler")}
+
+    pretrained = ["--self_pretraining_steps", 3]
+    plain, frozen = body("plain", "--learning_rate", 0), body("frozen", *pretrained, "--learning_rate", 0)
+    torch.testing.assert_close(frozen, plain, rtol=0, atol=0)
+    trained = body("trained", *pretrained)
+    assert any(not torch.equal(trained[name], plain[name]) for name in plain)
+    assert json.loads((tmp_path / "trained" / "summary.json").read_text())["self_pretraining_loss"] > 0
+
+
+def test_masks_of_self_pretraining(script):
+    module, task = script("lra.pretraining"), script("lra.tasks").TASKS["image"]
+    greys = torch.arange(200, dtype=torch.uint8)
+    values = (greys / 255 - 0.48) / 0.24
+    row = module.mask_split([{"input_values": values, "labels": 3}], task, None, 0.25, 0)[0]
+    masked = row["labels"] != -100
+    assert 20 < masked.sum() < 80 and torch.equal(row["labels"][masked], greys[masked].long())
+    assert torch.equal(row["input_values"][~masked], values[~masked]) and not row["input_values"][masked].any()
+
+
+def test_resume(run, folder, tmp_path):
+    path = folder("listops")
+    assert_resumes(
+        run,
+        lambda output: options("listops", path, output),
+        AutoModelForSequenceClassification,
+        tmp_path,
+    )
+
+
+ABLATIONS = {
+    "dimension of the EMA": ("mega", "ema_projection_size=2"),
+    "chunk size": ("mega", "chunk_size=8"),
+    "attention function": ("mega", "attention_activation=relu2"),
+    "contextual P": ("luna", "contextual_projection=false"),
+    "projection length": ("luna", "projection_length=8"),
+}
+
+
+@pytest.mark.parametrize("case", ABLATIONS)
+def test_ablations(run, folder, tmp_path, case):
+    model, override = ABLATIONS[case]
+    arguments = options("text", folder("text"), tmp_path / "out", *TWO_STEPS, model=model)
+    run(*arguments, "--config_overrides", f"{MODELS[model]},{override}")
+    name, value = override.split("=")
+    assert str(getattr(AutoModel.from_pretrained(tmp_path / "out").config, name)).lower() == value
+
+
+def test_report(run, script, folder, tmp_path, capsys):
+    path, main = folder("text"), script("lra.run_lra").main
+    for seed in (0, 1):
+        arguments = options("text", path, tmp_path / "runs" / f"mega{seed}", "--do_eval", "--do_predict", *TWO_STEPS)
+        summary = run(*arguments, "--seed", seed, curve=True)
+    assert_complete(tmp_path / "runs" / "mega1", summary)
+    run(*options("text", path, tmp_path / "luna", "--do_eval", *TWO_STEPS, model="luna"))
+    capsys.readouterr()
+    paths = main(["--report", str(tmp_path / "runs"), str(tmp_path / "luna"), "--output_dir", str(tmp_path / "report")])
+    table = [line.split(" | ") for line in Path(paths["report"]).read_text().splitlines()]
+    assert table[2][:3] == ["| text", "Luna-4", "–"] and table[2][3].endswith("% (validation)")
+    assert table[3][1] == "Mega-chunk" and " ± " in table[3][3] and table[3][4] == "0, 1" and "2 x 4" in table[3]
+    assert Path(paths["plot"]).read_bytes().startswith(b"\x89PNG") and capsys.readouterr().out
+
+    # The paper's figure stands beside runs of the whole task alone.
+    report, whole = script("lra.report"), {"variant": "Mega", "task": "text", "train_samples": 25_000}
+    assert report.paper_figure(whole | {"max_length": 4096}) == 90.43
+    assert report.paper_figure(whole | {"max_length": 1024}) is None
+    for content, message in (("{", "cannot be read"), ("{}", "no summary.json of a training run")):
+        (tmp_path / "luna" / "summary.json").write_text(content)
+        assert_refused(lambda: main(["--report", str(tmp_path / "luna")]), message)
+
+
+BAD = {
+    "task": (["--task", "texts"], "--task texts must be one of listops, text"),
+    "convention": (["--convention", "s4"], "--convention s4 must be one of ours, luna, mega"),
+    "pixels": (["--pixels", "bits"], "--pixels bits must be one of values, tokens"),
+    "share": (["--masked_share", 1], "--masked_share 1.0 must be between 0 and 1"),
+    "warm-up": (["--warmup_power", 2, "--lr_scheduler_type", "cosine"], "needs --lr_scheduler_type linear"),
+    "no folder": (["--dataset_path", "nowhere"], "cannot load nowhere"),
+    "positions": (["--config_overrides", "max_positions=8,use_chunking=false,relative_positional_bias=simple"],
+                  "inputs of 32 tokens do not fit in the 8 positions"),
+    "paper": (["--model_type", "transformer", "--paper_model", "true", "--config_overrides", ""], "there is none of"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_options(run, folder, tmp_path, case):
+    more, message = BAD[case]
+    output = tmp_path / "out"
+    assert_refused(run, message, *options("text", folder("text"), output, *TWO_STEPS), *more, output=output)
+
+
+def test_bad_data(run, folder, tmp_path):
+    """A label out of range, a picture of another size, one that is damaged, a damaged file, a split that is absent."""
+    output = tmp_path / "out"
+
+    def refused(task: str, path: Path, message: str, *more):
+        assert_refused(run, message, *options(task, path, output, *TWO_STEPS, *more), output=output)
+
+    refused("text", folder("text", label=2), "row 0: label 2 is not one of 0 to 1")
+    refused("text", folder("pathfinder"), "split train has no column text, only image, label")
+    refused("image", tmp_path / "pathfinder", "the labels have 2 classes; this task has 10")
+    refused("image", folder("image"), "a picture of 8 x 8 pixels; 256 positions are 16 x 16", "--max_length", 256)
+    refused("pathx", folder("pathx", image={"bytes": b"\x89PNG", "path": None}), "a picture cannot be read")
+    file = tmp_path / "text" / "train-00000-of-00001.parquet"
+    file.write_bytes(file.read_bytes()[:-30])
+    refused("text", tmp_path / "text", "cannot load")
+    file.unlink()
+    refused("text", tmp_path / "text", "has no split train")
+
+
+def test_a_pair_model_that_is_not_there(run, folder, tmp_path):
+    arguments = options("retrieval", folder("retrieval"), tmp_path / "out", *TWO_STEPS, "--model_type", "roberta")
+    assert_refused(run, "there is no RobertaForSequencePairClassification", *arguments, "--config_overrides", "")
