@@ -27,6 +27,9 @@ from luna_mega.demo.page import build_page
 
 build_page(Path(__file__).parent / "model").launch()
 '''
+_REQUIREMENTS = """# Or, for another version: luna-mega[demo] @ git+https://...
+luna-mega[demo]
+"""
 _LAGS = 128
 
 
@@ -56,7 +59,7 @@ def write_space(folder: str | Path, output: str | Path) -> list[str]:
     card = SpaceCardData(title=demo.name, sdk="gradio", sdk_version=gradio.__version__, app_file="app.py")
     with complete_folder(check_output(output)) as space:
         (space / "app.py").write_text(_APP, encoding="utf-8")
-        (space / "requirements.txt").write_text("luna-mega[demo]\n", encoding="utf-8")
+        (space / "requirements.txt").write_text(_REQUIREMENTS, encoding="utf-8")
         text = f"# {demo.name}\n\n`{demo.model_class}` on the page of `luna-mega demo`."
         SpaceCard(f"---\n{card.to_yaml()}\n---\n\n{text}\n").save(space / "README.md")
         kept = shutil.ignore_patterns(".*", "_*", "checkpoint-*", "*.bin", "*.pt", "*.pth")  # no training state
@@ -134,7 +137,7 @@ def _add_task(gradio, demo: Demo) -> None:
 
 
 def _add_luna(gradio, demo: Demo) -> None:
-    config = demo.model.get_encoder().config if demo.is_translator else demo.model.config
+    config = demo.body.config
     packs = not config.is_decoder
     gradio.Markdown(
         "P is a short sequence of rows. "
@@ -179,7 +182,7 @@ def _add_luna(gradio, demo: Demo) -> None:
 
 
 def _add_attention(gradio, demo: Demo) -> None:
-    config = demo.model.get_encoder().config if demo.is_translator else demo.model.config
+    config = demo.body.config
     chunk = config.attention_chunk
     reach = "all tokens" if chunk is None else f"the tokens of its own chunk of {chunk}"
     gradio.Markdown(
@@ -210,7 +213,7 @@ def _add_attention(gradio, demo: Demo) -> None:
 def _add_moving_average(gradio, demo: Demo) -> None:
     import pandas
 
-    config = demo.model.get_encoder().config if demo.is_translator else demo.model.config
+    config = demo.body.config
     gradio.Markdown(
         "The moving average of a layer is a convolution: each channel has a kernel, the weights of the tokens at each "
         "distance. Slow decay is a long memory."

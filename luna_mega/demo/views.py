@@ -8,7 +8,14 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, StoppingCriteriaList, TextIteratorStreamer, pipeline
+from transformers import (
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+    TextIteratorStreamer,
+    pipeline,
+)
 
 from luna_mega.errors import ConversionError
 from luna_mega.hub.card import task_of
@@ -65,19 +72,26 @@ class Demo:
         if self.task not in TASKS:
             raise ConversionError(f"{folder}: holds a {self.model_class}; the demo shows models for {', '.join(TASKS)}")
         self.tokenizer = _read_tokenizer(found.path, found.config.vocab_size)
+        if self.task == "fill-mask" and self.tokenizer.mask_token is None:
+            raise ConversionError(f"{folder}: the tokenizer has no mask token, and a {self.model_class} fills masks")
         target = found.path / TARGET_FOLDER
         self.target_tokenizer = _read_tokenizer(target, None) if target.is_dir() else self.tokenizer
         self.model = found.model_class.from_pretrained(folder).eval()
         if torch.cuda.is_available():
             self.model.cuda()
         self.is_luna = self.model.config.model_type.startswith("luna")
-        self.limit = position_limit(self.model.get_encoder().config if self.is_translator else self.model.config)
+        self.limit = position_limit(self.body.config)
         self.look = functools.lru_cache(maxsize=4)(self._look)
 
     @property
     def is_translator(self) -> bool:
         """Return whether the model is an encoder-decoder."""
         return self.model.config.is_encoder_decoder
+
+    @property
+    def body(self) -> PreTrainedModel:
+        """Return the model without its head; of an encoder-decoder the encoder."""
+        return self.model.get_encoder() if self.is_translator else self.model.base_model
 
     @functools.cached_property
     def score(self) -> Callable[[str], dict[str, float]]:
@@ -127,15 +141,14 @@ class Demo:
         Of an encoder-decoder they are those of the encoder.
         """
         inputs = self._encode(text, longest=min(LONGEST, self.limit or LONGEST))
-        body = self.model.get_encoder() if self.is_translator else self.model.base_model
         asked = {"output_attentions": True} | ({"output_packed_attentions": True} if self.is_luna else {})
         with torch.no_grad():
-            output = body(**inputs, **asked)
+            output = self.body(**inputs, **asked)
         tokens = [self._shown(token) for token in inputs["input_ids"][0].tolist()]
         attentions = torch.stack(output.attentions)[:, 0].float().cpu()
         if not self.is_luna:
-            return MegaWeights(tokens, _place_chunks(attentions, len(tokens)), body.config.attention_chunk)
-        packed = None if body.config.is_decoder else torch.stack(output.packed_attentions)[:, 0].float().cpu()
+            return MegaWeights(tokens, _place_chunks(attentions, len(tokens)), self.body.config.attention_chunk)
+        packed = None if self.body.config.is_decoder else torch.stack(output.packed_attentions)[:, 0].float().cpu()
         return LunaWeights(tokens, attentions, packed)
 
     @torch.no_grad()
@@ -144,14 +157,13 @@ class Demo:
 
         Number j of a row is the weight of the token j places back; in the second direction, ahead.
         """
-        body = self.model.get_encoder() if self.is_translator else self.model.base_model
-        average = body.layers[layer].mega_layer.ema_gate
+        average = self.body.layers[layer].mega_layer.ema_gate
         logits = (average.damping_factor, average.decay_factor, average.ema_expansion_matrix)
         parameters = (*(x.squeeze(-1) for x in logits), average.kernel_projection_matrix)
         change, weight_in, weight_out = ema_coefficients(*parameters, dtype=torch.float64)
         powers = (change + 1.0)[..., None] ** torch.arange(length, device=change.device)
         kernels = torch.einsum("rn,rnt->rt", weight_in * weight_out, powers)
-        return kernels.unflatten(0, (-1, body.config.hidden_size)).float().cpu()
+        return kernels.unflatten(0, (-1, self.body.config.hidden_size)).float().cpu()
 
     def _encode(self, text: str, special: bool = True, longest: int | None = None) -> dict[str, torch.Tensor]:
         cut = {} if longest is None else {"truncation": True, "max_length": longest}

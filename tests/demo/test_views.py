@@ -1,5 +1,7 @@
 """What the page of `luna-mega demo` shows, computed without the page."""
 
+import copy
+
 import pytest
 import torch
 
@@ -108,10 +110,16 @@ def test_what_has_no_page_is_one_line(folder, tokenizer, tmp_path):
         return str(raised.value)
 
     assert "no such folder" in refused(tmp_path / "nowhere")
-    config = MegaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, intermediate_size=24)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 24}
+    config = MegaConfig(vocab_size=40, **sizes)
     MegaModel(config).save_pretrained(tmp_path / "body")
     assert "holds a MegaModel; the demo shows models for fill-mask" in refused(tmp_path / "body")
     MegaForMaskedLM(config).save_pretrained(tmp_path / "small")
     assert "no tokenizer" in refused(tmp_path / "small")
     tokenizer.save_pretrained(tmp_path / "small")
+    bare = copy.deepcopy(tokenizer)
+    bare.mask_token = None
+    MegaForMaskedLM(MegaConfig(vocab_size=261, **sizes)).save_pretrained(tmp_path / "bare")
+    bare.save_pretrained(tmp_path / "bare")
+    assert "the tokenizer has no mask token" in refused(tmp_path / "bare")
     assert "the tokenizer has 261 tokens and the model 40: it is of another model" in refused(tmp_path / "small")
