@@ -72,7 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check_verify(options)
     if options.command == "demo":
         _check_demo(options)
-    return importlib.import_module("luna_mega.cli").run(options)
+    status: int = importlib.import_module("luna_mega.cli").run(options)
+    return status
 
 
 class _Help(argparse.HelpFormatter):
@@ -85,7 +86,7 @@ class _Help(argparse.HelpFormatter):
 class _Version(argparse.Action):
     """Print the version, which the package knows, and leave."""
 
-    def __call__(self, parser, *_):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         print(f"luna-mega {importlib.import_module('luna_mega').__version__}")
         parser.exit()
 
