@@ -110,12 +110,13 @@ def faults(site: Path) -> list[str]:
 def main() -> None:
     folder = ROOT / "build" / "docs"
     stage(folder)
-    subprocess.run([sys.executable, "-m", "zensical", "build", "--clean", "--strict"], cwd=folder, check=True)
+    if subprocess.run([sys.executable, "-m", "zensical", "build", "--clean", "--strict"], cwd=folder).returncode:
+        sys.exit("error: the pages have the faults above")
     site = folder / "site"
     for file in site.rglob("*.html"):
         file.write_text(draw_equations(file.read_text(encoding="utf-8")), encoding="utf-8")
     if found := faults(site):
-        sys.exit("\n".join(found))
+        sys.exit("\n".join(["error: the pages have these faults", *found]))
     print(f"open {(site / 'index.html').relative_to(ROOT)}; its search needs a server, as python -m http.server")
 
 
