@@ -23,6 +23,6 @@ def test_closed_form_of_the_gradients(dtype, length):
         kernel = taps(weight_in * weight_out, log_q, length)[0]
         found.append([log_q, weight_in, weight_out, kernel, *torch.autograd.grad(kernel.square().sum(), leaves)])
     assert all(map(torch.equal, found[0][:4], found[1][:4]))
-    rtol = 1e-12 if dtype == torch.float64 else 1e-4
-    for plain, closed in zip(found[0][4:], found[1][4:], strict=True):
-        torch.testing.assert_close(closed, plain, rtol=rtol, atol=rtol * plain.abs().max().item() * 1e-3)
+    rtol = 1e-12 if dtype == torch.float64 else 1e-5
+    for plain, closed in zip(found[0][4:], found[1][4:], strict=True):  # autograd's a (1 - a) loses what is tiny
+        torch.testing.assert_close(closed, plain, rtol=rtol, atol=rtol * plain.abs().max().item())
