@@ -6,6 +6,11 @@ An exported program must not need this package, so it is made of PyTorch's own o
 import torch
 
 
+def in_program() -> bool:
+    """Return whether the call is compiled, exported or traced."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
 def count_chunks(length: int, size: int, device: torch.device) -> int:
     """Return ceil(length / size) + 1, in an exported program as a number that it computes.
 

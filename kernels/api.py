@@ -6,7 +6,8 @@ import torch
 
 from luna_mega.kernels._op import use_backend, use_float32_precision
 from luna_mega.kernels.damped_ema import op as _damped_ema
-from luna_mega.kernels.damped_ema.op import damped_ema, damped_ema_step, ema_coefficients
+from luna_mega.kernels.damped_ema.coefficients import ema_coefficients
+from luna_mega.kernels.damped_ema.op import damped_ema, damped_ema_step
 from luna_mega.kernels.damped_ema.truncated import TruncatedEmaState
 from luna_mega.kernels.gated_attention import op as _gated_attention
 from luna_mega.kernels.gated_attention.op import gated_attention, gated_attention_step

@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from luna_mega.kernels._export import in_program
+
 # Below this number of entries PyTorch's one call is faster than these five.
 FEW = 4096
 
@@ -15,7 +17,7 @@ def dropout_factors(like: torch.Tensor, probability: float, generator: torch.Gen
     """
     kept = round((1.0 - probability) * 2**16)
     few = like.numel() < FEW or min(kept, 2**16 - kept) < 2**9
-    if few or like.device.type != "cpu" or type(like) not in (torch.Tensor, nn.Parameter) or _in_program():
+    if few or like.device.type != "cpu" or type(like) not in (torch.Tensor, nn.Parameter) or in_program():
         return torch.empty_like(like).bernoulli_(1.0 - probability, generator=generator).div_(1.0 - probability)
     words = torch.empty(-(-like.numel() // 4), dtype=torch.int64).random_(-(2**63), None, generator=generator)
     bits = words.view(torch.int16)[: like.numel()].view(like.shape)
@@ -24,10 +26,6 @@ def dropout_factors(like: torch.Tensor, probability: float, generator: torch.Gen
 
 def dropout(x: torch.Tensor, probability: float, training: bool = True) -> torch.Tensor:
     """Return `torch.nn.functional.dropout`, on a CPU with `dropout_factors` of many entries."""
-    if not training or probability in (0.0, 1.0) or x.numel() < FEW or x.device.type != "cpu" or _in_program():
+    if not training or probability in (0.0, 1.0) or x.numel() < FEW or x.device.type != "cpu" or in_program():
         return nn.functional.dropout(x, probability, training)
     return x * dropout_factors(x, probability)
-
-
-def _in_program() -> bool:
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()

@@ -5,10 +5,10 @@ from itertools import pairwise
 import torch
 
 from luna_mega.kernels import varlen
-from luna_mega.kernels._export import expm1
-from luna_mega.kernels._op import Op, without_autocast
+from luna_mega.kernels._op import Op
 from luna_mega.kernels.context_parallel import ContextShard
 from luna_mega.kernels.damped_ema import export, reference, torch_backend
+from luna_mega.kernels.damped_ema.coefficients import from_coefficients, from_parameters
 from luna_mega.kernels.damped_ema.reference import working_dtype
 from luna_mega.kernels.damped_ema.sharded import sharded
 from luna_mega.kernels.damped_ema.truncated import TruncatedEmaState, truncated
@@ -33,32 +33,6 @@ def _triton_step(x, state, coefficients, **call):
     from luna_mega.kernels.damped_ema import triton_ops
 
     return triton_ops.step(x, state.to(torch.float32), **call)
-
-
-def _from_parameters(run):
-    """Return a function that takes parameters and calls `run` with the coefficients, in float32 or float64."""
-
-    def run_parameters(x, parameters, **rest):
-        dtype = working_dtype(x, parameters)
-        coefficients = reference.coefficients(*(parameter.to(dtype) for parameter in parameters))
-        for name in ("skip", "state", "initial_state"):
-            if rest.get(name) is not None:
-                rest[name] = rest[name].to(dtype)
-        return run(x, coefficients=coefficients, **rest)
-
-    return run_parameters
-
-
-def _from_coefficients(run):
-    """Return a step that computes the coefficients where the call brings none."""
-
-    def run_step(x, parameters, coefficients, skip, state, mask):
-        dtype = working_dtype(x, parameters)
-        if coefficients is None:
-            coefficients = ema_coefficients(*parameters, dtype=dtype)
-        return run(x, state.to(dtype), coefficients, None if skip is None else skip.to(dtype), mask)
-
-    return run_step
 
 
 def _unsupported(x, parameters, truncation=None, max_seqlen=None, **_):
@@ -99,9 +73,9 @@ def _one_by_one(run, call, cu_seqlens, max_seqlen):
 EMA = Op(
     "damped_ema",
     {
-        "reference": _from_parameters(reference.damped_ema),
-        "torch": _from_parameters(_torch),
-        "triton": _from_parameters(_triton),
+        "reference": from_parameters(reference.damped_ema, reference.coefficients),
+        "torch": from_parameters(_torch),
+        "triton": from_parameters(_triton),
     },
     _unsupported,
     tokens=("x",),
@@ -110,8 +84,8 @@ EMA = Op(
 STEP = Op(
     "damped_ema_step",
     {
-        "reference": _from_coefficients(reference.step),
-        "torch": _from_coefficients(torch_backend.step),
+        "reference": from_coefficients(reference.step),
+        "torch": from_coefficients(torch_backend.step),
         "triton": _triton_step,  # computing the coefficients would take longer than the step
     },
     _unsupported_step,
@@ -266,24 +240,6 @@ def damped_ema_step(
     _check("damped_ema_step", x, parameters, skip, state, x.shape[0])
     call = {"x": x, "state": state, "parameters": parameters, "coefficients": coefficients, "skip": skip, "mask": mask}
     return STEP(backend, call)
-
-
-def ema_coefficients(
-    input_logit: torch.Tensor,
-    damping_logit: torch.Tensor,
-    expansion: torch.Tensor,
-    projection: torch.Tensor,
-    *,
-    dtype: torch.dtype = torch.float32,
-) -> tuple[torch.Tensor, ...]:
-    """Return what `damped_ema_step` needs of the four parameters `[D, N]`, for as long as they do not change.
-
-    `dtype`: that of the states. They are q - 1, the weight of the input in the state, and that of the state in y.
-    """
-    with without_autocast(input_logit.device.type):
-        parameters = (x.to(dtype) for x in (input_logit, damping_logit, expansion, projection))
-        log_q, weight_in, weight_out = reference.coefficients(*parameters)
-        return expm1(log_q), weight_in, weight_out
 
 
 def _check_sequence(x, input_logit, mask, shift, truncation, initial_state, return_state):

@@ -5,6 +5,7 @@ import functools
 import torch
 from torch import nn
 
+from luna_mega.kernels.damped_ema.coefficients import series
 from luna_mega.kernels.damped_ema.reference import finish
 
 CHUNK = 64
@@ -47,19 +48,10 @@ def step(x, state, coefficients, skip, mask):
     return finish((weight_out * state).sum(-1), x, skip), state
 
 
-def _series(weight, log_q, length):
-    """Return sum_n weight_n q_n^t for t < length, `[..., R, length]` of `[..., R, N]`: q^(i c + j) = q^(i c) q^j."""
-    inner = 16 if length <= 256 else 64
-    outer = torch.arange(-(-length // inner), device=log_q.device, dtype=log_q.dtype) * inner
-    coarse = torch.exp(log_q[..., None] * outer) * weight[..., None]
-    fine = torch.exp(log_q[..., None] * torch.arange(inner, device=log_q.device, dtype=log_q.dtype))
-    return (coarse.mT @ fine).flatten(-2)[..., :length]
-
-
 def _taps(coefficients, channels, length, shift):
     """Return the kernel of both directions in one row per channel, and the index at which the lag is 0."""
     log_q, weight_in, weight_out = coefficients
-    kernel = _series(weight_in * weight_out, log_q, length)
+    kernel = series(weight_in * weight_out, log_q, length)
     if len(kernel) == channels:
         return kernel, 0
     center = length if shift else length - 1  # without shift lag 0 counts in both directions

@@ -40,8 +40,8 @@ FORMULAS = {
     "that of a decoder, n (2V + d) with an adaptive softmax. A decoder with an encoder adds the n d of its output. "
     "Attention works in blocks of some MB, which are not counted.",
     "training": "In each layer n ((11 + 3m + 2k) d + (6 + b) v + 5z + (2 + a) f + 6) numbers, and for the kernels "
-    "of the moving average, once a batch, about r (K + h (2K / i + i + 17)), with r = d for each direction, K = "
-    "min(n, truncation) and i = 16 up to K = 256, else 64; from 4096 positions on, without truncation, r (64 + 240 "
+    "of the moving average, once a batch, about r (K + h (K / i + i + 3)), with r = d for each direction, K = "
+    "min(n, truncation) and i = 16 up to K = 256, else 64; from 4096 positions on, without truncation, r (64 + 218 "
     "h). In the embeddings n ((1 + m) d + 3), of patches n C p^2 more, in an output projection 2 n d, in a masked-LM "
     "head n ((1 + 2m) d + 2V), in a causal one n ((1 + m) d + 2V), in that of an encoder-decoder n (d + 2V), in an "
     "adaptive softmax n ((1 + m) d + W), where W is the size of the first band and the number of tails, and each word "
@@ -168,7 +168,7 @@ def _kernels(config: MegaConfig, length: int) -> float:
     """Return the numbers of one layer for all sequences together: kernels of the moving average."""
     truncated = config.truncation is not None and config.truncation < length
     if length >= MANY_POSITIONS and not truncated:
-        return _rows(config) * (CHUNK + 240 * config.ema_projection_size)
+        return _rows(config) * (CHUNK + 218 * config.ema_projection_size)
     kernel = config.truncation if truncated else length
     inner = 16 if kernel <= 256 else 64
-    return _rows(config) * (kernel + config.ema_projection_size * (2 * kernel / inner + inner + 17))
+    return _rows(config) * (kernel + config.ema_projection_size * (kernel / inner + inner + 3))

@@ -1,0 +1,72 @@
+"""Errors of `gated_attention` and its step for arguments that do not fit together."""
+
+import torch
+
+from luna_mega.kernels.gated_attention import reference
+
+
+def check_tensors(op, query, key, value, mask):
+    if not query.dim() == key.dim() == value.dim() == 3:
+        raise ValueError(
+            f"{op} needs [batch, length, size] tensors, got query {list(query.shape)}, key {list(key.shape)} and value "
+            f"{list(value.shape)}"
+        )
+    if query.shape[::2] != key.shape[::2] or key.shape[:2] != value.shape[:2]:
+        raise ValueError(
+            f"{op}: query {list(query.shape)} and key {list(key.shape)} must agree in batch and size, key and value "
+            f"{list(value.shape)} in batch and length"
+        )
+    if query.dtype != key.dtype or not (query.is_floating_point() and value.is_floating_point()):
+        raise ValueError(
+            f"{op} needs floating-point tensors, query and key of one dtype, got query {query.dtype}, key {key.dtype} "
+            f"and value {value.dtype}"
+        )
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != key.shape[:2]):
+        raise ValueError(
+            f"{op} needs a bool mask of shape {list(key.shape[:2])} (True = keep), got {mask.dtype} {list(mask.shape)}"
+        )
+
+
+def check_options(op, query, key, function, causal, chunk_size, offset, dropout):
+    queries, keys = query.shape[1], key.shape[1]
+    if function not in reference.FUNCTIONS:
+        raise ValueError(f"{op} has no function {function!r}; choose one of {', '.join(reference.FUNCTIONS)}")
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"{op}: chunk_size must be at least 1, or None for full attention, got {chunk_size}")
+    if offset < 0 or ((causal or chunk_size is not None) and offset + queries > keys):
+        raise ValueError(
+            f"{op}: {queries} queries from position {offset} on do not lie among {keys} keys, as causal attention and "
+            "chunks need; the keys must include those of the queries, and offset cannot be negative"
+        )
+    if not 0.0 <= dropout < 1.0:
+        raise ValueError(f"{op}: dropout must be in [0, 1), got {dropout}")
+
+
+def check_rows(op, query, causal, chunk_size, offset, row_offset, start, column=None):
+    for name, rows in (("row_offset", row_offset), ("start", start), ("column", column)):
+        if rows is not None and (rows.dtype not in (torch.int32, torch.int64) or rows.shape != query.shape[:1]):
+            raise ValueError(
+                f"{op} needs {name} [{query.shape[0]}] of int32 or int64, got {rows.dtype} {list(rows.shape)}"
+            )
+    if row_offset is not None and (causal or chunk_size is not None):
+        raise ValueError(f"{op}: row_offset is for cross-attention, neither causal nor in chunks; leave it out")
+    if start is None or chunk_size in (None, 1) or offset > 0 or start.device.type != "cpu":
+        return
+    # On a GPU looking at the values would wait for it.
+    if not torch.compiler.is_compiling() and not torch.jit.is_tracing() and (start > 0).any():
+        raise ValueError(
+            f"{op}: chunks whose first keys are missing, start {start.tolist()}, need the offset of the queries "
+            "behind the keys so far"
+        )
+
+
+def check_bias(op, bias, positions):
+    if bias is None:
+        return
+    if bias.dim() != 1 or bias.shape[0] % 2 == 0 or not bias.is_floating_point():
+        raise ValueError(f"{op} needs a floating-point bias of shape [2 M - 1], got {bias.dtype} {list(bias.shape)}")
+    if (bias.shape[0] + 1) // 2 < positions:
+        raise ValueError(
+            f"{op}: a bias of length {bias.shape[0]} serves {(bias.shape[0] + 1) // 2} positions, but {positions} are "
+            f"in use; it needs length {2 * positions - 1}"
+        )
