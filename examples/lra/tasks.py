@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 from common.arguments import fail
-from common.bpe import MASK_TOKEN
+from common.bpe import MASK_TOKEN, NAMED_TOKENS
 from common.pictures import holds_pixels, read_picture
 from common.vocabulary import make_bytes, make_words
 from datasets import ClassLabel, Dataset, concatenate_datasets
 from tokenizers import processors
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lra.listops import TOKENS
 
@@ -107,29 +108,48 @@ def label_names(split: Dataset, classes: int) -> tuple[str, ...]:
 def make_tokenizer(kind: str, convention: Convention, max_length: int) -> PreTrainedTokenizerFast:
     """Make the tokenizer of words, bytes or grey levels, which writes `</s>` at the end of a sequence."""
     words = {"words": TOKENS, "pixels": map(str, range(GREYS))}
-    tokenizer = make_bytes() if kind == "bytes" else make_words(words[kind])
-    tokenizer.add_special_tokens({"mask_token": MASK_TOKEN})
-    tokenizer.model_max_length = max_length
+    made = make_bytes() if kind == "bytes" else make_words(words[kind])
+    # A text has no special tokens, whatever stands in it.
+    options = {"mask_token": MASK_TOKEN, "model_max_length": max_length, "split_special_tokens": True}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made.backend_tokenizer, **NAMED_TOKENS, **options)
     ends = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<s>", "</s>")]
     template = "<s> $A </s>" if convention.first_token else "$A </s>"
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(template, special_tokens=ends)
     return tokenizer
 
 
+def encode_bytes(
+    texts: list[str], tokenizer: PreTrainedTokenizerFast, convention: Convention, max_length: int
+) -> list[list[int]]:
+    """Return the ids that the tokenizer gives, at fifty times its speed, for it takes a text for one long word."""
+    ids = np.array(tokenizer.convert_tokens_to_ids([symbol for _, symbol in sorted(bytes_to_unicode().items())]))
+    if (ids == tokenizer.unk_token_id).any():
+        fail("the tokenizer of the model does not read bytes: it has no token for some of the 256")
+    first = [tokenizer.bos_token_id] * convention.first_token
+    most = max_length if convention.cuts_end else max_length - len(first) - 1
+    rows = [ids[np.frombuffer(text.encode(), np.uint8)[:most]].tolist() for text in texts]
+    return [[*first, *row, tokenizer.eos_token_id][:max_length] for row in rows]
+
+
+def encode_words(
+    texts: list[str], tokenizer: PreTrainedTokenizerFast, convention: Convention, max_length: int
+) -> list[list[int]]:
+    """Return the ids of words between spaces."""
+    cut = {} if convention.cuts_end else {"truncation": True, "max_length": max_length}
+    ids = tokenizer(texts, return_attention_mask=False, verbose=False, **cut)["input_ids"]
+    return [row[:max_length] for row in ids]
+
+
 def encode_texts(
     split: Dataset, task: Task, tokenizer: PreTrainedTokenizerFast, convention: Convention, max_length: int, **options
 ) -> Dataset:
     """Make the columns `input_ids`, for pairs `pair_input_ids` as well, and `labels`."""
+    names = dict(zip(("input_ids", "pair_input_ids"), task.columns, strict=False))
+    to_ids = encode_bytes if task.kind == "bytes" else encode_words
 
     def encode(batch: dict[str, list]) -> dict[str, list]:
-        encoded = {"labels": batch["label"]}
-        for name, column in zip(("input_ids", "pair_input_ids"), task.columns, strict=False):
-            cut = {} if convention.cuts_end else {"truncation": True, "max_length": max_length}
-            # A character has one byte at least: what follows is cut, and need not be read.
-            texts = [text[:max_length] for text in batch[column]] if task.kind == "bytes" else batch[column]
-            ids = tokenizer(texts, return_attention_mask=False, verbose=False, **cut)["input_ids"]
-            encoded[name] = [row[:max_length] for row in ids]
-        return encoded
+        ids = {name: to_ids(batch[column], tokenizer, convention, max_length) for name, column in names.items()}
+        return ids | {"labels": batch["label"]}
 
     return split.map(encode, batched=True, remove_columns=split.column_names, **options)
 

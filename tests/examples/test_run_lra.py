@@ -133,6 +133,20 @@ def test_conventions_of_sequences(script):
     assert encode(script, "image", "mega", **picture, max_length=4)["input_ids"].tolist() == greys
 
 
+@pytest.mark.parametrize("convention", ["ours", "luna"])
+def test_bytes_are_those_of_the_tokenizer(script, convention):
+    """A text of two-byte and four-byte characters, whole and cut within one of them."""
+    module, text = script("lra.tasks"), "Größe \n 🦀 <s>"
+    tokenizer = module.make_tokenizer("bytes", module.CONVENTIONS[convention], 99)
+    expected = tokenizer(text)["input_ids"]
+    assert encode(script, "text", convention, value=text, max_length=99)["input_ids"] == expected
+    assert len(expected) == len(text.encode()) + 1 + (convention == "luna")
+    cut = encode(script, "text", convention, value=text, max_length=4)["input_ids"]
+    assert cut == ([*expected[:3], 2] if convention == "ours" else expected[:4])
+    with pytest.raises(SystemExit, match="does not read bytes"):
+        module.encode_bytes([text], module.make_tokenizer("words", module.CONVENTIONS[convention], 99), None, 99)
+
+
 def test_convention_of_the_luna_paper(run, folder, tmp_path):
     """Text is validated on the test rows; the paper's model reads the first token and decays all parameters."""
     output = tmp_path / "out"
