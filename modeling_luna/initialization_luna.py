@@ -18,6 +18,7 @@ from transformers import initialization as init
 from transformers.configuration_utils import PreTrainedConfig
 
 SINUSOIDAL_BASE = 10000.0  # of position_embedding_type="sinusoidal"
+CAUSAL_BASE = 8.0  # causal weights are linear in the scores, so that only high frequencies tell neighbours apart
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class LocalStart:
     Args:
         length: positions that the rows of P are spread over; None = `max_position_embeddings`. Tokens behind them have
             no row near them, and of shorter sequences the last rows are not near any token.
-        base: learned positions begin with frequencies from 1 to 1 / base; None = `length`.
+        base: learned positions begin with frequencies from 1 to 1 / base; None = `length`, of a decoder alone 8.
         strength: score, before the softmax, that the identity gives a token at its own position.
         offsets: which neighbour each head reads, relative to the token; further heads begin again with the first.
             Causal attention takes those of them that are not above 0.
@@ -54,8 +55,9 @@ class LocalStart:
         if start.length is None:
             start = replace(start, length=config.max_position_embeddings)
         if start.base is None:
+            base = CAUSAL_BASE if config.learns_causal_projection else max(start.length, 2)
             learned = config.position_embedding_type == "learned"
-            start = replace(start, base=max(start.length, 2) if learned else SINUSOIDAL_BASE)
+            start = replace(start, base=base if learned else SINUSOIDAL_BASE)
         return start
 
     @property

@@ -1,6 +1,7 @@
 """The local start: before any training every head reads its neighbour; the rest of the weights is as it would be."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -8,7 +9,6 @@ from safetensors.torch import load_file, save_file
 
 from luna_mega import (
     LunaConfig,
-    LunaForCausalLM,
     LunaForConditionalGeneration,
     LunaForMaskedLM,
     LunaForSequenceClassification,
@@ -58,10 +58,11 @@ def config(**fields):
     return LunaConfig(**FIELDS | fields)
 
 
-def inputs(fields, batch=4, length=LENGTH):
+def alike(fields, batch=1, length=LENGTH):
+    """Sequences of one token, or value, again and again: what attention tells apart are positions alone."""
     if fields.input_type == "values":
-        return {"input_values": torch.rand(batch, length) * 2 - 1}
-    return {"input_ids": torch.randint(4, 60, (batch, length))}
+        return {"input_values": torch.full((batch, length), 0.3)}
+    return {"input_ids": torch.full((batch, length), 7)}
 
 
 def nearest(weights):
@@ -82,12 +83,27 @@ def cycle(offsets, heads):
 @pytest.mark.parametrize("variant", ENCODERS.values(), ids=ENCODERS)
 def test_heads_of_an_encoder_read_their_neighbours(variant):
     model = LunaModel(config(**variant)).eval()
-    output = model(**inputs(model.config), output_attentions=True, output_packed_attentions=True)
+    output = model(**alike(model.config), output_attentions=True, output_packed_attentions=True)
     offsets = cycle(LocalStart.of(model.config).offsets, model.config.num_attention_heads)
+    unpack, pack = output.attentions[0], output.packed_attentions[0]
+    found = nearest(unpack @ (pack if unpack.shape[1] == pack.shape[1] else pack.mean(1, keepdim=True)))
+    if model.config.position_embedding_type == "sinusoidal":  # of which few frequencies tell neighbours apart
+        assert [math.copysign(1, offset) for offset in found] == [math.copysign(1, offset) for offset in offsets]
+    else:
+        assert found == offsets
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tied", [True, False])
+def test_heads_read_their_neighbours_among_other_tokens(tied):
+    model = LunaModel(config(tie_key_value=tied)).eval()
+    ids = torch.randint(4, 60, (16, LENGTH))
+    output = model(ids, output_attentions=True, output_packed_attentions=True)
     for unpack, pack in zip(output.attentions, output.packed_attentions, strict=True):
-        if unpack.shape[1] != pack.shape[1]:
-            pack = pack.mean(1, keepdim=True)
-        print(nearest(unpack @ pack), offsets)
+        weights = unpack @ pack
+        for head, offset in enumerate((-1, 1, -2, 2)):
+            near, mirrored = (weights[:, head].diagonal(at, 1, 2).mean().item() for at in (offset, -offset))
+            assert near > 3 / LENGTH and near > 1.2 * mirrored
 
 
 def causal_weights(model, ids):
@@ -106,11 +122,17 @@ def causal_weights(model, ids):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("untied", [False, True])
-def test_heads_of_a_decoder_read_earlier_tokens(untied):
-    model = LunaModel(config(is_decoder=True, tie_key_value=not untied)).eval()
-    for weights in causal_weights(model, torch.randint(4, 60, (4, LENGTH))):
-        print(nearest(weights), [-1, -2, -3, 0])
+@pytest.mark.parametrize("activation", ["softplus", "elu"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_heads_of_a_decoder_read_earlier_tokens(tied, activation):
+    """Among other tokens what a head weighs most is, in the median, within one place of its offset."""
+    fields = {"is_decoder": True, "hidden_size": 256, "tie_key_value": tied, "causal_activation": activation}
+    model = LunaModel(config(**fields)).eval()
+    weights = next(causal_weights(model, torch.randint(4, 60, (16, LENGTH))))
+    found = (weights.argmax(-1) - torch.arange(LENGTH))[..., 8:]
+    medians = torch.stack([of_head.flatten().median() for of_head in found.unbind(1)])
+    print(medians)
+    assert (medians - torch.tensor([-1, -2, -3, 0])).abs().max() <= 1
 
 
 @torch.no_grad()
@@ -118,10 +140,12 @@ def test_heads_of_a_decoder_read_earlier_tokens(untied):
 def test_heads_of_cross_attention_read_the_source_at_the_place_of_the_target(positions):
     fields = FIELDS | {"position_embedding_type": positions, "max_target_positions": LENGTH + 8}
     model = LunaForConditionalGeneration(LunaSeq2SeqConfig(**fields, num_decoder_attention_heads=2)).eval()
-    ids = torch.randint(4, 60, (4, LENGTH))
+    ids = torch.randint(4, 60, (8, LENGTH))
     output = model(input_ids=ids, decoder_input_ids=ids, output_attentions=True, output_packed_attentions=True)
     for unpack, pack in zip(output.cross_attentions, output.cross_packed_attentions, strict=True):
         print(nearest(unpack @ pack), [-1, 1])
+        w=unpack@pack
+        print([round(LENGTH*w.diagonal(o,2,3).mean().item(),2) for o in range(-16,17,2)])
 
 
 @pytest.mark.parametrize("fields", [{}, {"is_decoder": True}, {"tie_key_value": False}], ids=str)
@@ -137,7 +161,9 @@ def test_all_else_begins_as_it_would(fields):
     projections = {"query", "pack_query", "key", "value", "pack_key", "pack_value", "key_value", "pack_key_value"}
     expected = {name for name in original if name.split(".")[-2] in projections and name.endswith("weight")}
     assert changed == expected | {"embeddings.position_embeddings.weight", "embeddings.packed_embeddings"}
-    assert torch.equal(local["embeddings.position_embeddings.weight"][:2], original["embeddings.position_embeddings.weight"][:2])
+    assert torch.equal(
+        local["embeddings.position_embeddings.weight"][:2], original["embeddings.position_embeddings.weight"][:2]
+    )
     stack = "decoder" if "is_decoder" in fields else "encoder"
     name = f"{stack}.layers.0.attention.pack_query.weight"
     added = local[name] - original[name]
@@ -203,7 +229,10 @@ REFUSALS = [
     ({"initialization_options": {"offsets": [1]}, "is_decoder": True}, r"not all above 0, .* got \[1\]"),
     ({"position_embedding_type": "none"}, "needs positions, .* got position_embedding_type 'none'"),
     ({"embedding_norm": False}, "one of embedding_norm, pre_norm and scale_embedding must be True"),
-    ({"hidden_size": 12, "num_attention_heads": 4}, r"heads of even size, got 3 \(hidden_size 12, num_attention_heads 4"),
+    (
+        {"hidden_size": 12, "num_attention_heads": 4},
+        r"heads of even size, got 3 \(hidden_size 12, num_attention_heads 4",
+    ),
     ({"hidden_size": 12, "num_pack_attention_heads": 12, "num_attention_heads": 2}, "num_pack_attention_heads 12"),
 ]
 
