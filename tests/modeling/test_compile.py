@@ -37,3 +37,15 @@ def test_two_programs_serve_all_lengths(name, training):
         kept = inputs["attention_mask"].bool()
         torch.testing.assert_close(actual[kept], expected[kept], atol=1e-5, rtol=1e-5)
     assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("name", ["luna decoder", "mega decoder, chunks"])
+def test_a_compiled_model_generates_the_same_tokens(name):
+    torch.compiler.reset()
+    counter, model = CompileCounter(), MODELS[name]().eval()
+    inputs = {key: value.clamp(max=29) for key, value in luna.tokens([11, 7]).items()}
+    options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(**inputs, **options)
+    model.compile(backend=counter)
+    assert torch.equal(model.generate(**inputs, **options), expected)
+    assert counter.frame_count < 8  # of 20 steps, among them the ends of two chunks
