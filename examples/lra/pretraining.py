@@ -56,8 +56,11 @@ def pretrain(
     training: TrainingArguments,
     steps: int,
     share: float,
-) -> float:
-    """Train the body of `model`, in place, for `steps` steps with the other options of `training`; return the loss."""
+) -> dict[str, float]:
+    """Train the body of `model`, in place, for `steps` steps with the other options of `training`.
+
+    Return entries of the summary: the mean loss, and the seconds.
+    """
     options = copy.copy(training)
     options.max_steps, options.load_best_model_at_end = steps, False
     options.eval_strategy = options.save_strategy = "no"
@@ -67,7 +70,11 @@ def pretrain(
         train_dataset=mask_split(split, task, tokenizer, share, training.seed),
         data_collator=make_masked_collator(0 if tokenizer is None else tokenizer.pad_token_id),
     )
-    return trainer.train().training_loss
+    output = trainer.train()
+    return {
+        "self_pretraining_loss": output.training_loss,
+        "self_pretraining_seconds": output.metrics["train_runtime"],
+    }
 
 
 def make_masked_collator(pad_token_id: int):

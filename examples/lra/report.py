@@ -93,8 +93,8 @@ def table_row(group: list[dict[str, Any]]) -> list[str]:
     first, (split, scores), paper = group[0], score(group), paper_figure(group[0])
     spread = f" ± {statistics.stdev(scores):.1f}" if len(scores) > 1 else ""
     here = f"{statistics.mean(scores):.1f}{spread} %" + ("" if split == "test" else " (validation)") if scores else "–"
-    minutes, speed, memory = mean(group, "train_seconds"), mean(group, "examples_per_second"), None
-    memory = mean(group, "peak_memory_gb")
+    seconds = (mean(group, "train_seconds") or 0.0) + (mean(group, "self_pretraining_seconds") or 0.0)
+    speed, memory = mean(group, "examples_per_second"), mean(group, "peak_memory_gb")
     return [
         first["task"],
         first["variant"] + (" (self-pretrained)" if first["self_pretraining_steps"] else ""),
@@ -104,7 +104,7 @@ def table_row(group: list[dict[str, Any]]) -> list[str]:
         show(first["max_length"]),
         show(first["train_samples"]),
         f"{show(first['steps'])} x {first['batch']}",
-        "–" if minutes is None else f"{minutes / 60:.1f}",
+        f"{seconds / 60:.1f}",
         show(first["parameters"]),
         "–" if speed is None else show(speed),
         "–" if memory is None else f"{memory:.2f}",

@@ -108,6 +108,7 @@ class LongRangeArena(Script):
     data_arguments, model_arguments = DataArguments, ModelArguments
     defaults = {"metric_for_best_model": "accuracy", "remove_unused_columns": False}
     title, metric = "Long Range Arena", "eval_accuracy"
+    pretraining: dict[str, float] = {}
 
     def check(self) -> None:
         data = self.data
@@ -200,7 +201,7 @@ class LongRangeArena(Script):
         data, training, model = self.data, self.training, self.make_model()
         if data.self_pretraining_steps and training.do_train and not self.model.model_name_or_path:
             options = (self.task, self.tokenizer, training, data.self_pretraining_steps, data.masked_share)
-            self.pretraining_loss = pretraining.pretrain(model, self.splits["train"], *options)
+            self.pretraining = pretraining.pretrain(model, self.splits["train"], *options)
         trainer = self.make_trainer(
             model,
             LraTrainer,
@@ -229,7 +230,7 @@ class LongRangeArena(Script):
             else f"{platform.machine()} CPU, {torch.get_num_threads()} threads",
             **super().describe(),
             "self_pretraining_steps": data.self_pretraining_steps,
-            "self_pretraining_loss": getattr(self, "pretraining_loss", None),
+            **self.pretraining,
         }
 
     def before_evaluation(self) -> dict[str, Any]:
