@@ -35,7 +35,7 @@ style: $(INSTALLED) ## lint and check the format
 typing: $(INSTALLED) ## check the types of the public surface, in a copy laid out as it is installed
 	rm -rf build/typing
 	$(VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation --target build/typing .
-	MYPYPATH=build/typing $(VENV)/bin/mypy tests/typed.py
+	PYTHONPATH= MYPYPATH=build/typing $(VENV)/bin/mypy tests/typed.py
 
 bench: $(INSTALLED) ## measure the ops, on a GPU where there is one (DTYPE=bfloat16)
 	$(VENV)/bin/python benchmarks/run.py --dtype $(DTYPE)

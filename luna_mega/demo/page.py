@@ -143,7 +143,6 @@ def _add_luna(gradio, demo: Demo) -> None:
         "P is a short sequence of rows. "
         + ("Every row takes from the tokens (**pack**), and every" if packs else "Every")
         + " token reads from the rows (**unpack**). Darker is more; the darkest of a text is its largest weight. "
-        + ("Click a token at the end of the page to see what it reads. " if packs else "")
         + f"The first {LONGEST} tokens are shown."
     )
     text = gradio.Textbox(_EXAMPLE, label="Text", lines=3)
@@ -178,7 +177,6 @@ def _add_luna(gradio, demo: Demo) -> None:
     if packs:
         events = [button.click, layer.release, token.release]
         _draw(gradio, show_token, [text, layer, token], through, events)
-        _follow_clicks(gradio, show_token, [text, layer], token, through)
 
 
 def _add_attention(gradio, demo: Demo) -> None:
@@ -187,7 +185,7 @@ def _add_attention(gradio, demo: Demo) -> None:
     reach = "all tokens" if chunk is None else f"the tokens of its own chunk of {chunk}"
     gradio.Markdown(
         f"One head; a token attends to {reach}{' before it' if config.is_decoder else ''}. Darker is more; the darkest "
-        f"is the largest weight. Click a token to see what it reads. The first {LONGEST} tokens are shown."
+        f"is the largest weight. The first {LONGEST} tokens are shown."
     )
     text = gradio.Textbox(_EXAMPLE, label="Text", lines=3)
     with gradio.Row():
@@ -207,7 +205,6 @@ def _add_attention(gradio, demo: Demo) -> None:
 
     _draw(gradio, show_token, [text, layer, token], marked, [button.click, layer.release, token.release])
     _draw(gradio, show_all, [text, layer], [picture, token], [button.click, layer.release])
-    _follow_clicks(gradio, show_token, [text, layer], token, marked)
 
 
 def _add_moving_average(gradio, demo: Demo) -> None:
@@ -262,16 +259,6 @@ def _picture(gradio, label: str, visible: bool = True):
 
 def _draw(gradio, function, inputs, outputs, events) -> None:
     gradio.on(events, _told(gradio, function), inputs, outputs, api_name=function.__name__, show_progress="hidden")
-
-
-def _follow_clicks(gradio, function, inputs, token, marked) -> None:
-    """Choose the token that is clicked, and draw it."""
-
-    def choose(event: gradio.SelectData):
-        return event.index + 1
-
-    chosen = marked.select(choose, None, token, api_name=False, show_progress="hidden")
-    chosen.then(_told(gradio, function), [*inputs, token], marked, api_name=False, show_progress="hidden")
 
 
 def _marks(tokens: list[str], weights: torch.Tensor) -> list[tuple[str, float]]:
