@@ -21,7 +21,8 @@ test: $(INSTALLED) ## run the tests, or those named by TESTS="..."
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist worksteal $(TESTS)
 
 test-ecosystem: ## run the tests with PEFT, TRL, sentence-transformers and other tools, in an environment of their own
-	$(MAKE) test VENV=.venv-ecosystem CONSTRAINTS=requirements/ci-ecosystem.txt EXTRAS=$(EXTRAS),ecosystem TESTS=tests/ecosystem
+	$(MAKE) test VENV=.venv-ecosystem CONSTRAINTS=requirements/ci-ecosystem.txt EXTRAS=$(EXTRAS),ecosystem \
+	    TESTS="tests/ecosystem tests/demo tests/test_cli.py"
 
 docs: ## build the documentation site in build/docs/site, in an environment of its own; a broken link is an error
 	test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs

@@ -246,13 +246,13 @@ class LongRangeArena(Script):
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--report", nargs="+", metavar="DIR")
+    if "--report" not in (sys.argv[1:] if argv is None else argv):
+        return LongRangeArena(argv).run()
+    parser = argparse.ArgumentParser(description=report.__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--report", nargs="+", metavar="DIR", required=True, help="outputs of runs, or folders of them")
     parser.add_argument("--output_dir", default="report")
-    asked, _ = parser.parse_known_args(argv)
-    if asked.report:
-        return report.write_report(asked.report, Path(asked.output_dir))
-    return LongRangeArena(argv).run()
+    asked = parser.parse_args(argv)
+    return report.write_report(asked.report, Path(asked.output_dir))
 
 
 if __name__ == "__main__":
