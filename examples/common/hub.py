@@ -41,7 +41,9 @@ def publish(
         summary: the summary; its entries that begin with "eval_" are the results.
         dataset, dataset_config, base_model, license: as `training_card` takes them.
     """
-    path = Path(script).resolve().relative_to(Path(__file__).resolve().parents[1])
+    examples = Path(__file__).resolve().parents[1]
+    # By its name, for a path may be relative to a folder that was left since.
+    path = next(examples.rglob(Path(script).name)).relative_to(examples)
     card = training_card(
         trainer,
         ["python", f"examples/{path.as_posix()}", *(sys.argv[1:] if argv is None else argv)],

@@ -171,7 +171,7 @@ def refuse_all():
         refused.append(str(error.value))
     with pytest.raises(ValueError) as error:  # of another batch size on the last rank, which the others learn
         build("Model")(torch.ones(1 + dist.get_rank(), 5, dtype=torch.long), cp_group=dist.group.WORLD)
-    with pytest.raises(Exception, match="no positions|index out of range"):  # refused by the last rank alone
+    with pytest.raises(Exception, match="no positions|input_ids has numbers"):  # refused by the last rank alone
         build("ForMaskedLM")(torch.full((1, 5), 99 * dist.get_rank()), cp_group=dist.group.WORLD)
     return [*refused, str(error.value)]
 
