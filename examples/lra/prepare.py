@@ -27,9 +27,9 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as for the scripts beside this folder
 
 
-from lra import drawing, listops, pathfinder, released  # noqa: E402
-from lra.card import draw_sheet, write_card  # noqa: E402
-from lra.shards import SHARD_ROWS, Folder, make_splits  # noqa: E402
+from lra import drawing, listops, pathfinder, released
+from lra.card import draw_sheet, write_card
+from lra.shards import SHARD_ROWS, Folder, make_splits
 
 TEXT, TWO = Value("string"), ClassLabel(num_classes=2)
 OBJECTS = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]

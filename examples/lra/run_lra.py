@@ -20,10 +20,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as for the scripts beside this folder
 
 
-from common.arguments import check_choice, check_least, fail  # noqa: E402
-from common.bpe import load_tokenizer  # noqa: E402
-from common.classification import accuracy, write_predictions  # noqa: E402
-from common.data import (  # noqa: E402
+from common.arguments import check_choice, check_least, fail
+from common.bpe import load_tokenizer
+from common.classification import accuracy, write_predictions
+from common.data import (
     ClassifierArguments,
     SourceArguments,
     check_columns,
@@ -32,15 +32,15 @@ from common.data import (  # noqa: E402
     check_texts,
     load_splits,
 )
-from common.model import CheckpointArguments, label_fields, make_config, make_model  # noqa: E402
-from common.pictures import undecoded  # noqa: E402
-from common.report import SpeedCallback  # noqa: E402
-from common.scale import total  # noqa: E402
-from common.schedules import power_warmup_schedule  # noqa: E402
-from common.script import Script  # noqa: E402
-from common.training import OrderedTrainer  # noqa: E402
-from datasets import Dataset  # noqa: E402
-from transformers import (  # noqa: E402
+from common.model import CheckpointArguments, label_fields, make_config, make_model
+from common.pictures import undecoded
+from common.report import SpeedCallback
+from common.scale import total
+from common.schedules import power_warmup_schedule
+from common.script import Script
+from common.training import OrderedTrainer
+from datasets import Dataset
+from transformers import (
     AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
@@ -48,9 +48,9 @@ from transformers import (  # noqa: E402
     Trainer,
 )
 
-import luna_mega  # noqa: E402
-from lra import pretraining, report, transformer  # noqa: E402
-from lra.tasks import (  # noqa: E402
+import luna_mega
+from lra import pretraining, report, transformer
+from lra.tasks import (
     CONVENTIONS,
     TASKS,
     choose_splits,

@@ -61,7 +61,7 @@ TASKS = {
 
 @dataclass(frozen=True)
 class Convention:
-    """What is the same in all tasks; examples/lra/README.md has the table.
+    """Choices that are the same in all tasks; examples/lra/README.md has their table.
 
     Args:
         first_token: sequences begin with `<s>`, which stands for the `<CLS>` of the original.

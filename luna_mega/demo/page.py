@@ -159,7 +159,8 @@ def _add_luna(gradio, demo: Demo) -> None:
     through = _marked(gradio, "What the token reads from every token, by way of P", packs)
 
     def show_rows(text, layer, row):
-        found, count = demo.look(text), gradio.update(maximum=len(demo.look(text).tokens))
+        found = demo.look(text)
+        count = gradio.update(maximum=len(found.tokens))
         layer, row = int(layer) - 1, min(int(row), found.unpack.shape[3]) - 1
         unpacked = found.unpack[layer].mean(0)
         marks = _marks(found.tokens, unpacked[:, row])
