@@ -71,7 +71,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         options = tasks.add_parser(task, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         options.add_argument("--output", type=Path, required=True, help="folder for the files")
         made, add = task in GENERATED, partial(options.add_argument, type=int, metavar="N")
-        where = "Hub name or folder" if task in VALIDATION else "folder"
+        where = "Hub name or folder" if task in (*VALIDATION, "speech") else "folder"
         options.add_argument(
             "--source", required=not made, help=f"{where} to convert" + "; without it rows are made" * made
         )
@@ -125,7 +125,7 @@ def convert(arguments: argparse.Namespace, features: Features) -> tuple[Folder, 
         splits = read(source, arguments.validation, arguments.seed)
     elif task == "speech":
         request |= {"words": arguments.words, "sampling_rate": arguments.sampling_rate}
-        splits = released.read_speech(Path(source), arguments.words, arguments.sampling_rate)
+        splits = released.read_speech(source, arguments.words, arguments.sampling_rate)
         features["label"] = ClassLabel(names=arguments.words)
     elif task == "listops":
         splits = released.read_listops(Path(source))

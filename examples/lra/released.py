@@ -8,13 +8,13 @@ loaders of Text validate on the test split.
 import csv
 import io
 import wave
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from datasets import Dataset, load_dataset
+from datasets import Audio, ClassLabel, Dataset, load_dataset
 from datasets.exceptions import DatasetsError
 from PIL import Image
 
@@ -117,8 +117,16 @@ def read_objects(source: str, validation: int, seed: int) -> Splits:
     return _with_validation(_load(source, ("train", "test"), "img", "label"), row, validation, seed)
 
 
-def read_speech(folder: Path, words: Iterable[str], rate: int) -> Splits:
-    """Read Speech Commands: a folder of WAV files for every word, `validation_list.txt` and `testing_list.txt`."""
+def read_speech(source: str, words: Sequence[str], rate: int) -> Splits:
+    """Read Speech Commands: its unpacked folder, or parquet files from a folder or the Hub.
+
+    The folder has WAV files for every word, `validation_list.txt` and `testing_list.txt`. Parquet files have the
+    columns `audio` (WAV files as `datasets` stores them, or bytes of 16-bit samples beside a column `sampling_rate`)
+    and `label` (words, or numbers of words); rows with other words are left out.
+    """
+    folder = Path(source)
+    if not folder.is_dir() or any(folder.rglob("*.parquet")):
+        return _read_clips(source, words, rate)
     lists = {}
     for split, name in (("validation", "validation_list.txt"), ("test", "testing_list.txt")):
         if not (folder / name).is_file():
@@ -135,7 +143,7 @@ def read_speech(folder: Path, words: Iterable[str], rate: int) -> Splits:
 
     def row(split: str, index: int) -> Row:
         path, label = files[split][index]
-        return {"audio": _samples(path, rate), "sampling_rate": rate, "label": label}
+        return {"audio": _samples(path.read_bytes(), rate, str(path)), "sampling_rate": rate, "label": label}
 
     return {split: (len(rows), partial(row, split)) for split, rows in files.items()}
 
@@ -153,19 +161,47 @@ def grey(picture: Any, size: int, name: str) -> dict[str, Any]:
     return {"bytes": file.getvalue(), "path": None}
 
 
-def _samples(path: Path, rate: int) -> bytes:
+def _read_clips(source: str, words: Sequence[str], rate: int) -> Splits:
+    splits = {}
+    for split, rows in _load(source, ("train", "validation", "test"), "audio", "label").items():
+        if isinstance(rows.features["audio"], Audio):
+            rows = rows.cast_column("audio", Audio(decode=False))
+        kind = rows.features["label"]
+        found = [kind.int2str(label) if isinstance(kind, ClassLabel) else str(label) for label in rows["label"]]
+        missing = [word for word in words if word not in found]
+        if missing:
+            raise ValueError(f"{source} has no clips of the word {missing[0]!r} in the split {split}")
+        chosen = [index for index, word in enumerate(found) if word in words]
+        labels = [words.index(found[index]) for index in chosen]
+        splits[split] = (len(chosen), partial(_clip, rows, chosen, labels, rate, f"{source}, {split}"))
+    return splits
+
+
+def _clip(rows: Dataset, chosen: list[int], labels: list[int], rate: int, source: str, index: int) -> Row:
+    row, name = rows[chosen[index]], f"{source}, row {chosen[index]}"
+    audio = row["audio"]
+    if isinstance(audio, dict) and audio.get("bytes"):
+        samples = _samples(audio["bytes"], rate, name)
+    elif isinstance(audio, bytes) and audio and row.get("sampling_rate") == rate:
+        samples = audio
+    else:
+        raise ValueError(f"{name}: audio is {str(audio)[:40]!r}, neither a WAV file nor 16-bit samples at {rate} Hz")
+    return {"audio": samples, "sampling_rate": rate, "label": labels[index]}
+
+
+def _samples(file: bytes, rate: int, name: str) -> bytes:
     try:
-        with wave.open(str(path)) as clip:
+        with wave.open(io.BytesIO(file)) as clip:
             kind = clip.getnchannels(), clip.getsampwidth(), clip.getframerate()
             if kind != (1, 2, rate):
                 raise ValueError(
-                    f"{path} has {kind[0]} channels of {kind[1]} bytes at {kind[2]} Hz, not 1, 2 and {rate}"
+                    f"{name} has {kind[0]} channels of {kind[1]} bytes at {kind[2]} Hz, not 1, 2 and {rate}"
                 )
             if not clip.getnframes():
-                raise ValueError(f"{path} has no samples")
+                raise ValueError(f"{name} has no samples")
             return clip.readframes(clip.getnframes())
     except (wave.Error, EOFError) as error:
-        raise ValueError(f"{path} is no WAV file: {error}") from error
+        raise ValueError(f"{name} is no WAV file: {error}") from error
 
 
 def _table(path: Path, names: list[str] | None) -> list[dict[str, str]]:

@@ -1,12 +1,13 @@
 """The data of Long Range Arena: generated rows are right, files are whole, the same for a seed, and resumed."""
 
+import io
 import shutil
 import wave
 from pathlib import Path
 
 import numpy as np
 import pytest
-from datasets import Dataset, load_dataset
+from datasets import Audio, ClassLabel, Dataset, Features, load_dataset
 from huggingface_hub import DatasetCard
 from PIL import Image
 
@@ -224,6 +225,38 @@ def test_speech(prepare, tmp_path):
         clip.setparams((1, 2, 16_000, 0, "NONE", None))
     with pytest.raises(SystemExit, match="0.wav has no samples"):
         prepare(*options, "--output", tmp_path / "empty")
+
+
+def test_speech_in_parquet_files(prepare, tmp_path):
+    """Files as the Hub has them, with a word that is not asked for, and the folder made of them, made once more."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as clip:
+        clip.setparams((1, 2, 16_000, 0, "NONE", None))
+        clip.writeframes(np.arange(4, dtype="<i2").tobytes())
+    kinds = Features({"audio": Audio(decode=False), "label": ClassLabel(names=["bird", "no", "yes"])})
+
+    def write(name: str, audio: bytes = file.getvalue()) -> Path:
+        rows = {"audio": [{"bytes": audio, "path": None}] * 4, "label": ["yes", "bird", "no", "yes"]}
+        for split in ("train", "validation", "test"):
+            Dataset.from_dict(rows).cast(kinds).to_parquet(str(tmp_path / name / f"{split}.parquet"))
+        return tmp_path / name
+
+    options = ["speech", "--words", "yes", "no", "--source"]
+    prepare(*options, write("hub"), "--output", tmp_path / "once")
+    prepare(*options, tmp_path / "once", "--output", tmp_path / "twice")
+    once, twice = (load_dataset(str(tmp_path / name))["validation"] for name in ("once", "twice"))
+    assert once["label"] == [0, 1, 0] and once.features["label"].names == ["yes", "no"]
+    assert [np.frombuffer(row["audio"], "<i2").tolist() for row in once] == [[0, 1, 2, 3]] * 3
+    assert once.to_list() == twice.to_list()
+    for folder, more, message in (
+        (write("broken", b"no clip"), [], "broken, train, row 0 is no WAV file"),
+        (write("empty", b""), [], "empty, train, row 0: audio is .* neither a WAV file nor 16-bit samples at 16000 Hz"),
+        (tmp_path / "hub", ["--sampling_rate", 8000], "row 0 has 1 channels of 2 bytes at 16000 Hz, not 1, 2 and 8000"),
+        (tmp_path / "once", ["--sampling_rate", 8000], "row 0: audio is .* 16-bit samples at 8000 Hz"),
+        (tmp_path / "hub", ["--words", "yes", "maybe"], "has no clips of the word 'maybe' in the split train"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            prepare(*options, folder, *more, "--output", folder / "refused")
 
 
 @pytest.mark.parametrize(
