@@ -76,15 +76,20 @@ def throughput(
 class SpeedCallback(TrainerCallback):
     """Counter of the seconds and the tokens of one call of `Trainer.train`, without evaluation and saving.
 
-    Trainer counts the tokens, if `include_num_input_tokens_seen` is "non_padding" or "all".
+    Trainer counts the tokens, if `include_num_input_tokens_seen` is "non_padding" or "all". Every entry of the log gets
+    `train_seconds`, with those of the calls whose checkpoint was resumed.
     """
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self.seconds = self._seconds_before = 0.0
         self.tokens = 0
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         self._tokens_before = state.num_input_tokens_seen  # above 0 when a checkpoint is resumed
+        self._seconds_before = max((entry.get("train_seconds", 0.0) for entry in state.log_history), default=0.0)
+
+    def on_log(self, args, state, control, **kwargs) -> None:
+        state.log_history[-1]["train_seconds"] = self._seconds_before + self.seconds
 
     def on_step_begin(self, args, state, control, **kwargs) -> None:
         self._step_start = time.perf_counter()

@@ -131,7 +131,7 @@ class Script(ABC):
         with self.training.main_process_first(desc="reading the data"):
             self.prepare()
         self.trainer = self.build()
-        summary = self.describe()
+        summary = {"task": self.title, "metric": self.metric} | self.describe()
         if self.training.do_train:
             summary |= train(self.trainer, checkpoint, self.scale.peak_flops, self.head_share)
         summary |= self.before_evaluation()

@@ -112,6 +112,7 @@ def describe(trainer: Trainer, model: CheckpointArguments) -> dict[str, Any]:
     asked = asked and not trainer.is_fsdp_enabled
     return {
         "model": model.model_name_or_path or f"{model.model_type} from scratch",
+        "seed": trainer.args.seed,
         "parameters": trainer.model.num_parameters(),
         "device": str(trainer.args.device),
         "processes": trainer.args.world_size,

@@ -1,6 +1,5 @@
 """The report of several runs: a table beside the papers' figures, and accuracy over speed as in Figure 1 of Luna."""
 
-import json
 import statistics
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from common.arguments import fail
 from common.report import show
+from common.summaries import mean_and_spread, read_summaries
 from transformers import PreTrainedConfig
 
 from lra.tasks import TASKS
@@ -45,20 +45,10 @@ def name_variant(config: PreTrainedConfig) -> str:
 
 
 def read_runs(folders: list[str]) -> list[dict[str, Any]]:
-    """Return the summaries of the folders, and of the folders in them; the script ends where there is none."""
-    runs = []
-    for folder in map(Path, folders):
-        files = [folder / "summary.json"] if (folder / "summary.json").is_file() else folder.glob("*/summary.json")
-        found = []
-        for file in sorted(files):
-            try:
-                found.append(json.loads(file.read_text(encoding="utf-8")))
-            except (OSError, ValueError) as error:
-                fail(f"{file} cannot be read: {error}")
-        found = [run for run in found if run.get("task") in TASKS and "steps" in run]
-        if not found:
-            fail(f"--report {folder}: there is no summary.json of a training run of this script")
-        runs += found
+    """Return the summaries of training runs in the folders; the script ends where there is none."""
+    runs = [run for _, run in read_summaries(folders) if run.get("task") in TASKS and "steps" in run]
+    if not runs:
+        fail(f"--report {' '.join(folders)}: there is no summary.json of a training run of this script")
     return runs
 
 
@@ -91,8 +81,7 @@ def paper_figure(run: dict[str, Any]) -> float | None:
 def table_row(group: list[dict[str, Any]]) -> list[str]:
     """Return the cells of a group of runs."""
     first, (split, scores), paper = group[0], score(group), paper_figure(group[0])
-    spread = f" ± {statistics.stdev(scores):.1f}" if len(scores) > 1 else ""
-    here = f"{statistics.mean(scores):.1f}{spread} %" + ("" if split == "test" else " (validation)") if scores else "–"
+    here = f"{mean_and_spread(scores)} %" + ("" if split == "test" else " (validation)") if scores else "–"
     seconds = (mean(group, "train_seconds") or 0.0) + (mean(group, "self_pretraining_seconds") or 0.0)
     speed, memory = mean(group, "examples_per_second"), mean(group, "peak_memory_gb")
     return [

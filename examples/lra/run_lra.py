@@ -224,7 +224,6 @@ class LongRangeArena(Script):
             "config_overrides": "".join(self.model.config_overrides.split()),
             "learning_rate": training.learning_rate,
             "batch": training.train_batch_size * training.gradient_accumulation_steps * training.world_size,
-            "seed": training.seed,
             "hardware": torch.cuda.get_device_name(device)
             if cuda
             else f"{platform.machine()} CPU, {torch.get_num_threads()} threads",

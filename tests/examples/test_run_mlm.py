@@ -173,6 +173,8 @@ def test_resumed_run_goes_on_where_it_stopped(run, corpus, tmp_path):
     assert state["log_history"][:2] == json.loads(before)["log_history"][:2]
     rates = [entry["learning_rate"] for entry in state["log_history"] if "learning_rate" in entry]
     assert rates == pytest.approx([0.01, 0.0075, 0.005, 0.0025])
+    seconds = [entry["train_seconds"] for entry in state["log_history"]]  # of both calls together
+    assert 0 < seconds[0] and seconds == sorted(seconds) and summary["train_seconds"] < seconds[-1]
     assert state["num_input_tokens_seen"] == 4 * 8 * 32
 
 
