@@ -16,6 +16,7 @@ from common.arguments import check_choice, check_least, fail
 from common.averaging import average, choose_checkpoints
 from common.data import LimitArguments, SourceArguments, check_source, load_splits
 from common.model import make_config, make_model
+from common.optimizers import ClipEach, apollo
 from common.schedules import milestone_schedule
 from common.script import Script
 from common.training import OrderedTrainer, write_lines
@@ -43,6 +44,13 @@ class DataArguments(SourceArguments, LimitArguments):
         metadata={"help": "steps that lower the learning rate; with lr_scheduler_type constant_with_warmup"},
     )
     milestone_factor: float = field(default=0.1, metadata={"help": "factor on the learning rate at a milestone"})
+    warmup_init_lr: float = field(default=0.0, metadata={"help": "learning rate of the first step; with milestones"})
+    apollo: bool = field(
+        default=False, metadata={"help": "optimizer: Apollo, with adam_beta1 and adam_epsilon; needs pytorch_optimizer"}
+    )
+    clip_each: float | None = field(
+        default=None, metadata={"help": "norm that the gradient of every parameter is clipped to, each by itself"}
+    )
     average_checkpoints: int = field(
         default=0, metadata={"help": "evaluate and save the mean of N checkpoints, of this or of an earlier run"}
     )
@@ -56,13 +64,18 @@ class TranslationTrainer(OrderedTrainer, Seq2SeqTrainer):
         super().__init__(*args, compute_metrics=self.score, **kwargs)
         self.tokenizers, self.data = tokenizers, data
         self.bleu = BLEU(trg_lang=data.target_lang)
+        if data.apollo:
+            self.optimizer_cls_and_kwargs = apollo(self.args)  # no argument of Seq2SeqTrainer
+        if data.clip_each is not None:
+            self.add_callback(ClipEach(data.clip_each))
 
     def create_scheduler(self, num_training_steps, optimizer=None):
         if self.data.milestones is None or self.lr_scheduler is not None:
             return super().create_scheduler(num_training_steps, optimizer)
         warmup = self.args.get_warmup_steps(num_training_steps)
+        start = self.data.warmup_init_lr / self.args.learning_rate
         self.lr_scheduler = milestone_schedule(
-            optimizer or self.optimizer, warmup, self.data.milestones, self.data.milestone_factor
+            optimizer or self.optimizer, warmup, self.data.milestones, self.data.milestone_factor, start
         )
         return self.lr_scheduler
 
@@ -102,6 +115,10 @@ class Translation(Script):
             fail(f"--milestones: not with --lr_scheduler_type {training.lr_scheduler_type}, but constant_with_warmup")
         if data.milestones and data.milestones != sorted(data.milestones):
             fail(f"--milestones {data.milestones} must be in order")
+        if data.warmup_init_lr and not (data.milestones and 0 < data.warmup_init_lr < training.learning_rate):
+            fail(f"--warmup_init_lr {data.warmup_init_lr} needs --milestones, and a higher --learning_rate")
+        if data.clip_each is not None and (data.clip_each <= 0 or training.max_grad_norm or training.fp16):
+            fail(f"--clip_each {data.clip_each} must be above 0, with --max_grad_norm 0 and without --fp16")
         if data.average_checkpoints > (training.save_total_limit or data.average_checkpoints):
             fail(f"--average_checkpoints {data.average_checkpoints} is above --save_total_limit")
 

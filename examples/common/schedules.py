@@ -6,11 +6,19 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 
-def milestone_schedule(optimizer: Optimizer, warmup_steps: int, milestones: list[int], factor: float) -> LambdaLR:
-    """Warm up linearly from 0, then stay constant, multiplied by `factor` at each of `milestones` (steps in order)."""
-    return LambdaLR(
-        optimizer, lambda step: min(1.0, step / max(1, warmup_steps)) * factor ** bisect_right(milestones, step)
-    )
+def milestone_schedule(
+    optimizer: Optimizer, warmup_steps: int, milestones: list[int], factor: float, start: float = 0.0
+) -> LambdaLR:
+    """Warm up linearly, then stay constant, multiplied by `factor` at each of `milestones` (steps in order).
+
+    The warm-up begins at the share `start` of the learning rate.
+    """
+
+    def share(step: int) -> float:
+        warm = min(1.0, start + (1 - start) * step / max(1, warmup_steps))
+        return warm * factor ** bisect_right(milestones, step)
+
+    return LambdaLR(optimizer, share)
 
 
 def power_warmup_schedule(optimizer: Optimizer, warmup_steps: int, total_steps: int, power: float) -> LambdaLR:

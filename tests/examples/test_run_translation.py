@@ -2,6 +2,7 @@
 
 import json
 import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,8 @@ def test_milestones(script):
         optimizer.step()
         schedule.step()
     assert rates == pytest.approx([0, 0.5, 1, 1.5, 2, 2, 0.2, 0.2, 0.02, 0.02])
+    late = script("common.schedules").milestone_schedule(optimizer, 2, [9], 0.1, start=0.5).lr_lambdas[0]
+    assert [late(step) for step in (0, 1, 2, 8, 9)] == pytest.approx([0.5, 0.75, 1, 1, 0.1])
 
 
 @pytest.fixture
@@ -207,9 +210,36 @@ def test_loss_alone_translates_nothing_while_training(run, tmp_path):
     assert rates == pytest.approx([0, 1e-2, 1e-3, 1e-3])
 
 
+def test_apollo_follows_the_schedule_and_clips_each_gradient(run, script, monkeypatch, tmp_path):
+    """Apollo begins with the gradient itself, over eps where the curvature is 0: a parameter moves by lr / eps |g|."""
+    norms, apollo = [], pytest.importorskip("pytorch_optimizer").ApolloDQN
+
+    class Watched(apollo):
+        def step(self, closure=None):
+            norms.append([float(p.grad.norm()) for group in self.param_groups for p in group["params"]])
+            return super().step(closure)
+
+    monkeypatch.setattr("pytorch_optimizer.ApolloDQN", Watched)
+    options = ["--apollo", "true", "--clip_each", 0.01, "--max_grad_norm", 0, "--max_steps", 3, "--logging_steps", 1]
+    options += ["--lr_scheduler_type", "constant_with_warmup", "--milestones", 9, "--warmup_steps", 2]
+    run(*TRAIN, *options, "--warmup_init_lr", 1e-4, "--save_strategy", "no")
+    history = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
+    rates = [entry["learning_rate"] for entry in history if "learning_rate" in entry]
+    assert rates == pytest.approx([1e-4, 5.05e-3, 1e-2])
+    assert len(norms) == 3 and 0.0099 < max(map(max, norms)) <= 0.01 + 1e-6
+    assert sum(norm > 0.0099 for norm in norms[0]) > 5  # each by itself; together they are far above
+
+
+def test_apollo_without_its_package(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
+    assert_refused(run, "--apollo needs the package pytorch_optimizer: pip install", *TRAIN, "--apollo", "true")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--clip_each", 0.1], "--clip_each 0.1 must be above 0, with --max_grad_norm 0"),
+        (["--warmup_init_lr", 1e-5], "--warmup_init_lr 1e-05 needs --milestones"),
         (["--source_lang", "fr"], "split train has no column translation.fr, only translation"),
         (["--max_target_length", 1], "--max_target_length 1 must be at least 2"),
         (["--max_source_length", 2], "no training pair fits"),
