@@ -1,0 +1,72 @@
+"""Makes one folder of plain text, for run_mlm.py or run_clm.py, out of several data sets.
+
+    python examples/prepare_text.py --output data/english --source Salesforce/wikitext@wikitext-2-raw-v1 text \
+        --source stanfordnlp/imdb text --source ehovy/race@all article --source bentrevett/multi30k en
+
+A source is a name on the Hub, with @ and its configuration where it has several, or a local folder; then the column
+with the text (`translation.en` for one of a translation). Of each the splits train and unsupervised are read. A text
+that comes twice is taken once, and the validation texts are drawn from all by --seed.
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+from common.arguments import fail
+from common.data import find_files, load_files
+from datasets import Dataset, load_dataset
+from datasets.exceptions import DatasetsError
+
+SPLITS = ("train", "unsupervised")
+
+
+def read_texts(source: str, column: str) -> list[str]:
+    """Return the texts of a source, each once and without the white space around it, in order."""
+    name, _, configuration = source.partition("@")
+    try:
+        found = load_files(find_files(source)) if Path(source).is_dir() else load_dataset(name, configuration or None)
+    except (DatasetsError, OSError, ValueError) as error:
+        fail(f"cannot load {source}: {error}")
+    splits = [found[split].flatten() for split in SPLITS if split in found]
+    if not splits:
+        fail(f"{source} has no split {' or '.join(SPLITS)}, only {', '.join(found)}")
+    texts: dict[str, None] = {}
+    for split in splits:
+        if column not in split.column_names:
+            fail(f"{source} has no column {column}, only {', '.join(split.column_names)}")
+        for row, text in enumerate(split[column]):
+            if not isinstance(text, str):
+                fail(f"{source}, row {row}: {column} is {text!r} instead of text")
+            texts[text.strip()] = None
+    texts.pop("", None)
+    return list(texts)
+
+
+def main(argv: list[str] | None = None) -> dict[str, int]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--source", nargs=2, action="append", metavar=("NAME", "COLUMN"), required=True)
+    parser.add_argument("--validation", type=int, default=1000, help="texts that are drawn for the split validation")
+    parser.add_argument("--seed", type=int, default=0, help="of the validation texts")
+    parser.add_argument("--output", type=Path, required=True, help="folder for train.parquet and validation.parquet")
+    arguments = parser.parse_args(argv)
+    sources: dict[str, str] = {}
+    for source, column in arguments.source:
+        texts = read_texts(source, column)
+        print(f"{source}: {len(texts):,} texts, {sum(map(len, texts)) / 1e6:.1f} million characters")
+        for text in texts:
+            sources.setdefault(text, source)
+    rows = Dataset.from_dict({"text": list(sources), "source": list(sources.values())})
+    if not 0 < arguments.validation < len(rows):
+        fail(f"--validation {arguments.validation} must be between 0 and the {len(rows)} texts")
+    drawn = np.random.default_rng(arguments.seed).permutation(len(rows))
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    sizes = {}
+    for name, chosen in (("validation", drawn[: arguments.validation]), ("train", drawn[arguments.validation :])):
+        rows.select(np.sort(chosen)).to_parquet(str(arguments.output / f"{name}.parquet"))
+        sizes[name] = len(chosen)
+    print(f"{arguments.output}: {sizes['train']:,} texts to train on, {sizes['validation']:,} to validate on")
+    return sizes
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""The folder of text that is made of several data sets."""
+
+import pandas as pd
+import pytest
+
+from tests.examples.runs import assert_refused, write
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """Two folders: one of texts, with one twice and one empty, and one of translations that repeats a text."""
+    write([{"text": text} for text in ("One .", " Two . ", "One .", "")], tmp_path / "plain" / "train.jsonl")
+    write([{"text": "Three ."}], tmp_path / "plain" / "unsupervised.jsonl")
+    write([{"text": "Never read ."}], tmp_path / "plain" / "test.jsonl")
+    pairs = [{"translation": {"en": text, "de": "x"}} for text in ("Two .", "Four .", "Five .")]
+    write(pairs, tmp_path / "pairs" / "train.jsonl")
+    return ["--source", str(tmp_path / "plain"), "text", "--source", str(tmp_path / "pairs"), "translation.en"]
+
+
+def test_text_of_several_sources(script, sources, tmp_path):
+    make, folders = script("prepare_text").main, [tmp_path / name for name in ("a", "b", "c")]
+    for folder, seed in zip(folders, "001", strict=True):
+        sizes = make([*sources, "--output", str(folder), "--validation", "2", "--seed", seed])
+        assert sizes == {"train": 3, "validation": 2}
+    train, held, again, other = (
+        pd.read_parquet(folder / f"{split}.parquet")
+        for folder, split in zip((folders[0], *folders), ("train", *["validation"] * 3), strict=True)
+    )
+    assert sorted([*train["text"], *held["text"]]) == ["Five .", "Four .", "One .", "Three .", "Two ."]
+    both = dict(zip([*train["text"], *held["text"]], [*train["source"], *held["source"]], strict=True))
+    assert both["Two ."].endswith("plain") and both["Four ."].endswith("pairs")  # the source that had it first
+    assert list(held["text"]) == list(again["text"]) != list(other["text"])
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (["--source", "nowhere/at-all", "text"], "cannot load nowhere/at-all"),
+        (["--validation", "5"], "--validation 5 must be between 0 and the 5 texts"),
+        (["--source", "{plain}", "txt"], "has no column txt, only text"),
+        (["--source", "{numbers}", "text"], "row 0: text is 7 instead of text"),
+        (["--source", "{tests}", "text"], "has no split train or unsupervised, only test"),
+    ],
+)
+def test_refusals(script, sources, tmp_path, change, message):
+    write([{"text": 7}], tmp_path / "numbers" / "train.jsonl")
+    write([{"text": "a"}], tmp_path / "tests" / "test.jsonl")
+    paths = {name: tmp_path / name for name in ("plain", "numbers", "tests")}
+    change = [word.format(**paths) for word in change]
+    assert_refused(lambda: script("prepare_text").main([*sources, *change, "--output", str(tmp_path / "out")]), message)
+    assert not (tmp_path / "out").exists()
