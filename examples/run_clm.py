@@ -93,7 +93,8 @@ class LanguageModelTrainer(OrderedTrainer):
         stream = self.eval_dataset if eval_dataset is None else eval_dataset
         data, args = self.data, self.args
         ranks = (args.process_index, args.world_size)
-        result = score(self.model, stream, data.eval_context, data.eval_segment, args.eval_batch_size, ranks=ranks)
+        with self.averaged():
+            result = score(self.model, stream, data.eval_context, data.eval_segment, args.eval_batch_size, ranks=ranks)
         result = Score(*total([result.total, result.tokens], args))
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in result.metrics.items()}
         self.log(metrics)

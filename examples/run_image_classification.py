@@ -7,13 +7,12 @@ Every field of TrainingArguments is an option; the values of a recipe are defaul
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from common.arguments import check_least, fail, find_checkpoint
+from common.arguments import check_least, fail
 from common.classification import accuracy, class_names, write_predictions
 from common.data import ClassifierArguments, SourceArguments, check_columns, check_source, load_splits
 from common.model import CheckpointArguments, label_fields, make_config, make_model
@@ -36,7 +35,6 @@ from common.report import SpeedCallback
 from common.scale import total
 from common.script import Script
 from common.training import OrderedTrainer
-from common.weight_average import WeightAverage
 from datasets import ClassLabel, Dataset, load_dataset
 from datasets.exceptions import DatasetsError
 from transformers import (
@@ -69,17 +67,13 @@ class DataArguments(SourceArguments, ClassifierArguments, AugmentArguments):
 @dataclass
 class ModelArguments(CheckpointArguments):
     patch_size: int = field(default=16, metadata={"help": "pixels of a side of a patch, of a new model"})
-    ema_decay: float = field(
-        default=0.0, metadata={"help": "train an average of the weights as well: evaluate and save that"}
-    )
 
 
 class PictureTrainer(OrderedTrainer):
-    """Trainer without weight decay for biases, norms and positions, with repeated augmentation and a weight average."""
+    """Trainer without weight decay for biases, norms and positions, with repeated augmentation."""
 
     repeats = 1
     mix: Callable | None = None
-    weight_average: WeightAverage | None = None
 
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args, **kwargs) -> torch.Tensor:
         counted = self.sequences + len(inputs["pixel_values"])
@@ -100,10 +94,6 @@ class PictureTrainer(OrderedTrainer):
         if self.repeats > 1:
             return make_sampler(self.train_dataset, self.repeats)
         return super()._get_train_sampler(train_dataset)
-
-    def evaluation_loop(self, *args, **kwargs):
-        with nullcontext() if self.weight_average is None else self.weight_average.in_place(self.model):
-            return super().evaluation_loop(*args, **kwargs)
 
 
 def load_pictures(data: DataArguments, limits: dict[str, int | None]) -> dict[str, Dataset]:
@@ -174,10 +164,6 @@ class ImageClassification(Script):
         check_least(self.model, 1, "patch_size")
         if self.data.channels not in (None, 1, 3):
             fail(f"--channels {self.data.channels} must be 1 or 3")
-        if not 0.0 <= self.model.ema_decay < 1.0:
-            fail(f"--ema_decay {self.model.ema_decay} must be in [0, 1)")
-        if self.model.ema_decay and self.training.load_best_model_at_end:
-            fail("--ema_decay leaves the average of the last step in the model: leave --load_best_model_at_end out")
 
     def prepare(self) -> None:
         data, splits = self.data, load_pictures(self.data, self.limits())
@@ -210,9 +196,6 @@ class ImageClassification(Script):
         )
         trainer.repeats = self.data.repeated_augmentation
         trainer.mix = make_mix(self.data, self.config.num_labels, smoothing)
-        if self.model.ema_decay:
-            trainer.weight_average = WeightAverage(self.model.ema_decay, find_checkpoint(self.training))
-            trainer.add_callback(trainer.weight_average)
         return trainer
 
     def before_evaluation(self) -> dict[str, Any]:

@@ -119,6 +119,8 @@ class Translation(Script):
             fail(f"--warmup_init_lr {data.warmup_init_lr} needs --milestones, and a higher --learning_rate")
         if data.clip_each is not None and (data.clip_each <= 0 or training.max_grad_norm or training.fp16):
             fail(f"--clip_each {data.clip_each} must be above 0, with --max_grad_norm 0 and without --fp16")
+        if data.average_checkpoints and self.average.ema_decay:
+            fail("--average_checkpoints and --ema_decay are two averages of the weights: pass one of them")
         if data.average_checkpoints > (training.save_total_limit or data.average_checkpoints):
             fail(f"--average_checkpoints {data.average_checkpoints} is above --save_total_limit")
 
@@ -176,11 +178,11 @@ class Translation(Script):
 
     def before_evaluation(self) -> dict[str, Any]:
         """Give the model the mean of checkpoints, and evaluation its beams."""
-        summary = {"averaged": self.average()} if self.data.average_checkpoints else {}
+        summary = {"averaged": self.average_weights()} if self.data.average_checkpoints else {}
         self.training.predict_with_generate, self.training.generation_num_beams = True, self.data.num_beams
         return summary
 
-    def average(self) -> str:
+    def average_weights(self) -> str:
         """Give the model the mean of several checkpoints, and save it; return their names."""
         data, training, trainer = self.data, self.training, self.trainer
         metric = training.metric_for_best_model or "eval_loss"

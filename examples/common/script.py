@@ -15,6 +15,7 @@ from common.hub import publish
 from common.model import ModelArguments
 from common.scale import EpochCallback, ScaleArguments, check_batch, check_launch, check_scale, set_timeout
 from common.training import OrderedTrainer, check_training, describe, evaluate, finish, train
+from common.weight_average import AverageArguments, add_average, check_average
 
 MEMORY_HINT = (
     "What helps: a smaller --per_device_train_batch_size (or --per_device_eval_batch_size) with more "
@@ -53,8 +54,9 @@ class Script(ABC):
 
     def __init__(self, argv: list[str] | None = None):
         self.start, self.argv = time.perf_counter(), argv
-        kinds = (self.data_arguments, self.model_arguments, self.training_arguments, ScaleArguments)
-        self.data, self.model, self.training, self.scale = parse_arguments(kinds, argv, **self.defaults)
+        kinds = (self.data_arguments, self.model_arguments, self.training_arguments, ScaleArguments, AverageArguments)
+        parsed = parse_arguments(kinds, argv, **self.defaults)
+        self.data, self.model, self.training, self.scale, self.average = parsed
         self.splits: dict[str, Dataset] = {}
         check_launch(self.training.world_size)
         set_timeout(self.training)
@@ -68,6 +70,7 @@ class Script(ABC):
         if self.scale.streaming and not self.streams:
             fail(f"--streaming: the data of {self.title} are read whole; only those of language models can be streamed")
         check_scale(self.training, self.scale)
+        check_average(self.average, self.training)
 
     def limits(self, validation: tuple[str, ...] = ("validation",), test: tuple[str, ...] = ("test",)) -> dict:
         """Return the splits that the run reads, with the number of rows to use of each (None = all)."""
@@ -131,6 +134,8 @@ class Script(ABC):
         with self.training.main_process_first(desc="reading the data"):
             self.prepare()
         self.trainer = self.build()
+        if self.average.ema_decay:
+            add_average(self.trainer, self.average.ema_decay, checkpoint)
         summary = {"task": self.title, "metric": self.metric} | self.describe()
         if self.training.do_train:
             summary |= train(self.trainer, checkpoint, self.scale.peak_flops, self.head_share)

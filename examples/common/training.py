@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from common.hub import check_hub
 from common.model import CheckpointArguments
 from common.report import SpeedCallback, peak_memory_gb, plot_curve, print_table, save_json, throughput
 from common.scale import total
+from common.weight_average import WeightAverage
 
 NOT_SHARDED = ", not FSDP: accelerate does not shard on CPUs"
 PARALLEL = {
@@ -37,9 +39,15 @@ class OrderedTrainer(Trainer):
 
     Attributes:
         sequences: how many this process was trained on.
+        weight_average: average of the weights, which is evaluated in their place.
     """
 
     sequences = 0
+    weight_average: WeightAverage | None = None
+
+    def averaged(self) -> AbstractContextManager:
+        """Return a context in which the model has the average of the weights, if there is one."""
+        return nullcontext() if self.weight_average is None else self.weight_average.in_place(self.model)
 
     def _get_eval_sampler(self, eval_dataset: Dataset) -> SequentialSampler:
         return SequentialSampler(eval_dataset)
@@ -60,7 +68,8 @@ class OrderedTrainer(Trainer):
         self.losses = [0.0, 0.0]  # their sum, and of how many
         averages, self.args.average_tokens_across_devices = self.args.average_tokens_across_devices, False
         try:
-            output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+            with self.averaged():
+                output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         finally:
             self.args.average_tokens_across_devices = averages
         loss, count = total(self.losses, self.args)
