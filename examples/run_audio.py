@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 from common.arguments import check_least, fail
-from common.classification import accuracy, class_names, write_predictions
+from common.classification import accuracy, class_names, class_numbers, write_predictions
 from common.data import ClassifierArguments, SourceArguments, check_columns, check_source, load_splits
 from common.model import CheckpointArguments, label_fields, make_config, make_model
 from common.scale import Redrawn
 from common.script import Script
-from datasets import Audio, ClassLabel, Dataset
+from datasets import Audio, Dataset
 from scipy.signal import resample_poly
 from transformers import (
     AutoModelForSequenceClassification,
@@ -101,7 +101,7 @@ def encode_split(
 ) -> Dataset:
     """Make the columns `input_values` and `labels`, -100 for None and -1, unknown labels, in the test split only."""
     rate = extractor.sampling_rate
-    feature = split.features.get(data.label_column)
+    numbers = class_numbers(split, data.label_column, labels, name)
 
     def encode(row: dict[str, Any], index: int) -> dict[str, Any]:
         samples, own_rate = read_clip(row, data)
@@ -111,15 +111,7 @@ def encode_split(
         samples = samples if data.max_seconds is None else samples[: round(data.max_seconds * rate)]
         if samples.ndim != 1 or len(samples) == 0 or not np.isfinite(samples).all():
             fail(f"split {name}, row {index}: {data.audio_column} is empty, not finite or has several channels")
-        encoded = {"input_values": extractor(samples, sampling_rate=rate)["input_values"][0]}
-        label = row.get(data.label_column)
-        if isinstance(feature, ClassLabel) and label in range(feature.num_classes):
-            label = feature.int2str(label)
-        unknown = name == "test" and label in (None, -1)
-        if not unknown and str(label) not in labels:
-            fail(f"split {name}, row {index}: label {label!r} is not one of {', '.join(labels)}")
-        encoded["labels"] = -100 if unknown else labels.index(str(label))
-        return encoded
+        return {"input_values": extractor(samples, sampling_rate=rate)["input_values"][0], "labels": numbers[index]}
 
     options = {"with_indices": True, "remove_columns": split.column_names, "keep_in_memory": in_memory}
     return split.map(encode, **options, load_from_cache_file=not in_memory, desc=name)

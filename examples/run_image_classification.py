@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from common.arguments import check_least, fail
-from common.classification import accuracy, class_names, write_predictions
+from common.classification import accuracy, class_names, class_numbers, write_predictions
 from common.data import ClassifierArguments, SourceArguments, check_columns, check_source, load_splits
 from common.model import CheckpointArguments, label_fields, make_config, make_model
 from common.pictures import (
@@ -35,7 +35,7 @@ from common.report import SpeedCallback
 from common.scale import total
 from common.script import Script
 from common.training import OrderedTrainer
-from datasets import ClassLabel, Dataset, load_dataset
+from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetsError
 from transformers import (
     AutoConfig,
@@ -115,16 +115,7 @@ def encode_split(
     split: Dataset, name: str, data: DataArguments, channels: int, transform: Transform, names: list[str]
 ) -> Dataset:
     """Return the split with `pixel_values`, made anew whenever a row is read, and `labels`; -100 = not known."""
-    labels = [-100] * len(split)
-    if data.label_column in split.column_names:
-        feature = split.features[data.label_column]
-        for index, label in enumerate(split[data.label_column]):
-            if isinstance(feature, ClassLabel) and label in range(feature.num_classes):
-                label = feature.int2str(label)
-            if str(label) in names:
-                labels[index] = names.index(str(label))
-            elif name != "test":
-                fail(f"split {name}, row {index}: label {label!r} is not one of {', '.join(names)}")
+    labels = class_numbers(split, data.label_column, names, name)
     pictures = split.select_columns([data.image_column]).add_column("labels", labels)
     pixels = holds_pixels(split, data.image_column)
 

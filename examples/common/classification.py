@@ -1,10 +1,11 @@
-"""Classes of examples that are not text: their names, the metric, and predictions for test data."""
+"""Classes of examples: their names, the metric, and predictions for test data."""
 
 from typing import Any
 
 from datasets import ClassLabel, Dataset
 from transformers import AutoConfig, EvalPrediction, Trainer
 
+from common.arguments import fail
 from common.training import write_lines
 
 
@@ -16,6 +17,24 @@ def class_names(train: Dataset | None, column: str, model: str | None) -> list[s
     if isinstance(feature, ClassLabel):
         return feature.names
     return [str(label) for label in sorted(set(train[column]) - {None})]
+
+
+def class_numbers(split: Dataset, column: str, names: list[str], name: str) -> list[int]:
+    """Return the class of every row by its number in `names`; the script ends where it is none of them.
+
+    In the split `name` "test" None and -1 are unknown classes, -100, and so are all where the column is missing.
+    """
+    if column not in split.column_names:
+        return [-100] * len(split)
+    feature, numbers = split.features[column], []
+    for row, label in enumerate(split[column]):
+        if isinstance(feature, ClassLabel) and label in range(feature.num_classes):
+            label = feature.int2str(label)
+        unknown = name == "test" and label in (None, -1)
+        if not unknown and str(label) not in names:
+            fail(f"split {name}, row {row}: label {label!r} is not one of {', '.join(names)}")
+        numbers.append(-100 if unknown else names.index(str(label)))
+    return numbers
 
 
 def accuracy(prediction: EvalPrediction) -> dict[str, float]:

@@ -1,0 +1,87 @@
+import random
+
+import pandas as pd
+import pytest
+from transformers import AutoModelForSequenceClassification, pipeline
+
+from tests.examples import runs
+from tests.examples.runs import assert_complete, assert_refused, assert_resumes, sentence, write
+
+RUN = ["run_text_classification", "--max_seq_length", 32]
+
+
+def rows(size: int, seed: int) -> list[dict]:
+    """Reviews that are good or bad, and their titles."""
+    draw = random.Random(seed)
+    examples = []
+    for index in range(size):
+        good = draw.randrange(2) == 1
+        examples.append({"title": f"No. {index}", "text": sentence(good, draw), "label": "good" if good else "bad"})
+    return examples
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder without a validation split, as IMDB is."""
+    for split, size in (("train", 80), ("test", 12)):
+        path = tmp_path / "reviews" / f"{split}.csv"
+        path.parent.mkdir(exist_ok=True)
+        pd.DataFrame(rows(size, size)).to_csv(path, index=False)
+    return tmp_path / "reviews"
+
+
+def options(folder, output, *more) -> list:
+    model = ["--config_overrides", f"{runs.TINY},dropout=0.1", "--vocab_size", 300, "--per_device_train_batch_size", 8]
+    return ["--dataset_path", folder, "--output_dir", output, *model, "--do_train", *more]
+
+
+def test_names_as_labels_and_rows_held_out(run, folder, tmp_path):
+    output = tmp_path / "out"
+    more = ["--do_eval", "--do_predict", "--validation_share", 0.2, "--num_train_epochs", 8, "--learning_rate", 0.02]
+    summary = run(*options(folder, output, *more, "--eval_strategy", "epoch"), curve=True)
+    assert summary["task"] == "reviews" and summary["train_samples"] == 64
+    assert summary["eval_accuracy"] == summary["test_accuracy"] == 1.0
+    assert_complete(output, summary)
+    lines = (output / "predictions.tsv").read_text().split()[2:]
+    assert lines[1::2] == [row["label"] for row in rows(12, 12)]
+    classify = pipeline("text-classification", model=str(output))
+    assert [found["label"] for found in classify([row["text"] for row in rows(12, 12)])] == lines[1::2]
+
+    # The trained model alone, on labels that are numbers of its classes, one of them unknown.
+    test = pd.DataFrame(rows(12, 12)).replace({"label": {"good": "good", "bad": None}})
+    test.to_csv(folder / "test.csv", index=False)
+    again = run(
+        "--dataset_path", folder, "--model_name_or_path", output, "--output_dir", tmp_path / "two", "--do_predict"
+    )
+    assert again["test_accuracy"] == 1.0 and (tmp_path / "two" / "predictions.tsv").read_text().split()[2:] == lines
+
+
+def test_pairs(run, folder, tmp_path):
+    summary = run(*options(folder, tmp_path / "out", "--text_columns", "title", "text", "--max_steps", 2))
+    assert summary["steps"] == 2
+
+
+def test_resume_gives_the_same_weights(run, folder, tmp_path):
+    assert_resumes(run, lambda output: options(folder, output), AutoModelForSequenceClassification, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        (["--validation_share", 1], r"--validation_share 1.0 must be in \[0, 1\)"),
+        (["--do_eval"], "has no split validation"),
+        (["--text_columns", "a", "b", "c"], "--text_columns a b c: one column of texts, or two of pairs"),
+        (["--text_columns", "review"], "split train has no column review, only title, text, label"),
+        (["--label_column", "stars"], "split train has no column stars"),
+        (["--dataset_name", "stanfordnlp/imdb"], "pass one of --dataset_name and --dataset_path"),
+    ],
+)
+def test_wrong_options_end_in_one_line(run, folder, tmp_path, more, message):
+    assert_refused(run, message, *options(folder, tmp_path / "out", *more), output=tmp_path / "out")
+
+
+def test_a_class_that_training_did_not_have(run, folder, tmp_path):
+    write([{"text": "so so", "label": "fair"}], folder.parent / "other" / "validation.jsonl")
+    write(rows(16, 0), folder.parent / "other" / "train.jsonl")
+    arguments = options(folder.parent / "other", tmp_path / "out", "--do_eval")
+    assert_refused(run, "split validation, row 0: label 'fair' is not one of bad, good", *arguments)
