@@ -15,6 +15,7 @@ import evaluate
 import numpy as np
 import torch
 from common.arguments import fail
+from common.hub import check_login, publish
 from common.report import plot_curve, print_columns, save_json
 from datasets import Dataset
 from sklearn.datasets import load_digits
@@ -80,7 +81,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--learning_rate", type=float, help=f"peak of the schedule; None: {LEARNING_RATES}")
     parser.add_argument("--seed", type=int, default=0, help="of the split, the weights and the order of the images")
     parser.add_argument("--min_accuracy", type=float, default=0.95, help="a lower test accuracy is a failure")
+    parser.add_argument("--push_to_hub", action="store_true", help="push the models as digits-luna and digits-mega")
     arguments = parser.parse_args(argv)
+    if arguments.push_to_hub:
+        check_login()
     if arguments.output_dir.exists() and not (arguments.output_dir / "summary.json").is_file():
         if not arguments.output_dir.is_dir() or any(arguments.output_dir.iterdir()):
             fail(f"{arguments.output_dir} holds other files than an earlier run: pass another --output_dir")
@@ -122,13 +126,15 @@ def train(model_type: str, arguments: argparse.Namespace, train_set: Dataset, te
             save_strategy="no",
             seed=arguments.seed,
             dataloader_pin_memory=torch.accelerator.is_available(),
+            push_to_hub=arguments.push_to_hub,
+            hub_model_id=f"digits-{model_type}",
         ),
         train_dataset=train_set,
         eval_dataset=test_set,
         compute_metrics=compute_metrics,
     )
     trainer.train()
-    trainer.save_model()
+    trainer.save_model(_internal_call=True)  # pushed at the end, with its card
     return trainer
 
 
@@ -138,7 +144,9 @@ def predict(model: PreTrainedModel, test_set: Dataset) -> np.ndarray:
     return model.eval()(input_values=torch.tensor(test_set["input_values"][:])).logits.numpy()
 
 
-def run(model_type: str, arguments: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, float]]]:
+def run(
+    model_type: str, arguments: argparse.Namespace, argv: list[str] | None
+) -> tuple[dict[str, Any], list[dict[str, float]]]:
     """Train, save, reload and judge one model; return its summary and what the Trainer logged."""
     start = time.perf_counter()
     set_seed(arguments.seed)
@@ -151,6 +159,8 @@ def run(model_type: str, arguments: argparse.Namespace) -> tuple[dict[str, Any],
     difference = float(np.abs(reloaded - trained.predictions).max())
     if difference > 1e-4 or (reloaded.argmax(-1) != trained.predictions.argmax(-1)).any():
         fail(f"the model reloaded from {folder} predicts differently (logits by {difference:.2g})")
+    scores = {"eval_accuracy": trained.metrics["test_accuracy"]}
+    publish(trainer, __file__, argv, scores, dataset="digits of scikit-learn")
     summary = {
         "parameters": trainer.model.num_parameters(),
         "train_images": len(train_set),
@@ -169,7 +179,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     arguments = parse(argv)
     summaries, histories = {}, {}
     for model_type in CONFIGS if arguments.model_type == "both" else [arguments.model_type]:
-        summaries[model_type], histories[model_type] = run(model_type, arguments)
+        summaries[model_type], histories[model_type] = run(model_type, arguments, argv)
     title, output = "Handwritten digits, pixel by pixel", arguments.output_dir
     plot_curve(histories, ["eval_accuracy"], title, output / "curve.png")
     save_json({"luna_mega": luna_mega.__version__, **summaries}, output / "summary.json")

@@ -24,6 +24,7 @@ from accelerate.utils import DistributedType
 from common.arguments import check_least, fail, parse_arguments
 from common.checkpoint import find_checkpoints, remove_half_written, save_checkpoint
 from common.data import SourceArguments, check_source, check_texts, load_splits
+from common.hub import check_login, push_folder
 from common.model import ModelArguments, make_config, make_model, make_tokenizer
 from common.report import print_table, save_json, throughput
 from common.scale import check_launch, draw
@@ -54,6 +55,9 @@ class Arguments(SourceArguments):
     fsdp: bool = field(default=False, metadata={"help": "shard by FSDP2 also where accelerate does not, as on CPUs"})
     timeout: int = field(default=60, metadata={"help": "seconds until a process that says nothing ends the others"})
     peak_flops: float | None = field(default=None, metadata={"help": "of a process's device; CPUs measure theirs"})
+    push_to_hub: str | None = field(
+        default=None, metadata={"help": "repository for the model, at the end"}
+    )
 
 
 class Loop:
@@ -144,6 +148,8 @@ def read_parts(
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     options, source = parse_arguments((Arguments, ModelArguments), argv)
     check_source(options)
+    if options.push_to_hub:
+        check_login()
     check_least(options, 1, "max_steps", "batch_size", "gradient_accumulation_steps", "save_steps", "timeout")
     check_least(options, 2, "block_size")
     limit = InitProcessGroupKwargs(timeout=timedelta(seconds=options.timeout))
@@ -194,6 +200,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         tokenizer.save_pretrained(output)
         save_json(summary, output / "summary.json")
         print_table("masked language model", summary)
+        if options.push_to_hub:
+            push_folder(options.push_to_hub, output)
     accelerator.end_training()
     return summary
 

@@ -1,6 +1,8 @@
 """The end of a run: the model card and, with `--push_to_hub`, the whole output folder on the Hub."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,15 @@ def check_hub(training: TrainingArguments) -> None:
     if training.hub_token:
         fail("--hub_token: Trainer writes it into training_args.bin and pushes that; use `hf auth login` or HF_TOKEN")
     if training.push_to_hub:
-        try:
-            HfApi().whoami()
-        except (HTTPError, OSError) as error:
-            fail(f"--push_to_hub: {error}")
+        check_login()
+
+
+def check_login() -> None:
+    """End the script where the Hub does not know who pushes."""
+    try:
+        HfApi().whoami()
+    except (HTTPError, OSError) as error:
+        fail(f"--push_to_hub: {error}")
 
 
 def publish(
@@ -60,8 +67,22 @@ def publish(
         trainer.create_model_card()
     if not trainer.args.push_to_hub:
         return
-    try:
+    with one_line(trainer.hub_model_id, output):
         trainer.push_to_hub()
+
+
+def push_folder(name: str, folder: Path) -> None:
+    """Push a folder, without its checkpoints, to the repository `name`, which is made if there is none."""
+    with one_line(name, folder):
+        repository = HfApi().create_repo(name, exist_ok=True).repo_id
+        HfApi().upload_folder(repo_id=repository, folder_path=folder, ignore_patterns="checkpoint-*")
+
+
+@contextmanager
+def one_line(name: str, folder: Path) -> Iterator[None]:
+    """End the script with one line where a push of `folder` to the repository `name` fails."""
+    try:
+        yield
     except (HTTPError, OSError, RuntimeError) as error:
-        again = f'hf upload {trainer.hub_model_id} {output} . --exclude "checkpoint-*"'
-        fail(f"the push failed: {error} {error.__cause__ or ''} Nothing is lost: `{again}` sends {output}")
+        again = f'hf upload {name} {folder} . --exclude "checkpoint-*"'
+        fail(f"the push failed: {error} {error.__cause__ or ''} Nothing is lost: `{again}` sends {folder}")

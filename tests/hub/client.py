@@ -145,6 +145,12 @@ def train(examples: Path, folder: Path, output: Path, **options: Any) -> None:
     publish(trainer, "run_glue.py", ["--do_train"], trainer.evaluate(), dataset="nyu-mll/glue", dataset_config="sst2")
 
 
+def run_example(examples: Path, script: str, arguments: list[str]) -> None:
+    """Call the function `main` of a script."""
+    sys.path.insert(0, str(examples))
+    importlib.import_module(script).main(arguments)
+
+
 def train_without_token(*args: Any) -> None:
     token = os.environ.pop("HF_TOKEN")
     try:
