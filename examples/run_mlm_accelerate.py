@@ -55,9 +55,7 @@ class Arguments(SourceArguments):
     fsdp: bool = field(default=False, metadata={"help": "shard by FSDP2 also where accelerate does not, as on CPUs"})
     timeout: int = field(default=60, metadata={"help": "seconds until a process that says nothing ends the others"})
     peak_flops: float | None = field(default=None, metadata={"help": "of a process's device; CPUs measure theirs"})
-    push_to_hub: str | None = field(
-        default=None, metadata={"help": "repository for the model, at the end"}
-    )
+    push_to_hub: str | None = field(default=None, metadata={"help": "repository for the model, at the end"})
 
 
 class Loop:

@@ -1,4 +1,4 @@
-"""The report of several runs: a table beside the papers' figures, and accuracy over speed as in Figure 1 of Luna."""
+"""The report of several runs: a table beside the papers' figures, and accuracy over speed and over time."""
 
 import statistics
 from pathlib import Path
@@ -10,7 +10,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from common.arguments import fail
 from common.report import show
-from common.summaries import mean_and_spread, read_summaries
+from common.summaries import mean_and_spread, read_json, read_summaries
 from transformers import PreTrainedConfig
 
 from lra.tasks import TASKS
@@ -45,11 +45,20 @@ def name_variant(config: PreTrainedConfig) -> str:
 
 
 def read_runs(folders: list[str]) -> list[dict[str, Any]]:
-    """Return the summaries of training runs in the folders; the script ends where there is none."""
-    runs = [run for _, run in read_summaries(folders) if run.get("task") in TASKS and "steps" in run]
+    """Return the summaries of training runs in the folders, each with its `curve`; the script ends where is none."""
+    found = [(folder, run) for folder, run in read_summaries(folders) if run.get("task") in TASKS and "steps" in run]
+    runs = [run | {"curve": read_curve(folder, run.get("self_pretraining_seconds", 0.0))} for folder, run in found]
     if not runs:
         fail(f"--report {' '.join(folders)}: there is no summary.json of a training run of this script")
     return runs
+
+
+def read_curve(folder: Path, before: float) -> list[tuple[float, float]]:
+    """Return minutes of training, with the seconds `before` it, and accuracy in percent of all evaluations of a run."""
+    file = folder / "trainer_state.json"
+    history = read_json(file).get("log_history", []) if file.is_file() else []
+    evaluated = [entry for entry in history if {"train_seconds", "eval_accuracy"} <= entry.keys()]
+    return [((before + entry["train_seconds"]) / 60, 100 * entry["eval_accuracy"]) for entry in evaluated]
 
 
 def group_runs(runs: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -102,24 +111,29 @@ def table_row(group: list[dict[str, Any]]) -> list[str]:
 
 
 def draw(groups: list[list[dict[str, Any]]], path: Path) -> None:
-    """Draw accuracy over training speed, a panel a task; the area of a disc is the peak memory."""
+    """Draw accuracy over speed, with the peak memory as area, and below the curves of the runs; a column a task."""
     tasks = [task for task in TASKS if any(group[0]["task"] == task for group in groups)]
-    figure, axes = plt.subplots(1, len(tasks), figsize=(5 * len(tasks), 4), constrained_layout=True, squeeze=False)
-    for axis, task in zip(axes[0], tasks, strict=True):
-        for group in (group for group in groups if group[0]["task"] == task):
+    figure, axes = plt.subplots(2, len(tasks), figsize=(5 * len(tasks), 8), constrained_layout=True, squeeze=False)
+    for task, speeds, curves in zip(tasks, *axes, strict=True):
+        for number, group in enumerate(group for group in groups if group[0]["task"] == task):
+            color, name = f"C{number}", group[0]["variant"]
             speed, memory, (_, scores) = mean(group, "examples_per_second"), mean(group, "peak_memory_gb"), score(group)
-            if speed is None or not scores:
-                continue
-            accuracy, name = statistics.mean(scores), group[0]["variant"]
-            disc = axis.scatter(speed, accuracy, s=200 * (memory or 1.0), alpha=0.5)
-            if len(scores) > 1:
-                axis.errorbar(speed, accuracy, statistics.stdev(scores), color=disc.get_facecolor()[0], capsize=3)
-            axis.annotate(name, (speed, accuracy), ha="center", va="center", fontsize=8)
-        axis.margins(0.25)
-        axis.set(title=task, xlabel="examples a second, training", ylabel="accuracy in %")
-        axis.grid(alpha=0.3)
+            if speed is not None and scores:
+                speeds.scatter(speed, statistics.mean(scores), s=200 * (memory or 1.0), alpha=0.5, color=color)
+                if len(scores) > 1:
+                    speeds.errorbar(speed, statistics.mean(scores), statistics.stdev(scores), color=color, capsize=3)
+                speeds.annotate(name, (speed, statistics.mean(scores)), ha="center", va="center", fontsize=8)
+            for run in group:
+                label = name if run is group[0] else None
+                curves.plot(*zip(*run["curve"], strict=True) if run["curve"] else ((), ()), color=color, label=label)
+        speeds.margins(0.25)
+        speeds.set(title=task, xlabel="examples a second, training", ylabel="accuracy in %")
+        curves.set(xlabel="minutes of training", ylabel="accuracy on the validation rows in %")
+        curves.legend()
+        speeds.grid(alpha=0.3)
+        curves.grid(alpha=0.3)
     figure.suptitle("Accuracy and speed; the area of a disc is the peak memory")
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=100)
     plt.close(figure)
 
 
@@ -131,6 +145,6 @@ def write_report(folders: list[str], output: Path) -> dict[str, Any]:
     output.mkdir(parents=True, exist_ok=True)
     text, plot = output / "report.md", output / "report.png"
     draw(groups, plot)
-    text.write_text(f"{table}\n![Accuracy over speed]({plot.name})\n", encoding="utf-8")
+    text.write_text(f"{table}\n![Accuracy over speed, and over minutes]({plot.name})\n", encoding="utf-8")
     print(table)
     return {"report": str(text), "plot": str(plot)}
