@@ -1,15 +1,18 @@
 """Command lines made of dataclasses, with recipes: YAML files whose values are defaults of the options."""
 
 import argparse
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
+from glob import escape, glob
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 
 def fail(message: object) -> NoReturn:
@@ -69,18 +72,30 @@ def check_choice(arguments: object, name: str, choices: Iterable[str]) -> None:
         fail(f"--{name} {value} must be one of {', '.join(choices)}")
 
 
-def find_checkpoint(training: TrainingArguments) -> str | None:
+def find_checkpoint(training: TrainingArguments, *files: str) -> str | None:
     """Return the folder to resume from: `--resume_from_checkpoint PATH`, or with `last` the newest one of the output.
 
-    A new training run is refused when the output folder holds checkpoints of an earlier one.
+    A checkpoint without one of `files` was being written when the run was killed; `last` is the newest one with all. A
+    new training run is refused when the output folder holds checkpoints of an earlier one.
     """
-    last = get_last_checkpoint(training.output_dir) if Path(training.output_dir).is_dir() else None
+    found = [Path(path) for path in glob(f"{escape(training.output_dir)}/{PREFIX_CHECKPOINT_DIR}-*[0-9]")]
+    found.sort(key=lambda path: int(path.name.rpartition("-")[2]))
     wanted = training.resume_from_checkpoint
     if not wanted:
-        if last and training.do_train:
-            fail(f"{last} is there already: pass --resume_from_checkpoint last, or another --output_dir")
+        if found and training.do_train:
+            fail(f"{found[-1]} is there already: pass --resume_from_checkpoint last, or another --output_dir")
         return None
-    checkpoint = last if wanted == "last" else wanted
-    if checkpoint is None or not Path(checkpoint, "trainer_state.json").is_file():
-        fail(f"--resume_from_checkpoint {wanted}: no checkpoint there")
-    return checkpoint
+    tried = reversed(found) if wanted == "last" else [Path(wanted)]
+    whole = next((path for path in tried if is_whole(path, files)), None)
+    if whole is None:
+        fail(f"--resume_from_checkpoint {wanted}: no checkpoint there" + f" with {' and '.join(files)}" * bool(files))
+    return str(whole)
+
+
+def is_whole(checkpoint: Path, files: Sequence[str]) -> bool:
+    """Return whether a checkpoint has `files`, and the state that Trainer writes last."""
+    try:
+        json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return all((checkpoint / name).is_file() for name in files)

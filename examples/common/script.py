@@ -15,7 +15,7 @@ from common.hub import publish
 from common.model import ModelArguments
 from common.scale import EpochCallback, ScaleArguments, check_batch, check_launch, check_scale, set_timeout
 from common.training import OrderedTrainer, check_training, describe, evaluate, finish, train
-from common.weight_average import AverageArguments, add_average, check_average
+from common.weight_average import FILE_NAME, AverageArguments, add_average, check_average
 
 MEMORY_HINT = (
     "What helps: a smaller --per_device_train_batch_size (or --per_device_eval_batch_size) with more "
@@ -127,7 +127,8 @@ class Script(ABC):
 
     def run_steps(self) -> dict[str, Any]:
         """Do what `run` does."""
-        self.base_model, checkpoint = self.model.model_name_or_path, find_checkpoint(self.training)
+        files = [FILE_NAME] if self.average.ema_decay else []
+        self.base_model, checkpoint = self.model.model_name_or_path, find_checkpoint(self.training, *files)
         if checkpoint:  # for its configuration and tokenizer, also when the run began from scratch
             self.model.model_name_or_path = checkpoint
         set_seed(self.training.seed)

@@ -167,6 +167,10 @@ def test_resumed_run_goes_on_where_it_stopped(run, corpus, tmp_path):
     run(*scratch(corpus, tmp_path / "out"), *options, "--max_steps", 4)
     (tmp_path / "out" / "checkpoint-4").rename(tmp_path / "other")
     before = (tmp_path / "out" / "checkpoint-2" / "trainer_state.json").read_text()
+    for step, state in ((3, None), (6, before[:40])):  # killed while it wrote a checkpoint: `last` is the one before
+        (tmp_path / "out" / f"checkpoint-{step}").mkdir()
+        if state is not None:
+            (tmp_path / "out" / f"checkpoint-{step}" / "trainer_state.json").write_text(state)
     summary = run(*scratch(corpus, tmp_path / "out"), *options, "--max_steps", 4, "--resume_from_checkpoint", "last")
     state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
     assert summary["steps"] == state["global_step"] == 4
