@@ -1,9 +1,11 @@
-"""Kills a sharded run of two processes at random points, resumes it on one and on two, and compares the losses.
+"""Kills a run of pretraining at random points by `kill -9`, resumes it, and compares the losses.
 
     python benchmarks/kill_resume.py --points 5 --folder /tmp/kill_resume
+    python benchmarks/kill_resume.py --points 10 --folder /tmp/kill_resume_trainer --trainer
 
-One process is killed by `kill -9`; the other has to end with an error within a minute. Then each number of processes
-resumes a copy of what is left, and the losses of all steps have to equal those of a run that nothing stopped.
+The first kills one of the two processes of a sharded run (run_mlm_accelerate.py); the other has to end with an error
+within a minute. Then each number of processes resumes a copy of what is left. With `--trainer` it is one process of
+run_mlm.py, with dropout and in bfloat16. The losses of all steps have to equal those of a run that nothing stopped.
 """
 
 import argparse
@@ -98,14 +100,76 @@ def finish(processes: int, corpus: Path, output: Path) -> list[float]:
     return read_losses(output)
 
 
+def start_trainer(corpus: Path, output: Path) -> subprocess.Popen:
+    """Start run_mlm.py on one process, from the newest checkpoint of `output` if there is one."""
+    model = MODEL.replace("dropout_prob=0.0", "dropout_prob=0.1")
+    resume = ["--resume_from_checkpoint", "last"] if any(output.glob("checkpoint-*")) else []
+    command = [
+        *(sys.executable, str(ROOT / "examples" / "run_mlm.py"), "--do_train", "--use_cpu", "--bf16", "true"),
+        *("--dataset_path", str(corpus), "--output_dir", str(output), "--model_type", "mega"),
+        *("--config_overrides", model, "--vocab_size", "300", "--block_size", "32", "--learning_rate", "0.01"),
+        *("--max_steps", str(STEPS), "--save_steps", "2", "--save_total_limit", "2", "--logging_steps", "1", *resume),
+    ]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    return subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **quiet)
+
+
+def finish_trainer(corpus: Path, output: Path) -> list[float]:
+    """Run, or resume, to the end; return the losses."""
+    if start_trainer(corpus, output).wait(300):
+        raise RuntimeError(f"the run in {output} failed")
+    rows = [row for row in json.loads((output / "trainer_state.json").read_text())["log_history"] if "loss" in row]
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1)), "steps are missing or doubled"
+    return [row["loss"] for row in rows]
+
+
+def kill_trainer(corpus: Path, output: Path, delay: float) -> bool:
+    """Start a run and kill it `delay` seconds after its first checkpoint has begun; return whether it still ran."""
+    process = start_trainer(corpus, output)
+    while not any(output.glob("checkpoint-*")):
+        if process.poll() is not None:
+            raise RuntimeError(f"the run in {output} ended before its first checkpoint")
+        time.sleep(0.001)
+    time.sleep(delay)
+    running = process.poll() is None
+    process.kill()
+    process.wait()
+    return running
+
+
+def check_trainer(points: int, draw: random.Random, corpus: Path, folder: Path) -> None:
+    """Kill run_mlm.py at `points` places of its steps, and print what was left and how far the losses are off."""
+    whole, times = finish_trainer(corpus, folder / "whole"), {}
+    for path in (folder / "whole").glob("checkpoint-*/trainer_state.json"):
+        times[path.parent.name] = path.stat().st_mtime
+    length = (STEPS - 2) / 2 * (max(times.values()) - min(times.values()))  # from the first checkpoint to the last
+    print("killed after s  left behind  largest difference of a loss", flush=True)
+    while points:
+        delay, output = draw.uniform(0, length), folder / f"killed-{points}"
+        if kill_trainer(corpus, output, delay):
+            points -= 1
+            left = " ".join(sorted(path.name.removeprefix("checkpoint-") for path in output.glob("checkpoint-*")))
+            losses = finish_trainer(corpus, output)
+            print(
+                f"{delay:>14.2f}  {left:>11}  {max(abs(a - b) for a, b in zip(losses, whole, strict=True)):.1e}",
+                flush=True,
+            )
+        else:
+            shutil.rmtree(output)
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--points", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, required=True, help="is made, and must not be there")
+    parser.add_argument("--trainer", action="store_true", help="one process of run_mlm.py")
     arguments = parser.parse_args(argv)
     draw, folder = random.Random(arguments.seed), arguments.folder
     corpus = write_corpus(folder / "corpus")
+    if arguments.trainer:
+        check_trainer(arguments.points, draw, corpus, folder)
+        return
     whole = finish(2, corpus, folder / "whole")
     print("kill after step  delay s  others ended after s  left behind  resumed on 1  resumed on 2", flush=True)
     for point in range(arguments.points):

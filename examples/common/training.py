@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from accelerate.utils import DistributedType
 from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import has_length
 
 import luna_mega
@@ -130,6 +131,23 @@ def describe(trainer: Trainer, model: CheckpointArguments) -> dict[str, Any]:
     }
 
 
+def take_finished(trainer: Trainer, checkpoint: str | None) -> bool:
+    """Take the state of a checkpoint, whose weights the model has, if it has all steps; return whether it has.
+
+    Trainer would train one step more.
+    """
+    if checkpoint is None:
+        return False
+    args, state = trainer.args, TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
+    if not 0 < args.max_steps <= state.global_step:
+        return False
+    trainer.state = state
+    if average := getattr(trainer, "weight_average", None):
+        average.on_train_begin(args, state, trainer.control, model=trainer.model)
+        average.on_train_end(args, state, trainer.control, model=trainer.model)
+    return True
+
+
 def train(
     trainer: Trainer, checkpoint: str | None, peak_flops: float | None = None, head_share: float = 1.0
 ) -> dict[str, Any]:
@@ -139,7 +157,8 @@ def train(
     """
     speed = SpeedCallback()
     trainer.add_callback(speed)
-    trainer.train(resume_from_checkpoint=checkpoint)
+    if not take_finished(trainer, checkpoint):
+        trainer.train(resume_from_checkpoint=checkpoint)
     if trainer.is_fsdp_enabled:  # shards are for checkpoints; the model is saved whole
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model(_internal_call=True)  # pushed at the end, with its card

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from tests.examples import runs
@@ -180,6 +181,19 @@ def test_resumed_run_goes_on_where_it_stopped(run, corpus, tmp_path):
     seconds = [entry["train_seconds"] for entry in state["log_history"]]  # of both calls together
     assert 0 < seconds[0] and seconds == sorted(seconds) and summary["train_seconds"] < seconds[-1]
     assert state["num_input_tokens_seen"] == 4 * 8 * 32
+
+
+def test_a_finished_run_is_not_trained_any_further(run, corpus, tmp_path):
+    """It was killed after its last checkpoint; with an average of the weights that is what it ends with."""
+    for decay in (0.0, 0.5):
+        output = tmp_path / str(decay)
+        command = [*scratch(corpus, output), "--save_steps", 2, "--max_steps", 2, "--ema_decay", decay]
+        run(*command)
+        before = load_file(output / "model.safetensors")
+        (output / "model.safetensors").unlink()
+        assert run(*command, "--resume_from_checkpoint", "last")["steps"] == 2
+        after = load_file(output / "model.safetensors")
+        assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 ERRORS = {
