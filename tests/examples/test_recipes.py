@@ -36,8 +36,9 @@ def parsed(script, tmp_path, monkeypatch):
 def test_recipe_is_complete(path, parsed):
     task = parsed(path)
     assert task.training.do_train and task.training.do_eval
+    options = (task.data, task.model, task.training, task.average)
     for name, value in yaml.safe_load(path.read_text()).items():
-        holder = next(arguments for arguments in (task.data, task.model, task.training) if hasattr(arguments, name))
+        holder = next(arguments for arguments in options if hasattr(arguments, name))
         found = getattr(holder, name)
         assert found == (float(value) if isinstance(found, float) else value) or name == "bf16", name
     if path.parent.name == "glue":
