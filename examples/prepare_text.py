@@ -1,6 +1,6 @@
 """Makes one folder of plain text, for run_mlm.py or run_clm.py, out of several data sets.
 
-    python examples/prepare_text.py --output data/english --source Salesforce/wikitext@wikitext-2-raw-v1 text \
+    python examples/prepare_text.py --output_dir data/english --source Salesforce/wikitext@wikitext-2-raw-v1 text \
         --source stanfordnlp/imdb text --source ehovy/race@all article --source bentrevett/multi30k en
 
 A source is a name on the Hub, with @ and its configuration where it has several, or a local folder; then the column
@@ -47,7 +47,9 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
     parser.add_argument("--source", nargs=2, action="append", metavar=("NAME", "COLUMN"), required=True)
     parser.add_argument("--validation", type=int, default=1000, help="texts that are drawn for the split validation")
     parser.add_argument("--seed", type=int, default=0, help="of the validation texts")
-    parser.add_argument("--output", type=Path, required=True, help="folder for train.parquet and validation.parquet")
+    parser.add_argument(
+        "--output_dir", type=Path, required=True, help="folder for train.parquet and validation.parquet"
+    )
     arguments = parser.parse_args(argv)
     sources: dict[str, str] = {}
     for source, column in arguments.source:
@@ -59,12 +61,12 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
     if not 0 < arguments.validation < len(rows):
         fail(f"--validation {arguments.validation} must be between 0 and the {len(rows)} texts")
     drawn = np.random.default_rng(arguments.seed).permutation(len(rows))
-    arguments.output.mkdir(parents=True, exist_ok=True)
+    arguments.output_dir.mkdir(parents=True, exist_ok=True)
     sizes = {}
     for name, chosen in (("validation", drawn[: arguments.validation]), ("train", drawn[arguments.validation :])):
-        rows.select(np.sort(chosen)).to_parquet(str(arguments.output / f"{name}.parquet"))
+        rows.select(np.sort(chosen)).to_parquet(str(arguments.output_dir / f"{name}.parquet"))
         sizes[name] = len(chosen)
-    print(f"{arguments.output}: {sizes['train']:,} texts to train on, {sizes['validation']:,} to validate on")
+    print(f"{arguments.output_dir}: {sizes['train']:,} texts to train on, {sizes['validation']:,} to validate on")
     return sizes
 
 

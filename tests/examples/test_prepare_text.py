@@ -20,7 +20,7 @@ def sources(tmp_path):
 def test_text_of_several_sources(script, sources, tmp_path):
     make, folders = script("prepare_text").main, [tmp_path / name for name in ("a", "b", "c")]
     for folder, seed in zip(folders, "001", strict=True):
-        sizes = make([*sources, "--output", str(folder), "--validation", "2", "--seed", seed])
+        sizes = make([*sources, "--output_dir", str(folder), "--validation", "2", "--seed", seed])
         assert sizes == {"train": 3, "validation": 2}
     train, held, again, other = (
         pd.read_parquet(folder / f"{split}.parquet")
@@ -47,5 +47,7 @@ def test_refusals(script, sources, tmp_path, change, message):
     write([{"text": "a"}], tmp_path / "tests" / "test.jsonl")
     paths = {name: tmp_path / name for name in ("plain", "numbers", "tests")}
     change = [word.format(**paths) for word in change]
-    assert_refused(lambda: script("prepare_text").main([*sources, *change, "--output", str(tmp_path / "out")]), message)
+    assert_refused(
+        lambda: script("prepare_text").main([*sources, *change, "--output_dir", str(tmp_path / "out")]), message
+    )
     assert not (tmp_path / "out").exists()
