@@ -226,7 +226,7 @@ class LongRangeArena(Script):
             "batch": training.train_batch_size * training.gradient_accumulation_steps * training.world_size,
             "hardware": torch.cuda.get_device_name(device)
             if cuda
-            else f"{platform.machine()} CPU, {torch.get_num_threads()} threads",
+            else f"{platform.machine()} CPU, threads: {torch.get_num_threads()}",
             **super().describe(),
             "self_pretraining_steps": data.self_pretraining_steps,
             **self.pretraining,
