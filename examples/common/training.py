@@ -213,5 +213,5 @@ def finish(trainer: Trainer, title: str, summary: dict[str, Any], curves: list[s
         "output_dir": str(output),
     }
     save_json(summary, output / "summary.json")
-    print_table(title, summary)
+    print_table(title, {name: value for name, value in summary.items() if value != title})  # which the task may be
     return summary
