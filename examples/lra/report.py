@@ -113,10 +113,12 @@ def table_row(group: list[dict[str, Any]]) -> list[str]:
 def draw(groups: list[list[dict[str, Any]]], path: Path) -> None:
     """Draw accuracy over speed, with the peak memory as area, and below the curves of the runs; a column a task."""
     tasks = [task for task in TASKS if any(group[0]["task"] == task for group in groups)]
+    models = sorted({group[0]["variant"] for group in groups})
     figure, axes = plt.subplots(2, len(tasks), figsize=(5 * len(tasks), 8), constrained_layout=True, squeeze=False)
     for task, speeds, curves in zip(tasks, *axes, strict=True):
-        for number, group in enumerate(group for group in groups if group[0]["task"] == task):
-            color, name = f"C{number}", group[0]["variant"]
+        for group in (group for group in groups if group[0]["task"] == task):
+            name = group[0]["variant"]
+            color = f"C{models.index(name)}"
             speed, memory, (_, scores) = mean(group, "examples_per_second"), mean(group, "peak_memory_gb"), score(group)
             if speed is not None and scores:
                 speeds.scatter(speed, statistics.mean(scores), s=200 * (memory or 1.0), alpha=0.5, color=color)
