@@ -142,6 +142,8 @@ def take_finished(trainer: Trainer, checkpoint: str | None) -> bool:
     if not 0 < args.max_steps <= state.global_step:
         return False
     trainer.state = state
+    if args.load_best_model_at_end and state.best_model_checkpoint:
+        trainer._load_best_model()
     if average := getattr(trainer, "weight_average", None):
         average.on_train_begin(args, state, trainer.control, model=trainer.model)
         average.on_train_end(args, state, trainer.control, model=trainer.model)

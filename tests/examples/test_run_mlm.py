@@ -184,16 +184,20 @@ def test_resumed_run_goes_on_where_it_stopped(run, corpus, tmp_path):
 
 
 def test_a_finished_run_is_not_trained_any_further(run, corpus, tmp_path):
-    """It was killed after its last checkpoint; with an average of the weights that is what it ends with."""
-    for decay in (0.0, 0.5):
-        output = tmp_path / str(decay)
-        command = [*scratch(corpus, output), "--save_steps", 2, "--max_steps", 2, "--ema_decay", decay]
+    """It was killed after its last checkpoint; it ends with the average of the weights, or the best ones, as before."""
+    higher = ["--metric_for_best_model", "loss", "--greater_is_better", 1]  # that of the first step
+    best = ["--load_best_model_at_end", "--eval_strategy", "steps", "--eval_steps", 1, *higher]
+    for name, options in (("plain", []), ("average", ["--ema_decay", 0.5]), ("best", best)):
+        output = tmp_path / name
+        command = [*scratch(corpus, output), "--save_steps", 1, "--max_steps", 2, *options]
         run(*command)
         before = load_file(output / "model.safetensors")
         (output / "model.safetensors").unlink()
         assert run(*command, "--resume_from_checkpoint", "last")["steps"] == 2
         after = load_file(output / "model.safetensors")
         assert all(torch.equal(before[name], after[name]) for name in before)
+    state = json.loads((tmp_path / "best" / "trainer_state.json").read_text())
+    assert state["best_model_checkpoint"].endswith("checkpoint-1")
 
 
 ERRORS = {
