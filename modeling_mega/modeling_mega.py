@@ -105,7 +105,7 @@ class MegaEmbeddings(nn.Module):
 
 
 class MegaMovingAverage(nn.Module):
-    """Multi-dimensional damped EMA with its skip connection (section 3.1; equations 1 and 2)."""
+    """Multi-dimensional damped EMA with its skip connection (section 3.1)."""
 
     def __init__(self, config: MegaConfig):
         super().__init__()
@@ -157,7 +157,7 @@ class MegaMovingAverage(nn.Module):
 
 
 class MegaGatedAttention(nn.Module):
-    """Moving average equipped gated attention (section 3.2; equations 6 to 13)."""
+    """Moving average equipped gated attention (section 3.2)."""
 
     def __init__(self, config: MegaConfig, drop_path_rate: float = 0.0):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The damped multi-dimensional EMA as the paper writes it (Mega, section 3.1, equations 2 to 7).
+"""The damped multi-dimensional EMA as the paper writes it (Mega, section 3.1).
 
 This file is the specification: every faster path is tested against it. Shapes: input `[B, T, D]`, parameters `[R, N]`
 with R = D (causal) or R = 2 D (bidirectional, the rows from D on are the average that runs backwards), state
