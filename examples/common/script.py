@@ -103,7 +103,7 @@ class Script(ABC):
 
     def describe(self) -> dict[str, Any]:
         """Return the first entries of the summary."""
-        return describe(self.trainer, self.model)
+        return describe(self.trainer, self.base_model or f"{self.model.model_type} from scratch")
 
     def before_evaluation(self) -> dict[str, Any]:
         """Prepare the model for the evaluation at the end, whether it was trained or loaded."""

@@ -116,12 +116,12 @@ def check_training(
         training.include_num_input_tokens_seen = "non_padding"
 
 
-def describe(trainer: Trainer, model: CheckpointArguments) -> dict[str, Any]:
-    """Return the first entries of the summary."""
+def describe(trainer: Trainer, model: str) -> dict[str, Any]:
+    """Return the first entries of the summary; `model` is what the run began from."""
     asked = trainer.args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     asked = asked and not trainer.is_fsdp_enabled
     return {
-        "model": model.model_name_or_path or f"{model.model_type} from scratch",
+        "model": model,
         "seed": trainer.args.seed,
         "parameters": trainer.model.num_parameters(),
         "device": str(trainer.args.device),

@@ -174,7 +174,7 @@ def test_resumed_run_goes_on_where_it_stopped(run, corpus, tmp_path):
             (tmp_path / "out" / f"checkpoint-{step}" / "trainer_state.json").write_text(state)
     summary = run(*scratch(corpus, tmp_path / "out"), *options, "--max_steps", 4, "--resume_from_checkpoint", "last")
     state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
-    assert summary["steps"] == state["global_step"] == 4
+    assert summary["steps"] == state["global_step"] == 4 and summary["model"] == "luna from scratch"
     assert state["log_history"][:2] == json.loads(before)["log_history"][:2]
     rates = [entry["learning_rate"] for entry in state["log_history"] if "learning_rate" in entry]
     assert rates == pytest.approx([0.01, 0.0075, 0.005, 0.0025])
