@@ -215,5 +215,5 @@ def finish(trainer: Trainer, title: str, summary: dict[str, Any], curves: list[s
         "output_dir": str(output),
     }
     save_json(summary, output / "summary.json")
-    print_table(title, {name: value for name, value in summary.items() if value != title})  # which the task may be
+    print_table(title, {name: value for name, value in summary.items() if (name, value) != ("task", title)})
     return summary
