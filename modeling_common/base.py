@@ -11,6 +11,8 @@ from luna_mega.modeling_common.tensor_parallel import TensorParallelMixin
 
 # The name of the input by `config.input_type`.
 INPUT_NAMES = {"tokens": "input_ids", "values": "input_values", "patches": "pixel_values"}
+# Fields of the configuration that belong to one kind of input and say nothing of a model that reads another.
+INPUT_OF_FIELD = {"vocab_size": "tokens", "image_size": "patches", "patch_size": "patches"}
 _EMBEDDINGS = {"tokens": "word_embeddings", "values": "value_embeddings", "patches": "patch_embeddings"}
 
 

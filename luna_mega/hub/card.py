@@ -15,6 +15,7 @@ from transformers.modelcard import extract_hyperparameters_from_trainer
 
 import luna_mega
 from luna_mega._register import _AUTO_CLASSES
+from luna_mega.modeling_common.base import INPUT_OF_FIELD
 
 FILE_NAME = "README.md"
 _TASKS = {
@@ -233,7 +234,10 @@ def _card(
         license=license,
         **metadata,
     )
-    fields = family.fields if family else [field for field in _COMMON_FIELDS if hasattr(config, field)]
+    if family:
+        fields = [field for field in family.fields if INPUT_OF_FIELD.get(field) in (None, config.input_type)]
+    else:
+        fields = [field for field in _COMMON_FIELDS if hasattr(config, field)]
     architecture = {field: getattr(config, field) for field in fields} | {"parameters": f"{parameters:,}"}
     parts = {
         "Use": _usage(model_class, config, tokenizer),

@@ -5,10 +5,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from luna_mega import LunaConfig
 from luna_mega.inspection import costs_luna, costs_mega
+from luna_mega.modeling_common.base import INPUT_OF_FIELD
 
 _EMBEDDINGS = ("embeddings", "embedding_layer", "embedding_norm")
 _STACKS = ("encoder", "decoder", "layers", "final_norm", "output_projection")
-_FIELDS_OF_INPUT = {"vocab_size": "tokens", "image_size": "patches", "patch_size": "patches"}
 _LANGUAGE_MODELS = ("MaskedLM", "CausalLM", "ConditionalGeneration")
 _HEADS_FOR_EVERY_TOKEN = (*_LANGUAGE_MODELS, "TokenClassification", "QuestionAnswering")
 
@@ -22,7 +22,7 @@ def stacks(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
 
 def fields(config: PreTrainedConfig) -> dict[str, int | str | bool]:
     """Return the fields of the configuration that size the model, and those of a decoder that differ from them."""
-    names = [name for name in _family(config).FIELDS if _FIELDS_OF_INPUT.get(name) in (None, config.input_type)]
+    names = [name for name in _family(config).FIELDS if INPUT_OF_FIELD.get(name) in (None, config.input_type)]
     found = {name: getattr(config, name) for name in names}
     if config.is_encoder_decoder:
         decoder = {f"decoder_{name}": getattr(config.decoder_config, name) for name in names}

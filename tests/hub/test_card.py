@@ -159,6 +159,12 @@ def test_training_of_a_model_of_transformers(tmp_path, tokenizer, task):
     assert type(session["model"]) is type(trainer.model) and "luna" not in sections["Use"]
 
 
+def test_only_fields_of_the_input_are_shown():
+    for kind in ("tokens", "values"):
+        shown = parts(converted("LunaForSequenceClassification", input_type=kind))["Architecture"]
+        assert ("| vocab_size |" in shown) == (kind == "tokens")
+
+
 def test_values_have_no_pipeline():
     card = converted("LunaForSequenceClassification", input_type="values")
     assert card.data.pipeline_tag is None and metadata_errors(str(card)) == []
