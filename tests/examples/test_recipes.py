@@ -23,8 +23,10 @@ def parsed(script, tmp_path, monkeypatch):
         task = path.parent.name.replace("csqa", "race")
         source = [] if task in ("glue", "race") else ["--dataset_path", "x"]
         options = ["--recipe", str(path), "--output_dir", str(tmp_path), *source, "--bf16", "false"]
-        if "pretrained" in path.stem:
+        if "pretrained" in path.stem or "continued" in path.stem:
             options += ["--model_name_or_path", "x"]
+        if path.stem.startswith("pretrained"):
+            options += ["--task_name", "rte"]
         module, base = script("lra.run_lra" if task == "lra" else f"run_{task}"), script("common.script").Script
         (kind,) = (kind for kind in vars(module).values() if isinstance(kind, type) and base in kind.__bases__)
         return kind(options)
@@ -42,7 +44,7 @@ def test_recipe_is_complete(path, parsed):
         found = getattr(holder, name)
         assert found == (float(value) if isinstance(found, float) else value) or name == "bf16", name
     if path.parent.name == "glue":
-        assert task.data.task_name == path.stem.split("_")[0]
+        assert task.data.task_name == path.stem.split("_")[0].replace("pretrained", "rte")
     elif path.parent.name in ("race", "csqa"):
         assert task.data.task == path.parent.name
     elif path.parent.name == "lra":
