@@ -76,8 +76,8 @@ def throughput(
 class SpeedCallback(TrainerCallback):
     """Counter of the seconds and the tokens of one call of `Trainer.train`, without evaluation and saving.
 
-    Trainer counts the tokens, if `include_num_input_tokens_seen` is "non_padding" or "all". Every entry of the log gets
-    `train_seconds`, with those of the calls whose checkpoint was resumed.
+    Trainer counts the tokens, if `include_num_input_tokens_seen` is "non_padding" or "all". `total_seconds` are with those
+    of the calls whose checkpoint was resumed, and every entry of the log gets them as `train_seconds`.
     """
 
     def __init__(self) -> None:
@@ -88,8 +88,12 @@ class SpeedCallback(TrainerCallback):
         self._tokens_before = state.num_input_tokens_seen  # above 0 when a checkpoint is resumed
         self._seconds_before = max((entry.get("train_seconds", 0.0) for entry in state.log_history), default=0.0)
 
+    @property
+    def total_seconds(self) -> float:
+        return self._seconds_before + self.seconds
+
     def on_log(self, args, state, control, **kwargs) -> None:
-        state.log_history[-1]["train_seconds"] = self._seconds_before + self.seconds
+        state.log_history[-1]["train_seconds"] = self.total_seconds
 
     def on_step_begin(self, args, state, control, **kwargs) -> None:
         self._step_start = time.perf_counter()

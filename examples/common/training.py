@@ -159,7 +159,9 @@ def train(
     """
     speed = SpeedCallback()
     trainer.add_callback(speed)
-    if not take_finished(trainer, checkpoint):
+    if take_finished(trainer, checkpoint):
+        speed.on_train_begin(trainer.args, trainer.state, trainer.control)
+    else:
         trainer.train(resume_from_checkpoint=checkpoint)
     if trainer.is_fsdp_enabled:  # shards are for checkpoints; the model is saved whole
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
@@ -173,11 +175,13 @@ def train(
         dtype = torch.bfloat16 if args.bf16 else torch.float32
         rate = speed.tokens / speed.seconds
         speeds = throughput(model, length, rate, args.world_size, args.device, dtype, peak_flops, head_share)
+    elif speed.total_seconds:
+        speeds = {"tokens_per_second": trainer.state.num_input_tokens_seen / speed.total_seconds}
     return {
         "train_samples": len(trainer.train_dataset) if has_length(trainer.train_dataset) else None,
         "epochs": trainer.state.epoch,
         "steps": trainer.state.global_step,
-        "train_seconds": speed.seconds,
+        "train_seconds": speed.total_seconds,
         **speeds,
         "best_checkpoint": trainer.state.best_model_checkpoint,
     }
