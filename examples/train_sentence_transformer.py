@@ -136,14 +136,6 @@ class SentenceEmbedding(Script):
             evaluator=self.judge,
         )
 
-    def describe(self) -> dict[str, Any]:
-        parameters = sum(parameter.numel() for parameter in self.trainer.model.parameters())
-        return {
-            "model": self.model.model_name_or_path or f"{self.model.model_type} from scratch",
-            "parameters": parameters,
-            "device": str(self.training.device),
-        }
-
     def before_evaluation(self) -> dict[str, Any]:
         """Report pairs per second in place of tokens."""
         history = self.trainer.state.log_history

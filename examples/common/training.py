@@ -123,7 +123,7 @@ def describe(trainer: Trainer, model: str) -> dict[str, Any]:
     return {
         "model": model,
         "seed": trainer.args.seed,
-        "parameters": trainer.model.num_parameters(),
+        "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
         "device": str(trainer.args.device),
         "processes": trainer.args.world_size,
         "parallel": PARALLEL[trainer.accelerator.distributed_type] + (NOT_SHARDED if asked else ""),
@@ -175,8 +175,8 @@ def train(
         dtype = torch.bfloat16 if args.bf16 else torch.float32
         rate = speed.tokens / speed.seconds
         speeds = throughput(model, length, rate, args.world_size, args.device, dtype, peak_flops, head_share)
-    elif speed.total_seconds:
-        speeds = {"tokens_per_second": trainer.state.num_input_tokens_seen / speed.total_seconds}
+    elif (tokens := trainer.state.num_input_tokens_seen) and speed.total_seconds:
+        speeds = {"tokens_per_second": tokens / speed.total_seconds}
     return {
         "train_samples": len(trainer.train_dataset) if has_length(trainer.train_dataset) else None,
         "epochs": trainer.state.epoch,
