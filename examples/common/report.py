@@ -76,8 +76,8 @@ def throughput(
 class SpeedCallback(TrainerCallback):
     """Counter of the seconds and the tokens of one call of `Trainer.train`, without evaluation and saving.
 
-    Trainer counts the tokens, if `include_num_input_tokens_seen` is "non_padding" or "all". `total_seconds` are with those
-    of the calls whose checkpoint was resumed, and every entry of the log gets them as `train_seconds`.
+    Trainer counts the tokens, if `include_num_input_tokens_seen` is "non_padding" or "all". `total_seconds` are with
+    those of the calls whose checkpoint was resumed, and every entry of the log gets them as `train_seconds`.
     """
 
     def __init__(self) -> None:
