@@ -21,6 +21,7 @@ from torch.nn.functional import cross_entropy
 from transformers import (
     AutoModelForMaskedLM,
     DataCollatorForLanguageModeling,
+    DataCollatorForTokenClassification,
     EvalPrediction,
     PreTrainedTokenizerBase,
     Trainer,
@@ -34,6 +35,9 @@ class DataArguments(SourceArguments):
     validation_files: list[str] | None = field(default=None, metadata={"help": "local files beside --train_files"})
     text_column: str = field(default="text", metadata={"help": "column with the text; a txt file has one text a line"})
     block_size: int = field(default=512, metadata={"help": "tokens of an input, <s> among them"})
+    short_seq_prob: float = field(
+        default=0.0, metadata={"help": "share of the training inputs that end early, at a length drawn at random"}
+    )
     mlm_probability: float = field(default=0.15, metadata={"help": "share of the tokens that are predicted"})
     max_train_samples: int | None = field(default=None, metadata={"help": "use only the first N texts"})
     max_eval_samples: int | None = field(default=None, metadata={"help": "use only the first N texts"})
@@ -53,12 +57,16 @@ class Masking:
 
 
 def cut_blocks(
-    split: Dataset | IterableDataset, name: str, tokenizer: PreTrainedTokenizerBase, data: DataArguments
+    split: Dataset | IterableDataset,
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataArguments,
+    short: float = 0.0,
 ) -> Dataset | IterableDataset:
     """Cut the texts, each followed by `</s>`, into blocks of `<s>` and `block_size - 1` tokens.
 
     Empty texts are skipped. A thousand texts are strung together at a time; what is left of them, less than a block, is
-    dropped.
+    dropped. A share `short` of the blocks has from 1 to `block_size - 1` tokens instead, which the texts alone decide.
     """
     bos, eos = boundary_ids(tokenizer)
     step = data.block_size - 1
@@ -67,7 +75,12 @@ def cut_blocks(
         texts = [text.strip() for text in batch[data.text_column] if text.strip()]
         encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
         stream = list(chain.from_iterable([*ids, eos] for ids in encoded))
-        return {"input_ids": [[bos, *stream[end - step : end]] for end in range(step, len(stream) + 1, step)]}
+        most = len(stream) // (1 if short else step)
+        numbers = np.random.default_rng([len(stream), *stream[:16]])
+        lengths = np.where(numbers.random(most) < short, numbers.integers(step, size=most) + 1, step)
+        ends = lengths.cumsum()
+        spans = zip(ends - lengths, ends[ends <= len(stream)], strict=False)
+        return {"input_ids": [[bos, *stream[start:end]] for start, end in spans]}
 
     if isinstance(split, IterableDataset):
         return split.map(encode, batched=True, remove_columns=list(next(iter(split))))
@@ -120,6 +133,8 @@ class MaskedLanguageModel(Script):
             fail("pass one of --dataset_name, --dataset_path, or --train_files and --validation_files")
         if not 0 < data.mlm_probability < 1:
             fail(f"--mlm_probability {data.mlm_probability} must be between 0 and 1")
+        if not 0 <= data.short_seq_prob <= 1:
+            fail(f"--short_seq_prob {data.short_seq_prob} must be between 0 and 1")
         check_least(data, 2, "block_size")
 
     def load(self) -> dict[str, Dataset | IterableDataset]:
@@ -146,7 +161,10 @@ class MaskedLanguageModel(Script):
         self.tokenizer = tokenizer
         self.config = make_config(self.model, tokenizer, data.block_size, sparse_prediction=True)
         self.head_share = data.mlm_probability if getattr(self.config, "sparse_prediction", False) else 1.0
-        self.splits = {name: cut_blocks(split, name, tokenizer, data) for name, split in splits.items()}
+        short = {"train": data.short_seq_prob}
+        self.splits = {
+            name: cut_blocks(split, name, tokenizer, data, short.get(name, 0.0)) for name, split in splits.items()
+        }
         if "validation" in self.splits:
             self.splits["validation"] = mask_once(self.splits["validation"], tokenizer, data, training.seed)
         if "train" in self.splits:
@@ -161,7 +179,9 @@ class MaskedLanguageModel(Script):
         return self.make_trainer(
             make_model(AutoModelForMaskedLM, self.model, self.config),
             processing_class=self.tokenizer,
-            data_collator=default_data_collator,
+            data_collator=DataCollatorForTokenClassification(self.tokenizer)
+            if self.data.short_seq_prob
+            else default_data_collator,
             compute_metrics=compute_metrics,
             preprocess_logits_for_metrics=token_scores,
         )

@@ -1,5 +1,6 @@
 """Steps of a training script: check what it is asked for, train, evaluate, write files, sum up."""
 
+import logging
 import os
 import time
 from collections.abc import Iterable
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import DistributedType
-from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler
 from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import has_length
@@ -18,9 +19,11 @@ import luna_mega
 from common.arguments import fail
 from common.hub import check_hub
 from common.model import CheckpointArguments
-from common.report import SpeedCallback, peak_memory_gb, plot_curve, print_table, save_json, throughput
-from common.scale import total
+from common.report import SpeedCallback, measure_peak, peak_memory_gb, plot_curve, print_table, save_json, throughput
+from common.scale import Redrawn, total
 from common.weight_average import WeightAverage
+
+logger = logging.getLogger(__name__)
 
 NOT_SHARDED = ", not FSDP: accelerate does not shard on CPUs"
 PARALLEL = {
@@ -49,6 +52,11 @@ class OrderedTrainer(Trainer):
     def averaged(self) -> AbstractContextManager:
         """Return a context in which the model has the average of the weights, if there is one."""
         return nullcontext() if self.weight_average is None else self.weight_average.in_place(self.model)
+
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
+        # Lengths are those of the examples before they are altered, which would take as long as an epoch of reading.
+        dataset = train_dataset or self.train_dataset
+        return super()._get_train_sampler(dataset.examples if isinstance(dataset, Redrawn) else dataset)
 
     def _get_eval_sampler(self, eval_dataset: Dataset) -> SequentialSampler:
         return SequentialSampler(eval_dataset)
@@ -104,7 +112,10 @@ class OrderedTrainer(Trainer):
 def check_training(
     training: TrainingArguments, model: CheckpointArguments, early_stopping_patience: int | None
 ) -> None:
-    """End the script when it has nothing to do or no model to do it with; ask Trainer to count tokens."""
+    """End the script when it has nothing to do or no model to do it with; ask Trainer to count tokens.
+
+    Says so where bfloat16 costs time: on a CPU that has no instructions for it.
+    """
     if not (training.do_train or training.do_eval or training.do_predict):
         fail("nothing to do: pass --do_train, --do_eval or --do_predict")
     if not (training.do_train or model.model_name_or_path):
@@ -114,6 +125,10 @@ def check_training(
     check_hub(training)
     if training.include_num_input_tokens_seen == "no":
         training.include_num_input_tokens_seen = "non_padding"
+    if training.bf16 and training.device.type == "cpu" and training.process_index == 0:
+        half, full = (measure_peak(dtype, side=512) for dtype in (torch.bfloat16, torch.float32))
+        if half < full:
+            logger.warning("--bf16 is slow here: products take %.1fx as long as with --bf16 false", full / half)
 
 
 def describe(trainer: Trainer, model: str) -> dict[str, Any]:

@@ -70,6 +70,47 @@ def test_blocks_are_whole_and_in_order(block_size, script, tokenizer):
     assert len(stream) - len(joined) < block_size - 1
 
 
+def test_short_blocks_are_cut_from_the_same_stream(script, tokenizer):
+    lines, module = texts(3000, seed=4), script("run_mlm")
+    dataset, data = module.Dataset.from_dict({"text": lines}), module.DataArguments(block_size=33)
+    stream = [token for line in lines[:1000] for token in [*tokenizer.encode(line, add_special_tokens=False), EOS]]
+    for share in (0.5, 1.0):
+        blocks = module.cut_blocks(dataset, "train", tokenizer, data, share)["input_ids"]
+        joined, seen = [], 0
+        while len(joined) < len(stream) - 32:
+            joined, seen = joined + blocks[seen][1:], seen + 1
+        assert joined == stream[: len(joined)]
+        assert all(block[0] == BOS for block in blocks)
+        lengths = torch.tensor([len(block) for block in blocks]) - 1
+        assert lengths.min() == 1 and lengths.max() == 32
+        assert (lengths == 32).float().mean().item() == pytest.approx(1 - share + share / 32, abs=0.03)
+        assert lengths[lengths < 32].float().mean().item() == pytest.approx(16, abs=1)
+        assert module.cut_blocks(dataset, "train", tokenizer, data, share)["input_ids"] == blocks
+
+
+def test_pretraining_on_short_blocks(run, script, corpus, tmp_path, monkeypatch):
+    """Inputs of about one length come together, and padding is neither attended to nor predicted."""
+    trainer, batches = script("common.training").OrderedTrainer, []
+    step = trainer.training_step
+
+    def spy(self, model, inputs, *args):
+        batches.append({name: value.clone() for name, value in inputs.items()})
+        return step(self, model, inputs, *args)
+
+    monkeypatch.setattr(trainer, "training_step", spy)
+    options = ["--short_seq_prob", 0.9, "--train_sampling_strategy", "group_by_length", "--num_train_epochs", 2]
+    summary = run(*scratch(corpus, tmp_path / "out")[:-2], *options, "--per_device_train_batch_size", 2, "--do_eval")
+    assert math.isfinite(summary["eval_perplexity"])
+    assert len({batch["input_ids"].shape[1] for batch in batches}) > 1
+    for batch in batches:
+        padding = batch["attention_mask"] == 0
+        assert torch.equal(padding, batch["input_ids"] == 1)
+        assert (batch["labels"][padding] == -100).all()
+    assert any((batch["attention_mask"] == 0).any() for batch in batches)
+    padded = sum(int((batch["attention_mask"] == 0).sum()) for batch in batches)
+    assert padded < 0.25 * sum(batch["input_ids"].numel() for batch in batches)
+
+
 def test_masking_is_dynamic_in_training_and_fixed_in_evaluation(script, tokenizer):
     module = script("run_mlm")
     blocks = cut_blocks(script, tokenizer, texts(2000, seed=3), 64)
@@ -135,6 +176,14 @@ def test_text_files_bf16_and_accumulation(run, tmp_path):
     options = ["--bf16", "true", "--gradient_accumulation_steps", 2, "--max_steps", 2, "--do_eval"]
     summary = run(*arguments, *files, *options, "--per_device_train_batch_size", 4)
     assert summary["steps"] == 2 and math.isfinite(summary["eval_perplexity"])
+
+
+@pytest.mark.parametrize("half", [1e9, 4e9])
+def test_slow_bfloat16_is_said(half, run, script, corpus, tmp_path, monkeypatch, caplog):
+    speeds = {torch.bfloat16: half, torch.float32: 2e9}
+    monkeypatch.setattr(script("common.training"), "measure_peak", lambda dtype, side: speeds[dtype])
+    run(*scratch(corpus, tmp_path / "out"), "--bf16", "true", "--max_steps", 1, "--save_strategy", "no")
+    assert ("--bf16 is slow here: products take 2.0x as long" in caplog.text) == (half < 2e9)
 
 
 def test_a_pretrained_model_is_fine_tuned(run, script, corpus, tmp_path):
@@ -206,6 +255,7 @@ ERRORS = {
     "two sources": (["--dataset_name", "wikitext"], "pass one of --dataset_name, --dataset_path"),
     "test split": (["--do_predict"], "no test predictions"),
     "probability": (["--mlm_probability", "1.5"], "--mlm_probability 1.5 must be between 0 and 1"),
+    "short share": (["--short_seq_prob", "-0.1"], "--short_seq_prob -0.1 must be between 0 and 1"),
     "no room": (["--block_size", "1"], "--block_size 1 must be at least 2"),
     "little text": (["--block_size", "4000"], "split train has too little text for one block of 4000 tokens"),
     "column": (["--text_column", "sentence"], "split train has no column sentence, only text"),
