@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from datasets.distributed import split_dataset_by_node
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, Sampler
 from transformers import TrainerCallback, TrainingArguments
 
 from common.arguments import check_least, fail
@@ -94,6 +94,23 @@ class Redrawn(Dataset):
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch.fill_(epoch)
+
+
+class SeededSampler(Sampler):
+    """The order of another sampler, drawn from seed and epoch: a run that is resumed finds it again."""
+
+    def __init__(self, sampler: Sampler, seed: int):
+        self.sampler, self.seed, self.epoch = sampler, seed, 0
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[int]:
+        self.sampler.generator = draw(self.seed, self.epoch, 0)
+        return iter(self.sampler)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
 
 
 class Stream(IterableDataset):

@@ -13,6 +13,7 @@ from accelerate.utils import DistributedType
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler
 from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import has_length
 
 import luna_mega
@@ -20,7 +21,7 @@ from common.arguments import fail
 from common.hub import check_hub
 from common.model import CheckpointArguments
 from common.report import SpeedCallback, measure_peak, peak_memory_gb, plot_curve, print_table, save_json, throughput
-from common.scale import Redrawn, total
+from common.scale import Redrawn, SeededSampler, total
 from common.weight_average import WeightAverage
 
 logger = logging.getLogger(__name__)
@@ -54,9 +55,11 @@ class OrderedTrainer(Trainer):
         return nullcontext() if self.weight_average is None else self.weight_average.in_place(self.model)
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
-        # Lengths are those of the examples before they are altered, which would take as long as an epoch of reading.
         dataset = train_dataset or self.train_dataset
-        return super()._get_train_sampler(dataset.examples if isinstance(dataset, Redrawn) else dataset)
+        # Lengths are read from the examples as they are: to alter all of them takes as long as an epoch of reading.
+        sampler = super()._get_train_sampler(dataset.examples if isinstance(dataset, Redrawn) else dataset)
+        # Trainer draws this order from the numbers that everything is drawn from, where they stand.
+        return SeededSampler(sampler, self.args.seed) if isinstance(sampler, LengthGroupedSampler) else sampler
 
     def _get_eval_sampler(self, eval_dataset: Dataset) -> SequentialSampler:
         return SequentialSampler(eval_dataset)

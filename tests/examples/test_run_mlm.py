@@ -232,6 +232,24 @@ def test_resumed_run_goes_on_where_it_stopped(run, corpus, tmp_path):
     assert state["num_input_tokens_seen"] == 4 * 8 * 32
 
 
+def test_resumed_run_keeps_the_order_by_length(run, corpus, tmp_path):
+    """In every epoch, at its beginning and in its middle, the losses are those of a run without a stop."""
+    options = ["--short_seq_prob", 0.9, "--train_sampling_strategy", "group_by_length", "--num_train_epochs", 3]
+    options += ["--save_steps", 3, "--save_total_limit", 100, "--logging_steps", 1]
+    arguments = scratch(corpus, tmp_path / "out")
+
+    def losses(*more):
+        run(*arguments, *options, *more)
+        log = json.loads((Path(arguments[3]) / "trainer_state.json").read_text())["log_history"]
+        return [entry["loss"] for entry in log if "loss" in entry]
+
+    whole = losses()
+    assert len(whole) == len(set(whole)) == 18
+    for step in (3, 6, 9, 15):
+        arguments[3] = tmp_path / f"from-{step}"
+        assert losses("--resume_from_checkpoint", tmp_path / "out" / f"checkpoint-{step}") == whole
+
+
 def test_a_finished_run_is_not_trained_any_further(run, corpus, tmp_path):
     """It was killed after its last checkpoint; it ends with the average of the weights, or the best ones, as before."""
     higher = ["--metric_for_best_model", "loss", "--greater_is_better", 1]  # that of the first step
