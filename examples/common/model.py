@@ -85,12 +85,12 @@ def make_config(
         fail(f"{model.model_name_or_path or 'the model'} reads {reads} (input_type), not {kind}")
     if kind == "patches":
         return config
-    positions = longest_input(config)
+    if max_length > (positions := longest_input(config)):
+        fail(f"inputs of {max_length} {kind} do not fit in the {positions} positions of the model")
     if tokenizer is not None:
         check_tokenizer(tokenizer, config)
-        positions = min(positions, tokenizer.model_max_length)
-    if max_length > positions:
-        fail(f"inputs of {max_length} {kind} do not fit in the {positions} positions of the model or its tokenizer")
+        # That of a tokenizer from run_mlm.py is the length of its blocks.
+        tokenizer.model_max_length = max(tokenizer.model_max_length, max_length)
     return config
 
 

@@ -164,9 +164,11 @@ def test_inputs_longer_than_the_positions(case, script, words):
     module = script("common.model")
     model = module.ModelArguments(model_type="mega", config_overrides=overrides, tokenizer_name=words[1])
     tokenizer = module.make_tokenizer(model, [], 24)
+    tokenizer.model_max_length = 8  # of blocks that the model was pretrained on
     if fits:
         input_ids = torch.randint(5, len(tokenizer), (2, 24))
         module.make_model(AutoModelForMaskedLM, model, module.make_config(model, tokenizer, 24))(input_ids)
+        assert tokenizer.model_max_length == 24
     else:
         with pytest.raises(SystemExit, match="inputs of 24 tokens do not fit in the 8 positions"):
             module.make_config(model, tokenizer, 24)
