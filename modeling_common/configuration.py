@@ -56,9 +56,20 @@ class SharedConfig:
         return vars(cls).get("seq2seq_class", cls)
 
     @classmethod
-    def get_config_dict(cls, *args, **kwargs) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Read a folder; one of an encoder-decoder that has the `model_type` of a side is an old one."""
-        fields, others = super().get_config_dict(*args, **kwargs)
+    def get_config_dict(cls, pretrained_model_name_or_path, **kwargs) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Read a folder; one of an encoder-decoder that has the `model_type` of a side is an old one.
+
+        Raises:
+            ValueError: the folder holds another model, of which this one would take hardly a weight.
+        """
+        fields, others = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        related = {getattr(kind, "model_type", None) for kind in (*cls.__mro__, cls.seq2seq_class, cls.side_class)}
+        if (found := fields.get("model_type")) and found not in related:
+            named = ", ".join(fields.get("architectures") or ["none"])
+            raise ValueError(
+                f"{pretrained_model_name_or_path} holds a model of type {found!r}, and {cls.__name__} is for "
+                f"{cls.model_type!r}: load it with an Auto class, or the class that its config.json names ({named})"
+            )
         if cls.side_class is not None and fields.get("model_type") == cls.side_class.model_type:
             if fields.setdefault("is_encoder_decoder", False):
                 cls._warn_of_old_type()

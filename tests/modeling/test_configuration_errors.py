@@ -2,6 +2,8 @@
 
 import pytest
 
+from luna_mega import LunaConfig, LunaForMaskedLM
+
 from . import luna, mega
 
 BOTH = [
@@ -57,3 +59,18 @@ MEGA = [
 def test_configuration(family, fields, message):
     with pytest.raises(Exception, match=message):  # transformers 5.17 wraps the ValueError
         family.tiny_config(**fields)
+
+
+def test_the_folder_of_another_model_is_refused(tmp_path):
+    mega.tiny_config().save_pretrained(tmp_path)
+    message = "holds a model of type 'mega', and LunaConfig is for 'luna': load it with an Auto class"
+    for load in (LunaConfig.from_pretrained, LunaForMaskedLM.from_pretrained):
+        with pytest.raises(ValueError, match=message):
+            load(tmp_path)
+
+
+def test_a_configuration_of_a_users_own_type_reads_folders_of_the_type_it_derives_from(tmp_path):
+    own = type("OwnConfig", (LunaConfig,), {"model_type": "own_luna"})
+    luna.tiny_config(projection_length=7).save_pretrained(tmp_path)
+    config = own.from_pretrained(tmp_path)
+    assert (config.model_type, config.projection_length) == ("own_luna", 7)
