@@ -15,8 +15,8 @@ class Parity:
         """`keep`: bool tensor over the leading dimensions, True = compare.
 
         `scaled`: `atol` is relative to the largest expected value where that is above 1, as is set for the outputs of
-        Mega's models. Float32 sums depend on the CPU, and measured absolutely the original would fail itself: its logits
-        of `hf_clm_relu2_rotary` are 1.003 x the tolerance from its own formulas in float64.
+        Mega's models. Float32 sums depend on the CPU, and measured absolutely the original would fail itself: its
+        logits of `hf_clm_relu2_rotary` are 1.003 x the tolerance from its own formulas in float64.
         """
         assert actual.shape == expected.shape, f"{name}: {list(actual.shape)} is not {list(expected.shape)}"
         if keep is not None:
