@@ -172,8 +172,10 @@ def hide_tokens(split: Dataset, tokenizer: PreTrainedTokenizerBase, share: float
     special, mask = set(tokenizer.all_special_ids), tokenizer.mask_token_id
 
     def hide(row: dict[str, Any], numbers: torch.Generator) -> dict[str, Any]:
-        hidden = torch.rand(len(row["input_ids"]), generator=numbers) < share
-        ids = zip(row["input_ids"], hidden.tolist(), strict=True)
-        return row | {"input_ids": [mask if hide and token not in special else token for token, hide in ids]}
+        return row | {name: hide_some(ids, numbers) for name, ids in row.items() if name.endswith("input_ids")}
+
+    def hide_some(ids: list[int], numbers: torch.Generator) -> list[int]:
+        hidden = (torch.rand(len(ids), generator=numbers) < share).tolist()
+        return [mask if hide and token not in special else token for token, hide in zip(ids, hidden, strict=True)]
 
     return Redrawn(split, hide, seed) if share else split

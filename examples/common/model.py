@@ -8,7 +8,7 @@ import yaml
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-import luna_mega  # noqa: F401  (registers the models with the Auto classes)
+import luna_mega
 from common.arguments import fail
 from common.bpe import load_tokenizer, train_bpe
 
@@ -119,11 +119,19 @@ def longest_input(config: PreTrainedConfig) -> float:
     return config.max_position_embeddings - first_position(config.model_type, config.pad_token_id)
 
 
-def make_model(auto_class: type, model: CheckpointArguments, config: PreTrainedConfig) -> PreTrainedModel:
-    """Make the model of `config` with the weights that `model` names, or new ones."""
+def pair_class(model_type: str, option: str) -> type[PreTrainedModel]:
+    """Return the class that encodes the two inputs of a pair one by one; the script ends where there is none."""
+    name = f"{model_type.capitalize()}ForSequencePairClassification"
+    if not hasattr(luna_mega, name):
+        fail(f"{option}: there is no {name}; take luna or mega")
+    return getattr(luna_mega, name)
+
+
+def make_model(model_class: type, model: CheckpointArguments, config: PreTrainedConfig) -> PreTrainedModel:
+    """Make the model of `config`, of an Auto class or another, with the weights that `model` names, or new ones."""
     if not model.model_name_or_path:
-        return auto_class.from_config(config)
-    return auto_class.from_pretrained(
+        return getattr(model_class, "from_config", model_class)(config)
+    return model_class.from_pretrained(
         model.model_name_or_path, config=config, ignore_mismatched_sizes=model.ignore_mismatched_sizes
     )
 

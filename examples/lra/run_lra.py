@@ -32,7 +32,7 @@ from common.data import (
     check_texts,
     load_splits,
 )
-from common.model import CheckpointArguments, label_fields, make_config, make_model
+from common.model import CheckpointArguments, label_fields, make_config, make_model, pair_class
 from common.pictures import undecoded
 from common.report import SpeedCallback
 from common.scale import total
@@ -188,14 +188,10 @@ class LongRangeArena(Script):
         return getattr(classes[self.model.model_type], self.task.preset)(vocab_size=size).to_diff_dict()
 
     def make_model(self) -> PreTrainedModel:
-        if not self.task.pairs or self.config.model_type == transformer.TransformerConfig.model_type:
-            return make_model(AutoModelForSequenceClassification, self.model, self.config)
-        name = f"{self.config.model_type.capitalize()}ForSequencePairClassification"
-        if not hasattr(luna_mega, name):
-            fail(f"--task {self.data.task}: there is no {name}; take luna, mega or transformer")
-        if self.model.model_name_or_path:
-            return getattr(luna_mega, name).from_pretrained(self.model.model_name_or_path, config=self.config)
-        return getattr(luna_mega, name)(self.config)
+        model_class = AutoModelForSequenceClassification
+        if self.task.pairs and self.config.model_type != transformer.TransformerConfig.model_type:
+            model_class = pair_class(self.config.model_type, f"--task {self.data.task}")
+        return make_model(model_class, self.model, self.config)
 
     def build(self) -> Trainer:
         data, training, model = self.data, self.training, self.make_model()

@@ -10,6 +10,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from luna_mega import LunaForSequencePairClassification
 from tests.examples import runs
 from tests.examples.runs import assert_complete, assert_refused, assert_resumes, sentence, write, write_splits
 
@@ -98,6 +99,28 @@ def test_regression(run, tmp_path):
     assert np.isfinite(pd.read_csv(output / "STS-B.tsv", sep="\t")["prediction"]).all()
 
 
+def test_two_towers(run, tmp_path):
+    """The texts of a pair are read one by one: the saved model gives the scores that were written."""
+    for split, size in (("train", 16), ("validation", 16), ("test", 5)):
+        write(rows("stsb", size, seed=size), tmp_path / "data" / f"{split}.jsonl")
+    output = tmp_path / "out"
+    towers = ["--two_towers", "--token_dropout", 0.2]
+    arguments = [*scratch("stsb", tmp_path / "data", output), *towers]
+    summary = run(*arguments, "--do_eval", "--do_predict", "--max_steps", 3, "--per_device_eval_batch_size", 2)
+    assert "eval_combined_score" in summary
+    model, tokenizer = LunaForSequencePairClassification.from_pretrained(output), AutoTokenizer.from_pretrained(output)
+    assert model.config.num_labels == 1
+    scores = []
+    for row in rows("stsb", 5, seed=5):
+        first, second = (tokenizer(row[column], return_tensors="pt") for column in ("sentence1", "sentence2"))
+        with torch.no_grad():
+            scores.append(float(model(**first, **{f"pair_{name}": value for name, value in second.items()}).logits))
+    assert pd.read_csv(output / "STS-B.tsv", sep="\t")["prediction"].tolist() == pytest.approx(scores, abs=5e-4 + 1e-5)
+
+    arguments = [*scratch("stsb", tmp_path / "data", tmp_path / "roberta"), *towers, "--model_type", "roberta"]
+    assert_refused(run, "--two_towers: there is no RobertaForSeq", *arguments, "--config_overrides", "")
+
+
 def test_resumed_run_ends_with_the_same_weights(run, sst2, tmp_path):
     assert_resumes(run, partial(scratch, "sst2", sst2), AutoModelForSequenceClassification, tmp_path)
     assert run(*scratch("sst2", sst2, tmp_path / "whole"), "--max_steps", 5, "--resume_from_checkpoint", "last")
@@ -145,6 +168,7 @@ ERRORS = {
         ["--config_overrides", f"{TINY},max_position_embeddings=8"],
         "32 tokens do not fit in the 8 positions",
     ),
+    "two towers": (["--two_towers"], "--two_towers: the examples of sst2 are not pairs"),
     "no folder": (["--dataset_path", "nowhere"], "cannot load nowhere"),
     "no recipe": (["--recipe", "nowhere.yaml"], "recipe nowhere.yaml"),
     "no tokenizer": (["--tokenizer_name", "nowhere"], "no tokenizer in nowhere"),
