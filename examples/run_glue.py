@@ -5,26 +5,19 @@
 Every field of TrainingArguments is an option; the values of a recipe are defaults that the command line overrides.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import evaluate
 import numpy as np
-import torch
-from common.arguments import check_choice, fail
-from common.data import ClassifierArguments, check_labels, check_texts, hide_tokens, load_splits, name_source
-from common.model import label_fields, make_config, make_model, make_tokenizer, pair_class
+from common.arguments import check_choice
+from common.data import check_labels, check_texts, hide_tokens, load_splits, name_source
+from common.model import label_fields, make_config, make_model, make_tokenizer
+from common.pairs import TextArguments, check_pairs, choose_model, encode_texts
 from common.script import Script
 from common.training import write_lines
-from transformers import (
-    AutoModelForSequenceClassification,
-    DataCollatorWithPadding,
-    EvalPrediction,
-    PreTrainedTokenizerBase,
-    Trainer,
-)
+from transformers import EvalPrediction, Trainer
 
 METRICS = Path(__file__).resolve().parent / "metrics" / "glue_metrics"
 
@@ -65,7 +58,7 @@ TASKS = {
 
 
 @dataclass
-class DataArguments(ClassifierArguments):
+class DataArguments(TextArguments):
     task_name: str | None = field(default=None, metadata={"help": f"one of {', '.join(TASKS)}"})
     dataset_name: str = field(default="nyu-mll/glue", metadata={"help": "Hub name; the task is its configuration"})
     dataset_path: str | None = field(
@@ -73,27 +66,6 @@ class DataArguments(ClassifierArguments):
         metadata={"help": "local folder instead of the Hub: parquet, json(l) or csv files, named by split"},
     )
     max_seq_length: int = field(default=128, metadata={"help": "longer inputs are truncated"})
-    two_towers: bool = field(
-        default=False,
-        metadata={"help": "encode the two texts of a pair one by one, and classify the pair of their vectors"},
-    )
-    token_dropout: float = field(
-        default=0.0, metadata={"help": "hide this share of the training tokens, anew each time"}
-    )
-
-
-def make_pair_collator(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]]:
-    """Return the function that makes a batch of rows; the second texts, `pair_*`, have a length of their own."""
-    collate_first = DataCollatorWithPadding(tokenizer)
-
-    def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        first = [{name: value for name, value in row.items() if not name.startswith("pair_")} for row in rows]
-        names = [name for name in rows[0] if name.startswith("pair_")]
-        second = {name.removeprefix("pair_"): [row[name] for row in rows] for name in names}
-        padded = tokenizer.pad(second, return_tensors="pt")
-        return dict(collate_first(first)) | {f"pair_{name}": value for name, value in padded.items()}
-
-    return collate
 
 
 class Glue(Script):
@@ -108,8 +80,7 @@ class Glue(Script):
         self.title, self.metric = f"GLUE {name}", f"eval_{self.task.metric}"
         if self.training.metric_for_best_model == "task":
             self.training.metric_for_best_model = self.task.metric
-        if self.data.two_towers and len(self.task.columns) == 1:
-            fail(f"--two_towers: the examples of {name} are not pairs")
+        check_pairs(self.data, self.task.columns)
         super().check()
 
     def prepare(self) -> None:
@@ -123,14 +94,9 @@ class Glue(Script):
         texts = (text for column in task.columns for text in splits["train"][column])
         self.tokenizer = tokenizer = make_tokenizer(self.model, texts, data.max_seq_length)
 
-        cut = {"truncation": True, "max_length": data.max_seq_length}
-
         def encode(batch: dict[str, list]) -> dict[str, list]:
             texts = [batch[column] for column in task.columns]
-            if not data.two_towers:
-                return tokenizer(*texts, **cut)
-            first, second = (tokenizer(column, **cut) for column in texts)
-            return dict(first) | {f"pair_{name}": value for name, value in second.items()}
+            return encode_texts(tokenizer, texts, data.max_seq_length, data.two_towers)
 
         for name, split in splits.items():
             unused = [column for column in split.column_names if column != "label" or name.startswith("test")]
@@ -149,10 +115,7 @@ class Glue(Script):
             **label_fields(task.labels or ("score",)),
             problem_type="single_label_classification" if task.labels else "regression",
         )
-        model_class, collator = AutoModelForSequenceClassification, DataCollatorWithPadding(tokenizer)
-        if data.two_towers:
-            model_class = pair_class(config.model_type, "--two_towers")
-            collator = make_pair_collator(tokenizer)
+        model_class, collator = choose_model(data, config.model_type, tokenizer)
         metric = evaluate.load(str(METRICS), data.task_name, keep_in_memory=True)
 
         def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:

@@ -13,7 +13,6 @@ from typing import Any
 from common.arguments import fail
 from common.classification import accuracy, class_names, class_numbers, write_predictions
 from common.data import (
-    ClassifierArguments,
     SourceArguments,
     check_columns,
     check_source,
@@ -22,22 +21,20 @@ from common.data import (
     load_splits,
 )
 from common.model import label_fields, make_config, make_model, make_tokenizer
+from common.pairs import TextArguments, check_pairs, choose_model, encode_texts
 from common.script import Script
 from datasets import Dataset
-from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding, Trainer
+from transformers import Trainer
 
 
 @dataclass
-class DataArguments(SourceArguments, ClassifierArguments):
+class DataArguments(SourceArguments, TextArguments):
     text_columns: list[str] = field(default_factory=lambda: ["text"], metadata={"help": "one column, or two for pairs"})
     label_column: str = field(default="label", metadata={"help": "classes: their names, or numbers"})
     validation_share: float = field(
         default=0.0, metadata={"help": "share of the training rows to validate on, if there is no split for that"}
     )
     max_seq_length: int = field(default=512, metadata={"help": "longer inputs are truncated"})
-    token_dropout: float = field(
-        default=0.0, metadata={"help": "hide this share of the training tokens, anew each time"}
-    )
 
 
 class TextClassification(Script):
@@ -52,6 +49,7 @@ class TextClassification(Script):
             fail(f"--validation_share {self.data.validation_share} must be in [0, 1)")
         if len(self.data.text_columns) > 2:
             fail(f"--text_columns {' '.join(self.data.text_columns)}: one column of texts, or two of pairs")
+        check_pairs(self.data, self.data.text_columns)
 
     def load(self) -> dict[str, Dataset]:
         """Return the splits that the run needs, with texts and labels in place."""
@@ -77,8 +75,8 @@ class TextClassification(Script):
         self.config = make_config(self.model, tokenizer, data.max_seq_length, **fields)
 
         def encode(batch: dict[str, list]) -> dict[str, list]:
-            texts = (batch[column] for column in data.text_columns)
-            return tokenizer(*texts, truncation=True, max_length=data.max_seq_length)
+            texts = [batch[column] for column in data.text_columns]
+            return encode_texts(tokenizer, texts, data.max_seq_length, data.two_towers)
 
         for name, split in splits.items():
             labels = class_numbers(split, data.label_column, names, name)
@@ -89,10 +87,11 @@ class TextClassification(Script):
             self.splits["train"] = hide_tokens(self.splits["train"], *options)
 
     def build(self) -> Trainer:
+        model_class, collator = choose_model(self.data, self.config.model_type, self.tokenizer)
         return self.make_trainer(
-            make_model(AutoModelForSequenceClassification, self.model, self.config),
+            make_model(model_class, self.model, self.config),
             processing_class=self.tokenizer,
-            data_collator=DataCollatorWithPadding(self.tokenizer),
+            data_collator=collator,
             compute_metrics=accuracy,
         )
 

@@ -4,6 +4,7 @@ import pandas as pd
 import pytest
 from transformers import AutoModelForSequenceClassification, pipeline
 
+from luna_mega import LunaForSequencePairClassification
 from tests.examples import runs
 from tests.examples.runs import assert_complete, assert_refused, assert_resumes, sentence, write
 
@@ -57,8 +58,12 @@ def test_names_as_labels_and_rows_held_out(run, folder, tmp_path):
 
 
 def test_pairs(run, folder, tmp_path):
-    summary = run(*options(folder, tmp_path / "out", "--text_columns", "title", "text", "--max_steps", 2))
+    pairs = ["--text_columns", "title", "text", "--max_steps", 2]
+    summary = run(*options(folder, tmp_path / "out", *pairs))
     assert summary["steps"] == 2
+    summary = run(*options(folder, tmp_path / "towers", *pairs, "--two_towers", "--do_predict"))
+    model = LunaForSequencePairClassification.from_pretrained(tmp_path / "towers")
+    assert summary["steps"] == 2 and model.config.id2label == {0: "bad", 1: "good"}
 
 
 def test_resume_gives_the_same_weights(run, folder, tmp_path):
@@ -71,6 +76,7 @@ def test_resume_gives_the_same_weights(run, folder, tmp_path):
         (["--validation_share", 1], r"--validation_share 1.0 must be in \[0, 1\)"),
         (["--do_eval"], "has no split validation"),
         (["--text_columns", "a", "b", "c"], "--text_columns a b c: one column of texts, or two of pairs"),
+        (["--two_towers"], "--two_towers: text is one column of texts, and pairs have two"),
         (["--text_columns", "review"], "split train has no column review, only title, text, label"),
         (["--label_column", "stars"], "split train has no column stars"),
         (["--dataset_name", "stanfordnlp/imdb"], "pass one of --dataset_name and --dataset_path"),
