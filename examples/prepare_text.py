@@ -5,10 +5,12 @@
 
 A source is a name on the Hub, with @ and its configuration where it has several, or a local folder; then the column
 with the text (`translation.en` for one of a translation). Of each the splits train and unsupervised are read. A text
-that comes twice is taken once, and the validation texts are drawn from all by --seed.
+that comes twice is taken once, and the validation texts are drawn from all by --seed. The folder has a data set card
+and can be pushed to the Hub as it is, where the licenses of the sources allow it.
 """
 
 import argparse
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +18,28 @@ from common.arguments import fail
 from common.data import find_files, load_files
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetsError
+from huggingface_hub import DatasetCard, DatasetCardData
 
 SPLITS = ("train", "unsupervised")
+CARD = """---
+{data}
+---
+
+# Text of {count} sources
+
+Plain text (`text`) and where it is from (`source`), each text once. The license of a text is that of its source.
+
+| source | column | texts |
+|---|---|---|
+{sources}
+
+| split | texts |
+|---|---|
+| train | {train:,} |
+| validation, drawn with seed {seed} | {validation:,} |
+
+Made by `examples/prepare_text.py` of luna-mega.
+"""
 
 
 def read_texts(source: str, column: str) -> list[str]:
@@ -42,6 +64,17 @@ def read_texts(source: str, column: str) -> list[str]:
     return list(texts)
 
 
+def write_card(folder: Path, counts: dict[tuple[str, str], int], sizes: dict[str, int], seed: int) -> None:
+    """Write `README.md`: how many texts are from which source and column, and the splits."""
+    files = [{"split": split, "path": f"{split}.parquet"} for split in ("train", "validation")]
+    data = DatasetCardData(
+        configs=[{"config_name": "default", "data_files": files}], task_categories=["fill-mask", "text-generation"]
+    )
+    sources = "\n".join(f"| {name} | `{column}` | {count:,} |" for (name, column), count in counts.items())
+    card = CARD.format(data=data.to_yaml(), count=len(counts), sources=sources, seed=seed, **sizes)
+    DatasetCard(card).save(folder / "README.md")
+
+
 def main(argv: list[str] | None = None) -> dict[str, int]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", nargs=2, action="append", metavar=("NAME", "COLUMN"), required=True)
@@ -51,13 +84,15 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
         "--output_dir", type=Path, required=True, help="folder for train.parquet and validation.parquet"
     )
     arguments = parser.parse_args(argv)
-    sources: dict[str, str] = {}
+    sources: dict[str, tuple[str, str]] = {}
     for source, column in arguments.source:
         texts = read_texts(source, column)
         print(f"{source}: {len(texts):,} texts, {sum(map(len, texts)) / 1e6:.1f} million characters")
+        # Of a folder the name alone: where it lies is nobody's business.
+        name = Path(source).resolve().name if Path(source).is_dir() else source
         for text in texts:
-            sources.setdefault(text, source)
-    rows = Dataset.from_dict({"text": list(sources), "source": list(sources.values())})
+            sources.setdefault(text, (name, column))
+    rows = Dataset.from_dict({"text": list(sources), "source": [name for name, _ in sources.values()]})
     if not 0 < arguments.validation < len(rows):
         fail(f"--validation {arguments.validation} must be between 0 and the {len(rows)} texts")
     drawn = np.random.default_rng(arguments.seed).permutation(len(rows))
@@ -66,6 +101,7 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
     for name, chosen in (("validation", drawn[: arguments.validation]), ("train", drawn[arguments.validation :])):
         rows.select(np.sort(chosen)).to_parquet(str(arguments.output_dir / f"{name}.parquet"))
         sizes[name] = len(chosen)
+    write_card(arguments.output_dir, Counter(sources.values()), sizes, arguments.seed)
     print(f"{arguments.output_dir}: {sizes['train']:,} texts to train on, {sizes['validation']:,} to validate on")
     return sizes
 

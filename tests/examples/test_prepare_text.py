@@ -2,6 +2,8 @@
 
 import pandas as pd
 import pytest
+from datasets import load_dataset
+from huggingface_hub import DatasetCard
 
 from tests.examples.runs import assert_refused, write
 
@@ -28,8 +30,12 @@ def test_text_of_several_sources(script, sources, tmp_path):
     )
     assert sorted([*train["text"], *held["text"]]) == ["Five .", "Four .", "One .", "Three .", "Two ."]
     both = dict(zip([*train["text"], *held["text"]], [*train["source"], *held["source"]], strict=True))
-    assert both["Two ."].endswith("plain") and both["Four ."].endswith("pairs")  # the source that had it first
+    assert both["Two ."] == "plain" and both["Four ."] == "pairs"  # the source that had it first
     assert list(held["text"]) == list(again["text"]) != list(other["text"])
+
+    card = DatasetCard.load(folders[0] / "README.md")
+    assert "| plain | `text` | 3 |\n| pairs | `translation.en` | 2 |" in card.text and str(tmp_path) not in card.text
+    assert {split: len(rows) for split, rows in load_dataset(str(folders[0])).items()} == {"train": 3, "validation": 2}
 
 
 @pytest.mark.parametrize(
