@@ -43,11 +43,13 @@ class OrderedTrainer(Trainer):
     Its `eval_loss` is the mean over batches, in which the last examples are doubled where processes share them.
 
     Attributes:
-        sequences: how many this process was trained on.
+        sequences: how many this process was trained on; a pair is one.
+        pair_tokens: tokens of the second sequences of pairs among them, which Trainer does not count.
         weight_average: average of the weights, which is evaluated in their place.
     """
 
     sequences = 0
+    pair_tokens = 0
     weight_average: WeightAverage | None = None
 
     def averaged(self) -> AbstractContextManager:
@@ -74,6 +76,8 @@ class OrderedTrainer(Trainer):
 
     def training_step(self, model, inputs, *args, **kwargs) -> torch.Tensor:
         self.sequences += inputs[self.model.main_input_name].shape[:-1].numel()
+        if "pair_attention_mask" in inputs:
+            self.pair_tokens += int(inputs["pair_attention_mask"].sum())
         return super().training_step(model, inputs, *args, **kwargs)
 
     def evaluation_loop(self, *args, metric_key_prefix="eval", **kwargs):
@@ -188,10 +192,11 @@ def train(
     args = trainer.args
     speeds = {}
     if speed.tokens:
-        (sequences,) = total([trainer.sequences], args)
-        model, length = trainer.accelerator.unwrap_model(trainer.model), max(round(speed.tokens / sequences), 1)
+        sequences, pair_tokens = total([trainer.sequences, trainer.pair_tokens], args)
+        tokens, sequences = speed.tokens + pair_tokens, sequences * (2 if pair_tokens else 1)
+        model, length = trainer.accelerator.unwrap_model(trainer.model), max(round(tokens / sequences), 1)
         dtype = torch.bfloat16 if args.bf16 else torch.float32
-        rate = speed.tokens / speed.seconds
+        rate = tokens / speed.seconds
         speeds = throughput(model, length, rate, args.world_size, args.device, dtype, peak_flops, head_share)
     elif (tokens := trainer.state.num_input_tokens_seen) and speed.total_seconds:
         speeds = {"tokens_per_second": tokens / speed.total_seconds}

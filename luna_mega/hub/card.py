@@ -32,6 +32,11 @@ _TASKS = {
 # Endings of metrics that do not say how good a model is.
 _NOT_QUALITY = ("_runtime", "_per_second", "_preparation_time", "epoch", "tokens_seen")
 
+_PAIR_USAGE = (
+    'first, second = (tokenizer(text, return_tensors="pt") for text in ("One text.", "Another text."))',
+    'logits = model(**first, **{f"pair_{name}": value for name, value in second.items()}).logits',
+)
+
 
 @dataclass(frozen=True)
 class Family:
@@ -273,6 +278,8 @@ def _usage(model_class: str, config: PreTrainedConfig, tokenizer: bool) -> str:
     lines += [f"model = {loader}.from_pretrained(path)"]
     lines += ["processor = AutoImageProcessor.from_pretrained(path)"] * pictures
     lines += ["tokenizer = AutoTokenizer.from_pretrained(path)"] * tokenizer
+    if tokenizer and _suffix(model_class, config) == "ForSequencePairClassification":
+        lines += _PAIR_USAGE
     code = "```python\n" + "\n".join(lines) + "\n```"
     if not ours:
         return code

@@ -100,16 +100,19 @@ def test_regression(run, tmp_path):
 
 
 def test_two_towers(run, tmp_path):
-    """The texts of a pair are read one by one: the saved model gives the scores that were written."""
+    """The texts of a pair are read, and counted, one by one; the saved model gives the scores that were written."""
     for split, size in (("train", 16), ("validation", 16), ("test", 5)):
         write(rows("stsb", size, seed=size), tmp_path / "data" / f"{split}.jsonl")
     output = tmp_path / "out"
     towers = ["--two_towers", "--token_dropout", 0.2]
     arguments = [*scratch("stsb", tmp_path / "data", output), *towers]
-    summary = run(*arguments, "--do_eval", "--do_predict", "--max_steps", 3, "--per_device_eval_batch_size", 2)
+    summary = run(*arguments, "--do_eval", "--do_predict", "--num_train_epochs", 1, "--per_device_eval_batch_size", 2)
     assert "eval_combined_score" in summary
     model, tokenizer = LunaForSequencePairClassification.from_pretrained(output), AutoTokenizer.from_pretrained(output)
     assert model.config.num_labels == 1
+    texts = [row[column] for row in rows("stsb", 16, seed=16) for column in ("sentence1", "sentence2")]
+    tokens = sum(map(len, tokenizer(texts)["input_ids"]))
+    assert summary["tokens_per_second"] * summary["train_seconds"] == pytest.approx(tokens)
     scores = []
     for row in rows("stsb", 5, seed=5):
         first, second = (tokenizer(row[column], return_tensors="pt") for column in ("sentence1", "sentence2"))

@@ -130,6 +130,7 @@ def test_usage_runs(trainer, tmp_path, head):
     session = {}
     exec(lines, session)
     assert type(session["model"]) is HEADS[head] and session["tokenizer"]("ab")["input_ids"] == [0, 4, 5, 2]
+    assert ("logits" in session) == (head == "ForSequencePairClassification")
 
 
 SMALL = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
