@@ -119,11 +119,14 @@ def longest_input(config: PreTrainedConfig) -> float:
     return config.max_position_embeddings - first_position(config.model_type, config.pad_token_id)
 
 
-def pair_class(model_type: str, option: str) -> type[PreTrainedModel]:
-    """Return the class that encodes the two inputs of a pair one by one; the script ends where there is none."""
+def pair_class(model_type: str, option: str, others: str = "luna or mega") -> type[PreTrainedModel]:
+    """Return the class that encodes the two inputs of a pair one by one.
+
+    Where there is none the script ends, and says which `option` asked for it and which types to take.
+    """
     name = f"{model_type.capitalize()}ForSequencePairClassification"
     if not hasattr(luna_mega, name):
-        fail(f"{option}: there is no {name}; take luna or mega")
+        fail(f"{option}: there is no {name}; take {others}")
     return getattr(luna_mega, name)
 
 

@@ -190,7 +190,7 @@ class LongRangeArena(Script):
     def make_model(self) -> PreTrainedModel:
         model_class = AutoModelForSequenceClassification
         if self.task.pairs and self.config.model_type != transformer.TransformerConfig.model_type:
-            model_class = pair_class(self.config.model_type, f"--task {self.data.task}")
+            model_class = pair_class(self.config.model_type, f"--task {self.data.task}", "luna, mega or transformer")
         return make_model(model_class, self.model, self.config)
 
     def build(self) -> Trainer:
