@@ -7,7 +7,7 @@ from luna_mega.kernels.api import use_backend
 
 from . import luna, luna_decoders, mega, mega_decoders
 
-STEPS = 10
+STEPS = 5
 ONE_LAYER = {"num_hidden_layers": 1, "vocab_size": 40}
 LUNA = ONE_LAYER | {"dropout": 0.0, "attention_dropout": 0.0}
 MEGA = ONE_LAYER | mega.NO_DROPOUT
@@ -29,7 +29,7 @@ def train(model, backend, device, dtype):
     model = model.to(device, dtype).train()
     inputs = {name: value.to(device) for name, value in luna.tokens([9, 11, 3]).items()}
     labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=2e-2), []
     with use_backend(backend):
         for _ in range(STEPS):
             loss = model(**inputs, labels=labels).loss

@@ -104,7 +104,7 @@ def test_recorded_states(variant):
 @pytest.mark.parametrize("head", HEADS)
 def test_compile_fullgraph(head):
     torch.compiler.reset()  # code that was compiled often in this process is refused
-    model = make(head)
+    model = make(head, num_hidden_layers=1)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     inputs = head_inputs(head, [21, 5])
     inputs |= labels(head, inputs)

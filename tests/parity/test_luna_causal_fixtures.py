@@ -45,7 +45,8 @@ def test_raw_module(shared_dir, parity, case, backend, request):
         pack_mask = io[f"{length}.pmask"] == 0 if masking == "pmask" else None
         with use_backend(backend):
             _compare_parallel(parity, attention, io, length, masking, pack_mask)
-            _compare_steps(parity, attention, io, length, masking, pack_mask)
+            if (backend, length) != ("triton", "n65"):  # interpreted, 65 steps take a quarter of a minute
+                _compare_steps(parity, attention, io, length, masking, pack_mask)
 
 
 def _compare_parallel(parity, attention, io, length, masking, pack_mask):
