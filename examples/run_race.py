@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from common.arguments import check_choice, fail
 from common.data import ClassifierArguments, check_columns, check_texts, load_splits, name_source
-from common.model import boundary_ids, make_config, make_model, make_tokenizer
+from common.model import boundary_ids, make_config, make_model, make_tokenizer, pair_class
 from common.script import Script
 from common.training import write_lines
 from datasets import Dataset, concatenate_datasets
@@ -36,7 +36,8 @@ class Task:
         hub_name, hub_config: of the data set; `--dataset_config` names another configuration.
         name, texts, options, answer: its columns.
         letters: names of the options; every question has all of them.
-        encode: function that makes one input of each option.
+        tokenize: function that returns the tokens of the text of every question, and those of all options.
+        join: function that makes one input of an option and its text, between the ids of `<s>` and `</s>`.
         levels: beginnings of the values in the column `name`; accuracy is also computed for each.
     """
 
@@ -47,7 +48,8 @@ class Task:
     options: str
     answer: str
     letters: str
-    encode: Callable[[Batch, PreTrainedTokenizerBase, "DataArguments"], list[list[int]]]
+    tokenize: Callable[[Batch, PreTrainedTokenizerBase], tuple[list[list[int]], list[list[int]]]]
+    join: Callable[[list[int], list[int], int, int, "DataArguments"], list[int]]
     levels: tuple[str, ...] = ()
 
 
@@ -61,6 +63,9 @@ class DataArguments(ClassifierArguments):
     )
     max_option_length: int = field(default=128, metadata={"help": "RACE: <s> question and option </s> are cut to this"})
     max_seq_length: int = field(default=512, metadata={"help": "RACE cuts longer inputs, CommonsenseQA refuses them"})
+    two_towers: bool = field(
+        default=False, metadata={"help": "encode the text once and every option by itself, and score pairs of vectors"}
+    )
 
 
 def option_texts(options: list[str] | dict[str, list[str]]) -> list[str]:
@@ -72,39 +77,44 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[
     return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
 
 
-def encode_race(batch: Batch, tokenizer: PreTrainedTokenizerBase, data: DataArguments) -> list[list[int]]:
-    """Encode `<s> question and option </s></s> passage </s>`, the first part cut to `max_option_length`.
+def tokenize_race(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the tokens of passages, and of all questions with each option.
 
-    The whole is cut to `max_seq_length`. The option takes the place of every `_` of the question or, without one,
-    follows it. White space is collapsed. Source: RACE's preprocessing and the sentence_ranking task of fairseq.
+    The option takes the place of every `_` of the question or, without one, follows it. White space is collapsed.
+    Source: RACE's preprocessing in fairseq.
     """
-    bos, eos = boundary_ids(tokenizer)
     merged = [
         question.replace("_", option) if "_" in question else f"{question} {option}"
         for question, options in zip(batch["question"], batch["options"], strict=True)
         for option in options
     ]
-    passages = tokenize(tokenizer, [" ".join(article.split()) for article in batch["article"]])
-    inputs = []
-    for index, option in enumerate(tokenize(tokenizer, [" ".join(text.split()) for text in merged])):
-        head = [bos, *option, eos][: data.max_option_length]
-        passage = passages[index // len(TASKS["race"].letters)]
-        inputs.append([*head, eos, *passage, eos][: data.max_seq_length])
-    return inputs
+    texts = ([" ".join(text.split()) for text in part] for part in (batch["article"], merged))
+    passages, options = (tokenize(tokenizer, part) for part in texts)
+    return passages, options
 
 
-def encode_csqa(batch: Batch, tokenizer: PreTrainedTokenizerBase, data: DataArguments) -> list[list[int]]:
-    """Encode `<s> Q: question </s> A: choice </s>`, which is never cut. Source: the commonsense_qa task of fairseq."""
-    bos, eos = boundary_ids(tokenizer)
+def join_race(option: list[int], passage: list[int], bos: int, eos: int, data: DataArguments) -> list[int]:
+    """Return `<s> question and option </s></s> passage </s>`, the first part cut to `max_option_length`.
+
+    The whole is cut to `max_seq_length`. Source: the sentence_ranking task of fairseq.
+    """
+    head = [bos, *option, eos][: data.max_option_length]
+    return [*head, eos, *passage, eos][: data.max_seq_length]
+
+
+def tokenize_csqa(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the tokens of `Q: question`, and of all `A: choice`. Source: the commonsense_qa task of fairseq."""
     questions = tokenize(tokenizer, [f"Q: {question}" for question in batch["question"]])
     choices = tokenize(tokenizer, [f"A: {text}" for choices in batch["choices"] for text in option_texts(choices)])
-    inputs = []
-    for index, choice in enumerate(choices):
-        question = questions[index // len(TASKS["csqa"].letters)]
-        inputs.append([bos, *question, eos, *choice, eos])
-        if len(inputs[-1]) > data.max_seq_length:
-            fail(f"an input has {len(inputs[-1])} tokens, above --max_seq_length {data.max_seq_length}")
-    return inputs
+    return questions, choices
+
+
+def join_csqa(choice: list[int], question: list[int], bos: int, eos: int, data: DataArguments) -> list[int]:
+    """Return `<s> Q: question </s> A: choice </s>`, which is never cut. Source: the commonsense_qa task of fairseq."""
+    joined = [bos, *question, eos, *choice, eos]
+    if len(joined) > data.max_seq_length:
+        fail(f"an input has {len(joined)} tokens, above --max_seq_length {data.max_seq_length}")
+    return joined
 
 
 TASKS = {
@@ -116,7 +126,8 @@ TASKS = {
         options="options",
         answer="answer",
         letters="ABCD",
-        encode=encode_race,
+        tokenize=tokenize_race,
+        join=join_race,
         levels=("middle", "high"),
     ),
     "csqa": Task(
@@ -127,7 +138,8 @@ TASKS = {
         options="choices",
         answer="answerKey",
         letters="ABCDE",
-        encode=encode_csqa,
+        tokenize=tokenize_csqa,
+        join=join_csqa,
     ),
 }
 
@@ -137,6 +149,15 @@ class OptionCollator(DataCollatorForMultipleChoice):
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         return super().torch_call([{name: example[name] for name in ("input_ids", "labels")} for example in examples])
+
+
+class TowerCollator(OptionCollator):
+    """Collator of texts, padded to the longest, and of their options `pair_*`, padded to the longest of these."""
+
+    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        options = super().torch_call([example | {"input_ids": example["pair_input_ids"]} for example in examples])
+        texts = self.tokenizer.pad({"input_ids": [example["input_ids"] for example in examples]}, return_tensors="pt")
+        return {"labels": options.pop("labels"), **texts, **{f"pair_{name}": x for name, x in options.items()}}
 
 
 def check_answers(split: Dataset, name: str, task: Task) -> None:
@@ -182,17 +203,27 @@ def all_texts(split: Dataset, task: Task) -> Iterator[str]:
 def encode_split(
     split: Dataset, name: str, tokenizer: PreTrainedTokenizerBase, data: DataArguments, in_memory: bool = True
 ) -> Dataset:
-    """Add the columns `input_ids` (one list an option), `length` (of the longest) and `labels` (-100: unknown)."""
-    task = TASKS[data.task]
+    """Add the columns `input_ids` (one list an option), `length` (of the longest) and `labels` (-100: unknown).
+
+    With two towers `input_ids` and `length` are of `<s> text </s>`, cut to `max_seq_length`, and the options are
+    `pair_input_ids`, `<s> option </s>` cut to `max_option_length`.
+    """
+    task, (bos, eos) = TASKS[data.task], boundary_ids(tokenizer)
 
     def encode(batch: Batch) -> Batch:
-        flat, options = task.encode(batch, tokenizer, data), len(task.letters)
-        inputs = [flat[start : start + options] for start in range(0, len(flat), options)]
-        return {
-            "input_ids": inputs,
-            "length": [max(map(len, example)) for example in inputs],
-            "labels": [task.letters.index(answer) if answer else -100 for answer in batch[task.answer]],
-        }
+        texts, flat = task.tokenize(batch, tokenizer)
+        size = len(task.letters)
+        options = [flat[start : start + size] for start in range(0, len(flat), size)]
+        labels = {"labels": [task.letters.index(answer) if answer else -100 for answer in batch[task.answer]]}
+        if data.two_towers:
+            texts = [[bos, *text[: data.max_seq_length - 2], eos] for text in texts]
+            pairs = [[[bos, *option[: data.max_option_length - 2], eos] for option in each] for each in options]
+            return labels | {"input_ids": texts, "pair_input_ids": pairs, "length": [len(text) for text in texts]}
+        inputs = [
+            [task.join(option, text, bos, eos, data) for option in each]
+            for text, each in zip(texts, options, strict=True)
+        ]
+        return labels | {"input_ids": inputs, "length": [max(map(len, each)) for each in inputs]}
 
     unused = [*task.texts, task.options, task.answer]
     return split.map(encode, batched=True, remove_columns=unused, keep_in_memory=in_memory, desc=name)
@@ -225,16 +256,20 @@ class MultipleChoice(Script):
         data, task, alone = self.data, self.task, self.training.world_size == 1
         splits = {name: load_split(name, task, data, limit) for name, limit in self.limits().items()}
         self.tokenizer = make_tokenizer(self.model, all_texts(splits.get("train"), task), data.max_seq_length)
-        self.config = make_config(self.model, self.tokenizer, data.max_seq_length)
+        # What a text and an option have in common is seen in the product of their vectors, and not side by side.
+        fields = {"num_labels": 1, "pair_features": "interaction"} if data.two_towers else {}
+        self.config = make_config(self.model, self.tokenizer, data.max_seq_length, **fields)
         self.splits = {name: encode_split(split, name, self.tokenizer, data, alone) for name, split in splits.items()}
 
     def build(self) -> Trainer:
         # The collator takes what it needs; the lengths are for train_sampling_strategy group_by_length.
         self.training.remove_unused_columns = False
+        towers = self.data.two_towers
+        model_class = pair_class(self.config.model_type, "--two_towers") if towers else AutoModelForMultipleChoice
         return self.make_trainer(
-            make_model(AutoModelForMultipleChoice, self.model, self.config),
+            make_model(model_class, self.model, self.config),
             processing_class=self.tokenizer,
-            data_collator=OptionCollator(self.tokenizer),
+            data_collator=(TowerCollator if towers else OptionCollator)(self.tokenizer),
             compute_metrics=make_metrics(self.splits["validation"], self.task) if self.training.do_eval else None,
         )
 

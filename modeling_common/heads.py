@@ -141,6 +141,41 @@ def pair_size(config: PreTrainedConfig) -> int:
     return config.hidden_size * (2 if config.pair_features == "concat" else 4)
 
 
+class PairMixin(PooledMixin):
+    """Classification of pairs of sequences, or the choice among several second ones."""
+
+    def classify_pairs(
+        self,
+        first: torch.Tensor,
+        outputs: ModelOutput,
+        labels: torch.Tensor | None,
+        shard: ContextShard | None,
+        attention_mask: torch.Tensor | None,
+        cp_group: "dist.ProcessGroup | None" = None,
+        **inputs: torch.Tensor | None,
+    ) -> dict[str, Any]:
+        """Return logits `[B, num_labels]` of the vectors `first` `[B, d]` and the second inputs, and the loss.
+
+        Second inputs `[B, C, T]` are C candidates for each first sequence: they are scored one by one, logits are
+        `[B, C]`, and the loss is the cross-entropy of the right ones, `labels` `[B]`.
+        """
+        ids, embeds = inputs["input_ids"], inputs["inputs_embeds"]
+        candidates = (ids is not None and ids.dim() == 3) or (embeds is not None and embeds.dim() == 4)
+        options = 1
+        if candidates:
+            if self.config.num_labels != 1:
+                raise ValueError(f"a candidate gets one score: set num_labels=1, got {self.config.num_labels}")
+            if len(first) != (given := len(embeds if ids is None else ids)):
+                raise ValueError(f"there are {len(first)} first sequences, and candidates for {given}; give as many")
+            options, flat = flatten_options(attention_mask=attention_mask, input_ids=ids, inputs_embeds=embeds)
+            attention_mask, inputs = flat.pop("attention_mask"), inputs | flat
+        second, *_ = self.pool(attention_mask, cp_group=cp_group, **inputs)
+        features = pair_features(self.config, first.repeat_interleave(options, dim=0), second)
+        if not candidates:
+            return self.classify(features, outputs, labels, shard)
+        return choose_option(self.classifier(features, shard), options, outputs, labels)
+
+
 def flatten_options(**inputs: torch.Tensor | None) -> tuple[int, dict[str, torch.Tensor | None]]:
     """Return the number of options C and the inputs `[B, C, ...]` as `[B C, ...]`."""
     given = inputs["input_ids"] if inputs["inputs_embeds"] is None else inputs["inputs_embeds"]

@@ -21,12 +21,12 @@ from luna_mega.kernels.context_parallel import ContextShard
 from luna_mega.modeling_common.heads import (
     ClassificationHead,
     MaskedLMMixin,
+    PairMixin,
     PooledMixin,
     SpanMixin,
     TokenMixin,
     choose_option,
     flatten_options,
-    pair_features,
     pair_size,
 )
 from luna_mega.modeling_common.pooling import first_token, masked_mean
@@ -240,7 +240,7 @@ class LunaForSequenceClassification(LunaPooledModel):
         return LunaSequenceClassifierOutput(**self.classify(features, outputs, labels, shard))
 
 
-class LunaForSequencePairClassification(LunaPooledModel):
+class LunaForSequencePairClassification(PairMixin, LunaPooledModel):
     """Two towers with one set of weights, classified together (LRA Retrieval; paper section 4.1)."""
 
     def __init__(self, config: LunaConfig):
@@ -265,6 +265,9 @@ class LunaForSequencePairClassification(LunaPooledModel):
 
         `labels` and `logits` are those of `LunaForSequenceClassification`, hidden states and attentions those of the
         first sequence.
+
+        With `num_labels=1` the second sequences may be C candidates for each first one, `[B, C, T']`, which are scored
+        one by one: `logits` are `[B, C]`, `labels` `[B]` the right ones, and the loss is their cross-entropy.
         """
         if "position_ids" in kwargs:
             raise ValueError("pairs take their positions from the attention masks; leave position_ids out")
@@ -276,15 +279,18 @@ class LunaForSequencePairClassification(LunaPooledModel):
             input_values=input_values,
             **kwargs,
         )
-        second, *_ = self.pool(
+        predicted = self.classify_pairs(
+            first,
+            outputs,
+            labels,
+            shard,
             pair_attention_mask,
-            cp_group=kwargs.get("cp_group"),
+            kwargs.get("cp_group"),
             input_ids=pair_input_ids,
             inputs_embeds=pair_inputs_embeds,
             input_values=pair_input_values,
         )
-        features = pair_features(self.config, first, second)
-        return LunaSequenceClassifierOutput(**self.classify(features, outputs, labels, shard))
+        return LunaSequenceClassifierOutput(**predicted)
 
 
 class LunaForMultipleChoice(LunaPooledModel):

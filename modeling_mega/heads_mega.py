@@ -20,12 +20,12 @@ from luna_mega.modeling_common.context_parallel import dropout_alike
 from luna_mega.modeling_common.heads import (
     ClassificationHead,
     MaskedLMMixin,
+    PairMixin,
     PooledMixin,
     SpanMixin,
     TokenMixin,
     choose_option,
     flatten_options,
-    pair_features,
     pair_size,
 )
 from luna_mega.modeling_common.pooling import first_token, masked_mean
@@ -183,7 +183,7 @@ class MegaForImageClassification(MegaPooledModel):
         return ImageClassifierOutput(**self.classify(self.summarize(outputs, mask), outputs, labels, None))
 
 
-class MegaForSequencePairClassification(MegaPooledModel):
+class MegaForSequencePairClassification(PairMixin, MegaPooledModel):
     """Two towers with one set of weights, classified together (LRA Retrieval)."""
 
     def __init__(self, config: MegaConfig):
@@ -208,21 +208,27 @@ class MegaForSequencePairClassification(MegaPooledModel):
 
         `labels` and `logits` are those of `MegaForSequenceClassification`, hidden states and attentions those of the
         first sequence.
+
+        With `num_labels=1` the second sequences may be C candidates for each first one, `[B, C, T']`, which are scored
+        one by one: `logits` are `[B, C]`, `labels` `[B]` the right ones, and the loss is their cross-entropy.
         """
         if "token_type_ids" in kwargs:
             raise ValueError("the sequences of a pair have no token types; leave token_type_ids out")
         first, outputs, shard = self.pool(
             attention_mask, input_ids=input_ids, inputs_embeds=inputs_embeds, input_values=input_values, **kwargs
         )
-        second, *_ = self.pool(
+        predicted = self.classify_pairs(
+            first,
+            outputs,
+            labels,
+            shard,
             pair_attention_mask,
-            cp_group=kwargs.get("cp_group"),
+            kwargs.get("cp_group"),
             input_ids=pair_input_ids,
             inputs_embeds=pair_inputs_embeds,
             input_values=pair_input_values,
         )
-        features = pair_features(self.config, first, second)
-        return SequenceClassifierOutput(**self.classify(features, outputs, labels, shard))
+        return SequenceClassifierOutput(**predicted)
 
 
 class MegaForMultipleChoice(PooledMixin, MegaPreTrainedModel):

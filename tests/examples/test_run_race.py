@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForMultipleChoice, AutoTokenizer
 
+from luna_mega import LunaForSequencePairClassification
 from tests.examples import runs
 from tests.examples.runs import assert_complete, assert_refused, assert_resumes, write, write_splits
 
@@ -169,6 +170,43 @@ def test_race_from_scratch_with_both_levels(run, script, race, tmp_path):
     right = [letter == row["answer"] for letter, row in zip(predicted, examples, strict=True)]
     assert summary["test_accuracy"] == pytest.approx(sum(right) / 14)
     assert summary["test_high_accuracy"] == pytest.approx(sum(right[9:]) / 5)
+
+
+@pytest.mark.parametrize("task", ["race", "csqa"])
+def test_two_towers(task, run, script, race, csqa, tmp_path):
+    """The text is encoded once, each option by itself; the saved folder gives the written predictions, one by one."""
+    output = tmp_path / "out"
+    summary = run(
+        *scratch({"race": race, "csqa": csqa}[task], output, task),
+        *("--two_towers", "true", "--do_eval", "--do_predict", "--learning_rate", 0.02, "--num_train_epochs", 8),
+        *("--train_sampling_strategy", "group_by_length", "--max_option_length", 16),
+    )
+    assert summary["eval_accuracy"] > 0.8
+    model, tokenizer = LunaForSequencePairClassification.from_pretrained(output), AutoTokenizer.from_pretrained(output)
+    assert model.config.num_labels == 1 and model.config.pair_features == "interaction"
+
+    def ids(text: str, length: int) -> torch.Tensor:
+        tokens = tokenizer.encode(text, add_special_tokens=False)[: length - 2]
+        return torch.tensor([[BOS, *tokens, EOS]])
+
+    predicted = []
+    for row in race_rows(9, seed=9) if task == "race" else csqa_rows(6, seed=6):
+        if task == "race":
+            text = " ".join(row["article"].split())
+            merge = row["question"].replace("_", "{}") if "_" in row["question"] else row["question"] + " {}"
+            options = [" ".join(merge.replace("{}", option).split()) for option in row["options"]]
+        else:
+            text, options = f"Q: {row['question']}", [f"A: {option}" for option in row["choices"]["text"]]
+        scores = [model.eval()(ids(text, 48), pair_input_ids=ids(option, 16)).logits.item() for option in options]
+        predicted.append("ABCDE"[scores.index(max(scores))])
+    assert pd.read_csv(output / "predictions.tsv", sep="\t")["prediction"].tolist() == predicted
+    assert "LunaForSequencePairClassification" in (output / "README.md").read_text()
+
+
+def test_two_towers_of_a_model_without_pairs(run, race, tmp_path):
+    arguments = [*scratch(race, tmp_path / "out"), "--model_type", "roberta", "--two_towers", "true"]
+    arguments[arguments.index(TINY)] = "hidden_size=32"
+    assert_refused(run, "--two_towers: there is no RobertaForSequencePairClassification; take luna or mega", *arguments)
 
 
 def test_one_level_has_no_accuracy_of_the_other(run, race, tmp_path):
