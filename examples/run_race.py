@@ -36,8 +36,7 @@ class Task:
         hub_name, hub_config: of the data set; `--dataset_config` names another configuration.
         name, texts, options, answer: its columns.
         letters: names of the options; every question has all of them.
-        tokenize: function that returns the tokens of the text of every question, and those of all options.
-        join: function that makes one input of an option and its text, between the ids of `<s>` and `</s>`.
+        encode: function that makes one input of each option.
         levels: beginnings of the values in the column `name`; accuracy is also computed for each.
     """
 
@@ -48,8 +47,7 @@ class Task:
     options: str
     answer: str
     letters: str
-    tokenize: Callable[[Batch, PreTrainedTokenizerBase], tuple[list[list[int]], list[list[int]]]]
-    join: Callable[[list[int], list[int], int, int, "DataArguments"], list[int]]
+    encode: Callable[[Batch, PreTrainedTokenizerBase, "DataArguments"], list[list[int]]]
     levels: tuple[str, ...] = ()
 
 
@@ -61,10 +59,14 @@ class DataArguments(ClassifierArguments):
         default=None,
         metadata={"help": "local folders instead of the Hub: parquet or json(l) files, named by split"},
     )
-    max_option_length: int = field(default=128, metadata={"help": "RACE: <s> question and option </s> are cut to this"})
+    max_option_length: int = field(
+        default=128,
+        metadata={"help": "RACE: <s> question and option </s>, or <s> option </s> of two towers, are cut to this"},
+    )
     max_seq_length: int = field(default=512, metadata={"help": "RACE cuts longer inputs, CommonsenseQA refuses them"})
     two_towers: bool = field(
-        default=False, metadata={"help": "encode the text once and every option by itself, and score pairs of vectors"}
+        default=False,
+        metadata={"help": "encode the text with its question once, and every option by itself; score pairs of vectors"},
     )
 
 
@@ -77,44 +79,62 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[
     return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
 
 
-def tokenize_race(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the tokens of passages, and of all questions with each option.
+def encode_race(batch: Batch, tokenizer: PreTrainedTokenizerBase, data: DataArguments) -> list[list[int]]:
+    """Encode `<s> question and option </s></s> passage </s>`, the first part cut to `max_option_length`.
 
-    The option takes the place of every `_` of the question or, without one, follows it. White space is collapsed.
-    Source: RACE's preprocessing in fairseq.
+    The whole is cut to `max_seq_length`. The option takes the place of every `_` of the question or, without one,
+    follows it. White space is collapsed. Source: RACE's preprocessing and the sentence_ranking task of fairseq.
     """
+    bos, eos = boundary_ids(tokenizer)
     merged = [
         question.replace("_", option) if "_" in question else f"{question} {option}"
         for question, options in zip(batch["question"], batch["options"], strict=True)
         for option in options
     ]
-    texts = ([" ".join(text.split()) for text in part] for part in (batch["article"], merged))
-    passages, options = (tokenize(tokenizer, part) for part in texts)
-    return passages, options
+    passages = tokenize(tokenizer, [" ".join(article.split()) for article in batch["article"]])
+    inputs = []
+    for index, option in enumerate(tokenize(tokenizer, [" ".join(text.split()) for text in merged])):
+        head = [bos, *option, eos][: data.max_option_length]
+        passage = passages[index // len(TASKS["race"].letters)]
+        inputs.append([*head, eos, *passage, eos][: data.max_seq_length])
+    return inputs
 
 
-def join_race(option: list[int], passage: list[int], bos: int, eos: int, data: DataArguments) -> list[int]:
-    """Return `<s> question and option </s></s> passage </s>`, the first part cut to `max_option_length`.
-
-    The whole is cut to `max_seq_length`. Source: the sentence_ranking task of fairseq.
-    """
-    head = [bos, *option, eos][: data.max_option_length]
-    return [*head, eos, *passage, eos][: data.max_seq_length]
-
-
-def tokenize_csqa(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the tokens of `Q: question`, and of all `A: choice`. Source: the commonsense_qa task of fairseq."""
+def encode_csqa(batch: Batch, tokenizer: PreTrainedTokenizerBase, data: DataArguments) -> list[list[int]]:
+    """Encode `<s> Q: question </s> A: choice </s>`, which is never cut. Source: the commonsense_qa task of fairseq."""
+    bos, eos = boundary_ids(tokenizer)
     questions = tokenize(tokenizer, [f"Q: {question}" for question in batch["question"]])
     choices = tokenize(tokenizer, [f"A: {text}" for choices in batch["choices"] for text in option_texts(choices)])
-    return questions, choices
+    inputs = []
+    for index, choice in enumerate(choices):
+        question = questions[index // len(TASKS["csqa"].letters)]
+        inputs.append([bos, *question, eos, *choice, eos])
+        if len(inputs[-1]) > data.max_seq_length:
+            fail(f"an input has {len(inputs[-1])} tokens, above --max_seq_length {data.max_seq_length}")
+    return inputs
 
 
-def join_csqa(choice: list[int], question: list[int], bos: int, eos: int, data: DataArguments) -> list[int]:
-    """Return `<s> Q: question </s> A: choice </s>`, which is never cut. Source: the commonsense_qa task of fairseq."""
-    joined = [bos, *question, eos, *choice, eos]
-    if len(joined) > data.max_seq_length:
-        fail(f"an input has {len(joined)} tokens, above --max_seq_length {data.max_seq_length}")
-    return joined
+def encode_towers(
+    batch: Batch, tokenizer: PreTrainedTokenizerBase, data: DataArguments
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Encode every `<s> question </s></s> passage </s>`, or `<s> question </s>`, and all `<s> option </s>`.
+
+    They are cut to `max_seq_length` and `max_option_length`. White space is collapsed.
+    """
+    task, (bos, eos) = TASKS[data.task], boundary_ids(tokenizer)
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        return tokenize(tokenizer, [" ".join(text.split()) for text in texts])
+
+    texts = [
+        [bos, *question, eos, *(token for passage in passages for token in (eos, *passage, eos))]
+        for question, *passages in zip(*(encode(batch[name]) for name in reversed(task.texts)), strict=True)
+    ]
+    options = encode([text for options in batch[task.options] for text in option_texts(options)])
+    return (
+        [text[: data.max_seq_length] for text in texts],
+        [[bos, *option, eos][: data.max_option_length] for option in options],
+    )
 
 
 TASKS = {
@@ -126,8 +146,7 @@ TASKS = {
         options="options",
         answer="answer",
         letters="ABCD",
-        tokenize=tokenize_race,
-        join=join_race,
+        encode=encode_race,
         levels=("middle", "high"),
     ),
     "csqa": Task(
@@ -138,8 +157,7 @@ TASKS = {
         options="choices",
         answer="answerKey",
         letters="ABCDE",
-        tokenize=tokenize_csqa,
-        join=join_csqa,
+        encode=encode_csqa,
     ),
 }
 
@@ -205,25 +223,21 @@ def encode_split(
 ) -> Dataset:
     """Add the columns `input_ids` (one list an option), `length` (of the longest) and `labels` (-100: unknown).
 
-    With two towers `input_ids` and `length` are of `<s> text </s>`, cut to `max_seq_length`, and the options are
-    `pair_input_ids`, `<s> option </s>` cut to `max_option_length`.
+    With two towers `input_ids` and `length` are those of the text, and `pair_input_ids` those of its options.
     """
-    task, (bos, eos) = TASKS[data.task], boundary_ids(tokenizer)
+    task = TASKS[data.task]
+    size = len(task.letters)
+
+    def group(options: list[list[int]]) -> list[list[list[int]]]:
+        return [options[start : start + size] for start in range(0, len(options), size)]
 
     def encode(batch: Batch) -> Batch:
-        texts, flat = task.tokenize(batch, tokenizer)
-        size = len(task.letters)
-        options = [flat[start : start + size] for start in range(0, len(flat), size)]
         labels = {"labels": [task.letters.index(answer) if answer else -100 for answer in batch[task.answer]]}
         if data.two_towers:
-            texts = [[bos, *text[: data.max_seq_length - 2], eos] for text in texts]
-            pairs = [[[bos, *option[: data.max_option_length - 2], eos] for option in each] for each in options]
-            return labels | {"input_ids": texts, "pair_input_ids": pairs, "length": [len(text) for text in texts]}
-        inputs = [
-            [task.join(option, text, bos, eos, data) for option in each]
-            for text, each in zip(texts, options, strict=True)
-        ]
-        return labels | {"input_ids": inputs, "length": [max(map(len, each)) for each in inputs]}
+            texts, options = encode_towers(batch, tokenizer, data)
+            return labels | {"input_ids": texts, "pair_input_ids": group(options), "length": list(map(len, texts))}
+        inputs = group(task.encode(batch, tokenizer, data))
+        return labels | {"input_ids": inputs, "length": [max(map(len, options)) for options in inputs]}
 
     unused = [*task.texts, task.options, task.answer]
     return split.map(encode, batched=True, remove_columns=unused, keep_in_memory=in_memory, desc=name)

@@ -185,19 +185,16 @@ def test_two_towers(task, run, script, race, csqa, tmp_path):
     model, tokenizer = LunaForSequencePairClassification.from_pretrained(output), AutoTokenizer.from_pretrained(output)
     assert model.config.num_labels == 1 and model.config.pair_features == "interaction"
 
-    def ids(text: str, length: int) -> torch.Tensor:
-        tokens = tokenizer.encode(text, add_special_tokens=False)[: length - 2]
-        return torch.tensor([[BOS, *tokens, EOS]])
+    def ids(length: int, *texts: str) -> torch.Tensor:
+        tokens = [[BOS, *tokenizer.encode(" ".join(text.split()), add_special_tokens=False), EOS] for text in texts]
+        tokens[1:] = [[EOS, *more[1:]] for more in tokens[1:]]
+        return torch.tensor([sum(tokens, [])[:length]])
 
     predicted = []
     for row in race_rows(9, seed=9) if task == "race" else csqa_rows(6, seed=6):
-        if task == "race":
-            text = " ".join(row["article"].split())
-            merge = row["question"].replace("_", "{}") if "_" in row["question"] else row["question"] + " {}"
-            options = [" ".join(merge.replace("{}", option).split()) for option in row["options"]]
-        else:
-            text, options = f"Q: {row['question']}", [f"A: {option}" for option in row["choices"]["text"]]
-        scores = [model.eval()(ids(text, 48), pair_input_ids=ids(option, 16)).logits.item() for option in options]
+        texts, options = [row["question"]], row["options"] if task == "race" else row["choices"]["text"]
+        texts += [row["article"]] if task == "race" else []
+        scores = [model.eval()(ids(48, *texts), pair_input_ids=ids(16, option)).logits.item() for option in options]
         predicted.append("ABCDE"[scores.index(max(scores))])
     assert pd.read_csv(output / "predictions.tsv", sep="\t")["prediction"].tolist() == predicted
     assert "LunaForSequencePairClassification" in (output / "README.md").read_text()
