@@ -160,19 +160,19 @@ class PairMixin(PooledMixin):
         `[B, C]`, and the loss is the cross-entropy of the right ones, `labels` `[B]`.
         """
         ids, embeds = inputs["input_ids"], inputs["inputs_embeds"]
-        candidates = (ids is not None and ids.dim() == 3) or (embeds is not None and embeds.dim() == 4)
-        options = 1
-        if candidates:
-            if self.config.num_labels != 1:
-                raise ValueError(f"a candidate gets one score: set num_labels=1, got {self.config.num_labels}")
-            if len(first) != (given := len(embeds if ids is None else ids)):
-                raise ValueError(f"there are {len(first)} first sequences, and candidates for {given}; give as many")
-            options, flat = flatten_options(attention_mask=attention_mask, input_ids=ids, inputs_embeds=embeds)
-            attention_mask, inputs = flat.pop("attention_mask"), inputs | flat
-        second, *_ = self.pool(attention_mask, cp_group=cp_group, **inputs)
+        if not ((ids is not None and ids.dim() == 3) or (embeds is not None and embeds.dim() == 4)):
+            second, *_ = self.pool(attention_mask, cp_group=cp_group, **inputs)
+            return self.classify(pair_features(self.config, first, second), outputs, labels, shard)
+        if self.config.num_labels != 1:
+            raise ValueError(
+                "the second inputs are candidates, [B, C, ...], with one score each: set num_labels=1, "
+                f"got {self.config.num_labels}"
+            )
+        if len(first) != (given := len(embeds if ids is None else ids)):
+            raise ValueError(f"there are {len(first)} first sequences, and candidates for {given}; give as many")
+        options, flat = flatten_options(attention_mask=attention_mask, input_ids=ids, inputs_embeds=embeds)
+        second, *_ = self.pool(cp_group=cp_group, **flat)
         features = pair_features(self.config, first.repeat_interleave(options, dim=0), second)
-        if not candidates:
-            return self.classify(features, outputs, labels, shard)
         return choose_option(self.classifier(features, shard), options, outputs, labels)
 
 

@@ -98,7 +98,7 @@ def test_candidates_are_pairs_with_one_score(family):
 @family
 def test_candidates_that_do_not_fit(family):
     first, pair = luna.tokens([9, 4]), luna.tokens([5, 12, 3])["input_ids"]
-    with pytest.raises(ValueError, match="one score: set num_labels=1, got 3"):
+    with pytest.raises(ValueError, match=r"\[B, C, ...\], with one score each: set num_labels=1, got 3"):
         family.make("ForSequencePairClassification")(**first, pair_input_ids=torch.stack([pair, pair]))
     with pytest.raises(ValueError, match="2 first sequences, and candidates for 1"):
         family.make("ForSequencePairClassification", num_labels=1)(**first, pair_input_ids=pair[None])
