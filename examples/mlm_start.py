@@ -4,7 +4,8 @@
         --output_dir OUT --without positions
 
 Luna gets the start by its configuration (`initialization=local` in `--config_overrides`), and what `--without` names
-begins at random all the same. `--model_type roberta --local_start true` gives transformers' RoBERTa the same start.
+begins at random all the same. `--model_type roberta --local_start true` gives transformers' RoBERTa the same start, and
+`--local_options` are its `initialization_options`.
 """
 
 import math
@@ -12,13 +13,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import yaml
 from common.arguments import check_choice, fail
 from common.model import ModelArguments
+from huggingface_hub.errors import StrictDataclassError
 from run_mlm import MaskedLanguageModel
 from torch import nn
 from transformers import PreTrainedModel, RobertaForMaskedLM, Trainer
 
-from luna_mega import LunaForMaskedLM
+from luna_mega import LunaConfig, LunaForMaskedLM
 from luna_mega.modeling_luna.initialization_luna import LocalStart, paired_sinusoids, rotation
 
 PARTS = ("positions", "packed", "identity")
@@ -30,6 +33,7 @@ class StudyArguments(ModelArguments):
         default=None, metadata={"help": f"parts of Luna's local start that begin at random: {', '.join(PARTS)}"}
     )
     local_start: bool = field(default=False, metadata={"help": "give RoBERTa the local start of Luna"})
+    local_options: str = field(default="", metadata={"help": "options of that start: base=16,strength=8"})
 
 
 @torch.no_grad()
@@ -55,9 +59,13 @@ def start_roberta(model: RobertaForMaskedLM, start: LocalStart) -> None:
     positions = paired_sinusoids(torch.arange(len(table) - first), width, base)
     table[first:] = math.sqrt(2) * config.initializer_range * positions
     gain = 2 * start.strength / math.sqrt(width // heads)
+    blind = torch.zeros(width)
+    if start.mask_token_id is not None:
+        blind = nn.functional.normalize(model.roberta.embeddings.word_embeddings.weight[start.mask_token_id], dim=0)
     for layer in model.roberta.encoder.layer:
         attention = layer.attention.self
         attention.query.weight.add_(gain * rotation(width, base, heads, start.offsets))
+        attention.query.weight.sub_(torch.outer(attention.query.weight @ blind, blind))
         attention.key.weight.add_(torch.eye(width))
 
 
@@ -71,11 +79,24 @@ class StartStudy(MaskedLanguageModel):
             check_choice(model, "without", PARTS)
         if (model.local_start and model.model_type != "roberta") or (model.without and model.model_type != "luna"):
             fail("--local_start is for --model_type roberta, --without for luna (with initialization=local)")
+        if model.local_options and not model.local_start:
+            fail("--local_options are those of --local_start true; Luna has initialization_options")
 
     def prepare(self) -> None:
         super().prepare()
         if self.model.without and self.config.initialization != "local":
             fail("--without leaves out a part of the local start: add initialization=local to --config_overrides")
+        if self.model.local_start:
+            self.local = self.local_start()
+
+    def local_start(self) -> LocalStart:
+        """Return the options that a Luna of this vocabulary and length would begin with."""
+        try:
+            options = yaml.safe_load(f"{{{self.model.local_options.replace('=', ': ')}}}")
+            sizes = {"vocab_size": self.config.vocab_size, "max_position_embeddings": self.data.block_size}
+            return LocalStart.of(LunaConfig(**sizes, initialization="local", initialization_options=options))
+        except (ValueError, StrictDataclassError, yaml.YAMLError) as error:
+            fail(f"--local_options: {error}")
 
     def build(self) -> Trainer:
         trainer = super().build()
@@ -83,7 +104,7 @@ class StartStudy(MaskedLanguageModel):
         if self.model.without:
             leave_out(model, self.model.without)
         if self.model.local_start:
-            start_roberta(model, LocalStart())
+            start_roberta(model, self.local)
         return trainer
 
 

@@ -32,12 +32,15 @@ class LocalStart:
         strength: score, before the softmax, that the identity gives a token at its own position.
         offsets: which neighbour each head reads, relative to the token; further heads begin again with the first.
             Causal attention takes those of them that are not above 0.
+        mask_token_id: the token that stands for masked ones in masked language modelling: the queries of tokens begin
+            blind to its embedding, so that masked tokens do not look for one another. Encoders of tokens only.
     """
 
     length: int | None = None
     base: float | int | None = None
     strength: float | int = 6.0
     offsets: Sequence[int] = (-1, 1, -2, 2, -3, 3, 0, 4)
+    mask_token_id: int | None = None
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> "LocalStart":
@@ -114,11 +117,18 @@ def _check_options(start, config):
         refuse("offsets", "at least one whole number")
     if config.is_decoder and not start.causal_offsets:
         refuse("offsets", "not all above 0, for a decoder does not see later tokens")
+    if (token := start.mask_token_id) is not None:
+        if config.input_type != "tokens" or config.is_decoder:
+            refuse("mask_token_id", "left out: it is for encoders of tokens")
+        if type(token) is not int or not 0 <= token < config.vocab_size:
+            refuse("mask_token_id", f"a token from 0 to {config.vocab_size - 1}")
 
 
 def decoder_options(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the options for the decoder of an encoder-decoder, which has the same frequencies and no P of its own."""
-    options = {name: value for name, value in (config.initialization_options or {}).items() if name != "length"}
+    """Return the options for the decoder of an encoder-decoder: the same frequencies, no P of its own, no masks."""
+    options = dict(config.initialization_options or {})
+    for name in ("length", "mask_token_id"):
+        options.pop(name, None)
     if config.position_embedding_type == "learned":
         options["base"] = LocalStart.of(config).base
     return options
@@ -212,3 +222,17 @@ def start_attention(attention: nn.Module, config: PreTrainedConfig, causal: bool
     for name, matrix in added.items():
         if hasattr(attention, name) and not is_loaded(weight := getattr(attention, name).weight):
             weight.add_(matrix.to(weight))
+
+
+def start_queries(model: nn.Module, config: PreTrainedConfig):
+    """Take the embedding of the mask token out of the queries of tokens.
+
+    All masked tokens have it. Queries that begin with the identity score it as they score a place, so that a masked
+    token would read the other masked ones, which tell it nothing, and the more of them the longer the input is.
+    """
+    if (token := LocalStart.of(config).mask_token_id) is None:
+        return
+    direction = nn.functional.normalize(model.embeddings.word_embeddings.weight[token].float(), dim=0)
+    for layer in model.encoder.layers:
+        if not is_loaded(weight := layer.attention.query.weight):
+            weight.sub_(torch.outer(weight.float() @ direction, direction).to(weight))

@@ -38,7 +38,7 @@ from luna_mega.modeling_common.layout import DENSE, TokenLayout, drop_if_full
 from luna_mega.modeling_common.tensor_parallel import RankBoundary
 from luna_mega.modeling_luna.cache_luna import LunaCache, LunaCacheLayer, LunaSeq2SeqCache
 from luna_mega.modeling_luna.configuration_luna import LunaConfig
-from luna_mega.modeling_luna.initialization_luna import start_attention, start_embeddings
+from luna_mega.modeling_luna.initialization_luna import start_attention, start_embeddings, start_queries
 from luna_mega.modeling_luna.inputs_luna import LunaInputsMixin
 
 
@@ -640,7 +640,7 @@ class LunaPreTrainedModel(CommonPreTrainedModel):
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False):
         # Of code that is not its own, transformers passes over modules that have no parameters but those of others.
-        starts = isinstance(module, LunaEmbeddings | LunaAttention | LunaCausalAttention)
+        starts = isinstance(module, LunaEmbeddings | LunaAttention | LunaCausalAttention | LunaModel)
         super()._initialize_weights(module, is_custom_code and not starts)
 
     @torch.no_grad()
@@ -660,6 +660,8 @@ class LunaPreTrainedModel(CommonPreTrainedModel):
                 start_embeddings(module, self.config, self.embedding_range * module.scale)
             elif isinstance(module, LunaAttention | LunaCausalAttention):
                 start_attention(module, self.config, causal=isinstance(module, LunaCausalAttention))
+            elif isinstance(module, LunaModel):
+                start_queries(module, self.config)
 
 
 class LunaModel(LunaInputsMixin, BodyMixin, LunaPreTrainedModel):

@@ -19,6 +19,7 @@ SIZES = {
 }
 SIZES |= {"initializer_range": 0.05}
 LUNA = "hidden_size=32,num_hidden_layers=1,num_attention_heads=2,intermediate_size=16,projection_length=4"
+OPTIONS = ("--local_options", "base=8,strength=4,mask_token_id=4")
 ROBERTA = "hidden_size=32,num_hidden_layers=1,num_attention_heads=2,intermediate_size=16"
 
 
@@ -31,6 +32,15 @@ def test_heads_of_roberta_read_their_neighbours(script):
     (weights,) = model(torch.full((1, 32), 7), output_attentions=True).attentions
     means = [weights.diagonal(offset, 2, 3).mean((0, 2)) for offset in range(-4, 5)]
     assert (torch.stack(means).argmax(0) - 4).tolist() == [-1, 1, -2, 2]
+
+
+@torch.no_grad()
+def test_queries_of_roberta_are_blind_to_the_mask_token(script):
+    model = RobertaForMaskedLM(RobertaConfig(**SIZES, max_position_embeddings=34))
+    script("mlm_start").start_roberta(model, LocalStart(mask_token_id=39))
+    embeddings = model.roberta.embeddings.word_embeddings.weight
+    query = model.roberta.encoder.layer[0].attention.self.query.weight
+    assert (query @ embeddings[39]).norm() < 1e-5 < 1 < (query @ embeddings[38]).norm()
 
 
 @pytest.mark.parametrize(
@@ -57,7 +67,7 @@ def test_what_is_left_out_begins_at_random(part, random_again, script):
     "arguments",
     [
         ("--config_overrides", f"{LUNA},initialization=local", "--without", "identity"),
-        ("--model_type", "roberta", "--config_overrides", ROBERTA, "--local_start", "true"),
+        ("--model_type", "roberta", "--config_overrides", ROBERTA, "--local_start", "true", *OPTIONS),
     ],
 )
 def test_run(arguments, call, tmp_path):
@@ -70,10 +80,20 @@ def test_run(arguments, call, tmp_path):
 
 
 def test_refusals(call, tmp_path):
+    write([{"text": sentence(True, random.Random(0))} for _ in range(30)], tmp_path / "train.jsonl")
+
     def refused(message, *arguments):
         options = ["--dataset_path", tmp_path, "--do_train", "--output_dir", tmp_path / "out"]
         assert_refused(call, message, "mlm_start", *options, *arguments)
 
     refused("--without heads must be one of positions, packed, identity", "--without", "heads")
     refused("--local_start is for --model_type roberta", "--local_start", "true")
+    refused("--local_options are those of --local_start true", *OPTIONS)
     refused("--without for luna", "--model_type", "mega", "--without", "packed")
+    start = ("--model_type", "roberta", "--local_start", "true", "--vocab_size", 300, "--block_size", 12)
+    refused(
+        "--local_options: .*mask_token_id must be a token from 0 to .*, got 300",
+        *start,
+        "--local_options",
+        "mask_token_id=300",
+    )

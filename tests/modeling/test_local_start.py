@@ -14,6 +14,7 @@ from luna_mega import (
     LunaForSequenceClassification,
     LunaModel,
     LunaSeq2SeqConfig,
+    LunaSeq2SeqModel,
 )
 from luna_mega.kernels.luna_causal_attention.reference import pack_weights
 from luna_mega.modeling_luna import modeling_luna
@@ -51,6 +52,7 @@ ENCODERS = {
     "real values": {"input_type": "values"},
     "width not a power of two": {"hidden_size": 120, "num_attention_heads": 3, "num_pack_attention_heads": 5},
     "offsets": {"initialization_options": {"offsets": [-4, 0, 5]}},
+    "mask token": {"initialization_options": {"mask_token_id": 59}},
 }
 
 
@@ -104,6 +106,43 @@ def test_heads_read_their_neighbours_among_other_tokens(tied):
         for head, offset in enumerate((-1, 1, -2, 2)):
             near, mirrored = (weights[:, head].diagonal(at, 1, 2).mean().item() for at in (offset, -offset))
             assert near > 3 / LENGTH and near > 1.2 * mirrored
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("fields", [{}, {"tie_key_value": False}, {"share_layers": True}], ids=str)
+def test_masked_tokens_do_not_look_for_one_another(fields):
+    """A masked token reads other masked ones twice as much as words, or as much where queries are blind."""
+
+    def ratio(options):
+        torch.manual_seed(0)
+        model = LunaModel(config(**fields, initialization_options=options)).eval()
+        ids = torch.randint(4, 59, (32, LENGTH))
+        masked = torch.rand(ids.shape) < 0.15
+        output = model(ids.masked_fill(masked, 59), output_attentions=True, output_packed_attentions=True)
+        weights = (output.attentions[0] @ output.packed_attentions[0]).mean(1)
+        pairs = masked[:, :, None] & ~torch.eye(LENGTH, dtype=torch.bool)
+        others, words = (pairs & to[:, None, :] for to in (masked, ~masked))
+        return (weights[others].mean() / weights[words].mean()).item()
+
+    assert ratio({"mask_token_id": 59}) < 1.3 < 1.8 < ratio({})
+
+
+@torch.no_grad()
+def test_the_queries_alone_are_blind():
+    def start(token):
+        torch.manual_seed(3)
+        model = LunaSeq2SeqModel(LunaSeq2SeqConfig(**FIELDS, initialization_options={"mask_token_id": token}))
+        assert "mask_token_id" not in model.decoder.config.initialization_options
+        return model
+
+    plain, blind = start(None), start(59)
+    mask = plain.encoder.embeddings.word_embeddings.weight[59]
+    for (name, before), after in zip(plain.named_parameters(), blind.parameters(), strict=True):
+        if name.startswith("encoder") and name.endswith("attention.query.weight"):
+            across = before - torch.outer(before @ mask, mask) / mask.square().sum()
+            torch.testing.assert_close(after, across)
+        else:
+            assert torch.equal(before, after), name
 
 
 def causal_weights(model, ids):
@@ -170,7 +209,7 @@ def test_all_else_begins_as_it_would(fields):
 
 
 def test_the_default_knows_nothing_of_it(monkeypatch):
-    for name in ("start_attention", "start_embeddings"):
+    for name in ("start_attention", "start_embeddings", "start_queries"):
         monkeypatch.setattr(modeling_luna, name, None)
     fields = {name: value for name, value in FIELDS.items() if name != "initialization"}
     model = LunaForMaskedLM(LunaConfig(**fields))
@@ -179,7 +218,7 @@ def test_the_default_knows_nothing_of_it(monkeypatch):
 
 def test_folders(tmp_path):
     """What a file has stays as it is, what it lacks begins at the local start, and options come back."""
-    options = {"length": 20, "base": 50, "strength": 4, "offsets": [1, -1]}
+    options = {"length": 20, "base": 50, "strength": 4, "offsets": [1, -1], "mask_token_id": 59}
     model = LunaForMaskedLM(config(initialization_options=options))
     model.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["initialization_options"] == options
@@ -215,7 +254,7 @@ def test_devices_and_types():
 REFUSALS = [
     ({"initialization": "near"}, "initialization must be one of original, local, got 'near'"),
     ({"initialization": "original", "initialization_options": {}}, "'original' has no initialization_options"),
-    ({"initialization_options": {"lenght": 3}}, "has no lenght, only length, base, strength, offsets"),
+    ({"initialization_options": {"lenght": 3}}, "has no lenght, only length, base, strength, offsets, mask"),
     ({"initialization_options": {"length": 33}}, r"a whole number from 1 to 32 \(max_position_embeddings\), got 33"),
     ({"initialization_options": {"length": 2.5}}, "length must be a whole number .* got 2.5"),
     ({"initialization_options": {"base": 1.0}}, "base must be a number above 1, got 1.0"),
@@ -226,6 +265,12 @@ REFUSALS = [
     ({"initialization_options": {"strength": -1}}, "strength must be a number of at least 0, got -1"),
     ({"initialization_options": {"offsets": [1.5]}}, r"offsets must be at least one whole number, got \[1.5\]"),
     ({"initialization_options": {"offsets": [1]}, "is_decoder": True}, r"not all above 0, .* got \[1\]"),
+    ({"initialization_options": {"mask_token_id": 60}}, "mask_token_id must be a token from 0 to 59, got 60"),
+    (
+        {"initialization_options": {"mask_token_id": 9}, "is_decoder": True},
+        "left out: it is for encoders of tokens, got 9",
+    ),
+    ({"initialization_options": {"mask_token_id": 9}, "input_type": "values"}, "it is for encoders of tokens, got 9"),
     ({"position_embedding_type": "none"}, "needs positions, .* got position_embedding_type 'none'"),
     ({"embedding_norm": False}, "one of embedding_norm, pre_norm and scale_embedding must be True"),
     (
