@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import yaml
 from common.arguments import check_choice, fail
-from common.model import ModelArguments
+from common.model import ModelArguments, parse_fields
 from huggingface_hub.errors import StrictDataclassError
 from run_mlm import MaskedLanguageModel
 from torch import nn
 from transformers import PreTrainedModel, RobertaForMaskedLM, Trainer
+from yaml import YAMLError
 
 from luna_mega import LunaConfig, LunaForMaskedLM
-from luna_mega.modeling_luna.initialization_luna import LocalStart, paired_sinusoids, rotation
+from luna_mega.modeling_luna.initialization_luna import LocalStart, blind, paired_sinusoids, rotation
 
 PARTS = ("positions", "packed", "identity")
 
@@ -59,13 +59,11 @@ def start_roberta(model: RobertaForMaskedLM, start: LocalStart) -> None:
     positions = paired_sinusoids(torch.arange(len(table) - first), width, base)
     table[first:] = math.sqrt(2) * config.initializer_range * positions
     gain = 2 * start.strength / math.sqrt(width // heads)
-    blind = torch.zeros(width)
-    if start.mask_token_id is not None:
-        blind = nn.functional.normalize(model.roberta.embeddings.word_embeddings.weight[start.mask_token_id], dim=0)
     for layer in model.roberta.encoder.layer:
         attention = layer.attention.self
         attention.query.weight.add_(gain * rotation(width, base, heads, start.offsets))
-        attention.query.weight.sub_(torch.outer(attention.query.weight @ blind, blind))
+        if start.mask_token_id is not None:
+            blind(attention.query.weight, model.roberta.embeddings.word_embeddings.weight[start.mask_token_id])
         attention.key.weight.add_(torch.eye(width))
 
 
@@ -87,15 +85,15 @@ class StartStudy(MaskedLanguageModel):
         if self.model.without and self.config.initialization != "local":
             fail("--without leaves out a part of the local start: add initialization=local to --config_overrides")
         if self.model.local_start:
-            self.local = self.local_start()
+            self.start_options = self.options_of_start()
 
-    def local_start(self) -> LocalStart:
+    def options_of_start(self) -> LocalStart:
         """Return the options that a Luna of this vocabulary and length would begin with."""
         try:
-            options = yaml.safe_load(f"{{{self.model.local_options.replace('=', ': ')}}}")
+            options = parse_fields(self.model.local_options)
             sizes = {"vocab_size": self.config.vocab_size, "max_position_embeddings": self.data.block_size}
             return LocalStart.of(LunaConfig(**sizes, initialization="local", initialization_options=options))
-        except (ValueError, StrictDataclassError, yaml.YAMLError) as error:
+        except (ValueError, StrictDataclassError, YAMLError) as error:
             fail(f"--local_options: {error}")
 
     def build(self) -> Trainer:
@@ -104,7 +102,7 @@ class StartStudy(MaskedLanguageModel):
         if self.model.without:
             leave_out(model, self.model.without)
         if self.model.local_start:
-            start_roberta(model, self.local)
+            start_roberta(model, self.start_options)
         return trainer
 
 

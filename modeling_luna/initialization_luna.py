@@ -224,7 +224,13 @@ def start_attention(attention: nn.Module, config: PreTrainedConfig, causal: bool
             weight.add_(matrix.to(weight))
 
 
-def start_queries(model: nn.Module, config: PreTrainedConfig):
+def blind(weight: torch.Tensor, embedding: torch.Tensor):
+    """Take the direction of an embedding `[d]` out of what a projection `[d', d]` reads, in place."""
+    direction = nn.functional.normalize(embedding.float(), dim=0)
+    weight.sub_(torch.outer(weight.float() @ direction, direction).to(weight))
+
+
+def blind_queries(model: nn.Module, config: PreTrainedConfig):
     """Take the embedding of the mask token out of the queries of tokens.
 
     All masked tokens have it. Queries that begin with the identity score it as they score a place, so that a masked
@@ -232,7 +238,6 @@ def start_queries(model: nn.Module, config: PreTrainedConfig):
     """
     if (token := LocalStart.of(config).mask_token_id) is None:
         return
-    direction = nn.functional.normalize(model.embeddings.word_embeddings.weight[token].float(), dim=0)
     for layer in model.encoder.layers:
         if not is_loaded(weight := layer.attention.query.weight):
-            weight.sub_(torch.outer(weight.float() @ direction, direction).to(weight))
+            blind(weight, model.embeddings.word_embeddings.weight[token])

@@ -38,7 +38,7 @@ from luna_mega.modeling_common.layout import DENSE, TokenLayout, drop_if_full
 from luna_mega.modeling_common.tensor_parallel import RankBoundary
 from luna_mega.modeling_luna.cache_luna import LunaCache, LunaCacheLayer, LunaSeq2SeqCache
 from luna_mega.modeling_luna.configuration_luna import LunaConfig
-from luna_mega.modeling_luna.initialization_luna import start_attention, start_embeddings, start_queries
+from luna_mega.modeling_luna.initialization_luna import blind_queries, start_attention, start_embeddings
 from luna_mega.modeling_luna.inputs_luna import LunaInputsMixin
 
 
@@ -661,7 +661,7 @@ class LunaPreTrainedModel(CommonPreTrainedModel):
             elif isinstance(module, LunaAttention | LunaCausalAttention):
                 start_attention(module, self.config, causal=isinstance(module, LunaCausalAttention))
             elif isinstance(module, LunaModel):
-                start_queries(module, self.config)
+                blind_queries(module, self.config)
 
 
 class LunaModel(LunaInputsMixin, BodyMixin, LunaPreTrainedModel):

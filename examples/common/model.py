@@ -44,6 +44,11 @@ def make_tokenizer(model: ModelArguments, texts: Iterable[str], max_length: int)
         fail(f"no tokenizer in {source} (--tokenizer_name names another): {error}" if source else error)
 
 
+def parse_fields(text: str) -> dict[str, Any]:
+    """Read `hidden_size=128,pooling=mean`; values are YAML. What cannot be read is a `yaml.YAMLError`."""
+    return yaml.safe_load(f"{{{text.replace('=', ': ')}}}")
+
+
 def make_config(
     model: CheckpointArguments,
     tokenizer: PreTrainedTokenizerBase | None,
@@ -59,7 +64,7 @@ def make_config(
     """
     kind = kind or ("values" if tokenizer is None else "tokens")
     try:
-        overrides = yaml.safe_load(f"{{{model.config_overrides.replace('=', ': ')}}}")
+        overrides = parse_fields(model.config_overrides)
         loaded = {}
         if model.model_name_or_path:
             config = AutoConfig.from_pretrained(model.model_name_or_path)

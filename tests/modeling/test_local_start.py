@@ -209,7 +209,7 @@ def test_all_else_begins_as_it_would(fields):
 
 
 def test_the_default_knows_nothing_of_it(monkeypatch):
-    for name in ("start_attention", "start_embeddings", "start_queries"):
+    for name in ("start_attention", "start_embeddings", "blind_queries"):
         monkeypatch.setattr(modeling_luna, name, None)
     fields = {name: value for name, value in FIELDS.items() if name != "initialization"}
     model = LunaForMaskedLM(LunaConfig(**fields))
