@@ -1,4 +1,4 @@
-"""Measures what ranks that share long sequences exchange, and the time they take, on gloo and CPUs.
+"""Measures the bytes that ranks with parts of long sequences exchange, and their time, on gloo and CPUs.
 
     python benchmarks/context_parallel.py
     python benchmarks/context_parallel.py --ranks 4 --lengths 1024 4096 --models luna
@@ -39,7 +39,7 @@ class Counter:
             setattr(dist, name, self.counted(name, getattr(dist, name)))
 
     def counted(self, name, collective):
-        # The second argument of these is what a rank passes, the first one what it gets.
+        # A rank passes the second argument of these and gets the first one.
         given = 1 if name in ("all_gather", "reduce_scatter") else 0
 
         def call(*args, **kwargs):
@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None):
 
 
 def run(ranks: int, arguments: argparse.Namespace) -> dict[str, dict]:
-    """Return what the first of `ranks` processes measures."""
+    """Return the measurement of the first of `ranks` processes."""
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.spawn(work, (ranks, folder, arguments), ranks)
         return torch.load(Path(folder) / "result")

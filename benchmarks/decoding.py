@@ -1,4 +1,4 @@
-"""Decoding: milliseconds a step of Mega, Luna, Llama and GPT-2 with as many parameters, beside the floor.
+"""Decoding: milliseconds a step of Mega, Luna, Llama and GPT-2 of equal size, beside the floor.
 
     OMP_NUM_THREADS=1 python benchmarks/decoding.py [--contexts 128 512 4096 16384] [--batches 1 8 beams] [--json FILE]
     OMP_NUM_THREADS=1 python benchmarks/decoding.py --compile --contexts 512 --batches 1
@@ -84,7 +84,7 @@ def matrices(model: PreTrainedModel) -> list[torch.Tensor]:
 
 
 def fill(model: PreTrainedModel, batch: int, context: int):
-    """Return a cache of so many positions, as the module's docstring says."""
+    """Return a cache of `context` positions, as the docstring of the module says."""
     config = model.config
     if config.model_type in ("llama", "gpt2"):
         past = DynamicCache(config=config)

@@ -1,11 +1,10 @@
-"""All that a GPU must show, in one call: checks, timings, tuning, and a Markdown table of them.
+"""All that a GPU must show, in one call: checks, timings, and a Markdown table of them.
 
     python benchmarks/gpu_report.py --output DIR              on a GPU, at most 9 minutes
     python benchmarks/gpu_report.py --output DIR --minutes 4  the last sections are left out
     python benchmarks/gpu_report.py --output DIR --toy        interpreted, at toy sizes, as it is without a GPU
 
-DIR gets results.jsonl (a line for each result, as they come), report.md, log.txt, and the measured configurations,
-<op>/configs/<device>.json: `cp -r DIR/*/ kernels/` makes them those of the kernels. A section runs in processes of its
+DIR gets results.jsonl (a line for each result, as they come), report.md and log.txt. A section runs in processes of its
 own, and a case that fails, hangs or crashes takes no other with it. The exit status is 0 only if all ran and is right.
 """
 
@@ -14,7 +13,6 @@ import json
 import multiprocessing
 import multiprocessing.connection
 import os
-import shutil
 import signal
 import sys
 import time
@@ -49,10 +47,14 @@ SECTIONS = (
 )
 # Seconds that are kept for the table.
 LAST = 5
+# Factor of all times where nothing waits for a GPU: an interpreter on a busy machine takes as long as it takes.
+PATIENCE = 60
+# Seconds to wait for the end of a process that has been killed or has closed its pipe.
+ENDING = 60
 
 
 class Stop(Exception):
-    """SIGTERM: what there is by now is put into the table."""
+    """SIGTERM: the table is made of the results so far."""
 
 
 class Process:
@@ -72,7 +74,7 @@ class Process:
         self.running, self.since, self.begun_at = None, None, self.done
 
     def go(self) -> None:
-        """Begin with the cases: until now it has only imported what it needs."""
+        """Begin with the cases; until now the process has only imported its modules."""
         self.since = time.monotonic()
         try:
             self.pipe.send("go")
@@ -84,7 +86,7 @@ class Process:
         try:
             kind, name, rows = self.pipe.recv()
         except (EOFError, OSError):
-            self.process.join(5)
+            self.process.join(ENDING)
             return self.fail(f"the process ended with exit status {self.process.exitcode}")
         if kind == "rows":
             self.finish()
@@ -94,7 +96,7 @@ class Process:
         elif kind == "begin":
             self.running, self.since = name, time.monotonic()
         else:
-            self.process.join(5)
+            self.process.join(ENDING)
             self.over = True
         return []
 
@@ -109,7 +111,7 @@ class Process:
         if self.running is None and self.done == self.begun_at:  # it does not even start
             self.over = True
             return [{"case": name} | lost for name in self.left or ["start"]]
-        # Between two cases, none is lost: what the one before has done to the process is in its row.
+        # Between two cases none is lost: the case before has its row, and may have broken the process.
         rows = [] if self.running is None else [{"case": self.running} | lost]
         if rows:
             self.finish()
@@ -120,13 +122,13 @@ class Process:
         return rows
 
     def kill(self) -> None:
-        """End the process and what it has started."""
+        """End the process and its children."""
         if self.process.is_alive():
             try:
                 os.killpg(self.process.pid, signal.SIGKILL)
             except ProcessLookupError:  # it has no group of its own yet
                 self.process.kill()
-        self.process.join(5)
+        self.process.join(ENDING)
         self.pipe.close()
 
 
@@ -158,18 +160,19 @@ def run_section(processes: list[Process], section: Section, until: float, write)
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=8.8, help="of the whole; what does not fit is left out")
-    parser.add_argument("--toy", action="store_true", help="toy sizes, interpreted on a CPU")
+    parser.add_argument(
+        "--minutes", type=float, default=8.8, help="limit of the whole on a GPU; cases that do not fit are left out"
+    )
+    parser.add_argument("--toy", action="store_true", help="toy sizes, interpreted on a CPU, at leisure")
     parser.add_argument("--sections", nargs="+", choices=[s.name for s in SECTIONS], help="only these")
     arguments = parser.parse_args(argv)
     begin = time.monotonic()
+    end = begin + 60 * arguments.minutes - LAST
     toy = arguments.toy or not torch.cuda.is_available()
     arguments.output.mkdir(parents=True, exist_ok=True)
     results, rows = arguments.output / "results.jsonl", []
     for old in (results, arguments.output / "log.txt", arguments.output / "report.md"):
         old.unlink(missing_ok=True)
-    for old in arguments.output.glob("*/configs"):
-        shutil.rmtree(old)
 
     def write(row: dict) -> None:
         rows.append(row)
@@ -183,9 +186,12 @@ def main(argv: list[str] | None = None) -> int:
 
     before = signal.signal(signal.SIGTERM, stop)
     sections = [s for s in SECTIONS if arguments.sections is None or s.name in arguments.sections]
+    if toy:
+        end = begin + 60 * arguments.minutes * PATIENCE
+        sections = [s._replace(seconds=s.seconds * PATIENCE, case_seconds=s.case_seconds * PATIENCE) for s in sections]
     left_out = "no time was left"
     try:
-        run(sections, begin + 60 * arguments.minutes - LAST, toy, arguments.output, write)
+        run(sections, end, toy, arguments.output, write)
     except (Stop, KeyboardInterrupt):
         left_out = "the report was stopped"
     finally:
@@ -207,7 +213,7 @@ def run(sections: list[Section], end: float, toy: bool, output: Path, write) -> 
     context = multiprocessing.get_context("forkserver" if toy else "spawn")
     if toy:
         os.environ["TRITON_INTERPRET"] = "1"
-        # The server looks for what it imports ahead there only.
+        # The server finds the modules that it imports ahead there only.
         os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).resolve().parent), *sys.path])
         context.set_forkserver_preload(["gpu.checks", "gpu.timings"])
     jobs = 1 if toy else max(1, min((os.cpu_count() or 1) - 2, 14))

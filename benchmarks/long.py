@@ -2,7 +2,7 @@
 
     python benchmarks/long.py --threads 1
 
-The slope is that of the logarithms between one length and the next: 1 = linear in the length.
+The slope is taken between the logarithms of one length and the next: 1 = linear in the length.
 """
 
 import argparse
@@ -23,7 +23,7 @@ LAYERS = {"luna, l = 32": "luna", "mega, chunk 128": "mega"}
 
 
 def make(family: str, width: int) -> tuple[torch.nn.Module, tuple]:
-    """Return an encoder layer without dropout, and what it takes behind the tokens."""
+    """Return an encoder layer without dropout, and the arguments that follow the tokens."""
     torch.manual_seed(0)
     if family == "luna":
         sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_attention_heads": width // 64}

@@ -17,7 +17,7 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 3e-2, to
 
 
 def measure(case_name: str, variant: str, size: Size, device: str, dtype: str, threads: int) -> dict[str, float | str]:
-    """Return median milliseconds and peak megabytes of what the case measures: forward (no gradient), backward, both.
+    """Return median milliseconds and peak megabytes of the passes of a case: forward (no gradient), backward, both.
 
     Where a variant fails, for instance for lack of memory, `error` holds the reason.
     """

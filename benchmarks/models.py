@@ -1,7 +1,7 @@
 """Models of equal size to compare: ours and those of transformers, about 23 million parameters, and two for pictures.
 
-By default they have a width of 512 and a vocabulary of 8,000. The width of the feed-forward layers, and of Mamba the
-number of layers, makes up for what differs elsewhere. Dropout is off; all the rest is as each model has it by default.
+By default they have a width of 512 and a vocabulary of 8,000. The width of the feed-forward layers, and for Mamba the
+number of layers, makes up for differences elsewhere. Dropout is off; everything else has the default of each model.
 """
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageClassification
@@ -46,7 +46,7 @@ def encoder(kind, n, model=None, **fields):
 
 
 def roberta(n, attention="sdpa", **fields):
-    # Positions begin behind that of padding.
+    # Positions begin behind the position of padding.
     model = {"attn_implementation": attention, "add_pooling_layer": False}
     return encoder("roberta", n + 2, model, type_vocab_size=1, **fields)
 
@@ -115,7 +115,7 @@ def vit(**fields):
 
 
 def count_parameters(model):
-    """Count parameters without tables of positions, and without what Longformer has for tokens that attend to all.
+    """Count parameters without tables of positions, and without Longformer's for tokens that attend to all.
 
     Neither costs time here: of a table each position reads one row.
     """

@@ -1,4 +1,4 @@
-"""What the ops share where a model is exported or compiled: sizes for every length, and exact functions.
+"""Functions of all ops for exported and compiled models: sizes for every length, and exact logarithms.
 
 An exported program must not need this package, so it is made of PyTorch's own operators, those that ONNX has as well.
 """

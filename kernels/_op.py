@@ -8,11 +8,13 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
-from luna_mega.kernels import varlen
+from luna_mega.kernels import ragged
+from luna_mega.kernels.context_parallel import ContextShard
 
 NAMES = ("auto", "reference", "torch", "triton")
 logger = logging.getLogger("luna_mega.kernels")
@@ -91,6 +93,8 @@ class Op:
         with_weights: computes output, weights and further results, step by step.
         under_autocast: changes a call under autocast into the call that the Triton kernels compute.
         ragged: runs a ragged call on a backend that is not in `native`; None = by filling up.
+        on_ranks: the functions that compute a call whose sequences lie on several ranks, by the name of the backend, or
+            "weights" for `with_weights`. The first argument is this rank's `ContextShard`.
     """
 
     name: str
@@ -103,6 +107,7 @@ class Op:
     with_weights: Callable | None = None
     under_autocast: Callable[[dict], dict] | None = None
     ragged: Callable | None = None
+    on_ranks: dict[str, Callable] = field(default_factory=dict)
 
     def __call__(
         self,
@@ -111,6 +116,7 @@ class Op:
         cu_seqlens: torch.Tensor | None = None,
         max_seqlen: int | None = None,
         return_weights: bool = False,
+        shard: ContextShard | None = None,
     ):
         """Compute a call, ragged where there are `cu_seqlens`, with the requested or the best backend."""
         device = call[self.tokens[0]].device
@@ -120,11 +126,12 @@ class Op:
                     f"{self.name} returns no weights of ragged sequences: leave return_weights or cu_seqlens out"
                 )
             with without_autocast(device.type):
-                return self.with_weights(**call)
+                run = self.with_weights if shard is None else partial(self.on_ranks["weights"], shard)
+                return run(**call)
         chosen = self.choose(backend, device, self.unsupported(**call, max_seqlen=max_seqlen))
         if chosen == "triton" and self.under_autocast is not None and torch.is_autocast_enabled(device.type):
             call = self.under_autocast(call)
-        run = self.backends[chosen]
+        run = self.backends[chosen] if shard is None else partial(self.on_ranks[chosen], shard)
         with without_autocast(device.type):
             if cu_seqlens is None:
                 return run(**call)
@@ -137,17 +144,23 @@ class Op:
         total, filled = call[self.tokens[0]].shape[1], {}
         for name in self.tokens:
             same = next((other for other in filled if call[other] is call[name]), None)
-            filled[name] = varlen.pad(call[name], cu_seqlens, max_seqlen) if same is None else filled[same]
+            filled[name] = ragged.pad(call[name], cu_seqlens, max_seqlen) if same is None else filled[same]
         if self.mask is not None:
             mask = call[self.mask]
-            kept = varlen.keep(cu_seqlens, max_seqlen)
-            filled[self.mask] = kept if mask is None else varlen.pad(mask, cu_seqlens, max_seqlen)
+            kept = ragged.keep(cu_seqlens, max_seqlen)
+            filled[self.mask] = kept if mask is None else ragged.pad(mask, cu_seqlens, max_seqlen)
         result = run(**call | filled)
         if not self.tokens_out:
             return result
         if isinstance(result, torch.Tensor):
-            return varlen.unpad(result, cu_seqlens, total)
-        return varlen.unpad(result[0], cu_seqlens, total), *result[1:]
+            return ragged.unpad(result, cu_seqlens, total)
+        return ragged.unpad(result[0], cu_seqlens, total), *result[1:]
+
+    def refuse_beside(self, shard: ContextShard | None, **arguments) -> None:
+        """Raise `ValueError` where one of the arguments is given beside the shard."""
+        given = [name for name, value in arguments.items() if value is not None and value is not False]
+        if shard is not None and given:
+            raise ValueError(f"{self.name} with shard takes no {' and no '.join(given)}: leave one or the other out")
 
     def choose(self, backend: str | None, device: torch.device, unsupported: str | None = None) -> str:
         """Return the name of the backend that runs a call on `device`, and log once why it is not Triton on a GPU.

@@ -1,7 +1,7 @@
-"""Context parallelism: the parts of one long sequence on the ranks of a process group, and what they exchange.
+"""Context parallelism: the ranks of a process group hold parts of one long sequence, and exchange tensors.
 
 Every rank of the group holds one contiguous part of each sequence, in the order of ranks. The functions that exchange
-tensors are differentiable: their backward is the transposed exchange, so that the gradient on a rank is that of the sum
+tensors are differentiable: their backward is the transposed exchange, so that every rank gets the gradient of the sum
 of all ranks' losses. All ranks have to call them in one order, and their backward too: a rank that uses the result has
 to use it on every other rank, if only with a factor of 0.
 """

@@ -10,7 +10,7 @@ FEW = 4096
 
 
 def dropout_factors(like: torch.Tensor, probability: float, generator: torch.Generator | None = None) -> torch.Tensor:
-    """Return 0 with a probability, else what keeps the mean, in the shape, dtype and device of a floating tensor.
+    """Return 0 with a probability, else the factor that keeps the mean, shaped like a floating tensor.
 
     On a CPU the probability is rounded to a multiple of 2^-16, which changes it by less than 1 in 1,000, or is not
     rounded where that would change it by more.

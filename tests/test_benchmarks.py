@@ -79,6 +79,7 @@ TOYS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, size", TOYS)
 def test_models(runner, monkeypatch, name, size):
     """Every variant runs; a row has the time and the memory of the passes of the case."""

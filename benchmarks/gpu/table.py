@@ -9,7 +9,7 @@ def right(rows: list[dict]) -> bool:
 
 
 def markdown(rows: list[dict], seconds: float, stopped: str | None = None) -> str:
-    """Return the report: the machine, what is wrong or left out, and the timings of each section."""
+    """Return the report: the machine, failures and omissions, and the timings of each section."""
     by_section = {}
     for row in rows:
         by_section.setdefault(row["section"], []).append(row)

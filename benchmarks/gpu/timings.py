@@ -6,6 +6,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import time
 from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
@@ -20,34 +21,48 @@ from transformers import LlamaConfig, LlamaForCausalLM, RobertaConfig, RobertaMo
 
 from luna_mega import LunaConfig, LunaForCausalLM, LunaModel, MegaConfig, MegaForCausalLM, MegaModel
 from luna_mega.kernels import api
-from luna_mega.kernels.common import configurations, triton_choice
+from luna_mega.kernels.common import triton_choice
 
 
 def tune(setting: Setting) -> Cases:
-    """Time all configurations of every kernel, and write the fastest of each call into the files that kernels read."""
+    """Time all configurations of every kernel; every result must equal the default's."""
     for name, op, dtype, size in tuned_sizes(setting):
         yield name, partial(_tune, setting, op, dtype, size)
 
 
 def _tune(setting, op, dtype, size):
-    work = CASES[op].make(CASES[op].ours, setting.device, dtype, size)
-    with api.use_backend("triton"), triton_choice.tuning() as timings:
+    work, rows = CASES[op].make(CASES[op].ours, setting.device, dtype, size), []
+
+    def compare(kernel, key, configurations, run):
+        times, expected = {}, None
+        for configuration in configurations:
+            call = partial(run, configuration)
+            try:
+                result = triton_choice.tensors(call())
+                expected = result if expected is None else expected
+                told = triton_choice.difference(result, expected)
+                times[configuration] = _milliseconds(call, setting) if told is None else told
+            except triton_choice.REFUSALS as error:
+                times[configuration] = str(error)
+        right = {c: ms for c, ms in times.items() if not isinstance(ms, str)}
+        fastest = min(right, key=right.get, default=configurations[0])
+        row = {"kernel": f"{op} {kernel.fn.__name__}", "default_ms": times[configurations[0]], "call": key}
+        row |= {"fastest_ms": times[fastest], "fastest": fastest._asdict()}
+        row["times"] = {_of(c._asdict()): ms if isinstance(ms, str) else round(ms, 4) for c, ms in times.items()}
+        rows.append(row | {"ok": not any(isinstance(ms, str) and "differs" in ms for ms in times.values())})
+        return run(configurations[0])
+
+    with api.use_backend("triton"), triton_choice.choosing(compare):
         _step(work)()
-    device, rows = triton_choice.device_name(setting.device), []
-    path = Path(setting.output, configurations.file_of(op, device))
-    found = configurations.entries(path)
-    for timing in timings:
-        (kind, times), fastest = timing, timing.fastest
-        default = next(iter(times))
-        found.append((kind, fastest._asdict()))
-        told = {_of(c._asdict()): ms if isinstance(ms, str) else round(ms, 4) for c, ms in times.items()}
-        wrong = [told for told in times.values() if isinstance(told, str) and "differs" in told]
-        row = {"kernel": f"{kind.op} {kind.kernel}", "default_ms": times[default], "fastest_ms": times[fastest]}
-        rows.append(row | {"fastest": fastest._asdict(), "times": told, "ok": not wrong})
-    versions = {"torch": torch.__version__, "triton": triton.__version__}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(configurations.content(op, device, versions, found), encoding="utf-8")
     return rows
+
+
+def _milliseconds(function, setting):
+    if setting.device.type == "cuda":
+        return triton.testing.do_bench(function, warmup=5, rep=20, return_mode="median")
+    start = time.perf_counter()
+    function()
+    return 1000 * (time.perf_counter() - start)
 
 
 @cache
@@ -153,13 +168,12 @@ def _allocated(setting):
 def _timed(function, setting, before=0):
     """Return median milliseconds of a call, and the peak megabytes that it takes above `before`."""
     if setting.device.type != "cuda":
-        milliseconds = triton_choice._milliseconds(function, setting.device)
-        return milliseconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+        return _milliseconds(function, setting), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
     torch.cuda.reset_peak_memory_stats()
     function()
     torch.cuda.synchronize()
     peak = (torch.cuda.max_memory_allocated() - before) / 2**20
-    return triton_choice._milliseconds(function, setting.device), peak
+    return _milliseconds(function, setting), peak
 
 
 def _decoders(toy):
@@ -234,7 +248,7 @@ def _grown(setting, op):
         with api.use_backend("triton"):
             peaks[n] = _timed(_step(work), setting, start)[1]
         del work
-        # The first run takes what stays, such as workspaces of libraries.
+        # The first run allocates memory that stays, such as workspaces of libraries.
         before = _allocated(setting) if before is None else before
     left = _allocated(setting) - before
     numbers = list(peaks.values())
@@ -249,7 +263,7 @@ def _sanitize(setting):
         return [{"told": "compute-sanitizer is not installed"}]
     script = str(Path(__file__).with_name("calls.py"))
     command = [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, script]
-    # With an allocation for every tensor, what lies outside of one is no other.
+    # With an allocation for every tensor, a place outside of one belongs to no other.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     run = subprocess.run(command, capture_output=True, text=True, env=environment)
     lines = [line for line in run.stdout.splitlines() if "ERROR SUMMARY" in line or "Invalid" in line]

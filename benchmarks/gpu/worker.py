@@ -5,9 +5,6 @@ import os
 import sys
 import time
 
-# Sections after the tuning run with the configurations that it has found.
-TUNED = ("ops", "models", "decoding", "memory")
-
 
 def work(pipe, section: str, share: tuple[int, int], done: int, toy: bool, output: str) -> None:
     """Send ("begin", case, None) and ("rows", case, rows) for each case of a share, behind the first `done` ones."""
@@ -17,8 +14,6 @@ def work(pipe, section: str, share: tuple[int, int], done: int, toy: bool, outpu
         os.dup2(log.fileno(), 2)
     # One process compiles for itself: the others have the other processors.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    if section in TUNED:
-        os.environ["LUNA_MEGA_CONFIGS"] = output
     # Imported here, because the process that starts this one must neither load nor interpret the kernels.
     import torch
     from gpu import checks, timings
@@ -54,7 +49,7 @@ def work(pipe, section: str, share: tuple[int, int], done: int, toy: bool, outpu
 
 
 def _lost_context(torch):
-    """Return a row that says so where the CUDA context has not survived a case: another process goes on behind it."""
+    """Return a row if the CUDA context has not survived a case, after which another process goes on."""
     try:
         torch.cuda.synchronize()
     except RuntimeError as error:

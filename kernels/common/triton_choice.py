@@ -1,131 +1,132 @@
-"""The choice of a kernel's configuration: the one that was measured on this device, or the default.
+"""The choice of a kernel's configuration: the default, which shapes and shared memory decide, or the fastest one.
 
-`LUNA_MEGA_AUTOTUNE=1`, or a `tuning()` block, times all configurations of a kernel on the first call of every kind.
+With `LUNA_MEGA_AUTOTUNE=1`, Triton's autotuner times all configurations on a GPU on the first call of every kind, and
+keeps the times in Triton's cache on disk.
 """
 
 import math
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
+from triton.runtime.autotuner import Autotuner
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from luna_mega.kernels.common import triton_launch
-from luna_mega.kernels.common.configurations import Kind, measured
 
-# What a configuration raises that asks for more than the device has.
+# Errors of a configuration that asks for more than the device has.
 REFUSALS = (OutOfResources, PTXASError)
-# A configuration takes the place of the default where it needs less than this share of the default's time.
-GAIN = 0.97
 # Relative, of the norm: the results of two configurations differ by rounding only.
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
-
-class Timing(NamedTuple):
-    """The milliseconds of each configuration of a call, or the reason why it cannot be used; the default is first."""
-
-    kind: Kind
-    times: dict[Any, float | str]
-
-    @property
-    def fastest(self) -> Any:
-        """Return the fastest configuration, the default where none gains much."""
-        default = next(iter(self.times))
-        times = {c: math.inf if isinstance(ms, str) else ms for c, ms in self.times.items()}
-        best = min(times, key=times.get)
-        return best if times[best] < GAIN * times[default] else default
-
-
-_timed: dict[tuple, Any] = {}
-_chosen: dict[tuple, Any] = {}
-_tuning: list[Timing] | None = None
+_instead: Callable | None = None
 
 
 @contextmanager
-def tuning() -> Iterator[list[Timing]]:
-    """Yield a list, and time all configurations of every kind of call in the block: what is found is put on it."""
-    global _tuning
-    previous, _tuning = _tuning, []
-    _timed.clear()
+def choosing(instead: Callable) -> Iterator[None]:
+    """Return `instead(kernel, key, configurations, run)` for every choice inside the block."""
+    global _instead
+    previous, _instead = _instead, instead
     try:
-        yield _tuning
+        yield
     finally:
-        _tuning = previous
+        _instead = previous
 
 
 def choose(
-    op: str,
-    kernel: str,
+    kernel: Any,
     kind: Sequence,
     sizes: dict[str, int],
     configurations: Sequence,
     run: Callable[[Any], Any],
     device: torch.device,
 ) -> Any:
-    """Return `run` of the configuration, one of `configurations`, the default first, that is chosen for a call.
+    """Return the result of `run` with one of `configurations`, named tuples of integers with the default first.
 
-    `kind` and `sizes` are what the speed depends on: values that must be equal (dtypes, options), and numbers, to the
-    next power of two, of which the nearest measured ones count. `run` must have no effect but its result.
+    `kernel` is the one that takes most of the time. The speed depends on `kind`, values that must be equal, such as
+    dtypes and options, and on `sizes`, numbers that count up to the next power of two. `run` must have no effect but
+    its result.
     """
-    if triton_launch.is_recording():
-        return triton_launch.record(configurations, run)
-    if len(configurations) == 1:
+    tuned = os.environ.get("LUNA_MEGA_AUTOTUNE") == "1" and device.type == "cuda" and not triton_launch.is_recording()
+    if _instead is None and not tuned:
         return run(configurations[0])
     sizes = {name: triton.next_power_of_2(max(size, 1)) for name, size in sizes.items()}
-    place = (op, kernel, device, *kind, *sizes.values())
-    timed = _tuning is not None or os.environ.get("LUNA_MEGA_AUTOTUNE") == "1" and device.type == "cuda"
-    # Nothing can be timed while a CUDA graph is captured.
-    if timed and place not in _timed and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-        timing = Timing(_kind(op, kernel, kind, sizes), _times(configurations, run, device))
-        _timed[place] = timing.fastest
-        if _tuning is not None:
-            _tuning.append(timing)
-    if timed and place in _timed:
-        return run(_timed[place])
-    if place not in _chosen:
-        _chosen[place] = measured(_kind(op, kernel, kind, sizes), device_name(device), configurations)
-    return run(configurations[0] if _chosen[place] is None else _chosen[place])
-
-
-def _kind(op, kernel, kind, sizes):
-    words = " ".join(str(value).removeprefix("torch.") for value in kind)
-    return Kind(op, kernel, words, sizes)
+    key = " ".join(str(value).removeprefix("torch.") for value in (*kind, *(f"{n}={s}" for n, s in sizes.items())))
+    configurations = tuple(dict.fromkeys(configurations))
+    if _instead is not None:
+        return _instead(kernel, key, configurations, run)
+    if len(configurations) == 1:
+        return run(configurations[0])
+    return _tuner(kernel, configurations)(run, key, device)
 
 
 @cache
-def device_name(device: torch.device) -> str:
-    """Return the name of a device in the files of configurations."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "Triton interpreter"
+def _tuner(kernel: Any, configurations: tuple) -> "_Tuner":
+    return _Tuner(kernel, configurations)
 
 
-def _times(configurations, run, device):
-    times, expected = {}, None
-    for configuration in dict.fromkeys(configurations):
+class _Tuner:
+    """The launches of a kind of call, as a kernel that Triton's autotuner runs with the fields of a configuration."""
+
+    def __init__(self, kernel: Any, configurations: tuple):
+        self.fn, self.default, self.benchmarked, self.expected = kernel, configurations[0], None, None
+        self.autotuner = Autotuner(
+            self,
+            ["call", "key"],
+            [triton.Config(configuration._asdict()) for configuration in configurations],
+            ["key"],
+            reset_to_zero=None,
+            restore_value=None,
+            do_bench=self.bench,
+            cache_results=True,
+        )
+
+    def __call__(self, call: Callable, key: str, device: torch.device) -> Any:
+        """Return the result of `call` with the fastest configuration."""
+        key = f"{key} on {torch.cuda.get_device_name(device)}"
+        # Nothing can be timed while a CUDA graph is captured.
+        if (key,) not in self.autotuner.cache and torch.cuda.is_current_stream_capturing():
+            return call(self.default)
+        with torch.cuda.device(device):
+            result = self.autotuner.run(call, key)
+        self.expected = None
+        return result
+
+    def run(self, call: Callable, key: str, **options) -> Any:
+        """Return the result of a call; `options` are the fields of a configuration, and options of Triton's own."""
+        kind = type(self.default)
+        result = call(kind(**{name: options[name] for name in kind._fields}))
+        if self.benchmarked is not None:
+            self.benchmarked.append(result)
+        return result
+
+    def bench(self, launch: Callable, quantiles: Sequence[float]) -> list[float]:
+        """Return the milliseconds of a configuration, infinite where its result is not the first configuration's."""
+        self.benchmarked = []
         try:
-            result = _tensors(run(configuration))
-            expected = result if expected is None else expected
-            if (difference := _difference(result, expected)) is not None:
-                times[configuration] = difference
-            else:
-                times[configuration] = _milliseconds(lambda c=configuration: run(c), device)
-        except REFUSALS as error:
-            times[configuration] = str(error)
-    return times
+            launch()
+            (result,) = map(tensors, self.benchmarked)
+        finally:
+            self.benchmarked = None
+        self.expected = result if self.expected is None else self.expected
+        if difference(result, self.expected) is not None:
+            return [math.inf] * len(quantiles)
+        return triton.testing.do_bench(launch, warmup=5, rep=20, quantiles=quantiles)
 
 
-def _tensors(result):
+def tensors(result: Any) -> list[torch.Tensor]:
+    """Return all tensors in nested tuples and lists of tensors and None."""
     if isinstance(result, torch.Tensor):
         return [result]
-    return [] if result is None else [tensor for part in result for tensor in _tensors(part)]
+    return [] if result is None else [tensor for part in result for tensor in tensors(part)]
 
 
-def _difference(result, expected):
-    """Return in words how a result differs from that of the first configuration, None where it does not."""
+def difference(result: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> str | None:
+    """Return in words how a result differs from the one of the first configuration, None where it does not."""
     for index, (mine, theirs) in enumerate(zip(result, expected, strict=True)):
         tolerance = TOLERANCES.get(theirs.dtype)
         if tolerance is not None and theirs.numel():
@@ -133,14 +134,5 @@ def _difference(result, expected):
             mine, theirs = (torch.nan_to_num(x.float(), nan=math.nan, posinf=0.0, neginf=0.0) for x in (mine, theirs))
             error = ((mine - theirs).norm() / theirs.norm().clamp(min=1e-3)).item()
             if not error <= tolerance:
-                return f"result {index} differs by {error:.1e} from that of the default configuration"
+                return f"result {index} differs by {error:.1e} from the default configuration's"
     return None
-
-
-def _milliseconds(function, device):
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            return triton.testing.do_bench(function, warmup=5, rep=20, return_mode="median")
-    start = time.perf_counter()
-    function()
-    return 1000 * (time.perf_counter() - start)

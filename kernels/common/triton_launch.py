@@ -4,7 +4,6 @@ Only `triton_*.py` files import this file, and an op imports them when it first 
 moment whether kernels are interpreted.
 """
 
-from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -66,34 +65,23 @@ class Target(NamedTuple):
 
 
 _recorded: list[Launch] | None = None
-_every = False
 _target = Target()
 
 
 @contextmanager
-def recording(target: Target, every: bool = False):
-    """Yield a list, and put launches for `target` on it instead of running them: for tensors on meta.
-
-    `every`: those of every configuration of a kernel, not of the default only.
-    """
-    global _recorded, _every, _target
-    previous, (_recorded, _every, _target) = (_recorded, _every, _target), ([], every, target)
+def recording(target: Target):
+    """Yield a list, and put launches for `target` on it instead of running them: for tensors on meta."""
+    global _recorded, _target
+    previous, (_recorded, _target) = (_recorded, _target), ([], target)
     try:
         yield _recorded
     finally:
-        _recorded, _every, _target = previous
+        _recorded, _target = previous
 
 
 def is_recording() -> bool:
     """Return whether launches are recorded."""
     return _recorded is not None
-
-
-def record(configurations: Sequence, run: Callable[[Any], Any]) -> Any:
-    """Return `run` of the first configuration while launches are recorded, after those of the others if asked for."""
-    for configuration in configurations[1:] if _every else ():
-        run(configuration)
-    return run(configurations[0])
 
 
 def target(device: torch.device) -> Target:

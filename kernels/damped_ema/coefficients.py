@@ -32,9 +32,10 @@ def ema_coefficients(
     *,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, ...]:
-    """Return what `damped_ema_step` needs of the four parameters `[D, N]`, for as long as they do not change.
+    """Return the coefficients that `damped_ema_step` computes from the four parameters `[D, N]`.
 
-    `dtype`: that of the states. They are q - 1, the weight of the input in the state, and that of the state in y.
+    They hold until the parameters change: q - 1, the weight of the input in the state, and the weight of the state in
+    y. `dtype`: the dtype of the states.
     """
     with without_autocast(input_logit.device.type):
         parameters = (x.to(dtype) for x in (input_logit, damping_logit, expansion, projection))
@@ -87,7 +88,7 @@ class _Coefficients(Function):
         input_logit, damping_logit, expansion = ctx.saved_tensors
         weight, damping = torch.sigmoid(input_logit), torch.sigmoid(damping_logit)
         rest, undamped = torch.sigmoid(-input_logit), torch.sigmoid(-damping_logit)
-        # Without cancellation, 1 - q is the product and q the sum of what the two sigmoids leave.
+        # Without cancellation: 1 - q is the product of two sigmoids, and q is a sum of their complements.
         q = torch.addcmul(rest, weight, undamped)
         # d log q / d logit = -(1 - sigmoid(logit)) (1 - q) / q
         through = (grad_log_q * weight * damping / q).masked_fill(q < LEAST, 0.0)

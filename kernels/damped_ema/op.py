@@ -4,13 +4,12 @@ from itertools import pairwise
 
 import torch
 
-from luna_mega.kernels import varlen
+from luna_mega.kernels import ragged
 from luna_mega.kernels._op import Op
 from luna_mega.kernels.context_parallel import ContextShard
-from luna_mega.kernels.damped_ema import export, reference, torch_backend
+from luna_mega.kernels.damped_ema import export, reference, sharded, torch_backend
 from luna_mega.kernels.damped_ema.coefficients import from_coefficients, from_parameters
 from luna_mega.kernels.damped_ema.reference import working_dtype
-from luna_mega.kernels.damped_ema.sharded import sharded
 from luna_mega.kernels.damped_ema.truncated import TruncatedEmaState, truncated
 
 # The limit of the Triton kernels, which hold the states of a channel in registers.
@@ -70,17 +69,12 @@ def _one_by_one(run, call, cu_seqlens, max_seqlen):
     return torch.cat(outputs, 1), torch.cat(states)
 
 
-EMA = Op(
-    "damped_ema",
-    {
-        "reference": from_parameters(reference.damped_ema, reference.coefficients),
-        "torch": from_parameters(_torch),
-        "triton": from_parameters(_triton),
-    },
-    _unsupported,
-    tokens=("x",),
-    ragged=_one_by_one,
-)
+_BACKENDS = {
+    "reference": from_parameters(reference.damped_ema, reference.coefficients),
+    "torch": from_parameters(_torch),
+    "triton": from_parameters(_triton),
+}
+EMA = Op("damped_ema", _BACKENDS, _unsupported, tokens=("x",), ragged=_one_by_one, on_ranks=sharded.on_ranks(_BACKENDS))
 STEP = Op(
     "damped_ema_step",
     {
@@ -133,9 +127,9 @@ def damped_ema(
             sequence s is `[cu_seqlens[s], cu_seqlens[s+1])`; states are then `[S, D, N]`, and each sequence has the
             same result as alone.
         max_seqlen: length of the longest sequence; None = read from `cu_seqlens`, which waits for the device.
-        shard: x and the mask are this process's part of longer sequences, and the result is that of the whole at these
-            positions; the processes exchange their states, `[B, R, N]`. None = x is all. Without states, truncation
-            (below the length of the whole) and `cu_seqlens`.
+        shard: x and the mask are this process's part of longer sequences, and the result is the average of the whole
+            at these positions; the processes exchange their states, `[B, R, N]`. None = x is all. Without states,
+            truncation (below the length of the whole) and `cu_seqlens`.
         backend: one of `"auto"`, `"reference"`, `"torch"`, `"triton"`; None = as `luna_mega.kernels.api.use_backend`
             and `LUNA_MEGA_BACKEND` say. Triton has kernels for up to 64 states per channel, without truncation and not
             for float64. The other backends fill ragged sequences up, or, with states, run one after the other.
@@ -161,14 +155,7 @@ def damped_ema(
         truncation = None
     _check_sequence(x, input_logit, mask, shift, truncation, initial_state, return_state)
     parameters = (input_logit, damping_logit, expansion, projection)
-    if shard is not None:
-        _check_shard(x, shard, truncation, return_state or initial_state is not None, cu_seqlens)
-        _check("damped_ema", x, parameters, skip, None, len(x))
-
-        def run_part(x, skip, mask, state):
-            return damped_ema(x, *parameters, skip, mask=mask, shift=shift, initial_state=state, backend=backend)
-
-        return sharded(run_part, x, parameters, skip, mask, shift, shard)
+    EMA.refuse_beside(shard, initial_state=initial_state, return_state=return_state, cu_seqlens=cu_seqlens)
     if truncation is not None and (return_state or initial_state is not None):
         if cu_seqlens is not None:
             raise ValueError("damped_ema: ragged sequences have no truncated state; leave truncation or cu_seqlens out")
@@ -182,7 +169,7 @@ def damped_ema(
     if cu_seqlens is not None:
         if sequences != 1:
             raise ValueError(f"damped_ema needs x [1, total, channels] with cu_seqlens, got {list(x.shape)}")
-        max_seqlen = varlen.check("damped_ema", cu_seqlens, max_seqlen, x.shape[1])
+        max_seqlen = ragged.check("damped_ema", cu_seqlens, max_seqlen, x.shape[1])
         sequences = len(cu_seqlens) - 1
     elif max_seqlen is not None:
         raise ValueError("damped_ema: max_seqlen belongs to cu_seqlens; leave it out")
@@ -197,7 +184,7 @@ def damped_ema(
         "initial_state": initial_state,
         "return_state": return_state,
     }
-    output, state = EMA(backend, call, cu_seqlens, max_seqlen)
+    output, state = EMA(backend, call, cu_seqlens, max_seqlen, shard=shard)
     return (output, state) if return_state else output
 
 
@@ -263,20 +250,6 @@ def _check_sequence(x, input_logit, mask, shift, truncation, initial_state, retu
         raise ValueError("damped_ema: a bidirectional average has no state; leave out initial_state and return_state")
     if truncation is None and isinstance(initial_state, TruncatedEmaState):
         raise ValueError("damped_ema: initial_state is a TruncatedEmaState; pass its truncation too")
-
-
-def _check_shard(x, shard, truncation, stateful, cu_seqlens):
-    if shard.lengths[shard.rank] != x.shape[1]:
-        raise ValueError(f"damped_ema: the shard has {shard.lengths[shard.rank]} positions here, and x {x.shape[1]}")
-    if truncation is not None and truncation < shard.total:
-        raise ValueError(
-            f"damped_ema: truncation={truncation} is below the {shard.total} positions of the whole sequence, and with "
-            "a shard the average never forgets; leave truncation out"
-        )
-    if stateful or cu_seqlens is not None:
-        raise ValueError(
-            "damped_ema: a shard takes neither cu_seqlens, initial_state nor return_state; leave them or the shard out"
-        )
 
 
 def _check(op, x, parameters, skip, state, sequences):

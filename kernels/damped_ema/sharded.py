@@ -1,44 +1,46 @@
 """The average of sequences whose parts lie on several processes, which exchange their states and nothing else."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
 
-from luna_mega.kernels._op import without_autocast
 from luna_mega.kernels.context_parallel import ContextShard, all_gather
 from luna_mega.kernels.damped_ema import reference
 
 BLOCK = 64
 
 
-def sharded(
-    run: Callable,
-    x: torch.Tensor,
-    parameters: tuple[torch.Tensor, ...],
-    skip: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    shift: bool,
-    shard: ContextShard,
-) -> torch.Tensor:
-    """Return the average at this process's positions of the whole sequence; `run` averages this part alone.
+def on_ranks(backends: dict[str, Callable]) -> dict[str, Callable]:
+    """Return the backends for sequences whose parts lie on several processes."""
+    return {name: partial(_average, run) for name, run in backends.items()}
 
-    `run(x, skip, mask, initial_state)` is the average of one process, both directions of it where there are two.
-    """
+
+def _average(run: Callable, shard: ContextShard, x, parameters, skip, mask, shift, truncation, **call):
+    """Return the average at this process's positions of the whole sequence, and None; `run` averages a part alone."""
+    here, total = shard.lengths[shard.rank], shard.total
+    if here != x.shape[1]:
+        raise ValueError(f"damped_ema: the shard has {here} positions here, and x {x.shape[1]}")
+    if truncation is not None and truncation < total:
+        raise ValueError(
+            f"damped_ema: truncation={truncation} is below the {total} positions of the whole sequence, and an average "
+            "over several ranks never forgets; leave truncation out"
+        )
+    call |= {"x": x, "parameters": parameters, "skip": skip, "mask": mask, "shift": shift, "truncation": None}
     dtype, channels = reference.working_dtype(x, parameters), x.shape[2]
-    with without_autocast(x.device.type):
-        log_q, weight_in, weight_out = reference.coefficients(*(parameter.to(dtype) for parameter in parameters))
-        wide = x.to(dtype)
-        kept = wide if mask is None else wide.masked_fill(~mask[..., None], 0.0)
-        before, behind = _start_states(kept, log_q, weight_in, shard)
-        if behind is None:
-            return run(x, skip, mask, before)
-        # What the states of the other processes add to the average of this part.
-        average = run(wide, None, mask, None)
-        added = _response(before, weight_out[:channels], log_q[:channels], x.shape[1], 1)
-        later = _response(behind, weight_out[channels:], log_q[channels:], x.shape[1], 0 if shift else 1)
-        average = average + _columns(added + later.flip(-1))
-        return reference.finish(average, x, None if skip is None else skip.to(dtype))
+    log_q, weight_in, weight_out = reference.coefficients(*(parameter.to(dtype) for parameter in parameters))
+    wide = x.to(dtype)
+    kept = wide if mask is None else wide.masked_fill(~mask[..., None], 0.0)
+    before, behind = _start_states(kept, log_q, weight_in, shard)
+    if behind is None:
+        return run(**call | {"initial_state": before})
+    # The states of the other processes add to the average of this part.
+    average, _ = run(**call | {"x": wide, "skip": None})
+    added = _response(before, weight_out[:channels], log_q[:channels], x.shape[1], 1)
+    later = _response(behind, weight_out[channels:], log_q[channels:], x.shape[1], 0 if shift else 1)
+    average = average + _columns(added + later.flip(-1))
+    return reference.finish(average, x, None if skip is None else skip.to(dtype)), None
 
 
 def _start_states(kept, log_q, weight_in, shard):

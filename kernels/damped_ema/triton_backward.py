@@ -126,7 +126,7 @@ def backward(
     def run(plan):
         return _backward(plan, gradient, last_gradient, x, mask, skip, log_q, weight_in, weight_out, initial_state)
 
-    return choose("backward", run, x, log_q, shift, cu_seqlens, max_seqlen)
+    return choose(_gradient_kernel, run, x, log_q, shift, cu_seqlens, max_seqlen)
 
 
 def _backward(plan, gradient, last_gradient, x, mask, skip, log_q, weight_in, weight_out, initial_state):

@@ -336,7 +336,7 @@ def make_plan(configuration: Configuration, x, log_q, shift, cu_seqlens, max_seq
     )  # fmt: skip
 
 
-def choose(kernel: str, run: Callable[[Plan], tuple], x, log_q, shift, cu_seqlens, max_seqlen) -> tuple:
+def choose(kernel, run: Callable[[Plan], tuple], x, log_q, shift, cu_seqlens, max_seqlen) -> tuple:
     """Return the result of `run` for the plan of the configuration that is chosen."""
     (batch, length, channels), (states, width) = x.shape, log_q.shape
     sequences, longest = (batch, length) if cu_seqlens is None else (len(cu_seqlens) - 1, max_seqlen)
@@ -344,7 +344,7 @@ def choose(kernel: str, run: Callable[[Plan], tuple], x, log_q, shift, cu_seqlen
     kind += [] if cu_seqlens is None else ["ragged"]
     sizes = {"sequences": sequences, "length": longest, "channels": channels}
     return triton_choice.choose(
-        "damped_ema", kernel, kind, sizes, CONFIGURATIONS,
+        kernel, kind, sizes, CONFIGURATIONS,
         lambda c: run(make_plan(c, x, log_q, shift, cu_seqlens, max_seqlen)), x.device,
     )  # fmt: skip
 
@@ -418,4 +418,4 @@ def forward(x, mask, skip, log_q, weight_in, weight_out, initial_state, return_s
         options = {"scaled": scaled, "skip": skip, "other": other, "last": last if return_state else None}
         return scan(plan, 0, x, mask, coefficients, starts, x.new_empty(x.shape), **options), last
 
-    return choose("forward", run, x, log_q, shift, cu_seqlens, max_seqlen)
+    return choose(_scan_kernel, run, x, log_q, shift, cu_seqlens, max_seqlen)

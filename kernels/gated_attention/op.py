@@ -4,11 +4,11 @@ from functools import partial
 
 import torch
 
-from luna_mega.kernels import varlen
+from luna_mega.kernels import ragged
 from luna_mega.kernels._op import Op
 from luna_mega.kernels.gated_attention import reference, torch_backend, torch_step
+from luna_mega.kernels.gated_attention.alignment import fill, in_columns, in_last_column, rotation, take, unless_zero
 from luna_mega.kernels.gated_attention.checks import check_bias, check_options, check_rows, check_tensors
-from luna_mega.kernels.gated_attention.columns import fill, in_columns, in_last_column, rotation, take, unless_zero
 
 
 def _reference(**call):
@@ -182,10 +182,10 @@ def gated_attention(
     if cu_seqlens is not None:
         if query.shape[0] != 1 or length != key.shape[1] or offset != 0 or not (row_offset is start is None):
             raise ValueError(
-                f"{op} with cu_seqlens needs a batch of 1, as many queries as keys and neither offset, row_offset nor "
-                f"start, got query {list(query.shape)}, key {list(key.shape)} and offset {offset}"
+                f"{op} with cu_seqlens needs a batch of 1, queries and keys of one length, and neither offset, "
+                f"row_offset nor start, got query {list(query.shape)}, key {list(key.shape)} and offset {offset}"
             )
-        max_seqlen = varlen.check(op, cu_seqlens, max_seqlen, length)
+        max_seqlen = ragged.check(op, cu_seqlens, max_seqlen, length)
     call = _named(query, key, value, bias, mask, function, causal, chunk_size, offset, row_offset, start, dropout)
     return _run(ATTEND, backend, call, cu_seqlens, max_seqlen, return_weights)
 
@@ -208,7 +208,7 @@ def gated_attention_step(
 
     Arguments and errors as in `gated_attention`, with query `[B, Z]`. Only the last `chunk_size` of the keys
     `[B, S, Z]` are read. `column` `[B]`, integers from 0 to S - 1, tells the column of the query's own key where it is
-    not the last; what is behind it is left out. The keys are then those of one chunk, and `chunk_size` is None.
+    not the last; keys behind it are left out. The keys then belong to one chunk, and `chunk_size` is None.
     """
     op = STEP.name
     if query.dim() != 2 or key.dim() != 3 or key.shape[1] == 0:

@@ -13,7 +13,7 @@ BLOCK_ROWS = 256
 # Scores of a block that covers several sequences or chunks: a CPU's cache holds the first number; the second keeps
 # another device busy.
 BLOCK_SCORES_CPU, BLOCK_SCORES = 2**20, 2**26
-# Scores are kept for the backward pass while their bytes are at most so many times those of value and output.
+# Scores are kept for the backward pass unless they have more bytes than this factor times value and output.
 KEPT = 1.0
 INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? mask, Tensor? start, str function, bool causal, "
@@ -22,8 +22,9 @@ INPUTS = (
 
 
 def attend(query, key, value, bias, mask, function, causal, chunk_size, offset, row_offset, start, dropout):
-    """Return `reference.attend` without the weights; chunks need as many queries as keys, from position 0 on.
+    """Return `reference.attend` without the weights.
 
+    With chunks there is a query for every key, and both begin at position 0.
     `mask` must leave out the keys before position 0 as well.
     """
     if chunk_size is None:

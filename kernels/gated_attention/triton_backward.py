@@ -1,7 +1,7 @@
 """The backward kernels of gated attention.
 
-One kernel writes the weights and the gradient of the scores for as many segments, or queries of a long one, as a fixed
-number of scores holds; every gradient is then a product with one of the two, and each of its blocks has one owner.
+One kernel writes the weights and the gradient of the scores, for several segments or some queries of a long one, into a
+buffer of fixed size; every gradient is then a product with one of the two, and each of its blocks has one owner.
 """
 
 from typing import NamedTuple
@@ -273,12 +273,12 @@ def backward(
     def run(blocks: Configuration):
         return _gradients(call, blocks, grad_output, lse, delta)
 
-    *grads, grad_bias = choose("backward", call, _configurations(call), run)
+    *grads, grad_bias = choose(_scores_kernel, call, _configurations(call), run)
     return *grads, None if bias is None else grad_bias.to(bias.dtype)
 
 
 def _gradients(call: Call, blocks: Configuration, grad_output, lse, delta):
-    """Return the gradients, that of the bias in float32."""
+    """Return the gradients; the bias has its gradient in float32."""
     query, key, value, bias = call.query, call.key, call.value, call.bias
     stride = _whole(call.keys, blocks.keys)
     band = min(_whole(call.queries, blocks.queries), _whole(SCORES // stride, blocks.queries))

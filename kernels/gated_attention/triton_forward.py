@@ -1,4 +1,4 @@
-"""The forward kernels of gated attention, and parts that the backward kernels share.
+"""The forward kernel of gated attention, and functions that the backward kernels share.
 
 A segment is a chunk of a sequence, or all of it; its queries see its keys. Queries i and keys j count from its
 beginning.
@@ -111,108 +111,87 @@ def _forward_kernel(
     queries, keys, width, chunk, chunks, offset, center, threshold, rescale,
     q_row, q_token, k_row, k_token, v_row, v_token, blocks, slices,
     FUNCTION: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
-    SIZE: tl.constexpr, UNIT: tl.constexpr,
+    SIZE: tl.constexpr, UNIT: tl.constexpr, RESIDENT: tl.constexpr,
     BLOCK_Z: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Compute a block of queries and a slice of the value, over blocks of keys, with an online softmax."""
-    program = tl.program_id(0)
-    segment = program // slices // blocks
-    block = blocks - 1 - program // slices % blocks  # the longest of a causal attention come first
-    row, start, n_queries, n_keys = find_segment(segment, BOUNDS, queries, keys, chunk, chunks)
-    if block * BLOCK_M >= n_queries:
-        return
-    i = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    v = program % slices * BLOCK_V + tl.arange(0, BLOCK_V)
-    width, q_token, k_token, v_token = width * UNIT, q_token * UNIT, k_token * UNIT, v_token * UNIT
-    q_first = Q + row * q_row * UNIT + start * q_token
-    k_first = K + row * k_row * UNIT + start * k_token
-    q = None
-    if BLOCK_Z >= SIZE:
-        q = load_tile(q_first, i, q_token, i < n_queries, tl.arange(0, BLOCK_Z), SIZE)
-    scale = scales(LIVE, segment, i, offset, n_keys, SIZE, FUNCTION, CAUSAL)
-    output = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    seen = n_keys
-    if CAUSAL:
-        seen = tl.minimum(n_keys, offset + (block + 1) * BLOCK_M)
-    for first in range(0, seen, BLOCK_N):
-        j = first + tl.arange(0, BLOCK_N)
-        live = load_kept(MASK, row * keys + start, j, n_keys)
-        products = multiply(q, q_first, i, q_token, n_queries, k_first, j, k_token, live, SIZE, BLOCK_Z, PRECISION)
-        scores, kept = finish(products, scale, BIAS, center, i, j, live, n_queries, offset, CAUSAL)
-        if FUNCTION == "softmax":
-            scores = tl.where(kept, scores * LOG2_E, float("-inf"))
-            largest, shift, shrink = rise(largest, tl.max(scores, axis=1))
-            weights = tl.exp2(scores - shift[:, None])
-            total = total * shrink + tl.sum(weights, axis=1)
-            output = output * shrink[:, None]
-        else:
-            weights = elementwise(scores, kept, FUNCTION)
-        weights = drop(weights, SEED, threshold, rescale, segment, i, first, BLOCK_M, BLOCK_N)
-        values = load_tile(V + row * v_row * UNIT + start * v_token, j, v_token, live, v, width)
-        output = dot(weights.to(values.dtype), values, output, PRECISION)
-    token = row * queries + start + i
-    if FUNCTION == "softmax":
-        total = tl.where(total > 0.0, total, 1.0)
-        output = output / total[:, None]
-        if program % slices == 0:
-            largest = tl.where(largest == float("-inf"), 0.0, largest)
-            tl.store(LSE + token, largest + tl.log2(total), mask=i < n_queries)
-    store_tile(OUT, token, width, i < n_queries, v, width, output)
+    """Compute a block of queries and one slice of the value, over blocks of keys, with an online softmax.
 
-
-@triton.jit(
-    do_not_specialize=[
-        "width", "chunks", "offset", "center", "blocks", "q_row", "q_token", "k_row", "k_token", "v_row", "v_token",
-    ]
-)  # fmt: skip
-def _resident_kernel(
-    Q, K, V, OUT, LSE, BIAS, MASK, LIVE, BOUNDS, SEED,
-    queries, keys, width, chunk, chunks, offset, center, threshold, rescale,
-    q_row, q_token, k_row, k_token, v_row, v_token, blocks, slices,
-    FUNCTION: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
-    SIZE: tl.constexpr, UNIT: tl.constexpr,
-    BLOCK_Z: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """Compute a block of queries: the weights of all keys at once, up to BLOCK_N, then slice by slice of the value.
-
-    `slices` programs share the slices of the value.
+    RESIDENT: BLOCK_N holds all keys. The weights are computed at once and multiplied slice by slice of the value;
+    `slices` programs share the slices.
     """
     program = tl.program_id(0)
     segment = program // slices // blocks
     block = program // slices % blocks
+    if not RESIDENT:
+        block = blocks - 1 - block  # the longest of a causal attention come first
     row, start, n_queries, n_keys = find_segment(segment, BOUNDS, queries, keys, chunk, chunks)
     if block * BLOCK_M >= n_queries:
         return
     i = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    j = tl.arange(0, BLOCK_N)
     width, q_token, k_token, v_token = width * UNIT, q_token * UNIT, k_token * UNIT, v_token * UNIT
     q_first = Q + row * q_row * UNIT + start * q_token
     k_first = K + row * k_row * UNIT + start * k_token
-    live = load_kept(MASK, row * keys + start, j, n_keys)
-    products = multiply(None, q_first, i, q_token, n_queries, k_first, j, k_token, live, SIZE, BLOCK_Z, PRECISION)
-    scale = scales(LIVE, segment, i, offset, n_keys, SIZE, FUNCTION, CAUSAL)
-    scores, kept = finish(products, scale, BIAS, center, i, j, live, n_queries, offset, CAUSAL)
-    token = row * queries + start + i
-    if FUNCTION == "softmax":
-        scores = tl.where(kept, scores * LOG2_E, float("-inf"))
-        largest = tl.max(scores, axis=1)
-        finite = tl.where(largest == float("-inf"), 0.0, largest)
-        weights = tl.exp2(scores - finite[:, None])
-        total = tl.sum(weights, axis=1)
-        total = tl.where(total > 0.0, total, 1.0)
-        weights = weights / total[:, None]
-        if program % slices == 0:
-            tl.store(LSE + token, finite + tl.log2(total), mask=i < n_queries)
+    if RESIDENT:
+        j = tl.arange(0, BLOCK_N)
+        live = load_kept(MASK, row * keys + start, j, n_keys)
+        products = multiply(None, q_first, i, q_token, n_queries, k_first, j, k_token, live, SIZE, BLOCK_Z, PRECISION)
+        scale = scales(LIVE, segment, i, offset, n_keys, SIZE, FUNCTION, CAUSAL)
+        scores, kept = finish(products, scale, BIAS, center, i, j, live, n_queries, offset, CAUSAL)
+        token = row * queries + start + i
+        if FUNCTION == "softmax":
+            scores = tl.where(kept, scores * LOG2_E, float("-inf"))
+            largest = tl.max(scores, axis=1)
+            finite = tl.where(largest == float("-inf"), 0.0, largest)
+            weights = tl.exp2(scores - finite[:, None])
+            total = tl.sum(weights, axis=1)
+            total = tl.where(total > 0.0, total, 1.0)
+            weights = weights / total[:, None]
+            if program % slices == 0:
+                tl.store(LSE + token, finite + tl.log2(total), mask=i < n_queries)
+        else:
+            weights = elementwise(scores, kept, FUNCTION)
+        weights = drop(weights, SEED, threshold, rescale, segment, i, 0, BLOCK_M, BLOCK_N)
+        weights = weights.to(V.dtype.element_ty)
+        for first in range(program % slices * BLOCK_V, width, slices * BLOCK_V):
+            v = first + tl.arange(0, BLOCK_V)
+            values = load_tile(V + row * v_row * UNIT + start * v_token, j, v_token, live, v, width)
+            output = dot(weights, values, tl.zeros([BLOCK_M, BLOCK_V], tl.float32), PRECISION)
+            store_tile(OUT, token, width, i < n_queries, v, width, output)
     else:
-        weights = elementwise(scores, kept, FUNCTION)
-    weights = drop(weights, SEED, threshold, rescale, segment, i, 0, BLOCK_M, BLOCK_N)
-    weights = weights.to(V.dtype.element_ty)
-    for first in range(program % slices * BLOCK_V, width, slices * BLOCK_V):
-        v = first + tl.arange(0, BLOCK_V)
-        values = load_tile(V + row * v_row * UNIT + start * v_token, j, v_token, live, v, width)
-        output = dot(weights, values, tl.zeros([BLOCK_M, BLOCK_V], tl.float32), PRECISION)
+        v = program % slices * BLOCK_V + tl.arange(0, BLOCK_V)
+        q = None
+        if BLOCK_Z >= SIZE:
+            q = load_tile(q_first, i, q_token, i < n_queries, tl.arange(0, BLOCK_Z), SIZE)
+        scale = scales(LIVE, segment, i, offset, n_keys, SIZE, FUNCTION, CAUSAL)
+        output = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+        largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        seen = n_keys
+        if CAUSAL:
+            seen = tl.minimum(n_keys, offset + (block + 1) * BLOCK_M)
+        for first in range(0, seen, BLOCK_N):
+            j = first + tl.arange(0, BLOCK_N)
+            live = load_kept(MASK, row * keys + start, j, n_keys)
+            products = multiply(q, q_first, i, q_token, n_queries, k_first, j, k_token, live, SIZE, BLOCK_Z, PRECISION)
+            scores, kept = finish(products, scale, BIAS, center, i, j, live, n_queries, offset, CAUSAL)
+            if FUNCTION == "softmax":
+                scores = tl.where(kept, scores * LOG2_E, float("-inf"))
+                largest, shift, shrink = rise(largest, tl.max(scores, axis=1))
+                weights = tl.exp2(scores - shift[:, None])
+                total = total * shrink + tl.sum(weights, axis=1)
+                output = output * shrink[:, None]
+            else:
+                weights = elementwise(scores, kept, FUNCTION)
+            weights = drop(weights, SEED, threshold, rescale, segment, i, first, BLOCK_M, BLOCK_N)
+            values = load_tile(V + row * v_row * UNIT + start * v_token, j, v_token, live, v, width)
+            output = dot(weights.to(values.dtype), values, output, PRECISION)
+        token = row * queries + start + i
+        if FUNCTION == "softmax":
+            total = tl.where(total > 0.0, total, 1.0)
+            output = output / total[:, None]
+            if program % slices == 0:
+                largest = tl.where(largest == float("-inf"), 0.0, largest)
+                tl.store(LSE + token, largest + tl.log2(total), mask=i < n_queries)
         store_tile(OUT, token, width, i < n_queries, v, width, output)
 
 
@@ -350,24 +329,24 @@ def forward(*arguments) -> tuple[torch.Tensor, torch.Tensor]:
         resident = call.keys <= c.keys
         blocks, slices = triton.cdiv(call.queries, c.rows), triton.cdiv(call.width, c.columns)
         if resident:
-            # A program takes as many slices as leave work for every processor.
+            # A program takes several slices where every processor still has work.
             wanted = triton.cdiv(2 * triton_launch.target(call.query.device).processors, max(1, call.segments * blocks))
             slices = max(1, min(slices, wanted))
         numbers, unit = call.numbers()
         triton_launch.launch(
-            _resident_kernel if resident else _forward_kernel,
+            _forward_kernel,
             (call.segments * blocks * slices,),
             *(call.query, call.key, call.value, output, lse, *numbers, blocks, slices),
             num_warps=c.warps, num_stages=c.stages, **call.constants,
-            UNIT=unit, BLOCK_M=c.rows, BLOCK_N=c.keys, BLOCK_V=c.columns,
+            UNIT=unit, RESIDENT=resident, BLOCK_M=c.rows, BLOCK_N=c.keys, BLOCK_V=c.columns,
         )  # fmt: skip
 
         return output, lse
 
-    return choose("forward", call, _configurations(call), run)
+    return choose(_forward_kernel, call, _configurations(call), run)
 
 
-def choose(kernel: str, call: Call, configurations: list, run: Callable):
+def choose(kernel, call: Call, configurations: list, run: Callable):
     """Return the result of `run` for the configuration that is chosen from `configurations`."""
     query, value = call.query, call.value
     kind = [query.dtype, *([value.dtype] if value.dtype != query.dtype else []), call.constants["FUNCTION"]]
@@ -376,4 +355,4 @@ def choose(kernel: str, call: Call, configurations: list, run: Callable):
     kind += [name for name, given in options.items() if given]
     sizes = {"segments": call.segments, "queries": call.queries, "keys": call.keys, "shared": query.shape[2]}
     sizes["values"] = call.width
-    return triton_choice.choose("gated_attention", kernel, kind, sizes, configurations, run, query.device)
+    return triton_choice.choose(kernel, kind, sizes, configurations, run, query.device)

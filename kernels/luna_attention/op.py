@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from luna_mega.kernels import varlen
+from luna_mega.kernels import ragged
 from luna_mega.kernels._op import Op
 from luna_mega.kernels.context_parallel import ContextShard
 from luna_mega.kernels.luna_attention import reference, sharded, torch_backend
@@ -39,8 +39,7 @@ def _op(name, ragged, **options):
     return Op(name, backends, _unsupported, with_weights=reference.attend, **options)
 
 
-PACK = _op("luna_pack", "key", tokens=("key", "value"), tokens_out=False)
-SHARDED_PACK = Op("luna_pack", sharded.BACKENDS, _unsupported, tokens=("key", "value"), tokens_out=False)
+PACK = _op("luna_pack", "key", tokens=("key", "value"), tokens_out=False, on_ranks=sharded.BACKENDS)
 UNPACK = _op("luna_unpack", "query", tokens=("query",), mask=None)
 
 
@@ -73,7 +72,7 @@ def luna_pack(
             total, H, K]` and `mask` `[1, total]`. `pack_query` and the result have a row for every context.
         max_seqlen: length of the longest context; None = read from `cu_seqlens`, which waits for the device.
         shard: of the context each rank of a group has the part `key`, `value` and `mask`; `pack_query` and the result
-            are the same on all. They exchange as many numbers as the result has. Not with `cu_seqlens` nor weights.
+            are the same on all. They exchange tensors of the size of the result. Not with `cu_seqlens` nor weights.
 
     Returns:
         `[B, L, H, K]` in the dtype of `pack_query`. The softmax is computed in float32. A row whose context is masked
@@ -83,7 +82,7 @@ def luna_pack(
         ValueError: shapes, dtypes or devices do not fit together, or the backend does not exist or cannot take them.
     """
     options = (dropout, return_weights, backend, cu_seqlens, max_seqlen, shard)
-    return _attend(PACK if shard is None else SHARDED_PACK, pack_query, key, value, mask, *options)
+    return _attend(PACK, pack_query, key, value, mask, *options)
 
 
 def luna_unpack(
@@ -135,7 +134,7 @@ def luna_attention(
         dropout, return_weights, backend: as in `luna_pack`.
         cu_seqlens, max_seqlen: as in `luna_pack`; then queries and context are the same B sequences
             end to end: `query` `[1, total, H, K]`, context `[1, total, Hp, Kp]` and `context_mask` `[1, total]`.
-        shard: as in `luna_pack`; each rank has a part of the queries too, and the output is of this part.
+        shard: as in `luna_pack`; each rank has a part of the queries too, and gets the output for it.
 
     Returns:
         (output `[B, T, H, K]`, packed context `[B, L, Hp, Kp]`); with `return_weights` (these, unpack weights `[B, H,
@@ -159,7 +158,7 @@ def luna_attention(
                 f"{list(query.shape)} and {list(pack_key.shape)}"
             )
         if max_seqlen is None:
-            max_seqlen = varlen.check("luna_attention", cu_seqlens, None, query.shape[1])
+            max_seqlen = ragged.check("luna_attention", cu_seqlens, None, query.shape[1])
         options |= {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
     packed = luna_pack(pack_query, pack_key, pack_value, context_mask, **options, shard=shard)
     if return_weights:
@@ -169,17 +168,14 @@ def luna_attention(
 
 
 def _attend(op, query, key, value, mask, dropout, return_weights, backend, cu_seqlens, max_seqlen, shard=None):
-    if shard is not None and (return_weights or cu_seqlens is not None):
-        raise ValueError(f"{op.name} with shard takes neither return_weights nor cu_seqlens: leave them out")
+    op.refuse_beside(shard, return_weights=return_weights, cu_seqlens=cu_seqlens)
     _check(op, query, key, value, mask, dropout, cu_seqlens)
     if cu_seqlens is not None:
         total = (query if op is UNPACK else key).shape[1]
-        max_seqlen = varlen.check(op.name, cu_seqlens, max_seqlen, total)
+        max_seqlen = ragged.check(op.name, cu_seqlens, max_seqlen, total)
     scale = query.shape[-1] ** -0.5
     call = {"query": query, "key": key, "value": value, "mask": mask, "scale": scale, "dropout": dropout}
-    if shard is not None:
-        call["shard"] = shard
-    return op(backend, call, cu_seqlens, max_seqlen, return_weights)
+    return op(backend, call, cu_seqlens, max_seqlen, return_weights, shard)
 
 
 def _sdpa_is_best(query, key, value, mask) -> bool:

@@ -1,7 +1,7 @@
 """Pack attention to a context that the ranks of a group share.
 
 Every rank packs its own part and knows the log-sum-exp of its scores. The ranks exchange the maximum of these, then the
-sum of exponentials and of the packed rows with that maximum: as many numbers as P has, whatever the length. A backward
+sum of exponentials and of the packed rows with that maximum: the size of P, whatever the length. A backward
 kernel that is given the result and the log-sum-exp of the whole context computes exact gradients of a part.
 """
 
@@ -25,7 +25,7 @@ class Kernels(NamedTuple):
         forward: returns the output and the log-sum-exp `[B, H, L]` for query, key, value, mask, scale, dropout, seed.
             Where no position of a sequence is kept the log-sum-exp need not be -inf.
         backward: returns the gradients of query, key and value for the gradient of the output, output, log-sum-exp, and
-            what `forward` takes.
+            the arguments of `forward`.
         exp, log: the exponential and the logarithm of this log-sum-exp.
     """
 
@@ -35,7 +35,7 @@ class Kernels(NamedTuple):
     log: Callable[[torch.Tensor], torch.Tensor] = torch.log
 
 
-def attend(kernels: Callable[..., Kernels], query, key, value, mask, scale, dropout, shard) -> torch.Tensor:
+def attend(kernels: Callable[..., Kernels], shard, query, key, value, mask, scale, dropout) -> torch.Tensor:
     """Return `reference.attend` for a context of which every rank has a part, without the weights."""
     return _Pack.apply(query, key, value, mask, scale, dropout, shard, kernels(query, dropout))
 

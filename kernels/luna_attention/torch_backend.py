@@ -103,12 +103,14 @@ def flash_backward(
     return tuple(x.transpose(1, 2) for x in gradients)
 
 
-@torch.library.custom_op("luna_mega::attend", mutates_args=(), device_types="cpu")
-def _attend_cpu(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    output, log_sum_exp = flash(query, key, value, mask, scale)
-    return output.contiguous(), log_sum_exp.contiguous()
+@torch.library.custom_op(
+    "luna_mega::attend",
+    mutates_args=(),
+    device_types="cpu",
+    schema="(Tensor query, Tensor key, Tensor value, Tensor? mask, float scale) -> (Tensor, Tensor)",
+)
+def _attend_cpu(*inputs):
+    return tuple(x.contiguous() for x in flash(*inputs))
 
 
 @_attend_cpu.register_fake
@@ -118,19 +120,17 @@ def _(query, key, value, mask, scale):
     return query.new_empty(query.shape), query.new_empty((batch, heads, length), dtype=statistics)
 
 
-@torch.library.custom_op("luna_mega::attend_backward", mutates_args=(), device_types="cpu")
-def _attend_backward_cpu(
-    grad_output: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    output: torch.Tensor,
-    log_sum_exp: torch.Tensor,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    gradients = flash_backward(grad_output, query, key, value, mask, output, log_sum_exp, scale)
-    return tuple(gradient.contiguous() for gradient in gradients)
+@torch.library.custom_op(
+    "luna_mega::attend_backward",
+    mutates_args=(),
+    device_types="cpu",
+    schema=(
+        "(Tensor grad_output, Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor output, "
+        "Tensor log_sum_exp, float scale) -> (Tensor, Tensor, Tensor)"
+    ),
+)
+def _attend_backward_cpu(*inputs):
+    return tuple(x.contiguous() for x in flash_backward(*inputs))
 
 
 @_attend_backward_cpu.register_fake

@@ -184,8 +184,8 @@ def backward(
         return [_summed(gradient, key) for gradient in gradients]
 
     # In this order: the first writes DELTA, which the second reads.
-    of_query = call.choose("backward of queries", _query_configurations, query_gradient)
-    return [of_query, *call.choose("backward of keys", _key_configurations, key_gradients)]
+    of_query = call.choose(_query_kernel, _query_configurations, query_gradient)
+    return [of_query, *call.choose(_key_kernel, _key_configurations, key_gradients)]
 
 
 def _partial(x: torch.Tensor, splits: int) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Triton forward of pack and unpack: one kernel over splits of the keys and one that merges them.
 
-`ragged` names the side, `"query"` or `"key"`, whose sequences lie end to end (`kernels/varlen.py`), None = neither. A
+`ragged` names the side, `"query"` or `"key"`, whose sequences lie end to end (`kernels/ragged.py`), None = neither. A
 ragged tensor has batch size 1; `cu_seqlens` bounds its sequences.
 """
 
@@ -176,7 +176,7 @@ class Call(NamedTuple):
         sizes = self.query.shape[1], self.key.shape[1], self.plan.heads, blocks, split_rows
         return *sizes, self.scale, *dropping(self.dropout), *strides(self.query, self.key, self.value, number=3)
 
-    def choose(self, kernel: str, configurations, run):
+    def choose(self, kernel, configurations, run):
         """Return the result of `run` for the configuration that is chosen from `configurations(call)`."""
         plan, precision = self.plan, self.plan.constants["PRECISION"]
         kind = [self.query.dtype, f"heads of {plan.block_k}"]
@@ -184,7 +184,7 @@ class Call(NamedTuple):
         options = {"tied": self.value is None, "masked": self.mask is not None, "dropout": self.seed is not None}
         kind += [name for name, given in options.items() if given]
         sizes = {"heads": plan.sequences * plan.heads, "queries": plan.longest_query, "keys": plan.longest_key}
-        return triton_choice.choose("luna_attention", kernel, kind, sizes, configurations(self), run, self.query.device)
+        return triton_choice.choose(kernel, kind, sizes, configurations(self), run, self.query.device)
 
 
 def prepare(query, key, value, mask, cu_seqlens, seed, ragged, max_seqlen, scale, dropout, precision) -> Call:
@@ -215,13 +215,13 @@ class Configuration(NamedTuple):
 
     block_q: int
     block_m: int
-    num_warps: int
-    num_stages: int
+    warps: int
+    stages: int
 
     def options(self) -> dict[str, int]:
         """Return the part of a launch that the configuration decides."""
         tiles = {"BLOCK_Q": self.block_q, "BLOCK_M": self.block_m}
-        return tiles | {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return tiles | {"num_warps": self.warps, "num_stages": self.stages}
 
     def fitted(self, plan: Plan) -> "Configuration":
         """Return the configuration with blocks no larger than the sizes of the call."""
@@ -283,4 +283,4 @@ def forward(*arguments) -> tuple[torch.Tensor, torch.Tensor]:
             )
         return output, log_sum_exp
 
-    return call.choose("forward", _configurations, run)
+    return call.choose(_forward_kernel, _configurations, run)

@@ -34,7 +34,7 @@ def pack(query, key, value, mask, scale, dropout, seed) -> tuple[torch.Tensor, t
 
 
 def pack_backward(grad_output, output, log_sum_exp, query, key, value, mask, scale, dropout, seed):
-    """Return the gradients of query, key and value, that of a value which is the key in the key's."""
+    """Return the gradients of query, key and value; where the value is the key, the gradient of the key holds both."""
     gradients = torch.ops.luna_mega.luna_attention_triton_backward(
         grad_output, output, log_sum_exp, *_dense(query, key, value, mask, scale, dropout, seed)
     )

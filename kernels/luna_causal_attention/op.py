@@ -2,7 +2,7 @@
 
 import torch
 
-from luna_mega.kernels import varlen
+from luna_mega.kernels import ragged
 from luna_mega.kernels._op import Op
 from luna_mega.kernels.context_parallel import ContextShard
 from luna_mega.kernels.luna_causal_attention import reference, sharded, torch_backend
@@ -31,19 +31,21 @@ def _unsupported(query, pack_query, value, **_):
         return f"its kernels take float32, float16 and bfloat16, not {query.dtype}"
     if max(query.shape[-1], value.shape[-1]) > 128:
         return f"its kernels take heads up to 128, not {query.shape[-1]} (query) and {value.shape[-1]} (value)"
-    most = 128 if query.dtype == torch.float32 else 256  # as many as fit the registers
+    most = 128 if query.dtype == torch.float32 else 256  # more do not fit the registers
     if pack_query.shape[1] > most:
         return f"its kernels take up to {most} rows of pack_query in {query.dtype}, not {pack_query.shape[1]}"
     return None
 
 
+_BACKENDS = {"reference": reference.attend, "torch": torch_backend.attend, "triton": _triton_attend}
 ATTEND = Op(
     "luna_causal_attention",
-    {"reference": reference.attend, "torch": torch_backend.attend, "triton": _triton_attend},
+    _BACKENDS,
     _unsupported,
     tokens=("query", "pack_key", "key", "value"),
     native=(),
     with_weights=reference.attend_with_weights,
+    on_ranks=sharded.continued(_BACKENDS | {"weights": reference.attend_with_weights}),
 )
 STEP = Op(
     "luna_causal_attention_step",
@@ -139,15 +141,12 @@ def luna_causal_attention(
     batch = query.shape[0]
     if cu_seqlens is not None:
         _check_ragged(ATTEND.name, query, (pack_key, key, value), mask)
-        max_seqlen = varlen.check(ATTEND.name, cu_seqlens, max_seqlen, query.shape[1])
+        max_seqlen = ragged.check(ATTEND.name, cu_seqlens, max_seqlen, query.shape[1])
         batch = cu_seqlens.numel() - 1
-    if shard is not None and (state is not None or cu_seqlens is not None):
-        raise ValueError(f"{ATTEND.name} with shard takes neither state nor cu_seqlens: leave them out")
+    ATTEND.refuse_beside(shard, state=state, cu_seqlens=cu_seqlens)
     call = _named(query, pack_query, pack_key, key, value, mask, pack_mask, activation, state, dropout)
     _check(ATTEND.name, batch, **call)
-    if shard is not None:
-        call["state"] = sharded.state_before(shard, *call.values())
-    *result, state = ATTEND(backend, call, cu_seqlens, max_seqlen, return_weights)
+    *result, state = ATTEND(backend, call, cu_seqlens, max_seqlen, return_weights, shard)
     result = (*result, state) if return_state else tuple(result)
     return result if len(result) > 1 else result[0]
 

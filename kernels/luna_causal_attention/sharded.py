@@ -4,30 +4,40 @@ Neither of the two sums depends on the other: the pack weights, two products and
 part, from which every backend goes on.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from luna_mega.kernels import _op
 from luna_mega.kernels.context_parallel import ContextShard, all_gather
 from luna_mega.kernels.luna_causal_attention import reference
 from luna_mega.kernels.luna_causal_attention.reference import LunaCausalState
 
 
-def state_before(
+def continued(backends: dict[str, Callable]) -> dict[str, Callable]:
+    """Return the backends for tokens that ranks share: each goes on from the state behind the tokens before."""
+    return {name: partial(_continue, run) for name, run in backends.items()}
+
+
+def _continue(run, shard, **call):
+    return run(**call | {"state": _state_before(shard, **call)})
+
+
+def _state_before(
     shard: ContextShard, query, pack_query, pack_key, key, value, mask, pack_mask, activation, state, dropout
 ) -> LunaCausalState:
     """Return the state behind the tokens of earlier ranks; the ranks exchange the sums over their tokens."""
-    with _op.without_autocast(query.device.type):
-        # The weights of all tokens are as large as L / K keys: the backward pass computes them again.
-        key_sum, value_sum = checkpoint(
-            _sums, pack_query, pack_key, key, value, mask, pack_mask, activation, dropout, use_reentrant=False
-        )
-        count = reference.token_count(mask, query, None)[:, -1]
-        counts = all_gather(count, shard)[: shard.rank].sum(dim=0)
-        sums = all_gather(torch.cat([key_sum.flatten(2), value_sum.flatten(2)], dim=2), shard)[: shard.rank].sum(dim=0)
-        sizes = key_sum[0, 0].numel(), value_sum[0, 0].numel()
-        means = (sums / counts.clamp(min=1)[:, None, None]).split(sizes, dim=2)
-        return LunaCausalState(means[0].view_as(key_sum), means[1].view_as(value_sum), counts)
+    # The weights of all tokens are as large as L / K keys: the backward pass computes them again.
+    key_sum, value_sum = checkpoint(
+        _sums, pack_query, pack_key, key, value, mask, pack_mask, activation, dropout, use_reentrant=False
+    )
+    count = reference.token_count(mask, query, None)[:, -1]
+    counts = all_gather(count, shard)[: shard.rank].sum(dim=0)
+    sums = all_gather(torch.cat([key_sum.flatten(2), value_sum.flatten(2)], dim=2), shard)[: shard.rank].sum(dim=0)
+    sizes = key_sum[0, 0].numel(), value_sum[0, 0].numel()
+    means = (sums / counts.clamp(min=1)[:, None, None]).split(sizes, dim=2)
+    return LunaCausalState(means[0].view_as(key_sum), means[1].view_as(value_sum), counts)
 
 
 def _sums(pack_query, pack_key, key, value, mask, pack_mask, activation, dropout):

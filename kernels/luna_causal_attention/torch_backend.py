@@ -10,7 +10,7 @@ from torch import nn
 from luna_mega.kernels import _op
 from luna_mega.kernels._export import chunk_positions
 from luna_mega.kernels.dropout import dropout_factors
-from luna_mega.kernels.luna_causal_attention import reference
+from luna_mega.kernels.luna_causal_attention import autograd, reference
 from luna_mega.kernels.luna_causal_attention.reference import LunaCausalState
 
 CHUNK = 64
@@ -344,8 +344,8 @@ def _(query, pack_key, key, value, pack_query, *rest):
 )
 def _attend_backward(grad_output, grad_key_mean, grad_value_mean, *inputs):
     """Return the gradients of query, pack_key, key, value, pack_query, and of the means, which may be empty."""
-    (length, mask), (key_mean, value_mean) = (inputs[0].shape[1], inputs[6]), inputs[8:10]
-    grads = _empty_grads(*inputs[:5], key_mean, value_mean)
+    length, mask, key_mean = inputs[0].shape[1], inputs[6], inputs[8]
+    grads = autograd.empty_gradients(*inputs)
     with _op.without_autocast(grad_output.device.type):
         for heads, block in _blocks(*inputs):
             of_means = (None if x is None else x[:, heads] for x in (grad_key_mean, grad_value_mean))
@@ -362,30 +362,4 @@ def _attend_backward(grad_output, grad_key_mean, grad_value_mean, *inputs):
     return grads
 
 
-def _empty_grads(*inputs):
-    return [inputs[0].new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs]
-
-
-@_attend_backward.register_fake
-def _(grad_output, grad_key_mean, grad_value_mean, *inputs):
-    return _empty_grads(*inputs[:5], *inputs[8:10])
-
-
-def _save_for_backward(ctx, inputs, output):
-    *tensors, ctx.activation, ctx.dropout, seed = inputs
-    ctx.save_for_backward(*tensors, seed)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, grad_output, *grad_means):
-    *tensors, seed = ctx.saved_tensors
-    if grad_output is None:
-        grad_output = torch.zeros_like(tensors[3])
-    grads = torch.ops.luna_mega.luna_causal_attention_backward(
-        grad_output, *grad_means, *tensors, ctx.activation, ctx.dropout, seed
-    )
-    grads[5:] = (None if x is None else grad for x, grad in zip(tensors[8:10], grads[5:], strict=True))
-    return *grads[:5], None, None, None, *grads[5:], None, None, None, None
-
-
-_attend.register_autograd(_backward, setup_context=_save_for_backward)
+autograd.register(_attend, _attend_backward)

@@ -7,7 +7,7 @@ import triton.language as tl
 from luna_mega.kernels.common.triton_launch import rows_contiguous
 from luna_mega.kernels.common.triton_tiles import dot, load_kept, load_tile, store_tile
 from luna_mega.kernels.luna_causal_attention.triton_forward import Fused, Scans, choose, per_row, prepare
-from luna_mega.kernels.luna_causal_attention.triton_parts import (
+from luna_mega.kernels.luna_causal_attention.triton_weights import (
     activate,
     load_pack_query,
     load_rate,

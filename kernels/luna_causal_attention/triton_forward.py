@@ -18,7 +18,7 @@ import triton.language as tl
 from luna_mega.kernels.common import triton_choice, triton_launch
 from luna_mega.kernels.common.triton_launch import block_of, contiguous, rows_contiguous, strides
 from luna_mega.kernels.common.triton_tiles import dot, dropping, load_kept, load_tile, store_tile
-from luna_mega.kernels.luna_causal_attention.triton_parts import (
+from luna_mega.kernels.luna_causal_attention.triton_weights import (
     activate,
     load_pack_query,
     load_rate,
@@ -269,7 +269,7 @@ class Configuration(NamedTuple):
     """The tokens of a chunk and the warps of the fused kernels."""
 
     chunk: int
-    num_warps: int
+    warps: int
 
 
 class Fused(Call):
@@ -343,7 +343,7 @@ class ScanConfiguration(NamedTuple):
 
     chunk: int
     columns: int
-    num_warps: int
+    warps: int
 
 
 class Scans(Call):
@@ -424,7 +424,7 @@ class Scans(Call):
         if self.dtype == torch.float32:
             return [ScanConfiguration(16, 32, 8), ScanConfiguration(16, 32, 4)]
         default = ScanConfiguration(64 if self.hopper else 32, 64, 8)
-        return [default, default._replace(columns=32), default._replace(num_warps=4)]
+        return [default, default._replace(columns=32), default._replace(warps=4)]
 
     def forward(self):
         packed, scores, output = self.pack(), self.empty(torch.float32), self.value.new_empty(self.value.shape)
@@ -466,21 +466,20 @@ def prepare(*arguments) -> Fused | Scans:
     return (Fused if fits else Scans)(*arguments)
 
 
-def choose(kernel: str, call: Fused | Scans, run: Callable[[], tuple]) -> tuple:
-    """Return the result of `run` with the configuration of the call that is chosen."""
+def choose(direction: str, call: Fused | Scans, run: Callable[[], tuple]) -> tuple:
+    """Return the result of `run`, the forward or backward pass, with the configuration that is chosen for the call."""
 
     def configured(configuration):
         call.configure(configuration)
         return run()
 
-    kind = [call.dtype, f"heads of {block_of(call.size)} and {block_of(call.width)}", f"l {block_of(call.rows)}"]
+    kernel = _forward_kernel if isinstance(call, Fused) else _scan_kernel
+    heads = f"heads of {block_of(call.size)} and {block_of(call.width)}"
+    kind = [direction, call.dtype, heads, f"l {block_of(call.rows)}"]
     kind += [call.precision] if call.dtype == torch.float32 else []
     kind += [] if call.seed is None else ["dropout"]
     sizes = {"heads": call.batch * call.heads, "length": call.length}
-    name = f"{type(call).__name__.lower()} {kernel}"
-    return triton_choice.choose(
-        "luna_causal_attention", name, kind, sizes, call.configurations(), configured, call.device
-    )
+    return triton_choice.choose(kernel, kind, sizes, call.configurations(), configured, call.device)
 
 
 def forward(*arguments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -4,7 +4,7 @@ import torch
 
 from luna_mega.kernels import _op
 from luna_mega.kernels.common.triton_launch import random_seed
-from luna_mega.kernels.luna_causal_attention import reference, triton_backward, triton_forward, triton_step
+from luna_mega.kernels.luna_causal_attention import autograd, reference, triton_backward, triton_forward, triton_step
 from luna_mega.kernels.luna_causal_attention.reference import LunaCausalState
 
 TOKENS = "Tensor query, Tensor pack_key, Tensor key, Tensor value, Tensor pack_query"
@@ -77,29 +77,7 @@ def _attend_backward(grad_output, *inputs):
         return triton_backward.backward(grad_output, *inputs)
 
 
-@_attend_backward.register_fake
-def _(grad_output, grad_key_mean, grad_value_mean, *inputs):
-    return [inputs[0].new_empty(0) if x is None else x.new_empty(x.shape) for x in (*inputs[:5], *inputs[8:10])]
-
-
-def _save_for_backward(ctx, inputs, output):
-    *tensors, ctx.activation, ctx.dropout, seed, ctx.precision = inputs
-    ctx.save_for_backward(*tensors, seed)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, grad_output, *grad_means):
-    *tensors, seed = ctx.saved_tensors
-    if grad_output is None:
-        grad_output = torch.zeros_like(tensors[3])
-    grads = torch.ops.luna_mega.luna_causal_attention_triton_backward(
-        grad_output, *grad_means, *tensors, ctx.activation, ctx.dropout, seed, ctx.precision
-    )
-    grads[5:] = (None if x is None else grad for x, grad in zip(tensors[8:10], grads[5:], strict=True))
-    return *grads[:5], None, None, None, *grads[5:], None, None, None, None, None
-
-
-_attend.register_autograd(_backward, setup_context=_save_for_backward)
+autograd.register(_attend, _attend_backward)
 
 
 @torch.library.custom_op(

@@ -7,7 +7,7 @@ import triton.language as tl
 from luna_mega.kernels.common import triton_launch
 from luna_mega.kernels.common.triton_launch import block_of, contiguous, rows_contiguous, strides
 from luna_mega.kernels.common.triton_tiles import dropping, load_kept
-from luna_mega.kernels.luna_causal_attention.triton_parts import (
+from luna_mega.kernels.luna_causal_attention.triton_weights import (
     activate,
     load_pack_query,
     pack_dropout,
@@ -93,7 +93,7 @@ def forward_step(
 
 
 def empty_step(query, value, pack_query, means=None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return empty tensors for the result and the next state, or what of it is given."""
+    """Return empty tensors for the result and the next state; means that are given take the place of new ones."""
     (batch, heads, size), rows, width = query.shape, pack_query.shape[1], value.shape[2]
     if means is None:
         shapes = ((batch, heads, size, rows), (batch, heads, rows, width))

@@ -10,9 +10,17 @@ import sys
 
 import aot
 
-from luna_mega.kernels.common import triton_launch
+from luna_mega.kernels.common import triton_choice, triton_launch
 
 ARCH = 90
+
+
+def run_first(kernel, key, configurations, run):
+    return run(configurations[0])
+
+
+def run_all(kernel, key, configurations, run):
+    return [run(configuration) for configuration in configurations][0]
 
 
 def main(words: list[str]) -> int:
@@ -22,12 +30,12 @@ def main(words: list[str]) -> int:
             if words and not any(word in f"{op} {case}" for word in words):
                 continue
             compiled = set()
-            for every in (False, True):
-                with triton_launch.recording(aot.TARGETS[ARCH], every=every) as launches:
+            for every in (run_first, run_all):
+                with triton_launch.recording(aot.TARGETS[ARCH]) as launches, triton_choice.choosing(every):
                     run()
                 for launch in launches:
                     key, compile_it = aot.compile_launch(launch, ARCH)
-                    if every and key not in compiled:
+                    if every is run_all and key not in compiled:
                         shared, seen = compile_it().metadata.shared, seen + 1
                         fits = shared + 1024 <= aot.TARGETS[ARCH].shared_memory  # the driver keeps 1 KB
                         too_large += not fits

@@ -186,6 +186,7 @@ def test_reference_gradients(kind, truncation):
     assert torch.autograd.gradcheck(lambda *leaves: inputs.call(*leaves, **options), inputs.leaves)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("masking", MASKS)
 @pytest.mark.parametrize("length, states", [(1, 1), (2, 16), (63, 2), (64, 1), (65, 16), (130, 2), (500, 2)])
@@ -194,6 +195,7 @@ def test_torch_backend(any_form, length, states, kind, masking):
     assert_same(inputs.run(), inputs.run(backend="reference"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["causal", "shifted"])
 def test_long(any_form, kind):
     """5000 positions: exact in float64; in float32 to 5e-6, also where a state lives for all of them."""
@@ -235,6 +237,7 @@ def test_slow_decay_in_low_precision(any_form, dtype, kind):
         assert relative_error(actual, expected) < 0.01
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("length", [7, 65, 130])
 @pytest.mark.parametrize("truncation", [0, 1, 7, 65, 1000])
 @pytest.mark.parametrize("kind", ["causal", "bidirectional", "shifted"])
@@ -354,6 +357,7 @@ def test_determinism_and_strides(form):
         assert torch.equal(a, b) and torch.equal(a, strided)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, skip", [("causal", True), ("shifted", False), ("states", True)])
 def test_registration(form, kind, skip, monkeypatch):
     calls = []
@@ -366,6 +370,7 @@ def test_registration(form, kind, skip, monkeypatch):
     opcheck(operator, tuple(arguments))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, dynamic", [("causal", True), ("shifted", False), ("states", False)])
 def test_compile_fullgraph(form, kind, dynamic):
     torch.compiler.reset()
@@ -375,6 +380,7 @@ def test_compile_fullgraph(form, kind, dynamic):
         assert_same(inputs.run(compiled), inputs.run(), 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, truncation", with_truncation(9))
 def test_export_needs_no_custom_operator(kind, truncation):
     class Average(torch.nn.Module):

@@ -58,6 +58,7 @@ def exact_and_float32(*arguments, **options):
     return inputs, run(inputs, backend="reference"), copy.copy(inputs).to(torch.float32)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "length, states, masking",
@@ -76,6 +77,7 @@ def test_forward_and_gradients(device, length, states, masking, kind):
     assert_same(run(inputs, device, backend="triton"), exact, FLOAT32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("skip", [True, False])
 def test_one_chunk(device, forward_module, monkeypatch, kind, skip):
@@ -84,12 +86,14 @@ def test_one_chunk(device, forward_module, monkeypatch, kind, skip):
     assert_same(run(inputs, device, backend="triton"), exact, FLOAT32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("channels, states", [(37, 9), (10, 40)])
 def test_blocks_of_channels(device, channels, states):
     _, exact, inputs = exact_and_float32(10, "states", "some", states, batch=1, channels=channels)
     assert_same(run(inputs, device, backend="triton"), exact, FLOAT32)
 
 
+@pytest.mark.slow
 def test_long(triton_device):
     """500 positions in chunks of 64, decays from 1 - q = 1e-5 on: within 2e-6 of the largest."""
     inputs = Inputs(500, "states", states=4, channels=3, batch=1)
@@ -103,6 +107,7 @@ def test_long(triton_device):
         assert (a - b).abs().max() <= 2e-6 * b.abs().max(), index
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ["states", "shifted"])
 def test_low_precision_is_deterministic_and_no_worse(device, kind, dtype):
@@ -117,6 +122,7 @@ def test_low_precision_is_deterministic_and_no_worse(device, kind, dtype):
         assert relative_error(a, expected) <= max(floor, 2 * relative_error(low, expected)), index
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["states", "bidirectional"])
 @pytest.mark.parametrize("skip", [True, False])
 def test_padding_may_be_nan(device, kind, skip):
@@ -133,6 +139,7 @@ def test_padding_may_be_nan(device, kind, skip):
     assert_same(actual, exact, FLOAT32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_of_padding(device, kind):
     inputs = Inputs(10, kind, "all of one row", skip=False).to(torch.float32)
@@ -141,6 +148,7 @@ def test_a_row_of_padding(device, kind):
     assert kind == "states" or (outputs[0][-1] == 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["reference", "torch", "triton"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_ragged_sequences(device, backend, kind):
@@ -177,6 +185,7 @@ def test_ragged_sequences(device, backend, kind):
     assert_same(actual, run(exact, function=alone), FLOAT32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["causal", "bidirectional"])
 def test_ragged_sequences_of_one_chunk_each(triton_device, kind):
     exact, _, inputs = exact_and_float32(12, kind, batch=1, channels=2)
@@ -192,6 +201,7 @@ def test_ragged_sequences_of_one_chunk_each(triton_device, kind):
     assert_same(actual, run(exact, function=alone), FLOAT32)
 
 
+@pytest.mark.slow
 def test_views(device):
     """x and the gradient of the result in any strides."""
     _, exact, inputs = exact_and_float32(10, "bidirectional", "some")
@@ -210,6 +220,7 @@ def test_views(device):
     assert_same([expanded], [reference_gradient], FLOAT32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("output", [0, 1])
 def test_one_of_two_outputs(device, output):
     """The gradient of the result alone, and of the states alone."""
@@ -224,6 +235,7 @@ def test_one_of_two_outputs(device, output):
     assert_same(*gradients, FLOAT32)
 
 
+@pytest.mark.slow
 def test_first_segment(device):
     """A state asked for, but none given."""
     _, _, inputs = exact_and_float32(10)
@@ -236,6 +248,7 @@ def test_first_segment(device):
     assert_same(*gradients, FLOAT32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["states", "bidirectional"])
 def test_saturated_logits(device, kind):
     inputs = saturated(10, kind)
@@ -243,6 +256,7 @@ def test_saturated_logits(device, kind):
     assert_same(run(inputs.to(torch.float32), device, backend="triton"), exact, FLOAT32)
 
 
+@pytest.mark.slow
 def test_an_empty_batch(device):
     inputs = Inputs(10, "states").to(torch.float32)
     inputs.leaves[0], inputs.leaves[-1] = (inputs.leaves[i].detach()[:0].requires_grad_() for i in (0, -1))
@@ -258,6 +272,7 @@ def step_inputs(device, masked=True, dtype=torch.float32):
     return [tensor.requires_grad_() for tensor in (x[:, 0].clone(), state, *parameters, skip)], mask
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("skip", [True, False])
 def test_step(device, masked, skip):
@@ -274,6 +289,7 @@ def test_step(device, masked, skip):
     assert_same(*results, FLOAT32)
 
 
+@pytest.mark.slow
 def test_steps_are_the_parallel_form(device):
     inputs = Inputs(10, "states", "some", batch=1).to(torch.bfloat16)
     x, *parameters, state = (leaf.detach().to(device) for leaf in inputs.leaves)
@@ -288,6 +304,7 @@ def test_steps_are_the_parallel_form(device):
     assert_same([torch.stack(outputs, 1)], [expected], 4e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_operator(device, kind):
     from luna_mega.kernels.damped_ema import triton_ops
@@ -305,6 +322,7 @@ def test_operator(device, kind):
     opcheck(triton_ops._step, (*leaves, mask), test_utils=tests)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["states", "bidirectional"])
 def test_compile(device, kind):
     inputs = Inputs(10, kind, "some").to(torch.float32)
@@ -315,6 +333,7 @@ def test_compile(device, kind):
     assert_same(run(inputs, device, compiled, backend="triton"), expected, 1e-6)
 
 
+@pytest.mark.slow
 def test_compile_step(device):
     leaves, mask = step_inputs(device)
 
@@ -326,6 +345,7 @@ def test_compile_step(device):
     assert_same([*results[1], *gradients[1]], [*results[0], *gradients[0]], 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options, message",
     [
@@ -343,11 +363,13 @@ def test_what_triton_refuses(triton_device, options, message):
     damped_ema(*leaves, truncation=truncation)
 
 
+@pytest.mark.slow
 def test_truncation_at_the_length_is_none(device):
     leaves = [leaf.detach().to(device) for leaf in Inputs(6, dtype=torch.float32).leaves]
     assert torch.equal(damped_ema(*leaves, truncation=6, backend="triton"), damped_ema(*leaves, backend="triton"))
 
 
+@pytest.mark.slow
 def test_bad_ragged_sequences():
     leaves = Inputs(6).leaves
     cu_seqlens = torch.tensor([0, 6])

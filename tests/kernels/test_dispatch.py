@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from luna_mega.kernels import _op, api
+from luna_mega.kernels.context_parallel import ContextShard
+from tests.distributed.ranks import PATIENCE
 
 CUDA = torch.device("cuda")
 
@@ -31,6 +33,22 @@ CALLS = {
     "gated_attention": lambda **options: api.gated_attention(*[normal(4, 16)] * 3, **options),
     "gated_attention_step": lambda **options: api.gated_attention_step(normal(16), *[normal(4, 16)] * 2, **options),
 }
+
+
+REFUSED = {
+    "luna_attention": ("luna_pack", {"return_weights": True}),
+    "luna_pack": ("luna_pack", {"cu_seqlens": torch.tensor([0, 4])}),
+    "luna_causal_attention": ("luna_causal_attention", {"cu_seqlens": torch.tensor([0, 4])}),
+    "damped_ema": ("damped_ema", {"return_state": True}),
+}
+
+
+@pytest.mark.parametrize("op", REFUSED)
+def test_arguments_that_a_shard_excludes(op):
+    name, options = REFUSED[op]
+    refused = f"{name} with shard takes no {next(iter(options))}: leave one or the other out"
+    with pytest.raises(ValueError, match=refused):
+        CALLS[op](shard=ContextShard(None, (4,)), **options)
 
 
 @pytest.fixture(params=CALLS)
@@ -134,10 +152,11 @@ def test_errors():
 
 def run(code, **environment):
     return subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, timeout=PATIENCE
     )
 
 
+@pytest.mark.slow
 def test_without_triton(repo_root):
     """Everything but the kernels works, and the reason is told."""
     code = """
@@ -155,6 +174,7 @@ luna_pack(x, x, x, backend="triton")
     assert "ValueError: luna_pack cannot run on 'triton': Triton is not installed; pip install" in result.stderr
 
 
+@pytest.mark.slow
 def test_the_interpreter_is_not_chosen_by_itself(repo_root):
     pytest.importorskip("triton", reason="Triton is not installed")
     code = """
@@ -171,6 +191,7 @@ for backend in ("auto", "triton"):
     assert "the tensors are on cpu; the kernels need CUDA, or TRITON_INTERPRET=1" in result.stderr
 
 
+@pytest.mark.slow
 def test_environment_variable(repo_root):
     code = "from luna_mega.kernels.api import explain; print(explain(device='cpu'))"
     assert (

@@ -88,6 +88,7 @@ def average(backend, bidirectional):
     return result, *damped_ema_step(x[:, 0], state, *parameters, skip=skip, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize(
     "call, option",
@@ -104,6 +105,7 @@ def test_results_are_what_the_fakes_promise(triton_device, monkeypatch, call, op
     assert any("backward" in name for name in promises.seen), promises.seen
 
 
+@pytest.mark.slow
 def test_inductor_trains(triton_device):
     """All ops in one program, forward and backward, from tensors whose strides are not those of new ones."""
     backend = "triton"

@@ -118,6 +118,7 @@ def blocks(request, monkeypatch):
         monkeypatch.setattr(torch_backend, "BLOCK_SCORES_CPU", 60)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("masking", MASKS)
 @pytest.mark.parametrize("chunk", [None, CHUNK])
 @pytest.mark.parametrize("causal", [False, True])
@@ -321,6 +322,7 @@ def test_no_bias_strided_inputs_and_determinism():
     assert gated_attention(empty, empty, empty, torch.zeros(3), chunk_size=2).shape == (2, 0, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
 def test_registration(function, dropout):

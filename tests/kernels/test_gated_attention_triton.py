@@ -64,6 +64,7 @@ def check(inputs, tolerance=None, **options):
     return results
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("chunk", [None, CHUNK])
 @pytest.mark.parametrize("causal", [False, True])
@@ -80,6 +81,7 @@ def test_results_and_gradients(triton_device, function, causal, chunk, masked):
                 assert all((result[0, CHUNK : 2 * CHUNK] == 0).all() for result in results[:2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "function, causal, batch, length, chunk",
     [
@@ -99,6 +101,7 @@ def test_many_blocks(triton_device, function, causal, batch, length, chunk, monk
     check(inputs, function=function, causal=causal, chunk_size=chunk, mask=mask)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_half_precision(triton_device, function, dtype):
@@ -115,6 +118,7 @@ def test_half_precision(triton_device, function, dtype):
             assert error <= max(2 * usual, TOLERANCE[dtype]), name
 
 
+@pytest.mark.slow
 def test_small_numbers_in_float16(triton_device):
     """Divisors of thousands take a causal query neither below float16's range nor above it."""
     for size in (0.02, 50.0):
@@ -124,6 +128,7 @@ def test_small_numbers_in_float16(triton_device):
         check(inputs, tolerance=4e-3, function="laplace", causal=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_mixed_dtypes_and_wide_bias(triton_device, function):
     query, key, value, bias = make_inputs(triton_device, 40)
@@ -132,6 +137,7 @@ def test_mixed_dtypes_and_wide_bias(triton_device, function):
     assert run(inputs, function=function, backend="triton")[1].dtype == torch.float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize(
     "causal, queries, keys, offset",
@@ -145,6 +151,7 @@ def test_other_keys_than_queries(triton_device, function, causal, queries, keys,
     check(inputs, mask=make_mask(triton_device, 2, keys), **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_steps_are_rows_of_the_parallel_form(triton_device, function):
     query, key, value, bias = (x.detach() for x in make_inputs(triton_device, 140, width=70))
@@ -167,6 +174,7 @@ def check_kept(inputs, kept, **options):
         torch.testing.assert_close(result.double(), right, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "function, causal, chunk",
     [("softmax", True, CHUNK), ("laplace", True, None), ("laplace", True, CHUNK), ("relu2", False, CHUNK)],
@@ -182,6 +190,7 @@ def test_positions_count_from_the_first_token(triton_device, function, causal, c
     check_kept(rest, mask[:, 30:], mask=mask[:, 8:], start=start + 8, offset=22, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_offsets_by_row(triton_device, function):
     inputs, row_offset = make_inputs(triton_device, 20, 33), torch.tensor([4, -3], device=triton_device)
@@ -192,6 +201,7 @@ def test_offsets_by_row(triton_device, function):
         gated_attention(*inputs, function=function, mask=mask, row_offset=row_offset, offset=2, backend="triton")
 
 
+@pytest.mark.slow
 def test_what_is_masked_may_be_nan(triton_device):
     for function in FUNCTIONS:
         for length, chunk in ((20, CHUNK), (40, None)):
@@ -205,6 +215,7 @@ def test_what_is_masked_may_be_nan(triton_device):
                 assert torch.equal(result, right), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_strides_no_bias_and_determinism(triton_device, function):
     query, key, value, bias = make_inputs(triton_device, 63, batch=2, size=20, width=20)
@@ -225,6 +236,7 @@ def test_strides_no_bias_and_determinism(triton_device, function):
         assert torch.equal(result, right)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["reference", "torch", "triton"])
 @pytest.mark.parametrize("chunk", [None, CHUNK, 64])
 def test_sequences_end_to_end(triton_device, chunk, backend):
@@ -250,6 +262,7 @@ def test_sequences_end_to_end(triton_device, chunk, backend):
         torch.testing.assert_close(*gradients, rtol=5e-5, atol=5e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_dropout(triton_device, function, ragged):
@@ -283,6 +296,7 @@ def test_dropout(triton_device, function, ragged):
     assert not torch.equal(gated_attention(*inputs, **on_triton), output)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_registration(triton_device, function):
     inputs = make_inputs(triton_device, 17)
@@ -301,6 +315,7 @@ def test_registration(triton_device, function):
     opcheck(torch.ops.luna_mega.gated_attention_triton, (*first, inputs[3], None, bounds, *options), test_utils=utils)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ragged", [False, True])
 def test_compile_fullgraph(triton_device, ragged):
     inputs = make_inputs(triton_device, 40, batch=1)
@@ -315,6 +330,7 @@ def test_compile_fullgraph(triton_device, ragged):
         assert torch.equal(*pair)
 
 
+@pytest.mark.slow
 def test_ieee_and_autocast(triton_device):
     inputs = make_inputs(triton_device, 63)
     with use_float32_precision("ieee"):
@@ -325,6 +341,7 @@ def test_ieee_and_autocast(triton_device):
     assert all(torch.equal(a, b) for a, b in zip(inside, expected, strict=True))
 
 
+@pytest.mark.slow
 def test_what_is_refused(triton_device):
     wide = make_inputs(triton_device, 3, size=300)
     with pytest.raises(ValueError, match="gated_attention cannot run on 'triton': query and key have size 300"):
@@ -336,6 +353,7 @@ def test_what_is_refused(triton_device):
         torch.testing.assert_close(gated_attention(*inputs), gated_attention(*inputs, backend="torch"))
 
 
+@pytest.mark.slow
 def test_autocast_multiplies_in_the_dtype_of_the_value(triton_device):
     """Under autocast learned scales make query and key float32, while the value is narrow."""
     query, key = (torch.randn(2, 40, 16, device=triton_device, requires_grad=True) for _ in range(2))

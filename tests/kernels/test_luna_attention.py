@@ -65,6 +65,7 @@ def sdpa_path(query, key, value, mask):
     return torch_backend.sdpa(query, key, value, mask, query.shape[-1] ** -0.5, 0.0)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("path", [luna_pack, sdpa_path], ids=["cpu", "sdpa"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("masking", MASKS)

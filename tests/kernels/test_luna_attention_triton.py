@@ -83,6 +83,7 @@ def launches(monkeypatch, device):
     return seen
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("queries, keys", LENGTHS)
@@ -95,6 +96,7 @@ def test_forward_and_gradients(device, queries, keys, dtype, tied):
     assert all(x.dtype == dtype for x in actual)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("queries, keys", [(5, 500), (500, 5)])
 @pytest.mark.parametrize("dtype, tied", [(torch.float32, False), (torch.float16, True)], ids=str)
 def test_splits(device, launches, queries, keys, dtype, tied):
@@ -110,6 +112,7 @@ def test_splits(device, launches, queries, keys, dtype, tied):
     assert all(torch.equal(a, b) for a, b in zip(actual, run(attend, leaves, mask), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [1, 16, 64, 80, 128])
 def test_head_sizes_without_mask(device, size, dtype):
@@ -117,6 +120,7 @@ def test_head_sizes_without_mask(device, size, dtype):
     check(run(attend, leaves), run(exact, doubled(leaves)), DTYPES[dtype])
 
 
+@pytest.mark.slow
 def test_large_scores(device):
     """The maximum is taken off in every split: scores reach 500, and exp(500) no float32."""
     leaves = make_leaves(device, torch.float32, 5, 200, False, batch=1)
@@ -126,6 +130,7 @@ def test_large_scores(device):
     check(run(attend, leaves), run(exact, doubled(leaves)), 2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("queries, keys", [(5, 100), (100, 5)])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_masked_is_not_read(device, queries, keys, bad):
@@ -137,6 +142,7 @@ def test_what_is_masked_is_not_read(device, queries, keys, bad):
         assert torch.equal(actual, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processors, most", [(8, 4), (132, 62), (10**6, 1 << 30)])
 def test_number_of_splits(device, processors, most):
     """Two programs for a processor, walks of four blocks or more, and always one."""
@@ -147,6 +153,7 @@ def test_number_of_splits(device, processors, most):
     assert plan.splits(16, 16, 0, 64) == plan.splits(0, 16, 64, 64) == 1
 
 
+@pytest.mark.slow
 def test_strided_inputs(device, launches):
     """Heads before tokens, slices of one projection, rows of a batch that are the same memory, columns reversed."""
     queries, keys, size = 9, 40, 16
@@ -168,6 +175,7 @@ def test_strided_inputs(device, launches):
         check(actual, expected, 2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch, queries, keys", [(0, 3, 4), (2, 0, 4), (2, 3, 0)])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_nothing_to_attend_to(device, batch, queries, keys, tied):
@@ -195,6 +203,7 @@ def one_by_one(query, key, value, mask, ragged):
     return torch.cat(outputs, 1 if ragged == "query" else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("ragged", ["query", "key"])
@@ -210,6 +219,7 @@ def test_ragged_sequences(device, cu_seqlens, ragged, dtype, tied):
     assert all(torch.equal(a, b) for a, b in zip(actual, run(attend, leaves, mask, **options), strict=True))
 
 
+@pytest.mark.slow
 def test_public_ops(device, cu_seqlens):
     """Pack, projection and unpack with `cu_seqlens`, as on the torch backend, and without."""
     x, context = (torch.randn(1, sum(SEQUENCES), 2, 16, device=device, requires_grad=True) for _ in range(2))
@@ -225,6 +235,7 @@ def test_public_ops(device, cu_seqlens):
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_dropout(device, dtype, tied):
@@ -257,6 +268,7 @@ def test_dropout(device, dtype, tied):
     assert not torch.equal(actual[0], attend(leaves[0], leaves[1], leaves[-1], mask, rate))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("ragged", [None, "query", "key"])
 def test_registration(device, ragged, tied):
@@ -270,6 +282,7 @@ def test_registration(device, ragged, tied):
     opcheck(torch.ops.luna_mega.luna_attention_triton, arguments, test_utils=tests)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("ragged", [False, True], ids=["mask", "ragged"])
 def test_compile_fullgraph(device, ragged, tied):
@@ -282,6 +295,7 @@ def test_compile_fullgraph(device, ragged, tied):
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
+@pytest.mark.slow
 def test_a_choice_that_cannot_be_met(device):
     for size, dtype, message in ((8, torch.float64, "not torch.float64"), (130, torch.float32, "128, not 130")):
         query, key = (torch.randn(1, 3, 1, size, dtype=dtype, device=device) for _ in range(2))
@@ -290,6 +304,7 @@ def test_a_choice_that_cannot_be_met(device):
         torch.testing.assert_close(luna_unpack(query, key, key), exact(query, key, key))
 
 
+@pytest.mark.slow
 def test_float32_precision(device, launches):
     leaves = make_leaves(device, torch.float32, 4, 20, True)
     with use_float32_precision("ieee"):
@@ -308,6 +323,7 @@ def write_offsets(OUT, queries, heads, stride):
     tl.store(OUT + tl.program_id(0), head * stride)  # noqa: F821
 
 
+@pytest.mark.slow
 def test_offsets_of_heads_have_64_bits(device, monkeypatch):
     """Views of large tensors have heads that lie 2**30 elements apart."""
     import triton
@@ -321,6 +337,7 @@ def test_offsets_of_heads_have_64_bits(device, monkeypatch):
     assert out.tolist() == [head * 2**30 for head in range(4)]
 
 
+@pytest.mark.slow
 def test_large_gradients_in_float16(device):
     """The gradient of a score that is too large for float16 before it is divided by sqrt(K), not behind it."""
     query, key = (torch.rand(1, 4, 1, 64, device=device) for _ in range(2))
@@ -335,6 +352,7 @@ def test_large_gradients_in_float16(device):
     check(actual, expected, 5e-3)
 
 
+@pytest.mark.slow
 def test_what_is_left_to_pytorch():
     class On:
         """A CUDA tensor, as far as the choice looks at it."""

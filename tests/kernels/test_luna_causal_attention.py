@@ -170,6 +170,7 @@ def blocks(request, monkeypatch):
     monkeypatch.setattr(torch_backend, "BLOCK_TOKENS", 1 if request.param == "a head each" else 1 << 60)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("stateful", [False, True])
 @pytest.mark.parametrize("pack_masked", [False, True])
 @pytest.mark.parametrize("masking", MASKS)
@@ -405,6 +406,7 @@ def test_registration(monkeypatch, dropout, stateful):
     opcheck(operator, calls[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stateful", [False, True])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile_fullgraph(dynamic, stateful):
@@ -415,6 +417,7 @@ def test_compile_fullgraph(dynamic, stateful):
         assert_same(inputs.run(compiled), inputs.run(), 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("stateful", [False, True])
 def test_export_needs_no_custom_operator(stateful, activation):
@@ -463,6 +466,7 @@ def test_dropout(backend, length):
     assert torch.equal(first, luna_causal_attention(*leaves, dropout=0.3, **options)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gradients_with_dropout(monkeypatch, activation, blocks):
     """The backward pass drops what the forward pass dropped."""

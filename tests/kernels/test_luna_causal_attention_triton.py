@@ -73,6 +73,7 @@ def check(device, inputs, dtype, **options):
     return actual
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "length, masking, stateful, pack_masked, sizes",
@@ -97,6 +98,7 @@ def test_kernels(triton_device, length, masking, stateful, pack_masked, sizes, d
     check(triton_device, inputs, dtype, activation="elu" if stateful else "softplus")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "length, rows, dtype", [(140, FUSED, torch.float32), (200, FUSED, torch.bfloat16), (140, SCANS, torch.float16)]
 )
@@ -104,6 +106,7 @@ def test_many_segments(triton_device, length, rows, dtype):
     check(triton_device, Inputs(length, "middle", stateful=True, heads=1, rows=rows), dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_one_segment_of_several_chunks(monkeypatch, triton_device, dtype):
     from luna_mega.kernels.luna_causal_attention import triton_forward
@@ -112,6 +115,7 @@ def test_one_segment_of_several_chunks(monkeypatch, triton_device, dtype):
     check(triton_device, Inputs(130, "right", stateful=True, heads=1), dtype)
 
 
+@pytest.mark.slow
 def test_one_segment_in_two_scans(monkeypatch, triton_device):
     from luna_mega.kernels.luna_causal_attention import triton_forward
 
@@ -119,11 +123,13 @@ def test_one_segment_in_two_scans(monkeypatch, triton_device):
     check(triton_device, Inputs(130, "right", heads=1, rows=SCANS), torch.bfloat16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows, dtype", [(64, torch.float32), (256, torch.bfloat16)])
 def test_largest_tiles(triton_device, rows, dtype):
     check(triton_device, Inputs(33, "left", True, heads=1, size=128, width=100, rows=rows), dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(GPU, reason="looks at the target of interpreted kernels")
 @pytest.mark.parametrize("rows", [FUSED, 48, SCANS])
 def test_configurations_of_sm_80(monkeypatch, triton_device, rows):
@@ -133,6 +139,7 @@ def test_configurations_of_sm_80(monkeypatch, triton_device, rows):
     check(triton_device, Inputs(90, "left", True, heads=1, rows=rows, size=48), torch.float16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [1, 96, 200, 1000])
 def test_segments_fill_the_device_without_a_wave_more(triton_device, heads):
     from luna_mega.kernels.luna_causal_attention import triton_forward
@@ -142,6 +149,7 @@ def test_segments_fill_the_device_without_a_wave_more(triton_device, heads):
     assert segments == 1 if heads == 1000 else 3 * processors < heads * segments <= 4 * processors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 def test_activations_in_both_tails(triton_device, activation):
     """The mean of values of 1 behind one token is the pack weight."""
@@ -157,6 +165,7 @@ def test_activations_in_both_tails(triton_device, activation):
         assert ((state.value_mean.flatten().cpu() - right).abs() <= tolerance).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("poison, rows", [(math.nan, FUSED), (math.inf, FUSED), (math.nan, SCANS)])
 def test_what_is_masked_does_not_matter(triton_device, poison, rows):
     """Tokens and rows of P; bit for bit, and their gradients are 0."""
@@ -171,6 +180,7 @@ def test_what_is_masked_does_not_matter(triton_device, poison, rows):
         assert (gradient.masked_select(~kept[index == 0]) == 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [FUSED, SCANS])
 @pytest.mark.parametrize("length", [1, 20])
 def test_rows_without_tokens_and_without_p(triton_device, length, rows):
@@ -186,12 +196,14 @@ def test_rows_without_tokens_and_without_p(triton_device, length, rows):
         assert (gradient == 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows, dtype", [(FUSED, torch.float32), (FUSED, torch.bfloat16), (SCANS, torch.bfloat16)])
 def test_two_runs_are_one(triton_device, rows, dtype):
     inputs = Inputs(70, "left", stateful=True, heads=1, rows=rows).to(dtype)
     assert all(map(torch.equal, *(inputs.run(on(triton_device, inputs)) for _ in range(2))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [FUSED, SCANS])
 @pytest.mark.parametrize("length", [1, 20])
 def test_strides(triton_device, length, rows):
@@ -213,6 +225,7 @@ def test_strides(triton_device, length, rows):
     assert_same(actual, expected, 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stateful", [False, True])
 @pytest.mark.parametrize("rows", [FUSED, SCANS])
 def test_steps_are_one_call(triton_device, rows, stateful):
@@ -239,11 +252,13 @@ def test_steps_are_one_call(triton_device, rows, stateful):
     assert_same(inputs.run(steps), exact(inputs), 1e-5)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_steps_in_place(triton_device):
     check_steps_in_place("triton", torch.float32, triton_device)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["reference", "torch", "triton"])
 @pytest.mark.parametrize("stateful", [False, True])
 def test_ragged_sequences(monkeypatch, triton_device, backend, stateful):
@@ -294,12 +309,14 @@ def test_ragged_sequences(monkeypatch, triton_device, backend, stateful):
         assert relative_error(actual.detach().cpu(), right.detach().cpu().double()) < 1e-5
 
 
+@pytest.mark.slow
 def test_ragged_sequences_need_one_row(triton_device):
     leaves = [leaf.detach() for leaf in Inputs(9).leaves]
     with pytest.raises(ValueError, match=r"with cu_seqlens needs tokens and mask \[1, 9, ...\], got \[2, 9\]"):
         luna_causal_attention(*leaves, cu_seqlens=torch.tensor([0, 9]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length, rows", [(1, 24), (40, 24), (20, 100)])
 def test_dropout(monkeypatch, triton_device, length, rows):
     """What is dropped is read back; with that the reference gives the outputs and gradients, over two segments too."""
@@ -339,6 +356,7 @@ def test_dropout(monkeypatch, triton_device, length, rows):
     assert not left
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", _op.FLOAT32_PRECISIONS)
 @pytest.mark.parametrize("rows", [FUSED, SCANS])
 def test_float32_precision(monkeypatch, triton_device, rows, precision):
@@ -362,6 +380,7 @@ def test_float32_precision(monkeypatch, triton_device, rows, precision):
     assert told == {precision}
 
 
+@pytest.mark.slow
 def test_autocast_and_mixed_states(triton_device):
     inputs = Inputs(20, "left", stateful=True, heads=1).to(torch.float32)
     expected = inputs.run(on(triton_device, inputs))
@@ -377,6 +396,7 @@ def test_autocast_and_mixed_states(triton_device):
         assert all(x.dtype == torch.float32 for x in outputs) and all(x.dtype == torch.float64 for x in gradients)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dropout, stateful", [(0.0, False), (0.4, True)])
 @pytest.mark.parametrize("length, rows", [(1, FUSED), (20, FUSED), (4, SCANS)])
 def test_registration(monkeypatch, triton_device, length, rows, dropout, stateful):
@@ -391,6 +411,7 @@ def test_registration(monkeypatch, triton_device, length, rows, dropout, statefu
     opcheck(operator, [x.detach().requires_grad_(x.requires_grad) if torch.is_tensor(x) else x for x in calls[0]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length, rows, stateful", [(1, FUSED, True), (20, FUSED, True), (4, SCANS, False)])
 def test_compile_fullgraph(triton_device, length, rows, stateful):
     torch.compiler.reset()
@@ -399,6 +420,7 @@ def test_compile_fullgraph(triton_device, length, rows, stateful):
     assert_same(inputs.run(compiled), inputs.run(on(triton_device, inputs)), 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes, dtype, message",
     [

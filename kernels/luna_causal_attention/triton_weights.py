@@ -1,4 +1,4 @@
-"""Parts of the Triton kernels of causal Luna attention, in either strategy, forward and backward.
+"""Pack and unpack weights and sums in the Triton kernels of causal Luna attention, forward and backward.
 
 `INNER` is the dtype in which weights and their gradients enter matrix products: bfloat16 where the inputs are, float32
 otherwise, because float16 overflows. `PRECISION` is for products of float32. Tiles are filled up with zeros to powers

@@ -1,4 +1,4 @@
-"""Moves of the tokens of each row to other columns, so that padding is out of the way."""
+"""Align every row of a batch, so that chunks begin at multiples of their size and padding is out of the way."""
 
 from collections.abc import Callable
 
@@ -71,7 +71,7 @@ def with_chunks_in_columns(
 
 def rotation(shift: torch.Tensor, count: int) -> torch.Tensor:
     """Return the columns `[B, count]` to take so that every row of `count` columns moves left by its `shift` `[B]`."""
-    # As a tensor, for ONNX takes no remainder by a size of an exported program.
+    # As a tensor, because ONNX takes no remainder by a size of an exported program.
     return (torch.arange(count, device=shift.device) + shift[:, None]) % torch.full((), max(count, 1))
 
 
