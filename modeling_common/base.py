@@ -7,10 +7,9 @@ from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
+from luna_mega.modeling_common.inputs import INPUT_NAMES, InputSpec
 from luna_mega.modeling_common.tensor_parallel import TensorParallelMixin
 
-# The name of the input by `config.input_type`.
-INPUT_NAMES = {"tokens": "input_ids", "values": "input_values", "patches": "pixel_values"}
 # Fields of the configuration that belong to one kind of input and say nothing of a model that reads another.
 INPUT_OF_FIELD = {"vocab_size": "tokens", "image_size": "patches", "patch_size": "patches"}
 _EMBEDDINGS = {"tokens": "word_embeddings", "values": "value_embeddings", "patches": "patch_embeddings"}
@@ -99,6 +98,11 @@ class BodyMixin:
                 f"{type(self).__name__} is one side only, and the configuration has is_encoder_decoder=True: use "
                 f"{family}Seq2SeqModel, {family}ForConditionalGeneration or their Auto classes"
             )
+
+    @property
+    def input_spec(self) -> InputSpec:
+        """Return what `read_batch` must know of the model."""
+        raise NotImplementedError
 
     @property
     def _embeddings(self) -> nn.Module:

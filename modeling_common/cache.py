@@ -7,7 +7,6 @@ from weakref import ref
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.modeling_utils import PreTrainedModel
 
 _PREFIX_TUNING = "in place of prefix tuning, which brings keys and values, use prompt tuning or LoRA"
 
@@ -151,13 +150,21 @@ class StateLayer(CacheLayerMixin):
 class StateCache(Cache):
     """The `past_key_values` of a decoder, a layer of `layer_class` for each of its own; made empty, filled in place.
 
-    `config`: that of the decoder.
+    `config`: the configuration of the decoder.
     """
 
     layer_class: type[StateLayer]
+    layers: list[Any]
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(layers=[self.layer_class() for _ in range(config.num_hidden_layers)])
+
+    def check(self, config: PreTrainedConfig, batch: int, ranks: int) -> None:
+        """Refuse to be the cache of another model or batch than one of `config`, spread over `ranks`."""
+        raise NotImplementedError
+
+    def check_source(self, config: PreTrainedConfig, batch: int, length: int | None, ranks: int) -> None:
+        """Refuse to be the source of another model or batch; `length`: its positions, None = it is not given again."""
 
     @property
     def nbytes(self) -> int:
@@ -173,7 +180,7 @@ class StateCache(Cache):
 class StateSeq2SeqCache(EncoderDecoderCache):
     """The `past_key_values` of a decoder with cross-attention: a cache of the target and one of the source.
 
-    `config`: that of the decoder, of an encoder-decoder `config.decoder_config`.
+    `config`: the configuration of the decoder; an encoder-decoder has it as `config.decoder_config`.
     """
 
     target_class: type[StateCache]
@@ -191,21 +198,28 @@ class StateSeq2SeqCache(EncoderDecoderCache):
         """Refuse nothing: both caches have every method, or say why not."""
 
 
-def new_cache(model: PreTrainedModel) -> Cache:
+def split_cache(past: Cache | None) -> tuple[StateCache | None, StateCache | None]:
+    """Return the parts of a cache that are about the positions so far and about an encoder's output."""
+    if isinstance(past, EncoderDecoderCache):
+        return past.self_attention_cache, past.cross_attention_cache
+    return past, None
+
+
+def new_cache(model: Any) -> Cache:
     """Return an empty cache for the decoder of `model`, of its `cache_class` or `seq2seq_cache_class`."""
     config = _decoder_config(model)
     return _kind(model, config)(config)
 
 
-def _decoder_config(model: PreTrainedModel) -> PreTrainedConfig:
+def _decoder_config(model: Any) -> PreTrainedConfig:
     return model.config.decoder_config if model.config.is_encoder_decoder else model.config
 
 
-def _kind(model: PreTrainedModel, config: PreTrainedConfig) -> type[Cache]:
+def _kind(model: Any, config: PreTrainedConfig) -> type[Cache]:
     return model.seq2seq_cache_class if config.add_cross_attention else model.cache_class
 
 
-def check_class(model: PreTrainedModel, past: Cache | None):
+def check_class(model: Any, past: Cache | None):
     """Refuse a cache that is not of the class of `model`'s decoder."""
     kind = _kind(model, _decoder_config(model))
     if past is not None and not isinstance(past, kind):
@@ -215,7 +229,7 @@ def check_class(model: PreTrainedModel, past: Cache | None):
         )
 
 
-def keeps_cache(model: PreTrainedModel) -> bool:
+def keeps_cache(model: Any) -> bool:
     """Return whether a decoder begins a cache by itself: as `config.use_cache` says, but not in training.
 
     Nor while it is exported: the lengths of a cache that no input shows would be those of the example.
@@ -223,18 +237,18 @@ def keeps_cache(model: PreTrainedModel) -> bool:
     return model.config.use_cache and not model.training and not torch.compiler.is_exporting()
 
 
-def begin_cache(model: PreTrainedModel, past: Cache | None, use_cache: bool | None) -> Cache | None:
+def begin_cache(owner: Any, past: Cache | None, use_cache: bool | None) -> Cache | None:
     """Return the cache that a pass through a decoder, or an encoder, reads and fills, or None.
 
     Args:
-        model: an encoder or a decoder.
+        owner: the `InputSpec` of an encoder or a decoder.
         past: the cache that the caller gave.
         use_cache: whether to begin one where `past` is None; None = as `keeps_cache` says.
 
     Raises:
         ValueError: a cache for an encoder, a cache of another class, or layers that do not run exactly once.
     """
-    config = model.config
+    config = owner.config
     if not config.is_decoder:
         if past is not None or use_cache:
             raise ValueError(
@@ -242,14 +256,14 @@ def begin_cache(model: PreTrainedModel, past: Cache | None, use_cache: bool | No
                 f"what is yet to come; {_PREFIX_TUNING}"
             )
         return None
-    check_class(model, past)
+    check_class(owner, past)
     if use_cache is None:
-        use_cache = keeps_cache(model)
+        use_cache = keeps_cache(owner)
     if past is None and use_cache:
-        past = new_cache(model)
-    if past is not None and model.training:
-        checkpointing = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-        if checkpointing or getattr(config, "layerdrop", 0):
-            reason = "gradient checkpointing runs a layer twice" if checkpointing else "layerdrop leaves layers out"
+        past = new_cache(owner)
+    if past is not None and owner.training:
+        if owner.checkpointing or getattr(config, "layerdrop", 0):
+            again = owner.checkpointing
+            reason = "gradient checkpointing runs a layer twice" if again else "layerdrop leaves layers out"
             raise ValueError(f"{reason}, and a cache needs each to run once: pass use_cache=False")
     return past

@@ -8,6 +8,12 @@ from typing import Any
 from transformers.activations import ACT2FN
 from transformers.utils import logging
 
+# Sizes of tensors are at most this; the kernels count in 32 bits.
+MOST = 2**31 - 1
+# Positions of an attention chunk: every query of a chunk has a score for each of them.
+MOST_IN_CHUNK = 2**20
+MOST_LAYERS = 2**16
+
 logger = logging.get_logger(__name__)
 
 
@@ -40,7 +46,7 @@ class SharedConfig:
     seq2seq_class = side_class = None
 
     def __post_init__(self, **kwargs):
-        kwargs.pop("model_type", None)  # that of a file, which may be an old one; the class has its own
+        kwargs.pop("model_type", None)  # a file may have an old type; the class has its own
         super().__post_init__(**kwargs)
 
     def __setattr__(self, name: str, value: Any):
@@ -64,10 +70,10 @@ class SharedConfig:
         """
         fields, others = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         related = {getattr(kind, "model_type", None) for kind in (*cls.__mro__, cls.seq2seq_class, cls.side_class)}
-        if (found := fields.get("model_type")) and found not in related:
+        if (given := fields.get("model_type")) and given not in related:
             named = ", ".join(fields.get("architectures") or ["none"])
             raise ValueError(
-                f"{pretrained_model_name_or_path} holds a model of type {found!r}, and {cls.__name__} is for "
+                f"{pretrained_model_name_or_path} holds a model of type {given!r}, and {cls.__name__} is for "
                 f"{cls.model_type!r}: load it with an Auto class, or the class that its config.json names ({named})"
             )
         if cls.side_class is not None and fields.get("model_type") == cls.side_class.model_type:
@@ -87,6 +93,7 @@ class SharedConfig:
     @property
     def layer_types(self) -> list[str]:
         """The type of every layer: all carry states along the sequence, by which accelerate tells what it can split."""
+        self._check_counts(["num_hidden_layers"], most=MOST_LAYERS)  # transformers reads this before our own checks
         return [_RecurrentLayer("linear_attention")] * self.num_hidden_layers
 
     @property
@@ -101,8 +108,8 @@ class SharedConfig:
         """The configuration of the encoder of an encoder-decoder."""
         config = copy.deepcopy(self)
         config.__class__ = self.side_class or type(self)
-        config.is_encoder_decoder = False
-        vars(config).pop("auto_map", None)  # the code of a bundle is that of the whole
+        config.is_encoder_decoder = config.is_decoder = config.add_cross_attention = False
+        vars(config).pop("auto_map", None)  # the code of a bundle is for the whole model
         return config
 
     @property
@@ -138,11 +145,12 @@ class SharedConfig:
             if getattr(self, field) not in ACT2FN:
                 raise ValueError(f"{field} is {getattr(self, field)!r}, which transformers' ACT2FN does not have")
 
-    def _check_counts(self, fields: Iterable[str], least: int = 1):
-        """Refuse whole numbers below `least`; a field may be None or of another type."""
+    def _check_counts(self, fields: Iterable[str], least: int = 1, most: int = MOST):
+        """Refuse whole numbers below `least` or above `most`; a field may be None or of another type."""
         for field in fields:
-            if _is_number(value := getattr(self, field)) and value < least:
-                raise ValueError(f"{field} must be at least {least}, got {value}")
+            if _is_number(value := getattr(self, field)) and not least <= value <= most:
+                limit = f"at least {least}" if value < least else f"at most {most}"
+                raise ValueError(f"{field} must be {limit}, got {value}")
 
     def _check_probabilities(self, *fields: str):
         for field in fields:
@@ -167,7 +175,7 @@ class SharedConfig:
             raise ValueError("add_cross_attention=True needs is_decoder=True")
         if self.side_class is not None and not self.is_encoder_decoder:
             raise ValueError(
-                f"{type(self).__name__} is that of an encoder-decoder, got is_encoder_decoder=False: use "
+                f"{type(self).__name__} configures an encoder-decoder, got is_encoder_decoder=False: use "
                 f"{self.side_class.__name__}"
             )
         if not self.is_encoder_decoder:

@@ -1,14 +1,9 @@
-"""Context parallelism of the models: the cut of a batch, and what heads exchange for losses and pooling."""
+"""Context parallelism of the models: the cut of a batch into the parts that the ranks of a group pass to a model."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-
-from luna_mega.kernels.context_parallel import ContextShard, all_reduce_max, all_reduce_sum, first_ranks
 
 
 def shard_sequence(batch: dict[str, Any], group: "dist.ProcessGroup", multiple: int = 1) -> dict[str, Any]:
@@ -50,64 +45,3 @@ def shard_sequence(batch: dict[str, Any], group: "dist.ProcessGroup", multiple: 
         return value.narrow(axis, start, stop - start).contiguous()
 
     return {name: part(name, value) for name, value in batch.items()}
-
-
-@contextmanager
-def refuse_together(group: "dist.ProcessGroup", device: torch.device) -> Iterator[None]:
-    """Tell the other ranks of the group when the checks inside the block refuse this rank's inputs.
-
-    They learn it from the `ContextShard.of` with their batch size that follows the block, and raise an error as well.
-    """
-    try:
-        yield
-    except Exception:
-        with suppress(ValueError):
-            ContextShard.of(group, 0, device, batch=0)
-        raise
-
-
-def dropout_alike(dropout: nn.Dropout, x: torch.Tensor, shard: ContextShard | None) -> torch.Tensor:
-    """Return `x` after dropout; ranks that share sequences drop the same elements of what they all have."""
-    if not dropout.training or dropout.p == 0.0:
-        return x
-    if shard is None:
-        return dropout(x)
-    return x * first_ranks(dropout(torch.ones_like(x)), shard)
-
-
-def find_shard(group: "dist.ProcessGroup | None", states: torch.Tensor) -> ContextShard | None:
-    """Return where the part `states` `[B, T, ...]` of this rank is in sequences that `group` shares; None without."""
-    return None if group is None else ContextShard.of(group, states.shape[1], states.device)
-
-
-def mean_loss(
-    loss_function: Callable[..., torch.Tensor], counted: torch.Tensor, shard: ContextShard | None, **arguments: Any
-) -> torch.Tensor:
-    """Return the mean loss over the labels `counted` that are not -100, on all ranks that share sequences.
-
-    `loss_function` is one of transformers', which divide by `num_items_in_batch` in place of the number of labels.
-    """
-    if shard is None:
-        return loss_function(**arguments)
-    if arguments.get("num_items_in_batch") is None:
-        arguments["num_items_in_batch"] = all_reduce_sum((counted != -100).sum(), shard)
-    return all_reduce_sum(loss_function(**arguments), shard)
-
-
-def position_loss(
-    logits: torch.Tensor, positions: torch.Tensor, shard: ContextShard, num_items_in_batch: torch.Tensor | int | None
-) -> torch.Tensor:
-    """Return the cross-entropy of the right `positions` `[B]` of whole sequences for the `logits` `[B, T]` of a part.
-
-    Sequences whose position is beyond their end do not count.
-    """
-    positions = positions.view(-1).clamp(0, shard.total)
-    place, length = positions - shard.start, logits.shape[1]
-    largest = all_reduce_max(logits.amax(dim=1), shard)
-    right = logits.gather(1, place.clamp(0, length - 1)[:, None])[:, 0]
-    right = right.masked_fill((place < 0) | (place >= length), 0.0)
-    exponentials = (logits - largest[:, None]).exp().sum(dim=1)
-    exponentials, right = all_reduce_sum(torch.stack([exponentials, right]), shard).unbind()
-    counted = positions < shard.total
-    loss = (largest + exponentials.log() - right)[counted].sum()
-    return loss / (counted.sum() if num_items_in_batch is None else num_items_in_batch)

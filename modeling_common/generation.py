@@ -4,7 +4,7 @@ import torch
 from transformers.generation import GenerationConfig, GenerationMixin
 
 from luna_mega.modeling_common.cache import check_class, new_cache
-from luna_mega.modeling_common.layout import drop_if_full
+from luna_mega.modeling_common.masks import drop_if_full, read_mask
 
 
 class StateGenerationMixin(GenerationMixin):
@@ -49,7 +49,7 @@ class StateGenerationMixin(GenerationMixin):
         self, generation_config: GenerationConfig, model_kwargs: dict, mode, batch_size: int, max_cache_length: int
     ):
         """Begin a cache of the model's own class; refuse another, and inputs that are nothing but padding."""
-        mask = model_kwargs.get("attention_mask")
+        mask = read_mask("attention_mask", model_kwargs.get("attention_mask"))
         if mask is None:
             mask = getattr(model_kwargs.get("encoder_outputs"), "attention_mask", None)
         if mask is not None:

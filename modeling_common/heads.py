@@ -4,27 +4,18 @@ The classes of each model have the arguments and the output types; the methods h
 """
 
 from collections.abc import Iterable
-from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import ModelOutput
 
-from luna_mega.kernels.context_parallel import ContextShard
-from luna_mega.modeling_common.context_parallel import (
-    dropout_alike,
-    find_shard,
-    mean_loss,
-    position_loss,
-    refuse_together,
-)
-from luna_mega.modeling_common.layout import refuse_ragged
-from luna_mega.modeling_common.pooling import without_first
+from luna_mega.modeling_common.inputs import read_sequences
+from luna_mega.modeling_common.masks import read_mask
+from luna_mega.modeling_common.sequence_parts import WHOLE, Parts, find_parts
 
 _RECORDED = ("hidden_states", "attentions", "packed_hidden_states", "packed_attentions")
 
@@ -39,15 +30,16 @@ class MaskedLMMixin:
 
     def predict_tokens(self, outputs: ModelOutput, labels: torch.LongTensor | None, **kwargs) -> dict[str, Any]:
         """Return logits `[B, T, vocab_size]`, with `sparse_prediction` and labels `[M, vocab_size]`, and the loss."""
-        hidden_states, loss = outputs.last_hidden_state, None
-        shard = find_shard(kwargs.pop("cp_group", None), hidden_states) if labels is not None else None
+        hidden_states, loss, parts = outputs.last_hidden_state, None, WHOLE
+        if labels is not None:
+            parts = find_parts(kwargs, hidden_states)
         if labels is not None and self.config.sparse_prediction:
             predicted = labels != -100
             hidden_states, labels = hidden_states[predicted], labels[predicted]
         logits = self.score_tokens(hidden_states)
         if labels is not None:
             arguments = {"logits": logits, "labels": labels.contiguous(), "vocab_size": self.config.vocab_size}
-            loss = mean_loss(self.loss_function, labels, shard, **arguments, **kwargs)
+            loss = parts.mean_loss(self.loss_function, labels, **arguments, **kwargs)
         return {"loss": loss, "logits": logits, **recorded(outputs)}
 
 
@@ -70,11 +62,11 @@ class ClassificationHead(nn.Module):
         """Return the dense layers in their order."""
         return self.dense
 
-    def forward(self, features: torch.Tensor, shard: ContextShard | None = None) -> torch.Tensor:
-        """Return logits `[B, num_labels]` for features `[B, ...]`, which ranks that share sequences all have."""
-        features = dropout_alike(self.dropout, features, shard)
+    def forward(self, features: torch.Tensor, parts: Parts = WHOLE) -> torch.Tensor:
+        """Return logits `[B, num_labels]` for features `[B, ...]` of whole sequences."""
+        features = parts.dropout(self.dropout, features)
         for dense in self.dense_layers():
-            features = dropout_alike(self.dropout, self.activation(dense(features)), shard)
+            features = parts.dropout(self.dropout, self.activation(dense(features)))
         return self.out_proj(features)
 
 
@@ -85,43 +77,24 @@ class PooledMixin:
     accepts_loss_kwargs = False
 
     def pool(
-        self,
-        attention_mask: torch.Tensor | None,
-        drop_first_token: bool = False,
-        cp_group: "dist.ProcessGroup | None" = None,
-        **kwargs,
-    ) -> tuple[torch.Tensor, ModelOutput, ContextShard | None]:
-        """Return the sentence representation `[B, d]`, the outputs of the model without a head, and their shard.
+        self, attention_mask: torch.Tensor | None, drop_first_token: bool = False, **kwargs
+    ) -> tuple[torch.Tensor, ModelOutput, Parts]:
+        """Return the sentence representation `[B, d]`, the outputs of the model without a head, and their parts.
 
         `kwargs` as in its `forward`. Raises `ValueError` for sequences laid end to end: a row gets one label.
         """
-        inputs = {name: kwargs.pop(name, None) for name in ("input_ids", "inputs_embeds", "input_values")}
-        given = next((x for x in inputs.values() if x is not None), None)
-        device = self.device if given is None else given.device
-        with nullcontext() if cp_group is None else refuse_together(cp_group, device):
-            mask = None if attention_mask is None else attention_mask.bool()
-            self.base_model.check_inputs(mask=mask, **inputs)
-            refuse_ragged(self, given, kwargs.get("position_ids") if mask is None else None, kwargs)
-            if drop_first_token and cp_group is not None:
-                raise ValueError(
-                    "cp_group does not drop first tokens: leave them out of the inputs, and set drop_first_token=False"
-                )
-        if mask is None and inputs["input_ids"] is not None:
-            mask = inputs["input_ids"] != self.config.pad_token_id
-        if drop_first_token:
-            inputs = {name: without_first(value, mask) for name, value in inputs.items()}
-            mask = without_first(mask, mask)
-        if cp_group is not None:
-            kwargs["cp_group"] = cp_group
+        given = {name: kwargs.pop(name, None) for name in ("input_ids", "inputs_embeds", "input_values")}
+        spec, name = self.base_model.input_spec, type(self).__name__
+        mask, inputs = read_sequences(spec, name, attention_mask, given, kwargs, drop_first_token)
         outputs = self.base_model(attention_mask=mask, **inputs, **kwargs)
-        shard = find_shard(cp_group, given)
-        return self.summarize(outputs, mask, shard), outputs, shard
+        parts = find_parts(kwargs, outputs.last_hidden_state)
+        return self.summarize(outputs, mask, parts), outputs, parts
 
     def classify(
-        self, features: torch.Tensor, outputs: ModelOutput, labels: torch.Tensor | None, shard: ContextShard | None
+        self, features: torch.Tensor, outputs: ModelOutput, labels: torch.Tensor | None, parts: Parts = WHOLE
     ) -> dict[str, Any]:
         """Return logits `[B, num_labels]` for features `[B, ...]`, and the loss."""
-        logits, loss = self.classifier(features, shard), None
+        logits, loss = self.classifier(features, parts), None
         if labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
         return {"loss": loss, "logits": logits, **recorded(outputs)}
@@ -149,31 +122,36 @@ class PairMixin(PooledMixin):
         first: torch.Tensor,
         outputs: ModelOutput,
         labels: torch.Tensor | None,
-        shard: ContextShard | None,
+        parts: Parts,
         attention_mask: torch.Tensor | None,
-        cp_group: "dist.ProcessGroup | None" = None,
+        options: dict[str, Any],
         **inputs: torch.Tensor | None,
     ) -> dict[str, Any]:
         """Return logits `[B, num_labels]` of the vectors `first` `[B, d]` and the second inputs, and the loss.
 
+        `options` are the keyword arguments of the `forward`, by which the second inputs are in parts as the first are.
         Second inputs `[B, C, T]` are C candidates for each first sequence: they are scored one by one, logits are
         `[B, C]`, and the loss is the cross-entropy of the right ones, `labels` `[B]`.
         """
         ids, embeds = inputs["input_ids"], inputs["inputs_embeds"]
+        options = {name: value for name, value in options.items() if name == "cp_group"}
+        attention_mask = read_mask("pair_attention_mask", attention_mask)
         if not ((ids is not None and ids.dim() == 3) or (embeds is not None and embeds.dim() == 4)):
-            second, *_ = self.pool(attention_mask, cp_group=cp_group, **inputs)
-            return self.classify(pair_features(self.config, first, second), outputs, labels, shard)
+            second, *_ = self.pool(attention_mask, **inputs, **options)
+            return self.classify(pair_features(self.config, first, second), outputs, labels, parts)
         if self.config.num_labels != 1:
             raise ValueError(
                 "the second inputs are candidates, [B, C, ...], with one score each: set num_labels=1, "
                 f"got {self.config.num_labels}"
             )
         if len(first) != (given := len(embeds if ids is None else ids)):
-            raise ValueError(f"there are {len(first)} first sequences, and candidates for {given}; give as many")
-        options, flat = flatten_options(attention_mask=attention_mask, input_ids=ids, inputs_embeds=embeds)
-        second, *_ = self.pool(cp_group=cp_group, **flat)
-        features = pair_features(self.config, first.repeat_interleave(options, dim=0), second)
-        return choose_option(self.classifier(features, shard), options, outputs, labels)
+            raise ValueError(
+                f"there are {len(first)} first sequences, and candidates for {given}: give one set of candidates each"
+            )
+        count, flat = flatten_options(attention_mask=attention_mask, input_ids=ids, inputs_embeds=embeds)
+        second, *_ = self.pool(**flat, **options)
+        features = pair_features(self.config, first.repeat_interleave(count, dim=0), second)
+        return choose_option(self.classifier(features, parts), count, outputs, labels)
 
 
 def flatten_options(**inputs: torch.Tensor | None) -> tuple[int, dict[str, torch.Tensor | None]]:
@@ -200,9 +178,9 @@ class TokenMixin:
         """Return logits `[B, T, num_labels]` and the loss."""
         logits, loss = self.classifier(self.dropout(outputs.last_hidden_state)), None
         if labels is not None:
-            shard = find_shard(kwargs.pop("cp_group", None), logits)
+            parts = find_parts(kwargs, logits)
             arguments = {"logits": logits, "labels": labels.contiguous(), "config": self.config}
-            loss = mean_loss(self.loss_function, labels, shard, **arguments, **kwargs)
+            loss = parts.mean_loss(self.loss_function, labels, **arguments, **kwargs)
         return {"loss": loss, "logits": logits, **recorded(outputs)}
 
 
@@ -220,11 +198,6 @@ class SpanMixin:
         start_logits, end_logits = self.qa_outputs(outputs.last_hidden_state).unbind(dim=-1)
         loss = None
         if start_positions is not None and end_positions is not None:
-            shard = find_shard(kwargs.pop("cp_group", None), start_logits)
-            if shard is None:
-                loss = self.loss_function(start_logits, end_logits, start_positions, end_positions, **kwargs)
-            else:
-                items = kwargs.get("num_items_in_batch")
-                both = ((start_logits, start_positions), (end_logits, end_positions))
-                loss = sum(position_loss(*pair, shard, items) for pair in both) / 2
+            logits, positions = (start_logits, end_logits), (start_positions, end_positions)
+            loss = find_parts(kwargs, start_logits).position_loss(self.loss_function, logits, positions, **kwargs)
         return {"loss": loss, "start_logits": start_logits, "end_logits": end_logits, **recorded(outputs)}

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from luna_mega.kernels.context_parallel import ContextShard, all_gather
-from luna_mega.kernels.varlen import check, locate
+from luna_mega.kernels.ragged import check, locate
+from luna_mega.modeling_common.masks import can_look, is_program
+from luna_mega.modeling_common.sequence_parts import WHOLE, Parts
 
 # Keyword arguments that tell how sequences are laid end to end, as `DataCollatorWithFlattening` makes them.
 RAGGED_OPTIONS = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})
@@ -28,48 +29,27 @@ class TokenLayout(NamedTuple):
         max_seqlen: the length of the longest of them.
         places: `[total]`, the places of their tokens in the batch flattened; None = all places in their order.
         shape: `(B, T)` of the batch that was made ragged.
-        grid: rows and columns of patches, of pictures of another size than the model's position tables.
-        shard: the parts of the sequences that the ranks of a group hold, of which the T positions here are one (see
-            `share`); None = the sequences are whole.
-        kept: `[ranks, B]`, the number of tokens that each rank keeps; None = all are kept, or there is no shard.
-        first: `[B]`, the first column that is kept, counted over all ranks.
+        parts: the part of a dense batch's sequences that the T positions are.
     """
 
     mask: torch.Tensor | None = None
     cu_seqlens: torch.Tensor | None = None
-    max_seqlen: int | None = None
+    max_seqlen: int = 0
     places: torch.Tensor | None = None
-    shape: tuple[int, int] | None = None
-    grid: tuple[int, int] | None = None
-    shard: ContextShard | None = None
-    kept: torch.Tensor | None = None
-    first: torch.Tensor | None = None
-
-    def share(self, shard: ContextShard, batch: int, device: torch.device) -> "TokenLayout":
-        """Return the layout of this rank's dense part of B sequences; all ranks tell each other what they keep.
-
-        What they tell each other has the size B, whatever the length.
-        """
-        mine = torch.tensor([shard.lengths[shard.rank], 0], device=device).expand(batch, 2)
-        if self.mask is not None:
-            mine = torch.stack([self.mask.sum(dim=1), self.mask.int().argmax(dim=1)], dim=1)
-        kept, first = all_gather(mine, shard).unbind(dim=-1)
-        lengths = torch.tensor(shard.lengths, device=device)[:, None]
-        first = first + lengths.cumsum(dim=0) - lengths
-        first = first.gather(0, (kept > 0).int().argmax(dim=0, keepdim=True))[0]
-        if kept.device.type == "cpu" and (kept == lengths).all():
-            kept = None
-        return self._replace(shard=shard, kept=kept, first=first)
+    shape: tuple[int, int] = (0, 0)
+    parts: Parts = WHOLE
 
     def is_ragged(self) -> bool:
         """Return whether sequences are laid end to end."""
         return self.cu_seqlens is not None
 
-    def options(self, mask: str = "mask") -> dict[str, Any]:
-        """Return the keyword arguments that an op takes the layout by; `mask` is the name of its mask."""
-        if self.cu_seqlens is not None:
-            return {"cu_seqlens": self.cu_seqlens, "max_seqlen": self.max_seqlen}
-        return {mask: self.mask} if self.shard is None else {mask: self.mask, "shard": self.shard}
+    def options(self) -> dict[str, Any]:
+        """Return the keyword arguments that an op takes the layout by."""
+        return {"mask": self.mask, **self.parts.options()} if self.cu_seqlens is None else self.bounds()
+
+    def bounds(self) -> dict[str, Any]:
+        """Return the keyword arguments of an op that needs nothing but the bounds of ragged sequences."""
+        return {} if self.cu_seqlens is None else {"cu_seqlens": self.cu_seqlens, "max_seqlen": self.max_seqlen}
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """Return `[B, T, ...]` as layers take it: as it is, or `[1, total, ...]`."""
@@ -93,53 +73,60 @@ class TokenLayout(NamedTuple):
         return x if self.mask is None else x.masked_fill(~self.mask[..., None], 0.0)
 
     def sizes(self, x: torch.Tensor) -> tuple[int, int]:
-        """Return the number of sequences in `x` `[B, T, ...]` or `[1, total, ...]`, and the length of the longest.
-
-        It is that of whole sequences where `x` has the part of this rank.
-        """
+        """Return the number of sequences in `x` `[B, T, ...]` or `[1, total, ...]`, and the length of the longest."""
         if self.cu_seqlens is None:
-            return x.shape[0], x.shape[1] if self.shard is None else self.shard.total
+            return x.shape[0], self.parts.length(x)
         return len(self.cu_seqlens) - 1, self.max_seqlen
 
     def counts(self) -> torch.Tensor | None:
-        """Return how many tokens each sequence has, `[B, 1]`, on all ranks together; None = all are kept."""
-        if self.cu_seqlens is not None:
-            return self.cu_seqlens.diff()[:, None]
-        if self.shard is not None:
-            return None if self.kept is None else self.kept.sum(dim=0)[:, None]
-        return None if self.mask is None else self.mask.sum(dim=1, keepdim=True)
+        """Return how many tokens each sequence has, `[B, 1]`; None = all are kept."""
+        return self.parts.counts(self.mask) if self.cu_seqlens is None else self.cu_seqlens.diff()[:, None]
 
     def start(self) -> torch.Tensor | None:
         """Return the position of the first column in each sequence, `[B]`: below 0 where padding comes first.
 
-        On a later rank it is how far the sequence has got. None = every sequence begins in the first column.
+        In a later part it is how far the sequence has got. None = every sequence begins in the first column.
         """
-        if self.shard is not None:
-            return self.shard.start - self.first
-        return None if self.mask is None else -self.mask.int().argmax(dim=1)
+        return self.parts.start(self.mask)
 
-    def before(self) -> torch.Tensor:
-        """Return how many tokens of each sequence earlier ranks keep, `[B]`."""
-        if self.kept is None:
-            return torch.full_like(self.first, self.shard.start)
-        return self.kept[: self.shard.rank].sum(dim=0)
+    def positions(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the position of every token of `x`, `[B or 1, T]` or `[1, total]`, which counts those kept before."""
+        if self.cu_seqlens is not None:
+            return self.locate(x.shape[1])[1][None]
+        if self.mask is None:
+            return self.parts.number(torch.arange(x.shape[1], device=x.device)[None])
+        return self.parts.number(self.mask.cumsum(dim=1) - 1).clamp(min=0)
+
+    def spread(self, factors: torch.Tensor, length: int) -> torch.Tensor:
+        """Return random factors of sequences, `[sequences, width]`, for their positions: `[B, 1 or T, width]`."""
+        if self.cu_seqlens is not None:
+            return factors[self.locate(length)[0]][None]
+        return self.parts.agree(factors)[:, None]
+
+    def reach(
+        self, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, "TokenLayout", torch.Tensor | None, int]:
+        """Return keys and values of whole sequences, their layout and start, and the column of the first query here.
+
+        This is the only exchange that grows with the length.
+        """
+        mask = self.mask
+        if self.parts.keeps_all():
+            mask = None
+        else:
+            mask = key.new_ones(key.shape[:2], dtype=torch.bool) if mask is None else mask
+            mask = self.parts.reach(mask[..., None].to(torch.uint8))[0][..., 0].bool()
+        key, value = self.parts.reach(key, value)
+        offset, start = self.parts.offset(), self.start()
+        return key, value, TokenLayout(mask), None if start is None else start - offset, offset
 
     def locate(self, total: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sequence of every ragged token and its position in there, `[total]` each."""
+        assert self.cu_seqlens is not None  # dense tokens are where their columns are
         return locate(self.cu_seqlens, total)
 
 
 DENSE = TokenLayout()  # no padding
-
-
-def drop_if_full(mask: torch.Tensor | None) -> torch.Tensor | None:
-    """Return None in place of a bool mask that keeps everything, so that nothing is masked, moved or counted for it.
-
-    Only where finding out is free: on a CPU, and not while the model is traced, compiled or exported.
-    """
-    if type(mask) is not torch.Tensor or mask.device.type != "cpu" or _is_program():
-        return mask
-    return None if mask.all() else mask
 
 
 def find_layout(
@@ -152,14 +139,15 @@ def find_layout(
     """Return the layout of a batch `[B, T]` with a bool mask.
 
     A batch is ragged where `options` has the `cu_seq_lens_q` or the `seq_idx` of `DataCollatorWithFlattening`, or where
-    `position_ids` do not rise within a row. With `unpad` a batch that is not loses the padding that `mask` tells.
-    Compiled programs look at `cu_seq_lens_q` alone, as the others are values.
+    `position_ids` do not rise within a row. With `unpad` a batch that is not loses the padding that `mask` tells,
+    unless there is nothing else: ops need a token. Compiled programs look at `cu_seq_lens_q` alone, as the others are
+    values.
 
     Raises:
         ValueError: `cu_seq_lens_q` does not rise from 0 to B T, or another argument contradicts it.
     """
     cu_seqlens, starts = _bounds(options), None
-    if not _is_program():
+    if not is_program():
         if options.get("seq_idx") is not None:
             starts = options["seq_idx"].diff(dim=1) != 0
         elif position_ids is not None:
@@ -168,16 +156,12 @@ def find_layout(
         longest = check("a ragged batch", cu_seqlens, options.get("max_length_q"), shape[0] * shape[1])
         if starts is not None and starts.device.type == "cpu" and (starts != _starts(cu_seqlens, shape)[:, 1:]).any():
             raise ValueError("seq_idx or position_ids tell other sequences than cu_seq_lens_q: leave out what is wrong")
-        return TokenLayout(None, cu_seqlens, longest, None, tuple(shape))
+        return TokenLayout(None, cu_seqlens, longest, None, (shape[0], shape[1]))
     if starts is not None and starts.any():
         return _lay_end_to_end(mask, nn.functional.pad(starts, (1, 0), value=True).expand(shape))
-    if unpad and mask is not None and not _is_program():
+    if unpad and mask is not None and not is_program() and mask.any():
         return _lay_end_to_end(mask, torch.arange(shape[1], device=mask.device).expand(shape) == 0)
     return TokenLayout(mask)
-
-
-def _is_program() -> bool:
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
 def _bounds(options: dict[str, Any]) -> torch.Tensor | None:
@@ -190,7 +174,7 @@ def _bounds(options: dict[str, Any]) -> torch.Tensor | None:
         return None
     keys = others["cu_seq_lens_k"]
     if keys is not None and keys is not cu_seqlens:
-        told = keys.device.type == "cpu" and cu_seqlens.device.type == "cpu" and not _is_program()
+        told = can_look(keys) and can_look(cu_seqlens)
         if keys.shape != cu_seqlens.shape or (told and (keys != cu_seqlens).any()):
             raise ValueError("cu_seq_lens_k differs from cu_seq_lens_q, but tokens attend to their own sequence")
     if (keys := others["max_length_k"]) not in (None, longest):
@@ -216,12 +200,4 @@ def _lay_end_to_end(mask: torch.Tensor | None, starts: torch.Tensor) -> TokenLay
         sequence = sequence[places]
     lengths = torch.bincount(sequence, minlength=count)
     cu_seqlens = nn.functional.pad(lengths.cumsum(dim=0, dtype=torch.int32), (1, 0))
-    return TokenLayout(None, cu_seqlens, int(lengths.max()), places, tuple(starts.shape))
-
-
-def refuse_ragged(
-    model: object, inputs: torch.Tensor, position_ids: torch.Tensor | None, options: dict[str, Any]
-) -> None:
-    """Raise `ValueError` for a ragged batch where every row of `inputs` `[B, T, ...]` gets one label."""
-    if find_layout(inputs.shape[:2], None, position_ids, options, unpad=False).is_ragged():
-        raise ValueError(f"{type(model).__name__} needs one sequence a row: pad the batch, do not lay it end to end")
+    return TokenLayout(None, cu_seqlens, int(lengths.max()), places, (starts.shape[0], starts.shape[1]))

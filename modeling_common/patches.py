@@ -4,6 +4,8 @@ import torch
 from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
 
+from luna_mega.modeling_common.masks import clean
+
 
 class PatchEmbeddings(nn.Module):
     """The patches of a picture, row after row, each through one linear layer: `[B, C, H, W]` to `[B, P, d]`."""
@@ -16,6 +18,13 @@ class PatchEmbeddings(nn.Module):
 
     def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
         return self.projection(pixel_values.to(self.projection.weight.dtype)).flatten(2).transpose(1, 2)
+
+    def clean(self, pixel_values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Return pictures `[B, C, H, W]` without NaN and infinities in patches that the bool mask `[B, P]` drops."""
+        size = self.config.patch_size
+        rows, columns = (length // size for length in pixel_values.shape[2:])
+        kept = mask.unflatten(1, (rows, columns)).repeat_interleave(size, dim=1).repeat_interleave(size, dim=2)
+        return clean(pixel_values, kept[:, None])
 
     def find_grid(self, pixel_values: torch.Tensor, interpolate: bool) -> tuple[int, int]:
         """Return the numbers of rows and columns of patches.

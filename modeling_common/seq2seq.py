@@ -6,15 +6,14 @@ import torch
 from torch import nn
 from transformers.cache_utils import EncoderDecoderCache
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.modeling_outputs import BaseModelOutput, ModelOutput, Seq2SeqLMOutput, Seq2SeqModelOutput
+from transformers.modeling_outputs import BaseModelOutput, ModelOutput, Seq2SeqLMOutput
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
-from luna_mega.kernels.context_parallel import ContextShard
 from luna_mega.modeling_common.cache import keeps_cache
-from luna_mega.modeling_common.context_parallel import find_shard, mean_loss
 from luna_mega.modeling_common.labels import check_labels, keep_positions, shift_right
-from luna_mega.modeling_common.layout import drop_if_full
+from luna_mega.modeling_common.masks import drop_if_full
+from luna_mega.modeling_common.sequence_parts import WHOLE, Parts, find_parts
 from luna_mega.modeling_common.tensor_parallel import known_rules
 
 
@@ -49,12 +48,32 @@ class EncoderDecoder:
 
 
 class Seq2SeqBody(EncoderDecoder):
-    """An encoder-decoder without a head: the base of a class that makes the modules `encoder` and `decoder`.
+    """An encoder-decoder without a head: the base of a class with the modules `encoder` and `decoder` and a `forward`.
 
-    What else the class does, it says with `output_class`, `read_encoder_outputs`, `decoder_inputs` and `more_outputs`.
+    Every such `forward` takes:
+
+    Args:
+        input_ids, inputs_embeds: the source, `[B, S]` tokens or `[B, S, d]` embeddings.
+        attention_mask: `[B, S]`, 1 = keep, 0 = drop. None = that of `encoder_outputs` if it has one, else all
+            positions, with `input_ids` all that are not `pad_token_id`.
+        decoder_input_ids, decoder_inputs_embeds, decoder_attention_mask: the same of the target, `[B, T]`, which
+            begins with `decoder_start_token_id`.
+        encoder_outputs: the outputs of the encoder, in place of a source.
+        past_key_values: what was returned for the positions before these. It is changed in place, and has the source
+            already, which may be left out.
+        use_cache: return `past_key_values`. None = `config.use_cache`, but not in training.
+        kwargs: `output_hidden_states`, `output_attentions`, `return_dict`, `cp_group`, where encoder and decoder take
+            it (each rank passes its part of sources and targets), and options of the decoder.
+
+    It returns `last_hidden_state` `[B, T, d]`, `past_key_values` or None, `encoder_last_hidden_state` `[B, S, d]` (rows
+    at padding are meaningless), and where they are asked for `decoder_hidden_states`, `decoder_attentions`,
+    `cross_attentions`, `encoder_hidden_states` and `encoder_attentions`, a tensor a layer.
+
+    It raises `ValueError` as the encoder or the decoder, for not exactly one kind of target, for `position_ids`, and
+    for `encoder_outputs` that are not those of this encoder.
     """
 
-    output_class: type[Seq2SeqModelOutput] = Seq2SeqModelOutput
+    encoder_output_class: type[ModelOutput] = BaseModelOutput
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config)
@@ -69,100 +88,51 @@ class Seq2SeqBody(EncoderDecoder):
         if self.config.shares_embeddings:
             self.decoder.set_input_embeddings(value)
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        decoder_input_ids: torch.LongTensor | None = None,
-        decoder_attention_mask: torch.Tensor | None = None,
-        encoder_outputs: ModelOutput | tuple[torch.Tensor, ...] | None = None,
-        past_key_values: EncoderDecoderCache | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        decoder_inputs_embeds: torch.FloatTensor | None = None,
-        use_cache: bool | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> Seq2SeqModelOutput:
-        """Encode B sources of S positions, or take them as they are, and run the decoder over T positions of targets.
+    def read_options(self, options: dict[str, Any], use_cache: bool | None, *targets: torch.Tensor | None) -> dict:
+        """Return the keyword arguments of encoder and decoder: `options`, with the defaults of this configuration.
 
-        Args:
-            input_ids, inputs_embeds: the source, `[B, S]` tokens or `[B, S, d]` embeddings.
-            attention_mask: `[B, S]`, 1 = keep. None = that of `encoder_outputs` if it has one, else all positions, with
-                `input_ids` all that are not `pad_token_id`.
-            decoder_input_ids, decoder_inputs_embeds, decoder_attention_mask: the same of the target, `[B, T]`, which
-                begins with `decoder_start_token_id`.
-            encoder_outputs: what the encoder returned, in place of a source.
-            past_key_values: what was returned for the positions before these. It is changed in place, and has the
-                source already, which may be left out.
-            use_cache: return `past_key_values`. None = `config.use_cache`, but not in training.
-            kwargs: `output_hidden_states`, `output_attentions`, `return_dict`, `cp_group`, where encoder and decoder
-                take it (each rank passes its part of sources and targets), and what only this model has, which the
-                class describes.
-
-        Returns:
-            `last_hidden_state` `[B, T, d]`, `past_key_values` or None, `encoder_last_hidden_state` `[B, S, d]` (rows at
-            padding are meaningless), and where they are asked for `decoder_hidden_states`, `decoder_attentions`,
-            `cross_attentions`, `encoder_hidden_states` and `encoder_attentions`, a tensor a layer.
-
-        Raises:
-            ValueError: as the encoder or the decoder; not exactly one kind of target, or `encoder_outputs` that are not
-                those of this encoder.
+        `targets`: the two kinds of a target, of which one must be given.
         """
-        if (decoder_input_ids is None) == (decoder_inputs_embeds is None):
+        if options.pop("position_ids", None) is not None:
+            raise ValueError(
+                "an encoder-decoder takes no position_ids, as they do not say of which side: leave the argument out"
+            )
+        if sum(target is not None for target in targets) != 1:
             raise ValueError("give exactly one of decoder_input_ids and decoder_inputs_embeds")
-        for name in ("output_hidden_states", "output_attentions"):  # both sides have configurations of their own
-            kwargs.setdefault(name, getattr(self.config, name))
         if use_cache is None:
-            use_cache = keeps_cache(self) and kwargs.get("cp_group") is None
-        if encoder_outputs is None and not self._is_encoded(input_ids, inputs_embeds, past_key_values):
-            shared = {name: value for name, value in kwargs.items() if name.startswith("output_") or name == "cp_group"}
-            encoded = self.encoder(input_ids, attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **shared)
-        else:
-            encoded = self.read_encoder_outputs(encoder_outputs or ())
+            use_cache = keeps_cache(self) and options.get("cp_group") is None
+        recorded = {name: getattr(self.config, name) for name in ("output_hidden_states", "output_attentions")}
+        return recorded | options | {"use_cache": use_cache, "return_dict": True}
+
+    def encode(
+        self,
+        input_ids: torch.LongTensor | None,
+        attention_mask: torch.Tensor | None,
+        inputs_embeds: torch.FloatTensor | None,
+        outputs: ModelOutput | tuple[torch.Tensor, ...] | None,
+        past: EncoderDecoderCache | None,
+        options: dict[str, Any],
+    ) -> ModelOutput:
+        """Return the encoder's `outputs` of a source, empty ones where a cache has what it needs of them."""
+        if isinstance(outputs, ModelOutput):
+            return outputs
+        if outputs:
+            return BaseModelOutput(*outputs)
+        given = input_ids is not None or inputs_embeds is not None
+        if not given and isinstance(past, EncoderDecoderCache) and past.get_seq_length() > 0:
+            return self.encoder_output_class()
+        shared = {name: value for name, value in options.items() if name.startswith("output_") or name == "cp_group"}
+        return self.encoder(input_ids, attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **shared)
+
+    def source_mask(
+        self, input_ids: torch.LongTensor | None, attention_mask: torch.Tensor | None, encoded: ModelOutput
+    ) -> torch.Tensor | None:
+        """Return the mask of the source for the decoder."""
         if attention_mask is None:
             attention_mask = getattr(encoded, "attention_mask", None)
         if attention_mask is None and input_ids is not None:
             attention_mask = drop_if_full(input_ids != self.config.pad_token_id)
-        outputs = self.decoder(
-            decoder_input_ids,
-            decoder_attention_mask,
-            inputs_embeds=decoder_inputs_embeds,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            encoder_hidden_states=encoded.last_hidden_state,
-            encoder_attention_mask=attention_mask,
-            return_dict=True,
-            **self.decoder_inputs(encoded, kwargs),
-        )
-        return self.output_class(
-            last_hidden_state=outputs.last_hidden_state,
-            past_key_values=outputs.past_key_values,
-            decoder_hidden_states=outputs.hidden_states,
-            decoder_attentions=outputs.attentions,
-            cross_attentions=outputs.cross_attentions,
-            encoder_last_hidden_state=encoded.last_hidden_state,
-            encoder_hidden_states=encoded.hidden_states,
-            encoder_attentions=encoded.attentions,
-            **self.more_outputs(encoded, outputs),
-        )
-
-    @staticmethod
-    def _is_encoded(input_ids, inputs_embeds, past):
-        """Tell whether no source is given because the cache has it."""
-        given = input_ids is not None or inputs_embeds is not None
-        return not given and isinstance(past, EncoderDecoderCache) and past.get_seq_length() > 0
-
-    def read_encoder_outputs(self, outputs: ModelOutput | tuple[torch.Tensor, ...]) -> ModelOutput:
-        """Return what the caller gave as outputs of the encoder by name; an empty tuple gives empty outputs."""
-        return outputs if isinstance(outputs, ModelOutput) else BaseModelOutput(*outputs)
-
-    def decoder_inputs(self, encoded: ModelOutput, options: dict[str, Any]) -> dict[str, Any]:
-        """Return the inputs of the decoder besides the target, the source and the cache."""
-        return options
-
-    def more_outputs(self, encoded: ModelOutput, decoded: ModelOutput) -> dict[str, Any]:
-        """Return the fields of `output_class` besides those of `Seq2SeqModelOutput`."""
-        return {}
+        return attention_mask
 
 
 class Seq2SeqLM(EncoderDecoder):
@@ -174,11 +144,9 @@ class Seq2SeqLM(EncoderDecoder):
         super().__init__(config)
         self.loss_type = "ForMaskedLM"  # labels are those of the same positions
 
-    def prepare_decoder_input_ids_from_labels(
-        self, labels: torch.LongTensor, shard: ContextShard | None = None
-    ) -> torch.LongTensor:
+    def prepare_decoder_input_ids_from_labels(self, labels: torch.LongTensor, parts: Parts = WHOLE) -> torch.LongTensor:
         """Return decoder inputs `[B, T]` for labels `[B, T]`, see `shift_right`."""
-        return shift_right(labels, self.config.decoder_start_token_id, self.config.pad_token_id, shard)
+        return shift_right(labels, self.config.decoder_start_token_id, self.config.pad_token_id, parts)
 
     @can_return_tuple
     def forward(
@@ -210,10 +178,9 @@ class Seq2SeqLM(EncoderDecoder):
         Raises:
             ValueError: as the body, and for labels of other positions than those kept.
         """
-        cp_group = kwargs.get("cp_group")
-        shard = None if labels is None else find_shard(cp_group, labels)
+        parts = WHOLE if labels is None else find_parts(dict(kwargs), labels)
         if labels is not None and decoder_input_ids is None and decoder_inputs_embeds is None:
-            decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels, shard)
+            decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels, parts)
         outputs = self.base_model(
             input_ids,
             attention_mask,
@@ -227,14 +194,16 @@ class Seq2SeqLM(EncoderDecoder):
             return_dict=True,
             **kwargs,
         )
-        hidden_states, loss = keep_positions(outputs.last_hidden_state, logits_to_keep, cp_group), None
+        if labels is None:
+            parts = find_parts(dict(kwargs), outputs.last_hidden_state)
+        hidden_states, loss = keep_positions(outputs.last_hidden_state, logits_to_keep, parts), None
         if labels is not None:
             check_labels(labels, hidden_states)
         logits = self.lm_head(hidden_states)
         if labels is not None:
             arguments = {"logits": logits, "labels": labels.contiguous(), "vocab_size": logits.shape[-1]}
             kwargs.pop("cp_group", None)
-            loss = mean_loss(self.loss_function, labels, shard, **arguments, **kwargs)
+            loss = parts.mean_loss(self.loss_function, labels, **arguments, **kwargs)
         fields = self.lm_output_class.__dataclass_fields__  # torch.compile does not take dataclasses.fields
         others = {name: value for name, value in outputs.items() if name in fields}
         return self.lm_output_class(loss=loss, logits=logits, **others)

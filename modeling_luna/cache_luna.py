@@ -1,6 +1,7 @@
 """Memory of a Luna decoder between calls, of constant size: `LunaCache`, with an encoder `LunaSeq2SeqCache`."""
 
 import torch
+from transformers.configuration_utils import PreTrainedConfig
 
 from luna_mega.kernels.api import LunaCausalState
 from luna_mega.modeling_common.cache import StateCache, StateLayer, StateSeq2SeqCache
@@ -39,6 +40,17 @@ class LunaCache(StateCache):
     """The `past_key_values` of a Luna decoder without cross-attention."""
 
     layer_class = LunaCacheLayer
+
+    def check(self, config: PreTrainedConfig, batch: int, ranks: int) -> None:
+        if not self.get_seq_length():
+            return
+        heads, width = config.num_attention_heads, config.hidden_size // config.num_attention_heads
+        needed, given = (batch, heads // ranks, width), tuple(self.layers[0].tensors["key_mean"].shape[:3])
+        if given != needed or len(self) != config.num_hidden_layers:
+            raise ValueError(
+                f"past_key_values does not fit this model and batch: {len(self)} layers with states of (batch, "
+                f"heads, head size) {given}, needed are {config.num_hidden_layers} with {needed}"
+            )
 
 
 class LunaSeq2SeqCache(StateSeq2SeqCache):

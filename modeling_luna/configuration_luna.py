@@ -95,6 +95,8 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
         pair_features: what the pair classifier reads of sequences a and b: `"concat"` [b, a] (the order of the 2021 LRA
             code) or `"interaction"` [a, b, a * b, a - b].
         pad_token_id: also fixes the first learned or sinusoidal position, `pad_token_id` + 1, as in fairseq.
+        first_position: that position; None = by `pad_token_id`. 0 spares a table the rows below, where padding is the
+            last of many tokens.
         tie_word_embeddings: the masked-LM output weight is the embedding.
         sparse_prediction: under labels the masked-LM head projects the predicted positions alone, so that its cost and
             memory are those of M positions in place of B T; `logits` then are `[M, vocab_size]`.
@@ -172,6 +174,7 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
     pad_token_id: int | None = 1
     bos_token_id: int | None = 0
     eos_token_id: int | list[int] | None = 2
+    first_position: int | None = None
     tie_word_embeddings: bool = True
     sparse_prediction: bool = False
     unpad_inputs: bool = False
@@ -222,6 +225,8 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
     @property
     def position_offset(self) -> int:
         """Row of the position table that the first token uses: `pad_token_id` + 1 for tokens, 0 for real values."""
+        if self.first_position is not None:
+            return self.first_position
         return 0 if self.input_type == "values" else self.pad_token_id + 1
 
     def validate_architecture(self):
@@ -248,7 +253,7 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
             "intermediate_size", "projection_length", "max_position_embeddings", "classifier_hidden_size",
         )  # fmt: skip
         self._check_counts(sizes)
-        self._check_counts(["classifier_num_layers"], least=0)
+        self._check_counts(["classifier_num_layers", "first_position"], least=0)
         self._check_probabilities(
             "dropout", "attention_dropout", "activation_dropout", "layerdrop", "classifier_dropout", "word_dropout"
         )

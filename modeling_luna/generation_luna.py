@@ -1,7 +1,6 @@
 """Luna models that write: `LunaForCausalLM`, and with an encoder `LunaForConditionalGeneration` (section 3.3)."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,11 +13,12 @@ from transformers.modeling_outputs import (
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
-from luna_mega.modeling_common.context_parallel import find_shard, mean_loss
 from luna_mega.modeling_common.generation import Seq2SeqGenerationMixin, StateGenerationMixin
 from luna_mega.modeling_common.labels import keep_positions, next_tokens
+from luna_mega.modeling_common.masks import read_mask
 from luna_mega.modeling_common.seq2seq import Seq2SeqBody, Seq2SeqLM
-from luna_mega.modeling_luna.cache_luna import LunaCache
+from luna_mega.modeling_common.sequence_parts import find_parts
+from luna_mega.modeling_luna.cache_luna import LunaCache, LunaSeq2SeqCache
 from luna_mega.modeling_luna.configuration_luna import LunaConfig, LunaSeq2SeqConfig
 from luna_mega.modeling_luna.modeling_luna import LunaModel, LunaModelOutput, LunaPreTrainedModel
 
@@ -116,14 +116,13 @@ class LunaForCausalLM(StateGenerationMixin, LunaPreTrainedModel):
             use_cache=use_cache,
             **kwargs,
         )
-        cp_group, loss = kwargs.pop("cp_group", None), None
-        hidden_states = keep_positions(outputs.last_hidden_state, logits_to_keep, cp_group)
-        shard = find_shard(cp_group, hidden_states)
-        targets = next_tokens(labels, shift_labels, hidden_states, shard)
+        parts, loss = find_parts(kwargs, outputs.last_hidden_state), None
+        hidden_states = keep_positions(outputs.last_hidden_state, logits_to_keep, parts)
+        targets = next_tokens(labels, shift_labels, hidden_states, parts)
         logits = self.lm_head(hidden_states)
         if targets is not None:
             arguments = {"labels": labels, "vocab_size": self.config.vocab_size, "shift_labels": targets}
-            loss = mean_loss(self.loss_function, targets, shard, logits=logits, **arguments, **kwargs)
+            loss = parts.mean_loss(self.loss_function, targets, logits=logits, **arguments, **kwargs)
         return LunaCausalLMOutput(
             loss=loss,
             logits=logits,
@@ -137,14 +136,14 @@ class LunaForCausalLM(StateGenerationMixin, LunaPreTrainedModel):
 class LunaSeq2SeqModel(Seq2SeqBody, LunaPreTrainedModel):
     """Luna encoder-decoder without a head: the decoder's P is the encoder's, and goes on through its layers.
 
-    Besides what every encoder-decoder takes (see `forward`), it takes `decoder_position_ids` `[B, T]`, the first token
-    at 0, and `output_packed_attentions`. A tuple as `encoder_outputs` has the states of the tokens and of P, and behind
-    them the masks of both, or that of the tokens.
+    Besides the arguments of every encoder-decoder (see `Seq2SeqBody`), it takes `decoder_position_ids` `[B, T]`, the
+    first token at 0, and `output_packed_attentions`. A tuple as `encoder_outputs` has the states of the tokens and of
+    P, and behind them the masks of both, or that of the tokens.
     """
 
     config_class = LunaSeq2SeqConfig
     _tied_weights_keys = {"decoder.embeddings.word_embeddings.weight": "encoder.embeddings.word_embeddings.weight"}
-    output_class = LunaSeq2SeqModelOutput
+    encoder_output_class = LunaModelOutput
 
     def __init__(self, config: LunaSeq2SeqConfig):
         super().__init__(config)
@@ -152,33 +151,69 @@ class LunaSeq2SeqModel(Seq2SeqBody, LunaPreTrainedModel):
         self.decoder = LunaModel(config.decoder_config)
         self.post_init()
 
-    def read_encoder_outputs(self, outputs: ModelOutput | tuple[torch.Tensor, ...]) -> LunaModelOutput:
-        if isinstance(outputs, LunaModelOutput):
-            return outputs
-        states = [value for value in outputs if isinstance(value, torch.Tensor)]
-        if outputs and not 2 <= len(states) <= 4:
-            raise ValueError(
-                "encoder_outputs must be the LunaModelOutput of the encoder, or a tuple with the states of the tokens "
-                f"and of P, got a {type(outputs).__name__} with {len(states)} tensors"
-            )
-        names = ["last_hidden_state", "packed_last_hidden_state", "packed_mask", "attention_mask"]
-        if len(states) == 3:
-            names.remove("packed_mask")
-        return LunaModelOutput(**dict(zip(names, states, strict=False)))
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        decoder_input_ids: torch.LongTensor | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
+        encoder_outputs: ModelOutput | tuple[torch.Tensor, ...] | None = None,
+        past_key_values: LunaSeq2SeqCache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        decoder_inputs_embeds: torch.FloatTensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> LunaSeq2SeqModelOutput:
+        """Encode B sources of S positions, and run the decoder over T positions of targets; see `Seq2SeqBody`."""
+        options = self.read_options(kwargs, use_cache, decoder_input_ids, decoder_inputs_embeds)
+        attention_mask = read_mask("attention_mask", attention_mask)
+        encoder_outputs = _read_outputs(encoder_outputs)
+        encoded = self.encode(input_ids, attention_mask, inputs_embeds, encoder_outputs, past_key_values, options)
+        decoded = self.decoder(
+            decoder_input_ids,
+            read_mask("decoder_attention_mask", decoder_attention_mask),
+            inputs_embeds=decoder_inputs_embeds,
+            position_ids=options.pop("decoder_position_ids", None),
+            packed_states=encoded.packed_last_hidden_state,
+            packed_mask=encoded.packed_mask,
+            encoder_hidden_states=encoded.last_hidden_state,
+            encoder_attention_mask=self.source_mask(input_ids, attention_mask, encoded),
+            past_key_values=past_key_values,
+            **options,
+        )
+        return LunaSeq2SeqModelOutput(
+            last_hidden_state=decoded.last_hidden_state,
+            past_key_values=decoded.past_key_values,
+            decoder_hidden_states=decoded.hidden_states,
+            decoder_attentions=decoded.attentions,
+            cross_attentions=decoded.cross_attentions,
+            encoder_last_hidden_state=encoded.last_hidden_state,
+            encoder_hidden_states=encoded.hidden_states,
+            encoder_attentions=encoded.attentions,
+            packed_last_hidden_state=decoded.packed_last_hidden_state,
+            packed_hidden_states=decoded.packed_hidden_states,
+            packed_mask=encoded.packed_mask,
+            encoder_packed_last_hidden_state=encoded.packed_last_hidden_state,
+            encoder_packed_hidden_states=encoded.packed_hidden_states,
+            cross_packed_attentions=decoded.packed_attentions,
+        )
 
-    def decoder_inputs(self, encoded: LunaModelOutput, options: dict[str, Any]) -> dict[str, Any]:
-        options["position_ids"] = options.pop("decoder_position_ids", None)
-        return {"packed_states": encoded.packed_last_hidden_state, "packed_mask": encoded.packed_mask} | options
 
-    def more_outputs(self, encoded: LunaModelOutput, decoded: LunaModelOutput) -> dict[str, Any]:
-        return {
-            "packed_last_hidden_state": decoded.packed_last_hidden_state,
-            "packed_hidden_states": decoded.packed_hidden_states,
-            "packed_mask": encoded.packed_mask,
-            "encoder_packed_last_hidden_state": encoded.packed_last_hidden_state,
-            "encoder_packed_hidden_states": encoded.packed_hidden_states,
-            "cross_packed_attentions": decoded.packed_attentions,
-        }
+def _read_outputs(outputs: ModelOutput | tuple[torch.Tensor, ...] | None) -> LunaModelOutput | None:
+    """Return the outputs of an encoder by name; None stays None."""
+    if outputs is None or isinstance(outputs, LunaModelOutput):
+        return outputs
+    states = [value for value in outputs if isinstance(value, torch.Tensor)]
+    if not 2 <= len(states) <= 4:
+        raise ValueError(
+            "encoder_outputs must be the LunaModelOutput of the encoder, or a tuple with the states of the tokens "
+            f"and of P, got a {type(outputs).__name__} with {len(states)} tensors"
+        )
+    names = ["last_hidden_state", "packed_last_hidden_state", "packed_mask", "attention_mask"]
+    if len(states) == 3:
+        names.remove("packed_mask")
+    return LunaModelOutput(**dict(zip(names, states, strict=False)))
 
 
 class LunaForConditionalGeneration(Seq2SeqLM, Seq2SeqGenerationMixin, LunaPreTrainedModel):

@@ -17,7 +17,6 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
 from luna_mega.kernels.api import luna_unpack
-from luna_mega.kernels.context_parallel import ContextShard
 from luna_mega.modeling_common.heads import (
     ClassificationHead,
     MaskedLMMixin,
@@ -30,6 +29,7 @@ from luna_mega.modeling_common.heads import (
     pair_size,
 )
 from luna_mega.modeling_common.pooling import first_token, masked_mean
+from luna_mega.modeling_common.sequence_parts import WHOLE, Parts
 from luna_mega.modeling_luna.configuration_luna import LunaConfig
 from luna_mega.modeling_luna.modeling_luna import LunaModel, LunaModelOutput, LunaPreTrainedModel
 
@@ -155,16 +155,14 @@ class LunaPooler(nn.Module):
             self.attention = LunaPoolerAttention(config)
             self.layer_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
-    def forward(
-        self, outputs: LunaModelOutput, mask: torch.Tensor | None, shard: ContextShard | None = None
-    ) -> torch.Tensor:
+    def forward(self, outputs: LunaModelOutput, mask: torch.Tensor | None, parts: Parts = WHOLE) -> torch.Tensor:
         """`mask` is `[B, T]` bool, True = keep; None = all."""
         tokens, packed = outputs.last_hidden_state, outputs.packed_last_hidden_state
         packed_mask = None if outputs.packed_mask is None else outputs.packed_mask.bool()
         if self.pooling == "mean":
-            return masked_mean(tokens, None if self.pool_padding else mask, shard)
+            return masked_mean(tokens, None if self.pool_padding else mask, parts)
         if self.pooling == "packed_mean":
-            # The original has as many rows as the longest sequence of the batch uses, and averages over all of those.
+            # The original averages over the rows that the longest sequence of the batch uses.
             return masked_mean(packed, self._used_by_any(packed_mask) if self.pool_padding else packed_mask)
         if self.pooling == "packed_max":
             packed = self.dense(packed)
@@ -172,7 +170,7 @@ class LunaPooler(nn.Module):
                 return packed.amax(dim=1)
             packed = packed.masked_fill(~packed_mask[..., None], torch.finfo(packed.dtype).min).amax(dim=1)
             return packed.masked_fill(~packed_mask.any(dim=1, keepdim=True), 0.0)
-        first = first_token(tokens, mask, shard)
+        first = first_token(tokens, mask, parts)
         if self.pooling == "cls":
             return first
         return self.layer_norm(self.attention(first, packed, packed_mask))
@@ -194,11 +192,9 @@ class LunaPooledModel(PooledMixin, LunaPreTrainedModel):
         self.classifier = ClassificationHead(config, input_size, num_labels)
         self.post_init()
 
-    def summarize(
-        self, outputs: LunaModelOutput, mask: torch.Tensor | None, shard: ContextShard | None = None
-    ) -> torch.Tensor:
+    def summarize(self, outputs: LunaModelOutput, mask: torch.Tensor | None, parts: Parts = WHOLE) -> torch.Tensor:
         """Return the sentence representation `[B, d]`."""
-        return self.pooler(outputs, mask, shard)
+        return self.pooler(outputs, mask, parts)
 
     def unread_parameters(self) -> Iterable[nn.Parameter]:
         """Return the parameters that no loss depends on, by what the pooler reads."""
@@ -228,7 +224,7 @@ class LunaForSequenceClassification(LunaPooledModel):
         """
         if self.config.drop_first_token and position_ids is not None:
             raise ValueError("drop_first_token shifts the positions: leave position_ids out")
-        features, outputs, shard = self.pool(
+        features, outputs, parts = self.pool(
             attention_mask,
             self.config.drop_first_token,
             input_ids=input_ids,
@@ -237,7 +233,7 @@ class LunaForSequenceClassification(LunaPooledModel):
             position_ids=position_ids,
             **kwargs,
         )
-        return LunaSequenceClassifierOutput(**self.classify(features, outputs, labels, shard))
+        return LunaSequenceClassifierOutput(**self.classify(features, outputs, labels, parts))
 
 
 class LunaForSequencePairClassification(PairMixin, LunaPooledModel):
@@ -271,7 +267,7 @@ class LunaForSequencePairClassification(PairMixin, LunaPooledModel):
         """
         if "position_ids" in kwargs:
             raise ValueError("pairs take their positions from the attention masks; leave position_ids out")
-        first, outputs, shard = self.pool(
+        first, outputs, parts = self.pool(
             attention_mask,
             self.config.drop_first_token,
             input_ids=input_ids,
@@ -283,9 +279,9 @@ class LunaForSequencePairClassification(PairMixin, LunaPooledModel):
             first,
             outputs,
             labels,
-            shard,
+            parts,
             pair_attention_mask,
-            kwargs.get("cp_group"),
+            kwargs,
             input_ids=pair_input_ids,
             inputs_embeds=pair_inputs_embeds,
             input_values=pair_input_values,
@@ -314,8 +310,8 @@ class LunaForMultipleChoice(LunaPooledModel):
         options, inputs = flatten_options(
             input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, position_ids=position_ids
         )
-        features, outputs, shard = self.pool(**inputs, **kwargs)
-        return LunaMultipleChoiceOutput(**choose_option(self.classifier(features, shard), options, outputs, labels))
+        features, outputs, parts = self.pool(**inputs, **kwargs)
+        return LunaMultipleChoiceOutput(**choose_option(self.classifier(features, parts), options, outputs, labels))
 
 
 class LunaForTokenClassification(TokenMixin, LunaPreTrainedModel):

@@ -24,22 +24,20 @@ from transformers.utils import TransformersKwargs
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from luna_mega.kernels.api import (
-    luna_attention,
     luna_causal_attention,
     luna_causal_attention_step,
+    luna_pack,
     luna_unpack,
 )
-from luna_mega.kernels.context_parallel import ContextShard, first_ranks
 from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel
-from luna_mega.modeling_common.context_parallel import dropout_alike, find_shard
 from luna_mega.modeling_common.dropout import Dropout
-from luna_mega.modeling_common.inputs import CheckedInputs, ValueEmbeddings
-from luna_mega.modeling_common.layout import DENSE, TokenLayout, drop_if_full
+from luna_mega.modeling_common.inputs import InputSpec, ValueEmbeddings, read_batch
+from luna_mega.modeling_common.layout import DENSE, TokenLayout
+from luna_mega.modeling_common.processes import has_peers
 from luna_mega.modeling_common.tensor_parallel import RankBoundary
 from luna_mega.modeling_luna.cache_luna import LunaCache, LunaCacheLayer, LunaSeq2SeqCache
 from luna_mega.modeling_luna.configuration_luna import LunaConfig
 from luna_mega.modeling_luna.initialization_luna import blind_queries, start_attention, start_embeddings
-from luna_mega.modeling_luna.inputs_luna import LunaInputsMixin
 
 
 @dataclass
@@ -136,7 +134,7 @@ class LunaEmbeddings(nn.Module):
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """Return the initial P `[B, L, d]`, one tensor or one a layer where P is not contextual, and its mask `[B, L]`.
 
-        P is cut to min(l, T) rows, and of those each sequence uses as many as it has tokens. T is known to the host, so
+        P is cut to min(l, T) rows, and a sequence of n tokens uses n of them. T is known to the host, so
         the cut costs no synchronisation; the mask does the rest. A compiled or exported program serves every T: no cut.
         """
         width, (batch, length), count = inputs_embeds.shape[2], layout.sizes(inputs_embeds), layout.counts()
@@ -157,9 +155,9 @@ class LunaEmbeddings(nn.Module):
             packed = self.packed_layer_norm(packed)
         layers = [packed] if self.config.contextual_projection else packed.unbind()
         # Expanded before dropout: every sequence draws a mask of its own.
-        layers = [dropout_alike(self.dropout, rows.expand(batch, -1, -1), layout.shard) for rows in layers]
+        layers = [layout.parts.dropout(self.dropout, packed.expand(batch, -1, -1)) for packed in layers]
         if packed_mask is not None:
-            layers = [rows.masked_fill(~packed_mask[..., None], 0.0) for rows in layers]
+            layers = [packed.masked_fill(~packed_mask[..., None], 0.0) for packed in layers]
         return layers, packed_mask
 
 
@@ -184,21 +182,6 @@ class LunaAttention(nn.Module):
         self.output = nn.Linear(width, width)
         self.all_heads = RankBoundary()
 
-    def context_key_value(self, context: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the pack key and value of `[B, M, d]`, `[B, M, pack heads, K]` each."""
-        if self.tied:
-            key = _split(self.pack_key_value(context), self.pack_head_size)
-            return key, key
-        key, value = self.pack_key(context), self.pack_value(context)
-        return _split(key, self.pack_head_size), _split(value, self.pack_head_size)
-
-    def packed_key_value(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the unpack key and value of the packed context `[B, L, d]`, `[B, L, heads, K]` each."""
-        if self.tied:
-            key = _split(self.key_value(packed), self.head_size)
-            return key, key
-        return _split(self.key(packed), self.head_size), _split(self.value(packed), self.head_size)
-
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -216,41 +199,58 @@ class LunaAttention(nn.Module):
         it is ragged also of the queries; `packed_mask` `[B, L]` is bool, True = keep. With a filled `past` the context
         is packed already: P, context and what was packed of it are None.
         """
-        query = _split(self.query(hidden_states), self.head_size)
-        options = {"dropout": self.dropout if self.training else 0.0, "return_weights": output_weights}
+        query, packed_context, pack_weights = _split(self.query(hidden_states), self.head_size), None, None
         if past is not None and past.is_initialized:
-            output = luna_unpack(query, past.key, past.value, packed_mask, **options)
-            output, weights = output if output_weights else (output, None)
-            return self.output(output.flatten(2)), None, _join(self.all_heads, weights), None
-
-        packed_context = None
-
-        def project(heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            nonlocal packed_context
-            packed_context = self.all_heads(heads).flatten(2)
-            key, value = self.packed_key_value(packed_context)
+            key, value, layout = past.key, past.value, DENSE
+        else:
+            context = hidden_states if context is None else context
+            packed_context, pack_weights = self.pack(packed, context, layout, output_weights)
+            key, value = self.project(packed_context)
             if past is not None:
                 past.store(key.shape[1], key=key, value=value)
-            return key, value
+        output, weights = self.unpack(query, key, value, packed_mask, layout, output_weights)
+        return output, packed_context, weights, pack_weights
 
-        pack_query = _split(self.pack_query(packed), self.pack_head_size)
-        pack_key, pack_value = self.context_key_value(hidden_states if context is None else context)
-        options |= {"pack_mask": packed_mask, **layout.options(mask="context_mask")}
-        output, _, *weights = luna_attention(query, pack_query, pack_key, pack_value, project, **options)
-        weights = (_join(self.all_heads, heads) for heads in weights or (None, None))
-        return self.output(output.flatten(2)), packed_context, *weights
+    def pack(
+        self, packed: torch.Tensor, context: torch.Tensor, layout: TokenLayout, output_weights: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the packed context `[B, L, d]`, to which P attends (eq. 3), and the weights or None."""
+        query = _split(self.pack_query(packed), self.pack_head_size)
+        if self.tied:
+            key = value = _split(self.pack_key_value(context), self.pack_head_size)
+        else:
+            key, value = (_split(linear(context), self.pack_head_size) for linear in (self.pack_key, self.pack_value))
+        options = {"dropout": self.dropout if self.training else 0.0, "return_weights": output_weights}
+        heads = luna_pack(query, key, value, **options, **layout.options())
+        heads, weights = heads if output_weights else (heads, None)
+        return self.all_heads(heads).flatten(2), self.all_heads.join_heads(weights)
+
+    def project(self, packed_context: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the unpack key and value of the packed context `[B, L, d]`, `[B, L, heads, K]` each."""
+        if self.tied:
+            key = _split(self.key_value(packed_context), self.head_size)
+            return key, key
+        return tuple(_split(linear(packed_context), self.head_size) for linear in (self.key, self.value))
+
+    def unpack(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        packed_mask: torch.Tensor | None,
+        layout: TokenLayout,
+        output_weights: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return what queries `[B, T, heads, K]` read of the packed context (eq. 4), `[B, T, d]`, and the weights."""
+        options = {"dropout": self.dropout if self.training else 0.0, "return_weights": output_weights}
+        heads = luna_unpack(query, key, value, packed_mask, **options, **layout.bounds())
+        heads, weights = heads if output_weights else (heads, None)
+        return self.output(heads.flatten(2)), self.all_heads.join_heads(weights)
 
 
 def _split(projected: torch.Tensor, head_size: int) -> torch.Tensor:
     # By the size of a head, not by the number: under tensor parallelism a rank has some of them.
     return projected.unflatten(-1, (-1, head_size))
-
-
-def _join(all_heads: RankBoundary, weights: torch.Tensor | None) -> torch.Tensor | None:
-    """Return attention weights `[B, heads, ...]` of all heads; in one process the tensor itself, for its gradient."""
-    if weights is None or all_heads.ranks == 1:
-        return weights
-    return all_heads(weights.transpose(1, 2)).transpose(1, 2)
 
 
 class LunaCausalAttention(nn.Module):
@@ -313,7 +313,7 @@ class LunaCausalAttention(nn.Module):
                 pack_query = pack_query.transpose(1, 2).contiguous().transpose(1, 2)
                 past.store(pack_query=pack_query, pack_mask=packed_mask)
             past.store_state(following, hidden_states.shape[1])
-        return self.output(output.flatten(2)), _join(self.all_heads, weights[0] if weights else None)
+        return self.output(output.flatten(2)), self.all_heads.join_heads(weights[0] if weights else None)
 
     def step(
         self, hidden_states: torch.Tensor, layout: TokenLayout, packed_mask: torch.Tensor | None, past: LunaCacheLayer
@@ -342,16 +342,19 @@ class LunaCausalAttention(nn.Module):
         return self.output(output.reshape(hidden_states.shape[0], 1, -1))
 
 
-class LunaLayer(GradientCheckpointingLayer):
-    """One Luna layer (Figure 2): attention, then a feed-forward network for the tokens; P has a norm of its own."""
+class LunaBlock(GradientCheckpointingLayer):
+    """The parts of an encoder and of a decoder layer: an attention, the norms of tokens and P, a feed-forward network.
 
-    def __init__(self, config: LunaConfig):
+    `attention` is the first of the layer, and `packs` tells whether the layer packs into P.
+    """
+
+    def __init__(self, config: LunaConfig, attention: nn.Module, packs: bool):
         super().__init__()
         width, eps = config.hidden_size, config.layer_norm_eps
         self.pre_norm = config.pre_norm
-        self.attention = LunaAttention(config)
+        self.attention = attention
         self.attention_layer_norm = nn.LayerNorm(width, eps=eps)
-        self.packed_layer_norm = nn.LayerNorm(width, eps=eps)
+        self.packed_layer_norm = nn.LayerNorm(width, eps=eps) if packs else None
         self.fc1 = nn.Linear(width, config.intermediate_size)
         self.fc2 = nn.Linear(config.intermediate_size, width)
         self.final_layer_norm = nn.LayerNorm(width, eps=eps)
@@ -359,6 +362,40 @@ class LunaLayer(GradientCheckpointingLayer):
         self.dropout = Dropout(config.dropout)
         self.activation_dropout = Dropout(config.activation_dropout)
         self.chunk_size = config.chunk_size_feed_forward
+
+    def before(self, norm: nn.Module, residual: torch.Tensor) -> torch.Tensor:
+        """Return what a sub-layer reads: its norm of the residual where norms are before sub-layers."""
+        return norm(residual) if self.pre_norm else residual
+
+    def after(self, norm: nn.Module, residual: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        """Return the residual behind a sub-layer: the sum, and its norm where norms are behind sub-layers."""
+        return residual + output if self.pre_norm else norm(residual + output)
+
+    def feed_forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return the tokens behind the feed-forward network, `[B, T, d]`."""
+        states = self.before(self.final_layer_norm, hidden_states)
+        if self.chunk_size == 0:
+            output = self.feed_forward_chunk(states)
+        else:
+            output = apply_chunking_to_forward(self.feed_forward_chunk, self.chunk_size, 1, states)
+        return self.after(self.final_layer_norm, hidden_states, output)
+
+    def feed_forward_chunk(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.dropout(self.fc2(self.activation_dropout(self.activation(self.fc1(hidden_states)))))
+
+    def unpack_modules(self) -> list[nn.Module]:
+        """Return the modules that the tokens behind this layer depend on, and P does not."""
+        names = ("query", "key", "value", "key_value", "output")
+        unpack = [getattr(self.attention, name) for name in names if hasattr(self.attention, name)]
+        norms = [self.final_layer_norm, *([] if self.pre_norm else [self.attention_layer_norm])]
+        return [*unpack, *norms, self.fc1, self.fc2]
+
+
+class LunaLayer(LunaBlock):
+    """An encoder layer (Figure 2): attention and a feed-forward network for the tokens; P has a norm of its own."""
+
+    def __init__(self, config: LunaConfig):
+        super().__init__(config, LunaAttention(config), packs=True)
 
     def forward(
         self,
@@ -369,46 +406,67 @@ class LunaLayer(GradientCheckpointingLayer):
         output_weights: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return tokens `[B, T, d]` and P `[B, L, d]` as the next layer gets them."""
-        if self.pre_norm:
-            output, packed_output, *_ = self.attention(
-                self.attention_layer_norm(hidden_states),
-                self.packed_layer_norm(packed),
-                layout,
+        norm, packed_norm = self.attention_layer_norm, self.packed_layer_norm
+        output, packed_output, *_ = self.attention(
+            self.before(norm, hidden_states), self.before(packed_norm, packed), layout, packed_mask, output_weights
+        )
+        hidden_states = self.after(norm, hidden_states, self.dropout(output))
+        packed = self.after(packed_norm, packed, layout.parts.dropout(self.dropout, packed_output))
+        return self.feed_forward(hidden_states), packed
+
+
+class LunaDecoderLayer(LunaBlock):
+    """A decoder layer (section 3.3): causal attention, attention to an encoder, feed-forward network."""
+
+    def __init__(self, config: LunaConfig):
+        super().__init__(config, LunaCausalAttention(config), packs=config.add_cross_attention)
+        self.cross_attention = self.cross_attention_layer_norm = None
+        if config.add_cross_attention:
+            self.cross_attention = LunaAttention(config)
+            self.cross_attention_layer_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        packed: torch.Tensor | None,
+        layout: TokenLayout = DENSE,
+        packed_mask: torch.Tensor | None = None,
+        output_weights: bool = False,
+        context: torch.Tensor | None = None,
+        context_layout: TokenLayout = DENSE,
+        past: LunaCacheLayer | None = None,
+        cross_past: LunaCacheLayer | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return tokens `[B, T, d]` and P `[B, L, d]` as the next layer gets them.
+
+        P does not depend on the tokens. Therefore filled caches take its place, and that of the encoder's output
+        `context` `[B, M, d]`.
+        """
+        norm = self.attention_layer_norm
+        output, _ = self.attention(self.before(norm, hidden_states), packed, layout, packed_mask, output_weights, past)
+        hidden_states = self.after(norm, hidden_states, self.dropout(output))
+        if self.cross_attention is not None:
+            norm, packed_norm = self.cross_attention_layer_norm, self.packed_layer_norm
+            output, packed_output, *_ = self.cross_attention(
+                self.before(norm, hidden_states),
+                None if packed is None else self.before(packed_norm, packed),
+                context_layout,
                 packed_mask,
                 output_weights,
+                context,
+                cross_past,
             )
-            hidden_states = hidden_states + self.dropout(output)
-            packed = packed + dropout_alike(self.dropout, packed_output, layout.shard)
-            return hidden_states + self.feed_forward(self.final_layer_norm(hidden_states)), packed
-        output, packed_output, *_ = self.attention(hidden_states, packed, layout, packed_mask, output_weights)
-        hidden_states = self.attention_layer_norm(hidden_states + self.dropout(output))
-        packed = self.packed_layer_norm(packed + dropout_alike(self.dropout, packed_output, layout.shard))
-        return self.final_layer_norm(hidden_states + self.feed_forward(hidden_states)), packed
-
-    def unpack_modules(self) -> list[nn.Module]:
-        """Return the modules that the tokens behind this layer depend on, and P does not."""
-        names = ("query", "key", "value", "key_value", "output")
-        unpack = [getattr(self.attention, name) for name in names if hasattr(self.attention, name)]
-        norms = [self.final_layer_norm, *([] if self.pre_norm else [self.attention_layer_norm])]
-        return [*unpack, *norms, self.fc1, self.fc2]
-
-    def feed_forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        if self.chunk_size == 0:
-            return self.feed_forward_chunk(hidden_states)
-        return apply_chunking_to_forward(self.feed_forward_chunk, self.chunk_size, 1, hidden_states)
-
-    def feed_forward_chunk(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.dropout(self.fc2(self.activation_dropout(self.activation(self.fc1(hidden_states)))))
+            hidden_states = self.after(norm, hidden_states, self.dropout(output))
+            if packed_output is not None:
+                packed_output = context_layout.parts.dropout(self.dropout, packed_output)
+                packed = self.after(packed_norm, packed, packed_output)
+        return self.feed_forward(hidden_states), packed
 
 
-def _has_peers() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+class LunaStack(nn.Module):
+    """The layers of an encoder or a decoder; with `share_layers` one layer, applied `num_hidden_layers` times."""
 
-
-class LunaEncoder(nn.Module):
-    """The stack of layers; with `share_layers` one layer, applied `num_hidden_layers` times."""
-
-    layer_class = LunaLayer
+    layer_class: type[LunaBlock]
 
     def __init__(self, config: LunaConfig):
         super().__init__()
@@ -421,43 +479,17 @@ class LunaEncoder(nn.Module):
                 self.packed_layer_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.gradient_checkpointing = False
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        packed: list[torch.Tensor],
-        layout: TokenLayout,
-        packed_mask: torch.Tensor | None,
-        output_weights: bool,
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """`packed` has one tensor `[B, L, d]`, or one for every layer where P is not contextual. Returns the tokens
-        after the last layer and P as it was given to the first layer and left each layer."""
-        packed_states = [packed[0]]
-        for index, layer, dropped in self.used_layers(layout):
-            rows = packed_states[-1] if self.config.contextual_projection else packed[index]
-            states = layer(hidden_states, rows, layout, packed_mask, output_weights)
-            hidden_states, rows = self.choose(dropped, (hidden_states, packed_states[-1]), states)
-            packed_states.append(rows)
-        return self.final_norm(hidden_states, packed_states)
-
-    def used_layers(self, layout: TokenLayout) -> Iterator[tuple[int, LunaLayer, bool]]:
+    def used_layers(self, layout: TokenLayout) -> Iterator[tuple[int, LunaBlock, bool]]:
         """Yield the index and the layer of every step, and whether layerdrop leaves it out.
 
-        It leaves out the same on the ranks of one sequence. Where there are several processes, layers that are left out
-        run all the same, see `choose`.
+        Where there are several processes, layers that are left out run all the same, see `choose`.
         """
         probability = self.config.layerdrop if self.training else 0.0
         layers = [*self.layers] * (self.config.num_hidden_layers if self.config.share_layers else 1)
         for index, layer in enumerate(layers):
-            dropped = probability > 0.0 and self.draw(layout) < probability
-            if not dropped or _has_peers():
+            dropped = probability > 0.0 and layout.parts.draw() < probability
+            if not dropped or has_peers():
                 yield index, layer, dropped
-
-    def draw(self, layout: TokenLayout) -> float:
-        """Return a random number from 0 to 1, the same on the ranks of one sequence."""
-        number = torch.rand(())
-        if layout.shard is not None:
-            number = first_ranks(number.to(layout.first.device), layout.shard)
-        return number.item()
 
     def choose(self, dropped: bool, before: tuple, after: tuple) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return tokens and P `before` a layer or `after` it.
@@ -465,7 +497,7 @@ class LunaEncoder(nn.Module):
         Each process draws for itself what it leaves out, but awaits the others for the weights (FSDP) and gradients
         (DDP) of every layer. Therefore the layer has run, and what is left out gets gradients of 0.
         """
-        if not (self.training and self.config.layerdrop and _has_peers()):
+        if not (self.training and self.config.layerdrop and has_peers()):
             return after
         dropped = torch.tensor(dropped, device=after[0].device)
         pairs = zip(before, after, strict=True)
@@ -500,67 +532,33 @@ class LunaEncoder(nn.Module):
         return [parameter for module in unread if module is not None for parameter in module.parameters()]
 
 
-class LunaDecoderLayer(LunaLayer):
-    """Causal attention, with `add_cross_attention` attention to an encoder, a feed-forward network (section 3.3)."""
+class LunaEncoder(LunaStack):
+    """The stack of encoder layers."""
 
-    def __init__(self, config: LunaConfig):
-        super().__init__(config)
-        width, eps = config.hidden_size, config.layer_norm_eps
-        self.attention = LunaCausalAttention(config)
-        self.cross_attention = LunaAttention(config) if config.add_cross_attention else None
-        self.cross_attention_layer_norm = nn.LayerNorm(width, eps=eps) if config.add_cross_attention else None
-        if not config.add_cross_attention:
-            self.packed_layer_norm = None
+    layer_class = LunaLayer
 
     def forward(
         self,
         hidden_states: torch.Tensor,
-        packed: torch.Tensor | None,
-        layout: TokenLayout = DENSE,
-        packed_mask: torch.Tensor | None = None,
-        output_weights: bool = False,
-        context: torch.Tensor | None = None,
-        context_layout: TokenLayout = DENSE,
-        past: LunaCacheLayer | None = None,
-        cross_past: LunaCacheLayer | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return tokens `[B, T, d]` and P `[B, L, d]` as the next layer gets them.
+        packed_inputs: list[torch.Tensor],
+        layout: TokenLayout,
+        packed_mask: torch.Tensor | None,
+        output_weights: bool,
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return the tokens after the last layer, and P as it was given to the first layer and left each layer.
 
-        P does not depend on the tokens. Therefore filled caches take its place, and that of the encoder's output
-        `context` `[B, M, d]`.
+        `packed_inputs` has one P `[B, L, d]`, or one for every layer where P is not contextual.
         """
-        norm = self.attention_layer_norm
-        output, _ = self.attention(
-            norm(hidden_states) if self.pre_norm else hidden_states, packed, layout, packed_mask, output_weights, past
-        )
-        hidden_states = self.add(hidden_states, output, norm)
-        if self.cross_attention is not None:
-            norm, packed_norm = self.cross_attention_layer_norm, self.packed_layer_norm
-            pre_norm = self.pre_norm and packed is not None
-            output, packed_output, *_ = self.cross_attention(
-                norm(hidden_states) if self.pre_norm else hidden_states,
-                packed_norm(packed) if pre_norm else packed,
-                context_layout,
-                packed_mask,
-                output_weights,
-                context,
-                cross_past,
-            )
-            hidden_states = self.add(hidden_states, output, norm)
-            if packed_output is not None:
-                packed = self.add(packed, packed_output, packed_norm, context_layout.shard)
-        output = self.feed_forward(self.final_layer_norm(hidden_states) if self.pre_norm else hidden_states)
-        return (hidden_states + output if self.pre_norm else self.final_layer_norm(hidden_states + output)), packed
-
-    def add(
-        self, residual: torch.Tensor, output: torch.Tensor, norm: nn.Module, shard: ContextShard | None = None
-    ) -> torch.Tensor:
-        """Apply dropout, alike with a shard, the residual, and the norm where norms are not before the attention."""
-        residual = residual + dropout_alike(self.dropout, output, shard)
-        return residual if self.pre_norm else norm(residual)
+        packed_states = [packed_inputs[0]]
+        for index, layer, dropped in self.used_layers(layout):
+            packed = packed_states[-1] if self.config.contextual_projection else packed_inputs[index]
+            states = layer(hidden_states, packed, layout, packed_mask, output_weights)
+            hidden_states, packed = self.choose(dropped, (hidden_states, packed_states[-1]), states)
+            packed_states.append(packed)
+        return self.final_norm(hidden_states, packed_states)
 
 
-class LunaDecoder(LunaEncoder):
+class LunaDecoder(LunaStack):
     """The stack of decoder layers."""
 
     layer_class = LunaDecoderLayer
@@ -568,26 +566,24 @@ class LunaDecoder(LunaEncoder):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        packed: list[torch.Tensor | None],
+        packed_inputs: list[torch.Tensor | None],
         layout: TokenLayout,
         packed_mask: torch.Tensor | None,
         output_weights: bool,
         context: torch.Tensor | None,
         context_layout: TokenLayout,
-        past: LunaCache | LunaSeq2SeqCache | None,
+        past: LunaCache | None,
+        cross_past: LunaCache | None,
     ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-        """Run `LunaEncoder.forward` with the encoder's output `context` `[B, M, d]` and its layout."""
-        pasts = cross_pasts = [None] * self.config.num_hidden_layers
-        if isinstance(past, LunaSeq2SeqCache):
-            pasts, cross_pasts = past.self_attention_cache.layers, past.cross_attention_cache.layers
-        elif past is not None:
-            pasts = past.layers
-        packed_states, contextual = [packed[0]], self.config.contextual_projection
+        """Run `LunaEncoder.forward` with the encoder's output `context` `[B, M, d]`, its layout, and both caches."""
+        empty = [None] * self.config.num_hidden_layers
+        pasts, cross_pasts = (empty if cache is None else cache.layers for cache in (past, cross_past))
+        packed_states, contextual = [packed_inputs[0]], self.config.contextual_projection
         for index, layer, dropped in self.used_layers(layout):
-            rows = packed_states[-1] if contextual else packed[index]
+            packed = packed_states[-1] if contextual else packed_inputs[index]
             states = layer(
                 hidden_states,
-                rows,
+                packed,
                 layout,
                 packed_mask,
                 output_weights,
@@ -596,8 +592,8 @@ class LunaDecoder(LunaEncoder):
                 pasts[index],
                 cross_pasts[index],
             )
-            hidden_states, rows = self.choose(dropped, (hidden_states, packed_states[-1]), states)
-            packed_states.append(rows)
+            hidden_states, packed = self.choose(dropped, (hidden_states, packed_states[-1]), states)
+            packed_states.append(packed)
         return self.final_norm(hidden_states, packed_states)
 
 
@@ -610,7 +606,7 @@ class LunaPreTrainedModel(CommonPreTrainedModel):
     cache_class, seq2seq_cache_class = LunaCache, LunaSeq2SeqCache
     _no_split_modules = ["LunaLayer", "LunaDecoderLayer"]
     _can_record_outputs = {
-        "hidden_states": LunaLayer,
+        "hidden_states": LunaBlock,
         "attentions": [
             OutputRecorder(LunaAttention, index=2, layer_name="attention"),
             OutputRecorder(LunaCausalAttention, index=1),
@@ -639,7 +635,7 @@ class LunaPreTrainedModel(CommonPreTrainedModel):
         return stack.unread_parameters(tokens=True, packed=False)
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False):
-        # Of code that is not its own, transformers passes over modules that have no parameters but those of others.
+        # In custom code, transformers does not initialise modules whose parameters are all in their submodules.
         starts = isinstance(module, LunaEmbeddings | LunaAttention | LunaCausalAttention | LunaModel)
         super()._initialize_weights(module, is_custom_code and not starts)
 
@@ -664,7 +660,7 @@ class LunaPreTrainedModel(CommonPreTrainedModel):
                 blind_queries(module, self.config)
 
 
-class LunaModel(LunaInputsMixin, BodyMixin, LunaPreTrainedModel):
+class LunaModel(BodyMixin, LunaPreTrainedModel):
     """Luna without a head: the encoder, or with `is_decoder` a decoder."""
 
     embeddings_name = "embeddings"
@@ -677,6 +673,24 @@ class LunaModel(LunaInputsMixin, BodyMixin, LunaPreTrainedModel):
         else:
             self.encoder = LunaEncoder(config)
         self.post_init()
+
+    @property
+    def input_spec(self) -> InputSpec:
+        """Return what `read_batch` must know of the model."""
+        stack = self.decoder if self.config.is_decoder else self.encoder
+        return InputSpec(
+            config=self.config,
+            width=self.config.hidden_size,
+            cache_class=self.cache_class,
+            seq2seq_cache_class=self.seq2seq_cache_class,
+            training=self.training,
+            checkpointing=stack.gradient_checkpointing,
+            ranks=stack.layers[0].attention.all_heads.ranks,
+            options=frozenset({"output_packed_attentions"}),
+            weights=("output_attentions", "output_packed_attentions"),
+            counts_positions=True,
+            packs=True,
+        )
 
     @capture_outputs
     def forward(
@@ -700,7 +714,9 @@ class LunaModel(LunaInputsMixin, BodyMixin, LunaPreTrainedModel):
 
         Args:
             input_ids: `[B, T]` tokens (`input_type="tokens"`).
-            attention_mask: `[B, T]`, 1 = keep. None = all positions, with `input_ids` all that are not `pad_token_id`.
+            attention_mask: `[B, T]`, 1 = keep, 0 = drop; None = all positions, with `input_ids` all that are not
+                `pad_token_id`. Inputs that it drops may be anything, also NaN. Other values are found on a CPU and
+                outside of programs; elsewhere all but 0 keep.
             inputs_embeds: `[B, T, d]` embeddings in place of tokens or values.
             input_values: `[B, T]` real numbers (`input_type="values"`).
             position_ids: `[B, T]`, the first token at 0; None = counted from `attention_mask`. Where they do not rise
@@ -729,58 +745,49 @@ class LunaModel(LunaInputsMixin, BodyMixin, LunaPreTrainedModel):
             `LunaModelOutput`.
 
         Raises:
-            ValueError: not exactly one kind of input, an empty batch, a mask of another shape, a sequence longer than
-                the learned positions, a cache of another model or batch, an argument that Luna does not have.
+            ValueError: not exactly one kind of input, an empty batch, a mask of another shape or with other values than
+                0 and 1, positions below 0 or behind the learned ones, a cache of another model or batch, an argument
+                that Luna does not have.
         """
-        inputs = self.read_inputs(
-            input_ids,
-            attention_mask,
-            inputs_embeds,
-            input_values,
-            position_ids,
-            past_key_values,
-            use_cache,
-            options,
-            cp_group,
+        batch = read_batch(
+            self.input_spec,
+            self.get_input_embeddings(),
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            input_values=input_values,
+            position_ids=position_ids,
+            packed_states=packed_states,
+            packed_mask=packed_mask,
+            encoder_hidden_states=encoder_hidden_states,
+            encoder_attention_mask=encoder_attention_mask,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            options=options,
+            cp_group=cp_group,
         )
-        layout, past = inputs.layout, inputs.past
-        position_ids = self.number_positions(position_ids, inputs)
-        given = self.given_packed(packed_states, packed_mask, inputs)
-        hidden_states, learned = self.embeddings(inputs.embeddings, layout, position_ids, with_packed=given is None)
-        packed, packed_mask = learned if given is None else given
-        self.check_context(encoder_hidden_states, encoder_attention_mask, past)
-        states = (hidden_states, packed, layout, packed_mask, inputs.output_weights)
+        layout = batch.layout
+        hidden_states, learned = self.embeddings(
+            batch.embeddings, layout, batch.position_ids, with_packed=batch.packed is None
+        )
+        packed, packed_mask = learned if batch.packed is None else batch.packed
+        states = (hidden_states, packed, layout, packed_mask, batch.output_weights)
         if self.config.is_decoder:
-            context_mask = None if encoder_attention_mask is None else drop_if_full(encoder_attention_mask.bool())
-            context_layout = TokenLayout(context_mask)
-            if layout.shard is not None and encoder_hidden_states is not None:
-                context_layout = context_layout._replace(shard=find_shard(cp_group, encoder_hidden_states))
-            hidden_states, packed = self.decoder(*states, encoder_hidden_states, context_layout, past)
+            hidden_states, packed = self.decoder(
+                *states, batch.context, batch.context_layout, batch.target, batch.source
+            )
         else:
             hidden_states, packed = self.encoder(*states)
             if packed_states is not None and (counts := layout.counts()) is not None:
                 packed[-1] = torch.where(counts[..., None] > 0, packed[-1], packed_states)
-        recorded = self.is_asked("output_hidden_states", options) and packed[-1] is not None
         return LunaModelOutput(
             last_hidden_state=layout.scatter(hidden_states),
             packed_last_hidden_state=packed[-1],
             packed_mask=None if packed_mask is None else packed_mask.long(),
-            attention_mask=None if inputs.mask is None or self.config.is_decoder else inputs.mask.long(),
-            past_key_values=past,
-            packed_hidden_states=tuple(packed) if recorded else None,
+            attention_mask=None if batch.mask is None or self.config.is_decoder else batch.mask.long(),
+            past_key_values=batch.past,
+            packed_hidden_states=tuple(packed) if batch.output_states and packed[-1] is not None else None,
         )
-
-    def given_packed(
-        self, packed_states: torch.Tensor | None, packed_mask: torch.Tensor | None, inputs: CheckedInputs
-    ) -> tuple[list[torch.Tensor | None], torch.Tensor | None] | None:
-        """Return P for every layer, None with a filled cache, and the bool mask of its rows; None = P is learned."""
-        layers = self.config.num_hidden_layers
-        if (cache := self.own_cache(inputs.past)) is not None:
-            return [None] * layers, cache.layers[0].tensors.get("pack_mask")
-        self.check_packed_states(packed_states, packed_mask, inputs)
-        if packed_states is None:
-            return None
-        return [packed_states] * layers, drop_if_full(None if packed_mask is None else packed_mask.bool())
 
 
 __all__ = ["LunaModel", "LunaPreTrainedModel"]

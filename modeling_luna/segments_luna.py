@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
+from luna_mega.modeling_common.masks import read_mask
 from luna_mega.modeling_luna.modeling_luna import LunaModel, LunaModelOutput
 
 
@@ -42,7 +43,9 @@ def read_segments(
     for name, value in (("segment_length", segment_length), ("gradient_segments", gradient_segments)):
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-    mask = input_ids != model.config.pad_token_id if attention_mask is None else attention_mask.bool()
+    mask = read_mask("attention_mask", attention_mask)
+    if mask is None:
+        mask = input_ids != model.config.pad_token_id
     if (~mask[:, :-1] & mask[:, 1:]).any():
         raise ValueError("documents are read from the left: put the padding behind them (padding_side='right')")
     for index, start in enumerate(range(0, input_ids.shape[1], segment_length)):

@@ -62,7 +62,9 @@ class _Words(nn.Embedding):
 
 
 class MegaBandProjection(nn.Module):
-    """Vectors of the width of a band to that of the model, or `back`; `_init_weights` of the model fills `weight`.
+    """A projection of vectors from the width of a band to the width of the model, or `back`.
+
+    `_init_weights` of the model fills `weight`.
 
     It is no `nn.Linear`, which tools would adapt or quantise for one of the two directions alone.
     """
@@ -125,7 +127,7 @@ class MegaAdaptiveSoftmax(nn.Module):
         else:
             factor, inner = config.adaptive_softmax_factor, width
         self.edges, widths = _bands(config.adaptive_softmax_cutoffs, config.vocab_size, inner, factor)
-        # The original's loss leaves out the word of a tail whose number there is that of the padding.
+        # The original's loss leaves out the word of a tail that has the number of the padding there.
         self.left_out = config.pad_token_id if config.legacy_adaptive_loss else -100
         self.dropout = nn.Dropout(config.adaptive_softmax_dropout)
         first, *sizes = (end - start for start, end in pairwise(self.edges))

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from transformers.configuration_utils import PreTrainedConfig
 
-from luna_mega.kernels.gated_attention.columns import rotation, take
+from luna_mega.kernels.gated_attention.alignment import rotation, take
 from luna_mega.modeling_common.cache import StateCache, StateLayer, StateSeq2SeqCache
 
 
@@ -16,7 +17,7 @@ class Reach(NamedTuple):
     """The keys `[B, S, Z]` and values `[B, S, V]` that new positions attend to, among them their own.
 
     `mask` `[B, S]`: None = all. `start` `[B]`: the position of the first key; None = 0, or the first of a chunk.
-    `column` `[B]`: that of a single new position, None = the last.
+    `column` `[B]`: the column of a single new position, None = the last.
     """
 
     keys: torch.Tensor
@@ -91,7 +92,7 @@ class MegaCacheLayer(StateLayer):
         return Reach(*(x[:, :count] for x in (self.keys, self.values, self.mask)), None, column)
 
     def _make_room(self, keys, values, columns, chunk_size):
-        """See to it that the buffers have so many columns, that of a chunk or twice as many as before if they grow."""
+        """Make the buffers at least `columns` wide: as wide as a chunk, or twice their width whenever they grow."""
         columns = chunk_size or columns
         if self.keys is None:
             self.position = torch.zeros(len(keys), dtype=torch.int64, device=keys.device)
@@ -179,11 +180,43 @@ class MegaCache(StateCache):
 
     layer_class = MegaCacheLayer
 
+    def check(self, config: PreTrainedConfig, batch: int, ranks: int) -> None:
+        layer = self.layers[0]
+        # Numbers in an exported program would tie it to caches like that of the example.
+        if not layer.is_initialized or torch.compiler.is_exporting():
+            return
+        kept = max(layer.seen, layer.keys.shape[1]) if config.attention_chunk is None else config.attention_chunk
+        needed = [
+            (batch, config.hidden_size, config.ema_projection_size),
+            (batch, kept, config.shared_representation_size),
+            (batch, kept, config.intermediate_size // ranks),
+        ]
+        if config.truncation is not None:
+            needed.append((batch, config.truncation, config.hidden_size))
+        tensors = (layer.average, layer.keys, layer.values, layer.inputs)
+        given = [tuple(tensor.shape) for tensor in tensors if tensor is not None]
+        if given != needed or len(self) != config.num_hidden_layers:
+            raise ValueError(
+                f"past_key_values does not fit this model and batch: {len(self)} layers with states, keys, values of "
+                f"{given}, needed are {config.num_hidden_layers} with {needed} (batch size first)"
+            )
+
 
 class MegaCrossCache(StateCache):
     """The source of a Mega decoder with cross-attention."""
 
     layer_class = MegaCrossCacheLayer
+
+    def check_source(self, config: PreTrainedConfig, batch: int, length: int | None, ranks: int) -> None:
+        keys, values = self.layers[0].keys, self.layers[0].values
+        length = keys.shape[1] if length is None else length
+        needed = [(batch, length, config.shared_representation_size), (batch, length, config.hidden_size // ranks)]
+        given = [tuple(keys.shape), tuple(values.shape)]
+        if given != needed or len(self) != config.num_hidden_layers:
+            raise ValueError(
+                f"past_key_values has another source, of another batch or model: {len(self)} layers with keys and "
+                f"values of {given}, needed are {config.num_hidden_layers} with {needed}; begin with a new cache"
+            )
 
 
 class MegaSeq2SeqCache(StateSeq2SeqCache):

@@ -4,7 +4,7 @@
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 
-from luna_mega.modeling_common.configuration import SharedConfig
+from luna_mega.modeling_common.configuration import MOST_IN_CHUNK, SharedConfig
 from luna_mega.modeling_mega.adaptive import check_bands
 from luna_mega.modeling_mega.presets_mega import MegaPresets
 
@@ -282,7 +282,7 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
             "vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "ema_projection_size",
             "shared_representation_size", "nffn_hidden_size", "max_positions", "type_vocab_size",
             "classifier_hidden_size", "embedding_size", "cross_attention_positions", "image_size", "patch_size",
-            "num_channels",
+            "num_channels", "truncation",
         )  # fmt: skip
         self._check_counts(sizes)
         self._check_counts(["classifier_num_layers"], least=0)
@@ -294,6 +294,8 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
         self._check_padding()
         if self.use_chunking and self.chunk_size < 1:
             raise ValueError(f"use_chunking needs a chunk_size of at least 1, got {self.chunk_size}")
+        if self.use_chunking:
+            self._check_counts(["chunk_size"], most=MOST_IN_CHUNK)
         if self.relative_positional_bias == "rotary" and (width := self.shared_representation_size) % 2:
             raise ValueError(f"a rotary bias needs an even shared_representation_size, got {width}")
         if self.num_attention_heads != 1:
@@ -347,6 +349,15 @@ class MegaSeq2SeqConfig(MegaConfig):
     side_class = MegaConfig
 
     is_encoder_decoder: bool = True
+
+
+def check_tied_widths(config: MegaConfig):
+    """Refuse an output layer that is tied to word vectors of another width."""
+    if config.tie_word_embeddings and config.embedding_size != config.hidden_size:
+        raise ValueError(
+            f"tie_word_embeddings=True needs embedding_size={config.hidden_size}, the hidden_size, got "
+            f"{config.embedding_size}; or pass tie_word_embeddings=False"
+        )
 
 
 MegaConfig.seq2seq_class = MegaSeq2SeqConfig

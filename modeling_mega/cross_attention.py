@@ -1,7 +1,7 @@
 """Gated cross-attention: how a Mega decoder reads the source.
 
-The paper evaluates it on WMT'16 (section 4.4) but does not write it down; it is that of the original code, from which
-the Mega of transformers v4 has its names and parameters.
+The paper evaluates it on WMT'16 (section 4.4) but does not write it down. This is the attention of the original code,
+from which the Mega of transformers v4 has its names and parameters.
 """
 
 import torch
@@ -13,11 +13,13 @@ from luna_mega.modeling_common.layout import TokenLayout
 from luna_mega.modeling_common.tensor_parallel import RankBoundary
 from luna_mega.modeling_mega.cache_mega import MegaCacheLayer, MegaCrossCacheLayer
 from luna_mega.modeling_mega.configuration_mega import MegaConfig
-from luna_mega.modeling_mega.parts import MegaDropout, MegaSequenceNorm, build_relative_bias, relative_bias
+from luna_mega.modeling_mega.dropout_mega import MegaDropout
+from luna_mega.modeling_mega.norms import MegaSequenceNorm
+from luna_mega.modeling_mega.position import build_relative_bias, relative_bias
 
 
 class MegaGatedCrossAttention(nn.Module):
-    """u * act(W_h(A V * r)) + (1 - u) * x, with gates u and r and queries from x, keys and values from the source.
+    """Compute u * act(W_h(A V * r)) + (1 - u) * x: gates u, r and queries from x, keys and values from the source.
 
     The relative bias counts positions on both sides from the first token, wherever padding has put that.
     """
@@ -48,7 +50,7 @@ class MegaGatedCrossAttention(nn.Module):
         past: MegaCacheLayer | None = None,
         source: MegaCrossCacheLayer | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`[B, T, d]` and a source `[B, S, d]` -> `[B, T, d]`, and with `output_weights` weights `[B, 1, T, S]`.
+        """Return `[B, T, d]` of targets and a source `[B, S, d]`, with `output_weights` also weights `[B, 1, T, S]`.
 
         `past`, brought up to date already, tells where the sequences are; `source` keeps keys and values.
         """
@@ -100,7 +102,7 @@ class MegaGatedCrossAttention(nn.Module):
         return attended if output_weights else (attended, None)
 
     def exported_positions(self, past: MegaCacheLayer, key: torch.Tensor) -> int:
-        """Return at least as many positions as source and target have; the cache of a program has no number of them."""
+        """Return a number of positions that covers source and target, which an exported program does not know."""
         if self.config.relative_positional_bias == "simple":
             return self.config.cross_positions
         seen = past.position.max().item()

@@ -5,20 +5,19 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import initialization as init
-from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions
+from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions, ModelOutput, Seq2SeqModelOutput
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
-from luna_mega.kernels.context_parallel import all_reduce_sum
-from luna_mega.modeling_common.context_parallel import find_shard, mean_loss
 from luna_mega.modeling_common.generation import Seq2SeqGenerationMixin, StateGenerationMixin
 from luna_mega.modeling_common.labels import keep_positions, next_tokens
+from luna_mega.modeling_common.masks import read_mask
 from luna_mega.modeling_common.seq2seq import Seq2SeqBody, Seq2SeqLM
+from luna_mega.modeling_common.sequence_parts import find_parts
 from luna_mega.modeling_mega.adaptive import MegaAdaptiveSoftmax
 from luna_mega.modeling_mega.cache_mega import MegaCache, MegaSeq2SeqCache
-from luna_mega.modeling_mega.configuration_mega import MegaConfig, MegaSeq2SeqConfig
+from luna_mega.modeling_mega.configuration_mega import MegaConfig, MegaSeq2SeqConfig, check_tied_widths
 from luna_mega.modeling_mega.modeling_mega import MegaModel, MegaPreTrainedModel
-from luna_mega.modeling_mega.parts import check_tied_widths
 
 _WORDS = "embedding_layer.word_embeddings.weight"
 
@@ -99,19 +98,18 @@ class MegaForCausalLM(StateGenerationMixin, MegaPreTrainedModel):
             encoder_attention_mask=encoder_attention_mask,
             **kwargs,
         )
-        cp_group, loss = kwargs.pop("cp_group", None), None
-        hidden_states = keep_positions(outputs.last_hidden_state, logits_to_keep, cp_group)
-        shard = find_shard(cp_group, hidden_states)
-        targets = next_tokens(labels, shift_labels, hidden_states, shard)
+        parts, loss = find_parts(kwargs, outputs.last_hidden_state), None
+        hidden_states = keep_positions(outputs.last_hidden_state, logits_to_keep, parts)
+        targets = next_tokens(labels, shift_labels, hidden_states, parts)
         if self.dense is not None:
             hidden_states = torch.tanh(self.dense(hidden_states))
         if self.config.adaptive_softmax_cutoffs is not None:
-            logits, loss = self._adaptive(hidden_states, targets, shard, **kwargs)
+            logits, loss = self._adaptive(hidden_states, targets, parts, **kwargs)
         else:
             logits = self.lm_head(self.dropout(hidden_states))
             if targets is not None:
                 arguments = {"labels": labels, "vocab_size": self.config.vocab_size, "shift_labels": targets}
-                loss = mean_loss(self.loss_function, targets, shard, logits=logits, **arguments, **kwargs)
+                loss = parts.mean_loss(self.loss_function, targets, logits=logits, **arguments, **kwargs)
         return CausalLMOutputWithCrossAttentions(
             loss=loss,
             logits=logits,
@@ -121,16 +119,16 @@ class MegaForCausalLM(StateGenerationMixin, MegaPreTrainedModel):
             cross_attentions=outputs.cross_attentions,
         )
 
-    def _adaptive(self, hidden_states, targets, shard, num_items_in_batch=None, **kwargs):
+    def _adaptive(self, hidden_states, targets, parts, num_items_in_batch=None, **kwargs):
         """Return log-probabilities and None, or with targets None and the loss."""
-        # Not the module, which accelerate would move with the arguments of another, and cannot where it is offloaded.
+        # The call of the module, not the module: accelerate moves modules among the arguments, and cannot move one
+        # whose weights are offloaded.
         embedding = self.mega.get_input_embeddings().__call__
         if targets is None:
             return self.lm_head(hidden_states.flatten(0, 1), embedding).unflatten(0, hidden_states.shape[:2]), None
         counted = targets != -100
         total, count = self.lm_head.loss(hidden_states[counted], targets[counted], embedding), counted.sum()
-        if shard is not None:
-            total, count = all_reduce_sum(total, shard), all_reduce_sum(count, shard)
+        total, count = parts.total(total), parts.total(count)
         return None, total / (count if num_items_in_batch is None else num_items_in_batch)
 
 
@@ -148,6 +146,44 @@ class MegaSeq2SeqModel(Seq2SeqBody, MegaPreTrainedModel):
         self.encoder = MegaModel(config.encoder_config, add_pooling_layer=False)
         self.decoder = MegaModel(config.decoder_config, add_pooling_layer=False)
         self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        decoder_input_ids: torch.LongTensor | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
+        encoder_outputs: ModelOutput | tuple[torch.Tensor, ...] | None = None,
+        past_key_values: MegaSeq2SeqCache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        decoder_inputs_embeds: torch.FloatTensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> Seq2SeqModelOutput:
+        """Encode B sources of S positions, and run the decoder over T positions of targets; see `Seq2SeqBody`."""
+        options = self.read_options(kwargs, use_cache, decoder_input_ids, decoder_inputs_embeds)
+        attention_mask = read_mask("attention_mask", attention_mask)
+        encoded = self.encode(input_ids, attention_mask, inputs_embeds, encoder_outputs, past_key_values, options)
+        decoded = self.decoder(
+            decoder_input_ids,
+            read_mask("decoder_attention_mask", decoder_attention_mask),
+            inputs_embeds=decoder_inputs_embeds,
+            encoder_hidden_states=encoded.last_hidden_state,
+            encoder_attention_mask=self.source_mask(input_ids, attention_mask, encoded),
+            past_key_values=past_key_values,
+            **options,
+        )
+        return Seq2SeqModelOutput(
+            last_hidden_state=decoded.last_hidden_state,
+            past_key_values=decoded.past_key_values,
+            decoder_hidden_states=decoded.hidden_states,
+            decoder_attentions=decoded.attentions,
+            cross_attentions=decoded.cross_attentions,
+            encoder_last_hidden_state=encoded.last_hidden_state,
+            encoder_hidden_states=encoded.hidden_states,
+            encoder_attentions=encoded.attentions,
+        )
 
 
 class MegaForConditionalGeneration(Seq2SeqLM, Seq2SeqGenerationMixin, MegaPreTrainedModel):

@@ -15,8 +15,6 @@ from transformers.modeling_outputs import (
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
-from luna_mega.kernels.context_parallel import ContextShard
-from luna_mega.modeling_common.context_parallel import dropout_alike
 from luna_mega.modeling_common.heads import (
     ClassificationHead,
     MaskedLMMixin,
@@ -28,10 +26,11 @@ from luna_mega.modeling_common.heads import (
     flatten_options,
     pair_size,
 )
+from luna_mega.modeling_common.masks import read_mask
 from luna_mega.modeling_common.pooling import first_token, masked_mean
-from luna_mega.modeling_mega.configuration_mega import MegaConfig
+from luna_mega.modeling_common.sequence_parts import WHOLE, Parts
+from luna_mega.modeling_mega.configuration_mega import MegaConfig, check_tied_widths
 from luna_mega.modeling_mega.modeling_mega import MegaModel, MegaPreTrainedModel
-from luna_mega.modeling_mega.parts import check_tied_widths
 
 
 class MegaForMaskedLM(MaskedLMMixin, MegaPreTrainedModel):
@@ -110,11 +109,11 @@ class MegaPooledModel(PooledMixin, MegaPreTrainedModel):
             init.xavier_uniform_(module.weight)
 
     def summarize(
-        self, outputs: BaseModelOutputWithPooling, mask: torch.Tensor | None, shard: ContextShard | None = None
+        self, outputs: BaseModelOutputWithPooling, mask: torch.Tensor | None, parts: Parts = WHOLE
     ) -> torch.Tensor:
         """Return the sentence representation `[B, d]`."""
         pool = first_token if self.config.pooling == "cls" else masked_mean
-        return pool(outputs.last_hidden_state, mask, shard)
+        return pool(outputs.last_hidden_state, mask, parts)
 
 
 class MegaForSequenceClassification(MegaPooledModel):
@@ -138,7 +137,7 @@ class MegaForSequenceClassification(MegaPooledModel):
 
         `labels`: `[B]` class ids, or numbers for regression. `logits`: `[B, num_labels]`.
         """
-        features, outputs, shard = self.pool(
+        features, outputs, parts = self.pool(
             attention_mask,
             input_ids=input_ids,
             inputs_embeds=inputs_embeds,
@@ -146,7 +145,7 @@ class MegaForSequenceClassification(MegaPooledModel):
             token_type_ids=token_type_ids,
             **kwargs,
         )
-        return SequenceClassifierOutput(**self.classify(features, outputs, labels, shard))
+        return SequenceClassifierOutput(**self.classify(features, outputs, labels, parts))
 
 
 class MegaForImageClassification(MegaPooledModel):
@@ -179,8 +178,8 @@ class MegaForImageClassification(MegaPooledModel):
             interpolate_pos_encoding=interpolate_pos_encoding,
             **kwargs,
         )
-        mask = None if attention_mask is None else attention_mask.bool()
-        return ImageClassifierOutput(**self.classify(self.summarize(outputs, mask), outputs, labels, None))
+        mask = read_mask("attention_mask", attention_mask)
+        return ImageClassifierOutput(**self.classify(self.summarize(outputs, mask), outputs, labels))
 
 
 class MegaForSequencePairClassification(PairMixin, MegaPooledModel):
@@ -214,16 +213,16 @@ class MegaForSequencePairClassification(PairMixin, MegaPooledModel):
         """
         if "token_type_ids" in kwargs:
             raise ValueError("the sequences of a pair have no token types; leave token_type_ids out")
-        first, outputs, shard = self.pool(
+        first, outputs, parts = self.pool(
             attention_mask, input_ids=input_ids, inputs_embeds=inputs_embeds, input_values=input_values, **kwargs
         )
         predicted = self.classify_pairs(
             first,
             outputs,
             labels,
-            shard,
+            parts,
             pair_attention_mask,
-            kwargs.get("cp_group"),
+            kwargs,
             input_ids=pair_input_ids,
             inputs_embeds=pair_inputs_embeds,
             input_values=pair_input_values,
@@ -243,7 +242,7 @@ class MegaForMultipleChoice(PooledMixin, MegaPreTrainedModel):
         self.post_init()
 
     def summarize(
-        self, outputs: BaseModelOutputWithPooling, mask: torch.Tensor | None, shard: ContextShard | None = None
+        self, outputs: BaseModelOutputWithPooling, mask: torch.Tensor | None, parts: Parts = WHOLE
     ) -> torch.Tensor:
         """Return the sentence representation `[B, d]`."""
         return outputs.pooler_output
@@ -265,8 +264,8 @@ class MegaForMultipleChoice(PooledMixin, MegaPreTrainedModel):
             inputs_embeds=inputs_embeds,
             token_type_ids=token_type_ids,
         )
-        features, outputs, shard = self.pool(**inputs, **kwargs)
-        scores = self.classifier(dropout_alike(self.dropout, features, shard))
+        features, outputs, parts = self.pool(**inputs, **kwargs)
+        scores = self.classifier(parts.dropout(self.dropout, features))
         return MultipleChoiceModelOutput(**choose_option(scores, options, outputs, labels))
 
 

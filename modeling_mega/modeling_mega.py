@@ -10,7 +10,6 @@ There `damping_factor` holds the logits of the paper's alpha (weight of the inpu
 """
 
 import math
-from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -32,8 +31,7 @@ from luna_mega.kernels.api import (
     gated_attention_step,
 )
 from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel
-from luna_mega.modeling_common.context_parallel import refuse_together
-from luna_mega.modeling_common.inputs import ValueEmbeddings
+from luna_mega.modeling_common.inputs import Batch, InputSpec, ValueEmbeddings, read_batch
 from luna_mega.modeling_common.layout import DENSE, TokenLayout
 from luna_mega.modeling_common.patches import PatchEmbeddings, interpolate_positions
 from luna_mega.modeling_common.pooling import first_token
@@ -41,18 +39,15 @@ from luna_mega.modeling_common.tensor_parallel import RankBoundary
 from luna_mega.modeling_mega.adaptive import MegaAdaptiveEmbedding, MegaBandProjection
 from luna_mega.modeling_mega.cache_mega import MegaCache, MegaCacheLayer, MegaCrossCacheLayer, MegaSeq2SeqCache
 from luna_mega.modeling_mega.configuration_mega import MegaConfig
-from luna_mega.modeling_mega.context_parallel_mega import check_parts, reach_keys
 from luna_mega.modeling_mega.cross_attention import MegaGatedCrossAttention
-from luna_mega.modeling_mega.inputs_mega import MegaInputsMixin
-from luna_mega.modeling_mega.norms import MegaScaleNorm
-from luna_mega.modeling_mega.parts import (
-    MegaDropout,
-    MegaDropPath,
-    MegaSequenceNorm,
+from luna_mega.modeling_mega.dropout_mega import MegaDropout, MegaDropPath
+from luna_mega.modeling_mega.norms import MegaScaleNorm, MegaSequenceNorm
+from luna_mega.modeling_mega.position import (
+    MegaRotaryRelativeBias,
+    MegaSimpleRelativeBias,
     build_relative_bias,
     relative_bias,
 )
-from luna_mega.modeling_mega.position import MegaRotaryRelativeBias, MegaSimpleRelativeBias
 
 
 class MegaEmbeddings(nn.Module):
@@ -184,10 +179,12 @@ class MegaGatedAttention(nn.Module):
         layout: TokenLayout,
         output_weights: bool = False,
         past: MegaCacheLayer | None = None,
+        grid: tuple[int, int] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return `[B, T, d]`, and with `output_weights` the attention weights `[B, chunks, C, C]`.
 
-        With `past` the sequences go on from there, and it is brought up to date.
+        With `past` the sequences go on from there, and it is brought up to date. `grid`: rows and columns of patches of
+        pictures that have another size than the model's.
         """
         residual = hidden_states
         if self.config.normalize_before_mega:
@@ -200,10 +197,8 @@ class MegaGatedAttention(nn.Module):
         if past is not None:
             attended, weights = self.attend_cached(query, key, value, layout.mask, output_weights, past)
         else:
-            keys, start, offset = layout, layout.start(), 0
-            if layout.shard is not None:
-                key, value, keys, start, offset = reach_keys(key, value, layout, self.config.attention_chunk)
-            attended, weights = self.attend(query, key, value, keys, start, offset, output_weights)
+            key, value, keys, start, offset = self.reach(key, value, layout)
+            attended, weights = self.attend(query, key, value, keys, start, offset, output_weights, grid)
         attended = self.dropout(self.activation(candidate + self.h_proj(attended * reset)), layout)
         # Before the gate, as the original has it: a sequence that is left out becomes (1 - update) * residual.
         attended = self.drop_path(attended, layout)
@@ -213,12 +208,26 @@ class MegaGatedAttention(nn.Module):
             output = self.norm(output, layout)
         return output, weights
 
-    def attend(self, query, key, value, layout, start, offset, output_weights):
+    def reach(self, key, value, layout):
+        """Return keys and values for the queries here, their layout and start, and the column of the first query.
+
+        Where this is a part of the sequences, attention to all positions needs those of the other parts.
+        """
+        if layout.parts.is_whole():
+            return key, value, layout, layout.start(), 0
+        if self.config.attention_chunk is not None:
+            return key, value, TokenLayout(layout.mask), layout.start().clamp(max=0), 0
+        return layout.reach(key, value)
+
+    def attend(self, query, key, value, layout, start, offset, output_weights, grid=None):
         """Attend from the column `offset` on to keys: their layout, and the position `start` `[B]` of the first."""
+        chunk = self.config.attention_chunk
+        # Later columns of a chunk may stand anywhere in it.
+        length = layout.sizes(key)[1] if offset == 0 or chunk is None else chunk
         options = {
-            "bias": self.whole(self.relative_bias(layout.sizes(key)[1], layout.grid)),
+            "bias": self.whole(self.relative_bias(length, grid)),
             "function": self.config.attention_activation,
-            "chunk_size": self.config.attention_chunk,
+            "chunk_size": chunk,
             "start": start,
             "dropout": self.config.attention_probs_dropout_prob if self.training else 0.0,
             **layout.options(),
@@ -253,16 +262,23 @@ class MegaGatedAttention(nn.Module):
     def kept_bias(self, past: MegaCacheLayer, length: int) -> torch.Tensor:
         """Return the bias of the positions of a chunk, or of all, kept in `past`."""
         if self.config.attention_chunk is not None:
-            length = self.config.attention_chunk
+            length = self.chunk_positions(2 ** max(6, (length - 1).bit_length()))  # a new table whenever it has doubled
         elif isinstance(self.rel_pos_bias, MegaRotaryRelativeBias):
             length = max(length, past.keys.shape[1])  # it grows with the memory
         weights = tuple(self.rel_pos_bias._parameters.values())
         return past.constants.get("bias", weights, lambda: self.whole(self.relative_bias(length)), length)
 
+    def chunk_positions(self, length: int) -> int:
+        """Return the positions of a chunk whose bias is in use where sequences have up to `length`."""
+        chunk = self.config.attention_chunk
+        if isinstance(self.rel_pos_bias, MegaSimpleRelativeBias) or torch.compiler.is_compiling():
+            return chunk  # a table has them all, and a program serves every length
+        return min(chunk, length)
+
     def relative_bias(self, length: int, grid: tuple[int, int] | None = None) -> torch.Tensor:
-        """Return the bias of the positions of a chunk, or of all, a vector over their differences."""
+        """Return the bias of `length` positions, with chunks of those in one, a vector over their differences."""
         if self.config.attention_chunk is not None:
-            length, grid = self.config.attention_chunk, None
+            length, grid = self.chunk_positions(length), None
         return relative_bias(self.config, self.rel_pos_bias, length, grid)
 
 
@@ -307,8 +323,9 @@ class MegaBlock(GradientCheckpointingLayer):
         encoder_hidden_states: torch.Tensor | None = None,
         encoder_layout: TokenLayout = DENSE,
         source: MegaCrossCacheLayer | None = None,
+        grid: tuple[int, int] | None = None,
     ) -> torch.Tensor:
-        hidden_states, _ = self.mega_layer(hidden_states, layout, output_weights, past)
+        hidden_states, _ = self.mega_layer(hidden_states, layout, output_weights, past, grid)
         if self.cross_attn is not None:
             hidden_states, _ = self.cross_attn(
                 hidden_states, layout, encoder_hidden_states, encoder_layout, output_weights, past, source
@@ -408,7 +425,7 @@ class MegaPreTrainedModel(CommonPreTrainedModel):
             init.normal_(module.bias, std=0.1)
 
 
-class MegaModel(MegaInputsMixin, BodyMixin, MegaPreTrainedModel):
+class MegaModel(BodyMixin, MegaPreTrainedModel):
     """Mega without a head: the encoder, or with `is_decoder` the decoder of a language model."""
 
     embeddings_name = "embedding_layer"
@@ -426,6 +443,26 @@ class MegaModel(MegaInputsMixin, BodyMixin, MegaPreTrainedModel):
         self.pooler = MegaPooler(config) if add_pooling_layer and config.input_type != "patches" else None
         self.gradient_checkpointing = False
         self.post_init()
+
+    @property
+    def input_spec(self) -> InputSpec:
+        """Return what `read_batch` must know of the model."""
+        config = self.config
+        projected = config.input_type == "tokens" and config.adaptive_input_cutoffs is None
+        return InputSpec(
+            config=config,
+            width=config.embedding_size if projected else config.hidden_size,
+            cache_class=self.cache_class,
+            seq2seq_cache_class=self.seq2seq_cache_class,
+            training=self.training,
+            checkpointing=self.gradient_checkpointing,
+            ranks=self.layers[0].mega_layer.own_columns.ranks,
+            options=frozenset({"position_ids"}),
+            weights_from_cache=False,
+            chunk=config.attention_chunk,
+            horizon=config.truncation,
+            counts_padding=config.padded_batch_statistics,
+        )
 
     @capture_outputs
     def forward(
@@ -449,7 +486,9 @@ class MegaModel(MegaInputsMixin, BodyMixin, MegaPreTrainedModel):
 
         Args:
             input_ids: `[B, T]` tokens (`input_type="tokens"`).
-            attention_mask: `[B, T]`, 1 = keep. None = all positions, with `input_ids` all that are not `pad_token_id`.
+            attention_mask: `[B, T]`, 1 = keep, 0 = drop; None = all positions, with `input_ids` all that are not
+                `pad_token_id`. Inputs that it drops may be anything, also NaN. Other values are found on a CPU and
+                outside of programs; elsewhere all but 0 keep.
             inputs_embeds: `[B, T, d]` embeddings in place of tokens, values or patches.
             input_values: `[B, T]` real numbers (`input_type="values"`).
             token_type_ids: `[B, T]`, with `add_token_type_embeddings`; None = all 0.
@@ -471,7 +510,8 @@ class MegaModel(MegaInputsMixin, BodyMixin, MegaPreTrainedModel):
                 end to end in a row, as `DataCollatorWithFlattening` makes them) `position_ids` `[B, T]`, which rise
                 but where a sequence begins, `seq_idx` `[B, T]`, or `cu_seq_lens_q` `[S + 1]` and `max_length_q`
                 (`cu_seq_lens_k` and `max_length_k` must be the same). They go without a cache, and all but `seq_idx`
-                without an `attention_mask`.
+                without an `attention_mask`. Beside a mask, `position_ids` are those that it has where it keeps,
+                `attention_mask.cumsum(1) - 1`, with a cache the last of them.
 
         Returns:
             `last_hidden_state` `[B, T, d]` (rows at padding are meaningless), `pooler_output` `[B, d]` or None (also
@@ -481,41 +521,39 @@ class MegaModel(MegaInputsMixin, BodyMixin, MegaPreTrainedModel):
             `[B, 1, T, S]`.
 
         Raises:
-            ValueError: not exactly one kind of input, an empty batch, a mask of another shape, a sequence longer than
-                the bias table, an argument that Mega does not have.
+            ValueError: not exactly one kind of input, an empty batch, a mask of another shape, a mask with other values
+                than 0 and 1, a sequence longer than the bias table, an argument that Mega does not have.
         """
-        grid = None
-        with nullcontext() if cp_group is None else refuse_together(cp_group, self.device):
-            self.check_token_types(token_type_ids)
-            if pixel_values is not None:
-                others = input_ids, inputs_embeds, input_values
-                inputs_embeds, grid = self.embed_pictures(pixel_values, interpolate_pos_encoding, *others)
-        inputs = self.read_inputs(
-            input_ids,
-            attention_mask,
-            inputs_embeds,
-            input_values,
-            options.get("position_ids"),
-            past_key_values,
-            use_cache,
-            options,
-            cp_group,
+        batch = read_batch(
+            self.input_spec,
+            self.get_input_embeddings(),
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            input_values=input_values,
+            pixel_values=pixel_values,
+            interpolate=interpolate_pos_encoding,
+            position_ids=options.get("position_ids"),
+            token_type_ids=token_type_ids,
+            encoder_hidden_states=encoder_hidden_states,
+            encoder_attention_mask=encoder_attention_mask,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            options=options,
+            cp_group=cp_group,
         )
-        layout, (past, sources) = inputs.layout._replace(grid=grid), self.parts_of(inputs.past)
-        check_parts(layout, self.config)
-        if layout.is_ragged() and self.config.input_type == "patches":
-            raise ValueError("pictures are not laid end to end: leave position_ids and cu_seq_lens_q out")
-        source_layout = TokenLayout(self.check_source(encoder_hidden_states, encoder_attention_mask, sources, inputs))
-        hidden_states = self.embed_tokens(inputs.embeddings, token_type_ids, layout)
+        layout, past, source = batch.layout, batch.target, batch.source
+        hidden_states = self.embed_tokens(batch)
         for index, layer in enumerate(self.layers):
             hidden_states = layer(
                 hidden_states,
                 layout,
-                inputs.output_weights,
+                batch.output_weights,
                 None if past is None else past.layers[index],
-                encoder_hidden_states,
-                source_layout,
-                None if sources is None else sources.layers[index],
+                batch.context,
+                batch.context_layout,
+                None if source is None else source.layers[index],
+                batch.grid,
             )
         if self.final_norm is not None:
             hidden_states = self.final_norm(hidden_states, layout)
@@ -524,20 +562,17 @@ class MegaModel(MegaInputsMixin, BodyMixin, MegaPreTrainedModel):
         sequences, hidden_states = layout.sizes(hidden_states)[0], layout.scatter(hidden_states)
         pooled = None
         if self.pooler is not None and sequences == hidden_states.shape[0]:
-            pooled = self.pooler(first_token(hidden_states, inputs.mask, layout.shard))
+            pooled = self.pooler(first_token(hidden_states, batch.mask, layout.parts))
         return BaseModelOutputWithPoolingAndCrossAttentions(
             last_hidden_state=hidden_states,
-            past_key_values=inputs.past,
+            past_key_values=batch.past,
             pooler_output=pooled,
         )
 
-    def embed_tokens(
-        self, embeddings: torch.Tensor, token_type_ids: torch.Tensor | None, layout: TokenLayout
-    ) -> torch.Tensor:
+    def embed_tokens(self, batch: Batch) -> torch.Tensor:
         """Return embeddings `[B, T, d]` as the first layer takes them."""
-        if token_type_ids is not None:
-            token_type_ids = layout.gather(token_type_ids)
-        hidden_states = self.embedding_layer(embeddings, token_type_ids, layout.grid)
+        layout = batch.layout
+        hidden_states = self.embedding_layer(batch.embeddings, batch.token_type_ids, batch.grid)
         if self.embedding_norm is not None:
             hidden_states = self.embedding_norm(hidden_states, layout)
         hidden_states = self.embedding_dropout(hidden_states, layout)

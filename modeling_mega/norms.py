@@ -1,10 +1,12 @@
 """The norms of Mega: `build_norm` makes the one that a configuration names."""
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from luna_mega.kernels.context_parallel import ContextShard, all_reduce_sum
+from luna_mega.modeling_common.layout import TokenLayout
+from luna_mega.modeling_common.processes import are_joined, sum_over_processes
+from luna_mega.modeling_common.sequence_parts import WHOLE, Parts
+from luna_mega.modeling_mega.configuration_mega import MegaConfig
 
 
 class MegaLayerNorm(nn.LayerNorm):
@@ -68,18 +70,16 @@ class MegaBatchNorm(nn.BatchNorm1d):
             self.running_mean, self.running_var = (x.to(self.running_mean.device) for x in statistics)
         return self
 
-    def forward(
-        self, x: torch.Tensor, mask: torch.Tensor | None = None, shard: ContextShard | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, parts: Parts = WHOLE) -> torch.Tensor:
         wide = _widen(x)
         mean, variance = self.running_mean, self.running_var
         if self.training:
             # Gradient checkpointing runs the step again inside the backward pass; it must not count twice.
             counts = torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1
             mask = None if self.padded_statistics else mask
-            if mask is None and shard is None and not self._is_shared() and self._fits_pytorch(wide):
+            if mask is None and parts.is_whole() and not self._is_shared() and self._fits_pytorch(wide):
                 return self._normalize_at_once(wide, counts).to(x.dtype)
-            mean, variance, count = self._batch_statistics(wide, mask, shard)
+            mean, variance, count = self._batch_statistics(wide, mask, parts)
             if counts:
                 self._update(mean, variance, count)
         normed = (wide - mean) * torch.rsqrt(variance + self.eps)
@@ -105,13 +105,13 @@ class MegaBatchNorm(nn.BatchNorm1d):
                 self.num_batches_tracked.add_(1)
         return output.view(x.shape)
 
-    def _batch_statistics(self, x, mask, shard):
+    def _batch_statistics(self, x, mask, parts):
         x = x.flatten(0, 1)
         keep = x.new_ones(x.shape[0], 1) if mask is None else mask.reshape(-1, 1).to(x.dtype)
-        sums, count = self._total(torch.cat(((x * keep).sum(dim=0), keep.sum(dim=0))), shard).split([x.shape[1], 1])
+        sums, count = self._total(torch.cat(((x * keep).sum(dim=0), keep.sum(dim=0))), parts).split([x.shape[1], 1])
         some = count.clamp(min=1.0)
         mean = sums / some
-        return mean, self._total(((x - mean).square() * keep).sum(dim=0), shard) / some, count
+        return mean, self._total(((x - mean).square() * keep).sum(dim=0), parts) / some, count
 
     @torch.no_grad()
     def _update(self, mean, variance, count):
@@ -125,31 +125,19 @@ class MegaBatchNorm(nn.BatchNorm1d):
         """Return whether all processes of the default group share the statistics."""
         return False
 
-    def _total(self, sums: torch.Tensor, shard: ContextShard | None) -> torch.Tensor:
+    def _total(self, sums: torch.Tensor, parts: Parts) -> torch.Tensor:
         """Return the sums over all processes that share the statistics."""
-        return sums if shard is None else all_reduce_sum(sums, shard)
+        return parts.total(sums)
 
 
 class MegaSyncBatchNorm(MegaBatchNorm):
     """Batch norm over the batches of all processes of the default group; without a group `MegaBatchNorm`."""
 
     def _is_shared(self) -> bool:
-        return dist.is_available() and dist.is_initialized()
+        return are_joined()
 
-    def _total(self, sums: torch.Tensor, shard: ContextShard | None) -> torch.Tensor:
-        return _SumOverProcesses.apply(sums) if self._is_shared() else sums
-
-
-class _SumOverProcesses(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        total = x.clone()
-        dist.all_reduce(total)
-        return total
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _SumOverProcesses.apply(grad)
+    def _total(self, sums: torch.Tensor, parts: Parts) -> torch.Tensor:
+        return sum_over_processes(sums) if self._is_shared() else sums
 
 
 def build_norm(
@@ -187,3 +175,21 @@ def build_norm(
     raise ValueError(
         f"there is no norm {norm_type!r}; choose one of layernorm, scalenorm, rmsnorm, batchnorm, syncbatchnorm"
     )
+
+
+class MegaSequenceNorm(nn.Module):
+    """The norm that `config.normalization_type` names, for `[B, T, d]`; padding is not in its statistics."""
+
+    def __init__(self, config: MegaConfig, affine: bool):
+        super().__init__()
+        self.norm = build_norm(
+            config.normalization_type,
+            config.hidden_size,
+            affine=affine,
+            padded_statistics=config.padded_batch_statistics,
+            legacy_rms_norm=config.legacy_rms_norm,
+        )
+
+    def forward(self, hidden_states: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
+        statistics = (layout.mask, layout.parts) if isinstance(self.norm, MegaBatchNorm) else ()
+        return self.norm(hidden_states, *statistics)

@@ -5,6 +5,9 @@ import math
 import torch
 from torch import nn
 
+from luna_mega.modeling_common.patches import interpolate_raster_bias
+from luna_mega.modeling_mega.configuration_mega import MegaConfig
+
 
 class MegaSimpleRelativeBias(nn.Module):
     """A table with one number per distance, `[2 max_positions - 1]`, distance 0 in its middle.
@@ -61,3 +64,24 @@ class MegaRotaryRelativeBias(nn.Module):
         # Not in two halves: one of length - 1 positions would bar sequences of 1 and 2 from an exported program.
         lag = torch.arange(1 - length, length, device=device)
         return even[lag.abs()] + lag.sign() * odd[lag.abs()]
+
+
+def build_relative_bias(config: MegaConfig, positions: int) -> nn.Module:
+    """Return the module of the relative bias that `config` names; a table serves `positions`."""
+    if config.relative_positional_bias == "simple":
+        return MegaSimpleRelativeBias(positions)
+    return MegaRotaryRelativeBias(config.shared_representation_size)
+
+
+def relative_bias(
+    config: MegaConfig, module: nn.Module, positions: int, grid: tuple[int, int] | None = None
+) -> torch.Tensor:
+    """Return the bias of `positions` positions, a vector `[2 positions - 1]` over their differences.
+
+    `grid`: rows and columns of patches for which a table of other pictures is interpolated.
+    """
+    if grid is not None and config.relative_positional_bias == "simple":
+        return interpolate_raster_bias(module(config.max_positions), grid)
+    if config.relative_positional_bias == "simple" and config.legacy_bias_table:
+        return module(positions, centre=config.chunk_size - 1)
+    return module(positions)

@@ -13,6 +13,7 @@ EXIT_UNAVAILABLE = 77
 FEWEST_PASSED = {"without": 850, "with": 940}
 
 
+@pytest.mark.slow
 def test_common_model_tests_of_transformers():
     command = [sys.executable, str(RUN_CONTRACT), "--show-capture=no", "--tb=short"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -15,6 +15,7 @@ from luna_mega.kernels.context_parallel import (
     first_ranks,
 )
 from luna_mega.modeling_common.layout import TokenLayout
+from luna_mega.modeling_common.sequence_parts import SharedParts
 
 
 def describe(lengths):
@@ -67,8 +68,9 @@ def lay_out(mask, lengths):
     rank = dist.get_rank()
     shard = ContextShard.of(dist.group.WORLD, lengths[rank], torch.device("cpu"))
     part = mask[:, shard.start : shard.start + lengths[rank]]
-    layout = TokenLayout(None if part.all() else part).share(shard, len(mask), mask.device)
-    return layout.sizes(part), layout.counts(), layout.start(), layout.before()
+    kept = None if part.all() else part
+    layout = TokenLayout(kept, parts=SharedParts.count(shard, kept, len(mask), mask.device))
+    return layout.sizes(part), layout.counts(), layout.start(), layout.parts.before()
 
 
 def test_layouts_count_tokens_over_all_ranks(ranks):

@@ -9,7 +9,8 @@ import torch.distributed as dist
 import luna_mega
 from luna_mega.kernels.context_parallel import ContextShard, all_reduce_sum
 from luna_mega.modeling_common.layout import TokenLayout
-from luna_mega.modeling_mega.parts import MegaDropout
+from luna_mega.modeling_common.sequence_parts import SharedParts
+from luna_mega.modeling_mega.dropout_mega import MegaDropout
 from tests.modeling.luna import enlarged, head_inputs, labels, tokens
 from tests.modeling.mega import HEADS, NO_DROPOUT, tiny_config
 
@@ -138,7 +139,8 @@ def test_every_kind_of_layer(ranks, count, side, checkpointing):
 
 
 def drop_features():
-    layout = TokenLayout().share(ContextShard.of(dist.group.WORLD, 2, torch.device("cpu")), 3, torch.device("cpu"))
+    shard = ContextShard.of(dist.group.WORLD, 2, torch.device("cpu"))
+    layout = TokenLayout(parts=SharedParts.count(shard, None, 3, torch.device("cpu")))
     torch.manual_seed(dist.get_rank())
     return MegaDropout(0.5, features=True).train()(torch.ones(3, 2, 8), layout)
 

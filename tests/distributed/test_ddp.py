@@ -1,7 +1,7 @@
 """DDP of every class: losses and gradients of one process, without unused parameters and without warnings."""
 
 import os
-import time
+import re
 
 import pytest
 import torch
@@ -13,7 +13,6 @@ from accelerate.state import AcceleratorState
 from tests.distributed import cases
 
 TOLERANCE = 1e-6
-PATIENCE = 600  # seconds for a call with many cases
 
 
 def assert_equal(results: dict):
@@ -22,11 +21,11 @@ def assert_equal(results: dict):
 
 
 def test_every_class_trains_as_on_one_process(ranks):
-    assert_equal(ranks(2, cases.compare, list(cases.CASES), cases.ddp, 2, timeout=PATIENCE)[0])
+    assert_equal(ranks(2, cases.compare, list(cases.CASES), cases.ddp, 2)[0])
 
 
 def test_four_processes(ranks):
-    assert_equal(ranks(4, cases.compare, cases.A_FEW, cases.ddp, 5, timeout=PATIENCE)[0])
+    assert_equal(ranks(4, cases.compare, cases.A_FEW, cases.ddp, 5)[0])
 
 
 def layerdrop_step(name: str, wrap) -> list[bool]:
@@ -118,13 +117,15 @@ def die_at_second_step():
         cases.loss_of(model, cases.own_rows(whole), whole).backward()
 
 
+@pytest.mark.slow
 def test_the_others_end_when_a_process_dies(ranks):
-    start = time.monotonic()
     survivor, dead = ranks(2, die_at_second_step, may_fail=True)
-    assert dead == "the process ended" and "Error" in survivor
-    assert time.monotonic() - start < 60
+    assert dead == "the process ended"
+    # The closed connection tells it, and not a limit of time.
+    assert re.search("Connection (closed|reset)", survivor), survivor
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "refuse", [_attach_context_parallel_hooks, _refuse_recurrent_layers_under_sequence_parallelism]
 )

@@ -3,23 +3,23 @@
 from torch.distributed.fsdp import FSDPModule
 
 from tests.distributed import cases
-from tests.distributed.test_ddp import PATIENCE, assert_equal
+from tests.distributed.test_ddp import assert_equal
 
 LOADED = [*cases.A_FEW, "luna: pooling packed_mean", "luna: seq2seq, two vocabularies", "mega: causal LM, adaptive"]
 
 
 def test_every_class_trains_as_on_one_process(ranks):
-    results = ranks(2, cases.compare, cases.CLASSES, cases.fsdp_of_accelerate, 2, (True,), timeout=PATIENCE)
+    results = ranks(2, cases.compare, cases.CLASSES, cases.fsdp_of_accelerate, 2, (True,))
     assert_equal(results[0])
 
 
 def test_plans_of_transformers(ranks):
-    assert_equal(ranks(2, cases.compare, LOADED, cases.fsdp_of_transformers, 2, (False,), timeout=PATIENCE)[0])
+    assert_equal(ranks(2, cases.compare, LOADED, cases.fsdp_of_transformers, 2, (False,))[0])
 
 
 def test_four_processes(ranks):
     names = cases.A_FEW[:2]
-    assert_equal(ranks(4, cases.compare, names, cases.fsdp_of_accelerate, 5, (False,), timeout=PATIENCE)[0])
+    assert_equal(ranks(4, cases.compare, names, cases.fsdp_of_accelerate, 5, (False,))[0])
 
 
 def wrapped_modules(name: str, wrap) -> list[str]:

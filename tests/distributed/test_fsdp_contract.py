@@ -17,7 +17,6 @@ from transformers.testing_utils import _run_fsdp_tests
 
 from tests.contract.run_contract import SourceUnavailableError, common_tests
 from tests.distributed import cases
-from tests.distributed.test_ddp import PATIENCE
 
 PACKAGE = "tests_of_transformers"
 # What newer versions import from a file that the source distribution does not have.
@@ -66,5 +65,5 @@ def test_fsdp_tests_of_transformers(ranks, family):
         pytest.skip(str(error))
     sizes = {"hidden_size": 32, "vocab_size": 101, "max_position_embeddings": 64}
     config = cases.FAMILIES[family].tiny_config(is_decoder=True, **sizes)
-    ran = ranks(2, run_bodies, str(folder), type(config), config.to_diff_dict(), timeout=PATIENCE)[0]
+    ran = ranks(2, run_bodies, str(folder), type(config), config.to_diff_dict())[0]
     assert sum(ran.values()) >= 5, ran

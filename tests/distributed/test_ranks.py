@@ -1,11 +1,14 @@
-"""The processes that other tests run ranks in."""
+"""The processes that other tests run ranks in, and the patience of all tests with other processes."""
 
+import ast
 import os
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
+
+from tests.distributed.ranks import PATIENCE
 
 
 def add_ranks(start: int) -> tuple[int, int, int]:
@@ -32,8 +35,22 @@ def test_results_come_in_the_order_of_the_ranks(ranks, count):
     assert ranks(count, add_ranks, 10) == [(rank, count, total) for rank in range(count)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function, message", [(fail_on_one, "this rank fails"), (end_on_one, "the process ended")])
 def test_a_failure_is_told_and_the_next_call_works(ranks, function, message):
     with pytest.raises(AssertionError, match=f"(?s)rank . of 2.*{message}|Connection (closed|reset)"):
         ranks(2, function)
     assert ranks(2, add_ranks, 0) == [(0, 2, 1), (1, 2, 1)]
+
+
+def test_every_wait_is_patient(repo_root):
+    """A limit of time ends the wait for the dead; of the busy it would make a failure that hangs on the load."""
+    waits = {"run", "call", "check_call", "check_output", "communicate", "wait", "result", "get", "ranks", "join"}
+    hasty = []
+    for path in sorted((repo_root / "tests").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in waits:
+                limits = [keyword.value for keyword in node.keywords if keyword.arg == "timeout"]
+                if any(isinstance(limit, ast.Constant) and limit.value < PATIENCE for limit in limits):
+                    hasty.append(f"{path.relative_to(repo_root)}:{node.lineno}")
+    assert not hasty

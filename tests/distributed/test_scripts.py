@@ -1,6 +1,6 @@
 """The training scripts on two processes: what they write, and that one process with the same batch does the same."""
 
-import importlib.util
+import importlib
 import json
 import os
 import random
@@ -14,6 +14,7 @@ from accelerate.state import AcceleratorState
 from transformers import AutoModelForMaskedLM
 
 import luna_mega  # noqa: F401  (registers the models with the Auto classes)
+from tests.distributed import killing
 from tests.examples import (
     test_run_audio as audio,
     test_run_glue as glue,
@@ -38,8 +39,8 @@ def call(name: str, arguments: list[str]) -> dict:
     if str(EXAMPLES) not in sys.path:
         sys.path.insert(0, str(EXAMPLES))
     AcceleratorState._reset_state(reset_partial_state=True)  # of the test before
-    training = importlib.import_module("common.training")
-    training.plot_curve = lambda *_: None  # takes a third of a second
+    report = importlib.import_module("common.report")
+    report.plot_curve = lambda *_: None  # takes a third of a second
     try:
         return importlib.import_module(name).main(arguments)
     except SystemExit as error:
@@ -154,39 +155,32 @@ def test_a_run_resumes_on_another_number_of_processes(ranks, tmp_path):
         assert read_losses(tmp_path / output) == pytest.approx(read_losses(tmp_path / "whole"), rel=1e-6)
 
 
-@pytest.fixture(scope="module")
-def kill_resume():
-    spec = importlib.util.spec_from_file_location("kill_resume", EXAMPLES.parent / "benchmarks" / "kill_resume.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_a_sharded_run_that_is_killed_resumes_exactly(ranks, kill_resume, tmp_path):
+@pytest.mark.slow
+def test_a_sharded_run_that_is_killed_resumes_exactly(ranks, tmp_path):
     """`kill -9` of one process ends the other with an error; a half-written checkpoint is not resumed from."""
-    corpus = kill_resume.write_corpus(tmp_path / "corpus")
-    options = partial(kill_resume.options, corpus, steps=8)
+    corpus = killing.write_corpus(tmp_path / "corpus")
+    options = partial(killing.options, corpus, steps=8)
     ranks(2, call, "run_mlm_accelerate", options(tmp_path / "whole"))
-    whole = kill_resume.read_losses(tmp_path / "whole")
+    whole = killing.read_losses(tmp_path / "whole")
     assert len(whole) == 8 and whole[-1] < whole[0]
 
     killed = tmp_path / "killed"
-    assert kill_resume.kill_one(kill_resume.launch(2, options(killed)), killed, step=5, delay=0.0) < 60
+    killing.kill_one(killing.launch(2, options(killed)), killed, step=5, delay=0.0)
     half = shutil.copytree(killed / "checkpoint-4", killed / "checkpoint-6.tmp", dirs_exist_ok=True)
     (half / ".metadata").unlink()
     for processes, tolerance in ((1, 1e-6), (2, 0)):
         output = shutil.copytree(killed, tmp_path / f"resumed-{processes}")
         summary = ranks(processes, call, "run_mlm_accelerate", options(output))[0]
-        assert kill_resume.read_losses(output) == pytest.approx(whole, abs=tolerance)
+        assert killing.read_losses(output) == pytest.approx(whole, abs=tolerance)
         assert summary["steps"] == 8 and summary["tokens_per_second"] > 0 and 0 < summary["mfu"] < 1
         names = {"checkpoint-6", "checkpoint-8", "losses.jsonl", "summary.json", "model.safetensors", "config.json"}
         assert names <= {path.name for path in output.iterdir()} and not list(output.glob("*.tmp"))
         assert type(AutoModelForMaskedLM.from_pretrained(output)).__name__ == "MegaForMaskedLM"
 
 
-def test_wrong_numbers_of_processes_end_in_one_line(ranks, kill_resume, tmp_path):
-    corpus = kill_resume.write_corpus(tmp_path / "corpus")
-    options = [*kill_resume.options(corpus, tmp_path / "out"), "--batch_size", "3"]
+def test_wrong_numbers_of_processes_end_in_one_line(ranks, tmp_path):
+    corpus = killing.write_corpus(tmp_path / "corpus")
+    options = [*killing.options(corpus, tmp_path / "out"), "--batch_size", "3"]
     (message,) = {answer["error"] for answer in ranks(2, call, "run_mlm_accelerate", options)}
     assert message == "error: --batch_size 3 does not divide among 2 processes x 2 parts"
 

@@ -19,6 +19,7 @@ MODELS = {
 SHAPES = [(2, 17), (1, 19), (3, 5), (2, 16), (1, 3), (2, 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [False, True], ids=["forward", "training"])
 @pytest.mark.parametrize("name", MODELS)
 def test_two_programs_serve_all_lengths(name, training):
@@ -39,6 +40,7 @@ def test_two_programs_serve_all_lengths(name, training):
     assert counter.frame_count <= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["luna decoder", "mega decoder, chunks"])
 def test_a_compiled_model_generates_the_same_tokens(name):
     torch.compiler.reset()

@@ -74,3 +74,20 @@ def test_a_configuration_of_a_users_own_type_reads_folders_of_the_type_it_derive
     luna.tiny_config(projection_length=7).save_pretrained(tmp_path)
     config = own.from_pretrained(tmp_path)
     assert (config.model_type, config.projection_length) == ("own_luna", 7)
+
+
+SIZES = [
+    (luna, {"hidden_size": 10**18, "num_attention_heads": 1}, "hidden_size must be at most 2147483647"),
+    (luna, {"max_position_embeddings": 2**31}, "max_position_embeddings must be at most 2147483647, got 2147483648"),
+    (luna, {"is_encoder_decoder": True, "max_target_positions": 10**12}, "max_target_positions must be at most"),
+    (mega, {"truncation": 10**18}, "truncation must be at most 2147483647"),
+    (mega, {"use_chunking": True, "chunk_size": 10**9}, "chunk_size must be at most 1048576, got 1000000000"),
+    (mega, {"is_encoder_decoder": True, "decoder_chunk_size": 2**20 + 1}, "chunk_size must be at most 1048576"),
+    (mega, {"num_hidden_layers": 10**10}, "num_hidden_layers must be at most"),
+]
+
+
+@pytest.mark.parametrize("family, fields, message", SIZES)
+def test_sizes_have_bounds(family, fields, message):
+    with pytest.raises(Exception, match=message):  # transformers 5.17 wraps the ValueError
+        family.tiny_config(**fields)

@@ -19,6 +19,7 @@ def model(request):
     return make(request.param)
 
 
+@pytest.mark.covering(2)
 @torch.no_grad()
 @pytest.mark.parametrize("cuts", CUTS, ids=str)
 @pytest.mark.parametrize("side", ["none", "left", "right", "middle"])
@@ -137,6 +138,7 @@ def test_shift_labels(family):
         model(ids, mask, shift_labels=shifted[:, 1:])
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("name", EXPORTED)
 def test_compile_and_export(name):

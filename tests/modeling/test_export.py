@@ -15,6 +15,7 @@ MAKERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(COMPILER is None, reason="AOTInductor needs a C++ compiler")
 def test_ahead_of_time_package(tmp_path):
     """One package serves every batch and length."""

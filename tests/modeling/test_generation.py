@@ -24,6 +24,7 @@ def seq2seq(request):
     return make(request.param)
 
 
+@pytest.mark.covering(1)
 @torch.no_grad()
 @pytest.mark.parametrize(
     "options",

@@ -40,6 +40,7 @@ def train(model, backend, device, dtype):
     return torch.tensor(losses)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_losses_do_not_depend_on_the_backend(make, dtype, triton_device):
     without, with_kernels = (train(make(), backend, triton_device, dtype) for backend in ("torch", "triton"))
@@ -48,6 +49,7 @@ def test_losses_do_not_depend_on_the_backend(make, dtype, triton_device):
     torch.testing.assert_close(with_kernels, without, rtol=tolerance, atol=0.0)
 
 
+@pytest.mark.slow
 def test_one_sequence_is_the_same_in_every_batch(make, triton_device):
     """Padding, its side, the batch mates and packing do not show in what the kernels give."""
     model = make().to(triton_device).eval()
@@ -67,6 +69,7 @@ def test_one_sequence_is_the_same_in_every_batch(make, triton_device):
         torch.testing.assert_close(result, results[0], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_generation(triton_device):
     """Decoding with the kernels, steps and their states included, finds the same tokens."""
     inputs = {name: value.to(triton_device) for name, value in luna.tokens([9, 4], "left").items()}

@@ -60,6 +60,7 @@ def place(past):
     return [x.data_ptr() for layer in past.layers for x in layer.tensors.values()]
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_steps_write_over_one_state():
     """The memory of the first token is that of the 2,000th; what a graph may need is left alone."""

@@ -101,6 +101,7 @@ def test_recorded_states(variant):
     assert model(**inputs).packed_hidden_states is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", HEADS)
 def test_compile_fullgraph(head):
     torch.compiler.reset()  # code that was compiled often in this process is refused
@@ -126,6 +127,7 @@ def test_compile_trains():
         torch.testing.assert_close(compiled, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", ["Model", "ForMaskedLM", "ForSequenceClassification"])
 def test_export(head):
     """One exported program serves every batch size and length, and needs nothing of this package."""

@@ -22,6 +22,7 @@ def test_attention_in_chunks_remembers_one_chunk():
     assert sizes[0][0] == (2, 5, 8)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_chunk_is_written_in_place(padded):

@@ -10,7 +10,7 @@ from transformers.models.vit.modeling_vit import ViTEmbeddings
 from luna_mega import MegaConfig, MegaForImageClassification, MegaModel
 from luna_mega.modeling_common.layout import DENSE, TokenLayout
 from luna_mega.modeling_common.patches import interpolate_positions, interpolate_raster_bias
-from luna_mega.modeling_mega.parts import MegaDropPath
+from luna_mega.modeling_mega.dropout_mega import MegaDropPath
 
 SMALL = {
     "hidden_size": 16, "intermediate_size": 24, "nffn_hidden_size": 20, "shared_representation_size": 8,
@@ -214,6 +214,7 @@ def test_pipeline(model, tmp_path):
         assert scores == {f"class {index}": pytest.approx(score.item(), abs=1e-6) for index, score in enumerate(row)}
 
 
+@pytest.mark.slow
 def test_compile_and_export(model):
     pictures = torch.randn(2, 3, 32, 32)
     expected = model(pixel_values=pictures).logits

@@ -13,7 +13,9 @@ from transformers import (
 
 from luna_mega import MegaConfig, MegaForSequenceClassification
 from luna_mega.modeling_mega.modeling_mega import MegaDropout
+from luna_mega.modeling_mega.position import MegaRotaryRelativeBias
 
+from . import mega_decoders
 from .luna import head_inputs, labels, tokens
 from .mega import HEADS, NO_DROPOUT, VALUES, VARIANTS, make, tiny_config
 from .saving import comes_back, masked_lm_comes_back
@@ -23,6 +25,7 @@ def gradients(model):
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", HEADS)
 def test_compile_fullgraph(head):
     torch.compiler.reset()  # code that was compiled often in this process is refused
@@ -34,6 +37,7 @@ def test_compile_fullgraph(head):
         torch.testing.assert_close(compiled(**inputs)[0], model(**inputs)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_compile_trains(variant):
     """Outputs, gradients and batch statistics of a training step."""
@@ -49,6 +53,7 @@ def test_compile_trains(variant):
         torch.testing.assert_close(states[1][name], plain, msg=lambda text, n=name: f"{n}: {text}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "head, variant", [("ForMaskedLM", "rotary scalenorm"), *(("ForSequenceClassification", v) for v in VARIANTS)]
 )
@@ -237,3 +242,18 @@ def test_evaluation_keeps_nothing_of_old_weights():
     output = model(**inputs).last_hidden_state
     assert torch.equal(output, fresh(**inputs).last_hidden_state)
     output.sum().backward()
+
+
+def test_a_long_chunk_costs_what_the_input_needs(monkeypatch):
+    """The rotary bias has the positions of the longest sequence, or of a step's keys, and no bit of it changes."""
+    lengths, forward = [], MegaRotaryRelativeBias.forward
+    whole = forward(bias := make("Model").layers[0].mega_layer.rel_pos_bias, 300)
+    assert all(forward(bias, length).equal(whole[300 - length : 299 + length]) for length in (1, 2, 7, 33, 128, 299))
+    monkeypatch.setattr(
+        MegaRotaryRelativeBias, "forward", lambda self, length: lengths.append(length) or forward(self, length)
+    )
+    chunks = {"use_chunking": True, "chunk_size": 2**20}
+    make("Model", **chunks)(**tokens([4, 3]))
+    model = mega_decoders.make(use_chunking=True, chunk_size=1000)
+    model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=80, do_sample=False, eos_token_id=29)
+    assert set(lengths) == {4, 3, 64, 128}

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from luna_mega.modeling_mega.norms import build_norm
 from luna_mega.modeling_mega.position import MegaRotaryRelativeBias, MegaSimpleRelativeBias
+from tests.distributed.ranks import PATIENCE
 
 NORMS = ("layernorm", "scalenorm", "rmsnorm", "batchnorm", "syncbatchnorm")
 BATCH_NORMS = NORMS[3:]
@@ -158,6 +159,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_sync_batch_norm_in_two_processes(tmp_path, repo_root):
     """Two processes with different numbers of sequences and tokens are one batch."""
     x, weight = torch.randn(2, 3, 6, 5, dtype=torch.float64)
@@ -165,7 +167,7 @@ def test_sync_batch_norm_in_two_processes(tmp_path, repo_root):
     torch.save({"x": x, "weight": weight, "mask": mask}, tmp_path / "case.pt")
     command = [sys.executable, "-c", TWO_PROCESSES, str(tmp_path)]
     processes = [subprocess.Popen([*command, str(rank)], cwd=repo_root) for rank in range(2)]
-    assert [process.wait(timeout=120) for process in processes] == [0, 0]
+    assert [process.wait(timeout=PATIENCE) for process in processes] == [0, 0]
     results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     norm = build_norm("batchnorm", 5).double()
     output = norm(x.requires_grad_(), mask)

@@ -27,6 +27,7 @@ def training_step(model, head, inputs):
     assert torch.isfinite(model.eval()(**inputs)[0]).all()
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("bias", ["simple", "rotary"])
 @pytest.mark.parametrize("function", FUNCTIONS)

@@ -76,6 +76,7 @@ def assert_equal_gradients(actual, expected):
         )
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("told_by", ["position_ids", "cu_seq_lens", "seq_idx", "two rows"])
 def test_ragged_equals_separate(language_model, told_by):
     items = sequences()
@@ -231,9 +232,9 @@ def test_all_that_the_collator_can_tell(family):
 
 
 def test_position_ids_of_mega():
-    """They tell where sequences begin; with a mask they would tell nothing."""
+    """They tell where sequences begin; with a mask they may only say what it says."""
     inputs = luna.tokens([9, 4])
-    positions = torch.arange(9).expand(2, -1)
+    positions = torch.arange(1, 10).expand(2, -1)
     with pytest.raises(ValueError, match="position_ids of ragged sequences only.*no attention_mask"):
         mega.make("Model")(**inputs, position_ids=positions)
     ids = inputs["input_ids"]
@@ -250,3 +251,40 @@ def test_encoder_decoders_unpad_their_source(family):
         inputs = decoders.source(model, 2) | decoders.target(model, ids, mask)
         results.append(model(**inputs, use_cache=False).logits[mask.bool()])
     torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("name", decoders.WITH_ENCODER)
+def test_a_source_of_nothing_without_padding(name):
+    """`unpad_inputs` gives what the padded path gives, also where nothing is left."""
+    ids, target = decoders.padded([5, 3], 5, "right")[0], torch.tensor([[2, 5, 6], [2, 7, 8]])
+    for mask in (torch.zeros(2, 5), torch.tensor([[1, 1, 0, 0, 0], [0] * 5])):
+        padded, unpadded = (
+            decoders.make(name, unpad_inputs=unpad)(ids, mask, decoder_input_ids=target).logits
+            for unpad in (False, True)
+        )
+        torch.testing.assert_close(unpadded, padded)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", [name for name in decoders.ALONE if name.startswith("mega")])
+@torch.no_grad()
+def test_mega_takes_the_positions_of_a_mask(name, side):
+    """As servers and trainers pass them; with a cache the last ones, with the whole mask or that of the new tokens."""
+    model, (ids, mask) = decoders.make(name), decoders.padded([9, 4], 9, side)
+    positions = mask.cumsum(dim=1) - 1
+    for given in (positions, positions.masked_fill(mask == 0, 1), positions.masked_fill(mask == 0, -7)):
+        assert model(ids, mask, position_ids=given).logits.equal(model(ids, mask).logits)
+    with pytest.raises(ValueError, match="position_ids of ragged sequences only, .* attention_mask.cumsum"):
+        model(ids, mask, position_ids=positions + 1)
+    if side == "right":
+        return
+    for second in (mask, mask[:, 6:]):
+        for offset, right in ((0, True), (1, False)):
+            past = model(ids[:, :6], mask[:, :6], use_cache=True).past_key_values
+            inputs = {"position_ids": positions[:, 6:] + offset, "past_key_values": past}
+            if right:
+                expected = model(ids, mask).logits[:, 6:]
+                torch.testing.assert_close(model(ids[:, 6:], second, **inputs).logits, expected)
+            else:
+                with pytest.raises(ValueError, match="position_ids of ragged sequences only"):
+                    model(ids[:, 6:], second, **inputs)

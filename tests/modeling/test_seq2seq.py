@@ -152,6 +152,7 @@ def test_a_source_of_padding_has_finite_gradients(model):
     assert loss.isfinite() and all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}, {"label_smoothing_factor": 0.1}], ids=str)
 def test_trainer(tmp_path, family, options, tokenizer):
     model = plain(family, dtype=torch.float32, vocab_size=len(tokenizer))
@@ -196,3 +197,16 @@ def test_bad_input(family):
     for part in (model, model.base_model):
         with pytest.raises(ValueError, match="needs a configuration with is_encoder_decoder=True"):
             type(part)(model.config.encoder_config)
+
+
+@torch.no_grad()
+def test_the_sides_know_what_they_are(model):
+    """transformers' generation suite sets `is_decoder` in every configuration of a model that writes."""
+    config = model.config
+    config.is_decoder = True
+    again = type(model)(config).to(torch.float64).eval()
+    again.load_state_dict(model.state_dict())
+    sides = again.get_encoder().config, again.get_decoder().config
+    assert [(side.is_decoder, side.add_cross_attention) for side in sides] == [(False, False), (True, True)]
+    inputs = source(model, 2) | {"max_new_tokens": 4, "do_sample": False}
+    assert again.generate(**inputs).equal(model.generate(**inputs))

@@ -37,6 +37,7 @@ def test_raw_module(shared_dir, parity, case, output_weights):
             _compare(parity, attention, io, batch, masking, output_weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_raw_module_by_kernels(shared_dir, parity, triton_device, case):
     if triton_device.type == "cuda":

@@ -32,6 +32,7 @@ class CausalAttention(nn.Module):
         return self.out_proj(output.flatten(-2)), state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["reference", "torch", "triton"])
 @pytest.mark.parametrize("case", CASES)
 def test_raw_module(shared_dir, parity, case, backend, request):

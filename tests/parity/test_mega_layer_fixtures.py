@@ -153,6 +153,7 @@ def test_gated_attention(fixture, parity, padding_attends):
         check_gradients(fixture, parity, layer, f"grad{padded}.")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fixture", [case for case in MODULES if "trunc" not in case], indirect=True)
 def test_gated_attention_by_kernels(fixture, parity, padding_attends, triton_device):
     if triton_device.type == "cuda":

@@ -1,0 +1,55 @@
+"""Masks as callers give them, 1 = keep: read as bool, and refused where they say something else."""
+
+import torch
+
+
+def can_look(x: torch.Tensor) -> bool:
+    """Return whether looking at the values is free: on a CPU, and not while a model is traced, compiled or exported."""
+    return type(x) is torch.Tensor and x.device.type == "cpu" and not is_program()
+
+
+def is_program() -> bool:
+    """Return whether a model is being traced, compiled or exported, so that a value must not decide what it does."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
+
+
+def read_mask(name: str, mask: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a mask as bool, True = keep; None stays None.
+
+    Args:
+        name: of the argument, for the error.
+        mask: any shape; bool, or numbers that are 1 (keep) or 0 (drop).
+
+    Raises:
+        ValueError: the mask has other values. They are looked at where that is free (see `can_look`); elsewhere every
+            value but 0 keeps.
+    """
+    if mask is None or mask.dtype == torch.bool:
+        return mask
+    kept = mask.bool()
+    if can_look(mask) and not kept.to(mask.dtype).equal(mask):
+        raise ValueError(
+            f"{name} has values from {mask.min().item()} to {mask.max().item()}, and a mask has 1 (keep) and 0 (drop) "
+            f"alone: turn an additive mask, which has 0 and -inf, into one with {name} == 0"
+        )
+    return kept
+
+
+def drop_if_full(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """Return None in place of a bool mask that keeps everything, so that nothing is masked, moved or counted for it.
+
+    Only where finding out is free, see `can_look`.
+    """
+    return None if mask is not None and can_look(mask) and mask.all() else mask
+
+
+def clean(x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Return `x` with 0 in place of NaN and infinities where a bool mask of its first dimensions (None: all) drops.
+
+    Nothing that is kept changes a bit. What is dropped has a gradient of 0.
+    """
+    differentiated = x.requires_grad and torch.is_grad_enabled()
+    if mask is None or (not differentiated and can_look(x) and x.isfinite().all()):
+        return x
+    kept = mask[(..., *(None,) * (x.dim() - mask.dim()))]
+    return torch.where(kept, x, x.detach().masked_fill(~x.isfinite(), 0.0))

@@ -1,0 +1,265 @@
+"""The part of each sequence that this process has: the whole, or under context parallelism one of several.
+
+Layers, heads and pooling ask a `Parts` for what depends on all tokens of a sequence, and need not know which it is.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from luna_mega.kernels.context_parallel import ContextShard, all_gather, all_reduce_max, all_reduce_sum, first_ranks
+
+
+class Parts:
+    """Sequences `[B, T, ...]` that this process has whole."""
+
+    def options(self) -> dict[str, Any]:
+        """Return the keyword arguments by which an op knows the parts."""
+        return {}
+
+    def is_whole(self) -> bool:
+        """Return whether this process has the sequences whole."""
+        return True
+
+    def refuse(self, what: str) -> None:
+        """Raise `ValueError` for what sequences in parts do not have."""
+
+    def length(self, x: torch.Tensor) -> int:
+        """Return the length of the whole sequences of which `x` `[B, T, ...]` is the part."""
+        return x.shape[1]
+
+    def counts(self, mask: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the number of tokens that each sequence keeps, `[B, 1]`; None = all."""
+        return None if mask is None else mask.sum(dim=1, keepdim=True)
+
+    def start(self, mask: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the position of the first column in each sequence, `[B]`, see `TokenLayout.start`."""
+        return None if mask is None else -mask.int().argmax(dim=1)
+
+    def number(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return positions `[B or 1, T]`, counted from the beginning of this part, as positions in the sequence."""
+        return positions
+
+    def keeps_all(self) -> bool:
+        """Return whether all parts are known to keep all their tokens."""
+        return False
+
+    def offset(self) -> int:
+        """Return the number of positions before this part."""
+        return 0
+
+    def total(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of `x` over all parts."""
+        return x
+
+    def dropout(self, dropout: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """Return `x`, which all parts have, after the same dropout in all."""
+        return dropout(x)
+
+    def agree(self, x: torch.Tensor) -> torch.Tensor:
+        """Return random numbers that all parts have, without a gradient."""
+        return x
+
+    def draw(self) -> float:
+        """Return a random number from 0 to 1 that all parts have."""
+        return torch.rand(()).item()
+
+    def reach(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return tensors `[B, T, W]` of the whole sequences."""
+        return tensors
+
+    def mean(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the mean over all positions of `[B, T, d]`."""
+        return x.mean(dim=1)
+
+    def first(self, first: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """Return the first token of each sequence; `first` `[B, d]` are those that the masks `[B, T]` keep of parts."""
+        return first
+
+    def previous(self, x: torch.Tensor, fill: int) -> torch.Tensor:
+        """Return `[B, T]` one place to the right, with `fill` before the first column."""
+        return nn.functional.pad(x[:, :-1], (1, 0), value=fill)
+
+    def following(self, x: torch.Tensor, fill: int) -> torch.Tensor:
+        """Return `[B, T]` one place to the left, with `fill` behind the last column."""
+        return nn.functional.pad(x, (0, 1), value=fill)[:, 1:]
+
+    def begin(self, x: torch.Tensor, mask: torch.Tensor, value: int) -> torch.Tensor:
+        """Return `[B, T]` with `value` at the first column that `mask` keeps; where it keeps none, at the first."""
+        return x.scatter(1, mask.int().argmax(dim=1, keepdim=True), value)
+
+    def mean_loss(
+        self, loss_function: Callable[..., torch.Tensor], counted: torch.Tensor, **arguments: Any
+    ) -> torch.Tensor:
+        """Return the mean loss over the labels `counted` that are not -100.
+
+        `loss_function` is one of transformers', which divide by `num_items_in_batch` in place of the number of labels.
+        """
+        return loss_function(**arguments)
+
+    def position_loss(
+        self,
+        loss_function: Callable[..., torch.Tensor],
+        logits: tuple[torch.Tensor, torch.Tensor],
+        positions: tuple[torch.Tensor, torch.Tensor],
+        **arguments: Any,
+    ) -> torch.Tensor:
+        """Return the mean cross-entropy of the right `positions`, two of `[B]`, for the two `logits` `[B, T]`."""
+        return loss_function(*logits, *positions, **arguments)
+
+
+class SharedParts(Parts):
+    """Parts `[B, T, ...]` of sequences that the ranks of a group share, each a contiguous part in the order of ranks.
+
+    Args:
+        shard: the lengths of the parts, and which of them this process has.
+        kept: `[ranks, B]`, the number of tokens that each rank keeps; None = all, or nobody asked.
+        begins: `[B]`, the first column that is kept, counted over all ranks; None = nobody asked.
+    """
+
+    kept: torch.Tensor | None
+    begins: Any
+
+    def __init__(
+        self, shard: ContextShard, kept: torch.Tensor | None = None, begins: torch.Tensor | None = None
+    ) -> None:
+        self.shard, self.kept, self.begins = shard, kept, begins
+
+    @classmethod
+    def count(cls, shard: ContextShard, mask: torch.Tensor | None, batch: int, device: torch.device) -> "SharedParts":
+        """Return the parts of B sequences of which this rank keeps `mask` `[B, T]`; all ranks tell each other.
+
+        What they tell each other has the size B, whatever the length.
+        """
+        mine = torch.tensor([shard.lengths[shard.rank], 0], device=device).expand(batch, 2)
+        if mask is not None:
+            mine = torch.stack([mask.sum(dim=1), mask.int().argmax(dim=1)], dim=1)
+        kept, first = all_gather(mine, shard).unbind(dim=-1)
+        lengths = torch.tensor(shard.lengths, device=device)[:, None]
+        first = first + lengths.cumsum(dim=0) - lengths
+        first = first.gather(0, (kept > 0).int().argmax(dim=0, keepdim=True))[0]
+        all_kept = kept.device.type == "cpu" and bool((kept == lengths).all())
+        return cls(shard, None if all_kept else kept, first)
+
+    def options(self) -> dict[str, Any]:
+        return {"shard": self.shard}
+
+    def is_whole(self) -> bool:
+        return False
+
+    def refuse(self, what: str) -> None:
+        raise ValueError(what)
+
+    def length(self, x: torch.Tensor) -> int:
+        return self.shard.total
+
+    def counts(self, mask: torch.Tensor | None) -> torch.Tensor | None:
+        return None if self.kept is None else self.kept.sum(dim=0)[:, None]
+
+    def start(self, mask: torch.Tensor | None) -> torch.Tensor:
+        return self.shard.start - self.begins
+
+    def number(self, positions: torch.Tensor) -> torch.Tensor:
+        return positions + self.before()[:, None]
+
+    def before(self) -> torch.Tensor:
+        """Return how many tokens of each sequence earlier ranks keep, `[B]`."""
+        if self.kept is None:
+            return torch.full_like(self.begins, self.shard.start)
+        return self.kept[: self.shard.rank].sum(dim=0)
+
+    def keeps_all(self) -> bool:
+        return self.kept is None
+
+    def offset(self) -> int:
+        return self.shard.start
+
+    def total(self, x: torch.Tensor) -> torch.Tensor:
+        return all_reduce_sum(x, self.shard)
+
+    def dropout(self, dropout: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if not dropout.training or dropout.p == 0.0:
+            return x
+        return x * self.agree(dropout(torch.ones_like(x)))
+
+    def agree(self, x: torch.Tensor) -> torch.Tensor:
+        return first_ranks(x, self.shard)
+
+    def draw(self) -> float:
+        return self.agree(torch.rand(()).to(self.begins.device)).item()
+
+    def reach(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(self._gather(x) for x in tensors)
+
+    def _gather(self, x: torch.Tensor) -> torch.Tensor:
+        filled = nn.functional.pad(x, (0, 0, 0, max(self.shard.lengths) - x.shape[1]))
+        parts = zip(all_gather(filled, self.shard), self.shard.lengths, strict=True)
+        return torch.cat([part[:, :length] for part, length in parts], dim=1)
+
+    def mean(self, x: torch.Tensor) -> torch.Tensor:
+        return self.total(x.sum(dim=1)) / self.shard.total
+
+    def first(self, first: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        has_any = torch.ones_like(first[:, 0], dtype=torch.int) if mask is None else mask.any(dim=1).int()
+        owner = all_gather(has_any, self.shard).argmax(dim=0)
+        return self.total(first.masked_fill((owner != self.shard.rank)[:, None], 0.0))
+
+    def previous(self, x: torch.Tensor, fill: int) -> torch.Tensor:
+        shifted, lasts = super().previous(x, fill), all_gather(x[:, -1], self.shard)
+        if self.shard.rank > 0:
+            shifted[:, 0] = lasts[self.shard.rank - 1]
+        return shifted
+
+    def following(self, x: torch.Tensor, fill: int) -> torch.Tensor:
+        shifted, firsts = super().following(x, fill), all_gather(x[:, 0], self.shard)
+        if self.shard.rank + 1 < self.shard.size:
+            shifted[:, -1] = firsts[self.shard.rank + 1]
+        return shifted
+
+    def begin(self, x: torch.Tensor, mask: torch.Tensor, value: int) -> torch.Tensor:
+        owner = all_gather(mask.any(dim=1).long(), self.shard).argmax(dim=0)
+        return torch.where((owner == self.shard.rank)[:, None], super().begin(x, mask, value), x)
+
+    def mean_loss(
+        self, loss_function: Callable[..., torch.Tensor], counted: torch.Tensor, **arguments: Any
+    ) -> torch.Tensor:
+        if arguments.get("num_items_in_batch") is None:
+            arguments["num_items_in_batch"] = self.total((counted != -100).sum())
+        return self.total(loss_function(**arguments))
+
+    def position_loss(
+        self,
+        loss_function: Callable[..., torch.Tensor],
+        logits: tuple[torch.Tensor, torch.Tensor],
+        positions: tuple[torch.Tensor, torch.Tensor],
+        **arguments: Any,
+    ) -> torch.Tensor:
+        items = arguments.get("num_items_in_batch")
+        first, second = (self._position_loss(*pair, items) for pair in zip(logits, positions, strict=True))
+        return (first + second) / 2
+
+    def _position_loss(
+        self, logits: torch.Tensor, positions: torch.Tensor, num_items_in_batch: torch.Tensor | int | None
+    ) -> torch.Tensor:
+        """Return the cross-entropy of one position; sequences whose position is beyond their end do not count."""
+        positions = positions.view(-1).clamp(0, self.shard.total)
+        place, length = positions - self.shard.start, logits.shape[1]
+        largest = all_reduce_max(logits.amax(dim=1), self.shard)
+        right = logits.gather(1, place.clamp(0, length - 1)[:, None])[:, 0]
+        right = right.masked_fill((place < 0) | (place >= length), 0.0)
+        exponentials = (logits - largest[:, None]).exp().sum(dim=1)
+        exponentials, right = self.total(torch.stack([exponentials, right])).unbind()
+        counted = positions < self.shard.total
+        loss = (largest + exponentials.log() - right)[counted].sum()
+        return loss / (counted.sum() if num_items_in_batch is None else num_items_in_batch)
+
+
+WHOLE = Parts()
+
+
+def find_parts(options: dict[str, Any], states: torch.Tensor) -> Parts:
+    """Return the parts that `states` `[B, T, ...]` are of, and take the group that shares them out of `options`."""
+    group = options.pop("cp_group", None)
+    return WHOLE if group is None else SharedParts(ContextShard.of(group, states.shape[1], states.device))

@@ -1,0 +1,207 @@
+"""What does not belong into an input harms nobody: it is cleared at the door, used, or refused by its name."""
+
+import pytest
+import torch
+
+import luna_mega
+
+from . import decoders, luna, mega
+
+FAMILIES = {"luna": luna, "mega": mega}
+family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
+PADDED = {"normalization_type": "batchnorm", "padded_batch_statistics": True}
+ENCODERS = {
+    **{f"luna, {name}": (luna, fields) for name, fields in luna.VARIANTS.items()},
+    **{f"mega, {name}": (mega, fields) for name, fields in mega.VARIANTS.items()},
+    "luna, without padding": (luna, {"unpad_inputs": True}),
+    "mega, without padding": (mega, {"unpad_inputs": True}),
+    "mega, padding counts": (mega, PADDED),
+    "mega, padding counts, norm on embeddings": (mega, PADDED | {"embedding_norm": True, **mega.NO_DROPOUT}),
+}
+DIRT = [float("nan"), float("inf"), float("-inf")]
+
+
+def soiled(x, mask):
+    """`x` with NaN and infinities where the mask drops."""
+    dirt = torch.tensor(DIRT, dtype=x.dtype)[torch.arange(x.numel()) % 3].view(x.shape)
+    return torch.where(mask[(..., *(None,) * (x.dim() - mask.dim()))].bool(), x, dirt)
+
+
+def run(model, name, values, mask, **inputs):
+    """The outputs where the mask keeps, the gradient of the input and of all parameters, and the buffers."""
+    values = values.detach().requires_grad_()
+    model.zero_grad()
+    torch.manual_seed(1)
+    output = model(**{name: values}, attention_mask=mask, **inputs)
+    states = output.last_hidden_state if "last_hidden_state" in output else output.logits
+    kept = states if states.dim() == 2 else states[mask.bool()]
+    kept.square().sum().backward()
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return kept.detach(), values.grad, gradients, [x.clone() for x in model.buffers()]
+
+
+def check_clean(make, name, values, mask, expand=None, **inputs):
+    """Dirt at padding changes no bit of the outputs, gradients and statistics; the gradient there is 0."""
+    place = mask if expand is None else expand(mask)
+    clean, dirty = (run(make(), name, x, mask, **inputs) for x in (values, soiled(values, place)))
+    assert clean[0].isfinite().all() and dirty[0].equal(clean[0]) and dirty[1].equal(clean[1])
+    assert not dirty[1][~place.bool()].any() and dirty[1][place.bool()].any()
+    for one, other in zip(clean[2] + clean[3], dirty[2] + dirty[3], strict=True):
+        assert one.equal(other)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
+@pytest.mark.parametrize("case", ENCODERS)
+def test_dirt_in_vectors(case, training, side):
+    module, fields = ENCODERS[case]
+    mask = luna.tokens([9, 4, 1], side)["attention_mask"]
+    vectors = torch.randn(3, 9, 24) * mask[..., None]  # where padding counts it is 0
+    check_clean(lambda: module.make("Model", **fields).train(training), "inputs_embeds", vectors, mask)
+
+
+@family
+def test_dirt_in_values(family):
+    mask = luna.tokens([9, 4], "left")["attention_mask"]
+    make = lambda: family.make("ForSequenceClassification", **family.VALUES)  # noqa: E731
+    check_clean(make, "input_values", torch.randn(2, 9), mask)
+
+
+def test_dirt_in_pictures():
+    """A patch that the mask drops may be anything."""
+    fields = {"input_type": "patches", "image_size": 12, "patch_size": 4, "num_channels": 2, "pooling": "mean"}
+    mask = torch.tensor([[1, 1, 0, 1, 1, 1, 0, 0, 1], [1, 0, 0, 0, 1, 1, 1, 1, 1]])
+
+    def pixels(mask):
+        kept = mask.view(2, 1, 3, 3).repeat_interleave(4, dim=2).repeat_interleave(4, dim=3)
+        return kept.expand(-1, 2, -1, -1)
+
+    config = mega.tiny_config(**fields)
+    make = lambda: luna.enlarged(luna_mega.MegaForImageClassification, config)  # noqa: E731
+    check_clean(make, "pixel_values", torch.randn(2, 2, 12, 12), mask, pixels)
+
+
+@pytest.mark.parametrize("name", decoders.ALONE)
+def test_dirt_before_a_decoder(name):
+    ids, mask = decoders.padded([7, 3], 7, "left")
+    make = lambda: decoders.make(name, dtype=torch.float32)  # noqa: E731
+    model = make()
+    vectors = model.get_input_embeddings()(ids).detach()
+    check_clean(make, "inputs_embeds", vectors, mask, use_cache=True)
+
+
+@pytest.mark.parametrize("unpad", [False, True])
+@pytest.mark.parametrize("name", decoders.WITH_ENCODER)
+def test_dirt_in_sources_and_targets(name, unpad):
+    """In sources, targets, and in what an encoder has returned."""
+    model = decoders.make(name, dtype=torch.float32, unpad_inputs=unpad)
+    width, target_mask = model.config.hidden_size, decoders.padded([5, 3], 5, "left")[1]
+    mask, source = decoders.padded([7, 3], 7, "right")[1], torch.randn(2, 7, width)
+    target = torch.randn(2, 5, width)
+    given = {"inputs_embeds": source, "decoder_inputs_embeds": target}
+    masks = {"attention_mask": mask, "decoder_attention_mask": target_mask}
+    expected = model(**given, **masks).logits[target_mask.bool()]
+    dirty = {"inputs_embeds": soiled(source, mask), "decoder_inputs_embeds": soiled(target, target_mask)}
+    assert model(**dirty, **masks).logits[target_mask.bool()].equal(expected)
+    encoded = model.get_encoder()(inputs_embeds=source, attention_mask=mask, return_dict=True)
+    encoded.last_hidden_state = soiled(encoded.last_hidden_state, mask)
+    if (packed := getattr(encoded, "packed_mask", None)) is not None:
+        encoded.packed_last_hidden_state = soiled(encoded.packed_last_hidden_state, packed)
+    assert (
+        model(encoder_outputs=encoded, decoder_inputs_embeds=target, **masks).logits[target_mask.bool()].equal(expected)
+    )
+
+
+MASKS = {
+    "additive": ([0.0, 0.0, float("-inf"), 0.0], r"has values from -inf to 0.0, .* attention_mask == 0"),
+    "NaN": ([1.0, float("nan"), 1.0, 1.0], "has values from nan to nan"),
+    "weights": ([1.0, 0.5, 1.0, 1.0], "has values from 0.5 to 1.0"),
+    "numbers of documents": ([1, 1, 2, 2], "has values from 1 to 2"),
+    "minus": ([1, 1, -1, 1], "has values from -1 to 1"),
+}
+
+
+@pytest.mark.parametrize("mask, message", MASKS.values(), ids=MASKS)
+@family
+def test_what_is_no_mask(family, mask, message):
+    ids, mask = torch.tensor([[5, 6, 7, 8]]), torch.tensor([mask])
+    for head in ("Model", "ForSequenceClassification"):
+        with pytest.raises(ValueError, match=f"^attention_mask {message}"):
+            family.make(head)(ids, mask)
+    pair = family.make("ForSequencePairClassification")
+    with pytest.raises(ValueError, match="^pair_attention_mask has values"):
+        pair(ids, pair_input_ids=ids, pair_attention_mask=mask)
+    right = [torch.tensor([[1, 1, 0, 1]], dtype=dtype) for dtype in (torch.bool, torch.long, torch.int32, torch.half)]
+    model = family.make("Model")
+    expected, *others = (model(ids, mask).last_hidden_state for mask in right)
+    assert all(other.equal(expected) for other in others)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_side_takes_what_is_no_mask(family):
+    model = decoders.make_plain(family, is_encoder_decoder=True)
+    ids, mask = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[0.0, 0.0, 0.0, float("-inf")]])
+    for name in ("attention_mask", "decoder_attention_mask"):
+        with pytest.raises(ValueError, match=f"^{name} has values from -inf to 0.0"):
+            model(ids, decoder_input_ids=ids, **{name: mask})
+    for inputs in ({"input_ids": ids}, {"encoder_outputs": model.get_encoder()(ids)}):
+        with pytest.raises(ValueError, match="^attention_mask has values"):
+            model.generate(**inputs, attention_mask=mask, max_new_tokens=2)
+    encoded, extra = model.get_encoder()(ids), {}
+    if family == "luna":
+        extra = {"packed_states": encoded.packed_last_hidden_state}
+        with pytest.raises(ValueError, match="^packed_mask has values"):
+            model.get_encoder()(ids, packed_mask=mask, packed_states=torch.zeros(1, 4, 24, dtype=torch.float64))
+    with pytest.raises(ValueError, match="^encoder_attention_mask has values"):
+        model.get_decoder()(ids, encoder_hidden_states=encoded.last_hidden_state, encoder_attention_mask=mask, **extra)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compiled_programs_do_not_look_at_masks(family):
+    """They keep every value but 0, as the docstring says; looking would cost a wait."""
+    model, ids = FAMILIES[family].make("Model"), torch.tensor([[5, 6, 7, 8]])
+    mask = torch.tensor([[2.0, 3.0, 0.0, 1.0]])
+    program = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        expected = model(ids, mask != 0).last_hidden_state
+        torch.testing.assert_close(program(ids, mask).last_hidden_state, expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("positions", ["abc", torch.zeros(1, 4, dtype=torch.long), torch.zeros(9)], ids=str)
+def test_encoder_decoders_take_no_position_ids(family, positions):
+    model, ids = decoders.make_plain(family, is_encoder_decoder=True), torch.tensor([[5, 6, 7, 8]])
+    for part in (model, model.base_model):
+        with pytest.raises(ValueError, match="an encoder-decoder takes no position_ids"):
+            part(ids, decoder_input_ids=ids, position_ids=positions)
+        part(ids, decoder_input_ids=ids, position_ids=None)
+
+
+POSITIONS = {
+    "reserved": ([[0, 1, 2, -1]], "position_ids go from -1 to 2: the first token of a sequence has position 0"),
+    "reserved, the other": ([[0, 1, 2, -2]], "position_ids go from -2 to 2"),
+    "before the table": ([[0, 1, 2, -3]], "position_ids go from -3 to 2"),
+    "behind the table": ([[0, 1, 2, 48]], "position_ids go from 0 to 48.* the model has 48"),
+    "another shape": ([[0, 1, 2]], r"position_ids must have the shape \[1, 4\] of the input, got \[1, 3\]"),
+    "no integers": ([[0.0, 1.0, 2.0, 3.0]], "position_ids must be a tensor of integers, got Tensor of torch.float32"),
+}
+
+
+@pytest.mark.parametrize("positions, message", POSITIONS.values(), ids=POSITIONS)
+def test_positions_that_luna_does_not_have(positions, message):
+    ids, positions = torch.tensor([[5, 6, 7, 8]]), torch.tensor(positions)
+    for mask in (torch.ones(1, 4), None):
+        with pytest.raises(ValueError, match=message):
+            luna.make("Model")(ids, mask, position_ids=positions)
+    with pytest.raises(ValueError, match="position_ids must be a tensor of integers, got str"):
+        luna.make("Model")(ids, position_ids="abc")
+
+
+def test_positions_of_padding_may_be_anything():
+    model, inputs = luna.make("Model"), luna.tokens([9, 4], "left")
+    expected, kept = model(**inputs).last_hidden_state, inputs["attention_mask"].bool()
+    for filler in (-1, 1, -3, 1000):
+        positions = (inputs["attention_mask"].cumsum(dim=1) - 1).masked_fill(~kept, filler)
+        states = model(**inputs, position_ids=positions).last_hidden_state
+        assert states[kept].equal(expected[kept])

@@ -1,0 +1,43 @@
+"""The equations know of no other process: a rule over the syntax trees of layers, norms, heads and pooling."""
+
+import ast
+
+import pytest
+
+WORDS = {"shard", "sharded", "group", "rank", "ranks", "dist", "distributed"}
+EQUATIONS = (
+    "modeling_common/heads.py",
+    "modeling_common/labels.py",
+    "modeling_common/patches.py",
+    "modeling_common/pooling.py",
+    "modeling_luna/heads_luna.py",
+    "modeling_luna/modeling_luna.py",
+    "modeling_mega/adaptive.py",
+    "modeling_mega/cross_attention.py",
+    "modeling_mega/dropout_mega.py",
+    "modeling_mega/heads_mega.py",
+    "modeling_mega/modeling_mega.py",
+    "modeling_mega/norms.py",
+    "modeling_mega/position.py",
+)
+# The arguments of a model say how it is called: its group of processes goes to `read_batch`.
+MODELS = {"LunaModel", "MegaModel"}
+
+
+def names(tree):
+    """Yield the identifiers of a tree and their lines, without those in the classes of whole models."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.ClassDef) and node.name in MODELS:
+            continue
+        for field in ("name", "id", "attr", "arg", "module"):
+            if isinstance(name := getattr(node, field, None), str):
+                yield name, getattr(node, "lineno", 0)
+        yield from names(node)
+
+
+@pytest.mark.parametrize("path", EQUATIONS)
+def test_equations_name_no_other_process(repo_root, path):
+    tree = ast.parse((repo_root / path).read_text(encoding="utf-8"))
+    found = [(name, line) for name, line in names(tree) if WORDS & set(name.replace(".", "_").split("_"))]
+    # Imported for the annotations of whole models.
+    assert [entry for entry in found if entry[0] != "torch.distributed"] == []
