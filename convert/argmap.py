@@ -8,9 +8,10 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
+from luna_mega.convert.argtypes import anything, flag
 from luna_mega.convert.evidence import Evidence
 from luna_mega.convert.plan import Target
-from luna_mega.errors import ConversionError
+from luna_mega.errors import ConversionError, shown
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class Arg:
         name: the argument.
         field: the field of the configuration that it sets; None = `read` reads the row, or nothing does.
         way: how the value is translated.
+        kind: the type of the argument, a function of argtypes.py; None = another row has it, or any value will do.
         default: the original's value where the args lack the argument; an architecture may have another one.
         measure: returns the argument's value as the tensors have it; the tensors win over the args.
         read: returns the fields that the argument sets, in place of `field`, `way` and `measure`.
@@ -87,6 +89,7 @@ class Arg:
     there: Callable[[Evidence], bool] = _always
     when: Callable[[Target], bool] = _always
     kept: bool = False
+    kind: Callable[[Any], Any] | None = None
 
     def _fields(self, evidence: Evidence) -> dict[str, Any]:
         if self.read is not None:
@@ -100,7 +103,19 @@ class Arg:
             raise ConversionError(f"{evidence.shown(self.name)} {error}") from error
 
     def _value(self, target: Target) -> Any:
-        return self.way.back(getattr(target.config, self.field)) if self.write is None else self.write(target)
+        value = self.way.back(getattr(target.config, self.field)) if self.write is None else self.write(target)
+        return self.typed(value)
+
+    def typed(self, value: Any) -> Any:
+        """Return a value of the argument's type; None, an argument that is not given, stays.
+
+        Raises:
+            ConversionError: the value has another type.
+        """
+        try:
+            return value if value is None or self.kind is None else self.kind(value)
+        except ValueError as error:
+            raise ConversionError(f"args.{self.name} = {shown(value)} {error}") from error
 
 
 Table = tuple[Arg, ...]
@@ -108,7 +123,8 @@ Table = tuple[Arg, ...]
 
 def fixed(name: str, value: Any, **options: Any) -> Arg:
     """Return the row of an argument that always has this value in an export, and is not read."""
-    return Arg(name, write=lambda target: value, **options)
+    kind = flag if isinstance(value, bool) else anything
+    return Arg(name, write=lambda target: value, **{"kind": kind} | options)
 
 
 def also(name: str, field: str, **options: Any) -> Arg:
@@ -133,6 +149,16 @@ COMMON = (fixed("data", "."), fixed("seed", 1), fixed("no_save_optimizer_state",
 def defaults(table: Table) -> dict[str, Any]:
     """Return the original's value of every argument that has one."""
     return {row.name: row.default for row in table if row.default is not None}
+
+
+def typed_args(table: Table, args: dict[str, Any], revision: str) -> dict[str, Any]:
+    """Return the args of a file with every argument of the table in its type; arguments of other tables stay.
+
+    Raises:
+        ConversionError: a value has another type; the message names the argument and the value.
+    """
+    rows = [row for row in table if row.revision in (None, revision) and row.name in args]
+    return args | {row.name: row.typed(args[row.name]) for row in rows if row.kind is not None}
 
 
 def read_fields(table: Iterable[Arg], evidence: Evidence) -> dict[str, Any]:

@@ -11,15 +11,25 @@ from typing import BinaryIO
 
 from tqdm import tqdm
 
-from luna_mega.errors import ConversionError
+from luna_mega.errors import ConversionError, shown
 
 _BLOCK = 1 << 20
 # Signature, 22 bytes that the directory repeats, lengths of the name and of the extra field.
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
+_UNCHECKED = "damage to it goes unnoticed, unless you compare its SHA-256 with the original's"
+_LEGACY = f"it has torch's legacy format, which has no checksums: {_UNCHECKED}"
 _NO_CRC = (
-    "its zip entries have no CRC-32 (torch.serialization.set_crc32_options(False) writes such a file): damage to it "
-    "goes unnoticed, unless you compare its SHA-256 with the original's"
+    "its zip entries have no CRC-32 (torch.serialization.set_crc32_options(False) writes such a file): " + _UNCHECKED
 )
+
+
+@dataclass(frozen=True)
+class Checksums:
+    """The SHA-256 of a file, where the pickles of an archive start, and why damage goes unnoticed (None: it cannot)."""
+
+    sha256: str
+    pickles: tuple[int, ...]
+    unchecked: str | None
 
 
 @dataclass(frozen=True)
@@ -32,21 +42,19 @@ class _Entry:
     crc: int
 
 
-def read_checksums(path: Path, is_zip: bool, progress: bool = False) -> tuple[str, list[str]]:
-    """Return the SHA-256 of a file and warnings, after a check of every zip entry; the legacy format has no checksums.
+def read_checksums(path: Path, is_zip: bool, progress: bool = False) -> Checksums:
+    """Return the SHA-256 of a file after a check of every zip entry; the legacy format has no checksums.
 
     With `progress` a bar is shown on stderr if that is a terminal.
 
     Raises:
         ConversionError: an entry or the directory of the archive is damaged; the message names the entry.
     """
-    digest, warnings = hashlib.sha256(), []
+    digest = hashlib.sha256()
     with path.open("rb") as file:
         entries = _entries(path, file) if is_zip else []
         # The CRC-32 of one entry can be 0 by chance; torch.save without CRCs writes 0 for all.
         with_crc = any(entry.crc for entry in entries)
-        if is_zip and not with_crc:
-            warnings.append(_NO_CRC)
         file.seek(0)
         bar = {"desc": path.name, "total": path.stat().st_size, "disable": None if progress else True, "delay": 1}
         with tqdm.wrapattr(file, "read", **bar) as reader:
@@ -58,10 +66,13 @@ def read_checksums(path: Path, is_zip: bool, progress: bool = False) -> tuple[st
                     digest.update(block)
                     crc = zlib.crc32(block, crc)
                 if with_crc and crc != entry.crc:
-                    raise _damaged(path, f"entry {entry.name!r} has CRC-32 {crc:08x} in place of {entry.crc:08x}")
+                    raise _damaged(path, f"entry {shown(entry.name)} has CRC-32 {crc:08x} in place of {entry.crc:08x}")
             while block := reader.read(_BLOCK):
                 digest.update(block)
-    return digest.hexdigest(), warnings
+    # torch finds names whatever their case.
+    pickles = tuple(entry.start for entry in entries if entry.name.lower().endswith("data.pkl"))
+    unchecked = None if with_crc else _NO_CRC if is_zip else _LEGACY
+    return Checksums(digest.hexdigest(), pickles, unchecked)
 
 
 def _blocks(file: BinaryIO, end: int) -> Iterator[bytes]:
@@ -81,10 +92,10 @@ def _entries(path: Path, file: BinaryIO) -> list[_Entry]:
         for info in sorted(infos, key=lambda info: info.header_offset):
             start = _start(info, file)
             if start is None or info.header_offset < end:
-                raise _damaged(path, f"entry {info.filename!r} is not where the zip directory says")
+                raise _damaged(path, f"entry {shown(info.filename)} is not where the zip directory says")
             end = start + info.compress_size
             if end > directory or info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
-                raise _damaged(path, f"entry {info.filename!r} is compressed or cut off, and torch writes neither")
+                raise _damaged(path, f"entry {shown(info.filename)} is compressed or cut off, and torch writes neither")
             entries.append(_Entry(info.filename, start, end, info.CRC))
     except ConversionError:
         raise
@@ -94,7 +105,7 @@ def _entries(path: Path, file: BinaryIO) -> list[_Entry]:
 
 
 def _start(info: zipfile.ZipInfo, file: BinaryIO) -> int | None:
-    """Return where the data of an entry starts, by its own header; None where another header, or none, is there."""
+    """Return the offset of an entry's data, which its own header tells; None if the header is not there."""
     file.seek(info.header_offset)
     signature, name_length, extra_length = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
     name = info.orig_filename.encode("utf-8" if info.flag_bits & 0x800 else "cp437")

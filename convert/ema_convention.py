@@ -7,8 +7,8 @@ average that runs backward starts at the next token.
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
+from luna_mega.convert.decision import Decision
 from luna_mega.errors import ConversionError
 
 ORDER = {
@@ -18,29 +18,12 @@ ORDER = {
 CHOICES = ("auto", *ORDER)
 
 
-@dataclass(frozen=True)
-class EmaDecision:
-    """The branch that was decided on, and the branch that the order of the tensors tells (None: neither)."""
-
-    convention: str
-    by_order: str | None
-
-    @property
-    def warning(self) -> str | None:
-        if self.by_order in (None, self.convention):
-            return None
-        return (
-            f"--ema-convention {self.convention} contradicts the order of the tensors, which comes from the "
-            f"{self.by_order} branch"
-        )
-
-
 def order_of(keys: Iterable[str]) -> str | None:
     """Return the branch that registers the parameters of a moving average in the order of `keys`; None: neither."""
     averages: dict[str, list[str]] = {}
     for key in keys:
-        if found := re.fullmatch(rf"(.*\.move)\.({'|'.join(ORDER['main'])})", key):
-            averages.setdefault(found[1], []).append(found[2])
+        if match := re.fullmatch(rf"(.*\.move)\.({'|'.join(ORDER['main'])})", key):
+            averages.setdefault(match[1], []).append(match[2])
     fitting = [
         branch
         for branch, order in ORDER.items()
@@ -49,7 +32,7 @@ def order_of(keys: Iterable[str]) -> str | None:
     return fitting[0] if len(fitting) == 1 else None
 
 
-def decide_ema_convention(tensors: Mapping, choice: str) -> EmaDecision:
+def decide_ema_convention(tensors: Mapping, choice: str) -> Decision:
     """Return the branch: `choice`, or with "auto" the one that the order of the tensors tells.
 
     Raises:
@@ -61,4 +44,8 @@ def decide_ema_convention(tensors: Mapping, choice: str) -> EmaDecision:
             "moving average: the order of its tensors is neither branch main's (delta, alpha, beta, ...) nor branch "
             "flash's (alpha, delta, beta, ...); pass --ema-convention main or --ema-convention flash"
         )
-    return EmaDecision(by_order if choice == "auto" else choice, by_order)
+    return Decision(
+        by_order if choice == "auto" else choice,
+        by_order,
+        f"--ema-convention {choice} contradicts the order of the tensors, which comes from the {by_order} branch",
+    )

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from luna_mega.errors import ConversionError
+from luna_mega.errors import ConversionError, shown
 
 
 @dataclass
@@ -24,22 +24,14 @@ class Evidence:
         value = self.args.get(name)
         if value is None and self.defaults.get(name) is None:
             raise ConversionError(
-                f"args.{name} is missing and args.arch = {self.args.get('arch')!r} has no known default for it; "
+                f"args.{name} is missing and args.arch = {shown(self.args.get('arch'))} has no known default for it; "
                 "add it to the checkpoint's args"
             )
         return self.defaults[name] if value is None else value
 
-    def integer(self, name: str) -> int:
-        """Return the argument, else the default of the architecture, which must be a whole number."""
-        value = self.arg(name)
-        if not isinstance(value, int):
-            raise ConversionError(f"{self.shown(name)} is not a whole number")
-        return value
-
     def shown(self, name: str) -> str:
         """Return `args.NAME = VALUE` for a message, in one line."""
-        value = " ".join(repr(self.args.get(name, self.defaults.get(name))).split())
-        return f"args.{name} = {value if len(value) <= 80 else f'{value[:77]}...'}"
+        return f"args.{name} = {shown(self.args.get(name, self.defaults.get(name)))}"
 
     def shape(self, key: str, *dims: str) -> tuple[int, ...]:
         """Return the shape of a tensor; an error if it is missing or has other dimensions than `dims` names."""
@@ -59,8 +51,7 @@ class Evidence:
         """Return the value that the tensors give, and warn when the argument disagrees."""
         value = self.args.get(name)
         if value is not None and value != from_file:
-            said = " ".join(str(value).split())
-            self.warn(f"args.{name} = {said} but the tensors say {from_file}: the tensors win")
+            self.warn(f"{self.shown(name)} but the tensors say {shown(from_file)}: the tensors win")
         return from_file
 
     def layers(self, prefix: str) -> int:

@@ -1,6 +1,7 @@
 """Converts a checkpoint of the original code into a folder that transformers loads."""
 
 import json
+import os
 import shutil
 from collections import Counter
 from collections.abc import Sequence
@@ -14,17 +15,19 @@ from luna_mega.convert.dictionary import Dictionaries
 from luna_mega.convert.ema_convention import CHOICES as EMA_CHOICES
 from luna_mega.convert.formats import Format, registered_formats
 from luna_mega.convert.formats.registry import detect
-from luna_mega.convert.layer_norm import CHOICES, LayerNormDecision, decide_layer_norm
+from luna_mega.convert.layer_norm import CHOICES, LayerNormDecision
 from luna_mega.convert.plan import Plan
 from luna_mega.convert.reader import Checkpoint, read_checkpoint
-from luna_mega.convert.report import Report
+from luna_mega.convert.report import Report, without_folders
 from luna_mega.convert.tensors import (
     DTYPES,
     Mapping,
+    check_unshared,
     convert_tensors,
     dtype_name,
     few,
     map_tensors,
+    readable,
     save_source_norms,
     without_memory,
 )
@@ -32,6 +35,7 @@ from luna_mega.convert.tokenizers import ConvertedTokenizer
 from luna_mega.errors import ConversionError
 from luna_mega.hub.card import conversion_card
 from luna_mega.hub.folder import REPORT_NAME
+from luna_mega.hub.licenses import license_metadata
 from luna_mega.hub.output import check_output, complete_folder
 
 
@@ -49,9 +53,15 @@ class _Source:
     notes: list[str]
 
     @property
-    def plus_one(self) -> bool:
+    def task(self) -> str | None:
+        """Return the task of the original, without folders."""
+        task = self.checkpoint.args.get("task")
+        return task if task is None else readable(without_folders(str(task)))
+
+    @property
+    def minus_one(self) -> bool:
         """Return whether norm weights are stored minus one."""
-        return self.norm is not None and self.norm.convention == "plus-one"
+        return self.norm is not None and self.norm.minus_one
 
 
 def convert_checkpoint(
@@ -81,7 +91,8 @@ def convert_checkpoint(
         layer_norm: "auto", "standard" or "plus-one" (some code stores weight - 1).
         ema_convention: the branch of the code that wrote a moving average; "auto": by the order of the tensors.
         dtype: "float32", "float16" or "bfloat16".
-        license: identifier of the licence of the weights, for the model card; None = the card says that none is stated.
+        license: identifier of the licence of the weights on the Hub, or "other:NAME", for the model card; None = the
+            card says that none is stated.
         progress: show a progress bar on stderr if that is a terminal.
 
     Returns:
@@ -99,59 +110,61 @@ def convert_checkpoint(
     for name, value, choices in given:
         if value not in choices:
             raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+    license_metadata(license)
     output = check_output(output)
     source = _understand(read_checkpoint(path, progress), head, layer_norm, ema_convention)
     plan = source.plan
-    found = plan.find_dictionaries(list(dictionaries), source.checkpoint.path.parent)
-    names = found.class_names or (found.labels and found.labels.labels)
+    kind = source.format.dictionaries(plan, source.task)
+    chosen = kind.find(list(dictionaries), source.checkpoint.path.parent)
+    names = chosen.class_names or (chosen.labels and chosen.labels.labels)
     if names:
         plan.config.id2label = dict(enumerate(names))
         plan.config.label2id = {label: index for index, label in plan.config.id2label.items()}
-    tokenizer = source.format.tokenizer(plan, found, bpe)
-    converted = convert_tensors(plan, source.mapping, source.tensors, source.plus_one, getattr(torch, dtype))
-    report = _report(output, source, found, tokenizer, converted)
+    tokenizer = source.format.tokenizer(plan, chosen, bpe)
+    converted = convert_tensors(plan, source.mapping, source.tensors, source.minus_one, getattr(torch, dtype))
+    report = _report(output, source, chosen, tokenizer, converted)
     with complete_folder(output) as folder:
-        if source.plus_one:
+        if source.minus_one:
             save_source_norms({key: source.tensors[key] for key in source.mapping.norm_weights}, folder)
         if (preprocessor := source.format.preprocessor(plan.config)) is not None:
             content = json.dumps(preprocessor, indent=2) + "\n"
             (folder / "preprocessor_config.json").write_text(content, encoding="utf-8")
-        _write(folder, plan, converted, found, tokenizer, report, license)
+        _write(folder, plan, converted, chosen, tokenizer, report, license)
     return report
 
 
 def _understand(checkpoint: Checkpoint, head: str | None, layer_norm: str, ema_convention: str) -> _Source:
-    found, revision = detect(checkpoint)
-    tensors, notes = found.canonical(checkpoint.tensors)
-    norm = None
+    fmt, revision = detect(checkpoint)
+    tensors, notes = fmt.canonical(checkpoint.tensors)
     try:
-        if head is not None and not found.named_heads:
+        if head is not None and not fmt.named_heads:
             named = ", ".join(known.name for known in registered_formats() if known.named_heads)
             raise ConversionError(f"--head {head}: only {named} files have heads with names; leave the option out")
         for name, value in (("layer-norm", layer_norm), ("ema-convention", ema_convention)):
-            if value != "auto" and name in found.refused:
-                raise ConversionError(f"--{name} {value}: {found.refused[name]}; leave the option out")
-        revision, doubt = found.decide_revision(revision, tensors, ema_convention)
-        plan = found.plan(found.evidence(tensors, checkpoint.args, revision), head)
+            if value != "auto" and name in fmt.refused:
+                raise ConversionError(f"--{name} {value}: {fmt.refused[name]}; leave the option out")
+        revision, doubt = fmt.decide_revision(revision, tensors, ema_convention)
+        plan = fmt.plan(fmt.evidence(tensors, checkpoint.args, revision), head)
         mapping = map_tensors(plan, tensors)
-        if mapping.norm_weights:
-            norm = decide_layer_norm([tensors[key] for key in mapping.norm_weights], layer_norm)
+        if checkpoint.unchecked:
+            check_unshared(plan, mapping, tensors)
+        norm = fmt.decide_norms([tensors[key] for key in mapping.norm_weights], layer_norm)
     except ConversionError as error:
         raise ConversionError(f"{checkpoint.path}: {error}") from error
     plan.warnings += filter(None, (doubt, norm and norm.warning))
-    return _Source(checkpoint, found, revision, tensors, plan, mapping, norm, notes)
+    return _Source(checkpoint, fmt, revision, tensors, plan, mapping, norm, notes)
 
 
 def _report(
     output: Path,
     source: _Source,
-    found: Dictionaries,
+    dictionaries: Dictionaries,
     tokenizer: ConvertedTokenizer | None,
     converted: dict[str, torch.Tensor],
 ) -> Report:
     checkpoint, plan, norm = source.checkpoint, source.plan, source.norm
     non_finite = [target for target, tensor in converted.items() if not tensor.isfinite().all()]
-    warnings = [*checkpoint.warnings, *plan.warnings, *found.warnings]
+    warnings = [*checkpoint.warnings, *plan.warnings, *dictionaries.warnings]
     if non_finite:
         warnings.append(f"NaN or Inf in {len(non_finite)} of {len(converted)} tensors: {few(non_finite)}")
     model = without_memory(plan.model_class, plan.config)
@@ -161,13 +174,13 @@ def _report(
     return Report(
         output=str(output),
         source={
-            "file": checkpoint.path.name,
+            "file": os.fsencode(checkpoint.path.name).decode("utf-8", "backslashreplace"),
             "sha256": checkpoint.sha256,
             "serialization": checkpoint.serialization,
             "layout": source.format.name,
             "revision": source.revision,
-            "arch": source.format.architecture(checkpoint.args),
-            "task": checkpoint.args.get("task"),
+            "arch": readable(without_folders(source.format.architecture(checkpoint.args))),
+            "task": source.task,
             "num_updates": checkpoint.num_updates,
         },
         model_class=plan.model_class.__name__,
@@ -183,24 +196,17 @@ def _report(
         non_finite=non_finite,
         tokenizer=tokenizer and tokenizer.summary,
         args=dict(checkpoint.args),
-        notes=[*plan.notes, *found.notes, *source.notes],
+        notes=[*plan.notes, *dictionaries.notes, *source.notes],
         warnings=warnings,
         code=source.format.revisions[source.revision].name,
     )
-
-
-def _dictionary_files(found: Dictionaries) -> dict[str, Path]:
-    roles = {"dict.txt": found.vocabulary, "dict.label.txt": found.labels}
-    if found.target is not found.vocabulary:
-        roles["dict.target.txt"] = found.target
-    return {name: dictionary.path for name, dictionary in roles.items() if dictionary is not None}
 
 
 def _write(
     folder: Path,
     plan: Plan,
     converted: dict[str, torch.Tensor],
-    found: Dictionaries,
+    dictionaries: Dictionaries,
     tokenizer: ConvertedTokenizer | None,
     report: Report,
     license: str | None,
@@ -213,7 +219,7 @@ def _write(
         model.save_pretrained(folder, state_dict=converted, max_shard_size="50GB")
     except SafetensorError as error:  # safetensors raises it when the disk is full
         raise ConversionError(f"{report.output}: cannot write model.safetensors: {error}") from error
-    for name, path in _dictionary_files(found).items():
+    for name, path in dictionaries.files.items():
         shutil.copyfile(path, folder / name)
     if tokenizer is not None:
         tokenizer.save(folder)

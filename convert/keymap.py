@@ -50,8 +50,8 @@ class KeyMap:
         Names with `{layer}` come layer by layer, weight before bias.
         """
         for index, row in enumerate(self.rows):
-            if found := _compile(row.source).fullmatch(key):
-                fields = found.groupdict()
+            if match := _compile(row.source).fullmatch(key):
+                fields = match.groupdict()
                 block = index
                 while "layer" in fields and block and "{layer}" in self.rows[block - 1].source:
                     block -= 1  # the rows with {layer} are one block
@@ -61,9 +61,8 @@ class KeyMap:
     def _match(self, key: str, from_side: str, to_side: str) -> Match | None:
         for row in self.rows:
             pattern, other = getattr(row, from_side), getattr(row, to_side)
-            found = pattern is not None and _compile(pattern).fullmatch(key)
-            if found:
-                return Match(row, None if other is None else other.format(**found.groupdict()))
+            if pattern is not None and (match := _compile(pattern).fullmatch(key)):
+                return Match(row, None if other is None else other.format(**match.groupdict()))
         return None
 
 

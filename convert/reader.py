@@ -4,8 +4,12 @@
 """
 
 import argparse
+import pickle
 import re
-from collections.abc import Mapping
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +17,15 @@ from typing import Any
 import numpy
 import torch
 
-from luna_mega.convert.checksums import read_checksums
-from luna_mega.errors import ConversionError
+from luna_mega.convert.checksums import Checksums, read_checksums
+from luna_mega.convert.pickles import RefusedPickle, check_legacy_pickles, check_zip_pickle
+from luna_mega.convert.plain import plain_args
+from luna_mega.convert.storages import check_storages, is_dense
+from luna_mega.errors import ConversionError, shown
 
 _NUMPY_SCALARS = "?bhilqBHILQefd"
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_DTYPES = (*_FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 _LATER_FAIRSEQ = (
     "written by a later fairseq (hydra configuration); the Luna and Mega code writes 'args'; give a checkpoint "
     "that this code saved"
@@ -27,7 +36,8 @@ _LATER_FAIRSEQ = (
 class Checkpoint:
     """A fairseq checkpoint: its `args` as a dict of plain values, its tensors, and where they came from.
 
-    `missing_args` is the error for a file without args, None where it has them.
+    `missing_args` is the error for a file without args, None where it has them; `unchecked` says that the file has no
+    checksums.
     """
 
     path: Path
@@ -38,6 +48,7 @@ class Checkpoint:
     num_updates: int | None
     warnings: tuple[str, ...] = ()
     missing_args: str | None = None
+    unchecked: bool = False
 
 
 def _inert_types() -> list:
@@ -58,15 +69,16 @@ def read_checkpoint(path: str | Path, progress: bool = False) -> Checkpoint:
     """
     path = Path(path)
     serialization = _serialization(path)
-    sha256, warnings = read_checksums(path, serialization == "zip", progress)
-    state = _load(path, serialization)
+    checksums = read_checksums(path, serialization == "zip", progress)
+    state = _load(path, serialization, checksums)
     if not isinstance(state, dict):
         raise ConversionError(f"{path}: holds a {type(state).__name__}, not the dict that fairseq saves")
     if state.get("cfg") is not None:
         raise ConversionError(f"{path}: field 'cfg': {_LATER_FAIRSEQ}")
-    found = ", ".join(map(str, list(state)[:5])) or "nothing"
+    fields = ", ".join(key if isinstance(key, str) else shown(key) for key in list(state)[:5]) or "nothing"
     missing = [
-        f"{path}: no field '{field}' (found: {found}): not a fairseq checkpoint; give the file fairseq saved"
+        f"{path}: no field '{field}' (found: {shown(fields)[1:-1]}): not a fairseq checkpoint; give the file "
+        "fairseq saved"
         for field in ("args", "model")
         if state.get(field) is None
     ]
@@ -75,25 +87,23 @@ def read_checkpoint(path: str | Path, progress: bool = False) -> Checkpoint:
     named = argparse.Namespace() if missing else state["args"]
     if not isinstance(named, argparse.Namespace):
         raise ConversionError(f"{path}: field 'args' is a {type(named).__name__}, not an argparse.Namespace")
-    tensors = _tensors(path, state["model"])
     try:
-        args = _plain(named)
-    except RecursionError as error:
-        raise ConversionError(f"{path}: field 'args' holds itself or is nested too deeply") from error
-    return Checkpoint(path, sha256, serialization, args, tensors, _num_updates(state), tuple(warnings), *missing)
-
-
-def _plain(value: Any) -> Any:
-    """Return a value of the args in Python's own types, without namespaces, tensors and numbers of numpy."""
-    if isinstance(value, numpy.generic) or _is_dense(value):
-        return value.tolist()
-    if isinstance(value, argparse.Namespace):
-        value = vars(value)
-    if isinstance(value, Mapping):
-        return {key if isinstance(key, str) else str(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return (list if isinstance(value, list) else tuple)(map(_plain, value))
-    return value
+        tensors, args = _tensors(state["model"]), plain_args(named)
+        if checksums.unchecked:
+            check_storages(state)
+    except ConversionError as error:
+        raise ConversionError(f"{path}: {error}") from error
+    return Checkpoint(
+        path,
+        checksums.sha256,
+        serialization,
+        args,
+        tensors,
+        _num_updates(state),
+        warnings=(checksums.unchecked,) if checksums.unchecked else (),
+        missing_args=missing[0] if missing else None,
+        unchecked=checksums.unchecked is not None,
+    )
 
 
 def _serialization(path: Path) -> str:
@@ -108,52 +118,82 @@ def _serialization(path: Path) -> str:
         raise ConversionError(f"{path}: the file is empty; copy or download it again")
     if start.startswith(b"PK\x03\x04"):
         return "zip"
+    if start[8:10] == b'{"':  # before the pickle: a safetensors file begins with a length, which may be 0x80
+        raise ConversionError(f"{path}: a safetensors file, which has no fairseq 'args'; give the .pt file")
     if start.startswith(b"\x80"):
         return "legacy"
-    if start[8:10] == b'{"':
-        raise ConversionError(f"{path}: a safetensors file, which has no fairseq 'args'; give the .pt file")
     raise ConversionError(f"{path}: not a checkpoint (neither of torch's formats); give the file that fairseq saved")
 
 
-def _load(path: Path, serialization: str):
+def _load(path: Path, serialization: str, checksums: Checksums) -> Any:
     try:
-        with torch.serialization.safe_globals(_inert_types()):
-            # A mapped file keeps the optimizer state, two thirds of a training checkpoint, out of memory.
-            return torch.load(str(path), map_location="cpu", weights_only=True, mmap=serialization == "zip")
+        with torch.serialization.safe_globals(_inert_types()), warnings.catch_warnings(), path.open("rb") as file:
+            warnings.simplefilter("ignore")  # torch asks to report pickles of other protocols
+            if serialization == "zip":
+                for start in checksums.pickles:
+                    check_zip_pickle(file, start)
+                # A mapped file keeps the optimizer state, two thirds of a training checkpoint, out of memory.
+                with _encodable(path) as name:
+                    return torch.load(name, map_location="cpu", weights_only=True, mmap=True)
+            check_legacy_pickles(file)
+            file.seek(0)
+            state = torch.load(file, map_location="cpu", weights_only=True)
+            if behind := path.stat().st_size - file.tell():
+                raise RefusedPickle(f"{behind} bytes follow the last storage")
+            return state
     except OSError:
         raise
     except Exception as error:  # a broken or hostile pickle may raise any type
-        raise ConversionError(f"{path}: {_reason(str(error))}") from error
+        raise ConversionError(f"{path}: {_reason(error)}") from error
 
 
-def _reason(message: str) -> str:
-    forbidden = re.search(r"GLOBAL (\S+)", message)
-    if forbidden is None:
-        first_line = message.strip().splitlines()[0] if message.strip() else "no reason given"
-        return f"damaged, truncated or not a checkpoint ({first_line}); copy the file again"
-    name = forbidden[1]
-    if name.startswith(("omegaconf.", "fairseq.dataclass.")):
-        return f"holds {name}: {_LATER_FAIRSEQ}"
-    return (
-        f"refused, nothing was executed: the file asks to call {name}, which is not a tensor or a plain value; if you "
-        "trust its origin, load it where it was written and save only 'args' and 'model' again"
-    )
+@contextmanager
+def _encodable(path: Path) -> Iterator[str]:
+    """Yield a name of the file that is Unicode, without which torch does not map it."""
+    try:
+        str(path).encode()
+        yield str(path)
+    except UnicodeEncodeError:
+        with tempfile.TemporaryDirectory() as folder:
+            link = Path(folder) / "checkpoint.pt"
+            link.symlink_to(path.resolve())
+            yield str(link)
 
 
-def _tensors(path: Path, model) -> dict[str, torch.Tensor]:
+def _reason(error: Exception) -> str:
+    """Return why a file cannot be read; torch's own words advise to load it with code execution."""
+    message = str(error)
+    if forbidden := re.search(r"GLOBAL (\S+)", message):
+        name = shown(forbidden[1])[1:-1]
+        if name.startswith(("omegaconf.", "fairseq.dataclass.")):
+            return f"holds {name}: {_LATER_FAIRSEQ}"
+        return (
+            f"refused, nothing was executed: the file asks to call {name}, which is not a tensor or a plain value; if "
+            "you trust its origin, load it where it was written and save only 'args' and 'model' again"
+        )
+    if isinstance(error, RefusedPickle):
+        detail = message
+    elif isinstance(error, pickle.UnpicklingError) or "weights_only" in message:
+        detail = "its pickle makes something else than tensors and plain values; nothing was executed"
+    else:
+        first_line = message.strip().split("\n")[0]
+        detail = shown(f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__)[1:-1]
+    return f"damaged, truncated or not a checkpoint ({detail}); copy the file again"
+
+
+def _tensors(model: Any) -> dict[str, torch.Tensor]:
     if not isinstance(model, Mapping):
-        raise ConversionError(f"{path}: field 'model' is a {type(model).__name__}, not a state dict")
+        raise ConversionError(f"field 'model' is a {type(model).__name__}, not a state dict")
     for key, value in model.items():
-        if not isinstance(key, str) or not _is_dense(value):
-            raise ConversionError(f"{path}: field 'model': entry {key!r} is not a dense tensor")
-    return dict(model)
-
-
-def _is_dense(value: Any) -> bool:
-    """Return whether a value is a tensor that stores one number for every element."""
-    if not isinstance(value, torch.Tensor) or value.is_quantized or value.is_meta:
-        return False
-    return value.layout == torch.strided
+        if not isinstance(key, str) or not is_dense(value):
+            raise ConversionError(f"field 'model': entry {shown(key)} is not a dense tensor")
+        if value.dtype not in _DTYPES:
+            raise ConversionError(
+                f"field 'model': tensor {shown(key)} has dtype {str(value.dtype).removeprefix('torch.')}, which the "
+                "original never saves; the file was changed"
+            )
+    # The negative bit of a tensor says that its numbers have the other sign.
+    return {key: value.detach().resolve_neg() for key, value in model.items()}
 
 
 def _num_updates(state: dict) -> int | None:
@@ -161,6 +201,8 @@ def _num_updates(state: dict) -> int | None:
         return state["steps"]
     history = state.get("optimizer_history")
     if isinstance(history, list) and history and isinstance(history[-1], dict):
-        number = _plain(history[-1].get("num_updates"))
+        number = history[-1].get("num_updates")
+        if isinstance(number, numpy.integer) or (is_dense(number) and number.numel() == 1):
+            number = number.item()
         return number if isinstance(number, int) else None
     return None

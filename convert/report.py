@@ -11,8 +11,11 @@ from luna_mega.convert.tensors import few
 from luna_mega.hub.folder import REPORT_NAME
 
 _WORDS = {True: "yes", False: "no", None: "none"}
-# An absolute path that is an argument, or one of several with ':' between them: not the "//" of env:// or tcp://host.
-_ABSOLUTE_PATH = re.compile(r"(?<![^:])(?://)?(?:/(?!/)|~/|[A-Za-z]:[\\/](?!/))[^:]+")
+# An absolute path in a text: not within a word, "</s>" or "../a", nor the "//" of env:// or tcp://host. It ends with
+# ':', the line, a closing quote, or before an option of a command.
+_ROOT = r"(?:(?<=:)//)?/(?![/\s])|(?<!:)//(?=\w)|\\\\+(?=\w)|~[\w.-]*[\\/]|[A-Za-z]:[\\/](?!/)"
+_END = r"['\"](?=[\s,;:)\]}]|$)|\s--?[A-Za-z]"
+_ABSOLUTE_PATH = re.compile(rf"(?<![\w.~<\\/])(?:{_ROOT})(?:(?!{_END})[^:\r\n])+")
 
 
 @dataclass
@@ -45,10 +48,11 @@ class Report:
     code: str = ""
 
     def save(self, folder: Path) -> None:
-        """Write conversion_report.json into `folder`; an absolute path among the args keeps its last name only."""
-        content = {"format": 1} | asdict(self) | {"args": _without_folders(self.args)}
+        """Write conversion_report.json into `folder`; an absolute path keeps its last name only."""
+        own = ("source", "decisions", "args", "notes", "warnings")
+        content = {"format": 1} | asdict(self) | {name: without_folders(getattr(self, name)) for name in own}
         del content["output"], content["code"]
-        (folder / REPORT_NAME).write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
+        (folder / REPORT_NAME).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
     def __str__(self) -> str:
         source = self.source
@@ -71,8 +75,8 @@ class Report:
         lines = [
             *rows.items(),
             *(("dropped", f"{number} x {reason}") for reason, number in reasons.items()),
-            *(("note", note) for note in self.notes),
-            *(("warning", warning) for warning in self.warnings),
+            *(("note", without_folders(note)) for note in self.notes),
+            *(("warning", without_folders(warning)) for warning in self.warnings),
             ("written", f"{self.output}: {', '.join(self.files)}"),
         ]
         width = max(len(name) for name, _ in lines) + 2
@@ -92,10 +96,17 @@ def _tokenizer_row(kind: str, size: int, missing_pieces: list[str], **of_class: 
     return row
 
 
-def _without_folders(value: Any) -> Any:
-    """Return an argument with every absolute path cut down to its last name: the rest tells of somebody's machine."""
-    if isinstance(value, str):
-        return _ABSOLUTE_PATH.sub(lambda path: re.split(r"[\\/]", path[0].rstrip("\\/"))[-1], value)
+def without_folders(value: Any) -> Any:
+    """Return a value as JSON has it, with every absolute path cut down to its last name.
+
+    The folders tell of somebody's machine. The rule is the same for every text, in keys, sets and bytes too.
+    """
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
     if isinstance(value, dict):
-        return {name: _without_folders(inner) for name, inner in value.items()}
-    return [_without_folders(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+        return {without_folders(str(name)): without_folders(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_folders(inner) for inner in value]
+    if isinstance(value, (set, frozenset)):
+        return f"{{{', '.join(sorted(repr(without_folders(inner)) for inner in value))}}}"
+    return _ABSOLUTE_PATH.sub(lambda path: re.split(r"[\\/]+", path[0].rstrip("\\/"))[-1], str(value))

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from luna_mega.convert.evidence import same_bits
 from luna_mega.convert.keymap import LAYER_NORM, KeyMap
 from luna_mega.convert.plan import Plan
-from luna_mega.errors import ConversionError
+from luna_mega.errors import ConversionError, shown
 
 DTYPES = ("float32", "float16", "bfloat16")
 # The norm weights of a plus-one checkpoint before 1 was added, which rounds them: an export gives these back.
@@ -51,10 +51,12 @@ def map_tensors(plan: Plan, tensors: dict[str, torch.Tensor]) -> Mapping:
             mapped[key] = match.key
             if match.row.transform == LAYER_NORM and key.endswith(".weight"):
                 norm_weights.append(key)
-    without = [target for target in expected if target not in mapped.values()]
+    filled = set(mapped.values())
+    without = [target for target in expected if target not in filled]
     absent = [target for target in without if target.endswith(".num_batches_tracked")]
     missing = [_source_name(plan.keymap, target) for target in without if target not in absent]
-    problems = [f"{what}: {few(keys)}" for what, keys in (("missing", missing), ("unexpected", unexpected)) if keys]
+    named = {"missing": missing, "unexpected": unexpected}
+    problems = [f"{problem}: {few(keys)}" for problem, keys in named.items() if keys]
     if problems:
         raise ConversionError(
             f"the tensors are not those of {plan.model_class.__name__} ({'; '.join(problems)}); the file is incomplete "
@@ -67,11 +69,13 @@ def map_tensors(plan: Plan, tensors: dict[str, torch.Tensor]) -> Mapping:
 
 def _check(key: str, tensor: torch.Tensor, expected: torch.Tensor) -> None:
     if tensor.shape != expected.shape:
-        raise ConversionError(f"tensor {key!r} has shape {list(tensor.shape)}, the model needs {list(expected.shape)}")
+        raise ConversionError(
+            f"tensor {shown(key)} has shape {list(tensor.shape)}, the model needs {list(expected.shape)}"
+        )
     if expected.is_floating_point() and not tensor.is_floating_point():
         raise ConversionError(
-            f"tensor {key!r} has dtype {dtype_name(tensor.dtype)} where the model has real-valued weights; the file "
-            "was changed"
+            f"tensor {shown(key)} has dtype {dtype_name(tensor.dtype)} where the model has real-valued weights; the "
+            "file was changed"
         )
 
 
@@ -92,6 +96,23 @@ def convert_tensors(
     return converted | {target: torch.zeros((), dtype=torch.long) for target in mapping.absent}
 
 
+def check_unshared(plan: Plan, mapping: Mapping, tensors: dict[str, torch.Tensor]) -> None:
+    """Refuse tensors that share a storage, but for the copies of tied tensors.
+
+    Raises:
+        ConversionError: two tensors that the model does not tie share their numbers.
+    """
+    owners: dict[int, str] = {}
+    for key, target in mapping.mapped.items():
+        if tensors[key].numel() and not _is_copy(target, plan.config):
+            owner = owners.setdefault(tensors[key].data_ptr(), key)
+            if owner != key:
+                raise ConversionError(
+                    f"tensors {shown(owner)} and {shown(key)} share their numbers, which the original never saves so, "
+                    "and the file has no checksums; copy it again"
+                )
+
+
 def _is_copy(target: str, config: PreTrainedConfig) -> bool:
     """Return whether a tensor of the model is a copy of another one, and so is not saved."""
     if target in _TIED_TO_EMBEDDING:
@@ -108,7 +129,12 @@ def without_memory(model_class: type[PreTrainedModel], config: PreTrainedConfig)
 
 def few(keys: list[str]) -> str:
     """Return the first five names and the number of the others."""
-    return ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
+    return ", ".join(map(readable, keys[:5])) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
+
+
+def readable(text: str) -> str:
+    """Return a text of a file for a message: one line of at most 200 characters, without control characters."""
+    return shown(" ".join(text.split()))[1:-1]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -122,7 +148,7 @@ def save_source_norms(weights: dict[str, torch.Tensor], folder: Path) -> None:
 
 
 def lowered_norms(folder: Path, ours: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the norm weights `ours` minus one: the saved ones where these plus one still are the model's."""
+    """Return the norm weights `ours` minus one; a saved weight is used where it plus one equals the model's."""
     file = folder / _SOURCE_NORMS
     saved = load_file(file) if file.is_file() else {}
     lowered = {}

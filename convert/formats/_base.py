@@ -1,10 +1,11 @@
 """The interface of a checkpoint format: all that importer, exporter and `luna-mega info` know of one.
 
 A new format is a subclass of `Format` in a file of its own, an instance of it in `registry.py` (or passed to
-`register_format`), and tests. A method that a format does not override does what most formats need.
+`register_format`), and tests. A method that is not overridden suits most formats.
 """
 
 import argparse
+import warnings
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +14,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from luna_mega.convert.argmap import Table, defaults, write_args
+from luna_mega.convert.argmap import Table, defaults, typed_args, write_args
 from luna_mega.convert.dictionary import Dictionaries
+from luna_mega.convert.dictionary_kinds import ClassNames, DictionaryKind, LanguagePair, VocabularyAndLabels
 from luna_mega.convert.evidence import Evidence
 from luna_mega.convert.keymap import KeyMap
+from luna_mega.convert.layer_norm import LayerNormDecision, decide_layer_norm
 from luna_mega.convert.plan import Plan, Target
 from luna_mega.convert.tokenizers import ConvertedTokenizer
 
@@ -59,11 +62,17 @@ def problem_type(config: PreTrainedConfig) -> str:
     return config.problem_type or ("regression" if config.num_labels == 1 else "single_label_classification")
 
 
+def language_pair(plan: Plan) -> LanguagePair:
+    """Return the dictionaries of an encoder-decoder, whose plan names the languages."""
+    sizes = (plan.vocab_size, plan.config.get_text_config(decoder=True).vocab_size)
+    return LanguagePair(plan.languages, sizes, plan.config.share_encoder_decoder_embeddings)
+
+
 class Format(ABC):
-    """One kind of checkpoint.
+    """The rules of one kind of checkpoint.
 
     Attributes:
-        name: what reports call it; no two formats have the same.
+        name: its name in reports; no two formats have the same.
         revisions: name -> words, for every revision of the original code that a file can be told to come from.
         written: the revisions to try, in order, when a model that was not converted is exported.
         config_class: the configuration of its models.
@@ -121,8 +130,28 @@ class Format(ABC):
         """
         return revision, None
 
+    def decide_norms(self, weights: list[torch.Tensor], layer_norm: str) -> LayerNormDecision | None:
+        """Return how the norm weights of a file are stored; None: as they are.
+
+        Args:
+            weights: the tensors that the key map marks with `LAYER_NORM`.
+            layer_norm: the option; "auto" = the file tells.
+
+        Raises:
+            ConversionError: the file does not tell; an option has to.
+        """
+        if not weights:
+            return None
+        warnings.warn(
+            f"format {self.name!r} marks norm weights but does not override Format.decide_norms; they are decided by "
+            "their mean, which the next version will not do",
+            FutureWarning,
+            stacklevel=2,
+        )
+        return decide_layer_norm(weights, layer_norm)
+
     def assumed(self, revision: str) -> str:
-        """Return the revision by which to describe a file that does not tell its own."""
+        """Return the revision that describes a file whose own revision is unknown."""
         return revision
 
     def architecture(self, args: dict[str, Any]) -> str:
@@ -130,9 +159,14 @@ class Format(ABC):
         return str(args.get("arch"))
 
     def evidence(self, tensors: Tensors, args: dict[str, Any], revision: str) -> Evidence:
-        """Return tensors and args with the defaults of the architecture, for `plan` to read."""
+        """Return tensors and args with the defaults of the architecture, for `plan` to read.
+
+        Raises:
+            ConversionError: an argument has another type than its row of the table says.
+        """
         own = self.architectures.get(self.architecture(args), {})
-        return Evidence(tensors, args, revision, defaults(self.table) | own)
+        typed = typed_args(self.table, args, revision)
+        return Evidence(tensors, typed, revision, defaults(self.table) | own)
 
     @abstractmethod
     def plan(self, evidence: Evidence, head: str | None = None) -> Plan:
@@ -146,13 +180,33 @@ class Format(ABC):
             ConversionError: args and tensors contradict each other, or the file has no head `head`.
         """
 
+    def dictionaries(self, plan: Plan, task: str | None) -> DictionaryKind:
+        """Return the kind of dictionaries of a model, which was trained on a `task` of the original."""
+        if plan.languages is not None or plan.named_classes:
+            warnings.warn(
+                f"format {self.name!r} sets Plan.languages or Plan.named_classes without overriding "
+                "Format.dictionaries, which the next version asks for",
+                FutureWarning,
+                stacklevel=2,
+            )
+            return ClassNames(plan.num_labels) if plan.named_classes else language_pair(plan)
+        usual = VocabularyAndLabels
+        return VocabularyAndLabels(
+            plan.vocab_size,
+            plan.appended_symbol,
+            plan.num_labels,
+            vocabulary_place=self.vocabulary_places.get(task, usual.vocabulary_place),
+            label_place=self.label_places.get(task, usual.label_place),
+            labelled=plan.config.problem_type != "regression",
+        )
+
     @abstractmethod
-    def tokenizer(self, plan: Plan, found: Dictionaries, bpe: str | Path | None) -> ConvertedTokenizer | None:
+    def tokenizer(self, plan: Plan, dictionaries: Dictionaries, bpe: str | Path | None) -> ConvertedTokenizer | None:
         """Return the tokenizer, or None where a file that it needs is not given.
 
         Args:
             plan: gets a note when an option would add a tokenizer, or when transformers alone does not load it.
-            found: the dictionaries, which fit the model; its vocabulary may be None.
+            dictionaries: the dictionaries, which fit the model; the vocabulary may be None.
             bpe: the option `--bpe`.
 
         Raises:
@@ -160,7 +214,7 @@ class Format(ABC):
         """
 
     def preprocessor(self, config: PreTrainedConfig) -> dict[str, Any] | None:
-        """Return the content of preprocessor_config.json, None where a tokenizer is all that prepares inputs."""
+        """Return the content of preprocessor_config.json, or None for a model that needs no such file."""
         return None
 
     def heads(self, plan: Plan, tensors: Tensors) -> list[str]:
@@ -179,7 +233,7 @@ class Format(ABC):
         """Return field -> the values that the original can express; a field that is absent may have any value."""
 
     def resolved(self, config: PreTrainedConfig) -> PreTrainedConfig:
-        """Return the same configuration with a value in every field that may be None and then follows another field."""
+        """Return the configuration with a value in every field that is None where it follows another field."""
         return config
 
     def unused(self, target: Target) -> set[str]:
@@ -202,7 +256,10 @@ class Format(ABC):
         return None
 
     def norm_convention(self, revision: str) -> str | None:
-        """Return how the revision stores norm weights, "standard" or "plus-one"; None: there is one way only."""
+        """Return how the revision stores norm weights, "standard" or "plus-one"; None: there is one way only.
+
+        An export asks for it where neither an option nor a converted file decides.
+        """
         return None
 
     def args(self, target: Target) -> dict[str, Any]:
@@ -211,11 +268,11 @@ class Format(ABC):
         return write_args(self.table, resolved)
 
     def complete(self, target: Target, tensors: Tensors) -> tuple[Tensors, list[str]]:
-        """Return the tensors of a folder and the ones that only a file has, under our names, and notes on these."""
+        """Return the tensors of a folder, with those that only a checkpoint has, and notes on the added ones."""
         return tensors, []
 
     def extras(self, target: Target, tensors: Tensors) -> Tensors:
-        """Return the versions, buffers and copies that the original saves beside `tensors`, which have its names."""
+        """Return what the original saves beside `tensors`: versions, buffers and copies, under its own names."""
         return {}
 
     def remarks(self, target: Target, args: dict[str, Any], left_out: list[str]) -> list[str]:

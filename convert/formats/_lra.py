@@ -7,6 +7,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from luna_mega.convert.argmap import ACTIVATION, Arg, Way, fixed
+from luna_mega.convert.argtypes import whole, word
 from luna_mega.convert.dictionary import Dictionaries
 from luna_mega.convert.evidence import Evidence
 from luna_mega.convert.formats._base import Format
@@ -19,14 +20,17 @@ BODY, OUT = "encoder.encoder", "sentence_projection_layer.weight"
 _INPUT_TYPE = Way({"text": "tokens", "image": "values"}.__getitem__, {"tokens": "text", "values": "image"}.__getitem__)
 REPRESENTATION = Way({"cls": "cls", "mp": "mean"}.__getitem__, {"cls": "cls", "mean": "mp"}.__getitem__)
 CLASSES = Arg(
-    "sentence_class_num", "num_labels", measure=lambda evidence: evidence.shape(OUT, "classes", "features")[0]
+    "sentence_class_num",
+    "num_labels",
+    measure=lambda evidence: evidence.shape(OUT, "classes", "features")[0],
+    kind=whole,
 )
 CRITERION, NO_REGRESSION = fixed("criterion", "lra_cross_entropy"), fixed("regression_target", False)
 
 
 def classifier_activation(default: str, revision: str | None = None) -> Arg:
     """Return the row of the activation of the classification head."""
-    return Arg("classifier_activation_fn", "classifier_activation", ACTIVATION, default, revision=revision)
+    return Arg("classifier_activation_fn", "classifier_activation", ACTIVATION, default, revision=revision, kind=word)
 
 
 def input_type(tokens: Callable[[Evidence], bool], when: Callable[[Target], bool]) -> Arg:
@@ -35,19 +39,17 @@ def input_type(tokens: Callable[[Evidence], bool], when: Callable[[Target], bool
     def measure(evidence: Evidence) -> str:
         return "text" if tokens(evidence) else "image"
 
-    return Arg("input_type", "input_type", _INPUT_TYPE, measure=measure, when=when)
+    return Arg("input_type", "input_type", _INPUT_TYPE, measure=measure, when=when, kind=word)
 
 
 def layer_type(name: str) -> Arg:
     """Return the row of the argument that chose the kind of layers."""
 
     def read(evidence: Evidence) -> dict[str, Any]:
-        if not isinstance(evidence.args.get("layer_type", name), (str, type(None))):
-            raise ConversionError(f"{evidence.shown('layer_type')} is not the name of a kind of layers")
         evidence.prefer("layer_type", name)
         return {}
 
-    return Arg("layer_type", read=read, write=lambda target: name)
+    return Arg("layer_type", read=read, write=lambda target: name, kind=word)
 
 
 def choose_class(
@@ -83,12 +85,12 @@ class LraFormat(Format):
     criteria = {"lra_cross_entropy": "LRACrossEntropyCriterion"}
     vocabulary_places = {"long_range_arena": "src-bin/dict.txt", "lra-text": "src-bin/dict.txt"}
 
-    def tokenizer(self, plan: Plan, found: Dictionaries, bpe: str | Path | None) -> ConvertedTokenizer | None:
+    def tokenizer(self, plan: Plan, dictionaries: Dictionaries, bpe: str | Path | None) -> ConvertedTokenizer | None:
         """Return the tokenizer of symbols between white space."""
         if bpe is not None:
             raise ConversionError(f"--bpe {bpe}: LRA does not read GPT-2's pieces; leave the option out")
-        if found.vocabulary is None:
+        if dictionaries.vocabulary is None:
             return None
         length = plan.config.max_position_embeddings
-        tokenizer = word_tokenizer(found.vocabulary, plan.appended_symbol, plan.prepends_appended, length)
+        tokenizer = word_tokenizer(dictionaries.vocabulary, plan.appended_symbol, plan.prepends_appended, length)
         return ConvertedTokenizer(tokenizer, WORDS, [])

@@ -6,9 +6,11 @@ import torch
 
 from luna_mega import LunaConfig
 from luna_mega.convert.argmap import ACTIVATION, COMMON, FAIRSEQ_ACTIVATIONS, NOT, Arg, Table, fixed, written
+from luna_mega.convert.argtypes import flag, number, size, word
 from luna_mega.convert.evidence import Evidence
 from luna_mega.convert.formats._base import Format, Revision, Tensors
 from luna_mega.convert.keymap import LAYER_NORM, Row
+from luna_mega.convert.layer_norm import LayerNormDecision, decide_layer_norm
 from luna_mega.errors import ConversionError
 from luna_mega.modeling_luna.modeling_luna import sinusoids
 
@@ -48,8 +50,12 @@ class LunaFormat(Format):
         "problem_type",
     )
 
+    def decide_norms(self, weights: list[torch.Tensor], layer_norm: str) -> LayerNormDecision | None:
+        """Return how norm weights are stored, by the option or by their mean."""
+        return decide_layer_norm(weights, layer_norm) if weights else None
+
     def norm_convention(self, revision: str) -> str:
-        """Return how norm weights are stored, for an export that neither an option nor a converted file decides."""
+        """Return how the norm weights of a new file are stored: as they are."""
         return "standard"
 
 
@@ -100,15 +106,15 @@ def encoder_arguments(body: str, layers: Callable, width: Callable, positions: A
     """
     return (
         *COMMON,
-        Arg("encoder_layers", "num_hidden_layers", measure=layers),
-        Arg("encoder_embed_dim", "hidden_size", measure=width),
-        Arg("encoder_ffn_embed_dim", "intermediate_size", measure=feed_forward(body)),
-        Arg("encoder_attention_heads", "num_attention_heads"),
+        Arg("encoder_layers", "num_hidden_layers", measure=layers, kind=size),
+        Arg("encoder_embed_dim", "hidden_size", measure=width, kind=size),
+        Arg("encoder_ffn_embed_dim", "intermediate_size", measure=feed_forward(body), kind=size),
+        Arg("encoder_attention_heads", "num_attention_heads", kind=size),
         positions,
-        written("tokens_per_sample", "max_position_embeddings"),
-        Arg("activation_fn", "hidden_act", ACTIVATION, "gelu"),
-        Arg("dropout", "dropout", default=0.1),
-        Arg("attention_dropout", "attention_dropout", default=0.1),
+        written("tokens_per_sample", "max_position_embeddings", kind=size),
+        Arg("activation_fn", "hidden_act", ACTIVATION, "gelu", kind=word),
+        Arg("dropout", "dropout", default=0.1, kind=number),
+        Arg("attention_dropout", "attention_dropout", default=0.1, kind=number),
         fixed("stop_min_lr", -1, revision="head"),  # only the 2023 code has this option
     )
 
@@ -129,8 +135,10 @@ def tied_key_value(evidence: Evidence) -> bool:
 
 
 # Rows that luna_bert and translation have.
-PACKED_LENGTH_FIXED = Arg("fix_projection_length", "dynamic_projection_length", NOT, False)
-UNTIED_KEY_VALUE = Arg("untie_luna_kv", "tie_key_value", NOT, measure=lambda evidence: not tied_key_value(evidence))
+PACKED_LENGTH_FIXED = Arg("fix_projection_length", "dynamic_projection_length", NOT, False, kind=flag)
+UNTIED_KEY_VALUE = Arg(
+    "untie_luna_kv", "tie_key_value", NOT, measure=lambda evidence: not tied_key_value(evidence), kind=flag
+)
 
 
 def activations(revision: str) -> tuple[str, ...]:
@@ -147,6 +155,7 @@ def allowed_in_encoders(config: LunaConfig, revision: str) -> dict[str, tuple]:
         "pre_norm": (False,),
         "layer_norm_eps": (1e-5,),
         "scale_embedding": (config.position_embedding_type == "sinusoidal",),
+        "first_position": (None,),
     }
     if config.input_type == "tokens":
         allowed |= {"pad_token_id": (1,), "bos_token_id": (0, None), "eos_token_id": (2, None)}

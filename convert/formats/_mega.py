@@ -11,12 +11,13 @@ from typing import Any
 
 from luna_mega import MegaConfig
 from luna_mega.convert.argmap import ACTIVATION, FAIRSEQ_ACTIVATIONS, NOT, Arg, Table
+from luna_mega.convert.argtypes import flag, number, size, whole, word
 from luna_mega.convert.ema_convention import ORDER, decide_ema_convention, order_of
 from luna_mega.convert.evidence import Evidence
 from luna_mega.convert.formats._base import Format, Revision, Tensors
 from luna_mega.convert.keymap import Row
 from luna_mega.convert.plan import Target
-from luna_mega.errors import ConversionError
+from luna_mega.errors import ConversionError, shown
 
 PLACEHOLDER = "placeholder buffer of the original, no content"
 DECIDED = (
@@ -100,14 +101,14 @@ class MegaFormat(Format):
         """Return why a file of an unknown kind of Mega, or of its successor, cannot be converted."""
         if _is_megalodon(tensors):
             return (
-                f"a Megalodon-line checkpoint (arch {arch!r}: complex EMA, timestep norm): neither Luna nor Mega "
+                f"a Megalodon-line checkpoint (arch {shown(arch)}: complex EMA, timestep norm): neither Luna nor Mega "
                 "computes what its layers do, so it cannot be converted; run it with the code that wrote it"
             )
         if not any(re.search(_MEGA, key) for key in tensors):
             return None
         return (
-            f"a Mega checkpoint, but of none of the kinds that are known (arch {arch!r}): this version converts the "
-            "encoders of LRA (mega_lra_*) and raw speech (mega_sc_raw_*), language models (mega_lm*) and "
+            f"a Mega checkpoint, but of none of the kinds that are known (arch {shown(arch)}): this version converts "
+            "the encoders of LRA (mega_lra_*) and raw speech (mega_sc_raw_*), language models (mega_lm*) and "
             "encoder-decoders for translation (mega, mega_wmt_*)"
         )
 
@@ -181,7 +182,7 @@ class Stack:
 
         def read(evidence: Evidence) -> dict[str, Any]:
             there = any(key.startswith(f"{self.body}.") and ".nffn." in key for key in evidence.tensors)
-            if not there and (not evidence.args.get(name) or evidence.integer(name) < 1):
+            if not there and (evidence.args.get(name) or 0) < 1:
                 return {"use_normalized_ffn": False}
             width, _ = evidence.shape(f"{self._layers}.0.nffn.fc1.weight", "ffn width", "width")
             return {field: evidence.prefer(name, width)}
@@ -189,13 +190,13 @@ class Stack:
         def write(target: Target) -> int:
             return getattr(target.config, field) if target.config.use_normalized_ffn else 0
 
-        return Arg(name, read=read, write=write)
+        return Arg(name, field, read=read, write=write, kind=whole)
 
     def chunk(self, name: str, field: str = "chunk_size") -> Arg:
         """Return the row of the chunk length; a table of positions, where there is one, is as long as a chunk."""
 
         def read(evidence: Evidence) -> dict[str, Any]:
-            chunk, entries = evidence.integer(name), self._entries(evidence)
+            chunk, entries = evidence.arg(name), self._entries(evidence)
             if entries is not None and chunk > 0:
                 chunk = evidence.prefer(name, entries)
             if field != "chunk_size":
@@ -206,16 +207,16 @@ class Stack:
             config = target.config
             return (config.attention_chunk if field == "chunk_size" else getattr(config, field)) or -1
 
-        return Arg(name, default=-1, read=read, write=write)
+        return Arg(name, field, default=-1, read=read, write=write, kind=whole)
 
     def positions(self, name: str, chunk: str, field: str = "max_positions", **options: Any) -> Arg:
         """Return the row of the number of positions; a table tells it, unless there are chunks (argument `chunk`)."""
 
         def measure(evidence: Evidence) -> int:
             positions, entries = evidence.arg(name), self._entries(evidence)
-            return positions if entries is None or evidence.integer(chunk) > 0 else entries
+            return positions if entries is None or evidence.arg(chunk) > 0 else entries
 
-        return Arg(name, field, measure=measure, **options)
+        return Arg(name, field, measure=measure, kind=size, **options)
 
     def bias(self, evidence: Evidence) -> str:
         """Return the kind of relative positional bias."""
@@ -232,7 +233,7 @@ class Stack:
             synchronised = kind == "batchnorm" and evidence.args.get(name) == "syncbatchnorm"
             return "syncbatchnorm" if synchronised else kind  # both kinds have the same tensors
 
-        return Arg(name, "normalization_type", measure=measure)
+        return Arg(name, "normalization_type", measure=measure, kind=word)
 
     def normalize_before(self, name: str) -> Arg:
         """Return the row of the place of the norms; with norms before the layers, one more follows the last layer."""
@@ -241,7 +242,7 @@ class Stack:
             before = self._asked_or_there(evidence, name, "final_norm")
             return dict.fromkeys(("normalize_before_mega", "normalize_before_ffn", "final_norm"), before)
 
-        return Arg(name, "normalize_before_mega", read=read)
+        return Arg(name, "normalize_before_mega", read=read, kind=flag)
 
     def normalize_embedding(self) -> Arg:
         """Return the row of the norm of the embeddings."""
@@ -250,7 +251,7 @@ class Stack:
         def read(evidence: Evidence) -> dict[str, bool]:
             return {"embedding_norm": self._asked_or_there(evidence, name, "embed_norm")}
 
-        return Arg(name, "embedding_norm", read=read)
+        return Arg(name, "embedding_norm", read=read, kind=flag)
 
     def affine_final_norm(self, **options: Any) -> Arg:
         """Return the row of a final norm without parameters; where the file has parameters, they win."""
@@ -262,7 +263,7 @@ class Stack:
             there = any(f"{self.body}.final_norm.norm.{part}" in evidence.tensors for part in ("scalar", "weight"))
             return {"final_norm_affine": not evidence.prefer(name, not there)}
 
-        return Arg(name, "final_norm_affine", NOT, read=read, **options)
+        return Arg(name, "final_norm_affine", NOT, read=read, kind=flag, **options)
 
     @property
     def _layers(self) -> str:
@@ -290,19 +291,19 @@ def _truncation(evidence: Evidence) -> dict[str, int | None]:
     name = "truncation_length"
     if evidence.args.get(name, evidence.defaults.get(name)) is None:
         return {"truncation": None}  # in the args, None means the whole kernel
-    length = evidence.integer(name)
+    length = evidence.arg(name)
     return {"truncation": length if length > 0 else None}
 
 
-TRUNCATION = Arg("truncation_length", "truncation", read=_truncation)
-ACTIVATION_FUNCTION = Arg("activation_fn", "activation", ACTIVATION)
-FEATURE_DROPOUT = Arg("feature_dropout", "use_feature_dropout", default=False)
+TRUNCATION = Arg("truncation_length", "truncation", read=_truncation, kind=whole)
+ACTIVATION_FUNCTION = Arg("activation_fn", "activation", ACTIVATION, kind=word)
+FEATURE_DROPOUT = Arg("feature_dropout", "use_feature_dropout", default=False, kind=flag)
 DROPOUTS = (
     FEATURE_DROPOUT,
-    Arg("dropout", "dropout_prob", default=0.1),
-    Arg("attention_dropout", "attention_probs_dropout_prob", default=0.0),
-    Arg("hidden_dropout", "hidden_dropout_prob", default=0.0),
-    Arg("activation_dropout", "nffn_activation_dropout_prob", default=0.0),
+    Arg("dropout", "dropout_prob", default=0.1, kind=number),
+    Arg("attention_dropout", "attention_probs_dropout_prob", default=0.0, kind=number),
+    Arg("hidden_dropout", "hidden_dropout_prob", default=0.0, kind=number),
+    Arg("activation_dropout", "nffn_activation_dropout_prob", default=0.0, kind=number),
 )
 
 
@@ -313,9 +314,9 @@ def options(stack: Stack, truncation: int) -> Table:
     """
     return (
         replace(TRUNCATION, default=truncation),
-        Arg("rel_pos_bias", "relative_positional_bias", measure=stack.bias),
+        Arg("rel_pos_bias", "relative_positional_bias", measure=stack.bias, kind=word),
         replace(ACTIVATION_FUNCTION, default="silu"),
-        Arg("attention_activation_fn", "attention_activation", default="softmax"),
+        Arg("attention_activation_fn", "attention_activation", default="softmax", kind=word),
         stack.norm_type("normalization_type"),
         stack.normalize_before("normalize_before"),
         stack.normalize_embedding(),

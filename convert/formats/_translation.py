@@ -1,15 +1,18 @@
 """Parts of the formats of encoder-decoders, in Luna and Mega."""
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
 
 from luna_mega.convert.argmap import COMMON, Arg, Table, fixed, written
+from luna_mega.convert.argtypes import flag, language
 from luna_mega.convert.dictionary import Dictionaries
+from luna_mega.convert.dictionary_kinds import LanguagePair
 from luna_mega.convert.evidence import Evidence, same_bits
-from luna_mega.convert.formats._base import Format, Tensors
+from luna_mega.convert.formats._base import Format, Tensors, language_pair
 from luna_mega.convert.plan import Plan, Target
 from luna_mega.convert.tokenizers import WORDS, ConvertedTokenizer
 from luna_mega.convert.tokenizers.translation import translation_tokenizer
@@ -46,8 +49,8 @@ def task_arguments(arch: Arg) -> Table:
         arch,
         fixed("criterion", "label_smoothed_cross_entropy"),
         fixed("label_smoothing", 0.1),
-        fixed("source_lang", "source", kept=True),
-        fixed("target_lang", "target", kept=True),
+        fixed("source_lang", "source", kept=True, kind=language),
+        fixed("target_lang", "target", kept=True, kind=language),
         fixed("left_pad_source", "True", kept=True),
         fixed("left_pad_target", "False", kept=True),
         fixed("load_alignments", False),
@@ -57,8 +60,8 @@ def task_arguments(arch: Arg) -> Table:
 
 
 SHARING = (
-    Arg("share_all_embeddings", "share_encoder_decoder_embeddings", read=_sharing),
-    written("share_decoder_input_output_embed", "tie_word_embeddings"),
+    Arg("share_all_embeddings", "share_encoder_decoder_embeddings", read=_sharing, kind=flag),
+    written("share_decoder_input_output_embed", "tie_word_embeddings", kind=flag),
     fixed("adaptive_softmax_cutoff", None),
     fixed("adaptive_softmax_dropout", 0),
     fixed("adaptive_input", False),
@@ -73,8 +76,8 @@ class TranslationFormat(Format):
     decoder_fields: dict[str, str]
 
     def plan_of(self, config: PreTrainedConfig, evidence: Evidence, positions: int, **others: Any) -> Plan:
-        """Return the plan of an encoder-decoder; `positions`: of the decoder, `others`: further fields of the plan."""
-        languages = (evidence.args.get("source_lang") or "source", evidence.args.get("target_lang") or "target")
+        """Return the plan of an encoder-decoder; its decoder has `positions`, and `others` are more fields."""
+        languages = (_language(evidence, "source_lang"), _language(evidence, "target_lang"))
         return Plan(
             self.classes[0],
             config,
@@ -107,19 +110,32 @@ class TranslationFormat(Format):
         """Return the only head."""
         return ["sequence-to-sequence LM"]
 
-    def tokenizer(self, plan: Plan, found: Dictionaries, bpe: str | Path | None) -> ConvertedTokenizer | None:
+    def dictionaries(self, plan: Plan, task: str | None) -> LanguagePair:
+        """Return the dictionaries of source and target."""
+        return language_pair(plan)
+
+    def tokenizer(self, plan: Plan, dictionaries: Dictionaries, bpe: str | Path | None) -> ConvertedTokenizer | None:
         """Return the tokenizers of both languages, for subword-nmt's codes or for symbols between white space."""
-        if found.vocabulary is None:
+        source, target = dictionaries.vocabulary, dictionaries.target
+        if source is None:
             if bpe is not None:
                 raise ConversionError(f"--bpe {bpe}: there is no dictionary beside the checkpoint; give it with --dict")
             return None
         made = {
             dictionary: translation_tokenizer(dictionary, bpe, position_limit(plan.config.get_text_config(**side)))
-            for dictionary, side in ((found.target, {"decoder": True}), (found.vocabulary, {"encoder": True}))
+            for dictionary, side in ((target, {"decoder": True}), (source, {"encoder": True}))
         }
         kind = WORDS if bpe is None else "byte-pair encoding"
-        other = None if found.target is found.vocabulary else made[found.target]
-        return ConvertedTokenizer(made[found.vocabulary], kind, [], other)
+        other = None if target is source else made[target]
+        return ConvertedTokenizer(made[source], kind, [], other)
+
+
+def _language(evidence: Evidence, name: str) -> str:
+    """Return the name of a language, which becomes part of the name of a file."""
+    language = evidence.args.get(name) or name.removesuffix("_lang")
+    if not isinstance(language, str) or not re.fullmatch(r"[\w.@+-]+", language):
+        raise ConversionError(f"{evidence.shown(name)} is not the name of a language: letters, digits and .@+_- only")
+    return language
 
 
 def field_of(side: str, field: str, decoder_fields: dict[str, str]) -> str:
@@ -135,6 +151,11 @@ def vocabularies(evidence: Evidence) -> tuple[int, int, int]:
     if width != target_width:
         raise ConversionError(f"the encoder has a width of {width}, the decoder of {target_width}: they must agree")
     return vocabulary, target, width
+
+
+def width(evidence: Evidence) -> int:
+    """Return the width that encoder and decoder have in common."""
+    return vocabularies(evidence)[2]
 
 
 def _generation(positions: int) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from luna_mega import (
     LunaModel,
 )
 from luna_mega.convert.argmap import ACTIVATION, NOT, Arg, build_config, read_fields
+from luna_mega.convert.argtypes import flag, number, size, whole, word
 from luna_mega.convert.dictionary import Dictionaries
 from luna_mega.convert.evidence import Evidence, same_bits
 from luna_mega.convert.formats import _luna
@@ -34,7 +35,7 @@ _HEAD_OF_POOLING = {
     "packed_max": "pooling_classification_head",
     "packed_attention": "attention_classification_head",
 }
-# A head with any other name is of the first kind.
+# A head with any other name reads the first token.
 _POOLING_OF_HEAD = {head: pooling for pooling, head in _HEAD_OF_POOLING.items()}
 _SIZES = (
     "encoder_layers",
@@ -98,7 +99,7 @@ def _positions(evidence: Evidence) -> int:
 def _tied_lm(evidence: Evidence) -> dict[str, bool]:
     evidence.shape(f"{_LM_HEAD}.weight", "vocabulary", "width")
     same = same_bits(evidence.tensors[f"{_LM_HEAD}.weight"], evidence.tensors[f"{_BODY}.embed_tokens.weight"])
-    untied = bool(evidence.args.get("untie_weights_luna", False))
+    untied = evidence.args.get("untie_weights_luna")
     if not same:
         evidence.prefer("untie_weights_luna", True)
     return {"tie_word_embeddings": same and not untied}
@@ -109,23 +110,23 @@ _TABLE = (
         _BODY,
         layers=lambda evidence: evidence.unshared_layers(f"{_BODY}.layers"),
         width=lambda evidence: evidence.shape(f"{_BODY}.embed_tokens.weight", "vocabulary", "width")[1],
-        positions=Arg("max_positions", "max_position_embeddings", measure=_positions),
+        positions=Arg("max_positions", "max_position_embeddings", measure=_positions, kind=size),
     ),
-    Arg("arch", write=_arch),
-    Arg("task", write=_task),
-    Arg("criterion", write=_task),
-    Arg("projection_length", "projection_length", measure=_luna.packed_length(_BODY)),
+    Arg("arch", write=_arch, kind=word),
+    Arg("task", write=_task, kind=word),
+    Arg("criterion", write=_task, kind=word),
+    Arg("projection_length", "projection_length", measure=_luna.packed_length(_BODY), kind=size),
     _luna.PACKED_LENGTH_FIXED,
     _luna.UNTIED_KEY_VALUE,
-    Arg("untie_weights_luna", "tie_word_embeddings", NOT, read=_tied_lm),
-    Arg("activation_dropout", "activation_dropout", default=0.0),
-    Arg("encoder_layerdrop", "layerdrop", default=0.0),
-    Arg("pooler_activation_fn", "classifier_activation", ACTIVATION, "tanh", when=_has_head),
-    Arg("pooler_dropout", "classifier_dropout", default=0.0, when=_has_head),
-    Arg("ranking_head_name", write=lambda target: target.head, when=_ranks),
-    Arg("num_classes", write=lambda target: target.config.num_labels, when=_classifies),
-    Arg("regression_target", write=_regression, when=_classifies),
-    Arg("classification_head_name", write=lambda target: target.head, when=_classifies),
+    Arg("untie_weights_luna", "tie_word_embeddings", NOT, read=_tied_lm, kind=flag),
+    Arg("activation_dropout", "activation_dropout", default=0.0, kind=number),
+    Arg("encoder_layerdrop", "layerdrop", default=0.0, kind=number),
+    Arg("pooler_activation_fn", "classifier_activation", ACTIVATION, "tanh", when=_has_head, kind=word),
+    Arg("pooler_dropout", "classifier_dropout", default=0.0, when=_has_head, kind=number),
+    Arg("ranking_head_name", write=lambda target: target.head, when=_ranks, kind=word),
+    Arg("num_classes", write=lambda target: target.config.num_labels, when=_classifies, kind=whole),
+    Arg("regression_target", write=_regression, when=_classifies, kind=flag),
+    Arg("classification_head_name", write=lambda target: target.head, when=_classifies, kind=word),
 )
 
 
@@ -191,15 +192,15 @@ class LunaBert(_luna.LunaFormat):
             warnings=evidence.warnings,
         )
 
-    def tokenizer(self, plan: Plan, found: Dictionaries, bpe: str | Path | None) -> ConvertedTokenizer | None:
+    def tokenizer(self, plan: Plan, dictionaries: Dictionaries, bpe: str | Path | None) -> ConvertedTokenizer | None:
         """Return GPT-2's byte-pair encoding with the ids of the dictionary."""
         if bpe is None:
             plan.notes.append("no tokenizer: --bpe DIR, the folder with GPT-2's encoder.json and vocab.bpe, adds it")
             return None
-        if found.vocabulary is None:
+        if dictionaries.vocabulary is None:
             raise ConversionError(f"--bpe {bpe}: there is no dictionary beside the checkpoint; give it with --dict")
         length = plan.config.max_position_embeddings
-        tokenizer, missing = bpe_tokenizer(found.vocabulary, read_gpt2_bpe(bpe), plan.appended_symbol, length)
+        tokenizer, missing = bpe_tokenizer(dictionaries.vocabulary, read_gpt2_bpe(bpe), plan.appended_symbol, length)
         if missing:
             plan.notes.append(
                 "the tokenizer's class is in the folder: without luna_mega it needs trust_remote_code=True"
@@ -257,7 +258,7 @@ class LunaBert(_luna.LunaFormat):
         return tensors, notes
 
     def remarks(self, target: Target, args: dict[str, Any], left_out: list[str]) -> list[str]:
-        """Return notes on heads that are not in the file, and on a task that does not tell the head of its model."""
+        """Return notes on heads that the file lacks, and on a task that does not name the head."""
         notes = []
         if heads := sorted({name.split(".")[1] for name in left_out if name.startswith("classification_heads.")}):
             notes.append(f"the conversion left out the heads {', '.join(heads)}: they are not in the file")

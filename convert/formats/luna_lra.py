@@ -4,6 +4,7 @@ from typing import Any
 
 from luna_mega import LunaConfig, LunaForSequenceClassification, LunaForSequencePairClassification
 from luna_mega.convert.argmap import Arg, also, build_config, equals, read_fields, written
+from luna_mega.convert.argtypes import flag, number, size, whole, word
 from luna_mega.convert.evidence import Evidence
 from luna_mega.convert.formats import _lra, _luna
 from luna_mega.convert.formats._base import Tensors
@@ -44,8 +45,7 @@ _PADDING_NOTE = (
     "scores that do not (they then differ from the original's on padded batches)"
 )
 _SCALED_NOTE = (
-    "the 2023 code scales P in place, so that there every call changes the parameter; the converted model computes "
-    "what was meant"
+    "the 2023 code scales P in place, so that there every call changes the parameter; the converted model scales a copy"
 )
 
 
@@ -66,25 +66,25 @@ def _shares_layers(evidence: Evidence) -> bool:
             f"args.tie_layer_weights is set but the file holds {in_file} layers under '{BODY}.layers': its args "
             "belong to another model"
         )
-    return in_file == 1 and bool(evidence.arg("tie_layer_weights"))
+    return in_file == 1 and evidence.arg("tie_layer_weights")
 
 
 def _layers(evidence: Evidence) -> int:
     if _shares_layers(evidence):
-        return evidence.integer("encoder_layers")
+        return evidence.arg("encoder_layers")
     return evidence.unshared_layers(f"{BODY}.layers")
 
 
 def _embedding_norm(evidence: Evidence) -> dict[str, bool]:
     """Return whether there is a norm; if the args ask for it and it is absent, the file is reported as incomplete."""
     asked, there = evidence.args.get("encoder_normalize_before"), f"{BODY}.emb_layer_norm.weight" in evidence.tensors
-    found = evidence.revision == "r21" or bool(asked) or evidence.prefer("encoder_normalize_before", there)
-    return {"embedding_norm": found}
+    normalized = evidence.revision == "r21" or bool(asked) or evidence.prefer("encoder_normalize_before", there)
+    return {"embedding_norm": normalized}
 
 
 def _learned(evidence: Evidence) -> bool:
     there = evidence.revision == "r21" or _POSITIONS in evidence.tensors
-    return there or bool(evidence.arg("encoder_learned_pos"))
+    return there or evidence.arg("encoder_learned_pos")
 
 
 def _position_type(evidence: Evidence) -> dict[str, str]:
@@ -144,6 +144,10 @@ def _task(target: Target) -> str:
     return "lra-image" if _is_image(target) else "lra-text"
 
 
+def _classifier_layers(evidence: Evidence) -> int:
+    return evidence.layers("classifier")
+
+
 def _in_features(target: Target) -> int:
     return (_PAIRS[target.revision][0] if _is_pair(target) else 1) * target.config.hidden_size
 
@@ -157,28 +161,34 @@ _TABLE = (
         BODY,
         layers=_layers,
         width=lambda evidence: _embedding(evidence)[-1],
-        positions=Arg("max_positions", "max_position_embeddings", measure=_positions),
+        positions=Arg("max_positions", "max_position_embeddings", measure=_positions, kind=size),
     ),
-    Arg("arch", write=_arch),
+    Arg("arch", write=_arch, kind=word),
     _lra.CRITERION,
     _lra.layer_type("luna"),
-    Arg("encoder_projection_length", "projection_length", measure=_luna.packed_length(BODY)),
-    Arg("act_dropout", "activation_dropout", default=0.0),
-    Arg("tie_kv", "tie_key_value", measure=_luna.tied_key_value),
-    Arg("tie_layer_weights", "share_layers", default=False, measure=_shares_layers),
-    Arg("encoder_learned_pos", default=False, read=_position_type, write=equals("position_embedding_type", "learned")),
-    Arg("encoder_normalize_before", "embedding_norm", read=_embedding_norm),
+    Arg("encoder_projection_length", "projection_length", measure=_luna.packed_length(BODY), kind=size),
+    Arg("act_dropout", "activation_dropout", default=0.0, kind=number),
+    Arg("tie_kv", "tie_key_value", measure=_luna.tied_key_value, kind=flag),
+    Arg("tie_layer_weights", "share_layers", default=False, measure=_shares_layers, kind=flag),
+    Arg(
+        "encoder_learned_pos",
+        default=False,
+        read=_position_type,
+        write=equals("position_embedding_type", "learned"),
+        kind=flag,
+    ),
+    Arg("encoder_normalize_before", "embedding_norm", read=_embedding_norm, kind=flag),
     _lra.CLASSES,
-    Arg("sen_rep_type", default="cls", write=_representation),
-    Arg("use_p", default=False, read=_pooling, write=equals("pooling", "packed_mean")),
+    Arg("sen_rep_type", default="cls", write=_representation, kind=word),
+    Arg("use_p", default=False, read=_pooling, write=equals("pooling", "packed_mean"), kind=flag),
     _lra.NO_REGRESSION,
-    Arg("task", write=_task),
-    Arg("classifier_layers", "classifier_num_layers", measure=lambda found: found.layers("classifier"), revision="r21"),
+    Arg("task", write=_task, kind=word),
+    Arg("classifier_layers", "classifier_num_layers", measure=_classifier_layers, revision="r21", kind=whole),
     _lra.input_type(_tokens, when=lambda target: target.revision == "head"),
-    Arg("classifier_in_dim", write=_in_features),
-    written("classifier_out_dim", "classifier_hidden_size", revision="r21"),
+    Arg("classifier_in_dim", write=_in_features, kind=whole),
+    written("classifier_out_dim", "classifier_hidden_size", revision="r21", kind=whole),
     _lra.classifier_activation("relu", revision="r21"),
-    Arg("pre_logits", read=_pre_logits, write=equals("classifier_num_layers", 1), revision="head"),
+    Arg("pre_logits", read=_pre_logits, write=equals("classifier_num_layers", 1), revision="head", kind=flag),
     also("dropout", "classifier_dropout", revision="head"),
 )
 

@@ -8,6 +8,7 @@ import torch
 
 from luna_mega import LunaForConditionalGeneration, LunaSeq2SeqConfig
 from luna_mega.convert.argmap import ACTIVATION, NOT, Arg, Table, build_config, equals, fixed, read_fields, written
+from luna_mega.convert.argtypes import flag, number, size, word
 from luna_mega.convert.evidence import Evidence
 from luna_mega.convert.formats import _luna, _translation
 from luna_mega.convert.formats._base import Tensors
@@ -46,7 +47,7 @@ def _layers(side: str) -> Callable[[Evidence], int]:
 
 
 def _positions(side: str) -> Callable[[Evidence], int]:
-    """Return the measure of the number of positions of a side, which the args tell if there is no table."""
+    """Return a function that counts the positions of a side: the rows of its table, else the argument."""
 
     def measure(evidence: Evidence) -> int:
         table = f"{side}.embed_positions.weight"
@@ -76,7 +77,7 @@ def _type(side: str, field: str) -> Callable[[Evidence], dict[str, str]]:
 
 def _decoder_layerdrop(evidence: Evidence) -> dict[str, Any]:
     layerdrop, ours = evidence.arg("encoder_layerdrop"), evidence.arg("decoder_layerdrop")
-    if not isinstance(ours, (int, float)) or not 0 <= ours < 1:
+    if not 0 <= ours < 1:
         raise ConversionError(f"{evidence.shown('decoder_layerdrop')} is not a number from 0 to below 1")
     if layerdrop != ours:
         evidence.warn(f"args.decoder_layerdrop = {ours} is taken to be the encoder's {layerdrop}, in training only")
@@ -90,20 +91,26 @@ def _side(side: str) -> Table:
         return _translation.field_of(side, name, DECODER_FIELDS)
 
     positions = field("position_embedding_type")
-    width = Arg("encoder_embed_dim", "hidden_size", measure=lambda evidence: _translation.vocabularies(evidence)[2])
-    drop = Arg("encoder_layerdrop", "layerdrop", default=0.0)
+    width = Arg("encoder_embed_dim", "hidden_size", measure=_translation.width, kind=size)
+    drop = Arg("encoder_layerdrop", "layerdrop", default=0.0, kind=number)
     if side == "decoder":
-        width = written("decoder_embed_dim", "hidden_size")
+        width = written("decoder_embed_dim", "hidden_size", kind=size)
         drop = replace(drop, name="decoder_layerdrop", read=_decoder_layerdrop)
     return (
         fixed(f"{side}_embed_path", None),
-        Arg(f"{side}_layers", field("num_hidden_layers"), measure=_layers(side)),
+        Arg(f"{side}_layers", field("num_hidden_layers"), measure=_layers(side), kind=size),
         width,
-        Arg(f"{side}_ffn_embed_dim", field("intermediate_size"), measure=_luna.feed_forward(side)),
-        Arg(f"{side}_attention_heads", field("num_attention_heads")),
-        Arg(f"{side}_projected_attention_heads", field("num_pack_attention_heads")),
-        Arg(f"{side}_learned_pos", default=False, read=_type(side, positions), write=equals(positions, "learned")),
-        Arg(f"{side}_normalize_before", field("pre_norm"), measure=_there(f"{side}.layer_norm.weight")),
+        Arg(f"{side}_ffn_embed_dim", field("intermediate_size"), measure=_luna.feed_forward(side), kind=size),
+        Arg(f"{side}_attention_heads", field("num_attention_heads"), kind=size),
+        Arg(f"{side}_projected_attention_heads", field("num_pack_attention_heads"), kind=size),
+        Arg(
+            f"{side}_learned_pos",
+            default=False,
+            read=_type(side, positions),
+            write=equals(positions, "learned"),
+            kind=flag,
+        ),
+        Arg(f"{side}_normalize_before", field("pre_norm"), measure=_there(f"{side}.layer_norm.weight"), kind=flag),
         drop,
         fixed(f"{side}_layers_to_keep", None),
     )
@@ -112,24 +119,24 @@ def _side(side: str) -> Table:
 _TABLE = (
     *_translation.task_arguments(
         # The args have all sizes.
-        Arg("arch", write=lambda target: f"luna_base_{'tied' if target.config.tie_key_value else 'untied'}")
+        Arg("arch", write=lambda target: f"luna_base_{'tied' if target.config.tie_key_value else 'untied'}", kind=word)
     ),
-    Arg("max_source_positions", "max_position_embeddings", default=1024, measure=_positions("encoder")),
-    Arg("max_target_positions", "max_target_positions", default=1024, measure=_positions("decoder")),
-    Arg("projection_length", "projection_length", measure=_luna.packed_length("encoder")),
+    Arg("max_source_positions", "max_position_embeddings", default=1024, measure=_positions("encoder"), kind=size),
+    Arg("max_target_positions", "max_target_positions", default=1024, measure=_positions("decoder"), kind=size),
+    Arg("projection_length", "projection_length", measure=_luna.packed_length("encoder"), kind=size),
     _luna.PACKED_LENGTH_FIXED,
     _luna.UNTIED_KEY_VALUE,
-    Arg("activation_fn", "hidden_act", ACTIVATION, "relu"),
-    Arg("layernorm_embedding", "embedding_norm", measure=_there("encoder.layernorm_embedding.weight")),
-    Arg("no_scale_embedding", "scale_embedding", NOT, False),
-    Arg("no_token_positional_embeddings", default=False, write=equals("position_embedding_type", "none")),
-    Arg("dropout", "dropout", default=0.1),
-    Arg("attention_dropout", "attention_dropout", default=0.0),
-    Arg("activation_dropout", "activation_dropout", default=0.0),
-    Arg("word_dropout", "word_dropout", default=0.0),
+    Arg("activation_fn", "hidden_act", ACTIVATION, "relu", kind=word),
+    Arg("layernorm_embedding", "embedding_norm", measure=_there("encoder.layernorm_embedding.weight"), kind=flag),
+    Arg("no_scale_embedding", "scale_embedding", NOT, False, kind=flag),
+    Arg("no_token_positional_embeddings", default=False, write=equals("position_embedding_type", "none"), kind=flag),
+    Arg("dropout", "dropout", default=0.1, kind=number),
+    Arg("attention_dropout", "attention_dropout", default=0.0, kind=number),
+    Arg("activation_dropout", "activation_dropout", default=0.0, kind=number),
+    Arg("word_dropout", "word_dropout", default=0.0, kind=number),
     *_translation.SHARING,
-    written("decoder_input_dim", "hidden_size"),
-    written("decoder_output_dim", "hidden_size"),
+    written("decoder_input_dim", "hidden_size", kind=size),
+    written("decoder_output_dim", "hidden_size", kind=size),
     *_side("encoder"),
     *_side("decoder"),
 )
@@ -153,15 +160,15 @@ class LunaSeq2Seq(_translation.TranslationFormat, _luna.LunaFormat):
 
     def evidence(self, tensors: Tensors, args: dict[str, Any], revision: str) -> Evidence:
         """Return the evidence; a number of heads that the args lack follows from another one."""
-        found = super().evidence(tensors, args, revision)
-        heads = args.get("encoder_attention_heads") or 8
-        found.defaults |= {
+        evidence = super().evidence(tensors, args, revision)
+        heads = evidence.args.get("encoder_attention_heads") or 8
+        evidence.defaults |= {
             "encoder_attention_heads": heads,
             "encoder_projected_attention_heads": heads,
             "decoder_attention_heads": heads,
-            "decoder_projected_attention_heads": args.get("decoder_attention_heads") or heads,
+            "decoder_projected_attention_heads": evidence.args.get("decoder_attention_heads") or heads,
         }
-        return found
+        return evidence
 
     def plan(self, evidence: Evidence, head: str | None = None) -> Plan:
         """Return the plan of an encoder-decoder."""
@@ -207,6 +214,7 @@ class LunaSeq2Seq(_translation.TranslationFormat, _luna.LunaFormat):
             "share_layers": (False,),
             "layer_norm_eps": (1e-5,),
             "pad_token_id": (1,),
+            "first_position": (None,),
             "bos_token_id": (0, None),
             "eos_token_id": (2, None),
             "decoder_start_token_id": (2,),

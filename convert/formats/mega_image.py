@@ -6,6 +6,8 @@ from typing import Any
 
 from luna_mega import MegaConfig, MegaForImageClassification
 from luna_mega.convert.argmap import NOT, Arg, build_config, fixed, read_fields
+from luna_mega.convert.argtypes import flag, number, size, whole, word
+from luna_mega.convert.dictionary_kinds import ClassNames
 from luna_mega.convert.evidence import Evidence
 from luna_mega.convert.formats import _mega
 from luna_mega.convert.formats._base import Revision, Tensors
@@ -35,6 +37,10 @@ def _patch_size(evidence: Evidence) -> int:
     return evidence.shape(_PATCHES, "width", "colours", "patch", "patch")[-1]
 
 
+def _classes(evidence: Evidence) -> int:
+    return evidence.shape("head.weight", "classes", "width")[0]
+
+
 def _no_positions(evidence: Evidence) -> bool:
     there = "pos_embed" in evidence.tensors
     return False if evidence.args.get("no_pos_emb") is False else evidence.prefer("no_pos_emb", not there)
@@ -59,21 +65,21 @@ def _name(target: Target) -> str:
 
 
 _TABLE = (
-    Arg("model", write=_name, kept=True),
-    Arg("input_size", "image_size", measure=lambda evidence: _side(evidence) * _patch_size(evidence)),
-    Arg("nb_classes", "num_labels", measure=lambda evidence: evidence.shape("head.weight", "classes", "width")[0]),
+    Arg("model", write=_name, kept=True, kind=word),
+    Arg("input_size", "image_size", measure=lambda evidence: _side(evidence) * _patch_size(evidence), kind=size),
+    Arg("nb_classes", "num_labels", measure=_classes, kind=whole),
     _STACK.norm_type("norm_type"),
-    Arg("patch_impl", write=lambda target: target.revision),
-    Arg("no_pos_emb", "use_absolute_position_embeddings", NOT, measure=_no_positions),
-    Arg("representation_size", read=_representation, write=_hidden),
-    Arg("drop", "dropout_prob", default=0.0),
-    Arg("drop_path", "drop_path_rate", default=0.2),
+    Arg("patch_impl", write=lambda target: target.revision, kind=word),
+    Arg("no_pos_emb", "use_absolute_position_embeddings", NOT, measure=_no_positions, kind=flag),
+    Arg("representation_size", read=_representation, write=_hidden, kind=whole),
+    Arg("drop", "dropout_prob", default=0.0, kind=number),
+    Arg("drop_path", "drop_path_rate", default=0.2, kind=number),
     fixed("model_ema", False),
 )
 
 
 class MegaImage(_mega.MegaFormat):
-    """Classifiers of pictures. Such a file tells neither widths nor depth in its args; the tensors have them."""
+    """Classifiers of pictures. The args name neither widths nor depth; the tensors do."""
 
     name = "mega_image"
     revisions = {
@@ -105,7 +111,7 @@ class MegaImage(_mega.MegaFormat):
             return tensors, []
         size = math.isqrt(weight.shape[1] // 3)
         if 3 * size * size != weight.shape[1]:
-            raise ConversionError(f"tensor {_PATCHES!r} has shape {list(weight.shape)}, which is of no square patch")
+            raise ConversionError(f"tensor {_PATCHES!r} has shape {list(weight.shape)}, which no square patch has")
         shaped = {_PATCHES: weight.view(-1, 3, size, size)}
         return {key: shaped.get(key, tensor) for key, tensor in tensors.items()}, []
 
@@ -140,13 +146,16 @@ class MegaImage(_mega.MegaFormat):
             config,
             self.keymap(config, evidence.revision),
             num_labels=config.num_labels,
-            named_classes=True,
             decisions={"image_size": config.image_size, "patch_size": patch, "patches": evidence.revision}
             | {name: getattr(config, name) for name in ("normalization_type", "use_absolute_position_embeddings")},
             warnings=evidence.warnings,
         )
 
-    def tokenizer(self, plan: Plan, found: Any, bpe: Any) -> None:
+    def dictionaries(self, plan: Plan, task: str | None) -> ClassNames:
+        """Return the names of the classes: there is no other dictionary."""
+        return ClassNames(plan.num_labels)
+
+    def tokenizer(self, plan: Plan, dictionaries: Any, bpe: Any) -> None:
         """Return None: pictures have no tokens."""
         if bpe is not None:
             raise ConversionError(f"--bpe {bpe}: pictures have no tokens; leave the option out")

@@ -9,6 +9,7 @@ import torch
 
 from luna_mega import MegaConfig, MegaForCausalLM
 from luna_mega.convert.argmap import COMMON, NOT, Arg, Way, build_config, fixed, read_fields, written
+from luna_mega.convert.argtypes import cutoffs, flag, number, size, word
 from luna_mega.convert.dictionary import Dictionaries
 from luna_mega.convert.evidence import Evidence, same_bits
 from luna_mega.convert.formats import _mega
@@ -132,14 +133,14 @@ def _shares_words(evidence: Evidence) -> dict[str, bool]:
 
 
 def _shares_projections(evidence: Evidence) -> dict[str, bool]:
-    """Return whether the tails use the projections of the embedding; shapes tell, unless they are square."""
+    """Return whether the tails use the projections of the embedding; shapes decide, unless they are square."""
     if not _ties_bands(evidence):
         return {"tie_adaptive_projections": False}
     pairs = [
         [evidence.tensors.get(name) for name in (f"{_ADAPTIVE}.tail.{tail}.0.weight", f"{_BANDS}.{tail + 1}.1.weight")]
         for tail in range(evidence.layers(f"{_ADAPTIVE}.tail"))
     ]
-    asked = bool(evidence.arg("tie_adaptive_proj"))
+    asked = evidence.arg("tie_adaptive_proj")
     if any(tensor is None for pair in pairs for tensor in pair):
         return {"tie_adaptive_projections": asked}  # the file is reported as incomplete
     shapes = all(ours.shape == theirs.shape for ours, theirs in pairs)
@@ -164,10 +165,10 @@ _TABLE = (
     *COMMON,
     fixed("task", "language_modeling", kept=True),
     # The args have all sizes.
-    Arg("arch", write=lambda target: "mega_lm_adaptive_big" if _adaptive(target) else "mega_lm", kept=True),
-    Arg("criterion", write=lambda target: "adaptive_loss" if _adaptive(target) else "cross_entropy"),
+    Arg("arch", write=lambda target: "mega_lm_adaptive_big" if _adaptive(target) else "mega_lm", kept=True, kind=word),
+    Arg("criterion", write=lambda target: "adaptive_loss" if _adaptive(target) else "cross_entropy", kind=word),
     fixed("sample_break_mode", "complete"),
-    written("tokens_per_sample", "max_positions"),
+    written("tokens_per_sample", "max_positions", kind=size),
     _STACK.positions("max_target_positions", "decoder_chunk_size", default=1024),
     fixed("output_dictionary_size", -1),
     fixed("self_target", False),
@@ -179,38 +180,56 @@ _TABLE = (
     fixed("variant_block_multiple_min", 1),
     fixed("variant_block_multiple_max", 1),
     fixed("valid_block", "splits:10"),
-    Arg("decoder_layers", "num_hidden_layers", measure=_STACK.layers("decoder_layers")),
-    Arg("decoder_embed_dim", "hidden_size", measure=lambda evidence: _widths(evidence)[0]),
-    Arg("decoder_input_dim", "embedding_size", measure=lambda evidence: _widths(evidence)[1]),
-    Arg("decoder_hidden_dim", "intermediate_size", measure=_STACK.values),
+    Arg("decoder_layers", "num_hidden_layers", measure=_STACK.layers("decoder_layers"), kind=size),
+    Arg("decoder_embed_dim", "hidden_size", measure=lambda evidence: _widths(evidence)[0], kind=size),
+    Arg("decoder_input_dim", "embedding_size", measure=lambda evidence: _widths(evidence)[1], kind=size),
+    Arg("decoder_hidden_dim", "intermediate_size", measure=_STACK.values, kind=size),
     _STACK.feed_forward("decoder_ffn_embed_dim"),
-    Arg("decoder_z_dim", "shared_representation_size", measure=_STACK.shared),
-    Arg("decoder_n_dim", "ema_projection_size", measure=_STACK.dimensions),
+    Arg("decoder_z_dim", "shared_representation_size", measure=_STACK.shared, kind=size),
+    Arg("decoder_n_dim", "ema_projection_size", measure=_STACK.dimensions, kind=size),
     _STACK.chunk("decoder_chunk_size"),
     fixed("decoder_embed_path", None),
     *_mega.options(_STACK, truncation=2048),
     _STACK.affine_final_norm(),
-    Arg("no_scale_embedding", "scale_embedding", NOT, False),
+    Arg("no_scale_embedding", "scale_embedding", NOT, False, kind=flag),
     *_mega.DROPOUTS,
     Arg(
         "share_decoder_input_output_embed",
         read=_shares_words,
         write=lambda target: _tied(target, adaptive=False),
         there=_is_ordinary,
+        kind=flag,
     ),
     fixed("share_all_embeddings", False),
-    Arg("adaptive_input", write=lambda target: target.config.adaptive_input_cutoffs is not None),
-    Arg("adaptive_input_cutoff", "adaptive_input_cutoffs", _LISTED, read=_input_cutoffs, there=_has_bands),
-    Arg("adaptive_input_factor", "adaptive_input_factor", default=4, there=_has_bands),
-    Arg("adaptive_softmax_cutoff", "adaptive_softmax_cutoffs", _LISTED, read=_softmax_cutoffs, there=_is_adaptive),
-    Arg("adaptive_softmax_factor", "adaptive_softmax_factor", default=4, there=_is_adaptive, write=_softmax_factor),
-    Arg("adaptive_softmax_dropout", "adaptive_softmax_dropout", default=0.0, there=_is_adaptive),
+    Arg("adaptive_input", write=lambda target: target.config.adaptive_input_cutoffs is not None, kind=flag),
+    Arg(
+        "adaptive_input_cutoff", "adaptive_input_cutoffs", _LISTED, read=_input_cutoffs, there=_has_bands, kind=cutoffs
+    ),
+    Arg("adaptive_input_factor", "adaptive_input_factor", default=4, there=_has_bands, kind=number),
+    Arg(
+        "adaptive_softmax_cutoff",
+        "adaptive_softmax_cutoffs",
+        _LISTED,
+        read=_softmax_cutoffs,
+        there=_is_adaptive,
+        kind=cutoffs,
+    ),
+    Arg(
+        "adaptive_softmax_factor",
+        "adaptive_softmax_factor",
+        default=4,
+        there=_is_adaptive,
+        write=_softmax_factor,
+        kind=number,
+    ),
+    Arg("adaptive_softmax_dropout", "adaptive_softmax_dropout", default=0.0, there=_is_adaptive, kind=number),
     Arg(
         "tie_adaptive_weights",
         "tie_word_embeddings",
         measure=_ties_bands,
         write=lambda target: _tied(target, adaptive=True),
         there=_is_adaptive,
+        kind=flag,
     ),
     Arg(
         "tie_adaptive_proj",
@@ -218,6 +237,7 @@ _TABLE = (
         default=False,
         read=_shares_projections,
         there=_is_adaptive,
+        kind=flag,
     ),
 )
 
@@ -267,9 +287,9 @@ class MegaLM(_mega.MegaFormat):
             warnings=evidence.warnings,
         )
 
-    def tokenizer(self, plan: Plan, found: Dictionaries, bpe: str | Path | None) -> ConvertedTokenizer | None:
+    def tokenizer(self, plan: Plan, dictionaries: Dictionaries, bpe: str | Path | None) -> ConvertedTokenizer | None:
         """Return the tokenizer for GPT-2's pieces, for bytes, or for symbols between white space."""
-        length, dictionary = position_limit(plan.config), found.vocabulary
+        length, dictionary = position_limit(plan.config), dictionaries.vocabulary
         if dictionary is None:
             if bpe is not None:
                 raise ConversionError(f"--bpe {bpe}: there is no dictionary beside the checkpoint; give it with --dict")

@@ -6,6 +6,7 @@ import torch
 
 from luna_mega import MegaConfig, MegaForSequenceClassification, MegaForSequencePairClassification
 from luna_mega.convert.argmap import COMMON, Arg, also, build_config, fixed, never, read_fields, written
+from luna_mega.convert.argtypes import mean_and_deviation, number, size, whole, word
 from luna_mega.convert.evidence import Evidence
 from luna_mega.convert.formats import _lra, _mega
 from luna_mega.convert.formats._base import Tensors
@@ -57,7 +58,7 @@ def _embedding(evidence: Evidence) -> tuple[int, ...]:
 
 def _classifier_layers(evidence: Evidence) -> dict[str, int]:
     there = any(key.startswith("classifier.") for key in evidence.tensors)
-    if evidence.integer("classifier_layers") < 1 and not there:
+    if evidence.arg("classifier_layers") < 1 and not there:
         return {"classifier_num_layers": 0}
     hidden, _ = evidence.shape("classifier.0.0.weight", "hidden", "features")
     layers = evidence.prefer("classifier_layers", evidence.layers("classifier"))
@@ -110,40 +111,41 @@ _TABLE = (
     _lra.CRITERION,
     _lra.layer_type("mega"),
     fixed("apply_bert_init", False),
-    Arg("encoder_layers", "num_hidden_layers", measure=_STACK.layers("encoder_layers")),
-    Arg("encoder_embed_dim", "hidden_size", measure=lambda evidence: _embedding(evidence)[-1]),
-    Arg("encoder_hidden_dim", "intermediate_size", measure=_STACK.values),
+    Arg("encoder_layers", "num_hidden_layers", measure=_STACK.layers("encoder_layers"), kind=size),
+    Arg("encoder_embed_dim", "hidden_size", measure=lambda evidence: _embedding(evidence)[-1], kind=size),
+    Arg("encoder_hidden_dim", "intermediate_size", measure=_STACK.values, kind=size),
     _STACK.feed_forward("encoder_ffn_embed_dim"),
-    Arg("z_dim", "shared_representation_size", measure=_STACK.shared),
-    Arg("n_dim", "ema_projection_size", measure=_STACK.dimensions),
+    Arg("z_dim", "shared_representation_size", measure=_STACK.shared, kind=size),
+    Arg("n_dim", "ema_projection_size", measure=_STACK.dimensions, kind=size),
     _STACK.chunk("chunk_size"),
     _mega.TRUNCATION,
-    Arg("rel_pos_bias", "relative_positional_bias", measure=_STACK.bias),
+    Arg("rel_pos_bias", "relative_positional_bias", measure=_STACK.bias, kind=word),
     _STACK.positions("max_positions", "chunk_size"),
-    written("tokens_per_sample", "max_positions"),
+    written("tokens_per_sample", "max_positions", kind=size),
     replace(_mega.ACTIVATION_FUNCTION, default="gelu"),
-    Arg("attention_activation_fn", "attention_activation", default="relu2"),
+    Arg("attention_activation_fn", "attention_activation", default="relu2", kind=word),
     _STACK.norm_type("norm_type"),
     _STACK.normalize_before("encoder_normalize_before"),
     _STACK.affine_final_norm(when=never),
     _STACK.normalize_embedding(),
     _mega.FEATURE_DROPOUT,
-    Arg("dropout", "dropout_prob", default=0.1),
+    Arg("dropout", "dropout_prob", default=0.1, kind=number),
     also("dropout", "classifier_dropout"),
-    Arg("attention_dropout", "attention_probs_dropout_prob", default=0.1),
-    Arg("act_dropout", "hidden_dropout_prob", default=0.0),
+    Arg("attention_dropout", "attention_probs_dropout_prob", default=0.1, kind=number),
+    Arg("act_dropout", "hidden_dropout_prob", default=0.0, kind=number),
     also("act_dropout", "nffn_activation_dropout_prob"),
     _lra.CLASSES,
-    Arg("sen_rep_type", "pooling", _lra.REPRESENTATION, "mp", read=_pooling),
-    Arg("classifier_layers", "classifier_num_layers", default=1, read=_classifier_layers),
-    Arg("classifier_in_dim", write=_in_features),
-    Arg("classifier_out_dim", write=_out_features),
+    Arg("sen_rep_type", "pooling", _lra.REPRESENTATION, "mp", read=_pooling, kind=word),
+    Arg("classifier_layers", "classifier_num_layers", default=1, read=_classifier_layers, kind=whole),
+    Arg("classifier_in_dim", write=_in_features, kind=whole),
+    Arg("classifier_out_dim", write=_out_features, kind=whole),
     _lra.classifier_activation("gelu"),
     fixed("use_p", False, default=False),
     _lra.NO_REGRESSION,
-    Arg("arch", write=_arch, kept=True),
-    Arg("task", write=_task, kept=True),
+    Arg("arch", write=_arch, kept=True, kind=word),
+    Arg("task", write=_task, kept=True, kind=word),
     _lra.input_type(_tokens, when=lambda target: not _is_speech(target)),
+    Arg("pixel_normalization", kind=mean_and_deviation, when=never),
 )
 
 

@@ -4,6 +4,7 @@ import torch
 
 from luna_mega import MegaForConditionalGeneration, MegaSeq2SeqConfig
 from luna_mega.convert.argmap import NOT, Arg, Table, build_config, fixed, never, read_fields
+from luna_mega.convert.argtypes import flag, size
 from luna_mega.convert.evidence import Evidence
 from luna_mega.convert.formats import _mega, _translation
 from luna_mega.convert.formats._base import Tensors
@@ -32,7 +33,7 @@ def _options(side: str) -> Table:
     return (
         *_mega.options(stack, truncation=1024),
         stack.affine_final_norm(when=never),
-        Arg("no_scale_embedding", "scale_embedding", NOT, False),
+        Arg("no_scale_embedding", "scale_embedding", NOT, False, kind=flag),
         *_mega.DROPOUTS,
     )
 
@@ -47,12 +48,12 @@ def _sizes(side: str) -> Table:
     stack = _mega.Stack(side)
     return (
         fixed(f"{side}_embed_path", None),
-        Arg(f"{side}_layers", _field(side, "num_hidden_layers"), measure=stack.layers(f"{side}_layers")),
-        Arg(f"{side}_embed_dim", "hidden_size", measure=lambda evidence: _translation.vocabularies(evidence)[2]),
-        Arg(f"{side}_hidden_dim", _field(side, "intermediate_size"), measure=stack.values),
+        Arg(f"{side}_layers", _field(side, "num_hidden_layers"), measure=stack.layers(f"{side}_layers"), kind=size),
+        Arg(f"{side}_embed_dim", "hidden_size", measure=_translation.width, kind=size),
+        Arg(f"{side}_hidden_dim", _field(side, "intermediate_size"), measure=stack.values, kind=size),
         stack.feed_forward(f"{side}_ffn_embed_dim", _field(side, "nffn_hidden_size")),
-        Arg(f"{side}_z_dim", _field(side, "shared_representation_size"), measure=stack.shared),
-        Arg(f"{side}_n_dim", _field(side, "ema_projection_size"), measure=stack.dimensions),
+        Arg(f"{side}_z_dim", _field(side, "shared_representation_size"), measure=stack.shared, kind=size),
+        Arg(f"{side}_n_dim", _field(side, "ema_projection_size"), measure=stack.dimensions, kind=size),
         stack.chunk(f"{side}_chunk_size", _field(side, "chunk_size")),
     )
 
@@ -87,9 +88,10 @@ class MegaSeq2Seq(_translation.TranslationFormat, _mega.MegaFormat):
 
     def evidence(self, tensors: Tensors, args: dict, revision: str) -> Evidence:
         """Return the evidence; a decoder without a chunk length takes the encoder's."""
-        found, chunk = super().evidence(tensors, args, revision), args.get("encoder_chunk_size")
-        found.defaults |= {"encoder_chunk_size": -1, "decoder_chunk_size": -1 if chunk is None else chunk}
-        return found
+        evidence = super().evidence(tensors, args, revision)
+        chunk = evidence.args.get("encoder_chunk_size")
+        evidence.defaults |= {"encoder_chunk_size": -1, "decoder_chunk_size": -1 if chunk is None else chunk}
+        return evidence
 
     def plan(self, evidence: Evidence, head: str | None = None) -> Plan:
         """Return the plan of an encoder-decoder.

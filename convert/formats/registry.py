@@ -9,7 +9,7 @@ from luna_mega.convert.formats.mega_lm import MegaLM
 from luna_mega.convert.formats.mega_lra import MegaLra
 from luna_mega.convert.formats.mega_seq2seq import MegaSeq2Seq
 from luna_mega.convert.reader import Checkpoint
-from luna_mega.errors import ConversionError
+from luna_mega.errors import ConversionError, shown
 
 _FORMATS: dict[str, Format] = {}
 
@@ -37,7 +37,7 @@ def find_format(name: str) -> Format:
         ConversionError: there is no such format.
     """
     if name not in _FORMATS:
-        raise ConversionError(f"format {name!r} is not known; this version knows {', '.join(_FORMATS)}")
+        raise ConversionError(f"format {shown(name)} is not known; this version knows {', '.join(_FORMATS)}")
     return _FORMATS[name]
 
 
@@ -45,19 +45,20 @@ def detect(checkpoint: Checkpoint) -> tuple[Format, str]:
     """Return the format of a file and the revision of the code that wrote it.
 
     Raises:
-        ConversionError: no format recognises it; the message says what it is and what to do.
+        ConversionError: no format recognises it; the message describes it and says how to go on.
     """
     tensors, arch = checkpoint.tensors, str(checkpoint.args.get("arch"))
-    for found in registered_formats():
-        revision = found.recognise(tensors, checkpoint.args)
-        if revision is not None and (checkpoint.missing_args is None or not found.needs_args):
-            return found, revision
+    for fmt in registered_formats():
+        revision = fmt.recognise(tensors, checkpoint.args)
+        if revision is not None and (checkpoint.missing_args is None or not fmt.needs_args):
+            return fmt, revision
     if checkpoint.missing_args is not None:
         raise ConversionError(checkpoint.missing_args)
-    refusals = (found.refusal(tensors, arch) for found in registered_formats())
+    refusals = (fmt.refusal(tensors, arch) for fmt in registered_formats())
     refusal = next(filter(None, refusals), None) or (
-        f"not a Luna or Mega checkpoint (arch {arch!r}): there is neither a packed sequence, '*.projected_embeddings', "
-        f"nor a '*.mega_layer' among its {len(tensors)} tensors; the known formats are {', '.join(_FORMATS)}"
+        f"not a Luna or Mega checkpoint (arch {shown(arch)}): there is neither a packed sequence, "
+        f"'*.projected_embeddings', nor a '*.mega_layer' among its {len(tensors)} tensors; the known formats are "
+        f"{', '.join(_FORMATS)}"
     )
     raise ConversionError(f"{checkpoint.path}: {refusal}")
 

@@ -34,16 +34,16 @@ def read_gpt2_bpe(folder: str | Path) -> Gpt2Bpe:
         ConversionError: the folder has no such files, or they are not GPT-2's.
     """
     folder = Path(folder)
-    found = next((names for names in _FILES if all((folder / name).is_file() for name in names)), None)
-    if found is None:
+    files = next((names for names in _FILES if all((folder / name).is_file() for name in names)), None)
+    if files is None:
         pairs = " nor ".join(" and ".join(names) for names in _FILES)
         raise ConversionError(f"--bpe {folder}: has neither {pairs}; give the folder with GPT-2's files")
-    vocabulary_file, merges_file = (folder / name for name in found)
+    vocabulary_file, merges_file = (folder / name for name in files)
     merges = _read_merges(merges_file)
     pieces = (*sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges), _END_OF_TEXT)
     saved = _read_json(vocabulary_file)
     for number, piece in enumerate(pieces[:-1]):
-        if piece not in saved or (found == _FILES[0] and saved[piece] != number):
+        if piece not in saved or (files == _FILES[0] and saved[piece] != number):
             raise ConversionError(
                 f"{vocabulary_file}: not GPT-2's: {piece!r} has id {saved.get(piece)}, by {merges_file.name} it has "
                 f"{number}"

@@ -11,8 +11,9 @@ from transformers import GPT2Tokenizer, TokenizersBackend
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from luna_mega.convert.dictionary import Dictionary, vocabulary
-from luna_mega.convert.tokenizers._shared import OPTIONS, split_at_white_space
+from luna_mega.convert.tokenizers.converted import OPTIONS
 from luna_mega.convert.tokenizers.gpt2_bpe import Gpt2Bpe, missing_pieces, piece_names
+from luna_mega.convert.tokenizers.words import split_at_white_space
 from luna_mega.errors import ConversionError
 
 _END = "</s>"

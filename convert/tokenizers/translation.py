@@ -7,7 +7,8 @@ from transformers import TokenizersBackend
 
 from luna_mega import LunaTokenizer
 from luna_mega.convert.dictionary import FILLER, Dictionary, read_text, vocabulary
-from luna_mega.convert.tokenizers._shared import OPTIONS, split_at_white_space
+from luna_mega.convert.tokenizers.converted import OPTIONS
+from luna_mega.convert.tokenizers.words import split_at_white_space
 from luna_mega.errors import ConversionError
 
 _CONTINUES = "@@"
@@ -100,7 +101,7 @@ def _framed(backend: Tokenizer) -> Tokenizer:
 
 
 def read_codes(path: str | Path) -> list[tuple[str, str]]:
-    """Read merges such as `a b</w>`, behind which fastBPE has a count; a merge that comes again is ignored.
+    """Read merges such as `a b</w>`; fastBPE writes a count behind each, and repeated merges are ignored.
 
     Raises:
         ConversionError: the file does not exist, or a line is not a merge; the message names it.

@@ -1,10 +1,18 @@
 """Fast tokenizer for symbols between white space (words, characters, pixel values, operators)."""
 
-from tokenizers import Tokenizer, models, processors
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import TokenizersBackend
 
 from luna_mega.convert.dictionary import Dictionary, vocabulary
-from luna_mega.convert.tokenizers._shared import OPTIONS, split_at_white_space
+from luna_mega.convert.tokenizers.converted import OPTIONS
+
+# White space of Python's `str.split()`, and so of fairseq: it includes the four separators before the space.
+_WHITE_SPACE = r"[\s\x1c-\x1f]+"
+
+
+def split_at_white_space() -> pre_tokenizers.PreTokenizer:
+    """Return the step that splits a text into words as fairseq does."""
+    return pre_tokenizers.Split(Regex(_WHITE_SPACE), behavior="removed")
 
 
 def word_tokenizer(dictionary: Dictionary, cls_token: str, prepend_cls: bool, max_length: int) -> TokenizersBackend:

@@ -1,13 +1,15 @@
 """The tables of arguments: read in both directions, and what a value that means nothing ends in."""
 
+import numpy
 import pytest
 import torch
 
-from luna_mega.convert.argmap import ACTIVATION, NOT, Arg, also, fixed, never, read_fields, write_args
+from luna_mega.convert import argtypes
+from luna_mega.convert.argmap import ACTIVATION, NOT, Arg, also, fixed, never, read_fields, typed_args, write_args
 from luna_mega.convert.evidence import Evidence
 from luna_mega.convert.formats import registered_formats
 from luna_mega.convert.plan import Target
-from luna_mega.errors import ConversionError
+from luna_mega.errors import ConversionError, shown
 from tests.convert.mega import BODY, mega
 from tests.convert.mega_lm import KINDS, mega_lm
 
@@ -53,7 +55,7 @@ def test_defaults_and_tensors_that_win():
 def test_an_activation_that_means_nothing(value):
     with pytest.raises(ConversionError, match=r"^args\.activation_fn = .* is not one of gelu, gelu_accurate") as error:
         read_fields(TABLE, evidence(activation_fn=value))
-    assert len(str(error.value)) < 200
+    assert len(str(error.value)) < 300
 
 
 @pytest.mark.parametrize("found", registered_formats(), ids=lambda found: found.name)
@@ -87,10 +89,58 @@ FAULTS = {
     },
     "mega_lm": {"hidden_dropout": [1.0], "adaptive_softmax_dropout": [7], "decoder_chunk_size": [{}]},
 }
+MEANINGLESS_FLAGS = ["False", "no", [0], {"a"}, 2, -1, 0.0, float("nan"), {}, b"1"]
+FLAGS = [
+    ("lra21", "use_p"),
+    ("lra21", "tie_kv"),
+    ("bert", "untie_weights_luna"),
+    ("mega", "normalize_embedding"),
+    ("mega_lm", "tie_adaptive_proj"),
+    ("mega_lm", "share_all_embeddings"),
+]
+FAULTS_OF_TYPE = {
+    "mega": {
+        "dropout": [True, float("nan"), float("inf"), "0.1", 10**400],
+        "encoder_embed_dim": [-16, 0, "16", True, 2**31, 16.0],
+        "chunk_size": [10**18, 4.0, True],
+        "truncation_length": [10**18, "1024", True],
+        "pixel_normalization": ["0.5", [0.5], [0.5, float("nan")]],
+        "sen_rep_type": [["mp"], "m\np"],
+    },
+    "bert": {"arch": [{}, "mega\n# head"]},
+    "mega_lm": {"adaptive_softmax_cutoff": ["12;20", "9" * 12, 12.5, [True], {}]},
+}
 CASES = [(kind, name, value) for kind, names in FAULTS.items() for name, values in names.items() for value in values]
 
 
-@pytest.mark.parametrize(("kind", "name", "value"), CASES, ids=str)
+CASES += [(kind, name, value) for kind, name in FLAGS for value in MEANINGLESS_FLAGS]
+CASES += [(kind, name, x) for kind, names in FAULTS_OF_TYPE.items() for name, values in names.items() for x in values]
+
+
+@pytest.mark.parametrize("found", registered_formats(), ids=lambda found: found.name)
+def test_every_argument_has_one_type(found):
+    """An argument with several rows, each for its field, has its type in one of them."""
+    for revision in found.written:
+        rows = [row for row in found.table if row.revision in (None, revision)]
+        for name in {row.name for row in rows}:
+            kinds = {row.kind for row in rows if row.name == name} - {None}
+            assert len(kinds) == 1, name
+
+
+@pytest.mark.parametrize("value", [1, True, numpy.int64(1)])
+def test_flags_of_genuine_files(value):
+    row = Arg("flag", "scaled", kind=argtypes.flag)
+    assert typed_args((row,), {"flag": value, "other": "kept"}, "old") == {"flag": True, "other": "kept"}
+    assert typed_args((row,), {"flag": None}, "old") == {"flag": None}
+
+
+def test_a_value_of_another_type_is_not_written():
+    table = (Arg("flag", "act", kind=argtypes.flag),)
+    with pytest.raises(ConversionError, match=r"^args\.flag = 'gelu_new' is neither True nor False$"):
+        write_args(table, Target(object, Config(), "old"))
+
+
+@pytest.mark.parametrize(("kind", "name", "value"), CASES, ids=lambda value: str(value)[:40])
 def test_faults_name_the_argument(convert, make, kind, name, value):
     args = {name: value}
     state = {
@@ -100,7 +150,7 @@ def test_faults_name_the_argument(convert, make, kind, name, value):
         "mega_lm": lambda: mega_lm(**KINDS["adaptive"] | args),
     }[kind]()
     message = convert.error(state)
-    assert f"args.{name} = {value!r}" in message and str(convert.file) in message
+    assert f"args.{name} = {shown(value)}" in message and str(convert.file) in message
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.int64, torch.bool, torch.uint8])

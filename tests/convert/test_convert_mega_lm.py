@@ -142,7 +142,7 @@ def test_cutoffs_in_the_args(convert):
     assert "warning" not in convert.screen
     convert.output = convert.output.with_name("other")
     convert(mega_lm(**KINDS["adaptive"] | {"adaptive_softmax_cutoff": "12,21"}))
-    assert "args.adaptive_softmax_cutoff = 12,21 but the tensors say 12,20" in convert.screen
+    assert "args.adaptive_softmax_cutoff = '12,21' but the tensors say '12,20'" in convert.screen
 
 
 def test_options_of_other_files(convert):

@@ -279,6 +279,7 @@ REFUSED = {
     "eps": (LunaForMaskedLM, {"layer_norm_eps": 1e-6}, "layer_norm_eps = 1e-06 (it has 1e-05)"),
     "padding": (LunaForMaskedLM, {"pad_token_id": 0}, "pad_token_id = 0"),
     "activation": (LunaForMaskedLM, {"hidden_act": "silu"}, "hidden_act = 'silu'"),
+    "positions": (LunaForMaskedLM, {"first_position": 0}, "first_position = 0"),
     "mean": (luna_mega.LunaForMultipleChoice, {"pooling": "mean"}, "pooling = 'mean'"),
     "two-layers": (LunaForSequenceClassification, {"classifier_num_layers": 2}, "classifier_num_layers = 2"),
     "masked-mean": (LunaForSequenceClassification, LRA_2021 | {"pooling": "mean"}, "pool_padding = False"),
@@ -354,6 +355,7 @@ def test_layout_of_the_file(tmp_path):
     assert args["no_save_optimizer_state"] is True and args["tokens_per_sample"] == 20
 
 
+@pytest.mark.slow
 def test_every_fixture(shared_dir, tmp_path):
     """The checkpoints that the original code wrote: back bit for bit."""
     root = shared_dir / "fixtures" / "luna"
@@ -380,3 +382,28 @@ def test_every_fixture(shared_dir, tmp_path):
                 assert torch.equal(tensor, source.tensors[key]), (fixture.name, key)
             dictionary = fixture / "dict.txt"
             assert (case / "fairseq" / "dict.txt").is_file() is dictionary.is_file()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"source": []},
+        {"source": {"layout": [], "revision": "r21"}},
+        {"source": {"layout": "luna_bert", "revision": {}}},
+        {"source": {"layout": "luna_bert", "revision": "x\x1b"}},
+        {"source": {"layout": "luna_bert", "revision": "r21", "num_updates": "many"}},
+        {"source": {"layout": "luna_bert\x1b", "revision": "r21"}},
+        {"decisions": {"head": ["a"]}},
+        {"decisions": {"head": "a.b"}},
+        {"decisions": {"layer_norm": [1]}},
+        {"dropped": {"a": 1}},
+        {"dropped": [1]},
+        {"dtype_in": {"__name__": 1}},
+        {"args": [1]},
+    ],
+    ids=str,
+)
+def test_a_record_that_no_conversion_wrote(convert, make, tmp_path, capsys, change):
+    folder = convert(make.bert())
+    edit(folder, "conversion_report.json", **change)
+    assert len(message := fails(capsys, folder, tmp_path / "model.pt")) < 1000 and "\x1b" not in message

@@ -226,6 +226,7 @@ def test_dictionaries(convert, make, tmp_path):
         assert (tmp_path / "out" / name).read_text() == (convert.source / name).read_text()
 
 
+@pytest.mark.slow
 def test_every_fixture(shared_dir, tmp_path):
     """The checkpoints that the original code wrote: back bit for bit, in their order."""
     folders = (shared_dir / "fixtures" / "mega").iterdir()

@@ -139,5 +139,5 @@ def test_an_edited_folder_keeps_its_languages(tmp_path):
 @pytest.mark.parametrize("value", [1e9, -0.1, "some", {}])
 def test_layerdrop_of_the_decoder(tmp_path, value):
     path = change(exported(tmp_path), lambda model, args: args.update(decoder_layerdrop=value))
-    with pytest.raises(ConversionError, match=r"args\.decoder_layerdrop = .* is not a number from 0 to below 1"):
+    with pytest.raises(ConversionError, match=r"args\.decoder_layerdrop = .* is not a number( from 0 to below 1)?$"):
         convert_checkpoint(path, tmp_path / "back")

@@ -140,6 +140,22 @@ def test_args_and_tensors(tmp_path, checkpoint):
             convert_checkpoint(tmp_path / "b.pt", tmp_path / "b")
 
 
+@pytest.mark.parametrize("language", ["../../x", "/etc/x", "a\nb", "..\\x", ["en"], 3, "\x1b"])
+def test_a_language_is_no_path(tmp_path, checkpoint, language):
+    """It becomes part of the name of a file that a conversion reads and an export writes."""
+    torch.save(change(checkpoint, source_lang=language), tmp_path / "a.pt")
+    with pytest.raises(ConversionError, match="args.source_lang = .* is not (a name|the name of a language)"):
+        convert_checkpoint(tmp_path / "a.pt", tmp_path / "a")
+    torch.save(change(checkpoint, source_lang="en"), tmp_path / "b.pt")
+    convert_checkpoint(tmp_path / "b.pt", tmp_path / "b")
+    report = json.loads((tmp_path / "b" / "conversion_report.json").read_text())
+    report["args"]["source_lang"] = language
+    (tmp_path / "b" / "conversion_report.json").write_text(json.dumps(report))
+    with pytest.raises(ConversionError, match="args.source_lang = .* is not (a name|the name of a language)"):
+        export_checkpoint(tmp_path / "b", tmp_path / "out" / "b.pt")
+    assert not (tmp_path / "out" / "b.pt").exists()
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -110,9 +110,44 @@ def test_no_file_names_a_folder_of_this_machine(convert, make):
     assert {name: report["args"][name] for name in kept} == kept
 
 
-def test_every_row_of_the_report_is_one_line(convert, make):
-    convert(make.bert(task="masked\n_lm", arch="luna_base_tied_512"))
-    assert "task masked _lm," in convert.screen
+PATHS = {
+    "/home/me/data-bin": "data-bin",
+    "/home/me/a:/home/me/b": "a:b",
+    "train --data /home/me/data/x --save checkpoints/last.pt": "train --data x --save checkpoints/last.pt",
+    "python /home/me/train.py": "python train.py",
+    "~me/secret/x": "x",
+    "see ~me/secret/x": "see x",
+    "C:\\Users\\me\\x": "x",
+    "--data=C:/Users/me/x": "--data=x",
+    "\\\\server\\me\\x": "x",
+    "//server/me/x": "x",
+    "file:///home/me/x": "file:x",
+    "/home/me/O'Neill, John (old)/x": "x",
+    "(x / 255 - 0.5) / 0.5": "(x / 255 - 0.5) / 0.5",
+} | dict.fromkeys([same := "env:// tcp://host:1 https://a.b/c </s> w/o 1/2 ../x a/b -"], same)
+
+
+def test_no_text_of_the_report_keeps_a_path(convert, make):
+    args = {
+        "texts": list(PATHS),
+        "keys": {"/home/me/k": {"train /home/me/k": 1}},
+        "set": {"/home/me/a", "~me/b/c"},
+        "bytes": b"--data /home/me/x",
+        "tuple": ({"a": ["x", "cat '/home/me/d' 'e/f'"]},),
+    }
+    convert(make.bert(**args, arch="/home/me/arch", task="/home/me/task"))
+    report = json.loads((convert.output / "conversion_report.json").read_text())
+    assert report["args"]["texts"] == list(PATHS.values())
+    assert report["args"]["keys"] == {"k": {"train k": 1}} and report["args"]["set"] == "{'a', 'c'}"
+    assert report["args"]["bytes"] == "b'--data x'" and report["args"]["tuple"] == [{"a": ["x", "cat 'd' 'e/f'"]}]
+    assert report["source"]["arch"] == "arch" and report["source"]["task"] == "task"
+    for file in convert.output.iterdir():
+        assert b"home/me" not in file.read_bytes() and b"~me" not in file.read_bytes(), file.name
+    assert "home/me" not in convert.screen.replace(str(convert.output), "")
+
+
+def test_a_name_of_several_lines_is_refused(convert, make):
+    assert r"args.task = 'masked\n_lm' is not a name" in convert.error(make.bert(task="masked\n_lm"))
 
 
 @pytest.mark.parametrize("argv", [[], ["model.pt"], ["--output", "x"], ["model.pt", "--output", "x", "--vocab", "y"]])
@@ -131,6 +166,7 @@ def test_public_function_checks_its_options(tmp_path):
         convert_checkpoint(tmp_path / "nowhere.pt", tmp_path / "output")
 
 
+@pytest.mark.slow
 def test_module_and_console_command_agree(convert, make, repo_root):
     convert.save(make.bert())
     by_module, by_command = (convert.output.with_name(name) for name in "ab")

@@ -166,6 +166,7 @@ def test_pickled_and_reloaded(texts, complete, thinned, tmp_path):
             assert dict(other(texts[:2000], return_offsets_mapping=True)) == expected
 
 
+@pytest.mark.slow
 def test_equals_transformers_roberta(texts, complete, robertas):
     tokenizer = complete[0]
     assert tokenizer.get_vocab() == robertas.get_vocab()
@@ -183,6 +184,7 @@ def test_special_tokens_in_text(complete, symbols, gpt2):
     assert complete[0](texts, split_special_tokens=True).input_ids == remap(gpt2, symbols, texts)
 
 
+@pytest.mark.slow
 def test_speed(texts, complete, thinned, robertas, monkeypatch):
     """Processor time: the best of seven alternating rounds for every 250 texts; `pytest -s` shows the rates."""
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")

@@ -128,6 +128,7 @@ def test_decode(tmp_path, lines, merges):
     assert complete.batch_decode(complete(lines)["input_ids"], skip_special_tokens=True) == lines
 
 
+@pytest.mark.slow
 def test_saved_folder_needs_only_its_own_file(tmp_path, lines, merges):
     symbols = count_symbols(lines, merges, least=40)
     tokenizer = translation_tokenizer(*write(tmp_path, symbols, merges), max_length=64)

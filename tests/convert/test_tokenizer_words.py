@@ -139,6 +139,7 @@ def test_no_tokenizer_without_a_dictionary_or_for_pixels(convert, make):
     assert not (convert(make.lra23(image=True, sen_rep_type="mp")) / "tokenizer.json").exists()
 
 
+@pytest.mark.slow
 def test_loads_without_this_package(tmp_path):
     build(tmp_path).save_pretrained(tmp_path / "saved")
     code = (

@@ -1,0 +1,82 @@
+"""Types of arguments: each function returns a value as plain Python, or raises a `ValueError` such as "is not a word".
+
+The caller puts the name of the argument and the value in front of the message.
+"""
+
+import re
+from numbers import Integral, Real
+from typing import Any
+
+_LARGEST = 2**31 - 1
+
+
+def flag(value: Any) -> bool:
+    """Return a bool; 0 and 1 are taken for one."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, Integral) and value in (0, 1):
+        return bool(value)
+    raise ValueError("is neither True nor False")
+
+
+def whole(value: Any) -> int:
+    """Return an integer of 32 bits, which may be 0 or negative where that means "none"."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ValueError("is not a whole number")
+    if abs(value) > _LARGEST:
+        raise ValueError(f"is not from {-_LARGEST} to {_LARGEST}")
+    return int(value)
+
+
+def size(value: Any) -> int:
+    """Return an integer from 1 to 2^31 - 1."""
+    if (number := whole(value)) < 1:
+        raise ValueError(f"is not from 1 to {_LARGEST}")
+    return number
+
+
+def number(value: Any) -> int | float:
+    """Return a finite number."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ValueError("is not a number")
+    if not abs(value) < 1e38:  # NaN fails as well
+        raise ValueError("is not a finite number")
+    return value
+
+
+def word(value: Any) -> str:
+    """Return a string of printable characters in one line."""
+    if not isinstance(value, str) or not value.isprintable():
+        raise ValueError("is not a name")
+    return value
+
+
+def language(value: Any) -> str:
+    """Return the name of a language, which is a part of file names."""
+    if not re.fullmatch(r"[\w.@-]*", word(value)):
+        raise ValueError("is not the name of a language: it has letters, digits, '_', '-', '.' and '@' only")
+    return value
+
+
+def cutoffs(value: Any) -> Any:
+    """Return the ends of the bands of an adaptive vocabulary, a text of whole numbers in the original."""
+    numbers = value if isinstance(value, (list, tuple)) else None
+    if isinstance(value, str) and re.fullmatch(r"[\d\s,()\[\]]*", value, re.ASCII):
+        numbers = [int(digits[:11]) for digits in re.findall(r"\d+", value)]
+    if numbers is None:
+        raise ValueError("is not a list of whole numbers such as '20000,60000'")
+    for end in numbers:
+        size(end)
+    return value
+
+
+def mean_and_deviation(value: Any) -> tuple[int | float, int | float]:
+    """Return two finite numbers."""
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        raise ValueError("is not a pair of numbers")
+    return number(value[0]), number(value[1])
+
+
+def anything(value: Any) -> Any:
+    """Return a value that is not read."""
+    return value

@@ -1,0 +1,55 @@
+"""Whether tensors and their storages fit each other, in files whose damage no checksum shows."""
+
+import argparse
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from luna_mega.errors import ConversionError, shown
+
+
+def is_dense(value: Any) -> bool:
+    """Return whether a value is a tensor in memory that stores one number for every element."""
+    if not isinstance(value, torch.Tensor) or value.is_quantized or value.is_nested or value.device.type != "cpu":
+        return False
+    return value.layout == torch.strided
+
+
+def check_storages(state: dict) -> None:
+    """Refuse tensors that the original does not save, in a file whose damage no checksum shows.
+
+    It saves every parameter whole, by rows, in a storage of its own; tied parameters share one.
+    """
+    elsewhere = {
+        value.untyped_storage().data_ptr()
+        for value in _values({key: value for key, value in state.items() if key != "model"})
+        if is_dense(value)
+    }
+    for key, tensor in state["model"].items():
+        storage = tensor.untyped_storage()
+        if not tensor.is_contiguous() or storage.nbytes() != tensor.nbytes:
+            raise ConversionError(
+                f"tensor {shown(key)} of shape {list(tensor.shape)} and strides {list(tensor.stride())} does not fit "
+                f"its storage of {storage.nbytes()} bytes, and the file has no checksums; copy it again, or save it "
+                "with a current torch, which adds them"
+            )
+        if tensor.numel() and storage.data_ptr() in elsewhere:
+            raise ConversionError(
+                f"tensor {shown(key)} shares its storage with a value outside the model, and the file has no "
+                "checksums; copy it again"
+            )
+
+
+def _values(whole: Any) -> Iterator[Any]:
+    """Yield all values in containers, each container once."""
+    seen, waiting = set(), [whole]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, argparse.Namespace):
+            value = vars(value)
+        if not isinstance(value, (Mapping, list, tuple)):
+            yield value
+        elif id(value) not in seen:
+            seen.add(id(value))
+            waiting += value.values() if isinstance(value, Mapping) else value

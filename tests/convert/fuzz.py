@@ -1,0 +1,73 @@
+"""Damage small checkpoints of every format, and check that a conversion fails in one line or gives a sound model."""
+
+import argparse
+import math
+import shutil
+
+import torch
+
+import luna_mega
+from luna_mega.convert import ConversionError, convert_checkpoint, export_checkpoint
+from tests.convert import luna, test_luna_seq2seq, test_mega_seq2seq
+from tests.convert.exports import read
+from tests.convert.mega import mega
+from tests.convert.mega_lm import KINDS, mega_lm
+from tests.convert.test_convert_mega_image import mega_image
+
+BUILDERS = {
+    "luna_bert": lambda: luna.bert(heads=[("topic", 3)], task="sentence_prediction", num_classes=3),
+    "luna_lra, 2021": luna.lra21,
+    "luna_lra, 2023": lambda: luna.lra23(pre_logits=True),
+    "luna_seq2seq": test_luna_seq2seq.model,
+    "mega_lra": mega,
+    "mega_lra, pixels": lambda: mega("mega_lra_cifar10", "flash", values=True, sen_rep_type="mp"),
+    "mega_lm": lambda: mega_lm(**KINDS["tied"]),
+    "mega_lm, adaptive": lambda: mega_lm(**KINDS["adaptive"]),
+    "mega_seq2seq": test_mega_seq2seq.model,
+    "mega_image": lambda: mega_image(hidden=6),
+}
+_LARGEST = 2**31 - 1
+
+
+def build(kind, folder):
+    """Return the content of a checkpoint that converts."""
+    torch.manual_seed(0)
+    state = BUILDERS[kind]()
+    if isinstance(state, dict):
+        return state
+    state.save_pretrained(folder / "ours")
+    export_checkpoint(folder / "ours", folder / "exported.pt")
+    return read(folder / "exported.pt")
+
+
+def survives(state, folder, told):
+    """Convert the checkpoint; return whether there is a model. `told` says in a failure what was damaged."""
+    file, output = folder / "damaged.pt", folder / "output"
+    torch.save(state, file)
+    try:
+        report = convert_checkpoint(file, output)
+    except ConversionError as error:
+        message = str(error)
+        assert message.isprintable() and len(message) < 1500, (told, message)
+        assert not output.exists(), told
+        return False
+    model_class = getattr(luna_mega, report.model_class)
+    model, info = model_class.from_pretrained(output, output_loading_info=True)
+    assert not info["missing_keys"] and not info["mismatched_keys"] and not info["unexpected_keys"], (told, info)
+    for config in (model.config, getattr(model.config, "decoder_config", model.config)):
+        _check_fields(config, told)
+    shutil.rmtree(output)
+    return True
+
+
+def _check_fields(config, told):
+    for name, value in config.to_dict().items():
+        declared = type(config).__annotations__.get(name)
+        assert declared is not bool or isinstance(value, bool), (told, name, value)
+        if isinstance(value, (int, float)):
+            assert math.isfinite(value) and abs(value) <= _LARGEST, (told, name, value)
+
+
+def changed(state, **args):
+    """Return a checkpoint with other args; its tensors are shared."""
+    return state | {"args": argparse.Namespace(**vars(state["args"]) | args)}

@@ -1,0 +1,246 @@
+"""Damaged files, hostile pickles and weights of the wrong kind: 1,000 tries of each, the same every time."""
+
+import argparse
+import collections
+import copy
+import os
+import random
+import shutil
+import struct
+import sys
+import zipfile
+
+import pytest
+import torch
+
+from luna_mega.convert import ConversionError, convert_checkpoint
+from luna_mega.convert.importer import _understand
+from luna_mega.convert.reader import read_checkpoint
+from luna_mega.convert.tensors import convert_tensors
+from tests.convert import luna, mega
+from tests.convert.test_hostile import save
+
+pytestmark = pytest.mark.slow
+TRIES = 1000
+UNCHECKED = ("its zip entries have no CRC-32", "it has torch's legacy format")
+# What a message must never say or carry on.
+FORBIDDEN = ("weights_only", "add_safe_globals", "\x1b", "\n", "Traceback")
+
+
+@pytest.fixture
+def watched():
+    """Returns the calls that would run a program, of which there must be none."""
+    calls, active = [], [True]
+    running = {"os.system", "os.exec", "os.posix_spawn", "os.spawn", "subprocess.Popen", "pty.spawn"}
+    # A hook cannot be taken back; it looks at nothing once the test is over.
+    sys.addaudithook(lambda event, _: calls.append(event) if active and event in running else None)
+    yield calls
+    active.clear()
+
+
+def understood(file):
+    """The tensors that a conversion would write, its configuration, and its warnings; nothing is written."""
+    source = _understand(read_checkpoint(file), None, "auto", "auto")
+    tensors = convert_tensors(source.plan, source.mapping, source.tensors, source.minus_one, torch.float32)
+    return tensors, source.plan.config.to_dict(), [*source.checkpoint.warnings, *source.plan.warnings]
+
+
+def outcome(file, folder, original):
+    """ "error" with one line and nothing written, "equal" to the original, or "warned"."""
+    try:
+        tensors, config, warnings = understood(file)
+    except ConversionError as error:
+        assert not any(word in str(error) for word in FORBIDDEN) and len(str(error)) < 1000, error
+        assert sorted(folder.iterdir()) == [file]
+        return "error"
+    if any(warning.startswith(UNCHECKED) for warning in warnings):
+        return "warned"
+    assert config == original[1] and tensors.keys() == original[0].keys()
+    assert all(torch.equal(tensors[key], tensor) for key, tensor in original[0].items())
+    return "equal"
+
+
+def flip(content, choose, head):
+    """One to three bits, two of three times among the first bytes, where the structure is."""
+    content = bytearray(content)
+    for _ in range(choose.choice((1, 1, 1, 3))):
+        place = choose.randrange(head if choose.random() < 2 / 3 else len(content))
+        content[place] ^= 1 << choose.randrange(8)
+    return bytes(content)
+
+
+@pytest.mark.parametrize("form", ["zip", "no crc", "legacy"])
+def test_flipped_bits(tmp_path, watched, form):
+    file, choose, outcomes = tmp_path / "model.pt", random.Random(form), collections.Counter()
+    for state in (luna.bert(heads=[("a_head", 3)]), mega.mega()):
+        save(state, file, form)
+        content, original = file.read_bytes(), understood(file)
+        head = 9000 if form != "legacy" else content.index(b"ctorch._utils") + 9000
+        for _ in range(TRIES // 2):
+            file.write_bytes(flip(content, choose, head))
+            outcomes[outcome(file, tmp_path, original)] += 1
+    assert outcomes["error"] > TRIES / 10 and outcomes.total() == TRIES and not watched
+    assert not outcomes["warned"] if form == "zip" else not outcomes["equal"] and outcomes["warned"] > TRIES / 10
+
+
+@pytest.mark.parametrize("form", ["zip", "legacy"])
+def test_conversions_of_flipped_files_leave_nothing_behind(tmp_path, form, watched):
+    """The same through the door, with an output folder: fewer, because each writes one."""
+    file, output, choose = tmp_path / "model.pt", tmp_path / "output", random.Random(form)
+    save(luna.bert(), file, form)
+    content = file.read_bytes()
+    for _ in range(TRIES // 20):
+        file.write_bytes(flip(content, choose, 9000))
+        try:
+            report = convert_checkpoint(file, output)
+        except ConversionError:
+            assert sorted(tmp_path.iterdir()) == [file]
+        else:
+            assert form == "zip" or report.warnings[0].startswith(UNCHECKED)
+            shutil.rmtree(output)
+    assert not watched
+
+
+GLOBALS = [
+    b"posix\nsystem", b"os\nsystem", b"builtins\neval", b"builtins\nexec", b"builtins\ngetattr", b"subprocess\nPopen",
+    b"torch\nload", b"torch.hub\nload", b"torch.serialization\nload", b"importlib\nimport_module", b"numpy\nload",
+    b"runpy\nrun_path", b"webbrowser\nopen", b"pickle\nloads", b"functools\npartial", b"operator\nattrgetter",
+    b"argparse\nNamespace", b"argparse\nArgumentParser", b"collections\nOrderedDict", b"collections\nCounter",
+    b"torch._utils\n_rebuild_tensor_v2", b"torch._utils\n_rebuild_parameter", b"torch._utils\n_rebuild_qtensor",
+    b"torch._utils\n_rebuild_sparse_tensor", b"torch._utils\n_rebuild_nested_tensor", b"torch\nFloatStorage",
+    b"torch._utils\n_rebuild_wrapper_subclass", b"torch._tensor\n_rebuild_from_type_v2", b"torch\nSize",
+    b"torch\nTensor", b"torch\ndevice", b"numpy\ndtype", b"numpy.core.multiarray\nscalar", b"_codecs\nencode",
+    b"omegaconf.dictconfig\nDictConfig", b"builtins\nset", b"builtins\nbytearray", b"builtins\ncomplex", b"x\x1b\ny",
+]  # fmt: skip
+
+
+def instruction(choose):
+    """One random instruction of a pickle, sound or not."""
+    text = choose.choice(
+        [b"model", b"args", b"touch hacked", b"cfg", b"storage", b"0", b"\xed\xa0\x80", b"a\nb\x1b[2J"]
+    )
+    return choose.choice(
+        [
+            lambda: b"c" + choose.choice(GLOBALS) + b"\n",
+            lambda: b"c" + choose.choice(GLOBALS) + b"\n(X" + struct.pack("<I", len(text)) + text + b"tR",
+            lambda: b"X" + struct.pack("<I", len(text)) + text,
+            lambda: b"K" + bytes([choose.randrange(256)]),
+            lambda: b"J" + struct.pack("<i", choose.choice([-1, 1 << 30, 7])),
+            lambda: b"G" + struct.pack(">d", choose.choice([0.5, float("nan"), 1e300])),
+            lambda: choose.choice([b"q", b"h"]) + bytes([choose.randrange(6)]),
+            lambda: choose.choice([b"}", b"]", b")", b"(", b"N", b"\x88", b"\x89", b"\x8f"]),
+            lambda: choose.choice([b"R", b"\x81", b"b", b"Q", b"\x85", b"\x86", b"\x87", b"t", b"s", b"u", b"a", b"e"]),
+            lambda: bytes([choose.randrange(256)]),
+            lambda: b"q\x05" + b"h\x05h\x05\x86q\x05" * 45,
+            lambda: b"]q\x04h\x04a",
+        ]
+    )()
+
+
+def hostile_pickle(choose):
+    """A pickle that is a dict with a model and args, each random, or that is random from its start."""
+    body = b"".join(instruction(choose) for _ in range(choose.randrange(1, 12)))
+    if choose.random() < 0.3:
+        return b"\x80" + bytes([choose.choice([2, 2, 2, 3, 4])]) + body + b"."
+    namespace = b"cargparse\nNamespace\n)\x81}" + b"X\x04\x00\x00\x00arch" + body + b"sb"
+    model = choose.choice([b"}", body, b"}X\x01\x00\x00\x00w" + body + b"s"])
+    return b"\x80\x02}X\x05\x00\x00\x00model" + model + b"sX\x04\x00\x00\x00args" + namespace + b"s."
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_hostile_pickles(tmp_path, watched, legacy, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file, choose, reasons = tmp_path / "model.pt", random.Random(legacy), collections.Counter()
+    prefix = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\xe9\x03.\x80\x02}."
+    for _ in range(TRIES):
+        content = hostile_pickle(choose)
+        if legacy:
+            file.write_bytes(prefix + content + b"\x80\x02].")
+        else:
+            with zipfile.ZipFile(file, "w") as archive:
+                archive.writestr("model/data.pkl", content)
+                archive.writestr("model/version", "3")
+        with pytest.raises(ConversionError) as raised:
+            read = read_checkpoint(file)
+            convert_checkpoint(file, tmp_path / "output")
+            raise AssertionError(read)
+        message = str(raised.value)
+        assert not any(word in message for word in FORBIDDEN) and len(message) < 1000, message
+        assert os.listdir(tmp_path) == ["model.pt"]
+        reasons["refused" if "refused" in message else "damaged" if "damaged" in message else "other"] += 1
+    assert min(reasons["refused"], reasons["damaged"], reasons["other"]) > TRIES / 50, reasons
+    assert not watched
+
+
+def changed(tensor, choose):
+    """The tensor, of another kind, shape, dtype or layout."""
+    dtypes = [torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.int64, torch.bool, torch.uint8]
+    dtypes += [torch.complex64, torch.complex32, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint64]
+    return choose.choice(
+        [
+            lambda: tensor.to(choose.choice(dtypes)),
+            lambda: tensor.to_sparse(),
+            lambda: tensor.to("meta"),
+            lambda: tensor.to(torch.complex64).conj(),
+            lambda: torch._neg_view(tensor),
+            lambda: torch.nn.Parameter(tensor) if tensor.is_floating_point() else tensor,
+            lambda: tensor.reshape(-1),
+            lambda: tensor[None],
+            lambda: tensor[:0],
+            lambda: tensor.flatten()[:1].expand(tensor.numel()).view(tensor.shape) if not tensor.dim() else tensor.T,
+            lambda: torch.full_like(tensor, float("nan")) if tensor.is_floating_point() else tensor,
+            lambda: tensor.tolist(),
+            lambda: torch.quantize_per_tensor(tensor.float(), 0.1, 0, torch.qint8),
+            lambda: torch.nested.nested_tensor([tensor.flatten(), tensor.flatten()[:1]]),
+            lambda: "text",
+            lambda: None,
+        ]
+    )()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_weights_of_the_wrong_kind(tmp_path, watched):
+    file, choose, outcomes = tmp_path / "model.pt", random.Random(0), collections.Counter()
+    states = [luna.bert(), luna.lra21(), luna.lra23(), mega.mega()]
+    for index in range(TRIES):
+        state = copy.copy(states[index % len(states)])
+        state["model"] = copy.copy(state["model"])
+        key = choose.choice(list(state["model"]))
+        try:
+            state["model"][key] = changed(state["model"][key], choose)
+            save(state, file, choose.choice(["zip", "zip", "no crc", "legacy"]))
+        except (RuntimeError, IndexError):  # not every tensor has every kind
+            continue
+        try:
+            tensors, _, _ = understood(file)
+        except ConversionError as error:
+            assert not any(word in str(error) for word in FORBIDDEN) and len(str(error)) < 1000, error
+            outcomes["error"] += 1
+        else:
+            assert all(tensor.dtype in (torch.float32, torch.int64) for tensor in tensors.values())
+            outcomes["converted"] += 1
+    assert outcomes["error"] > TRIES / 3 and outcomes["converted"] > TRIES / 20, outcomes
+    assert not watched
+
+
+def planned(checkpoint):
+    """The configuration that a fixture becomes, or for a part of a model the end of the error."""
+    try:
+        return _understand(checkpoint, None, "auto", "auto").plan.config.to_dict()
+    except ConversionError as error:
+        return str(error).removeprefix(str(checkpoint.path))
+
+
+def test_every_fixture_without_checksums_is_as_with_them(shared_dir, tmp_path):
+    fixtures = sorted((shared_dir / "fixtures").glob("*/*/checkpoint.pt"))
+    assert len(fixtures) > 70
+    for fixture in fixtures:
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            state = torch.load(fixture, weights_only=True)
+        expected = read_checkpoint(fixture)
+        for form in ("legacy", "no crc"):
+            save(state, tmp_path / "model.pt", form)
+            found = read_checkpoint(tmp_path / "model.pt")
+            assert found.unchecked and found.args == expected.args, fixture
+            assert all(torch.equal(found.tensors[key], tensor) for key, tensor in expected.tensors.items()), fixture
+            assert planned(found) == planned(expected), fixture
