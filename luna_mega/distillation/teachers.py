@@ -1,0 +1,244 @@
+"""Trained transformers as teachers: what they must be, how they are loaded, and the states that they show."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from luna_mega.distillation.families import FAMILIES, Family, Parts, find_family
+from luna_mega.hub.folder import position_limit
+
+
+@dataclass
+class Observed:
+    """States of a teacher of N layers for one batch.
+
+    Args:
+        states: N + 1 tensors `[B, T, d]`, the input of each layer and the output of the last one, before a last norm.
+        attended: N tensors `[B, T, d]`, what the attention of each layer adds to its input.
+    """
+
+    states: list[torch.Tensor] = field(default_factory=list)
+    attended: list[torch.Tensor] = field(default_factory=list)
+
+
+class Teacher(Parts):
+    """A trained transformer, with names for its parts that do not depend on its family.
+
+    It holds the model and is no module: optimizers, DDP and checkpoints of the student do not see it. Move it with
+    `teacher.model.to(device)`, and to half precision, once its weights are copied, with
+    `teacher.model.to(torch.bfloat16)`.
+
+    Args:
+        model: a masked or causal language model, or a sequence classifier, of one of `FAMILIES`. It is put into
+            evaluation mode and is only read.
+        window: a language model reads longer inputs in windows of so many positions, each by itself; None = it refuses
+            inputs that are too long for it.
+
+    Raises:
+        ValueError: the model cannot be a teacher; one line says why, and what can.
+    """
+
+    def __init__(self, model: PreTrainedModel, window: int | None = None):
+        super().__init__(model.eval(), check_teacher(model.config))
+        self.window = window
+        if self.family.is_decoder and self.is_classifier:
+            raise ValueError(
+                f"{type(model).__name__} classifies with a decoder, and the students that classify are encoders: "
+                "take a fine-tuned encoder"
+            )
+        if window is not None and (self.is_classifier or window < 1):
+            raise ValueError(f"window={window} needs a language model and at least 1 position: leave it out")
+        broken = [name for name, tensor in model.named_parameters() if not torch.isfinite(tensor).all()]
+        if broken:
+            raise ValueError(
+                f"the teacher's weights are not finite in {len(broken)} tensors ({broken[0]}, ...): take another "
+                "checkpoint"
+            )
+
+    @property
+    def max_length(self) -> int | None:
+        """The longest input that the teacher reads; None = any."""
+        if self.config.model_type in ("luna", "mega"):
+            return position_limit(self.config)
+        module = self.module("positions")
+        return self.config.max_position_embeddings if module is None else len(self.positions())
+
+    def positions(self) -> torch.Tensor | None:
+        """Return the learned positions `[n, d]` from that of the first token on; None = the teacher has none."""
+        module = self.module("positions")
+        if module is None:
+            return None
+        # As in fairseq, the first token stands behind the row of padding.
+        first = 0 if module.padding_idx is None else module.padding_idx + 1
+        return module.weight.detach()[first:]
+
+    def inputs(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Return what the teacher reads of a batch `[B, T]`, where it reads windows `[B * windows, window]`.
+
+        Raises:
+            ValueError: batch or window are longer than the teacher's inputs may be.
+        """
+        length = batch["input_ids"].shape[1]
+        size = length if self.window is None or self.is_classifier else min(length, self.window)
+        if self.max_length is not None and size > self.max_length:
+            raise ValueError(
+                f"the batch has {length} positions and the teacher reads {self.max_length}: cut it, let a language "
+                f"model read windows (teacher.window = {self.max_length}), or train on labels alone (share=0)"
+            )
+        inputs = inputs_of(batch, token_types="token_type_ids" in batch and bool(self.tensors("token_types")))
+        return {name: self.cut(tensor) for name, tensor in inputs.items()}
+
+    def cut(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return `[B, T]` as windows `[B * windows, window]`, filled up with zeros where they are longer than T."""
+        length = tensor.shape[1]
+        if self.window is None or self.is_classifier or length <= self.window:
+            return tensor
+        return functional.pad(tensor, (0, -length % self.window)).unflatten(1, (-1, self.window)).flatten(0, 1)
+
+    @contextmanager
+    def observe(self) -> Iterator[Observed]:
+        """Record the states and attention outputs of what the teacher computes within the block."""
+        observed, hooks, layers = Observed(), [], self.layers
+
+        def keep_input(module, args, kwargs):
+            observed.states.append(args[0] if args else kwargs["hidden_states"])
+
+        def keep_last(module, args, output):
+            observed.states.append(output[0] if isinstance(output, tuple) else output)
+
+        for layer in layers:
+            hooks.append(layer.register_forward_pre_hook(keep_input, with_kwargs=True))
+            if "output" in self.family.layer:
+                output = layer.get_submodule(self.family.layer["output"])
+                hooks.append(output.register_forward_hook(lambda module, args, out: observed.attended.append(out)))
+        hooks.append(layers[-1].register_forward_hook(keep_last))
+        try:
+            yield observed
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @torch.no_grad()
+    def show(self, batch: dict[str, Any]) -> Observed:
+        """Return states and attention outputs for a batch with `input_ids` `[B, T]`; at padding they are 0."""
+        inputs, (count, length) = self.inputs(batch), batch["input_ids"].shape
+        nowhere = torch.zeros_like(inputs["input_ids"], dtype=torch.bool)  # logits are of no use here
+        with self.observe() as observed, self.logits_at(None if self.is_classifier else nowhere):
+            self.model(**inputs)
+        padding = inputs["attention_mask"][..., None] == 0
+
+        def join(states: torch.Tensor) -> torch.Tensor:
+            return states.masked_fill(padding, 0.0).unflatten(0, (count, -1)).flatten(1, 2)[:, :length]
+
+        return Observed(*([join(states) for states in kept] for kept in (observed.states, observed.attended)))
+
+    @torch.no_grad()
+    def logits(self, batch: dict[str, Any], places: torch.Tensor | None = None) -> torch.Tensor:
+        """Return logits `[M, vocab_size]` at the True places of `[B, T]`, or a classifier's `[B, num_labels]`."""
+        with self.logits_at(None if places is None else self.cut(places)):
+            return self.model(**self.inputs(batch)).logits
+
+
+def inputs_of(batch: dict[str, Any], token_types: bool) -> dict[str, torch.Tensor]:
+    """Return tokens and mask of a batch, and its token types where they are asked for.
+
+    Without a mask every token is kept: a teacher that has no padding token lends the student its end of text for that.
+    """
+    ids, mask = batch["input_ids"], batch.get("attention_mask")
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids) if mask is None else mask}
+    return inputs | ({"token_type_ids": batch["token_type_ids"]} if token_types else {})
+
+
+def check_teacher(config: PreTrainedConfig) -> Family:
+    """Return the family of a teacher's configuration.
+
+    Raises:
+        ValueError: a model of this configuration cannot be a teacher; one line says why, and what can.
+    """
+    family, kind = find_family(config), config.model_type
+    known = ", ".join(name for name in FAMILIES if " " not in name)
+    positions = getattr(config, "position_embedding_type", None)
+    if config.is_encoder_decoder:
+        raise ValueError(f"{kind} is an encoder-decoder and cannot be a teacher; those that can are {known}")
+    bias = getattr(config, "relative_attention", False) or hasattr(config, "relative_attention_num_buckets")
+    if bias or (positions or "").startswith("relative"):
+        raise ValueError(
+            f"the teacher ({kind}) has relative biases, which no student can take over; take one with learned or "
+            f"rotary positions: {known}"
+        )
+    tokens = getattr(config, "input_type", "tokens") == "tokens"
+    if family is None or not tokens:
+        case = " of other inputs than tokens" if not tokens else " as a decoder" if kind in FAMILIES else ""
+        raise ValueError(f"{kind}{case} cannot be a teacher; those that can are {known}")
+    return family
+
+
+def load_teacher(name_or_path: str, **options: Any) -> Teacher:
+    """Load a teacher from a folder or the Hub, with the head that its `config.json` names.
+
+    Weights are read from safetensors only, and code that comes with a model is not run. `options` go to
+    `from_pretrained` (`revision`, `dtype`, `device_map`, ...).
+
+    Raises:
+        ValueError: the model cannot be a teacher, has no safetensors, or lacks weights of its head.
+        OSError: there is no such folder or model.
+    """
+    if options.pop("trust_remote_code", False):
+        raise ValueError("trust_remote_code=True runs code of the teacher: leave it out, and take one of transformers")
+    # Flash attention of some families lays batches end to end, where states have another shape.
+    options.setdefault("attn_implementation", "sdpa")
+    places = {key: options[key] for key in ("revision", "cache_dir", "token", "subfolder") if key in options}
+    config = AutoConfig.from_pretrained(name_or_path, trust_remote_code=False, **places)
+    family = check_teacher(config)
+    auto_class = AutoModelForCausalLM if family.is_decoder else AutoModelForMaskedLM
+    if (config.architectures or [""])[0].endswith("ForSequenceClassification"):
+        auto_class = AutoModelForSequenceClassification
+    try:
+        model, info = auto_class.from_pretrained(
+            name_or_path, use_safetensors=True, trust_remote_code=False, output_loading_info=True, **options
+        )
+    except OSError as error:
+        if "safetensors" not in str(error):
+            raise
+        raise ValueError(
+            f"{name_or_path} has no weights as safetensors, and others may hold code: load it where you trust it, and "
+            "save it with save_pretrained"
+        ) from error
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(
+            f"{name_or_path} lacks {len(missing)} weights of {type(model).__name__} ({missing[0]}, ...), which would "
+            "be random: take a checkpoint with its head"
+        )
+    return Teacher(model)
+
+
+def check_tokenizer(teacher: Teacher, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a tokenizer that is not the teacher's, or with which it cannot be taught.
+
+    Raises:
+        ValueError: it has no mask token for a masked language model, more tokens than the teacher, or other padding.
+    """
+    masked = not (teacher.family.is_decoder or teacher.is_classifier)
+    if masked and tokenizer.mask_token_id is None:
+        raise ValueError("the tokenizer has no mask token, which a masked language model needs: take the teacher's own")
+    if len(tokenizer) > teacher.config.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {len(tokenizer)} tokens and the teacher {teacher.config.vocab_size}: take the "
+            "teacher's own"
+        )
+    own, padding = getattr(teacher.config, "pad_token_id", None), tokenizer.pad_token_id
+    if own is not None and padding is not None and own != padding:
+        raise ValueError(f"the tokenizer pads with {padding} and the teacher with {own}: take the teacher's own")
