@@ -1,55 +1,39 @@
 # Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
 # PYTHON_ARGCOMPLETE_OK
-"""The arguments of the command line `luna-mega`.
+"""The command line `luna-mega`: the list of its commands, `COMMANDS` at the end, and how it reads their arguments.
 
-This module stands beside the package, because `import luna_mega` brings torch and transformers with it, for which
-`luna-mega --help` would wait. `luna_mega.cli` runs the commands, and is imported once the arguments are understood.
+This module stands beside the package, because `import luna_mega` imports torch and transformers, and `luna-mega --help`
+should not wait for them. What runs a command is imported once its arguments are understood.
 """
 
 import argparse
 import importlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 DTYPES = ("float32", "float16", "bfloat16")
 LAYER_NORMS = ("standard", "plus-one")
 EMA_CONVENTIONS = ("main", "flash")
-_HELP = {
-    "convert": "convert a fairseq checkpoint into a folder that AutoModel loads",
-    "export": "write a folder back as a fairseq checkpoint",
-    "verify": "compare two models layer by layer on the same inputs",
-    "info": "describe a model: parameters, memory, FLOPs, heads, origin",
-    "bundle": "add the code to a model folder, for trust_remote_code",
-    "onnx": "write a model folder as ONNX, and compare it with the model",
-    "eval": "evaluate a language model with lm-eval",
-    "demo": "show a model on a page in the browser",
-}
+_FOLDER = "a model folder, written by luna-mega convert or save_pretrained"
 
-_FOLDER = "a model folder, which luna-mega convert or save_pretrained wrote"
-_JSON = {
-    "eval": "print lm-eval's results as JSON, and its tables on stderr; before FOLDER",
-    "demo": "with --space: print what was written as JSON",
-}
-# What follows `luna-mega COMMAND`.
-_EXAMPLES = {
-    "convert": [
-        "checkpoint_best.pt --output my-model",
-        "checkpoint_best.pt --output my-model --dict dict.txt --bpe gpt2_bpe/",
-        "checkpoint_best.pt --output my-model --dtype bfloat16 --license mit --json",
-    ],
-    "export": ["my-model --output checkpoint.pt", "my-model --output checkpoint.pt --layer-norm plus-one"],
-    "verify": [
-        "checkpoint_best.pt my-model",
-        "my-model my-other-model --tolerance 1e-4",
-        "my-model my-other-model --text 'A sentence.' 'Another one.' --json",
-    ],
-    "info": ["my-model", "my-model --length 16384", "checkpoint_best.pt --json"],
-    "bundle": ["my-model", "my-model --output my-bundle"],
-    "onnx": ["my-model --output my-onnx", "my-classifier --output model.onnx --opset 20"],
-    "eval": ["my-model --tasks lambada_openai --batch_size 8", "--json my-model --tasks wikitext --limit 100"],
-    "demo": ["my-model", "my-model --host 0.0.0.0 --port 8080", "my-model --space my-space"],
-}
+
+@dataclass(frozen=True)
+class Command:
+    """A command: its help, how its arguments are added to a parser, and the dotted name of the function that runs it.
+
+    `examples` are what follows `luna-mega NAME`; `check` returns what is wrong with a combination of options, or None.
+    """
+
+    name: str
+    help: str
+    arguments: Callable[[argparse.ArgumentParser], None]
+    examples: Sequence[str]
+    target: str
+    json: str = "print the report as JSON"
+    check: Callable[[argparse.Namespace], str | None] = lambda options: None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,12 +52,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "_ARGCOMPLETE" in os.environ:  # a shell asks what could come next
         _complete(parser)
     options = parser.parse_args(argv)
-    if options.command == "verify":
-        _check_verify(options)
-    if options.command == "demo":
-        _check_demo(options)
-    status: int = importlib.import_module("luna_mega.cli").run(options)
+    if (wrong := options.chosen.check(options)) is not None:
+        options.error(wrong)
+    status: int = importlib.import_module("luna_mega.commands").run(options.chosen.target, options)
     return status
+
+
+class _Parser(argparse.ArgumentParser):
+    """Show an argument that is at fault without the characters that a terminal acts on."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error("".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in message))
 
 
 class _Help(argparse.HelpFormatter):
@@ -92,8 +81,8 @@ class _Version(argparse.Action):
 
 
 def _parser() -> argparse.ArgumentParser:
-    lines = "\n".join(f"  {name:10}{text}" for name, text in _HELP.items())
-    parser = argparse.ArgumentParser(
+    lines = "\n".join(f"  {command.name:10}{command.help}" for command in COMMANDS)
+    parser = _Parser(
         prog="luna-mega",
         usage="luna-mega [-h] [--version] COMMAND ...",
         description=f"Luna and Mega for transformers.\n\ncommands:\n{lines}",
@@ -104,11 +93,12 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         dest="command", metavar="COMMAND", required=True, prog="luna-mega", help=argparse.SUPPRESS
     )
-    for name, add_arguments in _COMMANDS.items():
-        command = commands.add_parser(name, formatter_class=_Help)
-        add_arguments(command)
-        command.add_argument("--json", action="store_true", help=_JSON.get(name, "print the report as JSON"))
-        command.epilog = "\n".join(["examples:", *(f"  luna-mega {name} {line}" for line in _EXAMPLES[name])])
+    for command in COMMANDS:
+        added = commands.add_parser(command.name, formatter_class=_Help)
+        command.arguments(added)
+        added.add_argument("--json", action="store_true", help=command.json)
+        added.epilog = "\n".join(["examples:", *(f"  luna-mega {command.name} {line}" for line in command.examples)])
+        added.set_defaults(chosen=command, error=added.error)
     return parser
 
 
@@ -123,34 +113,40 @@ def _complete(parser: argparse.ArgumentParser) -> None:
 
 def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Converts a fairseq checkpoint of a Luna encoder (luna_bert, LRA) or a Mega model (LRA, raw speech, language "
-        "models, translation) into a folder for transformers. Nothing in the checkpoint is executed."
+        "Converts a fairseq checkpoint of a Luna model (luna_bert, LRA, translation) or a Mega model (LRA, raw speech, "
+        "ImageNet pictures, language models, translation) into a folder for transformers. Nothing in the checkpoint is "
+        "executed."
     )
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="the .pt file that fairseq saved")
     parser.add_argument("--output", metavar="DIR", required=True, help="folder to write, absent or empty")
     _add_dictionaries(
         parser,
-        "dict.txt of the vocabulary and, if there is one, of the labels, or those of source and target (default: the "
-        "ones beside the checkpoint)",
+        "dictionaries: dict.txt of the vocabulary, and of the labels if there is one; for translation those of source "
+        "and target (default: the ones beside the checkpoint)",
     )
     parser.add_argument(
         "--bpe",
         metavar="PATH",
-        help="folder with GPT-2's encoder.json and vocab.bpe, or vocab.json and merges.txt: writes the tokenizer of a "
-        "luna_bert model, or of a language model of GPT-2's ids; for translation the codes, a file of subword-nmt "
-        "or fastBPE (the others need only the dictionary)",
+        help="byte-pair encoding for the tokenizer. For luna_bert and for language models with GPT-2's vocabulary: a "
+        "folder with encoder.json and vocab.bpe, or vocab.json and merges.txt. For translation: the file of codes from "
+        "subword-nmt or fastBPE. Other models need only the dictionary",
     )
     _add_conventions(
         parser,
         head="classification head to convert (default: the only head of a fine-tuned model, else masked LM)",
-        layer_norm="how norm weights of Luna are stored: as they are, or minus one as the 2023 code does (default: by "
-        "their mean)",
-        ema_convention="branch of the Mega code that wrote the file: flash calls alpha what main calls delta (default: "
-        "by the order of the tensors)",
+        layer_norm="how the file stores the norm weights of Luna: as they are, or minus one, as the 2023 code does "
+        "(default: decided by their mean)",
+        ema_convention="branch of the Mega code that wrote the file: flash names alpha what main names delta (default: "
+        "decided by the order of the tensors)",
     )
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the written weights (default: float32)")
     parser.add_argument(
-        "--license", metavar="ID", help="licence of the weights for the model card, as mit (default: none is stated)"
+        "--dtype", choices=DTYPES, default="float32", help="dtype of the weights that are written (default: float32)"
+    )
+    parser.add_argument(
+        "--license",
+        metavar="ID",
+        help="licence of the weights for the model card: an identifier of the Hub, such as mit, or other:NAME "
+        "(default: none is stated)",
     )
 
 
@@ -162,24 +158,30 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
         "--head",
         metavar="NAME",
         help="name of a luna_bert classification head, which decides its kind (default: its name in the converted "
-        "file, else the usual one of its kind)",
+        "file, otherwise the usual name)",
     )
     parser.add_argument(
         "--layer-norm",
         choices=LAYER_NORMS,
-        help="store norm weights of Luna as they are, or minus one for the 2023 code (default: as the converted file)",
+        help="store the norm weights of Luna as they are, or minus one for the 2023 code (default: as in the converted "
+        "file)",
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="default: that of the converted file, if nothing is lost by it")
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="dtype of the weights that are written (default: as in the converted file, if that loses nothing)",
+    )
     _add_dictionaries(
         parser,
-        "dict.txt of the vocabulary and of the labels, to write beside the file (default: those of the folder)",
+        "dictionaries to write beside the file: dict.txt of the vocabulary and of the labels (default: those in the "
+        "folder)",
     )
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Runs two models on the same inputs, in float32, and prints the largest difference of every layer. Exit "
-        "status 0: within the tolerance; 1: not, or the input is at fault."
+        "status 0: all differences are within the tolerance; 1: one is not, or the input is at fault."
     )
     for name in "ab":
         parser.add_argument(name, metavar=name.upper(), help="a model folder, or a fairseq checkpoint to convert first")
@@ -188,17 +190,22 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
         "--inputs", metavar="FILE", help="safetensors file with the model's inputs: input_ids [B, T], ..."
     )
     source.add_argument("--text", metavar="TEXT", nargs="+", default=[], help="texts for the tokenizer of A or B")
-    parser.add_argument("--batch", metavar="N", type=_positive, help="random sequences (default: 2)")
-    parser.add_argument("--length", metavar="N", type=_positive, help="their length (default: 64)")
-    parser.add_argument("--seed", metavar="S", type=int, help="of the random sequences (default: 0)")
-    parser.add_argument("--tolerance", metavar="T", type=float, default=1e-5, help="largest difference (default: 1e-5)")
+    parser.add_argument("--batch", metavar="N", type=_positive, help="number of random sequences (default: 2)")
+    parser.add_argument("--length", metavar="N", type=_positive, help="length of the random sequences (default: 64)")
+    parser.add_argument("--seed", metavar="S", type=_seed, help="seed of the random sequences (default: 0)")
+    parser.add_argument(
+        "--tolerance",
+        metavar="T",
+        type=float,
+        default=1e-5,
+        help="largest difference that counts as equal (default: 1e-5)",
+    )
     _add_conventions(
         parser,
         head="classification head of a checkpoint (see luna-mega convert)",
-        layer_norm="norm weights of a checkpoint (see luna-mega convert)",
-        ema_convention="branch of a checkpoint (see luna-mega convert)",
+        layer_norm="how a checkpoint stores norm weights (see luna-mega convert)",
+        ema_convention="branch that wrote a checkpoint (see luna-mega convert)",
     )
-    parser.set_defaults(error=parser.error)
 
 
 def _add_info(parser: argparse.ArgumentParser) -> None:
@@ -206,13 +213,16 @@ def _add_info(parser: argparse.ArgumentParser) -> None:
         "Describes a model: architecture, parameters, memory and FLOPs at a length, heads, and which code wrote it."
     )
     parser.add_argument("path", metavar="PATH", help="a model folder or a fairseq checkpoint")
-    parser.add_argument("--length", metavar="N", type=_positive, help="positions (default: as many as the model has)")
+    parser.add_argument(
+        "--length", metavar="N", type=_positive, help="number of positions (default: all that the model has)"
+    )
+    parser.add_argument("--explain", action="store_true", help="also print the formulas behind the numbers")
 
 
 def _add_bundle(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Makes a model folder self-contained: AutoModel...from_pretrained(FOLDER, trust_remote_code=True) loads it "
-        "where luna-mega is not installed. Where luna_mega is imported, its own classes are used."
+        "without luna-mega. Where luna_mega is imported, its own classes are used."
     )
     parser.add_argument("folder", metavar="FOLDER", help=_FOLDER)
     parser.add_argument("--output", metavar="DIR", help="folder to write, absent or empty (default: FOLDER itself)")
@@ -228,7 +238,7 @@ def _add_onnx(parser: argparse.ArgumentParser) -> None:
         "--output",
         metavar="PATH",
         required=True,
-        help="folder to write, absent or empty; for one program also a FILE.onnx",
+        help="folder to write, absent or empty; a model that becomes a single program may also be a FILE.onnx",
     )
     parser.add_argument("--opset", metavar="N", type=_positive, help="version of the ONNX operators, 18 or later")
 
@@ -253,26 +263,17 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
         "and the page draws the pack and unpack weights of Luna, or attention and moving averages of Mega."
     )
     parser.add_argument("folder", metavar="FOLDER", help=f"{_FOLDER}, with its tokenizer")
-    parser.add_argument("--host", metavar="NAME", help="address to listen at; 0.0.0.0 = all (default: this machine's)")
-    parser.add_argument("--port", metavar="N", type=_positive, help="default: the first free one from 7860 on")
+    parser.add_argument(
+        "--host", metavar="NAME", help="address to listen on; 0.0.0.0 = all (default: this machine only)"
+    )
+    parser.add_argument(
+        "--port", metavar="N", type=_port, help="port to listen on (default: the first free one from 7860)"
+    )
     parser.add_argument(
         "--space",
         metavar="DIR",
-        help="write the page as a Hugging Face Space in DIR, absent or empty, and show nothing",
+        help="write the page as a Hugging Face Space into DIR, absent or empty, instead of serving it",
     )
-    parser.set_defaults(error=parser.error)
-
-
-_COMMANDS = {
-    "convert": _add_convert,
-    "export": _add_export,
-    "verify": _add_verify,
-    "info": _add_info,
-    "bundle": _add_bundle,
-    "onnx": _add_onnx,
-    "eval": _add_eval,
-    "demo": _add_demo,
-}
 
 
 def _add_dictionaries(parser: argparse.ArgumentParser, text: str) -> None:
@@ -287,26 +288,108 @@ def _add_conventions(parser: argparse.ArgumentParser, *, head: str, layer_norm: 
 
 
 def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: give a whole number of at least 1")
+    if not text.isdecimal() or len(text) > 10 or not 1 <= int(text) < 2**31:
+        raise argparse.ArgumentTypeError(f"{text[:40]}: give a whole number of at least 1 and less than 2^31")
     return int(text)
 
 
-def _check_demo(options: argparse.Namespace) -> None:
-    """Refuse options that have nothing to act on."""
+def _seed(text: str) -> int:
+    if not text.removeprefix("-").isdecimal() or len(text) > 20 or not -(2**63) <= int(text) < 2**64:
+        raise argparse.ArgumentTypeError(f"{text[:40]}: give a whole number of at most 64 bits")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or len(text) > 5 or not 1 <= int(text) < 2**16:
+        raise argparse.ArgumentTypeError(f"{text[:40]}: give a port from 1 to 65535")
+    return int(text)
+
+
+def _check_demo(options: argparse.Namespace) -> str | None:
     if options.space and (options.host or options.port):
-        options.error("--host and --port are of the page; leave them out with --space, which shows nothing")
+        return "--host and --port have no effect with --space, which writes files and serves no page; leave them out"
     if options.json and not options.space:
-        options.error("--json is of the report of --space; leave it out, a page has none")
+        return "--json prints the report of --space; leave it out, or add --space"
+    return None
 
 
-def _check_verify(options: argparse.Namespace) -> None:
-    """Refuse options that have nothing to act on."""
+def _check_verify(options: argparse.Namespace) -> str | None:
     for name in ("batch", "length", "seed"):
         if getattr(options, name) is not None and (options.inputs or options.text):
-            options.error(f"--{name} is of the random inputs; leave it out with --inputs and --text")
-    of_checkpoints = options.head or options.layer_norm != "auto" or options.ema_convention != "auto"
-    if of_checkpoints and not any(Path(path).is_file() for path in (options.a, options.b)):
-        options.error(
-            "--head, --layer-norm and --ema-convention are for checkpoints; leave them out, both models are folders"
-        )
+            return f"--{name} applies to random inputs only; leave it out with --inputs and --text"
+    for_checkpoints = options.head or options.layer_norm != "auto" or options.ema_convention != "auto"
+    if for_checkpoints and not any(Path(path).is_file() for path in (options.a, options.b)):
+        return "--head, --layer-norm and --ema-convention apply to checkpoints; leave them out, A and B are folders"
+    return None
+
+
+COMMANDS = (
+    Command(
+        name="convert",
+        help="convert a fairseq checkpoint into a folder that AutoModel loads",
+        arguments=_add_convert,
+        examples=(
+            "checkpoint_best.pt --output my-model",
+            "checkpoint_best.pt --output my-model --dict dict.txt --bpe gpt2_bpe/",
+            "checkpoint_best.pt --output my-model --dtype bfloat16 --license mit --json",
+        ),
+        target="luna_mega.commands.convert",
+    ),
+    Command(
+        name="export",
+        help="write a folder back as a fairseq checkpoint",
+        arguments=_add_export,
+        examples=("my-model --output checkpoint.pt", "my-model --output checkpoint.pt --layer-norm plus-one"),
+        target="luna_mega.commands.export",
+    ),
+    Command(
+        name="verify",
+        help="compare two models layer by layer on the same inputs",
+        arguments=_add_verify,
+        examples=(
+            "checkpoint_best.pt my-model",
+            "my-model my-other-model --tolerance 1e-4",
+            "my-model my-other-model --text 'A sentence.' 'Another one.' --json",
+        ),
+        target="luna_mega.commands.verify",
+        check=_check_verify,
+    ),
+    Command(
+        name="info",
+        help="describe a model: parameters, memory, FLOPs, heads, origin",
+        arguments=_add_info,
+        examples=("my-model", "my-model --length 16384 --explain", "checkpoint_best.pt --json"),
+        target="luna_mega.commands.info",
+    ),
+    Command(
+        name="bundle",
+        help="add the code to a model folder, for trust_remote_code",
+        arguments=_add_bundle,
+        examples=("my-model", "my-model --output my-bundle"),
+        target="luna_mega.commands.bundle",
+    ),
+    Command(
+        name="onnx",
+        help="write a model folder as ONNX, and compare it with the model",
+        arguments=_add_onnx,
+        examples=("my-model --output my-onnx", "my-classifier --output model.onnx --opset 20"),
+        target="luna_mega.commands.onnx",
+    ),
+    Command(
+        name="eval",
+        help="evaluate a language model with lm-eval",
+        arguments=_add_eval,
+        examples=("my-model --tasks lambada_openai --batch_size 8", "--json my-model --tasks wikitext --limit 100"),
+        target="luna_mega.commands.evaluate_folder",
+        json="print lm-eval's results as JSON, and its tables on stderr; goes before FOLDER",
+    ),
+    Command(
+        name="demo",
+        help="show a model on a page in the browser",
+        arguments=_add_demo,
+        examples=("my-model", "my-model --host 0.0.0.0 --port 8080", "my-model --space my-space"),
+        target="luna_mega.commands.demo",
+        json="with --space: print what was written as JSON",
+        check=_check_demo,
+    ),
+)

@@ -3,7 +3,7 @@
 
 from pathlib import Path
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # In a checkout the sub-packages stand beside this folder, not in it.
 if (_root := Path(__file__).resolve().parent.parent).joinpath("setup.cfg").is_file():

@@ -42,13 +42,13 @@ def model_classes(config: type) -> dict[str, type]:
 
 def auto_classes(config: type) -> dict[str, type]:
     """Return for every ``Auto*`` class the model of this class of configuration, where there is one."""
-    stem, models, found = config.__name__.removesuffix("Config"), model_classes(config), {}
+    stem, models, classes = config.__name__.removesuffix("Config"), model_classes(config), {}
     for auto_class, (suffix, _) in _AUTO_CLASSES.items():
         # LunaSeq2SeqModel, but LunaForConditionalGeneration
         model = models.get(stem + suffix) or models.get(stem.removesuffix("Seq2Seq") + suffix)
         if model is not None:
-            found[auto_class] = model
-    return found
+            classes[auto_class] = model
+    return classes
 
 
 def register_auto_classes() -> None:
@@ -75,7 +75,7 @@ def _warn_of_others(model_type: str, config: type) -> None:
     # Code of a bundle, and of this package loaded anew, is the same model.
     if other is not config and other.__module__.split(".")[0] not in ("luna_mega", "transformers_modules"):
         warnings.warn(
-            f"the model type {model_type!r} was {other.__module__}.{other.__qualname__}, and is now that of luna_mega: "
+            f"the model type {model_type!r} was {other.__module__}.{other.__qualname__}, and now belongs to luna_mega: "
             f"AutoConfig and AutoModel read its folders as {config.__name__}. To use the other model, load it by its "
             "own class, or in a process that does not import luna_mega",
             stacklevel=3,

@@ -1,4 +1,14 @@
-"""The error of the converter and of the other commands."""
+"""The error of the converter and of the other commands, and the form in which its messages show a value."""
+
+import reprlib
+from typing import Any
+
+from luna_mega.escaping import LONGEST, one_line
+
+_REPR = reprlib.Repr()
+_REPR.maxlevel = 4
+_REPR.maxstring = _REPR.maxlong = _REPR.maxother = LONGEST
+_REPR.maxlist = _REPR.maxtuple = _REPR.maxset = _REPR.maxfrozenset = _REPR.maxdict = 30
 
 
 class ConversionError(ValueError):
@@ -7,3 +17,11 @@ class ConversionError(ValueError):
     def __init__(self, message: str):
         # A file name, a value or the error of another library may bring lines of its own.
         super().__init__(" ".join(filter(None, map(str.strip, message.splitlines()))))
+
+
+def shown(value: Any) -> str:
+    """Return the `repr` of a value for a message: one line without control characters, at most 200 characters."""
+    try:
+        return one_line(_REPR.repr(value))
+    except ValueError:  # Python writes no integer of more than 4,300 digits
+        return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"

@@ -21,7 +21,7 @@ from transformers.exporters.utils import decompose_for_generation
 
 from luna_mega.errors import ConversionError
 from luna_mega.hub.folder import ModelFolder, position_limit, read_folder
-from luna_mega.hub.output import check_output, complete_folder
+from luna_mega.hub.output import check_new_file, check_output, complete_folder
 from luna_mega.inspection.costs import stacks
 from luna_mega.inspection.verify import quiet_transformers, random_inputs
 
@@ -91,16 +91,14 @@ def export_onnx(folder: str | Path, output: str | Path, opset: int | None = None
         raise ConversionError(
             f"{output}: {source.model_class.__name__} becomes several programs; give --output a folder"
         )
-    if single and Path(output).exists():
-        raise ConversionError(f"{output}: exists; give the name of a new file or remove it")
-    target = Path(output).resolve() if single else check_output(output)
+    target = check_new_file(output) if single else check_output(output)
     # The bar has stderr before it is silenced.
     bar = tqdm(desc="export, write, compare", total=3, file=sys.stderr, disable=None if progress else True, delay=1)
     with bar, _quiet():
-        model = source.model_class.from_pretrained(source.path, dtype=torch.float32).eval()
+        model = source.load(dtype=torch.float32)
         try:
             exported = _export(model, source, opset)
-        except Exception as error:  # of torch.export, torch.onnx or transformers, each with its own
+        except Exception as error:  # torch.export, torch.onnx and transformers raise many kinds of errors
             reason = str(error.__cause__ or error).strip().partition("\n")[0]
             raise ConversionError(
                 f"{source.path}: {type(model).__name__} cannot be exported with opset {opset or 'by default'}: {reason}"
@@ -203,7 +201,7 @@ def _export(model: PreTrainedModel, folder: ModelFolder, opset: int | None) -> A
 
 
 def _checks(model: PreTrainedModel, folder: ModelFolder, exported: Any) -> Iterator[Check]:
-    """Run the programs beside the model on inputs that the export has not seen."""
+    """Run the programs and the model on inputs that the export has not seen."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -264,7 +262,7 @@ def _difference(expected: Any, actual: Any, mask: torch.Tensor | None) -> float:
         difference = (want - actual[name]).abs()
         if mask is not None and difference.shape[: mask.dim()] == mask.shape:
             difference = difference[mask]
-        # Not max() of Python: it would leave NaN out.
+        # Python's max() would lose NaN.
         largest = torch.maximum(torch.tensor(largest), difference.max()).item()
     return largest
 
@@ -280,7 +278,7 @@ def _inputs(folder: ModelFolder, batch: int, length: int) -> dict[str, torch.Ten
 
 
 def _period(folder: ModelFolder) -> int:
-    """Return the length from which P or a chunk is full, or half of what the model takes."""
+    """Return the length from which P or a chunk is full, or half of the model's limit."""
     periods = []
     for config in stacks(folder.config).values():
         period = config.projection_length if config.model_type == "luna" else config.attention_chunk or 32

@@ -12,11 +12,18 @@ import torch
 from transformers.utils import logging
 
 import luna_mega
+import luna_mega_cli
 from luna_mega import cli
 from luna_mega.convert import ConversionError, convert_checkpoint
 from luna_mega.convert.exporter import export_checkpoint
 
 COMMANDS = ("convert", "export", "verify", "info", "bundle", "onnx", "eval", "demo")
+
+
+def replace(monkeypatch, name, function):
+    """Let the command run another function."""
+    target = next(command.target for command in luna_mega_cli.COMMANDS if command.name == name)
+    monkeypatch.setattr(target, function)
 
 
 def run(argv, capsys):
@@ -30,7 +37,8 @@ def run(argv, capsys):
 def test_help_lists_commands_that_exist(capsys):
     status, output = run(["--help"], capsys)
     assert status == 0
-    assert re.findall(r"^  (\w+)  ", output.out, flags=re.MULTILINE) == list(COMMANDS) == list(cli._COMMANDS)
+    listed = [command.name for command in luna_mega_cli.COMMANDS]
+    assert re.findall(r"^  (\w+)  ", output.out, flags=re.MULTILINE) == list(COMMANDS) == listed
     for name in COMMANDS:
         status, output = run([name, "--help"], capsys)
         assert status == 0 and output.out.startswith(f"usage: luna-mega {name} [-h]")
@@ -39,7 +47,7 @@ def test_help_lists_commands_that_exist(capsys):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_examples_in_the_help_are_commands(name, monkeypatch, capsys):
     ran = []
-    monkeypatch.setitem(cli._COMMANDS, name, lambda options: ran.append(options) or 0)
+    replace(monkeypatch, name, lambda options: ran.append(options) or 0)
     _, output = run([name, "--help"], capsys)
     examples = output.out.partition("\nexamples:\n")[2].splitlines()
     for line in examples:
@@ -78,14 +86,14 @@ def test_out_of_memory_is_one_line_with_a_hint(monkeypatch, capsys):
     def fail(options):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has ...\nmore")
 
-    monkeypatch.setitem(cli._COMMANDS, "verify", fail)
+    replace(monkeypatch, "verify", fail)
     status, output = run(["verify", "a", "b"], capsys)
     assert status == 1 and output.err.count("\n") == 1 and "CUDA_VISIBLE_DEVICES" in output.err
 
 
 def test_no_bars_but_on_a_terminal(monkeypatch, tmp_path, capsys):
     seen = []
-    monkeypatch.setitem(cli._COMMANDS, "info", lambda options: seen.append(logging.is_progress_bar_enabled()) or 0)
+    replace(monkeypatch, "info", lambda options: seen.append(logging.is_progress_bar_enabled()) or 0)
     assert logging.is_progress_bar_enabled()
     run(["info", "x"], capsys)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
@@ -127,8 +135,8 @@ def test_reports_as_json(encoder, tmp_path, capsys):
         (["export", "EMPTY", "--output", "NEW"], "no config.json; give a folder that save_pretrained wrote"),
         (["verify", "FOLDER", "NEW"], "no such folder"),
         (["info", "ROBERTA"], "model_type 'roberta'; this version knows 'luna', "),
-        (["bundle", "TEXT"], "no config.json; give a folder"),
-        (["bundle", "ROBERTA"], "model_type 'roberta' is not of this package"),
+        (["bundle", "TEXT"], "is a file, give a model folder"),
+        (["bundle", "ROBERTA"], "model_type 'roberta'; this version knows 'luna', "),
         (["demo", "TEXT"], "is a file, give a model folder"),
         (["eval", "TEXT"], "is a file, give a model folder"),
     ],
@@ -178,7 +186,16 @@ def test_version_option(capsys):
         (["info", "x", "--length", "0"], "argument --length: 0: give a whole number of at least 1"),
         (["info", "x", "--length", "-3"], "argument --length: -3: give a whole number of at least 1"),
         (["verify", "a", "b", "--batch", "two"], "argument --batch: two: give a whole number of at least 1"),
-        (["verify", "a", "b", "--seed", "1", "--text", "x"], "luna-mega verify: error: --seed is of the random inputs"),
+        (
+            ["verify", "a", "b", "--seed", "1", "--text", "x"],
+            "--seed applies to random inputs only; leave it out",
+        ),
+        (["verify", "a", "b", "--seed", "9" * 30], "give a whole number of at most 64 bits"),
+        (["verify", "a", "b", "--batch", "9" * 9999], "and less than 2^31"),
+        (["demo", "a", "--port", "65536"], "argument --port: 65536: give a port from 1 to 65535"),
+        (["demo", "a", "--space", "b", "--port", "80"], "--host and --port have no effect with --space"),
+        (["demo", "a", "--json"], "--json prints the report of --space"),
+        (["info", "x", "--len\x1b[31m"], r"--len\x1b[31m"),
         (["convert", "x", "--output", "y", "--dtype", "int8"], "invalid choice: 'int8'"),
     ],
 )
@@ -190,7 +207,7 @@ def test_wrong_usage_exits_with_2(argv, named, capsys):
 
 def test_a_command_gets_its_options_and_its_status_is_returned(monkeypatch):
     received = []
-    monkeypatch.setitem(cli._COMMANDS, "convert", lambda options: received.append(vars(options)) or 1)
+    replace(monkeypatch, "convert", lambda options: received.append(vars(options)) or 1)
     assert cli.main(["convert", "--head", "mnli", "model.pt", "--output", "x", "--dict", "a", "b", "--dict", "c"]) == 1
     expected = {"checkpoint": "model.pt", "head": "mnli", "output": "x", "dict": ["a", "b", "c"], "dtype": "float32"}
     assert expected.items() <= received[0].items()
@@ -204,7 +221,7 @@ def test_an_input_at_fault_is_one_line(name, error, monkeypatch, capsys):
     def fail(options):
         raise error
 
-    monkeypatch.setitem(cli._COMMANDS, name, fail)
+    replace(monkeypatch, name, fail)
     writes = dict.fromkeys(("convert", "export", "onnx"), ["a", "--output", "b"])
     argv = (writes | {"verify": ["a", "b"]}).get(name, ["a"])
     status, output = run([name, *argv], capsys)

@@ -1,6 +1,5 @@
 """The page of `luna-mega demo`, in gradio, and the Space that shows it on the Hub."""
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,8 @@ from huggingface_hub import SpaceCard, SpaceCardData
 
 from luna_mega.demo.views import LONGEST, Demo
 from luna_mega.errors import ConversionError
+from luna_mega.escaping import markdown, one_line
+from luna_mega.hub.files import copy_model
 from luna_mega.hub.output import check_output, complete_folder
 
 _EXAMPLE = "The quick brown fox jumps over the lazy dog."
@@ -23,14 +24,32 @@ _APP = '''"""The page of `luna-mega demo` as a Hugging Face Space."""
 
 from pathlib import Path
 
-from luna_mega.demo.page import build_page
+from luna_mega.demo.page import serve
 
-build_page(Path(__file__).parent / "model").launch()
+serve(Path(__file__).parent / "model")
 '''
 _REQUIREMENTS = """# Or, for another version: luna-mega[demo] @ git+https://...
 luna-mega[demo]
 """
 _LAGS = 128
+
+
+class _NoUploads:
+    """The application without the place that takes files: gradio has one, and these pages show none."""
+
+    def __init__(self, app):
+        self.app = app
+
+    async def __call__(self, scope, receive, send):
+        if scope["type"] == "http" and scope["path"].rstrip("/").endswith("/upload"):
+            await send({"type": "http.response.start", "status": 403, "headers": [(b"content-type", b"text/plain")]})
+            await send({"type": "http.response.body", "body": b"this page takes no files"})
+        else:
+            await self.app(scope, receive, send)
+
+
+# For FastAPI, on which gradio stands: class, arguments and options of each middleware.
+WITHOUT_UPLOADS = {"middleware": [(_NoUploads, (), {})]}
 
 
 def serve(folder: str | Path, host: str | None = None, port: int | None = None) -> None:
@@ -41,7 +60,7 @@ def serve(folder: str | Path, host: str | None = None, port: int | None = None) 
     """
     page = build_page(folder)
     try:
-        page.launch(server_name=host, server_port=port)
+        page.launch(server_name=host, server_port=port, app_kwargs=WITHOUT_UPLOADS)
     except OSError as error:
         raise ConversionError(f"{error}; give another --port") from error
 
@@ -56,14 +75,14 @@ def write_space(folder: str | Path, output: str | Path) -> list[str]:
         ConversionError: gradio is not installed, `folder` is at fault, or `output` is neither absent nor empty.
     """
     gradio, demo = _gradio(), Demo(folder)
-    card = SpaceCardData(title=demo.name, sdk="gradio", sdk_version=gradio.__version__, app_file="app.py")
+    card = SpaceCardData(title=one_line(demo.name), sdk="gradio", sdk_version=gradio.__version__, app_file="app.py")
     with complete_folder(check_output(output)) as space:
         (space / "app.py").write_text(_APP, encoding="utf-8")
         (space / "requirements.txt").write_text(_REQUIREMENTS, encoding="utf-8")
-        text = f"# {demo.name}\n\n`{demo.model_class}` on the page of `luna-mega demo`."
+        text = f"# {markdown(demo.name)}\n\n`{demo.model_class}` on the page of `luna-mega demo`."
         SpaceCard(f"---\n{card.to_yaml()}\n---\n\n{text}\n").save(space / "README.md")
-        kept = shutil.ignore_patterns(".*", "_*", "checkpoint-*", "*.bin", "*.pt", "*.pth")  # no training state
-        shutil.copytree(folder, space / "model", ignore=kept)
+        (space / "model").mkdir()
+        copy_model(folder, space / "model")
     return ["app.py", "requirements.txt", "README.md", "model"]
 
 
@@ -74,8 +93,8 @@ def build_page(folder: str | Path):
         ConversionError: gradio is not installed, or the folder is at fault.
     """
     gradio, demo = _gradio(), Demo(folder)
-    with gradio.Blocks(title=demo.name, analytics_enabled=False) as page:
-        gradio.Markdown(f"# {demo.name}\n`{demo.model_class}`, {demo.model.num_parameters():,} parameters")
+    with gradio.Blocks(title=one_line(demo.name), analytics_enabled=False) as page:
+        gradio.Markdown(f"# {markdown(demo.name)}\n`{demo.model_class}`, {demo.model.num_parameters():,} parameters")
         with gradio.Tab(_TITLES[demo.task]):
             _add_task(gradio, demo)
         if demo.is_luna:
@@ -159,19 +178,19 @@ def _add_luna(gradio, demo: Demo) -> None:
     through = _marked(gradio, "What the token reads from every token, by way of P", packs)
 
     def show_rows(text, layer, row):
-        found = demo.look(text)
-        count = gradio.update(maximum=len(found.tokens))
-        layer, row = int(layer) - 1, min(int(row), found.unpack.shape[3]) - 1
-        unpacked = found.unpack[layer].mean(0)
-        marks = _marks(found.tokens, unpacked[:, row])
+        weights = demo.look(text)
+        count = gradio.update(maximum=len(weights.tokens))
+        layer, row = int(layer) - 1, min(int(row), weights.unpack.shape[3]) - 1
+        unpacked = weights.unpack[layer].mean(0)
+        marks = _marks(weights.tokens, unpacked[:, row])
         if not packs:
             return None, marks, None, _pixels(unpacked), count
-        mean = found.pack[layer].mean(0)
-        return _marks(found.tokens, mean[row]), marks, _pixels(mean), _pixels(unpacked), count
+        mean = weights.pack[layer].mean(0)
+        return _marks(weights.tokens, mean[row]), marks, _pixels(mean), _pixels(unpacked), count
 
     def show_token(text, layer, token):
-        found = demo.look(text)
-        return _marks(found.tokens, found.through(int(layer) - 1, min(int(token), len(found.tokens)) - 1))
+        weights = demo.look(text)
+        return _marks(weights.tokens, weights.through(int(layer) - 1, min(int(token), len(weights.tokens)) - 1))
 
     shown = [packed, read, pack, unpack, token]
     _draw(gradio, show_rows, [text, layer, row], shown, [button.click, layer.release, row.release])
@@ -197,12 +216,12 @@ def _add_attention(gradio, demo: Demo) -> None:
     picture = _picture(gradio, "Attention weights: tokens down, the tokens they read across")
 
     def show_token(text, layer, token):
-        found = demo.look(text)
-        return _marks(found.tokens, found.attention[int(layer) - 1, min(int(token), len(found.tokens)) - 1])
+        weights = demo.look(text)
+        return _marks(weights.tokens, weights.attention[int(layer) - 1, min(int(token), len(weights.tokens)) - 1])
 
     def show_all(text, layer):
-        found = demo.look(text)
-        return _pixels(found.attention[int(layer) - 1]), gradio.update(maximum=len(found.tokens))
+        weights = demo.look(text)
+        return _pixels(weights.attention[int(layer) - 1]), gradio.update(maximum=len(weights.tokens))
 
     _draw(gradio, show_token, [text, layer, token], marked, [button.click, layer.release, token.release])
     _draw(gradio, show_all, [text, layer], [picture, token], [button.click, layer.release])

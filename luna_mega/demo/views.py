@@ -7,11 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import transformers
 from transformers import (
-    AutoTokenizer,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
     StoppingCriteriaList,
     TextIteratorStreamer,
     pipeline,
@@ -19,11 +16,12 @@ from transformers import (
 
 from luna_mega.errors import ConversionError
 from luna_mega.hub.card import task_of
-from luna_mega.hub.folder import TARGET_FOLDER, position_limit, read_folder
+from luna_mega.hub.folder import TARGET_FOLDER, position_limit, read_folder, read_tokenizer
 from luna_mega.kernels.api import ema_coefficients
 
 TASKS = ("fill-mask", "text-classification", "text-generation", "translation")
 LONGEST = 512  # tokens of a text whose weights are shown
+LONGEST_TEXT = 50_000  # characters that the page reads at once
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ class MegaWeights:
 
 
 class Demo:
-    """A model folder with all that a page about it shows.
+    """A model with everything that its page shows.
 
     Args:
         folder: what `luna-mega convert` or `save_pretrained` wrote, with its tokenizer.
@@ -66,17 +64,22 @@ class Demo:
     """
 
     def __init__(self, folder: str | Path):
-        found = read_folder(folder)
-        self.name, self.model_class = found.path.resolve().name, found.model_class.__name__
-        self.task = task_of(self.model_class, found.config)
+        source = read_folder(folder)
+        self.name, self.model_class = source.path.resolve().name, source.model_class.__name__
+        self.task = task_of(self.model_class, source.config)
         if self.task not in TASKS:
             raise ConversionError(f"{folder}: holds a {self.model_class}; the demo shows models for {', '.join(TASKS)}")
-        self.tokenizer = _read_tokenizer(found.path, found.config.vocab_size)
+        self.tokenizer = read_tokenizer(source.path)
+        if len(self.tokenizer) > source.config.vocab_size:
+            raise ConversionError(
+                f"{folder}: the tokenizer of another model: it has {len(self.tokenizer)} tokens, the model "
+                f"{source.config.vocab_size}"
+            )
         if self.task == "fill-mask" and self.tokenizer.mask_token is None:
-            raise ConversionError(f"{folder}: the tokenizer has no mask token, and a {self.model_class} fills masks")
-        target = found.path / TARGET_FOLDER
-        self.target_tokenizer = _read_tokenizer(target, None) if target.is_dir() else self.tokenizer
-        self.model = found.model_class.from_pretrained(folder).eval()
+            raise ConversionError(f"{folder}: the tokenizer has no mask token, and a {self.model_class} needs one")
+        target = source.path / TARGET_FOLDER
+        self.target_tokenizer = read_tokenizer(target) if target.is_dir() else self.tokenizer
+        self.model = source.load()
         if torch.cuda.is_available():
             self.model.cuda()
         self.is_luna = self.model.config.model_type.startswith("luna")
@@ -90,7 +93,7 @@ class Demo:
 
     @property
     def body(self) -> PreTrainedModel:
-        """Return the model without its head; of an encoder-decoder the encoder."""
+        """Return the model without its head; for an encoder-decoder, the encoder."""
         return self.model.get_encoder() if self.is_translator else self.model.base_model
 
     @functools.cached_property
@@ -99,15 +102,17 @@ class Demo:
         run = pipeline(self.task, model=self.model, tokenizer=self.tokenizer)
 
         def fill(text: str) -> dict[str, float]:
+            _check_length(text)
             mask = self.tokenizer.mask_token
             if text.count(mask) != 1:
                 raise ValueError(
                     f"write {mask} once, where a word is to be filled in; it is there {text.count(mask)} times"
                 )
-            rows = reversed(run(text, top_k=8))  # of two tokens that look alike the likelier one is kept
+            rows = reversed(run(text, top_k=8))  # the likelier of two tokens that look alike is kept
             return {row["token_str"].strip() or repr(row["token_str"]): row["score"] for row in rows}
 
         def classify(text: str) -> dict[str, float]:
+            _check_length(text)
             if not text.strip():
                 raise ValueError("write a text to classify")
             return {row["label"]: row["score"] for row in run(text, top_k=None, truncation=self.limit is not None)}
@@ -136,10 +141,7 @@ class Demo:
         yield from _stream(self.model, streamer, **inputs, **options)
 
     def _look(self, text: str) -> LunaWeights | MegaWeights:
-        """Return the attention weights of a text, of which no more than `LONGEST` tokens are read.
-
-        Of an encoder-decoder they are those of the encoder.
-        """
+        """Return the attention weights of the first `LONGEST` tokens of a text; of two stacks, the encoder's."""
         inputs = self._encode(text, longest=min(LONGEST, self.limit or LONGEST))
         asked = {"output_attentions": True} | ({"output_packed_attentions": True} if self.is_luna else {})
         with torch.no_grad():
@@ -166,6 +168,7 @@ class Demo:
         return kernels.unflatten(0, (-1, self.body.config.hidden_size)).float().cpu()
 
     def _encode(self, text: str, special: bool = True, longest: int | None = None) -> dict[str, torch.Tensor]:
+        _check_length(text)
         cut = {} if longest is None else {"truncation": True, "max_length": longest}
         inputs = self.tokenizer(text, return_tensors="pt", add_special_tokens=special, **cut)
         if not text.strip() or inputs["input_ids"].shape[1] == 0:
@@ -178,16 +181,9 @@ class Demo:
         return text.replace("\n", "⏎") if text.strip(" ") else "␣" * len(text)
 
 
-def _read_tokenizer(folder: Path, vocab_size: int | None) -> PreTrainedTokenizerBase:
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise ConversionError(f"{folder}: no tokenizer that transformers {transformers.__version__} loads") from error
-    if vocab_size is not None and len(tokenizer) > vocab_size:
-        raise ConversionError(
-            f"{folder}: the tokenizer has {len(tokenizer)} tokens and the model {vocab_size}: it is of another model"
-        )
-    return tokenizer
+def _check_length(text: str) -> None:
+    if len(text) > LONGEST_TEXT:
+        raise ValueError(f"the text has {len(text):,} characters, and the page reads {LONGEST_TEXT:,}: shorten it")
 
 
 def _stream(model, streamer: TextIteratorStreamer, **options) -> Iterator[str]:
@@ -198,7 +194,7 @@ def _stream(model, streamer: TextIteratorStreamer, **options) -> Iterator[str]:
         try:
             stops = StoppingCriteriaList([lambda ids, scores: torch.full(ids.shape[:1], stopped.is_set())])
             model.generate(streamer=streamer, stopping_criteria=stops, **options)
-        except Exception as error:  # it is raised again where somebody sees it
+        except Exception as error:  # raised again in the thread that reads the stream
             failures.append(error)
             streamer.end()
 

@@ -1,5 +1,6 @@
 """Model cards: the README.md of a model folder, with metadata that the Hub understands."""
 
+import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,8 @@ from transformers.modelcard import extract_hyperparameters_from_trainer
 
 import luna_mega
 from luna_mega._register import _AUTO_CLASSES
+from luna_mega.escaping import code, code_block, markdown, one_line
+from luna_mega.hub.licenses import license_metadata
 from luna_mega.modeling_common.base import INPUT_OF_FIELD
 
 FILE_NAME = "README.md"
@@ -139,13 +142,16 @@ def conversion_card(
         source: `file`, `sha256` and `arch` of the checkpoint.
         report: text of the report of the conversion; its line about the output folder is left out.
         tokenizer: whether the folder has one.
-        license: identifier of the licence of the weights ("mit"); None = the card says that none is stated.
+        license: the licence of the weights, as `license_metadata` takes it.
+
+    Raises:
+        ConversionError: the licence has no such form.
     """
-    shown = "\n".join(line for line in report.splitlines() if not line.startswith("written "))
+    lines = "\n".join(line for line in report.splitlines() if not line.startswith("written "))
     origin = (
-        f"Converted from the fairseq checkpoint `{source['file']}` (SHA-256 `{source['sha256']}`).\n"
+        f"Converted from the fairseq checkpoint {code(source['file'])} (SHA-256 {code(source['sha256'])}).\n"
         "`conversion_report.json` has every tensor and the arguments of the original training.\n\n"
-        f"```\n{shown}\n```\n\n"
+        f"{code_block(lines)}\n\n"
         "Which data it was trained on and how well it does is not in the file."
     )
     return _card(
@@ -153,7 +159,7 @@ def conversion_card(
         model_class,
         config,
         parameters,
-        intro=f"converted from a fairseq checkpoint of `{source['arch']}`",
+        intro=f"converted from a fairseq checkpoint of {code(source['arch'])}",
         tokenizer=tokenizer,
         sections={"Origin": origin},
         license=license,
@@ -180,34 +186,41 @@ def training_card(
         split: part of the data on which `metrics` were measured.
         metrics: result of `trainer.evaluate()`; None = the card has no results.
         base_model: name on the Hub or local folder of the model that was fine-tuned; None = trained from scratch.
-        license: identifier of the licence of the weights; None = the card says that none is stated.
+        license: the licence of the weights, as `license_metadata` takes it.
+
+    Raises:
+        ConversionError: the licence has no such form.
     """
     # FSDP2 gives the class of a sharded model a prefix.
     model, model_class = trainer.model, type(trainer.model).__name__.removeprefix("FSDP")
     name = (trainer.args.hub_model_id or str(Path(trainer.args.output_dir).resolve())).split("/")[-1]
-    data = " ".join(filter(None, [_shown(dataset), dataset_config]))
+    data = one_line(" ".join(filter(None, [_shown(dataset), dataset_config])))
     quality = {score: value for score, value in (metrics or {}).items() if not score.endswith(_NOT_QUALITY)}
-    scores = {score.removeprefix("eval_"): float(value) for score, value in quality.items()}
+    scores = {one_line(score.removeprefix("eval_")): float(value) for score, value in quality.items()}
     about = {
         "task_type": task_of(model_class, model.config) or "other",
-        "dataset_type": _shown(dataset),
+        "dataset_type": one_line(_shown(dataset)),
         "dataset_name": data,
-        "dataset_config": dataset_config,
-        "dataset_split": split,
+        "dataset_config": dataset_config and one_line(dataset_config),
+        "dataset_split": one_line(split),
     }
     results = [EvalResult(metric_type=score, metric_value=value, **about) for score, value in scores.items()]
-    shown = re.sub(r"(--hub[_-]token[ =])\S+", r"\1...", shlex.join(command))
+    lines = re.sub(r"(--hub[_-]token[ =])\S+", r"\1...", shlex.join(command))
     versions = {module.__name__: module.__version__ for module in (luna_mega, transformers, torch)}
     settings = {"steps": trainer.state.global_step} | extract_hyperparameters_from_trainer(trainer) | versions
-    sections = {"Results": f"On the {split} split of {data}.\n\n{_table(scores, 'metric', 'value')}"} if scores else {}
-    sections["Training"] = f"```sh\n{shown}\n```\n\n{_table(settings, 'setting', 'value')}"
-    start = "trained from scratch" if base_model is None else f"fine-tuned from `{_shown(base_model)}`"
+    sections = (
+        {"Results": f"On the {markdown(split)} split of {markdown(data)}.\n\n{_values(scores, 'metric')}"}
+        if scores
+        else {}
+    )
+    sections["Training"] = f"{code_block(lines, 'sh')}\n\n{_values(settings, 'setting')}"
+    start = "trained from scratch" if base_model is None else f"fine-tuned from {code(_shown(base_model))}"
     return _card(
         name,
         model_class,
         model.config,
         model.num_parameters(),
-        intro=f"{start} on {data}",
+        intro=f"{start} on {markdown(data)}",
         tokenizer=trainer.processing_class is not None,
         sections=sections,
         license=license,
@@ -215,7 +228,7 @@ def training_card(
         base_model=base_model if base_model and _is_on_hub(base_model) else None,
         metrics=list(scores) or None,
         eval_results=results or None,
-        model_name=name if results else None,
+        model_name=one_line(name) if results else None,
     )
 
 
@@ -231,12 +244,12 @@ def _card(
     license: str | None,
     **metadata: Any,
 ) -> ModelCard:
-    family = _family(config)
+    family, stated = _family(config), license_metadata(license)
     data = ModelCardData(
         library_name="transformers",
         tags=[config.model_type],
         pipeline_tag=task_of(model_class, config),
-        license=license,
+        **stated,
         **metadata,
     )
     if family:
@@ -246,11 +259,11 @@ def _card(
     architecture = {field: getattr(config, field) for field in fields} | {"parameters": f"{parameters:,}"}
     parts = {
         "Use": _usage(model_class, config, tokenizer),
-        "Architecture": _table(architecture, "field of the configuration", "value"),
+        "Architecture": _values(architecture, "field of the configuration"),
         **sections,
-        "Licence": f"Of the weights: {license or 'not stated'}.",
+        "Licence": f"Of the weights: {stated.get('license_name') or license or 'not stated'}.",
     }
-    head = f"# {name}\n\n`{model_class}`, {intro}."
+    head = f"# {markdown(name)}\n\n`{model_class}`, {intro}."
     if family:
         head += f" The architecture is that of {family.paper}."
         differences = _table(dict(family.differences), "original", "here")
@@ -304,14 +317,19 @@ def task_of(model_class: str, config: PreTrainedConfig) -> str | None:
 
 
 def _is_on_hub(name: str) -> bool:
-    return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is not None and not Path(name).exists()
+    return re.fullmatch(r"[\w.-]{1,96}(/[\w.-]{1,96})?", name, re.ASCII) is not None and not Path(name).exists()
 
 
 def _shown(name: str) -> str:
-    """Return a name on the Hub as it is, and of a local path the last part: the rest is nobody else's business."""
-    return name if _is_on_hub(name) else Path(name).resolve().name
+    """Return a name on the Hub as it is, and only the last part of a local path: the rest is private."""
+    return name if _is_on_hub(name) else os.path.basename(os.path.abspath(name))
 
 
-def _table(rows: Mapping[str, Any], *head: str) -> str:
-    texts = [(name, f"{value:.4g}" if isinstance(value, float) else str(value)) for name, value in rows.items()]
-    return "\n".join(f"| {name} | {' '.join(text.split())} |" for name, text in [head, ("---", "---"), *texts])
+def _values(rows: Mapping[str, Any], head: str) -> str:
+    """Return a table of names and values, which come from files and arguments."""
+    texts = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in rows.items()}
+    return _table({markdown(name): markdown(text) for name, text in texts.items()}, head, "value")
+
+
+def _table(rows: Mapping[str, str], *head: str) -> str:
+    return "\n".join(f"| {name} | {text} |" for name, text in [head, ("---", "---"), *rows.items()])

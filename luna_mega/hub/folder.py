@@ -7,18 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
+import transformers
 from safetensors import SafetensorError, safe_open
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from luna_mega import LunaConfig
 from luna_mega._register import CONFIGS, model_classes
-from luna_mega.errors import ConversionError
+from luna_mega.errors import ConversionError, shown
+from luna_mega.hub.output import check_path
 
 REPORT_NAME = "conversion_report.json"
 TARGET_FOLDER = "target"  # the tokenizer of an encoder-decoder's target, where it is another one than the source's
-_REPORT_FIELDS = {"source", "decisions", "dropped", "dtype_in", "args"}
+_REPORT_FIELDS = {"source": dict, "decisions": dict, "dropped": list, "dtype_in": dict, "args": dict}
+_SOURCE_FIELDS = ("file", "layout", "revision", "arch")
 
 
 @dataclass(frozen=True)
@@ -46,35 +48,84 @@ class ModelFolder:
 
         The names are those of a model with a head.
         """
-        found = {}
-        for file in self._weight_files():
+        tensors = {}
+        for file in weight_files(self.path):
             with _open(file) as weights:
                 for name in weights.keys():
                     part = weights.get_slice(name)
-                    found[self._full_name(name)] = TensorInfo(file, tuple(part.get_shape()), part.get_dtype())
-        return found
+                    tensors[self._full_name(name)] = TensorInfo(file, tuple(part.get_shape()), part.get_dtype())
+        return tensors
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return all tensors, mapped from the files, under the names of `tensor_info`."""
-        found = {}
-        for file in self._weight_files():
+        tensors = {}
+        for file in weight_files(self.path):
             with _open(file) as weights:
-                found |= {self._full_name(name): weights.get_tensor(name) for name in weights.keys()}
-        return found
+                tensors |= {self._full_name(name): weights.get_tensor(name) for name in weights.keys()}
+        return tensors
 
     def _full_name(self, name: str) -> str:
         bare = "For" not in self.model_class.__name__
         return f"{self.model_class.base_model_prefix}.{name}" if bare else name
 
-    def _weight_files(self) -> list[Path]:
-        index = self.path / SAFE_WEIGHTS_INDEX_NAME
-        names = [SAFE_WEIGHTS_NAME]
-        if index.is_file():
-            names = sorted(set(_read_json(index).get("weight_map", {}).values()))
-        files = [self.path / name for name in names]
-        if missing := [file.name for file in files if not file.is_file()]:
-            raise ConversionError(f"{self.path}: no {', '.join(missing)}; give a folder that save_pretrained wrote")
-        return files
+    def load(self, **options: Any) -> PreTrainedModel:
+        """Return the model in evaluation mode; `options` are those of `from_pretrained`.
+
+        Raises:
+            ConversionError: the weights and the configuration are not those of one model.
+        """
+        try:
+            loaded = self.model_class.from_pretrained(
+                self.path, use_safetensors=True, output_loading_info=True, **options
+            )
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of transformers, torch and safetensors, each with its own
+            raise ConversionError(f"{self.path}: {type(error).__name__}: {error}") from error
+        model, info = loaded
+        if missing := sorted(info["missing_keys"]):
+            raise ConversionError(f"{self.path}: the weights lack {', '.join(missing)[:200]}")
+        return model.eval()
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a model folder.
+
+    Raises:
+        ConversionError: there are none, or the index names a file that is not in the folder.
+    """
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    names = [SAFE_WEIGHTS_NAME]
+    if index.is_file():
+        places = _read_json(index).get("weight_map")
+        if not isinstance(places, dict) or not places or not all(map(_is_file_name, places.values())):
+            raise ConversionError(f"{index}: weight_map has to name files of this folder, and has {shown(places)}")
+        names = sorted(set(places.values()))
+    files = [folder / name for name in names]
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise ConversionError(
+            f"{folder}: no {', '.join(missing[:3])}; give a folder that save_pretrained wrote, with safetensors"
+        )
+    return files
+
+
+def _is_file_name(name: Any) -> bool:
+    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
+
+
+def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a model folder; no code in the folder is run.
+
+    Raises:
+        ConversionError: there is none that transformers loads.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # of transformers and tokenizers, which raise whatever a damaged file leads to
+        reason = "" if isinstance(error, OSError) else f" ({type(error).__name__}: {error})"
+        raise ConversionError(
+            f"{folder}: no tokenizer that transformers {transformers.__version__} loads{reason}"
+        ) from error
 
 
 def position_limit(config: PreTrainedConfig) -> int | None:
@@ -85,36 +136,63 @@ def position_limit(config: PreTrainedConfig) -> int | None:
     return config.max_positions if table else None
 
 
-def read_folder(path: str | Path) -> ModelFolder:
-    """Open a folder that holds a Luna or Mega model.
+def read_config(path: str | Path) -> dict[str, Any]:
+    """Return config.json of a folder that holds a Luna or Mega model.
 
     Raises:
-        ConversionError: not such a folder, or a damaged one; one line names the file and the way out.
+        ConversionError: not such a folder; one line names the file and the way out.
     """
-    path = Path(path)
+    path = check_path(path)
     if not path.is_dir():
         raise ConversionError(f"{path}: {'is a file, give a model folder' if path.exists() else 'no such folder'}")
     file = path / "config.json"
     if not file.is_file():
         raise ConversionError(f"{path}: no config.json; give a folder that save_pretrained wrote")
     content = _read_json(file)
-    if content.get("model_type") not in CONFIGS:
+    model_type = content.get("model_type")
+    if not isinstance(model_type, str) or model_type not in CONFIGS:
         raise ConversionError(
-            f"{file}: model_type {content.get('model_type')!r}; this version knows {', '.join(map(repr, CONFIGS))}"
+            f"{file}: model_type {shown(model_type)}; this version knows {', '.join(map(repr, CONFIGS))}"
         )
+    if not isinstance(content.get("auto_map") or {}, dict):
+        raise ConversionError(f"{file}: auto_map {shown(content['auto_map'])} is not an object; take it out")
+    return content
+
+
+def read_folder(path: str | Path) -> ModelFolder:
+    """Open a folder that holds a Luna or Mega model.
+
+    Raises:
+        ConversionError: not such a folder, or a damaged one; one line names the file and the way out.
+    """
+    content, path = read_config(path), Path(path)
+    weight_files(path)
+    file = path / "config.json"
     try:
         config = CONFIGS[content["model_type"]].from_dict(content)
-    except (ValueError, TypeError, StrictDataclassError) as error:
-        raise ConversionError(f"{file}: {error}") from error
-    names = content.get("architectures") or [None]
-    classes = model_classes(type(config))
-    if names[0] not in classes:
-        raise ConversionError(f"{file}: architectures {names[0]!r} is not one of {', '.join(classes)}")
-    conversion = path / REPORT_NAME
-    written = _read_json(conversion) if conversion.is_file() else None
-    if written is not None and (written.get("format") != 1 or not _REPORT_FIELDS <= written.keys()):
-        raise ConversionError(f"{conversion}: format {written.get('format')!r} is not one that this version reads")
-    return ModelFolder(path, classes[names[0]], config, content.get("transformers_version"), written)
+    except Exception as error:  # transformers raises whatever a field of another type leads to
+        raise ConversionError(f"{file}: {error}" if str(error) else f"{file}: {type(error).__name__}") from error
+    names, classes = content.get("architectures") or [None], model_classes(type(config))
+    name = names[0] if isinstance(names, list) else names
+    if not isinstance(name, str) or name not in classes:
+        raise ConversionError(f"{file}: architectures {shown(name)} is not one of {', '.join(classes)}")
+    return ModelFolder(path, classes[name], config, content.get("transformers_version"), _read_report(path))
+
+
+def _read_report(folder: Path) -> dict[str, Any] | None:
+    file = folder / REPORT_NAME
+    if not file.is_file():
+        return None
+    written = _read_json(file)
+    if written.get("format") != 1:
+        raise ConversionError(f"{file}: format {shown(written.get('format'))} is not one that this version reads")
+    wrong = [name for name, kind in _REPORT_FIELDS.items() if not isinstance(written.get(name), kind)]
+    wrong += [
+        name for name in _SOURCE_FIELDS if "source" not in wrong and not isinstance(written["source"].get(name), str)
+    ]
+    if wrong:
+        raise ConversionError(f"{file}: {', '.join(wrong)} is not as luna-mega convert writes it; convert again")
+    return written
 
 
 def _open(file: Path) -> safe_open:
@@ -127,7 +205,7 @@ def _open(file: Path) -> safe_open:
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConversionError(f"{file}: not JSON ({error})") from error
     if not isinstance(content, dict):
         raise ConversionError(f"{file}: not a JSON object")

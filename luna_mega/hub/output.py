@@ -1,4 +1,4 @@
-"""Writes an output folder completely or not at all."""
+"""Paths that are read and written, and outputs that are written completely or not at all."""
 
 import os
 import shutil
@@ -6,21 +6,64 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from luna_mega.errors import ConversionError
+from luna_mega.errors import ConversionError, shown
+
+
+def check_path(path: str | Path) -> Path:
+    """Return the path, whose name must be text without NUL: the libraries that read and write weights take no other.
+
+    Raises:
+        ConversionError: it is not.
+    """
+    text = os.fspath(path)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConversionError(f"{shown(text)}: the name has bytes that are not UTF-8; give another name") from error
+    if "\0" in text:
+        raise ConversionError(f"{shown(text)}: a name cannot hold a NUL; give another name")
+    return Path(path)
+
+
+def resolve_output(output: str | Path) -> Path:
+    """Return where an output path leads, without links.
+
+    Raises:
+        ConversionError: no file can have this name, its links lead in a circle, or a parent of it is a file.
+    """
+    path = Path(os.path.realpath(check_path(output)))
+    if path.is_symlink():
+        raise ConversionError(f"{output}: a link that leads in a circle; give another name")
+    above = next(parent for parent in path.parents if os.path.lexists(parent))
+    if not above.is_dir():
+        raise ConversionError(f"{output}: {above} is not a folder; give another name")
+    return path
 
 
 def check_output(output: str | Path) -> Path:
     """Return the resolved output path, which must be absent or an empty folder.
 
     Raises:
-        ConversionError: the path is a file, or a folder with something in it.
+        ConversionError: the path is a file, or a folder with something in it, or no path.
     """
-    output = Path(output).resolve()
+    output = resolve_output(output)
     if output.is_dir():
         if any(output.iterdir()):
             raise ConversionError(f"{output}: the output folder is not empty; give a new one or remove it")
     elif output.exists():
         raise ConversionError(f"{output}: the output is a file; give a folder")
+    return output
+
+
+def check_new_file(output: str | Path) -> Path:
+    """Return the resolved path of a file to write, which must be absent.
+
+    Raises:
+        ConversionError: there is something, or the path is no path.
+    """
+    output = resolve_output(output)
+    if output.exists():
+        raise ConversionError(f"{output}: exists already; give a new file name or remove it")
     return output
 
 

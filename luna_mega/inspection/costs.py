@@ -1,4 +1,4 @@
-"""FLOPs and memory of a model, by formulas that `luna-mega info` prints. The formulas of a layer are the families'."""
+"""FLOPs and memory of a model (`luna-mega info`); each family has the formulas of its layers."""
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -23,15 +23,15 @@ def stacks(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
 def fields(config: PreTrainedConfig) -> dict[str, int | str | bool]:
     """Return the fields of the configuration that size the model, and those of a decoder that differ from them."""
     names = [name for name in _family(config).FIELDS if INPUT_OF_FIELD.get(name) in (None, config.input_type)]
-    found = {name: getattr(config, name) for name in names}
+    values = {name: getattr(config, name) for name in names}
     if config.is_encoder_decoder:
         decoder = {f"decoder_{name}": getattr(config.decoder_config, name) for name in names}
-        found |= {name: value for name, value in decoder.items() if value != found[name.removeprefix("decoder_")]}
-    return found
+        values |= {name: value for name, value in decoder.items() if value != values[name.removeprefix("decoder_")]}
+    return values
 
 
 def formulas(config: PreTrainedConfig) -> dict[str, str]:
-    """Return the formulas that the numbers are computed by, in words."""
+    """Return the formulas behind the numbers, in words."""
     return _family(config).FORMULAS
 
 
@@ -46,15 +46,15 @@ def count_parameters(model: PreTrainedModel) -> dict[str, int]:
 def flops_per_token(model: PreTrainedModel, length: int) -> dict[str, float]:
     """Return the FLOPs of a forward pass over one sequence of `length` positions, divided by `length`.
 
-    An encoder-decoder reads a source and a target of `length` positions each; names of its parts say which.
+    An encoder-decoder reads a source and a target of `length` positions each; names of parts begin with the stack.
     """
-    found = {}
+    counts = {}
     for name, config in stacks(model.config).items():
         prefix = f"{name}_" if model.config.is_encoder_decoder else ""
         parts = _family(config).flops_per_token(config, length)
-        found |= {f"{prefix}{part}": flops for part, flops in parts.items()}
-    found["head"] = _head_flops(model, length) / length
-    return found | {"total": sum(found.values())}
+        counts |= {f"{prefix}{part}": flops for part, flops in parts.items()}
+    counts["head"] = _head_flops(model, length) / length
+    return counts | {"total": sum(counts.values())}
 
 
 def inference_activations(model: PreTrainedModel, length: int) -> int:
@@ -80,9 +80,9 @@ def training_activations(model: PreTrainedModel, length: int) -> int:
 
 
 def cache_numbers(model: PreTrainedModel, length: int) -> int | None:
-    """Return the numbers that a decoder remembers of `length` positions of one sequence, and as many of its source.
+    """Return how many numbers a decoder's cache holds after `length` positions of a sequence and of its source.
 
-    None: an encoder remembers nothing.
+    None: an encoder has no cache.
     """
     decoder = stacks(model.config).get("decoder")
     return None if decoder is None else _family(decoder).cache_numbers(decoder, length)
@@ -93,7 +93,7 @@ def _family(config: PreTrainedConfig):
 
 
 def _kind(model: PreTrainedModel) -> str:
-    """Return the name of the head, "" of a model without one."""
+    """Return the name of the head, "" for a model without one."""
     return type(model).__name__.partition("For")[2]
 
 
@@ -111,9 +111,9 @@ def _head_flops(model: PreTrainedModel, length: int) -> float:
     """Return the FLOPs of the linear layers of the head, for one sequence (half a pair)."""
     kind = _kind(model)
     times = length if kind in _HEADS_FOR_EVERY_TOKEN else 1 / (2 if kind == "SequencePairClassification" else 1)
-    found = {
+    counts = {
         name: 2 * times * module.in_features * module.out_features
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and _part(model, name) == "head"
     }
-    return sum((found | _family(model.config).head_flops(model, length)).values())
+    return sum((counts | _family(model.config).head_flops(model, length)).values())

@@ -26,8 +26,8 @@ FORMULAS = {
     "token (language models, tokens, spans) or once a sequence. Norms, softmax and activations are not counted. A "
     "training step takes about three times as many. Source and target of an encoder-decoder have n positions each.",
     "inference": "n max(5d + 2f, 7d) + 5 L d numbers, of a decoder of N layers n max(5d + 2f, 8d) + (N + 3) L d; "
-    "untied keys and values and cross-attention each add d to 7d or 8d, pre-norm adds n d; with a masked-LM head at "
-    "least n (V + 2d), with that of a decoder n (V + d). A decoder with an encoder adds the n d of its output. Causal "
+    "untied keys and values add d to 7d or 8d, pre-norm adds n d; with a masked-LM head at "
+    "least n (V + 2d), with a causal one n (V + d). A decoder with an encoder adds the n d of its output. Causal "
     "attention works in blocks of some MB, which are not counted.",
     "training": "In each layer n ((7 + 2m + u) d + (2 + a) f + h + 4) + L ((5 + m + u) d + h + 2) numbers, in the "
     "embeddings (n + L) ((1 + m) d + 2), behind the last layer of pre-norm (n + L) (d + 2), in a masked-LM head "
@@ -54,31 +54,31 @@ def flops_per_token(config: LunaConfig, length: int) -> dict[str, float]:
     ratio, tied = rows / length, config.tie_key_value
     projections = (6 + 4 * ratio if tied else 8 + 6 * ratio) * width**2
     attention = 8 * rows * width
-    found = {"projections": projections, "attention": attention}
+    counts = {"projections": projections, "attention": attention}
     if config.is_decoder:
-        found = {"projections": ((8 if tied else 10) + 2 * ratio) * width**2, "attention": 10 * rows * width}
+        counts = {"projections": ((8 if tied else 10) + 2 * ratio) * width**2, "attention": 10 * rows * width}
     if config.add_cross_attention:
-        found["cross_attention"] = projections + attention
-    found["feed_forward"] = 4 * width * config.intermediate_size
-    return {part: layers * flops for part, flops in found.items()}
+        counts["cross_attention"] = projections + attention
+    counts["feed_forward"] = 4 * width * config.intermediate_size
+    return {part: layers * flops for part, flops in counts.items()}
 
 
 def head_flops(model: PreTrainedModel, length: int) -> dict[str, float]:
-    """Return the FLOPs of the linear layers of a head that work neither on every token nor once: those of a pooler."""
-    rows, found = _rows(model.config, length), {}
+    """Return the FLOPs of a pooler's linear layers, some of which work on every row of P."""
+    rows, counts = _rows(model.config, length), {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and name.startswith("pooler."):
             times = rows if name in _POOLER_OF_ROWS else 1
-            found[name] = 2 * times * module.in_features * module.out_features
+            counts[name] = 2 * times * module.in_features * module.out_features
             if name == "pooler.attention.out_proj":
-                found[name] += 4 * rows * module.in_features
-    return found
+                counts[name] += 4 * rows * module.in_features
+    return counts
 
 
 def inference_activations(config: LunaConfig, length: int) -> int:
     """Return the numbers alive at the peak of the stack."""
     width, ffn = config.hidden_size, config.intermediate_size
-    attention = 7 + config.is_decoder + config.add_cross_attention + (not config.tie_key_value)
+    attention = 7 + config.is_decoder + (not config.tie_key_value)
     of_token = max(5 * width + 2 * ffn, attention * width) + config.pre_norm * width
     of_row = (config.num_hidden_layers + 3 if config.is_decoder else 5) * width
     return length * of_token + _rows(config, length) * of_row
@@ -110,6 +110,6 @@ def language_model_activations(config: LunaConfig, kind: str) -> int:
 
 
 def cache_numbers(config: LunaConfig, length: int) -> int:
-    """Return the numbers that a decoder remembers: the projected P and two sums, and the packed source."""
+    """Return how many numbers a decoder's cache holds: the projected P, two sums and the packed source."""
     tensors = 3 + (config.add_cross_attention and (1 if config.tie_key_value else 2))
     return config.num_hidden_layers * tensors * _rows(config, length) * config.hidden_size

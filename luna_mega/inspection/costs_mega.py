@@ -30,20 +30,20 @@ _OF_NORM = {"scalenorm": 1.0, "rmsnorm": 1.0, "batchnorm": 2.5, "syncbatchnorm":
 FORMULAS = {
     "FLOPs/token": "2 for each multiply-add; d width, v value width, z shared width, h dimensions of the moving "
     "average, f feed-forward width, c keys of a query (n, or the chunk). Per layer: projections 2 d (3v + z + 2d), "
-    "besides that of the embedding (of an adaptive one the first band's; of patches of p x p pixels in C colours "
-    "2 C p^2 d) and 2 d^2 of an output projection; attention 2 c (z + v); moving average 6 h d "
+    "in the embedding 2 e d for a width e (of an adaptive one the first band's), or 2 C p^2 d for patches of p x p "
+    "pixels in C colours; output projection 2 d^2; attention 2 c (z + v); moving average 6 h d "
     "for each direction, counted as the recurrence, whichever way it is computed; cross-attention 4 d (2d + z) + "
     "2 n (z + d); feed-forward 4 d f. Head: 2 for each weight, for every token (language models; an adaptive softmax "
     "scores all words) or once a sequence. Norms, softmax and activations are not counted. A training step takes about "
     "three times as many. Source and target of an encoder-decoder have n positions each.",
     "inference": "n max(7d + 5v + 4z, 4d + 2f) numbers; at least n (V + 2d) with a masked-LM head, n (V + d) with "
-    "that of a decoder, n (2V + d) with an adaptive softmax. A decoder with an encoder adds the n d of its output. "
+    "a causal one, n (2V + d) with an adaptive softmax. A decoder with an encoder adds the n d of its output. "
     "Attention works in blocks of some MB, which are not counted.",
     "training": "In each layer n ((11 + 3m + 2k) d + (6 + b) v + 5z + (2 + a) f + 6) numbers, and for the kernels "
     "of the moving average, once a batch, about r (K + h (K / i + i + 3)), with r = d for each direction, K = "
     "min(n, truncation) and i = 16 up to K = 256, else 64; from 4096 positions on, without truncation, r (64 + 218 "
     "h). In the embeddings n ((1 + m) d + 3), of patches n C p^2 more, in an output projection 2 n d, in a masked-LM "
-    "head n ((1 + 2m) d + 2V), in a causal one n ((1 + m) d + 2V), in that of an encoder-decoder n (d + 2V), in an "
+    "head n ((1 + 2m) d + 2V), in a causal one n ((1 + m) d + 2V), in the head of an encoder-decoder n (d + 2V), in an "
     "adaptive softmax n ((1 + m) d + W), where W is the size of the first band and the number of tails, and each word "
     "of a tail adds its size. Each cross-attention "
     "has n ((12 + m + k + b) d + 3z + 3), and once n d. m, b, a = 1 with dropout, hidden dropout and the feed- "
@@ -60,7 +60,7 @@ def flops_per_token(config: MegaConfig, length: int) -> dict[str, float]:
     """Return the FLOPs of each part of all layers, for one of `length` positions."""
     width, values, shared = config.hidden_size, config.intermediate_size, config.shared_representation_size
     layers = config.num_hidden_layers
-    found = {
+    counts = {
         "projections": layers * 2 * width * (3 * values + shared + 2 * width)
         + _embedding_flops(config)
         + 2 * width**2 * config.output_projection,
@@ -69,8 +69,8 @@ def flops_per_token(config: MegaConfig, length: int) -> dict[str, float]:
         "feed_forward": layers * 4 * width * config.nffn_hidden_size * config.use_normalized_ffn,
     }
     if config.add_cross_attention:
-        found["cross_attention"] = layers * (4 * width * (2 * width + shared) + 2 * length * (shared + width))
-    return found
+        counts["cross_attention"] = layers * (4 * width * (2 * width + shared) + 2 * length * (shared + width))
+    return counts
 
 
 def _embedding_flops(config: MegaConfig) -> int:

@@ -37,11 +37,11 @@ def evaluate(folder: str | Path, arguments: Sequence[str]) -> None:
 
     Args:
         folder: a folder with a causal language model of this package and its tokenizer.
-        arguments: those of `lm-eval run`; `--model_args` among them are added to the model's.
+        arguments: arguments of `lm-eval run`; `--model_args` among them add to those of the model.
 
     Raises:
         ConversionError: lm-eval is not installed or refuses the arguments, or the folder has no such model.
-        SystemExit: 2 for arguments that lm-eval does not know, 0 behind `--help`.
+        SystemExit: 2 for arguments that lm-eval does not know, 0 after `--help`.
     """
     model_class = read_folder(folder).model_class.__name__
     if not model_class.endswith("ForCausalLM"):
@@ -56,7 +56,7 @@ def evaluate(folder: str | Path, arguments: Sequence[str]) -> None:
     own, sys.argv = sys.argv, ["lm-eval", "run", *model, *arguments]
     try:
         cli_evaluate()
-    except Exception as error:  # whatever a task, its data or an argument is at fault for, lm-eval raises
+    except Exception as error:  # lm-eval raises many kinds of errors for a bad task, bad data or a bad argument
         logger.debug("lm-eval ended with an error", exc_info=True)
         raise ConversionError(f"lm-eval: {type(error).__name__}: {error}") from error
     finally:

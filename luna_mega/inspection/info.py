@@ -12,8 +12,8 @@ from luna_mega.convert.formats import Format
 from luna_mega.convert.formats.registry import detect, find_format
 from luna_mega.convert.reader import read_checkpoint
 from luna_mega.convert.tensors import dtype_name
-from luna_mega.errors import ConversionError
-from luna_mega.hub.folder import ModelFolder, position_limit, read_folder
+from luna_mega.errors import ConversionError, shown
+from luna_mega.hub.folder import REPORT_NAME, ModelFolder, position_limit, read_folder
 from luna_mega.inspection import costs
 
 _LANGUAGE_MODELS = {
@@ -62,9 +62,14 @@ class Info:
             "FLOPs/token": f"{flops.pop('total').strip()} at length {self.length}: {_listed(flops)}",
             "activations": f"{_listed(memory)}, of one {sequence} of length {self.length}",
         }
-        lines = [f"{name:<13}{value}" for name, value in rows.items()]
+        lines = [f"{name:<13}{' '.join(value.split())}" for name, value in rows.items()]
         lines += [f"{'warning':<13}{text}" for text in self.warnings]
-        return "\n".join([*lines, "", *(textwrap.fill(f"{name}: {text}", 100) for name, text in self.formulas.items())])
+        return "\n".join(lines)
+
+    @property
+    def explanation(self) -> str:
+        """The formulas as lines of at most 100 columns."""
+        return "\n".join(textwrap.fill(f"{name}: {text}", 100) for name, text in self.formulas.items())
 
 
 def _listed(values: dict) -> str:
@@ -90,14 +95,17 @@ def describe(path: str | Path, length: int | None = None, progress: bool = False
     Raises:
         ConversionError: `path` is neither, or the model has fewer positions.
     """
-    found = _read_checkpoint(path, progress) if Path(path).is_file() else _read_folder(path)
-    config, model_class, written_by, heads, dtypes, warnings = found
+    description = _read_checkpoint(path, progress) if Path(path).is_file() else _read_folder(path)
+    config, model_class, written_by, heads, dtypes, warnings = description
     limit = _length_limit(config)
     if length is not None and limit is not None and length > limit:
         raise ConversionError(f"--length {length}: the model has {limit} learned positions")
     length = length or min(config.max_position_embeddings, limit or config.max_position_embeddings)
-    with torch.device("meta"):
-        model = model_class(config)
+    try:
+        with torch.device("meta"):
+            model = model_class(config)
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:  # of torch, for sizes that no tensor has
+        raise ConversionError(f"{path}: no model has the sizes of its configuration: {error}") from error
     parameters = costs.count_parameters(model)
     dtype = dtypes.most_common(1)[0][0]
     size = getattr(torch, dtype).itemsize
@@ -144,6 +152,8 @@ def _read_folder(path: str | Path):
             raise ConversionError(f"{info.file}: {name} has dtype {info.dtype}, not one of {', '.join(names)}")
         if names[info.dtype] is not None:
             dtypes[names[info.dtype]] += torch.Size(info.shape).numel()
+    if not dtypes:
+        raise ConversionError(f"{path}: the weights have no tensor of numbers; give the folder of a model")
     return folder.config, folder.model_class, _origin(folder), _folder_heads(folder), dtypes, []
 
 
@@ -151,13 +161,14 @@ def _origin(folder: ModelFolder) -> str:
     if folder.report is None:
         return f"save_pretrained of transformers {folder.transformers_version or '(version not recorded)'}"
     source = folder.report["source"]
-    return f"luna-mega convert, from {source['file']}, " + _fairseq(
-        find_format(source["layout"]), source["revision"], source["arch"]
-    )
+    fmt = find_format(source["layout"])
+    if source["revision"] not in fmt.revisions:
+        raise ConversionError(f"{folder.path / REPORT_NAME}: {fmt.name} has no revision {shown(source['revision'])}")
+    return f"luna-mega convert, from {source['file']}, {_fairseq(fmt, source['revision'], source['arch'])}"
 
 
-def _fairseq(found: Format, revision: str, arch: str) -> str:
-    return f"a {found.name} checkpoint (arch {arch}) of {found.revisions[revision].code}"
+def _fairseq(fmt: Format, revision: str, arch: str) -> str:
+    return f"a {fmt.name} checkpoint (arch {arch}) of {fmt.revisions[revision].code}"
 
 
 def _folder_heads(folder: ModelFolder) -> list[str]:
@@ -178,12 +189,12 @@ def _folder_heads(folder: ModelFolder) -> list[str]:
 
 def _read_checkpoint(path: str | Path, progress: bool):
     checkpoint = read_checkpoint(path, progress)
-    found, revision = detect(checkpoint)
-    tensors, _ = found.canonical(checkpoint.tensors)
-    plan = found.plan(found.evidence(tensors, checkpoint.args, found.assumed(revision)))
+    fmt, revision = detect(checkpoint)
+    tensors, _ = fmt.canonical(checkpoint.tensors)
+    plan = fmt.plan(fmt.evidence(tensors, checkpoint.args, fmt.assumed(revision)))
     dtypes = Counter()
     for tensor in filter(torch.is_floating_point, tensors.values()):
         dtypes[dtype_name(tensor.dtype)] += tensor.numel()
-    origin = _fairseq(found, revision, found.architecture(checkpoint.args))
-    heads, warnings = found.heads(plan, tensors), [*checkpoint.warnings, *plan.warnings]
+    origin = _fairseq(fmt, revision, fmt.architecture(checkpoint.args))
+    heads, warnings = fmt.heads(plan, tensors), [*checkpoint.warnings, *plan.warnings]
     return plan.config, plan.model_class, f"fairseq: {origin}", heads, dtypes, warnings

@@ -12,14 +12,14 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tqdm import tqdm
-from transformers import AutoTokenizer, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.utils import logging
 
 from luna_mega import LunaConfig
 from luna_mega.convert.importer import convert_checkpoint
 from luna_mega.convert.tensors import few
-from luna_mega.errors import ConversionError
-from luna_mega.hub.folder import ModelFolder, position_limit, read_folder
+from luna_mega.errors import ConversionError, shown
+from luna_mega.hub.folder import ModelFolder, position_limit, read_folder, read_tokenizer
 from luna_mega.inspection.costs import stacks
 
 _INPUTS = (
@@ -37,7 +37,7 @@ _INPUTS = (
     "packed_states",
 )
 _RESULTS = ("logits", "start_logits", "end_logits", "last_hidden_state")
-# In these two models must agree, or there is nothing to compare layer by layer.
+# Two models must agree in these fields; otherwise their layers cannot be compared.
 _SHAPE_FIELDS = ("input_type", "vocab_size", "num_hidden_layers", "hidden_size")
 _LUNA_SHAPE_FIELDS = ("projection_length", "dynamic_projection_length", "drop_first_token")
 
@@ -62,8 +62,8 @@ class Comparison:
     @property
     def largest(self) -> float | None:
         """The largest of all differences; None as in `layers`."""
-        found = [row[name] for row in self.layers for name in _columns(row)] + list(self.results.values())
-        return None if None in found else max(found)
+        differences = [row[name] for row in self.layers for name in _columns(row)] + list(self.results.values())
+        return None if None in differences else max(differences)
 
     @property
     def within(self) -> bool:
@@ -129,7 +129,10 @@ def compare(
         elif texts:
             tensors = _tokenize(texts, first, second)
         else:
-            tensors = random_inputs(first, batch, length, seed)
+            try:
+                tensors = random_inputs(first, batch, length, seed)
+            except RuntimeError as error:  # of torch: not enough memory, or a number that is too large
+                raise ConversionError(f"--batch {batch} --length {length} --seed {seed}: {error}") from error
         outputs = []
         for folder in tqdm((first, second), desc="models", delay=1, disable=None if progress else True):
             outputs.append(_run(folder, tensors))
@@ -176,7 +179,7 @@ def _check_same_kind(a, first: ModelFolder, b, second: ModelFolder) -> None:
         for stack, ours in stacks(first.config).items():
             label, theirs = "decoder " * (stack == "decoder"), stacks(second.config)[stack]
             pairs += [(label + name, getattr(ours, name), getattr(theirs, name)) for name in fields]
-    if different := [f"{name}: {ours!r} and {theirs!r}" for name, ours, theirs in pairs if ours != theirs]:
+    if different := [f"{name}: {shown(ours)} and {shown(theirs)}" for name, ours, theirs in pairs if ours != theirs]:
         raise ConversionError(
             f"{a} and {b} are not models of one kind ({'; '.join(different)}); --head chooses the head of a checkpoint"
         )
@@ -198,6 +201,8 @@ def _read_inputs(path: Path, folder: ModelFolder) -> dict[str, torch.Tensor]:
     for name, tensor in tensors.items():
         if not name.endswith("input_ids"):
             continue
+        if tensor.is_floating_point() or tensor.is_complex():
+            raise ConversionError(f"{path}: {name} has dtype {tensor.dtype}, and ids are whole numbers")
         vocab_size = folder.config.get_text_config(decoder=name.startswith("decoder_")).vocab_size
         if tensor.numel() and not 0 <= tensor.min() <= tensor.max() < vocab_size:
             raise ConversionError(f"{path}: {name} has ids outside of the vocabulary, 0 to {vocab_size - 1}")
@@ -212,9 +217,12 @@ def _tokenize(texts: Sequence[str], *folders: ModelFolder) -> dict[str, torch.Te
     for folder in folders:
         if not (folder.path / "tokenizer_config.json").is_file():
             continue
-        tokenizer = AutoTokenizer.from_pretrained(folder.path)
+        tokenizer = read_tokenizer(folder.path)
         limit = folder.config.max_position_embeddings
-        tokens = tokenizer(list(texts), padding=True, truncation=True, max_length=limit, return_tensors="pt")
+        try:
+            tokens = tokenizer(list(texts), padding=True, truncation=True, max_length=limit, return_tensors="pt")
+        except (ValueError, TypeError) as error:  # such as a tokenizer without a padding token
+            raise ConversionError(f"--text: the tokenizer of {folder.path} does not take it: {error}") from error
         tensors = {name: tokens[name] for name in ("input_ids", "attention_mask")}
         if _has_options(model_class):
             return {name: tensor[None] for name, tensor in tensors.items()}
@@ -272,11 +280,9 @@ def _shorter_second(shape: Sequence[int]) -> torch.Tensor:
 
 @torch.no_grad()
 def _run(folder: ModelFolder, tensors: Mapping[str, torch.Tensor]) -> Mapping:
-    model, info = folder.model_class.from_pretrained(folder.path, dtype=torch.float32, output_loading_info=True)
-    if missing := sorted(info["missing_keys"]):
-        raise ConversionError(f"{folder.path}: the weights lack {few(missing)}")
+    model = folder.load(dtype=torch.float32)
     try:
-        return model.eval()(**tensors, output_hidden_states=True)
+        return model(**tensors, output_hidden_states=True)
     except (ValueError, IndexError, RuntimeError, TypeError) as error:
         raise ConversionError(f"the inputs do not fit {folder.path}: {error}") from error
 
@@ -284,7 +290,7 @@ def _run(folder: ModelFolder, tensors: Mapping[str, torch.Tensor]) -> Mapping:
 def _mask(tensors: Mapping[str, torch.Tensor], config: PreTrainedConfig, prefix: str = "") -> torch.Tensor:
     """Return a mask of the positions that count, `[B, T]` (the options of multiple choice one after the other).
 
-    It is that of the source, or with `prefix` "decoder_" of the target; of pairs that of the first sequence.
+    The positions are the source's, or with `prefix` "decoder_" the target's; for pairs the first sequence's.
     """
     if f"{prefix}attention_mask" in tensors:
         mask = tensors[f"{prefix}attention_mask"].bool()
@@ -296,7 +302,7 @@ def _mask(tensors: Mapping[str, torch.Tensor], config: PreTrainedConfig, prefix:
     else:
         mask = torch.ones_like(tensors["input_values"], dtype=torch.bool)
     mask = mask.flatten(0, -2)
-    # Without the first token of each, wherever the padding is.
+    # Leave out the first token of each sequence, wherever the padding is.
     return mask[:, 1:] & mask[:, :-1] if getattr(config, "drop_first_token", False) else mask
 
 
@@ -333,15 +339,17 @@ def _used_rows(packed: torch.Tensor, mask: torch.Tensor, config: PreTrainedConfi
 
 
 def _results(first: Mapping, second: Mapping, mask: torch.Tensor) -> dict[str, float | None]:
-    found = {}
+    results = {}
     for name in _RESULTS:
         if first.get(name) is not None:
             shapes = [list(output[name].shape) for output in (first, second)]
             if shapes[0] != shapes[1]:
-                raise ConversionError(f"{name} of A and B have shapes {shapes[0]} and {shapes[1]}: other classes")
+                raise ConversionError(
+                    f"{name} of A and B have shapes {shapes[0]} and {shapes[1]}: the models differ in classes"
+                )
             a_position_each = first[name].dim() == 3 or name in ("start_logits", "end_logits")
-            found[name] = _difference(first[name], second[name], mask if a_position_each else None)
-    return found
+            results[name] = _difference(first[name], second[name], mask if a_position_each else None)
+    return results
 
 
 def _difference(first: torch.Tensor, second: torch.Tensor, keep: torch.Tensor | None) -> float | None:

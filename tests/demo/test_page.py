@@ -11,6 +11,7 @@ from luna_mega import cli
 pytest.importorskip("gradio", reason="gradio is not installed")
 
 import gradio
+import httpx
 from gradio_client import Client, handle_file
 
 from luna_mega.demo import page as pages
@@ -26,7 +27,9 @@ def client(folder):
     def open_page(name):
         page = pages.build_page(folder(name))
         opened.append(page)
-        _, url, _ = page.launch(prevent_thread_lock=True, quiet=True, server_name="127.0.0.1")
+        _, url, _ = page.launch(
+            prevent_thread_lock=True, quiet=True, server_name="127.0.0.1", app_kwargs=pages.WITHOUT_UPLOADS
+        )
         return Client(url, verbose=False)
 
     yield open_page
@@ -45,6 +48,15 @@ def test_luna(client):
         assert "".join(mark["token"] for mark in marks) == TEXT.replace(" ", "␣")
         assert max(mark["class_or_confidence"] for mark in marks) == 1
     assert all(handle_file(picture)["path"].endswith(".png") for picture in pictures) and token["maximum"] == len(TEXT)
+
+
+def test_a_page_takes_no_files_and_no_long_texts(client):
+    page = client("LunaForSequenceClassification")
+    answer = httpx.post(f"{page.src.rstrip('/')}/gradio_api/upload", files={"files": b"anything"})
+    assert answer.status_code == 403 and answer.text == "this page takes no files"
+    with pytest.raises(Exception, match="3,000,000 characters, and the page reads 50,000"):
+        page.predict("a" * 3_000_000, api_name="/score")
+    assert page.predict(TEXT, api_name="/score")["label"]
 
 
 def test_mega(client):
@@ -69,7 +81,7 @@ def test_a_space_is_the_page(folder, tmp_path, monkeypatch, capsys):
     assert (card.sdk, card.sdk_version, card.app_file) == ("gradio", gradio.__version__, "app.py")
     assert not (space / "model" / "checkpoint-5").exists()
     launched = []
-    monkeypatch.setattr(gradio.Blocks, "launch", lambda page: launched.append(page))
+    monkeypatch.setattr(gradio.Blocks, "launch", lambda page, **options: launched.append(page))
     runpy.run_path(str(space / "app.py"), run_name="__main__")
     assert launched[0].title == "model"
     assert cli.main(["demo", str(made), "--space", str(space)]) == 1
@@ -85,7 +97,7 @@ def test_errors_are_one_line(folder, tmp_path, monkeypatch, capsys):
     assert "no such folder" in error(tmp_path / "nowhere")
 
     def launch(self, **options):
-        assert options == {"server_name": "0.0.0.0", "server_port": 7}
+        assert options == {"server_name": "0.0.0.0", "server_port": 7, "app_kwargs": pages.WITHOUT_UPLOADS}
         raise OSError("Cannot find empty port in range: 7-7")
 
     monkeypatch.setattr(gradio.Blocks, "launch", launch)

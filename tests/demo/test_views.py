@@ -27,6 +27,15 @@ def test_scores(folder, family):
     assert classes.keys() == {"LABEL_0", "LABEL_1", "LABEL_2"} and sum(classes.values()) == pytest.approx(1)
 
 
+@pytest.mark.parametrize("name", ["LunaForMaskedLM", "MegaForSequenceClassification", "LunaForCausalLM"])
+def test_a_text_has_a_limit(folder, name):
+    demo = Demo(folder(name))
+    long = "a" * 3_000_000
+    for answer in (demo.look, lambda text: list(demo.write(text)) if name == "LunaForCausalLM" else demo.score(text)):
+        with pytest.raises(ValueError, match="3,000,000 characters, and the page reads 50,000: shorten it"):
+            answer(long)
+
+
 @pytest.mark.parametrize("name", ["LunaForCausalLM", "MegaForCausalLM", "LunaForConditionalGeneration"])
 def test_text_comes_as_it_is_written(folder, name):
     demo = Demo(folder(name, initializer_range=0.3))
@@ -122,4 +131,4 @@ def test_what_has_no_page_is_one_line(folder, tokenizer, tmp_path):
     MegaForMaskedLM(MegaConfig(vocab_size=261, **sizes)).save_pretrained(tmp_path / "bare")
     bare.save_pretrained(tmp_path / "bare")
     assert "the tokenizer has no mask token" in refused(tmp_path / "bare")
-    assert "the tokenizer has 261 tokens and the model 40: it is of another model" in refused(tmp_path / "small")
+    assert "the tokenizer of another model: it has 261 tokens, the model 40" in refused(tmp_path / "small")

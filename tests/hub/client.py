@@ -18,6 +18,7 @@ from huggingface_hub import HfApi
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, Trainer, TrainingArguments
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+from tests.distributed.ranks import PATIENCE
 from tests.hub.loopback import TOKEN
 
 
@@ -52,7 +53,7 @@ class Client:
 
     def _run(self, function, args, kwargs):
         with mock.patch.dict(os.environ, self.settings):  # for the process, which starts with the first call
-            return self.pool.submit(_attempt, function, args, kwargs).result(timeout=120)
+            return self.pool.submit(_attempt, function, args, kwargs).result(timeout=PATIENCE)
 
 
 def _start(package: bool) -> None:
@@ -119,7 +120,8 @@ def generate(source: str | Path, inputs: dict[str, list], settings: dict[str, An
 def train(examples: Path, folder: Path, output: Path, **options: Any) -> None:
     """Four steps with a checkpoint in the middle, as the scripts in examples/ do it."""
     sys.path.insert(0, str(examples))
-    from common.hub import check_hub, publish
+    from common.hub import check_hub
+    from common.report import publish
 
     data = [{"input_ids": [0, 5 + index, 2], "labels": index % 2} for index in range(8)]
     arguments = TrainingArguments(
@@ -142,7 +144,8 @@ def train(examples: Path, folder: Path, output: Path, **options: Any) -> None:
         processing_class=AutoTokenizer.from_pretrained(folder),
     )
     trainer.train()
-    publish(trainer, "run_glue.py", ["--do_train"], trainer.evaluate(), dataset="nyu-mll/glue", dataset_config="sst2")
+    source = {"dataset": "nyu-mll/glue", "dataset_config": "sst2"}
+    publish(trainer, ("run_glue.py", ["--do_train"]), trainer.evaluate(), source)
 
 
 def run_example(examples: Path, script: str, arguments: list[str]) -> None:

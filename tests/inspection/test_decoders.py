@@ -176,7 +176,7 @@ def test_info_of_a_folder(name, tmp_path, capsys):
     heads = {"CausalLM": ["causal LM"], "ConditionalGeneration": ["sequence-to-sequence LM"], "": []}
     assert found["heads"] == heads[kind] and found["activation_bytes"].keys() == {"inference", "training", "cache"}
     assert found["config"].get("decoder_num_hidden_layers") == (1 if "other" in name else None)
-    assert main(["info", str(tmp_path)]) == 0
+    assert main(["info", str(tmp_path), "--explain"]) == 0
     printed = capsys.readouterr().out
     assert ("one source and one target of length" in printed) == model.config.is_encoder_decoder
     assert "cache:" in printed

@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import luna_mega
 from luna_mega import LunaConfig, LunaForMaskedLM, LunaForSequenceClassification, LunaModel
 from luna_mega.cli import main
+from luna_mega.inspection import costs_luna, costs_mega
 from luna_mega.inspection.costs import (
     count_parameters,
     flops_per_token,
@@ -124,6 +125,10 @@ def test_folder(tmp_path, capsys):
     assert main(["info", str(folder)]) == 0
     printed = capsys.readouterr().out
     assert "save_pretrained of transformers 5" in printed and "masked LM" in printed and "length 64" in printed
+    assert len(printed.splitlines()) <= 20 and "2 for each multiply-add" not in printed
+    assert main(["info", str(folder), "--explain"]) == 0
+    explained = capsys.readouterr().out
+    assert explained.startswith(printed.rstrip()) and "2 for each multiply-add" in explained
     assert main(["info", str(folder), "--length", "10", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["length"] == 10 and found["model_class"] == "LunaForMaskedLM"
@@ -133,6 +138,13 @@ def test_folder(tmp_path, capsys):
     assert found["training_state_bytes"] == 16 * size
     assert found["config"]["vocab_size"] == 40 and "2 for each multiply-add" in found["formulas"]["FLOPs/token"]
     assert found["activation_bytes"]["inference"] == 4 * (10 * max(5 * 32 + 2 * 56, 7 * 32) + 5 * 8 * 32)
+
+
+@pytest.mark.parametrize("family", [costs_luna, costs_mega])
+def test_the_page_has_the_formulas(repo_root, family):
+    page = " ".join((repo_root / "docs" / "costs.md").read_text(encoding="utf-8").split())
+    for name, text in family.FORMULAS.items():
+        assert f"* **{name}**: {text}" in page
 
 
 def test_activations_follow_the_length_and_the_dtype(tmp_path):

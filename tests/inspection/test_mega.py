@@ -238,7 +238,7 @@ def test_cache_is_what_a_decoder_remembers(fields, tmp_path):
 
 def test_info_of_a_folder(tmp_path, capsys):
     folder = save(tmp_path / "a", MegaForSequenceClassification, normalization_type="batchnorm")
-    assert main(["info", str(folder), "--length", "500"]) == 0
+    assert main(["info", str(folder), "--length", "500", "--explain"]) == 0
     printed = capsys.readouterr().out
     assert "moving_average" in printed and "of one sequence of length 500" in printed and "recurrence" in printed
     assert main(["info", str(folder), "--json"]) == 0

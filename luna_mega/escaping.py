@@ -1,0 +1,43 @@
+"""Escaping of text from files, names and arguments for a terminal, for YAML and for Markdown.
+
+A stranger may have written such text. It is shown, and has no effect on a terminal or on the layout of a page.
+"""
+
+import re
+from typing import Any
+
+LONGEST = 200
+# Text that every Markdown parser takes for plain words: nothing in it looks like a link, a list or emphasis.
+_WORDS = re.compile(r"[^\W_]+(?:(?:[ /_+-]|, |[.,](?=\d))[^\W_]+)*")
+
+
+def terminal(text: str) -> str:
+    """Return the text with invisible and control characters, except line ends, as escapes."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def one_line(value: Any) -> str:
+    """Return a value as one line for YAML, without control characters and of at most 200 characters.
+
+    The YAML writer adds quotes itself, but would keep line ends and invisible characters.
+    """
+    text = terminal(" ".join(str(value).split()))
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+
+
+def markdown(value: Any) -> str:
+    """Return a value for Markdown: plain words as they are, anything else as code."""
+    text = one_line(value)
+    return text if _WORDS.fullmatch(text) and "www." not in text.lower() else code(text)
+
+
+def code(value: Any) -> str:
+    """Return a value as code within a line or a table of Markdown; backticks and pipes become escapes."""
+    text = one_line(value).replace("`", r"\x60").replace("|", r"\x7c")
+    return f"`{text or ' '}`"
+
+
+def code_block(text: str, language: str = "") -> str:
+    """Return lines as a block of code in Markdown, whose fence is longer than any row of backticks in them."""
+    fence = "`" * max([3, *(len(row) + 1 for row in re.findall("`+", text))])
+    return f"{fence}{language}\n{terminal(text)}\n{fence}"

@@ -1,0 +1,126 @@
+"""What strangers write stays text: on the screen, in the metadata and on the page of a model card."""
+
+import random
+import re
+from collections import Counter
+
+import pytest
+import yaml
+from markdown_it import MarkdownIt
+from transformers import Trainer, TrainingArguments
+
+from luna_mega.errors import ConversionError
+from luna_mega.escaping import LONGEST, code, code_block, markdown, one_line, terminal
+from luna_mega.hub.card import conversion_card, training_card
+from luna_mega.hub.licenses import license_metadata
+from tests.modeling.luna import make, tiny_config
+
+ALIVE = [
+    "# Heading", "x\n# Heading", "x\n\n<script>alert(1)</script>\n\n", "<img src=x onerror=alert(1)>",
+    "[a](http://evil)", "![a](https://evil/x.png)", "http://evil.example", "www.evil.example", "a@evil.example", "`",
+    "``", "```", "```\n# x", "~~~", "| a | b |", "a|b", "\\|", "\\", "---\nlicense: mit\n---", "\n---\n", "- a",
+    "1. a", "> a", "*a*", "__a__", "x\r# y", "x\u2028# y", "x\x85y", "&lt;b&gt;", "\x1b[31mred", "\u202egnp.exe",
+    "\x00", "\x07", "\udcff", "\ud800", "license: mit", "no", "null", "[", "{", "!!python/object:os", "&a *a", "'",
+    '"', "%", "a: b", "\t", "\ufeff", "a" * 300, "<!-- ", "]: http://evil", "[x]: http://evil", "$x$", "</details>",
+    ":smile:", "word", "two words", "0.5", "~", "",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ALIVE, ids=ascii)
+def test_forms(text):
+    for form in (one_line, markdown, code):
+        line = form(text)
+        assert line.isprintable() and line.encode().decode() == line and len(line) <= 4 * LONGEST
+    screen = terminal(text)
+    assert (
+        all(character.isprintable() or character == "\n" for character in screen) and screen == screen.encode().decode()
+    )
+    (paragraph,) = [token for token in MarkdownIt().parse(f"x {markdown(text)} y") if token.type == "inline"]
+    assert {token.type for token in paragraph.children} <= {"text", "code_inline"}
+    (block,) = MarkdownIt().parse(code_block(text, "sh"))
+    assert (block.type, block.content.rstrip("\n"), block.info) == ("fence", terminal(text).rstrip("\n"), "sh")
+
+
+@pytest.mark.parametrize("text", ["my-model", "luna_base_512", "nyu-mll/glue sst2", "0.9123", "1,234,567", "3e-05"])
+def test_plain_words_stay_as_they_are(text):
+    assert markdown(text) == terminal(text) == one_line(text) == text
+
+
+@pytest.mark.parametrize("license", ["mit", "apache-2.0", "other:my-licence-1.0", None])
+def test_licences(license):
+    stated = license_metadata(license)
+    assert stated == (
+        {}
+        if license is None
+        else {"license": "other", "license_name": "my-licence-1.0"}
+        if ":" in license
+        else {"license": license}
+    )
+
+
+@pytest.mark.parametrize("license", ["MIT", "nonsense", "other", "other:", "other:My Licence", "mit\n# x", "", "mit "])
+def test_licences_that_the_hub_does_not_know(license):
+    with pytest.raises(ConversionError, match="not one of the Hub's identifiers.*other:NAME"):
+        license_metadata(license)
+
+
+METADATA = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
+
+
+def anatomy(card: str) -> tuple[list, Counter]:
+    """The blocks of a page in their order, and what is alive within their lines."""
+    tokens = MarkdownIt().enable("table").parse(METADATA.sub("", card, count=1))
+    inner = [child for token in tokens if token.type == "inline" for child in token.children]
+    assert not [text for text in inner if text.type == "text" and re.search(r"://|www\.|@", text.content, re.I)]
+    alive = Counter(child.type for child in inner if child.type not in ("text", "code_inline", "softbreak"))
+    return [(token.type, token.tag, token.level) for token in tokens], alive
+
+
+def converted(words, license="mit"):
+    source = {"file": words[0], "sha256": "ab" * 32, "arch": words[1]}
+    lines = ["read  x", f"note  {' '.join(words[2].split())}", "written  here"]
+    options = {"parameters": 5, "tokenizer": True, "license": license}
+    return conversion_card(words[3], "LunaForMaskedLM", tiny_config(), source, "\n".join(lines), **options)
+
+
+def trained(trainer, words, license="mit"):
+    trainer.args.hub_model_id = words[3].replace("/", "")
+    metrics = {f"eval_{words[4]}": 0.5, "eval_loss": 1.0}
+    return training_card(
+        trainer, ["python", words[0]], words[1].replace("/", ""), words[2], split=words[5], metrics=metrics,
+        base_model=words[6].replace("/", ""), license=license,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_card_injection(tmp_path):
+    """A thousand cards of hostile words: the page keeps its blocks and links, the metadata say what was meant."""
+    trainer = Trainer(make("ForSequenceClassification"), TrainingArguments(str(tmp_path / "x"), report_to="none"))
+    draw = random.Random(0)
+    plain = [f"word{index}" for index in range(7)]
+    expected = [anatomy(str(card)) for card in (converted(plain), trained(trainer, plain))]
+    for _ in range(500):
+        words = ["".join(draw.choices(ALIVE, k=draw.randint(1, 3))) or "x" for _ in plain]
+        words[2] = words[2] or "x"
+        for number, card in enumerate((converted(words), trained(trainer, words))):
+            text = str(card)
+            assert anatomy(text) == expected[number], words
+            metadata = yaml.safe_load(METADATA.match(text)[1])
+            assert text.encode() and metadata == card.data.to_dict() and metadata["license"] == "mit", words
+            extra = {"license", "library_name", "tags", "pipeline_tag"}
+            if number:
+                (index,) = metadata["model-index"]
+                (result,) = index["results"]
+                assert result["dataset"]["split"] == one_line(words[5])
+                assert index["name"] == one_line(words[3].replace("/", "") or "x")
+                extra |= {"model-index", "metrics", "datasets", "base_model"}
+            assert metadata.keys() <= extra
+
+
+@pytest.mark.parametrize("words", [["x\n# A", "<b>", "```", "[a](http://b)", "|", "`", "\x1b[0m"]])
+def test_a_card_of_hostile_words(words, tmp_path):
+    """One of the cards of the slow test."""
+    trainer = Trainer(make("ForSequenceClassification"), TrainingArguments(str(tmp_path / "x"), report_to="none"))
+    plain = [f"word{index}" for index in range(7)]
+    assert anatomy(str(converted(words))) == anatomy(str(converted(plain)))
+    assert anatomy(str(trained(trainer, words))) == anatomy(str(trained(trainer, plain)))

@@ -1,0 +1,237 @@
+"""Files of a model folder: what is copied, what a link may lead to, and what an index may name."""
+
+import json
+import os
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from luna_mega import cli
+from luna_mega.errors import ConversionError
+from luna_mega.hub.files import copy_model
+from luna_mega.hub.folder import read_folder
+from tests.modeling.luna import make
+
+KEPT = [
+    "config.json", "model.safetensors", "tokenizer.json", "README.md", "LICENSE", "modules.json", "dict.txt",
+    "dict.label.txt", "source_norms.safetensors", "target/tokenizer.json", "1_Pooling/config.json",
+    "2_Dense/model.safetensors",
+]  # fmt: skip
+LEFT = [
+    "evil.py", "notes.txt", ".env", "training_args.bin", "optimizer.pt", "pytorch_model.bin", "1_Pooling/evil.py",
+    "checkpoint-5/model.safetensors", "data/config.json", "target/.secret", "trainer_state.json", "config.json.bak",
+]  # fmt: skip
+
+
+def fill(folder, names):
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+
+
+def listed(folder):
+    return sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
+
+
+def test_only_files_of_the_list_are_copied(tmp_path):
+    fill(tmp_path / "model", KEPT + LEFT)
+    (tmp_path / "out").mkdir()
+    copy_model(tmp_path / "model", tmp_path / "out")
+    assert listed(tmp_path / "out") == sorted(KEPT)
+
+
+@pytest.mark.parametrize("name", ["README.md", "target", "1_Pooling"])
+def test_a_link_out_of_the_folder_is_an_error(tmp_path, name):
+    fill(tmp_path / "model", ["config.json", "real.txt"])
+    (tmp_path / "out").mkdir()
+    fill(tmp_path / "elsewhere", ["config.json"])
+    there = tmp_path / "elsewhere"
+    (tmp_path / "model" / name).symlink_to(there / "config.json" if name == "README.md" else there)
+    with pytest.raises(ConversionError, match=f"{name}.*: a link out of the folder; put the file itself there"):
+        copy_model(tmp_path / "model", tmp_path / "out")
+
+
+def test_links_within_the_folder_and_the_cache_of_the_hub(tmp_path):
+    """The cache has the files of a repository as links from snapshots/REVISION to blobs."""
+    repository = tmp_path / "models--user--name"
+    fill(repository, ["blobs/abc", "blobs/def", "snapshots/123/real.json"])
+    snapshot = repository / "snapshots" / "123"
+    (snapshot / "target").mkdir()
+    for name, link in (
+        ("config.json", "../../blobs/abc"),
+        ("target/vocab.json", "../../../blobs/def"),
+        ("vocab.json", "real.json"),
+    ):
+        (snapshot / name).symlink_to(link)
+    (tmp_path / "out").mkdir()
+    copy_model(snapshot, tmp_path / "out")
+    assert listed(tmp_path / "out") == ["config.json", "target/vocab.json", "vocab.json"]
+    assert (tmp_path / "out" / "config.json").read_text() == "blobs/abc"
+    assert not (tmp_path / "out" / "config.json").is_symlink()
+    fill(tmp_path / "models--user--other", ["blobs/xyz"])
+    (snapshot / "README.md").symlink_to("../../../models--user--other/blobs/xyz")
+    with pytest.raises(ConversionError, match="README.md: a link out of the folder"):
+        copy_model(snapshot, tmp_path / "out")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    make("ForMaskedLM").save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def error(capsys, *argv):
+    capsys.readouterr()
+    assert cli.main([*map(str, argv)]) == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"luna-mega {argv[0]}: error: ") and printed.count("\n") == 1
+    return printed
+
+
+def test_bundle_follows_no_link(folder, tmp_path, capsys):
+    (folder / "README.md").symlink_to("/etc/passwd")
+    assert "README.md: a link out of the folder" in error(capsys, "bundle", folder, "--output", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+INDEXES = [
+    {"x": "../outside.safetensors"}, {"x": "/etc/passwd"}, {"x": "a/../../b.safetensors"}, {"x": ".."}, {"x": ""},
+    {"x": 5}, {"x": ["a"]}, {"x": "a\0b"}, [], {}, "model.safetensors", None, 5, {"x": "..\\outside.safetensors"},
+]  # fmt: skip
+COMMANDS = [
+    ["info", "MODEL"], ["verify", "MODEL", "MODEL"], ["bundle", "MODEL"], ["export", "MODEL", "--output", "NEW"],
+    ["bundle", "MODEL", "--output", "NEW"], ["eval", "MODEL"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("places", INDEXES, ids=repr)
+def test_an_index_names_files_of_its_folder(folder, places):
+    (folder / "model.safetensors").rename(folder.parent / "outside.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    with pytest.raises(ConversionError, match="weight_map has to name files of this folder"):
+        read_folder(folder)
+
+
+@pytest.mark.parametrize("argv", COMMANDS, ids=" ".join)
+def test_no_command_reads_weights_elsewhere(folder, argv, capsys):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "../outside.safetensors"}}))
+    names = {"MODEL": folder, "NEW": folder.parent / "new"}
+    assert "weight_map has to name files" in error(capsys, *(names.get(word, word) for word in argv))
+
+
+@pytest.mark.parametrize("argv", COMMANDS, ids=" ".join)
+def test_pickled_weights_are_not_read(folder, argv, capsys):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    names = {"MODEL": folder, "NEW": folder.parent / "new"}
+    message = error(capsys, *(names.get(word, word) for word in argv))
+    assert "no model.safetensors; give a folder that save_pretrained wrote, with safetensors" in message
+
+
+CONFIGS = [
+    ("model_type", []), ("model_type", {}), ("model_type", None), ("architectures", {}), ("architectures", {"a": 1}),
+    ("architectures", "LunaModel2"), ("architectures", [[]]), ("architectures", [5]), ("hidden_size", 10**18),
+    ("hidden_size", "x"), ("hidden_size", []), ("vocab_size", 10**18), ("num_hidden_layers", -1), ("id2label", []),
+    ("id2label", 5), ("dtype", "nonsense"), ("auto_map", "x"), ("auto_map", [1]), ("max_position_embeddings", 10**19),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "value"), CONFIGS, ids=lambda value: str(value)[:20])
+def test_a_configuration_at_fault_is_one_line(folder, field, value, capsys):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    assert "\x1b" not in error(capsys, "info", folder)
+    error(capsys, "verify", folder, folder)
+
+
+@pytest.mark.parametrize("auto_map", [[], ["a"], "x", {"AutoModel": ["a", None]}, {"AutoModel": 5}, {"x": "evil.X"}])
+def test_a_bundle_of_any_auto_map(folder, auto_map, tmp_path, capsys):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"auto_map": auto_map}))
+    if not isinstance(auto_map, dict) and auto_map:
+        assert "auto_map" in error(capsys, "bundle", folder)
+        return
+    assert cli.main(["bundle", str(folder), "--output", str(tmp_path / "out")]) == 0
+    written = json.loads((tmp_path / "out" / "config.json").read_text())["auto_map"]
+    assert set(written.values()) == {f"auto_luna.{code.partition('.')[2]}" for code in written.values()}
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"a": ' * 50_000, "\\", '{"model_type": ' + "9" * 5000 + "}"])
+def test_json_at_fault_is_one_line(folder, content, capsys):
+    (folder / "config.json").write_text(content)
+    error(capsys, "info", folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"source": []}, {"source": {}}, {"args": 5}, {"dropped": {}}, {"decisions": None}, {"format": []}],
+    ids=str,
+)
+def test_a_report_at_fault_is_one_line(folder, change, capsys):
+    source = {"file": "a.pt", "layout": "luna_bert", "revision": "2021", "arch": "x"}
+    report = {"format": 1, "source": source, "decisions": {}, "dropped": [], "dtype_in": {}, "args": {}}
+    (folder / "conversion_report.json").write_text(json.dumps(report | change))
+    assert "conversion_report.json: " in error(capsys, "info", folder)
+    report["source"]["revision"] = "\x1b[31m"
+    (folder / "conversion_report.json").write_text(json.dumps(report))
+    assert "has no revision '\\x1b[31m'" in error(capsys, "info", folder)
+
+
+def test_a_tokenizer_with_code_is_not_run(folder, capsys):
+    (folder / "evil.py").write_text("raise SystemExit('executed')")
+    content = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(content))
+    assert "no tokenizer that transformers" in error(capsys, "verify", folder, folder, "--text", "a")
+
+
+@pytest.mark.parametrize("damage", ["[]", "{", '{"model": 5}', "\udcff"])
+def test_a_damaged_tokenizer_is_one_line(folder, damage, capsys):
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": PreTrainedTokenizerFast.__name__}))
+    (folder / "tokenizer.json").write_bytes(damage.encode(errors="surrogateescape"))
+    assert "no tokenizer that transformers" in error(capsys, "verify", folder, folder, "--text", "a")
+
+
+def test_names_of_folders_on_the_screen(folder, capsys):
+    odd = folder.rename(folder.parent / "a\x1b[31mb\u202ec")
+    assert cli.main(["info", str(odd)]) == 0
+    printed = capsys.readouterr().out
+    assert r"a\x1b[31mb\u202ec" in printed and "\x1b" not in printed and "\u202e" not in printed
+    assert r"a\x1b[31mb" in error(capsys, "info", f"{odd}/nothing")
+
+
+OUTPUTS = ["a\0b", "caf\udce9", "\ud800", "loop", "loop/x", "file/x"]
+
+
+@pytest.mark.parametrize("name", OUTPUTS, ids=ascii)
+@pytest.mark.parametrize("command", ["convert", "export", "bundle"])
+def test_an_output_that_is_no_name(folder, name, command, capsys, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    os.symlink("loop", "loop")
+    (folder.parent / "file").write_text("")
+    error(capsys, command, folder if command != "convert" else "file", "--output", name)
+    assert not list(folder.parent.glob(".*.partial"))
+
+
+WORDS = ["a\0b", "\udcff", "\ud800"]
+
+
+@pytest.mark.parametrize("word", WORDS, ids=ascii)
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["info", "WORD"], ["verify", "MODEL", "WORD"], ["verify", "MODEL", "MODEL", "--text", "WORD"],
+        ["verify", "MODEL", "MODEL", "--inputs", "WORD"], ["bundle", "WORD"], ["eval", "MODEL", "WORD"],
+        ["demo", "WORD"], ["onnx", "WORD", "--output", "NEW"], ["export", "MODEL", "--output", "NEW", "--head", "WORD"],
+        ["convert", "WORD", "--output", "NEW"], ["convert", "x", "--output", "NEW", "--bpe", "WORD"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_an_argument_that_is_no_text(folder, argv, word, capsys):
+    names = {"MODEL": str(folder), "NEW": str(folder.parent / "new"), "WORD": word}
+    error(capsys, *(names.get(argument, argument) for argument in argv))
+
+
+@pytest.mark.parametrize("option", ["--license", "--head"])
+@pytest.mark.parametrize("word", ["mit\n# x", "a\rb", "a\x1b[0m", "a\u202eb"], ids=ascii)
+def test_a_word_is_a_word(option, word, folder, capsys):
+    message = error(capsys, "convert", folder, "--output", folder.parent / "new", option, word)
+    assert f"{option[2:]} " in message and "give text without control characters" in message
