@@ -15,8 +15,8 @@ import evaluate
 import numpy as np
 import torch
 from common.arguments import fail
-from common.hub import check_login, publish
-from common.report import plot_curve, print_columns, save_json
+from common.hub import check_login
+from common.report import plot_curve, publish, save_json, show
 from datasets import Dataset
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
@@ -76,11 +76,15 @@ LEARNING_RATES = {"luna": 3e-3, "mega": 1e-2}
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter, description=__doc__)
     parser.add_argument("--model_type", choices=[*CONFIGS, "both"], default="both", help="model to train")
-    parser.add_argument("--output_dir", type=Path, default=Path("outputs/digits"), help="where everything is written")
+    parser.add_argument(
+        "--output_dir", type=Path, default=Path("outputs/digits"), help="folder for models, curve and summary"
+    )
     parser.add_argument("--epochs", type=float, help=f"passes over the training images; None: {EPOCHS}")
     parser.add_argument("--learning_rate", type=float, help=f"peak of the schedule; None: {LEARNING_RATES}")
-    parser.add_argument("--seed", type=int, default=0, help="of the split, the weights and the order of the images")
-    parser.add_argument("--min_accuracy", type=float, default=0.95, help="a lower test accuracy is a failure")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the split, the weights and the order of the images"
+    )
+    parser.add_argument("--min_accuracy", type=float, default=0.95, help="test accuracy below which the demo fails")
     parser.add_argument("--push_to_hub", action="store_true", help="push the models as digits-luna and digits-mega")
     arguments = parser.parse_args(argv)
     if arguments.push_to_hub:
@@ -147,20 +151,20 @@ def predict(model: PreTrainedModel, test_set: Dataset) -> np.ndarray:
 def run(
     model_type: str, arguments: argparse.Namespace, argv: list[str] | None
 ) -> tuple[dict[str, Any], list[dict[str, float]]]:
-    """Train, save, reload and judge one model; return its summary and what the Trainer logged."""
+    """Train, save, reload and judge one model; return its summary and the log of Trainer."""
     start = time.perf_counter()
     set_seed(arguments.seed)
     train_set, test_set = load_data(arguments.seed)
     trainer = train(model_type, arguments, train_set, test_set)
     trained = trainer.predict(test_set)
-    # A fresh model from the files alone has to give what the trained one gave.
+    # A fresh model from the files alone has to predict as the trained one did.
     folder = trainer.args.output_dir
     reloaded = predict(AutoModelForSequenceClassification.from_pretrained(folder), test_set)
     difference = float(np.abs(reloaded - trained.predictions).max())
     if difference > 1e-4 or (reloaded.argmax(-1) != trained.predictions.argmax(-1)).any():
         fail(f"the model reloaded from {folder} predicts differently (logits by {difference:.2g})")
     scores = {"eval_accuracy": trained.metrics["test_accuracy"]}
-    publish(trainer, __file__, argv, scores, dataset="digits of scikit-learn")
+    publish(trainer, (__file__, argv), scores, {"dataset": "digits of scikit-learn"})
     summary = {
         "parameters": trainer.model.num_parameters(),
         "train_images": len(train_set),
@@ -173,6 +177,19 @@ def run(
         "model": folder,
     }
     return summary, trainer.state.log_history
+
+
+def print_columns(title: str, columns: dict[str, dict[str, Any]]) -> None:
+    """Print `columns`, which have the same keys, side by side below `title`."""
+    first = next(iter(columns.values()))
+    table = [
+        ["", *columns],
+        *([name.replace("_", " "), *(show(column[name]) for column in columns.values())] for name in first),
+    ]
+    widths = [max(map(len, cells)) for cells in zip(*table, strict=True)]
+    print(f"\n{title}")
+    for cells in table:
+        print("  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip())
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:

@@ -25,17 +25,19 @@ import luna_mega
 @dataclass(kw_only=True)
 class Arguments(SourceArguments):
     model_name_or_path: str = field(metadata={"help": "trained or converted model, or Hub name"})
-    output_dir: str = field(metadata={"help": "where scores and plots go"})
-    split: str = field(default="validation", metadata={"help": "split that is scored"})
-    last_share: float = field(default=1.0, metadata={"help": "score the last part of its tokens only: 0.1"})
+    output_dir: str = field(metadata={"help": "folder for scores and plots"})
+    split: str = field(default="validation", metadata={"help": "split to score"})
+    last_share: float = field(default=1.0, metadata={"help": "score only the last part of its tokens: 0.1"})
     text_column: str = field(default="text", metadata={"help": "column with the text"})
-    line_end: str = field(default="eos", metadata={"help": "what follows a row of text: newline, or eos (</s>)"})
+    line_end: str = field(default="eos", metadata={"help": "end of a row of text: newline, or eos (</s>)"})
     context: list[int] = field(
         default_factory=lambda: [128, 512, 2048, 8192], metadata={"help": "lengths of the blocks, in tokens"}
     )
-    chunk: list[int] = field(default_factory=list, metadata={"help": "attention chunks; default the model's own"})
+    chunk: list[int] = field(
+        default_factory=list, metadata={"help": "attention chunks to score; default: the model's own"}
+    )
     segment: int = field(default=1024, metadata={"help": "tokens of a block that are read at a time"})
-    batch_size: int = field(default=8, metadata={"help": "blocks that are read side by side"})
+    batch_size: int = field(default=8, metadata={"help": "number of blocks that are read side by side"})
     device: str = field(default="cuda" if torch.cuda.is_available() else "cpu")
 
 

@@ -23,18 +23,20 @@ import luna_mega
 @dataclass
 class Arguments:
     model_name_or_path: str = field(metadata={"help": "trained or converted model, or Hub name"})
-    prompt: str = field(metadata={"help": "what the text begins with"})
-    output_dir: str = field(metadata={"help": "where text.txt and summary.json go"})
-    max_new_tokens: int = field(default=1000, metadata={"help": "tokens to write"})
-    temperature: float = field(default=1.0, metadata={"help": "below 1 more cautious; 0 = always the likeliest token"})
-    top_k: int = field(default=0, metadata={"help": "draw from the likeliest tokens only; 0 = from all"})
-    report_every: int = field(default=1000, metadata={"help": "tokens between two lines about speed and memory"})
+    prompt: str = field(metadata={"help": "beginning of the text"})
+    output_dir: str = field(metadata={"help": "folder for text.txt and summary.json"})
+    max_new_tokens: int = field(default=1000, metadata={"help": "number of tokens to write"})
+    temperature: float = field(
+        default=1.0, metadata={"help": "temperature of the sampling; 0 = always the likeliest token"}
+    )
+    top_k: int = field(default=0, metadata={"help": "draw only from this many likeliest tokens; 0 = from all"})
+    report_every: int = field(default=1000, metadata={"help": "tokens between two lines on speed and memory"})
     seed: int = 42
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class MeasuredStreamer(TextStreamer):
-    """Streamer that writes the text to a file as it comes, and measures speed and memory every so many tokens."""
+    """Streamer that writes the text to a file as it comes, and measures speed and memory at regular steps."""
 
     def __init__(self, tokenizer, file, every: int, device: torch.device):
         super().__init__(tokenizer, skip_special_tokens=True, clean_up_tokenization_spaces=False)

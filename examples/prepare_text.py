@@ -78,8 +78,8 @@ def write_card(folder: Path, counts: dict[tuple[str, str], int], sizes: dict[str
 def main(argv: list[str] | None = None) -> dict[str, int]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", nargs=2, action="append", metavar=("NAME", "COLUMN"), required=True)
-    parser.add_argument("--validation", type=int, default=1000, help="texts that are drawn for the split validation")
-    parser.add_argument("--seed", type=int, default=0, help="of the validation texts")
+    parser.add_argument("--validation", type=int, default=1000, help="number of texts in the split validation")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the choice of validation texts")
     parser.add_argument(
         "--output_dir", type=Path, required=True, help="folder for train.parquet and validation.parquet"
     )
@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
     for source, column in arguments.source:
         texts = read_texts(source, column)
         print(f"{source}: {len(texts):,} texts, {sum(map(len, texts)) / 1e6:.1f} million characters")
-        # Of a folder the name alone: where it lies is nobody's business.
+        # A folder is named without its path, which would go into the card.
         name = Path(source).resolve().name if Path(source).is_dir() else source
         for text in texts:
             sources.setdefault(text, (name, column))

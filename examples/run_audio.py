@@ -11,40 +11,52 @@ from typing import Any
 
 import numpy as np
 import torch
-from common.arguments import check_least, fail
+from common.arguments import RunArguments, check_least, explain_out_of_memory, fail, parse_arguments
 from common.classification import accuracy, class_names, class_numbers, write_predictions
-from common.data import ClassifierArguments, SourceArguments, check_columns, check_source, load_splits
+from common.data import ClassifierArguments, SourceArguments, check_columns, check_source, choose_splits, load_splits
 from common.model import CheckpointArguments, label_fields, make_config, make_model
-from common.scale import Redrawn
-from common.script import Script
+from common.redrawn import Redrawn
+from common.report import describe, finish
+from common.training import OrderedTrainer, begin_run, check_run, make_callbacks, score, train
 from datasets import Audio, Dataset
 from scipy.signal import resample_poly
 from transformers import (
     AutoModelForSequenceClassification,
     DataCollatorWithPadding,
-    Trainer,
+    PreTrainedConfig,
+    TrainingArguments,
     Wav2Vec2FeatureExtractor,
 )
+
+TITLE, METRIC = "audio classification", "eval_accuracy"
 
 
 @dataclass
 class DataArguments(SourceArguments, ClassifierArguments):
     audio_column: str = field(
-        default="audio", metadata={"help": "clips: audio files, lists of numbers, or bytes of 16-bit samples"}
+        default="audio", metadata={"help": "column of clips: audio files, lists of numbers, or bytes of 16-bit samples"}
     )
-    rate_column: str = field(default="sampling_rate", metadata={"help": "samples a second of lists and bytes"})
-    label_column: str = field(default="label", metadata={"help": "classes: their names, or numbers"})
+    rate_column: str = field(
+        default="sampling_rate", metadata={"help": "column with the samples a second, for lists and bytes"}
+    )
+    label_column: str = field(default="label", metadata={"help": "column with the classes: their names, or numbers"})
     hold_out: str | None = field(
-        default=None, metadata={"help": "training rows to validate on, if there is no split for that: take=5,6"}
+        default=None, metadata={"help": "hold these training rows out as the validation split: take=5,6"}
     )
     sampling_rate: int | None = field(
-        default=None, metadata={"help": "resample to this rate; default: that of the model, else of the first clip"}
+        default=None, metadata={"help": "resample to this rate; default: the rate of the model, or of the first clip"}
     )
-    max_seconds: float | None = field(default=None, metadata={"help": "longer clips are cut"})
+    max_seconds: float | None = field(default=None, metadata={"help": "cut longer clips to this length"})
     random_shift: float = field(default=0.0, metadata={"help": "move training clips by up to this many seconds"})
-    random_speed: float = field(default=0.0, metadata={"help": "0.1: speed of training clips changes by up to a tenth"})
-    random_gain: float = field(default=0.0, metadata={"help": "training clips are up to this many dB louder or softer"})
-    random_noise: float = field(default=0.0, metadata={"help": "0.1: noise of up to a tenth of a clip's deviation"})
+    random_speed: float = field(
+        default=0.0, metadata={"help": "change the speed of training clips by up to this share: 0.1"}
+    )
+    random_gain: float = field(
+        default=0.0, metadata={"help": "make training clips louder or softer by up to this many dB"}
+    )
+    random_noise: float = field(
+        default=0.0, metadata={"help": "add noise of up to this share of a clip's deviation: 0.1"}
+    )
 
 
 def hold_out(split: Dataset, condition: str) -> tuple[Dataset, Dataset]:
@@ -142,69 +154,81 @@ def augment_split(split: Dataset, rate: int, data: DataArguments, seed: int) -> 
     return Redrawn(split, augment_row, seed)
 
 
-class AudioClassification(Script):
-    data_arguments, model_arguments = DataArguments, CheckpointArguments
-    defaults = {"metric_for_best_model": "accuracy"}
-    title, metric = "audio classification", "eval_accuracy"
-
-    def check(self) -> None:
-        super().check()
-        data = self.data
-        check_source(data)
-        for name in ("sampling_rate", "max_seconds"):
-            if getattr(data, name) is not None and getattr(data, name) <= 0:
-                fail(f"--{name} {getattr(data, name)} must be above 0")
-        check_least(data, 0, "random_shift", "random_speed", "random_gain", "random_noise")
-        if data.random_speed >= 1:
-            fail(f"--random_speed {data.random_speed} must be below 1")
-
-    def load(self) -> dict[str, Dataset]:
-        """Return the splits that the run needs, with clips and labels in place."""
-        data, limits = self.data, self.limits()
-        sources = [("train" if data.hold_out and name == "validation" else name) for name in limits]
-        splits = load_splits(dict.fromkeys(sources), data.dataset_path, data.dataset_name, data.dataset_config)
-        if data.hold_out and "train" in splits:
-            splits["train"], splits["validation"] = hold_out(splits["train"], data.hold_out)
-        clips = {name: splits[name] if limit is None else splits[name].take(limit) for name, limit in limits.items()}
-        for name, split in clips.items():
-            columns = [data.audio_column] + [data.label_column] * (name != "test")
-            if not isinstance(split.features.get(data.audio_column), Audio):
-                columns.append(data.rate_column)
-            check_columns(split, name, columns)
-            try:
-                split[0]
-            except ImportError as error:
-                fail(f"{data.audio_column} cannot be decoded: {error}")
-        return clips
-
-    def prepare(self) -> None:
-        data, clips, alone = self.data, self.load(), self.training.world_size == 1
-        extractor = make_extractor(data, self.model, clips)
-        labels = class_names(clips.get("train"), data.label_column, self.model.model_name_or_path)
-        rate = extractor.sampling_rate
-        self.splits = {name: encode_split(split, name, data, extractor, labels, alone) for name, split in clips.items()}
-        longest = max(len(clip) for split in self.splits.values() for clip in split["input_values"])
-        if "train" in self.splits:
-            longest = math.ceil(longest / (1 - data.random_speed)) + round(data.random_shift * rate)
-            self.splits["train"] = augment_split(self.splits["train"], rate, data, self.training.seed)
-        fields = {**label_fields(labels), "problem_type": "single_label_classification"}
-        self.config, self.extractor = make_config(self.model, None, longest, **fields), extractor
-
-    def build(self) -> Trainer:
-        return self.make_trainer(
-            make_model(AutoModelForSequenceClassification, self.model, self.config),
-            processing_class=self.extractor,
-            data_collator=DataCollatorWithPadding(self.extractor),
-            compute_metrics=accuracy,
-        )
-
-    def predict(self) -> dict[str, Any]:
-        """Write the predicted classes of the test split; return their path, and the accuracy if labels are known."""
-        return write_predictions(self.trainer, self.splits["test"])
+def parse(argv: list[str] | None) -> tuple[DataArguments, CheckpointArguments, TrainingArguments, RunArguments]:
+    """Return the options; the script ends where they contradict each other."""
+    kinds = (DataArguments, CheckpointArguments, TrainingArguments, RunArguments)
+    data, model, training, run = parse_arguments(kinds, argv, metric_for_best_model="accuracy")
+    check_run(TITLE, data, model, training, run)
+    check_source(data)
+    for name in ("sampling_rate", "max_seconds"):
+        if getattr(data, name) is not None and getattr(data, name) <= 0:
+            fail(f"--{name} {getattr(data, name)} must be above 0")
+    check_least(data, 0, "random_shift", "random_speed", "random_gain", "random_noise")
+    if data.random_speed >= 1:
+        fail(f"--random_speed {data.random_speed} must be below 1")
+    return data, model, training, run
 
 
+def load_clips(data: DataArguments, training: TrainingArguments) -> dict[str, Dataset]:
+    """Return the splits that the run needs, with clips and labels in place."""
+    limits = choose_splits(training, data)
+    sources = [("train" if data.hold_out and name == "validation" else name) for name in limits]
+    splits = load_splits(dict.fromkeys(sources), data.dataset_path, data.dataset_name, data.dataset_config)
+    if data.hold_out and "train" in splits:
+        splits["train"], splits["validation"] = hold_out(splits["train"], data.hold_out)
+    clips = {name: splits[name] if limit is None else splits[name].take(limit) for name, limit in limits.items()}
+    for name, split in clips.items():
+        columns = [data.audio_column] + [data.label_column] * (name != "test")
+        if not isinstance(split.features.get(data.audio_column), Audio):
+            columns.append(data.rate_column)
+        check_columns(split, name, columns)
+        try:
+            split[0]
+        except ImportError as error:
+            fail(f"{data.audio_column} cannot be decoded: {error}")
+    return clips
+
+
+def load_data(
+    data: DataArguments, model: CheckpointArguments, training: TrainingArguments
+) -> tuple[dict[str, Dataset | Redrawn], Wav2Vec2FeatureExtractor, PreTrainedConfig]:
+    """Return the encoded splits that the run needs, the extractor, and the configuration of the model."""
+    clips, alone = load_clips(data, training), training.world_size == 1
+    extractor = make_extractor(data, model, clips)
+    rate, labels = extractor.sampling_rate, class_names(clips.get("train"), data.label_column, model.model_name_or_path)
+    splits = {name: encode_split(split, name, data, extractor, labels, alone) for name, split in clips.items()}
+    longest = max(len(clip) for split in splits.values() for clip in split["input_values"])
+    if "train" in splits:
+        longest = math.ceil(longest / (1 - data.random_speed)) + round(data.random_shift * rate)
+        splits["train"] = augment_split(splits["train"], rate, data, training.seed)
+    fields = {**label_fields(labels), "problem_type": "single_label_classification"}
+    return splits, extractor, make_config(model, None, longest, **fields)
+
+
+@explain_out_of_memory
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    return AudioClassification(argv).run()
+    data, model, training, run = parse(argv)
+    begin_run(__file__, argv, data, model, training, run)
+
+    with training.main_process_first(desc="reading the data"):
+        splits, extractor, config = load_data(data, model, training)
+
+    trainer = OrderedTrainer(
+        make_model(AutoModelForSequenceClassification, model, config),
+        training,
+        train_dataset=splits.get("train"),
+        eval_dataset=splits.get("validation"),
+        processing_class=extractor,
+        data_collator=DataCollatorWithPadding(extractor),
+        compute_metrics=accuracy,
+        callbacks=make_callbacks(data),
+    )
+
+    summary = {"task": TITLE, "metric": METRIC, **describe(trainer, run)}
+    summary |= train(trainer, run)
+    summary |= score(trainer)
+    summary |= write_predictions(trainer, splits)
+    return finish(trainer, run, summary)
 
 
 if __name__ == "__main__":

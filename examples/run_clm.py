@@ -11,18 +11,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from common.arguments import check_choice, check_least, fail
-from common.data import SourceArguments, check_source, check_stream, check_texts, load_splits, some_texts
-from common.language_model import Score, Streams, Windows, cut_stream, encode, score
-from common.model import make_config, make_model, make_tokenizer
-from common.scale import Stream, total
-from common.script import Script
-from common.training import OrderedTrainer
+from common.arguments import RunArguments, check_choice, check_least, explain_out_of_memory, fail, parse_arguments
+from common.data import SourceArguments, check_source, choose_splits, load_splits
+from common.language_model import Score, Streams, Windows, cut_stream, encode, score as score_stream
+from common.model import ModelArguments, make_config, make_model, make_tokenizer
+from common.report import describe, finish
+from common.streaming import Stream, StreamingTrainer, check_split, check_streaming, some_texts
+from common.training import begin_run, check_run, make_callbacks, score, total, train
 from common.vocabulary import make_bytes, train_characters, train_words
 from datasets import IterableDataset
 from torch.utils.data import SequentialSampler, default_collate
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, Trainer
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase, TrainingArguments
 
+TITLE, METRIC = "causal language model", "eval_loss"
 # The fields that make a decoder.
 DECODER = {"mega": {"is_decoder": True, "bidirectional": False}, "luna": {"is_decoder": True}}
 
@@ -31,22 +32,26 @@ DECODER = {"mega": {"is_decoder": True, "bidirectional": False}, "luna": {"is_de
 class DataArguments(SourceArguments):
     text_column: str = field(default="text", metadata={"help": "column with the text; a txt file has one row a line"})
     validation_share: float = field(
-        default=0.0, metadata={"help": "the last part of the training tokens is the validation split: 0.1"}
+        default=0.0, metadata={"help": "use the last part of the training tokens as the validation split: 0.1"}
     )
     tokenization: str = field(
         default="bpe", metadata={"help": "tokenizer made without --tokenizer_name: char, byte, bpe or word"}
     )
-    line_end: str = field(default="eos", metadata={"help": "what follows a row of text: newline, or eos (</s>)"})
-    block_size: int = field(default=512, metadata={"help": "tokens of a training block; with chunks, whole chunks"})
+    line_end: str = field(default="eos", metadata={"help": "end of a row of text: newline, or eos (</s>)"})
+    block_size: int = field(
+        default=512, metadata={"help": "tokens of a training block, a multiple of the chunk size if there are chunks"}
+    )
     min_block_size: int | None = field(
-        default=None, metadata={"help": "blocks of a random number of chunks, from this to block_size tokens"}
+        default=None, metadata={"help": "cut blocks to a random number of chunks, from this many tokens to block_size"}
     )
     carry_state: bool = field(
         default=False,
-        metadata={"help": "train on long streams, a block goes on with the state of the one before (truncated BPTT)"},
+        metadata={"help": "train on long streams: a block starts from the state of the one before (truncated BPTT)"},
     )
-    eval_context: int = field(default=8192, metadata={"help": "tokens that evaluation reads before it begins anew"})
-    eval_segment: int = field(default=1024, metadata={"help": "of these, tokens at a time"})
+    eval_context: int = field(
+        default=8192, metadata={"help": "tokens that evaluation reads before it starts again from nothing"}
+    )
+    eval_segment: int = field(default=1024, metadata={"help": "tokens of that context that are read at a time"})
 
 
 class BlockCollator:
@@ -63,7 +68,7 @@ class BlockCollator:
         return {name: tensor[:, : int(chunks) * self.chunk] for name, tensor in batch.items()}
 
 
-class LanguageModelTrainer(OrderedTrainer):
+class LanguageModelTrainer(StreamingTrainer):
     """Trainer that carries the state along `Streams` and scores one stream of tokens."""
 
     def __init__(self, *args, data: DataArguments, **kwargs):
@@ -94,7 +99,8 @@ class LanguageModelTrainer(OrderedTrainer):
         data, args = self.data, self.args
         ranks = (args.process_index, args.world_size)
         with self.averaged():
-            result = score(self.model, stream, data.eval_context, data.eval_segment, args.eval_batch_size, ranks=ranks)
+            lengths = (data.eval_context, data.eval_segment, args.eval_batch_size)
+            result = score_stream(self.model, stream, *lengths, ranks=ranks)
         result = Score(*total([result.total, result.tokens], args))
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in result.metrics.items()}
         self.log(metrics)
@@ -102,94 +108,112 @@ class LanguageModelTrainer(OrderedTrainer):
         return metrics
 
 
-class CausalLanguageModel(Script):
-    data_arguments = DataArguments
-    defaults = {"model_type": "mega"}
-    title, metric, streams = "causal language model", "eval_loss", True
-
-    def check(self) -> None:
-        super().check()
-        data, training = self.data, self.training
-        check_source(data)
-        check_choice(data, "tokenization", ("char", "byte", "bpe", "word"))
-        check_choice(data, "line_end", ("newline", "eos"))
-        check_choice(self.model, "model_type", DECODER)
-        check_least(data, 1, "block_size", "eval_context", "eval_segment")
-        if not 0 <= data.validation_share < 1:
-            fail(f"--validation_share {data.validation_share} must be in [0, 1)")
-        if data.carry_state and data.min_block_size:
-            fail("--min_block_size goes with blocks at random places, not with --carry_state")
-        if self.scale.streaming and (data.carry_state or data.validation_share):
-            fail("--streaming: not with --carry_state or --validation_share, which need the whole text")
-        if data.carry_state and (training.gradient_checkpointing or training.n_gpu > 1 or training.world_size > 1):
-            fail("--carry_state needs a single process and no --gradient_checkpointing")
-
-    def make_tokenizer(self, texts: list[str]) -> PreTrainedTokenizerBase:
-        if self.model.tokenizer_name or self.model.model_name_or_path or self.data.tokenization == "bpe":
-            return make_tokenizer(self.model, texts, max_length=int(1e30))
-        if self.data.tokenization == "byte":
-            return make_bytes()
-        if self.data.tokenization == "word":
-            return train_words(texts, self.model.vocab_size)
-        return train_characters([*texts, "\n"])
-
-    def load(self) -> dict[str, torch.LongTensor | IterableDataset]:
-        """Make the tokenizer; return the splits as streams of tokens, those that are streamed as they are."""
-        data, limits = self.data, self.limits()
-        if data.validation_share:
-            limits = {"train": None}
-        source = (data.dataset_path, data.dataset_name, data.dataset_config)
-        splits = load_splits(limits, *source, streaming=self.scale.streaming)
-        for name, split in splits.items():
-            if isinstance(split, IterableDataset):
-                check_stream(split, name, data.text_column)
-            else:
-                check_texts(split, name, (data.text_column,))
-        texts = some_texts(splits["train"], data.text_column) if "train" in splits else []
-        self.tokenizer = self.make_tokenizer(texts)
-        streams = {
-            name: split
-            if isinstance(split, IterableDataset)
-            else encode(split[data.text_column], self.tokenizer, data.line_end)
-            for name, split in splits.items()
-        }
-        if data.validation_share:
-            cut = math.ceil(len(streams["train"]) * (1 - data.validation_share))
-            streams["train"], streams["validation"] = streams["train"][:cut], streams["train"][cut:]
-        return streams
-
-    def prepare(self) -> None:
-        data, training, streams = self.data, self.training, self.load()
-        training.remove_unused_columns = False
-        self.config = make_config(self.model, self.tokenizer, data.block_size, **DECODER[self.model.model_type])
-        shortest, length = data.min_block_size, data.block_size
-        chunk = getattr(self.config, "attention_chunk", None) or 1
-        if shortest and (shortest % chunk or length % chunk):
-            fail(f"--min_block_size {shortest} and --block_size {length} must be whole chunks of {chunk}")
-        self.collator = BlockCollator(length, shortest, chunk)
-        if "validation" in streams:
-            self.splits["validation"] = streams["validation"]
-        if training.do_train and self.scale.streaming:
-            blocks = cut_stream(streams["train"], data.text_column, self.tokenizer, data.line_end, length)
-            blocks = blocks.shuffle(training.seed, buffer_size=self.scale.shuffle_buffer)
-            self.splits["train"] = Stream(blocks, lambda block, _: block, training)
-        elif training.do_train and data.carry_state:
-            self.splits["train"] = Streams(streams["train"], length, training.train_batch_size)
-        elif training.do_train:
-            self.splits["train"] = Windows(streams["train"], length, training.seed)
-
-    def build(self) -> Trainer:
-        return self.make_trainer(
-            make_model(AutoModelForCausalLM, self.model, self.config),
-            LanguageModelTrainer,
-            data=self.data,
-            processing_class=self.tokenizer,
-            data_collator=self.collator,
-        )
+def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, TrainingArguments, RunArguments]:
+    """Return the options; the script ends where they contradict each other."""
+    kinds = (DataArguments, ModelArguments, TrainingArguments, RunArguments)
+    data, model, training, run = parse_arguments(kinds, argv, model_type="mega")
+    check_run(TITLE, data, model, training, run, streams=True, predicts=False)
+    check_streaming(training, run)
+    check_source(data)
+    check_choice(data, "tokenization", ("char", "byte", "bpe", "word"))
+    check_choice(data, "line_end", ("newline", "eos"))
+    check_choice(model, "model_type", DECODER)
+    check_least(data, 1, "block_size", "eval_context", "eval_segment")
+    if not 0 <= data.validation_share < 1:
+        fail(f"--validation_share {data.validation_share} must be in [0, 1)")
+    if data.carry_state and data.min_block_size:
+        fail("--min_block_size goes with blocks at random places, not with --carry_state")
+    if run.streaming and (data.carry_state or data.validation_share):
+        fail("--streaming: not with --carry_state or --validation_share, which need the whole text")
+    if data.carry_state and (training.gradient_checkpointing or training.n_gpu > 1 or training.world_size > 1):
+        fail("--carry_state needs a single process and no --gradient_checkpointing")
+    return data, model, training, run
 
 
+def choose_tokenizer(data: DataArguments, model: ModelArguments, texts: list[str]) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that the options name, or make one of characters, bytes, words or pairs of bytes."""
+    if model.tokenizer_name or model.model_name_or_path or data.tokenization == "bpe":
+        return make_tokenizer(model, texts, max_length=int(1e30))
+    if data.tokenization == "byte":
+        return make_bytes()
+    if data.tokenization == "word":
+        return train_words(texts, model.vocab_size)
+    return train_characters([*texts, "\n"])
+
+
+def load_data(
+    data: DataArguments, model: ModelArguments, training: TrainingArguments, run: RunArguments
+) -> tuple[dict[str, torch.LongTensor | IterableDataset], PreTrainedTokenizerBase]:
+    """Return the splits as streams of tokens, those that are streamed as they are, and the tokenizer."""
+    limits = {"train": None} if data.validation_share else choose_splits(training, data)
+    source = (data.dataset_path, data.dataset_name, data.dataset_config)
+    splits = load_splits(limits, *source, streaming=run.streaming)
+    for name, split in splits.items():
+        check_split(split, name, data.text_column)
+    texts = some_texts(splits["train"], data.text_column) if "train" in splits else []
+    tokenizer = choose_tokenizer(data, model, texts)
+    for name, split in splits.items():
+        if not isinstance(split, IterableDataset):
+            splits[name] = encode(split[data.text_column], tokenizer, data.line_end)
+    if data.validation_share:
+        cut = math.ceil(len(splits["train"]) * (1 - data.validation_share))
+        splits["train"], splits["validation"] = splits["train"][:cut], splits["train"][cut:]
+    return splits, tokenizer
+
+
+def cut_training(
+    stream: torch.LongTensor | IterableDataset,
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataArguments,
+    training: TrainingArguments,
+    run: RunArguments,
+) -> Stream | Streams | Windows:
+    """Cut the training stream into blocks: as it is read, in order, or at random places."""
+    if run.streaming:
+        blocks = cut_stream(stream, data.text_column, tokenizer, data.line_end, data.block_size)
+        shuffled = blocks.shuffle(training.seed, buffer_size=run.shuffle_buffer)
+        return Stream(shuffled, lambda block, _: block, training)
+    if data.carry_state:
+        return Streams(stream, data.block_size, training.train_batch_size)
+    return Windows(stream, data.block_size, training.seed)
+
+
+def make_collator(data: DataArguments, config: PreTrainedConfig) -> BlockCollator:
+    """Return the collator; the script ends where blocks of a random length are not whole chunks."""
+    shortest, length = data.min_block_size, data.block_size
+    chunk = getattr(config, "attention_chunk", None) or 1
+    if shortest and (shortest % chunk or length % chunk):
+        fail(f"--min_block_size {shortest} and --block_size {length} must be whole chunks of {chunk}")
+    return BlockCollator(length, shortest, chunk)
+
+
+@explain_out_of_memory
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    return CausalLanguageModel(argv).run()
+    data, model, training, run = parse(argv)
+    training.remove_unused_columns = False
+    begin_run(__file__, argv, data, model, training, run)
+
+    with training.main_process_first(desc="reading the data"):
+        streams, tokenizer = load_data(data, model, training, run)
+        config = make_config(model, tokenizer, data.block_size, **DECODER[model.model_type])
+        collator = make_collator(data, config)
+        blocks = cut_training(streams["train"], tokenizer, data, training, run) if training.do_train else None
+
+    trainer = LanguageModelTrainer(
+        make_model(AutoModelForCausalLM, model, config),
+        training,
+        data=data,
+        train_dataset=blocks,
+        eval_dataset=streams.get("validation"),
+        processing_class=tokenizer,
+        data_collator=collator,
+        callbacks=make_callbacks(data),
+    )
+
+    summary = {"task": TITLE, "metric": METRIC, **describe(trainer, run)}
+    summary |= train(trainer, run)
+    summary |= score(trainer)
+    return finish(trainer, run, summary)
 
 
 if __name__ == "__main__":

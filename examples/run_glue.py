@@ -5,19 +5,21 @@
 Every field of TrainingArguments is an option; the values of a recipe are defaults that the command line overrides.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import evaluate
 import numpy as np
-from common.arguments import check_choice
-from common.data import check_labels, check_texts, hide_tokens, load_splits, name_source
-from common.model import label_fields, make_config, make_model, make_tokenizer
-from common.pairs import TextArguments, check_pairs, choose_model, encode_texts
-from common.script import Script
-from common.training import write_lines
-from transformers import EvalPrediction, Trainer
+from common.arguments import RunArguments, check_choice, explain_out_of_memory, parse_arguments
+from common.data import check_labels, check_texts, choose_splits, load_splits
+from common.model import ModelArguments, label_fields, make_config, make_model, make_tokenizer
+from common.report import describe, finish
+from common.texts import TextArguments, check_pairs, choose_model, encode_texts, hide_tokens
+from common.training import OrderedTrainer, begin_run, check_run, make_callbacks, score, train, write_lines
+from datasets import Dataset
+from transformers import EvalPrediction, PreTrainedTokenizerBase, Trainer, TrainingArguments
 
 METRICS = Path(__file__).resolve().parent / "metrics" / "glue_metrics"
 
@@ -59,100 +61,124 @@ TASKS = {
 
 @dataclass
 class DataArguments(TextArguments):
-    task_name: str | None = field(default=None, metadata={"help": f"one of {', '.join(TASKS)}"})
+    task_name: str | None = field(default=None, metadata={"help": f"task: {', '.join(TASKS)}"})
     dataset_name: str = field(default="nyu-mll/glue", metadata={"help": "Hub name; the task is its configuration"})
     dataset_path: str | None = field(
         default=None,
         metadata={"help": "local folder instead of the Hub: parquet, json(l) or csv files, named by split"},
     )
-    max_seq_length: int = field(default=128, metadata={"help": "longer inputs are truncated"})
+    max_seq_length: int = field(default=128, metadata={"help": "cut longer inputs to this length"})
+
+    @property
+    def dataset_config(self) -> str:
+        return self.task_name
 
 
-class Glue(Script):
-    data_arguments = DataArguments
+Options = tuple[DataArguments, ModelArguments, TrainingArguments, RunArguments]
+
+
+def parse(argv: list[str] | None) -> Options:
+    """Return the options; the script ends where they contradict each other."""
+    kinds = (DataArguments, ModelArguments, TrainingArguments, RunArguments)
     # "task" stands for the main metric of the task, which is known after parsing only.
-    defaults = {"metric_for_best_model": "task"}
-
-    def check(self) -> None:
-        name = self.data.task_name
-        check_choice(self.data, "task_name", TASKS)
-        self.task = TASKS[name]
-        self.title, self.metric = f"GLUE {name}", f"eval_{self.task.metric}"
-        if self.training.metric_for_best_model == "task":
-            self.training.metric_for_best_model = self.task.metric
-        check_pairs(self.data, self.task.columns)
-        super().check()
-
-    def prepare(self) -> None:
-        data, task = self.data, self.task
-        limits = self.limits(*(tuple(task.splits(name).values()) for name in ("validation", "test")))
-        splits = load_splits(limits, data.dataset_path, data.dataset_name, data.task_name)
-        for name, split in splits.items():
-            check_texts(split, name, task.columns)
-            if not name.startswith("test"):
-                check_labels(split, name, task.labels)
-        texts = (text for column in task.columns for text in splits["train"][column])
-        self.tokenizer = tokenizer = make_tokenizer(self.model, texts, data.max_seq_length)
-
-        def encode(batch: dict[str, list]) -> dict[str, list]:
-            texts = [batch[column] for column in task.columns]
-            return encode_texts(tokenizer, texts, data.max_seq_length, data.two_towers)
-
-        for name, split in splits.items():
-            unused = [column for column in split.column_names if column != "label" or name.startswith("test")]
-            options = {"remove_columns": unused, "keep_in_memory": self.training.world_size == 1}
-            self.splits[name] = split.map(encode, batched=True, **options, desc=name)
-        if self.training.do_train:
-            seed = self.training.seed
-            self.splits["train"] = hide_tokens(self.splits["train"], tokenizer, data.token_dropout, seed)
-
-    def build(self) -> Trainer:
-        data, task, tokenizer = self.data, self.task, self.tokenizer
-        config = make_config(
-            self.model,
-            tokenizer,
-            data.max_seq_length,
-            **label_fields(task.labels or ("score",)),
-            problem_type="single_label_classification" if task.labels else "regression",
-        )
-        model_class, collator = choose_model(data, config.model_type, tokenizer)
-        metric = evaluate.load(str(METRICS), data.task_name, keep_in_memory=True)
-
-        def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
-            return metric.compute(predictions=task.decode(prediction.predictions), references=prediction.label_ids)
-
-        validation = {
-            side: self.splits[name] for side, name in task.splits("validation").items() if name in self.splits
-        }
-        return self.make_trainer(
-            make_model(model_class, self.model, config),
-            eval_dataset=validation.get("", validation) or None,
-            processing_class=tokenizer,
-            data_collator=collator,
-            compute_metrics=compute_metrics,
-        )
-
-    def describe(self) -> dict[str, Any]:
-        return {"task": self.data.task_name, **super().describe()}
-
-    def predict(self) -> dict[str, str]:
-        """Write one file per test split in the form of the GLUE server and return their paths."""
-        task, paths = self.task, {}
-        for side, name in task.splits("test").items():
-            predicted = task.decode(self.trainer.predict(self.splits[name]).predictions)
-            values = predicted if task.labels else [f"{score:.3f}" for score in predicted]
-            values = [task.labels[index] for index in predicted] if task.predicts_names else values
-            lines = ["index\tprediction", *(f"{index}\t{value}" for index, value in enumerate(values))]
-            suffix = {"": "", "matched": "-m", "mismatched": "-mm"}[side]
-            paths[name] = write_lines(self.trainer, f"{task.file}{suffix}.tsv", lines)
-        return paths
-
-    def source(self) -> dict[str, str | None]:
-        return name_source(self.data.dataset_path, self.data.dataset_name, self.data.task_name)
+    data, model, training, run = parse_arguments(kinds, argv, metric_for_best_model="task")
+    check_choice(data, "task_name", TASKS)
+    task = TASKS[data.task_name]
+    if training.metric_for_best_model == "task":
+        training.metric_for_best_model = task.metric
+    check_pairs(data, task.columns)
+    check_run(f"GLUE {data.task_name}", data, model, training, run)
+    return data, model, training, run
 
 
+def load_data(
+    data: DataArguments, model: ModelArguments, training: TrainingArguments
+) -> tuple[dict[str, Dataset], PreTrainedTokenizerBase]:
+    """Return the encoded splits that the run needs, and the tokenizer."""
+    task = TASKS[data.task_name]
+    sides = [tuple(task.splits(name).values()) for name in ("validation", "test")]
+    splits = load_splits(
+        choose_splits(training, data, *sides), data.dataset_path, data.dataset_name, data.dataset_config
+    )
+    for name, split in splits.items():
+        check_texts(split, name, task.columns)
+        if not name.startswith("test"):
+            check_labels(split, name, task.labels)
+    texts = (text for column in task.columns for text in splits["train"][column])
+    tokenizer = make_tokenizer(model, texts, data.max_seq_length)
+
+    def encode(batch: dict[str, list]) -> dict[str, list]:
+        texts = [batch[column] for column in task.columns]
+        return encode_texts(tokenizer, texts, data.max_seq_length, data.two_towers)
+
+    for name, split in splits.items():
+        unused = [column for column in split.column_names if column != "label" or name.startswith("test")]
+        options = {"remove_columns": unused, "keep_in_memory": training.world_size == 1}
+        splits[name] = split.map(encode, batched=True, **options, desc=name)
+    if training.do_train:
+        splits["train"] = hide_tokens(splits["train"], tokenizer, data.token_dropout, training.seed)
+    return splits, tokenizer
+
+
+def make_metrics(name: str) -> Callable[[EvalPrediction], dict[str, float]]:
+    """Return the function that computes the metrics of a task."""
+    task, metric = TASKS[name], evaluate.load(str(METRICS), name, keep_in_memory=True)
+
+    def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
+        return metric.compute(predictions=task.decode(prediction.predictions), references=prediction.label_ids)
+
+    return compute_metrics
+
+
+def predict(trainer: Trainer, splits: dict[str, Dataset], task: Task) -> dict[str, str]:
+    """Write one file per test split in the form of the GLUE server and return their paths."""
+    paths = {}
+    for side, name in task.splits("test").items():
+        predicted = task.decode(trainer.predict(splits[name]).predictions)
+        values = predicted if task.labels else [f"{score:.3f}" for score in predicted]
+        values = [task.labels[index] for index in predicted] if task.predicts_names else values
+        lines = ["index\tprediction", *(f"{index}\t{value}" for index, value in enumerate(values))]
+        suffix = {"": "", "matched": "-m", "mismatched": "-mm"}[side]
+        paths[name] = write_lines(trainer, f"{task.file}{suffix}.tsv", lines)
+    return paths
+
+
+@explain_out_of_memory
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    return Glue(argv).run()
+    data, model, training, run = parse(argv)
+    task = TASKS[data.task_name]
+    begin_run(__file__, argv, data, model, training, run)
+
+    # The other processes read after the main one and find its files.
+    with training.main_process_first(desc="reading the data"):
+        splits, tokenizer = load_data(data, model, training)
+
+    config = make_config(
+        model,
+        tokenizer,
+        data.max_seq_length,
+        **label_fields(task.labels or ("score",)),
+        problem_type="single_label_classification" if task.labels else "regression",
+    )
+    model_class, collator = choose_model(data, config.model_type, tokenizer)
+    validation = {side: splits[name] for side, name in task.splits("validation").items() if name in splits}
+    trainer = OrderedTrainer(
+        make_model(model_class, model, config),
+        training,
+        train_dataset=splits.get("train"),
+        eval_dataset=validation.get("", validation) or None,
+        processing_class=tokenizer,
+        data_collator=collator,
+        compute_metrics=make_metrics(data.task_name),
+        callbacks=make_callbacks(data),
+    )
+
+    summary = {"task": data.task_name, "metric": f"eval_{task.metric}", **describe(trainer, run)}
+    summary |= train(trainer, run)
+    summary |= score(trainer)
+    if training.do_predict:
+        summary |= predict(trainer, splits, task)
+    return finish(trainer, run, summary)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common.arguments import check_least, fail
-from common.classification import accuracy, class_names, class_numbers, write_predictions
-from common.data import ClassifierArguments, SourceArguments, check_columns, check_source, load_splits
+from common.arguments import RunArguments, check_least, explain_out_of_memory, fail, parse_arguments
+from common.classification import accuracy, class_names, class_numbers, examples_per_second, write_predictions
+from common.data import ClassifierArguments, SourceArguments, check_columns, check_source, choose_splits, load_splits
 from common.model import CheckpointArguments, label_fields, make_config, make_model
 from common.pictures import (
     AugmentArguments,
@@ -31,20 +31,15 @@ from common.pictures import (
     training_transform,
     undecoded,
 )
-from common.report import SpeedCallback
-from common.scale import total
-from common.script import Script
-from common.training import OrderedTrainer
+from common.redrawn import Redrawn
+from common.report import describe, finish
+from common.training import OrderedTrainer, begin_run, check_run, make_callbacks, score, train
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetsError
-from transformers import (
-    AutoConfig,
-    AutoModelForImageClassification,
-    PreTrainedConfig,
-    Trainer,
-)
+from transformers import AutoConfig, AutoModelForImageClassification, PreTrainedConfig, TrainingArguments
 from transformers.image_processing_utils import BaseImageProcessor
 
+TITLE, METRIC = "image classification", "eval_accuracy"
 _OF_COLOUR = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])  # ImageNet's mean and deviation
 _OF_GREY = ([0.5], [0.25])
 
@@ -52,21 +47,30 @@ _OF_GREY = ([0.5], [0.25])
 @dataclass
 class DataArguments(SourceArguments, ClassifierArguments, AugmentArguments):
     image_column: str = field(
-        default="image", metadata={"help": "pictures, files, or the pixels of square grey pictures"}
+        default="image", metadata={"help": "column of pictures, of files, or of the pixels of square grey pictures"}
     )
-    label_column: str = field(default="label", metadata={"help": "classes: their names, or numbers"})
-    image_size: int | None = field(default=None, metadata={"help": "pixels of a side; default: those of the first"})
-    channels: int | None = field(default=None, metadata={"help": "1 = grey, 3 = colour; default: as the first"})
-    image_mean: list[float] | None = field(default=None, metadata={"help": "default: ImageNet's; 0.5 for grey"})
-    image_std: list[float] | None = field(default=None, metadata={"help": "default: ImageNet's; 0.25 for grey"})
+    label_column: str = field(default="label", metadata={"help": "column with the classes: their names, or numbers"})
+    image_size: int | None = field(
+        default=None, metadata={"help": "side of a picture in pixels; default: as in the first picture"}
+    )
+    channels: int | None = field(
+        default=None, metadata={"help": "1 = grey, 3 = colour; default: as in the first picture"}
+    )
+    image_mean: list[float] | None = field(
+        default=None, metadata={"help": "mean that is subtracted; default: that of ImageNet, 0.5 for grey"}
+    )
+    image_std: list[float] | None = field(
+        default=None, metadata={"help": "deviation to divide by; default: that of ImageNet, 0.25 for grey"}
+    )
     center_crop: bool = field(
-        default=True, metadata={"help": "evaluate on a crop, the shorter side at 256/224 of it; else resize alone"}
+        default=True,
+        metadata={"help": "evaluate on the centre, the shorter side resized to 256/224 of it; false: only resize"},
     )
 
 
 @dataclass
 class ModelArguments(CheckpointArguments):
-    patch_size: int = field(default=16, metadata={"help": "pixels of a side of a patch, of a new model"})
+    patch_size: int = field(default=16, metadata={"help": "side of a patch in pixels, in a new model"})
 
 
 class PictureTrainer(OrderedTrainer):
@@ -136,98 +140,103 @@ def make_loss(smoothing: float) -> Callable:
     return loss
 
 
-class ImageClassification(Script):
-    data_arguments, model_arguments = DataArguments, ModelArguments
+def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, TrainingArguments, RunArguments]:
+    """Return the options; the script ends where they contradict each other."""
+    kinds = (DataArguments, ModelArguments, TrainingArguments, RunArguments)
     defaults = {"metric_for_best_model": "accuracy", "remove_unused_columns": False}
-    title, metric = "image classification", "eval_accuracy"
-
-    def check(self) -> None:
-        super().check()
-        self.training.include_num_input_tokens_seen = "no"  # pictures are counted
-        check_source(self.data)
-        check_augmentation(self.data)
-        if self.data.mixup or self.data.cutmix:
-            if self.training.per_device_train_batch_size % 2:
-                fail("--mixup and --cutmix mix pairs: --per_device_train_batch_size must be even")
-            self.training.dataloader_drop_last = True  # the last batch may be odd
-        if self.data.image_size is not None:
-            check_least(self.data, 1, "image_size")
-        check_least(self.model, 1, "patch_size")
-        if self.data.channels not in (None, 1, 3):
-            fail(f"--channels {self.data.channels} must be 1 or 3")
-
-    def prepare(self) -> None:
-        data, splits = self.data, load_pictures(self.data, self.limits())
-        for name, split in splits.items():
-            check_columns(split, name, [data.image_column] + [data.label_column] * (name != "test"))
-        names = class_names(splits.get("train"), data.label_column, self.model.model_name_or_path)
-        split = next(iter(splits.values()))
-        first = read_picture(split[0][data.image_column], pixels=holds_pixels(split, data.image_column))
-        channels = data.channels or (1 if first.mode == "L" else 3)
-        self.config, size = self.make_config(min(first.size), channels, names)
-        self.processor = self.make_processor(size, channels)
-        for name, split in splits.items():
-            if name == "train":
-                transform = training_transform(data, self.processor, size)
-                encoded = encode_split(split, name, data, channels, transform, names)
-                self.splits[name] = augment_split(encoded, data, self.training.seed)
-            else:
-                self.splits[name] = encode_split(
-                    split, name, data, channels, evaluation_transform(self.processor), names
-                )
-
-    def build(self) -> Trainer:
-        smoothing, self.training.label_smoothing_factor = self.training.label_smoothing_factor, 0.0
-        trainer = self.make_trainer(
-            make_model(AutoModelForImageClassification, self.model, self.config),
-            PictureTrainer,
-            processing_class=self.processor,
-            compute_loss_func=make_loss(smoothing),
-            compute_metrics=accuracy,
-        )
-        trainer.repeats = self.data.repeated_augmentation
-        trainer.mix = make_mix(self.data, self.config.num_labels, smoothing)
-        return trainer
-
-    def before_evaluation(self) -> dict[str, Any]:
-        """Return the speed of training."""
-        callbacks = self.trainer.callback_handler.callbacks
-        seconds = sum(callback.seconds for callback in callbacks if isinstance(callback, SpeedCallback))
-        (pictures,) = total([self.trainer.sequences], self.training)
-        return {"images_per_second": pictures / seconds} if seconds else {}
-
-    def make_config(self, side: int, channels: int, names: list[str]) -> tuple[PreTrainedConfig, int]:
-        """Return the configuration and the size of its pictures, which is that of the data where nothing says more."""
-        size, patch, fields = self.data.image_size or side, self.model.patch_size, {"num_channels": channels}
-        if self.model.model_name_or_path:
-            loaded = AutoConfig.from_pretrained(self.model.model_name_or_path)
-            size, patch = loaded.image_size, loaded.patch_size
-            if self.data.image_size not in (None, size) or loaded.num_channels != channels:
-                fail(
-                    f"{self.model.model_name_or_path} takes pictures of {size} x {size} in {loaded.num_channels} "
-                    f"channels, not of {self.data.image_size or size} in {channels} (--image_size, --channels)"
-                )
-        if size % patch:
-            fail(f"--patch_size {patch} does not divide the size of the pictures, {size} (--image_size)")
-        fields |= {"image_size": size, "patch_size": patch, **label_fields(names)}
-        fields["problem_type"] = "single_label_classification"
-        return make_config(self.model, None, (size // patch) ** 2, "patches", **fields), size
-
-    def make_processor(self, size: int, channels: int) -> BaseImageProcessor:
-        """Load the evaluation transform from the model, or make it."""
-        if self.model.model_name_or_path:
-            return load_processor(self.model.model_name_or_path)
-        mean, std = _OF_GREY if channels == 1 else _OF_COLOUR
-        mean, std = self.data.image_mean or mean, self.data.image_std or std
-        return make_processor(size, channels, mean, std, self.data.center_crop)
-
-    def predict(self) -> dict[str, Any]:
-        """Write the predicted classes of the test split; return their path, and the accuracy if labels are known."""
-        return write_predictions(self.trainer, self.splits["test"])
+    data, model, training, run = parse_arguments(kinds, argv, **defaults)
+    check_run(TITLE, data, model, training, run)
+    training.include_num_input_tokens_seen = "no"  # pictures are counted
+    check_source(data)
+    check_augmentation(data)
+    if data.mixup or data.cutmix:
+        if training.per_device_train_batch_size % 2:
+            fail("--mixup and --cutmix mix pairs: --per_device_train_batch_size must be even")
+        training.dataloader_drop_last = True  # the last batch may be odd
+    if data.image_size is not None:
+        check_least(data, 1, "image_size")
+    check_least(model, 1, "patch_size")
+    if data.channels not in (None, 1, 3):
+        fail(f"--channels {data.channels} must be 1 or 3")
+    return data, model, training, run
 
 
+def choose_config(
+    data: DataArguments, model: ModelArguments, side: int, channels: int, names: list[str]
+) -> tuple[PreTrainedConfig, int]:
+    """Return the configuration and the size of its pictures: by the options, the model, or the data's `side`."""
+    size, patch, fields = data.image_size or side, model.patch_size, {"num_channels": channels}
+    if model.model_name_or_path:
+        loaded = AutoConfig.from_pretrained(model.model_name_or_path)
+        size, patch = loaded.image_size, loaded.patch_size
+        if data.image_size not in (None, size) or loaded.num_channels != channels:
+            fail(
+                f"{model.model_name_or_path} takes pictures of {size} x {size} in {loaded.num_channels} "
+                f"channels, not of {data.image_size or size} in {channels} (--image_size, --channels)"
+            )
+    if size % patch:
+        fail(f"--patch_size {patch} does not divide the size of the pictures, {size} (--image_size)")
+    fields |= {"image_size": size, "patch_size": patch, **label_fields(names)}
+    fields["problem_type"] = "single_label_classification"
+    return make_config(model, None, (size // patch) ** 2, "patches", **fields), size
+
+
+def choose_processor(data: DataArguments, model: ModelArguments, size: int, channels: int) -> BaseImageProcessor:
+    """Load the evaluation transform from the model, or make it."""
+    if model.model_name_or_path:
+        return load_processor(model.model_name_or_path)
+    mean, std = _OF_GREY if channels == 1 else _OF_COLOUR
+    mean, std = data.image_mean or mean, data.image_std or std
+    return make_processor(size, channels, mean, std, data.center_crop)
+
+
+def load_data(
+    data: DataArguments, model: ModelArguments, training: TrainingArguments
+) -> tuple[dict[str, Dataset | Redrawn], BaseImageProcessor, PreTrainedConfig]:
+    """Return the encoded splits that the run needs, the evaluation transform, and the configuration of the model."""
+    splits = load_pictures(data, choose_splits(training, data))
+    for name, split in splits.items():
+        check_columns(split, name, [data.image_column] + [data.label_column] * (name != "test"))
+    names = class_names(splits.get("train"), data.label_column, model.model_name_or_path)
+    split = next(iter(splits.values()))
+    first = read_picture(split[0][data.image_column], pixels=holds_pixels(split, data.image_column))
+    channels = data.channels or (1 if first.mode == "L" else 3)
+    config, size = choose_config(data, model, min(first.size), channels, names)
+    processor = choose_processor(data, model, size, channels)
+    for name, split in splits.items():
+        train = name == "train"
+        transform = training_transform(data, processor, size) if train else evaluation_transform(processor)
+        encoded = encode_split(split, name, data, channels, transform, names)
+        splits[name] = augment_split(encoded, data, training.seed) if train else encoded
+    return splits, processor, config
+
+
+@explain_out_of_memory
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    return ImageClassification(argv).run()
+    data, model, training, run = parse(argv)
+    begin_run(__file__, argv, data, model, training, run)
+
+    with training.main_process_first(desc="reading the data"):
+        splits, processor, config = load_data(data, model, training)
+
+    smoothing, training.label_smoothing_factor = training.label_smoothing_factor, 0.0  # our loss has it
+    trainer = PictureTrainer(
+        make_model(AutoModelForImageClassification, model, config),
+        training,
+        train_dataset=splits.get("train"),
+        eval_dataset=splits.get("validation"),
+        processing_class=processor,
+        compute_loss_func=make_loss(smoothing),
+        compute_metrics=accuracy,
+        callbacks=make_callbacks(data),
+    )
+    trainer.repeats, trainer.mix = data.repeated_augmentation, make_mix(data, config.num_labels, smoothing)
+
+    summary = {"task": TITLE, "metric": METRIC, **describe(trainer, run)}
+    summary |= train(trainer, run) | examples_per_second(trainer, "images_per_second")
+    summary |= score(trainer)
+    summary |= write_predictions(trainer, splits)
+    return finish(trainer, run, summary)
 
 
 if __name__ == "__main__":

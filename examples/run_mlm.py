@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from common.arguments import check_least, fail
-from common.data import SourceArguments, check_stream, check_texts, load_splits, name_source, some_texts
-from common.model import boundary_ids, make_config, make_model, make_tokenizer
-from common.scale import Redrawn, Stream
-from common.script import Script
+from common.arguments import RunArguments, check_least, explain_out_of_memory, fail, parse_arguments
+from common.data import SourceArguments, choose_splits, load_splits
+from common.model import ModelArguments, boundary_ids, make_config, make_model, make_tokenizer
+from common.redrawn import Redrawn
+from common.report import describe, finish
+from common.streaming import Stream, StreamingTrainer, check_split, check_streaming, some_texts
+from common.training import begin_run, check_run, make_callbacks, score, train
 from datasets import Dataset, IterableDataset
 from torch.nn.functional import cross_entropy
 from transformers import (
@@ -23,10 +25,14 @@ from transformers import (
     DataCollatorForLanguageModeling,
     DataCollatorForTokenClassification,
     EvalPrediction,
+    PreTrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
-    Trainer,
+    TrainingArguments,
     default_data_collator,
 )
+
+TITLE, METRIC = "masked language model", "eval_perplexity"
 
 
 @dataclass
@@ -36,12 +42,12 @@ class DataArguments(SourceArguments):
     text_column: str = field(default="text", metadata={"help": "column with the text; a txt file has one text a line"})
     block_size: int = field(default=512, metadata={"help": "tokens of an input, <s> among them"})
     short_seq_prob: float = field(
-        default=0.0, metadata={"help": "share of the training inputs that end early, at a length drawn at random"}
+        default=0.0, metadata={"help": "share of the training inputs that end early, at a random length"}
     )
-    mlm_probability: float = field(default=0.15, metadata={"help": "share of the tokens that are predicted"})
+    mlm_probability: float = field(default=0.15, metadata={"help": "share of the tokens that is predicted"})
     max_train_samples: int | None = field(default=None, metadata={"help": "use only the first N texts"})
     max_eval_samples: int | None = field(default=None, metadata={"help": "use only the first N texts"})
-    preprocessing_num_workers: int | None = field(default=None, metadata={"help": "processes that tokenize"})
+    preprocessing_num_workers: int | None = field(default=None, metadata={"help": "number of processes that tokenize"})
 
 
 class Masking:
@@ -65,8 +71,8 @@ def cut_blocks(
 ) -> Dataset | IterableDataset:
     """Cut the texts, each followed by `</s>`, into blocks of `<s>` and `block_size - 1` tokens.
 
-    Empty texts are skipped. A thousand texts are strung together at a time; what is left of them, less than a block, is
-    dropped. A share `short` of the blocks has from 1 to `block_size - 1` tokens instead, which the texts alone decide.
+    Empty texts are skipped. A thousand texts are strung together at a time, and a rest shorter than a block is dropped.
+    A share `short` of the blocks has from 1 to `block_size - 1` tokens instead, by numbers drawn from the texts.
     """
     bos, eos = boundary_ids(tokenizer)
     step = data.block_size - 1
@@ -106,7 +112,7 @@ def mask_once(blocks: Dataset, tokenizer: PreTrainedTokenizerBase, data: DataArg
 def token_scores(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return `[B, T, 2]`: the negative log-likelihood of every masked token, and whether it is the best guess.
 
-    `logits` are those of all positions or, from a model with `sparse_prediction`, of the masked ones.
+    `logits` cover all positions or, from a model with `sparse_prediction`, the masked ones.
     """
     masked = labels != -100
     logits, targets = (logits[masked] if logits.dim() == 3 else logits).float(), labels[masked]
@@ -122,76 +128,104 @@ def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
     return {"perplexity": float(np.exp(loss)), "accuracy": float(right)}
 
 
-class MaskedLanguageModel(Script):
-    data_arguments = DataArguments
-    title, metric, streams = "masked language model", "eval_perplexity", True
-
-    def check(self) -> None:
-        super().check()
-        data = self.data
-        if sum(map(bool, (data.dataset_name, data.dataset_path, data.train_files or data.validation_files))) != 1:
-            fail("pass one of --dataset_name, --dataset_path, or --train_files and --validation_files")
-        if not 0 < data.mlm_probability < 1:
-            fail(f"--mlm_probability {data.mlm_probability} must be between 0 and 1")
-        if not 0 <= data.short_seq_prob <= 1:
-            fail(f"--short_seq_prob {data.short_seq_prob} must be between 0 and 1")
-        check_least(data, 2, "block_size")
-
-    def load(self) -> dict[str, Dataset | IterableDataset]:
-        data, limits, files = self.data, self.limits(), None
-        if not (data.dataset_name or data.dataset_path):
-            files = {"train": data.train_files, "validation": data.validation_files}
-            if missing := [name for name in limits if not files[name]]:
-                fail(f"pass --{missing[0]}_files as well")
-        source = (data.dataset_path, data.dataset_name, data.dataset_config)
-        splits = load_splits(limits, *source, files=files, streaming=self.scale.streaming)
-        for name, split in splits.items():
-            if isinstance(split, IterableDataset):
-                check_stream(split, name, data.text_column)
-            else:
-                check_texts(split, name, (data.text_column,))
-        return splits
-
-    def prepare(self) -> None:
-        data, training, splits = self.data, self.training, self.load()
-        texts = some_texts(splits["train"], data.text_column) if "train" in splits else ()
-        tokenizer = make_tokenizer(self.model, texts, data.block_size)
-        if tokenizer.mask_token_id is None:
-            fail("the tokenizer has no mask_token; a masked language model needs one")
-        self.tokenizer = tokenizer
-        self.config = make_config(self.model, tokenizer, data.block_size, sparse_prediction=True)
-        self.head_share = data.mlm_probability if getattr(self.config, "sparse_prediction", False) else 1.0
-        short = {"train": data.short_seq_prob}
-        self.splits = {
-            name: cut_blocks(split, name, tokenizer, data, short.get(name, 0.0)) for name, split in splits.items()
-        }
-        if "validation" in self.splits:
-            self.splits["validation"] = mask_once(self.splits["validation"], tokenizer, data, training.seed)
-        if "train" in self.splits:
-            blocks, masking = self.splits["train"], Masking(tokenizer, data.mlm_probability)
-            if self.scale.streaming:
-                blocks = blocks.shuffle(training.seed, buffer_size=self.scale.shuffle_buffer)
-                self.splits["train"] = Stream(blocks, masking, training)
-            else:
-                self.splits["train"] = Redrawn(blocks, masking, training.seed)
-
-    def build(self) -> Trainer:
-        return self.make_trainer(
-            make_model(AutoModelForMaskedLM, self.model, self.config),
-            processing_class=self.tokenizer,
-            data_collator=DataCollatorForTokenClassification(self.tokenizer)
-            if self.data.short_seq_prob
-            else default_data_collator,
-            compute_metrics=compute_metrics,
-            preprocess_logits_for_metrics=token_scores,
-        )
-
-    def source(self) -> dict[str, str | None]:
-        return name_source(self.data.train_files, None, None) if self.data.train_files else super().source()
+def parse(
+    argv: list[str] | None, model_arguments: type[ModelArguments] = ModelArguments
+) -> tuple[DataArguments, ModelArguments, TrainingArguments, RunArguments]:
+    """Return the options; the script ends where they contradict each other."""
+    kinds = (DataArguments, model_arguments, TrainingArguments, RunArguments)
+    data, model, training, run = parse_arguments(kinds, argv)
+    check_run(TITLE, data, model, training, run, streams=True, predicts=False)
+    check_streaming(training, run)
+    if sum(map(bool, (data.dataset_name, data.dataset_path, data.train_files or data.validation_files))) != 1:
+        fail("pass one of --dataset_name, --dataset_path, or --train_files and --validation_files")
+    if not 0 < data.mlm_probability < 1:
+        fail(f"--mlm_probability {data.mlm_probability} must be between 0 and 1")
+    if not 0 <= data.short_seq_prob <= 1:
+        fail(f"--short_seq_prob {data.short_seq_prob} must be between 0 and 1")
+    check_least(data, 2, "block_size")
+    return data, model, training, run
 
 
+def load_texts(
+    data: DataArguments, training: TrainingArguments, run: RunArguments
+) -> dict[str, Dataset | IterableDataset]:
+    """Return the splits that the run needs, with text in place."""
+    limits, files = choose_splits(training, data), None
+    if not (data.dataset_name or data.dataset_path):
+        files = {"train": data.train_files, "validation": data.validation_files}
+        if missing := [name for name in limits if not files[name]]:
+            fail(f"pass --{missing[0]}_files as well")
+    source = (data.dataset_path, data.dataset_name, data.dataset_config)
+    splits = load_splits(limits, *source, files=files, streaming=run.streaming)
+    for name, split in splits.items():
+        check_split(split, name, data.text_column)
+    return splits
+
+
+def load_data(
+    data: DataArguments, model: ModelArguments, training: TrainingArguments, run: RunArguments
+) -> tuple[dict[str, Any], PreTrainedTokenizerBase, PreTrainedConfig]:
+    """Return the splits as masked blocks, the tokenizer, and the configuration of the model."""
+    splits = load_texts(data, training, run)
+    texts = some_texts(splits["train"], data.text_column) if "train" in splits else ()
+    tokenizer = make_tokenizer(model, texts, data.block_size)
+    if tokenizer.mask_token_id is None:
+        fail("the tokenizer has no mask_token; a masked language model needs one")
+    config = make_config(model, tokenizer, data.block_size, sparse_prediction=True)
+    short = {"train": data.short_seq_prob}
+    blocks = {name: cut_blocks(split, name, tokenizer, data, short.get(name, 0.0)) for name, split in splits.items()}
+    if "validation" in blocks:
+        blocks["validation"] = mask_once(blocks["validation"], tokenizer, data, training.seed)
+    masking = Masking(tokenizer, data.mlm_probability)
+    if run.streaming and "train" in blocks:
+        shuffled = blocks["train"].shuffle(training.seed, buffer_size=run.shuffle_buffer)
+        blocks["train"] = Stream(shuffled, masking, training)
+    elif "train" in blocks:
+        blocks["train"] = Redrawn(blocks["train"], masking, training.seed)
+    return blocks, tokenizer, config
+
+
+def make_trainer(
+    network: PreTrainedModel,
+    data: DataArguments,
+    training: TrainingArguments,
+    blocks: dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+) -> StreamingTrainer:
+    """Return the Trainer, which scores masked tokens."""
+    return StreamingTrainer(
+        network,
+        training,
+        train_dataset=blocks.get("train"),
+        eval_dataset=blocks.get("validation"),
+        processing_class=tokenizer,
+        data_collator=DataCollatorForTokenClassification(tokenizer) if data.short_seq_prob else default_data_collator,
+        compute_metrics=compute_metrics,
+        preprocess_logits_for_metrics=token_scores,
+        callbacks=make_callbacks(data),
+    )
+
+
+def head_share(data: DataArguments, config: PreTrainedConfig) -> float:
+    """Return the share of the tokens that the head scores."""
+    return data.mlm_probability if getattr(config, "sparse_prediction", False) else 1.0
+
+
+@explain_out_of_memory
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    return MaskedLanguageModel(argv).run()
+    data, model, training, run = parse(argv)
+    begin_run(__file__, argv, data, model, training, run)
+
+    with training.main_process_first(desc="reading the data"):
+        blocks, tokenizer, config = load_data(data, model, training, run)
+
+    network = make_model(AutoModelForMaskedLM, model, config)
+    trainer = make_trainer(network, data, training, blocks, tokenizer)
+
+    summary = {"task": TITLE, "metric": METRIC, **describe(trainer, run)}
+    summary |= train(trainer, run, head_share(data, config))
+    summary |= score(trainer)
+    return finish(trainer, run, summary)
 
 
 if __name__ == "__main__":

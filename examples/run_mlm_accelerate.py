@@ -5,7 +5,7 @@
     accelerate launch --config_file examples/accelerate/fsdp2.yaml examples/run_mlm_accelerate.py --dataset_path DIR ...
 
 The batch of a step, its masks and its dropout follow from the number of the step: a run that `--resume true` continues,
-on as many processes or on others, goes on as if it had not stopped. Of these only dropout depends on the processes.
+on the same number of processes or on another, goes on as if it had not stopped. Only dropout depends on that number.
 """
 
 import json
@@ -21,13 +21,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import DistributedType
-from common.arguments import check_least, fail, parse_arguments
+from common.arguments import check_launch, check_least, fail, parse_arguments
 from common.checkpoint import find_checkpoints, remove_half_written, save_checkpoint
 from common.data import SourceArguments, check_source, check_texts, load_splits
 from common.hub import check_login, push_folder
 from common.model import ModelArguments, make_config, make_model, make_tokenizer
+from common.redrawn import draw
 from common.report import print_table, save_json, throughput
-from common.scale import check_launch, draw
 from datasets import Dataset
 from run_mlm import Masking, cut_blocks
 from torch.distributed.checkpoint import state_dict as states
@@ -41,21 +41,33 @@ class Arguments(SourceArguments):
     output_dir: str = field(default="outputs/mlm", metadata={"help": "folder of checkpoints, losses and the model"})
     text_column: str = field(default="text", metadata={"help": "column with the text; a txt file has one text a line"})
     block_size: int = field(default=512, metadata={"help": "tokens of an input, <s> among them"})
-    mlm_probability: float = field(default=0.15, metadata={"help": "share of the tokens that are predicted"})
-    preprocessing_num_workers: int | None = field(default=None, metadata={"help": "processes that tokenize"})
-    max_steps: int = field(default=1000, metadata={"help": "updates of the weights"})
-    batch_size: int = field(default=32, metadata={"help": "inputs of an update, over all processes"})
-    gradient_accumulation_steps: int = field(default=1, metadata={"help": "parts of a batch, one after the other"})
-    learning_rate: float = field(default=5e-4, metadata={"help": "after the warm-up; it falls to 0 by max_steps"})
-    warmup_steps: int = field(default=0, metadata={"help": "steps in which the learning rate rises"})
+    mlm_probability: float = field(default=0.15, metadata={"help": "share of the tokens that is predicted"})
+    preprocessing_num_workers: int | None = field(default=None, metadata={"help": "number of processes that tokenize"})
+    max_steps: int = field(default=1000, metadata={"help": "number of updates of the weights"})
+    batch_size: int = field(default=32, metadata={"help": "inputs of one update, counted over all processes"})
+    gradient_accumulation_steps: int = field(
+        default=1, metadata={"help": "number of parts into which a batch is divided"}
+    )
+    learning_rate: float = field(
+        default=5e-4, metadata={"help": "learning rate after the warm-up; it falls to 0 by max_steps"}
+    )
+    warmup_steps: int = field(default=0, metadata={"help": "steps over which the learning rate rises"})
     save_steps: int = field(default=100, metadata={"help": "steps between checkpoints; the last two are kept"})
-    resume: bool = field(default=False, metadata={"help": "go on from the newest checkpoint of output_dir, if any"})
-    seed: int = field(default=42, metadata={"help": "of weights, order, masks and dropout"})
-    use_cpu: bool = field(default=False, metadata={"help": "run on CPUs, also where there is a GPU"})
-    fsdp: bool = field(default=False, metadata={"help": "shard by FSDP2 also where accelerate does not, as on CPUs"})
-    timeout: int = field(default=60, metadata={"help": "seconds until a process that says nothing ends the others"})
-    peak_flops: float | None = field(default=None, metadata={"help": "of a process's device; CPUs measure theirs"})
-    push_to_hub: str | None = field(default=None, metadata={"help": "repository for the model, at the end"})
+    resume: bool = field(
+        default=False, metadata={"help": "continue from the newest checkpoint of output_dir, if there is one"}
+    )
+    seed: int = field(default=42, metadata={"help": "seed of the weights, the order, the masks and dropout"})
+    use_cpu: bool = field(default=False, metadata={"help": "run on the CPU even where there is a GPU"})
+    fsdp: bool = field(default=False, metadata={"help": "shard by FSDP2 even where accelerate does not, as on CPUs"})
+    timeout: int = field(
+        default=60, metadata={"help": "seconds after which a silent process counts as dead and the others end"}
+    )
+    peak_flops: float | None = field(
+        default=None, metadata={"help": "peak FLOPs a second of one device; a CPU is measured"}
+    )
+    push_to_hub: str | None = field(
+        default=None, metadata={"help": "repository to which the model is pushed at the end"}
+    )
 
 
 class Loop:
@@ -162,9 +174,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     set_seed(options.seed)
     with accelerator.main_process_first():
         remove_half_written(output)
-        split = load_splits({"train": None}, options.dataset_path, options.dataset_name, options.dataset_config)[
-            "train"
-        ]
+        names = (options.dataset_path, options.dataset_name, options.dataset_config)
+        split = load_splits({"train": None}, *names)["train"]
         check_texts(split, "train", (options.text_column,))
         tokenizer = make_tokenizer(source, split[options.text_column], options.block_size)
         blocks = cut_blocks(split, "train", tokenizer, options)

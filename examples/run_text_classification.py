@@ -10,101 +10,111 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.arguments import fail
+from common.arguments import RunArguments, explain_out_of_memory, fail, parse_arguments
 from common.classification import accuracy, class_names, class_numbers, write_predictions
-from common.data import (
-    SourceArguments,
-    check_columns,
-    check_source,
-    check_texts,
-    hide_tokens,
-    load_splits,
-)
-from common.model import label_fields, make_config, make_model, make_tokenizer
-from common.pairs import TextArguments, check_pairs, choose_model, encode_texts
-from common.script import Script
+from common.data import SourceArguments, check_columns, check_source, check_texts, choose_splits, load_splits
+from common.model import ModelArguments, label_fields, make_config, make_model, make_tokenizer
+from common.report import describe, finish
+from common.texts import TextArguments, check_pairs, choose_model, encode_texts, hide_tokens
+from common.training import OrderedTrainer, begin_run, check_run, make_callbacks, score, train
 from datasets import Dataset
-from transformers import Trainer
+from transformers import PreTrainedTokenizerBase, TrainingArguments
+
+TITLE, METRIC = "text classification", "eval_accuracy"
 
 
 @dataclass
 class DataArguments(SourceArguments, TextArguments):
-    text_columns: list[str] = field(default_factory=lambda: ["text"], metadata={"help": "one column, or two for pairs"})
-    label_column: str = field(default="label", metadata={"help": "classes: their names, or numbers"})
-    validation_share: float = field(
-        default=0.0, metadata={"help": "share of the training rows to validate on, if there is no split for that"}
+    text_columns: list[str] = field(
+        default_factory=lambda: ["text"], metadata={"help": "column of the texts, or two columns for pairs"}
     )
-    max_seq_length: int = field(default=512, metadata={"help": "longer inputs are truncated"})
+    label_column: str = field(default="label", metadata={"help": "column with the classes: their names, or numbers"})
+    validation_share: float = field(
+        default=0.0, metadata={"help": "hold this share of the training rows out as the validation split"}
+    )
+    max_seq_length: int = field(default=512, metadata={"help": "cut longer inputs to this length"})
 
 
-class TextClassification(Script):
-    data_arguments = DataArguments
-    defaults = {"metric_for_best_model": "accuracy"}
-    title, metric = "text classification", "eval_accuracy"
-
-    def check(self) -> None:
-        super().check()
-        check_source(self.data)
-        if not 0 <= self.data.validation_share < 1:
-            fail(f"--validation_share {self.data.validation_share} must be in [0, 1)")
-        if len(self.data.text_columns) > 2:
-            fail(f"--text_columns {' '.join(self.data.text_columns)}: one column of texts, or two of pairs")
-        check_pairs(self.data, self.data.text_columns)
-
-    def load(self) -> dict[str, Dataset]:
-        """Return the splits that the run needs, with texts and labels in place."""
-        data, limits = self.data, self.limits()
-        held = data.validation_share > 0 and "validation" in limits
-        sources = ["train" if held and name == "validation" else name for name in limits]
-        splits = load_splits(dict.fromkeys(sources), data.dataset_path, data.dataset_name, data.dataset_config)
-        if held:
-            parts = splits["train"].train_test_split(data.validation_share, seed=0)  # the same rows for every --seed
-            splits |= {"train": parts["train"], "validation": parts["test"]}
-        splits = {name: splits[name] if limit is None else splits[name].take(limit) for name, limit in limits.items()}
-        for name, split in splits.items():
-            check_texts(split, name, tuple(data.text_columns))
-            check_columns(split, name, [data.label_column] * (name != "test"))
-        return splits
-
-    def prepare(self) -> None:
-        data, splits = self.data, self.load()
-        names = class_names(splits.get("train"), data.label_column, self.model.model_name_or_path)
-        texts = [text for column in data.text_columns for text in splits["train"][column]] if "train" in splits else []
-        self.tokenizer = tokenizer = make_tokenizer(self.model, texts, data.max_seq_length)
-        fields = label_fields(names) | {"problem_type": "single_label_classification"}
-        self.config = make_config(self.model, tokenizer, data.max_seq_length, **fields)
-
-        def encode(batch: dict[str, list]) -> dict[str, list]:
-            texts = [batch[column] for column in data.text_columns]
-            return encode_texts(tokenizer, texts, data.max_seq_length, data.two_towers)
-
-        for name, split in splits.items():
-            labels = class_numbers(split, data.label_column, names, name)
-            options = {"remove_columns": split.column_names, "keep_in_memory": self.training.world_size == 1}
-            self.splits[name] = split.map(encode, batched=True, **options, desc=name).add_column("labels", labels)
-        if self.training.do_train:
-            options = (tokenizer, data.token_dropout, self.training.seed)
-            self.splits["train"] = hide_tokens(self.splits["train"], *options)
-
-    def build(self) -> Trainer:
-        model_class, collator = choose_model(self.data, self.config.model_type, self.tokenizer)
-        return self.make_trainer(
-            make_model(model_class, self.model, self.config),
-            processing_class=self.tokenizer,
-            data_collator=collator,
-            compute_metrics=accuracy,
-        )
-
-    def describe(self) -> dict[str, Any]:
-        return {"task": Path(self.data.dataset_path or self.data.dataset_name).name, **super().describe()}
-
-    def predict(self) -> dict[str, Any]:
-        """Write the predicted classes of the test split; return their path, and the accuracy if labels are known."""
-        return write_predictions(self.trainer, self.splits["test"])
+def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, TrainingArguments, RunArguments]:
+    """Return the options; the script ends where they contradict each other."""
+    kinds = (DataArguments, ModelArguments, TrainingArguments, RunArguments)
+    data, model, training, run = parse_arguments(kinds, argv, metric_for_best_model="accuracy")
+    check_run(TITLE, data, model, training, run)
+    check_source(data)
+    if not 0 <= data.validation_share < 1:
+        fail(f"--validation_share {data.validation_share} must be in [0, 1)")
+    if len(data.text_columns) > 2:
+        fail(f"--text_columns {' '.join(data.text_columns)}: one column of texts, or two of pairs")
+    check_pairs(data, data.text_columns)
+    return data, model, training, run
 
 
+def load_texts(data: DataArguments, training: TrainingArguments) -> dict[str, Dataset]:
+    """Return the splits that the run needs, with texts and labels in place."""
+    limits = choose_splits(training, data)
+    held = data.validation_share > 0 and "validation" in limits
+    sources = ["train" if held and name == "validation" else name for name in limits]
+    splits = load_splits(dict.fromkeys(sources), data.dataset_path, data.dataset_name, data.dataset_config)
+    if held:
+        parts = splits["train"].train_test_split(data.validation_share, seed=0)  # the same rows for every --seed
+        splits |= {"train": parts["train"], "validation": parts["test"]}
+    splits = {name: splits[name] if limit is None else splits[name].take(limit) for name, limit in limits.items()}
+    for name, split in splits.items():
+        check_texts(split, name, tuple(data.text_columns))
+        check_columns(split, name, [data.label_column] * (name != "test"))
+    return splits
+
+
+def load_data(
+    data: DataArguments, model: ModelArguments, training: TrainingArguments
+) -> tuple[dict[str, Dataset], PreTrainedTokenizerBase, list[str]]:
+    """Return the encoded splits that the run needs, the tokenizer, and the names of the classes."""
+    splits = load_texts(data, training)
+    names = class_names(splits.get("train"), data.label_column, model.model_name_or_path)
+    texts = [text for column in data.text_columns for text in splits["train"][column]] if "train" in splits else []
+    tokenizer = make_tokenizer(model, texts, data.max_seq_length)
+
+    def encode(batch: dict[str, list]) -> dict[str, list]:
+        texts = [batch[column] for column in data.text_columns]
+        return encode_texts(tokenizer, texts, data.max_seq_length, data.two_towers)
+
+    for name, split in splits.items():
+        labels = class_numbers(split, data.label_column, names, name)
+        options = {"remove_columns": split.column_names, "keep_in_memory": training.world_size == 1}
+        splits[name] = split.map(encode, batched=True, **options, desc=name).add_column("labels", labels)
+    if training.do_train:
+        splits["train"] = hide_tokens(splits["train"], tokenizer, data.token_dropout, training.seed)
+    return splits, tokenizer, names
+
+
+@explain_out_of_memory
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    return TextClassification(argv).run()
+    data, model, training, run = parse(argv)
+    begin_run(__file__, argv, data, model, training, run)
+
+    with training.main_process_first(desc="reading the data"):
+        splits, tokenizer, names = load_data(data, model, training)
+
+    fields = label_fields(names) | {"problem_type": "single_label_classification"}
+    config = make_config(model, tokenizer, data.max_seq_length, **fields)
+    model_class, collator = choose_model(data, config.model_type, tokenizer)
+    trainer = OrderedTrainer(
+        make_model(model_class, model, config),
+        training,
+        train_dataset=splits.get("train"),
+        eval_dataset=splits.get("validation"),
+        processing_class=tokenizer,
+        data_collator=collator,
+        compute_metrics=accuracy,
+        callbacks=make_callbacks(data),
+    )
+
+    task = Path(data.dataset_path or data.dataset_name).name
+    summary = {"task": task, "metric": METRIC, **describe(trainer, run)}
+    summary |= train(trainer, run)
+    summary |= score(trainer)
+    summary |= write_predictions(trainer, splits)
+    return finish(trainer, run, summary)
 
 
 if __name__ == "__main__":

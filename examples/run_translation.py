@@ -1,4 +1,4 @@
-"""Trains a translation model, from scratch or from a checkpoint, and scores what it translates with sacreBLEU.
+"""Trains a translation model, from scratch or from a checkpoint, and scores its translations with sacreBLEU.
 
     python examples/run_translation.py --recipe examples/recipes/translation/multi30k_luna.yaml \
         --dataset_name bentrevett/multi30k --output_dir outputs/multi30k_luna
@@ -12,49 +12,62 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common.arguments import check_choice, check_least, fail
+from common.arguments import RunArguments, check_choice, check_least, explain_out_of_memory, fail, parse_arguments
 from common.averaging import average, choose_checkpoints
-from common.data import LimitArguments, SourceArguments, check_source, load_splits
-from common.model import make_config, make_model
+from common.data import LimitArguments, SourceArguments, check_source, choose_splits, load_splits
+from common.model import ModelArguments, make_config, make_model
 from common.optimizers import ClipEach, apollo
+from common.report import describe, finish
 from common.schedules import milestone_schedule
-from common.script import Script
-from common.training import OrderedTrainer, write_lines
+from common.training import OrderedTrainer, begin_run, check_run, make_callbacks, score, train, write_lines
 from common.translation import PairCollator, Tokenizers, encode, make_tokenizers, read_pairs
 from datasets import Dataset
 from sacrebleu.metrics import BLEU
-from transformers import AutoModelForSeq2SeqLM, EvalPrediction, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    EvalPrediction,
+    PreTrainedConfig,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+)
+
+METRIC = "eval_bleu"
 
 
 @dataclass
 class DataArguments(SourceArguments, LimitArguments):
-    source_lang: str = field(default="en", metadata={"help": "language that is translated: its name in the data"})
-    target_lang: str = field(default="de", metadata={"help": "language that it is translated into"})
+    source_lang: str = field(default="en", metadata={"help": "source language, by its name in the data"})
+    target_lang: str = field(default="de", metadata={"help": "target language, by its name in the data"})
     test_paths: list[str] | None = field(
-        default=None, metadata={"help": "local folders: --do_predict translates their split test, not the data set's"}
+        default=None,
+        metadata={"help": "local folders whose split test --do_predict translates, in place of the data set's"},
     )
     max_source_length: int = field(default=128, metadata={"help": "tokens of a source, </s> among them"})
     max_target_length: int = field(default=128, metadata={"help": "tokens of a target, </s> among them"})
     num_beams: int = field(
-        default=5, metadata={"help": "beams of the evaluation at the end; --generation_num_beams is for training"}
+        default=5,
+        metadata={"help": "beams of the evaluation at the end; --generation_num_beams sets those during training"},
     )
-    length_penalty: float = field(default=1.0, metadata={"help": "power of the length that scores are divided by"})
+    length_penalty: float = field(default=1.0, metadata={"help": "exponent of the length by which scores are divided"})
     milestones: list[int] | None = field(
         default=None,
-        metadata={"help": "steps that lower the learning rate; with lr_scheduler_type constant_with_warmup"},
+        metadata={"help": "steps at which the learning rate falls; needs lr_scheduler_type constant_with_warmup"},
     )
     milestone_factor: float = field(default=0.1, metadata={"help": "factor on the learning rate at a milestone"})
-    warmup_init_lr: float = field(default=0.0, metadata={"help": "learning rate of the first step; with milestones"})
+    warmup_init_lr: float = field(default=0.0, metadata={"help": "learning rate of the first step; needs milestones"})
     apollo: bool = field(
-        default=False, metadata={"help": "optimizer: Apollo, with adam_beta1 and adam_epsilon; needs pytorch_optimizer"}
+        default=False,
+        metadata={"help": "train with Apollo, its options adam_beta1 and adam_epsilon; needs pytorch_optimizer"},
     )
     clip_each: float | None = field(
-        default=None, metadata={"help": "norm that the gradient of every parameter is clipped to, each by itself"}
+        default=None, metadata={"help": "clip the gradient of each parameter by itself to this norm"}
     )
     average_checkpoints: int = field(
         default=0, metadata={"help": "evaluate and save the mean of N checkpoints, of this or of an earlier run"}
     )
-    average_by: str = field(default="last", metadata={"help": "which: last, or best by metric_for_best_model"})
+    average_by: str = field(
+        default="last", metadata={"help": "checkpoints to average: last, or best by metric_for_best_model"}
+    )
 
 
 class TranslationTrainer(OrderedTrainer, Seq2SeqTrainer):
@@ -98,130 +111,146 @@ class TranslationTrainer(OrderedTrainer, Seq2SeqTrainer):
             self.tokenizers.target.save_pretrained(Path(output_dir or self.args.output_dir, "target"))
 
 
-class Translation(Script):
-    data_arguments, training_arguments = DataArguments, Seq2SeqTrainingArguments
-    metric = "eval_bleu"
-
-    def check(self) -> None:
-        super().check()
-        data, training = self.data, self.training
-        self.title = f"{data.source_lang}-{data.target_lang} translation"
-        if training.do_train or training.do_eval or not data.test_paths:
-            check_source(data)
-        check_least(data, 2, "max_source_length", "max_target_length")
-        check_least(data, 1, "num_beams")
-        check_choice(data, "average_by", ("last", "best"))
-        if data.milestones and training.lr_scheduler_type != "constant_with_warmup":
-            fail(f"--milestones: not with --lr_scheduler_type {training.lr_scheduler_type}, but constant_with_warmup")
-        if data.milestones and data.milestones != sorted(data.milestones):
-            fail(f"--milestones {data.milestones} must be in order")
-        if data.warmup_init_lr and not (data.milestones and 0 < data.warmup_init_lr < training.learning_rate):
-            fail(f"--warmup_init_lr {data.warmup_init_lr} needs --milestones, and a higher --learning_rate")
-        if data.clip_each is not None and (data.clip_each <= 0 or training.max_grad_norm or training.fp16):
-            fail(f"--clip_each {data.clip_each} must be above 0, with --max_grad_norm 0 and without --fp16")
-        if data.average_checkpoints and self.average.ema_decay:
-            fail("--average_checkpoints and --ema_decay are two averages of the weights: pass one of them")
-        if data.average_checkpoints > (training.save_total_limit or data.average_checkpoints):
-            fail(f"--average_checkpoints {data.average_checkpoints} is above --save_total_limit")
-
-    def load(self) -> dict[str, Dataset]:
-        """Return the pairs of the splits that are needed and, by name, of the test sets."""
-        data, training, folders = self.data, self.training, {}
-        if training.do_predict and data.test_paths:
-            folders = {Path(path).resolve().name: path for path in data.test_paths}
-        limits = self.limits(test=() if folders else ("test",))
-        if folders and (len(folders) < len(data.test_paths) or folders.keys() & limits.keys()):
-            fail(f"--test_paths: the folders need names of their own, other than {' and '.join(limits)}")
-        splits = {}
-        if limits:
-            splits = load_splits(limits, data.dataset_path, data.dataset_name, data.dataset_config)
-        for name, path in folders.items():
-            splits[name] = load_splits({"test": data.max_predict_samples}, path, None, None)["test"]
-        return {name: read_pairs(split, name, data.source_lang, data.target_lang) for name, split in splits.items()}
-
-    def prepare(self) -> None:
-        data, model = self.data, self.model
-        # The collator takes what it needs; the texts are for the score, the lengths for the batches.
-        self.training.remove_unused_columns = False
-        self.training.generation_num_beams = self.training.generation_num_beams or 1
-        splits = self.load()
-        texts = [*splits["train"]["source"], *splits["train"]["target"]] if "train" in splits else []
-        length = max(data.max_source_length, data.max_target_length)
-        tokenizers = make_tokenizers(model, texts, length)
-        start = {"is_encoder_decoder": True, "decoder_start_token_id": tokenizers.target.eos_token_id}
-        config = make_config(model, tokenizers.source, length, **({} if model.model_name_or_path else start))
-        if not config.is_encoder_decoder:
-            fail(f"{model.model_name_or_path} is no encoder-decoder")
-        if len(tokenizers.target) > (size := getattr(config, "decoder_vocab_size", None) or config.vocab_size):
-            fail(f"the target's tokenizer has {len(tokenizers.target)} entries, the decoder only {size}")
-        for name, pairs in splits.items():
-            self.splits[name] = encode(pairs, name, tokenizers, data.max_source_length, data.max_target_length)
-        self.tokenizers, self.config = tokenizers, config
-
-    def build(self) -> Trainer:
-        data, tokenizers, config, model = self.data, self.tokenizers, self.config, self.model
-        net = make_model(AutoModelForSeq2SeqLM, model, config)
-        net.generation_config.update(
-            # generate counts the token that the decoder starts with.
-            max_length=data.max_target_length + 1,
-            num_beams=data.num_beams,
-            length_penalty=data.length_penalty,
-        )
-        return self.make_trainer(
-            net,
-            TranslationTrainer,
-            processing_class=tokenizers.source,
-            data_collator=PairCollator(tokenizers.source, net),
-            tokenizers=tokenizers,
-            data=data,
-        )
-
-    def before_evaluation(self) -> dict[str, Any]:
-        """Give the model the mean of checkpoints, and evaluation its beams."""
-        summary = {"averaged": self.average_weights()} if self.data.average_checkpoints else {}
-        self.training.predict_with_generate, self.training.generation_num_beams = True, self.data.num_beams
-        return summary
-
-    def average_weights(self) -> str:
-        """Give the model the mean of several checkpoints, and save it; return their names."""
-        data, training, trainer = self.data, self.training, self.trainer
-        metric = training.metric_for_best_model or "eval_loss"
-        metric = metric if metric.startswith("eval_") else f"eval_{metric}"
-        trainer.accelerator.wait_for_everyone()
-        folder = training.output_dir if training.do_train else self.base_model
-        chosen = choose_checkpoints(folder, data.average_checkpoints, metric if data.average_by == "best" else None)
-        trainer.accelerator.unwrap_model(trainer.model).load_state_dict(average(chosen), strict=False)
-        trainer.save_model(_internal_call=True)
-        return ", ".join(path.name for path in chosen)
-
-    def evaluate(self) -> dict[str, Any]:
-        history = list(self.trainer.state.log_history)
-        summary = super().evaluate() | {"translations": self.write_translations("validation")}
-        self.trainer.state.log_history = history  # the curve is of training, not of beams and means of checkpoints
-        return summary | {"bleu_signature": str(self.trainer.bleu.get_signature())}
-
-    def predict(self) -> dict[str, Any]:
-        """Translate the test sets; return their scores, and the paths of the translations."""
-        summary = {}
-        for name in [name for name in self.splits if name not in ("train", "validation")]:
-            metrics = self.trainer.predict(self.splits[name], metric_key_prefix=name).metrics
-            summary |= {f"{name}_{key}": metrics[f"{name}_{key}"] for key in ("loss", "bleu", "runtime")}
-            summary[f"{name}_translations"] = self.write_translations(name)
-        return summary | {"bleu_signature": str(self.trainer.bleu.get_signature())}
-
-    def write_translations(self, name: str) -> str:
-        """Write the translations that were made last, those of the split `name`, in the order of the data."""
-        ordered = sorted(zip(self.splits[name]["row"], self.trainer.translations, strict=True))
-        file = f"translations.{name}.{self.data.target_lang}"
-        return write_lines(self.trainer, file, (text for _, text in ordered))
-
-    def describe(self) -> dict[str, Any]:
-        vocabulary = {"vocabulary": len(self.trainer.tokenizers.source)} if self.training.do_train else {}
-        return super().describe() | vocabulary
+def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, Seq2SeqTrainingArguments, RunArguments]:
+    """Return the options; the script ends where they contradict each other."""
+    kinds = (DataArguments, ModelArguments, Seq2SeqTrainingArguments, RunArguments)
+    data, model, training, run = parse_arguments(kinds, argv)
+    check_run(name_task(data), data, model, training, run)
+    if training.do_train or training.do_eval or not data.test_paths:
+        check_source(data)
+    check_least(data, 2, "max_source_length", "max_target_length")
+    check_least(data, 1, "num_beams")
+    check_choice(data, "average_by", ("last", "best"))
+    if data.milestones and training.lr_scheduler_type != "constant_with_warmup":
+        fail(f"--milestones: not with --lr_scheduler_type {training.lr_scheduler_type}, but constant_with_warmup")
+    if data.milestones and data.milestones != sorted(data.milestones):
+        fail(f"--milestones {data.milestones} must be in order")
+    if data.warmup_init_lr and not (data.milestones and 0 < data.warmup_init_lr < training.learning_rate):
+        fail(f"--warmup_init_lr {data.warmup_init_lr} needs --milestones, and a higher --learning_rate")
+    if data.clip_each is not None and (data.clip_each <= 0 or training.max_grad_norm or training.fp16):
+        fail(f"--clip_each {data.clip_each} must be above 0, with --max_grad_norm 0 and without --fp16")
+    if data.average_checkpoints and run.ema_decay:
+        fail("--average_checkpoints and --ema_decay are two averages of the weights: pass one of them")
+    if data.average_checkpoints > (training.save_total_limit or data.average_checkpoints):
+        fail(f"--average_checkpoints {data.average_checkpoints} is above --save_total_limit")
+    return data, model, training, run
 
 
+def name_task(data: DataArguments) -> str:
+    return f"{data.source_lang}-{data.target_lang} translation"
+
+
+def load_pairs(data: DataArguments, training: Seq2SeqTrainingArguments) -> dict[str, Dataset]:
+    """Return the pairs of the splits that the run needs and, by name, of the test sets."""
+    folders = {}
+    if training.do_predict and data.test_paths:
+        folders = {Path(path).resolve().name: path for path in data.test_paths}
+    limits = choose_splits(training, data, test=() if folders else ("test",))
+    if folders and (len(folders) < len(data.test_paths) or folders.keys() & limits.keys()):
+        fail(f"--test_paths: the folders need names of their own, other than {' and '.join(limits)}")
+    splits = {}
+    if limits:
+        splits = load_splits(limits, data.dataset_path, data.dataset_name, data.dataset_config)
+    for name, path in folders.items():
+        splits[name] = load_splits({"test": data.max_predict_samples}, path, None, None)["test"]
+    return {name: read_pairs(split, name, data.source_lang, data.target_lang) for name, split in splits.items()}
+
+
+def load_data(
+    data: DataArguments, model: ModelArguments, training: Seq2SeqTrainingArguments
+) -> tuple[dict[str, Dataset], Tokenizers, PreTrainedConfig]:
+    """Return the encoded splits that the run needs, the tokenizers, and the configuration of the model."""
+    splits = load_pairs(data, training)
+    texts = [*splits["train"]["source"], *splits["train"]["target"]] if "train" in splits else []
+    length = max(data.max_source_length, data.max_target_length)
+    tokenizers = make_tokenizers(model, texts, length)
+    start = {"is_encoder_decoder": True, "decoder_start_token_id": tokenizers.target.eos_token_id}
+    config = make_config(model, tokenizers.source, length, **({} if model.model_name_or_path else start))
+    if not config.is_encoder_decoder:
+        fail(f"{model.model_name_or_path} is no encoder-decoder")
+    if len(tokenizers.target) > (size := getattr(config, "decoder_vocab_size", None) or config.vocab_size):
+        fail(f"the target's tokenizer has {len(tokenizers.target)} entries, the decoder only {size}")
+    for name, pairs in splits.items():
+        splits[name] = encode(pairs, name, tokenizers, data.max_source_length, data.max_target_length)
+    return splits, tokenizers, config
+
+
+def average_weights(trainer: TranslationTrainer, folder: str) -> str:
+    """Give the model the mean of several checkpoints in `folder`, and save it; return their names."""
+    data = trainer.data
+    metric = trainer.args.metric_for_best_model or "eval_loss"
+    metric = metric if metric.startswith("eval_") else f"eval_{metric}"
+    trainer.accelerator.wait_for_everyone()
+    chosen = choose_checkpoints(folder, data.average_checkpoints, metric if data.average_by == "best" else None)
+    trainer.accelerator.unwrap_model(trainer.model).load_state_dict(average(chosen), strict=False)
+    trainer.save_model(_internal_call=True)
+    return ", ".join(path.name for path in chosen)
+
+
+def evaluate(trainer: TranslationTrainer, split: Dataset) -> dict[str, Any]:
+    """Score the translations of the validation split, and write them."""
+    history = list(trainer.state.log_history)
+    summary = score(trainer) | {"translations": write_translations(trainer, split, "validation")}
+    trainer.state.log_history = history  # the curve shows the training alone
+    return summary | {"bleu_signature": str(trainer.bleu.get_signature())}
+
+
+def predict(trainer: TranslationTrainer, splits: dict[str, Dataset]) -> dict[str, Any]:
+    """Translate the test sets; return their scores, and the paths of the translations."""
+    summary = {}
+    for name in [name for name in splits if name not in ("train", "validation")]:
+        metrics = trainer.predict(splits[name], metric_key_prefix=name).metrics
+        summary |= {f"{name}_{key}": metrics[f"{name}_{key}"] for key in ("loss", "bleu", "runtime")}
+        summary[f"{name}_translations"] = write_translations(trainer, splits[name], name)
+    return summary | {"bleu_signature": str(trainer.bleu.get_signature())}
+
+
+def write_translations(trainer: TranslationTrainer, split: Dataset, name: str) -> str:
+    """Write the translations of the split `name`, which were made last, in the order of the data."""
+    ordered = sorted(zip(split["row"], trainer.translations, strict=True))
+    return write_lines(trainer, f"translations.{name}.{trainer.data.target_lang}", (text for _, text in ordered))
+
+
+@explain_out_of_memory
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    return Translation(argv).run()
+    data, model, training, run = parse(argv)
+    # The collator chooses the columns; the score needs the texts, and batches by length need the lengths.
+    training.remove_unused_columns = False
+    training.generation_num_beams = training.generation_num_beams or 1
+    begin_run(__file__, argv, data, model, training, run)
+
+    with training.main_process_first(desc="reading the data"):
+        splits, tokenizers, config = load_data(data, model, training)
+
+    network = make_model(AutoModelForSeq2SeqLM, model, config)
+    # generate counts the token that the decoder starts with.
+    beams = {"num_beams": data.num_beams, "length_penalty": data.length_penalty}
+    network.generation_config.update(max_length=data.max_target_length + 1, **beams)
+    trainer = TranslationTrainer(
+        network,
+        training,
+        tokenizers=tokenizers,
+        data=data,
+        train_dataset=splits.get("train"),
+        eval_dataset=splits.get("validation"),
+        processing_class=tokenizers.source,
+        data_collator=PairCollator(tokenizers.source, network),
+        callbacks=make_callbacks(data),
+    )
+
+    summary = {"task": run.title, "metric": METRIC, **describe(trainer, run)}
+    if training.do_train:
+        summary["vocabulary"] = len(tokenizers.source)
+    summary |= train(trainer, run)
+    if data.average_checkpoints:
+        folder = training.output_dir if training.do_train else run.card["base_model"]
+        summary["averaged"] = average_weights(trainer, folder)
+    training.predict_with_generate, training.generation_num_beams = True, data.num_beams
+    if training.do_eval:
+        summary |= evaluate(trainer, splits["validation"])
+    if training.do_predict:
+        summary |= predict(trainer, splits)
+    return finish(trainer, run, summary)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
 """Command lines made of dataclasses, with recipes: YAML files whose values are defaults of the options."""
 
 import argparse
+import functools
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import fields
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields
 from glob import escape, glob
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,23 +17,84 @@ from transformers import HfArgumentParser, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+# Names that torchrun, accelerate and the launchers of MPI give to the number of processes.
+WORLD_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+
+MEMORY_HINT = (
+    "What helps: a smaller --per_device_train_batch_size (or --per_device_eval_batch_size) with more "
+    "--gradient_accumulation_steps; --gradient_checkpointing true; --bf16 true; --config_overrides unpad_inputs=true "
+    "where batches are padded; attention in chunks in a Mega (use_chunking=true,chunk_size=128)"
+)
+
+
+@dataclass
+class RunArguments:
+    """Options of every training script beside the options of task, model and Trainer; and where the run began.
+
+    Attributes:
+        title: the task, for messages and headlines.
+        command: the script and its arguments, None = the arguments of the process.
+        start: time at which the run began.
+        model: the name of the model, for the summary.
+        checkpoint: the folder that is resumed.
+        card: entries of the model card: the data set, the model that training began from, the license.
+    """
+
+    streaming: bool = field(
+        default=False, metadata={"help": "read the training data as they are needed, with --max_steps"}
+    )
+    shuffle_buffer: int = field(
+        default=10_000, metadata={"help": "number of blocks from which --streaming draws the next one"}
+    )
+    peak_flops: float | None = field(
+        default=None, metadata={"help": "peak FLOPs a second of one device, for the utilisation; a CPU is measured"}
+    )
+    ema_decay: float = field(
+        default=0.0,
+        metadata={"help": "decay of an average of weights and batch statistics, which is evaluated and saved: 0.99"},
+    )
+    title: str = field(default="", init=False)
+    command: tuple[str, list[str] | None] = field(default=("", None), init=False)
+    start: float = field(default_factory=time.perf_counter, init=False)
+    model: str = field(default="", init=False)
+    checkpoint: str | None = field(default=None, init=False)
+    card: dict[str, str | None] = field(default_factory=dict, init=False)
+
 
 def fail(message: object) -> NoReturn:
     """End the script with one line and exit status 1."""
     raise SystemExit(f"error: {' '.join(str(message).split())}")
 
 
+def explain_out_of_memory(main: Callable) -> Callable:
+    """Let the function `main` of a script end with one line where memory runs out."""
+
+    @functools.wraps(main)
+    def explained(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return main(*args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            reason = str(error).strip().partition(". ")[0]
+            fail(f"{reason}. {MEMORY_HINT}")
+
+    return explained
+
+
 def read_recipe(path: str, options: set[str]) -> dict[str, Any]:
-    """Read `option: value` lines; an option that is not in `options` is an error."""
+    """Read `option: value` lines; an option that is not in `options` is an error.
+
+    The option `recipe` names another file, relative to this one, whose values this one overrides.
+    """
     try:
         recipe = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
         fail(f"recipe {path}: {error}")
     if not isinstance(recipe, dict):
         fail(f"recipe {path}: must hold 'option: value' lines")
+    base = recipe.pop("recipe", None)
     if unknown := recipe.keys() - options:
         fail(f"recipe {path}: unknown option {', '.join(sorted(unknown))}")
-    return recipe
+    return (read_recipe(str(Path(path).parent / base), options) if base else {}) | recipe
 
 
 def parse_arguments(dataclasses: tuple[type, ...], argv: list[str] | None, **defaults: Any) -> tuple[Any, ...]:
@@ -46,7 +110,9 @@ def parse_arguments(dataclasses: tuple[type, ...], argv: list[str] | None, **def
     parser.set_defaults(dataloader_pin_memory=torch.accelerator.is_available(), **defaults)
     known, _ = recipe_parser.parse_known_args(argv)
     if known.recipe:
-        parser.set_defaults(**read_recipe(known.recipe, {field.name for kind in dataclasses for field in fields(kind)}))
+        parser.set_defaults(
+            **read_recipe(known.recipe, {field.name for kind in dataclasses for field in fields(kind) if field.init})
+        )
     try:
         *parsed, _, unknown = parser.parse_args_into_dataclasses(
             argv, return_remaining_strings=True, look_for_args_file=False
@@ -56,6 +122,15 @@ def parse_arguments(dataclasses: tuple[type, ...], argv: list[str] | None, **def
     if unknown:
         parser.error(f"unknown option {' '.join(unknown)}")
     return tuple(parsed)
+
+
+def check_launch(processes: int) -> None:
+    """End the script when a launcher started several processes but each would train alone, on the same data."""
+    launched = max(int(os.environ.get(name) or 1) for name in WORLD_SIZES)
+    if launched > 1 and processes == 1:
+        if int(os.environ.get("RANK") or 0):  # the first one says it
+            raise SystemExit(1)
+        fail(f"{launched} processes were launched, but each would train alone: on CPUs pass --use_cpu true")
 
 
 def check_least(arguments: object, least: float, *names: str) -> None:

@@ -1,23 +1,15 @@
-"""Saved tokenizers, and a byte-level BPE with RoBERTa's special tokens, ids and pair format."""
+"""A byte-level BPE with RoBERTa's special tokens, ids and pair format."""
 
 import json
 from collections.abc import Iterable
-from pathlib import Path
 
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase, RobertaTokenizer
+from transformers import AddedToken, RobertaTokenizer
 
 NAMED_TOKENS = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
 SPECIAL_TOKENS = list(NAMED_TOKENS.values())
 MASK_TOKEN = "<mask>"
 MIN_VOCAB_SIZE = len(pre_tokenizers.ByteLevel.alphabet()) + len(SPECIAL_TOKENS) + 1
-
-
-def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
-    """Load a tokenizer from the Hub, from a saved folder, or from RoBERTa's `vocab.json` and `merges.txt` alone."""
-    names = {path.name for path in Path(source).glob("*")}
-    bare = {"vocab.json", "merges.txt"} <= names and not names & {"tokenizer.json", "tokenizer_config.json"}
-    return (RobertaTokenizer if bare else AutoTokenizer).from_pretrained(source)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, model_max_length: int) -> RobertaTokenizer:

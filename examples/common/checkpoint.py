@@ -1,4 +1,4 @@
-"""Checkpoints of several processes, each of which is written whole or not at all."""
+"""Checkpoints that several processes write, whole or not at all."""
 
 import re
 import shutil
@@ -16,7 +16,7 @@ def find_checkpoints(output: Path) -> list[Path]:
 
 
 def remove_half_written(output: Path) -> None:
-    """Remove what a run that was killed while it saved has left."""
+    """Remove the half-written checkpoint of a run that was killed while it saved."""
     for path in output.glob("checkpoint-*.tmp"):
         shutil.rmtree(path)
 

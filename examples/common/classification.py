@@ -6,7 +6,8 @@ from datasets import ClassLabel, Dataset
 from transformers import AutoConfig, EvalPrediction, Trainer
 
 from common.arguments import fail
-from common.training import write_lines
+from common.report import SpeedCallback
+from common.training import OrderedTrainer, total, write_lines
 
 
 def class_names(train: Dataset | None, column: str, model: str | None) -> list[str]:
@@ -44,9 +45,22 @@ def accuracy(prediction: EvalPrediction) -> dict[str, float]:
     return {"accuracy": float(right[known].mean())} if known.any() else {}
 
 
-def write_predictions(trainer: Trainer, split: Dataset) -> dict[str, Any]:
-    """Write the predicted classes of a split; return their path, and the accuracy if labels are known."""
-    output = trainer.predict(split)
+def examples_per_second(trainer: OrderedTrainer, name: str) -> dict[str, float]:
+    """Return the speed of training as the entry `name` of the summary; nothing where no step was taken."""
+    callbacks = trainer.callback_handler.callbacks
+    seconds = sum(callback.seconds for callback in callbacks if isinstance(callback, SpeedCallback))
+    (examples,) = total([trainer.sequences], trainer.args)
+    return {name: examples / seconds} if seconds else {}
+
+
+def write_predictions(trainer: Trainer, splits: dict[str, Dataset]) -> dict[str, Any]:
+    """Write the predicted classes of the test split where `--do_predict` asks for it.
+
+    Return their path, and the accuracy if labels are known.
+    """
+    if not trainer.args.do_predict:
+        return {}
+    output = trainer.predict(splits["test"])
     names = trainer.model.config.id2label
     lines = [f"{index}\t{names[best]}" for index, best in enumerate(output.predictions.argmax(-1))]
     scores = {name: value for name, value in output.metrics.items() if name == "test_accuracy"}

@@ -5,15 +5,12 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import torch
 from datasets import ClassLabel, Dataset, IterableDataset, load_dataset
 from datasets.exceptions import DatasetsError
-from transformers import PreTrainedTokenizerBase
+from transformers import TrainingArguments
 
 from common.arguments import fail
-from common.scale import Redrawn
 
 READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text"}
 
@@ -23,7 +20,9 @@ class SourceArguments:
     """Options that say where the data are."""
 
     dataset_name: str | None = field(default=None, metadata={"help": "Hub name: Salesforce/wikitext"})
-    dataset_config: str | None = field(default=None, metadata={"help": "its configuration: wikitext-103-raw-v1"})
+    dataset_config: str | None = field(
+        default=None, metadata={"help": "configuration of that data set: wikitext-103-raw-v1"}
+    )
     dataset_path: str | None = field(
         default=None, metadata={"help": "local folder instead: parquet, json(l), csv or txt files, named by split"}
     )
@@ -53,11 +52,29 @@ def check_source(data: SourceArguments) -> None:
         fail("pass one of --dataset_name and --dataset_path")
 
 
-def name_source(paths: str | list[str] | None, name: str | None, config: str | None) -> dict[str, str | None]:
+def name_source(data: object) -> dict[str, str | None]:
     """Return the data set as `training_card` takes it: one path as it is, several by their names, else the Hub's."""
+    paths = getattr(data, "train_files", None) or data.dataset_path
     if isinstance(paths, list):
         paths = paths[0] if len(paths) == 1 else " and ".join(Path(path).name for path in paths)
-    return {"dataset": paths} if paths else {"dataset": name, "dataset_config": config}
+    return {"dataset": paths} if paths else {"dataset": data.dataset_name, "dataset_config": data.dataset_config}
+
+
+def choose_splits(
+    training: TrainingArguments,
+    data: object,
+    validation: tuple[str, ...] = ("validation",),
+    test: tuple[str, ...] = ("test",),
+) -> dict[str, int | None]:
+    """Return the splits that the run reads, with the number of rows to use of each (None = all)."""
+    splits: dict[str, int | None] = {}
+    for needed, names, limit in (
+        (training.do_train, ("train",), "max_train_samples"),
+        (training.do_eval, validation, "max_eval_samples"),
+        (training.do_predict, test, "max_predict_samples"),
+    ):
+        splits |= dict.fromkeys(names, getattr(data, limit, None)) if needed else {}
+    return splits
 
 
 def find_files(folder: str) -> dict[str, list[str]]:
@@ -116,13 +133,6 @@ def load_splits(
     return splits
 
 
-def check_stream(split: IterableDataset, name: str, column: str) -> None:
-    """End the script unless the first row of `split` has text in `column`."""
-    row = next(iter(split), {})
-    if not isinstance(row.get(column), str):
-        fail(f"split {name} has no text in a column {column}, only {', '.join(row) or 'no rows'}")
-
-
 def check_columns(split: Dataset, name: str, columns: Iterable[str]) -> None:
     """End the script unless `split` has rows and all of `columns`."""
     if len(split) == 0:
@@ -140,13 +150,6 @@ def check_texts(split: Dataset, name: str, columns: tuple[str, ...]) -> None:
                 fail(f"split {name}, row {row}: {column} is {text!r} instead of text")
 
 
-def some_texts(split: Dataset | IterableDataset, column: str) -> Iterable[str]:
-    """Return the texts that a tokenizer is made from: of a stream the first hundred thousand, else all."""
-    if isinstance(split, IterableDataset):
-        return [row[column] for row in split.take(100_000)]
-    return split[column]
-
-
 def check_labels(split: Dataset, name: str, labels: tuple[str, ...]) -> None:
     """End the script unless `split` has a usable `label` in every row: the number of one of `labels`.
 
@@ -161,21 +164,3 @@ def check_labels(split: Dataset, name: str, labels: tuple[str, ...]) -> None:
             fail(f"split {name}, row {row}: label {label!r} is not one of 0 to {len(labels) - 1}")
         if not labels and not (isinstance(label, int | float) and math.isfinite(label)):
             fail(f"split {name}, row {row}: label {label!r} is not a number")
-
-
-def hide_tokens(split: Dataset, tokenizer: PreTrainedTokenizerBase, share: float, seed: int) -> Dataset | Redrawn:
-    """Replace `share` of the tokens, drawn anew in every epoch, by `<mask>`; special tokens stay."""
-    if not 0.0 <= share < 1.0:
-        fail(f"--token_dropout {share}: must be in [0, 1)")
-    if share and tokenizer.mask_token_id is None:
-        fail("--token_dropout needs a tokenizer with a mask token")
-    special, mask = set(tokenizer.all_special_ids), tokenizer.mask_token_id
-
-    def hide(row: dict[str, Any], numbers: torch.Generator) -> dict[str, Any]:
-        return row | {name: hide_some(ids, numbers) for name, ids in row.items() if name.endswith("input_ids")}
-
-    def hide_some(ids: list[int], numbers: torch.Generator) -> list[int]:
-        hidden = (torch.rand(len(ids), generator=numbers) < share).tolist()
-        return [mask if hide and token not in special else token for token, hide in zip(ids, hidden, strict=True)]
-
-    return Redrawn(split, hide, seed) if share else split

@@ -1,21 +1,23 @@
-"""The end of a run: the model card and, with `--push_to_hub`, the whole output folder on the Hub."""
+"""Output folders on the Hub."""
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HTTPError
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 
 from common.arguments import fail
-from luna_mega.hub.card import FILE_NAME, training_card
+from luna_mega.hub.licenses import license_metadata
 
 
-def check_hub(training: TrainingArguments) -> None:
-    """End the script before it trains what it could not push."""
+def check_hub(training: TrainingArguments, license: str | None = None) -> None:
+    """End the script before it trains a model that it could not push or describe."""
+    try:
+        license_metadata(license)
+    except ValueError as error:
+        fail(f"--{error}")
     if training.hub_token:
         fail("--hub_token: Trainer writes it into training_args.bin and pushes that; use `hf auth login` or HF_TOKEN")
     if training.push_to_hub:
@@ -28,47 +30,6 @@ def check_login() -> None:
         HfApi().whoami()
     except (HTTPError, OSError) as error:
         fail(f"--push_to_hub: {error}")
-
-
-def publish(
-    trainer: Trainer,
-    script: str,
-    argv: list[str] | None,
-    summary: dict[str, Any],
-    *,
-    dataset: str,
-    dataset_config: str | None = None,
-    base_model: str | None = None,
-    license: str | None = None,
-) -> None:
-    """Write README.md and push the output folder, which stays complete whatever happens to the push.
-
-    Args:
-        script, argv: `__file__` and the arguments of `main`, for the command in the card.
-        summary: the summary; its entries that begin with "eval_" are the results.
-        dataset, dataset_config, base_model, license: as `training_card` takes them.
-    """
-    examples = Path(__file__).resolve().parents[1]
-    # By its name, for a path may be relative to a folder that was left since.
-    path = next(examples.rglob(Path(script).name)).relative_to(examples)
-    card = training_card(
-        trainer,
-        ["python", f"examples/{path.as_posix()}", *(sys.argv[1:] if argv is None else argv)],
-        dataset,
-        dataset_config,
-        metrics={name: value for name, value in summary.items() if name.startswith("eval_")},
-        base_model=base_model,
-        license=license,
-    )
-    output = Path(trainer.args.output_dir)
-    # Trainer writes a card before it pushes, which would replace this one.
-    trainer.create_model_card = lambda **_: card.save(output / FILE_NAME)
-    if trainer.is_world_process_zero():
-        trainer.create_model_card()
-    if not trainer.args.push_to_hub:
-        return
-    with one_line(trainer.hub_model_id, output):
-        trainer.push_to_hub()
 
 
 def push_folder(name: str, folder: Path) -> None:

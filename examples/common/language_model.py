@@ -11,9 +11,8 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from common.arguments import fail
-from common.bpe import load_tokenizer
-from common.model import boundary_ids
-from common.scale import draw
+from common.model import boundary_ids, load_tokenizer
+from common.redrawn import draw
 
 
 def load_language_model(source: str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -39,7 +38,7 @@ def cut_stream(
 ) -> IterableDataset:
     """Cut texts, as they are read, into blocks of `length` tokens and those that follow.
 
-    A thousand texts are strung together at a time; what is left of them, less than a block, is dropped.
+    A thousand texts are strung together at a time; a rest shorter than a block is dropped.
     """
 
     def cut(batch: dict[str, list[str]]) -> dict[str, list[torch.Tensor]]:
@@ -51,7 +50,7 @@ def cut_stream(
 
 
 class Windows(Dataset):
-    """Windows of `length` tokens at random places of a stream, as many as it has, and the tokens that follow.
+    """Windows of `length` tokens at random places of a stream, and the tokens that follow each.
 
     A place is drawn from seed, epoch and index.
     """

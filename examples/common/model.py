@@ -2,15 +2,22 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import yaml
 from huggingface_hub.errors import StrictDataclassError
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    RobertaTokenizer,
+)
 
-import luna_mega
 from common.arguments import fail
-from common.bpe import load_tokenizer, train_bpe
 
 # Models of transformers whose positions begin after the number of the padding token.
 COUNT_FROM_PADDING = ("camembert", "longformer", "mpnet", "roberta", "xlm-roberta")
@@ -22,30 +29,47 @@ class CheckpointArguments:
         default=None, metadata={"help": "converted checkpoint or Hub name; without it training starts from scratch"}
     )
     model_type: str = field(
-        default="luna", metadata={"help": "what is trained from scratch: luna, mega or, to compare, roberta, bart, ..."}
+        default="luna", metadata={"help": "type of a new model: luna, mega or, to compare, roberta, bart, ..."}
     )
-    config_overrides: str = field(default="", metadata={"help": "config fields: hidden_size=128,pooling=mean"})
-    ignore_mismatched_sizes: bool = field(default=False, metadata={"help": "replace a head of another size"})
-    license: str | None = field(default=None, metadata={"help": "of the weights, for the model card: apache-2.0"})
+    config_overrides: str = field(
+        default="", metadata={"help": "fields of the configuration: hidden_size=128,pooling=mean"}
+    )
+    ignore_mismatched_sizes: bool = field(default=False, metadata={"help": "replace a head whose size does not fit"})
+    license: str | None = field(
+        default=None, metadata={"help": "license of the weights, for the model card: apache-2.0"}
+    )
 
 
 @dataclass
 class ModelArguments(CheckpointArguments):
     tokenizer_name: str | None = field(default=None, metadata={"help": "folder or Hub name of another tokenizer"})
-    vocab_size: int = field(default=8000, metadata={"help": "size of the BPE that is trained without a tokenizer"})
+    vocab_size: int = field(
+        default=8000, metadata={"help": "size of the BPE that is trained where no tokenizer is named"}
+    )
+
+
+def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
+    """Load a tokenizer from the Hub, from a saved folder, or from RoBERTa's `vocab.json` and `merges.txt` alone."""
+    names = {path.name for path in Path(source).glob("*")}
+    bare = {"vocab.json", "merges.txt"} <= names and not names & {"tokenizer.json", "tokenizer_config.json"}
+    return (RobertaTokenizer if bare else AutoTokenizer).from_pretrained(source)
 
 
 def make_tokenizer(model: ModelArguments, texts: Iterable[str], max_length: int) -> PreTrainedTokenizerBase:
     """Load the tokenizer that `model` names, or train a BPE on `texts`, which are not looked at otherwise."""
     source = model.tokenizer_name or model.model_name_or_path
     try:
-        return load_tokenizer(source) if source else train_bpe(texts, model.vocab_size, max_length)
+        if source:
+            return load_tokenizer(source)
+        from common.bpe import train_bpe  # read where a tokenizer is trained
+
+        return train_bpe(texts, model.vocab_size, max_length)
     except (OSError, ValueError) as error:
         fail(f"no tokenizer in {source} (--tokenizer_name names another): {error}" if source else error)
 
 
 def parse_fields(text: str) -> dict[str, Any]:
-    """Read `hidden_size=128,pooling=mean`; values are YAML. What cannot be read is a `yaml.YAMLError`."""
+    """Read `hidden_size=128,pooling=mean`; values are YAML. Raises `yaml.YAMLError` for other text."""
     return yaml.safe_load(f"{{{text.replace('=', ': ')}}}")
 
 
@@ -122,17 +146,6 @@ def longest_input(config: PreTrainedConfig) -> float:
     if mega and (config.use_chunking or config.relative_positional_bias == "rotary"):
         return float("inf")
     return config.max_position_embeddings - first_position(config.model_type, config.pad_token_id)
-
-
-def pair_class(model_type: str, option: str, others: str = "luna or mega") -> type[PreTrainedModel]:
-    """Return the class that encodes the two inputs of a pair one by one.
-
-    Where there is none the script ends, and says which `option` asked for it and which types to take.
-    """
-    name = f"{model_type.capitalize()}ForSequencePairClassification"
-    if not hasattr(luna_mega, name):
-        fail(f"{option}: there is no {name}; take {others}")
-    return getattr(luna_mega, name)
 
 
 def make_model(model_class: type, model: CheckpointArguments, config: PreTrainedConfig) -> PreTrainedModel:

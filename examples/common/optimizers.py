@@ -1,4 +1,4 @@
-"""What Luna's translation models are trained with and Trainer lacks: Apollo, and gradients clipped one by one."""
+"""Apollo, and the clipping of gradients one by one, which Luna's translation models need and Trainer lacks."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from common.arguments import fail
 def apollo(training: TrainingArguments) -> tuple[type[Optimizer], dict[str, Any]]:
     """Return Apollo (Ma 2020) and its options, as Trainer takes them. It is not transformers' `apollo_adamw`.
 
-    `adam_beta1` and `adam_epsilon` are its beta and epsilon; the weight decay is that of its code, L2.
+    `adam_beta1` and `adam_epsilon` are its beta and epsilon; the weight decay is L2, as in its code.
     """
     try:
         from pytorch_optimizer import ApolloDQN

@@ -1,54 +1,24 @@
-"""Texts and pairs of texts for a classifier: a pair is one sequence, or has a tower for each text."""
+"""Models with a tower for each text of a pair, and their batches."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding, PreTrainedTokenizerBase
+from transformers import DataCollatorWithPadding, PreTrainedModel, PreTrainedTokenizerBase
 
+import luna_mega
 from common.arguments import fail
-from common.data import ClassifierArguments
-from common.model import pair_class
 
 
-@dataclass
-class TextArguments(ClassifierArguments):
-    """Options of classifiers of texts."""
+def pair_class(model_type: str, option: str, others: str = "luna or mega") -> type[PreTrainedModel]:
+    """Return the class that encodes the two inputs of a pair one by one.
 
-    two_towers: bool = field(
-        default=False,
-        metadata={"help": "encode the two texts of a pair one by one, and classify the pair of their vectors"},
-    )
-    token_dropout: float = field(
-        default=0.0, metadata={"help": "hide this share of the training tokens, anew each time"}
-    )
-
-
-def check_pairs(data: TextArguments, columns: Sequence[str]) -> None:
-    """End the script when it is asked for two towers for the texts of one column."""
-    if data.two_towers and len(columns) == 1:
-        fail(f"--two_towers: {columns[0]} is one column of texts, and pairs have two")
-
-
-def encode_texts(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[list[str]], max_length: int, two_towers: bool
-) -> dict[str, list]:
-    """Return the inputs of a model for one or two columns of texts; those of a second tower are called `pair_*`."""
-    cut = {"truncation": True, "max_length": max_length}
-    if not two_towers:
-        return dict(tokenizer(*texts, **cut))
-    first, second = (tokenizer(column, **cut) for column in texts)
-    return dict(first) | {f"pair_{name}": value for name, value in second.items()}
-
-
-def choose_model(
-    data: TextArguments, model_type: str, tokenizer: PreTrainedTokenizerBase
-) -> tuple[type, Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]]]:
-    """Return the class of the model, and the function that makes a batch of rows."""
-    if not data.two_towers:
-        return AutoModelForSequenceClassification, DataCollatorWithPadding(tokenizer)
-    return pair_class(model_type, "--two_towers"), make_pair_collator(tokenizer)
+    Where there is none the script ends, and says which `option` asked for it and which types to take.
+    """
+    name = f"{model_type.capitalize()}ForSequencePairClassification"
+    if not hasattr(luna_mega, name):
+        fail(f"{option}: there is no {name}; take {others}")
+    return getattr(luna_mega, name)
 
 
 def make_pair_collator(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]]:

@@ -20,7 +20,7 @@ from transformers.models.levit.image_processing_pil_levit import LevitImageProce
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from common.arguments import check_least, fail
-from common.scale import Redrawn
+from common.redrawn import Redrawn
 
 Transform = Callable[[Image.Image], torch.Tensor]
 
@@ -30,15 +30,21 @@ class AugmentArguments:
     """Options that change pictures in training. All but crop and flip need the extra `vision` (timm)."""
 
     crop_padding: int = field(default=0, metadata={"help": "shift pictures by up to N pixels, reflected at the border"})
-    horizontal_flip: bool = field(default=False, metadata={"help": "mirror every second picture"})
+    horizontal_flip: bool = field(default=False, metadata={"help": "mirror half of the pictures"})
     auto_augment: str | None = field(
         default=None,
         metadata={"help": "timm's training transform (random resized crop and flip) with rand-m9-mstd0.5-inc1 or none"},
     )
-    random_erasing: float = field(default=0.0, metadata={"help": "probability, with --auto_augment"})
-    mixup: float = field(default=0.0, metadata={"help": "alpha; with --cutmix every batch gets either at even odds"})
-    cutmix: float = field(default=0.0, metadata={"help": "alpha"})
-    repeated_augmentation: int = field(default=1, metadata={"help": "draw a picture N times, in an epoch of 1/N"})
+    random_erasing: float = field(
+        default=0.0, metadata={"help": "probability of erasing a rectangle, with --auto_augment"}
+    )
+    mixup: float = field(
+        default=0.0, metadata={"help": "alpha of mixup; with --cutmix each batch gets one of the two at even odds"}
+    )
+    cutmix: float = field(default=0.0, metadata={"help": "alpha of cutmix"})
+    repeated_augmentation: int = field(
+        default=1, metadata={"help": "draw each picture N times in a row; an epoch has 1/N of them"}
+    )
 
 
 def check_augmentation(data: AugmentArguments) -> None:
@@ -62,7 +68,7 @@ def _timm():
 
 
 def undecoded(splits: dict[str, Dataset]) -> dict[str, Dataset]:
-    """Leave the reading of pictures to `read_picture`, which tells what is wrong with a damaged one."""
+    """Leave the reading of pictures to `read_picture`, whose error names the damage of a picture."""
     for name, split in splits.items():
         for column in [column for column, feature in split.features.items() if isinstance(feature, DatasetImage)]:
             splits[name] = splits[name].cast_column(column, DatasetImage(decode=False))
@@ -70,9 +76,9 @@ def undecoded(splits: dict[str, Dataset]) -> dict[str, Dataset]:
 
 
 def holds_pixels(split: Dataset, column: str) -> bool:
-    """Return whether a column has grey pixels, not files: lists, or bytes of which all have the same square number.
+    """Return whether a column has grey pixels, not files: lists, or bytes whose number is the same square in all rows.
 
-    The bytes themselves do not tell: those of some pictures begin like a file of a rare format.
+    The bytes themselves do not tell: some pictures begin like a file of a rare format.
     """
     kind = split.features.arrow_schema.field(column).type
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
@@ -142,7 +148,7 @@ def evaluation_transform(processor: BaseImageProcessor) -> Transform:
 
 
 def training_transform(data: AugmentArguments, processor: BaseImageProcessor, size: int) -> Transform:
-    """Return the function from a picture to pixels `[C, H, W]`: that of timm, which draws anew, or of evaluation."""
+    """Return the function from a picture to pixels `[C, H, W]`: that of timm, or the transform of the evaluation."""
     if data.auto_augment is not None:
         return _timm().create_transform(
             size,

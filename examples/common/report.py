@@ -1,7 +1,8 @@
-"""Traces of a run: speed and memory while it trains, a summary as table and JSON, the curve as PNG."""
+"""The results of a run: speed and memory, a summary as table and JSON, the curve as PNG, the model card."""
 
 import itertools
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -17,9 +18,23 @@ except ImportError:  # Windows
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
-from transformers import PreTrainedModel, TrainerCallback
+from accelerate.utils import DistributedType
+from transformers import PreTrainedModel, Trainer, TrainerCallback
 
+import luna_mega
+from common.arguments import RunArguments
+from luna_mega.hub.card import FILE_NAME, training_card
 from luna_mega.inspection.costs import flops_per_token
+
+SCRIPTS = ("examples", "studies")  # the folders with scripts that train
+NOT_SHARDED = ", not FSDP: accelerate does not shard on CPUs"
+PARALLEL = {
+    DistributedType.NO: "none",
+    DistributedType.MULTI_CPU: "DDP",
+    DistributedType.MULTI_GPU: "DDP",
+    DistributedType.FSDP: "FSDP",
+    DistributedType.DEEPSPEED: "DeepSpeed",
+}
 
 
 def peak_memory_gb(device: torch.device) -> float | None:
@@ -119,19 +134,6 @@ def print_table(title: str, values: dict[str, Any]) -> None:
         print(f"  {name:<{width}}  {show(value)}")
 
 
-def print_columns(title: str, columns: dict[str, dict[str, Any]]) -> None:
-    """Print `columns`, which have the same keys, side by side below `title`."""
-    first = next(iter(columns.values()))
-    table = [
-        ["", *columns],
-        *([name.replace("_", " "), *(show(column[name]) for column in columns.values())] for name in first),
-    ]
-    widths = [max(map(len, cells)) for cells in zip(*table, strict=True)]
-    print(f"\n{title}")
-    for cells in table:
-        print("  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip())
-
-
 def save_json(content: dict[str, Any], path: Path) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
@@ -154,3 +156,82 @@ def plot_curve(histories: dict[str, list[dict[str, float]]], metrics: list[str],
     figure.suptitle(title)
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def describe(trainer: Trainer, run: RunArguments) -> dict[str, Any]:
+    """Return the first entries of the summary."""
+    asked = trainer.args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    asked = asked and not trainer.is_fsdp_enabled
+    return {
+        "model": run.model,
+        "seed": trainer.args.seed,
+        "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
+        "device": str(trainer.args.device),
+        "processes": trainer.args.world_size,
+        "parallel": PARALLEL[trainer.accelerator.distributed_type] + (NOT_SHARDED if asked else ""),
+        "luna_mega": luna_mega.__version__,
+    }
+
+
+def finish(trainer: Trainer, run: RunArguments, summary: dict[str, Any]) -> dict[str, Any]:
+    """Complete, print, save and return the summary; after a training, write the model card and push if asked to."""
+    summary = save_summary(trainer, run, summary)
+    if trainer.args.do_train:
+        publish(trainer, run.command, summary, run.card)
+    return summary
+
+
+def save_summary(trainer: Trainer, run: RunArguments, summary: dict[str, Any]) -> dict[str, Any]:
+    """Complete, print, save and return the summary, with a curve of the losses and of its metric as PNG."""
+    if not trainer.is_world_process_zero():
+        return summary
+    output = Path(trainer.args.output_dir)
+    output.mkdir(parents=True, exist_ok=True)
+    if trainer.args.do_train:
+        title = f"{run.title}: {summary['model']}"
+        plot_curve({"": trainer.state.log_history}, [summary["metric"]], title, output / "curve.png")
+        summary["curve"] = str(output / "curve.png")
+    summary |= {
+        "peak_memory_gb": peak_memory_gb(trainer.args.device),
+        "total_seconds": time.perf_counter() - run.start,
+        "output_dir": str(output),
+    }
+    save_json(summary, output / "summary.json")
+    print_table(run.title, {name: value for name, value in summary.items() if (name, value) != ("task", run.title)})
+    return summary
+
+
+def publish(
+    trainer: Trainer,
+    command: tuple[str, list[str] | None],
+    summary: dict[str, Any],
+    card: dict[str, str | None],
+) -> None:
+    """Write README.md and push the output folder, which stays complete whatever happens to the push.
+
+    Args:
+        command: `__file__` and the arguments of `main`, for the command in the card.
+        summary: the summary; its entries that begin with "eval_" are the results.
+        card: data set, base model and license, as `training_card` takes them.
+    """
+    script, argv = command
+    root = Path(__file__).resolve().parents[2]
+    # The path may be relative to a folder that was left since; the name alone is safe.
+    path = next(path for folder in SCRIPTS for path in (root / folder).rglob(Path(script).name)).relative_to(root)
+    text = training_card(
+        trainer,
+        ["python", path.as_posix(), *(sys.argv[1:] if argv is None else argv)],
+        metrics={name: value for name, value in summary.items() if name.startswith("eval_")},
+        **card,
+    )
+    output = Path(trainer.args.output_dir)
+    # Trainer writes a card before it pushes, which would replace this one.
+    trainer.create_model_card = lambda **_: text.save(output / FILE_NAME)
+    if trainer.is_world_process_zero():
+        trainer.create_model_card()
+    if not trainer.args.push_to_hub:
+        return
+    from common.hub import one_line  # read where it is asked for
+
+    with one_line(trainer.hub_model_id, output):
+        trainer.push_to_hub()

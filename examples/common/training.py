@@ -1,39 +1,26 @@
-"""Steps of a training script: check what it is asked for, train, evaluate, write files, sum up."""
+"""Steps of a training script: check the options, train, evaluate, write files."""
 
 import logging
-import os
-import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler
-from transformers import Trainer, TrainerState, TrainingArguments
+import torch.distributed as dist
+from torch.utils.data import Dataset, Sampler, SequentialSampler
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import has_length
 
-import luna_mega
-from common.arguments import fail
-from common.hub import check_hub
+from common.arguments import RunArguments, check_launch, fail, find_checkpoint
+from common.data import name_source
 from common.model import CheckpointArguments
-from common.report import SpeedCallback, measure_peak, peak_memory_gb, plot_curve, print_table, save_json, throughput
-from common.scale import Redrawn, SeededSampler, total
-from common.weight_average import WeightAverage
+from common.report import SpeedCallback, measure_peak, throughput
 
 logger = logging.getLogger(__name__)
-
-NOT_SHARDED = ", not FSDP: accelerate does not shard on CPUs"
-PARALLEL = {
-    DistributedType.NO: "none",
-    DistributedType.MULTI_CPU: "DDP",
-    DistributedType.MULTI_GPU: "DDP",
-    DistributedType.FSDP: "FSDP",
-    DistributedType.DEEPSPEED: "DeepSpeed",
-}
 
 
 class OrderedTrainer(Trainer):
@@ -45,12 +32,17 @@ class OrderedTrainer(Trainer):
     Attributes:
         sequences: how many this process was trained on; a pair is one.
         pair_tokens: tokens of the second sequences of pairs among them, which Trainer does not count.
-        weight_average: average of the weights, which is evaluated in their place.
+        weight_average: a `WeightAverage`, which is evaluated in place of the weights.
     """
 
     sequences = 0
     pair_tokens = 0
-    weight_average: WeightAverage | None = None
+    weight_average = None
+
+    def __init__(self, model: torch.nn.Module, args: TrainingArguments, **options: Any):
+        if args.do_train and has_length(options.get("train_dataset")):
+            check_batch(args, options["train_dataset"])
+        super().__init__(model, args, **options)
 
     def averaged(self) -> AbstractContextManager:
         """Return a context in which the model has the average of the weights, if there is one."""
@@ -59,20 +51,16 @@ class OrderedTrainer(Trainer):
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
         dataset = train_dataset or self.train_dataset
         # Lengths are read from the examples as they are: to alter all of them takes as long as an epoch of reading.
-        sampler = super()._get_train_sampler(dataset.examples if isinstance(dataset, Redrawn) else dataset)
-        # Trainer draws this order from the numbers that everything is drawn from, where they stand.
-        return SeededSampler(sampler, self.args.seed) if isinstance(sampler, LengthGroupedSampler) else sampler
+        sampler = super()._get_train_sampler(getattr(dataset, "examples", dataset))
+        # Trainer's own order by length depends on all random numbers that were drawn before it.
+        if not isinstance(sampler, LengthGroupedSampler):
+            return sampler
+        from common.redrawn import SeededSampler  # read where the order is asked for
+
+        return SeededSampler(sampler, self.args.seed)
 
     def _get_eval_sampler(self, eval_dataset: Dataset) -> SequentialSampler:
         return SequentialSampler(eval_dataset)
-
-    def get_train_dataloader(self) -> DataLoader:
-        if not isinstance(self.train_dataset, IterableDataset):
-            return super().get_train_dataloader()
-        # A stream has each process's part already; accelerate would divide it again.
-        options = {"num_workers": self.args.dataloader_num_workers, "pin_memory": self.args.dataloader_pin_memory}
-        collator = self._get_collator_with_removed_columns(self.data_collator, description="training")
-        return DataLoader(self.train_dataset, self.args.train_batch_size, collate_fn=collator, **options)
 
     def training_step(self, model, inputs, *args, **kwargs) -> torch.Tensor:
         self.sequences += inputs[self.model.main_input_name].shape[:-1].numel()
@@ -116,41 +104,113 @@ class OrderedTrainer(Trainer):
         return min(max(state.remainder - self.args.process_index * size, 0), size)
 
 
-def check_training(
-    training: TrainingArguments, model: CheckpointArguments, early_stopping_patience: int | None
+def check_run(
+    title: str,
+    data: object,
+    model: CheckpointArguments,
+    training: TrainingArguments,
+    run: RunArguments,
+    streams: bool = False,
+    predicts: bool = True,
 ) -> None:
-    """End the script when it has nothing to do or no model to do it with; ask Trainer to count tokens.
+    """Prepare the processes, and end the script when its options contradict each other; nothing has been read yet.
 
-    Says so where bfloat16 costs time: on a CPU that has no instructions for it.
+    Args:
+        title: the task, for messages and headlines.
+        streams: whether the task knows `--streaming`.
+        predicts: whether the task knows `--do_predict`.
     """
+    run.title = title
+    check_launch(training.world_size)
+    if training.world_size > 1 and training.device.type == "cpu":  # Trainer tells accelerators alone how long to wait
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=training.ddp_timeout))
+    if training.do_predict and not predicts:
+        fail(f"--do_predict: a {title} has no test predictions to write; pass --do_eval")
     if not (training.do_train or training.do_eval or training.do_predict):
         fail("nothing to do: pass --do_train, --do_eval or --do_predict")
     if not (training.do_train or model.model_name_or_path):
         fail("--do_eval and --do_predict without --do_train need --model_name_or_path")
-    if early_stopping_patience and not training.load_best_model_at_end:
+    if getattr(data, "early_stopping_patience", None) and not training.load_best_model_at_end:
         fail("--early_stopping_patience needs --load_best_model_at_end with equal --eval_strategy and --save_strategy")
-    check_hub(training)
+    if training.push_to_hub or training.hub_token or model.license:
+        from common.hub import check_hub  # read where it is asked for
+
+        check_hub(training, model.license)
+    if run.streaming and not streams:
+        fail(f"--streaming: the data of {title} are read whole; only those of language models can be streamed")
+    if not 0.0 <= run.ema_decay < 1.0:
+        fail(f"--ema_decay {run.ema_decay} must be in [0, 1)")
+    if run.ema_decay and not training.do_train:
+        fail("--ema_decay averages weights over the steps of --do_train: leave it out")
+    if run.ema_decay and training.load_best_model_at_end:
+        fail("--ema_decay leaves the average of the last step in the model: leave --load_best_model_at_end out")
     if training.include_num_input_tokens_seen == "no":
         training.include_num_input_tokens_seen = "non_padding"
     if training.bf16 and training.device.type == "cpu" and training.process_index == 0:
-        half, full = (measure_peak(dtype, side=512) for dtype in (torch.bfloat16, torch.float32))
-        if half < full:
-            logger.warning("--bf16 is slow here: products take %.1fx as long as with --bf16 false", full / half)
+        warn_of_slow_bfloat16()
 
 
-def describe(trainer: Trainer, model: str) -> dict[str, Any]:
-    """Return the first entries of the summary; `model` is what the run began from."""
-    asked = trainer.args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    asked = asked and not trainer.is_fsdp_enabled
-    return {
-        "model": model,
-        "seed": trainer.args.seed,
-        "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
-        "device": str(trainer.args.device),
-        "processes": trainer.args.world_size,
-        "parallel": PARALLEL[trainer.accelerator.distributed_type] + (NOT_SHARDED if asked else ""),
-        "luna_mega": luna_mega.__version__,
-    }
+def warn_of_slow_bfloat16() -> None:
+    """Log a warning on a CPU that has no instructions for bfloat16."""
+    half, full = (measure_peak(dtype, side=512) for dtype in (torch.bfloat16, torch.float32))
+    if half < full:
+        logger.warning("--bf16 is slow here: products take %.1fx as long as with --bf16 false", full / half)
+
+
+class EpochCallback(TrainerCallback):
+    """Tell data set and sampler the epoch: accelerate does not on several processes, nor in a resumed epoch."""
+
+    def on_epoch_begin(self, args, state, control, train_dataloader=None, **kwargs) -> None:
+        epoch = int(state.epoch + 1e-6)
+        for part in (train_dataloader, train_dataloader.dataset):
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
+
+
+def check_batch(training: TrainingArguments, split: Dataset) -> None:
+    """End the script when the processes could not fill one batch without counting an example twice."""
+    needed = training.train_batch_size * training.world_size
+    if training.world_size > 1 and len(split) < needed:
+        fail(
+            f"{training.world_size} processes with --per_device_train_batch_size {training.per_device_train_batch_size}"
+            f" need {needed} examples for a batch; the split train has {len(split)}"
+        )
+
+
+def begin_run(
+    script: str,
+    argv: list[str] | None,
+    data: object,
+    model: CheckpointArguments,
+    training: TrainingArguments,
+    run: RunArguments,
+) -> None:
+    """Find the checkpoint that is resumed, and set the seed; `script` is `__file__`, and `argv` the argument of `main`.
+
+    A resumed run takes configuration and tokenizer from its checkpoint, even when it began from scratch.
+    """
+    files = ["weight_average.pt"] if run.ema_decay else []
+    base_model, run.command = model.model_name_or_path, (script, argv)
+    run.card = name_source(data) | {"base_model": base_model, "license": model.license}
+    run.model = base_model or f"{model.model_type} from scratch"
+    run.checkpoint = find_checkpoint(training, *files)
+    model.model_name_or_path = run.checkpoint or base_model
+    set_seed(training.seed)
+
+
+def make_callbacks(data: object) -> list[TrainerCallback]:
+    """Return the callbacks of a Trainer: one for the epochs and, with `--early_stopping_patience`, one that stops."""
+    patience = getattr(data, "early_stopping_patience", None)
+    return [EpochCallback(), *([EarlyStoppingCallback(patience)] if patience else [])]
+
+
+def total(values: list[float], training: TrainingArguments) -> list[float]:
+    """Return the sums of `values` over all processes."""
+    if training.world_size == 1:
+        return values
+    sums = torch.tensor(values, dtype=torch.float64, device=training.device)
+    dist.all_reduce(sums)
+    return sums.tolist()
 
 
 def take_finished(trainer: Trainer, checkpoint: str | None) -> bool:
@@ -172,19 +232,23 @@ def take_finished(trainer: Trainer, checkpoint: str | None) -> bool:
     return True
 
 
-def train(
-    trainer: Trainer, checkpoint: str | None, peak_flops: float | None = None, head_share: float = 1.0
-) -> dict[str, Any]:
-    """Train and save the model; return entries of the summary.
+def train(trainer: Trainer, run: RunArguments, head_share: float = 1.0) -> dict[str, Any]:
+    """Train and save the model where `--do_train` asks for it; return entries of the summary.
 
-    The last two arguments are those of `throughput`.
+    The head scores `head_share` of the tokens.
     """
+    if not trainer.args.do_train:
+        return {}
+    if run.ema_decay:
+        from common.weight_average import add_average  # read where it is asked for
+
+        add_average(trainer, run.ema_decay, run.checkpoint)
     speed = SpeedCallback()
     trainer.add_callback(speed)
-    if take_finished(trainer, checkpoint):
+    if take_finished(trainer, run.checkpoint):
         speed.on_train_begin(trainer.args, trainer.state, trainer.control)
     else:
-        trainer.train(resume_from_checkpoint=checkpoint)
+        trainer.train(resume_from_checkpoint=run.checkpoint)
     if trainer.is_fsdp_enabled:  # shards are for checkpoints; the model is saved whole
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model(_internal_call=True)  # pushed at the end, with its card
@@ -197,7 +261,7 @@ def train(
         model, length = trainer.accelerator.unwrap_model(trainer.model), max(round(tokens / sequences), 1)
         dtype = torch.bfloat16 if args.bf16 else torch.float32
         rate = tokens / speed.seconds
-        speeds = throughput(model, length, rate, args.world_size, args.device, dtype, peak_flops, head_share)
+        speeds = throughput(model, length, rate, args.world_size, args.device, dtype, run.peak_flops, head_share)
     elif (tokens := trainer.state.num_input_tokens_seen) and speed.total_seconds:
         speeds = {"tokens_per_second": tokens / speed.total_seconds}
     return {
@@ -210,8 +274,10 @@ def train(
     }
 
 
-def evaluate(trainer: Trainer) -> dict[str, float]:
-    """Evaluate and save the metrics; return entries of the summary."""
+def score(trainer: Trainer) -> dict[str, float]:
+    """Evaluate where `--do_eval` asks for it, and save the metrics; return entries of the summary."""
+    if not trainer.args.do_eval:
+        return {}
     metrics = trainer.evaluate()
     trainer.save_metrics("eval", metrics)
     unread = ("_runtime", "_per_second", "epoch", "tokens_seen")
@@ -225,22 +291,3 @@ def write_lines(trainer: Trainer, name: str, lines: Iterable[str]) -> str:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return str(path)
-
-
-def finish(trainer: Trainer, title: str, summary: dict[str, Any], curves: list[str], start: float) -> dict[str, Any]:
-    """Complete, print and save the summary, with the `curves` as PNG; `start` is when the script began."""
-    if not trainer.is_world_process_zero():
-        return summary
-    output = Path(trainer.args.output_dir)
-    output.mkdir(parents=True, exist_ok=True)
-    if trainer.args.do_train:
-        plot_curve({"": trainer.state.log_history}, curves, f"{title}: {summary['model']}", output / "curve.png")
-        summary["curve"] = str(output / "curve.png")
-    summary |= {
-        "peak_memory_gb": peak_memory_gb(trainer.args.device),
-        "total_seconds": time.perf_counter() - start,
-        "output_dir": str(output),
-    }
-    save_json(summary, output / "summary.json")
-    print_table(title, {name: value for name, value in summary.items() if (name, value) != ("task", title)})
-    return summary

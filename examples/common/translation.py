@@ -9,9 +9,9 @@ from transformers import AutoTokenizer, DataCollatorForSeq2Seq, PreTrainedTokeni
 from transformers.utils import cached_file
 
 from common.arguments import fail
-from common.bpe import NAMED_TOKENS, SPECIAL_TOKENS, load_tokenizer
+from common.bpe import NAMED_TOKENS, SPECIAL_TOKENS
 from common.data import check_texts
-from common.model import ModelArguments
+from common.model import ModelArguments, load_tokenizer
 
 
 def read_pairs(split: Dataset, name: str, source: str, target: str) -> Dataset:

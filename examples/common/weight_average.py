@@ -2,36 +2,17 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from common.arguments import fail
 
 FILE_NAME = "weight_average.pt"
-
-
-@dataclass
-class AverageArguments:
-    ema_decay: float = field(
-        default=0.0,
-        metadata={"help": "0.99: average weights and batch norm's statistics over steps; evaluate and save that"},
-    )
-
-
-def check_average(average: AverageArguments, training: TrainingArguments) -> None:
-    """End the script when no average can be left in the model."""
-    if not 0.0 <= average.ema_decay < 1.0:
-        fail(f"--ema_decay {average.ema_decay} must be in [0, 1)")
-    if average.ema_decay and not training.do_train:
-        fail("--ema_decay averages weights over the steps of --do_train: leave it out")
-    if average.ema_decay and training.load_best_model_at_end:
-        fail("--ema_decay leaves the average of the last step in the model: leave --load_best_model_at_end out")
 
 
 def add_average(trainer: Trainer, decay: float, checkpoint: str | None) -> None:

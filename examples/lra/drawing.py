@@ -1,4 +1,4 @@
-"""What a Pathfinder picture is drawn with: its sizes, the canvas, paddles and discs.
+"""The parts of a Pathfinder picture: its sizes, the canvas, paddles and discs.
 
 An angle is in radians, a point is (row, column) in pixels.
 """
@@ -23,13 +23,13 @@ class Drawing:
         size: side of the picture.
         contour_length: paddles of each of the two long snakes; 6, 9 and 14 are the benchmark's grades.
         paddle_length, thickness: of a stroke.
-        margins: half the gap between two paddles, of which every picture draws one.
+        margins: choices for half the gap between two paddles; every picture draws one of them.
         padding: border in which nothing of the long snakes lies.
-        seed_distance: from the beginning of the first snake to that of the second.
+        seed_distance: from the beginning of the first snake to the beginning of the second.
         marker_radius: of the discs.
         continuity: how strongly a snake prefers to go straight on.
         distractors, distractor_length: shorter snakes, and the paddles of each.
-        contrast: brightness of a paddle, where that of a disc is 1.
+        contrast: brightness of a paddle, where a disc has 1.
     """
 
     size: int

@@ -76,7 +76,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             "--source", required=not made, help=f"{where} to convert" + "; without it rows are made" * made
         )
         if made or task in VALIDATION:
-            add("--seed", default=0, help="of all that is drawn")
+            add("--seed", default=0, help="seed of all random draws")
         if made:
             add("--processes", default=os.cpu_count(), help="that make rows")
             for split, size in zip(SPLITS, GENERATED[task], strict=True):

@@ -4,7 +4,7 @@ import copy
 from typing import Any
 
 import torch
-from common.scale import Redrawn
+from common.redrawn import Redrawn
 from common.training import OrderedTrainer
 from datasets import Dataset
 from torch import nn
@@ -30,7 +30,7 @@ class Reconstruction(nn.Module):
 def mask_split(
     split: Dataset, task: Task, tokenizer: PreTrainedTokenizerFast | None, share: float, seed: int
 ) -> Redrawn:
-    """Return the rows with `share` of the positions masked, and what was there as labels; of a pair one text."""
+    """Return the rows with `share` of the positions masked, and their inputs as labels; a pair gives one text."""
 
     def mask(row: dict[str, Any], numbers: torch.Generator) -> dict[str, Any]:
         names = [name for name in row if name != "labels"]

@@ -1,4 +1,4 @@
-"""The tasks of Long Range Arena as a model reads them, and what the codes of the papers do otherwise."""
+"""The tasks of Long Range Arena as a model reads them, and the points in which the papers' code differs."""
 
 import math
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from common.vocabulary import make_bytes, make_words
 from datasets import ClassLabel, Dataset, concatenate_datasets
 from tokenizers import processors
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lra.listops import TOKENS
@@ -121,7 +121,7 @@ def make_tokenizer(kind: str, convention: Convention, max_length: int) -> PreTra
 def encode_bytes(
     texts: list[str], tokenizer: PreTrainedTokenizerFast, convention: Convention, max_length: int
 ) -> list[list[int]]:
-    """Return the ids that the tokenizer gives, at fifty times its speed, for it takes a text for one long word."""
+    """Return the ids that the tokenizer gives, at fifty times its speed: it treats a text as one long word."""
     ids = np.array(tokenizer.convert_tokens_to_ids([symbol for _, symbol in sorted(bytes_to_unicode().items())]))
     if (ids == tokenizer.unk_token_id).any():
         fail("the tokenizer of the model does not read bytes: it has no token for some of the 256")
@@ -187,6 +187,15 @@ def encode_pictures(
 
     encode_one(split[0][column])
     return split.with_transform(encode)
+
+
+def name_variant(config: PreTrainedConfig) -> str:
+    """Return the name of a model in the papers' tables."""
+    if config.model_type == "luna":
+        return f"Luna-{config.projection_length}"
+    if config.model_type == "mega":
+        return "Mega-chunk" if config.use_chunking else "Mega"
+    return config.model_type.capitalize()
 
 
 def grey_levels(values: torch.Tensor, task: Task) -> torch.Tensor:

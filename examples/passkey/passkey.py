@@ -32,7 +32,7 @@ def documents(
 
     Args:
         pretrained, tokenizer: folder of the model, and of its tokenizer where that is another one.
-        max_length: tokens that lm-eval gives the model at most; None = those of its configuration.
+        max_length: tokens that lm-eval gives the model at most; None = the limit of its configuration.
         max_seq_lengths: tokens of a document and its answer, which is at most one sentence of `FILL` longer.
 
     Raises:
@@ -77,6 +77,6 @@ def score(row: dict[str, Any], results: list[str]) -> dict[str, float]:
 
 
 def mean(scores: list[float]) -> float:
-    """Return the mean of what was scored; -1 where nothing was."""
+    """Return the mean of the scores that count; -1 where there are none."""
     scored = [score for score in scores if score >= 0]
     return sum(scored) / len(scored) if scored else -1.0

@@ -12,7 +12,8 @@ import pytest
 
 from tests.examples.runs import QUIET
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES, STUDIES = ROOT / "examples", ROOT / "studies"
 
 
 @pytest.fixture(scope="session")
@@ -22,10 +23,11 @@ def examples_dir() -> Path:
 
 @pytest.fixture(scope="session")
 def script() -> Iterator[Callable[[str], ModuleType]]:
-    """Imports a module of examples/ as the interpreter does when it runs a script there."""
-    sys.path.insert(0, str(EXAMPLES))
+    """Imports a module of examples/ or studies/ as the interpreter does when it runs a script there."""
+    sys.path[:0] = [str(EXAMPLES), str(STUDIES)]
     yield importlib.import_module
-    sys.path.remove(str(EXAMPLES))
+    for folder in (EXAMPLES, STUDIES):
+        sys.path.remove(str(folder))
 
 
 @pytest.fixture
@@ -39,7 +41,7 @@ def call(script, monkeypatch) -> Callable[..., dict]:
         module = script(name)
         with monkeypatch.context() as patch:
             if not curve:
-                patch.setattr(script("common.training"), "plot_curve", lambda *_: None)
+                patch.setattr(script("common.report"), "plot_curve", lambda *_: None)
             summary = module.main([*QUIET, *map(str, arguments)])
         assert json.loads(Path(summary["output_dir"], "summary.json").read_text()) == summary
         return summary

@@ -10,6 +10,7 @@ def demo(script):
     return script("digits_demo")
 
 
+@pytest.mark.slow
 def test_both_models_side_by_side(demo, tmp_path, capsys):
     output = tmp_path / "digits"
     summary = demo.main(["--epochs", "0.2", "--min_accuracy", "0", "--output_dir", str(output)])

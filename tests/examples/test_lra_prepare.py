@@ -72,6 +72,7 @@ def test_shape_of_the_trees(script):
         assert 500 < len(source) < 2000 and deepest <= 9 and 2 <= min(arguments) and max(arguments) <= 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size, count", [(32, 24), (128, 2)])
 def test_pathfinder(script, size, count):
     """Labels follow from the geometry that made the picture, and from the picture alone."""

@@ -3,6 +3,7 @@
 import runpy
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import yaml
@@ -10,8 +11,18 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelF
 
 from luna_mega import MegaConfig
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-RECIPES = sorted((EXAMPLES / "recipes").rglob("*.yaml"))
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES, STUDIES = ROOT / "examples", ROOT / "studies"
+RECIPES = sorted([*(EXAMPLES / "recipes").rglob("*.yaml"), *(STUDIES / "recipes").rglob("*.yaml")])
+
+
+class Parsed(NamedTuple):
+    """The options of a script."""
+
+    data: object
+    model: object
+    training: object
+    run: object
 
 
 @pytest.fixture
@@ -20,16 +31,14 @@ def parsed(script, tmp_path, monkeypatch):
 
     def parse(path: Path):
         monkeypatch.setattr(script("common.pictures"), "_timm", lambda: None)
-        task = path.parent.name.replace("csqa", "race")
+        task = {"csqa": "race", "recipes": "mlm"}.get(path.parent.name, path.parent.name)
         source = [] if task in ("glue", "race") else ["--dataset_path", "x"]
         options = ["--recipe", str(path), "--output_dir", str(tmp_path), *source, "--bf16", "false"]
         if "pretrained" in path.stem or "continued" in path.stem:
             options += ["--model_name_or_path", "x"]
         if path.stem.startswith("pretrained"):
             options += ["--task_name", "rte"]
-        module, base = script("lra.run_lra" if task == "lra" else f"run_{task}"), script("common.script").Script
-        (kind,) = (kind for kind in vars(module).values() if isinstance(kind, type) and base in kind.__bases__)
-        return kind(options)
+        return Parsed(*script("lra.run_lra" if task == "lra" else f"run_{task}").parse(options))
 
     return parse
 
@@ -38,9 +47,11 @@ def parsed(script, tmp_path, monkeypatch):
 def test_recipe_is_complete(path, parsed):
     task = parsed(path)
     assert task.training.do_train and task.training.do_eval
-    options = (task.data, task.model, task.training, task.average)
-    for name, value in yaml.safe_load(path.read_text()).items():
-        holder = next(arguments for arguments in options if hasattr(arguments, name))
+    recipe = yaml.safe_load(path.read_text())
+    if base := recipe.pop("recipe", None):
+        recipe = yaml.safe_load((path.parent / base).read_text()) | recipe
+    for name, value in recipe.items():
+        holder = next(arguments for arguments in task if hasattr(arguments, name))
         found = getattr(holder, name)
         assert found == (float(value) if isinstance(found, float) else value) or name == "bf16", name
     if path.parent.name == "glue":
@@ -53,7 +64,9 @@ def test_recipe_is_complete(path, parsed):
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_recipe_names_no_folder_outside_the_repository(path):
-    assert "../" not in path.read_text()
+    text = path.read_text()
+    base = yaml.safe_load(text).get("recipe", path.name)
+    assert (path.parent / base).resolve().is_relative_to(ROOT) and "../" not in text.replace(base, "")
 
 
 @pytest.mark.parametrize("path", [path for path in RECIPES if path.parent.name == "clm"], ids=lambda path: path.stem)
@@ -92,7 +105,9 @@ def test_translation_model_of_a_recipe(recipe, parsed, script):
 
 
 @pytest.mark.parametrize(
-    "path", [*sorted(EXAMPLES.glob("*.py")), EXAMPLES / "lra" / "run_lra.py"], ids=lambda path: path.stem
+    "path",
+    [*sorted(EXAMPLES.glob("*.py")), EXAMPLES / "lra" / "run_lra.py", *sorted(STUDIES.glob("*.py"))],
+    ids=lambda path: path.stem,
 )
 def test_script_answers_help(path, script, monkeypatch, capsys):
     if path.stem == "train_sentence_transformer":

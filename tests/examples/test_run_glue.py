@@ -152,8 +152,7 @@ def test_evaluation_alone_gives_the_accuracy_of_the_training_run(run, sst2, tmp_
 def test_command_line_wins_over_recipe(run, script, sst2, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("task_name: sst2\ndo_train: true\nlearning_rate: 1e-5\nmax_steps: 7\nseed: 3\n")
-    glue = script("run_glue").Glue(["--recipe", str(recipe), "--max_steps", "1", "--output_dir", "x"])
-    data, training = glue.data, glue.training
+    data, _, training, _ = script("run_glue").parse(["--recipe", str(recipe), "--max_steps", "1", "--output_dir", "x"])
     assert (data.task_name, training.do_train, training.seed) == ("sst2", True, 3)
     assert (training.learning_rate, training.max_steps) == (1e-5, 1)
     assert training.metric_for_best_model == "accuracy"
@@ -188,10 +187,10 @@ def test_wrong_options_end_in_one_line(options, message, run, sst2, tmp_path):
 
 
 def test_out_of_memory_is_one_line_that_says_what_helps(run, script, sst2, tmp_path, monkeypatch):
-    def build(self):
+    def make_model(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
 
-    monkeypatch.setattr(script("run_glue").Glue, "build", build)
+    monkeypatch.setattr(script("run_glue"), "make_model", make_model)
     helps = "CUDA out of memory. What helps: .*--gradient_checkpointing true; .*unpad_inputs=true"
     assert_refused(run, helps, *scratch("sst2", sst2, tmp_path / "out"), "--do_train")
 
@@ -259,7 +258,7 @@ def test_missing_split_mixed_files_and_hub_without_network(run, sst2, tmp_path):
 
 def test_hidden_tokens(script):
     """About the share that is asked for, never a special token, and others in every epoch."""
-    common, tokenizer = script("common.data"), script("common.bpe").train_bpe(["a b c d e f"] * 9, 300, 64)
+    common, tokenizer = script("common.texts"), script("common.bpe").train_bpe(["a b c d e f"] * 9, 300, 64)
     plain = Dataset.from_dict({"input_ids": [tokenizer("a b c d e f " * 9)["input_ids"]] * 40, "label": [0] * 40})
     hidden = common.hide_tokens(plain, tokenizer, 0.3, 0)
     first, again = ([row["input_ids"] for row in hidden] for _ in range(2))

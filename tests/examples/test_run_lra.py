@@ -12,7 +12,7 @@ from PIL import Image as Picture
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 import luna_mega
-from tests.examples.runs import TINY, assert_complete, assert_refused, assert_resumes, sentence
+from tests.examples.runs import TINY, assert_refused, assert_resumes, sentence
 
 RUN = ["lra.run_lra", "--per_device_train_batch_size", 4]
 SIDE = 8
@@ -71,6 +71,7 @@ def options(task: str, path: Path, output: Path, *more, model: str = "mega") -> 
 TWO_STEPS = ["--max_steps", 2, "--save_strategy", "no"]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("task", LENGTHS)
 def test_every_task_with_every_model(run, script, folder, tmp_path, task, model):
@@ -163,10 +164,10 @@ def test_sizes_of_the_paper_models(script, tmp_path):
     module, recipes = script("lra.run_lra"), Path(__file__).resolve().parents[2] / "examples" / "recipes" / "lra"
     for name, millions in (("image_mega", 2.839), ("pathfinder_mega", 1.387), ("pathx_mega", 0.382)):
         arguments = ["--recipe", recipes / f"{name}.yaml", "--dataset_path", "x", "--output_dir", tmp_path, "--use_cpu"]
-        task = module.LongRangeArena([*map(str, arguments)])
-        task.tokenizer, task.labels = None, tuple(map(str, range(task.task.classes)))
-        task.config = task.make_config()
-        assert task.make_model().num_parameters() == pytest.approx(millions * 1e6, abs=500)
+        data, model, _, _ = module.parse([*map(str, arguments)])
+        config = module.choose_config(data, model, None, tuple(map(str, range(module.TASKS[data.task].classes))))
+        network = AutoModelForSequenceClassification.from_config(config)
+        assert network.num_parameters() == pytest.approx(millions * 1e6, abs=500)
 
 
 def test_weight_decay_and_warm_up(script, folder, tmp_path):
@@ -175,9 +176,10 @@ def test_weight_decay_and_warm_up(script, folder, tmp_path):
     arguments += ["--warmup_power", 2, "--warmup_steps", 4, "--max_steps", 8]
     decayed = {}
     for convention in ("ours", "mega"):
-        task = module.LongRangeArena([*map(str, arguments), "--convention", convention])
-        task.prepare()
-        trainer = task.build()
+        data, model, training, _ = module.parse([*map(str, arguments), "--convention", convention])
+        splits, tokenizer, config = module.load_data(data, model, training)
+        network = AutoModelForSequenceClassification.from_config(config)
+        trainer = module.make_trainer(network, data, training, splits, tokenizer)
         decayed[convention] = set(trainer.get_decay_parameter_names(trainer.model))
     assert decayed["mega"] == {name for name, _ in trainer.model.named_parameters()}
     assert not any(name.endswith(".bias") for name in decayed["ours"])
@@ -192,6 +194,7 @@ def test_pixels_as_tokens(run, folder, tmp_path):
     assert (config.input_type, config.vocab_size, config.layer_types) == ("tokens", 4 + 256 + 1, ["full_attention"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task, model", [("image", "mega"), ("retrieval", "luna")])
 def test_self_pretraining(run, folder, tmp_path, task, model):
     """The body learns before the labels are read; with a learning rate of 0 it stays as it was made."""
@@ -239,6 +242,7 @@ ABLATIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ABLATIONS)
 def test_ablations(run, folder, tmp_path, case):
     model, override = ABLATIONS[case]
@@ -246,29 +250,6 @@ def test_ablations(run, folder, tmp_path, case):
     run(*arguments, "--config_overrides", f"{MODELS[model]},{override}")
     name, value = override.split("=")
     assert str(getattr(AutoModel.from_pretrained(tmp_path / "out").config, name)).lower() == value
-
-
-def test_report(run, script, folder, tmp_path, capsys):
-    path, main = folder("text"), script("lra.run_lra").main
-    for seed in (0, 1):
-        arguments = options("text", path, tmp_path / "runs" / f"mega{seed}", "--do_eval", "--do_predict", *TWO_STEPS)
-        summary = run(*arguments, "--seed", seed, curve=True)
-    assert_complete(tmp_path / "runs" / "mega1", summary)
-    run(*options("text", path, tmp_path / "luna", "--do_eval", *TWO_STEPS, model="luna"))
-    capsys.readouterr()
-    paths = main(["--report", str(tmp_path / "runs"), str(tmp_path / "luna"), "--output_dir", str(tmp_path / "report")])
-    table = [line.split(" | ") for line in Path(paths["report"]).read_text().splitlines()]
-    assert table[2][:3] == ["| text", "Luna-4", "–"] and table[2][3].endswith("% (validation)")
-    assert table[3][1] == "Mega-chunk" and " ± " in table[3][3] and table[3][4] == "0, 1" and "2 x 4" in table[3]
-    assert Path(paths["plot"]).read_bytes().startswith(b"\x89PNG") and capsys.readouterr().out
-
-    # The paper's figure stands beside runs of the whole task alone.
-    report, whole = script("lra.report"), {"variant": "Mega", "task": "text", "train_samples": 25_000}
-    assert report.paper_figure(whole | {"max_length": 4096}) == 90.43
-    assert report.paper_figure(whole | {"max_length": 1024}) is None
-    for content, message in (("{", "cannot be read"), ("{}", "no summary.json of a training run")):
-        (tmp_path / "luna" / "summary.json").write_text(content)
-        assert_refused(lambda: main(["--report", str(tmp_path / "luna")]), message)
 
 
 BAD = {

@@ -232,6 +232,7 @@ def test_resumed_run_goes_on_where_it_stopped(run, corpus, tmp_path):
     assert state["num_input_tokens_seen"] == 4 * 8 * 32
 
 
+@pytest.mark.slow
 def test_resumed_run_keeps_the_order_by_length(run, corpus, tmp_path):
     """In every epoch, at its beginning and in its middle, the losses are those of a run without a stop."""
     options = ["--short_seq_prob", 0.9, "--train_sampling_strategy", "group_by_length", "--num_train_epochs", 3]

@@ -71,7 +71,7 @@ def scratch(data: Path, output: Path, task: str = "race") -> list:
 
 
 def encode(script, tokenizer, examples: list[dict], name: str, **options) -> list[list[list[int]]]:
-    module = script("run_race")
+    module = script("common.multiple_choice")
     data = module.DataArguments(task=name, **options)
     split = module.Dataset.from_list(examples)
     return module.encode_split(split, "train", tokenizer, data)["input_ids"]
@@ -172,6 +172,7 @@ def test_race_from_scratch_with_both_levels(run, script, race, tmp_path):
     assert summary["test_high_accuracy"] == pytest.approx(sum(right[9:]) / 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["race", "csqa"])
 def test_two_towers(task, run, script, race, csqa, tmp_path):
     """The text is encoded once, each option by itself; the saved folder gives the written predictions, one by one."""

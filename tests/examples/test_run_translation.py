@@ -144,6 +144,7 @@ def test_averages_of_checkpoints(script, checkpoints):
         averaging.average([checkpoints / "checkpoint-30", checkpoints / "checkpoint-100"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["luna", "mega"])
 def test_training_learns_resumes_averages_and_loads(run, script, corpus, tmp_path, model_type):
     more = ["--do_eval", "--do_predict", "--test_paths", corpus.parent / "more"]

@@ -48,6 +48,7 @@ def test_launch_on_gpus(name, corpus, tmp_path):
     launch(name, corpus, tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_launch_on_cpus(corpus, tmp_path):
     """Where accelerate cannot shard it runs DDP, and the summary says so."""
     parallel = launch("fsdp2", corpus, tmp_path / "out", "--use_cpu", "true")["parallel"]
@@ -74,7 +75,7 @@ def streamed(script, folder: Path, rank: int, count: int, files: int = 3) -> lis
     names = [write(rows[file::files], folder / f"{file}.jsonl") / f"{file}.jsonl" for file in range(files)]
     split = datasets.load_dataset("json", data_files=[str(name) for name in names], split="train", streaming=True)
     training = SimpleNamespace(process_index=rank, world_size=count, seed=3)
-    stream = script("common.scale").Stream(split.shuffle(3, buffer_size=4), lambda row, _: row, training)
+    stream = script("common.streaming").Stream(split.shuffle(3, buffer_size=4), lambda row, _: row, training)
     return [row["number"] for row in itertools.islice(stream, 12)]
 
 

@@ -88,7 +88,7 @@ def test_refusals(call, tmp_path):
 
     refused("--without heads must be one of positions, packed, identity", "--without", "heads")
     refused("--local_start is for --model_type roberta", "--local_start", "true")
-    refused("--local_options are those of --local_start true", *OPTIONS)
+    refused("--local_options needs --local_start true", *OPTIONS)
     refused("--without for luna", "--model_type", "mega", "--without", "packed")
     start = ("--model_type", "roberta", "--local_start", "true", "--vocab_size", 300, "--block_size", 12)
     refused(

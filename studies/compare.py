@@ -1,14 +1,15 @@
-"""Compares models by what they learn in pretraining, for tokens and for time, and by what they reach when fine-tuned.
+"""Which model learns more in pretraining, for its tokens and for its time, and which is better when fine-tuned?
 
-    python examples/compare.py outputs/pretrained outputs/finetuned --output_dir outputs/comparison
+    python studies/compare.py outputs/pretrained outputs/finetuned --output_dir outputs/comparison
 
-It reads what run_mlm.py and the scripts that fine-tune its models wrote, in the folders or in the folders in them.
-Folders are called NAME-SEED: runs that differ in the seed alone make one row of the table, NAME. A fine-tuned model
-belongs to the row of the folder that it began from; one that began from nothing has a row of its own.
+The script reads what run_mlm.py and the scripts that fine-tune its models wrote, in the folders or in the folders in
+them. Folders are called NAME-SEED: runs that differ in the seed alone make one row of the table, NAME. A fine-tuned
+model belongs to the row of the folder that it began from; one that began from nothing has a row of its own.
 """
 
 import argparse
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,9 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+
 from common.arguments import fail
 from common.report import show
 from common.summaries import mean_and_spread, read_json, read_summaries
@@ -54,7 +58,7 @@ class Curve:
 
 @dataclass
 class Run:
-    """One run: name of its row, and what it wrote; `curve` is that of a pretraining run alone."""
+    """One run: the name of its row, its summary and, for pretraining, its curve."""
 
     row: str
     summary: dict[str, Any]
@@ -77,7 +81,7 @@ def strip_seed(name: str) -> str:
 
 
 def read_runs(folders: list[str]) -> list[Run]:
-    """Return the runs of the folders; those of other scripts, and what was not evaluated, are left out and named."""
+    """Return the runs of the folders; a run without an evaluation at its end is named and left out."""
     runs = []
     for folder, summary in read_summaries(folders):
         if summary.get("metric") not in summary:
@@ -151,7 +155,9 @@ def draw(runs: list[Run], path: Path) -> None:
 def main(argv: list[str] | None = None) -> dict[str, str]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="+", metavar="DIR", help="outputs of runs, or folders of them")
-    parser.add_argument("--output_dir", type=Path, default=Path("comparison"))
+    parser.add_argument(
+        "--output_dir", type=Path, default=Path("comparison"), help="folder for report.md and report.png"
+    )
     arguments = parser.parse_args(argv)
     runs, output = read_runs(arguments.folders), arguments.output_dir
     header, *rows = make_table(runs)

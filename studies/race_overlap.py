@@ -1,22 +1,27 @@
-"""Answers RACE by the overlap of words: the sliding window of MCTest (Richardson et al. 2013, algorithm 1).
+"""How many questions of RACE does the overlap of words answer, and how many the length of the options?
 
-    python examples/race_overlap.py --dataset_config middle --output_dir outputs/overlap
+    python studies/race_overlap.py --dataset_config middle --output_dir outputs/overlap
 
-It needs no training, and a model that does no better has not learned to read. It also says how far the length of the
-options gives the answer away.
+The overlap is the sliding window of MCTest (Richardson et al. 2013, algorithm 1). It needs no training, and a model
+that does no better has not learned to read.
 """
 
 import argparse
 import math
 import re
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common.report import print_table, save_json
-from run_race import TASKS, DataArguments, load_split, make_metrics
 from transformers import EvalPrediction
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+
+from common.multiple_choice import TASKS, DataArguments, load_split
+from common.report import print_table, save_json
+from run_race import make_metrics
 
 TASK = TASKS["race"]
 
@@ -26,7 +31,7 @@ def words(text: str) -> list[str]:
 
 
 def overlap(passage: list[str], query: set[str]) -> float:
-    """Return the greatest sum of inverse counts log(1 + 1 / count) of words of `query` in a window of as many words."""
+    """Return the greatest sum of log(1 + 1 / count), over words of `query`, in a window as long as the query."""
     counts = Counter(passage)
     weights = [math.log1p(1 / counts[word]) if word in query else 0.0 for word in passage]
     sums = np.concatenate([[0.0], np.cumsum(weights)])
@@ -45,7 +50,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--dataset_path", nargs="+", help="local folders instead of the Hub")
     parser.add_argument("--dataset_config", help="configuration on the Hub: middle, high")
     parser.add_argument("--split", choices=("validation", "test"), default="validation")
-    parser.add_argument("--output_dir", type=Path, required=True, help="where summary.json goes")
+    parser.add_argument("--output_dir", type=Path, required=True, help="folder for summary.json")
     arguments = parser.parse_args(argv)
     data = DataArguments(dataset_path=arguments.dataset_path, dataset_config=arguments.dataset_config)
     split = load_split(arguments.split, TASK, data, None)

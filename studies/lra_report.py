@@ -1,6 +1,14 @@
-"""The report of several runs: a table beside the papers' figures, and accuracy over speed and over time."""
+"""How near do runs of Long Range Arena come to the figures of the papers, and at which speed?
 
+    python studies/lra_report.py outputs/text outputs/image --output_dir outputs/report
+
+The script reads what `examples/lra/run_lra.py` wrote, in the folders or in the folders in them. It writes a table with
+the papers' figures beside it, and draws accuracy over speed and over time.
+"""
+
+import argparse
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +16,12 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+
 from common.arguments import fail
 from common.report import show
 from common.summaries import mean_and_spread, read_json, read_summaries
-from transformers import PreTrainedConfig
-
 from lra.tasks import TASKS
 
 # Test accuracies of the papers on the whole tasks: Table 1 of Luna, Table 2 of Mega.
@@ -24,7 +33,7 @@ PAPERS = {
     "Mega": (63.14, 90.43, 91.25, 90.44, 96.01, 97.98),
     "Mega-chunk": (58.76, 90.19, 90.97, 85.80, 94.41, 93.81),
 }
-# What runs of one row have in common.
+# Entries of the summary that the runs of one row share.
 _SAME = (
     "task", "variant", "convention", "max_length", "train_samples", "config_overrides", "learning_rate", "batch",
     "steps", "parameters", "self_pretraining_steps", "hardware",
@@ -35,21 +44,12 @@ _HEADER = (
 )  # fmt: skip
 
 
-def name_variant(config: PreTrainedConfig) -> str:
-    """Return the name of a model in the papers' tables."""
-    if config.model_type == "luna":
-        return f"Luna-{config.projection_length}"
-    if config.model_type == "mega":
-        return "Mega-chunk" if config.use_chunking else "Mega"
-    return config.model_type.capitalize()
-
-
 def read_runs(folders: list[str]) -> list[dict[str, Any]]:
     """Return the summaries of training runs in the folders, each with its `curve`; the script ends where is none."""
     found = [(folder, run) for folder, run in read_summaries(folders) if run.get("task") in TASKS and "steps" in run]
     runs = [run | {"curve": read_curve(folder, run.get("self_pretraining_seconds", 0.0))} for folder, run in found]
     if not runs:
-        fail(f"--report {' '.join(folders)}: there is no summary.json of a training run of this script")
+        fail(f"{' '.join(folders)}: there is no summary.json of a training run of run_lra.py")
     return runs
 
 
@@ -150,3 +150,15 @@ def write_report(folders: list[str], output: Path) -> dict[str, Any]:
     text.write_text(f"{table}\n![Accuracy over speed, and over minutes]({plot.name})\n", encoding="utf-8")
     print(table)
     return {"report": str(text), "plot": str(plot)}
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="+", metavar="DIR", help="outputs of runs, or folders of them")
+    parser.add_argument("--output_dir", type=Path, default=Path("report"), help="folder for report.md and report.png")
+    arguments = parser.parse_args(argv)
+    return write_report(arguments.folders, arguments.output_dir)
+
+
+if __name__ == "__main__":
+    main()

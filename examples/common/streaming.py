@@ -1,0 +1,84 @@
+"""Training data that do not fit: they are read as they are needed, and shared out among the processes."""
+
+import itertools
+from collections.abc import Iterable, Iterator
+
+import datasets
+from datasets import Dataset
+from datasets.distributed import split_dataset_by_node
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import TrainingArguments
+
+from common.arguments import RunArguments, check_least, fail
+from common.data import check_texts
+from common.redrawn import Change, Example, draw
+from common.training import OrderedTrainer
+
+
+def check_streaming(training: TrainingArguments, run: RunArguments) -> None:
+    """End the script when the options for streaming contradict others."""
+    if not run.streaming:
+        return
+    if training.do_train and training.max_steps <= 0:
+        fail("--streaming needs --max_steps: how long the data are is not known")
+    if training.dataloader_num_workers > 1:
+        fail(f"--dataloader_num_workers {training.dataloader_num_workers}: --streaming reads in at most 1 worker")
+    check_least(run, 1, "shuffle_buffer")
+
+
+def check_split(split: Dataset | datasets.IterableDataset, name: str, column: str) -> None:
+    """End the script unless `split` has text in `column`; of a stream the first row is looked at."""
+    if not isinstance(split, datasets.IterableDataset):
+        check_texts(split, name, (column,))
+        return
+    row = next(iter(split), {})
+    if not isinstance(row.get(column), str):
+        fail(f"split {name} has no text in a column {column}, only {', '.join(row) or 'no rows'}")
+
+
+def some_texts(split: Dataset | datasets.IterableDataset, column: str) -> Iterable[str]:
+    """Return the texts that a tokenizer is made from: of a stream the first hundred thousand, else all."""
+    if isinstance(split, datasets.IterableDataset):
+        return [row[column] for row in split.take(100_000)]
+    return split[column]
+
+
+class Stream(IterableDataset):
+    """Examples that are read as they are needed, without end: after the last one they begin anew in another order.
+
+    Where the files of `examples` divide among the processes each reads its own. Otherwise each reads all of them and
+    keeps its share, so that the batches do not depend on the number of processes.
+    """
+
+    def __init__(self, examples: datasets.IterableDataset, change: Change, training: TrainingArguments):
+        self.rank, self.count = training.process_index, training.world_size
+        self.own_files = self.count > 1 and examples.num_shards % self.count == 0
+        if self.own_files:
+            examples = split_dataset_by_node(examples, self.rank, self.count)
+        self.examples, self.change, self.seed = examples, change, training.seed
+
+    def __iter__(self) -> Iterator[Example]:
+        position = 0
+        for epoch in itertools.count():
+            self.examples.set_epoch(epoch)
+            start = position
+            for example in self.examples:
+                if self.own_files:
+                    yield self.change(example, draw(self.seed, epoch, position * self.count + self.rank))
+                elif position % self.count == self.rank:
+                    yield self.change(example, draw(self.seed, epoch, position))
+                position += 1
+            if position == start:
+                raise ValueError("the streamed training data have no example; see --block_size")
+
+
+class StreamingTrainer(OrderedTrainer):
+    """Trainer that takes a `Stream` as training data as well."""
+
+    def get_train_dataloader(self) -> DataLoader:
+        if not isinstance(self.train_dataset, Stream):
+            return super().get_train_dataloader()
+        # A stream has each process's part already; accelerate would divide it again.
+        options = {"num_workers": self.args.dataloader_num_workers, "pin_memory": self.args.dataloader_pin_memory}
+        collator = self._get_collator_with_removed_columns(self.data_collator, description="training")
+        return DataLoader(self.train_dataset, self.args.train_batch_size, collate_fn=collator, **options)
