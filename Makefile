@@ -4,12 +4,14 @@ VENV ?= .venv
 CONSTRAINTS ?= requirements/ci.txt
 EXTRAS ?= triton,examples,dev
 TESTS ?= tests
+# The tests to run by their marker; nothing = all.
+MARK ?= not slow
 DTYPE ?= float32
 
 # Named after the constraints, so that changing them in the same environment installs again.
 INSTALLED := $(VENV)/.installed-$(notdir $(CONSTRAINTS))
 
-.PHONY: help demo test test-ecosystem docs style typing bench clean
+.PHONY: help demo test test-slow test-ecosystem docs style typing bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -17,11 +19,15 @@ help: ## list the targets
 demo: $(INSTALLED) ## train, save, reload and judge a Luna and a Mega on real handwritten digits (5 minutes with the set-up)
 	$(VENV)/bin/python examples/digits_demo.py
 
-test: $(INSTALLED) ## run the tests, or those named by TESTS="..."
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist worksteal $(TESTS)
+test: $(INSTALLED) ## run the fast tests, something of everything, or those named by TESTS="..."
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 \
+	    $(VENV)/bin/python -m pytest -n 2 --dist worksteal --durations=20 -m "$(MARK)" $(TESTS)
+
+test-slow: ## run the tests that `make test` leaves out
+	$(MAKE) test MARK=slow
 
 test-ecosystem: ## run the tests with PEFT, TRL, sentence-transformers and other tools, in an environment of their own
-	$(MAKE) test VENV=.venv-ecosystem CONSTRAINTS=requirements/ci-ecosystem.txt EXTRAS=$(EXTRAS),ecosystem \
+	$(MAKE) test VENV=.venv-ecosystem CONSTRAINTS=requirements/ci-ecosystem.txt EXTRAS=$(EXTRAS),ecosystem MARK= \
 	    TESTS="tests/ecosystem tests/demo tests/test_cli.py"
 
 docs: ## build the documentation site in build/docs/site, in an environment of its own; a broken link is an error

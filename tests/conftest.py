@@ -1,4 +1,5 @@
 import importlib.util
+import itertools
 import os
 import random
 from collections.abc import Iterator
@@ -13,6 +14,27 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow what the product of a `covering` test has beyond a covering array of the marker's strength."""
+    products: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("covering"):
+            products.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in products.values():
+        (strength,) = cases[0].get_closest_marker("covering").args
+        tuples = {}
+        for case in cases:
+            values = sorted((name, repr(value)) for name, value in case.callspec.params.items())
+            tuples[case] = set(itertools.combinations(values, strength))
+        missing = set().union(*tuples.values())
+        while missing:
+            best = max(tuples, key=lambda case: len(tuples[case] & missing))
+            missing -= tuples.pop(best)
+        for case in tuples:
+            case.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

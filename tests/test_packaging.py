@@ -17,9 +17,10 @@ import pytest
 from transformers.utils.import_utils import KERNELS_MIN_VERSION
 
 import luna_mega
+from tests.distributed.ranks import PATIENCE
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPT_FOLDERS = ["requirements", "docs", "tests", "examples", "benchmarks"]
+SCRIPT_FOLDERS = ["requirements", "docs", "tests", "examples", "studies", "benchmarks"]
 
 # Runs in each installation; one process gathers all facts, because every start imports torch and transformers.
 PROBE = """
@@ -72,7 +73,7 @@ def packaged_folders() -> dict[str, str]:
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> str:
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | environment
-    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ["README.md", "examples/README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
+DOCS = sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))
+PAGES = ["README.md", "examples/README.md", "studies/README.md", *DOCS]
 LANGUAGES = {"python", "bash", "bibtex"}
 BLOCK = re.compile(
     r"^(?:<!-- not run: (?P<reason>[^\n]+?) -->\n+)?(?P<fence> *```)(?P<language>\w*)\n(?P<code>.*?)^(?P=fence)$",

@@ -1,4 +1,4 @@
-"""Every code block of README, docs and examples/README.md runs, offline and on small data, or says why it does not."""
+"""Every code block of README, docs, examples and studies runs, offline and on small data, or says why it does not."""
 
 import sys
 

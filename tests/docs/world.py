@@ -82,7 +82,8 @@ def make_data(folder: Path) -> None:
 
 def make_files(folder: Path) -> None:
     """Recipes, of which one is made small, and the download of a checkpoint."""
-    shutil.copytree(ROOT / "examples" / "recipes", folder / "examples" / "recipes")
+    for scripts in ("examples", "studies"):
+        shutil.copytree(ROOT / scripts / "recipes", folder / scripts / "recipes")
     recipe = folder / "examples" / "recipes" / "clm" / "wikitext2_words_mega_adaptive.yaml"
     text = recipe.read_text()
     for long, short in TINY_RECIPE.items():

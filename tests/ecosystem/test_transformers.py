@@ -55,6 +55,7 @@ def train(model, tokenizer, folder, **options):
     return before, trainer.evaluate()["eval_loss"], trainer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_trainer(family, option, tokenizer, tmp_path):

@@ -1,0 +1,17 @@
+"""The list of products in tests/README.md."""
+
+import re
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent
+COVERING = re.compile(r"^@pytest\.mark\.covering\((\d)\)\n.*?^def (\w+)", re.MULTILINE | re.DOTALL)
+
+
+def test_every_covering_test_is_listed():
+    marked = {
+        (f"{file.relative_to(TESTS)}::{name}", strength)
+        for file in TESTS.rglob("test_*.py")
+        for strength, name in COVERING.findall(file.read_text(encoding="utf-8"))
+    }
+    listed = re.findall(r"^\| `(.*?)` \| (\d) \|", (TESTS / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert marked == set(listed) and len(marked) > 5
