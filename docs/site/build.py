@@ -19,7 +19,15 @@ from urllib.parse import unquote, urlsplit
 from latex2mathml.converter import convert
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "docs/**/*.*", "examples/**/README.md"]
+PAGES = [
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "LICENSE",
+    "docs/**/*.*",
+    "examples/**/README.md",
+    "studies/README.md",
+]
 PAGES += ["kernels/*/README.md"]
 BADGES = re.compile(r"^.*https://img\.shields\.io/.*\n", re.MULTILINE)
 EQUATION = re.compile(
