@@ -6,6 +6,7 @@ a style of transformers' own. Where tensors pass from whole to split between two
 
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -24,6 +25,15 @@ class RankBoundary(nn.Identity):
     """
 
     ranks = 1
+
+    def join_heads(self, weights: torch.Tensor | None) -> torch.Tensor | None:
+        """Return attention weights `[B, heads, ...]` of all heads; in one process the tensor itself, for its gradient.
+
+        None stays None. The boundary is one that joins `[..., heads, K]`.
+        """
+        if weights is None or self.ranks == 1:
+            return weights
+        return self(weights.transpose(1, 2)).transpose(1, 2)
 
 
 class Redistribute(TensorParallelLayer):
@@ -113,7 +123,12 @@ def _planned_linears(model: PreTrainedModel, plan: dict[str, str]) -> Iterator[t
 
 
 class TensorParallelMixin:
-    """The plans of `CommonPreTrainedModel`, and what splits it by them."""
+    """The plans of `CommonPreTrainedModel`, and what splits it by them.
+
+    `ranks` is the number of ranks that the heads or columns of a layer are spread over.
+    """
+
+    ranks = 1
 
     def init_parallel_plans(self):
         """Collect the plans of configuration and classes, without the rules that are for other models of the family."""
@@ -133,4 +148,6 @@ class TensorParallelMixin:
         model = super().maybe_distribute_model(model, distributed_config, mesh)
         if mesh is not None and distributed_config.tp_size > 1:
             check_plan(model, planned, distributed_config.tp_size)
+            for part in (module for module in model.modules() if isinstance(module, TensorParallelMixin)):
+                part.ranks = max((x.ranks for x in part.modules() if isinstance(x, RankBoundary)), default=1)
         return model

@@ -685,7 +685,7 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
             seq2seq_cache_class=self.seq2seq_cache_class,
             training=self.training,
             checkpointing=stack.gradient_checkpointing,
-            ranks=stack.layers[0].attention.all_heads.ranks,
+            ranks=self.ranks,
             options=frozenset({"output_packed_attentions"}),
             weights=("output_attentions", "output_packed_attentions"),
             counts_positions=True,

@@ -456,7 +456,7 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
             seq2seq_cache_class=self.seq2seq_cache_class,
             training=self.training,
             checkpointing=self.gradient_checkpointing,
-            ranks=self.layers[0].mega_layer.own_columns.ranks,
+            ranks=self.ranks,
             options=frozenset({"position_ids"}),
             weights_from_cache=False,
             chunk=config.attention_chunk,
