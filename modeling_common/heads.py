@@ -1,6 +1,7 @@
 """Heads of both models: how they compute logits and losses from the outputs of the model without a head.
 
-The classes of each model have the arguments and the output types; the methods here return the fields of an output.
+The classes of each model have the arguments and the output types, where these differ; most methods here return the
+fields of an output.
 """
 
 from collections.abc import Iterable
@@ -11,9 +12,12 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.utils import ModelOutput
+from transformers.modeling_outputs import SequenceClassifierOutput
+from transformers.processing_utils import Unpack
+from transformers.utils import ModelOutput, TransformersKwargs, can_return_tuple
 
 from luna_mega.modeling_common.inputs import read_sequences
+from luna_mega.modeling_common.labels import keep_positions, next_tokens
 from luna_mega.modeling_common.masks import read_mask
 from luna_mega.modeling_common.sequence_parts import WHOLE, Parts, find_parts
 
@@ -41,6 +45,39 @@ class MaskedLMMixin:
             arguments = {"logits": logits, "labels": labels.contiguous(), "vocab_size": self.config.vocab_size}
             loss = parts.mean_loss(self.loss_function, labels, **arguments, **kwargs)
         return {"loss": loss, "logits": logits, **recorded(outputs)}
+
+
+class CausalLMMixin:
+    """The language model. The class has `score_tokens`, from states `[..., d]` to logits."""
+
+    def predict_next(
+        self,
+        hidden_states: torch.Tensor,
+        labels: torch.LongTensor | None,
+        shift_labels: torch.LongTensor | None,
+        logits_to_keep: int | torch.Tensor,
+        **kwargs,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return the loss and the logits of states `[B, T, d]`; the other arguments are those of the `forward`."""
+        parts = find_parts(kwargs, hidden_states)
+        hidden_states = keep_positions(hidden_states, logits_to_keep, parts)
+        targets = next_tokens(labels, shift_labels, hidden_states, parts)
+        return self.score_next(hidden_states, labels, targets, parts, **kwargs)
+
+    def score_next(
+        self,
+        hidden_states: torch.Tensor,
+        labels: torch.LongTensor | None,
+        targets: torch.LongTensor | None,
+        parts: Parts,
+        **kwargs,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return the loss of the kept states `[B, T, d]` against the next tokens `targets` `[B, T]`, and the logits."""
+        logits, loss = self.score_tokens(hidden_states), None
+        if targets is not None:
+            arguments = {"labels": labels, "vocab_size": self.config.vocab_size, "shift_labels": targets}
+            loss = parts.mean_loss(self.loss_function, targets, logits=logits, **arguments, **kwargs)
+        return loss, logits
 
 
 class ClassificationHead(nn.Module):
@@ -117,41 +154,70 @@ def pair_size(config: PreTrainedConfig) -> int:
 class PairMixin(PooledMixin):
     """Classification of pairs of sequences, or the choice among several second ones."""
 
-    def classify_pairs(
-        self,
-        first: torch.Tensor,
-        outputs: ModelOutput,
-        labels: torch.Tensor | None,
-        parts: Parts,
-        attention_mask: torch.Tensor | None,
-        options: dict[str, Any],
-        **inputs: torch.Tensor | None,
-    ) -> dict[str, Any]:
-        """Return logits `[B, num_labels]` of the vectors `first` `[B, d]` and the second inputs, and the loss.
+    output_class: type[SequenceClassifierOutput] = SequenceClassifierOutput
+    refused_option: tuple[str, str]  # a keyword argument that pairs do not have, and the reason
 
-        `options` are the keyword arguments of the `forward`, by which the second inputs are in parts as the first are.
-        Second inputs `[B, C, T]` are C candidates for each first sequence: they are scored one by one, logits are
-        `[B, C]`, and the loss is the cross-entropy of the right ones, `labels` `[B]`.
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        pair_input_ids: torch.LongTensor | None = None,
+        pair_attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        pair_inputs_embeds: torch.FloatTensor | None = None,
+        input_values: torch.FloatTensor | None = None,
+        pair_input_values: torch.FloatTensor | None = None,
+        labels: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> SequenceClassifierOutput:
+        """Classify pairs of sequences, `[B, T]` the first and `pair_*` `[B, T']` the second.
+
+        Both are as the model without a head takes them. `labels`: `[B]` class ids, or numbers for regression.
+        `logits`: `[B, num_labels]`. Hidden states and attentions are those of the first sequence.
+
+        With `num_labels=1` the second sequences may be C candidates for each first one, `[B, C, T']`, which are scored
+        one by one: `logits` are `[B, C]`, `labels` `[B]` the right ones, and the loss is their cross-entropy.
         """
-        ids, embeds = inputs["input_ids"], inputs["inputs_embeds"]
-        options = {name: value for name, value in options.items() if name == "cp_group"}
-        attention_mask = read_mask("pair_attention_mask", attention_mask)
-        if not ((ids is not None and ids.dim() == 3) or (embeds is not None and embeds.dim() == 4)):
-            second, *_ = self.pool(attention_mask, **inputs, **options)
-            return self.classify(pair_features(self.config, first, second), outputs, labels, parts)
+        name, reason = self.refused_option
+        if name in kwargs:
+            raise ValueError(f"{reason}; leave {name} out")
+        drop_first_token = getattr(self.config, "drop_first_token", False)
+        inputs = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "input_values": input_values}
+        first, outputs, parts = self.pool(attention_mask, drop_first_token, **inputs, **kwargs)
+        inputs = {"input_ids": pair_input_ids, "inputs_embeds": pair_inputs_embeds, "input_values": pair_input_values}
+        mask = read_mask("pair_attention_mask", pair_attention_mask)
+        shared = {name: value for name, value in kwargs.items() if name == "cp_group"}
+        if not _has_candidates(**inputs):
+            second, *_ = self.pool(mask, **inputs, **shared)
+            features = pair_features(self.config, first, second)
+            return self.output_class(**self.classify(features, outputs, labels, parts))
+        count, flat = self.flatten_candidates(len(first), mask, **inputs)
+        second, *_ = self.pool(**flat, **shared)
+        features = pair_features(self.config, first.repeat_interleave(count, dim=0), second)
+        return self.output_class(**choose_option(self.classifier(features, parts), count, outputs, labels))
+
+    def flatten_candidates(
+        self, batch: int, attention_mask: torch.Tensor | None, **inputs: torch.Tensor | None
+    ) -> tuple[int, dict[str, torch.Tensor | None]]:
+        """Return the number C of candidates for each of B first sequences, and `[B, C, ...]` as `[B C, ...]`."""
         if self.config.num_labels != 1:
             raise ValueError(
                 "the second inputs are candidates, [B, C, ...], with one score each: set num_labels=1, "
                 f"got {self.config.num_labels}"
             )
-        if len(first) != (given := len(embeds if ids is None else ids)):
+        ids, embeds = inputs["input_ids"], inputs["inputs_embeds"]
+        if batch != (given := len(embeds if ids is None else ids)):
             raise ValueError(
-                f"there are {len(first)} first sequences, and candidates for {given}: give one set of candidates each"
+                f"there are {batch} first sequences, and candidates for {given}: give one set of candidates each"
             )
-        count, flat = flatten_options(attention_mask=attention_mask, input_ids=ids, inputs_embeds=embeds)
-        second, *_ = self.pool(**flat, **options)
-        features = pair_features(self.config, first.repeat_interleave(count, dim=0), second)
-        return choose_option(self.classifier(features, parts), count, outputs, labels)
+        return flatten_options(attention_mask=attention_mask, input_ids=ids, inputs_embeds=embeds)
+
+
+def _has_candidates(input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None, **others) -> bool:
+    """Return whether inputs are `[B, C, ...]`, and not `[B, ...]`."""
+    tokens = input_ids is not None and input_ids.dim() == 3
+    return tokens or (inputs_embeds is not None and inputs_embeds.dim() == 4)
 
 
 def flatten_options(**inputs: torch.Tensor | None) -> tuple[int, dict[str, torch.Tensor | None]]:

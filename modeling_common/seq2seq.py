@@ -12,7 +12,7 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 
 from luna_mega.modeling_common.cache import keeps_cache
 from luna_mega.modeling_common.labels import check_labels, keep_positions, shift_right
-from luna_mega.modeling_common.masks import drop_if_full
+from luna_mega.modeling_common.masks import drop_if_full, read_mask
 from luna_mega.modeling_common.sequence_parts import WHOLE, Parts, find_parts
 from luna_mega.modeling_common.tensor_parallel import known_rules
 
@@ -106,33 +106,49 @@ class Seq2SeqBody(EncoderDecoder):
 
     def encode(
         self,
-        input_ids: torch.LongTensor | None,
-        attention_mask: torch.Tensor | None,
-        inputs_embeds: torch.FloatTensor | None,
+        source: dict[str, torch.Tensor | None],
         outputs: ModelOutput | tuple[torch.Tensor, ...] | None,
         past: EncoderDecoderCache | None,
         options: dict[str, Any],
-    ) -> ModelOutput:
-        """Return the encoder's `outputs` of a source, empty ones where a cache has what it needs of them."""
-        if isinstance(outputs, ModelOutput):
-            return outputs
-        if outputs:
-            return BaseModelOutput(*outputs)
-        given = input_ids is not None or inputs_embeds is not None
-        if not given and isinstance(past, EncoderDecoderCache) and past.get_seq_length() > 0:
-            return self.encoder_output_class()
-        shared = {name: value for name, value in options.items() if name.startswith("output_") or name == "cp_group"}
-        return self.encoder(input_ids, attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **shared)
+    ) -> tuple[ModelOutput, torch.Tensor | None]:
+        """Return the outputs of the encoder, and the mask of the source for the decoder, `[B, S]` or None = all.
 
-    def source_mask(
-        self, input_ids: torch.LongTensor | None, attention_mask: torch.Tensor | None, encoded: ModelOutput
-    ) -> torch.Tensor | None:
-        """Return the mask of the source for the decoder."""
-        if attention_mask is None:
-            attention_mask = getattr(encoded, "attention_mask", None)
-        if attention_mask is None and input_ids is not None:
-            attention_mask = drop_if_full(input_ids != self.config.pad_token_id)
-        return attention_mask
+        Args:
+            source: `input_ids`, `attention_mask` and `inputs_embeds`.
+            outputs: what the encoder returned before, in place of a source.
+            past: the cache of the decoder; where it is filled, the outputs may be empty.
+            options: see `read_options`.
+        """
+        mask = source["attention_mask"] = read_mask("attention_mask", source["attention_mask"])
+        given = source["input_ids"] is not None or source["inputs_embeds"] is not None
+        if isinstance(outputs, ModelOutput):
+            encoded = outputs
+        elif outputs:
+            encoded = BaseModelOutput(*outputs)
+        elif not given and isinstance(past, EncoderDecoderCache) and past.get_seq_length() > 0:
+            encoded = self.encoder_output_class()
+        else:
+            asked = {name: value for name, value in options.items() if name.startswith("output_") or name == "cp_group"}
+            encoded = self.encoder(**source, return_dict=True, **asked)
+        if mask is None:
+            mask = getattr(encoded, "attention_mask", None)
+        if mask is None and source["input_ids"] is not None:
+            mask = drop_if_full(source["input_ids"] != self.config.pad_token_id)
+        return encoded, mask
+
+
+def join_outputs(encoded: ModelOutput, decoded: ModelOutput) -> dict[str, Any]:
+    """Return the fields of a `Seq2SeqModelOutput` for the outputs of encoder and decoder."""
+    return {
+        "last_hidden_state": decoded.last_hidden_state,
+        "past_key_values": decoded.past_key_values,
+        "decoder_hidden_states": decoded.hidden_states,
+        "decoder_attentions": decoded.attentions,
+        "cross_attentions": decoded.cross_attentions,
+        "encoder_last_hidden_state": encoded.last_hidden_state,
+        "encoder_hidden_states": encoded.hidden_states,
+        "encoder_attentions": encoded.attentions,
+    }
 
 
 class Seq2SeqLM(EncoderDecoder):

@@ -14,10 +14,9 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
 from luna_mega.modeling_common.generation import Seq2SeqGenerationMixin, StateGenerationMixin
-from luna_mega.modeling_common.labels import keep_positions, next_tokens
+from luna_mega.modeling_common.heads import CausalLMMixin
 from luna_mega.modeling_common.masks import read_mask
-from luna_mega.modeling_common.seq2seq import Seq2SeqBody, Seq2SeqLM
-from luna_mega.modeling_common.sequence_parts import find_parts
+from luna_mega.modeling_common.seq2seq import Seq2SeqBody, Seq2SeqLM, join_outputs
 from luna_mega.modeling_luna.cache_luna import LunaCache, LunaSeq2SeqCache
 from luna_mega.modeling_luna.configuration_luna import LunaConfig, LunaSeq2SeqConfig
 from luna_mega.modeling_luna.modeling_luna import LunaModel, LunaModelOutput, LunaPreTrainedModel
@@ -63,7 +62,7 @@ class LunaSeq2SeqLMOutput(Seq2SeqLMOutput):
     cross_packed_attentions: tuple[torch.FloatTensor, ...] | None = None
 
 
-class LunaForCausalLM(StateGenerationMixin, LunaPreTrainedModel):
+class LunaForCausalLM(CausalLMMixin, StateGenerationMixin, LunaPreTrainedModel):
     """Luna with a language-modelling head; generates at constant memory. Needs `is_decoder=True`.
 
     P is a parameter of every layer (section 3.3), or given as `packed_states`, such as the `packed_last_hidden_state`
@@ -80,6 +79,10 @@ class LunaForCausalLM(StateGenerationMixin, LunaPreTrainedModel):
         self.luna = LunaModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+    def score_tokens(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return logits for states `[..., d]`."""
+        return self.lm_head(hidden_states)
 
     @can_return_tuple
     def forward(
@@ -116,13 +119,8 @@ class LunaForCausalLM(StateGenerationMixin, LunaPreTrainedModel):
             use_cache=use_cache,
             **kwargs,
         )
-        parts, loss = find_parts(kwargs, outputs.last_hidden_state), None
-        hidden_states = keep_positions(outputs.last_hidden_state, logits_to_keep, parts)
-        targets = next_tokens(labels, shift_labels, hidden_states, parts)
-        logits = self.lm_head(hidden_states)
-        if targets is not None:
-            arguments = {"labels": labels, "vocab_size": self.config.vocab_size, "shift_labels": targets}
-            loss = parts.mean_loss(self.loss_function, targets, logits=logits, **arguments, **kwargs)
+        states = outputs.last_hidden_state
+        loss, logits = self.predict_next(states, labels, shift_labels, logits_to_keep, **kwargs)
         return LunaCausalLMOutput(
             loss=loss,
             logits=logits,
@@ -167,9 +165,8 @@ class LunaSeq2SeqModel(Seq2SeqBody, LunaPreTrainedModel):
     ) -> LunaSeq2SeqModelOutput:
         """Encode B sources of S positions, and run the decoder over T positions of targets; see `Seq2SeqBody`."""
         options = self.read_options(kwargs, use_cache, decoder_input_ids, decoder_inputs_embeds)
-        attention_mask = read_mask("attention_mask", attention_mask)
-        encoder_outputs = _read_outputs(encoder_outputs)
-        encoded = self.encode(input_ids, attention_mask, inputs_embeds, encoder_outputs, past_key_values, options)
+        source = {"input_ids": input_ids, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
+        encoded, source_mask = self.encode(source, _read_outputs(encoder_outputs), past_key_values, options)
         decoded = self.decoder(
             decoder_input_ids,
             read_mask("decoder_attention_mask", decoder_attention_mask),
@@ -178,19 +175,12 @@ class LunaSeq2SeqModel(Seq2SeqBody, LunaPreTrainedModel):
             packed_states=encoded.packed_last_hidden_state,
             packed_mask=encoded.packed_mask,
             encoder_hidden_states=encoded.last_hidden_state,
-            encoder_attention_mask=self.source_mask(input_ids, attention_mask, encoded),
+            encoder_attention_mask=source_mask,
             past_key_values=past_key_values,
             **options,
         )
         return LunaSeq2SeqModelOutput(
-            last_hidden_state=decoded.last_hidden_state,
-            past_key_values=decoded.past_key_values,
-            decoder_hidden_states=decoded.hidden_states,
-            decoder_attentions=decoded.attentions,
-            cross_attentions=decoded.cross_attentions,
-            encoder_last_hidden_state=encoded.last_hidden_state,
-            encoder_hidden_states=encoded.hidden_states,
-            encoder_attentions=encoded.attentions,
+            **join_outputs(encoded, decoded),
             packed_last_hidden_state=decoded.packed_last_hidden_state,
             packed_hidden_states=decoded.packed_hidden_states,
             packed_mask=encoded.packed_mask,

@@ -10,10 +10,9 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
 from luna_mega.modeling_common.generation import Seq2SeqGenerationMixin, StateGenerationMixin
-from luna_mega.modeling_common.labels import keep_positions, next_tokens
+from luna_mega.modeling_common.heads import CausalLMMixin
 from luna_mega.modeling_common.masks import read_mask
-from luna_mega.modeling_common.seq2seq import Seq2SeqBody, Seq2SeqLM
-from luna_mega.modeling_common.sequence_parts import find_parts
+from luna_mega.modeling_common.seq2seq import Seq2SeqBody, Seq2SeqLM, join_outputs
 from luna_mega.modeling_mega.adaptive import MegaAdaptiveSoftmax
 from luna_mega.modeling_mega.cache_mega import MegaCache, MegaSeq2SeqCache
 from luna_mega.modeling_mega.configuration_mega import MegaConfig, MegaSeq2SeqConfig, check_tied_widths
@@ -22,7 +21,7 @@ from luna_mega.modeling_mega.modeling_mega import MegaModel, MegaPreTrainedModel
 _WORDS = "embedding_layer.word_embeddings.weight"
 
 
-class MegaForCausalLM(StateGenerationMixin, MegaPreTrainedModel):
+class MegaForCausalLM(CausalLMMixin, StateGenerationMixin, MegaPreTrainedModel):
     """Mega with a language-modelling head; generates at constant memory where attention is in chunks.
 
     Needs `is_decoder=True` and `bidirectional=False`.
@@ -98,18 +97,8 @@ class MegaForCausalLM(StateGenerationMixin, MegaPreTrainedModel):
             encoder_attention_mask=encoder_attention_mask,
             **kwargs,
         )
-        parts, loss = find_parts(kwargs, outputs.last_hidden_state), None
-        hidden_states = keep_positions(outputs.last_hidden_state, logits_to_keep, parts)
-        targets = next_tokens(labels, shift_labels, hidden_states, parts)
-        if self.dense is not None:
-            hidden_states = torch.tanh(self.dense(hidden_states))
-        if self.config.adaptive_softmax_cutoffs is not None:
-            logits, loss = self._adaptive(hidden_states, targets, parts, **kwargs)
-        else:
-            logits = self.lm_head(self.dropout(hidden_states))
-            if targets is not None:
-                arguments = {"labels": labels, "vocab_size": self.config.vocab_size, "shift_labels": targets}
-                loss = parts.mean_loss(self.loss_function, targets, logits=logits, **arguments, **kwargs)
+        states = outputs.last_hidden_state
+        loss, logits = self.predict_next(states, labels, shift_labels, logits_to_keep, **kwargs)
         return CausalLMOutputWithCrossAttentions(
             loss=loss,
             logits=logits,
@@ -119,17 +108,28 @@ class MegaForCausalLM(StateGenerationMixin, MegaPreTrainedModel):
             cross_attentions=outputs.cross_attentions,
         )
 
-    def _adaptive(self, hidden_states, targets, parts, num_items_in_batch=None, **kwargs):
-        """Return log-probabilities and None, or with targets None and the loss."""
+    def score_tokens(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return logits for states `[..., d]`."""
+        return self.lm_head(self.dropout(self._project(hidden_states)))
+
+    def score_next(self, hidden_states, labels, targets, parts, **kwargs):
+        """Return the loss and the logits; with an adaptive softmax None and log-probabilities, or the loss and None."""
+        if self.config.adaptive_softmax_cutoffs is None:
+            return super().score_next(hidden_states, labels, targets, parts, **kwargs)
+        hidden_states = self._project(hidden_states)
         # The call of the module, not the module: accelerate moves modules among the arguments, and cannot move one
         # whose weights are offloaded.
         embedding = self.mega.get_input_embeddings().__call__
         if targets is None:
-            return self.lm_head(hidden_states.flatten(0, 1), embedding).unflatten(0, hidden_states.shape[:2]), None
+            return None, self.lm_head(hidden_states.flatten(0, 1), embedding).unflatten(0, hidden_states.shape[:2])
         counted = targets != -100
         total, count = self.lm_head.loss(hidden_states[counted], targets[counted], embedding), counted.sum()
         total, count = parts.total(total), parts.total(count)
-        return None, total / (count if num_items_in_batch is None else num_items_in_batch)
+        items = kwargs.get("num_items_in_batch")
+        return total / (count if items is None else items), None
+
+    def _project(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states if self.dense is None else torch.tanh(self.dense(hidden_states))
 
 
 class MegaSeq2SeqModel(Seq2SeqBody, MegaPreTrainedModel):
@@ -163,27 +163,18 @@ class MegaSeq2SeqModel(Seq2SeqBody, MegaPreTrainedModel):
     ) -> Seq2SeqModelOutput:
         """Encode B sources of S positions, and run the decoder over T positions of targets; see `Seq2SeqBody`."""
         options = self.read_options(kwargs, use_cache, decoder_input_ids, decoder_inputs_embeds)
-        attention_mask = read_mask("attention_mask", attention_mask)
-        encoded = self.encode(input_ids, attention_mask, inputs_embeds, encoder_outputs, past_key_values, options)
+        source = {"input_ids": input_ids, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
+        encoded, source_mask = self.encode(source, encoder_outputs, past_key_values, options)
         decoded = self.decoder(
             decoder_input_ids,
             read_mask("decoder_attention_mask", decoder_attention_mask),
             inputs_embeds=decoder_inputs_embeds,
             encoder_hidden_states=encoded.last_hidden_state,
-            encoder_attention_mask=self.source_mask(input_ids, attention_mask, encoded),
+            encoder_attention_mask=source_mask,
             past_key_values=past_key_values,
             **options,
         )
-        return Seq2SeqModelOutput(
-            last_hidden_state=decoded.last_hidden_state,
-            past_key_values=decoded.past_key_values,
-            decoder_hidden_states=decoded.hidden_states,
-            decoder_attentions=decoded.attentions,
-            cross_attentions=decoded.cross_attentions,
-            encoder_last_hidden_state=encoded.last_hidden_state,
-            encoder_hidden_states=encoded.hidden_states,
-            encoder_attentions=encoded.attentions,
-        )
+        return Seq2SeqModelOutput(**join_outputs(encoded, decoded))
 
 
 class MegaForConditionalGeneration(Seq2SeqLM, Seq2SeqGenerationMixin, MegaPreTrainedModel):

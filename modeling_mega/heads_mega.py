@@ -185,49 +185,11 @@ class MegaForImageClassification(MegaPooledModel):
 class MegaForSequencePairClassification(PairMixin, MegaPooledModel):
     """Two towers with one set of weights, classified together (LRA Retrieval)."""
 
+    refused_option = ("token_type_ids", "the sequences of a pair have no token types")
+
     def __init__(self, config: MegaConfig):
         super().__init__(config, pair_size(config))
         self.loss_type = "ForSequenceClassification"
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        pair_input_ids: torch.LongTensor | None = None,
-        pair_attention_mask: torch.Tensor | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        pair_inputs_embeds: torch.FloatTensor | None = None,
-        input_values: torch.FloatTensor | None = None,
-        pair_input_values: torch.FloatTensor | None = None,
-        labels: torch.Tensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> SequenceClassifierOutput:
-        """Classify pairs of sequences, `[B, T]` the first and `pair_*` `[B, T']` the second, as in `MegaModel.forward`.
-
-        `labels` and `logits` are those of `MegaForSequenceClassification`, hidden states and attentions those of the
-        first sequence.
-
-        With `num_labels=1` the second sequences may be C candidates for each first one, `[B, C, T']`, which are scored
-        one by one: `logits` are `[B, C]`, `labels` `[B]` the right ones, and the loss is their cross-entropy.
-        """
-        if "token_type_ids" in kwargs:
-            raise ValueError("the sequences of a pair have no token types; leave token_type_ids out")
-        first, outputs, parts = self.pool(
-            attention_mask, input_ids=input_ids, inputs_embeds=inputs_embeds, input_values=input_values, **kwargs
-        )
-        predicted = self.classify_pairs(
-            first,
-            outputs,
-            labels,
-            parts,
-            pair_attention_mask,
-            kwargs,
-            input_ids=pair_input_ids,
-            inputs_embeds=pair_inputs_embeds,
-            input_values=pair_input_values,
-        )
-        return SequenceClassifierOutput(**predicted)
 
 
 class MegaForMultipleChoice(PooledMixin, MegaPreTrainedModel):
