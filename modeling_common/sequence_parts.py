@@ -11,6 +11,9 @@ from torch import nn
 
 from luna_mega.kernels.context_parallel import ContextShard, all_gather, all_reduce_max, all_reduce_sum, first_ranks
 
+Loss = Callable[..., torch.Tensor]
+Pair = tuple[torch.Tensor, torch.Tensor]
+
 
 class Parts:
     """Sequences `[B, T, ...]` that this process has whole."""
@@ -90,22 +93,14 @@ class Parts:
         """Return `[B, T]` with `value` at the first column that `mask` keeps; where it keeps none, at the first."""
         return x.scatter(1, mask.int().argmax(dim=1, keepdim=True), value)
 
-    def mean_loss(
-        self, loss_function: Callable[..., torch.Tensor], counted: torch.Tensor, **arguments: Any
-    ) -> torch.Tensor:
+    def mean_loss(self, loss_function: Loss, counted: torch.Tensor, **arguments: Any) -> torch.Tensor:
         """Return the mean loss over the labels `counted` that are not -100.
 
         `loss_function` is one of transformers', which divide by `num_items_in_batch` in place of the number of labels.
         """
         return loss_function(**arguments)
 
-    def position_loss(
-        self,
-        loss_function: Callable[..., torch.Tensor],
-        logits: tuple[torch.Tensor, torch.Tensor],
-        positions: tuple[torch.Tensor, torch.Tensor],
-        **arguments: Any,
-    ) -> torch.Tensor:
+    def position_loss(self, loss_function: Loss, logits: Pair, positions: Pair, **arguments: Any) -> torch.Tensor:
         """Return the mean cross-entropy of the right `positions`, two of `[B]`, for the two `logits` `[B, T]`."""
         return loss_function(*logits, *positions, **arguments)
 
@@ -222,20 +217,12 @@ class SharedParts(Parts):
         owner = all_gather(mask.any(dim=1).long(), self.shard).argmax(dim=0)
         return torch.where((owner == self.shard.rank)[:, None], super().begin(x, mask, value), x)
 
-    def mean_loss(
-        self, loss_function: Callable[..., torch.Tensor], counted: torch.Tensor, **arguments: Any
-    ) -> torch.Tensor:
+    def mean_loss(self, loss_function: Loss, counted: torch.Tensor, **arguments: Any) -> torch.Tensor:
         if arguments.get("num_items_in_batch") is None:
             arguments["num_items_in_batch"] = self.total((counted != -100).sum())
         return self.total(loss_function(**arguments))
 
-    def position_loss(
-        self,
-        loss_function: Callable[..., torch.Tensor],
-        logits: tuple[torch.Tensor, torch.Tensor],
-        positions: tuple[torch.Tensor, torch.Tensor],
-        **arguments: Any,
-    ) -> torch.Tensor:
+    def position_loss(self, loss_function: Loss, logits: Pair, positions: Pair, **arguments: Any) -> torch.Tensor:
         items = arguments.get("num_items_in_batch")
         first, second = (self._position_loss(*pair, items) for pair in zip(logits, positions, strict=True))
         return (first + second) / 2

@@ -1,9 +1,11 @@
+import importlib
 import importlib.util
 import itertools
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -43,6 +45,14 @@ def repo_root() -> Path:
     return ROOT
 
 
+@pytest.fixture(scope="module")
+def import_benchmark() -> Iterator[Callable[[str], ModuleType]]:
+    """Function that imports a script of the folder `benchmarks`, which is on the path meanwhile."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks")
+        yield importlib.import_module
+
+
 @pytest.fixture(scope="session")
 def shared_dir() -> Path:
     """Folder with the parity fixtures and data sets, beside the checkout; the test is skipped where it is absent."""
@@ -54,7 +64,7 @@ def shared_dir() -> Path:
 
 @pytest.fixture(scope="session")
 def triton_device() -> torch.device:
-    """Where the Triton kernels run: the GPU, or interpreted on the CPU; the test is skipped without Triton."""
+    """Device of the Triton kernels: the GPU, or interpreted on the CPU; the test is skipped without Triton."""
     pytest.importorskip("triton", reason="Triton is not installed")
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

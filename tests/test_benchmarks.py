@@ -3,21 +3,14 @@
 import csv
 import dataclasses
 import json
-import sys
 
 import pytest
 import torch
 
 
 @pytest.fixture(scope="module")
-def runner(repo_root):
-    sys.path.insert(0, str(repo_root / "benchmarks"))
-    try:
-        import run
-
-        yield run
-    finally:
-        sys.path.remove(str(repo_root / "benchmarks"))
+def runner(import_benchmark):
+    return import_benchmark("run")
 
 
 def test_a_red_parity_test_means_no_figures(runner, monkeypatch, tmp_path, capsys):
@@ -36,7 +29,7 @@ def test_a_red_parity_test_means_no_figures(runner, monkeypatch, tmp_path, capsy
 
 
 def test_floors(runner):
-    """Of every size, on a CPU and on a GPU; bytes grow with the width of an element."""
+    """Every size has a floor, on a CPU and on a GPU; bytes grow with the width of an element."""
     for case in runner.CASES.values():
         for size in (*case.sizes, *case.gpu):
             if case.floor is not None:

@@ -15,14 +15,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 
 @pytest.fixture(scope="module")
-def report(repo_root):
-    sys.path.insert(0, str(repo_root / "benchmarks"))
-    try:
-        import gpu_report
-
-        yield gpu_report
-    finally:
-        sys.path.remove(str(repo_root / "benchmarks"))
+def report(import_benchmark):
+    return import_benchmark("gpu_report")
 
 
 def test_toy_run(repo_root, tmp_path, report):

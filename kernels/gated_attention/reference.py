@@ -73,22 +73,12 @@ def weights(
 
 
 def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    function: str,
-    causal: bool,
-    chunk_size: int | None = None,
-    offset: int = 0,
-    row_offset: torch.Tensor | None = None,
-    start: torch.Tensor | None = None,
-    dropout: float = 0.0,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *scoring, dropout: float = 0.0, **options
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return f(Q K^T / divisor + bias) V, `[B, T, V]`, and the weights before dropout, `[B, T, S]`.
 
-    The bias is a vector `[2M - 1]` with the distance j - i = 0 at M - 1.
+    `scoring` and `options` are the arguments of `weights` behind the key. The bias is a vector `[2M - 1]` with the
+    distance j - i = 0 at M - 1.
     """
-    result = weights(query, key, bias, mask, function, causal, chunk_size, offset, row_offset, start)
+    result = weights(query, key, *scoring, **options)
     return torch.dropout(result.to(value.dtype), dropout, train=True) @ value, result

@@ -57,8 +57,8 @@ def _attend_in_program(query, key, value, bias, mask, function, causal, chunk_si
 def _attend_full(query, key, value, bias, mask, function, causal, offset, row_offset, start, dropout):
     # An exported program must not need this package, so export sees PyTorch's own operators.
     if torch.compiler.is_exporting():
-        options = (function, causal, None, offset, row_offset, start, dropout)
-        return reference.attend(query, key, value, bias, mask, *options)[0]
+        scoring = (bias, mask, function, causal, None, offset, row_offset, start)
+        return reference.attend(query, key, value, *scoring, dropout=dropout)[0]
     if bias is not None:
         middle, positions = bias.shape[0] // 2, _positions(query, key, offset)
         if row_offset is None:

@@ -114,15 +114,17 @@ def attend(*args, **call) -> tuple[torch.Tensor, LunaCausalState]:
 
 def step(
     query: torch.Tensor,
-    pack_query: torch.Tensor,
     pack_key: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
     **rest,
 ) -> tuple[torch.Tensor, LunaCausalState]:
-    """Attend with one token: query, pack key, key `[B, H, K]`, value `[B, H, V]`, mask `[B]`; y `[B, H, V]`."""
+    """Attend with one token: query, pack key, key `[B, H, K]`, value `[B, H, V]`, mask `[B]`; y `[B, H, V]`.
+
+    `rest` as in `attend_with_weights`.
+    """
     query, pack_key, key, value = (x[:, None] for x in (query, pack_key, key, value))
     mask = None if mask is None else mask[:, None]
-    output, state = attend(query, pack_query, pack_key, key, value, mask, **rest)
+    output, state = attend(query=query, pack_key=pack_key, key=key, value=value, mask=mask, **rest)
     return output[:, 0], state

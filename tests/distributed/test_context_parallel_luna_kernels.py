@@ -40,7 +40,7 @@ def compare(shard, function, whole, parts, same):
     mine, mine_shared = function(*cut, **whole[1])
     weights = [seeded(*x.shape, dtype=x.dtype) for x in (expected, shared)]
     gradients = torch.autograd.grad([expected, shared], leaves, weights)
-    # The loss is the sum over the ranks: each has its part of it. What all have is of the loss of one rank.
+    # The loss is the sum over the ranks. A result that all ranks have counts once.
     loss = (mine * part_of(shard, weights[0])).sum() + (mine_shared * weights[1]).sum() / shard.size
     mine_gradients = list(torch.autograd.grad(loss, cut))
     for gradient in mine_gradients[len(parts) :]:
@@ -51,7 +51,7 @@ def compare(shard, function, whole, parts, same):
     return [(x - y).abs().max().item() for x, y in pairs]
 
 
-def attend(dtype, backend, tied, masked):
+def attend(dtype, backend, kind, masked):
     lengths = LENGTHS[dist.get_world_size()]
     shard = ContextShard.of(dist.group.WORLD, lengths[dist.get_rank()], torch.device("cpu"))
     query, key, value = seeded(4, TOTAL, 2, 8, dtype=dtype), *seeded(2, 4, TOTAL, 2, 8, dtype=dtype)
@@ -59,26 +59,11 @@ def attend(dtype, backend, tied, masked):
     mask = mask_of_all_kinds() if masked else None
 
     def function(query, key, *rest, **options):
-        value = key if tied else rest[0]
+        value = key if kind == "tied" else rest[0]
         return luna_attention(query, rest[-1], key, value, lambda packed: (packed, packed), backend=backend, **options)
 
     whole = {"context_mask": mask}, {"context_mask": None if mask is None else part_of(shard, mask), "shard": shard}
-    return compare(shard, function, whole, [query, key] + ([] if tied else [value]), [pack_query])
-
-
-@pytest.mark.parametrize("count, backend, dtype, tolerance, tied, masked", [
-    (2, "torch", torch.float64, 1e-13, False, True),
-    (4, "torch", torch.float32, 2e-6, True, True),
-    (2, "torch", torch.float32, 2e-6, False, False),
-    (4, "reference", torch.float64, 1e-13, True, True),
-    (2, "triton", torch.float32, 2e-6, True, True),
-    (2, "triton", torch.float32, 2e-6, False, False),
-])  # fmt: skip
-def test_luna_attention(ranks, count, backend, dtype, tolerance, tied, masked):
-    if backend == "triton":
-        pytest.importorskip("triton", reason="Triton is not installed")
-    for differences in ranks(count, attend, dtype, backend, tied, masked):
-        assert max(differences) < tolerance, differences
+    return compare(shard, function, whole, [query, key] + ([] if kind == "tied" else [value]), [pack_query])
 
 
 def attend_causally(dtype, backend, activation, masked):
@@ -97,15 +82,21 @@ def attend_causally(dtype, backend, activation, masked):
     return compare(shard, function, whole, tokens, [pack_query])
 
 
-@pytest.mark.parametrize("count, backend, dtype, tolerance, activation, masked", [
-    (2, "torch", torch.float64, 1e-13, "softplus", True),
-    (4, "torch", torch.float32, 2e-6, "elu", True),
-    (2, "torch", torch.float32, 2e-6, "softplus", False),
-    (4, "reference", torch.float64, 1e-13, "elu", True),
-    (2, "triton", torch.float32, 2e-6, "softplus", True),
+@pytest.mark.parametrize("function, count, backend, dtype, tolerance, kind, masked", [
+    (attend, 2, "torch", torch.float64, 1e-13, "untied", True),
+    (attend, 4, "torch", torch.float32, 2e-6, "tied", True),
+    (attend, 2, "torch", torch.float32, 2e-6, "untied", False),
+    (attend, 4, "reference", torch.float64, 1e-13, "tied", True),
+    (attend, 2, "triton", torch.float32, 2e-6, "tied", True),
+    (attend, 2, "triton", torch.float32, 2e-6, "untied", False),
+    (attend_causally, 2, "torch", torch.float64, 1e-13, "softplus", True),
+    (attend_causally, 4, "torch", torch.float32, 2e-6, "elu", True),
+    (attend_causally, 2, "torch", torch.float32, 2e-6, "softplus", False),
+    (attend_causally, 4, "reference", torch.float64, 1e-13, "elu", True),
+    (attend_causally, 2, "triton", torch.float32, 2e-6, "softplus", True),
 ])  # fmt: skip
-def test_luna_causal_attention(ranks, count, backend, dtype, tolerance, activation, masked):
+def test_parts_attend_as_whole_sequences(ranks, function, count, backend, dtype, tolerance, kind, masked):
     if backend == "triton":
         pytest.importorskip("triton", reason="Triton is not installed")
-    for differences in ranks(count, attend_causally, dtype, backend, activation, masked):
+    for differences in ranks(count, function, dtype, backend, kind, masked):
         assert max(differences) < tolerance, differences

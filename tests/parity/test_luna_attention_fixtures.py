@@ -6,21 +6,11 @@ import pytest
 from safetensors.torch import load_file
 
 from luna_mega import LunaConfig
+from luna_mega.convert.formats._luna import ATTENTION
 from luna_mega.kernels.api import use_backend
 from luna_mega.modeling_common.layout import TokenLayout
 from luna_mega.modeling_luna.modeling_luna import LunaAttention
 
-NAMES = {
-    "pq_proj": "pack_query",
-    "pc_proj": "pack_key_value",
-    "pk_proj": "pack_key",
-    "pv_proj": "pack_value",
-    "q_proj": "query",
-    "c_proj": "key_value",
-    "k_proj": "key",
-    "v_proj": "value",
-    "out_proj": "output",
-}
 CASES = ["self_tied", "self_untied_pheads2", "cross_tied_pheads2", "cross_untied"]
 
 
@@ -62,7 +52,7 @@ def _attention(meta, io):
 
 def _ours(name):
     module, kind = name.split(".")
-    return f"{NAMES[module]}.{kind}"
+    return f"{ATTENTION[module]}.{kind}"
 
 
 def _compare(parity, attention, io, batch, masking, output_weights):
