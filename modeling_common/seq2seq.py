@@ -186,7 +186,7 @@ class Seq2SeqLM(EncoderDecoder):
             labels: `[B, T]`, the tokens of the target with its end, -100 = not counted. Without another target the
                 decoder reads them, see `prepare_decoder_input_ids_from_labels`.
             logits_to_keep: how many of the last positions get logits, 0 = all, or the indices of those that do. Labels
-                are of the same positions.
+                belong to the same positions.
 
         Returns:
             `logits` `[B, T, vocabulary of the target]`, `loss`, and what the body returns besides its last states.

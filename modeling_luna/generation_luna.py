@@ -136,7 +136,7 @@ class LunaSeq2SeqModel(Seq2SeqBody, LunaPreTrainedModel):
 
     Besides the arguments of every encoder-decoder (see `Seq2SeqBody`), it takes `decoder_position_ids` `[B, T]`, the
     first token at 0, and `output_packed_attentions`. A tuple as `encoder_outputs` has the states of the tokens and of
-    P, and behind them the masks of both, or that of the tokens.
+    P, and behind them the masks of P and of the tokens, or the latter alone.
     """
 
     config_class = LunaSeq2SeqConfig

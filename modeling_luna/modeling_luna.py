@@ -195,9 +195,9 @@ class LunaAttention(nn.Module):
         """Attend from queries `[B, T, d]` through P `[B, L, d]` to a context `[B, M, d]`, None = the queries.
 
         Returns the output `[B, T, d]`, the packed context `[B, L, d]`, and with `output_weights` the unpack weights
-        `[B, heads, T, L]` and pack weights `[B, pack heads, L, M]` (else None). `layout` is that of the context, where
-        it is ragged also of the queries; `packed_mask` `[B, L]` is bool, True = keep. With a filled `past` the context
-        is packed already: P, context and what was packed of it are None.
+        `[B, heads, T, L]` and pack weights `[B, pack heads, L, M]` (else None). `layout` tells where
+        the tokens of the context are, in a ragged batch also the queries; `packed_mask` `[B, L]` is bool, True = keep.
+        With a filled `past` the context is packed already: P, context and the packed context are None.
         """
         query, packed_context, pack_weights = _split(self.query(hidden_states), self.head_size), None, None
         if past is not None and past.is_initialized:
@@ -439,7 +439,7 @@ class LunaDecoderLayer(LunaBlock):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return tokens `[B, T, d]` and P `[B, L, d]` as the next layer gets them.
 
-        P does not depend on the tokens. Therefore filled caches take its place, and that of the encoder's output
+        P does not depend on the tokens. Therefore filled caches take its place, and the place of the encoder's output
         `context` `[B, M, d]`.
         """
         norm = self.attention_layer_norm
@@ -729,13 +729,13 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
             packed_mask: `[B, L]`, 1 = a row of `packed_states` that is in use; None = all.
             encoder_hidden_states, encoder_attention_mask: `[B, M, d]` and `[B, M]`, `add_cross_attention` only.
             past_key_values: `is_decoder` only: what was returned for the positions before these. It is changed in
-                place, and holds what came from the encoder. `attention_mask` is that of the T positions, or of these
+                place, and holds what came from the encoder. `attention_mask` covers the T positions, or these
                 and all before them.
             use_cache: `is_decoder` only: return `past_key_values`. None = `config.use_cache`, but not in training.
             cp_group: the ranks that share the B sequences. Each passes its contiguous part of them, in the order of
                 ranks, as `shard_sequence` cuts them; T is the length of the part, and may differ from rank to rank.
-                What is returned for positions is of the part, P and its masks are the same on all ranks. Gradients are
-                of the sum of all ranks' losses; see "Context parallelism" in docs/distributed.md. Not with a cache,
+                Outputs at positions belong to the part, P and its masks are the same on all ranks. Gradients come
+                from the sum of all ranks' losses; see "Context parallelism" in docs/distributed.md. Not with a cache,
                 `position_ids`, attention weights nor a ragged batch.
             options: `output_hidden_states`, `output_attentions`, `output_packed_attentions`, `return_dict`; of a ragged
                 batch also `cu_seq_lens_q` `[S + 1]` and `max_length_q` (`cu_seq_lens_k` and `max_length_k` must be the

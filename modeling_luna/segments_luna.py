@@ -30,7 +30,7 @@ def read_segments(
         segment_length: tokens a segment; the last may be shorter.
         gradient_segments: P is cut from the graph before every segment whose index is a multiple of this, so that a
             loss of segment i reaches back to the last of these; None = never.
-        packed_states: `[B, l, d]`, the P to begin with, such as that of an earlier part; None = the learned one.
+        packed_states: `[B, l, d]`, the P to begin with, such as the last one of an earlier part; None = learned.
 
     Yields:
         The output of each segment; `packed_last_hidden_state` of the last one is the memory of the document.

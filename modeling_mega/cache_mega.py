@@ -182,7 +182,7 @@ class MegaCache(StateCache):
 
     def check(self, config: PreTrainedConfig, batch: int, ranks: int) -> None:
         layer = self.layers[0]
-        # Numbers in an exported program would tie it to caches like that of the example.
+        # Comparing sizes would tie an exported program to the size of the example's cache.
         if not layer.is_initialized or torch.compiler.is_exporting():
             return
         kept = max(layer.seen, layer.keys.shape[1]) if config.attention_chunk is None else config.attention_chunk

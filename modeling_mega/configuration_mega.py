@@ -42,8 +42,8 @@ TP_PLAN = {"embedding_layer.word_embeddings": "embedding_rowwise"} | {
 class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
     """Configuration of a Mega model (Moving Average Equipped Gated Attention, Ma et al. 2022).
 
-    The first group of fields is that of the Mega of transformers v4, with its names and defaults, so that its folders
-    load as they are; the second is what the paper's own models need beside, the third what an encoder-decoder needs.
+    The first group of fields comes from the Mega of transformers v4, with its names and defaults, so that its folders
+    load as they are. The second is for the paper's own models, the third for an encoder-decoder.
 
     Args:
         vocab_size: number of tokens; not read when `input_type` is `"values"`.

@@ -493,14 +493,14 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
             input_values: `[B, T]` real numbers (`input_type="values"`).
             token_type_ids: `[B, T]`, with `add_token_type_embeddings`; None = all 0.
             past_key_values: `is_decoder` only: what was returned for the positions before these. It is changed in
-                place. `attention_mask` is that of the T positions, or of these and all before them.
+                place. `attention_mask` covers the T positions, or these and all before them.
             use_cache: `is_decoder` only: return `past_key_values`. None = `config.use_cache`, but not in training.
             encoder_hidden_states: `[B, S, d]`, `add_cross_attention` only: the source, which `past_key_values` keeps.
             encoder_attention_mask: `[B, S]`, 1 = keep; None = all. A source without a token gives attention of 0.
             cp_group: the ranks that share the B sequences. Each passes its contiguous part of them, in the order of
                 ranks, as `shard_sequence` cuts them (at chunks of attention, where there are any); T is the length of
-                the part, and may differ from rank to rank. What is returned for positions is of the part. Gradients
-                are of the sum of all ranks' losses; see "Context parallelism" in docs/distributed.md. Not with a cache,
+                the part, and may differ from rank to rank. Outputs at positions belong to the part. Gradients come
+                from the sum of all ranks' losses; see "Context parallelism" in docs/distributed.md. Not with a cache,
                 cross-attention, a truncation, attention weights nor a ragged batch.
             pixel_values: `[B, C, H, W]` pictures (`input_type="patches"`); their patches, row after row, are the T
                 positions.

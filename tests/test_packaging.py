@@ -1,4 +1,4 @@
-"""What is built holds everything and nothing else, and works however and wherever it is installed and started."""
+"""The built package holds everything and nothing else, and works however and wherever it is installed."""
 
 import configparser
 import json
@@ -127,7 +127,7 @@ def fake_kernels(tmp_path_factory) -> Path:
 
 
 def test_kernels_stays_a_namespace_folder():
-    """With an __init__.py it would shadow the PyPI package that transformers imports, whenever Python starts here."""
+    """An __init__.py would shadow the PyPI package that transformers imports, whenever Python starts here."""
     assert not (ROOT / "kernels" / "__init__.py").exists()
 
 

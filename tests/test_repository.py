@@ -1,4 +1,4 @@
-"""What stands beside the code: hooks, workflows and templates."""
+"""The files beside the code: hooks, workflows and templates."""
 
 import re
 from pathlib import Path

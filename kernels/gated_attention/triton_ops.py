@@ -32,8 +32,8 @@ def attend(
 def segment_bounds(cu_seqlens: torch.Tensor, chunk_size: int | None, total: int) -> torch.Tensor:
     """Return the first token of every chunk and the token behind its last, `[segments, 2]` int32.
 
-    There may be as many chunks as `total // chunk_size` plus the number of sequences; where there are fewer, the rest
-    is empty.
+    The table has room for the most chunks there can be, `total // chunk_size` and one more for each sequence; where
+    there are fewer, the rest is empty.
     """
     cu_seqlens = cu_seqlens.to(torch.int32)
     if chunk_size is None:

@@ -15,7 +15,7 @@ from luna_mega.kernels.luna_causal_attention.reference import LunaCausalState
 
 CHUNK = 64
 SHORT = 16  # the tokens up to which calling costs more than computing
-# Tokens times heads in one block on a CPU; elsewhere one block has all, as many small kernels cost more.
+# Tokens times heads in one block on a CPU. On a GPU one block has all: many small kernels would cost more.
 BLOCK_TOKENS = 2048
 INPUTS = (
     "Tensor query, Tensor pack_key, Tensor key, Tensor value, Tensor pack_query, Tensor count, Tensor? mask, "

@@ -19,9 +19,9 @@ class AlignmentPlan:
     """The pairs of states that alignment compares.
 
     Args:
-        pairs: for each layer the index of the teacher's states that it reads, and that of what it should return.
-        attention: that is the teacher's attention output, where the rest of the layer is copied; else the states
-            behind the teacher's layer.
+        pairs: for each layer the index of the teacher's states that it reads, and of the states it should return.
+        attention: whether it should return the teacher's attention output, as the rest of the layer is copied; else
+            it returns the states behind the teacher's layer.
         shifts: the student adds positions of its own, which the teacher does not have, to all these states.
     """
 
@@ -174,8 +174,8 @@ class _Alignment:
 def _distance(got: torch.Tensor, want: torch.Tensor, mask: torch.Tensor | None, together: bool) -> torch.Tensor:
     """Return the mean square of the difference, relative to the variance of `want` `[B, T, d]`.
 
-    The variance is that of all entries together, or of each token: in states of layers that begin with a norm a few
-    tokens are far larger than all others.
+    The variance is taken over all entries together, or for each token by itself: in states of layers that begin with
+    a norm, a few tokens are far larger than all others.
     """
     got, want = (x.flatten(0, 1) if mask is None else x[mask] for x in (got, want))
     if together:

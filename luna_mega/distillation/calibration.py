@@ -72,13 +72,13 @@ def calibrate(
 
     The pack keys become the codes (sines and cosines) of positions that ridge regression reads from the teacher's
     hidden states, the pack queries the codes of the middles of the stretches, and the pack values the states
-    themselves. P begins as those codes. With as many rows as positions and a large gain, P is the sequence itself.
+    themselves. P begins as those codes. With one row for each position and a large gain, P is the sequence itself.
 
     Args:
         batches: a few, with `input_ids` `[B, T]` and `attention_mask`; padding is left out. The states of all layers
             are kept for all of them.
         layers: as for `copy_weights`, which comes first.
-        span: positions that the rows of P share; None = those of the longest batch.
+        span: positions that the rows of P share; None = the length of the longest batch.
         gain: the score of a row at the middle of its stretch: the larger it is, the sharper a row reads.
         base: ratio of the shortest and the longest wave of the codes.
         ridge: strength of the regression, as a share of the mean square of the states.

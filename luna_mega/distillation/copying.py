@@ -200,6 +200,6 @@ class _Copier:
 
 
 def _named(parts: Parts, where: str) -> str | None:
-    """Return the activation of the head: that of a field of the configuration, or one that the family is fixed to."""
+    """Return the activation of the head: the value of a field of the configuration, or a name fixed by the family."""
     name = getattr(parts.family, f"{where}_activation")
     return name and getattr(parts.config, name, name)

@@ -77,7 +77,7 @@ class Teacher(Parts):
         return self.config.max_position_embeddings if module is None else len(self.positions())
 
     def positions(self) -> torch.Tensor | None:
-        """Return the learned positions `[n, d]` from that of the first token on; None = the teacher has none."""
+        """Return the learned positions `[n, d]`, the first token's first; None = the teacher has none."""
         module = self.module("positions")
         if module is None:
             return None

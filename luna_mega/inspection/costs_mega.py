@@ -152,7 +152,7 @@ def language_model_activations(config: MegaConfig, kind: str) -> int:
 
 
 def cache_numbers(config: MegaConfig, length: int) -> int:
-    """Return the numbers that a decoder remembers of `length` positions, and of a source of as many."""
+    """Return how many numbers a decoder remembers for `length` positions and a source of the same length."""
     width, shared = config.hidden_size, config.shared_representation_size
     of_layer = (config.attention_chunk or length) * (
         shared + config.intermediate_size

@@ -1,4 +1,4 @@
-"""What the testers of the Luna and the Mega classes share; `run_contract.py` puts it beside transformers' tests."""
+"""Base of the testers of the Luna and the Mega classes; `run_contract.py` puts it beside transformers' tests."""
 
 import inspect
 import unittest
@@ -102,7 +102,7 @@ class WithoutVocabulary:
 
 
 class EncoderDecoderTests:
-    """What encoder-decoders with a head differ in."""
+    """Differences of encoder-decoders with a head."""
 
     is_encoder_decoder = True
 

@@ -104,7 +104,7 @@ class LunaValuesModelTest(WithoutVocabulary, LunaModelTest):
 
 
 class LunaDecoderTests(GenerationTesterMixin, EncoderTests):
-    """What the decoders share."""
+    """Tests that the decoders share."""
 
     def _check_attentions_for_generate(
         self, batch_size, attentions, prompt_length, output_length, config, decoder_past_key_values

@@ -85,7 +85,7 @@ class SourceUnavailableError(Exception):
 
 
 def cache_folder() -> Path:
-    """Where source distributions and their unpacked tests are kept between runs."""
+    """Return the folder where source distributions and their unpacked tests are kept between runs."""
     if "LUNA_MEGA_CONTRACT_CACHE" in os.environ:
         return Path(os.environ["LUNA_MEGA_CONTRACT_CACHE"])
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "luna-mega" / "contract"

@@ -337,7 +337,7 @@ def test_edited_configuration(convert, make, tmp_path, capsys):
 
 
 def test_layout_of_the_file(tmp_path):
-    """What fairseq's `_upgrade_state_dict` and `Trainer.load_checkpoint` look up."""
+    """The file has the entries that fairseq's `_upgrade_state_dict` and `Trainer.load_checkpoint` look up."""
     export_checkpoint(save(tmp_path / "model", luna_mega.LunaForMultipleChoice), tmp_path / "model.pt")
     state = read(tmp_path / "model.pt")
     assert list(state) == ["args", "model", "optimizer_history", "extra_state"]

@@ -62,7 +62,7 @@ def test_absent_folder(tmp_path, capsys):
 
 
 def test_dictionaries(make, tmp_path):
-    """Where the task of the original looks for them."""
+    """Dictionaries are written where the task of the original looks for them."""
     dictionary = make.dictionary(tmp_path / "given.txt")
     fields = {"id2label": {0: "no", 1: "not at all", 2: "yes"}}
     folder = save(tmp_path / "model", LunaForSequenceClassification, **fields)

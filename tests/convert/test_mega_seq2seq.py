@@ -119,7 +119,7 @@ def change(checkpoint, **args):
 
 
 def test_args_and_tensors(tmp_path, checkpoint):
-    """Where they disagree the tensors win; what the encoder-decoder here has not is refused."""
+    """The tensors win over the arguments; features that the encoder-decoder here does not have are refused."""
     state = change(checkpoint, share_all_embeddings=True, decoder_z_dim=99)
     torch.save(state, tmp_path / "a.pt")
     warnings = "\n".join(convert_checkpoint(tmp_path / "a.pt", tmp_path / "a").warnings)

@@ -1,4 +1,4 @@
-"""What the page of `luna-mega demo` shows, computed without the page."""
+"""The views of the page of `luna-mega demo`, computed without the page."""
 
 import copy
 

@@ -55,7 +55,7 @@ def test_fused_projections_come_apart():
 
 @pytest.mark.parametrize("name", [*PLAIN, "modernbert", "gpt2", "llama"])
 def test_embeddings_are_the_teachers(name):
-    """Of tokens, positions and token types, in padded sequences; a Luna of a rotary teacher adds its own positions."""
+    """Tokens, positions and types embed alike in padded sequences; a Luna of a rotary teacher adds positions."""
     teacher = make_teacher(name)
     student, batch = make_student(teacher, "luna"), make_batch(teacher)
     copy_weights(teacher, student)

@@ -1,4 +1,4 @@
-"""What cannot teach or learn: one line that says why, and the way out. Then how teachers are loaded."""
+"""Models that cannot teach or learn are refused in one line with the way out. Then how teachers are loaded."""
 
 import pytest
 import tokenizers

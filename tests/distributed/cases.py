@@ -114,8 +114,8 @@ def own_rows(whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def loss_of(model: nn.Module, inputs: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return the loss of the rows `inputs` of a batch `whole`, of which DDP and FSDP take the mean over processes.
 
-    The loss of a text is a mean over labels, of which each process has another number: a process divides by the labels
-    of all, and what DDP will divide by comes in beforehand. Other losses are means over rows, as many in each process.
+    The loss of a text is a mean over labels, whose number differs from process to process: each divides by the labels
+    of all, times what DDP will divide by. Other losses are means over rows, and all processes have the same number.
     """
     labels = whole.get("labels")
     if labels is not None and labels.dim() == 2:

@@ -1,4 +1,4 @@
-"""What a command of the pages must be: a program and options that exist."""
+"""Checks that a command of the pages has a program and options that exist."""
 
 import argparse
 import configparser

@@ -1,4 +1,4 @@
-"""What the pages name, small: models, data and files under the names that they have on the Hub or in the text.
+"""A small copy of the models, data and files that the pages name, as they are called on the Hub or in the text.
 
 transformers and datasets take a folder of the working directory for a name on the Hub, if there is one.
 """

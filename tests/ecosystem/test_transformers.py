@@ -1,6 +1,6 @@
-"""What transformers itself offers and other tests do not touch: options of Trainer, streaming, what is refused.
+"""Features of transformers that other tests do not touch: options of Trainer, streaming, refusals.
 
-That accumulated batches are one is in tests/modeling/test_mega_model.py and test_luna_model.py.
+Accumulated batches are tested in tests/modeling/test_mega_model.py and test_luna_model.py.
 """
 
 import pytest

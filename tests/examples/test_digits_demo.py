@@ -22,7 +22,7 @@ def test_both_models_side_by_side(demo, tmp_path, capsys):
     (line,) = (line for line in lines if line.startswith("  test accuracy"))
     assert line.split()[2:] == [f"{summary[name]['test_accuracy']:.4g}" for name in ("luna", "mega")]
 
-    # The reported accuracy is that of the saved model.
+    # The saved model has the reported accuracy.
     _, test_set = demo.load_data(seed=0)
     for name in ("luna", "mega"):
         model = AutoModelForSequenceClassification.from_pretrained(output / name)

@@ -81,7 +81,7 @@ def test_mega_from_scratch_with_held_out_takes(run, script, folder, tmp_path):
 
 
 def test_average_of_weights_and_of_the_statistics_of_batch_norm(run, folder, tmp_path):
-    """What is evaluated while it trains, and at the end, is what is saved."""
+    """The average is evaluated during the training and at the end, and saved."""
     held = ["--hold_out", "take=3", "--do_eval"]
     train = [*options(folder, tmp_path / "out", *held), "--max_steps", 6, "--learning_rate", 0.02, "--ema_decay", 0.7]
     summary = run(*train, "--eval_strategy", "steps", "--eval_steps", 6)

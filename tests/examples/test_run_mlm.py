@@ -253,7 +253,7 @@ def test_resumed_run_keeps_the_order_by_length(run, corpus, tmp_path):
 
 def test_a_finished_run_is_not_trained_any_further(run, corpus, tmp_path):
     """It was killed after its last checkpoint; it ends with the average of the weights, or the best ones, as before."""
-    higher = ["--metric_for_best_model", "loss", "--greater_is_better", 1]  # that of the first step
+    higher = ["--metric_for_best_model", "loss", "--greater_is_better", 1]  # the first step's
     best = ["--load_best_model_at_end", "--eval_strategy", "steps", "--eval_steps", 1, *higher]
     for name, options in (("plain", []), ("average", ["--ema_decay", 0.5]), ("best", best)):
         output = tmp_path / name

@@ -50,7 +50,7 @@ def test_launch_on_gpus(name, corpus, tmp_path):
 
 @pytest.mark.slow
 def test_launch_on_cpus(corpus, tmp_path):
-    """Where accelerate cannot shard it runs DDP, and the summary says so."""
+    """The summary says so where accelerate cannot shard and runs DDP."""
     parallel = launch("fsdp2", corpus, tmp_path / "out", "--use_cpu", "true")["parallel"]
     assert parallel == "DDP, not FSDP: accelerate does not shard on CPUs"
 

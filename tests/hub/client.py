@@ -40,7 +40,7 @@ class Client:
         self.pool = ProcessPoolExecutor(1, context, initializer=_start, initargs=[package])
 
     def __call__(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
-        """What `function` returns in that process."""
+        """Return the result of `function` in that process."""
         value, error = self._run(function, args, kwargs)
         assert error is None, error
         return value

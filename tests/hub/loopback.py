@@ -30,7 +30,7 @@ class Repository:
 
 
 def metadata_errors(content: str) -> list[str]:
-    """What the Hub would refuse in a model card, as far as the client's own code and these lines know."""
+    """Return why the Hub would refuse a model card, as far as the client's own code and these lines know."""
     try:
         data = ModelCard(content).data
     except ValueError as error:

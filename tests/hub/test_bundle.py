@@ -46,7 +46,7 @@ def lists(inputs):
 
 
 def on_remote_code(result):
-    """Takes class and module out of what a client returned, and checks that the code was that of the bundle."""
+    """Takes class and module out of a client's result, and checks that the code came from the bundle."""
     assert result.pop("module").startswith("transformers_modules.")
     return result.pop("class"), result
 

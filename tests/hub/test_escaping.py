@@ -1,4 +1,4 @@
-"""What strangers write stays text: on the screen, in the metadata and on the page of a model card."""
+"""Texts by strangers stay text: on the screen, in the metadata and on the page of a model card."""
 
 import random
 import re

@@ -155,7 +155,7 @@ def test_flops_are_those_that_pytorch_counts(name):
 
 
 def test_chunks_see_their_own_keys():
-    """A token sees as many keys in a sequence of whole chunks as in one chunk; the last chunk may be short."""
+    """The number of keys that a token sees is the same in one chunk and in several; the last chunk may be short."""
     whole, chunks = (MegaModel(MegaConfig(**SIZES | fields)) for fields in ({}, CHUNKS))
     of_chunks = {length: costs.flops_per_token(chunks, length)["attention"] for length in (8, 21, 24)}
     assert of_chunks[8] == of_chunks[24]

@@ -115,7 +115,7 @@ def test_a_choice_that_is_made_elsewhere(choice):
 
 @pytest.mark.slow
 def test_they_fit_an_h100(repo_root):
-    """Of a case of every op that needs shared memory; `aot_candidates.py` without arguments compiles all."""
+    """One case of every op that needs shared memory; `aot_candidates.py` without arguments compiles all."""
     environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(repo_root)}
     command = [sys.executable, Path(__file__).with_name("aot_candidates.py"), *CASES]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -144,7 +144,7 @@ def naive(inputs, truncation=None):
     state = state.mT
 
     def average(row, series, first):
-        """Of the last position; the states start from `first`."""
+        """Return the average at the last position; the states start from `first`."""
         p = [1 / (1 + math.exp(-logit)) for logit in u[row]]
         q = [1 - p[n] / (1 + math.exp(-v[row][n])) for n in range(count)]
         h = list(first)

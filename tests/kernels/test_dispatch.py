@@ -1,4 +1,4 @@
-"""Which backend is chosen, and what is said about it; on a machine with and without Triton and a GPU."""
+"""The choice of a backend and its reason, on machines with and without Triton and a GPU."""
 
 import os
 import subprocess

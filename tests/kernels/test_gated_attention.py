@@ -46,7 +46,7 @@ def run(inputs, **options):
 
 
 def relative_error(actual, exact):
-    """Of the norm; absolute where the norm is below 1."""
+    """Return the norm of the error relative to the exact norm; absolute where that is below 1."""
     return ((actual.double() - exact).norm() / exact.norm().clamp(min=1.0)).item()
 
 
@@ -157,7 +157,7 @@ def test_dtypes(function, chunk, dtype):
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 def test_float32_inside(backend):
-    """With half precision inputs, with a value of another dtype, and under autocast."""
+    """Sums are float32 with inputs in half precision, with a value of another dtype, and under autocast."""
     query, value = torch.full((1, 1, 4), 5.0, dtype=torch.float16), torch.ones(1, 4096, 4, dtype=torch.float16)
     key = query.expand(1, 4096, 4)
     torch.testing.assert_close(gated_attention(query, key, value, backend=backend), torch.ones_like(query))

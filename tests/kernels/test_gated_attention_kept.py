@@ -1,4 +1,4 @@
-"""What `gated_attention` in PyTorch keeps for its backward pass, and that it changes no number."""
+"""The tensors that `gated_attention` in PyTorch keeps for its backward pass: they change no number."""
 
 import math
 from functools import partial
@@ -14,7 +14,7 @@ from tests.kernels.test_gated_attention import CHUNK, FUNCTIONS, make_inputs, ma
 
 @pytest.fixture(params=[math.inf, 0.0], ids=["kept", "computed again"])
 def kept(request, monkeypatch):
-    """What the backward pass needs of the scores is always kept, or never."""
+    """The scores are always kept for the backward pass, or never."""
     monkeypatch.setattr(torch_backend, "KEPT", request.param)
 
 
@@ -70,7 +70,7 @@ def test_kept_scores_change_nothing(function, monkeypatch):
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_scores_are_kept_while_they_are_no_more_bytes_than_value_and_output(function, products):
-    """Ten columns of value and ten of output are as many numbers as 20 scores."""
+    """Ten columns of value and ten of output have the size of 20 scores."""
     options = {"function": function, "mask": make_mask("some", 2, 60)}
     for chunk, dtype, blocks in ((20, None, 1), (30, None, 2), (15, torch.float32, 1), (20, torch.bfloat16, 2)):
         inputs = make_inputs(60, dtype=dtype or torch.float64)

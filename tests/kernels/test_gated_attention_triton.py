@@ -92,7 +92,7 @@ def test_results_and_gradients(triton_device, function, causal, chunk, masked):
     ],
 )
 def test_many_blocks(triton_device, function, causal, batch, length, chunk, monkeypatch):
-    """Of queries, keys and columns; in the backward pass bands of a segment, or groups of segments."""
+    """Several blocks of queries, keys and columns; in the backward pass bands of a segment, or groups of segments."""
     from luna_mega.kernels.gated_attention import triton_backward
 
     monkeypatch.setattr(triton_backward, "SCORES", 80000)
@@ -240,7 +240,7 @@ def test_strides_no_bias_and_determinism(triton_device, function):
 @pytest.mark.parametrize("backend", ["reference", "torch", "triton"])
 @pytest.mark.parametrize("chunk", [None, CHUNK, 64])
 def test_sequences_end_to_end(triton_device, chunk, backend):
-    """As the sequences one by one; an empty one among them."""
+    """Each sequence gives the result that it gives alone; one is empty."""
     lengths = [17, 0, 1, 45, CHUNK]
     cu_seqlens = torch.tensor([0, *lengths], device=triton_device).cumsum(0).int()
     inputs = make_inputs(triton_device, sum(lengths), batch=1, positions=45)

@@ -35,7 +35,7 @@ def run(attend, inputs, mask):
 
 
 def relative_error(actual, exact):
-    """Of the norm; absolute where the norm is below 1 (with one key, the gradient of the query is 0)."""
+    """Return the relative error of the norm; absolute below 1 (with one key, the gradient of the query is 0)."""
     return ((actual.double() - exact).norm() / exact.norm().clamp(min=1.0)).item()
 
 
@@ -61,7 +61,7 @@ def test_reference_gradients(masking):
 
 
 def sdpa_path(query, key, value, mask):
-    """What runs on other devices than the CPU, and in exported programs."""
+    """Run the path of other devices than the CPU and of exported programs."""
     return torch_backend.sdpa(query, key, value, mask, query.shape[-1] ** -0.5, 0.0)
 
 

@@ -239,7 +239,7 @@ def test_public_ops(device, cu_seqlens):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_dropout(device, dtype, tied):
-    """What is dropped is read off by values that are unit vectors; then output and gradients of any values follow."""
+    """Values that are unit vectors show the dropped weights; from these follow output and gradients of any values."""
     queries, keys, rate = 70, 64, 0.3
     leaves = make_leaves(device, dtype, queries, keys, tied, batch=1, size=keys)
     mask = torch.arange(keys, device=device)[None] != 5

@@ -71,7 +71,7 @@ class Inputs:
 
 
 def relative_error(actual, exact):
-    """Of the norm; absolute where the norm is below 1."""
+    """Return the norm of the error relative to the exact norm; absolute where that is below 1."""
     return ((actual.double() - exact).norm() / exact.norm().clamp(min=1.0)).item()
 
 

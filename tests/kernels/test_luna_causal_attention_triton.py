@@ -319,7 +319,7 @@ def test_ragged_sequences_need_one_row(triton_device):
 @pytest.mark.slow
 @pytest.mark.parametrize("length, rows", [(1, 24), (40, 24), (20, 100)])
 def test_dropout(monkeypatch, triton_device, length, rows):
-    """What is dropped is read back; with that the reference gives the outputs and gradients, over two segments too."""
+    """The reference gives the same outputs and gradients with the dropped weights, over two segments too."""
     from luna_mega.kernels.luna_causal_attention import triton_forward
 
     monkeypatch.setattr(triton_forward, "MIN_SEGMENT", 32)
@@ -432,7 +432,7 @@ def test_compile_fullgraph(triton_device, length, rows, stateful):
     ],
 )
 def test_what_the_kernels_cannot_take(triton_device, sizes, dtype, message):
-    """By name it is refused, automatically it is left to PyTorch."""
+    """Such a call is refused where Triton was named, and left to PyTorch where nothing was."""
     inputs = Inputs(3, heads=1, **sizes).to(dtype)
     with pytest.raises(ValueError, match=f"cannot run on 'triton': .*{message}"):
         on(triton_device, inputs)(*inputs.leaves)

@@ -10,7 +10,7 @@ from tests.kernels.test_luna_causal_attention import Inputs
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 def test_pack_and_unpack_weights(backend):
-    """With weights the outputs are the same, and they are what the weights make of the values."""
+    """Asking for weights changes no output, and the weights applied to the values give it."""
     (x, context, _), mask = make_inputs(7, 11, "some")
     (p, _, _), pack_mask = make_inputs(5, 11, "some")[0], torch.rand(2, 5) < 0.8
     options = {"context_mask": mask, "pack_mask": pack_mask, "backend": backend}

@@ -53,7 +53,7 @@ def target(model, ids, mask=None, **options):
 
 
 def prompt(model, ids, mask):
-    """What `generate` goes on from: sources, or of a decoder alone the tokens."""
+    """Return the inputs of `generate`: sources, or the tokens of a decoder without an encoder."""
     return source(model, len(ids)) or {"input_ids": ids, "attention_mask": mask}
 
 

@@ -89,7 +89,7 @@ def labels(head, inputs):
 
 
 def results(head, output, mask):
-    """What must not depend on padding or batch mates: one tensor per sequence."""
+    """Return the results that must not depend on padding or batch mates: one tensor per sequence."""
     if head == "Model":
         tensors, kept = output.last_hidden_state, mask
     elif head in ("ForMaskedLM", "ForTokenClassification"):

@@ -76,7 +76,7 @@ def test_pairs_and_choices(family):
 
 @family
 def test_candidates_are_pairs_with_one_score(family):
-    """Candidates `[B, C, T]` score as pairs do one by one, whatever the padding; the loss is of the right one."""
+    """Candidates `[B, C, T]` get the scores of pairs taken one by one, whatever the padding."""
     model = family.make("ForSequencePairClassification", num_labels=1, pair_features="interaction", pooling="mean")
     first, longest = luna.tokens([9, 4]), 12
     candidates = [luna.tokens([5, 12, 3], seed=seed, width=longest) for seed in (10, 20)]

@@ -38,7 +38,7 @@ def seq2seq(request):
     ids=["greedy", "beams", "sampling", "beam sampling", "constrained"],
 )
 def test_generate(model, options):
-    """With and without a cache; sources padded on either side, their mask given or found; without chance also alone."""
+    """Tokens are the same with and without a cache, padded on either side, with a mask given or found, and alone."""
     ids, mask = padded([7, 3], 7, "left")
     given, results = [(prompt(model, ids, mask), True), (prompt(model, ids, mask), False)], []
     if model.config.is_encoder_decoder:

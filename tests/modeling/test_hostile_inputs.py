@@ -1,4 +1,4 @@
-"""What does not belong into an input harms nobody: it is cleared at the door, used, or refused by its name."""
+"""Hostile values in an input harm nobody: they are cleared at the door, used, or refused by name."""
 
 import pytest
 import torch

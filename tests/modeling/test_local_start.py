@@ -68,7 +68,7 @@ def alike(fields, batch=1, length=LENGTH):
 
 
 def nearest(weights):
-    """What each head reads most of, relative to the token, by the mean over tokens and sequences.
+    """Return the offset that each head reads most, by the mean over tokens and sequences.
 
     `weights`: `[B, H, T, M]`.
     """
@@ -146,7 +146,7 @@ def test_the_queries_alone_are_blind():
 
 
 def causal_weights(model, ids):
-    """What a token weighs of another through causal attention, `[B, H, T, T]` of each layer."""
+    """Return the weight of each token in the causal attention of another, `[B, H, T, T]` of each layer."""
     calls = []
     for layer in model.decoder.layers:
         layer.attention.register_forward_hook(lambda module, args, _: calls.append((module, *args[:2])))
@@ -218,7 +218,7 @@ def test_the_default_knows_nothing_of_it(monkeypatch):
 
 
 def test_folders(tmp_path):
-    """What a file has stays as it is, what it lacks begins at the local start, and options come back."""
+    """Saved weights stay as they are, missing ones begin at the local start, and options come back."""
     options = {"length": 20, "base": 50, "strength": 4, "offsets": [1, -1], "mask_token_id": 59}
     model = LunaForMaskedLM(config(initialization_options=options))
     model.save_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""What is particular to Luna's decoders: P as an input, weights over its rows, eager attention."""
+"""Luna's decoders: P as an input, weights over its rows, eager attention."""
 
 import pytest
 import torch
@@ -63,7 +63,7 @@ def place(past):
 @pytest.mark.slow
 @torch.no_grad()
 def test_steps_write_over_one_state():
-    """The memory of the first token is that of the 2,000th; what a graph may need is left alone."""
+    """The same memory holds the state from the first token to the 2,000th; a graph keeps the tensors that it needs."""
     model = make(dtype=torch.float32)
     ids = torch.randint(3, 23, (2, 2000), generator=torch.Generator().manual_seed(0))
     with torch.enable_grad():

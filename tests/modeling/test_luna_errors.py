@@ -1,4 +1,4 @@
-"""What does not fit is refused in one sentence that names the field and the way out."""
+"""Fields and inputs that do not fit are refused in one sentence that names the field and the way out."""
 
 import pytest
 import torch

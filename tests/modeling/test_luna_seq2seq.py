@@ -1,4 +1,4 @@
-"""What is particular to Luna's encoder-decoder: P and what is recorded of it, Auto classes, configurations."""
+"""Luna's encoder-decoder: P and its recorded states, Auto classes, configurations."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What is particular to MegaForCausalLM: how long its memory is, and what it refuses."""
+"""MegaForCausalLM: how long its memory is, and what it refuses."""
 
 import copy
 

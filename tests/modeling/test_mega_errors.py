@@ -1,4 +1,4 @@
-"""What does not fit is refused in one sentence that names the field and the way out."""
+"""Fields and inputs that do not fit are refused in one sentence that names the field and the way out."""
 
 import json
 
@@ -34,7 +34,7 @@ def test_odd_queries_need_the_simple_bias():
 
 @pytest.mark.parametrize("truncation", [0, -1])
 def test_no_truncation(truncation):
-    """As in v4, a number below 1 stands for none."""
+    """A number below 1 stands for no truncation, as in v4."""
     config, inputs = tiny_config(truncation=truncation), tokens([21])
     assert config.truncation is None
     expected = make("Model")(**inputs).last_hidden_state

@@ -45,7 +45,7 @@ def test_one_chunk_is_full_attention(function):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gradients(variant):
-    """The gradient of a loss over real tokens is that of the sequences without padding, also in training mode."""
+    """Padding does not change the gradient of a loss over real tokens, also in training mode."""
     gradients = []
     for side, width in (("right", 21), ("left", 30)):
         model = make("ForMaskedLM", **VARIANTS[variant], **NO_DROPOUT).double().train()

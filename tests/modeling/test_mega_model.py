@@ -208,7 +208,7 @@ def test_sublayers_of_a_block(monkeypatch):
 
 
 def test_pipelines(tmp_path, tokenizer):
-    """By the folder alone; a text gives the same alone and in a padded batch."""
+    """A pipeline needs the folder alone, and a text gives the same alone and in a padded batch."""
     texts = ["w1 w2 <mask> w3 w4 w5 w6 w7 w8", "w5 <mask>"]
     options = {"use_chunking": True, "chunk_size": 4}
     for task, head in (

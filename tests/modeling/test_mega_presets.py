@@ -112,7 +112,7 @@ def test_truncation_below_one_is_none():
     [("wmt_en_de", 32768, 63.14), ("wmt_en_de", 33000, 63.26), ("wmt_en_de_big", 33000, 217.70)],
 )
 def test_translation(name, vocabulary, millions):
-    """As many as the original's base model has; of the big one no number is published."""
+    """Millions of parameters: the base model has the original's number; for the big one none is published."""
     config = getattr(MegaConfig, name)(vocabulary)
     with torch.device("meta"):
         model = MegaForConditionalGeneration(config)

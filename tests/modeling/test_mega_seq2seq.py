@@ -1,4 +1,4 @@
-"""What is particular to Mega's encoder-decoder: weights, limits of the biases, configurations."""
+"""Mega's encoder-decoder: weights, limits of the biases, configurations."""
 
 import pytest
 import torch

@@ -154,7 +154,7 @@ def test_padding_costs_nothing(family):
             model(**inputs)
         linear = [count for op, count in counter.get_flop_counts()["Global"].items() if op.__name__ in ("addmm", "mm")]
         flops.append(sum(linear))
-    assert flops[1] < 0.45 * flops[0]  # of Luna's P there are as many rows as before
+    assert flops[1] < 0.45 * flops[0]  # Luna's P keeps its rows
 
 
 @pytest.mark.parametrize("family", [luna, mega])
@@ -269,7 +269,7 @@ def test_a_source_of_nothing_without_padding(name):
 @pytest.mark.parametrize("name", [name for name in decoders.ALONE if name.startswith("mega")])
 @torch.no_grad()
 def test_mega_takes_the_positions_of_a_mask(name, side):
-    """As servers and trainers pass them; with a cache the last ones, with the whole mask or that of the new tokens."""
+    """Positions as servers and trainers pass them; with a cache the last ones, with the whole mask or only its end."""
     model, (ids, mask) = decoders.make(name), decoders.padded([9, 4], 9, side)
     positions = mask.cumsum(dim=1) - 1
     for given in (positions, positions.masked_fill(mask == 0, 1), positions.masked_fill(mask == 0, -7)):

@@ -54,7 +54,7 @@ def test_embeddings(family, fields, count, tmp_path):
 
 
 def test_save_and_load(model, tmp_path):
-    """With a head and without."""
+    """A folder loads with a head and without."""
     inputs = source(model, 2) | target(model, padded([5, 4], 5, "left")[0])
     model.save_pretrained(tmp_path)
     loaded, loading = AutoModelForSeq2SeqLM.from_pretrained(tmp_path, output_loading_info=True)
@@ -69,7 +69,7 @@ def test_save_and_load(model, tmp_path):
 
 @pytest.mark.parametrize("fields", [{}, UNTIED, OWN, {"decoder_vocab_size": 30}], ids=str)
 def test_resize(family, fields):
-    """With a head and without."""
+    """The vocabulary of a model is resized with a head and without."""
     model = plain(family, **fields)
     inputs = {"input_ids": torch.full((2, 4), 32), "decoder_input_ids": torch.full((2, 3), 32)}
     body, tied = plain(family, **fields).base_model, len({weight.data_ptr() for weight in words(model)})
@@ -108,7 +108,7 @@ def test_labels(model):
 
 @torch.no_grad()
 def test_encoder_outputs_in_place_of_the_source(model):
-    """As the encoder returns them, or as a tuple; embeddings in place of tokens."""
+    """Outputs as the encoder returns them, or as a tuple; embeddings in place of tokens."""
     given, ids = source(model, 3, "left"), padded([5, 4, 2], 5, "right")[0]
     expected, mask = model(**given, decoder_input_ids=ids).logits, given["attention_mask"]
     encoder = model.get_encoder()

@@ -43,7 +43,7 @@ def family(request):
 
 @pytest.fixture
 def warnings(caplog):
-    """What is logged; a warning that was given once is given again."""
+    """Function that returns the logged warnings; a warning that was given once is given again."""
     warning_once.cache_clear()
     caplog.set_level(logging.WARNING)
     yield lambda: [record.getMessage() for record in caplog.records if "model_type" in record.getMessage()]

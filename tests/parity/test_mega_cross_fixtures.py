@@ -94,7 +94,7 @@ def test_steps(module, parity, length):
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_v4_decoder(shared_dir, parity, name):
-    """As v4 computes it in one piece; its steps count the query's position from 1 from the second token on."""
+    """The result of v4 in one piece; its steps count the query's position from 1 from the second token on."""
     folder = shared_dir / "fixtures" / "mega" / name
     io = load_file(folder / "io.safetensors")
     model, loading = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)

@@ -117,7 +117,7 @@ def gated_attention(fixture: Fixture, **fields) -> MegaGatedAttention:
 
 @pytest.fixture
 def padding_attends(monkeypatch):
-    """As in the original, a chunk that is padding throughout has a softmax over the padding: here it would be 0."""
+    """Attend over the padding where a chunk has nothing else, as the original does; here the result would be 0."""
     original = modeling_mega.gated_attention
 
     def attend(query, key, value, *, mask, chunk_size, **options):

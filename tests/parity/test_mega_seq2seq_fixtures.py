@@ -141,7 +141,7 @@ def score(model, source, sequences):
 
 
 def test_generation_config_and_tokenizers(case):
-    """What is written for `generate`, and a sentence through both languages."""
+    """The options of `generate` are written, and a sentence passes through both languages."""
     config = case.model.generation_config
     assert (config.num_beams, config.length_penalty, config.early_stopping) == (5, 1.0, True)
     assert (config.decoder_start_token_id, config.forced_eos_token_id, config.pad_token_id) == (END, END, PAD)
