@@ -1,6 +1,6 @@
 """Context parallelism: the ranks of a process group hold parts of one long sequence, and exchange tensors.
 
-Every rank of the group holds one contiguous part of each sequence, in the order of ranks. The functions that exchange
+Every rank of the group holds one contiguous part of each sequence, in the order of ranks. The methods that exchange
 tensors are differentiable: their backward is the transposed exchange, so that every rank gets the gradient of the sum
 of all ranks' losses. All ranks have to call them in one order, and their backward too: a rank that uses the result has
 to use it on every other rank, if only with a factor of 0.
@@ -67,6 +67,26 @@ class ContextShard(NamedTuple):
         """Return the number of positions on all ranks."""
         return sum(self.lengths)
 
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the tensors `x` of all ranks, which have one shape, `[ranks, ...]`. Its backward sums and cuts."""
+        return _AllGather.apply(x, self.group)
+
+    def all_reduce_sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the tensors `x` of all ranks, which have one shape. Its backward sums the gradients."""
+        return _AllReduceSum.apply(x, self.group)
+
+    def all_reduce_max(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the element-wise maximum of the tensors `x` of all ranks, without a gradient."""
+        largest = x.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
+        return largest
+
+    def broadcast_first(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the first rank's tensor `x`, without a gradient: random numbers that all ranks agree on."""
+        x = x.detach().clone(memory_format=torch.contiguous_format)
+        dist.broadcast(x, group=self.group, group_src=0)
+        return x
+
 
 class _AllGather(Function):
     @staticmethod
@@ -105,27 +125,3 @@ class _AllReduceSum(Function):
     @staticmethod
     def backward(ctx, grad):
         return _AllReduceSum.apply(grad, ctx.group), None
-
-
-def all_gather(x: torch.Tensor, shard: ContextShard) -> torch.Tensor:
-    """Return `[ranks, ...]`, the tensors `x` `[...]` of all ranks, which have one shape. Its backward sums and cuts."""
-    return _AllGather.apply(x, shard.group)
-
-
-def all_reduce_sum(x: torch.Tensor, shard: ContextShard) -> torch.Tensor:
-    """Return the sum of the tensors `x` of all ranks, which have one shape. Its backward sums the gradients."""
-    return _AllReduceSum.apply(x, shard.group)
-
-
-def all_reduce_max(x: torch.Tensor, shard: ContextShard) -> torch.Tensor:
-    """Return the element-wise maximum of the tensors `x` of all ranks, without a gradient."""
-    largest = x.detach().clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=shard.group)
-    return largest
-
-
-def first_ranks(x: torch.Tensor, shard: ContextShard) -> torch.Tensor:
-    """Return the tensor `x` of the group's first rank, without a gradient: random numbers that all ranks agree on."""
-    x = x.detach().clone(memory_format=torch.contiguous_format)
-    dist.broadcast(x, group=shard.group, group_src=0)
-    return x

@@ -19,7 +19,7 @@ from luna_mega.modeling_common.cache import StateCache, begin_cache, split_cache
 from luna_mega.modeling_common.layout import DENSE, RAGGED_OPTIONS, TokenLayout, find_layout
 from luna_mega.modeling_common.masks import can_look, clean, drop_if_full, read_mask
 from luna_mega.modeling_common.pooling import without_first
-from luna_mega.modeling_common.sequence_parts import SharedParts, find_parts
+from luna_mega.modeling_common.sequence_parts import SharedParts
 
 # The name of the input by `config.input_type`.
 INPUT_NAMES = {"tokens": "input_ids", "values": "input_values", "patches": "pixel_values"}
@@ -158,36 +158,23 @@ def read_batch(
         if token_type_ids is not None and not spec.config.add_token_type_embeddings:
             raise ValueError("this model has add_token_type_embeddings=False: leave token_type_ids out")
         past = begin_cache(spec, past_key_values, use_cache)
-        target, source = split_cache(past)
-        embeddings, mask, grid = _embed(spec, embed, *inputs, interpolate, target)
-        batch, length = embeddings.shape[:2]
-        if target is not None:
-            target.check(spec.config, batch, spec.ranks)
-        weights = _wants_weights(spec, target, options)
+        batch = _embed(spec, embed, *inputs, interpolate, past, options)
         if position_ids is not None:
-            position_ids = check_positions(position_ids, batch, length)
-        restarts = _find_restarts(spec, position_ids, attention_mask, target, options)
-        states = spec.is_asked("output_hidden_states", options)
-        unpads = spec.config.unpad_inputs and past is None
-        unpads = unpads and not (weights or states or spec.config.add_cross_attention)
-        layout = find_layout((batch, length), mask, restarts, options, unpads)
-        if layout.is_ragged() and not unpads:
-            _check_ragged(spec, batch, past_key_values is not None or bool(use_cache), weights, states)
-            past = target = source = None  # a decoder begins one by default
+            position_ids = check_positions(position_ids, *batch.embeddings.shape[:2])
+        restarts = _find_restarts(spec, position_ids, attention_mask, batch.target, options)
+        batch = _lay_out(spec, batch, restarts, options, past_key_values is not None or bool(use_cache))
         if cp_group is not None:
-            _check_shared(spec, past, weights, layout)
+            _check_shared(spec, batch)
     if cp_group is not None:
-        parts = SharedParts.count(ContextShard.of(cp_group, length, device, batch=batch), mask, batch, device)
-        _check_parts(spec, parts)
-        layout = layout._replace(parts=parts)
-    result = Batch(layout.gather(embeddings), mask, layout, past, target, source, weights, states, grid=grid)
+        batch = _share(spec, batch, cp_group)
+    batch = batch._replace(embeddings=batch.layout.gather(batch.embeddings))
     if token_type_ids is not None:
-        result = result._replace(token_type_ids=layout.gather(token_type_ids))
+        batch = batch._replace(token_type_ids=batch.layout.gather(token_type_ids))
     if spec.counts_positions:
-        result = result._replace(position_ids=_number_positions(spec, position_ids, result))
+        batch = batch._replace(position_ids=_number_positions(spec, position_ids, batch))
     if spec.packs:
-        result = result._replace(packed=_read_packed(spec, packed_states, packed_mask, result))
-    return _read_context(spec, encoder_hidden_states, encoder_attention_mask, cp_group, result)
+        batch = batch._replace(packed=_read_packed(spec, packed_states, packed_mask, batch))
+    return _read_context(spec, encoder_hidden_states, encoder_attention_mask, batch)
 
 
 def embed_device(embed: nn.Module) -> torch.device:
@@ -257,25 +244,57 @@ def _embed(
     input_values: torch.Tensor | None,
     pixel_values: torch.Tensor | None,
     interpolate: bool,
+    past: Cache | None,
+    options: dict[str, Any],
+) -> Batch:
+    """Return a dense batch: embeddings, mask, cache, the grid of pictures, and which outputs are asked for."""
+    target, source = split_cache(past)
+    grid = None
+    if pixel_values is not None:
+        inputs = (input_ids, inputs_embeds, input_values)
+        inputs_embeds, grid = _embed_pictures(spec, embed, pixel_values, attention_mask, inputs, interpolate)
+    embeddings, mask = _embed_tokens(spec, embed, input_ids, attention_mask, inputs_embeds, input_values, target)
+    if target is not None:
+        target.check(spec.config, embeddings.shape[0], spec.ranks)
+    weights, states = _wants_weights(spec, target, options), spec.is_asked("output_hidden_states", options)
+    return Batch(embeddings, mask, DENSE, past, target, source, weights, states, grid=grid)
+
+
+def _embed_pictures(
+    spec: InputSpec,
+    embed: Any,
+    pixel_values: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    others: tuple[torch.Tensor | None, ...],
+    interpolate: bool,
+) -> tuple[torch.Tensor, tuple[int, int]]:
+    """Return the embeddings `[B, T, d]` of patches and their grid; `others`: the inputs of other kinds."""
+    if spec.config.input_type != "patches" or any(x is not None for x in others):
+        raise ValueError(
+            f"this model has input_type={spec.config.input_type!r}: give exactly one of "
+            f"{INPUT_NAMES[spec.config.input_type]} and inputs_embeds"
+        )
+    grid = embed.find_grid(pixel_values, interpolate)
+    mask = drop_if_full(read_mask("attention_mask", attention_mask))
+    if mask is not None and mask.shape == (len(pixel_values), grid[0] * grid[1]):
+        pixel_values = embed.clean(pixel_values, mask)
+    return embed(pixel_values), grid
+
+
+def _embed_tokens(
+    spec: InputSpec,
+    embed: Any,
+    input_ids: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
+    inputs_embeds: torch.Tensor | None,
+    input_values: torch.Tensor | None,
     target: StateCache | None,
-) -> tuple[torch.Tensor, torch.Tensor | None, tuple[int, int] | None]:
-    """Return embeddings `[B, T, d]`, the bool mask `[B, T]` (None = all), and the grid of pictures.
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return embeddings `[B, T, d]` and the bool mask `[B, T]` (None = all).
 
     NaN and infinities that the mask drops go out of vectors, values and patches, and do not reach what is kept. With
     a filled cache an `attention_mask` may cover all positions so far.
     """
-    grid = None
-    if pixel_values is not None:
-        if spec.config.input_type != "patches" or any(x is not None for x in (input_ids, inputs_embeds, input_values)):
-            raise ValueError(
-                f"this model has input_type={spec.config.input_type!r}: give exactly one of "
-                f"{INPUT_NAMES[spec.config.input_type]} and inputs_embeds"
-            )
-        grid = embed.find_grid(pixel_values, interpolate)
-        mask = drop_if_full(read_mask("attention_mask", attention_mask))
-        if mask is not None and mask.shape == (len(pixel_values), grid[0] * grid[1]):
-            pixel_values = embed.clean(pixel_values, mask)
-        inputs_embeds = embed(pixel_values)
     mask, given = attention_mask, next((x for x in (inputs_embeds, input_ids, input_values) if x is not None), None)
     if mask is not None and target is not None and target.get_seq_length() and given is not None and given.dim() > 1:
         mask = mask[:, -given.shape[1] :]
@@ -283,14 +302,14 @@ def _embed(
     check_inputs(spec, input_ids, mask, inputs_embeds, input_values)
     mask = drop_if_full(mask)
     if inputs_embeds is not None:
-        return clean(inputs_embeds, mask), mask, grid
+        return clean(inputs_embeds, mask), mask
     if input_values is not None:
-        return embed(clean(input_values, mask)), mask, grid
+        return embed(clean(input_values, mask)), mask
     assert input_ids is not None  # the checks leave nothing else
     if attention_mask is None:
         mask = drop_if_full(input_ids != spec.config.pad_token_id)
     try:
-        return embed(input_ids), mask, grid
+        return embed(input_ids), mask
     except IndexError as error:  # on a CPU; a GPU cannot say it without waiting
         raise ValueError(
             f"input_ids has numbers from {input_ids.min()} to {input_ids.max()}, and the vocabulary of this model "
@@ -359,40 +378,63 @@ def _follow_mask(position_ids: torch.Tensor, mask: torch.Tensor, target: StateCa
     return not bool(((counted[:, -length:] != position_ids) & kept[:, -length:]).any())
 
 
-def _check_ragged(spec: InputSpec, batch: int, cache: bool, weights: bool, states: bool) -> None:
+def _lay_out(
+    spec: InputSpec, batch: Batch, restarts: torch.Tensor | None, options: dict[str, Any], asks_cache: bool
+) -> Batch:
+    """Return the batch with its layout; a ragged one has no cache."""
+    unpads = spec.config.unpad_inputs and batch.past is None
+    unpads = unpads and not (batch.output_weights or batch.output_states or spec.config.add_cross_attention)
+    shape = (batch.embeddings.shape[0], batch.embeddings.shape[1])
+    layout = find_layout(shape, batch.mask, restarts, options, unpads)
+    if not layout.is_ragged() or unpads:
+        return batch._replace(layout=layout)
+    _check_ragged(spec, batch, asks_cache)
+    return batch._replace(layout=layout, past=None, target=None, source=None)  # a decoder begins one by default
+
+
+def _check_ragged(spec: InputSpec, batch: Batch, asks_cache: bool) -> None:
     """Refuse what ragged batches do not have."""
-    if cache:
+    if asks_cache:
         raise ValueError("a ragged batch has no cache: leave past_key_values out and pass use_cache=False")
     if spec.config.add_cross_attention:
         raise ValueError("a decoder with add_cross_attention=True takes no ragged batch: pad it")
-    if weights:
+    if batch.output_weights:
         raise ValueError(
             "a ragged batch has no attention weights to return: pass output_attentions=False and load the model "
             "with attn_implementation='sdpa'"
         )
-    if states and batch > 1:
-        raise ValueError(f"output_hidden_states=True takes a ragged batch of one row, not one of {batch}")
+    if batch.output_states and (rows := batch.embeddings.shape[0]) > 1:
+        raise ValueError(f"output_hidden_states=True takes a ragged batch of one row, not one of {rows}")
     if spec.config.input_type == "patches":
         raise ValueError("pictures are not laid end to end: leave position_ids and cu_seq_lens_q out")
 
 
-def _check_shared(spec: InputSpec, past: Cache | None, weights: bool, layout: TokenLayout) -> None:
+def _check_shared(spec: InputSpec, batch: Batch) -> None:
     """Refuse what sequences that ranks share do not have."""
-    if past is not None:
+    if batch.past is not None:
         raise ValueError(
             "cp_group goes without a cache: leave past_key_values out, pass use_cache=False, and generate without "
             "cp_group"
         )
-    if weights:
+    if batch.output_weights:
         raise ValueError(
             "cp_group has no attention weights to return: pass output_attentions=False and load the model with "
             "attn_implementation='sdpa'"
         )
-    if layout.is_ragged() or spec.config.unpad_inputs:
+    if batch.layout.is_ragged() or spec.config.unpad_inputs:
         raise ValueError(
             "cp_group takes one sequence a row: pad the batch in place of laying it end to end, and set "
             "unpad_inputs=False in the configuration"
         )
+
+
+def _share(spec: InputSpec, batch: Batch, group: "dist.ProcessGroup") -> Batch:
+    """Return the batch of this rank, whose layout knows the parts of the others; all ranks call this."""
+    rows, length = batch.embeddings.shape[:2]
+    device = batch.embeddings.device
+    parts = SharedParts.count(ContextShard.of(group, length, device, batch=rows), batch.mask, rows, device)
+    _check_parts(spec, parts)
+    return batch._replace(layout=batch.layout._replace(parts=parts))
 
 
 def _check_parts(spec: InputSpec, parts: SharedParts) -> None:
@@ -487,7 +529,6 @@ def _read_context(
     spec: InputSpec,
     states: torch.Tensor | None,
     mask: torch.Tensor | None,
-    cp_group: "dist.ProcessGroup | None",
     batch: Batch,
 ) -> Batch:
     """Return the batch with an encoder's output, or without where a cache has it already."""
@@ -512,8 +553,7 @@ def _read_context(
     layout = TokenLayout(mask)
     if source is None and states is not None:
         states = clean(states, mask)
-        if cp_group is not None:
-            layout = layout._replace(parts=find_parts({"cp_group": cp_group}, states))
+        layout = layout._replace(parts=batch.layout.parts.of_others(states))
     return batch._replace(context=states, context_layout=layout)
 
 

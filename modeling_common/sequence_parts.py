@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from luna_mega.kernels.context_parallel import ContextShard, all_gather, all_reduce_max, all_reduce_sum, first_ranks
+from luna_mega.kernels.context_parallel import ContextShard
 
 Loss = Callable[..., torch.Tensor]
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -52,6 +52,10 @@ class Parts:
     def offset(self) -> int:
         """Return the number of positions before this part."""
         return 0
+
+    def of_others(self, states: torch.Tensor) -> "Parts":
+        """Return the parts of other sequences, `states` `[B, S, ...]`, that the same processes have."""
+        return self
 
     def total(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of `x` over all parts."""
@@ -131,7 +135,7 @@ class SharedParts(Parts):
         mine = torch.tensor([shard.lengths[shard.rank], 0], device=device).expand(batch, 2)
         if mask is not None:
             mine = torch.stack([mask.sum(dim=1), mask.int().argmax(dim=1)], dim=1)
-        kept, first = all_gather(mine, shard).unbind(dim=-1)
+        kept, first = shard.all_gather(mine).unbind(dim=-1)
         lengths = torch.tensor(shard.lengths, device=device)[:, None]
         first = first + lengths.cumsum(dim=0) - lengths
         first = first.gather(0, (kept > 0).int().argmax(dim=0, keepdim=True))[0]
@@ -171,8 +175,11 @@ class SharedParts(Parts):
     def offset(self) -> int:
         return self.shard.start
 
+    def of_others(self, states: torch.Tensor) -> "SharedParts":
+        return SharedParts(ContextShard.of(self.shard.group, states.shape[1], states.device))
+
     def total(self, x: torch.Tensor) -> torch.Tensor:
-        return all_reduce_sum(x, self.shard)
+        return self.shard.all_reduce_sum(x)
 
     def dropout(self, dropout: nn.Module, x: torch.Tensor) -> torch.Tensor:
         if not dropout.training or dropout.p == 0.0:
@@ -180,7 +187,7 @@ class SharedParts(Parts):
         return x * self.agree(dropout(torch.ones_like(x)))
 
     def agree(self, x: torch.Tensor) -> torch.Tensor:
-        return first_ranks(x, self.shard)
+        return self.shard.broadcast_first(x)
 
     def draw(self) -> float:
         return self.agree(torch.rand(()).to(self.begins.device)).item()
@@ -190,7 +197,7 @@ class SharedParts(Parts):
 
     def _gather(self, x: torch.Tensor) -> torch.Tensor:
         filled = nn.functional.pad(x, (0, 0, 0, max(self.shard.lengths) - x.shape[1]))
-        parts = zip(all_gather(filled, self.shard), self.shard.lengths, strict=True)
+        parts = zip(self.shard.all_gather(filled), self.shard.lengths, strict=True)
         return torch.cat([part[:, :length] for part, length in parts], dim=1)
 
     def mean(self, x: torch.Tensor) -> torch.Tensor:
@@ -198,23 +205,23 @@ class SharedParts(Parts):
 
     def first(self, first: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         has_any = torch.ones_like(first[:, 0], dtype=torch.int) if mask is None else mask.any(dim=1).int()
-        owner = all_gather(has_any, self.shard).argmax(dim=0)
+        owner = self.shard.all_gather(has_any).argmax(dim=0)
         return self.total(first.masked_fill((owner != self.shard.rank)[:, None], 0.0))
 
     def previous(self, x: torch.Tensor, fill: int) -> torch.Tensor:
-        shifted, lasts = super().previous(x, fill), all_gather(x[:, -1], self.shard)
+        shifted, lasts = super().previous(x, fill), self.shard.all_gather(x[:, -1])
         if self.shard.rank > 0:
             shifted[:, 0] = lasts[self.shard.rank - 1]
         return shifted
 
     def following(self, x: torch.Tensor, fill: int) -> torch.Tensor:
-        shifted, firsts = super().following(x, fill), all_gather(x[:, 0], self.shard)
+        shifted, firsts = super().following(x, fill), self.shard.all_gather(x[:, 0])
         if self.shard.rank + 1 < self.shard.size:
             shifted[:, -1] = firsts[self.shard.rank + 1]
         return shifted
 
     def begin(self, x: torch.Tensor, mask: torch.Tensor, value: int) -> torch.Tensor:
-        owner = all_gather(mask.any(dim=1).long(), self.shard).argmax(dim=0)
+        owner = self.shard.all_gather(mask.any(dim=1).long()).argmax(dim=0)
         return torch.where((owner == self.shard.rank)[:, None], super().begin(x, mask, value), x)
 
     def mean_loss(self, loss_function: Loss, counted: torch.Tensor, **arguments: Any) -> torch.Tensor:
@@ -233,7 +240,7 @@ class SharedParts(Parts):
         """Return the cross-entropy of one position; sequences whose position is beyond their end do not count."""
         positions = positions.view(-1).clamp(0, self.shard.total)
         place, length = positions - self.shard.start, logits.shape[1]
-        largest = all_reduce_max(logits.amax(dim=1), self.shard)
+        largest = self.shard.all_reduce_max(logits.amax(dim=1))
         right = logits.gather(1, place.clamp(0, length - 1)[:, None])[:, 0]
         right = right.masked_fill((place < 0) | (place >= length), 0.0)
         exponentials = (logits - largest[:, None]).exp().sum(dim=1)

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from luna_mega.kernels.context_parallel import ContextShard, all_gather
+from luna_mega.kernels.context_parallel import ContextShard
 from luna_mega.kernels.damped_ema import reference
 
 BLOCK = 64
@@ -50,7 +50,7 @@ def _start_states(kept, log_q, weight_in, shard):
     gained = [_decayed_sum(rows, log_q[:channels], from_end=True)]
     if len(log_q) > channels:
         gained.append(_decayed_sum(rows, log_q[channels:], from_end=False))
-    states = all_gather(torch.cat(gained).transpose(0, 1) * weight_in, shard)
+    states = shard.all_gather(torch.cat(gained).transpose(0, 1) * weight_in)
     gaps = [sum(shard.lengths[other + 1 : rank]) for other in range(rank)]
     before = _arriving(states[:rank, :, :channels], log_q[:channels], gaps)
     if len(log_q) == channels:

@@ -13,7 +13,7 @@ import torch
 from torch.autograd import Function
 
 from luna_mega.kernels import _op
-from luna_mega.kernels.context_parallel import ContextShard, all_reduce_max, all_reduce_sum
+from luna_mega.kernels.context_parallel import ContextShard
 from luna_mega.kernels.dropout import dropout_factors
 from luna_mega.kernels.luna_attention import torch_backend
 
@@ -48,10 +48,10 @@ class _Pack(Function):
         output, log_sum_exp = kernels.forward(query, key, value, mask, scale, dropout, seed)
         if mask is not None:
             log_sum_exp = log_sum_exp.masked_fill(~mask.any(dim=1)[:, None, None], float("-inf"))
-        largest = all_reduce_max(log_sum_exp, shard)
+        largest = shard.all_reduce_max(log_sum_exp)
         largest = largest.masked_fill(largest == float("-inf"), 0.0)
         weight = kernels.exp(log_sum_exp - largest)[..., None].transpose(1, 2)
-        total = all_reduce_sum(torch.cat([output.to(weight.dtype) * weight, weight], dim=-1), shard)
+        total = shard.all_reduce_sum(torch.cat([output.to(weight.dtype) * weight, weight], dim=-1))
         output, weight = total[..., :-1], total[..., -1:]
         # A sequence without a kept position anywhere has the sum 0, and the output 0.
         weight = weight.masked_fill(weight == 0.0, 1.0)
@@ -67,7 +67,7 @@ class _Pack(Function):
         scale, dropout, shard, kernels = ctx.options
         value = key if value is None else value
         with torch.no_grad(), _op.without_autocast(grad_output.device.type):
-            grad_output = all_reduce_sum(grad_output, shard)
+            grad_output = shard.all_reduce_sum(grad_output)
             gradients = kernels.backward(
                 grad_output, output, log_sum_exp, query, key, value, mask, scale, dropout, seed
             )

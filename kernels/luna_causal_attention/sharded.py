@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from luna_mega.kernels.context_parallel import ContextShard, all_gather
+from luna_mega.kernels.context_parallel import ContextShard
 from luna_mega.kernels.luna_causal_attention import reference
 from luna_mega.kernels.luna_causal_attention.reference import LunaCausalState
 
@@ -33,8 +33,8 @@ def _state_before(
         _sums, pack_query, pack_key, key, value, mask, pack_mask, activation, dropout, use_reentrant=False
     )
     count = reference.token_count(mask, query, None)[:, -1]
-    counts = all_gather(count, shard)[: shard.rank].sum(dim=0)
-    sums = all_gather(torch.cat([key_sum.flatten(2), value_sum.flatten(2)], dim=2), shard)[: shard.rank].sum(dim=0)
+    counts = shard.all_gather(count)[: shard.rank].sum(dim=0)
+    sums = shard.all_gather(torch.cat([key_sum.flatten(2), value_sum.flatten(2)], dim=2))[: shard.rank].sum(dim=0)
     sizes = key_sum[0, 0].numel(), value_sum[0, 0].numel()
     means = (sums / counts.clamp(min=1)[:, None, None]).split(sizes, dim=2)
     return LunaCausalState(means[0].view_as(key_sum), means[1].view_as(value_sum), counts)

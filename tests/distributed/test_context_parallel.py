@@ -7,13 +7,7 @@ import torch
 import torch.distributed as dist
 
 from luna_mega import shard_sequence
-from luna_mega.kernels.context_parallel import (
-    ContextShard,
-    all_gather,
-    all_reduce_max,
-    all_reduce_sum,
-    first_ranks,
-)
+from luna_mega.kernels.context_parallel import ContextShard
 from luna_mega.modeling_common.layout import TokenLayout
 from luna_mega.modeling_common.sequence_parts import SharedParts
 
@@ -47,11 +41,11 @@ def test_every_rank_refuses_what_one_cannot_do(ranks, lengths, batches, message)
 def exchange():
     shard = ContextShard.of(dist.group.WORLD, 1, torch.device("cpu"))
     x = torch.arange(6.0).view(2, 3).add(10.0 * shard.rank).T.requires_grad_()  # no contiguous tensor
-    rows = all_gather(x, shard)
+    rows = shard.all_gather(x)
     (gathered,) = torch.autograd.grad((rows * torch.arange(1.0, 1.0 + shard.size)[:, None, None]).sum(), x)
-    total = all_reduce_sum(x, shard)
+    total = shard.all_reduce_sum(x)
     (summed,) = torch.autograd.grad(total.sum() * (1.0 + shard.rank), x)
-    return [y.detach() for y in (x, rows, gathered, total, summed, all_reduce_max(x, shard), first_ranks(x, shard))]
+    return [y.detach() for y in (x, rows, gathered, total, summed, shard.all_reduce_max(x), shard.broadcast_first(x))]
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])

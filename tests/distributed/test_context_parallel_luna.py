@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 import luna_mega
-from luna_mega.kernels.context_parallel import ContextShard, all_reduce_sum
+from luna_mega.kernels.context_parallel import ContextShard
 from tests.modeling.luna import HEADS, POOLINGS, VARIANTS, enlarged, head_inputs, labels, tiny_config, tokens
 
 LENGTHS = {2: (9, 14), 4: (3, 10, 1, 9)}
@@ -72,7 +72,7 @@ def loss_of(head, output, mask, shared):
     tokens_, packed = output.last_hidden_state, output.packed_last_hidden_state
     weighed = (tokens_.sin() * mask[..., None]).sum()
     if shared:
-        weighed = all_reduce_sum(weighed, shared)
+        weighed = shared.all_reduce_sum(weighed)
     kept = 1.0 if output.packed_mask is None else output.packed_mask[..., None]
     return weighed + (packed.cos() * kept).sum()
 

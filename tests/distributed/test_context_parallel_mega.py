@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import luna_mega
-from luna_mega.kernels.context_parallel import ContextShard, all_reduce_sum
+from luna_mega.kernels.context_parallel import ContextShard
 from luna_mega.modeling_common.layout import TokenLayout
 from luna_mega.modeling_common.sequence_parts import SharedParts
 from luna_mega.modeling_mega.dropout_mega import MegaDropout
@@ -79,7 +79,7 @@ def total_loss(head, output, mask, shard=None):
     if head != "Model":
         return output.loss
     weighed = (output.last_hidden_state.sin() * mask[..., None]).sum()
-    return output.pooler_output.sum() + (weighed if shard is None else all_reduce_sum(weighed, shard))
+    return output.pooler_output.sum() + (weighed if shard is None else shard.all_reduce_sum(weighed))
 
 
 def distance(x, y):
