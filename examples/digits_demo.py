@@ -15,8 +15,9 @@ import evaluate
 import numpy as np
 import torch
 from common.arguments import fail
-from common.hub import check_login
-from common.report import plot_curve, publish, save_json, show
+from common.curve import plot_curve
+from common.hub import check_login, publish
+from common.report import save_json, show
 from datasets import Dataset
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split

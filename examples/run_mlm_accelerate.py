@@ -24,10 +24,11 @@ from accelerate.utils import DistributedType
 from common.arguments import check_launch, check_least, fail, parse_arguments
 from common.checkpoint import find_checkpoints, remove_half_written, save_checkpoint
 from common.data import SourceArguments, check_source, check_texts, load_splits
+from common.flops import throughput
 from common.hub import check_login, push_folder
 from common.model import ModelArguments, make_config, make_model, make_tokenizer
 from common.redrawn import draw
-from common.report import print_table, save_json, throughput
+from common.report import print_table, save_json
 from datasets import Dataset
 from run_mlm import Masking, cut_blocks
 from torch.distributed.checkpoint import state_dict as states

@@ -2,10 +2,9 @@
 
 import argparse
 import functools
-import json
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from glob import escape, glob
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any, NoReturn
 import torch
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
-from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 # Names that torchrun, accelerate and the launchers of MPI give to the number of processes.
@@ -150,27 +148,15 @@ def check_choice(arguments: object, name: str, choices: Iterable[str]) -> None:
 def find_checkpoint(training: TrainingArguments, *files: str) -> str | None:
     """Return the folder to resume from: `--resume_from_checkpoint PATH`, or with `last` the newest one of the output.
 
-    A checkpoint without one of `files` was being written when the run was killed; `last` is the newest one with all. A
-    new training run is refused when the output folder holds checkpoints of an earlier one.
+    A checkpoint has to have `files`. A new training run is refused when the output folder holds checkpoints of an
+    earlier one.
     """
     found = [Path(path) for path in glob(f"{escape(training.output_dir)}/{PREFIX_CHECKPOINT_DIR}-*[0-9]")]
     found.sort(key=lambda path: int(path.name.rpartition("-")[2]))
-    wanted = training.resume_from_checkpoint
-    if not wanted:
-        if found and training.do_train:
-            fail(f"{found[-1]} is there already: pass --resume_from_checkpoint last, or another --output_dir")
-        return None
-    tried = reversed(found) if wanted == "last" else [Path(wanted)]
-    whole = next((path for path in tried if is_whole(path, files)), None)
-    if whole is None:
-        fail(f"--resume_from_checkpoint {wanted}: no checkpoint there" + f" with {' and '.join(files)}" * bool(files))
-    return str(whole)
+    if training.resume_from_checkpoint:
+        from common.resuming import choose_checkpoint  # read where it is asked for
 
-
-def is_whole(checkpoint: Path, files: Sequence[str]) -> bool:
-    """Return whether a checkpoint has `files`, and the state that Trainer writes last."""
-    try:
-        json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return all((checkpoint / name).is_file() for name in files)
+        return choose_checkpoint(training, found, files)
+    if found and training.do_train:
+        fail(f"{found[-1]} is there already: pass --resume_from_checkpoint last, or another --output_dir")
+    return None

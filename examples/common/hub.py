@@ -1,15 +1,20 @@
-"""Output folders on the Hub."""
+"""Output folders on the Hub, and their model cards."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HTTPError
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from common.arguments import fail
+from luna_mega.hub.card import FILE_NAME, training_card
 from luna_mega.hub.licenses import license_metadata
+
+SCRIPTS = ("examples", "studies")  # the folders with scripts that train
 
 
 def check_hub(training: TrainingArguments, license: str | None = None) -> None:
@@ -47,3 +52,37 @@ def one_line(name: str, folder: Path) -> Iterator[None]:
     except (HTTPError, OSError, RuntimeError) as error:
         again = f'hf upload {name} {folder} . --exclude "checkpoint-*"'
         fail(f"the push failed: {error} {error.__cause__ or ''} Nothing is lost: `{again}` sends {folder}")
+
+
+def publish(
+    trainer: Trainer,
+    command: tuple[str, list[str] | None],
+    summary: dict[str, Any],
+    card: dict[str, str | None],
+) -> None:
+    """Write README.md and push the output folder, which stays complete whatever happens to the push.
+
+    Args:
+        command: `__file__` and the arguments of `main`, for the command in the card.
+        summary: the summary; its entries that begin with "eval_" are the results.
+        card: data set, base model and license, as `training_card` takes them.
+    """
+    script, argv = command
+    root = Path(__file__).resolve().parents[2]
+    # The path may be relative to a folder that was left since; the name alone is safe.
+    path = next(path for folder in SCRIPTS for path in (root / folder).rglob(Path(script).name)).relative_to(root)
+    text = training_card(
+        trainer,
+        ["python", path.as_posix(), *(sys.argv[1:] if argv is None else argv)],
+        metrics={name: value for name, value in summary.items() if name.startswith("eval_")},
+        **card,
+    )
+    output = Path(trainer.args.output_dir)
+    # Trainer writes a card before it pushes, which would replace this one.
+    trainer.create_model_card = lambda **_: text.save(output / FILE_NAME)
+    if trainer.is_world_process_zero():
+        trainer.create_model_card()
+    if not trainer.args.push_to_hub:
+        return
+    with one_line(trainer.hub_model_id, output):
+        trainer.push_to_hub()

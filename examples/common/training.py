@@ -1,6 +1,5 @@
 """Steps of a training script: check the options, train, evaluate, write files."""
 
-import logging
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -10,17 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset, Sampler, SequentialSampler
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments, set_seed
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import has_length
 
 from common.arguments import RunArguments, check_launch, fail, find_checkpoint
 from common.data import name_source
 from common.model import CheckpointArguments
-from common.report import SpeedCallback, measure_peak, throughput
-
-logger = logging.getLogger(__name__)
+from common.report import SpeedCallback
 
 
 class OrderedTrainer(Trainer):
@@ -147,14 +143,9 @@ def check_run(
     if training.include_num_input_tokens_seen == "no":
         training.include_num_input_tokens_seen = "non_padding"
     if training.bf16 and training.device.type == "cpu" and training.process_index == 0:
+        from common.flops import warn_of_slow_bfloat16  # read where it is asked for
+
         warn_of_slow_bfloat16()
-
-
-def warn_of_slow_bfloat16() -> None:
-    """Log a warning on a CPU that has no instructions for bfloat16."""
-    half, full = (measure_peak(dtype, side=512) for dtype in (torch.bfloat16, torch.float32))
-    if half < full:
-        logger.warning("--bf16 is slow here: products take %.1fx as long as with --bf16 false", full / half)
 
 
 class EpochCallback(TrainerCallback):
@@ -213,25 +204,6 @@ def total(values: list[float], training: TrainingArguments) -> list[float]:
     return sums.tolist()
 
 
-def take_finished(trainer: Trainer, checkpoint: str | None) -> bool:
-    """Take the state of a checkpoint, whose weights the model has, if it has all steps; return whether it has.
-
-    Trainer would train one step more.
-    """
-    if checkpoint is None:
-        return False
-    args, state = trainer.args, TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
-    if not 0 < args.max_steps <= state.global_step:
-        return False
-    trainer.state = state
-    if args.load_best_model_at_end and state.best_model_checkpoint:
-        trainer._load_best_model()
-    if average := getattr(trainer, "weight_average", None):
-        average.on_train_begin(args, state, trainer.control, model=trainer.model)
-        average.on_train_end(args, state, trainer.control, model=trainer.model)
-    return True
-
-
 def train(trainer: Trainer, run: RunArguments, head_share: float = 1.0) -> dict[str, Any]:
     """Train and save the model where `--do_train` asks for it; return entries of the summary.
 
@@ -245,10 +217,12 @@ def train(trainer: Trainer, run: RunArguments, head_share: float = 1.0) -> dict[
         add_average(trainer, run.ema_decay, run.checkpoint)
     speed = SpeedCallback()
     trainer.add_callback(speed)
-    if take_finished(trainer, run.checkpoint):
-        speed.on_train_begin(trainer.args, trainer.state, trainer.control)
+    if run.checkpoint:
+        from common.resuming import resume  # read where it is asked for
+
+        resume(trainer, speed, run.checkpoint)
     else:
-        trainer.train(resume_from_checkpoint=run.checkpoint)
+        trainer.train()
     if trainer.is_fsdp_enabled:  # shards are for checkpoints; the model is saved whole
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model(_internal_call=True)  # pushed at the end, with its card
@@ -256,6 +230,8 @@ def train(trainer: Trainer, run: RunArguments, head_share: float = 1.0) -> dict[
     args = trainer.args
     speeds = {}
     if speed.tokens:
+        from common.flops import throughput  # read where tokens were counted
+
         sequences, pair_tokens = total([trainer.sequences, trainer.pair_tokens], args)
         tokens, sequences = speed.tokens + pair_tokens, sequences * (2 if pair_tokens else 1)
         model, length = trainer.accelerator.unwrap_model(trainer.model), max(round(tokens / sequences), 1)

@@ -39,8 +39,8 @@ def call(name: str, arguments: list[str]) -> dict:
     if str(EXAMPLES) not in sys.path:
         sys.path.insert(0, str(EXAMPLES))
     AcceleratorState._reset_state(reset_partial_state=True)  # of the test before
-    report = importlib.import_module("common.report")
-    report.plot_curve = lambda *_: None  # takes a third of a second
+    curve = importlib.import_module("common.curve")
+    curve.plot_curve = lambda *_: None  # takes a third of a second
     try:
         return importlib.import_module(name).main(arguments)
     except SystemExit as error:

@@ -41,7 +41,7 @@ def call(script, monkeypatch) -> Callable[..., dict]:
         module = script(name)
         with monkeypatch.context() as patch:
             if not curve:
-                patch.setattr(script("common.report"), "plot_curve", lambda *_: None)
+                patch.setattr(script("common.curve"), "plot_curve", lambda *_: None)
             summary = module.main([*QUIET, *map(str, arguments)])
         assert json.loads(Path(summary["output_dir"], "summary.json").read_text()) == summary
         return summary

@@ -181,7 +181,7 @@ def test_text_files_bf16_and_accumulation(run, tmp_path):
 @pytest.mark.parametrize("half", [1e9, 4e9])
 def test_slow_bfloat16_is_said(half, run, script, corpus, tmp_path, monkeypatch, caplog):
     speeds = {torch.bfloat16: half, torch.float32: 2e9}
-    monkeypatch.setattr(script("common.training"), "measure_peak", lambda dtype, side: speeds[dtype])
+    monkeypatch.setattr(script("common.flops"), "measure_peak", lambda dtype, side=0: speeds[dtype])
     run(*scratch(corpus, tmp_path / "out"), "--bf16", "true", "--max_steps", 1, "--save_strategy", "no")
     assert ("--bf16 is slow here: products take 2.0x as long" in caplog.text) == (half < 2e9)
 

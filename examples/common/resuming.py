@@ -1,0 +1,57 @@
+"""Runs that go on from a checkpoint of Trainer."""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
+
+from common.arguments import fail
+
+
+def choose_checkpoint(training: TrainingArguments, found: Sequence[Path], files: Sequence[str]) -> str:
+    """Return the checkpoint that `--resume_from_checkpoint` names, or with `last` the newest whole one of `found`.
+
+    A checkpoint without one of `files` was being written when the run was killed.
+    """
+    wanted = training.resume_from_checkpoint
+    tried: Iterable[Path] = reversed(found) if wanted == "last" else [Path(wanted)]
+    whole = next((path for path in tried if is_whole(path, files)), None)
+    if whole is None:
+        fail(f"--resume_from_checkpoint {wanted}: no checkpoint there" + f" with {' and '.join(files)}" * bool(files))
+    return str(whole)
+
+
+def is_whole(checkpoint: Path, files: Sequence[str]) -> bool:
+    """Return whether a checkpoint has `files`, and the state that Trainer writes last."""
+    try:
+        json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return all((checkpoint / name).is_file() for name in files)
+
+
+def resume(trainer: Trainer, speed: TrainerCallback, checkpoint: str) -> None:
+    """Train on from a checkpoint, or take its state if it has all steps; `speed` is a callback of the trainer."""
+    if take_finished(trainer, checkpoint):
+        speed.on_train_begin(trainer.args, trainer.state, trainer.control)
+    else:
+        trainer.train(resume_from_checkpoint=checkpoint)
+
+
+def take_finished(trainer: Trainer, checkpoint: str) -> bool:
+    """Take the state of a checkpoint, whose weights the model has, if it has all steps; return whether it has.
+
+    Trainer would train one step more.
+    """
+    args, state = trainer.args, TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
+    if not 0 < args.max_steps <= state.global_step:
+        return False
+    trainer.state = state
+    if args.load_best_model_at_end and state.best_model_checkpoint:
+        trainer._load_best_model()
+    if average := getattr(trainer, "weight_average", None):
+        average.on_train_begin(args, state, trainer.control, model=trainer.model)
+        average.on_train_end(args, state, trainer.control, model=trainer.model)
+    return True
