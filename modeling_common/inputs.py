@@ -443,15 +443,15 @@ def _check_parts(spec: InputSpec, parts: SharedParts) -> None:
         raise ValueError("cp_group does not share pictures: leave it out")
     if spec.config.add_cross_attention and not spec.packs:
         raise ValueError("a decoder with add_cross_attention=True takes no cp_group: leave it out")
-    shard = parts.shard
-    if spec.horizon is not None and spec.horizon < shard.total:
+    lengths = parts.shard.lengths
+    if spec.horizon is not None and spec.horizon < sum(lengths):
         raise ValueError(
             f"with cp_group an average never forgets, and truncation={spec.horizon} is below the length "
-            f"{shard.total}: set truncation=None in the configuration, or leave cp_group out"
+            f"{sum(lengths)}: set truncation=None in the configuration, or leave cp_group out"
         )
     if spec.chunk is None:
         return
-    borders, first = list(accumulate(shard.lengths))[:-1], parts.begins.tolist()
+    borders, first = list(accumulate(lengths))[:-1], parts.begins.tolist()
     if any(border > start and (border - start) % spec.chunk for border in borders for start in first):
         raise ValueError(
             f"parts that end at {borders} cut attention chunks of {spec.chunk} positions, which count from the first "

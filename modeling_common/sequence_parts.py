@@ -158,7 +158,7 @@ class SharedParts(Parts):
         return None if self.kept is None else self.kept.sum(dim=0)[:, None]
 
     def start(self, mask: torch.Tensor | None) -> torch.Tensor:
-        return self.shard.start - self.begins
+        return self.offset() - self.begins
 
     def number(self, positions: torch.Tensor) -> torch.Tensor:
         return positions + self.before()[:, None]
@@ -166,7 +166,7 @@ class SharedParts(Parts):
     def before(self) -> torch.Tensor:
         """Return how many tokens of each sequence earlier ranks keep, `[B]`."""
         if self.kept is None:
-            return torch.full_like(self.begins, self.shard.start)
+            return torch.full_like(self.begins, self.offset())
         return self.kept[: self.shard.rank].sum(dim=0)
 
     def keeps_all(self) -> bool:
@@ -201,28 +201,35 @@ class SharedParts(Parts):
         return torch.cat([part[:, :length] for part, length in parts], dim=1)
 
     def mean(self, x: torch.Tensor) -> torch.Tensor:
-        return self.total(x.sum(dim=1)) / self.shard.total
+        return self.total(x.sum(dim=1)) / self.length(x)
 
     def first(self, first: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         has_any = torch.ones_like(first[:, 0], dtype=torch.int) if mask is None else mask.any(dim=1).int()
-        owner = self.shard.all_gather(has_any).argmax(dim=0)
-        return self.total(first.masked_fill((owner != self.shard.rank)[:, None], 0.0))
+        return self.total(first.masked_fill(~self._is_first(has_any)[:, None], 0.0))
+
+    def _is_first(self, has_any: torch.Tensor) -> torch.Tensor:
+        """Return for which sequences `[B]` this rank is the first of those where `has_any` `[B]` is 1."""
+        return self.shard.all_gather(has_any).argmax(dim=0) == self.shard.rank
 
     def previous(self, x: torch.Tensor, fill: int) -> torch.Tensor:
-        shifted, lasts = super().previous(x, fill), self.shard.all_gather(x[:, -1])
-        if self.shard.rank > 0:
-            shifted[:, 0] = lasts[self.shard.rank - 1]
+        shifted, last = super().previous(x, fill), self._neighbour(x[:, -1], -1)
+        if last is not None:
+            shifted[:, 0] = last
         return shifted
 
     def following(self, x: torch.Tensor, fill: int) -> torch.Tensor:
-        shifted, firsts = super().following(x, fill), self.shard.all_gather(x[:, 0])
-        if self.shard.rank + 1 < self.shard.size:
-            shifted[:, -1] = firsts[self.shard.rank + 1]
+        shifted, first = super().following(x, fill), self._neighbour(x[:, 0], 1)
+        if first is not None:
+            shifted[:, -1] = first
         return shifted
 
+    def _neighbour(self, column: torch.Tensor, step: int) -> torch.Tensor | None:
+        """Return the tensor `column` of the rank that is `step` ranks further, None where there is none."""
+        columns, rank = self.shard.all_gather(column), self.shard.rank + step
+        return columns[rank] if 0 <= rank < len(columns) else None
+
     def begin(self, x: torch.Tensor, mask: torch.Tensor, value: int) -> torch.Tensor:
-        owner = self.shard.all_gather(mask.any(dim=1).long()).argmax(dim=0)
-        return torch.where((owner == self.shard.rank)[:, None], super().begin(x, mask, value), x)
+        return torch.where(self._is_first(mask.any(dim=1).long())[:, None], super().begin(x, mask, value), x)
 
     def mean_loss(self, loss_function: Loss, counted: torch.Tensor, **arguments: Any) -> torch.Tensor:
         if arguments.get("num_items_in_batch") is None:
@@ -238,14 +245,15 @@ class SharedParts(Parts):
         self, logits: torch.Tensor, positions: torch.Tensor, num_items_in_batch: torch.Tensor | int | None
     ) -> torch.Tensor:
         """Return the cross-entropy of one position; sequences whose position is beyond their end do not count."""
-        positions = positions.view(-1).clamp(0, self.shard.total)
-        place, length = positions - self.shard.start, logits.shape[1]
+        total, length = self.length(logits), logits.shape[1]
+        positions = positions.view(-1).clamp(0, total)
+        place = positions - self.offset()
         largest = self.shard.all_reduce_max(logits.amax(dim=1))
         right = logits.gather(1, place.clamp(0, length - 1)[:, None])[:, 0]
         right = right.masked_fill((place < 0) | (place >= length), 0.0)
         exponentials = (logits - largest[:, None]).exp().sum(dim=1)
         exponentials, right = self.total(torch.stack([exponentials, right])).unbind()
-        counted = positions < self.shard.total
+        counted = positions < total
         loss = (largest + exponentials.log() - right)[counted].sum()
         return loss / (counted.sum() if num_items_in_batch is None else num_items_in_batch)
 

@@ -68,7 +68,7 @@ def targets(source: str) -> Iterator[str]:
             by_name = [keyword.value for keyword in node.keywords if keyword.arg == "target"]
             if getattr(node.func, "attr", getattr(node.func, "id", "")) == "import_module":
                 by_name += node.args
-            yield from (value.value for value in by_name if isinstance(value, ast.Constant))
+            yield from (value.value for value in by_name if isinstance(getattr(value, "value", None), str))
 
 
 def imported_names(nodes) -> Iterator[str]:
