@@ -29,6 +29,12 @@ def recorded(outputs: ModelOutput) -> dict[str, tuple[torch.Tensor, ...] | None]
     return {name: getattr(outputs, name) for name in _RECORDED if hasattr(outputs, name)}
 
 
+def carried_over(outputs: ModelOutput, output_class: type[ModelOutput]) -> dict[str, Any]:
+    """Return the fields of `output_class` that the outputs of the model without a head have: cache, states, weights."""
+    fields = output_class.__dataclass_fields__  # torch.compile does not take dataclasses.fields
+    return {name: value for name, value in outputs.items() if name in fields}
+
+
 class MaskedLMMixin:
     """The masked language model. The class has `score_tokens`, from states `[..., d]` to logits."""
 
@@ -50,19 +56,26 @@ class MaskedLMMixin:
 class CausalLMMixin:
     """The language model. The class has `score_tokens`, from states `[..., d]` to logits."""
 
+    output_class: type[ModelOutput]
+
     def predict_next(
         self,
-        hidden_states: torch.Tensor,
+        inputs: dict[str, Any],
         labels: torch.LongTensor | None,
-        shift_labels: torch.LongTensor | None,
         logits_to_keep: int | torch.Tensor,
+        shift_labels: torch.LongTensor | None = None,
         **kwargs,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the loss and the logits of states `[B, T, d]`; the other arguments are those of the `forward`."""
-        parts = find_parts(kwargs, hidden_states)
-        hidden_states = keep_positions(hidden_states, logits_to_keep, parts)
+    ) -> ModelOutput:
+        """Return the output for the `inputs` of the model without a head; the other arguments are the `forward`'s.
+
+        A `forward` has no parameter `shift_labels`, which Trainer would take for a second label.
+        """
+        outputs = self.base_model(**inputs, **kwargs)
+        parts = find_parts(kwargs, outputs.last_hidden_state)
+        hidden_states = keep_positions(outputs.last_hidden_state, logits_to_keep, parts)
         targets = next_tokens(labels, shift_labels, hidden_states, parts)
-        return self.score_next(hidden_states, labels, targets, parts, **kwargs)
+        loss, logits = self.score_next(hidden_states, labels, targets, parts, **kwargs)
+        return self.output_class(loss=loss, logits=logits, **carried_over(outputs, self.output_class))
 
     def score_next(
         self,

@@ -146,19 +146,18 @@ def read_batch(
     Raises:
         ValueError: arguments do not fit together or to the model; the message has the numbers and the way out.
     """
-    inputs = (input_ids, attention_mask, inputs_embeds, input_values, pixel_values)
-    device = next((x.device for x in inputs if x is not None), embed_device(embed))
+    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
+    inputs |= {"input_values": input_values, "pixel_values": pixel_values}
+    device = next((x.device for x in inputs.values() if x is not None), embed_device(embed))
     with refuse_together(cp_group, device):
         if cp_group is not None:
             if position_ids is not None:
                 raise ValueError("cp_group counts positions over all ranks: leave position_ids out")
             if past_key_values is None and use_cache is None:
                 use_cache = False  # where a decoder would begin a cache by default
-        check_options(spec, options)
-        if token_type_ids is not None and not spec.config.add_token_type_embeddings:
-            raise ValueError("this model has add_token_type_embeddings=False: leave token_type_ids out")
+        check_options(spec, options, token_type_ids)
         past = begin_cache(spec, past_key_values, use_cache)
-        batch = _embed(spec, embed, *inputs, interpolate, past, options)
+        batch = _embed(spec, embed, inputs, interpolate, past, options)
         if position_ids is not None:
             position_ids = check_positions(position_ids, *batch.embeddings.shape[:2])
         restarts = _find_restarts(spec, position_ids, attention_mask, batch.target, options)
@@ -200,11 +199,13 @@ def refuse_together(group: "dist.ProcessGroup | None", device: torch.device) -> 
     return nullcontext() if group is None else _tell_others(group, device)
 
 
-def check_options(spec: InputSpec, options: dict[str, Any]) -> None:
+def check_options(spec: InputSpec, options: dict[str, Any], token_type_ids: torch.Tensor | None) -> None:
     """Refuse keyword arguments that the model does not have."""
     if unknown := options.keys() - COMMON_OPTIONS - spec.options:
         family = spec.config.model_type.capitalize()
         raise ValueError(f"{family} models take no {', '.join(sorted(unknown))}; leave the argument out")
+    if token_type_ids is not None and not spec.config.add_token_type_embeddings:
+        raise ValueError("this model has add_token_type_embeddings=False: leave token_type_ids out")
 
 
 def check_inputs(
@@ -238,22 +239,17 @@ def check_inputs(
 def _embed(
     spec: InputSpec,
     embed: Any,
-    input_ids: torch.Tensor | None,
-    attention_mask: torch.Tensor | None,
-    inputs_embeds: torch.Tensor | None,
-    input_values: torch.Tensor | None,
-    pixel_values: torch.Tensor | None,
+    inputs: dict[str, torch.Tensor | None],
     interpolate: bool,
     past: Cache | None,
     options: dict[str, Any],
 ) -> Batch:
     """Return a dense batch: embeddings, mask, cache, the grid of pictures, and which outputs are asked for."""
     target, source = split_cache(past)
-    grid = None
+    grid, pixel_values = None, inputs.pop("pixel_values")
     if pixel_values is not None:
-        inputs = (input_ids, inputs_embeds, input_values)
-        inputs_embeds, grid = _embed_pictures(spec, embed, pixel_values, attention_mask, inputs, interpolate)
-    embeddings, mask = _embed_tokens(spec, embed, input_ids, attention_mask, inputs_embeds, input_values, target)
+        inputs["inputs_embeds"], grid = _embed_pictures(spec, embed, pixel_values, interpolate, **inputs)
+    embeddings, mask = _embed_tokens(spec, embed, target, **inputs)
     if target is not None:
         target.check(spec.config, embeddings.shape[0], spec.ranks)
     weights, states = _wants_weights(spec, target, options), spec.is_asked("output_hidden_states", options)
@@ -264,12 +260,12 @@ def _embed_pictures(
     spec: InputSpec,
     embed: Any,
     pixel_values: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    others: tuple[torch.Tensor | None, ...],
     interpolate: bool,
+    attention_mask: torch.Tensor | None,
+    **others: torch.Tensor | None,
 ) -> tuple[torch.Tensor, tuple[int, int]]:
     """Return the embeddings `[B, T, d]` of patches and their grid; `others`: the inputs of other kinds."""
-    if spec.config.input_type != "patches" or any(x is not None for x in others):
+    if spec.config.input_type != "patches" or any(x is not None for x in others.values()):
         raise ValueError(
             f"this model has input_type={spec.config.input_type!r}: give exactly one of "
             f"{INPUT_NAMES[spec.config.input_type]} and inputs_embeds"
@@ -284,11 +280,11 @@ def _embed_pictures(
 def _embed_tokens(
     spec: InputSpec,
     embed: Any,
+    target: StateCache | None,
     input_ids: torch.Tensor | None,
     attention_mask: torch.Tensor | None,
     inputs_embeds: torch.Tensor | None,
     input_values: torch.Tensor | None,
-    target: StateCache | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return embeddings `[B, T, d]` and the bool mask `[B, T]` (None = all).
 

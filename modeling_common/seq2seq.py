@@ -11,6 +11,7 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
 from luna_mega.modeling_common.cache import keeps_cache
+from luna_mega.modeling_common.heads import carried_over
 from luna_mega.modeling_common.labels import check_labels, keep_positions, shift_right
 from luna_mega.modeling_common.masks import drop_if_full, read_mask
 from luna_mega.modeling_common.sequence_parts import WHOLE, Parts, find_parts
@@ -220,6 +221,4 @@ class Seq2SeqLM(EncoderDecoder):
             arguments = {"logits": logits, "labels": labels.contiguous(), "vocab_size": logits.shape[-1]}
             kwargs.pop("cp_group", None)
             loss = parts.mean_loss(self.loss_function, labels, **arguments, **kwargs)
-        fields = self.lm_output_class.__dataclass_fields__  # torch.compile does not take dataclasses.fields
-        others = {name: value for name, value in outputs.items() if name in fields}
-        return self.lm_output_class(loss=loss, logits=logits, **others)
+        return self.lm_output_class(loss=loss, logits=logits, **carried_over(outputs, self.lm_output_class))

@@ -71,6 +71,7 @@ class LunaForCausalLM(CausalLMMixin, StateGenerationMixin, LunaPreTrainedModel):
 
     _tied_weights_keys = {"lm_head.weight": "luna.embeddings.word_embeddings.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
+    output_class = LunaCausalLMOutput
 
     def __init__(self, config: LunaConfig):
         super().__init__(config)
@@ -107,28 +108,17 @@ class LunaForCausalLM(CausalLMMixin, StateGenerationMixin, LunaPreTrainedModel):
 
         Raises `ValueError` as `LunaModel.forward`, and for labels of other positions than those kept.
         """
-        shift_labels = kwargs.pop("shift_labels", None)  # as a parameter, Trainer would take it for a second label
-        outputs = self.luna(
-            input_ids,
-            attention_mask,
-            inputs_embeds=inputs_embeds,
-            position_ids=position_ids,
-            packed_states=packed_states,
-            packed_mask=packed_mask,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            **kwargs,
-        )
-        states = outputs.last_hidden_state
-        loss, logits = self.predict_next(states, labels, shift_labels, logits_to_keep, **kwargs)
-        return LunaCausalLMOutput(
-            loss=loss,
-            logits=logits,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            packed_hidden_states=outputs.packed_hidden_states,
-        )
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "inputs_embeds": inputs_embeds,
+            "position_ids": position_ids,
+            "packed_states": packed_states,
+            "packed_mask": packed_mask,
+            "past_key_values": past_key_values,
+            "use_cache": use_cache,
+        }
+        return self.predict_next(inputs, labels, logits_to_keep, **kwargs)
 
 
 class LunaSeq2SeqModel(Seq2SeqBody, LunaPreTrainedModel):

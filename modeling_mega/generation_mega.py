@@ -29,6 +29,7 @@ class MegaForCausalLM(CausalLMMixin, StateGenerationMixin, MegaPreTrainedModel):
 
     _tied_weights_keys = {"lm_head.weight": "mega.embedding_layer.word_embeddings.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
+    output_class = CausalLMOutputWithCrossAttentions
 
     def __init__(self, config: MegaConfig):
         super().__init__(config)
@@ -85,28 +86,17 @@ class MegaForCausalLM(CausalLMMixin, StateGenerationMixin, MegaPreTrainedModel):
 
         Raises `ValueError` as `MegaModel.forward`, and for labels of other positions than those kept.
         """
-        shift_labels = kwargs.pop("shift_labels", None)  # as a parameter, Trainer would take it for a second label
-        outputs = self.mega(
-            input_ids,
-            attention_mask,
-            inputs_embeds=inputs_embeds,
-            token_type_ids=token_type_ids,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            encoder_hidden_states=encoder_hidden_states,
-            encoder_attention_mask=encoder_attention_mask,
-            **kwargs,
-        )
-        states = outputs.last_hidden_state
-        loss, logits = self.predict_next(states, labels, shift_labels, logits_to_keep, **kwargs)
-        return CausalLMOutputWithCrossAttentions(
-            loss=loss,
-            logits=logits,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            cross_attentions=outputs.cross_attentions,
-        )
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "inputs_embeds": inputs_embeds,
+            "token_type_ids": token_type_ids,
+            "past_key_values": past_key_values,
+            "use_cache": use_cache,
+            "encoder_hidden_states": encoder_hidden_states,
+            "encoder_attention_mask": encoder_attention_mask,
+        }
+        return self.predict_next(inputs, labels, logits_to_keep, **kwargs)
 
     def score_tokens(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return logits for states `[..., d]`."""
