@@ -27,7 +27,7 @@ CARD = """---
 
 # Text of {count} sources
 
-Plain text (`text`) and where it is from (`source`), each text once. The license of a text is that of its source.
+Plain text (`text`) and where it is from (`source`), each text once. A text has the license of its source.
 
 | source | column | texts |
 |---|---|---|

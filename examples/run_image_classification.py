@@ -57,10 +57,10 @@ class DataArguments(SourceArguments, ClassifierArguments, AugmentArguments):
         default=None, metadata={"help": "1 = grey, 3 = colour; default: as in the first picture"}
     )
     image_mean: list[float] | None = field(
-        default=None, metadata={"help": "mean that is subtracted; default: that of ImageNet, 0.5 for grey"}
+        default=None, metadata={"help": "mean that is subtracted; default: ImageNet's, 0.5 for grey"}
     )
     image_std: list[float] | None = field(
-        default=None, metadata={"help": "deviation to divide by; default: that of ImageNet, 0.25 for grey"}
+        default=None, metadata={"help": "deviation to divide by; default: ImageNet's, 0.25 for grey"}
     )
     center_crop: bool = field(
         default=True,

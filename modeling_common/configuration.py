@@ -38,7 +38,7 @@ class SharedConfig:
     """A part of `LunaConfig` and `MegaConfig`, and of the two classes of encoder-decoders that are made from them.
 
     `decoder_fields` names the decoder's own fields and the encoder's field that each one replaces where it is not None.
-    `seq2seq_class` is the class of an encoder-decoder's configuration, `side_class` that of its encoder and decoder.
+    `seq2seq_class` is the class of an encoder-decoder's configuration, `side_class` the class for each of its sides.
     """
 
     decoder_fields = {}

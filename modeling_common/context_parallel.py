@@ -17,7 +17,7 @@ def shard_sequence(batch: dict[str, Any], group: "dist.ProcessGroup", multiple: 
             `inputs_embeds` `[B, T, d]` are cut, source and target or the two of a pair each by its own length. The
             rest, such as `labels` `[B]` or of floating point, stays as it is.
         group: the ranks that share the sequences.
-        multiple: of which the lengths of all parts but the last are multiples.
+        multiple: a number that divides the lengths of all parts but the last.
 
     Raises:
         ValueError: the sequences are too short for a part on every rank.

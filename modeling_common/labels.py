@@ -8,8 +8,7 @@ from luna_mega.modeling_common.sequence_parts import WHOLE, Parts
 def shift_right(labels: torch.LongTensor, start: int, pad: int, parts: Parts = WHOLE) -> torch.LongTensor:
     """Return decoder inputs `[B, T]` for labels `[B, T]`: one place to the right, with `start` before the first label.
 
-    -100 is padding on either side of the labels, and becomes `pad`. `parts` are those of the sequences that the labels
-    are of.
+    -100 is padding on either side of the labels, and becomes `pad`. `parts` belong to the sequences of the labels.
     """
     shifted = parts.previous(labels, pad)
     return parts.begin(shifted.masked_fill(shifted == -100, pad), labels != -100, start)
@@ -46,7 +45,7 @@ def next_tokens(
         labels: the tokens at the positions themselves.
         shift_labels: the tokens that follow, which win over `labels`.
         hidden_states: `[B, T, d]` at the positions.
-        parts: of the sequences that the positions are of; the last token of one is followed by the first of the next.
+        parts: the parts of the sequences; the last token of one is followed by the first of the next.
     """
     given = labels if shift_labels is None else shift_labels
     if given is None:

@@ -55,7 +55,7 @@ class Seq2SeqBody(EncoderDecoder):
 
     Args:
         input_ids, inputs_embeds: the source, `[B, S]` tokens or `[B, S, d]` embeddings.
-        attention_mask: `[B, S]`, 1 = keep, 0 = drop. None = that of `encoder_outputs` if it has one, else all
+        attention_mask: `[B, S]`, 1 = keep, 0 = drop. None = the mask of `encoder_outputs` if it has one, else all
             positions, with `input_ids` all that are not `pad_token_id`.
         decoder_input_ids, decoder_inputs_embeds, decoder_attention_mask: the same of the target, `[B, T]`, which
             begins with `decoder_start_token_id`.
@@ -159,7 +159,7 @@ class Seq2SeqLM(EncoderDecoder):
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config)
-        self.loss_type = "ForMaskedLM"  # labels are those of the same positions
+        self.loss_type = "ForMaskedLM"  # each position has its own label
 
     def prepare_decoder_input_ids_from_labels(self, labels: torch.LongTensor, parts: Parts = WHOLE) -> torch.LongTensor:
         """Return decoder inputs `[B, T]` for labels `[B, T]`, see `shift_right`."""

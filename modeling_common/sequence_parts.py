@@ -30,7 +30,7 @@ class Parts:
         """Raise `ValueError` for what sequences in parts do not have."""
 
     def length(self, x: torch.Tensor) -> int:
-        """Return the length of the whole sequences of which `x` `[B, T, ...]` is the part."""
+        """Return the length of the whole sequences; `x` `[B, T, ...]` is the part of this process."""
         return x.shape[1]
 
     def counts(self, mask: torch.Tensor | None) -> torch.Tensor | None:
@@ -262,6 +262,6 @@ WHOLE = Parts()
 
 
 def find_parts(options: dict[str, Any], states: torch.Tensor) -> Parts:
-    """Return the parts that `states` `[B, T, ...]` are of, and take the group that shares them out of `options`."""
+    """Return the parts of the sequences with `states` `[B, T, ...]` here, and take their group out of `options`."""
     group = options.pop("cp_group", None)
     return WHOLE if group is None else SharedParts(ContextShard.of(group, states.shape[1], states.device))

@@ -99,7 +99,7 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
             last of many tokens.
         tie_word_embeddings: the masked-LM output weight is the embedding.
         sparse_prediction: under labels the masked-LM head projects the predicted positions alone, so that its cost and
-            memory are those of M positions in place of B T; `logits` then are `[M, vocab_size]`.
+            memory grow with these M positions in place of B T; `logits` then are `[M, vocab_size]`.
         unpad_inputs: the layers leave padding out, which then costs nothing; states at padding are 0. Without effect
             where states or weights are returned, with a cache, and in compiled or exported programs.
         is_decoder: Luna's causal attention (section 3.3), for `LunaForCausalLM`.

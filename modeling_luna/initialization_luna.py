@@ -206,7 +206,7 @@ def start_attention(attention: nn.Module, config: PreTrainedConfig, causal: bool
     """Add to the random weights of the projections what makes them find positions.
 
     Positions reach keys and the query of P in pairs, the query of the tokens also rotated by the offset of each head.
-    Packed context has the pairs already where the projection to it is tied to that of its keys.
+    Packed context has the pairs already where one projection makes both it and its keys.
     """
     start, width = LocalStart.of(config), config.hidden_size
     heads = config.num_attention_heads

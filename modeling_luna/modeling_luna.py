@@ -722,10 +722,10 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
             position_ids: `[B, T]`, the first token at 0; None = counted from `attention_mask`. Where they do not rise
                 within a row, without an `attention_mask`, a new sequence begins: a ragged batch, which is S sequences
                 end to end, as `DataCollatorWithFlattening` makes it. It has P for each, `[S, L, d]`, and no cache.
-            packed_states: `[B, L, d]`, P in place of the learned one: of an encoder the `packed_last_hidden_state` of
-                the segment before, so that P is a memory that runs through a document (section 6, future work); of a
-                decoder that of an encoder, or of a LunaModel that has read a prefix (section 3.3). A sequence with no
-                token at all leaves an encoder's P as it was.
+            packed_states: `[B, L, d]`, P in place of the learned one. An encoder takes `packed_last_hidden_state` of
+                the segment before, so that P is a memory that runs through a document (section 6, future work); a
+                decoder takes it from an encoder, or from a LunaModel that has read a prefix (section 3.3). A sequence
+                without a token leaves an encoder's P as it was.
             packed_mask: `[B, L]`, 1 = a row of `packed_states` that is in use; None = all.
             encoder_hidden_states, encoder_attention_mask: `[B, M, d]` and `[B, M]`, `add_cross_attention` only.
             past_key_values: `is_decoder` only: what was returned for the positions before these. It is changed in

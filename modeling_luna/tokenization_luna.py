@@ -14,7 +14,7 @@ class LunaTokenizer(TokenizersBackend):
 
     The BPE of the tokenizers library identifies a piece by its id, in the merges and in the result, so that a piece
     without an id of its own cannot take part in a merge. Here the backend has all pieces, the missing ones numbered
-    behind the dictionary, and this class turns their numbers into that of `<unk>`. Only `encodings` of a
+    behind the dictionary, and this class turns their numbers into the number of `<unk>`. Only `encodings` of a
     `BatchEncoding` show what the piece was; every other id is below `len(tokenizer)`.
 
     Args:

@@ -105,7 +105,7 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
         tie_adaptive_projections: an adaptive softmax with tied word vectors uses the projections of the input as well.
         legacy_adaptive_loss: the loss leaves out one word of every tail, as the original's does by mistake.
         sparse_prediction: under labels the masked-LM head projects the predicted positions alone, so that its cost and
-            memory are those of M positions in place of B T; `logits` then are `[M, vocab_size]`.
+            memory grow with these M positions in place of B T; `logits` then are `[M, vocab_size]`.
         unpad_inputs: the layers leave padding out, which then costs nothing; states at padding are 0. Without effect
             where states or weights are returned, with a cache, and in compiled or exported programs.
 

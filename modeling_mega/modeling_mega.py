@@ -245,7 +245,7 @@ class MegaGatedAttention(nn.Module):
             keys = (reach.keys, reach.values, TokenLayout(reach.mask), reach.start)
             return self.attend(query, *keys, offset, output_weights)
         if reach.column is not None or reach.start is None:
-            chunk_size = None  # the keys are those of one chunk
+            chunk_size = None  # the keys belong to one chunk
         return gated_attention_step(
             query[:, 0],
             reach.keys,

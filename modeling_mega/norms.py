@@ -52,8 +52,8 @@ def _widen(x: torch.Tensor) -> torch.Tensor:
 class MegaBatchNorm(nn.BatchNorm1d):
     """Batch norm of the features of `[B, T, D]`, with statistics in float32 (float64 for float64 inputs).
 
-    The statistics of a training step are those of the positions that `mask` `[B, T]` (True = real) keeps, so that they
-    do not depend on how much padding a batch has. `padded_statistics` counts all positions, as the original does. A
+    A training step takes its statistics from the positions that `mask` `[B, T]` (True = real) keeps, so that they do
+    not depend on how much padding a batch has. `padded_statistics` counts all positions, as the original does. A
     batch without a real position leaves the running statistics as they are.
     """
 

@@ -148,7 +148,7 @@ def evaluation_transform(processor: BaseImageProcessor) -> Transform:
 
 
 def training_transform(data: AugmentArguments, processor: BaseImageProcessor, size: int) -> Transform:
-    """Return the function from a picture to pixels `[C, H, W]`: that of timm, or the transform of the evaluation."""
+    """Return the function from a picture to pixels `[C, H, W]`: timm's, or the transform of the evaluation."""
     if data.auto_augment is not None:
         return _timm().create_transform(
             size,

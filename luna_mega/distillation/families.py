@@ -20,8 +20,8 @@ class Family:
         layers: the list of layers, as seen from the model with its head.
         layer: our name of a part of a layer -> the family's name in the layer. `query`, `key` and `value` may be one
             module, whose output is theirs side by side. A family without `fc1` has layers that no student can copy.
-        model: our name of a part outside the layers -> the family's name. `head_...` and `decoder` are those of the
-            language-modelling head, `class_...` those of a sequence classifier.
+        model: our name of a part outside the layers -> the family's name. `head_...` and `decoder` belong to the
+            language-modelling head, `class_...` to a sequence classifier.
         entry: the first module of the head; where there are several names, the first one that the model has.
         activation, head_activation: field of the configuration that holds the activation of the feed-forward layers and
             of the head, or the activation itself; None = the head has no layer that ours has.
