@@ -1,0 +1,186 @@
+"""Teacher and student of a distillation: their options, and how they are made."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainingArguments,
+)
+
+from common.arguments import fail
+from common.model import load_tokenizer, parse_fields
+from luna_mega import LunaConfig, MegaConfig
+from luna_mega.distillation import (
+    Teacher,
+    build_student,
+    calibrate,
+    check_pair,
+    check_tokenizer,
+    load_teacher,
+    student_config,
+)
+from luna_mega.hub.folder import position_limit
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass
+class DistillArguments:
+    """Options of teacher, student and stages."""
+
+    teacher: str = field(default="", metadata={"help": "trained transformer: a folder or a name on the Hub"})
+    teacher_dtype: str = field(
+        default="auto", metadata={"help": "type of the teacher's weights: float32, bfloat16, float16; auto = as saved"}
+    )
+    teacher_window: int | None = field(
+        default=None, metadata={"help": "the teacher reads longer blocks in windows of so many tokens"}
+    )
+    student: str = field(
+        default="luna", metadata={"help": "luna, mega, or the folder of one that was made before, to go on with it"}
+    )
+    projection_length: int | None = field(default=None, metadata={"help": "rows of a new Luna's packed sequence"})
+    max_length: int | None = field(
+        default=None, metadata={"help": "positions of a new student; default: the teacher's, or those of a block"}
+    )
+    num_hidden_layers: int | None = field(default=None, metadata={"help": "layers of a new student"})
+    layers: list[int] | None = field(
+        default=None, metadata={"help": "the teacher's layers that the student's stand for, from 0 on: 0 3 7 11"}
+    )
+    positions: str = field(
+        default="copy", metadata={"help": "how a table of positions is made longer: copy, mirror or interpolate"}
+    )
+    config_overrides: str = field(
+        default="", metadata={"help": "fields of a new student: use_chunking=true,chunk_size=128"}
+    )
+    calibration_batches: int = field(
+        default=6, metadata={"help": "training batches from which a Luna encoder's packs are solved; 0 = none"}
+    )
+    calibration_gain: float = field(default=6.0, metadata={"help": "how sharply a row of the pack reads its stretch"})
+    calibration_base: float = field(
+        default=100.0, metadata={"help": "ratio of the longest and the shortest wave of the codes of positions"}
+    )
+    calibration_ridge: float = field(default=0.01, metadata={"help": "strength of the ridge regression"})
+    align_steps: int = field(default=200, metadata={"help": "steps of alignment, layer by layer; 0 = none"})
+    align_learning_rate: float = field(default=1e-3, metadata={"help": "learning rate of alignment"})
+    align_whole: bool = field(
+        default=False, metadata={"help": "align whole layers, also where attention is all that differs"}
+    )
+    distill_share: float = field(
+        default=0.5, metadata={"help": "share of the teacher's distribution in the loss; the rest is the labels'"}
+    )
+    distill_temperature: float = field(default=1.0, metadata={"help": "divides the logits in the teacher's loss"})
+    license: str | None = field(
+        default=None, metadata={"help": "license of the weights, for the model card: apache-2.0"}
+    )
+    model_name_or_path: str | None = field(default=None, init=False)
+    model_type: str = field(default="", init=False)
+
+    def __post_init__(self):
+        self.model_name_or_path = self.teacher
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the student is made here."""
+        return self.student in ("luna", "mega")
+
+
+@contextlib.contextmanager
+def one_line(*hints: str) -> Iterator[None]:
+    """End the script with one line where the library refuses something."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        fail(" ".join([str(error), *hints]))
+
+
+def make_teacher(model: DistillArguments, block_size: int) -> tuple[Teacher, PreTrainedTokenizerBase]:
+    """Return the teacher, with weights as they were saved, and its tokenizer."""
+    with one_line():
+        teacher, tokenizer = load_teacher(model.teacher, dtype="auto"), load_tokenizer(model.teacher)
+        check_tokenizer(teacher, tokenizer)
+        if model.teacher_window is not None:
+            teacher = Teacher(teacher.model, model.teacher_window)
+    if teacher.config.problem_type == "multi_label_classification":
+        fail(f"{model.teacher} gives a text several labels: take a classifier that gives it one")
+    asked = model.distill_share or model.align_steps or (model.is_new and model.calibration_batches)
+    if asked and not reads_all(teacher, block_size):
+        fail(
+            f"--block_size {block_size} is more than the {teacher.max_length} tokens that the teacher reads: pass "
+            f"--teacher_window {teacher.max_length} (language models), or --distill_share 0 --align_steps 0 "
+            "--calibration_batches 0"
+        )
+    return teacher, tokenizer
+
+
+def reads_all(teacher: Teacher, block_size: int) -> bool:
+    """Return whether the teacher reads blocks of this size, maybe in windows."""
+    return teacher.max_length is None or min(block_size, teacher.window or block_size) <= teacher.max_length
+
+
+def move_teacher(teacher: Teacher, model: DistillArguments, training: TrainingArguments) -> None:
+    """Bring the teacher, whose weights are copied, to the device of the training, and to its type."""
+    dtype = None if model.teacher_dtype == "auto" else getattr(torch, model.teacher_dtype)
+    teacher.model.to(training.device, dtype)
+
+
+def make_student(teacher: Teacher, model: DistillArguments, block_size: int, folder: str | None) -> PreTrainedModel:
+    """Return the student: from `folder`, from the one that `--student` names, or new with random weights."""
+    source = folder or (None if model.is_new else model.student)
+    with one_line():
+        if source:
+            auto_class = AutoModelForCausalLM if teacher.family.is_decoder else AutoModelForMaskedLM
+            auto_class = AutoModelForSequenceClassification if teacher.is_classifier else auto_class
+            student = auto_class.from_pretrained(source, dtype=torch.float32)
+            check_pair(teacher, student)
+        else:
+            student = build_student(teacher, configure(teacher, model, block_size))
+    limit = position_limit(student.config)
+    if limit is not None and limit < block_size:
+        fail(f"--block_size {block_size} is more than the {limit} positions of the student: see --max_length")
+    return student
+
+
+def configure(teacher: Teacher, model: DistillArguments, block_size: int) -> LunaConfig | MegaConfig:
+    """Return the configuration of a new student, which has the teacher's positions, or those of a longer block."""
+    kind = {"luna": LunaConfig, "mega": MegaConfig}[model.student]
+    depth = model.num_hidden_layers or (len(model.layers) if model.layers else None)
+    fields = {"max_position_embeddings": model.max_length, "num_hidden_layers": depth}
+    fields = {name: value for name, value in fields.items() if value is not None}
+    if model.projection_length is not None:
+        fields["projection_length"] = model.projection_length
+    fields |= parse_fields(model.config_overrides)
+    if unknown := [name for name in fields if not hasattr(kind(), name)]:
+        fail(f"a {model.student} has no field {', '.join(unknown)}: see --projection_length and --config_overrides")
+    fields = {kind.attribute_map.get(name, name): value for name, value in fields.items()}
+    config = student_config(teacher, model.student, **fields)
+    if model.max_length is None and (position_limit(config) or block_size) < block_size:
+        length = kind.attribute_map.get("max_position_embeddings", "max_position_embeddings")
+        config = student_config(teacher, model.student, **{length: block_size} | fields)
+    return config
+
+
+def calibrates(teacher: Teacher, student: PreTrainedModel, model: DistillArguments) -> bool:
+    """Return whether there is something to calibrate: the packs of a Luna encoder whose teacher has none."""
+    is_encoder = student.config.model_type == "luna" and not student.config.is_decoder
+    return bool(model.calibration_batches) and is_encoder and teacher.config.model_type != "luna"
+
+
+def calibrate_alike(
+    teacher: Teacher, student: PreTrainedModel, model: DistillArguments, batches: list[dict[str, torch.Tensor]]
+) -> tuple[list[float], int]:
+    """Calibrate a student, on all processes alike; return the explained shares, and the number of tokens."""
+    options = {"gain": model.calibration_gain, "base": model.calibration_base, "ridge": model.calibration_ridge}
+    with one_line():
+        shares = calibrate(teacher, student, batches, model.layers, **options)
+    if dist.is_initialized():  # rounding differs between processes
+        for tensor in student.state_dict().values():
+            dist.broadcast(tensor, 0)
+    return shares, sum(int(batch.get("attention_mask", torch.ones_like(batch["input_ids"])).sum()) for batch in batches)
