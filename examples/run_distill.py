@@ -8,10 +8,8 @@ TrainingArguments is an option; the values of a recipe are defaults that the com
 """
 
 import copy
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,24 +23,33 @@ from common.arguments import (
     parse_arguments,
 )
 from common.classification import class_numbers
+from common.data import check_columns, check_texts
 from common.distillation import (
-    DTYPES,
     DistillArguments,
-    calibrate_alike,
+    calibrate_student,
     calibrates,
+    check_options,
+    copy_student,
     make_student,
     make_teacher,
     move_teacher,
-    one_line,
     reads_all,
 )
 from common.language_model import Windows, cut_stream, encode
 from common.redrawn import Redrawn
 from common.report import describe, finish
-from common.stages import AlignTrainer, DistillTrainer, Judge, Record, StageTrainer, plan_alignment, some_batches
+from common.stage_record import Record, describe_distillation
+from common.stages import (
+    AlignTrainer,
+    DistillTrainer,
+    Judge,
+    StageTrainer,
+    plan_alignment,
+    some_batches,
+)
 from common.streaming import Stream, check_streaming
 from common.training import begin_run, check_run, make_callbacks, score, train
-from datasets import Dataset
+from datasets import ClassLabel, Dataset, IterableDataset
 from run_mlm import DataArguments as TextArguments, Masking, cut_blocks, load_texts, mask_once
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
@@ -54,7 +61,7 @@ from transformers import (
     default_data_collator,
 )
 
-from luna_mega.distillation import Teacher, aligned_parameters, copy_weights, train_only
+from luna_mega.distillation import Teacher, aligned_parameters, train_only
 
 TITLE, METRIC = "distillation", "eval_loss"
 
@@ -79,43 +86,57 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, DistillArguments, Trai
     check_run(TITLE, data, model, training, run, streams=True, predicts=False)
     if training.max_steps:
         check_streaming(training, run)
-    if not model.teacher:
-        fail("pass --teacher: a folder or a name on the Hub")
-    if not (model.is_new or Path(model.student).is_dir()):
-        fail(f"--student {model.student} is neither luna, mega, nor the folder of one")
-    named = ("projection_length", "max_length", "num_hidden_layers", "config_overrides")
-    if given := [name for name in named if getattr(model, name) and not model.is_new]:
-        fail(f"--{given[0]} is for a new student, and {model.student} is made already: leave it out")
-    if training.n_gpu > 1:
-        fail(f"{training.n_gpu} GPUs need a process each: launch with torchrun or accelerate")
-    check_choice(model, "teacher_dtype", DTYPES)
-    check_choice(model, "positions", ("copy", "mirror", "interpolate"))
+    check_options(model, training)
     check_choice(data, "line_end", ("newline", "eos"))
-    check_least(model, 0, "align_steps", "calibration_batches")
     check_least(data, 2, "block_size")
-    if not (0 <= model.distill_share <= 1 and model.distill_temperature > 0):
-        fail("--distill_share must be from 0 to 1, and --distill_temperature above 0")
     if sum(map(bool, (data.dataset_name, data.dataset_path, data.train_files or data.validation_files))) != 1:
         fail("pass one of --dataset_name, --dataset_path, or --train_files and --validation_files")
+    if not 0 < data.mlm_probability < 1:
+        fail(f"--mlm_probability {data.mlm_probability} must be between 0 and 1")
+    if not 0 <= data.short_seq_prob <= 1:
+        fail(f"--short_seq_prob {data.short_seq_prob} must be between 0 and 1")
+    training.remove_unused_columns = False
     return data, model, training, run
+
+
+@dataclass
+class Task:
+    """What both stages of training share.
+
+    Args:
+        splits: of a masked model blocks, of a causal one a stream of tokens and blocks, of a classifier texts.
+        collate: makes a batch of rows.
+    """
+
+    data: DataArguments
+    model: DistillArguments
+    run: RunArguments
+    teacher: Teacher
+    tokenizer: PreTrainedTokenizerBase
+    splits: dict[str, Any]
+    collate: Callable
+    judge: Judge = field(init=False)
 
 
 def load_classes(
     splits: dict[str, Dataset], data: DataArguments, teacher: Teacher, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Dataset]:
     """Return texts, or pairs of texts, with the teacher's labels."""
-    columns = [data.text_column, *filter(None, [data.pair_column])]
+    columns = [data.text_column, *([data.pair_column] if data.pair_column else [])]
     names = [str(name) for name in teacher.config.id2label.values()]
 
     def tokenize(batch: dict[str, list]) -> dict[str, list]:
         return dict(tokenizer(*(batch[column] for column in columns), truncation=True, max_length=data.block_size))
 
     for name, split in splits.items():
-        values = split[data.label_column]
+        check_texts(split, name, tuple(columns))
+        check_columns(split, name, [data.label_column])
+        values, feature = list(split[data.label_column]), split.features[data.label_column]
+        known = set(feature.names if isinstance(feature, ClassLabel) else map(str, values)) <= set(names)
         if teacher.config.num_labels == 1:
             labels = [float(value) for value in values]
-        elif all(isinstance(value, int) and 0 <= value < len(names) for value in values):
-            labels = list(values)
+        elif not known and all(isinstance(value, int) and 0 <= value < len(names) for value in values):
+            labels = values
         else:
             labels = class_numbers(split, data.label_column, names, name)
         encoded = split.map(tokenize, batched=True, remove_columns=split.column_names, desc=name)
@@ -129,45 +150,29 @@ def load_data(
     run: RunArguments,
     teacher: Teacher,
     tokenizer: PreTrainedTokenizerBase,
-) -> dict[str, Any]:
-    """Return the splits: of a masked model blocks, of a causal one a stream and blocks, of a classifier texts."""
+) -> tuple[dict[str, Any], Callable]:
+    """Return the splits, and the function that makes a batch of rows."""
+    if teacher.is_classifier and run.streaming:
+        fail("--streaming: the texts of a classifier are read whole; only those of language models can be streamed")
     splits = load_texts(data, training, run)
     if teacher.is_classifier:
-        return load_classes(splits, data, teacher, tokenizer)
+        return load_classes(splits, data, teacher, tokenizer), DataCollatorWithPadding(tokenizer)
     if teacher.family.is_decoder:
-        if not run.streaming:
-            splits["train"] = encode(splits["train"][data.text_column], tokenizer, data.line_end)
-        if "validation" in splits:
-            stream = encode(splits["validation"][data.text_column], tokenizer, data.line_end)
-            splits["validation"] = [{"input_ids": block} for block in stream.split(data.block_size) if len(block) > 1]
-        return splits
+        streams = {
+            name: split
+            if isinstance(split, IterableDataset)
+            else encode(split[data.text_column], tokenizer, data.line_end)
+            for name, split in splits.items()
+        }
+        if "validation" in streams:
+            blocks = streams["validation"].split(data.block_size)
+            streams["validation"] = [{"input_ids": block} for block in blocks if len(block) > 1]
+        return streams, next_tokens
     short = {"train": data.short_seq_prob}
     blocks = {name: cut_blocks(split, name, tokenizer, data, short.get(name, 0.0)) for name, split in splits.items()}
     if "validation" in blocks:
         blocks["validation"] = mask_once(blocks["validation"], tokenizer, data, training.seed)
-    return blocks
-
-
-def draw_examples(
-    split: Any,
-    data: DataArguments,
-    training: TrainingArguments,
-    run: RunArguments,
-    teacher: Teacher,
-    tokenizer: PreTrainedTokenizerBase,
-) -> Any:
-    """Return the training examples of a stage, which depend on its seed."""
-    if teacher.is_classifier:
-        return split
-    change: Callable = Masking(tokenizer, data.mlm_probability)
-    if teacher.family.is_decoder:
-        if not run.streaming:
-            return Windows(split, data.block_size, training.seed)
-        split = cut_stream(split, data.text_column, tokenizer, data.line_end, data.block_size)
-        change = lambda block, _: block  # noqa: E731
-    if run.streaming:
-        return Stream(split.shuffle(training.seed, buffer_size=run.shuffle_buffer), change, training)
-    return Redrawn(split, change, training.seed)
+    return blocks, DataCollatorForTokenClassification(tokenizer) if data.short_seq_prob else default_data_collator
 
 
 def next_tokens(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -181,90 +186,108 @@ def next_tokens(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     }
 
 
-def choose_collator(data: DataArguments, teacher: Teacher, tokenizer: PreTrainedTokenizerBase) -> Callable:
-    """Return the function that makes a batch of rows."""
-    if teacher.is_classifier:
-        return DataCollatorWithPadding(tokenizer)
-    if teacher.family.is_decoder:
-        return next_tokens
-    return DataCollatorForTokenClassification(tokenizer) if data.short_seq_prob else default_data_collator
+def draw_examples(task: Task, training: TrainingArguments) -> Any:
+    """Return the training examples of a stage, which depend on its seed."""
+    data, split = task.data, task.splits["train"]
+    if task.teacher.is_classifier:
+        return split
+    if task.teacher.family.is_decoder:
+        if not task.run.streaming:
+            return Windows(split, data.block_size, training.seed)
+        split = cut_stream(split, data.text_column, task.tokenizer, data.line_end, data.block_size)
+        change: Callable = keep
+    else:
+        change = Masking(task.tokenizer, data.mlm_probability)
+    if task.run.streaming:
+        return Stream(split.shuffle(training.seed, buffer_size=task.run.shuffle_buffer), change, training)
+    return Redrawn(split, change, training.seed)
+
+
+def keep(block: dict[str, torch.Tensor], numbers: torch.Generator) -> dict[str, torch.Tensor]:
+    """Return a block as it is, which a stream would alter by the numbers."""
+    return block
+
+
+def make_trainer(
+    kind: type[StageTrainer], student: PreTrainedModel, training: TrainingArguments, task: Task
+) -> StageTrainer:
+    """Return the Trainer of a stage."""
+    return kind(
+        student,
+        training,
+        train_dataset=draw_examples(task, training),
+        eval_dataset=task.splits.get("validation"),
+        processing_class=task.tokenizer,
+        data_collator=task.collate,
+        callbacks=make_callbacks(task.data),
+        teacher=task.teacher,
+        options=task.model,
+        judge=task.judge,
+    )
+
+
+def align_student(
+    student: PreTrainedModel, training: TrainingArguments, task: Task, record: Record, checkpoint: str | None
+) -> None:
+    """Align a student and save it, which takes it out of the hands of DDP or FSDP2."""
+    model, run = task.model, copy.copy(task.run)
+    run.checkpoint, run.ema_decay = checkpoint, 0.0
+    record.say(f"stage align: {model.align_steps} steps")
+    train_only(student, aligned_parameters(task.teacher, student, model.align_whole))
+    trainer = make_trainer(AlignTrainer, student, training, task)
+    train(trainer, run, head_share=0.0)
+    score(trainer)
+    record.add_training(trainer)
+    trainer.accelerator.wait_for_everyone()
 
 
 @explain_out_of_memory
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     data, model, training, run = parse(argv)
-    training.remove_unused_columns = False
     first = plan_alignment(model, training)
     begin_run(__file__, argv, data, model, training, run)
     run.model = f"{model.student} from {model.teacher}"
-    first_run = copy.copy(run)
-    first_run.ema_decay, first_run.checkpoint = 0.0, None if run.checkpoint else find_checkpoint(first)
+    aligning = None if run.checkpoint else find_checkpoint(first)
+    begun = run.checkpoint or aligning
 
     teacher, tokenizer = make_teacher(model, data.block_size)
     with training.main_process_first(desc="reading the data"):
-        splits = load_data(data, training, run, teacher, tokenizer)
-    collate = choose_collator(data, teacher, tokenizer)
+        splits, collate = load_data(data, training, run, teacher, tokenizer)
+    task = Task(data, model, run, teacher, tokenizer, splits, collate)
 
-    def make_trainer(kind: type[StageTrainer], student: PreTrainedModel, args: TrainingArguments) -> StageTrainer:
-        return kind(
-            student,
-            args,
-            train_dataset=draw_examples(splits["train"], data, args, run, teacher, tokenizer),
-            eval_dataset=splits.get("validation"),
-            processing_class=tokenizer,
-            data_collator=collate,
-            callbacks=make_callbacks(data),
-            teacher=teacher,
-            options=model,
-            judge=judge,
-        )
-
-    checkpoint = run.checkpoint or first_run.checkpoint
-    student, begins = make_student(teacher, model, data.block_size, checkpoint), model.is_new and not checkpoint
-    record = Record(training, resumed=bool(checkpoint))
-    start = time.perf_counter()
-    if begins:
-        with one_line():
-            report = copy_weights(teacher, student, model.layers, model.positions)
-        record.say(f"{report}")
-    spent = time.perf_counter() - start
+    record = Record(training, resumed=bool(begun))
+    student = make_student(teacher, model, data.block_size, begun)
+    begins = model.is_new and not begun
+    copying = copy_student(teacher, student, model) if begins else None
     move_teacher(teacher, model, training)
-    student.to(training.device)
-    judge = None
-    if training.do_eval:
-        judge = Judge(teacher, splits["validation"], collate, training, agrees=reads_all(teacher, data.block_size))
-        record.teacher = judge.teacher_scores
-    if begins:
-        record.add_row("copy", 0, spent, judge, student)
+    task.judge = Judge(teacher, splits.get("validation"), collate, training, reads_all(teacher, data.block_size))
+    record.teacher = task.judge.teacher_scores
+    if copying:
+        record.say(copying.text)
+        record.add_row("copy", copying, task.judge.score_student(student.to(training.device)))
     if begins and calibrates(teacher, student, model):
-        start = time.perf_counter()
-        examples = draw_examples(splits["train"], data, first, run, teacher, tokenizer)
-        batches = some_batches(examples, collate, training, model.calibration_batches)
-        shares, tokens = calibrate_alike(teacher, student, model, batches)
-        record.say(f"positions explained by the states of each layer: {', '.join(f'{x:.2f}' for x in shares)}")
-        record.add_row("calibrate", tokens, time.perf_counter() - start, judge, student)
+        batches = some_batches(draw_examples(task, first), collate, training, model.calibration_batches)
+        calibration = calibrate_student(teacher, student, model, batches)
+        record.say(calibration.text)
+        record.add_row("calibrate", calibration, task.judge.score_student(student))
     if model.align_steps and not run.checkpoint:
-        record.say(f"stage align: {model.align_steps} steps")
-        train_only(student, aligned_parameters(teacher, student, model.align_whole))
-        trainer = make_trainer(AlignTrainer, student, first)
-        train(trainer, first_run, 0.0)
-        score(trainer)
-        record.add_training("align", trainer)
+        align_student(student, first, task, record, aligning)
         student = make_student(teacher, model, data.block_size, first.output_dir)
 
-    record.say(f"stage distill: {training.max_steps} steps")
     train_only(student, None)
-    trainer = make_trainer(DistillTrainer, student, training)
+    trainer = make_trainer(DistillTrainer, student, training, task)
     summary = {"task": TITLE, "metric": METRIC, **describe(trainer, run)}
     if training.max_steps:
+        record.say(f"stage distill: {training.max_steps} steps" if training.max_steps > 0 else "stage distill")
         summary |= train(trainer, run, 1.0 if teacher.family.is_decoder else data.mlm_probability)
     else:
         trainer.save_model(_internal_call=True)
     summary |= score(trainer)
     if training.max_steps:
-        record.add_training("distill", trainer)
-    summary |= {f"teacher_{name}": value for name, value in record.teacher.items()} | record.spent()
-    return finish(trainer, run, summary)
+        record.add_training(trainer)
+    record.draw()
+    run.card |= describe_distillation(model, record)
+    return finish(trainer, run, summary | record.summary)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ class RunArguments:
     start: float = field(default_factory=time.perf_counter, init=False)
     model: str = field(default="", init=False)
     checkpoint: str | None = field(default=None, init=False)
-    card: dict[str, str | None] = field(default_factory=dict, init=False)
+    card: dict[str, Any] = field(default_factory=dict, init=False)
 
 
 def fail(message: object) -> NoReturn:

@@ -1,11 +1,16 @@
 """Teacher and student of a distillation: their options, and how they are made."""
 
 import contextlib
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import yaml
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
@@ -15,7 +20,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from common.arguments import fail
+from common.arguments import check_choice, check_least, fail
 from common.model import load_tokenizer, parse_fields
 from luna_mega import LunaConfig, MegaConfig
 from luna_mega.distillation import (
@@ -24,9 +29,11 @@ from luna_mega.distillation import (
     calibrate,
     check_pair,
     check_tokenizer,
+    copy_weights,
     load_teacher,
     student_config,
 )
+from luna_mega.distillation.students import match_layers
 from luna_mega.hub.folder import position_limit
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -93,12 +100,32 @@ class DistillArguments:
 
 
 @contextlib.contextmanager
-def one_line(*hints: str) -> Iterator[None]:
+def one_line() -> Iterator[None]:
     """End the script with one line where the library refuses something."""
     try:
         yield
-    except (ValueError, OSError) as error:
-        fail(" ".join([str(error), *hints]))
+    except (ValueError, OSError, StrictDataclassError, yaml.YAMLError) as error:
+        fail(error)
+
+
+def check_options(model: DistillArguments, training: TrainingArguments) -> None:
+    """End the script when options of teacher, student and stages contradict each other."""
+    if not model.teacher:
+        fail("pass --teacher: a folder or a name on the Hub")
+    if not (model.is_new or Path(model.student).is_dir()):
+        fail(f"--student {model.student} is neither luna, mega, nor the folder of one")
+    named = ("projection_length", "max_length", "num_hidden_layers", "config_overrides")
+    if given := [name for name in named if getattr(model, name) and not model.is_new]:
+        fail(f"--{given[0]} is for a new student, and {model.student} is made already: leave it out")
+    check_choice(model, "teacher_dtype", DTYPES)
+    check_choice(model, "positions", ("copy", "mirror", "interpolate"))
+    check_least(model, 0, "align_steps", "calibration_batches")
+    if not (0 <= model.distill_share <= 1 and model.distill_temperature > 0):
+        fail("--distill_share must be from 0 to 1, and --distill_temperature above 0")
+    if training.n_gpu > 1:
+        fail(f"{training.n_gpu} GPUs need a process each: launch with torchrun or accelerate")
+    if training.torch_compile:
+        fail("--torch_compile: the stages look into the student's layers, which a compiled model hides: leave it out")
 
 
 def make_teacher(model: DistillArguments, block_size: int) -> tuple[Teacher, PreTrainedTokenizerBase]:
@@ -108,7 +135,10 @@ def make_teacher(model: DistillArguments, block_size: int) -> tuple[Teacher, Pre
         check_tokenizer(teacher, tokenizer)
         if model.teacher_window is not None:
             teacher = Teacher(teacher.model, model.teacher_window)
-    if teacher.config.problem_type == "multi_label_classification":
+    labels = 1 if teacher.config.problem_type == "regression" else teacher.config.num_labels
+    if teacher.is_classifier and (
+        teacher.config.problem_type == "multi_label_classification" or teacher.config.num_labels != labels
+    ):
         fail(f"{model.teacher} gives a text several labels: take a classifier that gives it one")
     asked = model.distill_share or model.align_steps or (model.is_new and model.calibration_batches)
     if asked and not reads_all(teacher, block_size):
@@ -139,9 +169,12 @@ def make_student(teacher: Teacher, model: DistillArguments, block_size: int, fol
             auto_class = AutoModelForCausalLM if teacher.family.is_decoder else AutoModelForMaskedLM
             auto_class = AutoModelForSequenceClassification if teacher.is_classifier else auto_class
             student = auto_class.from_pretrained(source, dtype=torch.float32)
-            check_pair(teacher, student)
         else:
             student = build_student(teacher, configure(teacher, model, block_size))
+        own = check_pair(teacher, student, same_width=bool(model.align_steps))
+        match_layers(teacher, own, model.layers)
+    if model.align_steps and getattr(student.config, "layerdrop", 0.0):
+        fail("alignment runs every layer: set layerdrop=0.0, or --align_steps 0")
     limit = position_limit(student.config)
     if limit is not None and limit < block_size:
         fail(f"--block_size {block_size} is more than the {limit} positions of the student: see --max_length")
@@ -152,10 +185,12 @@ def configure(teacher: Teacher, model: DistillArguments, block_size: int) -> Lun
     """Return the configuration of a new student, which has the teacher's positions, or those of a longer block."""
     kind = {"luna": LunaConfig, "mega": MegaConfig}[model.student]
     depth = model.num_hidden_layers or (len(model.layers) if model.layers else None)
-    fields = {"max_position_embeddings": model.max_length, "num_hidden_layers": depth}
-    fields = {name: value for name, value in fields.items() if value is not None}
-    if model.projection_length is not None:
-        fields["projection_length"] = model.projection_length
+    options = {
+        "max_position_embeddings": model.max_length,
+        "num_hidden_layers": depth,
+        "projection_length": model.projection_length,
+    }
+    fields = {name: value for name, value in options.items() if value is not None}
     fields |= parse_fields(model.config_overrides)
     if unknown := [name for name in fields if not hasattr(kind(), name)]:
         fail(f"a {model.student} has no field {', '.join(unknown)}: see --projection_length and --config_overrides")
@@ -173,14 +208,38 @@ def calibrates(teacher: Teacher, student: PreTrainedModel, model: DistillArgumen
     return bool(model.calibration_batches) and is_encoder and teacher.config.model_type != "luna"
 
 
-def calibrate_alike(
+class Done(NamedTuple):
+    """A stage that is no training: what it says, and what it took."""
+
+    text: str
+    tokens: int
+    seconds: float
+
+
+def copy_student(teacher: Teacher, student: PreTrainedModel, model: DistillArguments) -> Done:
+    """Copy the teacher's weights."""
+    start = time.perf_counter()
+    with one_line():
+        report = copy_weights(teacher, student, model.layers, model.positions)
+    text = f"stage copy: {len(report.copied)} tensors copied, {len(report.new)} new, {len(report.left)} left\n{report}"
+    return Done(text, 0, time.perf_counter() - start)
+
+
+def calibrate_student(
     teacher: Teacher, student: PreTrainedModel, model: DistillArguments, batches: list[dict[str, torch.Tensor]]
-) -> tuple[list[float], int]:
-    """Calibrate a student, on all processes alike; return the explained shares, and the number of tokens."""
+) -> Done:
+    """Calibrate a student, on all processes alike."""
+    start = time.perf_counter()
     options = {"gain": model.calibration_gain, "base": model.calibration_base, "ridge": model.calibration_ridge}
     with one_line():
         shares = calibrate(teacher, student, batches, model.layers, **options)
     if dist.is_initialized():  # rounding differs between processes
         for tensor in student.state_dict().values():
             dist.broadcast(tensor, 0)
-    return shares, sum(int(batch.get("attention_mask", torch.ones_like(batch["input_ids"])).sum()) for batch in batches)
+    tokens = sum(int(batch.get("attention_mask", torch.ones_like(batch["input_ids"])).sum()) for batch in batches)
+    shown = ", ".join(f"{share:.2f}" for share in shares)
+    return Done(
+        f"stage calibrate: the states of the layers explain {shown} of the positions",
+        tokens,
+        time.perf_counter() - start,
+    )

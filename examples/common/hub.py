@@ -58,14 +58,14 @@ def publish(
     trainer: Trainer,
     command: tuple[str, list[str] | None],
     summary: dict[str, Any],
-    card: dict[str, str | None],
+    card: dict[str, Any],
 ) -> None:
     """Write README.md and push the output folder, which stays complete whatever happens to the push.
 
     Args:
         command: `__file__` and the arguments of `main`, for the command in the card.
         summary: the summary; its entries that begin with "eval_" are the results.
-        card: data set, base model and license, as `training_card` takes them.
+        card: data set, base model, license and further sections, as `training_card` takes them.
     """
     script, argv = command
     root = Path(__file__).resolve().parents[2]

@@ -158,8 +158,9 @@ def make_model(model_class: type, model: CheckpointArguments, config: PreTrained
 
 
 def boundary_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
-    """Return the ids of `<s>` and `</s>`."""
-    ids = tokenizer.bos_token_id, tokenizer.eos_token_id
+    """Return the ids of `<s>` and `</s>`, or of `[CLS]` and `[SEP]`."""
+    bos, eos, cls, sep = (getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "cls", "sep"))
+    ids = cls if bos is None else bos, sep if eos is None else eos
     if None in ids:
         fail(f"the tokenizer has bos_token {tokenizer.bos_token} and eos_token {tokenizer.eos_token}; both are needed")
     return ids

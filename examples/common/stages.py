@@ -1,21 +1,18 @@
-"""Stages of a distillation: the Trainers of two, scores beside the teacher's, and their record."""
+"""Training stages of a distillation: their options and Trainers, and scores beside the teacher's."""
 
 import copy
 import itertools
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.nn import functional
 from torch.utils.data import Dataset
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import PreTrainedModel, ProgressCallback, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from common.distillation import DistillArguments
-from common.report import show
 from common.streaming import Stream, StreamingTrainer
 from common.training import total
 from luna_mega.distillation import Teacher, align, distill
@@ -32,7 +29,7 @@ def plan_alignment(model: DistillArguments, training: TrainingArguments) -> Trai
     goes to the stage that was running.
     """
     first, wanted = copy.copy(training), training.resume_from_checkpoint
-    first.output_dir = str(Path(training.output_dir, "align"))
+    first.output_dir = str(Path(training.output_dir, "_align"))  # Trainer pushes nothing with _ to the Hub
     first.max_steps, first.learning_rate = model.align_steps, model.align_learning_rate
     first.load_best_model_at_end = first.push_to_hub = first.gradient_checkpointing = False
     first.seed = training.seed + 1  # other blocks than distillation begins with
@@ -55,44 +52,40 @@ def targets_of(teacher: Teacher, labels: torch.Tensor) -> torch.Tensor:
 
 
 class Judge:
-    """Scores of a student on the validation split, beside the teacher's on the same blocks.
+    """Scores of a student on the validation split, beside the teacher's on the same examples.
 
     Args:
-        agrees: whether the teacher's guesses are asked for; it has to read the blocks.
+        split: None = nothing is scored.
+        agrees: whether the teacher is asked for its guesses; it has to read the examples.
 
     Attributes:
         teacher_scores: loss and accuracy of the teacher.
     """
 
     def __init__(
-        self, teacher: Teacher, split: Dataset, collate: Callable, training: TrainingArguments, agrees: bool = True
+        self, teacher: Teacher, split: Dataset | None, collate: Callable, training: TrainingArguments, agrees: bool
     ):
-        self.teacher, self.split, self.collate, self.training = teacher, split, collate, training
+        self.teacher, self.split, self.collate, self.training = teacher, split or [], collate, training
+        self.has_guesses = not teacher.is_classifier or teacher.config.num_labels > 1
         size, rank, count = training.eval_batch_size, training.process_index, training.world_size
-        groups = [range(start, min(start + size, len(split))) for start in range(0, len(split), size)]
+        groups = [range(start, min(start + size, len(self.split))) for start in range(0, len(self.split), size)]
         self.groups = [(group, True) for group in groups[rank::count]]
         # All processes call the student equally often, as shards ask for.
-        self.groups += [(groups[0], False)] * (math.ceil(len(groups) / count) - len(self.groups))
-        self.guesses, self.teacher_scores = None, {}
-        if agrees:
-            self.guesses = []
-            self.teacher_scores = self.score(self.ask_teacher)
-            self.teacher_scores.pop("agreement", None)
-
-    @property
-    def has_classes(self) -> bool:
-        return not self.teacher.is_classifier or self.teacher.config.problem_type != "regression"
+        self.groups += [(group, False) for group in groups[:1]] * (math.ceil(len(groups) / count) - len(self.groups))
+        self.guesses: list[torch.Tensor] = []
+        self.teacher_scores = self.score(self.ask_teacher) if agrees else {}
+        self.teacher_scores.pop("agreement", None)
 
     def ask_teacher(self, batch: dict[str, torch.Tensor]) -> tuple[float, torch.Tensor]:
         """Return the sum of the teacher's losses, and its logits."""
         targets = targets_of(self.teacher, batch["labels"])
         kept = targets != -100
         logits = self.teacher.logits(batch, None if self.teacher.is_classifier else kept)
-        if not self.has_classes:
-            loss = functional.mse_loss(logits.float().view(-1), targets.float(), reduction="sum")
-        else:
-            rows = zip(logits.split(1024), targets[kept].split(1024), strict=True)
+        if self.has_guesses:
+            rows = zip(logits.split(1024), targets[kept].split(1024), strict=True)  # in float32 a few at a time
             loss = sum(functional.cross_entropy(x.float(), y, reduction="sum") for x, y in rows)
+        else:
+            loss = functional.mse_loss(logits.float().view(-1), targets.float(), reduction="sum")
         self.guesses.append(logits.argmax(dim=-1).cpu())
         return float(loss), logits
 
@@ -122,28 +115,48 @@ class Judge:
             agree = (guesses == self.guesses[index]).sum() if self.guesses else 0
             part = [loss, (guesses == targets).sum(), agree, len(targets)]
             sums = [x + float(y) * counts for x, y in zip(sums, part, strict=True)]
+        if not self.groups:
+            return {}
         loss, right, agree, count = total(sums, self.training)
-        if not self.has_classes:
-            return {"loss": loss / count}
-        scores = {"loss": loss / count, "perplexity": math.exp(min(loss / count, 700)), "accuracy": right / count}
-        if self.teacher.is_classifier:
-            del scores["perplexity"]
-        return scores | ({"agreement": agree / count} if self.guesses else {})
+        scores = {"loss": loss / count}
+        if self.has_guesses:
+            scores |= {"accuracy": right / count} | ({"agreement": agree / count} if self.guesses else {})
+        return scores if self.teacher.is_classifier else scores | {"perplexity": math.exp(min(scores["loss"], 700))}
+
+
+class StageBar(ProgressCallback):
+    """Progress bar that says which stage runs."""
+
+    def __init__(self, stage: str):
+        super().__init__()
+        self.stage = stage
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        super().on_train_begin(args, state, control, **kwargs)
+        if self.training_bar is not None:
+            self.training_bar.set_description(self.stage)
 
 
 class StageTrainer(StreamingTrainer):
     """Trainer of one stage.
 
     Args:
-        judge: what scores the student in place of Trainer; None = nothing does.
+        judge: scores the student in place of Trainer.
+
+    Attributes:
+        stage: its name.
+        counts_items: whether the loss is divided by the number of predictions of a step.
     """
 
-    counts_items = True  # whether the loss is divided by the number of predictions of a step
+    stage = ""
+    counts_items = True
 
-    def __init__(self, *args, teacher: Teacher, options: DistillArguments, judge: Judge | None, **others):
+    def __init__(self, *args, teacher: Teacher, options: DistillArguments, judge: Judge, **others):
         super().__init__(*args, **others)
         self.teacher, self.options, self.judge = teacher, options, judge
         self.model_accepts_loss_kwargs = self.counts_items
+        if self.pop_callback(ProgressCallback):
+            self.add_callback(StageBar(self.stage))
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval") -> dict[str, float]:
         with self.averaged():
@@ -157,6 +170,7 @@ class StageTrainer(StreamingTrainer):
 class AlignTrainer(StageTrainer):
     """Trainer of alignment: every layer learns what the teacher's does on the teacher's states."""
 
+    stage = "align"
     counts_items = False
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -166,66 +180,14 @@ class AlignTrainer(StageTrainer):
 class DistillTrainer(StageTrainer):
     """Trainer of distillation: labels, and the teacher's distribution."""
 
+    stage = "distill"
+
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         share, temperature = self.options.distill_share, self.options.distill_temperature
         loss = distill(self.teacher, model, inputs, share, temperature, num_items_in_batch).loss
         # DDP takes the mean over processes of what is divided by the number of all.
         shared = num_items_in_batch is not None and self.args.average_tokens_across_devices
         return loss * self.accelerator.num_processes if shared else loss
-
-
-class Record:
-    """Rows of `stages.json`: what the student scores after so many tokens and seconds of all stages.
-
-    The teacher's time is in the seconds, and the tokens are those of calibration, alignment and distillation.
-    """
-
-    def __init__(self, training: TrainingArguments, resumed: bool):
-        self.path, self.is_first = Path(training.output_dir, "stages.json"), training.process_index == 0
-        self.rows: list[dict[str, Any]] = []
-        self.teacher: dict[str, float] = {}
-        if resumed and self.path.is_file():
-            self.rows = json.loads(self.path.read_text(encoding="utf-8"))["rows"]
-
-    def say(self, text: str) -> None:
-        if self.is_first:
-            print(text, flush=True)
-
-    def spent(self) -> dict[str, float]:
-        """Return the tokens and seconds of all stages so far."""
-        last = self.rows[-1] if self.rows else {"tokens": 0, "seconds": 0.0}
-        return {name: last[name] for name in ("tokens", "seconds")}
-
-    def add(self, stage: str, entries: list[dict[str, float]]) -> None:
-        """Add entries of a stage: step, tokens and seconds of that stage, and scores; and save all rows."""
-        self.rows = [row for row in self.rows if row["stage"] != stage]
-        before, names = self.spent(), ("loss", "accuracy", "agreement")
-        for entry in entries:
-            spent = {name: before[name] + entry[name] for name in before}
-            scores = {name: entry[name] for name in names if name in entry}
-            self.rows.append({"stage": stage, "step": entry["step"], **spent, **scores})
-        if self.is_first:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            text = json.dumps({"teacher": self.teacher, "rows": self.rows}, indent=2)
-            self.path.write_text(text + "\n", encoding="utf-8")
-        self.say(
-            f"stage {stage}: " + ", ".join(f"{name} {show(x)}" for name, x in self.rows[-1].items() if name != "stage")
-        )
-
-    def add_row(self, stage: str, tokens: int, seconds: float, judge: Judge | None, student: PreTrainedModel) -> None:
-        """Add a stage without steps, and the scores of the student after it."""
-        scores = judge.score_student(student) if judge else {}
-        self.add(stage, [{"step": 0, "tokens": tokens, "seconds": seconds, **scores}])
-
-    def add_training(self, stage: str, trainer: StageTrainer) -> None:
-        """Add what a stage has logged: its evaluations, and its end."""
-        entries: dict[int, dict[str, float]] = {}
-        for logged in trainer.state.log_history:
-            if "eval_loss" in logged or "train_loss" in logged:
-                entry = entries.setdefault(logged["step"], {"step": logged["step"]})
-                entry |= {"tokens": logged["num_input_tokens_seen"], "seconds": logged["train_seconds"]}
-                entry |= {name.removeprefix("eval_"): x for name, x in logged.items() if name.startswith("eval_")}
-        self.add(stage, list(entries.values()))
 
 
 def some_batches(

@@ -175,6 +175,8 @@ def training_card(
     split: str = "validation",
     metrics: Mapping[str, float] | None = None,
     base_model: str | None = None,
+    origin: str = "fine-tuned",
+    sections: Mapping[str, str] | None = None,
     license: str | None = None,
 ) -> ModelCard:
     """Return the card of a model that `trainer` has trained; it may be any model of transformers.
@@ -186,6 +188,8 @@ def training_card(
         split: part of the data on which `metrics` were measured.
         metrics: result of `trainer.evaluate()`; None = the card has no results.
         base_model: name on the Hub or local folder of the model that was fine-tuned; None = trained from scratch.
+        origin: how it came from that: "fine-tuned", "distilled".
+        sections: further ones, Markdown by title, after the results.
         license: the licence of the weights, as `license_metadata` takes it.
 
     Raises:
@@ -208,13 +212,14 @@ def training_card(
     lines = re.sub(r"(--hub[_-]token[ =])\S+", r"\1...", shlex.join(command))
     versions = {module.__name__: module.__version__ for module in (luna_mega, transformers, torch)}
     settings = {"steps": trainer.state.global_step} | extract_hyperparameters_from_trainer(trainer) | versions
-    sections = (
+    parts = (
         {"Results": f"On the {markdown(split)} split of {markdown(data)}.\n\n{_values(scores, 'metric')}"}
         if scores
         else {}
     )
-    sections["Training"] = f"{code_block(lines, 'sh')}\n\n{_values(settings, 'setting')}"
-    start = "trained from scratch" if base_model is None else f"fine-tuned from {code(_shown(base_model))}"
+    parts |= sections or {}
+    parts["Training"] = f"{code_block(lines, 'sh')}\n\n{_values(settings, 'setting')}"
+    start = "trained from scratch" if base_model is None else f"{origin} from {code(_shown(base_model))}"
     return _card(
         name,
         model_class,
@@ -222,7 +227,7 @@ def training_card(
         model.num_parameters(),
         intro=f"{start} on {markdown(data)}",
         tokenizer=trainer.processing_class is not None,
-        sections=sections,
+        sections=parts,
         license=license,
         datasets=[dataset] if _is_on_hub(dataset) else None,
         base_model=base_model if base_model and _is_on_hub(base_model) else None,

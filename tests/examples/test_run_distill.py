@@ -1,42 +1,336 @@
 import json
+import math
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import RobertaConfig, RobertaForMaskedLM
+from torch.nn.functional import cross_entropy
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    RobertaConfig,
+    RobertaForMaskedLM,
+    RobertaForSequenceClassification,
+    T5Config,
+)
 
+from luna_mega import LunaConfig, LunaForMaskedLM, MegaConfig, MegaForMaskedLM
+from tests.examples import runs
+from tests.examples.runs import assert_complete, assert_refused
 from tests.examples.test_run_mlm import texts, write
 
 RUN = ["run_distill"]
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+SIZES = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+    "initializer_range": 0.2,
+    "pad_token_id": 1,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+}
+LLAMA = SIZES | {"num_key_value_heads": 1, "max_position_embeddings": 64}
+GPT2 = {"vocab_size": 300, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "bos_token_id": 0}
+WEIGHTS = "model.safetensors"
 
 
 @pytest.fixture
 def corpus(tmp_path):
     for split, size in (("train", 60), ("validation", 20)):
-        write(texts(size, seed=size), tmp_path / "corpus" / f"{split}-00000-of-00001.parquet")
+        write([*texts(size, seed=size), "", " \n"], tmp_path / "corpus" / f"{split}-00000-of-00001.parquet")
     return tmp_path / "corpus"
 
 
 @pytest.fixture
-def teacher(script, tmp_path):
-    torch.manual_seed(0)
-    tokenizer = script("common.bpe").train_bpe(texts(50, seed=1), vocab_size=300, model_max_length=32)
-    config = RobertaConfig(**SIZES, vocab_size=len(tokenizer), max_position_embeddings=34, initializer_range=0.3)
-    RobertaForMaskedLM(config).save_pretrained(tmp_path / "teacher")
-    tokenizer.save_pretrained(tmp_path / "teacher")
-    return tmp_path / "teacher"
+def make_teacher(script, tmp_path):
+    """Saves a random model as teacher, with a tokenizer."""
+
+    def make(model_class, config) -> Path:
+        torch.manual_seed(0)
+        tokenizer = script("common.bpe").train_bpe(texts(50, seed=1), vocab_size=300, model_max_length=32)
+        model_class(config).save_pretrained(tmp_path / "teacher")
+        tokenizer.save_pretrained(tmp_path / "teacher")
+        return tmp_path / "teacher"
+
+    return make
 
 
-def command(teacher, corpus, output) -> list:
+@pytest.fixture
+def roberta(make_teacher):
+    return make_teacher(RobertaForMaskedLM, RobertaConfig(**SIZES, max_position_embeddings=34))
+
+
+def command(teacher: Path, data: Path, output: Path, calibration=1, align=2, steps=2) -> list:
     return [
-        *("--teacher", teacher, "--dataset_path", corpus, "--output_dir", output, "--block_size", 32),
-        *("--per_device_train_batch_size", 4, "--align_steps", 3, "--max_steps", 4, "--calibration_batches", 1),
+        *("--teacher", teacher, "--dataset_path", data, "--output_dir", output, "--block_size", 32),
+        *("--per_device_train_batch_size", 4, "--save_strategy", "no"),
+        *("--calibration_batches", calibration, "--align_steps", align, "--max_steps", steps),
     ]
 
 
+def read_rows(output: Path) -> list[dict]:
+    return json.loads((output / "stages.json").read_text())["rows"]
+
+
+def masked_scores(script, model, corpus: Path, folder: Path) -> dict[str, float]:
+    """Return loss and accuracy of a model of transformers' own at the tokens that the script masks."""
+    module = script("run_mlm")
+    tokenizer, data = AutoTokenizer.from_pretrained(folder), module.DataArguments(block_size=32)
+    split = module.load_splits({"validation": None}, str(corpus), None, None)["validation"]
+    masked = module.mask_once(module.cut_blocks(split, "validation", tokenizer, data), tokenizer, data, seed=42)
+    ids, labels = torch.tensor(masked["input_ids"]), torch.tensor(masked["labels"])
+    with torch.no_grad():
+        logits = model.eval()(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[labels != -100]
+    labels = labels[labels != -100]
+    right = (logits.argmax(-1) == labels).float().mean().item()
+    return {"loss": cross_entropy(logits, labels).item(), "accuracy": right, "guesses": logits.argmax(-1)}
+
+
 @pytest.mark.parametrize("kind", ["luna", "mega"])
-def test_masked(kind, run, teacher, corpus, tmp_path):
-    summary = run(*command(teacher, corpus, tmp_path / "out"), "--student", kind)
-    rows = json.loads((tmp_path / "out" / "stages.json").read_text())["rows"]
-    assert list(dict.fromkeys(row["stage"] for row in rows))[-2:] == ["align", "distill"]
-    assert summary["steps"] == 4 and summary["eval_loss"] == rows[-1]["loss"]
+def test_all_stages(kind, run, script, roberta, corpus, tmp_path):
+    output = tmp_path / "out"
+    options = ["--student", kind, "--eval_strategy", "steps", "--eval_steps", 1, "--license", "mit"]
+    (roberta / "README.md").write_text("---\nlicense: cc-by-4.0\n---\n# Teacher\n")
+    summary = run(*command(roberta, corpus, output), *options, curve=True)
+    rows, calibrated = read_rows(output), ["calibrate"] if kind == "luna" else []
+    assert [row["stage"] for row in rows] == ["copy", *calibrated, "align", "align", "distill", "distill"]
+    block = 4 * 32
+    tokens = [0, *[block] * len(calibrated)]
+    tokens += [tokens[-1] + block * step for step in (1, 2, 3, 4)]
+    assert [row["tokens"] for row in rows] == tokens and summary["tokens"] == tokens[-1]
+    seconds = [row["seconds"] for row in rows]
+    assert seconds == sorted(seconds) and summary["seconds"] == seconds[-1] >= summary["train_seconds"]
+
+    teacher = masked_scores(script, AutoModelForMaskedLM.from_pretrained(roberta), corpus, roberta)
+    assert summary["teacher_loss"] == pytest.approx(teacher["loss"], rel=1e-5)
+    assert summary["teacher_accuracy"] == pytest.approx(teacher["accuracy"])
+    student = masked_scores(script, AutoModelForMaskedLM.from_pretrained(output), corpus, output)
+    assert summary["eval_loss"] == rows[-1]["loss"] == pytest.approx(student["loss"], rel=1e-5)
+    assert summary["eval_accuracy"] == pytest.approx(student["accuracy"])
+    agreement = (student["guesses"] == teacher["guesses"]).float().mean().item()
+    assert summary["eval_agreement"] == rows[-1]["agreement"] == pytest.approx(agreement)
+    assert summary["eval_perplexity"] == pytest.approx(math.exp(student["loss"]), rel=1e-5)
+
+    assert_complete(output, summary)
+    assert (output / "stages.png").read_bytes().startswith(b"\x89PNG")
+    card = (output / "README.md").read_text()
+    assert "distilled from `teacher` on corpus" in card and "names the licence `cc-by-4.0`" in card
+    assert "license: mit" in card and "| teacher |" in card and str(tmp_path) not in card
+    state = AutoModelForMaskedLM.from_pretrained(output / "_align").state_dict()
+    assert state.keys() == AutoModelForMaskedLM.from_pretrained(output).state_dict().keys()
+
+
+def test_a_stage_of_no_steps_is_left_out(run, script, roberta, corpus, tmp_path):
+    run(*command(roberta, corpus, tmp_path / "out", 0, 0, 0), "--projection_length", 8)
+    assert [row["stage"] for row in read_rows(tmp_path / "out")] == ["copy"]
+    student, teacher = (AutoModelForMaskedLM.from_pretrained(folder) for folder in (tmp_path / "out", roberta))
+    assert student.config.projection_length == 8
+    words = (model.get_input_embeddings().weight for model in (student, teacher))
+    assert torch.equal(*words)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab()
+    summary = run(*command(roberta, corpus, tmp_path / "aligned", 0, 2, 0))
+    assert [row["stage"] for row in read_rows(tmp_path / "aligned")] == ["copy", "align"]
+    aligned = masked_scores(script, AutoModelForMaskedLM.from_pretrained(tmp_path / "aligned"), corpus, roberta)
+    assert summary["eval_loss"] == pytest.approx(aligned["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(("model_class", "config"), [(LunaForMaskedLM, LunaConfig), (MegaForMaskedLM, MegaConfig)])
+def test_a_copy_agrees_with_its_teacher(model_class, config, run, make_teacher, corpus, tmp_path):
+    sizes = {name: value for name, value in SIZES.items() if name in vars(config())}
+    teacher = make_teacher(model_class, config(**sizes))
+    kind = config.model_type
+    summary = run(*command(teacher, corpus, tmp_path / "out", 1, 0, 0), "--student", kind)
+    assert summary["eval_agreement"] == 1.0 and summary["eval_loss"] == pytest.approx(summary["teacher_loss"])
+
+
+CAUSAL = {"gpt2": (GPT2LMHeadModel, GPT2Config(**GPT2)), "llama": (LlamaForCausalLM, LlamaConfig(**LLAMA))}
+
+
+@pytest.mark.parametrize(("name", "kind"), [("gpt2", "luna"), ("llama", "mega"), ("llama", "luna")])
+def test_causal(name, kind, run, script, make_teacher, corpus, tmp_path):
+    teacher = make_teacher(*CAUSAL[name])
+    summary = run(*command(teacher, corpus, tmp_path / "out"), "--student", kind, "--per_device_eval_batch_size", 2)
+    assert [row["stage"] for row in read_rows(tmp_path / "out")] == ["copy", "align", "distill"]
+    tokenizer, module = AutoTokenizer.from_pretrained(tmp_path / "out"), script("common.language_model")
+    split = script("run_mlm").load_splits({"validation": None}, str(corpus), None, None)["validation"]
+    stream = module.encode(split["text"], tokenizer, "eos")
+    for folder, key in ((tmp_path / "out", "eval"), (teacher, "teacher")):
+        model, total, right, count = AutoModelForCausalLM.from_pretrained(folder).eval(), 0.0, 0, 0
+        for block in stream.split(32):
+            with torch.no_grad():
+                logits = model(block[None], attention_mask=torch.ones(1, len(block))).logits[0, :-1]
+            total += cross_entropy(logits, block[1:], reduction="sum").item()
+            right, count = right + (logits.argmax(-1) == block[1:]).sum().item(), count + len(block) - 1
+        assert summary[f"{key}_loss"] == pytest.approx(total / count, rel=1e-5)
+        assert summary[f"{key}_accuracy"] == pytest.approx(right / count)
+
+
+LABELS = {"id2label": {0: "bad", 1: "good", 2: "odd"}, "label2id": {"bad": 0, "good": 1, "odd": 2}}
+
+
+@pytest.mark.parametrize("labels", ["names", "numbers", "scores"])
+def test_classifier(labels, run, make_teacher, tmp_path):
+    fields = LABELS if labels != "scores" else {"num_labels": 1, "problem_type": "regression"}
+    config = RobertaConfig(**SIZES, max_position_embeddings=34, **fields)
+    teacher = make_teacher(RobertaForSequenceClassification, config)
+    for split, size in (("train", 16), ("validation", 7)):
+        values = {"names": ["odd", "bad", "good"], "numbers": [2, 0, 1], "scores": [0.5, 1.0, 2.5]}[labels]
+        rows = [{"first": text, "second": "one two", "label": values[i % 3]} for i, text in enumerate(texts(size, 1))]
+        runs.write(rows, tmp_path / "data" / f"{split}.jsonl")
+    options = ["--text_column", "first", "--pair_column", "second", "--per_device_eval_batch_size", 3]
+    summary = run(*command(teacher, tmp_path / "data", tmp_path / "out"), *options)
+    student = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").eval()
+    assert student.config.id2label == AutoModelForSequenceClassification.from_pretrained(teacher).config.id2label
+    tokenizer, logits = AutoTokenizer.from_pretrained(tmp_path / "out"), []
+    with torch.no_grad():
+        for row in rows:
+            logits.append(student(**tokenizer(row["first"], row["second"], return_tensors="pt")).logits[0])
+    logits = torch.stack(logits)
+    if labels == "scores":
+        expected = (logits[:, 0] - torch.tensor([row["label"] for row in rows])).square().mean().item()
+        assert "eval_accuracy" not in summary and "eval_agreement" not in summary
+    else:
+        targets = torch.tensor([(2, 0, 1)[i % 3] for i in range(len(rows))])
+        expected = cross_entropy(logits, targets).item()
+        assert summary["eval_accuracy"] == pytest.approx((logits.argmax(-1) == targets).float().mean().item())
+        assert 0 <= summary["eval_agreement"] <= 1
+    assert summary["eval_loss"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_going_on_with_a_student(run, roberta, corpus, tmp_path):
+    """A student that was made before is neither copied nor calibrated again."""
+    first = run(*command(roberta, corpus, tmp_path / "first"))
+    again = run(*command(roberta, corpus, tmp_path / "again", 1, 0, 1), "--student", tmp_path / "first")
+    assert [row["stage"] for row in read_rows(tmp_path / "again")] == ["distill"]
+    assert again["model"] == f"{tmp_path / 'first'} from {roberta}"
+    options = ["--student", tmp_path / "first", "--learning_rate", 0]
+    still = run(*command(roberta, corpus, tmp_path / "still", 1, 0, 1), *options)
+    assert still["eval_loss"] == pytest.approx(first["eval_loss"])
+
+
+def test_options_of_teacher_student_and_data(run, make_teacher, corpus, tmp_path):
+    """Fewer layers, longer blocks, a BERT in half precision whose tokenizer has no `<s>`, and one that stops early."""
+    teacher = make_teacher(BertForMaskedLM, BertConfig(**SIZES, max_position_embeddings=20))
+    tokenizer = AutoTokenizer.from_pretrained(teacher)
+    tokenizer.add_special_tokens({"cls_token": "<s>", "sep_token": "</s>"})
+    tokenizer.bos_token = tokenizer.eos_token = None
+    tokenizer.save_pretrained(teacher)
+    options = ["--teacher_window", 16, "--teacher_dtype", "bfloat16", "--layers", 0, 2, "--positions", "mirror"]
+    options += [
+        "--max_length",
+        40,
+        "--gradient_accumulation_steps",
+        2,
+        "--short_seq_prob",
+        0.5,
+        "--align_whole",
+        "true",
+    ]
+    run(*command(teacher, corpus, tmp_path / "out"), *options, "--config_overrides", "num_attention_heads=4")
+    config = AutoModelForMaskedLM.from_pretrained(tmp_path / "out").config
+    assert (config.num_hidden_layers, config.max_position_embeddings, config.num_attention_heads) == (2, 40, 4)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_streaming(causal, run, make_teacher, roberta, corpus, tmp_path):
+    teacher = make_teacher(*CAUSAL["gpt2"]) if causal else roberta
+    summary = run(*command(teacher, corpus, tmp_path / "out"), "--streaming", "true", "--shuffle_buffer", 20)
+    assert summary["steps"] == 2 and summary["train_samples"] is None and math.isfinite(summary["eval_loss"])
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", ["AlignTrainer", "DistillTrainer"])
+@pytest.mark.parametrize("step", [0, 3])
+def test_a_killed_run_is_resumed_exactly(trainer, step, run, script, roberta, corpus, tmp_path, monkeypatch):
+    """Killed in its first step, or behind its first checkpoint: a finished alignment is not repeated."""
+    options = ["--save_strategy", "steps", "--save_steps", 2, "--config_overrides", "dropout=0.1"]
+    options += ["--eval_strategy", "steps", "--eval_steps", 2]
+    arguments = command(roberta, corpus, tmp_path / "whole", align=4, steps=4)
+    run(*arguments, *options)
+    kind = getattr(script("common.stages"), trainer)
+    whole, calls = kind.compute_loss, []
+
+    def kill(self, *inputs, **others):
+        calls.append(1)
+        if len(calls) > step:
+            raise Killed
+        return whole(self, *inputs, **others)
+
+    arguments[5] = tmp_path / "killed"
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(kind, "compute_loss", kill)
+        run(*arguments, *options)
+    if (trainer, step) == ("AlignTrainer", 0):
+        with pytest.raises(SystemExit, match="no checkpoint there"):
+            run(*arguments, *options, "--resume_from_checkpoint", "last")
+        return
+    with pytest.raises(SystemExit, match="pass --resume_from_checkpoint last"):
+        run(*arguments, *options)
+    aligned, seen = script("common.stages").AlignTrainer.compute_loss, []
+
+    def count(self, *inputs, **others):
+        seen.append(1)
+        return aligned(self, *inputs, **others)
+
+    monkeypatch.setattr(script("common.stages").AlignTrainer, "compute_loss", count)
+    run(*arguments, *options, "--resume_from_checkpoint", "last")
+    assert len(seen) == (2 if trainer == "AlignTrainer" else 0)
+    states = (AutoModelForMaskedLM.from_pretrained(tmp_path / name).state_dict() for name in ("whole", "killed"))
+    torch.testing.assert_close(*states, rtol=0, atol=0)
+    rows = [[{**row, "seconds": 0} for row in read_rows(tmp_path / name)] for name in ("whole", "killed")]
+    assert rows[0] == rows[1]
+
+
+ERRORS = {
+    "no teacher": (["--teacher", ""], "pass --teacher"),
+    "teacher": (["--teacher", "nowhere"], "nowhere"),
+    "student": (["--student", "bert"], "--student bert is neither luna, mega, nor the folder of one"),
+    "block": (["--block_size", 40], "more than the 32 tokens that the teacher reads: pass --teacher_window 32"),
+    "window": (["--block_size", 40, "--teacher_window", 33], "--block_size 40 is more than the 32 tokens"),
+    "positions": (["--max_length", 8], "--block_size 32 is more than the 8 positions of the student"),
+    "steps": (["--streaming", "true", "--max_steps", -1], "--streaming needs --max_steps"),
+    "field": (["--config_overrides", "heads=3"], "a luna has no field heads"),
+    "rows of a mega": (["--student", "mega", "--projection_length", 4], "a mega has no field projection_length"),
+    "width": (["--config_overrides", "hidden_size=64"], "hidden_size is 64 and the teacher's 32"),
+    "layers": (["--layers", 0, 7], "must name one of the teacher's 3 layers"),
+    "layerdrop": (["--config_overrides", "layerdrop=0.1"], "alignment runs every layer: set layerdrop=0.0"),
+    "share": (["--distill_share", 1.5], "--distill_share must be from 0 to 1"),
+    "dtype": (["--teacher_dtype", "int8"], "--teacher_dtype int8 must be one of auto"),
+    "tied": (["--config_overrides", "tie_key_value=true"], "set tie_key_value=False"),
+    "compiled": (["--torch_compile", "true"], "--torch_compile: "),
+    "split": (["--max_eval_samples", 1], "split validation has too little text"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), ERRORS.values(), ids=ERRORS)
+def test_wrong_options_end_in_one_line(options, message, run, roberta, corpus, tmp_path):
+    assert_refused(run, message, *command(roberta, corpus, tmp_path / "out"), *options)
+
+
+def test_teachers_that_cannot_teach(run, roberta, corpus, tmp_path):
+    T5Config().save_pretrained(tmp_path / "t5")
+    shutil.copytree(roberta, tmp_path / "unmasked")
+    tokenizer = AutoTokenizer.from_pretrained(roberta)
+    tokenizer.mask_token = None
+    tokenizer.save_pretrained(tmp_path / "unmasked")
+    shutil.copytree(roberta, tmp_path / "bare")
+    (tmp_path / "bare" / WEIGHTS).unlink()
+    for name, message in (("t5", "t5"), ("unmasked", "the tokenizer has no mask token"), ("bare", "safetensors")):
+        assert_refused(run, message, *command(tmp_path / name, corpus, tmp_path / "out"))
+    options = ["--student", roberta]
+    assert_refused(run, "cannot be a student", *command(roberta, corpus, tmp_path / "out"), *options)

@@ -1,0 +1,134 @@
+"""Record of a distillation: what the student scores after each stage, as JSON, as a picture, and for the model card."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import yaml
+from huggingface_hub import ModelCard
+from huggingface_hub.errors import HTTPError
+from transformers import TrainingArguments
+
+from common.distillation import DistillArguments, Done
+from common.report import show
+from common.stages import StageTrainer
+from luna_mega.escaping import code, markdown
+
+STAGES = ("copy", "calibrate", "align", "distill")
+
+
+class Record:
+    """Rows of `stages.json`: what the student scores after so many tokens and seconds of all stages.
+
+    The teacher's time is in the seconds, and the tokens are those of calibration, alignment and distillation.
+    """
+
+    def __init__(self, training: TrainingArguments, resumed: bool):
+        self.path, self.is_first = Path(training.output_dir, "stages.json"), training.process_index == 0
+        self.rows: list[dict[str, Any]] = []
+        self.teacher: dict[str, float] = {}
+        if resumed and self.path.is_file():
+            self.rows = json.loads(self.path.read_text(encoding="utf-8"))["rows"]
+
+    def say(self, text: str) -> None:
+        if self.is_first:
+            print(text, flush=True)
+
+    def spent(self) -> dict[str, float]:
+        """Return the tokens and seconds of all stages so far."""
+        last = self.rows[-1] if self.rows else {"tokens": 0, "seconds": 0.0}
+        return {name: last[name] for name in ("tokens", "seconds")}
+
+    def add(self, stage: str, entries: list[dict[str, float]]) -> None:
+        """Add entries of a stage: step, tokens and seconds of that stage, and scores; and save all rows."""
+        self.rows = [row for row in self.rows if STAGES.index(row["stage"]) < STAGES.index(stage)]
+        before, names = self.spent(), ("loss", "accuracy", "agreement")
+        for entry in entries:
+            spent = {name: before[name] + entry[name] for name in before}
+            scores = {name: entry[name] for name in names if name in entry}
+            self.rows.append({"stage": stage, "step": entry["step"], **spent, **scores})
+        if self.is_first:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            text = json.dumps({"teacher": self.teacher, "rows": self.rows}, indent=2)
+            self.path.write_text(text + "\n", encoding="utf-8")
+        self.say(
+            f"stage {stage}: " + ", ".join(f"{name} {show(x)}" for name, x in self.rows[-1].items() if name != "stage")
+        )
+
+    def add_row(self, stage: str, done: Done, scores: dict[str, float]) -> None:
+        """Add a stage that is no training, and the scores of the student after it."""
+        self.add(stage, [{"step": 0, "tokens": done.tokens, "seconds": done.seconds, **scores}])
+
+    def add_training(self, trainer: StageTrainer) -> None:
+        """Add what a stage has logged: its evaluations, and its end."""
+        entries: dict[int, dict[str, float]] = {}
+        for logged in trainer.state.log_history:
+            if "eval_loss" in logged or "train_loss" in logged:
+                entry = entries.setdefault(logged["step"], {"step": logged["step"]})
+                entry |= {"tokens": logged["num_input_tokens_seen"], "seconds": logged["train_seconds"]}
+                entry |= {name.removeprefix("eval_"): x for name, x in logged.items() if name.startswith("eval_")}
+        self.add(trainer.stage, list(entries.values()))
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """Entries of the summary: the teacher's scores, and tokens and seconds of all stages."""
+        return (
+            {f"teacher_{name}": value for name, value in self.teacher.items()}
+            | self.spent()
+            | {"stages": str(self.path)}
+        )
+
+    @property
+    def table(self) -> str:
+        """The teacher and the end of every stage, as Markdown."""
+        names = ("tokens", "seconds", "loss", "accuracy", "agreement")
+        ends = {row["stage"]: row for row in self.rows}
+        lines = [" | ".join(["", *names]), " | ".join(["---"] * (1 + len(names)))]
+        for name, row in ({"teacher": self.teacher} | ends).items():
+            lines.append(" | ".join([name, *(show(row[key]) if key in row else "" for key in names)]))
+        return "\n".join(f"| {line} |" for line in lines)
+
+    def draw(self) -> None:
+        """Draw the student's loss over the tokens of all stages, beside the teacher's, into `stages.png`."""
+        rows = [row for row in self.rows if "loss" in row]
+        if not rows or not self.is_first:
+            return
+        figure, axis = plt.subplots(figsize=(7, 4), constrained_layout=True)
+        axis.plot([row["tokens"] for row in rows], [row["loss"] for row in rows], color="grey", linewidth=1)
+        for stage in dict.fromkeys(row["stage"] for row in rows):
+            points = [(row["tokens"], row["loss"]) for row in rows if row["stage"] == stage]
+            axis.plot(*zip(*points, strict=True), "o", markersize=4, label=stage)
+        if self.teacher:
+            axis.axhline(self.teacher["loss"], linestyle="--", color="black", label="teacher")
+        axis.set_xlabel("tokens")
+        axis.set_ylabel("loss on the validation split")
+        axis.grid(alpha=0.3)
+        axis.legend()
+        figure.savefig(self.path.with_suffix(".png"), dpi=120)
+        plt.close(figure)
+
+
+def license_of(teacher: str) -> str | None:
+    """Return the licence that a model's card names, if there is one in its folder, or one on the Hub can be read."""
+    try:
+        file = Path(teacher, "README.md")
+        return (ModelCard.load(file) if Path(teacher).is_dir() else ModelCard.load(teacher)).data.license
+    except (HTTPError, OSError, ValueError, yaml.YAMLError):
+        return None
+
+
+def describe_distillation(model: DistillArguments, record: Record) -> dict[str, Any]:
+    """Return the entries of the model card that say what the student was made of, and what was kept."""
+    license = license_of(model.teacher)
+    licensed = f"Its card names the licence {markdown(license)}." if license else "No licence of it is known."
+    name = Path(model.teacher).resolve().name if Path(model.teacher).exists() else model.teacher
+    text = (
+        f"The teacher is {code(name)}. {licensed} Below are the teacher, and the student after each stage, on the same "
+        "validation examples, with the tokens and seconds of all stages so far. Agreement is the share of the "
+        f"predictions in which the student's first guess is the teacher's.\n\n{record.table}"
+    )
+    return {"origin": "distilled", "sections": {"Distillation": text}}
