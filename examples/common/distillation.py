@@ -100,12 +100,12 @@ class DistillArguments:
 
 
 @contextlib.contextmanager
-def one_line() -> Iterator[None]:
-    """End the script with one line where the library refuses something."""
+def one_line(about: str) -> Iterator[None]:
+    """End the script with one line about an option where the library refuses something."""
     try:
         yield
     except (ValueError, OSError, StrictDataclassError, yaml.YAMLError) as error:
-        fail(error)
+        fail(f"{about}: {error}")
 
 
 def check_options(model: DistillArguments, training: TrainingArguments) -> None:
@@ -130,7 +130,7 @@ def check_options(model: DistillArguments, training: TrainingArguments) -> None:
 
 def make_teacher(model: DistillArguments, block_size: int) -> tuple[Teacher, PreTrainedTokenizerBase]:
     """Return the teacher, with weights as they were saved, and its tokenizer."""
-    with one_line():
+    with one_line(f"--teacher {model.teacher}"):
         teacher, tokenizer = load_teacher(model.teacher, dtype="auto"), load_tokenizer(model.teacher)
         check_tokenizer(teacher, tokenizer)
         if model.teacher_window is not None:
@@ -164,7 +164,7 @@ def move_teacher(teacher: Teacher, model: DistillArguments, training: TrainingAr
 def make_student(teacher: Teacher, model: DistillArguments, block_size: int, folder: str | None) -> PreTrainedModel:
     """Return the student: from `folder`, from the one that `--student` names, or new with random weights."""
     source = folder or (None if model.is_new else model.student)
-    with one_line():
+    with one_line(f"--student {source or model.student}"):
         if source:
             auto_class = AutoModelForCausalLM if teacher.family.is_decoder else AutoModelForMaskedLM
             auto_class = AutoModelForSequenceClassification if teacher.is_classifier else auto_class
@@ -219,7 +219,7 @@ class Done(NamedTuple):
 def copy_student(teacher: Teacher, student: PreTrainedModel, model: DistillArguments) -> Done:
     """Copy the teacher's weights."""
     start = time.perf_counter()
-    with one_line():
+    with one_line("stage copy"):
         report = copy_weights(teacher, student, model.layers, model.positions)
     text = f"stage copy: {len(report.copied)} tensors copied, {len(report.new)} new, {len(report.left)} left\n{report}"
     return Done(text, 0, time.perf_counter() - start)
@@ -231,7 +231,7 @@ def calibrate_student(
     """Calibrate a student, on all processes alike."""
     start = time.perf_counter()
     options = {"gain": model.calibration_gain, "base": model.calibration_base, "ridge": model.calibration_ridge}
-    with one_line():
+    with one_line("stage calibrate"):
         shares = calibrate(teacher, student, batches, model.layers, **options)
     if dist.is_initialized():  # rounding differs between processes
         for tensor in student.state_dict().values():

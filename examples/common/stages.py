@@ -32,6 +32,7 @@ def plan_alignment(model: DistillArguments, training: TrainingArguments) -> Trai
     first.output_dir = str(Path(training.output_dir, "_align"))  # Trainer pushes nothing with _ to the Hub
     first.max_steps, first.learning_rate = model.align_steps, model.align_learning_rate
     first.load_best_model_at_end = first.push_to_hub = first.gradient_checkpointing = False
+    first.ddp_find_unused_parameters = False  # DDP would look for them in logits, and losses are of the layers
     first.seed = training.seed + 1  # other blocks than distillation begins with
     if wanted:
         early = Path(wanted).resolve().parent == Path(first.output_dir).resolve()

@@ -36,6 +36,8 @@ def parsed(script, tmp_path, monkeypatch):
         options = ["--recipe", str(path), "--output_dir", str(tmp_path), *source, "--bf16", "false"]
         if "pretrained" in path.stem or "continued" in path.stem:
             options += ["--model_name_or_path", "x"]
+        if task == "distill":
+            options += ["--teacher", "x"]
         if path.stem.startswith("pretrained"):
             options += ["--task_name", "rte"]
         return Parsed(*script("lra.run_lra" if task == "lra" else f"run_{task}").parse(options))
