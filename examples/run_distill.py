@@ -16,7 +16,6 @@ import torch
 from common.arguments import (
     RunArguments,
     check_choice,
-    check_least,
     explain_out_of_memory,
     fail,
     find_checkpoint,
@@ -50,7 +49,7 @@ from common.stages import (
 from common.streaming import Stream, check_streaming
 from common.training import begin_run, check_run, make_callbacks, score, train
 from datasets import ClassLabel, Dataset, IterableDataset
-from run_mlm import DataArguments as TextArguments, Masking, cut_blocks, load_texts, mask_once
+from run_mlm import DataArguments as TextArguments, Masking, check_data, load_texts, make_blocks
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     DataCollatorForTokenClassification,
@@ -88,13 +87,7 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, DistillArguments, Trai
         check_streaming(training, run)
     check_options(model, training)
     check_choice(data, "line_end", ("newline", "eos"))
-    check_least(data, 2, "block_size")
-    if sum(map(bool, (data.dataset_name, data.dataset_path, data.train_files or data.validation_files))) != 1:
-        fail("pass one of --dataset_name, --dataset_path, or --train_files and --validation_files")
-    if not 0 < data.mlm_probability < 1:
-        fail(f"--mlm_probability {data.mlm_probability} must be between 0 and 1")
-    if not 0 <= data.short_seq_prob <= 1:
-        fail(f"--short_seq_prob {data.short_seq_prob} must be between 0 and 1")
+    check_data(data)
     training.remove_unused_columns = False
     return data, model, training, run
 
@@ -168,10 +161,7 @@ def load_data(
             blocks = streams["validation"].split(data.block_size)
             streams["validation"] = [{"input_ids": block} for block in blocks if len(block) > 1]
         return streams, next_tokens
-    short = {"train": data.short_seq_prob}
-    blocks = {name: cut_blocks(split, name, tokenizer, data, short.get(name, 0.0)) for name, split in splits.items()}
-    if "validation" in blocks:
-        blocks["validation"] = mask_once(blocks["validation"], tokenizer, data, training.seed)
+    blocks = make_blocks(splits, tokenizer, data, training.seed)
     return blocks, DataCollatorForTokenClassification(tokenizer) if data.short_seq_prob else default_data_collator
 
 

@@ -136,6 +136,12 @@ def parse(
     data, model, training, run = parse_arguments(kinds, argv)
     check_run(TITLE, data, model, training, run, streams=True, predicts=False)
     check_streaming(training, run)
+    check_data(data)
+    return data, model, training, run
+
+
+def check_data(data: DataArguments) -> None:
+    """End the script when the options of the data contradict each other."""
     if sum(map(bool, (data.dataset_name, data.dataset_path, data.train_files or data.validation_files))) != 1:
         fail("pass one of --dataset_name, --dataset_path, or --train_files and --validation_files")
     if not 0 < data.mlm_probability < 1:
@@ -143,7 +149,6 @@ def parse(
     if not 0 <= data.short_seq_prob <= 1:
         fail(f"--short_seq_prob {data.short_seq_prob} must be between 0 and 1")
     check_least(data, 2, "block_size")
-    return data, model, training, run
 
 
 def load_texts(
@@ -162,6 +167,17 @@ def load_texts(
     return splits
 
 
+def make_blocks(
+    splits: dict[str, Dataset | IterableDataset], tokenizer: PreTrainedTokenizerBase, data: DataArguments, seed: int
+) -> dict[str, Dataset | IterableDataset]:
+    """Cut the splits into blocks, of which those of validation are masked."""
+    short = {"train": data.short_seq_prob}
+    blocks = {name: cut_blocks(split, name, tokenizer, data, short.get(name, 0.0)) for name, split in splits.items()}
+    if "validation" in blocks:
+        blocks["validation"] = mask_once(blocks["validation"], tokenizer, data, seed)
+    return blocks
+
+
 def load_data(
     data: DataArguments, model: ModelArguments, training: TrainingArguments, run: RunArguments
 ) -> tuple[dict[str, Any], PreTrainedTokenizerBase, PreTrainedConfig]:
@@ -172,10 +188,7 @@ def load_data(
     if tokenizer.mask_token_id is None:
         fail("the tokenizer has no mask_token; a masked language model needs one")
     config = make_config(model, tokenizer, data.block_size, sparse_prediction=True)
-    short = {"train": data.short_seq_prob}
-    blocks = {name: cut_blocks(split, name, tokenizer, data, short.get(name, 0.0)) for name, split in splits.items()}
-    if "validation" in blocks:
-        blocks["validation"] = mask_once(blocks["validation"], tokenizer, data, training.seed)
+    blocks = make_blocks(splits, tokenizer, data, training.seed)
     masking = Masking(tokenizer, data.mlm_probability)
     if run.streaming and "train" in blocks:
         shuffled = blocks["train"].shuffle(training.seed, buffer_size=run.shuffle_buffer)

@@ -135,10 +135,8 @@ def make_teacher(model: DistillArguments, block_size: int) -> tuple[Teacher, Pre
         check_tokenizer(teacher, tokenizer)
         if model.teacher_window is not None:
             teacher = Teacher(teacher.model, model.teacher_window)
-    labels = 1 if teacher.config.problem_type == "regression" else teacher.config.num_labels
-    if teacher.is_classifier and (
-        teacher.config.problem_type == "multi_label_classification" or teacher.config.num_labels != labels
-    ):
+    kind, count = teacher.config.problem_type, teacher.config.num_labels
+    if teacher.is_classifier and (kind == "multi_label_classification" or (kind == "regression" and count > 1)):
         fail(f"{model.teacher} gives a text several labels: take a classifier that gives it one")
     asked = model.distill_share or model.align_steps or (model.is_new and model.calibration_batches)
     if asked and not reads_all(teacher, block_size):
@@ -147,6 +145,7 @@ def make_teacher(model: DistillArguments, block_size: int) -> tuple[Teacher, Pre
             f"--teacher_window {teacher.max_length} (language models), or --distill_share 0 --align_steps 0 "
             "--calibration_batches 0"
         )
+    tokenizer.model_max_length = max(tokenizer.model_max_length, model.max_length or block_size)
     return teacher, tokenizer
 
 
@@ -234,8 +233,8 @@ def calibrate_student(
     with one_line("stage calibrate"):
         shares = calibrate(teacher, student, batches, model.layers, **options)
     if dist.is_initialized():  # rounding differs between processes
-        for tensor in student.state_dict().values():
-            dist.broadcast(tensor, 0)
+        for parameter in student.parameters():
+            dist.broadcast(parameter.data, 0)
     tokens = sum(int(batch.get("attention_mask", torch.ones_like(batch["input_ids"])).sum()) for batch in batches)
     shown = ", ".join(f"{share:.2f}" for share in shares)
     return Done(

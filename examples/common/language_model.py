@@ -11,7 +11,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from common.arguments import fail
-from common.model import boundary_ids, load_tokenizer
+from common.model import load_tokenizer
 from common.redrawn import draw
 
 
@@ -28,7 +28,9 @@ def encode(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, line_end: s
     if line_end == "newline":
         lines, tail = [text + "\n" for text in texts], []
     else:
-        lines, tail = [text.strip() for text in texts if text.strip()], [boundary_ids(tokenizer)[1]]
+        lines, tail = [text.strip() for text in texts if text.strip()], [tokenizer.eos_token_id]
+        if tail == [None]:
+            fail("the tokenizer has no eos_token; --line_end newline does without")
     encoded = tokenizer(lines, add_special_tokens=False, verbose=False)["input_ids"] if lines else []
     return torch.tensor([token for ids in encoded for token in [*ids, *tail]], dtype=torch.long)
 

@@ -119,6 +119,19 @@ def test_training_from_a_local_folder(trainer, tmp_path):
     assert card.data.base_model is None and f"fine-tuned from `{tmp_path.name}`" in card.text
 
 
+def test_training_from_a_teacher(trainer):
+    card = training_card(
+        trainer(),
+        COMMAND,
+        "imdb",
+        base_model="user/bert",
+        origin="distilled",
+        sections={"Distillation": "Four stages."},
+    )
+    assert metadata_errors(str(card)) == [] and "distilled from `user/bert` on imdb" in card.text
+    assert parts(card)["Distillation"].strip() == "Four."
+
+
 @pytest.mark.parametrize("head", HEADS)
 def test_usage_runs(trainer, tmp_path, head):
     """The lines in the card load the model, in a session like the reader's."""
