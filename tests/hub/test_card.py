@@ -129,7 +129,7 @@ def test_training_from_a_teacher(trainer):
         sections={"Distillation": "Four stages."},
     )
     assert metadata_errors(str(card)) == [] and "distilled from `user/bert` on imdb" in card.text
-    assert parts(card)["Distillation"].strip() == "Four."
+    assert parts(card)["Distillation"].strip() == "Four stages."
 
 
 @pytest.mark.parametrize("head", HEADS)
