@@ -5,6 +5,9 @@ from dataclasses import replace
 import torch
 
 from luna_mega.kernels._op import use_backend, use_float32_precision
+from luna_mega.kernels.complex_ema import op as _complex_ema
+from luna_mega.kernels.complex_ema.coefficients import complex_ema_coefficients
+from luna_mega.kernels.complex_ema.op import complex_ema, complex_ema_step
 from luna_mega.kernels.damped_ema import op as _damped_ema
 from luna_mega.kernels.damped_ema.coefficients import ema_coefficients
 from luna_mega.kernels.damped_ema.op import damped_ema, damped_ema_step
@@ -20,6 +23,9 @@ from luna_mega.kernels.luna_causal_attention.reference import LunaCausalState
 __all__ = [
     "LunaCausalState",
     "TruncatedEmaState",
+    "complex_ema",
+    "complex_ema_coefficients",
+    "complex_ema_step",
     "damped_ema",
     "damped_ema_step",
     "ema_coefficients",
@@ -45,6 +51,8 @@ _OPS = {
         _luna_causal_attention.STEP,
         _damped_ema.EMA,
         _damped_ema.STEP,
+        _complex_ema.EMA,
+        _complex_ema.STEP,
         _gated_attention.ATTEND,
         _gated_attention.STEP,
     )

@@ -3,6 +3,9 @@
 `cu_seqlens` is `[B + 1]` int32 or int64, ascending from 0 to `total`: sequence b is `[cu_seqlens[b], cu_seqlens[b+1])`.
 """
 
+from collections.abc import Callable
+from itertools import pairwise
+
 import torch
 
 
@@ -62,3 +65,22 @@ def locate(cu_seqlens: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Te
 def keep(cu_seqlens: torch.Tensor, max_seqlen: int) -> torch.Tensor:
     """Return a mask `[B, max_seqlen]`, True where `pad` puts a token."""
     return torch.arange(max_seqlen, device=cu_seqlens.device) < cu_seqlens.diff()[:, None]
+
+
+def one_by_one(run: Callable, call: dict, cu_seqlens: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype):
+    """Compute a ragged call with states, one sequence after the other: filling up would decay the states.
+
+    `run` returns the output and the last state. `shape`, `dtype`: of the state of a sequence, where none is given.
+    """
+    x, mask, first = call["x"], call["mask"], call["initial_state"]
+    bounds, outputs, lasts = cu_seqlens.tolist(), [], []
+    if first is None:
+        first = x.new_zeros(len(bounds) - 1, *shape, dtype=dtype)
+    for index, (start, end) in enumerate(pairwise(bounds)):
+        state = first[index : index + 1]
+        if start < end:
+            part = {"x": x[:, start:end], "mask": None if mask is None else mask[:, start:end]}
+            output, state = run(**call | part | {"initial_state": state, "return_state": True})
+            outputs.append(output)
+        lasts.append(state)
+    return torch.cat(outputs, 1), torch.cat(lasts)

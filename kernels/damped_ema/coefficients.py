@@ -57,13 +57,13 @@ def from_parameters(run, coefficients=coefficients):
     return run_parameters
 
 
-def from_coefficients(run):
+def from_coefficients(run, compute=ema_coefficients):
     """Return a step that computes the coefficients where the call brings none."""
 
     def run_step(x, parameters, coefficients, skip, state, mask):
         dtype = working_dtype(x, parameters)
         if coefficients is None:
-            coefficients = ema_coefficients(*parameters, dtype=dtype)
+            coefficients = compute(*parameters, dtype=dtype)
         return run(x, state.to(dtype), coefficients, None if skip is None else skip.to(dtype), mask)
 
     return run_step

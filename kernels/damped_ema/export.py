@@ -20,27 +20,40 @@ def damped_ema(
 ):  # fmt: skip
     """Return `reference.damped_ema`; the final state only on request."""
     log_q, weight_in, _ = coefficients
-    batch, length, channels = x.shape
+    channels = x.shape[2]
     signal = (x if mask is None else x.masked_fill(~mask[..., None], 0.0)).to(log_q.dtype)
     if truncation is not None:
         return finish(_truncated(signal, *_taps(coefficients, channels, truncation, shift)), x, skip), None
-    position, real = chunk_positions(length, CHUNK, x.device)
-    chunks = signal[:, position].masked_fill(~real[..., None], 0.0).permute(3, 0, 1, 2)
-    rows = chunks.flatten(1, 2)
     taps, center = _taps(coefficients, channels, CHUNK, shift)
     inward, outward, _ = _chunk_maps(coefficients, channels, CHUNK, shift)
-    gains = (inward @ rows.mT).unflatten(2, (batch, -1))
-    states = _states(gains, log_q * CHUNK, initial_state)
-    rows = rows @ _toeplitz(taps, center, CHUNK) + states.flatten(2).mT @ outward
-    average = rows.unflatten(1, (batch, -1)).flatten(2).permute(1, 2, 0)
+    average, before, last, rest, since = in_chunks(
+        signal, taps, center, inward, outward, lambda gains: _states(gains, log_q * CHUNK, initial_state)
+    )
     state = None
     if return_state:
-        # The last chunk is empty, and the one before it may be short; zeros take the places behind it.
-        rest = real[-2].sum()
-        since = (rest - 1 - torch.arange(CHUNK, device=x.device)).clamp(min=0)
-        gained = weight_in[..., None] * torch.exp(log_q[..., None] * since) @ chunks[:, :, -2].mT
-        state = (torch.exp(log_q * rest)[..., None] * states[..., -2] + gained).permute(2, 0, 1)
-    return finish(average[:, torch.arange(length, device=x.device)], x, skip), state
+        gained = weight_in[..., None] * torch.exp(log_q[..., None] * since) @ last
+        state = (torch.exp(log_q * rest)[..., None] * before + gained).permute(2, 0, 1)
+    return finish(average, x, skip), state
+
+
+def in_chunks(signal, taps, center, inward, outward, states_before):
+    """Return the average of a signal `[B, T, D]`, the states before the last chunk `[D, N', B]`, and that chunk.
+
+    The chunk is `[D, C, B]`; behind it stand its length, and for every position the number of positions behind it.
+    `states_before` makes the states before all chunks from what each chunk adds to them, `[D, N', B, M]`.
+    """
+    batch, length = signal.shape[:2]
+    position, real = chunk_positions(length, CHUNK, signal.device)
+    chunks = signal[:, position].masked_fill(~real[..., None], 0.0).permute(3, 0, 1, 2)
+    rows = chunks.flatten(1, 2)
+    states = states_before((inward @ rows.mT).unflatten(2, (batch, -1)))
+    rows = rows @ _toeplitz(taps, center, CHUNK) + states.flatten(2).mT @ outward
+    average = rows.unflatten(1, (batch, -1)).flatten(2).permute(1, 2, 0)
+    # The last chunk is empty, and the one before it may be short; zeros take the places behind it.
+    rest = real[-2].sum()
+    since = (rest - 1 - torch.arange(CHUNK, device=signal.device)).clamp(min=0)
+    average = average[:, torch.arange(length, device=signal.device)]
+    return average, states[..., -2], chunks[:, :, -2].mT, rest, since
 
 
 def _truncated(signal, taps, center):

@@ -1,7 +1,5 @@
 """Mega's moving average: `damped_ema` over a sequence or a segment of one, `damped_ema_step` over one position."""
 
-from itertools import pairwise
-
 import torch
 
 from luna_mega.kernels import ragged
@@ -49,24 +47,12 @@ def _unsupported_step(x, parameters, **_):
     return "x or a parameter is float64" if working_dtype(x, parameters) == torch.float64 else None
 
 
-def _one_by_one(run, call, cu_seqlens, max_seqlen):
-    """Compute a ragged call; with states, one sequence after the other, as filling up would decay the states."""
-    x, mask, initial_state = call["x"], call["mask"], call["initial_state"]
-    if initial_state is None and not call["return_state"]:
+def _ragged(run, call, cu_seqlens, max_seqlen):
+    """Compute a ragged call where the kernels cannot."""
+    if call["initial_state"] is None and not call["return_state"]:
         return EMA.fill_up(run, call, cu_seqlens, max_seqlen)
-    bounds, outputs, states = cu_seqlens.tolist(), [], []
-    if initial_state is None:
-        initial_state = torch.zeros(
-            len(bounds) - 1, *call["parameters"][0].shape, dtype=working_dtype(x, call["parameters"]), device=x.device
-        )
-    for index, (start, end) in enumerate(pairwise(bounds)):
-        state = initial_state[index : index + 1]
-        if start < end:
-            part = {"x": x[:, start:end], "mask": None if mask is None else mask[:, start:end]}
-            output, state = run(**call | part | {"initial_state": state, "return_state": True})
-            outputs.append(output)
-        states.append(state)
-    return torch.cat(outputs, 1), torch.cat(states)
+    x, parameters = call["x"], call["parameters"]
+    return ragged.one_by_one(run, call, cu_seqlens, parameters[0].shape, working_dtype(x, parameters))
 
 
 _BACKENDS = {
@@ -74,7 +60,7 @@ _BACKENDS = {
     "torch": from_parameters(_torch),
     "triton": from_parameters(_triton),
 }
-EMA = Op("damped_ema", _BACKENDS, _unsupported, tokens=("x",), ragged=_one_by_one, on_ranks=sharded.on_ranks(_BACKENDS))
+EMA = Op("damped_ema", _BACKENDS, _unsupported, tokens=("x",), ragged=_ragged, on_ranks=sharded.on_ranks(_BACKENDS))
 STEP = Op(
     "damped_ema_step",
     {

@@ -46,7 +46,7 @@ def _average(run: Callable, shard: ContextShard, x, parameters, skip, mask, shif
 def _start_states(kept, log_q, weight_in, shard):
     """Return the states before this part `[B, D, N]`, and of an average from the end the states behind it, or None."""
     channels, rank = kept.shape[2], shard.rank
-    rows = _rows(kept)
+    rows = rows_of(kept)
     gained = [_decayed_sum(rows, log_q[:channels], from_end=True)]
     if len(log_q) > channels:
         gained.append(_decayed_sum(rows, log_q[channels:], from_end=False))
@@ -65,7 +65,7 @@ def _arriving(states, log_q, gaps):
     return torch.einsum("pbdn,pdn->bdn", states, torch.exp(log_q * gaps[:, None, None]))
 
 
-def _rows(x):
+def rows_of(x):
     """Return `[B, T, D]` as `[D, B, T]`: transposing a contiguous matrix is faster than copying a permuted one."""
     return x.flatten(0, 1).t().contiguous().view(-1, *x.shape[:2])
 

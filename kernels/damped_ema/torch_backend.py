@@ -83,11 +83,15 @@ def _final_state(x, mask, coefficients, state, inward):
     """Return the state behind the last position, from the state before the last chunk, which may be short."""
     chunk = inward.shape[-1]
     rest = (x.shape[1] - 1) % chunk + 1
-    last = x[:, -rest:]
-    if mask is not None:
-        last = last.masked_fill(~mask[:, -rest:, None], 0.0)
-    gained = torch.einsum("dnt,btd->bdn", inward[..., chunk - rest :], last.to(inward.dtype))
+    gained = gained_states(x[:, -rest:], None if mask is None else mask[:, -rest:], inward[..., chunk - rest :])
     return torch.exp(coefficients[0] * rest) * state + gained
+
+
+def gained_states(x, mask, inward):
+    """Return the states `[B, D, N']` with which a chunk ends if it starts from zero; `inward` `[D, N', T]`."""
+    if mask is not None:
+        x = x.masked_fill(~mask[..., None], 0.0)
+    return torch.einsum("dnt,btd->bdn", inward, x.to(inward.dtype))
 
 
 @functools.lru_cache
@@ -145,20 +149,30 @@ def _lag_sums(products, center):
 def _carry(gains, decay, first, forward, backward):
     """Return the states before each chunk, s_i = q^C s_{i-1} + gains_{i-1}, `[D, B, chunks, N']`.
 
-    `first`: the states to begin with, `[D, B, N']`. `forward`, `backward`: the slices of the states that run with time
-    and against it.
+    `decay`: q^C - 1; where it is complex, pairs of states are complex numbers. `first`: the states to begin with, `[D,
+    B, N']`. `forward`, `backward`: the slices of the states that run with time and against it.
     """
     carried = gains.new_empty(gains.shape[2], *gains.shape[:2], gains.shape[3])
     carried[0] = first
     carried[1:, ..., forward] = gains[:, :, :-1, forward].permute(2, 0, 1, 3)
     carried[1:, ..., backward] = gains[:, :, 1:, backward].flip(2).permute(2, 0, 1, 3)
-    rows, decay = carried.unbind(0), decay[:, None]
+    rows, decay = _numbers(carried, decay).unbind(0), decay[:, None]
     for before, row in zip(rows[:-1], rows[1:], strict=True):
         row.add_(before).addcmul_(before, decay)
     states = torch.empty_like(gains)
     states[..., forward] = carried[..., forward].permute(1, 2, 0, 3)
     states[..., backward] = carried[..., backward].flip(0).permute(1, 2, 0, 3)
     return states
+
+
+def _numbers(states, decay):
+    """Return states as the numbers that `decay` multiplies: pairs as complex numbers where it is complex."""
+    return torch.view_as_complex(states.unflatten(-1, (-1, 2))) if decay.is_complex() else states
+
+
+def _pairs(numbers):
+    """Return complex numbers as pairs of real ones."""
+    return torch.view_as_real(numbers).flatten(-2) if numbers.is_complex() else numbers
 
 
 def _directions(inward, center):
@@ -187,9 +201,11 @@ def _scan_backward(gradient, grad_last, chunks, taps, center, inward, outward, d
     from_output = (grad_rows @ outward.mT).view(states.shape)
     if grad_last is not None:
         from_output[:, :, -1] += grad_last.transpose(0, 1)
+    decay = decay.conj().resolve_conj()
     grad_gains = _carry(from_output, decay, 0.0, backward, forward)
-    grad_initial = torch.addcmul(from_output[:, :, 0] + grad_gains[:, :, 0], grad_gains[:, :, 0], decay[:, None])
-    grad_decay = (grad_gains * states).sum((1, 2))
+    first = _numbers(grad_gains[:, :, 0], decay)
+    grad_initial = from_output[:, :, 0] + _pairs(torch.addcmul(first, first, decay[:, None]))
+    grad_decay = _pairs((_numbers(grad_gains, decay) * _numbers(states, decay).conj()).sum((1, 2)))
     states, grad_gains = states.flatten(1, 2), grad_gains.flatten(1, 2)
     grad_chunks = grad_rows @ _toeplitz(taps, center, chunks.shape[-1]).mT
     grad_chunks.baddbmm_(grad_gains, inward)
@@ -214,12 +230,11 @@ def _rows(x, mask, multiple):
     return x.flatten(0, 1).t().contiguous().view(-1, *x.shape[:2])
 
 
-@torch.library.custom_op("luna_mega::damped_ema", mutates_args=(), schema=f"({INPUTS}) -> (Tensor, Tensor, Tensor)")
-def _damped_ema(x, mask, skip, taps, center, inward, outward, decay, initial):
+def run(x, mask, skip, taps, center, inward, outward, decay, initial):
     """Return the result, the argument of silu, and the state before the last chunk; the last two may be empty.
 
     Without `inward`, `outward` and `decay` all lags stand in `taps`, which are convolved by FFT. With them `taps` are
-    the lags within a chunk.
+    the lags within a chunk. A `decay` of real pairs `[D, N, 2]` multiplies complex states, whose parts take turns.
     """
     batch, length, channels = x.shape
     average = torch.empty(x.shape, dtype=taps.dtype, device=x.device)
@@ -240,6 +255,11 @@ def _damped_ema(x, mask, skip, taps, center, inward, outward, decay, initial):
     return nn.functional.silu(average).to(x.dtype), average, last
 
 
+_damped_ema = torch.library.custom_op(
+    "luna_mega::damped_ema", run, mutates_args=(), schema=f"({INPUTS}) -> (Tensor, Tensor, Tensor)"
+)
+
+
 @_damped_ema.register_fake
 def _(x, mask, skip, taps, center, inward, outward, decay, initial):
     average = taps.new_empty(0 if skip is None else x.shape)
@@ -247,12 +267,7 @@ def _(x, mask, skip, taps, center, inward, outward, decay, initial):
     return x.new_empty(x.shape), average, last
 
 
-@torch.library.custom_op(
-    "luna_mega::damped_ema_backward",
-    mutates_args=(),
-    schema=f"(Tensor gradient, Tensor? grad_last, Tensor average, {INPUTS}) -> Tensor[]",
-)
-def _damped_ema_backward(gradient, grad_last, average, x, mask, skip, taps, center, inward, outward, decay, initial):
+def run_backward(gradient, grad_last, average, x, mask, skip, taps, center, inward, outward, decay, initial):
     """Return the gradients of x, skip, taps, inward, outward, decay and initial; empty where the input is None."""
     length, dtype = x.shape[1], taps.dtype
     chunk = 1 if inward is None else inward.shape[2]
@@ -276,7 +291,7 @@ def _damped_ema_backward(gradient, grad_last, average, x, mask, skip, taps, cent
                 *_of_block(block, inward, outward, decay, initial),
             )
             for grad, value in zip(grad_maps, of_maps, strict=True):
-                grad[block] = value
+                grad[block] = value.view_as(grad[block])
             if initial is not None:
                 grad_initial[:, block] = of_initial.transpose(0, 1)
             through = through.flatten(2)
@@ -289,6 +304,14 @@ def _damped_ema_backward(gradient, grad_last, average, x, mask, skip, taps, cent
     return grads
 
 
+_damped_ema_backward = torch.library.custom_op(
+    "luna_mega::damped_ema_backward",
+    run_backward,
+    mutates_args=(),
+    schema=f"(Tensor gradient, Tensor? grad_last, Tensor average, {INPUTS}) -> Tensor[]",
+)
+
+
 @_damped_ema_backward.register_fake
 def _(gradient, grad_last, average, x, mask, skip, taps, center, inward, outward, decay, initial):
     return _empty_like(x, skip, taps, inward, outward, decay, initial)
@@ -299,7 +322,9 @@ def _empty_like(x, *inputs):
 
 
 def _of_block(block, inward, outward, decay, initial):
-    return inward[block], outward[block], decay[block], None if initial is None else initial[:, block]
+    decay = decay[block]
+    decay = torch.view_as_complex(decay) if decay.dim() == 3 else decay
+    return inward[block], outward[block], decay, None if initial is None else initial[:, block]
 
 
 def _save_for_backward(ctx, inputs, output):

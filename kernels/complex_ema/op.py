@@ -1,0 +1,208 @@
+"""Megalodon's moving average: `complex_ema` over a sequence or a segment, `complex_ema_step` over one position."""
+
+import torch
+
+from luna_mega.kernels import ragged
+from luna_mega.kernels._op import Op
+from luna_mega.kernels.complex_ema import export, reference, sharded, torch_backend
+from luna_mega.kernels.complex_ema.coefficients import coefficients, complex_ema_coefficients
+from luna_mega.kernels.context_parallel import ContextShard
+from luna_mega.kernels.damped_ema.coefficients import from_coefficients, from_parameters
+from luna_mega.kernels.damped_ema.reference import working_dtype
+
+# The limit of the Triton kernels, which hold the states of a channel in registers.
+MAX_STATES = 32
+
+
+def _torch(x, **call):
+    run = export.complex_ema if torch.compiler.is_exporting() else torch_backend.complex_ema
+    return run(x, **call)
+
+
+def _triton(x, **call):
+    # Imported where it is needed: the import decides whether kernels are interpreted.
+    from luna_mega.kernels.complex_ema import triton_ops
+
+    return triton_ops.complex_ema(x, **call)
+
+
+def _triton_step(x, state, coefficients, **call):
+    from luna_mega.kernels.complex_ema import triton_ops
+
+    return triton_ops.step(x, state.to(torch.float32), **call)
+
+
+def _unsupported(x, parameters, **_):
+    if working_dtype(x, parameters) == torch.float64:
+        return "x or a parameter is float64"
+    states = parameters[0].shape[1]
+    return f"{states} states per channel are more than {MAX_STATES}" if states > MAX_STATES else None
+
+
+def _ragged(run, call, cu_seqlens, max_seqlen):
+    """Compute a ragged call where the kernels cannot."""
+    if call["initial_state"] is None and not call["return_state"]:
+        return EMA.fill_up(run, call, cu_seqlens, max_seqlen)
+    x, parameters = call["x"], call["parameters"]
+    return ragged.one_by_one(run, call, cu_seqlens, parameters[3].shape, working_dtype(x, parameters))
+
+
+def _reference_step(x, state, parameters, coefficients, skip, mask):
+    dtype = working_dtype(x, parameters)
+    made = reference.coefficients(*(parameter.to(dtype) for parameter in parameters))
+    return reference.step(x, state.to(dtype), made, None if skip is None else skip.to(dtype), mask)
+
+
+_BACKENDS = {
+    "reference": from_parameters(reference.complex_ema, reference.coefficients),
+    "torch": from_parameters(_torch, coefficients),
+    "triton": from_parameters(_triton, coefficients),
+}
+EMA = Op("complex_ema", _BACKENDS, _unsupported, tokens=("x",), ragged=_ragged, on_ranks=sharded.on_ranks(_BACKENDS))
+STEP = Op(
+    "complex_ema_step",
+    {
+        "reference": _reference_step,
+        "torch": from_coefficients(torch_backend.step, complex_ema_coefficients),
+        "triton": _triton_step,  # computing the coefficients would take longer than the step
+    },
+    _unsupported,
+    tokens=("x",),
+)
+
+
+def complex_ema(
+    x: torch.Tensor,
+    input_logit: torch.Tensor,
+    damping_logit: torch.Tensor,
+    phase_logit: torch.Tensor,
+    projection: torch.Tensor,
+    skip: torch.Tensor | None = None,
+    *,
+    mask: torch.Tensor | None = None,
+    initial_state: torch.Tensor | None = None,
+    return_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
+    shard: ContextShard | None = None,
+    backend: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Compute the complex exponential moving average of every channel (Megalodon section 3.2, as its code has it).
+
+    With p = sigmoid(input_logit) and q_n = (1 - p sigmoid(damping_logit)) exp(2 pi i n sigmoid(phase_logit) / N), n =
+    1..N, the N complex states of a channel follow h_t = q h_{t-1} + p x_t, and the result is
+    y_t = Re sum_n projection_n / sqrt(N) h_{t,n} + skip x_t.
+
+    Args:
+        x: `[B, T, D]`, T at least 1.
+        input_logit, damping_logit: `[D, N]`; alpha and delta of the paper, as logits.
+        phase_logit: `[D]`; theta.
+        projection: `[D, N, 2]`, real and imaginary part; gamma (eta of the paper).
+        skip: `[D]`; omega. None = no skip.
+        mask: `[B, T]` bool, True = keep; None = all. Other positions enter as 0, the average and the skip; the states
+            still decay there.
+        initial_state: `[B, D, N, 2]` float32 or float64, real and imaginary part: the states before the first
+            position; None = 0.
+        return_state: return the states behind the last position as well.
+        cu_seqlens: `[S + 1]` int32 or int64: x is S sequences laid end to end, `[1, total, D]`, the mask `[1, total]`,
+            sequence s is `[cu_seqlens[s], cu_seqlens[s+1])`; states are then `[S, D, N, 2]`, and each sequence has the
+            same result as alone.
+        max_seqlen: length of the longest sequence; None = read from `cu_seqlens`, which waits for the device.
+        shard: x and the mask are this process's part of longer sequences, and the result is the average of the whole
+            at these positions; the processes exchange their states, `[B, D, N, 2]`. None = x is all. Without states
+            and `cu_seqlens`.
+        backend: one of `"auto"`, `"reference"`, `"torch"`, `"triton"`; None = as `luna_mega.kernels.api.use_backend`
+            and `LUNA_MEGA_BACKEND` say. Triton has kernels for up to 32 states per channel, not for float64. The other
+            backends fill ragged sequences up, or, with states, run one after the other.
+
+    Returns:
+        `[B, T, D]` in the dtype of `x`; with `return_state` (that, states `[B, D, N, 2]`). States and everything up to
+        the result are computed in float32, also under autocast, in float64 where x or a parameter is float64.
+        Gradients flow through both states.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit together, or the backend does not exist or cannot run the call.
+
+    Example:
+        >>> import torch
+        >>> x, logits = torch.randn(2, 100, 8), [torch.randn(8, 4), torch.randn(8, 4), torch.randn(8)]
+        >>> parameters = [*logits, torch.randn(8, 4, 2)]
+        >>> first, state = complex_ema(x[:, :60], *parameters, return_state=True)
+        >>> second = complex_ema(x[:, 60:], *parameters, initial_state=state)
+        >>> torch.allclose(torch.cat([first, second], 1), complex_ema(x, *parameters), atol=1e-5)
+        True
+    """
+    if x.dim() != 3 or x.shape[1] < 1:
+        raise ValueError(f"complex_ema needs x [batch, length, channels] of length 1 or more, got {list(x.shape)}")
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:2]):
+        raise ValueError(
+            f"complex_ema needs a bool mask of shape {list(x.shape[:2])} (True = keep), got {mask.dtype} "
+            f"{list(mask.shape)}"
+        )
+    parameters = (input_logit, damping_logit, phase_logit, projection)
+    EMA.refuse_beside(shard, initial_state=initial_state, return_state=return_state, cu_seqlens=cu_seqlens)
+    sequences = x.shape[0]
+    if cu_seqlens is not None:
+        if sequences != 1:
+            raise ValueError(f"complex_ema needs x [1, total, channels] with cu_seqlens, got {list(x.shape)}")
+        max_seqlen = ragged.check("complex_ema", cu_seqlens, max_seqlen, x.shape[1])
+        sequences = len(cu_seqlens) - 1
+    elif max_seqlen is not None:
+        raise ValueError("complex_ema: max_seqlen belongs to cu_seqlens; leave it out")
+    _check("complex_ema", x, parameters, skip, initial_state, sequences)
+    call = {
+        "x": x,
+        "parameters": parameters,
+        "skip": skip,
+        "mask": mask,
+        "initial_state": initial_state,
+        "return_state": return_state,
+    }
+    output, state = EMA(backend, call, cu_seqlens, max_seqlen, shard=shard)
+    return (output, state) if return_state else output
+
+
+def complex_ema_step(
+    x: torch.Tensor,
+    state: torch.Tensor,
+    input_logit: torch.Tensor,
+    damping_logit: torch.Tensor,
+    phase_logit: torch.Tensor,
+    projection: torch.Tensor,
+    skip: torch.Tensor | None = None,
+    *,
+    mask: torch.Tensor | None = None,
+    coefficients: tuple[torch.Tensor, ...] | None = None,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Continue `complex_ema` by one position x `[B, D]`: return y `[B, D]` and the next state `[B, D, N, 2]`.
+
+    Arguments and errors as in `complex_ema`, with `mask` `[B]`. The given state is not changed. `coefficients`: the
+    `complex_ema_coefficients` of the four parameters, which save most of the step; None = computed.
+    """
+    if x.dim() != 2:
+        raise ValueError(f"complex_ema_step needs x [batch, channels], got {list(x.shape)}")
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:1]):
+        raise ValueError(f"complex_ema_step needs a bool mask [{x.shape[0]}], got {mask.dtype} {list(mask.shape)}")
+    parameters = (input_logit, damping_logit, phase_logit, projection)
+    _check("complex_ema_step", x, parameters, skip, state, x.shape[0])
+    call = {"x": x, "state": state, "parameters": parameters, "coefficients": coefficients, "skip": skip, "mask": mask}
+    return STEP(backend, call)
+
+
+def _check(op, x, parameters, skip, state, sequences):
+    channels, states = x.shape[-1], parameters[0].shape[-1]
+    shapes = [list(parameter.shape) for parameter in parameters]
+    if shapes != [[channels, states], [channels, states], [channels], [channels, states, 2]]:
+        raise ValueError(
+            f"{op} needs for {channels} channels two logits [{channels}, N], a phase_logit [{channels}] and a "
+            f"projection [{channels}, N, 2], got {shapes}"
+        )
+    if not all(tensor.is_floating_point() for tensor in (x, *parameters)):
+        raise ValueError(f"{op} needs floating-point x and parameters, got {[t.dtype for t in (x, *parameters)]}")
+    if skip is not None and skip.shape != (channels,):
+        raise ValueError(f"{op} needs a skip of shape {[channels]}, got {list(skip.shape)}")
+    if state is not None:
+        needed = [sequences, channels, states, 2]
+        if list(state.shape) != needed or state.dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"{op} needs a float32 or float64 state {needed}, got {state.dtype} {list(state.shape)}")

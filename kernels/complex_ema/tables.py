@@ -1,0 +1,132 @@
+"""Tables of powers of q for the PyTorch backend, and the gradients of what is made of them, in closed form.
+
+A table has a row for every power, so that one row times another is a product of contiguous tensors; it is turned into
+real pairs `[D, 2 N, E]`, where real and imaginary parts take turns, by one transposition of a matrix. The functions of
+this file stand inside an operator, where complex numbers are in no compiler's way.
+"""
+
+import math
+
+import torch
+
+from luna_mega.kernels.complex_ema.coefficients import Coefficients, angle, powers_less_one
+
+
+def _power(of: Coefficients, exponent: float) -> torch.Tensor:
+    log_decay, turn = of[:2]
+    return torch.polar(torch.exp(log_decay * exponent), angle(turn * exponent, log_decay.dtype))
+
+
+def _table(of: Coefficients, count: int, step: int = 1) -> torch.Tensor:
+    """Return q^(step t) for t < count, `[count, D, N]`, by doubling: a product has few factors and little error."""
+    first = torch.view_as_complex(of.weight_out)
+    rows = first.new_empty(count, *first.shape)
+    rows[0] = 1.0
+    done = 1
+    while done < count:
+        more = min(done, count - done)
+        torch.mul(rows[:more], _power(of, step * done), out=rows[done : done + more])
+        done += more
+    return rows
+
+
+def _pairs(rows: torch.Tensor) -> torch.Tensor:
+    """Return complex numbers `[E, D, N]` as real pairs `[D, 2 N, E]`."""
+    matrix = torch.view_as_real(rows).flatten(1).t().contiguous()
+    return matrix.view(rows.shape[1], -1, rows.shape[0])
+
+
+def _real(weight: torch.Tensor) -> torch.Tensor:
+    """Return real weights `[D, N]` as pairs `[D, 2 N]`."""
+    return torch.stack((weight, torch.zeros_like(weight)), -1).flatten(1)
+
+
+def _number(pairs: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_complex(pairs.unflatten(-1, (-1, 2)).contiguous())
+
+
+def chunk_maps(of: Coefficients, chunk: int) -> tuple[torch.Tensor, ...]:
+    """Return the lags within a chunk `[D, C]`, the matrices from a chunk to the states and back, and q^C - 1.
+
+    The matrices are `[D, 2 N, C]`, q^C - 1 is `[D, N, 2]`.
+    """
+    rows = _table(of, chunk + 1)
+    inward = _pairs(rows[:chunk].flip(0).mul_(of.weight_in))
+    outward = _pairs(rows.mul_(torch.view_as_complex(of.weight_out)).conj_physical_())
+    taps = _real(of.weight_in)[:, None] @ outward[..., :chunk]
+    return taps[:, 0], inward, outward[..., 1:], powers_less_one(of.log_decay, of.turn, chunk)
+
+
+def chunk_maps_backward(
+    of: Coefficients, chunk, grad_taps, grad_inward, grad_outward, grad_decay
+) -> list[torch.Tensor]:
+    """Return the gradients of the coefficients from those of `chunk_maps`."""
+    powers = _pairs(_table(of, chunk + 1))
+    weight_out = torch.view_as_complex(of.weight_out)
+    sums, slopes = _sums(grad_inward.flip(-1), powers[..., :chunk])
+    # The states' way out is conjugate.
+    received = torch.nn.functional.pad(grad_outward, (1, 0))
+    received[:, 0::2, :chunk].addcmul_(of.weight_in[..., None], grad_taps[:, None])
+    received[:, 1::2].neg_()
+    out_sums, out_slopes = _sums(received, powers)
+    of_taps = _number((powers[..., :chunk] @ grad_taps[..., None]).squeeze(-1))
+    grad_in = sums.real + (weight_out * of_taps).real
+    last = torch.view_as_complex(grad_decay).conj() * _number(powers[..., chunk].contiguous())
+    slopes = of.weight_in * slopes + weight_out * out_slopes + chunk * last
+    return _of_slopes(slopes, grad_in, out_sums)
+
+
+def series(of: Coefficients, length: int) -> torch.Tensor:
+    """Return Re sum_n p_n g_n q_n^t for t < length, `[D, length]`: q^(i c + j) = q^(i c) q^j."""
+    inner, outer = _split(length)
+    coarse = _table(of, outer, inner).mul_(of.weight_in * torch.view_as_complex(of.weight_out)).conj_physical_()
+    return (_pairs(coarse).mT @ _pairs(_table(of, inner))).flatten(1)[:, :length]
+
+
+def series_backward(of: Coefficients, grad_taps: torch.Tensor) -> list[torch.Tensor]:
+    """Return the gradients of the coefficients from that of `series`."""
+    length = grad_taps.shape[1]
+    inner, outer = _split(length)
+    grad = torch.nn.functional.pad(grad_taps, (0, outer * inner - length)).unflatten(1, (outer, inner))
+    position = torch.arange(outer * inner, device=grad.device, dtype=grad.dtype).view(outer, inner)
+    fine, coarse = _pairs(_table(of, inner)), _pairs(_table(of, outer, inner)).unflatten(1, (-1, 2))
+    weight_out = torch.view_as_complex(of.weight_out)
+    sums = []
+    for weighted in (grad, position * grad):
+        within = (fine @ weighted.mT).unflatten(1, (-1, 2))
+        real, imaginary = (coarse * within).sum(-1).unbind(2)
+        sums.append(torch.complex(real - imaginary, (coarse * within.flip(2)).sum((-1, -2))))
+    plain, lagged = sums
+    slopes = of.weight_in * weight_out * lagged
+    return _of_slopes(slopes, (weight_out * plain).real, of.weight_in * plain)
+
+
+def _split(length):
+    inner = 1 << (max(length - 1, 1).bit_length() + 1) // 2
+    return inner, -(-length // inner)
+
+
+def _sums(gradient, powers):
+    """Return the sums of gradient times q^t, where the gradient of x + i y is g_x - i g_y, and those of t times both.
+
+    The gradients are pairs `[D, 2 N, E]` of g_x and g_y; the sums are complex, `[D, N]`.
+    """
+    count = powers.shape[-1]
+    ramp = torch.arange(count, device=powers.device, dtype=powers.dtype)
+    weights = torch.stack((torch.ones_like(ramp), ramp), 1)
+    # Of pairs: g_x Re q + g_y Im q, and g_x Im q - g_y Re q.
+    turned = powers.unflatten(1, (-1, 2)).flip(2).flatten(1, 2)
+    straight, crossed = ((gradient * table) @ weights for table in (powers, turned))
+    real = straight[:, 0::2] + straight[:, 1::2]
+    imaginary = crossed[:, 0::2] - crossed[:, 1::2]
+    return torch.complex(real, imaginary).unbind(-1)
+
+
+def _of_slopes(slopes, grad_in, grad_out):
+    """Return the gradients of the coefficients; `slopes`: of log q, the others as complex derivatives."""
+    return [
+        slopes.real.contiguous(),
+        slopes.imag.double() * (-2 * math.pi),
+        grad_in.contiguous(),
+        torch.view_as_real(grad_out.conj().resolve_conj()),
+    ]
