@@ -19,9 +19,13 @@ from luna_mega.kernels.luna_attention.op import luna_attention, luna_pack, luna_
 from luna_mega.kernels.luna_causal_attention import op as _luna_causal_attention
 from luna_mega.kernels.luna_causal_attention.op import luna_causal_attention, luna_causal_attention_step
 from luna_mega.kernels.luna_causal_attention.reference import LunaCausalState
+from luna_mega.kernels.timestep_norm import op as _timestep_norm
+from luna_mega.kernels.timestep_norm.op import timestep_norm, timestep_norm_step
+from luna_mega.kernels.timestep_norm.reference import TimestepNormState
 
 __all__ = [
     "LunaCausalState",
+    "TimestepNormState",
     "TruncatedEmaState",
     "complex_ema",
     "complex_ema_coefficients",
@@ -37,6 +41,8 @@ __all__ = [
     "luna_causal_attention_step",
     "luna_pack",
     "luna_unpack",
+    "timestep_norm",
+    "timestep_norm_step",
     "use_backend",
     "use_float32_precision",
 ]
@@ -53,6 +59,8 @@ _OPS = {
         _damped_ema.STEP,
         _complex_ema.EMA,
         _complex_ema.STEP,
+        _timestep_norm.NORM,
+        _timestep_norm.STEP,
         _gated_attention.ATTEND,
         _gated_attention.STEP,
     )

@@ -1,0 +1,81 @@
+"""The norm over time as Megalodon's code computes it (Megalodon, section 3.3), one position after the other.
+
+This file is the specification: every faster path is tested against it. Shapes: input `[B, T, D]`, cut into G groups of
+D / G neighbours; counts `[B]`, means and variances `[B, G]`. Masks are boolean, True = keep.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+
+class TimestepNormState(NamedTuple):
+    """The statistics of all positions so far.
+
+    count `[B]` int64: the number of positions; mean, variance `[B, G]` float64: of all features of a group at all of
+    them, the variance with the number of features as its divisor. Float32, which a call takes as well, could not
+    follow single positions: at a million of them a step of 1 / count is less than its rounding error.
+    """
+
+    count: torch.Tensor
+    mean: torch.Tensor
+    variance: torch.Tensor
+
+
+def empty_state(x: torch.Tensor, groups: int, sequences: int) -> TimestepNormState:
+    """Return the statistics of no position."""
+    zeros = x.new_zeros(sequences, groups, dtype=torch.float64)
+    return TimestepNormState(x.new_zeros(sequences, dtype=torch.int64), zeros, zeros.clone())
+
+
+def step(
+    x: torch.Tensor,
+    state: TimestepNormState,
+    groups: int,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    mask: torch.Tensor | None,
+) -> tuple[torch.Tensor, TimestepNormState]:
+    """Return y and the statistics with one more position, x `[B, D]`, mask `[B]`; where masked y = 0 and they stand."""
+    count, mean, variance = state
+    kept = x if mask is None else x.masked_fill(~mask[:, None], 0.0)
+    kept = kept.to(mean.dtype).unflatten(1, (groups, -1))
+    now, spread = kept.mean(-1), kept.var(-1, correction=0)
+    next_count = count + 1
+    share = 1.0 / next_count[:, None].to(mean.dtype)
+    # With a count of 0 the statistics before count for nothing, whatever they are.
+    mean, variance = (torch.where(count[:, None] == 0, 0.0, x) for x in (mean, variance))
+    away = now - mean
+    next_mean = mean + away * share
+    next_variance = variance + (spread + (1 - share) * away.square() - variance) * share
+    y = (kept - next_mean[..., None]) * torch.rsqrt(next_variance + eps)[..., None]
+    y = y.flatten(1)
+    y = y if weight is None else y * weight
+    y = y if bias is None else y + bias
+    if mask is not None:
+        y = y.masked_fill(~mask[:, None], 0.0)
+        next_count = torch.where(mask, next_count, count)
+        next_mean, next_variance = (
+            torch.where(mask[:, None], after, before)
+            for after, before in ((next_mean, mean), (next_variance, variance))
+        )
+    return y.to(x.dtype), TimestepNormState(next_count, next_mean, next_variance)
+
+
+def timestep_norm(
+    x: torch.Tensor,
+    groups: int,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    mask: torch.Tensor | None = None,
+    initial_state: TimestepNormState | None = None,
+) -> tuple[torch.Tensor, TimestepNormState]:
+    """Return the results of `step` at all positions, and the statistics of all of them."""
+    state = empty_state(x, groups, x.shape[0]) if initial_state is None else initial_state
+    outputs = []
+    for t in range(x.shape[1]):
+        y, state = step(x[:, t], state, groups, weight, bias, eps, None if mask is None else mask[:, t])
+        outputs.append(y)
+    return torch.stack(outputs, 1), state

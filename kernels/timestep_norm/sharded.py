@@ -1,0 +1,40 @@
+"""The norm of sequences whose parts lie on several processes, which exchange their statistics and nothing else."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from luna_mega.kernels.context_parallel import ContextShard, all_gather
+from luna_mega.kernels.timestep_norm.reference import TimestepNormState
+
+
+def on_ranks(backends: dict[str, Callable]) -> dict[str, Callable]:
+    """Return the backends for sequences whose parts lie on several processes."""
+    return {name: partial(_norm, run) for name, run in backends.items()}
+
+
+def _norm(run: Callable, shard: ContextShard, x, groups, mask, initial_state, **call):
+    """Return the norm at this process's positions of the whole sequence, and the statistics so far."""
+    here, rank = shard.lengths[shard.rank], shard.rank
+    if here != x.shape[1]:
+        raise ValueError(f"timestep_norm: the shard has {here} positions here, and x {x.shape[1]}")
+    kept = x if mask is None else x.masked_fill(~mask[..., None], 0.0)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    variances, means = torch.var_mean(kept.to(dtype).unflatten(2, (groups, -1)), -1, correction=0)
+    weights = torch.ones_like(means[..., :1]) if mask is None else mask[..., None]
+    part = _pooled(weights.double().expand_as(means), means.double(), variances.double(), 1)
+    weights, means, variances = all_gather(torch.stack(part), shard).unbind(1)
+    # The later parts count for nothing, but all ranks use the tensors of all.
+    earlier = torch.arange(shard.size, device=x.device)[:, None, None] < rank
+    weight, mean, variance = _pooled(weights * earlier, means, variances, 0)
+    state = TimestepNormState(weight[:, 0].long(), mean, variance)
+    return run(x=x, groups=groups, mask=mask, initial_state=state, **call)
+
+
+def _pooled(weights, means, variances, dim):
+    """Return the sum of the weights, and mean and variance of all that these weights, means and variances are of."""
+    total = weights.sum(dim)
+    shares = weights / total.clamp(min=1.0).unsqueeze(dim)
+    mean = (shares * means).sum(dim)
+    return total, mean, (shares * (variances + (means - mean.unsqueeze(dim)).square())).sum(dim)

@@ -1,0 +1,389 @@
+"""`timestep_norm`: the reference against its definition, the torch backend against the reference, in float64."""
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from luna_mega.kernels.api import (
+    TimestepNormState,
+    explain,
+    timestep_norm,
+    timestep_norm_step,
+    use_backend,
+)
+from luna_mega.kernels.timestep_norm import torch_backend
+from tests.kernels.test_damped_ema import MASKS, assert_same, relative_error
+
+KINDS = ["alone", "states"]
+
+
+class Inputs:
+    """Tensors of one call, in the order of the gradients: x, weight, bias, mean and variance of the state."""
+
+    def __init__(
+        self, length, kind="alone", masking="none", groups=3, width=4, batch=2, affine=True, offset=0.5, dtype=None
+    ):
+        generator = torch.Generator().manual_seed(100 * length + groups)
+
+        def normal(*shape):
+            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+        features = groups * width
+        tensors = [normal(batch, length, features) * 1.5 + offset]
+        tensors += [normal(features), normal(features)] if affine else []
+        self.mask = None
+        if masking != "none":
+            self.mask = torch.rand(batch, length, generator=generator) < 0.7
+            if masking == "all of one row":
+                self.mask[-1] = False
+        self.groups, self.affine, self.stateful = groups, affine, kind == "states"
+        if self.stateful:
+            tensors += [normal(batch, groups) + offset, normal(batch, groups).square() + 0.1]
+        self.count = torch.tensor([3, 1000][:batch]) if self.stateful else None
+        self.leaves = [tensor.requires_grad_() for tensor in tensors]
+        if dtype is not None:
+            self.to(dtype)
+
+    def to(self, dtype):
+        plain = len(self.leaves) - 2 * self.stateful
+        self.leaves = [
+            (tensor.detach().to(dtype) if index < plain else tensor.detach().clone()).requires_grad_()
+            for index, tensor in enumerate(self.leaves)
+        ]
+        return self
+
+    def arguments(self, *leaves):
+        """Return the arguments of a call, and the state."""
+        x, *rest = leaves
+        state = TimestepNormState(self.count, *rest[-2:]) if self.stateful else None
+        return (x, self.groups, *(rest[:2] if self.affine else (None, None))), state
+
+    def call(self, *leaves, **options):
+        """Output, final mean and variance."""
+        arguments, state = self.arguments(*leaves)
+        options = {"mask": self.mask, "initial_state": state, "return_state": True} | options
+        output, state = timestep_norm(*arguments, **options)
+        return output, *state[1:]
+
+    def run(self, function=None, used=(0, 1, 2), **options):
+        """Outputs, and gradients of a fixed random projection of those that are `used`."""
+        outputs = (function or self.call)(*self.leaves, **options)
+        generator = torch.Generator().manual_seed(1)
+        weights = [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o.dtype) for o in outputs]
+        outputs, weights = ([tensors[index] for index in used] for tensors in (outputs, weights))
+        gradients = torch.autograd.grad(outputs, self.leaves, weights, materialize_grads=True)
+        return [output.detach() for output in outputs] + list(gradients)
+
+
+@pytest.fixture(params=["cache", "whole", "program"])
+def form(request, monkeypatch):
+    """Blocks of a few positions, all in one block, and the form of exported programs."""
+    monkeypatch.setattr(torch_backend, "BLOCK", 1 << 40 if request.param == "whole" else 80)
+    if request.param == "program":
+        monkeypatch.setattr(torch.ops.luna_mega, "timestep_norm", torch_backend._in_program)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("masking", MASKS)
+def test_reference_is_the_norm_of_all_so_far(kind, masking):
+    """Mean and variance anew at every position, of all features of a group at all kept positions."""
+    inputs = Inputs(9, kind, masking)
+    (x, groups, weight, bias), state = inputs.arguments(*(leaf.detach() for leaf in inputs.leaves))
+    actual = timestep_norm(x, groups, weight, bias, mask=inputs.mask, initial_state=state, backend="reference")
+    for b in range(2):
+        for t in range(9):
+            if inputs.mask is not None and not inputs.mask[b, t]:
+                assert (actual[b, t] == 0).all()
+                continue
+            seen = slice(t + 1) if inputs.mask is None else inputs.mask[b, : t + 1].nonzero()[:, 0]
+            rows = x[b, seen].unflatten(1, (groups, -1)).transpose(0, 1).flatten(1)
+            count, variance, mean = rows.shape[1] // 4, *torch.var_mean(rows, 1, correction=0)
+            if state is not None:
+                n = count + state.count[b]
+                whole = (count * mean + state.count[b] * state.mean[b]) / n
+                variance = count * (variance + (mean - whole) ** 2) + state.count[b] * (
+                    state.variance[b] + (state.mean[b] - whole) ** 2
+                )
+                mean, variance = whole, variance / n
+            mean, variance = (v.repeat_interleave(4) for v in (mean, variance))
+            expected = (x[b, t] - mean) / torch.sqrt(variance + 1e-5) * weight + bias
+            torch.testing.assert_close(actual[b, t], expected)
+
+
+def test_reference_gradients():
+    inputs = Inputs(5, "states", "some")
+    assert torch.autograd.gradcheck(lambda *leaves: inputs.call(*leaves, backend="reference"), inputs.leaves)
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("masking", MASKS)
+@pytest.mark.parametrize("used", [(0, 1, 2), (0,), (1,), (2,)], ids=str)
+@pytest.mark.parametrize(
+    "length, groups, width", [(1, 1, 1), (2, 5, 1), (13, 1, 8), (29, 3, 7), (64, 4, 4), (200, 2, 16)]
+)
+def test_torch_backend(form, length, groups, width, kind, masking, used):
+    inputs = Inputs(length, kind, masking, groups, width, affine=masking != "some")
+    assert_same(inputs.run(used=used), inputs.run(used=used, backend="reference"), 1e-11)
+
+
+@pytest.mark.parametrize("affine", ["weight", "bias"])
+def test_half_of_an_affine(form, affine):
+    x, weight, bias = Inputs(7).leaves
+    given = {"weight": weight} if affine == "weight" else {"bias": bias}
+    results = []
+    for backend in ("torch", "reference"):
+        output = timestep_norm(x, 3, **given, backend=backend)
+        results.append([output, *torch.autograd.grad(output.sin().sum(), [x, *given.values()])])
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_low_precision(form, kind, dtype):
+    """Results and gradients are rounded once; the statistics stay in float64."""
+    inputs = Inputs(150, kind, "some").to(dtype).to(torch.float64)
+    exact = inputs.run(backend="reference")
+    bound = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}[dtype]
+    actual = inputs.to(dtype).run()
+    for index, (low, expected) in enumerate(zip(actual, exact, strict=True)):
+        assert relative_error(low, expected) <= bound, index
+    assert actual[0].dtype == dtype and {tensor.dtype for tensor in actual[1:3]} == {torch.float64}
+    assert_same(actual[1:3], exact[1:3], 1e-6)
+
+
+def test_values_far_from_zero(form):
+    """A mean of 1e4 deviations costs digits of x, and none besides: 1e-3 is what float32 leaves of x itself."""
+    inputs = Inputs(100, offset=1e4).to(torch.float32).to(torch.float64)
+    exact = inputs.run(backend="reference")
+    for actual, expected in zip(inputs.to(torch.float32).run(), exact, strict=True):
+        assert relative_error(actual, expected) <= 2e-3
+
+
+def test_a_million_positions():
+    """One position after the other is one call to 1e-5, also with a state that has seen a million.
+
+    The means drift, so that statistics that stood still were off by far more.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 4000, 8, generator=generator) + torch.linspace(0, 1, 4000)[:, None]
+    state = TimestepNormState(torch.tensor([1_000_000]), *(torch.full((1, 2), v).double() for v in (0.25, 1.75)))
+    output, last = timestep_norm(x, 2, initial_state=state, return_state=True)
+    steps, single = [], state
+    for position in x.unbind(1):
+        y, single = timestep_norm_step(position, single, 2)
+        steps.append(y)
+    torch.testing.assert_close(torch.stack(steps, 1), output, rtol=1e-5, atol=1e-5)
+    rows = x.double().unflatten(2, (2, 4))
+    count = 1_000_000 + 4000
+    mean = (0.25 * 1e6 + rows.mean((1, 3)) * 4000) / count
+    variance = (1e6 * (1.75 + (0.25 - mean) ** 2) + 4000 * (rows - mean[:, None, :, None]).square().mean((1, 3))) / count
+    for statistics in (last, single):
+        assert statistics.count.tolist() == [count]
+        torch.testing.assert_close(statistics.mean, mean, rtol=1e-8, atol=0)
+        torch.testing.assert_close(statistics.variance, variance, rtol=1e-7, atol=0)
+
+
+@pytest.mark.slow
+def test_a_million_positions_one_by_one():
+    """From nothing: the running statistics of single steps, as a step computes them, against those of one call."""
+    x = torch.randn(1, 1_000_000, 8, generator=torch.Generator().manual_seed(0)) * 2.0 + 3.0
+    output, last = timestep_norm(x, 2, return_state=True)
+    state, outputs = None, []
+    with torch.no_grad():
+        for position in x[0, :, None].unbind(0):
+            y, state = timestep_norm_step(position, state, 2, backend="torch")
+            outputs.append(y)
+    torch.testing.assert_close(torch.stack(outputs, 1), output, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(state, last, rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("masking", MASKS)
+def test_segments_and_steps_are_the_parallel_form(form, backend, masking):
+    inputs = Inputs(60, "states", masking)
+    expected = inputs.run(backend=backend)
+
+    def segments(*leaves, lengths):
+        (x, *rest), state = inputs.arguments(*leaves)
+        outputs, start = [], 0
+        for length in lengths:
+            part = x[:, start : start + length]
+            mask = None if inputs.mask is None else inputs.mask[:, start : start + length]
+            if length > 1:
+                options = {"mask": mask, "initial_state": state, "return_state": True, "backend": backend}
+                output, state = timestep_norm(part, *rest, **options)
+            else:
+                mask = None if mask is None else mask[:, 0]
+                output, state = timestep_norm_step(part[:, 0], state, *rest, mask=mask, backend=backend)
+                output = output[:, None]
+            outputs.append(output)
+            start += length
+        kept = 60 if inputs.mask is None else inputs.mask.sum(1)
+        assert (state.count == inputs.count + kept).all() and state.count.dtype == torch.int64
+        return torch.cat(outputs, 1), *state[1:]
+
+    for lengths in ([1, 2, 37, 1, 19], [1] * 60):
+        assert_same(inputs.run(segments, lengths=lengths), expected, 1e-11)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ragged_sequences(form, kind):
+    """Every sequence as if it were alone; one of no positions keeps its state."""
+    bounds = [0, 3, 3, 40, 41]
+    inputs = Inputs(41, kind, "some", batch=1)
+    if kind == "states":
+        inputs.leaves[-2:] = [torch.rand(4, 3, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+        inputs.count = torch.tensor([0, 5, 1, 70])
+
+    def alone(*leaves):
+        (x, *rest), states = inputs.arguments(*leaves)
+        outputs, lasts = [], []
+        for index, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+            state = None if states is None else TimestepNormState(*(part[index : index + 1] for part in states))
+            if start < end:
+                options = {"mask": inputs.mask[:, start:end], "initial_state": state, "backend": "reference"}
+                output, state = timestep_norm(x[:, start:end], *rest, return_state=True, **options)
+                outputs.append(output)
+            lasts.append(state[1:] if state is not None else 2 * [torch.zeros(1, 3, dtype=torch.float64)])
+        return torch.cat(outputs, 1), *(torch.cat(parts) for parts in zip(*lasts, strict=True))
+
+    assert_same(inputs.run(cu_seqlens=torch.tensor(bounds)), inputs.run(alone), 1e-11)
+
+
+def test_padding_changes_nothing(form):
+    """Padding on either side, whatever stands there: same results, gradients and statistics, and y = 0."""
+    inputs = Inputs(30)
+    expected = inputs.run()
+    before = torch.full((2, 7, 12), float("nan"), dtype=torch.float64)
+    mask = torch.tensor([False] * 7 + [True] * 30 + [False] * 14).expand(2, -1)
+
+    def padded(x, *rest):
+        output, *state = inputs.call(torch.cat([before, x, before, before], 1), *rest, mask=mask)
+        assert (output[:, :7] == 0).all() and (output[:, 37:] == 0).all()
+        return output[:, 7:37], *state
+
+    assert_same(inputs.run(padded), expected)
+
+
+def test_a_count_of_nothing_makes_a_state_nothing(form):
+    inputs = Inputs(11, "states")
+    expected = Inputs(11).call(*inputs.leaves[:3])
+    inputs.count.zero_()
+    inputs.leaves[3:] = [torch.full((2, 3), float("nan"), requires_grad=True) for _ in range(2)]
+    assert_same(inputs.call(*inputs.leaves), expected)
+
+
+def test_a_group_of_equal_features(form):
+    """A variance of 0 gives 0, not NaN, and finite gradients."""
+    x = torch.full((1, 50, 6), 3.3, requires_grad=True)
+    output = timestep_norm(x, 2)
+    assert output.abs().max() <= 1e-3
+    assert torch.isfinite(torch.autograd.grad(output.sum(), x)[0]).all()
+
+
+def test_autocast_and_mixed_dtypes(form):
+    inputs = Inputs(40, "states", dtype=torch.float32)
+
+    def autocast(*leaves):
+        with torch.autocast("cpu", torch.bfloat16):
+            return inputs.call(*leaves)
+
+    assert all(torch.equal(a, b) for a, b in zip(inputs.run(autocast), inputs.run(), strict=True))
+    x, weight, bias, *state = inputs.leaves
+    exact = inputs.call(*(tensor.double() for tensor in inputs.leaves), backend="reference")
+    assert_same(inputs.call(x.double(), weight, bias, *state), exact)
+    assert inputs.call(x.bfloat16(), weight, bias, *state)[0].dtype == torch.bfloat16
+    low = inputs.call(x, weight, bias, *(part.float() for part in state))
+    assert low[1].dtype == torch.float64
+    assert_same(low, exact, 1e-6)
+
+
+def test_determinism_and_strides(form):
+    inputs = Inputs(90, masking="some", dtype=torch.float32)
+    first, again = inputs.run(), inputs.run()
+    inputs.leaves[0] = inputs.leaves[0].detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+    for a, b, strided in zip(first, again, inputs.run(), strict=True):
+        assert torch.equal(a, b) and torch.equal(a, strided)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("affine", [True, False])
+def test_registration(affine):
+    inputs = Inputs(20, "states", "some", affine=affine, dtype=torch.float32)
+    (x, groups, weight, bias), state = inputs.arguments(*inputs.leaves)
+    opcheck(torch.ops.luna_mega.timestep_norm, (x, weight, bias, inputs.mask, *state, groups, 1e-5))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, dynamic", [("alone", True), ("states", False)])
+def test_compile_fullgraph(kind, dynamic):
+    torch.compiler.reset()
+    for length in (40, 90) if dynamic else (90,):
+        inputs = Inputs(length, kind, "some", dtype=torch.float32)
+        compiled = torch.compile(inputs.call, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+        assert_same(inputs.run(compiled), inputs.run(), 1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_export_needs_no_custom_operator(kind):
+    class Norm(torch.nn.Module):
+        def forward(self, x, mask):
+            return timestep_norm(x, *rest, mask=mask, initial_state=state, return_state=True)
+
+    inputs = Inputs(40, kind, "some", dtype=torch.float32)
+    (x, *rest), state = inputs.arguments(*(leaf.detach() for leaf in inputs.leaves))
+    length = torch.export.Dim("length", min=2)
+    exported = torch.export.export(Norm(), (x, inputs.mask), dynamic_shapes=({1: length}, {1: length}))
+    assert "luna_mega" not in exported.graph_module.code
+    for length in (40, 75, 2):
+        x, mask = torch.randn(2, length, 12), torch.rand(2, length) < 0.8
+        torch.testing.assert_close(exported.module()(x, mask), Norm()(x, mask), rtol=1e-5, atol=1e-5)
+
+
+def test_backend_choice():
+    inputs = Inputs(3, dtype=torch.float32)
+    assert "timestep_norm runs on 'torch'" in explain("timestep_norm")
+    with use_backend("reference"):
+        assert "timestep_norm_step runs on 'reference'" in explain("timestep_norm_step")
+    with pytest.raises(ValueError, match="'tritn', which is not a backend"):
+        inputs.call(*inputs.leaves, backend="tritn")
+
+
+def state(batch=2, groups=3, dtype=torch.float32, count=torch.int64):
+    return TimestepNormState(torch.ones(batch, dtype=count), *(torch.ones(batch, groups, dtype=dtype),) * 2)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"x": torch.zeros(2, 12)}, "batch, length, features"),
+        ({"x": torch.zeros(2, 0, 12)}, "length 1 or more"),
+        ({"x": torch.zeros(2, 6, 12, dtype=torch.int64)}, "floating-point"),
+        ({"groups": 5}, "5 groups do not divide 12 features"),
+        ({"groups": 0}, "0 groups"),
+        ({"weight": torch.zeros(11)}, "weight of shape .12."),
+        ({"bias": torch.zeros(12, 1)}, "bias of shape .12."),
+        ({"mask": torch.ones(2, 6)}, "bool mask"),
+        ({"mask": torch.ones(2, 5, dtype=torch.bool)}, "bool mask"),
+        ({"initial_state": state(batch=1)}, r"mean and variance \[\[2\], \[2, 3\], \[2, 3\]\]"),
+        ({"initial_state": state(groups=4)}, "mean and variance"),
+        ({"initial_state": state(dtype=torch.float16)}, "float32 or float64"),
+        ({"initial_state": state(count=torch.float32)}, "integer count"),
+        ({"cu_seqlens": torch.tensor([0, 6])}, r"x \[1, total, features\]"),
+        ({"max_seqlen": 6}, "max_seqlen belongs to cu_seqlens"),
+    ],
+)
+def test_bad_arguments(change, message):
+    with pytest.raises(ValueError, match=message):
+        timestep_norm(**{"x": torch.zeros(2, 6, 12), "groups": 3} | change)
+
+
+def test_bad_arguments_of_a_step():
+    with pytest.raises(ValueError, match=r"x \[batch, features\]"):
+        timestep_norm_step(torch.zeros(2, 6, 12), None, 3)
+    with pytest.raises(ValueError, match="mean and variance"):
+        timestep_norm_step(torch.zeros(2, 12), state(batch=3), 3)
+    with pytest.raises(ValueError, match="bool mask"):
+        timestep_norm_step(torch.zeros(2, 12), None, 3, mask=torch.ones(2))
