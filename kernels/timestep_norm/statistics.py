@@ -2,24 +2,13 @@
 
 n_t is the number of kept positions, m_t and v_t mean and variance of a group at one of them, M_t and S_t those of all:
 
-    M_t = M_0 + sum_k (m_k - M_0) / n_t
+    n_t M_t = n_0 M_0 + sum_k m_k
     n_t S_t = n_0 S_0 + sum_k (v_k + (1 - 1 / n_k) (m_k - M_{k-1})^2)
 
 Nothing in the second sum is negative, so that no digits are lost however large the mean is.
 """
 
-from typing import NamedTuple
-
 import torch
-
-
-class Statistics(NamedTuple):
-    """Counts `[B, T, 1]`; means, distances m_t - M_{t-1}, 0 where masked, and variances `[B, T, G]`."""
-
-    count: torch.Tensor
-    mean: torch.Tensor
-    away: torch.Tensor
-    variance: torch.Tensor
 
 
 def counts(count: torch.Tensor, mask: torch.Tensor | None, length: int) -> torch.Tensor:
@@ -31,18 +20,15 @@ def counts(count: torch.Tensor, mask: torch.Tensor | None, length: int) -> torch
     return (count[:, None] + kept).clamp(min=1).double()[..., None]
 
 
-def over_time(count, mean, variance, means, variances, mask) -> Statistics:
-    """Return the statistics at all positions, with those before them, `[B]` and `[B, G]`.
+def over_time(count, mean, variance, number, means, variances, mask) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return M_t and n_t S_t, `[B, T, G]`, of m_t and v_t, `[B, T, G]`.
 
-    `means`, `variances` `[B, T, G]` are of single positions.
+    `count`, `mean`, `variance`: n_0 `[B]`, M_0 and S_0 `[B, G]`; `number`: n_t `[B, T, 1]`.
     """
-    number, first = counts(count, mask, means.shape[1]), mean[:, None]
-    above = _kept(means - first, mask)
-    mean = first + above.cumsum(1) / number
-    away = distances(means, first, mean, mask)
-    gained = _kept(variances, mask) + (1.0 - 1.0 / number) * away.square()
-    variance = (count[:, None, None] * variance[:, None] + gained.cumsum(1)) / number
-    return Statistics(number, mean, away, variance)
+    so_far = _kept(means, mask).cumsum(1).add_((count[:, None] * mean)[:, None]).div_(number)
+    squares = distances(means, mean[:, None], so_far, mask).square()
+    gained = torch.addcmul(_kept(variances, mask), squares, 1.0 - 1.0 / number)
+    return so_far, gained.cumsum(1).add_((count[:, None] * variance)[:, None])
 
 
 def distances(means, first, mean, mask):

@@ -6,9 +6,7 @@ from luna_mega.kernels.timestep_norm.reference import TimestepNormState
 from luna_mega.kernels.timestep_norm.statistics import counts, distances, over_time
 
 # Elements of x in one block, which several tensors of this size share the processor's cache with.
-BLOCK = 1 << 17
-# Added to the variance of a group at one position, so that a group of equal features has a finite quotient.
-LEAST = 1e-30
+BLOCK = 1 << 18
 INPUTS = (
     "Tensor x, Tensor? weight, Tensor? bias, Tensor? mask, Tensor count, Tensor mean, Tensor variance, int groups, "
     "float eps"
@@ -19,165 +17,180 @@ def timestep_norm(x, groups, weight=None, bias=None, eps=1e-5, mask=None, initia
     """Return `reference.timestep_norm`."""
     count, mean, variance = initial_state
     run = _in_program if torch.compiler.is_exporting() else torch.ops.luna_mega.timestep_norm
-    y, _, _, mean, variance = run(x, weight, bias, mask, count, mean, variance, groups, eps)
+    y, _, _, _, mean, variance = run(x, weight, bias, mask, count, mean, variance, groups, eps)
     return y, TimestepNormState(count + (x.shape[1] if mask is None else mask.sum(1)), mean, variance)
 
 
 def step(x, state, groups, weight, bias, eps, mask):
     """Return `reference.step`."""
     mask = None if mask is None else mask[:, None]
-    y, _, _, mean, variance = _in_program(x[:, None], weight, bias, mask, *state, groups, eps)
-    count = state.count + (1 if mask is None else mask[:, 0])
-    return y[:, 0], TimestepNormState(count, mean, variance)
+    y, _, _, _, mean, variance = _in_program(x[:, None], weight, bias, mask, *state, groups, eps)
+    return y[:, 0], TimestepNormState(state.count + (1 if mask is None else mask[:, 0]), mean, variance)
 
 
 def _in_program(x, weight, bias, mask, count, mean, variance, groups, eps):
     """Compute the operator by plain ones: for single positions and exported programs."""
-    rows = _wide(x, mask, weight).unflatten(2, (groups, -1))
-    spread, middle = torch.var_mean(rows, -1, correction=0)
-    middle, spread = middle.double(), spread.double()
-    _, means, _, variances = over_time(count, mean, variance, middle, spread, mask)
-    rstd = torch.rsqrt(variances + eps).to(rows.dtype)
-    # The difference of two means is rounded, not the means.
-    y = (rows - middle.to(rows.dtype)[..., None] + (middle - means).to(rows.dtype)[..., None]) * rstd[..., None]
-    return _affine(y.flatten(2), weight, bias, mask).to(x.dtype), None, None, means[:, -1], variances[:, -1]
-
-
-def _wide(x, mask, weight):
-    """Return x in float32, or float64 where one of both is, and 0 where masked."""
-    double = x.dtype == torch.float64 or (weight is not None and weight.dtype == torch.float64)
-    x = x.to(torch.float64 if double else torch.float32)
-    return x if mask is None else x.masked_fill(~mask[..., None], 0.0)
-
-
-def _affine(y, weight, bias, mask):
-    if weight is not None:
-        y = y * weight if bias is None else torch.addcmul(bias, y, weight)
-    elif bias is not None:
-        y = y + bias
-    return y if mask is None else y.masked_fill(~mask[..., None], 0.0)
-
-
-def _groups(rows, groups):
-    """Return positions `[B, T, D]` normed by mean and variance of their groups alone, these means, and 1 / deviation.
-
-    The first is `[B, T, G, D / G]`, the others `[B, T, G]`.
-    """
+    number = counts(count, mask, x.shape[1])
+    rows = x.to(_dtype(x, weight))
+    rows = rows if mask is None else rows.masked_fill(~mask[..., None], 0.0)
     rows = rows.unflatten(2, (groups, -1))
-    normed, mean, rstd = torch.native_layer_norm(rows, rows.shape[3:], None, None, LEAST)
-    return normed, mean.squeeze(-1), rstd.squeeze(-1)
+    middle = rows.mean(-1)
+    around = rows - middle[..., None]
+    of_each = (values.double() for values in (middle, around.square().mean(-1)))
+    means, totals = over_time(count, mean, variance, number, *of_each, mask)
+    variances = totals / number
+    rstd = torch.rsqrt(variances + eps).to(rows.dtype)
+    y = (around + (middle - means).to(rows.dtype)[..., None]) * rstd[..., None]
+    y = _affine(y.flatten(2), weight, bias).to(x.dtype)
+    if mask is not None:
+        y = y.masked_fill(~mask[..., None], 0.0)
+    return y, None, None, None, means[:, -1], variances[:, -1]
 
 
-def _slices(total, size):
-    return [slice(start, min(start + size, total)) for start in range(0, total, size)]
+def _dtype(x, weight):
+    """Return float32, or float64 where one of both is."""
+    return torch.promote_types(torch.float32, x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype))
 
 
-def _blocks(x):
-    """Return slices of the batch, and slices of time for each of them."""
-    batch, length, channels = x.shape
-    positions = max(1, BLOCK // max(channels, 1)) if x.device.type == "cpu" else max(1, batch * length)
-    return _slices(batch, max(1, positions // length)), _slices(length, positions)
+def _affine(y, weight, bias, into=None):
+    """Return y times weight plus bias, written `into` a tensor where there is one."""
+    out = into if into is not None and into.dtype == y.dtype else None
+    if weight is not None:
+        y = torch.mul(y, weight, out=out) if bias is None else torch.addcmul(bias, y, weight, out=out)
+    elif bias is not None:
+        y = torch.add(y, bias, out=out)
+    return y if into is None or y is out else into.copy_(y)
 
 
-def _part(x, *place):
-    return None if x is None else x[place]
+def _blocks(rows):
+    """Return slices of rows `[R, D]`; on a CPU, what one of them is about stays in the cache."""
+    size = max(1, BLOCK // max(rows.shape[1], 1)) if rows.device.type == "cpu" else max(1, len(rows))
+    return [slice(start, min(start + size, len(rows))) for start in range(0, len(rows), size)]
+
+
+def _rows(x, mask, *of_groups):
+    """Return x `[B, T, D]` as rows `[R, D]`, the mask `[R]`, and numbers of groups `[B, T, G]` as `[R, G, 1]`."""
+    numbers = (number.reshape(-1, number.shape[2], 1) for number in of_groups)
+    return x.reshape(-1, x.shape[2]), None if mask is None else mask.reshape(-1), *numbers
+
+
+def _of_block(rows, kept, block, dtype, groups):
+    """Return a block of rows in groups, `[R, G, D / G]`, 0 where masked."""
+    rows = rows[block].to(dtype)
+    rows = rows if kept is None else rows.masked_fill(~kept[block, None], 0.0)
+    return rows.unflatten(1, (groups, -1))
+
+
+def _means(rows):
+    """Return the means of the last dimension, as a product: faster than a sum of short rows."""
+    return rows @ rows.new_full(rows.shape[-1:], 1.0 / rows.shape[-1])
 
 
 @torch.library.custom_op(
-    "luna_mega::timestep_norm", mutates_args=(), schema=f"({INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "luna_mega::timestep_norm",
+    mutates_args=(),
+    schema=f"({INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _timestep_norm(x, weight, bias, mask, count, mean, variance, groups, eps):
-    """Return the result, means and 1 / deviation of all positions so far `[B, T, G]`, and the last statistics."""
-    y = x.new_empty(x.shape)
-    means = mean.new_empty(*x.shape[:2], groups)
-    rstds = means.new_empty(means.shape, dtype=_wide(x[:0], None, weight).dtype)
-    last_mean, last_variance = mean.clone(), variance.clone()
-    batches, times = _blocks(x)
-    for rows in batches:
-        number = count[rows]
-        for time in times:
-            kept = _part(mask, rows, time)
-            normed, middle, sharp = _groups(_wide(x[rows, time], kept, weight), groups)
-            middle, sharp = middle.double(), sharp.double()
-            spread = sharp.pow(-2).sub_(LEAST).clamp_(min=0.0)
-            so_far = over_time(number, last_mean[rows], last_variance[rows], middle, spread, kept)
-            rstd = torch.rsqrt(so_far.variance + eps)
-            factor, shift = (v.to(rstds.dtype)[..., None] for v in (rstd / sharp, (middle - so_far.mean) * rstd))
-            normed = torch.addcmul(shift, normed, factor).flatten(2)
-            y[rows, time] = _affine(normed, weight, bias, kept)
-            means[rows, time], rstds[rows, time] = so_far.mean, rstd
-            last_mean[rows], last_variance[rows] = so_far.mean[:, -1], so_far.variance[:, -1]
-            number = number + (middle.shape[1] if kept is None else kept.sum(1))
-    return y, means, rstds, last_mean, last_variance
+    """Return the result; of every position its own means, those of all so far and their 1 / deviation, `[B, T, G]`; and
+    the last statistics."""
+    dtype, shape = _dtype(x, weight), (*x.shape[:2], groups)
+    rows, kept = _rows(x, mask)
+    own, spread = (torch.empty(len(rows), groups, dtype=dtype, device=x.device) for _ in range(2))
+    for block in _blocks(rows):
+        wide = _of_block(rows, kept, block, dtype, groups)
+        own[block] = _means(wide)
+        around = wide - own[block, :, None]
+        spread[block] = _means(around.mul_(around))
+    number = counts(count, mask, x.shape[1])
+    of_each = (values.view(shape).double() for values in (own, spread))
+    means, totals = over_time(count, mean, variance, number, *of_each, mask)
+    last = totals[:, -1] / number[:, -1]
+    middle, rstd = means.to(dtype), totals.div_(number).to(dtype).add_(eps).rsqrt_()
+    y = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
+    _, _, middles, rstds = _rows(x, None, middle, rstd)
+    for block in _blocks(rows):
+        around = (_of_block(rows, kept, block, dtype, groups) - middles[block]).mul_(rstds[block])
+        _affine(around.flatten(1), weight, bias, y[block])
+        if kept is not None:
+            y[block].masked_fill_(~kept[block, None], 0.0)
+    return y.view(x.shape), own.view(shape), means, rstd, means[:, -1].clone(), last
 
 
 @_timestep_norm.register_fake
 def _(x, weight, bias, mask, count, mean, variance, groups, eps):
     means = mean.new_empty(*x.shape[:2], groups)
-    rstds = means.new_empty(means.shape, dtype=_wide(x[:0], None, weight).dtype)
-    return x.new_empty(x.shape), means, rstds, mean.new_empty(mean.shape), variance.new_empty(variance.shape)
+    own, rstds = (torch.empty_like(means, dtype=_dtype(x, weight)) for _ in range(2))
+    return x.new_empty(x.shape), own, means, rstds, torch.empty_like(mean), torch.empty_like(mean)
 
 
 @torch.library.custom_op(
     "luna_mega::timestep_norm_backward",
     mutates_args=(),
-    schema=f"(Tensor gradient, Tensor? grad_mean, Tensor? grad_variance, Tensor means, Tensor rstds, {INPUTS}) "
-    "-> Tensor[]",
+    schema="(Tensor gradient, Tensor? grad_mean, Tensor? grad_variance, Tensor own, Tensor means, Tensor rstd, "
+    f"{INPUTS}) -> Tensor[]",
 )
 def _timestep_norm_backward(
-    gradient, grad_mean, grad_variance, means, rstds, x, weight, bias, mask, count, mean, variance, groups, eps
+    gradient, grad_mean, grad_variance, own, means, rstd, x, weight, bias, mask, count, mean, variance, groups, eps
 ):  # fmt: skip
     """Return the gradients of x, weight, bias, and the first mean and variance; empty where the input is None."""
-    grad_x, (grad_first, grad_spread) = x.new_empty(x.shape), (torch.zeros_like(mean) for _ in range(2))
-    grad_weight, grad_bias = (rstds.new_zeros(0 if t is None else t.shape) for t in (weight, bias))
+    dtype, width = rstd.dtype, x.shape[2] // groups
+    middle = means.to(dtype)
+    rows, kept, middles, rstds = _rows(x, mask, middle, rstd)
+    gradients = gradient.reshape(rows.shape)
+    grad_weight, grad_bias = (rstd.new_zeros(0 if t is None else t.shape) for t in (weight, bias))
+    scale = None if weight is None else weight.to(dtype).view(groups, width)
+    sums, products = (torch.empty(len(rows), groups, dtype=dtype, device=x.device) for _ in range(2))
+    for block in _blocks(rows):
+        received = _of_block(gradients, kept, block, dtype, groups)
+        if bias is not None:
+            grad_bias += received.flatten(1).sum(0)
+        received = received * rstds[block]
+        product = (_of_block(rows, kept, block, dtype, groups) - middles[block]).mul_(received)
+        if weight is not None:
+            grad_weight += product.flatten(1).sum(0)
+            product.mul_(scale)
+            received.mul_(scale)
+        sums[block], products[block] = _means(received), _means(product)
     number = counts(count, mask, x.shape[1])
-    before = torch.cat((mean[:, None], means[:, :-1]), 1)
-    batches, times = _blocks(x)
-    for rows in batches:
-        # The gradients, from later positions, of n M and n S, and of the mean before the next position.
-        last = number[rows, -1]
-        from_mean, from_variance = (
-            torch.zeros_like(last * mean[rows]) if grad is None else grad[rows] / last
-            for grad in (grad_mean, grad_variance)
-        )
-        from_next = torch.zeros_like(from_mean)
-        for time in reversed(times):
-            kept, width = _part(mask, rows, time), x.shape[2] // groups
-            normed, middle, sharp = _groups(_wide(x[rows, time], kept, weight), groups)
-            middle, sharp, rstd, now = middle.double(), sharp.double(), rstds[rows, time].double(), means[rows, time]
-            received = gradient[rows, time].to(normed.dtype)
-            if kept is not None:
-                received = received.masked_fill(~kept[..., None], 0.0)
-            through = (received if weight is None else received * weight).view_as(normed)
-            sums, products = _row_sums(through).double(), _row_sums(through * normed).double()
-            spread = -0.5 * rstd.pow(3) * (products / sharp + (middle - now) * sums) / number[rows, time]
-            of_variance = _sums_from_end(spread, from_variance)
-            share = 1.0 / number[rows, time]
-            away = distances(middle, before[rows, time][:, :1], now, kept)
-            of_away = of_variance * 2.0 * (1.0 - share) * away
-            of_mean = -rstd * sums - torch.cat((of_away[:, 1:], from_next[:, None]), 1)
-            of_mean = _sums_from_end(of_mean * share, from_mean)
-            from_mean, from_variance, from_next = of_mean[:, 0], of_variance[:, 0], of_away[:, 0]
-            own, stretch = of_mean + of_away, 2.0 * of_variance / sharp
-            if kept is not None:
-                own, stretch = (v.masked_fill(~kept[..., None], 0.0) for v in (own, stretch))
-            own, stretch, scale = (v.to(normed.dtype)[..., None] for v in (own / width, stretch / width, rstd))
-            grad_x[rows, time] = torch.addcmul(own, normed, stretch).addcmul_(through, scale).flatten(2)
-            if weight is not None:
-                factor, shift = (v.to(normed.dtype)[..., None] for v in (rstd / sharp, (middle - now) * rstd))
-                normed = torch.addcmul(shift, normed, factor).mul_(received.view_as(normed))
-                grad_weight += normed.flatten(0, 1).sum(0).flatten()
-            if bias is not None:
-                grad_bias += received.flatten(0, 1).sum(0)
-        started = count[rows, None]
-        grad_first[rows], grad_spread[rows] = started * from_mean - from_next, started * from_variance
-    grads = [grad.to(t.dtype) if t is not None else grad for grad, t in ((grad_weight, weight), (grad_bias, bias))]
-    return [grad_x, *grads, grad_first, grad_spread]
+    last = [
+        torch.zeros_like(mean) if grad is None else grad / (width * number[:, -1])
+        for grad in (grad_mean, grad_variance)
+    ]
+    away = distances(own.double(), mean[:, None], means, mask)
+    # The means over the features of a group, as the gradients of m and v are.
+    sums, products = (numbers.view(means.shape).double() for numbers in (sums, products))
+    of_own, of_spread, before = _back_in_time(sums, products, rstd, away, number, last, mask)
+    # The gradient of x is that of x - M, and of_own + 2 of_spread (x - m).
+    stretch = of_spread.mul(2.0)
+    _, _, shifts, stretches = _rows(x, None, (of_own - stretch * own).to(dtype), stretch.to(dtype))
+    grad_x = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
+    for block in _blocks(rows):
+        inner = (_of_block(rows, kept, block, dtype, groups) * stretches[block]).add_(shifts[block])
+        received = _of_block(gradients, kept, block, dtype, groups) * rstds[block]
+        _affine(received.flatten(1), weight, inner.flatten(1), grad_x[block])
+    grads = [grad if t is None else grad.to(t.dtype) for grad, t in ((grad_weight, weight), (grad_bias, bias))]
+    started = count[:, None] * width
+    of_mean, of_variance = started * before[0] - width * before[2], started * before[1]
+    return [grad_x.view(x.shape), *grads, of_mean, of_variance]
 
 
-def _row_sums(rows):
-    """Return the sums of the last dimension, as a product: faster than a sum of short rows."""
-    return rows @ rows.new_ones(rows.shape[-1])
+def _back_in_time(sums, products, rstd, away, number, last, mask):
+    """Return the gradients of the means and of the variances of single positions, `[B, T, G]`, and of what was before.
+
+    `sums`, `products`: of the gradient of x - M, and of it times x - M. `away`: m_t - M_{t-1}. `last`: the gradients
+    of n M and n S behind the last position; those of n M and n S before the first come back, and of M there alone.
+    """
+    share = 1.0 / number
+    of_total = _sums_from_end(-0.5 * rstd.double().square() * products * share, last[1])
+    of_away = 2.0 * of_total * (1.0 - share) * away
+    direct = -sums - torch.cat((of_away[:, 1:], torch.zeros_like(of_away[:, :1])), 1)
+    of_sum = _sums_from_end(direct * share, last[0])
+    before = of_sum[:, 0], of_total[:, 0], of_away[:, 0]
+    own = of_sum + of_away
+    if mask is not None:
+        own, of_total = (x.masked_fill(~mask[..., None], 0.0) for x in (own, of_total))
+    return own, of_total, before
 
 
 def _sums_from_end(x, last):
@@ -186,24 +199,24 @@ def _sums_from_end(x, last):
 
 
 @_timestep_norm_backward.register_fake
-def _(gradient, grad_mean, grad_variance, means, rstds, x, weight, bias, mask, count, mean, variance, groups, eps):
+def _(gradient, grad_mean, grad_variance, own, means, rstd, x, weight, bias, mask, count, mean, variance, groups, eps):
     inputs = (x, weight, bias, mean, variance)
-    return [means.new_empty(0) if t is None else t.new_empty(t.shape) for t in inputs]
+    return [rstd.new_empty(0) if t is None else torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in inputs]
 
 
 def _save_for_backward(ctx, inputs, output):
     *tensors, ctx.groups, ctx.eps = inputs
-    ctx.save_for_backward(*output[1:3], *tensors)
-    ctx.mark_non_differentiable(*output[1:3])
+    ctx.save_for_backward(*output[1:4], *tensors)
+    ctx.mark_non_differentiable(*output[1:4])
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, gradient, _means, _rstds, grad_mean, grad_variance):
-    means, rstds, x, weight, bias, *rest = ctx.saved_tensors
+def _backward(ctx, gradient, _own, _means, _rstd, grad_mean, grad_variance):
+    *made, x, weight, bias, mask, count, mean, variance = ctx.saved_tensors
     if gradient is None:
         gradient = torch.zeros_like(x)
     grads = torch.ops.luna_mega.timestep_norm_backward(
-        gradient, grad_mean, grad_variance, means, rstds, x, weight, bias, *rest, ctx.groups, ctx.eps
+        gradient, grad_mean, grad_variance, *made, x, weight, bias, mask, count, mean, variance, ctx.groups, ctx.eps
     )
     grad_x, grad_weight, grad_bias, grad_first, grad_spread = grads
     grad_weight, grad_bias = (None if t is None else g for t, g in ((weight, grad_weight), (bias, grad_bias)))

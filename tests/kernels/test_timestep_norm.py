@@ -177,7 +177,9 @@ def test_a_million_positions():
     rows = x.double().unflatten(2, (2, 4))
     count = 1_000_000 + 4000
     mean = (0.25 * 1e6 + rows.mean((1, 3)) * 4000) / count
-    variance = (1e6 * (1.75 + (0.25 - mean) ** 2) + 4000 * (rows - mean[:, None, :, None]).square().mean((1, 3))) / count
+    variance = (
+        1e6 * (1.75 + (0.25 - mean) ** 2) + 4000 * (rows - mean[:, None, :, None]).square().mean((1, 3))
+    ) / count
     for statistics in (last, single):
         assert statistics.count.tolist() == [count]
         torch.testing.assert_close(statistics.mean, mean, rtol=1e-8, atol=0)
