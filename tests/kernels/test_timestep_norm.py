@@ -59,11 +59,11 @@ class Inputs:
         return (x, self.groups, *(rest[:2] if self.affine else (None, None))), state
 
     def call(self, *leaves, **options):
-        """Output, final mean and variance."""
+        """Output, or output, final mean and variance."""
         arguments, state = self.arguments(*leaves)
         options = {"mask": self.mask, "initial_state": state, "return_state": True} | options
-        output, state = timestep_norm(*arguments, **options)
-        return output, *state[1:]
+        result = timestep_norm(*arguments, **options)
+        return (result[0], *result[1][1:]) if options["return_state"] else result
 
     def run(self, function=None, used=(0, 1, 2), **options):
         """Outputs, and gradients of a fixed random projection of those that are `used`."""
