@@ -1,5 +1,9 @@
 """The norm over time in PyTorch: blocks of positions that stay in the cache, and sums over time in float64."""
 
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
 import torch
 
 from luna_mega.kernels.timestep_norm.reference import TimestepNormState
@@ -13,10 +17,11 @@ INPUTS = (
 )
 
 
-def timestep_norm(x, groups, weight=None, bias=None, eps=1e-5, mask=None, initial_state=None):
-    """Return `reference.timestep_norm`."""
+def timestep_norm(x, groups, weight=None, bias=None, eps=1e-5, mask=None, initial_state=None, run=None):
+    """Return `reference.timestep_norm`; `run`: the operator, None = the one of this file."""
     count, mean, variance = initial_state
-    run = _in_program if torch.compiler.is_exporting() else torch.ops.luna_mega.timestep_norm
+    if run is None:
+        run = _in_program if torch.compiler.is_exporting() else _operator
     y, _, _, _, mean, variance = run(x, weight, bias, mask, count, mean, variance, groups, eps)
     return y, TimestepNormState(count + (x.shape[1] if mask is None else mask.sum(1)), mean, variance)
 
@@ -86,93 +91,128 @@ def _means(rows):
     return rows @ rows.new_full(rows.shape[-1:], 1.0 / rows.shape[-1])
 
 
-@torch.library.custom_op(
-    "luna_mega::timestep_norm",
-    mutates_args=(),
-    schema=f"({INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-def _timestep_norm(x, weight, bias, mask, count, mean, variance, groups, eps):
-    """Return the result; of every position its own means, those of all so far and their 1 / deviation, `[B, T, G]`; and
-    the last statistics."""
-    dtype, shape = _dtype(x, weight), (*x.shape[:2], groups)
-    rows, kept = _rows(x, mask)
-    own, spread = (torch.empty(len(rows), groups, dtype=dtype, device=x.device) for _ in range(2))
+class Passes(NamedTuple):
+    """The passes over all features, `[R, D]`; what is done with the numbers of groups between them is the same for all
+    backends. `kept` `[R]` is a mask; numbers of groups are `[R, G, 1]`, or made as `[R, G]`.
+
+    moments: (rows, kept, groups, dtype) to mean and variance of the groups of each row.
+    apply: (rows, kept, means, rstds, weight, bias) to (rows - means) rstds weight + bias, 0 where masked.
+    sums: (gradients, rows, kept, means, rstds, weight, bias) to the means over the features of a group of gradients
+    rstds weight, and of that times rows - means; and the gradients of weight and bias, empty for None.
+    apply_backward: (gradients, rows, kept, stretches, shifts, rstds, weight) to gradients rstds weight + rows stretches
+    + shifts.
+    """
+
+    moments: Callable
+    apply: Callable
+    sums: Callable
+    apply_backward: Callable
+
+
+def _moments(rows, kept, groups, dtype):
+    own, spread = (torch.empty(len(rows), groups, dtype=dtype, device=rows.device) for _ in range(2))
     for block in _blocks(rows):
         wide = _of_block(rows, kept, block, dtype, groups)
         own[block] = _means(wide)
         around = wide - own[block, :, None]
         spread[block] = _means(around.mul_(around))
-    number = counts(count, mask, x.shape[1])
-    of_each = (values.view(shape).double() for values in (own, spread))
-    means, totals = over_time(count, mean, variance, number, *of_each, mask)
-    last = totals[:, -1] / number[:, -1]
-    middle, rstd = means.to(dtype), totals.div_(number).to(dtype).add_(eps).rsqrt_()
-    y = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
-    _, _, middles, rstds = _rows(x, None, middle, rstd)
+    return own, spread
+
+
+def _apply(rows, kept, means, rstds, weight, bias):
+    y = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
     for block in _blocks(rows):
-        around = (_of_block(rows, kept, block, dtype, groups) - middles[block]).mul_(rstds[block])
-        _affine(around.flatten(1), weight, bias, y[block])
+        around = _of_block(rows, kept, block, means.dtype, means.shape[1]) - means[block]
+        _affine(around.mul_(rstds[block]).flatten(1), weight, bias, y[block])
         if kept is not None:
             y[block].masked_fill_(~kept[block, None], 0.0)
-    return y.view(x.shape), own.view(shape), means, rstd, means[:, -1].clone(), last
+    return y
 
 
-@_timestep_norm.register_fake
-def _(x, weight, bias, mask, count, mean, variance, groups, eps):
-    means = mean.new_empty(*x.shape[:2], groups)
-    own, rstds = (torch.empty_like(means, dtype=_dtype(x, weight)) for _ in range(2))
-    return x.new_empty(x.shape), own, means, rstds, torch.empty_like(mean), torch.empty_like(mean)
-
-
-@torch.library.custom_op(
-    "luna_mega::timestep_norm_backward",
-    mutates_args=(),
-    schema="(Tensor gradient, Tensor? grad_mean, Tensor? grad_variance, Tensor own, Tensor means, Tensor rstd, "
-    f"{INPUTS}) -> Tensor[]",
-)
-def _timestep_norm_backward(
-    gradient, grad_mean, grad_variance, own, means, rstd, x, weight, bias, mask, count, mean, variance, groups, eps
-):  # fmt: skip
-    """Return the gradients of x, weight, bias, and the first mean and variance; empty where the input is None."""
-    dtype, width = rstd.dtype, x.shape[2] // groups
-    middle = means.to(dtype)
-    rows, kept, middles, rstds = _rows(x, mask, middle, rstd)
-    gradients = gradient.reshape(rows.shape)
-    grad_weight, grad_bias = (rstd.new_zeros(0 if t is None else t.shape) for t in (weight, bias))
-    scale = None if weight is None else weight.to(dtype).view(groups, width)
-    sums, products = (torch.empty(len(rows), groups, dtype=dtype, device=x.device) for _ in range(2))
+def _sums(gradients, rows, kept, means, rstds, weight, bias):
+    dtype, groups = means.dtype, means.shape[1]
+    scale = None if weight is None else weight.to(dtype).view(groups, -1)
+    grad_weight, grad_bias = (rstds.new_zeros(0 if t is None else t.shape) for t in (weight, bias))
+    sums, products = (means.new_empty(len(rows), groups) for _ in range(2))
     for block in _blocks(rows):
         received = _of_block(gradients, kept, block, dtype, groups)
         if bias is not None:
             grad_bias += received.flatten(1).sum(0)
         received = received * rstds[block]
-        product = (_of_block(rows, kept, block, dtype, groups) - middles[block]).mul_(received)
+        product = (_of_block(rows, kept, block, dtype, groups) - means[block]).mul_(received)
         if weight is not None:
             grad_weight += product.flatten(1).sum(0)
             product.mul_(scale)
             received.mul_(scale)
         sums[block], products[block] = _means(received), _means(product)
+    return sums, products, grad_weight, grad_bias
+
+
+def _apply_backward(gradients, rows, kept, stretches, shifts, rstds, weight):
+    dtype, groups = shifts.dtype, shifts.shape[1]
+    grad_x = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+    for block in _blocks(rows):
+        inner = (_of_block(rows, kept, block, dtype, groups) * stretches[block]).add_(shifts[block])
+        received = _of_block(gradients, kept, block, dtype, groups) * rstds[block]
+        _affine(received.flatten(1), weight, inner.flatten(1), grad_x[block])
+    return grad_x
+
+
+def _forward(passes, x, weight, bias, mask, count, mean, variance, groups, eps):
+    """Return the result; of every position its own means, those of all so far and their 1 / deviation, `[B, T, G]`; and
+    the last statistics."""
+    dtype, shape = _dtype(x, weight), (*x.shape[:2], groups)
+    rows, kept = _rows(x, mask)
+    own, spread = passes.moments(rows, kept, groups, dtype)
+    number = counts(count, mask, x.shape[1])
+    of_each = (values.view(shape).double() for values in (own, spread))
+    means, totals = over_time(count, mean, variance, number, *of_each, mask)
+    last = totals[:, -1] / number[:, -1]
+    rstd = totals.div_(number).to(dtype).add_(eps).rsqrt_()
+    *_, middles, rstds = _rows(x, None, means.to(dtype), rstd)
+    y = passes.apply(rows, kept, middles, rstds, weight, bias)
+    return y.view(x.shape), own.view(shape), means, rstd, means[:, -1].clone(), last
+
+
+def _forward_fake(x, weight, bias, mask, count, mean, variance, groups, eps):
+    means = mean.new_empty(*x.shape[:2], groups)
+    own, rstd = (torch.empty_like(means, dtype=_dtype(x, weight)) for _ in range(2))
+    return x.new_empty(x.shape), own, means, rstd, torch.empty_like(mean), torch.empty_like(mean)
+
+
+def _backward(
+    passes, gradient, grad_mean, grad_variance, own, means, rstd,
+    x, weight, bias, mask, count, mean, variance, groups, eps,
+):  # fmt: skip
+    """Return the gradients of x, weight, bias, and the first mean and variance; empty where the input is None."""
+    dtype, width = rstd.dtype, x.shape[2] // groups
+    rows, kept, middles, rstds = _rows(x, mask, means.to(dtype), rstd)
+    gradients = gradient.reshape(rows.shape)
+    *made, grad_weight, grad_bias = passes.sums(gradients, rows, kept, middles, rstds, weight, bias)
+    # Means over the features of a group, so that all gradients of m and v are those of a feature.
+    made = (numbers.view(means.shape).double() for numbers in made)
     number = counts(count, mask, x.shape[1])
     last = [
         torch.zeros_like(mean) if grad is None else grad / (width * number[:, -1])
         for grad in (grad_mean, grad_variance)
     ]
     away = distances(own.double(), mean[:, None], means, mask)
-    # The means over the features of a group, as the gradients of m and v are.
-    sums, products = (numbers.view(means.shape).double() for numbers in (sums, products))
-    of_own, of_spread, before = _back_in_time(sums, products, rstd, away, number, last, mask)
+    of_own, of_spread, before = _back_in_time(*made, rstd, away, number, last, mask)
     # The gradient of x is that of x - M, and of_own + 2 of_spread (x - m).
     stretch = of_spread.mul(2.0)
-    _, _, shifts, stretches = _rows(x, None, (of_own - stretch * own).to(dtype), stretch.to(dtype))
-    grad_x = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
-    for block in _blocks(rows):
-        inner = (_of_block(rows, kept, block, dtype, groups) * stretches[block]).add_(shifts[block])
-        received = _of_block(gradients, kept, block, dtype, groups) * rstds[block]
-        _affine(received.flatten(1), weight, inner.flatten(1), grad_x[block])
+    *_, shifts, stretches = _rows(x, None, (of_own - stretch * own).to(dtype), stretch.to(dtype))
+    grad_x = passes.apply_backward(gradients, rows, kept, stretches, shifts, rstds, weight)
     grads = [grad if t is None else grad.to(t.dtype) for grad, t in ((grad_weight, weight), (grad_bias, bias))]
     started = count[:, None] * width
     of_mean, of_variance = started * before[0] - width * before[2], started * before[1]
     return [grad_x.view(x.shape), *grads, of_mean, of_variance]
+
+
+def _backward_fake(
+    gradient, grad_mean, grad_variance, own, means, rstd, x, weight, bias, mask, count, mean, variance, *_
+):
+    inputs = (x, weight, bias, mean, variance)
+    return [rstd.new_empty(0) if t is None else torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in inputs]
 
 
 def _back_in_time(sums, products, rstd, away, number, last, mask):
@@ -198,10 +238,36 @@ def _sums_from_end(x, last):
     return x.flip(1).cumsum(1).flip(1) + last[:, None]
 
 
-@_timestep_norm_backward.register_fake
-def _(gradient, grad_mean, grad_variance, own, means, rstd, x, weight, bias, mask, count, mean, variance, groups, eps):
-    inputs = (x, weight, bias, mean, variance)
-    return [rstd.new_empty(0) if t is None else torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in inputs]
+def operator(name: str, passes: Passes) -> Callable:
+    """Return the operator `luna_mega::name` with its backward, by these passes."""
+    forward = torch.library.custom_op(
+        f"luna_mega::{name}",
+        partial(_forward, passes),
+        mutates_args=(),
+        schema=f"({INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    )
+    backward = torch.library.custom_op(
+        f"luna_mega::{name}_backward",
+        partial(_backward, passes),
+        mutates_args=(),
+        schema="(Tensor gradient, Tensor? grad_mean, Tensor? grad_variance, Tensor own, Tensor means, Tensor rstd, "
+        f"{INPUTS}) -> Tensor[]",
+    )
+    forward.register_fake(_forward_fake)
+    backward.register_fake(_backward_fake)
+
+    def differentiate(ctx, gradient, _own, _means, _rstd, grad_mean, grad_variance):
+        *made, x, weight, bias, mask, count, mean, variance = ctx.saved_tensors
+        if gradient is None:
+            gradient = torch.zeros_like(x)
+        inputs = x, weight, bias, mask, count, mean, variance, ctx.groups, ctx.eps
+        grads = backward(gradient, grad_mean, grad_variance, *made, *inputs)
+        grad_x, grad_weight, grad_bias, grad_first, grad_spread = grads
+        grad_weight, grad_bias = (None if t is None else g for t, g in ((weight, grad_weight), (bias, grad_bias)))
+        return grad_x, grad_weight, grad_bias, None, None, grad_first, grad_spread, None, None
+
+    forward.register_autograd(differentiate, setup_context=_save_for_backward)
+    return forward
 
 
 def _save_for_backward(ctx, inputs, output):
@@ -211,16 +277,4 @@ def _save_for_backward(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, gradient, _own, _means, _rstd, grad_mean, grad_variance):
-    *made, x, weight, bias, mask, count, mean, variance = ctx.saved_tensors
-    if gradient is None:
-        gradient = torch.zeros_like(x)
-    grads = torch.ops.luna_mega.timestep_norm_backward(
-        gradient, grad_mean, grad_variance, *made, x, weight, bias, mask, count, mean, variance, ctx.groups, ctx.eps
-    )
-    grad_x, grad_weight, grad_bias, grad_first, grad_spread = grads
-    grad_weight, grad_bias = (None if t is None else g for t, g in ((weight, grad_weight), (bias, grad_bias)))
-    return grad_x, grad_weight, grad_bias, None, None, grad_first, grad_spread, None, None
-
-
-_timestep_norm.register_autograd(_backward, setup_context=_save_for_backward)
+_operator = operator("timestep_norm", Passes(_moments, _apply, _sums, _apply_backward))

@@ -1,0 +1,233 @@
+"""The passes of the norm over time over all features, in Triton, and one position in one launch.
+
+A program has a tile of rows of one group of features, `[BLOCK_R, BLOCK_W]`. The statistics between the passes are sums
+over time of 2 G numbers for each position, in float64, which PyTorch's own operators compute.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from luna_mega.kernels.common import triton_launch
+
+# Elements of a tile.
+TILE = 4096
+# Tiles that a program of the backward pass sums the gradients of weight and bias over.
+TILES = 8
+
+
+@triton.jit
+def _tile(first, total, KEPT, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr):
+    """Return the rows of a tile, the features in the group, which rows are there and which of them are kept."""
+    row = first.to(tl.int64) + tl.arange(0, BLOCK_R)
+    feature = tl.arange(0, BLOCK_W)
+    there = row < total
+    kept = there
+    if KEPT is not None:
+        kept = there & (tl.load(KEPT + row, there, other=0) != 0)
+    return row, feature, there, kept
+
+
+@triton.jit(do_not_specialize=["total"])
+def _moments_kernel(
+    X, KEPT, MEAN, SPREAD, total, groups, width,
+    BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    """Write mean and variance of a group of features of every row. Program `(tile of rows, group)`."""
+    group = tl.program_id(1)
+    row, feature, there, kept = _tile(tl.program_id(0) * BLOCK_R, total, KEPT, BLOCK_R, BLOCK_W)
+    inside = kept[:, None] & (feature < width)[None, :]
+    places = row[:, None] * (groups * width) + group * width + feature[None, :]
+    values = tl.load(X + places, inside, other=0.0).to(tl.float32)
+    mean = tl.sum(values, 1) / width
+    around = tl.where(inside, values - mean[:, None], 0.0)
+    tl.store(MEAN + row * groups + group, mean, there)
+    tl.store(SPREAD + row * groups + group, tl.sum(around * around, 1) / width, there)
+
+
+@triton.jit(do_not_specialize=["total"])
+def _apply_kernel(
+    X, KEPT, MEAN, RSTD, WEIGHT, BIAS, Y, total, groups, width,
+    BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    """Write (x - mean) rstd weight + bias, 0 where masked. Program `(tile of rows, group)`."""
+    group = tl.program_id(1)
+    row, feature, there, kept = _tile(tl.program_id(0) * BLOCK_R, total, KEPT, BLOCK_R, BLOCK_W)
+    inside = kept[:, None] & (feature < width)[None, :]
+    places = row[:, None] * (groups * width) + group * width + feature[None, :]
+    values = tl.load(X + places, inside, other=0.0).to(tl.float32)
+    mean = tl.load(MEAN + row * groups + group, there, other=0.0)
+    rstd = tl.load(RSTD + row * groups + group, there, other=0.0)
+    y = (values - mean[:, None]) * rstd[:, None]
+    if WEIGHT is not None:
+        y *= tl.load(WEIGHT + group * width + feature, feature < width, other=0.0).to(tl.float32)[None, :]
+    if BIAS is not None:
+        y += tl.load(BIAS + group * width + feature, feature < width, other=0.0).to(tl.float32)[None, :]
+    y = tl.where(inside, y, 0.0)
+    tl.store(Y + places, y.to(Y.dtype.element_ty), there[:, None] & (feature < width)[None, :])
+
+
+@triton.jit(do_not_specialize=["total"])
+def _sums_kernel(
+    DY, X, KEPT, MEAN, RSTD, WEIGHT, SUMS, PRODUCTS, WEIGHT_SUMS, BIAS_SUMS, total, groups, width,
+    BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Write the means over a group of dy rstd weight and of that times x - mean, and this program's part of the
+    gradients of weight and bias. Program `(TILES tiles of rows, group)`."""
+    group, part = tl.program_id(1), tl.program_id(0)
+    of_weight = tl.zeros([BLOCK_W], tl.float32)
+    of_bias = tl.zeros([BLOCK_W], tl.float32)
+    for number in range(TILES):
+        first = (part * TILES + number) * BLOCK_R
+        row, feature, there, kept = _tile(first, total, KEPT, BLOCK_R, BLOCK_W)
+        inside = kept[:, None] & (feature < width)[None, :]
+        places = row[:, None] * (groups * width) + group * width + feature[None, :]
+        received = tl.load(DY + places, inside, other=0.0).to(tl.float32)
+        values = tl.load(X + places, inside, other=0.0).to(tl.float32)
+        mean = tl.load(MEAN + row * groups + group, there, other=0.0)
+        rstd = tl.load(RSTD + row * groups + group, there, other=0.0)
+        of_bias += tl.sum(received, 0)
+        received *= rstd[:, None]
+        product = received * (values - mean[:, None])
+        of_weight += tl.sum(product, 0)
+        if WEIGHT is not None:
+            weight = tl.load(WEIGHT + group * width + feature, feature < width, other=0.0).to(tl.float32)
+            received *= weight[None, :]
+            product *= weight[None, :]
+        tl.store(SUMS + row * groups + group, tl.sum(received, 1) / width, there)
+        tl.store(PRODUCTS + row * groups + group, tl.sum(product, 1) / width, there)
+    place = part.to(tl.int64) * groups * width + group * width + tl.arange(0, BLOCK_W)
+    if WEIGHT_SUMS is not None:
+        tl.store(WEIGHT_SUMS + place, of_weight, tl.arange(0, BLOCK_W) < width)
+    if BIAS_SUMS is not None:
+        tl.store(BIAS_SUMS + place, of_bias, tl.arange(0, BLOCK_W) < width)
+
+
+@triton.jit(do_not_specialize=["total"])
+def _apply_backward_kernel(
+    DY, X, KEPT, STRETCH, SHIFT, RSTD, WEIGHT, DX, total, groups, width,
+    BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    """Write dy rstd weight + x stretch + shift. Program `(tile of rows, group)`."""
+    group = tl.program_id(1)
+    row, feature, there, kept = _tile(tl.program_id(0) * BLOCK_R, total, KEPT, BLOCK_R, BLOCK_W)
+    inside = kept[:, None] & (feature < width)[None, :]
+    places = row[:, None] * (groups * width) + group * width + feature[None, :]
+    gradient = tl.load(DY + places, inside, other=0.0).to(tl.float32)
+    values = tl.load(X + places, inside, other=0.0).to(tl.float32)
+    of_group = row * groups + group
+    gradient *= tl.load(RSTD + of_group, there, other=0.0)[:, None]
+    if WEIGHT is not None:
+        gradient *= tl.load(WEIGHT + group * width + feature, feature < width, other=0.0).to(tl.float32)[None, :]
+    gradient += values * tl.load(STRETCH + of_group, there, other=0.0)[:, None]
+    gradient += tl.load(SHIFT + of_group, there, other=0.0)[:, None]
+    tl.store(DX + places, gradient.to(DX.dtype.element_ty), there[:, None] & (feature < width)[None, :])
+
+
+@triton.jit
+def _step_kernel(
+    X, COUNT, MEAN, SPREAD, WEIGHT, BIAS, KEPT, Y, NEXT_COUNT, NEXT_MEAN, NEXT_SPREAD, groups, width, eps,
+    BLOCK_G: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    """Take one position. Program `(block of groups, row of the batch)`; statistics are float64."""
+    batch = tl.program_id(1).to(tl.int64)
+    group, feature = tl.program_id(0) * BLOCK_G + tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_W)
+    there = group < groups
+    inside = there[:, None] & (feature < width)[None, :]
+    places = group[:, None] * width + feature[None, :]
+    count = tl.load(COUNT + batch)
+    values = tl.load(X + batch * groups * width + places, inside, other=0.0).to(tl.float32)
+    keep = count >= 0
+    if KEPT is not None:
+        keep = tl.load(KEPT + batch) != 0
+        values = tl.where(keep, values, 0.0)
+    own = tl.sum(values, 1) / width
+    around = tl.where(inside, values - own[:, None], 0.0)
+    spread = tl.sum(around * around, 1) / width
+    mean = tl.load(MEAN + batch * groups + group, there, other=0.0)
+    variance = tl.load(SPREAD + batch * groups + group, there, other=0.0)
+    following = count + tl.where(keep, 1, 0).to(tl.int64)
+    share = 1.0 / tl.maximum(following, 1).to(tl.float64)
+    away = own.to(tl.float64) - mean
+    next_mean = tl.where(keep, mean + away * share, mean)
+    gained = spread.to(tl.float64) + (1.0 - share) * away * away - variance
+    next_variance = tl.where(keep, variance + gained * share, variance)
+    rstd = 1.0 / tl.sqrt(next_variance.to(tl.float32) + eps)
+    y = (values - next_mean.to(tl.float32)[:, None]) * rstd[:, None]
+    if WEIGHT is not None:
+        y *= tl.load(WEIGHT + places, inside, other=0.0).to(tl.float32)
+    if BIAS is not None:
+        y += tl.load(BIAS + places, inside, other=0.0).to(tl.float32)
+    y = tl.where(keep, y, 0.0)
+    tl.store(Y + batch * groups * width + places, y.to(Y.dtype.element_ty), inside)
+    tl.store(NEXT_MEAN + batch * groups + group, next_mean, there)
+    tl.store(NEXT_SPREAD + batch * groups + group, next_variance, there)
+    if tl.program_id(0) == 0:
+        tl.store(NEXT_COUNT + batch, following)
+
+
+def _sizes(total, groups, width):
+    """Return the arguments of all kernels of rows, their tile, and the number of tiles."""
+    block_w = triton.next_power_of_2(width)
+    block_r = max(1, min(TILE // block_w, 128))
+    tile = {"BLOCK_R": block_r, "BLOCK_W": block_w, "num_warps": 4, "num_stages": 1}
+    return (total, groups, width), tile, triton.cdiv(total, block_r)
+
+
+def moments(rows, kept, groups, dtype):
+    """Return mean and variance of the groups of each row, `[R, G]`."""
+    (total, features), (mean, spread) = rows.shape, (rows.new_empty(len(rows), groups, dtype=dtype) for _ in range(2))
+    sizes, tile, tiles = _sizes(total, groups, features // groups)
+    triton_launch.launch(_moments_kernel, (tiles, groups), rows.contiguous(), kept, mean, spread, *sizes, **tile)
+    return mean, spread
+
+
+def apply(rows, kept, means, rstds, weight, bias):
+    """Return (rows - means) rstds weight + bias, 0 where masked."""
+    groups, y = means.shape[1], rows.new_empty(rows.shape)
+    sizes, tile, tiles = _sizes(len(rows), groups, rows.shape[1] // groups)
+    inputs = triton_launch.contiguous(rows, kept, means, rstds, weight, bias)
+    triton_launch.launch(_apply_kernel, (tiles, groups), *inputs, y, *sizes, **tile)
+    return y
+
+
+def sums(gradients, rows, kept, means, rstds, weight, bias):
+    """Return the sums of `torch_backend.Passes`."""
+    groups, features = means.shape[1], rows.shape[1]
+    sizes, tile, tiles = _sizes(len(rows), groups, features // groups)
+    parts = triton.cdiv(tiles, TILES)
+    summed, products = (means.new_empty(len(rows), groups) for _ in range(2))
+    of_weight, of_bias = (None if t is None else means.new_empty(parts, features) for t in (weight, bias))
+    inputs = triton_launch.contiguous(gradients, rows, kept, means, rstds, weight)
+    outputs = summed, products, of_weight, of_bias
+    triton_launch.launch(_sums_kernel, (parts, groups), *inputs, *outputs, *sizes, **tile, TILES=TILES)
+    return summed, products, *(means.new_empty(0) if t is None else t.sum(0) for t in (of_weight, of_bias))
+
+
+def apply_backward(gradients, rows, kept, stretches, shifts, rstds, weight):
+    """Return gradients rstds weight + rows stretches + shifts."""
+    groups, grad_x = shifts.shape[1], rows.new_empty(rows.shape)
+    sizes, tile, tiles = _sizes(len(rows), groups, rows.shape[1] // groups)
+    inputs = triton_launch.contiguous(gradients, rows, kept, stretches, shifts, rstds, weight)
+    triton_launch.launch(_apply_backward_kernel, (tiles, groups), *inputs, grad_x, *sizes, **tile)
+    return grad_x
+
+
+def step(x, weight, bias, mask, count, mean, variance, groups, eps):
+    """Return y and the next count, mean and variance."""
+    width, y = x.shape[1] // groups, x.new_empty(x.shape)
+    block_w = triton.next_power_of_2(width)
+    block_g = max(1, min(TILE // block_w, triton.next_power_of_2(groups)))
+    state = triton_launch.contiguous(count, mean, variance)
+    following = tuple(map(torch.empty_like, state))
+    inputs = triton_launch.contiguous(x, *state, weight, bias, mask)
+    triton_launch.launch(
+        _step_kernel,
+        (triton.cdiv(groups, block_g), len(x)),
+        *(*inputs, y, *following, groups, width, eps),
+        BLOCK_G=block_g,
+        BLOCK_W=block_w,
+        num_warps=4,
+        num_stages=1,
+    )
+    return y, *following

@@ -1,0 +1,43 @@
+"""The norm over time by Triton kernels, as custom operators."""
+
+import torch
+
+from luna_mega.kernels.timestep_norm import torch_backend, triton_kernels
+from luna_mega.kernels.timestep_norm.reference import TimestepNormState
+
+_operator = torch_backend.operator(
+    "timestep_norm_triton",
+    torch_backend.Passes(
+        triton_kernels.moments, triton_kernels.apply, triton_kernels.sums, triton_kernels.apply_backward
+    ),
+)
+
+
+def timestep_norm(x, groups, **call):
+    """Return `reference.timestep_norm`."""
+    return torch_backend.timestep_norm(x, groups, run=_operator, **call)
+
+
+def step(x, state, groups, weight, bias, eps, mask):
+    """Return `reference.step`: in one launch where no gradient is asked for."""
+    tensors = (x, weight, bias, state.mean, state.variance)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        mask = None if mask is None else mask[:, None]
+        y, state = timestep_norm(x[:, None], groups, weight=weight, bias=bias, eps=eps, mask=mask, initial_state=state)
+        return y[:, 0], state
+    y, *state = torch.ops.luna_mega.timestep_norm_step_triton(x, weight, bias, mask, *state, groups, eps)
+    return y, TimestepNormState(*state)
+
+
+@torch.library.custom_op(
+    "luna_mega::timestep_norm_step_triton",
+    mutates_args=(),
+    schema=f"({torch_backend.INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _step(*inputs):
+    return triton_kernels.step(*inputs)
+
+
+@_step.register_fake
+def _(x, weight, bias, mask, count, mean, variance, groups, eps):
+    return x.new_empty(x.shape), torch.empty_like(count), torch.empty_like(mean), torch.empty_like(variance)
