@@ -26,10 +26,10 @@ def _triton(x, **call):
     return triton_ops.complex_ema(x, **call)
 
 
-def _triton_step(x, state, coefficients, **call):
+def _triton_step(x, state, coefficients, skip, mask):
     from luna_mega.kernels.complex_ema import triton_ops
 
-    return triton_ops.step(x, state.to(torch.float32), **call)
+    return triton_ops.step(x, state, coefficients, skip, mask)
 
 
 def _unsupported(x, parameters, **_):
@@ -64,7 +64,7 @@ STEP = Op(
     {
         "reference": _reference_step,
         "torch": from_coefficients(torch_backend.step, complex_ema_coefficients),
-        "triton": _triton_step,  # computing the coefficients would take longer than the step
+        "triton": from_coefficients(_triton_step, complex_ema_coefficients),
     },
     _unsupported,
     tokens=("x",),

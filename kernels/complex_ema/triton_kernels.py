@@ -1,0 +1,484 @@
+"""The complex average in Triton: a scan in registers, in chunks that run side by side, forward and backward.
+
+The division into programs is that of `damped_ema`: a program of one warp walks through one chunk with the states of
+BLOCK_D channels in two tiles `[BLOCK_N, BLOCK_D]`, real and imaginary parts. States are laid out `[..., 2, N, D]`.
+
+The backward pass stores no states. One more scan of x carries, beside every state, its derivative with respect to q,
+s_t = q s_{t-1} + h_{t-1}. The gradient of x is a scan of the gradient against the time: r_t = g dy_t + q r_{t+1}, where
+r is a complex derivative, dL = Re(r dh); what arrives at a position, q r_{t+1}, is what is carried.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from luna_mega.kernels.common import triton_launch
+from luna_mega.kernels.damped_ema.triton_forward import choose, place, position, tile_of
+
+
+@triton.jit
+def _times(a_real, a_imaginary, b_real, b_imaginary):
+    return a_real * b_real - a_imaginary * b_imaginary, a_real * b_imaginary + a_imaginary * b_real
+
+
+@triton.jit
+def _load(pointer, rows, states, tile):
+    """Return real and imaginary parts."""
+    return tl.load(pointer + rows, tile, other=0.0), tl.load(pointer + states + rows, tile, other=0.0)
+
+
+@triton.jit
+def _rate(factors, rows, states, tile, UNROLL: tl.constexpr):
+    """Return q, and the share of a state that is lost to the rounding of q in UNROLL steps."""
+    q_real, q_imaginary = _load(factors, rows, states, tile)
+    lost_real, lost_imaginary = _load(factors + 2 * states, rows, states, tile)
+    return q_real, q_imaginary, lost_real * UNROLL, lost_imaginary * UNROLL
+
+
+@triton.jit(do_not_specialize=["length", "chunks", "slots"])
+def _ends_kernel(
+    signal, mask, factors, weight_in, weight_out, starts, ends, cu_seqlens, length, chunk, chunks, channels, blocks,
+    width, slots, stride_b, stride_t, stride_d,
+    N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr, SLOPE: tl.constexpr,
+    GRADIENT: tl.constexpr,
+):  # fmt: skip
+    """Write the states with which a chunk ends if it starts from zero, the first one from `starts`.
+
+    SLOPE: with their derivatives with respect to q. GRADIENT: against the time. Program `(block, chunk, sequence)`.
+    """
+    block, sequence, row, first, size, number, slot, begin, count = place(cu_seqlens, length, chunk, chunks, blocks)
+    if count <= 0:
+        return
+    n, d, inside, tile = tile_of(block, channels, N, BLOCK_N, BLOCK_D)
+    rows, states, end = n * channels + d[None, :], channels * N, tl.where(inside, count, 0)
+    q_real, q_imaginary, lost_real, lost_imaginary = _rate(factors, rows, states, tile, UNROLL)
+    real, imaginary = tl.zeros([BLOCK_N, BLOCK_D], tl.float32), tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    slope_real, slope_imaginary = tl.zeros([BLOCK_N, BLOCK_D], tl.float32), tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    if GRADIENT:
+        out_real, out_imaginary = _load(weight_out, rows, states, tile)
+    else:
+        entry = tl.load(weight_in + rows, tile, other=0.0)
+    if starts is not None:
+        if (begin + chunk >= size) if GRADIENT else (number == 0):
+            real, imaginary = _load(starts + 2 * sequence * states, rows, states, tile)
+    values = signal + row * stride_b + (first + begin) * stride_t + d * stride_d
+    token = row * length + first + begin
+    for start in range(0, count, UNROLL):
+        entering = ()
+        for i in tl.static_range(UNROLL):
+            t = position(start + i, count, UNROLL, GRADIENT)
+            value = tl.load(values + t * stride_t, t < end, other=0.0).to(tl.float32)
+            if mask is not None:
+                value = tl.where(tl.load(mask + token + t, t < count, other=0), value, 0.0)
+            entering += (value[None, :],)
+        gain_real, gain_imaginary = _times(real, imaginary, lost_real, lost_imaginary)
+        real, imaginary = real + gain_real, imaginary + gain_imaginary
+        if SLOPE:
+            gain_real, gain_imaginary = _times(slope_real, slope_imaginary, lost_real, lost_imaginary)
+            slope_real, slope_imaginary = slope_real + gain_real, slope_imaginary + gain_imaginary
+        for i in tl.static_range(UNROLL):
+            if SLOPE:
+                turned_real, turned_imaginary = _times(slope_real, slope_imaginary, q_real, q_imaginary)
+                slope_real, slope_imaginary = turned_real + real, turned_imaginary + imaginary
+            if GRADIENT:
+                real += out_real * entering[i]
+                imaginary += out_imaginary * entering[i]
+                next_real, next_imaginary = _times(real, imaginary, q_real, q_imaginary)
+                if starts is not None:
+                    t = position(start + i, count, UNROLL, GRADIENT)
+                    next_real = tl.where(t < count, next_real, real)
+                    next_imaginary = tl.where(t < count, next_imaginary, imaginary)
+                real, imaginary = next_real, next_imaginary
+            else:
+                next_real, imaginary = _times(real, imaginary, q_real, q_imaginary)
+                real = next_real + entry * entering[i]
+    kept = ends + (4 if SLOPE else 2) * slot * states + rows
+    tl.store(kept, real, tile)
+    tl.store(kept + states, imaginary, tile)
+    if SLOPE:
+        tl.store(kept + 2 * states, slope_real, tile)
+        tl.store(kept + 3 * states, slope_imaginary, tile)
+
+
+@triton.jit(do_not_specialize=["length", "chunks", "slots"])
+def _carry_kernel(
+    ends, factors, starts, own_blocks, cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,
+    N: tl.constexpr, BLOCK: tl.constexpr, SLOPE: tl.constexpr, GRADIENT: tl.constexpr,
+):  # fmt: skip
+    """Replace the states with which chunks end by those before them, in the direction of the scan.
+
+    Program `(block of states, sequence)`.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    block, sequence = program % own_blocks, program // own_blocks
+    if cu_seqlens is None:
+        first_slot, size = sequence * chunks, sequence * 0 + length
+    else:
+        first = tl.load(cu_seqlens + sequence).to(tl.int64)
+        first_slot, size = first // chunk + sequence, tl.load(cu_seqlens + sequence + 1).to(tl.int64) - first
+    states = channels * N
+    rows = block * BLOCK + tl.arange(0, BLOCK)
+    tile = rows < states
+    power_real, power_imaginary = _load(factors + 4 * states, rows, states, tile)
+    by_real, by_imaginary = _load(factors + 6 * states, rows, states, tile)
+    count = tl.maximum(tl.cdiv(size, chunk), 1)
+    real, imaginary = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    slope_real, slope_imaginary = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    if starts is not None:
+        real, imaginary = _load(starts + 2 * sequence * states, rows, states, tile)
+    for step in range(0, count):
+        number = count - 1 - step if GRADIENT else step
+        values = ends + (4 if SLOPE else 2) * (first_slot + number) * states + rows
+        end_real, end_imaginary = _load(values, 0, states, tile)
+        tl.store(values, real, tile)
+        tl.store(values + states, imaginary, tile)
+        if SLOPE:
+            slope_end_real, slope_end_imaginary = _load(values + 2 * states, 0, states, tile)
+            tl.store(values + 2 * states, slope_real, tile)
+            tl.store(values + 3 * states, slope_imaginary, tile)
+            # The end of the first chunk has what its start, if any, becomes.
+            turned_real, turned_imaginary = _times(slope_real, slope_imaginary, power_real, power_imaginary)
+            gained_real, gained_imaginary = _times(real, imaginary, by_real, by_imaginary)
+            slope_real = slope_end_real + tl.where(step == 0, 0.0, slope_real + turned_real + gained_real)
+            slope_imaginary += turned_imaginary + gained_imaginary
+            slope_imaginary = slope_end_imaginary + tl.where(step == 0, 0.0, slope_imaginary)
+        turned_real, turned_imaginary = _times(real, imaginary, power_real, power_imaginary)
+        real = end_real + tl.where(step == 0, 0.0, real + turned_real)
+        imaginary = end_imaginary + tl.where(step == 0, 0.0, imaginary + turned_imaginary)
+
+
+@triton.jit(do_not_specialize=["length", "chunks", "slots"])
+def _scan_kernel(
+    signal, mask, factors, weight_in, weight_out, skip, starts, x, output, last, sums,
+    cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,
+    stride_b, stride_t, stride_d, x_stride_b, x_stride_t, x_stride_d,
+    N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr, GRADIENT: tl.constexpr,
+):  # fmt: skip
+    """Write the average with the skip, and the states behind the last step to `last`.
+
+    GRADIENT: `signal` is the gradient of the result, the scan runs against the time, the result is the gradient of x,
+    and `sums` get the sum of the real part of the states times x.
+    """
+    block, sequence, row, first, size, number, slot, begin, count = place(cu_seqlens, length, chunk, chunks, blocks)
+    if (count <= 0) & (number > 0):
+        return
+    n, d, inside, tile = tile_of(block, channels, N, BLOCK_N, BLOCK_D)
+    rows, states, end = n * channels + d[None, :], channels * N, tl.where(inside, count, 0)
+    q_real, q_imaginary, lost_real, lost_imaginary = _rate(factors, rows, states, tile, UNROLL)
+    entry = tl.load(weight_in + rows, tile, other=0.0)
+    out_real, out_imaginary = _load(weight_out, rows, states, tile)
+    real, imaginary = tl.zeros([BLOCK_N, BLOCK_D], tl.float32), tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    if starts is not None:
+        real, imaginary = _load(starts + 2 * slot * states, rows, states, tile)
+    if skip is not None:
+        skip_weight = tl.load(skip + d, inside, other=0.0)
+    if GRADIENT:
+        total = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+        inputs = x + row * x_stride_b + (first + begin) * x_stride_t + d * x_stride_d
+    values = signal + row * stride_b + (first + begin) * stride_t + d * stride_d
+    token = row * length + first + begin
+    for start in range(0, count, UNROLL):
+        signals, keeps, multiplied = (), (), ()
+        for i in tl.static_range(UNROLL):
+            t = position(start + i, count, UNROLL, GRADIENT)
+            signals += (tl.load(values + t * stride_t, t < end, other=0.0).to(tl.float32),)
+            keep = t < count
+            if mask is not None:
+                keep = tl.load(mask + token + t, keep, other=0)
+            keeps += (keep,)
+            if GRADIENT:
+                value = tl.load(inputs + t * x_stride_t, t < end, other=0.0).to(tl.float32)
+                multiplied += (tl.where(keep, value, 0.0),)
+        gain_real, gain_imaginary = _times(real, imaginary, lost_real, lost_imaginary)
+        real, imaginary = real + gain_real, imaginary + gain_imaginary
+        for i in tl.static_range(UNROLL):
+            t = position(start + i, count, UNROLL, GRADIENT)
+            value = signals[i]
+            if not GRADIENT:
+                value = tl.where(keeps[i], value, 0.0)
+            if GRADIENT:
+                real += out_real * value[None, :]
+                imaginary += out_imaginary * value[None, :]
+                result = tl.sum(entry * real, 0)
+                total += real * multiplied[i][None, :]
+            next_real, next_imaginary = _times(real, imaginary, q_real, q_imaginary)
+            if not GRADIENT:
+                next_real += entry * value[None, :]
+            if last is not None or (GRADIENT and starts is not None):
+                next_real = tl.where(t < count, next_real, real)
+                next_imaginary = tl.where(t < count, next_imaginary, imaginary)
+            real, imaginary = next_real, next_imaginary
+            if not GRADIENT:
+                result = tl.sum(out_real * real - out_imaginary * imaginary, 0)
+            if skip is not None:
+                result += skip_weight * value
+            if GRADIENT and mask is not None:
+                result = tl.where(keeps[i], result, 0.0)
+            tl.store(output + (token + t) * channels + d, result.to(output.dtype.element_ty), t < end)
+    if last is not None:
+        if (number == 0) if GRADIENT else (begin + chunk >= size):
+            tl.store(last + 2 * sequence * states + rows, real, tile)
+            tl.store(last + (2 * sequence + 1) * states + rows, imaginary, tile)
+    if GRADIENT:
+        tl.store(sums + slot * states + rows, total, tile)
+
+
+@triton.jit(do_not_specialize=["length", "chunks", "slots"])
+def _gradient_kernel(
+    gradient, x, mask, factors, weight_in, weight_out, starts, last_gradient, sums, skip_sums,
+    cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,
+    stride_b, stride_t, stride_d, x_stride_b, x_stride_t, x_stride_d,
+    N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr, CARRIED: tl.constexpr,
+):  # fmt: skip
+    """Write the sums of gradient times state and the gradient of q over a chunk, `[slots, 4, N, D]`, as real and
+    imaginary parts of complex derivatives; and the gradient of the skip."""
+    block, sequence, row, first, size, number, slot, begin, count = place(cu_seqlens, length, chunk, chunks, blocks)
+    if (count <= 0) & (number > 0):
+        return
+    n, d, inside, tile = tile_of(block, channels, N, BLOCK_N, BLOCK_D)
+    rows, states, end = n * channels + d[None, :], channels * N, tl.where(inside, count, 0)
+    q_real, q_imaginary, lost_real, lost_imaginary = _rate(factors, rows, states, tile, UNROLL)
+    entry = tl.load(weight_in + rows, tile, other=0.0)
+    zeros = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    real, imaginary, slope_real, slope_imaginary = zeros, zeros, zeros, zeros
+    if starts is not None:
+        real, imaginary = _load(starts + (4 if CARRIED else 2) * slot * states, rows, states, tile)
+        if CARRIED:
+            slope_real, slope_imaginary = _load(starts + (4 * slot + 2) * states, rows, states, tile)
+    sum_real, sum_imaginary, by_real, by_imaginary = zeros, zeros, zeros, zeros
+    skip_sum = tl.zeros([BLOCK_D], tl.float32)
+    values = gradient + row * stride_b + (first + begin) * stride_t + d * stride_d
+    inputs = x + row * x_stride_b + (first + begin) * x_stride_t + d * x_stride_d
+    token = row * length + first + begin
+    for start in range(0, count, UNROLL):
+        entering, received = (), ()
+        for i in tl.static_range(UNROLL):
+            t = start + i
+            value = tl.load(inputs + t * x_stride_t, t < end, other=0.0).to(tl.float32)
+            if mask is not None:
+                value = tl.where(tl.load(mask + token + t, t < count, other=0), value, 0.0)
+            entering += (value,)
+            received += (tl.load(values + t * stride_t, t < end, other=0.0).to(tl.float32),)
+        gain_real, gain_imaginary = _times(real, imaginary, lost_real, lost_imaginary)
+        real, imaginary = real + gain_real, imaginary + gain_imaginary
+        gain_real, gain_imaginary = _times(slope_real, slope_imaginary, lost_real, lost_imaginary)
+        slope_real, slope_imaginary = slope_real + gain_real, slope_imaginary + gain_imaginary
+        for i in tl.static_range(UNROLL):
+            next_slope_real, next_slope_imaginary = _times(slope_real, slope_imaginary, q_real, q_imaginary)
+            next_slope_real += real
+            next_slope_imaginary += imaginary
+            next_real, next_imaginary = _times(real, imaginary, q_real, q_imaginary)
+            next_real += entry * entering[i][None, :]
+            if last_gradient is not None:
+                used = start + i < count
+                next_slope_real = tl.where(used, next_slope_real, slope_real)
+                next_slope_imaginary = tl.where(used, next_slope_imaginary, slope_imaginary)
+                next_real, next_imaginary = tl.where(used, next_real, real), tl.where(used, next_imaginary, imaginary)
+            real, imaginary, slope_real, slope_imaginary = (
+                next_real, next_imaginary, next_slope_real, next_slope_imaginary,
+            )  # fmt: skip
+            gained = received[i][None, :]
+            sum_real += gained * real
+            sum_imaginary += gained * imaginary
+            by_real += gained * slope_real
+            by_imaginary += gained * slope_imaginary
+            skip_sum += received[i] * entering[i]
+    out_real, out_imaginary = _load(weight_out, rows, states, tile)
+    by_real, by_imaginary = _times(by_real, by_imaginary, out_real, out_imaginary)
+    if last_gradient is not None:
+        if begin + chunk >= size:
+            of_last_real, of_last_imaginary = _load(last_gradient + 2 * sequence * states, rows, states, tile)
+            more_real, more_imaginary = _times(slope_real, slope_imaginary, of_last_real, of_last_imaginary)
+            by_real += more_real
+            by_imaginary += more_imaginary
+    kept = sums + 4 * slot * states + rows
+    tl.store(kept, sum_real, tile)
+    tl.store(kept + states, sum_imaginary, tile)
+    tl.store(kept + 2 * states, by_real, tile)
+    tl.store(kept + 3 * states, by_imaginary, tile)
+    tl.store(skip_sums + slot * channels + d, skip_sum, inside)
+
+
+@triton.jit
+def _step_kernel(
+    x, state, change, weight_in, weight_out, skip, mask, output, next_state, channels, blocks, stride_b, stride_d,
+    N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Take one position; all but x and the skip are real pairs `[..., D, N, 2]`. Program `(block, row)`."""
+    program = tl.program_id(0).to(tl.int64)
+    row = program // blocks
+    n, d = tl.arange(0, BLOCK_N)[None, :], program % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
+    inside = d < channels
+    tile = (n < N) & inside[:, None]
+    rows = 2 * (d[:, None] * N + n)
+    before = state + row * channels * N * 2
+    real, imaginary = _load(before, rows, 1, tile)
+    change_real, change_imaginary = _load(change, rows, 1, tile)
+    value = tl.load(x + row * stride_b + d * stride_d, inside, other=0.0).to(tl.float32)
+    if mask is not None:
+        value = tl.where(tl.load(mask + row), value, 0.0)
+    # q - 1, not q: thousands of steps add up the rounding error of q.
+    gain_real, gain_imaginary = _times(real, imaginary, change_real, change_imaginary)
+    real += gain_real + tl.load(weight_in + rows, tile, other=0.0) * value[:, None]
+    imaginary += gain_imaginary
+    after = next_state + row * channels * N * 2
+    tl.store(after + rows, real, tile)
+    tl.store(after + 1 + rows, imaginary, tile)
+    out_real, out_imaginary = _load(weight_out, rows, 1, tile)
+    average = tl.sum(out_real * real + out_imaginary * imaginary, 1)
+    if skip is not None:
+        average += value * tl.load(skip + d, inside, other=0.0)
+    tl.store(output + row * channels + d, average.to(output.dtype.element_ty), inside)
+
+
+def _factors(log_decay, turn, chunk):
+    """Return q, the share of it that is lost to rounding, q^C - 1 and C q^(C-1), `[4, 2, N, D]` float32."""
+    log_q = torch.complex(log_decay.double(), (turn - torch.round(turn)) * (2 * math.pi))
+    q = torch.exp(log_q)
+    rounded = q.to(torch.complex64)
+    lost = torch.where(q.abs() > 1e-20, (q - rounded) / q, 0.0)
+    power = torch.exp(chunk * log_q)
+    rows = torch.view_as_real(torch.stack((q, lost, power - 1.0, chunk * torch.exp((chunk - 1) * log_q))))
+    return rows.permute(0, 3, 2, 1).float().contiguous()
+
+
+def planes(states):
+    """Return pairs `[..., D, N, 2]` as `[..., 2, N, D]`, and the other way round."""
+    return None if states is None else states.transpose(-1, -3).contiguous()
+
+
+def _fitting(plan):
+    """Return the plan with 8 complex states for a thread."""
+    return plan._replace(block=max(1, min(32, 256 // triton.next_power_of_2(plan.states))))
+
+
+def _states_before(plan, signal, mask, factors, weights, starts, *, slope=False, gradient=False):
+    """Return the states before every chunk, `[slots, 2, N, D]`, with slopes `[slots, 4, N, D]`."""
+    if plan.chunks == 1:
+        return starts
+    ends = factors.new_empty(plan.slots, 4 if slope else 2, plan.states, plan.channels)
+    options = {"SLOPE": slope, "GRADIENT": gradient}
+    triton_launch.launch(
+        _ends_kernel,
+        (plan.programs,),
+        *(signal, mask, factors, *weights, starts, ends, *plan.sizes, *signal.stride()),
+        **plan.constants,
+        **options,
+        num_warps=1,
+        num_stages=1,
+    )
+    blocks = triton.cdiv(plan.states * plan.channels, 128)
+    triton_launch.launch(
+        _carry_kernel,
+        (blocks * plan.sequences,),
+        *(ends, factors, starts, blocks, *plan.sizes),
+        **options,
+        N=plan.states,
+        BLOCK=128,
+        num_warps=4,
+        num_stages=1,
+    )
+    return ends
+
+
+def _scan(plan, signal, mask, factors, weights, skip, starts, output, last, x=None, sums=None):
+    triton_launch.launch(
+        _scan_kernel,
+        (plan.programs,),
+        *(signal, mask, factors, *weights, skip, starts, x, output, last, sums, *plan.sizes),
+        *(*signal.stride(), *((0, 0, 0) if x is None else x.stride())),
+        **plan.constants,
+        GRADIENT=x is not None,
+        num_warps=1,
+        num_stages=1,
+    )
+
+
+def forward(x, mask, skip, log_decay, turn, weight_in, weight_out, initial, return_state, cu_seqlens, max_seqlen):
+    """Return the result and the final states `[S, D, N, 2]`, empty unless asked for."""
+    weights, initial = (planes(weight_in[..., None]), planes(weight_out)), planes(initial)
+
+    def run(plan):
+        plan = _fitting(plan)
+        factors = _factors(log_decay, turn, plan.chunk)
+        last = factors.new_empty(plan.sequences, 2, plan.states, plan.channels) if return_state else None
+        starts, output = _states_before(plan, x, mask, factors, weights, initial), x.new_empty(x.shape)
+        _scan(plan, x, mask, factors, weights, skip, starts, output, last)
+        return output, factors.new_empty(0) if last is None else planes(last)
+
+    return choose(_scan_kernel, run, x, log_decay.mT, False, cu_seqlens, max_seqlen)
+
+
+def backward(
+    gradient, last_gradient, x, mask, skip, log_decay, turn, weight_in, weight_out, initial, cu_seqlens, max_seqlen
+):
+    """Return the gradients of x, skip, the four coefficients and the initial states, empty for None."""
+    weights = (planes(weight_in[..., None]), planes(weight_out))
+    # dL = Re(r dh): r is the conjugate of the pair of derivatives.
+    arriving = None if last_gradient is None else planes(_conjugate(last_gradient))
+
+    def run(plan):
+        plan = _fitting(plan)
+        factors, options = _factors(log_decay, turn, plan.chunk), {"num_warps": 1, "num_stages": 1}
+        starts = _states_before(plan, x, mask, factors, weights, planes(initial), slope=True)
+        # Ragged sequences leave slots unused.
+        sums = factors.new_zeros(plan.slots, 4, plan.states, plan.channels)
+        skip_sums = factors.new_zeros(plan.slots, plan.channels)
+        triton_launch.launch(
+            _gradient_kernel,
+            (plan.programs,),
+            *(gradient, x, mask, factors, *weights, starts, arriving, sums, skip_sums, *plan.sizes),
+            *(*gradient.stride(), *x.stride()),
+            # Four pairs of tiles leave fewer registers for inputs than one.
+            **(plan.constants | {"UNROLL": plan.unroll // 2}),
+            CARRIED=plan.chunks > 1,
+            **options,
+        )
+        starts = _states_before(plan, gradient, None, factors, weights, arriving, gradient=True)
+        before = None
+        if initial is not None:
+            before = factors.new_empty(plan.sequences, 2, plan.states, plan.channels)
+        grad_x, input_sums = x.new_empty(x.shape), factors.new_zeros(plan.slots, plan.states, plan.channels)
+        _scan(plan, gradient, mask, factors, weights, skip, starts, grad_x, before, x, input_sums)
+        return grad_x, sums.sum(0), skip_sums.sum(0), input_sums.sum(0), before
+
+    grad_x, sums, grad_skip, grad_in, before = choose(
+        _gradient_kernel, run, x, log_decay.mT, False, cu_seqlens, max_seqlen
+    )
+    q = torch.polar(torch.exp(log_decay), ((turn - torch.round(turn)) * (2 * math.pi)).float())
+    by_log = q * torch.complex(sums[2], sums[3]).mT
+    return [
+        grad_x,
+        log_decay.new_empty(0) if skip is None else grad_skip,
+        by_log.real.contiguous(),
+        by_log.imag.double() * (-2 * math.pi),
+        grad_in.mT.contiguous(),
+        _conjugate(planes(sums[:2])),
+        log_decay.new_empty(0) if initial is None else _conjugate(planes(before)),
+    ]
+
+
+def _conjugate(pairs):
+    return pairs * pairs.new_tensor((1.0, -1.0))
+
+
+def step(x, state, change, weight_in, weight_out, skip, mask):
+    """Return (y `[B, D]`, next state) from the coefficients of `complex_ema_coefficients`."""
+    (channels, states), output = change.shape[:2], x.new_empty(x.shape)
+    next_state = torch.empty_like(state)
+    block_n = triton.next_power_of_2(states)
+    block = max(16, 512 // block_n)
+    blocks = triton.cdiv(channels, block)
+    triton_launch.launch(
+        _step_kernel,
+        (blocks * len(x),),
+        *(x, state, change, weight_in, weight_out, skip, mask, output, next_state, channels, blocks, *x.stride()),
+        N=states,
+        BLOCK_N=block_n,
+        BLOCK_D=block,
+        num_warps=4,
+        num_stages=1,
+    )
+    return output, next_state

@@ -1,0 +1,55 @@
+"""Launches of the complex average for `aot.py` in the sizes of Megalodon: 1024 channels, 16 states, 8 rows of 2048."""
+
+from functools import partial
+
+import torch
+
+from luna_mega.kernels.complex_ema import triton_kernels
+
+
+def call(
+    dtype=torch.bfloat16, channels=1024, masked=False, stateful=False, ragged=False, skip=True, batch=8, length=2048,
+    states=16, step=False,
+):  # fmt: skip
+    def meta(*shape, dtype=torch.float32):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    numbers, turn = meta(channels, states), meta(channels, states, dtype=torch.float64)
+    weight, state = meta(channels) if skip else None, meta(batch, channels, states, 2)
+    if step:
+        x, mask = meta(batch, channels, dtype=dtype), meta(batch, dtype=torch.bool) if masked else None
+        maps = (meta(channels, states, 2) for _ in range(3))
+        triton_kernels.step(x, state, *maps, weight, mask)
+        return
+    cu_seqlens = meta(batch + 1, dtype=torch.int32) if ragged else None
+    x = meta(*((1, batch * length) if ragged else (batch, length)), channels, dtype=dtype)
+    mask = meta(*x.shape[:2], dtype=torch.bool) if masked else None
+    initial = state if stateful else None
+    inputs = (x, mask, weight, numbers, turn, numbers, meta(channels, states, 2), initial)
+    triton_kernels.forward(*inputs, stateful, cu_seqlens, length)
+    triton_kernels.backward(x, initial, *inputs, cu_seqlens, length)
+
+
+def cases():
+    """Yield (name, function) of every case."""
+    yield "bf16 D=1024", call
+    yield "bf16 D=4096 states", partial(call, channels=4096, stateful=True)
+    yield "fp32 D=1024 mask", partial(call, torch.float32, masked=True)
+    yield "ragged fp16 D=1024", partial(call, torch.float16, ragged=True)
+    yield "one of everything", partial(call, batch=1, length=1, channels=1, states=1, stateful=True)
+    yield "bf16 N=32 plain", partial(call, states=32, skip=False)
+    yield "step bf16 D=1024 mask", partial(call, masked=True, step=True)
+
+
+LENGTHS = 4000, 4096, 4009
+
+
+def of_length(length):
+    """Launch what a change of the length must not compile again."""
+    call(length=length)
+    call(length=length, ragged=True)
+
+
+def edges():
+    """Yield (name, targets, function): no kernel uses shared memory or tensor cores, so that targets differ little."""
+    yield "bf16 D=200", (120,), partial(call, channels=200)

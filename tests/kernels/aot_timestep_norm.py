@@ -1,0 +1,51 @@
+"""Launches of the norm over time for `aot.py` in the sizes of Megalodon: 1024 and 4096 features, 8 rows of 2048."""
+
+from functools import partial
+
+import torch
+
+from luna_mega.kernels.timestep_norm import triton_kernels
+
+
+def call(
+    dtype=torch.bfloat16, features=1024, groups=32, masked=False, affine=True, batch=8, length=2048, step=False
+):  # fmt: skip
+    def meta(*shape, dtype=torch.float32):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    weight, bias = (meta(features) if affine else None for _ in range(2))
+    if step:
+        x, mask = meta(batch, features, dtype=dtype), meta(batch, dtype=torch.bool) if masked else None
+        statistics = (meta(batch, groups, dtype=torch.float64) for _ in range(2))
+        triton_kernels.step(x, weight, bias, mask, meta(batch, dtype=torch.int64), *statistics, groups, 1e-5)
+        return
+    rows = meta(batch * length, features, dtype=dtype)
+    kept = meta(batch * length, dtype=torch.bool) if masked else None
+    numbers = meta(batch * length, groups, 1)
+    triton_kernels.moments(rows, kept, groups, torch.float32)
+    triton_kernels.apply(rows, kept, numbers, numbers, weight, bias)
+    triton_kernels.sums(rows, rows, kept, numbers, numbers, weight, bias)
+    triton_kernels.apply_backward(rows, rows, kept, numbers, numbers, numbers, weight)
+
+
+def cases():
+    """Yield (name, function) of every case."""
+    yield "bf16 D=1024", call
+    yield "fp32 D=4096 mask", partial(call, torch.float32, features=4096, groups=64, masked=True)
+    yield "fp16 D=1024 plain", partial(call, torch.float16, affine=False)
+    yield "bf16 one group of 4096", partial(call, features=4096, groups=1)
+    yield "step bf16 D=1024", partial(call, step=True)
+    yield "step fp32 D=4096 mask", partial(call, torch.float32, features=4096, groups=64, masked=True, step=True)
+
+
+LENGTHS = 4000, 4096, 4009
+
+
+def of_length(length):
+    """Launch what a change of the length must not compile again."""
+    call(length=length)
+
+
+def edges():
+    """Yield (name, targets, function)."""
+    yield "fp32 groups of 7", (120,), partial(call, torch.float32, features=77, groups=11)
