@@ -87,6 +87,30 @@ def original_damped_ema(
     return nn.functional.silu(average.transpose(1, 2) + x * skip)
 
 
+def original_complex_ema(
+    x: torch.Tensor,
+    input_logit: torch.Tensor,
+    damping_logit: torch.Tensor,
+    phase_logit: torch.Tensor,
+    projection: torch.Tensor,
+    skip: torch.Tensor,
+) -> torch.Tensor:
+    """Compute `complex_ema` as XuezheMax/megalodon does: all N L powers of q in memory, and the next power of two."""
+    length, states = x.shape[1], input_logit.shape[1]
+    p = torch.sigmoid(input_logit)
+    number = torch.arange(1, states + 1, dtype=x.dtype, device=x.device)
+    phase = torch.sigmoid(phase_logit)[:, None] * (2 * math.pi / states) * number
+    log_q = torch.log(torch.polar(1.0 - p * torch.sigmoid(damping_logit), phase))
+    powers = torch.exp(log_q[..., None] * torch.arange(length, dtype=x.dtype, device=x.device))
+    gamma = torch.view_as_complex(projection) * math.sqrt(1 / states)
+    kernel = torch.einsum("dn,dnl->dl", p * gamma, powers).real
+    size = 2 << (length - 1).bit_length()
+    signal = x.transpose(1, 2)
+    product = torch.fft.rfft(signal, n=size) * torch.fft.rfft(kernel, n=size)
+    average = torch.fft.irfft(product, n=size)[..., :length]
+    return (average + skip[:, None] * signal).transpose(1, 2)
+
+
 def fft_damped_ema(*arguments):
     """Compute `damped_ema` by FFT (cuFFT on a GPU) at every length, without the powers of q in memory."""
     with use_backend("torch"), mock.patch.object(ema_backend, "MANY_POSITIONS", 2**62):

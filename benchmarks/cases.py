@@ -11,6 +11,7 @@ import torch
 from baselines import (
     fft_damped_ema,
     original_causal_attention,
+    original_complex_ema,
     original_damped_ema,
     original_gated_attention,
     original_luna_attention,
@@ -21,7 +22,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import RobertaConfig, RobertaModel
 
 from luna_mega import LunaConfig, LunaModel, MegaConfig, MegaModel
-from luna_mega.kernels.api import damped_ema, gated_attention, luna_attention, luna_causal_attention, use_backend
+from luna_mega.kernels.api import (
+    complex_ema,
+    damped_ema,
+    gated_attention,
+    luna_attention,
+    luna_causal_attention,
+    timestep_norm,
+    use_backend,
+)
 from luna_mega.modeling_common.layout import DENSE
 from luna_mega.modeling_mega.modeling_mega import MegaGatedAttention, MegaPreTrainedModel
 
@@ -127,6 +136,32 @@ def _ema(average, device, dtype, b, n, directions, d=512, states=16):
     parameters = [*(0.2 * logit for logit in logits), expansion, projection, skip]
     leaves = [tensor.to(device, dtype).requires_grad_() for tensor in (x, *parameters)]
     return Work(lambda: (average(*leaves),), leaves)
+
+
+def _complex_ema(average, device, dtype, b, n, d=512, states=16):
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((b, n, d), (d, states), (d, states), (d,), (d, states, 2), (d,))
+    x, *rest = (torch.randn(shape, generator=generator) for shape in shapes)
+    leaves = [
+        tensor.to(device, dtype).requires_grad_() for tensor in (x, *(0.2 * logit for logit in rest[:2]), *rest[2:])
+    ]
+    return Work(lambda: (average(*leaves),), leaves)
+
+
+def _damped_for_complex(device, dtype, b, n, d=512, states=16):
+    """Time the causal real average of the same sizes."""
+    return _ema(damped_ema, device, dtype, b, n, 1, d, states)
+
+
+def _norm(normalize, device, dtype, b, n, d=1024, groups=32):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(b, n, d, generator=generator)
+    leaves = [t.to(device, dtype).requires_grad_() for t in (x, torch.ones(d), torch.zeros(d))]
+    return Work(lambda: (normalize(leaves[0], groups, *leaves[1:]),), leaves)
+
+
+def _layer_norm(x, groups, weight, bias):
+    return torch.nn.functional.layer_norm(x, weight.shape, weight, bias)
 
 
 def _gated(attend, device, dtype, n, function, chunk, b=1, causal=0, shared=128, values=1024):
@@ -335,6 +370,37 @@ CASES = {
             quick=(),
             repeats=3,
             floor=floors.damped_ema,
+        ),
+        Case(
+            "complex_ema",
+            {
+                "luna_mega": partial(_complex_ema, complex_ema),
+                "original": partial(_complex_ema, original_complex_ema),
+            },
+            sizes=tuple({"b": b, "n": n} for b, n in ((1, 1024), (1, 4096), (8, 1024))),
+            quick=({"b": 1, "n": 1024},),
+            repeats=5,
+            parity=({"b": 2, "n": 77}, {"b": 1, "n": 4100}),
+            gpu=({"b": 1, "n": 4096, "d": 4096}, {"b": 8, "n": 2048, "d": 1024}),
+            gpu_variants={"torch": partial(_complex_ema, _by_torch(complex_ema))},
+            floor=floors.complex_ema,
+        ),
+        Case(
+            "complex_ema_and_damped",  # the complex average beside the causal real one
+            {"luna_mega": partial(_complex_ema, complex_ema), "damped_ema": _damped_for_complex},
+            sizes=tuple({"b": b, "n": n} for b, n in ((1, 1024), (1, 4096), (8, 1024))),
+            quick=(),
+            repeats=9,
+        ),
+        Case(
+            "timestep_norm",
+            {"luna_mega": partial(_norm, timestep_norm), "layer_norm": partial(_norm, _layer_norm)},
+            sizes=({"b": 1, "n": 4096}, {"b": 8, "n": 1024}, {"b": 1, "n": 1024, "d": 4096, "groups": 64}),
+            quick=({"b": 1, "n": 1024},),
+            repeats=9,
+            gpu=({"b": 8, "n": 2048}, {"b": 1, "n": 4096, "d": 4096, "groups": 64}),
+            gpu_variants={"torch": partial(_norm, _by_torch(timestep_norm))},
+            floor=floors.timestep_norm,
         ),
         Case(
             "gated_attention",

@@ -66,6 +66,21 @@ def damped_ema(width, n, b=1, directions=1, d=512, states=16, **_):
     )
 
 
+def complex_ema(width, n, b=1, d=512, states=16, **_):
+    """Count the input read, the output written, and the multiply-adds of every complex state and for the output."""
+    elements = b * n * d
+    return (
+        Floor(2 * width * elements, float32=14 * states * elements),
+        Floor(3 * width * elements, float32=48 * states * elements),
+    )
+
+
+def timestep_norm(width, n, b=1, d=1024, **_):
+    """Count the input read, the output written, and a few operations on every feature."""
+    elements = b * n * d
+    return Floor(2 * width * elements, float32=6 * elements), Floor(3 * width * elements, float32=14 * elements)
+
+
 def gated_attention(width, n, chunk, b=1, shared=128, values=1024, causal=0, **_):
     """Count query, key and value read, the output written, scores and their products with the value (causal: half)."""
     tokens, keys = b * n, (chunk or n) / (2 if causal else 1)

@@ -35,7 +35,14 @@ TARGETS = {
     90: triton_launch.Target((9, 0), 132, 227 * 1024),
     120: triton_launch.Target((12, 0), 170, 99 * 1024),
 }
-TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
 TYPES |= {torch.bool: "i1", torch.uint8: "u8"}
 # The most a kernel may use, in the newest and in the oldest Triton: `test_aot.py` fails where it uses more.
 BUDGETS = HERE / "aot_budgets.csv"

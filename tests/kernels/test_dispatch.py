@@ -18,6 +18,7 @@ def normal(*shape):
     return torch.randn(1, *shape)
 
 
+COMPLEX = [torch.randn(8, 2), torch.randn(8, 2), torch.randn(8), torch.randn(8, 2, 2)]
 CALLS = {
     "luna_attention": lambda **options: api.luna_attention(*[normal(4, 2, 16)] * 4, lambda p: (p, p), **options)[0],
     "luna_pack": lambda **options: api.luna_pack(*[normal(4, 2, 16)] * 3, **options),
@@ -30,6 +31,10 @@ CALLS = {
     "damped_ema_step": lambda **options: api.damped_ema_step(
         normal(8), normal(8, 2), *[torch.randn(8, 2)] * 4, **options
     )[0],
+    "complex_ema": lambda **options: api.complex_ema(normal(4, 8), *COMPLEX, **options),
+    "complex_ema_step": lambda **options: api.complex_ema_step(normal(8), normal(8, 2, 2), *COMPLEX, **options)[0],
+    "timestep_norm": lambda **options: api.timestep_norm(normal(4, 8), 2, **options),
+    "timestep_norm_step": lambda **options: api.timestep_norm_step(normal(8), None, 2, **options)[0],
     "gated_attention": lambda **options: api.gated_attention(*[normal(4, 16)] * 3, **options),
     "gated_attention_step": lambda **options: api.gated_attention_step(normal(16), *[normal(4, 16)] * 2, **options),
 }
@@ -40,6 +45,8 @@ REFUSED = {
     "luna_pack": ("luna_pack", {"cu_seqlens": torch.tensor([0, 4])}),
     "luna_causal_attention": ("luna_causal_attention", {"cu_seqlens": torch.tensor([0, 4])}),
     "damped_ema": ("damped_ema", {"return_state": True}),
+    "complex_ema": ("complex_ema", {"cu_seqlens": torch.tensor([0, 4])}),
+    "timestep_norm": ("timestep_norm", {"return_state": True}),
 }
 
 
@@ -60,8 +67,13 @@ def decide(op, argument=None, device=CUDA, unsupported=None):
     return api._OPS[op].decide(argument, device, unsupported)
 
 
+FUNCTIONS = {name for name in api.__all__ if name.startswith(("luna", "damp", "gat", "complex", "timestep"))} - {
+    "complex_ema_coefficients"
+}
+
+
 def test_every_function_is_known():
-    assert api._OPS.keys() == CALLS.keys() == {name for name in api.__all__ if name.startswith(("luna", "damp", "gat"))}
+    assert api._OPS.keys() == CALLS.keys() == FUNCTIONS
 
 
 @pytest.fixture
