@@ -33,7 +33,7 @@ def over_time(count, mean, variance, number, means, variances, mask) -> tuple[to
 
 def distances(means, first, mean, mask):
     """Return m_t - M_{t-1}, 0 where masked; `first` `[B, 1, G]` is M_0, `mean` are M_1 to M_T."""
-    return _kept(means - torch.cat((first, mean[:, :-1]), 1), mask)
+    return _kept(means - torch.cat((first, mean), 1)[:, : mean.shape[1]], mask)
 
 
 def _kept(x, mask):

@@ -10,7 +10,7 @@ from luna_mega.kernels.timestep_norm.reference import TimestepNormState
 from luna_mega.kernels.timestep_norm.statistics import counts, distances, over_time
 
 # Elements of x in one block, which several tensors of this size share the processor's cache with.
-BLOCK = 1 << 18
+BLOCK = 1 << 19
 INPUTS = (
     "Tensor x, Tensor? weight, Tensor? bias, Tensor? mask, Tensor count, Tensor mean, Tensor variance, int groups, "
     "float eps"
@@ -67,10 +67,18 @@ def _affine(y, weight, bias, into=None):
     return y if into is None or y is out else into.copy_(y)
 
 
-def _blocks(rows):
-    """Return slices of rows `[R, D]`; on a CPU, what one of them is about stays in the cache."""
-    size = max(1, BLOCK // max(rows.shape[1], 1)) if rows.device.type == "cpu" else max(1, len(rows))
-    return [slice(start, min(start + size, len(rows))) for start in range(0, len(rows), size)]
+def _blocks(rows, groups, dtype, tensors):
+    """Yield slices of rows `[R, D]`, and as many tensors `[R, G, D / G]` for each as asked for.
+
+    On a CPU, what one slice is about stays in the cache. The tensors are those of the slice before: new memory for each
+    would take longer than what is computed in it.
+    """
+    total, features = rows.shape
+    size = min(total, max(1, BLOCK // max(features, 1)) if rows.device.type == "cpu" else total)
+    scratch = [rows.new_empty(size, groups, features // groups, dtype=dtype) for _ in range(tensors)]
+    for start in range(0, total, max(size, 1)):
+        block = slice(start, min(start + size, total))
+        yield block, [tensor[: block.stop - start] for tensor in scratch]
 
 
 def _rows(x, mask, *of_groups):
@@ -79,16 +87,23 @@ def _rows(x, mask, *of_groups):
     return x.reshape(-1, x.shape[2]), None if mask is None else mask.reshape(-1), *numbers
 
 
-def _of_block(rows, kept, block, dtype, groups):
-    """Return a block of rows in groups, `[R, G, D / G]`, 0 where masked."""
-    rows = rows[block].to(dtype)
-    rows = rows if kept is None else rows.masked_fill(~kept[block, None], 0.0)
-    return rows.unflatten(1, (groups, -1))
+def _of_block(rows, kept, block, scratch):
+    """Return a block of rows in groups, 0 where masked, in the dtype of the scratch, which it may be written to."""
+    rows = rows[block].view(scratch.shape)
+    if kept is None and rows.dtype == scratch.dtype:
+        return rows
+    scratch.copy_(rows)
+    return scratch if kept is None else scratch.masked_fill_(~kept[block, None, None], 0.0)
 
 
 def _means(rows):
     """Return the means of the last dimension, as a product: faster than a sum of short rows."""
     return rows @ rows.new_full(rows.shape[-1:], 1.0 / rows.shape[-1])
+
+
+def _column_sums(rows):
+    """Return the sums of `[R, G, D / G]` over the rows, `[D]`."""
+    return rows.new_ones(len(rows)) @ rows.flatten(1)
 
 
 class Passes(NamedTuple):
@@ -111,18 +126,18 @@ class Passes(NamedTuple):
 
 def _moments(rows, kept, groups, dtype):
     own, spread = (torch.empty(len(rows), groups, dtype=dtype, device=rows.device) for _ in range(2))
-    for block in _blocks(rows):
-        wide = _of_block(rows, kept, block, dtype, groups)
+    for block, (around,) in _blocks(rows, groups, dtype, 1):
+        wide = _of_block(rows, kept, block, around)
         own[block] = _means(wide)
-        around = wide - own[block, :, None]
+        torch.sub(wide, own[block, :, None], out=around)
         spread[block] = _means(around.mul_(around))
     return own, spread
 
 
 def _apply(rows, kept, means, rstds, weight, bias):
     y = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
-    for block in _blocks(rows):
-        around = _of_block(rows, kept, block, means.dtype, means.shape[1]) - means[block]
+    for block, (around,) in _blocks(rows, means.shape[1], means.dtype, 1):
+        torch.sub(_of_block(rows, kept, block, around), means[block], out=around)
         _affine(around.mul_(rstds[block]).flatten(1), weight, bias, y[block])
         if kept is not None:
             y[block].masked_fill_(~kept[block, None], 0.0)
@@ -134,14 +149,15 @@ def _sums(gradients, rows, kept, means, rstds, weight, bias):
     scale = None if weight is None else weight.to(dtype).view(groups, -1)
     grad_weight, grad_bias = (rstds.new_zeros(0 if t is None else t.shape) for t in (weight, bias))
     sums, products = (means.new_empty(len(rows), groups) for _ in range(2))
-    for block in _blocks(rows):
-        received = _of_block(gradients, kept, block, dtype, groups)
+    for block, (received, product) in _blocks(rows, groups, dtype, 2):
+        gradient = _of_block(gradients, kept, block, received)
         if bias is not None:
-            grad_bias += received.flatten(1).sum(0)
-        received = received * rstds[block]
-        product = (_of_block(rows, kept, block, dtype, groups) - means[block]).mul_(received)
+            grad_bias += _column_sums(gradient)
+        torch.mul(gradient, rstds[block], out=received)
+        torch.sub(_of_block(rows, kept, block, product), means[block], out=product)
+        product.mul_(received)
         if weight is not None:
-            grad_weight += product.flatten(1).sum(0)
+            grad_weight += _column_sums(product)
             product.mul_(scale)
             received.mul_(scale)
         sums[block], products[block] = _means(received), _means(product)
@@ -149,11 +165,11 @@ def _sums(gradients, rows, kept, means, rstds, weight, bias):
 
 
 def _apply_backward(gradients, rows, kept, stretches, shifts, rstds, weight):
-    dtype, groups = shifts.dtype, shifts.shape[1]
     grad_x = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
-    for block in _blocks(rows):
-        inner = (_of_block(rows, kept, block, dtype, groups) * stretches[block]).add_(shifts[block])
-        received = _of_block(gradients, kept, block, dtype, groups) * rstds[block]
+    for block, (received, inner) in _blocks(rows, shifts.shape[1], shifts.dtype, 2):
+        torch.mul(_of_block(rows, kept, block, inner), stretches[block], out=inner)
+        inner.add_(shifts[block])
+        torch.mul(_of_block(gradients, kept, block, received), rstds[block], out=received)
         _affine(received.flatten(1), weight, inner.flatten(1), grad_x[block])
     return grad_x
 
@@ -235,7 +251,8 @@ def _back_in_time(sums, products, rstd, away, number, last, mask):
 
 def _sums_from_end(x, last):
     """Return the sums from every position to the end, of x `[B, T, G]` and, behind the end, `last` `[B, G]`."""
-    return x.flip(1).cumsum(1).flip(1) + last[:, None]
+    before = x.cumsum(1).sub_(x)
+    return (before[:, -1:] + x[:, -1:] + last[:, None]) - before
 
 
 def operator(name: str, passes: Passes) -> Callable:

@@ -6,6 +6,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from luna_mega.kernels.api import (
+    complex_ema,
+    complex_ema_step,
     damped_ema,
     damped_ema_step,
     gated_attention,
@@ -13,6 +15,8 @@ from luna_mega.kernels.api import (
     luna_causal_attention_step,
     luna_pack,
     luna_unpack,
+    timestep_norm,
+    timestep_norm_step,
 )
 
 
@@ -88,12 +92,32 @@ def average(backend, bidirectional):
     return result, *damped_ema_step(x[:, 0], state, *parameters, skip=skip, **options)
 
 
+def complex_average(backend, stateful):
+    x = torch.randn(20, 2, 8, requires_grad=True).transpose(0, 1)
+    shapes = (8, 4), (8, 4), (8,), (8, 4, 2), (8,)
+    parameters, options = [torch.randn(*shape, requires_grad=True) for shape in shapes], {"backend": backend}
+    if not stateful:
+        return (complex_ema(x, *parameters, **options),)
+    result, state = complex_ema(x, *parameters, return_state=True, **options)
+    return result, *complex_ema_step(x[:, 0], state, *parameters, **options)
+
+
+def norm_over_time(backend, masked):
+    x = torch.randn(20, 2, 8, requires_grad=True).transpose(0, 1)
+    mask = torch.arange(20) < torch.tensor([[20], [11]]) if masked else None
+    result, state = timestep_norm(
+        x, 2, torch.ones(8, requires_grad=True), mask=mask, return_state=True, backend=backend
+    )
+    return result, timestep_norm_step(x[:, 0], state, 2, backend=backend)[0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize(
     "call, option",
     [(causal, 5), (causal, 70), (packed, True), (packed, False), (gated, "softmax"), (gated, "laplace")]
-    + [(average, True), (average, False)],
+    + [(average, True), (average, False), (complex_average, True), (complex_average, False)]
+    + [(norm_over_time, True), (norm_over_time, False)],
 )
 def test_results_are_what_the_fakes_promise(triton_device, monkeypatch, call, option, backend):
     if backend == "triton":

@@ -186,20 +186,6 @@ def test_a_million_positions():
         torch.testing.assert_close(statistics.variance, variance, rtol=1e-7, atol=0)
 
 
-@pytest.mark.slow
-def test_a_million_positions_one_by_one():
-    """From nothing: the running statistics of single steps, as a step computes them, against those of one call."""
-    x = torch.randn(1, 1_000_000, 8, generator=torch.Generator().manual_seed(0)) * 2.0 + 3.0
-    output, last = timestep_norm(x, 2, return_state=True)
-    state, outputs = None, []
-    with torch.no_grad():
-        for position in x[0, :, None].unbind(0):
-            y, state = timestep_norm_step(position, state, 2, backend="torch")
-            outputs.append(y)
-    torch.testing.assert_close(torch.stack(outputs, 1), output, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(state, last, rtol=1e-10, atol=0)
-
-
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("masking", MASKS)
 def test_segments_and_steps_are_the_parallel_form(form, backend, masking):
