@@ -11,6 +11,9 @@ import torch
 
 from luna_mega.kernels.complex_ema.coefficients import Coefficients, angle, powers_less_one
 
+# Channels whose tables are in memory at the same time, where gradients need several.
+BLOCK = 128
+
 
 def _power(of: Coefficients, exponent: float) -> torch.Tensor:
     log_decay, turn = of[:2]
@@ -57,10 +60,17 @@ def chunk_maps(of: Coefficients, chunk: int) -> tuple[torch.Tensor, ...]:
     return taps[:, 0], inward, outward[..., 1:], powers_less_one(of.log_decay, of.turn, chunk)
 
 
-def chunk_maps_backward(
-    of: Coefficients, chunk, grad_taps, grad_inward, grad_outward, grad_decay
-) -> list[torch.Tensor]:
-    """Return the gradients of the coefficients from those of `chunk_maps`."""
+def chunk_maps_backward(of: Coefficients, chunk: int, *gradients: torch.Tensor) -> list[torch.Tensor]:
+    """Return the gradients of the coefficients from those of `chunk_maps`, of some channels at a time."""
+    parts = []
+    for start in range(0, len(of.turn), BLOCK):
+        block = slice(start, start + BLOCK)
+        some = Coefficients(*(numbers[block] for numbers in of))
+        parts.append(_chunk_maps_backward(some, chunk, *(gradient[block] for gradient in gradients)))
+    return [torch.cat(grads) for grads in zip(*parts, strict=True)]
+
+
+def _chunk_maps_backward(of, chunk, grad_taps, grad_inward, grad_outward, grad_decay):
     powers = _pairs(_table(of, chunk + 1))
     weight_out = torch.view_as_complex(of.weight_out)
     sums, slopes = _sums(grad_inward.flip(-1), powers[..., :chunk])
