@@ -101,11 +101,14 @@ def series_backward(of: Coefficients, grad_taps: torch.Tensor) -> list[torch.Ten
     position = torch.arange(outer * inner, device=grad.device, dtype=grad.dtype).view(outer, inner)
     fine, coarse = _pairs(_table(of, inner)), _pairs(_table(of, outer, inner)).unflatten(1, (-1, 2))
     weight_out = torch.view_as_complex(of.weight_out)
+    ones = grad.new_ones(outer)
+    signs, ones = torch.cat((ones, -ones)), torch.cat((ones, ones))
     sums = []
     for weighted in (grad, position * grad):
         within = (fine @ weighted.mT).unflatten(1, (-1, 2))
-        real, imaginary = (coarse * within).sum(-1).unbind(2)
-        sums.append(torch.complex(real - imaginary, (coarse * within.flip(2)).sum((-1, -2))))
+        # Sums as products: faster than sums of short rows.
+        real, imaginary = (coarse * within).flatten(2) @ signs, (coarse * within.flip(2)).flatten(2) @ ones
+        sums.append(torch.complex(real, imaginary))
     plain, lagged = sums
     slopes = of.weight_in * weight_out * lagged
     return _of_slopes(slopes, (weight_out * plain).real, of.weight_in * plain)
