@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from luna_mega.kernels.complex_ema.coefficients import coefficients, powers, times
-from luna_mega.kernels.context_parallel import ContextShard, all_gather
+from luna_mega.kernels.context_parallel import ContextShard
 from luna_mega.kernels.damped_ema.reference import working_dtype
 from luna_mega.kernels.damped_ema.sharded import BLOCK, rows_of
 
@@ -26,7 +26,7 @@ def _average(run: Callable, shard: ContextShard, x, parameters, mask, **call):
     log_decay, turn, weight_in, _ = coefficients(*(parameter.to(dtype) for parameter in parameters))
     kept = x.to(dtype) if mask is None else x.to(dtype).masked_fill(~mask[..., None], 0.0)
     gained = _decayed_sum(rows_of(kept), log_decay, turn).transpose(0, 1) * weight_in[..., None]
-    states = all_gather(gained, shard)[:rank]
+    states = shard.all_gather(gained)[:rank]
     gaps = [sum(shard.lengths[other + 1 : rank]) for other in range(rank)]
     decays = powers(log_decay, turn, torch.tensor(gaps, dtype=torch.float64, device=x.device))
     before = times(decays.permute(3, 0, 1, 2)[:, None], states).sum(0)

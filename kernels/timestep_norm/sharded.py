@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from luna_mega.kernels.context_parallel import ContextShard, all_gather
+from luna_mega.kernels.context_parallel import ContextShard
 from luna_mega.kernels.timestep_norm.reference import TimestepNormState
 
 
@@ -24,7 +24,7 @@ def _norm(run: Callable, shard: ContextShard, x, groups, mask, initial_state, **
     variances, means = torch.var_mean(kept.to(dtype).unflatten(2, (groups, -1)), -1, correction=0)
     weights = torch.ones_like(means[..., :1]) if mask is None else mask[..., None]
     part = _pooled(weights.double().expand_as(means), means.double(), variances.double(), 1)
-    weights, means, variances = all_gather(torch.stack(part), shard).unbind(1)
+    weights, means, variances = shard.all_gather(torch.stack(part)).unbind(1)
     # The later parts count for nothing, but all ranks use the tensors of all.
     earlier = torch.arange(shard.size, device=x.device)[:, None, None] < rank
     weight, mean, variance = _pooled(weights * earlier, means, variances, 0)
