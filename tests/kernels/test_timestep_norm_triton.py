@@ -10,8 +10,9 @@ from luna_mega.kernels.api import TimestepNormState, timestep_norm_step
 from tests.kernels.test_damped_ema import MASKS, assert_same, relative_error
 from tests.kernels.test_timestep_norm import KINDS, Inputs
 
+FLOAT32 = 2e-6
 # At the first position a group of one feature has a variance of 0: its rounding errors are divided by sqrt(eps).
-FLOAT32 = 1e-5
+ONE_FEATURE = 1e-5
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +53,7 @@ def exact_and_float32(*arguments, **options):
 @pytest.mark.parametrize("length, groups, width", [(1, 1, 1), (3, 5, 1), (7, 1, 48), (13, 3, 7), (19, 2, 16)])
 def test_forward_and_gradients(device, length, groups, width, kind, masking):
     exact, inputs = exact_and_float32(length, kind, masking, groups, width, affine=masking != "some")
-    assert_same(run(inputs, device, backend="triton"), exact, FLOAT32)
+    assert_same(run(inputs, device, backend="triton"), exact, ONE_FEATURE if width == 1 else FLOAT32)
 
 
 @pytest.mark.slow
