@@ -134,6 +134,7 @@ def test_relative_speed_and_memory(runner):
     assert "| transformer_eager | 3.2 | 1.00x | more than 90 s |" in sdpa
 
 
+@pytest.mark.slow
 def test_every_parity_holds(runner):
     from measure import agree
 

@@ -19,6 +19,7 @@ def report(import_benchmark):
     return import_benchmark("gpu_report")
 
 
+@pytest.mark.slow
 def test_toy_run(repo_root, tmp_path, report):
     environment = os.environ | {"PYTHONPATH": str(repo_root), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "benchmarks/gpu_report.py", "--toy", "--output", str(tmp_path)]

@@ -170,10 +170,10 @@ def test_source_distribution_holds_tests_and_examples(checkout, built):
     ("way", "place", "with_kernels"),
     [
         ("wheel", "outside", False),
-        ("wheel", "root", True),
-        ("editable", "outside", True),
-        ("editable", "root", True),
-        ("none", "root", False),
+        pytest.param("wheel", "root", True, marks=pytest.mark.slow),
+        pytest.param("editable", "outside", True, marks=pytest.mark.slow),
+        pytest.param("editable", "root", True, marks=pytest.mark.slow),
+        pytest.param("none", "root", False, marks=pytest.mark.slow),
     ],
 )
 def test_installed_package_works(way, place, with_kernels, checkout, pythons, fake_kernels, tmp_path):

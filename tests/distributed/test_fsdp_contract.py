@@ -56,6 +56,7 @@ def run_bodies(folder: str, config_class: type, fields: dict) -> dict[str, bool]
     return ran
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not _run_fsdp_tests, reason="RUN_FSDP_TESTS is off")
 @pytest.mark.parametrize("family", ["luna", "mega"])
 def test_fsdp_tests_of_transformers(ranks, family):

@@ -72,7 +72,7 @@ def test_blocks_of_channels(device, channels, states):
 
 @pytest.mark.slow
 def test_long(triton_device):
-    """500 positions in chunks of 64, decays from 1 - q = 1e-5 on, whole turns: within 4e-6 of the largest, one gradient 2e-5."""
+    """500 positions in chunks of 64, decays from 1 - q = 1e-5 on, whole turns: within 4e-6; one gradient 2e-5."""
     inputs = Inputs(500, "states", states=4, channels=3, batch=1)
     with torch.no_grad():
         inputs.leaves[1].copy_(torch.linspace(-12.0, -1.0, 12).view(3, 4))
