@@ -1,5 +1,5 @@
 # Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
-"""Luna and Mega for transformers. Importing the package registers their classes with the ``Auto*`` classes."""
+"""Luna, Mega and Megalodon for transformers. Importing the package registers them with the ``Auto*`` classes."""
 
 from pathlib import Path
 
@@ -53,6 +53,16 @@ from luna_mega.modeling_mega.heads_mega import (
     MegaForTokenClassification as MegaForTokenClassification,
 )
 from luna_mega.modeling_mega.modeling_mega import MegaModel as MegaModel, MegaPreTrainedModel as MegaPreTrainedModel
+from luna_mega.modeling_megalodon.cache_megalodon import MegalodonCache as MegalodonCache
+from luna_mega.modeling_megalodon.configuration_megalodon import MegalodonConfig as MegalodonConfig
+from luna_mega.modeling_megalodon.generation_megalodon import MegalodonForCausalLM as MegalodonForCausalLM
+from luna_mega.modeling_megalodon.heads_megalodon import (
+    MegalodonForSequenceClassification as MegalodonForSequenceClassification,
+)
+from luna_mega.modeling_megalodon.modeling_megalodon import (
+    MegalodonModel as MegalodonModel,
+    MegalodonPreTrainedModel as MegalodonPreTrainedModel,
+)
 
 # The imports above are the list of public names.
 __all__ = [name for name, value in list(globals().items()) if getattr(value, "__module__", "").startswith("luna_mega.")]

@@ -88,7 +88,7 @@ class CausalLMMixin:
         """Return the loss of the kept states `[B, T, d]` against the next tokens `targets` `[B, T]`, and the logits."""
         logits, loss = self.score_tokens(hidden_states), None
         if targets is not None:
-            arguments = {"labels": labels, "vocab_size": self.config.vocab_size, "shift_labels": targets}
+            arguments = {"labels": labels, "vocab_size": logits.shape[-1], "shift_labels": targets}
             loss = parts.mean_loss(self.loss_function, targets, logits=logits, **arguments, **kwargs)
         return loss, logits
 

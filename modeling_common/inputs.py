@@ -302,7 +302,7 @@ def _embed_tokens(
     if input_values is not None:
         return embed(clean(input_values, mask)), mask
     assert input_ids is not None  # the checks leave nothing else
-    if attention_mask is None:
+    if attention_mask is None and spec.config.pad_token_id is not None:
         mask = drop_if_full(input_ids != spec.config.pad_token_id)
     try:
         return embed(input_ids), mask
@@ -354,8 +354,8 @@ def _find_restarts(
         return position_ids
     if not _follow_mask(position_ids, attention_mask, target):
         raise ValueError(
-            "Mega models take position_ids of ragged sequences only, which have no attention_mask: leave one out, or "
-            "give the positions that the mask has, attention_mask.cumsum(1) - 1"
+            f"{spec.config.model_type.capitalize()} models take position_ids of ragged sequences only, which have no "
+            "attention_mask: leave one out, or give the positions that the mask has, attention_mask.cumsum(1) - 1"
         )
     return None
 
@@ -582,7 +582,7 @@ def read_sequences(
             raise ValueError(
                 "cp_group does not drop first tokens: leave them out of the inputs, and set drop_first_token=False"
             )
-    if mask is None and inputs["input_ids"] is not None:
+    if mask is None and inputs["input_ids"] is not None and spec.config.pad_token_id is not None:
         mask = inputs["input_ids"] != spec.config.pad_token_id
     if drop_first_token:
         inputs = {key: without_first(value, mask) for key, value in inputs.items()}

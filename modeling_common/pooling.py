@@ -1,4 +1,4 @@
-"""The first token of a sequence, and the mean over its tokens.
+"""The first and the last token of a sequence, and the mean over its tokens.
 
 Masks are bool, `[B, T]`, True = keep; None = all. States and mask may be parts of sequences; the results are those of
 whole sequences.
@@ -23,6 +23,14 @@ def first_token(states: torch.Tensor, mask: torch.Tensor | None, parts: Parts = 
     """Return the first position of `[B, T, d]` that the mask keeps, `[B, d]`."""
     first = states[:, 0] if mask is None else take(states, first_position(mask)[:, None])[:, 0]
     return parts.first(first, mask)
+
+
+def last_token(states: torch.Tensor, mask: torch.Tensor | None, parts: Parts = WHOLE) -> torch.Tensor:
+    """Return the last position of `[B, T, d]` that the mask keeps, `[B, d]`; the last of all where it keeps none."""
+    if mask is None:
+        return parts.last(states[:, -1], mask)
+    position = states.shape[1] - 1 - first_position(mask.flip(1))
+    return parts.last(take(states, position[:, None])[:, 0], mask)
 
 
 def without_first(states: torch.Tensor | None, mask: torch.Tensor | None) -> torch.Tensor | None:

@@ -85,6 +85,10 @@ class Parts:
         """Return the first token of each sequence; `first` `[B, d]` are those that the masks `[B, T]` keep of parts."""
         return first
 
+    def last(self, last: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """Return the last token of each sequence; `last` `[B, d]` are those that the masks `[B, T]` keep of parts."""
+        return last
+
     def previous(self, x: torch.Tensor, fill: int) -> torch.Tensor:
         """Return `[B, T]` one place to the right, with `fill` before the first column."""
         return nn.functional.pad(x[:, :-1], (1, 0), value=fill)
@@ -206,6 +210,11 @@ class SharedParts(Parts):
     def first(self, first: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         has_any = torch.ones_like(first[:, 0], dtype=torch.int) if mask is None else mask.any(dim=1).int()
         return self.total(first.masked_fill(~self._is_first(has_any)[:, None], 0.0))
+
+    def last(self, last: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        has_any = torch.ones_like(last[:, 0], dtype=torch.int) if mask is None else mask.any(dim=1).int()
+        is_last = self.shard.all_gather(has_any).flip(0).argmax(dim=0) == self.shard.size - 1 - self.shard.rank
+        return self.total(last.masked_fill(~is_last[:, None], 0.0))
 
     def _is_first(self, has_any: torch.Tensor) -> torch.Tensor:
         """Return for which sequences `[B]` this rank is the first of those where `has_any` `[B]` is 1."""

@@ -1,0 +1,171 @@
+# Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
+"""Configuration of the Megalodon models."""
+
+from huggingface_hub.dataclasses import strict
+from transformers.configuration_utils import PreTrainedConfig
+
+from luna_mega.modeling_common.configuration import MOST_IN_CHUNK, SharedConfig
+from luna_mega.modeling_megalodon.presets_megalodon import MegalodonPresets
+
+_CHOICES = {"initializer": ("he", "bert", "gaussian", "xavier", "none"), "pooling": ("last", "mean")}
+# Fields that the shared rooms ask for and that have one value here.
+_FIXED = {"input_type": "tokens", "is_decoder": True, "is_encoder_decoder": False, "add_cross_attention": False}
+
+# How transformers splits a model over the ranks of tensor parallelism: heads and the feed-forward network by columns,
+# the vocabulary by rows.
+_MEGA = {"wv": "colwise", "wr": "colwise", "wh2": "rowwise", "own_heads": "mega_own_columns"}
+_FFN = {"fc1": "colwise", "fc3": "colwise", "fc2": "rowwise"}
+TP_PLAN = {"embed_tokens": "embedding_rowwise", "layers.*.mega.attention.all_heads": "luna_all_heads"}
+TP_PLAN |= {f"layers.*.mega.{name}": style for name, style in _MEGA.items()}
+TP_PLAN |= {f"layers.*.nffn.{name}": style for name, style in _FFN.items()}
+
+
+@strict
+class MegalodonConfig(MegalodonPresets, SharedConfig, PreTrainedConfig):
+    """Configuration of a Megalodon model (Ma et al. 2024, arXiv 2404.08801), a causal language model.
+
+    Args:
+        vocab_size: number of tokens.
+        hidden_size: width d of the model.
+        num_hidden_layers: number of blocks.
+        num_attention_heads: heads H of attention.
+        shared_representation_size: width z of queries and keys, of all heads.
+        value_size: width v of the values, of all heads.
+        intermediate_size: width of the feed-forward layer.
+        ema_projection_size: complex states N of the moving average, for every channel.
+        norm_num_groups: groups of features G of the norm over time.
+        chunk_size: positions of an attention chunk, which counts from the first token of a sequence.
+        rope_theta: base of the frequencies of the rotary position embedding; a checkpoint brings its own frequencies.
+        norm_eps: epsilon of every norm.
+        norm_affine: RMSNorm and LayerNorm have parameters; the norm over time always has.
+        swiglu: the feed-forward layer is gated by a third matrix.
+        rescale_nffn: the output of the feed-forward layer is multiplied by a learned vector.
+        scale_embedding: multiply embeddings by sqrt(d).
+        tie_word_embeddings: the matrix of the output layer is the embedding.
+        output_size: number of scores of the output layer; None = `vocab_size`.
+        initializer: first values of the inner matrices: `"he"` (deviation 1 / sqrt(3 inputs)), `"bert"` (0.02),
+            `"gaussian"` (1, cut at 3), `"xavier"` (uniform) or `"none"` (PyTorch's own).
+        dropout_prob: on embeddings and on the outputs of both layers of a block.
+        hidden_dropout_prob: on the normalized moving average, the gated attention and the inner feed-forward states.
+        attention_probs_dropout_prob: on attention weights.
+        windowed_statistics: in evaluation the statistics of the norms are those of the last 6 chunks, as the original's
+            inference has them: from 8 chunks on, the prompt is read in pairs of chunks, and behind each pair the norms
+            go on with the statistics of a second pass over the last 6 chunks. Single positions never begin anew. A
+            prompt that long then comes in one call, without padding. False = the norms see everything, as in training.
+        unpad_inputs: the layers leave padding out, which then costs nothing; states at padding are 0. Without effect
+            where states or weights are returned, with a cache, and in compiled or exported programs.
+        pooling: what a sequence classifier reads: the last token (`"last"`) or the mean (`"mean"`).
+        classifier_num_layers, classifier_hidden_size, classifier_activation, classifier_bias, classifier_dropout: the
+            classification head: its hidden layers, their width (None = d) and activation, the bias of its last layer,
+            and the dropout before each (None = `hidden_dropout_prob`).
+        pad_token_id: without an `attention_mask` these tokens are padding; None = no token is.
+        bos_token_id, eos_token_id: those of Llama 2's vocabulary, which the presets have.
+        use_cache: return `past_key_values` in evaluation.
+
+    Raises:
+        ValueError: the fields do not fit together; the message has the numbers.
+
+    Example:
+        >>> MegalodonConfig.megalodon_7b().chunk_size
+        4096
+    """
+
+    model_type = "megalodon"
+    input_type = "tokens"
+    add_token_type_embeddings = False
+    base_model_tp_plan = TP_PLAN
+    base_model_fsdp_plan = {"embed_tokens": "free_full_weight", "layers.*": "free_full_weight"}
+    keys_to_ignore_at_inference = ["past_key_values"]
+    attribute_map = {"d_model": "hidden_size"}
+
+    vocab_size: int = 32000
+    hidden_size: int = 1024
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 1
+    shared_representation_size: int = 256
+    value_size: int = 2048
+    intermediate_size: int = 2560
+    ema_projection_size: int = 16
+    norm_num_groups: int = 32
+    chunk_size: int = 2048
+    rope_theta: float | int = 10000.0
+    norm_eps: float = 1e-5
+    norm_affine: bool = True
+    swiglu: bool = False
+    rescale_nffn: bool = False
+    scale_embedding: bool = False
+    tie_word_embeddings: bool = False
+    output_size: int | None = None
+    initializer: str = "he"
+    dropout_prob: float | int = 0.0
+    hidden_dropout_prob: float | int = 0.0
+    attention_probs_dropout_prob: float | int = 0.0
+    windowed_statistics: bool = False
+    unpad_inputs: bool = False
+    pooling: str = "last"
+    classifier_num_layers: int = 0
+    classifier_hidden_size: int | None = None
+    classifier_activation: str = "tanh"
+    classifier_bias: bool = True
+    classifier_dropout: float | int | None = None
+    pad_token_id: int | None = None
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+    use_cache: bool = True
+    is_decoder: bool = True
+    is_encoder_decoder: bool = False
+    add_cross_attention: bool = False
+
+    def __post_init__(self, **kwargs):
+        if self.classifier_hidden_size is None:
+            self.classifier_hidden_size = self.hidden_size
+        if self.classifier_dropout is None:
+            self.classifier_dropout = self.hidden_dropout_prob
+        super().__post_init__(**kwargs)
+
+    @property
+    def scores(self) -> int:
+        """Return the number of scores of the output layer."""
+        return self.vocab_size if self.output_size is None else self.output_size
+
+    def validate_architecture(self):
+        """Part of the `@strict` contract: runs after `__init__` and before saving."""
+        self._check_choices(_CHOICES)
+        self._check_activations("classifier_activation")
+        sizes = (
+            "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "shared_representation_size",
+            "value_size", "intermediate_size", "ema_projection_size", "norm_num_groups", "output_size",
+            "classifier_hidden_size",
+        )  # fmt: skip
+        self._check_counts(sizes)
+        self._check_counts(["chunk_size"], most=MOST_IN_CHUNK)
+        self._check_counts(["classifier_num_layers"], least=0)
+        self._check_probabilities(
+            "dropout_prob", "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"
+        )
+        self._check_deviations("norm_eps")
+        if self.pad_token_id is not None:
+            self._check_padding()
+        for field, value in _FIXED.items():
+            if getattr(self, field) != value:
+                raise ValueError(f"Megalodon is a causal model of tokens: {field} must be {value!r}, leave it out")
+        if not 0.0 < self.rope_theta < float("inf"):
+            raise ValueError(f"rope_theta must be a number above 0, got {self.rope_theta}")
+        heads, groups = self.num_attention_heads, self.norm_num_groups
+        if self.shared_representation_size % (2 * heads):
+            raise ValueError(
+                f"shared_representation_size must be an even number for each of the {heads} heads (rotary positions "
+                f"come in pairs), got {self.shared_representation_size}"
+            )
+        if self.value_size % heads:
+            raise ValueError(f"num_attention_heads={heads} does not divide value_size={self.value_size}")
+        if self.hidden_size % groups:
+            raise ValueError(f"norm_num_groups={groups} does not divide hidden_size={self.hidden_size}")
+        if self.tie_word_embeddings and self.scores != self.vocab_size:
+            raise ValueError(
+                f"tie_word_embeddings=True has an output layer of vocab_size={self.vocab_size} rows, and output_size "
+                f"is {self.output_size}: leave it out, or pass tie_word_embeddings=False"
+            )
+
+
+__all__ = ["MegalodonConfig"]

@@ -1,0 +1,49 @@
+"""Megalodon with a classification head."""
+
+import torch
+from transformers.modeling_outputs import BaseModelOutputWithPast, SequenceClassifierOutput
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, can_return_tuple
+
+from luna_mega.modeling_common.heads import ClassificationHead, PooledMixin
+from luna_mega.modeling_common.pooling import last_token, masked_mean
+from luna_mega.modeling_common.sequence_parts import WHOLE, Parts
+from luna_mega.modeling_megalodon.configuration_megalodon import MegalodonConfig
+from luna_mega.modeling_megalodon.modeling_megalodon import MegalodonModel, MegalodonPreTrainedModel
+
+
+class MegalodonForSequenceClassification(PooledMixin, MegalodonPreTrainedModel):
+    """Megalodon with a sequence classification or regression head; what it reads is `config.pooling`."""
+
+    def __init__(self, config: MegalodonConfig):
+        super().__init__(config)
+        self.megalodon = MegalodonModel(config)
+        self.classifier = ClassificationHead(config, config.hidden_size, config.num_labels)
+        self.post_init()
+
+    def summarize(
+        self, outputs: BaseModelOutputWithPast, mask: torch.Tensor | None, parts: Parts = WHOLE
+    ) -> torch.Tensor:
+        """Return the representation of sequences `[B, d]`."""
+        pool = last_token if self.config.pooling == "last" else masked_mean
+        return pool(outputs.last_hidden_state, mask, parts)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> SequenceClassifierOutput:
+        """Classify the inputs of `MegalodonModel.forward`.
+
+        `labels`: `[B]` class ids, or numbers for regression. `logits`: `[B, num_labels]`.
+        """
+        kwargs.setdefault("use_cache", False)
+        features, outputs, parts = self.pool(attention_mask, input_ids=input_ids, inputs_embeds=inputs_embeds, **kwargs)
+        return SequenceClassifierOutput(**self.classify(features, outputs, labels, parts))
+
+
+__all__ = ["MegalodonForSequenceClassification"]

@@ -1,0 +1,360 @@
+"""Megalodon (Ma et al. 2024, arXiv 2404.08801): Mega with a complex moving average and normalized attention.
+
+A block normalizes its input by the statistics of all positions so far, smooths it with a complex exponential moving
+average, and lets heads with queries and keys of unit length attend within chunks; across chunks the average and the
+statistics carry information. The residual of its feed-forward layer is the input of the block ("two-hop"). From top to
+bottom in the paper's order: timestep norm, moving average, attention, feed-forward layer, block, model. The language
+model is in `generation_megalodon.py`, the classifier in `heads_megalodon.py`.
+
+Names and values of parameters are those of the published code, so that checkpoints go there and back bit for bit:
+scales are stored less 1, and weight decay pulls them to 1.
+"""
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import layer_norm, rms_norm, silu
+from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+
+from luna_mega.kernels.api import (
+    complex_ema,
+    complex_ema_coefficients,
+    complex_ema_step,
+    timestep_norm,
+    timestep_norm_step,
+)
+from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel
+from luna_mega.modeling_common.dropout import Dropout
+from luna_mega.modeling_common.inputs import InputSpec, read_batch
+from luna_mega.modeling_common.layout import TokenLayout
+from luna_mega.modeling_common.tensor_parallel import RankBoundary
+from luna_mega.modeling_megalodon.attention_megalodon import (
+    MegalodonChunkAttention,
+    MegalodonRotary,
+    Rotation,
+    widen,
+)
+from luna_mega.modeling_megalodon.cache_megalodon import MegalodonCache, MegalodonCacheLayer
+from luna_mega.modeling_megalodon.configuration_megalodon import MegalodonConfig
+from luna_mega.modeling_megalodon.initialization_megalodon import draw_average, draw_matrix
+from luna_mega.modeling_megalodon.windows_megalodon import needs_windows, run_in_windows
+
+
+class MegalodonTimestepNorm(nn.Module):
+    """Norm of groups of features by the statistics of all positions so far (section 3.3).
+
+    The `prior_*` are kept for the way back to the published code: its models have a `prior_count` of 0, with which mean
+    and variance before the first position count for nothing.
+    """
+
+    def __init__(self, config: MegalodonConfig, name: str = "norm"):
+        super().__init__()
+        self.name, self.groups, self.eps = name, config.norm_num_groups, config.norm_eps
+        self.weight = nn.Parameter(torch.empty(config.hidden_size))
+        self.bias = nn.Parameter(torch.empty(config.hidden_size))
+        self.register_buffer("prior_count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("prior_mean", torch.zeros(self.groups))
+        self.register_buffer("prior_logv", torch.zeros(self.groups))
+
+    def forward(self, x: torch.Tensor, layout: TokenLayout, past: MegalodonCacheLayer | None = None) -> torch.Tensor:
+        """Return `[B, T, d]`; with `past` the statistics go on from there, and it is brought up to date."""
+        affine = (self.groups, widen(self.weight) + 1.0, self.bias)
+        if past is None:
+            return timestep_norm(x, *affine, eps=self.eps, **layout.options())
+        state = past.statistics(self.name)
+        if x.shape[1] == 1:
+            mask = None if layout.mask is None else layout.mask[:, 0]
+            normed, state = timestep_norm_step(x[:, 0], state, *affine, eps=self.eps, mask=mask)
+            normed = normed[:, None]
+        else:
+            options = {"eps": self.eps, "mask": layout.mask, "initial_state": state, "return_state": True}
+            normed, state = timestep_norm(x, *affine, **options)
+        past.store_statistics(self.name, state)
+        return normed
+
+
+class MegalodonMovingAverage(nn.Module):
+    """Complex exponential moving average with its skip connection (section 3.2)."""
+
+    def __init__(self, config: MegalodonConfig):
+        super().__init__()
+        width, states = config.hidden_size, config.ema_projection_size
+        self.alpha = nn.Parameter(torch.empty(width, states, 1))
+        self.delta = nn.Parameter(torch.empty(width, states, 1))
+        self.theta = nn.Parameter(torch.empty(width, 1, 1))
+        self.gamma = nn.Parameter(torch.empty(width, states, 2))
+        self.omega = nn.Parameter(torch.empty(width, 1))
+
+    def forward(self, x: torch.Tensor, layout: TokenLayout, past: MegalodonCacheLayer | None = None) -> torch.Tensor:
+        parameters = (self.alpha[..., 0], self.delta[..., 0], self.theta[:, 0, 0], self.gamma)
+        skip = self.omega[:, 0]
+        if past is None:
+            return complex_ema(x, *parameters, skip, **layout.options())
+        state = past.average
+        if state is not None and x.shape[1] == 1:
+            mask, weights = None if layout.mask is None else layout.mask[:, 0], tuple(self.parameters())
+
+            def compute():
+                return complex_ema_coefficients(*parameters, dtype=state.dtype)
+
+            coefficients = past.constants.get("average", weights, compute, state.dtype)
+            options = {"mask": mask, "coefficients": coefficients}
+            average, state = complex_ema_step(x[:, 0], state, *parameters, skip, **options)
+            average = average[:, None]
+        else:
+            options = {"mask": layout.mask, "initial_state": state, "return_state": True}
+            average, state = complex_ema(x, *parameters, skip, **options)
+        past.store(average=state)
+        return average
+
+
+class MegalodonRMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) (weight + 1)."""
+
+    def __init__(self, config: MegalodonConfig):
+        super().__init__()
+        self.eps = config.norm_eps
+        self.weight = nn.Parameter(torch.empty(config.hidden_size)) if config.norm_affine else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = None if self.weight is None else widen(self.weight) + 1.0
+        return rms_norm(widen(x), x.shape[-1:], weight, self.eps).to(x.dtype)
+
+
+class MegalodonGatedAttention(nn.Module):
+    """Moving average, normalized attention and gate, with the residual around them (section 3.4)."""
+
+    def __init__(self, config: MegalodonConfig):
+        super().__init__()
+        width, shared, values = config.hidden_size, config.shared_representation_size, config.value_size
+        self.heads, self.eps = config.num_attention_heads, config.norm_eps
+        self.head_size = values // self.heads  # of tensor parallelism: heads stay whole
+        self.timestep_norm = MegalodonTimestepNorm(config)
+        self.cema = MegalodonMovingAverage(config)
+        self.rmsnorm = MegalodonRMSNorm(config)
+        self.wz = nn.Linear(width, shared)
+        self.wv = nn.Linear(width, values)
+        self.wr = nn.Linear(width, values)
+        self.wh1 = nn.Linear(width, width)
+        self.wh2 = nn.Linear(values, width, bias=False)
+        self.gamma = nn.Parameter(torch.empty(2, shared))
+        self.beta = nn.Parameter(torch.empty(2, shared))
+        self.own_heads = RankBoundary()
+        self.attention = MegalodonChunkAttention(config)
+        self.dropout, self.hidden_dropout = Dropout(config.dropout_prob), Dropout(config.hidden_dropout_prob)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        layout: TokenLayout,
+        rotation: Rotation,
+        output_weights: bool = False,
+        past: MegalodonCacheLayer | None = None,
+    ) -> torch.Tensor:
+        normed = self.timestep_norm(x, layout, past)
+        smoothed = self.hidden_dropout(self.rmsnorm(self.cema(normed, layout, past)))
+        query, key = (self.own_heads(part) for part in self.query_and_key(smoothed))
+        value, reset = silu(self.wv(normed)), silu(self.wr(smoothed))
+        attended, _ = self.attention(query, key, value, layout, rotation, output_weights, past)
+        candidate = self.wh1(smoothed) + self.wh2(self.hidden_dropout(attended * reset))
+        return x + self.dropout(candidate)
+
+    def query_and_key(self, smoothed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return queries and keys `[B, T, z]`, of unit length but for the learned scale and shift of each feature."""
+        shared = widen(self.wz(smoothed)).unflatten(-1, (self.heads, -1))
+        width = shared.shape[-1]
+        shared = rms_norm(shared, (width,), eps=self.eps).flatten(2)
+        scale = (widen(self.gamma) + 1.0) * width**-0.5
+        return tuple((shared * scale[row] + self.beta[row]).to(smoothed.dtype) for row in (0, 1))
+
+
+class MegalodonLayerNorm(nn.Module):
+    """Layer norm with a scale of weight + 1."""
+
+    def __init__(self, config: MegalodonConfig):
+        super().__init__()
+        self.eps, self.affine = config.norm_eps, config.norm_affine
+        self.weight = nn.Parameter(torch.empty(config.hidden_size)) if self.affine else None
+        self.bias = nn.Parameter(torch.empty(config.hidden_size)) if self.affine else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        affine = (widen(self.weight) + 1.0, widen(self.bias)) if self.affine else (None, None)
+        return layer_norm(widen(x), x.shape[-1:], *affine, self.eps).to(x.dtype)
+
+
+class MegalodonNormalizedFFN(nn.Module):
+    """Norm and feed-forward layer, whose residual is another tensor than their input."""
+
+    def __init__(self, config: MegalodonConfig, index: int):
+        super().__init__()
+        width, inner = config.hidden_size, config.intermediate_size
+        self.index = index
+        self.norm = MegalodonLayerNorm(config)
+        self.fc1 = nn.Linear(width, inner, bias=False)
+        self.fc2 = nn.Linear(inner, width, bias=False)
+        self.fc3 = nn.Linear(width, inner, bias=False) if config.swiglu else None
+        self.alpha = nn.Parameter(torch.empty(width)) if config.rescale_nffn else None
+        self.dropout, self.hidden_dropout = Dropout(config.dropout_prob), Dropout(config.hidden_dropout_prob)
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        normed = self.norm(x)
+        inner = silu(self.fc1(normed))
+        inner = inner if self.fc3 is None else inner * self.fc3(normed)
+        output = self.dropout(self.fc2(self.hidden_dropout(inner)))
+        return residual + (output if self.alpha is None else self.alpha * output)
+
+
+class MegalodonBlock(GradientCheckpointingLayer):
+    """One block: gated attention, then the feed-forward layer, both onto the block's input ("two-hop")."""
+
+    def __init__(self, config: MegalodonConfig, index: int):
+        super().__init__()
+        self.mega = MegalodonGatedAttention(config)
+        self.nffn = MegalodonNormalizedFFN(config, index)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        layout: TokenLayout,
+        rotation: Rotation,
+        output_weights: bool = False,
+        past: MegalodonCacheLayer | None = None,
+    ) -> torch.Tensor:
+        return self.nffn(self.mega(x, layout, rotation, output_weights, past), residual=x)
+
+
+class MegalodonPreTrainedModel(CommonPreTrainedModel):
+    """Base of the Megalodon models: configuration, initialisation and what transformers asks of a model."""
+
+    config_class = MegalodonConfig
+    config: MegalodonConfig
+    base_model_prefix = "megalodon"
+    cache_class = MegalodonCache
+    _no_split_modules = ["MegalodonBlock"]
+    # Half precision would blur logits of decays near 1, and turn late positions of a chunk by whole radians.
+    _keep_in_fp32_modules_strict = ["cema", "rope"]
+    _can_record_outputs = {
+        "hidden_states": MegalodonBlock,
+        "attentions": OutputRecorder(MegalodonChunkAttention, index=1),
+    }
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module):
+        if isinstance(module, nn.Embedding) or module is getattr(self, "lm_head", None):
+            draw_matrix(module.weight, "gaussian", self.config.hidden_size**-0.5)
+        elif isinstance(module, nn.Linear):
+            draw_matrix(module.weight, self.config.initializer)
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, MegalodonMovingAverage):
+            draw_average(module)
+        elif isinstance(module, MegalodonRotary):
+            init.copy_(module.freqs, module.frequencies(2 * len(module.freqs)))
+        else:  # scales less 1, shifts, statistics before the first position
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                init.zeros_(tensor)
+            if isinstance(module, MegalodonNormalizedFFN) and module.alpha is not None:
+                init.constant_(module.alpha, 0.1 * 0.5**module.index)
+
+
+class MegalodonModel(BodyMixin, MegalodonPreTrainedModel):
+    """Megalodon without a head."""
+
+    def __init__(self, config: MegalodonConfig):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.scale = math.sqrt(config.hidden_size) if config.scale_embedding else 1.0
+        self.dropout = Dropout(config.dropout_prob)
+        self.rope = MegalodonRotary(config)
+        self.layers = nn.ModuleList(MegalodonBlock(config, index) for index in range(config.num_hidden_layers))
+        self.final_norm = MegalodonTimestepNorm(config, "final")
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the embedding of tokens."""
+        return self.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Module):
+        """Replace the embedding of tokens."""
+        self.embed_tokens = value
+
+    @property
+    def input_spec(self) -> InputSpec:
+        """Return what `read_batch` must know of the model."""
+        return InputSpec(
+            config=self.config,
+            width=self.config.hidden_size,
+            cache_class=self.cache_class,
+            seq2seq_cache_class=self.cache_class,  # there is no encoder
+            training=self.training,
+            checkpointing=self.gradient_checkpointing,
+            ranks=self.ranks,
+            options=frozenset({"position_ids"}),
+            weights_from_cache=False,
+            chunk=self.config.chunk_size,
+        )
+
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        past_key_values: MegalodonCache | None = None,
+        use_cache: bool | None = None,
+        cp_group: "dist.ProcessGroup | None" = None,
+        **options: Unpack[TransformersKwargs],
+    ) -> BaseModelOutputWithPast:
+        """Read a batch of B sequences of T positions.
+
+        Args:
+            input_ids: `[B, T]` tokens.
+            attention_mask: `[B, T]`, 1 = keep, 0 = drop; None = all positions, with `input_ids` all that are not
+                `pad_token_id`. Inputs that it drops may be anything, also NaN.
+            inputs_embeds: `[B, T, d]` embeddings in place of tokens.
+            past_key_values: what was returned for the positions before these. It is changed in place. `attention_mask`
+                covers the T positions, or these and all before them.
+            use_cache: return `past_key_values`. None = `config.use_cache`, but not in training.
+            cp_group: the ranks that share the B sequences, each with its contiguous part, cut at chunks by
+                `shard_sequence(batch, group, multiple=config.chunk_size)`; see `MegaModel.forward`.
+            options: `output_hidden_states`, `output_attentions`, `return_dict`, and of ragged batches `position_ids`,
+                `seq_idx`, or `cu_seq_lens_q` and `max_length_q`; see `MegaModel.forward`.
+
+        Returns:
+            `last_hidden_state` `[B, T, d]` (rows at padding are meaningless), `past_key_values` or None,
+            `hidden_states` N + 1 of `[B, T, d]`, `attentions` N of `[B, H, chunks, C, C]`.
+
+        Raises:
+            ValueError: not exactly one kind of input, an empty batch, a mask of another shape or with other values than
+                0 and 1, an argument that Megalodon does not have.
+        """
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
+        inputs |= {"past_key_values": past_key_values, "use_cache": use_cache, "cp_group": cp_group}
+        spec, position_ids = self.input_spec, options.get("position_ids")
+        batch = read_batch(spec, self.embed_tokens, **inputs, position_ids=position_ids, options=options)
+        states = self.dropout(batch.embeddings * self.scale)
+        records = batch.output_states or spec.is_asked("output_attentions", options)
+
+        def run(states: torch.Tensor, past: MegalodonCache | None) -> torch.Tensor:
+            memory = [None] * len(self.layers) if past is None else past.layers
+            rotation = self.rope(states, batch.layout, memory[0])
+            for layer, own in zip(self.layers, memory, strict=True):
+                states = layer(states, batch.layout, rotation, batch.output_weights, own)
+            return self.final_norm(states, batch.layout, memory[-1])
+
+        if needs_windows(self.config, batch, self.training, records):
+            states = run_in_windows(self.config, states, batch.target, run)
+        else:
+            states = run(states, batch.target)
+        return BaseModelOutputWithPast(last_hidden_state=batch.layout.scatter(states), past_key_values=batch.past)
+
+
+__all__ = ["MegalodonModel", "MegalodonPreTrainedModel"]
