@@ -1,10 +1,12 @@
-"""Small decoders of both models, with and without an encoder, called alike."""
+"""Small decoders of all families, with and without an encoder, called alike."""
 
 import torch
 
-from tests.modeling import luna_decoders, mega_decoders
+from tests.modeling import luna_decoders, mega_decoders, megalodon_decoders
 
-FAMILIES = {"luna": luna_decoders, "mega": mega_decoders}
+FAMILIES = {"luna": luna_decoders, "mega": mega_decoders, "megalodon": megalodon_decoders}
+TRANSLATING = [family for family, module in FAMILIES.items() if module.WITH_ENCODER]
+PLAIN = [(family, False) for family in FAMILIES] + [(family, True) for family in TRANSLATING]
 ALONE = {f"{family}: {name}": (family, name) for family, module in FAMILIES.items() for name in module.ALONE}
 WITH_ENCODER = {
     f"{family} seq2seq: {name}": (family, name) for family, module in FAMILIES.items() for name in module.WITH_ENCODER

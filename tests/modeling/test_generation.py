@@ -1,12 +1,22 @@
-"""`generate` with the decoders of both models: with and without a cache, from any prompt, and what it refuses."""
+"""`generate` with the decoders of all families: with and without a cache, from any prompt, and what it refuses."""
 
 import pytest
 import torch
 from transformers import Trainer, TrainingArguments, pipeline
 
-from tests.modeling.decoders import ALONE, DECODERS, FAMILIES, WITH_ENCODER, make, make_plain, padded, prompt, source
-
-PLAIN = [(family, with_encoder) for family in FAMILIES for with_encoder in (False, True)]
+from tests.modeling.decoders import (
+    ALONE,
+    DECODERS,
+    FAMILIES,
+    PLAIN,
+    TRANSLATING,
+    WITH_ENCODER,
+    make,
+    make_plain,
+    padded,
+    prompt,
+    source,
+)
 
 
 @pytest.fixture(params=DECODERS)
@@ -108,7 +118,7 @@ def test_generate_after_a_prefix_of_the_target(seq2seq):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TRANSLATING)
 def test_generate_takes_what_seq2seq_trainer_passes(family):
     """The whole batch, also `labels`; `logits_to_keep` is the decoder's; encoded sources are taken as they are."""
     model = make_plain(family, is_encoder_decoder=True)

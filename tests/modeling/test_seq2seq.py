@@ -11,7 +11,7 @@ from transformers import (
     Seq2SeqTrainingArguments,
 )
 
-from tests.modeling.decoders import FAMILIES, WITH_ENCODER, make, make_plain, padded, source, target
+from tests.modeling.decoders import TRANSLATING, WITH_ENCODER, make, make_plain, padded, source, target
 
 SEPARATE = {"decoder_vocab_size": 35}
 UNTIED = {"tie_word_embeddings": False}
@@ -23,7 +23,7 @@ def model(request):
     return make(request.param)
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=TRANSLATING)
 def family(request):
     return request.param
 

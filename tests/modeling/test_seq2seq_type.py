@@ -21,7 +21,7 @@ from transformers.utils.logging import warning_once
 import luna_mega
 from luna_mega import cli
 from luna_mega.hub.folder import read_folder
-from tests.modeling.decoders import FAMILIES, make_plain, padded, source, target
+from tests.modeling.decoders import TRANSLATING, make_plain, padded, source, target
 
 PRESETS = {"luna": lambda config: config.wmt(30), "mega": lambda config: config.wmt_en_de(30)}
 
@@ -36,7 +36,7 @@ class Family:
         return getattr(luna_mega, self.prefix + ending)
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=TRANSLATING)
 def family(request):
     return Family(request.param)
 

@@ -1,0 +1,242 @@
+"""Megalodon against the original's models: what every layer computes, gradients, caches, generated tokens, windows.
+
+The tolerances are absolute: 1e-5 of the largest value where that is above 1, and for gradients 2e-5 of the tensor's
+largest. The weights come out of the consolidated files by the few names that differ.
+"""
+
+import json
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from luna_mega import MegalodonConfig, MegalodonForCausalLM
+
+CASES = [
+    "01_base_fused",
+    "02_swiglu_scaled_shared_eager",
+    "03_noaffine_rescale_swift",
+    "04_eager_outputsize_extravocab",
+    "05_sharded_mp2",
+    "06_bf16_checkpoint",
+]
+NAMES = [
+    (r"^embed\.", "megalodon.embed_tokens."),
+    (r"^output\.final_norm", "megalodon.final_norm"),
+    (r"^output\.output", "lm_head"),
+    (r"^(layers|rope)\.", r"megalodon.\1."),
+    (r"\.timenorm\.", ".timestep_norm."),
+]
+FIELDS = {
+    "model_dim": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "z_dim": "shared_representation_size",
+    "value_dim": "value_size",
+    "ffn_hidden_dim": "intermediate_size",
+    "cema_ndim": "ema_projection_size",
+    "norm_num_groups": "norm_num_groups",
+    "chunk_size": "chunk_size",
+    "norm_eps": "norm_eps",
+    "norm_affine": "norm_affine",
+    "swiglu": "swiglu",
+    "rescale_nffn": "rescale_nffn",
+    "scale_emb": "scale_embedding",
+    "share_emb": "tie_word_embeddings",
+    "init_mode": "initializer",
+    "vocab_size": "vocab_size",
+}
+# How model-parallel ranks hold a tensor: parts along a dimension, else all the same.
+ROWS = r"(mega\.(wz|wv|wr|wh1|timenorm|cema)\.|nffn\.(fc1|fc3)\.|final_norm\.)(?!.*prior_count)"
+COLUMNS = r"(^embed\.|^output\.output\.|mega\.wh2\.|nffn\.fc2\.|mega\.(gamma|beta)$)"
+
+
+def our_name(name):
+    for pattern, replacement in NAMES:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def joined(parts):
+    """The state dict of all ranks."""
+    weights = {}
+    for name, first in parts[0].items():
+        tensors = [part[name] for part in parts]
+        if re.search(ROWS, name) or re.search(COLUMNS, name):
+            weights[name] = torch.cat(tensors, 0 if re.search(ROWS, name) else 1)
+        else:
+            assert all(torch.equal(tensor, first) for tensor in tensors), name
+            weights[name] = first
+    return weights
+
+
+class Case:
+    def __init__(self, folder):
+        self.io, self.meta = load_file(folder / "io.safetensors"), json.loads((folder / "meta.json").read_text())
+        original = self.meta["config"]
+        self.fields = {ours: original[theirs] for theirs, ours in FIELDS.items()}
+        self.fields["rope_theta"] = original["rope_base"] or 10000.0
+        self.fields["output_size"] = None if original["output_size"] == -1 else original["output_size"]
+        files = sorted(folder.glob("consolidated*.pth"))
+        weights = joined([torch.load(file, weights_only=True) for file in files])
+        self.weights = {our_name(name): tensor.float() for name, tensor in weights.items()}
+        self.chunk, self.model = original["chunk_size"], self.build()
+
+    def build(self, **fields):
+        model = MegalodonForCausalLM(MegalodonConfig(**self.fields | fields)).eval()
+        model.load_state_dict(self.weights, strict=True)
+        return model
+
+
+@pytest.fixture(params=CASES)
+def case(request, shared_dir):
+    return Case(shared_dir / "fixtures" / "megalodon" / request.param)
+
+
+def check(parity, name, actual, expected):
+    parity.check(name, actual, expected, atol=1e-5, rtol=0.0, scaled=True)
+
+
+def check_gradient(parity, name, actual, expected):
+    parity.check(name, actual, expected, atol=2e-5 * max(1e-3, expected.abs().max().item()), rtol=0.0)
+
+
+def losses(logits, targets):
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+
+
+def traced(model, ids, **options):
+    """The output, and by the fixtures' names what the parts of the layers got and gave."""
+    seen, body = {}, model.megalodon
+    attention = body.layers[0].mega.attention
+
+    def remember(name):
+        return lambda module, inputs, output: seen.__setitem__(name, output)
+
+    def look_at_attention(module, inputs, output):
+        seen.update(zip(("q.0", "k.0", "v.0"), inputs[:3], strict=True), **{"attn.0": output[0]})
+
+    hooks = [attention.register_forward_hook(look_at_attention)]
+    modules = {"embed": body.dropout, "final_norm": body.final_norm}
+    for index, block in enumerate(body.layers):
+        modules |= {f"timenorm.{index}": block.mega.timestep_norm, f"cema.{index}": block.mega.cema}
+        modules |= {f"mega.{index}": block.mega, f"block.{index}": block}
+    hooks += [module.register_forward_hook(remember(name)) for name, module in modules.items()]
+    output = model(ids, **options)
+    for hook in hooks:
+        hook.remove()
+    return output, seen
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_states_losses_and_gradients(case, parity, attention):
+    case.model.set_attn_implementation(attention)
+    for length in "ABC":
+        expected = {name[2:]: tensor for name, tensor in case.io.items() if name.startswith(f"{length}.")}
+        gradients = {name[5:]: expected.pop(name) for name in list(expected) if name.startswith("grad.")}
+        ids, targets = expected.pop("ids"), expected.pop("targets")
+        output, seen = traced(case.model, ids, use_cache=False)
+        token_loss = losses(output.logits, targets)
+        seen |= {"logits": output.logits, "token_loss": token_loss, "loss": token_loss.mean()}
+        for name, tensor in expected.items():
+            check(parity, f"{length}.{name}", seen[name].view_as(tensor), tensor)
+        case.model.zero_grad()
+        token_loss.mean().backward()
+        parameters = dict(case.model.named_parameters())
+        assert length != "C" or {our_name(name) for name in gradients} >= parameters.keys()
+        for name, gradient in gradients.items():
+            if our_name(name) in parameters:  # a tied matrix has one name
+                check_gradient(parity, f"{length}.grad.{name}", parameters[our_name(name)].grad, gradient)
+
+
+def check_cache(case, parity, past, read):
+    """Compare the tensors that the original keeps after `read` tokens."""
+    prefix, held = f"stream.cache.{read}", read % case.chunk
+    for index, layer in enumerate(past.layers):
+        expected = {name: case.io[f"{prefix}.{index}.{name}"] for name in ("k", "v", "norm_mean", "norm_var", "h")}
+        assert case.io[f"{prefix}.{index}.held"] == held and (layer.position == read).all()
+        assert torch.equal(layer.norm_count, case.io[f"{prefix}.{index}.norm_count"])
+        actual = {"norm_mean": layer.norm_mean.float(), "norm_var": layer.norm_variance.float(), "h": layer.average}
+        for name, tensor in (("k", layer.keys), ("v", layer.values)):
+            actual[name] = tensor[:, :held].unflatten(2, (case.model.config.num_attention_heads, -1))
+            if held == 0:
+                assert actual.pop(name).shape == expected.pop(name).shape
+        for name, tensor in expected.items():
+            check(parity, f"{prefix}.{index}.{name}", actual[name], tensor)
+    last = past.layers[-1]
+    assert torch.equal(last.final_count, case.io[f"{prefix}.final_count"])
+    check(parity, f"{prefix}.final_mean", last.final_mean.float(), case.io[f"{prefix}.final_mean"])
+    check(parity, f"{prefix}.final_var", last.final_variance.float(), case.io[f"{prefix}.final_var"])
+
+
+@torch.no_grad()
+def test_streams_and_caches(case, parity):
+    """Token by token and after a prompt, with the cache after some tokens; and in one call, of any length."""
+    ids, chunk = case.io["stream.ids"], case.chunk
+    total, cached = ids.shape[1], {int(name.split(".")[2]) for name in case.io if name.startswith("stream.cache.")}
+    assert cached == {3, chunk, chunk + 2, 2 * chunk, total}
+    for name, pieces in (("steps", [1] * total), ("prefill", [2 * chunk, 3] + [1] * (total - 2 * chunk - 3))):
+        past, logits, read = None, [], 0
+        for piece in ids.split(pieces, dim=1):
+            output = case.model(piece, past_key_values=past, use_cache=True)
+            past, read = output.past_key_values, read + piece.shape[1]
+            logits.append(output.logits)
+            if read in cached:
+                check_cache(case, parity, past, read)
+        check(parity, f"stream.{name}", torch.cat(logits, 1), case.io[f"stream.{name}.logits"])
+    check(parity, "stream whole", case.model(ids, use_cache=False).logits, case.io["stream.steps.logits"])
+    for read in cached:
+        past = case.model(ids[:, :read], use_cache=True).past_key_values
+        check_cache(case, parity, past, read)
+
+
+@torch.no_grad()
+def test_windowed_statistics(case, parity):
+    """Losses of the original's inference, with statistics that are cut off and with those of all positions."""
+    ids, targets = case.io["window.ids"], case.io["window.targets"]
+    whole = losses(case.model(ids).logits, targets)
+    check(parity, "not windowed", whole, case.io["window.token_loss_not_windowed"])
+    windowed = losses(case.build(windowed_statistics=True)(ids, use_cache=False).logits, targets)
+    check(parity, "windowed", windowed, case.io["window.token_loss"])
+    early, late = (windowed - whole).abs().split([8 * case.chunk, ids.shape[1] - 8 * case.chunk], dim=1)
+    assert early.max() < 1e-5 and late.max() > 1e-2
+
+
+@torch.no_grad()
+def test_greedy_tokens(case):
+    """Prompts of different lengths stand in one batch, padded on the left; one prompt reaches beyond a window."""
+    for kind, greedy in case.meta["greedy"].items():
+        model = case.build(windowed_statistics=True) if kind == "long_windowed" else case.model
+        prompts, expected = greedy["prompt_ids"], torch.tensor(greedy["tokens"])
+        width = max(map(len, prompts))
+        ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        options = {"do_sample": False, "max_new_tokens": expected.shape[1], "eos_token_id": None, "pad_token_id": 0}
+        assert torch.equal(model.generate(ids, attention_mask=mask, **options)[:, width:], expected), kind
+
+
+@torch.no_grad()
+def test_half_precision_is_near_the_original(shared_dir):
+    """The original's own numbers in bf16 are no truth, and 1e-2 from float32; ours are not further away."""
+    case = Case(shared_dir / "fixtures" / "megalodon" / "06_bf16_checkpoint")
+    model, ids, expected = case.build().bfloat16(), case.io["C.ids"], case.io["C.logits"]
+    ours = (model(ids).logits.float() - expected).abs().max()
+    assert ours <= 1.5 * (case.io["bf16.C.logits"].float() - expected).abs().max()
+    assert torch.equal(case.model.megalodon.rope.freqs, case.io["bf16.rope_freqs"].float())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("reading", ["one hop", "scales as stored"])
+def test_another_reading_is_seen(shared_dir, reading):
+    """With the residual of most models, or without the 1 that is added to scales, results are off."""
+    case = Case(shared_dir / "fixtures" / "megalodon" / "02_swiglu_scaled_shared_eager")
+    block = case.model.megalodon.layers[0]
+    if reading == "one hop":
+        run = block.nffn.forward
+        block.nffn.forward = lambda x, residual: run(x, x)
+    else:
+        for name, parameter in block.named_parameters():
+            if name.endswith(("norm.weight", "mega.gamma")):
+                parameter.sub_(1.0)
+    assert (case.model(case.io["C.ids"]).logits - case.io["C.logits"]).abs().max() > 1e-2
