@@ -136,6 +136,7 @@ class PooledMixin:
         given = {name: kwargs.pop(name, None) for name in ("input_ids", "inputs_embeds", "input_values")}
         spec, name = self.base_model.input_spec, type(self).__name__
         mask, inputs = read_sequences(spec, name, attention_mask, given, kwargs, drop_first_token)
+        inputs = {key: value for key, value in inputs.items() if value is not None}
         outputs = self.base_model(attention_mask=mask, **inputs, **kwargs)
         parts = find_parts(kwargs, outputs.last_hidden_state)
         return self.summarize(outputs, mask, parts), outputs, parts

@@ -113,6 +113,30 @@ FAMILIES = {
             ),
         ),
     ),
+    "megalodon": Family(
+        paper="[Megalodon: Efficient LLM Pretraining and Inference with Unlimited Context Length]"
+        "(https://arxiv.org/abs/2404.08801) (Ma et al. 2024)",
+        bibtex="""@inproceedings{ma2024megalodon,
+  title     = {Megalodon: Efficient {LLM} Pretraining and Inference with Unlimited Context Length},
+  author    = {Xuezhe Ma and Xiaomeng Yang and Wenhan Xiong and Beidi Chen and Lili Yu and Hao Zhang and
+               Jonathan May and Luke Zettlemoyer and Omer Levy and Chunting Zhou},
+  booktitle = {Advances in Neural Information Processing Systems},
+  year      = {2024},
+  url       = {https://arxiv.org/abs/2404.08801}
+}""",
+        fields=(
+            "num_hidden_layers", "hidden_size", "num_attention_heads", "shared_representation_size", "value_size",
+            "intermediate_size", "ema_projection_size", "norm_num_groups", "chunk_size", "rope_theta", "swiglu",
+            "vocab_size", "output_size",
+        ),  # fmt: skip
+        differences=(
+            (
+                "In inference of 8 chunks or more the norms see the last chunks only.",
+                "They see everything, as in training; `windowed_statistics=True` is the original.",
+            ),
+            ("The model has no padding mask.", "Padding on either side changes nothing."),
+        ),
+    ),
 }  # fmt: skip
 
 

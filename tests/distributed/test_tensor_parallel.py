@@ -10,7 +10,7 @@ from transformers.distributed.mixin import DistributedMixin
 from transformers.integrations.tensor_parallel import TensorParallelLayer, replace_layer_number_by_wildcard
 
 import luna_mega
-from tests.modeling import decoders, luna, mega
+from tests.modeling import decoders, luna, mega, megalodon_decoders
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks are a gloo group on CPUs")
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks are
 MERGES_PLANS = hasattr(DistributedMixin, "_resolve_parallel_plans")
 SPLITS_UNEVENLY = hasattr(TensorParallelLayer, "_from_local_last_dim_shard")
 merges_plans = pytest.mark.skipif(not MERGES_PLANS, reason="this transformers takes a plan in place of the model's own")
-NO_DROPOUT = {"luna": {"dropout": 0.0, "attention_dropout": 0.0}, "mega": mega.NO_DROPOUT}
+NO_DROPOUT = {"luna": {"dropout": 0.0, "attention_dropout": 0.0}, "mega": mega.NO_DROPOUT, "megalodon": {}}
 # What the test of encoders runs: head, fields.
 ENCODERS = {
     "luna Model": ("Model", {}),
@@ -48,6 +48,8 @@ DECODERS = {
     "mega chunks, truncated": ("mega: truncated", {}),
     "mega adaptive": ("mega: laplace", ADAPTIVE),
     "mega translation": ("mega seq2seq: softmax", {}),
+    "megalodon": ("megalodon: heads", {}),
+    "megalodon gated, tied": ("megalodon: one head, gated, tied", {"num_attention_heads": 4}),
     "mega two vocabularies": (
         "mega seq2seq: softmax simple, two vocabularies, other decoder",
         {"decoder_vocab_size": 24},
@@ -189,7 +191,9 @@ def answer(folder, inputs, options):
     return results[0][0].sequences, results[0][0].past_key_values.nbytes, results[1][0].past_key_values.nbytes, parts
 
 
-@pytest.mark.parametrize("name", ["luna untied", "luna translation", "mega", "mega adaptive", "mega two vocabularies"])
+@pytest.mark.parametrize(
+    "name", ["luna untied", "luna translation", "mega", "mega adaptive", "mega two vocabularies", "megalodon"]
+)
 def test_generation_is_that_of_one_process(ranks, tmp_path, name):
     model, inputs = make_decoder(name)
     model.save_pretrained(tmp_path)
@@ -238,7 +242,7 @@ def compare(folder, calls):
         torch.testing.assert_close(split, whole, atol=1e-6, rtol=0.0)
 
 
-@pytest.mark.parametrize("module", [luna, mega])
+@pytest.mark.parametrize("module", [luna, mega, megalodon_decoders])
 def test_ragged_batches_and_attention_weights_are_those_of_one_process(ranks, tmp_path, module):
     inputs = luna.tokens((9, 4, 7), side="left")
     ids = inputs["input_ids"][inputs["attention_mask"].bool()][None]
@@ -246,7 +250,10 @@ def test_ragged_batches_and_attention_weights_are_those_of_one_process(ranks, tm
     weights = {"output_attentions": True, "output_hidden_states": True}
     if module is luna:
         weights["output_packed_attentions"] = True
-    module.make("Model").save_pretrained(tmp_path)
+    fields = {}
+    if module is megalodon_decoders:
+        fields, weights["use_cache"] = {"vocab_size": 40}, False
+    module.make("Model", **fields).save_pretrained(tmp_path)
     ranks(2, compare, str(tmp_path), [{"input_ids": ids, "position_ids": positions}, inputs | weights])
 
 
@@ -287,6 +294,7 @@ def refuse(folder, plan):
         (luna, {"intermediate_size": 33}, "tp_size=2 does not divide the 33 columns of encoder.layers.0.fc1"),
         (mega, {"intermediate_size": 31}, "tp_size=2 does not divide the 31 columns of layers.0.mega_layer.v_proj"),
         (mega, {"nffn_hidden_size": 21}, "tp_size=2 does not divide the 21 columns of layers.0.nffn.fc1"),
+        (megalodon_decoders, {"num_attention_heads": 1}, "tp_size=2 does not divide the 1 heads of layers.0.mega.wv"),
     ],
 )
 def test_sizes_that_the_ranks_do_not_divide_are_refused(ranks, tmp_path, module, fields, parts):
@@ -326,4 +334,5 @@ def test_every_rule_of_a_plan_is_for_a_layer(name):
     assert {rule.rpartition(".")[2] for rule in model.tp_plan} >= {
         "luna": {"query", "output", "all_heads", "fc1", "fc2"},
         "mega": {"v_proj", "h_proj", "whole", "own_columns"},
+        "megalodon": {"wv", "wr", "wh2", "own_heads", "all_heads", "fc1", "fc2"},
     }[name.split()[0]]

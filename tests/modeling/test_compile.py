@@ -14,6 +14,7 @@ MODELS = {
     "mega chunks": lambda: mega.make("ForMaskedLM", num_hidden_layers=1, **CHUNKS),
     "luna decoder": lambda: make("luna: softplus", num_hidden_layers=1).float(),
     "mega decoder, chunks": lambda: make("mega: laplace chunks", num_hidden_layers=1).float(),
+    "megalodon": lambda: make("megalodon: heads", num_hidden_layers=1).float(),
 }
 # A chunk divides the length, leaves 1 or more; lengths below a chunk and below l; one sequence.
 SHAPES = [(2, 17), (1, 19), (3, 5), (2, 16), (1, 3), (2, 2)]
@@ -41,7 +42,7 @@ def test_two_programs_serve_all_lengths(name, training):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["luna decoder", "mega decoder, chunks"])
+@pytest.mark.parametrize("name", ["luna decoder", "mega decoder, chunks", "megalodon"])
 def test_a_compiled_model_generates_the_same_tokens(name):
     torch.compiler.reset()
     counter, model = CompileCounter(), MODELS[name]().eval()

@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DataCollatorWithFlattening
 
-from . import decoders, luna, luna_decoders, mega, mega_decoders
+from . import decoders, luna, luna_decoders, mega, mega_decoders, megalodon_decoders
 
 LENGTHS = [17, 1, 8, 23, 5]
 ENCODERS = {f"luna {name}": (luna, fields) for name, fields in luna.VARIANTS.items()} | {
@@ -14,6 +14,7 @@ ENCODERS = {f"luna {name}": (luna, fields) for name, fields in luna.VARIANTS.ite
 DECODERS = {f"luna decoder {name}": (luna_decoders, fields) for name, fields in luna_decoders.ALONE.items()} | {
     f"mega decoder {name}": (mega_decoders, fields) for name, fields in mega_decoders.ALONE.items()
 }
+DECODERS |= {f"megalodon {name}": (megalodon_decoders, fields) for name, fields in megalodon_decoders.ALONE.items()}
 
 
 @pytest.fixture(params=[*ENCODERS, *DECODERS])
@@ -185,7 +186,7 @@ def test_ragged_batches_are_refused_where_they_cannot_be():
         wrong = torch.tensor([0, 5, 4], dtype=torch.int32)
         with pytest.raises(ValueError, match="cu_seqlens must rise"):
             family.make("Model")(batch["input_ids"], cu_seq_lens_q=wrong)
-    for model in (luna_decoders.make(vocab_size=40), mega_decoders.make(vocab_size=40)):
+    for model in (family.make(vocab_size=40) for family in decoders.FAMILIES.values()):
         with pytest.raises(ValueError, match="no cache"):
             model(**batch, use_cache=True)
         assert model(**batch).past_key_values is None
@@ -241,7 +242,7 @@ def test_position_ids_of_mega():
     torch.testing.assert_close(mega.make("Model")(ids, position_ids=positions)[0], mega.make("Model")(ids)[0])
 
 
-@pytest.mark.parametrize("family", decoders.FAMILIES)
+@pytest.mark.parametrize("family", decoders.TRANSLATING)
 def test_encoder_decoders_unpad_their_source(family):
     """The target stays as it is: its decoder attends to the rows of another batch."""
     ids, mask = decoders.padded([7, 3], 7, "right")

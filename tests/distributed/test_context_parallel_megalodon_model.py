@@ -1,0 +1,65 @@
+"""Megalodon over sequences that ranks share against the same model over whole sequences, in one process."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from luna_mega.kernels.context_parallel import ContextShard
+from tests.distributed.test_context_parallel_mega import SEQUENCES, cut, distance
+from tests.modeling import luna
+from tests.modeling.megalodon_decoders import ALONE, make
+
+LENGTHS = {2: (8, 15), 4: (4, 8, 4, 7)}
+SHAPES = {
+    "chunks": ("ForCausalLM", {}),
+    "gated, tied": ("ForCausalLM", ALONE["one head, gated, tied"] | {"chunk_size": 4}),
+    "last token": ("ForSequenceClassification", {"num_labels": 3}),
+    "mean": ("ForSequenceClassification", {"num_labels": 3, "pooling": "mean", "chunk_size": 2}),
+}
+
+
+def compare(name, side, checkpointing):
+    """Return the distances of outputs and mean gradients between the whole and this rank's part, by name."""
+    (head, fields), lengths, group = SHAPES[name], LENGTHS[dist.get_world_size()], dist.group.WORLD
+    model = make(head, vocab_size=40, **fields).train()
+    shared, batch = copy.deepcopy(model), luna.tokens(SEQUENCES, side)
+    if checkpointing:
+        shared.gradient_checkpointing_enable()
+    if head == "ForCausalLM":
+        # The first token would be predicted at padding, if that is on the left, where states are arbitrary.
+        predicted = (batch["attention_mask"].cumsum(dim=1) > 1) & batch["attention_mask"].bool()
+        batch["labels"] = batch["input_ids"].masked_fill(~predicted, -100)
+    else:
+        batch["labels"] = torch.tensor([2, 0, 1])
+    part = cut(batch, lengths)
+    expected, actual = model(**batch), shared(**part, cp_group=group)
+    assert distance(expected.loss, actual.loss) < 1e-6  # which transformers rounds to float32
+    logits = expected.logits, actual.logits
+    if head == "ForCausalLM":
+        kept = part["attention_mask"].bool()
+        logits = cut({"x": expected.logits.mT}, lengths)["x"].mT[kept], actual.logits[kept]
+        whole = expected.logits[batch["attention_mask"].bool()].sin().sum()
+        total = ContextShard(group, lengths).all_reduce_sum(logits[1].sin().sum())
+    else:
+        whole, total = (x.sin().sum() for x in logits)
+    whole.backward()
+    total.backward()
+    found = {"logits": distance(*logits)}
+    for (key, parameter), other in zip(model.named_parameters(), shared.parameters(), strict=True):
+        dist.all_reduce(other.grad)
+        found[key] = distance(parameter.grad, other.grad / len(lengths))
+    return found
+
+
+def compare_all(names, side, checkpointing):
+    return [compare(name, side, checkpointing) for name in names]
+
+
+@pytest.mark.parametrize("count, side, checkpointing", [(2, "right", True), (4, "left", False)])
+def test_parts_give_what_the_whole_gives(ranks, count, side, checkpointing):
+    for found in ranks(count, compare_all, list(SHAPES), side, checkpointing):
+        for name, differences in zip(SHAPES, found, strict=True):
+            worst = max(differences, key=differences.get)
+            assert differences[worst] <= 1e-10, (name, worst, differences[worst])

@@ -1,0 +1,239 @@
+"""What is Megalodon's own: sizes, residuals, attention weights, precision, windows, and what it refuses."""
+
+import pytest
+import torch
+
+from luna_mega import MegalodonConfig, MegalodonForCausalLM
+from tests.modeling import luna
+from tests.modeling.decoders import padded
+from tests.modeling.megalodon_decoders import make, tiny_config
+
+BOUNDS = torch.tensor([0, 9, 18], dtype=torch.int32)
+PRESETS = {
+    "mega_200m": 220_627_968,
+    "mega_1_3b": 1_342_832_640,
+    "mega_1_3b_pg19": 1_327_628_288,
+    "mega_7_1b": 7_117_381_632,
+    "mega_7_3b": 7_385_817_088,
+    "megalodon_7b": 7_385_817_088,
+}
+
+
+@pytest.mark.parametrize("name, count", PRESETS.items())
+def test_presets(name, count):
+    with torch.device("meta"):
+        model = MegalodonForCausalLM(getattr(MegalodonConfig, name)())
+    assert sum(parameter.numel() for parameter in model.parameters()) == count
+    assert getattr(MegalodonConfig, name)(vocab_size=50).vocab_size == 50
+
+
+def test_the_residual_is_the_input_of_the_block():
+    model = make()
+    block, states = model.megalodon.layers[0], []
+    block.register_forward_hook(lambda module, inputs, output: states.extend((inputs[0], output)))
+    torch.nn.init.zeros_(block.nffn.fc2.weight)
+    model(padded([9], 9, "none")[0])
+    assert torch.equal(*states)
+
+
+def test_scales_begin_at_one():
+    """They are stored less 1, so that new norms only normalize."""
+    model = MegalodonForCausalLM(tiny_config())
+    block, states = model.megalodon.layers[0], torch.randn(2, 3, 12)
+    assert not any(x.any() for name, x in model.named_parameters() if "norm." in name or name.endswith("beta"))
+    normed = torch.nn.functional.layer_norm(states, (12,))
+    torch.testing.assert_close(block.nffn.norm(states), normed)
+    torch.testing.assert_close(block.mega.rmsnorm(states).square().mean(-1), torch.ones(2, 3), atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("fields", [{}, {"num_attention_heads": 1, "chunk_size": 5}], ids=["heads", "one head"])
+def test_attention_weights(fields):
+    model = make(**fields)
+    (ids, mask), config = padded([13, 6], 13, "left"), model.config
+    given = model(ids, mask, use_cache=False, output_attentions=True)
+    model.set_attn_implementation("eager")
+    eager = model(ids, mask)
+    torch.testing.assert_close(given.logits[mask.bool()], eager.logits[mask.bool()])
+    size = config.chunk_size
+    for weights in given.attentions:
+        assert weights.shape == (2, config.num_attention_heads, -(-13 // size), size, size)
+        assert not weights.triu(1).any()
+        sums = weights.sum(-1)[1].flatten(1)  # chunks begin with the first token
+        torch.testing.assert_close(sums[:, :6], torch.ones_like(sums[:, :6]))
+
+
+def test_dropout_on_attention_drops_weights():
+    """As the original's eager path; its fused path drops keys, whose weights then go to the others."""
+    model = make(attention_probs_dropout_prob=0.5, chunk_size=8).train()
+    seen = []
+
+    def look(module, inputs, output):
+        query, key, value, layout, rotation = inputs[:5]
+        seen.append(module.forward(query, key, torch.ones_like(value), layout, rotation)[0])
+
+    model.megalodon.layers[0].mega.attention.register_forward_hook(look)
+    model(padded([8] * 20, 8, "none")[0])
+    first = seen[0][:, 0]  # a query with one key
+    assert {round(x, 9) for x in first.unique().tolist()} == {0.0, 2.0}
+    assert abs(seen[0].mean().item() - 1.0) < 0.2
+
+
+@pytest.mark.parametrize("logit", [40.0, 20.0, -40.0])
+def test_rates_near_one_and_zero_give_numbers(logit):
+    """The kernel of the original takes the logarithm of a decay of 0."""
+    model = make(dtype=torch.float32)
+    for block in model.megalodon.layers:
+        block.mega.cema.alpha.data.fill_(logit)
+        block.mega.cema.delta.data.fill_(logit)
+    ids = padded([11, 7], 11, "left")[0]
+    output = model(ids, labels=ids)
+    output.loss.backward()
+    assert output.logits.isfinite().all()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("autocast", [False, True])
+def test_states_in_half_precision(autocast):
+    """Statistics of 100 positions, one by one, are those of one call: float64, as the averages are float32."""
+    model, ids = make(dtype=torch.float32, num_hidden_layers=1), torch.randint(3, 30, (2, 100))
+    model = model if autocast else model.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        whole, steps = model(ids, use_cache=True).past_key_values, None
+        for column in ids.split(1, dim=1):
+            steps = model(column, past_key_values=steps, use_cache=True).past_key_values
+    for cache in (whole, steps):
+        assert {x.dtype for layer in cache.layers for x in (layer.norm_mean, layer.norm_variance)} == {torch.float64}
+        assert {layer.average.dtype for layer in cache.layers} == {torch.float32}
+    for name in ("norm_mean", "norm_variance"):  # of embeddings, which are the same
+        torch.testing.assert_close(getattr(steps.layers[0], name), getattr(whole.layers[0], name), rtol=0, atol=1e-6)
+
+
+def test_sensitive_parameters_stay_wide(tmp_path):
+    model = make(dtype=torch.float32)
+    model.megalodon.rope.freqs.mul_(1.01)  # a checkpoint's own numbers
+    model.save_pretrained(tmp_path)
+    loaded = MegalodonForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    wide = {name for name, x in loaded.state_dict().items() if x.dtype == torch.float32}
+    assert wide == {name for name in model.state_dict() if ".cema." in name or name.endswith("rope.freqs")}
+    assert torch.equal(loaded.megalodon.rope.freqs, model.megalodon.rope.freqs)
+
+
+@torch.no_grad()
+def test_steps_follow_weights_that_change():
+    """What a cache keeps of the weights is computed anew, where the original goes on with the old."""
+    model, ids = make(), padded([6], 6, "none")[0]
+    past = model(ids[:, :4], use_cache=True).past_key_values
+    model(ids[:, 4:5], past_key_values=past)
+    for block in model.megalodon.layers:
+        block.mega.cema.delta.add_(1.0)
+    fresh = model.__class__(model.config).double().eval()
+    fresh.load_state_dict(model.state_dict())
+    copied = fresh.megalodon(ids[:, :1], use_cache=True).past_key_values
+    for layer, other in zip(copied.layers, past.layers, strict=True):
+        layer.store(**{name: x.clone() for name, x in other.tensors.items()})
+        layer.seen = other.seen
+    step = model(ids[:, 5:], past_key_values=past).logits
+    torch.testing.assert_close(step, fresh(ids[:, 5:], past_key_values=copied).logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_classification_does_not_depend_on_padding(pooling):
+    model = make("ForSequenceClassification", num_labels=3, pooling=pooling)
+    lengths, results = [9, 4, 1], []
+    for side in ("left", "right"):
+        ids, mask = padded(lengths, 9, side)
+        results += [model(ids, mask).logits, model(ids).logits]
+    alone = torch.cat([model(ids[row, mask[row].bool()][None]).logits for row in range(3)])
+    for logits in results:
+        torch.testing.assert_close(logits, alone)
+    assert (alone[0] - alone[1]).abs().max() > 1e-3
+
+
+@torch.no_grad()
+def test_without_a_padding_token_every_token_counts():
+    model = make(pad_token_id=None)
+    ids = torch.tensor([[0, 1, 2, 0, 1, 1]])
+    torch.testing.assert_close(model(ids).logits, model(ids, torch.ones_like(ids)).logits)
+    classifier = make("ForSequenceClassification", pad_token_id=None)
+    torch.testing.assert_close(classifier(ids).logits, classifier(ids, torch.ones_like(ids)).logits)
+
+
+@torch.no_grad()
+def test_windows_begin_behind_8_chunks():
+    """Up to there, in training and without the option nothing changes; steps behind a prompt go on as they are."""
+    plain, windowed = make(), make(windowed_statistics=True)
+    short, long = padded([32], 32, "none")[0], padded([43], 43, "none")[0]
+    assert torch.equal(windowed(short).logits, plain(short).logits)
+    assert torch.equal(windowed.train()(long).logits, plain.train()(long).logits)
+    windowed.eval(), plain.eval()
+    difference = (windowed(long).logits - plain(long).logits).abs().amax(-1)[0]
+    assert difference[:32].max() < 1e-9 and (difference[32:] > 1e-6).all()
+    past = windowed(long, use_cache=True).past_key_values
+    assert past.get_seq_length() == 43 and (past.layers[0].position == 43).all()
+    assert (past.layers[0].norm_count == past.layers[-1].final_count).all() and past.layers[0].norm_count[0] == 24 + 3
+    assert windowed(short[:, :1], past_key_values=past).logits.isfinite().all()
+
+
+def test_windows_refuse_what_they_cannot_do():
+    model = make(windowed_statistics=True)
+    ids, mask = padded([43, 9], 43, "left")
+    with pytest.raises(ValueError, match="no padding, no ragged batches .* beyond 8 chunks of 4 positions"):
+        model(ids, mask)
+    past = model(ids[:, :9], use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="takes the first 33 positions, more than 8 chunks of 4, in one call"):
+        model(ids[:1].expand(2, -1)[:, 9:33], past_key_values=past)
+    with pytest.raises(ValueError, match="output_hidden_states .* out, or set it to False"):
+        model(ids[:1], output_hidden_states=True)
+
+
+@torch.no_grad()
+def test_an_output_layer_of_another_size():
+    model = make(output_size=7)
+    ids = padded([9, 4], 9, "right")[0].clamp(max=6)
+    output = model(ids, labels=ids)
+    assert output.logits.shape == (2, 9, 7) and output.loss.isfinite()
+    beams = model.generate(ids[:1], num_beams=3, do_sample=False, max_new_tokens=5)
+    assert beams.max() < 7
+    with pytest.raises(NotImplementedError, match="output_size=7 scores for a vocabulary of 30"):
+        model.resize_token_embeddings(40)
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"shared_representation_size": 10}, "an even number for each of the 2 heads .* got 10"),
+        ({"value_size": 21}, "num_attention_heads=2 does not divide value_size=21"),
+        ({"norm_num_groups": 5}, "norm_num_groups=5 does not divide hidden_size=12"),
+        ({"chunk_size": 0}, "chunk_size must be at least 1, got 0"),
+        ({"rope_theta": 0.0}, "rope_theta must be a number above 0"),
+        ({"initializer": "zeros"}, "initializer must be one of he, bert"),
+        ({"is_decoder": False}, "is_decoder must be True"),
+        ({"add_cross_attention": True}, "add_cross_attention must be False"),
+        ({"input_type": "values"}, "input_type must be 'tokens'"),
+        ({"tie_word_embeddings": True, "output_size": 7}, "vocab_size=30 rows, and output_size is 7"),
+        ({"pad_token_id": 30}, "must be a token of the vocabulary"),
+        ({"dropout_prob": 1.0}, r"dropout_prob must be in \[0, 1\)"),
+    ],
+)
+def test_fields_that_do_not_fit(fields, message):
+    with pytest.raises(Exception, match=message):  # transformers 5.17 wraps the ValueError
+        tiny_config(**fields)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"token_type_ids": torch.zeros(2, 9)}, "leave token_type_ids out|take no token_type_ids"),
+        ({"encoder_hidden_states": torch.zeros(2, 9, 12)}, "take no encoder_hidden_states"),
+        ({"input_values": torch.zeros(2, 9)}, "take no input_values"),
+        ({"cu_seq_lens_q": BOUNDS, "attention_mask": None, "use_cache": True}, "has no cache"),
+        ({"attention_mask": torch.full((2, 9), 0.5)}, "attention_mask has values"),
+    ],
+)
+def test_inputs_that_do_not_fit(options, message):
+    for head in ("Model", "ForCausalLM"):
+        with pytest.raises(ValueError, match=message):
+            make(head)(**luna.tokens([9, 4]) | {"input_ids": padded([9, 4], 9, "right")[0]} | options)
