@@ -33,7 +33,7 @@ class RankBoundary(nn.Identity):
         """
         if weights is None or self.ranks == 1:
             return weights
-        return self(weights.transpose(1, 2)).transpose(1, 2)
+        return self(weights.movedim(1, -2)).movedim(-2, 1)
 
 
 class Redistribute(TensorParallelLayer):

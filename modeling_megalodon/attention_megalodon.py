@@ -111,6 +111,7 @@ class MegalodonChunkAttention(nn.Module):
         """Attend from the column `offset` on to keys: their layout, and the position `start` `[B]` of the first."""
         length, heads, ragged = query.shape[1], query.shape[-1] // self.size, layout.is_ragged()
         options = {"causal": True, "chunk_size": self.chunk_size, "offset": offset, "return_weights": output_weights}
+        options["heads"] = heads
         options["dropout"] = self.dropout if self.training else 0.0
         if ragged:
             before = torch.arange(heads, device=query.device)[:, None] * length
@@ -123,7 +124,6 @@ class MegalodonChunkAttention(nn.Module):
         weights = None
         if output_weights:
             attended, weights = attended
-            weights = self.all_heads.join_heads(weights.flatten(1, 2).unflatten(0, (-1, heads)))
-            weights = weights.unflatten(2, (-1, weights.shape[-1]))
+            weights = self.all_heads.join_heads(weights)
         attended = attended.view(-1, heads, length, attended.shape[-1])
         return attended.transpose(1, 2).flatten(2), weights

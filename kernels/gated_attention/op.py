@@ -33,7 +33,7 @@ def _triton(query, key, value, bias, mask, function, causal, chunk_size, offset,
     return take(attended, rotation(row_offset.clamp(max=0), query.shape[1]))
 
 
-def _with_weights(query, key, value, bias, mask, chunk_size, dropout, **rest):
+def _with_weights(query, key, value, bias, mask, chunk_size, dropout, heads=None, **rest):
     """Return the output and the weights that it depends on, `[B, chunks, C, C]`, without chunks `[B, 1, T, S]`."""
     batch, length, _ = query.shape
     if chunk_size is not None:
@@ -46,7 +46,8 @@ def _with_weights(query, key, value, bias, mask, chunk_size, dropout, **rest):
             for x in (query, key, value, mask)
         )
     weights = reference.weights(query, key, bias, mask, chunk_size=None, **rest).unflatten(0, (batch, -1))
-    dropped = torch.dropout(weights.to(value.dtype), dropout, train=True)
+    weights = weights if heads is None else weights.unflatten(0, (-1, heads))
+    dropped = torch.dropout(weights.to(value.dtype), dropout, train=True).view(batch, *weights.shape[-3:])
     output = dropped @ value.unflatten(0, (batch, -1))
     return output.flatten(1, 2)[:, :length], weights
 
@@ -123,6 +124,7 @@ def gated_attention(
     start: torch.Tensor | None = None,
     dropout: float = 0.0,
     return_weights: bool = False,
+    heads: int | None = None,
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
     backend: str | None = None,
@@ -154,6 +156,8 @@ def gated_attention(
         return_weights: return (output, weights) computed step by step by the reference, whatever the backend: weights
             `[B, 1, T, S]`, or within the chunks `[B, chunks, C, C]`, where the first chunk begins with the first token.
             Not with `cu_seqlens`.
+        heads: with `return_weights`: the rows are the H heads of each sequence, one after the other, and the weights
+            `[B / H, H, chunks, C, C]`.
         cu_seqlens: `[sequences + 1]` int32 or int64: B is 1, T = S, and sequence b lies at `[cu_seqlens[b],
             cu_seqlens[b + 1])`; columns and chunks count from its beginning. Without offset, row_offset and start.
         max_seqlen: length of the longest sequence, or more; None = looked up, which waits for the device.
@@ -187,6 +191,7 @@ def gated_attention(
             )
         max_seqlen = ragged.check(op, cu_seqlens, max_seqlen, length)
     call = _named(query, key, value, bias, mask, function, causal, chunk_size, offset, row_offset, start, dropout)
+    call |= {"heads": heads} if return_weights else {}
     return _run(ATTEND, backend, call, cu_seqlens, max_seqlen, return_weights)
 
 

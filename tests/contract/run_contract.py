@@ -1,9 +1,9 @@
-"""Run transformers' own common model tests against the Luna and the Mega classes.
+"""Run transformers' own common model tests against the Luna, Mega and Megalodon classes.
 
     python tests/contract/run_contract.py [--workers N] [pytest arguments]      # -k "" runs those in LEFT_OUT too
 
 The tests are those of exactly the installed transformers: `tests/*.py` of its source distribution, fetched once with
-pip into a cache folder and run from a temporary one together with `luna_tester.py` and `mega_tester.py`. The source
+pip into a cache folder and run from a temporary one together with the files `*_tester.py` here. The source
 distribution carries no sub-folder of `tests/`, so the few names that the common tests import from there get stand-ins
 (`STAND_INS`). The generation tests, `tests/generation/test_utils.py`, come from the repository at that version; where
 it cannot be reached, the run says so and goes on without them.
@@ -159,7 +159,7 @@ def assemble(tests: Path, folder: Path) -> list[Path]:
     for name in ("encoder_testing.py", "parallel_testing.py"):
         shutil.copy(HERE / name, package)
     testers = []
-    for name in ("luna", "mega"):
+    for name in ("luna", "mega", "megalodon"):
         (package / name).mkdir()
         (package / name / "__init__.py").touch()
         testers.append(Path(shutil.copy(HERE / f"{name}_tester.py", package / name / f"test_modeling_{name}.py")))

@@ -51,6 +51,9 @@ def test_scales_begin_at_one():
 def test_attention_weights(fields):
     model = make(**fields)
     (ids, mask), config = padded([13, 6], 13, "left"), model.config
+    with torch.enable_grad():  # a loss reaches the weights that are returned
+        output = model(ids, mask, use_cache=False, output_attentions=True)
+        assert all(x.any() for x in torch.autograd.grad(output.logits.sin().sum(), output.attentions))
     given = model(ids, mask, use_cache=False, output_attentions=True)
     model.set_attn_implementation("eager")
     eager = model(ids, mask)
