@@ -91,28 +91,21 @@ class MegalodonChunkAttention(nn.Module):
         if query.shape[1] > 1 or output_weights:
             keys = (reach.keys, reach.values, TokenLayout(reach.mask), reach.start)
             return self.attend(query, *keys, offset, output_weights)
-        heads = query.shape[-1] // self.size
-        mask, start, column = (None if x is None else x.repeat_interleave(heads, 0) for x in
-                               (reach.mask, reach.start, reach.column))  # fmt: skip
-        one_chunk = column is not None or start is None
-        attended = gated_attention_step(
-            by_head(query, heads)[:, 0],
-            by_head(reach.keys, heads),
-            by_head(reach.values, heads),
-            chunk_size=None if one_chunk else self.chunk_size,
-            mask=mask,
-            start=start,
-            column=column,
-            dropout=self.dropout if self.training else 0.0,
-        )
-        return attended.view(query.shape[0], 1, -1), None
+        return self.attend_last(query, reach), None
+
+    def attend_last(self, query, reach):
+        """Attend from one position, head by head: the cache has heads side by side, and is not copied."""
+        heads, one_chunk = query.shape[-1] // self.size, reach.column is not None or reach.start is None
+        options = {"chunk_size": None if one_chunk else self.chunk_size, "mask": reach.mask, "start": reach.start}
+        options |= {"column": reach.column, "dropout": self.dropout if self.training else 0.0}
+        parts = (x.chunk(heads, -1) for x in (query[:, 0], reach.keys, reach.values))
+        return torch.cat([gated_attention_step(*part, **options) for part in zip(*parts, strict=True)], -1)[:, None]
 
     def attend(self, query, key, value, layout, start, offset, output_weights):
         """Attend from the column `offset` on to keys: their layout, and the position `start` `[B]` of the first."""
         length, heads, ragged = query.shape[1], query.shape[-1] // self.size, layout.is_ragged()
         options = {"causal": True, "chunk_size": self.chunk_size, "offset": offset, "return_weights": output_weights}
-        options["heads"] = heads
-        options["dropout"] = self.dropout if self.training else 0.0
+        options |= {"heads": heads, "dropout": self.dropout if self.training else 0.0}
         if ragged:
             before = torch.arange(heads, device=query.device)[:, None] * length
             bounds = pad((layout.cu_seqlens[:-1] + before).flatten(), (0, 1), value=heads * length)

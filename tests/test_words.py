@@ -6,6 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("convert", "kernels", "luna_mega", "luna_mega_cli.py", "modeling_common", "modeling_luna", "modeling_mega")
+ROOMS += ("modeling_megalodon",)
 PATHS = [
     path for room in ROOMS for path in ([ROOT / room] if room.endswith(".py") else sorted((ROOT / room).rglob("*.py")))
 ]

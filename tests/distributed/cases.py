@@ -16,12 +16,12 @@ from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 import luna_mega
-from tests.modeling import decoders, luna, mega
+from tests.modeling import decoders, luna, mega, megalodon_decoders
 
 ROWS, WIDTH = 4, 9  # of a global batch
 LENGTHS = [[9, 4, 7, 2], [5, 8, 3, 9], [6, 6, 2, 8], [2, 9, 9, 3], [7, 3, 8, 5]]  # a step each
-FAMILIES = {"luna": luna, "mega": mega}
-DROPOUT = {"luna": dict.fromkeys(("dropout", "attention_dropout"), 0.0), "mega": mega.NO_DROPOUT}
+FAMILIES = {"luna": luna, "mega": mega, "megalodon": megalodon_decoders}
+DROPOUT = {"luna": dict.fromkeys(("dropout", "attention_dropout"), 0.0), "mega": mega.NO_DROPOUT, "megalodon": {}}
 HEADS = [head for head in luna.HEADS if head not in ("ForSequenceClassification", "ForMaskedLM")]
 ADAPTIVE = {"adaptive_input_cutoffs": [10, 20], "adaptive_softmax_cutoffs": [10, 20]} | {
     "adaptive_input_factor": 2,
@@ -57,6 +57,10 @@ MEGA = {
     "seq2seq, two vocabularies": ("ForConditionalGeneration", SEPARATE),
 }
 CASES = {f"luna: {name}": case for name, case in LUNA.items()} | {f"mega: {name}": case for name, case in MEGA.items()}
+CASES |= {
+    "megalodon: causal LM": ("ForCausalLM", {"vocab_size": 41}),
+    "megalodon: causal LM, tied": ("ForCausalLM", {"vocab_size": 41, "tie_word_embeddings": True, "swiglu": True}),
+}
 # What FSDP meets in another way than DDP: every class, but not every variant of a layer.
 CLASSES = [name for name in CASES if "masked LM" not in name or name.endswith(("tied", "sparse", "odd vocabulary"))]
 A_FEW = ["luna: masked LM, tied", "luna: seq2seq", "mega: masked LM, synchronised batch norm", "mega: causal LM"]

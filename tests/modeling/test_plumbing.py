@@ -19,9 +19,12 @@ EQUATIONS = (
     "modeling_mega/modeling_mega.py",
     "modeling_mega/norms.py",
     "modeling_mega/position.py",
+    "modeling_megalodon/attention_megalodon.py",
+    "modeling_megalodon/heads_megalodon.py",
+    "modeling_megalodon/modeling_megalodon.py",
 )
 # The arguments of a model say how it is called: its group of processes goes to `read_batch`.
-MODELS = {"LunaModel", "MegaModel"}
+MODELS = {"LunaModel", "MegaModel", "MegalodonModel"}
 
 
 def names(tree):
