@@ -240,3 +240,24 @@ def test_another_reading_is_seen(shared_dir, reading):
             if name.endswith(("norm.weight", "mega.gamma")):
                 parameter.sub_(1.0)
     assert (case.model(case.io["C.ids"]).logits - case.io["C.logits"]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("initializer", ["he", "bert", "xavier", "gaussian"])
+def test_initial_values(shared_dir, parity, initializer):
+    """Deviation and bounds of every tensor as far as samples tell; frequencies exactly, in a random order."""
+    folder = shared_dir / "fixtures" / "megalodon" / "14_initial_values"
+    meta = json.loads((folder / "meta.json").read_text())
+    sizes = {ours: meta["config"][theirs] for theirs, ours in FIELDS.items() if theirs in meta["config"]}
+    state = MegalodonForCausalLM(MegalodonConfig(**sizes, initializer=initializer)).state_dict()
+    for name, expected in meta["statistics"][initializer].items():
+        tensor = state[our_name(name)].double()
+        bound = max(abs(expected["min"]), abs(expected["max"]))
+        assert list(tensor.shape) == expected["shape"] and tensor.abs().max() <= 1.5 * bound, name
+        if expected["std"] < 1e-9 * bound or bound == 0.0:
+            assert (tensor - expected["mean"]).abs().max() < 1e-7, name
+        else:
+            assert abs(tensor.std() / expected["std"] - 1.0) < 6.0 * tensor.numel() ** -0.5, name
+    theta = state["megalodon.layers.1.mega.cema.theta"].flatten()
+    check(parity, "theta", theta.sort().values, load_file(folder / "io.safetensors")["theta_sorted"])
+    assert not torch.equal(theta, theta.sort().values)
+    assert not state["megalodon.layers.0.mega.cema.gamma"][..., 1].any()
