@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+import transformers
 
 from luna_mega import MegalodonConfig, MegalodonForCausalLM
 from tests.modeling import luna
 from tests.modeling.decoders import padded
 from tests.modeling.megalodon_decoders import make, tiny_config
 
+CLASSIFIER = "AutoModelForSequenceClassification"
 BOUNDS = torch.tensor([0, 9, 18], dtype=torch.int32)
 PRESETS = {
     "mega_200m": 220_627_968,
@@ -121,6 +123,32 @@ def test_sensitive_parameters_stay_wide(tmp_path):
     wide = {name for name, x in loaded.state_dict().items() if x.dtype == torch.float32}
     assert wide == {name for name in model.state_dict() if ".cema." in name or name.endswith("rope.freqs")}
     assert torch.equal(loaded.megalodon.rope.freqs, model.megalodon.rope.freqs)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_cache_splits_a_sequence_anywhere(side):
+    """Within chunks and at their ends, which are elsewhere in every row with padding on the left."""
+    model, (ids, mask) = make(), padded([13, 11, 2], 13, side)
+    expected = model(ids, mask, use_cache=False).logits
+    for split in range(1, 13):
+        first = model(ids[:, :split], mask[:, :split], use_cache=True)
+        second = model(ids[:, split:], mask, past_key_values=first.past_key_values)
+        logits = torch.cat([first.logits, second.logits], 1)
+        torch.testing.assert_close(logits[mask.bool()], expected[mask.bool()], atol=1e-9, rtol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "auto, head",
+    [("AutoModel", "Model"), ("AutoModelForCausalLM", "ForCausalLM"), (CLASSIFIER, "ForSequenceClassification")],
+)
+def test_auto_classes(tmp_path, auto, head):
+    model = make(head, dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    loaded, info = getattr(transformers, auto).from_pretrained(tmp_path, output_loading_info=True)
+    assert type(loaded) is type(model) and not any(info.values())
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, loaded.state_dict()[name]), name
 
 
 @torch.no_grad()
