@@ -22,10 +22,13 @@ from common.vocabulary import make_bytes, train_characters, train_words
 from datasets import IterableDataset
 from torch.utils.data import SequentialSampler, default_collate
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase, TrainingArguments
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 TITLE, METRIC = "causal language model", "eval_loss"
-# The fields that make a decoder.
-DECODER = {"mega": {"is_decoder": True, "bidirectional": False}, "luna": {"is_decoder": True}}
+# The fields that make a decoder of a model that can also be an encoder.
+DECODER = {"is_decoder": True, "bidirectional": False}
+# The models whose cache is a state that gradients can be cut from.
+RECURRENT = ("luna", "mega", "megalodon")
 
 
 @dataclass
@@ -81,6 +84,7 @@ class LanguageModelTrainer(StreamingTrainer):
         return super()._get_train_sampler(*args)
 
     def compute_loss(self, model, inputs, *args, **kwargs):
+        inputs["labels"] = inputs["shift_labels"]  # transformers' own models have no loss without labels
         if "step" not in inputs:
             return super().compute_loss(model, inputs | {"use_cache": False}, *args, **kwargs)
         if inputs.pop("step")[0] == 0:
@@ -117,7 +121,8 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, Traini
     check_source(data)
     check_choice(data, "tokenization", ("char", "byte", "bpe", "word"))
     check_choice(data, "line_end", ("newline", "eos"))
-    check_choice(model, "model_type", DECODER)
+    if model.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        fail(f"--model_type {model.model_type} has no causal language model: luna, mega, megalodon, llama, gpt2, ...")
     check_least(data, 1, "block_size", "eval_context", "eval_segment")
     if not 0 <= data.validation_share < 1:
         fail(f"--validation_share {data.validation_share} must be in [0, 1)")
@@ -125,6 +130,8 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, Traini
         fail("--min_block_size goes with blocks at random places, not with --carry_state")
     if run.streaming and (data.carry_state or data.validation_share):
         fail("--streaming: not with --carry_state or --validation_share, which need the whole text")
+    if data.carry_state and model.model_type not in RECURRENT:
+        fail(f"--carry_state needs a state to carry: --model_type {' or '.join(RECURRENT)}")
     if data.carry_state and (training.gradient_checkpointing or training.n_gpu > 1 or training.world_size > 1):
         fail("--carry_state needs a single process and no --gradient_checkpointing")
     return data, model, training, run
@@ -195,7 +202,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
     with training.main_process_first(desc="reading the data"):
         streams, tokenizer = load_data(data, model, training, run)
-        config = make_config(model, tokenizer, data.block_size, **DECODER[model.model_type])
+        config = make_config(model, tokenizer, data.block_size, **DECODER)
         collator = make_collator(data, config)
         blocks = cut_training(streams["train"], tokenizer, data, training, run) if training.do_train else None
 

@@ -158,10 +158,11 @@ def score(
         block = torch.stack([stream[start : start + length + 1] for start in group]).to(device)
         for start in range(0, length, segment):
             end = min(start + segment, length)
-            inputs, targets = block[:, start:end], block[:, start + 1 : end + 1]
+            inputs, targets = block[:, start:end], block[:, start + 1 : end + 1].contiguous()
             output = model(
                 inputs,
-                attention_mask=torch.ones_like(inputs),
+                attention_mask=torch.ones_like(block[:, :end]),
+                labels=targets,  # for transformers' own models, which have no loss without them
                 shift_labels=targets,
                 past_key_values=past,
                 use_cache=True,

@@ -141,9 +141,10 @@ def first_position(model_type: str, pad_token_id: int) -> int:
 
 
 def longest_input(config: PreTrainedConfig) -> float:
-    """Return how long an input may be; Mega takes any length with a rotary bias or attention in chunks."""
+    """Return how long an input may be: of any length where there is no table of positions, as in Mega with chunks."""
     mega = config.model_type in ("mega", "mega_seq2seq")
-    if mega and (config.use_chunking or config.relative_positional_bias == "rotary"):
+    any_length = mega and (config.use_chunking or config.relative_positional_bias == "rotary")
+    if any_length or not hasattr(config, "max_position_embeddings"):
         return float("inf")
     return config.max_position_embeddings - first_position(config.model_type, config.pad_token_id)
 

@@ -131,6 +131,18 @@ def test_luna(run, carry):
     assert type(AutoModelForCausalLM.from_pretrained(summary["output_dir"])).__name__ == "LunaForCausalLM"
 
 
+@pytest.mark.parametrize("model_type", ["megalodon", "llama"])
+def test_other_models(run, model_type, tmp_path):
+    """A context has the same score whether it is read in one segment or in several."""
+    fields = "hidden_size=16,num_hidden_layers=1,intermediate_size=24,num_attention_heads=2"
+    if model_type == "megalodon":
+        fields += ",shared_representation_size=8,value_size=24,ema_projection_size=2,norm_num_groups=4,chunk_size=8"
+    options = [*CHARACTERS, "--model_type", model_type, "--config_overrides", fields, "--max_steps", "3", "--do_eval"]
+    summaries = [run(*options, "--eval_segment", n, "--output_dir", tmp_path / str(n)) for n in (16, 64)]
+    losses = [summary["eval_loss"] for summary in summaries]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
 def test_words_with_an_adaptive_softmax(run):
     adaptive = ",adaptive_input_cutoffs=[4,5],adaptive_softmax_cutoffs=[4,5],adaptive_input_factor=2"
     words = ["--tokenization", "word", "--vocab_size", "100", "--validation_share", "0.5", "--block_size", "8"]
@@ -144,7 +156,8 @@ def test_words_with_an_adaptive_softmax(run):
         (["--tokenization", "syllable"], "must be one of char, byte, bpe, word"),
         (["--line_end", "dot"], "must be one of newline, eos"),
         (["--validation_share", "1.5"], "must be in"),
-        (["--model_type", "bert"], "bert must be one of mega, luna"),
+        (["--model_type", "t5"], "t5 has no causal language model"),
+        (["--model_type", "llama", "--carry_state", "true"], "needs a state to carry: --model_type luna or mega"),
         (["--block_size", "100000"], "too few for blocks of 100000"),
         (["--carry_state", "true", "--block_size", "5000"], "too few for 4 streams"),
         (["--min_block_size", "12"], "must be whole chunks of 8"),
