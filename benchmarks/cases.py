@@ -536,6 +536,7 @@ CASES = {
             {
                 "luna_32": partial(_decoder, models.luna_lm),
                 "mega_chunk_512": partial(_decoder, models.mega_lm),
+                "megalodon_512": partial(_decoder, models.megalodon_lm),
                 "llama_sdpa": partial(_decoder, models.llama),
                 "gpt2_sdpa": partial(_decoder, models.gpt2),
                 "mamba": partial(_decoder, models.mamba),

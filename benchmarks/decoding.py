@@ -1,4 +1,4 @@
-"""Decoding: milliseconds a step of Mega, Luna, Llama and GPT-2 of equal size, beside the floor.
+"""Decoding: milliseconds a step of Mega, Megalodon, Luna, Llama and GPT-2 of equal size, beside the floor.
 
     OMP_NUM_THREADS=1 python benchmarks/decoding.py [--contexts 128 512 4096 16384] [--batches 1 8 beams] [--json FILE]
     OMP_NUM_THREADS=1 python benchmarks/decoding.py --compile --contexts 512 --batches 1
@@ -7,11 +7,11 @@ The floor of a step is the time to read all weights of its matrix products and t
 products of these matrices and a vector read them in the same run. `beams` are 4 sequences whose caches change places
 before every step. The steps of all models take turns; a figure is the median.
 
-Caches of Llama and GPT-2 are filled with random keys and values. Those of Mega and Luna are filled by a prompt of at
-most 1,024 tokens, from where on they keep their size; Mega's ends in the middle of a chunk, whose keys are on average
-half of them in use. Parameters are counted without tables of positions, which grow with the context. With `--compile`
-the steps are those of `torch.compile`, which needs a C++ compiler on a CPU; the seconds of the first three, in which it
-compiles, are printed.
+Caches of Llama and GPT-2 are filled with random keys and values. The others are filled by a prompt of at most 1,024
+tokens, from where on they keep their size; it ends in the middle of a chunk of Mega and Megalodon, whose keys are on
+average half of them in use. Parameters are counted without tables of positions, which grow with the context. With
+`--compile` the steps are those of `torch.compile`, which needs a C++ compiler on a CPU; the seconds of the first three,
+in which it compiles, are printed.
 """
 
 import argparse
@@ -32,7 +32,14 @@ from transformers import (
     logging,
 )
 
-from luna_mega import LunaConfig, LunaForCausalLM, MegaConfig, MegaForCausalLM
+from luna_mega import (
+    LunaConfig,
+    LunaForCausalLM,
+    MegaConfig,
+    MegaForCausalLM,
+    MegalodonConfig,
+    MegalodonForCausalLM,
+)
 
 VOCABULARY, WIDTH, LAYERS, HEADS, CHUNK, ROWS = 8000, 512, 6, 8, 512, 32
 LONGEST_PROMPT, PREFILL, ORDER = 1024, 512, (0, 0, 1, 2)
@@ -46,6 +53,13 @@ def mega(inner: int, longest: int) -> PreTrainedModel:
     return MegaForCausalLM(
         MegaConfig(vocab_size=VOCABULARY, is_decoder=True, bidirectional=False, pad_token_id=0, **sizes, **kind)
     )
+
+
+def megalodon(inner: int, longest: int) -> PreTrainedModel:
+    """Return Megalodon as its code has it for 200 million parameters, in small."""
+    sizes = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 1, "value_size": 2 * WIDTH}
+    sizes |= {"shared_representation_size": 128, "intermediate_size": inner, "chunk_size": CHUNK}
+    return MegalodonForCausalLM(MegalodonConfig(vocab_size=VOCABULARY, tie_word_embeddings=True, **sizes))
 
 
 def luna(inner: int, longest: int) -> PreTrainedModel:
@@ -68,8 +82,14 @@ def gpt2(inner: int, longest: int) -> PreTrainedModel:
     return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes))
 
 
-# The units that make the four equal.
-MODELS = {"mega": (mega, 1024), "luna": (luna, 2048), "llama": (llama, 1472), "gpt2": (gpt2, 2176)}
+# The units that make them equal.
+MODELS = {
+    "mega": (mega, 1024),
+    "megalodon": (megalodon, 1344),
+    "luna": (luna, 2048),
+    "llama": (llama, 1472),
+    "gpt2": (gpt2, 2176),
+}
 
 
 def parameters(model: PreTrainedModel) -> int:
@@ -92,7 +112,7 @@ def fill(model: PreTrainedModel, batch: int, context: int):
             past.update(*torch.randn(2, batch, HEADS, context, WIDTH // HEADS), layer)
         return past
     length = min(context, LONGEST_PROMPT)
-    if config.model_type == "mega":
+    if config.model_type in ("mega", "megalodon"):
         length += (CHUNK // 2 - length) % CHUNK if context >= CHUNK else 0
     return model(torch.randint(1, VOCABULARY, (batch, length)), use_cache=True, logits_to_keep=1).past_key_values
 

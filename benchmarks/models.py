@@ -13,6 +13,8 @@ from luna_mega import (
     MegaConfig,
     MegaForCausalLM,
     MegaForImageClassification,
+    MegalodonConfig,
+    MegalodonForCausalLM,
     MegaModel,
 )
 
@@ -81,6 +83,12 @@ def luna_lm(n, **fields):
 def mega_lm(n, **fields):
     fields = {**_SIZE, **_MEGA, "chunk_size": 512, "is_decoder": True, "add_lm_hidden_dense_layer": False, **fields}
     return MegaForCausalLM(MegaConfig(**fields))
+
+
+def megalodon_lm(n, **fields):
+    sizes = {"num_attention_heads": 1, "shared_representation_size": 128, "value_size": 1024, "intermediate_size": 1184}
+    fields = {**_SIZE, **sizes, "chunk_size": 512, "tie_word_embeddings": True, **fields}
+    return MegalodonForCausalLM(MegalodonConfig(**fields))
 
 
 def decoder(kind, **fields):

@@ -1,4 +1,4 @@
-"""Training: tokens a second of Mega, Luna, Llama and GPT-2 of equal size, beside the floor.
+"""Training: tokens a second of Mega, Megalodon, Luna, Llama and GPT-2 of equal size, beside the floor.
 
     OMP_NUM_THREADS=1 python benchmarks/training.py [--lengths 512 4096] [--dtype bfloat16]
 
