@@ -31,12 +31,47 @@ class StateGenerationMixin(GenerationMixin):
                 model_kwargs["attention_mask"] = drop_if_full(inputs != self.config.pad_token_id)
         return inputs, name, model_kwargs
 
+    def _validate_generation_mode(self, generation_mode, generation_config: GenerationConfig, generation_mode_kwargs):
+        """Refuse options that transformers would ignore here, or follow with wrong results."""
+        super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)
+        for name in ("cache_implementation", "cache_config", "max_cache_len"):
+            if (value := getattr(generation_config, name)) not in (None, "dynamic"):
+                raise ValueError(
+                    f"{name}={value!r}: {type(self).__name__} keeps a cache of its own; leave the argument out"
+                )
+        if generation_config.compile_config is not None:
+            raise ValueError(
+                "compile_config: generate compiles with static caches alone; leave the argument out, or compile the "
+                "model itself (torch.compile)"
+            )
+        if generation_config.is_assistant:
+            raise ValueError(
+                f"{type(self).__name__} cannot draft for another model: its state cannot forget tokens that are taken "
+                "back"
+            )
+        guided = generation_config.guidance_scale not in (None, 1)
+        if guided and generation_config.num_beams > 1:
+            raise ValueError(
+                f"guidance_scale with num_beams={generation_config.num_beams}: the pass without the prompt, as "
+                "transformers makes it, does not follow the beams; leave one out"
+            )
+        if self.config.is_encoder_decoder:
+            chunked, healed = generation_config.prefill_chunk_size is not None, generation_config.token_healing
+            for name, asked in (("guidance_scale", guided), ("prefill_chunk_size", chunked), ("token_healing", healed)):
+                if asked:
+                    raise ValueError(f"{name} is for decoders without an encoder; leave the argument out")
+
     @property
     def _inputs_name(self) -> str:
         return "sources" if self.config.is_encoder_decoder else "prompts"
 
-    def prepare_inputs_for_generation(self, input_ids, attention_mask=None, inputs_embeds=None, **kwargs):
-        """Bring back the mask of a prompt that keeps everything, without which `forward` leaves padding tokens out."""
+    def prepare_inputs_for_generation(
+        self, input_ids, attention_mask=None, inputs_embeds=None, tokenizer=None, **kwargs
+    ):
+        """Bring back the mask of a prompt that keeps everything, without which `forward` leaves padding tokens out.
+
+        `tokenizer`: for stop strings and healed tokens, which are done by then; `forward` refuses it.
+        """
         inputs = super().prepare_inputs_for_generation(
             input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs
         )
@@ -59,11 +94,6 @@ class StateGenerationMixin(GenerationMixin):
                     f"nothing but padding in the {self._inputs_name} {(~filled).nonzero().flatten().tolist()}: give "
                     "each a token, such as bos_token_id or eos_token_id"
                 )
-        if generation_config.cache_implementation not in (None, "dynamic"):
-            raise ValueError(
-                f"cache_implementation={generation_config.cache_implementation!r}: {type(self).__name__} keeps a cache "
-                "of its own; leave the argument out"
-            )
         if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = new_cache(self)
         else:
