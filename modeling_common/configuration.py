@@ -162,8 +162,11 @@ class SharedConfig:
             if not 0.0 <= getattr(self, field) < float("inf"):
                 raise ValueError(f"{field} must be a number of at least 0, got {getattr(self, field)}")
 
-    def _check_padding(self):
-        if self.input_type == "tokens" and (self.pad_token_id is None or not 0 <= self.pad_token_id < self.vocab_size):
+    def _check_padding(self, needed: bool = True):
+        """Refuse a token of padding that the vocabulary lacks, or where it is `needed` none."""
+        if self.input_type != "tokens" or self.pad_token_id is None and not needed:
+            return
+        if self.pad_token_id is None or not 0 <= self.pad_token_id < self.vocab_size:
             raise ValueError(
                 f"pad_token_id ({self.pad_token_id}) must be a token of the vocabulary (0 to {self.vocab_size - 1}): "
                 "it marks padding"

@@ -17,7 +17,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from luna_mega.kernels.context_parallel import ContextShard
 from luna_mega.modeling_common.cache import StateCache, begin_cache, split_cache
 from luna_mega.modeling_common.layout import DENSE, RAGGED_OPTIONS, TokenLayout, find_layout
-from luna_mega.modeling_common.masks import can_look, clean, drop_if_full, read_mask
+from luna_mega.modeling_common.masks import can_look, clean, drop_if_full, find_mask, read_mask
 from luna_mega.modeling_common.pooling import without_first
 from luna_mega.modeling_common.sequence_parts import SharedParts
 
@@ -302,8 +302,8 @@ def _embed_tokens(
     if input_values is not None:
         return embed(clean(input_values, mask)), mask
     assert input_ids is not None  # the checks leave nothing else
-    if attention_mask is None and spec.config.pad_token_id is not None:
-        mask = drop_if_full(input_ids != spec.config.pad_token_id)
+    if attention_mask is None:
+        mask = drop_if_full(find_mask(input_ids, spec.config.pad_token_id))
     try:
         return embed(input_ids), mask
     except IndexError as error:  # on a CPU; a GPU cannot say it without waiting
@@ -582,8 +582,8 @@ def read_sequences(
             raise ValueError(
                 "cp_group does not drop first tokens: leave them out of the inputs, and set drop_first_token=False"
             )
-    if mask is None and inputs["input_ids"] is not None and spec.config.pad_token_id is not None:
-        mask = inputs["input_ids"] != spec.config.pad_token_id
+    if mask is None and inputs["input_ids"] is not None:
+        mask = find_mask(inputs["input_ids"], spec.config.pad_token_id)
     if drop_first_token:
         inputs = {key: without_first(value, mask) for key, value in inputs.items()}
         mask = without_first(mask, mask)

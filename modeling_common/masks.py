@@ -35,6 +35,11 @@ def read_mask(name: str, mask: torch.Tensor | None) -> torch.Tensor | None:
     return kept
 
 
+def find_mask(input_ids: torch.Tensor, pad_token_id: int | None) -> torch.Tensor | None:
+    """Return the bool mask of the tokens that are not padding; None where no token marks padding."""
+    return None if pad_token_id is None else input_ids != pad_token_id
+
+
 def drop_if_full(mask: torch.Tensor | None) -> torch.Tensor | None:
     """Return None in place of a bool mask that keeps everything, so that nothing is masked, moved or counted for it.
 

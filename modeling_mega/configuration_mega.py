@@ -74,7 +74,7 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
         classifier_dropout: probability before each layer of the classification head; None = `hidden_dropout_prob`.
         add_lm_hidden_dense_layer: the language-model heads have a dense layer with tanh.
         num_attention_heads: always 1; kept because v4 files have it.
-        is_decoder: causal attention, for `MegaForCausalLM`.
+        is_decoder: causal attention, for `MegaForCausalLM`; then `pad_token_id` may be None: padding needs a mask.
         add_cross_attention: a decoder attends to `encoder_hidden_states`; needs `is_decoder=True`.
 
         input_type: `"tokens"` (`input_ids`), `"values"` (`input_values`, one real number a position: pixels, audio) or
@@ -291,7 +291,7 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
             "classifier_dropout", "adaptive_softmax_dropout", "drop_path_rate",
         )  # fmt: skip
         self._check_deviations("initializer_range", "ema_delta_alpha_range", "ema_beta_range", "ema_gamma_omega_range")
-        self._check_padding()
+        self._check_padding(needed=not self.is_decoder or self.legacy_adaptive_loss)
         if self.use_chunking and self.chunk_size < 1:
             raise ValueError(f"use_chunking needs a chunk_size of at least 1, got {self.chunk_size}")
         if self.use_chunking:

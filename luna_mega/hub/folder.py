@@ -10,7 +10,7 @@ import torch
 import transformers
 from safetensors import SafetensorError, safe_open
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
 from luna_mega import LunaConfig
 from luna_mega._register import CONFIGS, model_classes
@@ -103,6 +103,11 @@ def weight_files(folder: Path) -> list[Path]:
         names = sorted(set(places.values()))
     files = [folder / name for name in names]
     if missing := [file.name for file in files if not file.is_file()]:
+        if (folder / WEIGHTS_NAME).is_file():
+            raise ConversionError(
+                f"{folder}: has its weights in {WEIGHTS_NAME} alone; "
+                "AutoModel...from_pretrained(FOLDER).save_pretrained(NEW) writes them as safetensors"
+            )
         raise ConversionError(
             f"{folder}: no {', '.join(missing[:3])}; give a folder that save_pretrained wrote, with safetensors"
         )

@@ -21,6 +21,7 @@ from luna_mega.convert.tensors import few
 from luna_mega.errors import ConversionError, shown
 from luna_mega.hub.folder import ModelFolder, position_limit, read_folder, read_tokenizer
 from luna_mega.inspection.costs import stacks
+from luna_mega.modeling_common.masks import find_mask
 
 _INPUTS = (
     "input_ids",
@@ -259,7 +260,7 @@ def random_inputs(folder: ModelFolder, batch: int, length: int, seed: int) -> di
             else:
                 first = min(4, config.vocab_size - 1)  # behind the special symbols of fairseq
                 tokens = torch.randint(first, config.vocab_size, shape, generator=generator)
-                tensors[f"{tower}input_ids"] = tokens.masked_fill(~mask, config.pad_token_id)
+                tensors[f"{tower}input_ids"] = tokens.masked_fill(~mask, config.pad_token_id or 0)
             tensors[f"{tower}attention_mask"] = mask.long()
     if folder.config.add_cross_attention:  # a decoder whose encoder is elsewhere
         source = (batch, length, folder.config.hidden_size)
@@ -298,7 +299,9 @@ def _mask(tensors: Mapping[str, torch.Tensor], config: PreTrainedConfig, prefix:
     if f"{prefix}attention_mask" in tensors:
         mask = tensors[f"{prefix}attention_mask"].bool()
     elif config.input_type == "tokens":
-        mask = tensors[f"{prefix}input_ids"] != config.pad_token_id
+        tokens = tensors[f"{prefix}input_ids"]
+        mask = find_mask(tokens, config.pad_token_id)
+        mask = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
     elif config.input_type == "patches":
         patches = (config.image_size // config.patch_size) ** 2
         mask = torch.ones(len(tensors["pixel_values"]), patches, dtype=torch.bool)

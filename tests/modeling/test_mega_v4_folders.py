@@ -1,0 +1,313 @@
+"""The Mega folders of transformers v4 that were published, rebuilt small: their options, v4's names, files and quirks.
+
+`tests/parity/test_mega_v4_fixtures.py` compares with v4's own results; here every published combination loads, whole.
+"""
+
+import json
+import os
+from collections import OrderedDict
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
+
+import luna_mega
+from luna_mega.errors import ConversionError
+from luna_mega.hub.folder import read_folder
+from tests.modeling.decoders import padded
+
+# What v4 wrote into config.json; the widths of the folders below are a 32nd, lengths a 128th, and they have two layers.
+V4 = {
+    "activation": "silu",
+    "add_lm_hidden_dense_layer": False,
+    "add_token_type_embeddings": False,
+    "attention_activation": "softmax",
+    "attention_probs_dropout_prob": 0.1,
+    "bidirectional": True,
+    "bos_token_id": 0,
+    "chunk_size": -1,
+    "classifier_dropout": None,
+    "dropout_prob": 0.1,
+    "ema_beta_range": 0.02,
+    "ema_delta_alpha_range": 0.2,
+    "ema_gamma_omega_range": 1.0,
+    "ema_projection_size": 16,
+    "eos_token_id": 2,
+    "hidden_dropout_prob": 0.1,
+    "hidden_size": 24,
+    "initializer_range": 0.02,
+    "intermediate_size": 48,
+    "max_positions": 16,
+    "model_type": "mega",
+    "nffn_activation_dropout_prob": 0.1,
+    "nffn_hidden_size": 48,
+    "norm_affine": True,
+    "normalization_type": "scalenorm",
+    "normalize_before_ffn": True,
+    "normalize_before_mega": True,
+    "num_attention_heads": 1,
+    "num_hidden_layers": 2,
+    "pad_token_id": 1,
+    "relative_positional_bias": "rotary",
+    "shared_representation_size": 8,
+    "torch_dtype": "float32",
+    "transformers_version": "4.36.2",
+    "truncation": None,
+    "type_vocab_size": 2,
+    "use_cache": True,
+    "use_chunking": False,
+    "use_feature_dropout": False,
+    "use_normalized_ffn": True,
+    "vocab_size": 96,
+}
+DECODER = {"is_decoder": True, "bidirectional": False}
+NO_DROPOUT = dict.fromkeys(  # whole numbers, as in the folder
+    ("dropout_prob", "hidden_dropout_prob", "attention_probs_dropout_prob", "nffn_activation_dropout_prob"), 0
+)
+LONG = {"use_chunking": True, "chunk_size": 8}
+ENCODER_16K = {"relative_positional_bias": "simple", "intermediate_size": 72, "ema_projection_size": 32, **LONG}
+# The tiny ones of transformers' own tests are as they are.
+TINY = {
+    "add_lm_hidden_dense_layer": True,
+    "add_token_type_embeddings": True,
+    "bidirectional": False,
+    "chunk_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 37,
+    "max_positions": 1024,
+    "nffn_hidden_size": 24,
+    "num_hidden_layers": 5,
+    "shared_representation_size": 64,
+    "vocab_size": 1024,
+}
+# Folder -> class, options, file of the weights.
+FOLDERS = {
+    "mnaylor/mega-base-wikitext": (
+        "MegaForMaskedLM",
+        {"max_positions": 80, "layer_norm_eps": 1e-12, "nffn_activation_dropout_prob": 0.0},
+        "pytorch_model.bin",
+    ),
+    "BEE-spoke-data/mega-encoder-small-16k-v1": (
+        "MegaForMaskedLM",
+        {**ENCODER_16K, "max_positions": 128},
+        "model.safetensors",
+    ),
+    "BEE-spoke-data/mega-small-embed-synthSTS-16384-v1": (
+        "MegaModel",
+        {**ENCODER_16K, "max_positions": 128},
+        "model.safetensors",
+    ),
+    "BEE-spoke-data/mega-ar-126m-4k": (
+        "MegaForCausalLM",
+        {**DECODER, **NO_DROPOUT, "normalization_type": "layernorm", "eos_token_id": 0, "pad_token_id": None},
+        "model.safetensors",
+    ),
+    "pszemraj/mega-ar-small-4096-sw_minipile": (
+        "MegaForCausalLM",
+        {**DECODER, "hidden_dropout_prob": 0.2, "eos_token_id": 0, "pad_token_id": None},
+        "pytorch_model.bin",
+    ),
+    "pszemraj/mega-small-2048-C1024-MR50-sw_minipile-tk_ema32": (
+        "MegaForMaskedLM",
+        {**LONG, "add_token_type_embeddings": True, "ema_projection_size": 32},
+        "pytorch_model.bin",
+    ),
+    "pszemraj/mega-small-2048-C1024-tk_id-simplewiki-MR50": (
+        "MegaForMaskedLM",
+        {**LONG, "add_token_type_embeddings": True, "ema_projection_size": 64},
+        "model.safetensors",
+    ),
+    "Bingsu/mega-150m-arch": (
+        "MegaForMaskedLM",
+        {"use_chunking": True, "chunk_size": 4, "nffn_hidden_size": 24},
+        "pytorch_model.bin",
+    ),
+    "hf-internal-testing/tiny-random-MegaModel": ("MegaModel", TINY, "pytorch_model.bin"),
+    "hf-internal-testing/tiny-random-MegaForMaskedLM": ("MegaForMaskedLM", TINY, "pytorch_model.bin"),
+    "hf-internal-testing/tiny-random-MegaForCausalLM": (
+        "MegaForCausalLM",
+        {**TINY, "is_decoder": True},
+        "pytorch_model.bin",
+    ),
+    "hf-internal-testing/tiny-random-MegaForMultipleChoice": ("MegaForMultipleChoice", TINY, "pytorch_model.bin"),
+    "hf-internal-testing/tiny-random-MegaForQuestionAnswering": ("MegaForQuestionAnswering", TINY, "pytorch_model.bin"),
+    "hf-internal-testing/tiny-random-MegaForSequenceClassification": (
+        "MegaForSequenceClassification",
+        TINY,
+        "pytorch_model.bin",
+    ),
+    "hf-internal-testing/tiny-random-MegaForTokenClassification": (
+        "MegaForTokenClassification",
+        TINY,
+        "pytorch_model.bin",
+    ),
+}
+
+
+def layer_shapes(config):
+    """Return the names and shapes of a block of v4."""
+    d, v, z, n = (
+        config[name]
+        for name in ("hidden_size", "intermediate_size", "shared_representation_size", "ema_projection_size")
+    )
+    channels = d * (2 if config["bidirectional"] else 1)
+    shapes = {
+        "mega_layer.v_proj": (v, d),
+        "mega_layer.mx_proj": (z + v + 2 * d, d),
+        "mega_layer.h_proj": (d, v),
+        "nffn.fc1": (config["nffn_hidden_size"], d),
+        "nffn.fc2": (d, config["nffn_hidden_size"]),
+    }
+    linear = {f"{name}.weight": shape for name, shape in shapes.items()}
+    linear |= {f"{name}.bias": shape[:1] for name, shape in shapes.items()}
+    average = {"damping_factor": (channels, n, 1), "decay_factor": (channels, n, 1), "residual_weight": (d,)}
+    average |= {"ema_expansion_matrix": (channels, n, 1), "kernel_projection_matrix": (channels, n)}
+    if config["relative_positional_bias"] == "simple":
+        bias = {"rel_pos_bias": (2 * config["max_positions"] - 1,)}  # v4 reads 2 * chunk_size - 1 of them
+    else:
+        bias = {"alpha": (1, z), "b_param": (1, z)}
+    norm = {"scalar": (1,)} if config["normalization_type"] == "scalenorm" else {"weight": (d,), "bias": (d,)}
+    return (
+        linear
+        | {f"mega_layer.ema_gate.{name}": shape for name, shape in average.items()}
+        | {f"mega_layer.rel_pos_bias.{name}": shape for name, shape in (bias | {"_float_tensor": (1,)}).items()}
+        | {f"{part}.norm.norm.{name}": shape for part in ("mega_layer", "nffn") for name, shape in norm.items()}
+        | {"mega_layer.qk_weight": (2, z), "mega_layer.qk_bias": (2, z)}
+    )
+
+
+def head_shapes(config, model_class):
+    """Return the names and shapes of a head of v4."""
+    d, words = config["hidden_size"], config["vocab_size"]
+    dense = {"weight": (d, d), "bias": (d,)}
+    if model_class in ("MegaForMaskedLM", "MegaForCausalLM"):
+        name = "mlm_head" if model_class == "MegaForMaskedLM" else "lm_head"
+        head = {f"{name}.weight": (words, d), f"{name}.bias": (words,)}
+        return head | ({f"dense.{x}": s for x, s in dense.items()} if config["add_lm_hidden_dense_layer"] else {})
+    pooled = {f"pooler.dense.{name}": shape for name, shape in dense.items()}
+    classes = {"weight": (2, d), "bias": (2,)}
+    return {
+        "MegaModel": pooled,
+        "MegaForMultipleChoice": {f"mega.{name}": shape for name, shape in pooled.items()}
+        | {"classifier.weight": (1, d), "classifier.bias": (1,)},
+        "MegaForQuestionAnswering": {f"qa_outputs.{name}": shape for name, shape in classes.items()},
+        "MegaForTokenClassification": {f"classifier.{name}": shape for name, shape in classes.items()},
+        "MegaForSequenceClassification": {f"classifier.dense.{name}": shape for name, shape in dense.items()}
+        | {f"classifier.out_proj.{name}": shape for name, shape in classes.items()},
+    }[model_class]
+
+
+def v4_weights(config, model_class):
+    """Return random weights under v4's names; an output layer is the embedding."""
+    prefix = "" if model_class == "MegaModel" else "mega."
+    words = f"{prefix}embedding_layer.word_embeddings.weight"
+    shapes = {words: (config["vocab_size"], config["hidden_size"])}
+    if config["add_token_type_embeddings"]:
+        types = (config["type_vocab_size"], config["hidden_size"])
+        shapes[f"{prefix}embedding_layer.token_type_embeddings.weight"] = types
+    for index in range(config["num_hidden_layers"]):
+        shapes |= {f"{prefix}layers.{index}.{name}": shape for name, shape in layer_shapes(config).items()}
+    generator = torch.Generator().manual_seed(0)
+    shapes |= head_shapes(config, model_class)
+    weights = OrderedDict((name, torch.randn(shape, generator=generator) * 0.3) for name, shape in shapes.items())
+    for name in ("mlm_head.weight", "lm_head.weight"):
+        if name in weights:
+            weights[name] = weights[words]
+    return weights
+
+
+def write_folder(folder, name):
+    """Write a folder as v4 did, and return its configuration and weights."""
+    model_class, options, file = FOLDERS[name]
+    config = V4 | options | {"architectures": [model_class], "_name_or_path": name}
+    weights = v4_weights(config, model_class)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    if file.endswith(".bin"):
+        torch.save(weights, folder / file)
+    else:  # v4 left the second name of a weight out
+        tied = {"mlm_head.weight", "lm_head.weight"}
+        kept = {name: value for name, value in weights.items() if name not in tied}
+        save_file(kept, folder / file, metadata={"format": "pt"})
+    if model_class == "MegaForCausalLM":
+        tokens = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
+        generation = tokens | {"_from_model_config": True, "transformers_version": "4.36.2"}
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return config, weights
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+@torch.no_grad()
+def test_folder(tmp_path, name):
+    """All weights arrive; results depend on no batch mate; the folder comes back as safetensors."""
+    config, weights = write_folder(tmp_path / "v4", name)
+    model_class = getattr(luna_mega, config["architectures"][0])
+    model, report = model_class.from_pretrained(tmp_path / "v4", output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    state = model.state_dict()
+    arrived = {key: value for key, value in weights.items() if "_float_tensor" not in key}
+    assert state.keys() == arrived.keys()
+    assert all(torch.equal(state[key], value) for key, value in arrived.items())
+    ids, mask = padded([17, 5, 8], 17, "left" if "Causal" in model_class.__name__ else "right")
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    if "MultipleChoice" in model_class.__name__:
+        inputs = {key: value[None] for key, value in inputs.items()}
+    output = model(**inputs)[0]
+    assert output.isfinite().all()
+    if output.shape[:2] == ids.shape:
+        for row in range(3):
+            kept = mask[row].bool()
+            torch.testing.assert_close(model(ids[row, kept][None])[0][0], output[row, kept], atol=1e-5, rtol=1e-5)
+    model.save_pretrained(tmp_path / "new")
+    assert (tmp_path / "new" / "model.safetensors").is_file()
+    assert torch.equal(model_class.from_pretrained(tmp_path / "new")(**inputs)[0], output)
+
+
+@pytest.mark.parametrize("name", [name for name, (kind, *_) in FOLDERS.items() if kind == "MegaForCausalLM"])
+def test_decoder_generates(tmp_path, name):
+    """With v4's generation_config.json, with and without a cache; also where there is no padding token."""
+    write_folder(tmp_path / "v4", name)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "v4")
+    ids, mask = padded([7, 3], 7, "left")
+    options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
+    if model.config.pad_token_id is None:  # every token of an input without a mask counts
+        torch.testing.assert_close(
+            model(torch.tensor([[5, 1, 9]])).logits, model(torch.tensor([[5, 1, 9]]), torch.ones(1, 3)).logits
+        )
+    tokens = model.generate(ids, **options)
+    assert torch.equal(tokens, model.generate(ids, use_cache=False, **options)) and tokens.shape[1] > 7
+
+
+@torch.no_grad()
+def test_auto_classes_and_types(tmp_path):
+    """A masked LM is an encoder as well, and token types count."""
+    name = "pszemraj/mega-small-2048-C1024-MR50-sw_minipile-tk_ema32"
+    write_folder(tmp_path / "v4", name)
+    model, encoder = (kind.from_pretrained(tmp_path / "v4") for kind in (AutoModelForMaskedLM, AutoModel))
+    ids = padded([11], 11, "right")[0]
+    states = encoder(ids).last_hidden_state
+    torch.testing.assert_close(states, model.base_model(ids).last_hidden_state)
+    assert not torch.allclose(encoder(ids, token_type_ids=torch.ones_like(ids)).last_hidden_state, states)
+
+
+class Payload:
+    """An object that runs a command where it is unpickled as any object is."""
+
+    def __init__(self, command):
+        self.command = command
+
+    def __reduce__(self):
+        return os.system, (self.command,)
+
+
+def test_bin_is_read_by_the_safe_reader_alone(tmp_path):
+    """Weights of a `.bin` file load, code in one does not run, and commands that read safetensors say what to do."""
+    folder = tmp_path / "v4"
+    write_folder(folder, "Bingsu/mega-150m-arch")
+    with pytest.raises(ConversionError, match=r"pytorch_model.bin.*from_pretrained\(FOLDER\).save_pretrained\(NEW\)"):
+        read_folder(folder).tensors()
+    torch.save({"a": Payload(f"touch {tmp_path / 'ran'}")}, folder / "pytorch_model.bin")
+    with pytest.raises(Exception, match="[Ww]eights.only|Unsupported"):
+        AutoModelForMaskedLM.from_pretrained(folder)
+    assert not (tmp_path / "ran").exists()
