@@ -11,6 +11,7 @@ from datasets import Dataset
 
 from luna_mega.hub.bundle import bundle
 from tests.modeling import luna, mega
+from tests.modeling.test_mega_v4_folders import write_folder
 
 pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
 
@@ -101,6 +102,33 @@ def test_cross_encoder(folder, tmp_path):
     assert together == pytest.approx(alone, abs=1e-6)
     model.save_pretrained(str(tmp_path / "trained"))
     assert CrossEncoder(str(tmp_path / "trained"), device="cpu").predict(pairs) == pytest.approx(together, abs=1e-6)
+
+
+def test_folder_of_v4_encodes(tokenizer, tmp_path):
+    """BEE-spoke-data/mega-small-embed-synthSTS-16384-v1, small: v4's weights, with sentence-transformers 2's files."""
+    folder = tmp_path / "v4"
+    config, _ = write_folder(folder, "BEE-spoke-data/mega-small-embed-synthSTS-16384-v1")
+    tokenizer.save_pretrained(folder)
+    modules = [("", "sentence_transformers.models.Transformer"), ("1_Pooling", "sentence_transformers.models.Pooling")]
+    modules = [{"idx": i, "name": str(i), "path": path, "type": kind} for i, (path, kind) in enumerate(modules)]
+    modes = ("cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")
+    pooling = {"word_embedding_dimension": config["hidden_size"], "include_prompt": True}
+    pooling |= {f"pooling_mode_{mode}": mode == "mean_tokens" for mode in modes}
+    (folder / "1_Pooling").mkdir()
+    files = {
+        "modules.json": modules,
+        "sentence_bert_config.json": {"max_seq_length": 128, "do_lower_case": False},
+        "1_Pooling/config.json": pooling,
+    }
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    model = SentenceTransformer(str(folder), device="cpu")
+    assert model.max_seq_length == 128
+    with torch.no_grad():
+        states = [model[0].model(**model.tokenizer(text, return_tensors="pt")).last_hidden_state for text in TEXTS]
+    expected = torch.cat([state.mean(1) for state in states])
+    torch.testing.assert_close(encode(model, TEXTS, batch_size=len(TEXTS)), expected, atol=1e-6, rtol=0)
+    assert (expected[1:] - expected[:-1]).abs().amax(1).min() > 1e-3
 
 
 STRANGER = """
