@@ -248,6 +248,11 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
         "Evaluates a causal language model with lm-eval (pip install luna-mega[eval]): `lm-eval run --model hf "
         "--model_args pretrained=FOLDER ...`, in a process that knows the models of luna-mega."
     )
+    parser.add_argument(
+        "--mteb",
+        metavar="TASKS",
+        help="judge an encoder's embeddings by these tasks of mteb instead, names with commas between; before FOLDER",
+    )
     parser.add_argument("folder", metavar="FOLDER", help=f"{_FOLDER}, with its tokenizer")
     parser.add_argument(
         "arguments",
@@ -310,6 +315,12 @@ def _check_demo(options: argparse.Namespace) -> str | None:
         return "--host and --port have no effect with --space, which writes files and serves no page; leave them out"
     if options.json and not options.space:
         return "--json prints the report of --space; leave it out, or add --space"
+    return None
+
+
+def _check_eval(options: argparse.Namespace) -> str | None:
+    if options.mteb is not None and options.arguments:
+        return f"{options.arguments[0]} is an argument of lm-eval; with --mteb nothing follows FOLDER"
     return None
 
 
@@ -377,11 +388,16 @@ COMMANDS = (
     ),
     Command(
         name="eval",
-        help="evaluate a language model with lm-eval",
+        help="evaluate a language model with lm-eval, or embeddings with mteb",
         arguments=_add_eval,
-        examples=("my-model --tasks lambada_openai --batch_size 8", "--json my-model --tasks wikitext --limit 100"),
+        examples=(
+            "my-model --tasks lambada_openai --batch_size 8",
+            "--json my-model --tasks wikitext --limit 100",
+            "--mteb STSBenchmark,SICK-R my-encoder",
+        ),
         target="luna_mega.commands.evaluate_folder",
-        json="print lm-eval's results as JSON, and its tables on stderr; goes before FOLDER",
+        json="print the results as JSON, and the tables of lm-eval on stderr; goes before FOLDER",
+        check=_check_eval,
     ),
     Command(
         name="demo",

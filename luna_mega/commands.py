@@ -18,13 +18,13 @@ from luna_mega.demo.page import serve, write_space
 from luna_mega.errors import ConversionError, shown
 from luna_mega.escaping import terminal
 from luna_mega.hub.bundle import bundle as make_bundle
-from luna_mega.inspection.evaluation import evaluate, scores
+from luna_mega.inspection.evaluation import embedding_scores, evaluate, scores
 from luna_mega.inspection.info import describe
 from luna_mega.inspection.verify import compare
 from luna_mega.onnx import export_onnx
 
 _PATHS = {"checkpoint", "folder", "path", "a", "b", "inputs", "dict", "bpe", "output", "space"}
-_WORDS = {"head", "license", "host"}
+_WORDS = {"head", "license", "host", "mteb"}
 
 
 def run(target: str, options: argparse.Namespace) -> int:
@@ -138,7 +138,10 @@ def onnx(options: argparse.Namespace) -> int:
 
 
 def evaluate_folder(options: argparse.Namespace) -> int:
-    if options.json:
+    if options.mteb is not None:
+        results = embedding_scores(options.folder, options.mteb)
+        _print(options, "\n".join(f"{name}: {score:.4f}" for name, score in results.items()), results)
+    elif options.json:
         _print(options, None, scores(options.folder, options.arguments))
     else:
         evaluate(options.folder, options.arguments)

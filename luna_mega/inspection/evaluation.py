@@ -1,4 +1,4 @@
-"""The evaluation of a language model with lm-eval (`luna-mega eval`), by lm-eval's own command line in this process."""
+"""`luna-mega eval`: language models by lm-eval's own command line in this process, embeddings by mteb."""
 
 import json
 import logging
@@ -61,3 +61,31 @@ def evaluate(folder: str | Path, arguments: Sequence[str]) -> None:
         raise ConversionError(f"lm-eval: {type(error).__name__}: {error}") from error
     finally:
         sys.argv = own
+
+
+def embedding_scores(folder: str | Path, tasks: str) -> dict[str, float]:
+    """Return the main score of each task of mteb for the embeddings of an encoder.
+
+    Args:
+        folder: a folder with an encoder of this package and its tokenizer, or one of sentence-transformers with its
+            pooling; without one, an embedding is the mean over the tokens.
+        tasks: names of tasks, with commas between.
+
+    Raises:
+        ConversionError: mteb is not installed or has no such task, or the folder has no encoder of tokens.
+    """
+    model_class, config = (given := read_folder(folder)).model_class.__name__, given.config
+    if config.is_decoder or config.is_encoder_decoder or config.input_type != "tokens":
+        raise ConversionError(f"{folder}: holds a {model_class}; mteb judges the embeddings of encoders of tokens")
+    try:
+        import mteb
+        from sentence_transformers import SentenceTransformer
+    except ImportError as error:
+        raise ConversionError(f"mteb cannot be imported ({error}); pip install luna-mega[eval]") from error
+    try:
+        chosen = mteb.get_tasks(tasks=[name.strip() for name in tasks.split(",")])
+        results = mteb.evaluate(SentenceTransformer(str(folder)), chosen, cache=None).task_results
+    except Exception as error:  # mteb raises many kinds of errors for a bad task, bad data or a bad folder
+        logger.debug("mteb ended with an error", exc_info=True)
+        raise ConversionError(f"mteb: {type(error).__name__}: {error}") from error
+    return {result.task_name: float(result.get_score()) for result in results}
