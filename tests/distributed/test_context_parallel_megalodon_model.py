@@ -57,7 +57,9 @@ def compare_all(names, side, checkpointing):
     return [compare(name, side, checkpointing) for name in names]
 
 
-@pytest.mark.parametrize("count, side, checkpointing", [(2, "right", True), (4, "left", False)])
+@pytest.mark.parametrize(
+    "count, side, checkpointing", [(2, "right", True), pytest.param(4, "left", False, marks=pytest.mark.slow)]
+)
 def test_parts_give_what_the_whole_gives(ranks, count, side, checkpointing):
     for found in ranks(count, compare_all, list(SHAPES), side, checkpointing):
         for name, differences in zip(SHAPES, found, strict=True):
