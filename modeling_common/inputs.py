@@ -17,7 +17,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from luna_mega.kernels.context_parallel import ContextShard
 from luna_mega.modeling_common.cache import StateCache, begin_cache, split_cache
 from luna_mega.modeling_common.layout import DENSE, RAGGED_OPTIONS, TokenLayout, find_layout
-from luna_mega.modeling_common.masks import can_look, clean, drop_if_full, find_mask, read_mask
+from luna_mega.modeling_common.masks import can_look, clean, drop_if_full, find_mask, is_sound, read_mask
 from luna_mega.modeling_common.pooling import without_first
 from luna_mega.modeling_common.sequence_parts import SharedParts
 
@@ -517,7 +517,7 @@ def _read_packed(
         )
     mask = drop_if_full(read_mask("packed_mask", mask))
     if mask is not None:  # rows that are not in use may be anything, and go on through the layers
-        states = states.masked_fill(~mask[..., None] & ~states.isfinite(), 0.0)
+        states = states.masked_fill(~mask[..., None] & ~is_sound(states), 0.0)
     return [states] * layers, mask
 
 

@@ -2,6 +2,9 @@
 
 import torch
 
+# Attention by squared scores takes the fourth power of a state, which overflows in float32 a little above 10^9.
+_LARGEST = 2.0**16
+
 
 def can_look(x: torch.Tensor) -> bool:
     """Return whether looking at the values is free: on a CPU, and not while a model is traced, compiled or exported."""
@@ -48,13 +51,19 @@ def drop_if_full(mask: torch.Tensor | None) -> torch.Tensor | None:
     return None if mask is not None and can_look(mask) and mask.all() else mask
 
 
-def clean(x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Return `x` with 0 in place of NaN and infinities where a bool mask of its first dimensions (None: all) drops.
+def is_sound(x: torch.Tensor) -> torch.Tensor:
+    """Return where numbers are finite, and so small that no layer makes an infinity of them."""
+    return x.isfinite() & (x <= _LARGEST) & (x >= -_LARGEST)
 
-    Nothing that is kept changes a bit. What is dropped has a gradient of 0.
+
+def clean(x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Return `x` with 0 in place of NaN, infinities and numbers above 2^16 where a bool mask drops.
+
+    The mask has the first dimensions of `x`; None = it keeps all. Nothing that is kept changes a bit. What is dropped
+    has a gradient of 0.
     """
     differentiated = x.requires_grad and torch.is_grad_enabled()
-    if mask is None or (not differentiated and can_look(x) and x.isfinite().all()):
+    if mask is None or (not differentiated and can_look(x) and is_sound(x).all()):
         return x
     kept = mask[(..., *(None,) * (x.dim() - mask.dim()))]
-    return torch.where(kept, x, x.detach().masked_fill(~x.isfinite(), 0.0))
+    return torch.where(kept, x, x.detach().masked_fill(~is_sound(x), 0.0))

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import luna_mega
+from luna_mega.modeling_common.masks import clean
 
 from . import decoders, luna, mega
 
@@ -18,12 +19,13 @@ ENCODERS = {
     "mega, padding counts": (mega, PADDED),
     "mega, padding counts, norm on embeddings": (mega, PADDED | {"embedding_norm": True, **mega.NO_DROPOUT}),
 }
-DIRT = [float("nan"), float("inf"), float("-inf")]
+# Infinities may also come of finite numbers, as memory holds that nobody has written to.
+DIRT = [float("nan"), float("inf"), float("-inf"), 3e38, -1e15]
 
 
 def soiled(x, mask):
     """`x` with NaN and infinities where the mask drops."""
-    dirt = torch.tensor(DIRT, dtype=x.dtype)[torch.arange(x.numel()) % 3].view(x.shape)
+    dirt = torch.tensor(DIRT, dtype=x.dtype)[torch.arange(x.numel()) % len(DIRT)].view(x.shape)
     return torch.where(mask[(..., *(None,) * (x.dim() - mask.dim()))].bool(), x, dirt)
 
 
@@ -58,6 +60,18 @@ def test_dirt_in_vectors(case, training, side):
     mask = luna.tokens([9, 4, 1], side)["attention_mask"]
     vectors = torch.randn(3, 9, 24) * mask[..., None]  # where padding counts it is 0
     check_clean(lambda: module.make("Model", **fields).train(training), "inputs_embeds", vectors, mask)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int16, torch.bool], ids=str
+)
+def test_what_is_dropped_is_cleared_in_every_dtype(dtype):
+    mask, values = torch.tensor([[True, False, False, True]]), torch.ones(1, 4, dtype=dtype)
+    if dtype.is_floating_point:
+        values[0, :3] = torch.tensor([float("inf"), float("inf"), float("nan")])
+        assert clean(values, mask).tolist() == [[float("inf"), 0, 0, 1]]
+    else:
+        assert clean(values, mask) is values
 
 
 @family
