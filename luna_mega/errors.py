@@ -3,8 +3,9 @@
 import reprlib
 from typing import Any
 
-from luna_mega.escaping import LONGEST, one_line
+from luna_mega.escaping import LONGEST, one_line, terminal
 
+_LONGEST_REASON = 600
 _REPR = reprlib.Repr()
 _REPR.maxlevel = 4
 _REPR.maxstring = _REPR.maxlong = _REPR.maxother = LONGEST
@@ -17,6 +18,15 @@ class ConversionError(ValueError):
     def __init__(self, message: str):
         # A file name, a value or the error of another library may bring lines of its own.
         super().__init__(" ".join(filter(None, map(str.strip, message.splitlines()))))
+
+
+def reason(error: Exception) -> str:
+    """Return the message of another library's error as one line, without control characters, which may quote a value.
+
+    It has at most 600 characters, and is the name of the error's type where that says nothing.
+    """
+    text = terminal(" ".join(str(error).split()))
+    return (text if len(text) <= _LONGEST_REASON else f"{text[: _LONGEST_REASON - 3]}...") or type(error).__name__
 
 
 def shown(value: Any) -> str:

@@ -14,7 +14,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 
 from luna_mega import LunaConfig
 from luna_mega._register import CONFIGS, model_classes
-from luna_mega.errors import ConversionError, shown
+from luna_mega.errors import ConversionError, reason, shown
 from luna_mega.hub.output import check_path
 
 REPORT_NAME = "conversion_report.json"
@@ -81,7 +81,7 @@ class ModelFolder:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of transformers, torch and safetensors, each with its own
-            raise ConversionError(f"{self.path}: {type(error).__name__}: {error}") from error
+            raise ConversionError(f"{self.path}: {type(error).__name__}: {reason(error)}") from error
         model, info = loaded
         if missing := sorted(info["missing_keys"]):
             raise ConversionError(f"{self.path}: the weights lack {', '.join(missing)[:200]}")
@@ -127,9 +127,9 @@ def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # of transformers and tokenizers, which raise whatever a damaged file leads to
-        reason = "" if isinstance(error, OSError) else f" ({type(error).__name__}: {error})"
+        why = "" if isinstance(error, OSError) else f" ({type(error).__name__}: {reason(error)})"
         raise ConversionError(
-            f"{folder}: no tokenizer that transformers {transformers.__version__} loads{reason}"
+            f"{folder}: no tokenizer that transformers {transformers.__version__} loads{why}"
         ) from error
 
 
@@ -176,7 +176,7 @@ def read_folder(path: str | Path) -> ModelFolder:
     try:
         config = CONFIGS[content["model_type"]].from_dict(content)
     except Exception as error:  # transformers raises whatever a field of another type leads to
-        raise ConversionError(f"{file}: {error}" if str(error) else f"{file}: {type(error).__name__}") from error
+        raise ConversionError(f"{file}: {reason(error)}") from error
     names, classes = content.get("architectures") or [None], model_classes(type(config))
     name = names[0] if isinstance(names, list) else names
     if not isinstance(name, str) or name not in classes:

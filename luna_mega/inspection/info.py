@@ -12,7 +12,7 @@ from luna_mega.convert.formats import Format
 from luna_mega.convert.formats.registry import detect, find_format
 from luna_mega.convert.reader import read_checkpoint
 from luna_mega.convert.tensors import dtype_name
-from luna_mega.errors import ConversionError, shown
+from luna_mega.errors import ConversionError, reason, shown
 from luna_mega.hub.folder import REPORT_NAME, ModelFolder, position_limit, read_folder
 from luna_mega.inspection import costs
 
@@ -105,7 +105,7 @@ def describe(path: str | Path, length: int | None = None, progress: bool = False
         with torch.device("meta"):
             model = model_class(config)
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:  # of torch, for sizes that no tensor has
-        raise ConversionError(f"{path}: no model has the sizes of its configuration: {error}") from error
+        raise ConversionError(f"{path}: no model has the sizes of its configuration: {reason(error)}") from error
     parameters = costs.count_parameters(model)
     dtype = dtypes.most_common(1)[0][0]
     size = getattr(torch, dtype).itemsize

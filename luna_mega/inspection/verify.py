@@ -18,7 +18,7 @@ from transformers.utils import logging
 from luna_mega import LunaConfig
 from luna_mega.convert.importer import convert_checkpoint
 from luna_mega.convert.tensors import few
-from luna_mega.errors import ConversionError, shown
+from luna_mega.errors import ConversionError, reason, shown
 from luna_mega.hub.folder import ModelFolder, position_limit, read_folder, read_tokenizer
 from luna_mega.inspection.costs import stacks
 from luna_mega.modeling_common.masks import find_mask
@@ -223,7 +223,9 @@ def _tokenize(texts: Sequence[str], *folders: ModelFolder) -> dict[str, torch.Te
         try:
             tokens = tokenizer(list(texts), padding=True, truncation=True, max_length=limit, return_tensors="pt")
         except (ValueError, TypeError) as error:  # such as a tokenizer without a padding token
-            raise ConversionError(f"--text: the tokenizer of {folder.path} does not take it: {error}") from error
+            raise ConversionError(
+                f"--text: the tokenizer of {folder.path} does not take it: {reason(error)}"
+            ) from error
         tensors = {name: tokens[name] for name in ("input_ids", "attention_mask")}
         if _has_options(model_class):
             return {name: tensor[None] for name, tensor in tensors.items()}
@@ -288,7 +290,7 @@ def _run(folder: ModelFolder, tensors: Mapping[str, torch.Tensor]) -> Mapping:
     try:
         return model(**tensors, output_hidden_states=True)
     except (ValueError, IndexError, RuntimeError, TypeError) as error:
-        raise ConversionError(f"the inputs do not fit {folder.path}: {error}") from error
+        raise ConversionError(f"the inputs do not fit {folder.path}: {reason(error)}") from error
 
 
 def _mask(tensors: Mapping[str, torch.Tensor], config: PreTrainedConfig, prefix: str = "") -> torch.Tensor:

@@ -132,6 +132,7 @@ CONFIGS = [
     ("architectures", "LunaModel2"), ("architectures", [[]]), ("architectures", [5]), ("hidden_size", 10**18),
     ("hidden_size", "x"), ("hidden_size", []), ("vocab_size", 10**18), ("num_hidden_layers", -1), ("id2label", []),
     ("id2label", 5), ("dtype", "nonsense"), ("auto_map", "x"), ("auto_map", [1]), ("max_position_embeddings", 10**19),
+    ("embedding_norm", "long " * 9999), ("pooling", "long" * 9999), ("dropout", ["long"] * 9999),
 ]  # fmt: skip
 
 
@@ -139,8 +140,9 @@ CONFIGS = [
 def test_a_configuration_at_fault_is_one_line(folder, field, value, capsys):
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
-    assert "\x1b" not in error(capsys, "info", folder)
-    error(capsys, "verify", folder, folder)
+    for argv in (["info", folder], ["verify", folder, folder]):
+        message = error(capsys, *argv)
+        assert "\x1b" not in message and len(message) < 800 + len(str(folder))
 
 
 @pytest.mark.parametrize("auto_map", [[], ["a"], "x", {"AutoModel": ["a", None]}, {"AutoModel": 5}, {"x": "evil.X"}])
