@@ -20,7 +20,7 @@ import torch
 from luna_mega.convert.checksums import Checksums, read_checksums
 from luna_mega.convert.pickles import RefusedPickle, check_legacy_pickles, check_zip_pickle
 from luna_mega.convert.plain import plain_args
-from luna_mega.convert.storages import check_storages, is_dense
+from luna_mega.convert.storages import check_bytes, check_storages, is_dense
 from luna_mega.errors import ConversionError, shown
 
 _NUMPY_SCALARS = "?bhilqBHILQefd"
@@ -192,6 +192,7 @@ def _tensors(model: Any) -> dict[str, torch.Tensor]:
                 f"field 'model': tensor {shown(key)} has dtype {str(value.dtype).removeprefix('torch.')}, which the "
                 "original never saves; the file was changed"
             )
+    check_bytes(model)
     # The negative bit of a tensor says that its numbers have the other sign.
     return {key: value.detach().resolve_neg() for key, value in model.items()}
 

@@ -1,4 +1,4 @@
-"""Whether tensors and their storages fit each other, in files whose damage no checksum shows."""
+"""Whether tensors and their storages fit each other, and fit into memory."""
 
 import argparse
 from collections.abc import Iterator, Mapping
@@ -8,12 +8,26 @@ import torch
 
 from luna_mega.errors import ConversionError, shown
 
+# The original stores tied weights once, and expands no tensor. Small models may be whatever they like.
+_MOST_TIMES, _ALWAYS_ALLOWED = 4, 1 << 30
+
 
 def is_dense(value: Any) -> bool:
     """Return whether a value is a tensor in memory that stores one number for every element."""
     if not isinstance(value, torch.Tensor) or value.is_quantized or value.is_nested or value.device.type != "cpu":
         return False
     return value.layout == torch.strided
+
+
+def check_bytes(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse tensors that repeat a few stored numbers until no memory has room for them."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors.values()}
+    needed, stored = sum(tensor.nbytes for tensor in tensors.values()), sum(storages.values())
+    if needed > _MOST_TIMES * stored + _ALWAYS_ALLOWED:
+        raise ConversionError(
+            f"field 'model': its tensors take {needed:,} bytes of memory and repeat {stored:,} of the file, which "
+            "the original never saves; the file was changed"
+        )
 
 
 def check_storages(state: dict) -> None:

@@ -73,6 +73,26 @@ def test_sizes_strides_and_storages_that_contradict_each_other(convert, make, fo
     assert convert_checkpoint(convert.file, convert.output).warnings == []
 
 
+@pytest.mark.parametrize("form", ["zip", *FORMS])
+@pytest.mark.parametrize("rows", [1 << 28, (1 << 31) - 1, 1 << 40])
+def test_tensors_that_repeat_a_few_numbers_without_end(convert, make, rows, form):
+    """A file of some kB that asks for more memory than a machine has."""
+    state = make.bert()
+    for key, tensor in state["model"].items():
+        if key.endswith(("embed_tokens.weight", "lm_head.weight")):
+            state["model"][key] = tensor[:1].expand(rows, 16)
+    save(state, convert.file, form)
+    message = convert.error()
+    assert "bytes of memory and repeat" in message or form != "zip" and "does not fit its storage" in message
+
+
+def test_layers_that_share_all_their_weights_without_end(convert, make):
+    state, large = make.bert(), torch.zeros(1 << 20)
+    state["model"] |= {f"encoder.layers.{layer}.weight": large for layer in range(2000)}
+    save(state, convert.file, "zip")
+    assert "its tensors take 8,388,6" in convert.error()
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_tensors_that_share_a_storage_without_being_tied(convert, make, form):
     state, other = make.bert(), "encoder.sentence_encoder.layers.0.self_attn.out_proj.weight"
