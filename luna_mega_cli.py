@@ -121,8 +121,8 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", metavar="DIR", required=True, help="folder to write, absent or empty")
     _add_dictionaries(
         parser,
-        "dictionaries: dict.txt of the vocabulary, and of the labels if there is one; for translation those of source "
-        "and target (default: the ones beside the checkpoint)",
+        "dictionaries: dict.txt of the vocabulary, and of the labels if there is one; for translation one of the "
+        "source and one of the target (default: the ones beside the checkpoint)",
     )
     parser.add_argument(
         "--bpe",

@@ -146,7 +146,7 @@ def load_data(
 ) -> tuple[dict[str, Any], Callable]:
     """Return the splits, and the function that makes a batch of rows."""
     if teacher.is_classifier and run.streaming:
-        fail("--streaming: the texts of a classifier are read whole; only those of language models can be streamed")
+        fail("--streaming: the texts of a classifier are read whole; only texts for language models can be streamed")
     splits = load_texts(data, training, run)
     if teacher.is_classifier:
         return load_classes(splits, data, teacher, tokenizer), DataCollatorWithPadding(tokenizer)

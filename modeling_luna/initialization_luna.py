@@ -116,7 +116,7 @@ def _check_options(start, config):
     if not start.offsets or any(type(offset) is not int for offset in start.offsets):
         refuse("offsets", "at least one whole number")
     if config.is_decoder and not start.causal_offsets:
-        refuse("offsets", "not all above 0, for a decoder does not see later tokens")
+        refuse("offsets", "not all above 0, because a decoder does not see later tokens")
     if (token := start.mask_token_id) is not None:
         if config.input_type != "tokens" or config.is_decoder:
             refuse("mask_token_id", "left out: it is for encoders of tokens")

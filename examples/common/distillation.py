@@ -55,7 +55,10 @@ class DistillArguments:
     )
     projection_length: int | None = field(default=None, metadata={"help": "rows of a new Luna's packed sequence"})
     max_length: int | None = field(
-        default=None, metadata={"help": "positions of a new student; default: the teacher's, or those of a block"}
+        default=None,
+        metadata={
+            "help": "positions of a new student; default: the teacher's, or the length of a block if that is longer"
+        },
     )
     num_hidden_layers: int | None = field(default=None, metadata={"help": "layers of a new student"})
     layers: list[int] | None = field(

@@ -133,7 +133,7 @@ def check_run(
 
         check_hub(training, model.license)
     if run.streaming and not streams:
-        fail(f"--streaming: the data of {title} are read whole; only those of language models can be streamed")
+        fail(f"--streaming: the data of {title} are read whole; only texts for language models can be streamed")
     if not 0.0 <= run.ema_decay < 1.0:
         fail(f"--ema_decay {run.ema_decay} must be in [0, 1)")
     if run.ema_decay and not training.do_train:

@@ -36,7 +36,7 @@ def check_options(op, query, key, function, causal, chunk_size, offset, dropout)
     if offset < 0 or ((causal or chunk_size is not None) and offset + queries > keys):
         raise ValueError(
             f"{op}: {queries} queries from position {offset} on do not lie among {keys} keys, as causal attention and "
-            "chunks need; the keys must include those of the queries, and offset cannot be negative"
+            "chunks need; every query needs a key at its own position, and offset cannot be negative"
         )
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"{op}: dropout must be in [0, 1), got {dropout}")

@@ -175,7 +175,7 @@ def _add_luna(gradio, demo: Demo) -> None:
         pack = _picture(gradio, "Pack weights: rows of P down, tokens across", packs)
         unpack = _picture(gradio, "Unpack weights: tokens down, rows of P across")
     token = gradio.Slider(1, LONGEST, 1, step=1, label="Token", visible=packs)
-    through = _marked(gradio, "What the token reads from every token, by way of P", packs)
+    through = _marked(gradio, "Weights of all tokens for this one, through P", packs)
 
     def show_rows(text, layer, row):
         weights = demo.look(text)
@@ -212,7 +212,7 @@ def _add_attention(gradio, demo: Demo) -> None:
         layer = _layers(gradio, config)
         token = gradio.Slider(1, LONGEST, 1, step=1, label="Token")
     button = gradio.Button("Show", variant="primary")
-    marked = _marked(gradio, "What the token reads from every token")
+    marked = _marked(gradio, "Weights of all tokens for this one")
     picture = _picture(gradio, "Attention weights: tokens down, the tokens they read across")
 
     def show_token(text, layer, token):

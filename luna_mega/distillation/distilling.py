@@ -64,7 +64,9 @@ def distill(
     if not 0.0 <= share <= 1.0 or not temperature > 0.0:
         raise ValueError(f"share must be from 0 to 1 and temperature above 0, got {share} and {temperature}")
     if batch.get("labels") is None:
-        raise ValueError("distill needs labels in the batch: those of the masked or next tokens, or of the sequences")
+        raise ValueError(
+            "distill needs labels in the batch: the masked tokens, the next tokens, or the classes of the sequences"
+        )
     own = check_pair(teacher, student, same_width=False)
     if own.is_classifier != teacher.is_classifier:
         raise ValueError("teacher and student must both classify sequences, or both predict tokens, to share a loss")

@@ -24,7 +24,7 @@ FORMULAS = {
     "projections (8 + 2r) d^2, untied (10 + 2r) d^2; causal attention 10 L d, counted as the recurrence, whichever way "
     "it is computed; cross-attention as an encoder's projections and attention. Head: 2 for each weight, for every "
     "token (language models, tokens, spans) or once a sequence. Norms, softmax and activations are not counted. A "
-    "training step takes about three times as many. Source and target of an encoder-decoder have n positions each.",
+    "training step takes about three times the FLOPs. Source and target of an encoder-decoder have n positions each.",
     "inference": "n max(5d + 2f, 7d) + 5 L d numbers, of a decoder of N layers n max(5d + 2f, 8d) + (N + 3) L d; "
     "untied keys and values add d to 7d or 8d, pre-norm adds n d; with a masked-LM head at "
     "least n (V + 2d), with a causal one n (V + d). A decoder with an encoder adds the n d of its output. Causal "

@@ -35,7 +35,7 @@ FORMULAS = {
     "for each direction, counted as the recurrence, whichever way it is computed; cross-attention 4 d (2d + z) + "
     "2 n (z + d); feed-forward 4 d f. Head: 2 for each weight, for every token (language models; an adaptive softmax "
     "scores all words) or once a sequence. Norms, softmax and activations are not counted. A training step takes about "
-    "three times as many. Source and target of an encoder-decoder have n positions each.",
+    "three times the FLOPs. Source and target of an encoder-decoder have n positions each.",
     "inference": "n max(7d + 5v + 4z, 4d + 2f) numbers; at least n (V + 2d) with a masked-LM head, n (V + d) with "
     "a causal one, n (2V + d) with an adaptive softmax. A decoder with an encoder adds the n d of its output. "
     "Attention works in blocks of some MB, which are not counted.",
