@@ -114,10 +114,10 @@ def _complete(parser: argparse.ArgumentParser) -> None:
 def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Converts a fairseq checkpoint of a Luna model (luna_bert, LRA, translation) or a Mega model (LRA, raw speech, "
-        "ImageNet pictures, language models, translation) into a folder for transformers. Nothing in the checkpoint is "
-        "executed."
+        "ImageNet pictures, language models, translation), or a Megalodon folder, into a folder for transformers. "
+        "Nothing in the checkpoint is executed."
     )
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="the .pt file that fairseq saved")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="the .pt file of fairseq, or a folder of Megalodon")
     parser.add_argument("--output", metavar="DIR", required=True, help="folder to write, absent or empty")
     _add_dictionaries(
         parser,
@@ -129,7 +129,8 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="byte-pair encoding for the tokenizer. For luna_bert and for language models with GPT-2's vocabulary: a "
         "folder with encoder.json and vocab.bpe, or vocab.json and merges.txt. For translation: the file of codes from "
-        "subword-nmt or fastBPE. Other models need only the dictionary",
+        "subword-nmt or fastBPE. For Megalodon: the SentencePiece model (default: tokenizer.model beside the "
+        "checkpoint). Other models need only the dictionary",
     )
     _add_conventions(
         parser,
@@ -140,7 +141,9 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
         "decided by the order of the tensors)",
     )
     parser.add_argument(
-        "--dtype", choices=DTYPES, default="float32", help="dtype of the weights that are written (default: float32)"
+        "--dtype",
+        choices=DTYPES,
+        help="dtype of the weights that are written (default: float32; for Megalodon as in the checkpoint)",
     )
     parser.add_argument(
         "--license",
@@ -151,9 +154,14 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Writes a folder of a Luna or Mega encoder back as a checkpoint of the original fairseq code."
+    parser.description = "Writes the folder of a model back as a checkpoint of the original code."
     parser.add_argument("folder", metavar="FOLDER", help=_FOLDER)
-    parser.add_argument("--output", metavar="FILE", required=True, help="the .pt file to write, which must not exist")
+    parser.add_argument(
+        "--output",
+        metavar="PATH",
+        required=True,
+        help="the .pt file to write, which must not exist; for Megalodon a folder, absent or empty",
+    )
     parser.add_argument(
         "--head",
         metavar="NAME",
@@ -173,8 +181,15 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     )
     _add_dictionaries(
         parser,
-        "dictionaries to write beside the file: dict.txt of the vocabulary and of the labels (default: those in the "
-        "folder)",
+        "dictionaries to write beside the file: dict.txt of the vocabulary and of the labels, or for Megalodon the "
+        "SentencePiece model (default: those in the folder)",
+    )
+    parser.add_argument(
+        "--shards",
+        metavar="N",
+        type=_positive,
+        help="number of files for the weights of a Megalodon, one a model-parallel rank (default: as in the converted "
+        "folder, otherwise 1)",
     )
 
 
@@ -184,7 +199,7 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
         "status 0: all differences are within the tolerance; 1: one is not, or the input is at fault."
     )
     for name in "ab":
-        parser.add_argument(name, metavar=name.upper(), help="a model folder, or a fairseq checkpoint to convert first")
+        parser.add_argument(name, metavar=name.upper(), help="a model folder, or a checkpoint to convert first")
     source = parser.add_mutually_exclusive_group()
     source.add_argument(
         "--inputs", metavar="FILE", help="safetensors file with the model's inputs: input_ids [B, T], ..."
@@ -212,7 +227,7 @@ def _add_info(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Describes a model: architecture, parameters, memory and FLOPs at a length, heads, and which code wrote it."
     )
-    parser.add_argument("path", metavar="PATH", help="a model folder or a fairseq checkpoint")
+    parser.add_argument("path", metavar="PATH", help="a model folder or a checkpoint")
     parser.add_argument(
         "--length", metavar="N", type=_positive, help="number of positions (default: all that the model has)"
     )
@@ -337,20 +352,25 @@ def _check_verify(options: argparse.Namespace) -> str | None:
 COMMANDS = (
     Command(
         name="convert",
-        help="convert a fairseq checkpoint into a folder that AutoModel loads",
+        help="convert a checkpoint of the original code into a folder that AutoModel loads",
         arguments=_add_convert,
         examples=(
             "checkpoint_best.pt --output my-model",
             "checkpoint_best.pt --output my-model --dict dict.txt --bpe gpt2_bpe/",
             "checkpoint_best.pt --output my-model --dtype bfloat16 --license mit --json",
+            "megalodon-folder --output my-model",
         ),
         target="luna_mega.commands.convert",
     ),
     Command(
         name="export",
-        help="write a folder back as a fairseq checkpoint",
+        help="write a folder back as a checkpoint of the original code",
         arguments=_add_export,
-        examples=("my-model --output checkpoint.pt", "my-model --output checkpoint.pt --layer-norm plus-one"),
+        examples=(
+            "my-model --output checkpoint.pt",
+            "my-model --output checkpoint.pt --layer-norm plus-one",
+            "my-megalodon --output megalodon-folder --shards 2",
+        ),
         target="luna_mega.commands.export",
     ),
     Command(

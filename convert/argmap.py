@@ -106,8 +106,10 @@ class Arg:
         value = self.way.back(getattr(target.config, self.field)) if self.write is None else self.write(target)
         return self.typed(value)
 
-    def typed(self, value: Any) -> Any:
+    def typed(self, value: Any, settings: str = "args") -> Any:
         """Return a value of the argument's type; None, an argument that is not given, stays.
+
+        `settings` is the place of the args in the checkpoint.
 
         Raises:
             ConversionError: the value has another type.
@@ -115,7 +117,7 @@ class Arg:
         try:
             return value if value is None or self.kind is None else self.kind(value)
         except ValueError as error:
-            raise ConversionError(f"args.{self.name} = {shown(value)} {error}") from error
+            raise ConversionError(f"{settings}.{self.name} = {shown(value)} {error}") from error
 
 
 Table = tuple[Arg, ...]
@@ -151,14 +153,14 @@ def defaults(table: Table) -> dict[str, Any]:
     return {row.name: row.default for row in table if row.default is not None}
 
 
-def typed_args(table: Table, args: dict[str, Any], revision: str) -> dict[str, Any]:
+def typed_args(table: Table, args: dict[str, Any], revision: str, settings: str = "args") -> dict[str, Any]:
     """Return the args of a file with every argument of the table in its type; arguments of other tables stay.
 
     Raises:
         ConversionError: a value has another type; the message names the argument and the value.
     """
     rows = [row for row in table if row.revision in (None, revision) and row.name in args]
-    return args | {row.name: row.typed(args[row.name]) for row in rows if row.kind is not None}
+    return args | {row.name: row.typed(args[row.name], settings) for row in rows if row.kind is not None}
 
 
 def read_fields(table: Iterable[Arg], evidence: Evidence) -> dict[str, Any]:

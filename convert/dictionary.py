@@ -8,6 +8,7 @@ from pathlib import Path
 from luna_mega.errors import ConversionError
 
 VOCABULARY_FILE, LABELS_FILE, TARGET_FILE = "dict.txt", "dict.label.txt", "dict.target.txt"
+PIECES_FILE = "tokenizer.model"
 SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
 FILLER = re.compile(r"madeupword\d{4}")
 
@@ -89,7 +90,10 @@ def vocabulary(names: Iterable[str], appended: str | None) -> dict[str, int]:
 
 @dataclass
 class Dictionaries:
-    """Dictionaries of one model, with notes and warnings for the user; only an encoder-decoder has a `target`."""
+    """Dictionaries of one model, with notes and warnings for the user; only an encoder-decoder has a `target`.
+
+    `pieces` is a SentencePiece model, which holds a whole tokenizer.
+    """
 
     vocabulary: Dictionary | None
     labels: Dictionary | None
@@ -97,6 +101,7 @@ class Dictionaries:
     warnings: list[str]
     target: Dictionary | None = None
     class_names: tuple[str, ...] | None = None
+    pieces: Path | None = None
 
     @property
     def files(self) -> dict[str, Path]:

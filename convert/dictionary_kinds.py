@@ -1,7 +1,7 @@
 """The kinds of dictionaries that models have: which files belong to a model, and where an export puts them.
 
 A format returns the kind of a model (`Format.dictionaries`): a vocabulary with labels, two languages, or names of
-classes.
+classes. A SentencePiece model is here too, as a file that belongs to a model.
 """
 
 import re
@@ -11,6 +11,7 @@ from pathlib import Path
 
 from luna_mega.convert.dictionary import (
     LABELS_FILE,
+    PIECES_FILE,
     SPECIALS,
     TARGET_FILE,
     VOCABULARY_FILE,
@@ -233,6 +234,36 @@ class ClassNames(DictionaryKind):
         if given:
             raise ConversionError(f"--dict {given[0]}: the original code reads no dictionary; leave the option out")
         return {}, []
+
+
+@dataclass(frozen=True)
+class PieceFile(DictionaryKind):
+    """A SentencePiece model, which the original reads from a file of any name.
+
+    Args:
+        named: the path that the checkpoint has for it, whose folder is of another machine; None = none.
+    """
+
+    named: str | None
+
+    def find(self, given: list[str | Path], beside: Path) -> Dictionaries:
+        """Return the file in the folder of the checkpoint, under the usual name or the last part of the given path."""
+        if given:
+            raise ConversionError(
+                f"--dict {given[0]}: the original has no dictionary; --bpe gives the SentencePiece model"
+            )
+        names = [PIECES_FILE, *([Path(self.named).name] if self.named else [])]
+        dictionaries = Dictionaries(None, None, [], [], pieces=next(iter(_inside(beside, *names)), None))
+        return dictionaries
+
+    def export(self, given: list[str | Path], folder: Path, class_names: dict[int, str]) -> tuple[Files, list[str]]:
+        """Return the file that the user names, or the one of the converted folder."""
+        if len(given) > 1:
+            raise ConversionError(f"--dict {given[1]}: the original reads one SentencePiece model; give one --dict")
+        path = Path(given[0]) if given else next(iter(_inside(folder, PIECES_FILE)), None)
+        if path is None:
+            return {}, [f"no {PIECES_FILE} in the folder, which the original needs beside the weights; --dict adds it"]
+        return {PIECES_FILE: path.read_bytes()}, []
 
 
 def _inside(folder: Path, *names: str) -> list[Path]:

@@ -11,12 +11,16 @@ from luna_mega.errors import ConversionError, shown
 
 @dataclass
 class Evidence:
-    """Tensors, args, code revision and default arguments of one checkpoint, and the warnings met on the way."""
+    """Tensors, args, code revision and default arguments of one checkpoint, and the warnings met on the way.
+
+    `settings` is the place of the args, for messages.
+    """
 
     tensors: dict[str, torch.Tensor]
     args: dict[str, Any]
     revision: str
     defaults: dict[str, Any]
+    settings: str = "args"
     warnings: list[str] = field(default_factory=list)
 
     def arg(self, name: str) -> Any:
@@ -31,7 +35,7 @@ class Evidence:
 
     def shown(self, name: str) -> str:
         """Return `args.NAME = VALUE` for a message, in one line."""
-        return f"args.{name} = {shown(self.args.get(name, self.defaults.get(name)))}"
+        return f"{self.settings}.{name} = {shown(self.args.get(name, self.defaults.get(name)))}"
 
     def shape(self, key: str, *dims: str) -> tuple[int, ...]:
         """Return the shape of a tensor; an error if it is missing or has other dimensions than `dims` names."""
@@ -76,4 +80,4 @@ def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Return whether two tensors are equal in every bit, so that a NaN equals itself."""
     if first.shape != second.shape or first.dtype != second.dtype:
         return False
-    return torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))
+    return torch.equal(first.reshape(-1).view(torch.uint8), second.reshape(-1).view(torch.uint8))

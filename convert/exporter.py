@@ -12,12 +12,14 @@ from tqdm import tqdm
 
 from luna_mega.convert.export_args import choose_args, original_tensors
 from luna_mega.convert.export_target import choose_target
+from luna_mega.convert.formats._base import Files, Tensors
 from luna_mega.convert.layer_norm import CONVENTIONS, MINUS_ONE
-from luna_mega.convert.tensors import DTYPES, dtype_name, lowered_norms, store_tensors
+from luna_mega.convert.tensors import DTYPES, lowered_norms, store_tensors
 from luna_mega.errors import ConversionError
 from luna_mega.hub.folder import REPORT_NAME, ModelFolder, read_folder
-from luna_mega.hub.output import check_new_file
+from luna_mega.hub.output import check_new_file, check_output, complete_folder
 
+_ORIGIN = ("arch", "task")
 _NOT_CONVERTED = {"source": {}, "decisions": {}, "dropped": [], "dtype_in": {}, "args": None}
 
 
@@ -39,9 +41,10 @@ class ExportReport:
     warnings: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
+        origin = [f"{name} {self.args[name]}" for name in _ORIGIN if name in self.args]
         lines = [
             ("read", f"{self.folder}: {self.model_class}"),
-            ("layout", f"{self.layout}, arch {self.args.get('arch')}, task {self.args.get('task')}"),
+            ("layout", ", ".join([self.layout, *origin])),
             ("head", self.head or "none with a name"),
             *([("layer norm", self.layer_norm)] if self.layer_norm else []),
             ("tensors", f"{self.tensors}, {self.dtype}"),
@@ -60,20 +63,25 @@ def export_checkpoint(
     layer_norm: str | None = None,
     dtype: str | None = None,
     dictionaries: Sequence[str | Path] = (),
+    shards: int | None = None,
     progress: bool = False,
 ) -> ExportReport:
     """Write a checkpoint that the original's loader and `convert_checkpoint` read, and its dictionaries beside it.
 
     Args:
         folder: the output of `luna-mega convert` or `save_pretrained`.
-        output: file to write, which must not exist; after a failure it does not.
+        output: file to write, which must not exist; for a model whose checkpoints are folders, a folder, absent or
+            empty. After a failure it is as it was.
         head: name of the classification head, where heads have names; the name tells its kind. None = as in the
             converted file, else the usual one.
         layer_norm: "standard" or "plus-one" (some code stores weight - 1); None = as in the converted file, else as in
             the code that has the model.
         dtype: "float32", "float16" or "bfloat16"; None = as in the converted file if nothing is lost by it, else as in
             the folder.
-        dictionaries: vocabulary and label dictionary in any order; when none is given, the files in the folder.
+        dictionaries: vocabulary and label dictionary in any order, for Megalodon the SentencePiece model; when none is
+            given, the files in the folder.
+        shards: number of files that share the tensors, where checkpoints are folders; None = as in the converted
+            folder, else one.
         progress: show a progress bar on stderr if that is a terminal.
 
     Returns the report that the command prints.
@@ -82,37 +90,43 @@ def export_checkpoint(
         ConversionError: the folder is at fault, or the original cannot express the model; one line says how.
         ValueError: an option has no such value.
     """
-    output = _check_options(output, layer_norm, dtype)
+    _check_options(layer_norm, dtype, shards)
     source = read_folder(folder)
     report = _recorded(source)
     try:
         fmt, target = choose_target(source, head, report)
         if layer_norm is not None and "layer-norm" in fmt.refused:
             raise ConversionError(f"--layer-norm {layer_norm}: {fmt.refused['layer-norm']}; leave it out")
+        if shards is not None and not fmt.is_folder:
+            raise ConversionError(f"--shards {shards}: a {fmt.name} checkpoint is one file; leave the option out")
         tensors, notes = original_tensors(fmt, target, source.tensors())
         chosen = choose_args(fmt, target, tensors, report)
     except ConversionError as error:
         raise ConversionError(f"{source.path}: {error}") from error
+    output = check_output(output) if fmt.is_folder else check_new_file(output)
     args, mapping = chosen.args, chosen.mapping
     notes += fmt.remarks(target, args, [row["source"] for row in report["dropped"]])
     convention = layer_norm or report["decisions"].get("layer_norm") or fmt.norm_convention(target.revision)
     norms = {key: tensors[key] for key in mapping.norm_weights} if convention == MINUS_ONE else {}
     lowered = lowered_norms(source.path, norms)
-    tensors, stored_as = store_tensors(tensors, mapping, lowered, dtype, report["dtype_in"])
+    tensors, stored, stored_as = store_tensors(tensors, mapping, lowered, dtype, report["dtype_in"])
     kind = fmt.dictionaries(chosen.plan, str(args.get("task")))
     beside, missing = kind.export(list(dictionaries), source.path, source.config.id2label)
-    state = fmt.state(args, tensors, report["source"].get("num_updates") or 0)
-    files = _save(output, state, beside, progress)
+    if fmt.is_folder:
+        files = _save_folder(output, fmt.files(target, args, tensors, beside, shards), progress)
+    else:
+        state = fmt.state(args, tensors, report["source"].get("num_updates") or 0)
+        files = _save(output, state, beside, progress)
     return ExportReport(
         folder=str(source.path),
-        output=str(output.parent),
+        output=str(output if fmt.is_folder else output.parent),
         model_class=source.model_class.__name__,
         layout=fmt.revisions[target.revision].format,
         args=args,
         head=target.head,
         layer_norm=convention,
         tensors=len(tensors),
-        dtype=dtype_name(next(iter(tensors.values())).dtype),
+        dtype=stored,
         files=files,
         notes=[*notes, *stored_as, *missing],
         warnings=chosen.warnings,
@@ -148,11 +162,12 @@ def _is_record(report: dict[str, Any]) -> bool:
     )
 
 
-def _check_options(output: str | Path, layer_norm: str | None, dtype: str | None) -> Path:
+def _check_options(layer_norm: str | None, dtype: str | None, shards: int | None) -> None:
     for name, value, choices in (("layer_norm", layer_norm, CONVENTIONS), ("dtype", dtype, DTYPES)):
         if value not in (None, *choices):
             raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
-    return check_new_file(output)
+    if shards is not None and shards < 1:
+        raise ValueError(f"shards must be at least 1, got {shards!r}")
 
 
 def _save(output: Path, state: dict[str, Any], beside: dict[str, bytes], progress: bool) -> list[str]:
@@ -167,12 +182,23 @@ def _save(output: Path, state: dict[str, Any], beside: dict[str, bytes], progres
                 (folder / name).write_bytes(content)
             elif there.read_bytes() != content:
                 raise ConversionError(f"{there}: another file is there; remove it or give another --output")
-        _write(folder / output.name, state, progress)
+        _write(folder / output.name, state, state["model"], progress)
         return _publish(folder, output)
 
 
-def _write(path: Path, state: dict[str, Any], progress: bool) -> None:
-    size = sum({id(tensor): tensor.nbytes for tensor in state["model"].values()}.values())
+def _save_folder(output: Path, files: Files, progress: bool) -> list[str]:
+    """Write a folder, whole or not at all; return the names of its files."""
+    with complete_folder(output) as folder:
+        for name, content in files.items():
+            if isinstance(content, bytes):
+                (folder / name).write_bytes(content)
+            else:
+                _write(folder / name, content, content, progress)
+    return sorted(files)
+
+
+def _write(path: Path, state: dict[str, Any], tensors: Tensors, progress: bool) -> None:
+    size = sum({id(tensor): tensor.nbytes for tensor in tensors.values()}.values())
     bar = {"desc": path.name, "total": size, "disable": None if progress else True, "delay": 1}
     try:
         with path.open("wb") as file, tqdm.wrapattr(file, "write", **bar) as writer:

@@ -14,10 +14,10 @@ from safetensors import SafetensorError
 from luna_mega.convert.dictionary import Dictionaries
 from luna_mega.convert.ema_convention import CHOICES as EMA_CHOICES
 from luna_mega.convert.formats import Format, registered_formats
-from luna_mega.convert.formats.registry import detect
+from luna_mega.convert.formats.registry import detect, open_checkpoint
 from luna_mega.convert.layer_norm import CHOICES, LayerNormDecision
 from luna_mega.convert.plan import Plan
-from luna_mega.convert.reader import Checkpoint, read_checkpoint
+from luna_mega.convert.reader import Checkpoint
 from luna_mega.convert.report import Report, without_folders
 from luna_mega.convert.tensors import (
     DTYPES,
@@ -73,24 +73,25 @@ def convert_checkpoint(
     head: str | None = None,
     layer_norm: str = "auto",
     ema_convention: str = "auto",
-    dtype: str = "float32",
+    dtype: str | None = None,
     license: str | None = None,
     progress: bool = False,
 ) -> Report:
     """Convert a checkpoint of a format that is known; nothing in it is executed.
 
     Args:
-        path: the checkpoint that the original code saved.
+        path: the checkpoint that the original code saved, a file or a folder.
         output: folder to write, absent or empty; after a failure it is as it was.
         dictionaries: vocabulary and label dictionary, or dictionaries of source and target, in any order, told apart by
             name and size; when none is given they are looked for beside the checkpoint.
         bpe: folder with GPT-2's BPE files, for the tokenizer of a model whose symbols are GPT-2's ids; for translation
-            the codes of a byte-pair encoding. The others need only the dictionary.
+            the codes of a byte-pair encoding; for Megalodon the SentencePiece model, where it is not beside the
+            checkpoint. The others need only the dictionary.
         head: name of the classification head to convert, where heads have names; None = the only one of a fine-tuned
             model, else the language model.
         layer_norm: "auto", "standard" or "plus-one" (some code stores weight - 1).
         ema_convention: the branch of the code that wrote a moving average; "auto": by the order of the tensors.
-        dtype: "float32", "float16" or "bfloat16".
+        dtype: "float32", "float16" or "bfloat16"; None = that of a Megalodon checkpoint, and float32 for the others.
         license: identifier of the licence of the weights on the Hub, or "other:NAME", for the model card; None = the
             card says that none is stated.
         progress: show a progress bar on stderr if that is a terminal.
@@ -105,24 +106,26 @@ def convert_checkpoint(
     given = (
         ("layer_norm", layer_norm, CHOICES),
         ("ema_convention", ema_convention, EMA_CHOICES),
-        ("dtype", dtype, DTYPES),
+        ("dtype", dtype, (None, *DTYPES)),
     )
     for name, value, choices in given:
         if value not in choices:
-            raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+            words = ", ".join(choice for choice in choices if choice is not None)
+            raise ValueError(f"{name} must be one of {words}, got {value!r}")
     license_metadata(license)
     output = check_output(output)
-    source = _understand(read_checkpoint(path, progress), head, layer_norm, ema_convention)
+    source = _understand(open_checkpoint(path, progress), head, layer_norm, ema_convention)
     plan = source.plan
     kind = source.format.dictionaries(plan, source.task)
-    chosen = kind.find(list(dictionaries), source.checkpoint.path.parent)
+    chosen = kind.find(list(dictionaries), source.checkpoint.folder)
     names = chosen.class_names or (chosen.labels and chosen.labels.labels)
     if names:
         plan.config.id2label = dict(enumerate(names))
         plan.config.label2id = {label: index for index, label in plan.config.id2label.items()}
     tokenizer = source.format.tokenizer(plan, chosen, bpe)
+    dtype = dtype or source.format.stored_dtype(source.tensors)
     converted = convert_tensors(plan, source.mapping, source.tensors, source.minus_one, getattr(torch, dtype))
-    report = _report(output, source, chosen, tokenizer, converted)
+    report = _report(output, source, chosen, tokenizer, converted, dtype)
     with complete_folder(output) as folder:
         if source.minus_one:
             save_source_norms({key: source.tensors[key] for key in source.mapping.norm_weights}, folder)
@@ -161,12 +164,15 @@ def _report(
     dictionaries: Dictionaries,
     tokenizer: ConvertedTokenizer | None,
     converted: dict[str, torch.Tensor],
+    dtype: str,
 ) -> Report:
     checkpoint, plan, norm = source.checkpoint, source.plan, source.norm
     non_finite = [target for target, tensor in converted.items() if not tensor.isfinite().all()]
     warnings = [*checkpoint.warnings, *plan.warnings, *dictionaries.warnings]
     if non_finite:
         warnings.append(f"NaN or Inf in {len(non_finite)} of {len(converted)} tensors: {few(non_finite)}")
+        if source.format.refuses_non_finite:
+            raise ConversionError(f"{checkpoint.path}: {warnings[-1]}; copy it again, or give an earlier checkpoint")
     model = without_memory(plan.model_class, plan.config)
     statistics = {name for name, _ in model.named_buffers()}
     shape = {key: list(tensor.shape) for key, tensor in source.tensors.items()}
@@ -174,9 +180,10 @@ def _report(
     return Report(
         output=str(output),
         source={
-            "file": os.fsencode(checkpoint.path.name).decode("utf-8", "backslashreplace"),
+            "file": os.fsencode(checkpoint.path.absolute().name).decode("utf-8", "backslashreplace"),
             "sha256": checkpoint.sha256,
             "serialization": checkpoint.serialization,
+            "software": source.format.software,
             "layout": source.format.name,
             "revision": source.revision,
             "arch": readable(without_folders(source.format.architecture(checkpoint.args))),
@@ -188,7 +195,7 @@ def _report(
         mapped=[{"source": key, "target": target, "shape": shape[key]} for key, target in mapped],
         dropped=[{"source": key, "shape": shape[key], "reason": reason} for key, reason in dropped],
         dtype_in=dict(Counter(dtype_name(tensor.dtype) for tensor in source.tensors.values())),
-        dtype_out=dtype_name(next(iter(converted.values())).dtype),
+        dtype_out=dtype,
         parameters={
             "model": model.num_parameters(),
             "file": sum(tensor.numel() for name, tensor in converted.items() if name not in statistics),
@@ -211,8 +218,7 @@ def _write(
     report: Report,
     license: str | None,
 ) -> None:
-    dtype = next(iter(converted.values())).dtype
-    model = without_memory(plan.model_class, plan.config).to(dtype)
+    model = without_memory(plan.model_class, plan.config).to(getattr(torch, report.dtype_out))
     if plan.generation:
         model.generation_config.update(**plan.generation)
     try:

@@ -9,6 +9,8 @@ from functools import cache
 
 # The transform of norm weights and biases: weights may be stored minus one.
 LAYER_NORM = "layer_norm"
+# The transform of tensors that keep their dtype where the narrower one of the others would round them.
+WIDE = "wide"
 _FIELDS = {"layer": r"\d+", "n": r"\d+", "part": r"weight|bias", "rest": r".+"}
 
 

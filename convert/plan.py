@@ -16,7 +16,7 @@ class Plan:
     `prepends_appended` says whether every sequence starts with it. `num_labels` is the number of classes that can have
     names (None: none). `also_loads` are classes that load from the same folder with all their weights. `languages` are
     source and target of an encoder-decoder; `generation` has the defaults of `generate`. `named_classes` is deprecated:
-    a format overrides `Format.dictionaries`.
+    a format overrides `Format.dictionaries`. `tokenizer` has the settings of the tokenizer in the checkpoint.
     """
 
     model_class: type[PreTrainedModel]
@@ -29,6 +29,7 @@ class Plan:
     named_classes: bool = False
     generation: dict[str, Any] = field(default_factory=dict)
     also_loads: tuple[type[PreTrainedModel], ...] = ()
+    tokenizer: dict[str, Any] = field(default_factory=dict)
     decisions: dict[str, str | int | float | bool | list[int] | None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)

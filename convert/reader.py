@@ -1,4 +1,4 @@
-"""Reads fairseq checkpoints without executing anything in them.
+"""Reads checkpoints, of fairseq above all, without executing anything in them.
 
 `torch.load(weights_only=True)` builds nothing but tensors and plain containers; the inert types below are allowed too.
 """
@@ -34,7 +34,7 @@ _LATER_FAIRSEQ = (
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A fairseq checkpoint: its `args` as a dict of plain values, its tensors, and where they came from.
+    """A checkpoint: its `args` as a dict of plain values, its tensors, and the file or folder they came from.
 
     `missing_args` is the error for a file without args, None where it has them; `unchecked` says that the file has no
     checksums.
@@ -49,6 +49,21 @@ class Checkpoint:
     warnings: tuple[str, ...] = ()
     missing_args: str | None = None
     unchecked: bool = False
+
+    @property
+    def folder(self) -> Path:
+        """Return the folder of the checkpoint, in which dictionaries lie."""
+        return self.path if self.path.is_dir() else self.path.parent
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """A file that holds the tensors of a model and nothing else; `unchecked`: why damage goes unnoticed, or None."""
+
+    sha256: str
+    serialization: str
+    tensors: dict[str, torch.Tensor]
+    unchecked: str | None
 
 
 def _inert_types() -> list:
@@ -68,9 +83,7 @@ def read_checkpoint(path: str | Path, progress: bool = False) -> Checkpoint:
         ConversionError: the file is no such checkpoint, is damaged, asks to run code, or comes from a later fairseq.
     """
     path = Path(path)
-    serialization = _serialization(path)
-    checksums = read_checksums(path, serialization == "zip", progress)
-    state = _load(path, serialization, checksums)
+    state, serialization, checksums = _open(path, progress)
     if not isinstance(state, dict):
         raise ConversionError(f"{path}: holds a {type(state).__name__}, not the dict that fairseq saves")
     if state.get("cfg") is not None:
@@ -88,7 +101,7 @@ def read_checkpoint(path: str | Path, progress: bool = False) -> Checkpoint:
     if not isinstance(named, argparse.Namespace):
         raise ConversionError(f"{path}: field 'args' is a {type(named).__name__}, not an argparse.Namespace")
     try:
-        tensors, args = _tensors(state["model"]), plain_args(named)
+        tensors, args = _tensors(state["model"], "field 'model'"), plain_args(named)
         if checksums.unchecked:
             check_storages(state)
     except ConversionError as error:
@@ -104,6 +117,28 @@ def read_checkpoint(path: str | Path, progress: bool = False) -> Checkpoint:
         missing_args=missing[0] if missing else None,
         unchecked=checksums.unchecked is not None,
     )
+
+
+def read_tensors(path: Path, progress: bool = False) -> TensorFile:
+    """Open a file that holds a bare state dict, zip or legacy serialisation.
+
+    Raises:
+        ConversionError: the file holds something else, is damaged, or asks to run code.
+    """
+    state, serialization, checksums = _open(path, progress)
+    try:
+        tensors = _tensors(state, "the file")
+        if checksums.unchecked:
+            check_storages({"model": tensors})
+    except ConversionError as error:
+        raise ConversionError(f"{path}: {error}") from error
+    return TensorFile(checksums.sha256, serialization, tensors, checksums.unchecked)
+
+
+def _open(path: Path, progress: bool) -> tuple[Any, str, Checksums]:
+    serialization = _serialization(path)
+    checksums = read_checksums(path, serialization == "zip", progress)
+    return _load(path, serialization, checksums), serialization, checksums
 
 
 def _serialization(path: Path) -> str:
@@ -181,15 +216,15 @@ def _reason(error: Exception) -> str:
     return f"damaged, truncated or not a checkpoint ({detail}); copy the file again"
 
 
-def _tensors(model: Any) -> dict[str, torch.Tensor]:
+def _tensors(model: Any, place: str) -> dict[str, torch.Tensor]:
     if not isinstance(model, Mapping):
-        raise ConversionError(f"field 'model' is a {type(model).__name__}, not a state dict")
+        raise ConversionError(f"{place} is a {type(model).__name__}, not a state dict")
     for key, value in model.items():
         if not isinstance(key, str) or not is_dense(value):
-            raise ConversionError(f"field 'model': entry {shown(key)} is not a dense tensor")
+            raise ConversionError(f"{place}: entry {shown(key)} is not a dense tensor")
         if value.dtype not in _DTYPES:
             raise ConversionError(
-                f"field 'model': tensor {shown(key)} has dtype {str(value.dtype).removeprefix('torch.')}, which the "
+                f"{place}: tensor {shown(key)} has dtype {str(value.dtype).removeprefix('torch.')}, which the "
                 "original never saves; the file was changed"
             )
     check_bytes(model)

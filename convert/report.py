@@ -60,9 +60,11 @@ class Report:
         if "layer norm" in decisions:
             mean = decisions.pop("layer norm mean")
             decisions["layer norm"] += f" (the mean of the norm weights is {mean:.3f})"
+        origin = [f"{name} {source[name]}" for name in ("arch", "task") if source[name] not in (None, source["layout"])]
+        origin.append(f"updates: {source['num_updates'] or 'not recorded'}")
         rows = {
             "read": f"{source['file']}: {source['layout']} of the {self.code or source['revision']}, "
-            f"arch {source['arch']}, task {source['task']}, updates: {source['num_updates'] or 'not recorded'}",
+            + ", ".join(origin),
             "class": self.model_class,
             **{name: _shown(value) for name, value in decisions.items()},
             "tensors": f"{len(self.mapped)} mapped, {len(self.dropped)} dropped, "

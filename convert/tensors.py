@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from luna_mega.convert.evidence import same_bits
-from luna_mega.convert.keymap import LAYER_NORM, KeyMap
+from luna_mega.convert.keymap import LAYER_NORM, WIDE, KeyMap
 from luna_mega.convert.plan import Plan
 from luna_mega.errors import ConversionError, shown
 
@@ -23,13 +23,22 @@ _TIED_TO_EMBEDDING = ("lm_head.decoder.weight", "lm_head.weight")
 class Mapping:
     """Places of all tensors. `mapped`: source name -> target name; `dropped`: source name -> reason.
 
-    `norm_weights`: source names; `absent`: target names of counters that a file may lack, and that start at 0.
+    `norm_weights` and `wide`, which a narrower dtype must not round: source names; `absent`: target names of counters
+    that a file may lack, and that start at 0.
     """
 
     mapped: dict[str, str]
     dropped: dict[str, str]
     norm_weights: list[str]
     absent: list[str]
+    wide: frozenset[str] = frozenset()
+
+    def dtype_of(self, key: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which a tensor, called `key` in the file, is stored where others are in `dtype`."""
+        if not tensor.is_floating_point():
+            return tensor.dtype
+        lossy = key in self.wide and not same_bits(tensor.to(dtype).to(tensor.dtype), tensor)
+        return torch.promote_types(tensor.dtype, dtype) if lossy else dtype
 
 
 def map_tensors(plan: Plan, tensors: dict[str, torch.Tensor]) -> Mapping:
@@ -39,7 +48,7 @@ def map_tensors(plan: Plan, tensors: dict[str, torch.Tensor]) -> Mapping:
         ConversionError: a tensor has no place, a place has no tensor, or a tensor has another shape or is not of real
             numbers where weights belong.
     """
-    mapped, dropped, norm_weights, unexpected = {}, {}, [], []
+    mapped, dropped, norm_weights, unexpected, wide = {}, {}, [], [], []
     expected = _expected_tensors(plan)
     for key in tensors:
         match = plan.keymap.forward(key)
@@ -51,6 +60,8 @@ def map_tensors(plan: Plan, tensors: dict[str, torch.Tensor]) -> Mapping:
             mapped[key] = match.key
             if match.row.transform == LAYER_NORM and key.endswith(".weight"):
                 norm_weights.append(key)
+            elif match.row.transform == WIDE:
+                wide.append(key)
     filled = set(mapped.values())
     without = [target for target in expected if target not in filled]
     absent = [target for target in without if target.endswith(".num_batches_tracked")]
@@ -64,7 +75,7 @@ def map_tensors(plan: Plan, tensors: dict[str, torch.Tensor]) -> Mapping:
         )
     for key, target in mapped.items():
         _check(key, tensors[key], expected[target])
-    return Mapping(mapped, dropped, norm_weights, absent)
+    return Mapping(mapped, dropped, norm_weights, absent, frozenset(wide))
 
 
 def _check(key: str, tensor: torch.Tensor, expected: torch.Tensor) -> None:
@@ -92,7 +103,7 @@ def convert_tensors(
     for key, target in mapping.mapped.items():
         tensor = tensors[key].float().add(1) if key in raised else tensors[key]
         if not _is_copy(target, plan.config):
-            converted[target] = tensor.to(dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
+            converted[target] = tensor.to(mapping.dtype_of(key, tensor, dtype), copy=True)
     return converted | {target: torch.zeros((), dtype=torch.long) for target in mapping.absent}
 
 
@@ -164,8 +175,8 @@ def store_tensors(
     lowered: dict[str, torch.Tensor],
     dtype: str | None,
     in_file: dict[str, int],
-) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Return the tensors in the dtype of a file, and notes on rounding.
+) -> tuple[dict[str, torch.Tensor], str, list[str]]:
+    """Return the tensors in the dtype of a file, that dtype, and notes on rounding.
 
     Args:
         tensors: name in the file -> tensor; a tensor under two names is stored once.
@@ -176,9 +187,11 @@ def store_tensors(
     """
     notes, originals = [], {name for name in in_file if getattr(torch, name).is_floating_point}
     if dtype is None:
-        stored = {dtype_name(tensor.dtype) for tensor in tensors.values() if tensor.is_floating_point()}
+        floats = {key: tensor for key, tensor in tensors.items() if tensor.is_floating_point()}
+        numbers = {key: tensor for key, tensor in floats.items() if key not in mapping.wide}
+        stored = {dtype_name(tensor.dtype) for tensor in numbers.values()}
         fitting = [names.pop() for names in (set(originals), stored) if len(names) == 1 and names <= set(DTYPES)]
-        read_back = {key: tensors[key] for key in mapping.mapped if tensors[key].is_floating_point()}
+        read_back = {key: tensor for key, tensor in numbers.items() if key in mapping.mapped}
         dtype = next((name for name in fitting if _keeps_all(read_back, lowered, getattr(torch, name))), "float32")
         if originals and originals != {dtype}:
             notes.append(f"the converted file was {', '.join(sorted(originals))}; {dtype} keeps what the folder has")
@@ -187,8 +200,8 @@ def store_tensors(
     cast: dict[int, torch.Tensor] = {}
     for key, tensor in tensors.items():
         value = lowered.get(key, tensor)
-        cast.setdefault(id(tensor), value.to(getattr(torch, dtype) if value.is_floating_point() else value.dtype))
-    return {key: cast[id(tensor)] for key, tensor in tensors.items()}, notes
+        cast.setdefault(id(tensor), value.to(mapping.dtype_of(key, value, getattr(torch, dtype))))
+    return {key: cast[id(tensor)] for key, tensor in tensors.items()}, dtype, notes
 
 
 def _keeps_all(tensors: dict[str, torch.Tensor], lowered: dict[str, torch.Tensor], dtype: torch.dtype) -> bool:

@@ -99,7 +99,7 @@ def convert(options: argparse.Namespace) -> int:
 
 
 def export(options: argparse.Namespace) -> int:
-    chosen = _chosen(options, "head", "layer_norm", "dtype")
+    chosen = _chosen(options, "head", "layer_norm", "dtype", "shards")
     report = export_checkpoint(
         options.folder, options.output, dictionaries=options.dict, progress=not options.json, **chosen
     )

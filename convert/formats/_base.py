@@ -21,9 +21,11 @@ from luna_mega.convert.evidence import Evidence
 from luna_mega.convert.keymap import KeyMap
 from luna_mega.convert.layer_norm import LayerNormDecision, decide_layer_norm
 from luna_mega.convert.plan import Plan, Target
+from luna_mega.convert.reader import Checkpoint
 from luna_mega.convert.tokenizers import ConvertedTokenizer
 
 Tensors = dict[str, torch.Tensor]
+Files = dict[str, bytes | Tensors]
 
 # Fields for initialisation, generation and execution: a checkpoint says nothing about them.
 _NOT_IN_A_FILE = {
@@ -88,6 +90,10 @@ class Format(ABC):
         vocabulary_places, label_places: task -> place of the dictionary, unless that is the usual place.
         ordered: True if exported tensors are in the order of the key map.
         needs_args: False if a file without args can be converted, as its tensors tell everything.
+        software: the code that saves such checkpoints.
+        settings: the place of the args in a checkpoint, for messages.
+        refuses_non_finite: True if NaN or Inf among the weights is an error; else it is a warning.
+        is_folder: True if a checkpoint is a folder with several files, whose tensors may be split into shards.
     """
 
     name: str
@@ -107,8 +113,24 @@ class Format(ABC):
     label_places: dict[str, str] = {}
     ordered: bool = False
     needs_args: bool = True
+    software: str = "fairseq"
+    settings: str = "args"
+    refuses_non_finite: bool = False
+    is_folder: bool = False
 
     # From a file to a model.
+
+    def has_folder(self, folder: Path) -> bool:
+        """Return whether a folder holds a checkpoint of this format, be it whole or damaged."""
+        return False
+
+    def read_folder(self, folder: Path, progress: bool) -> Checkpoint:
+        """Return the checkpoint in a folder for which `has_folder` is true, its shards joined.
+
+        Raises:
+            ConversionError: a file is missing or damaged, or the files do not belong together.
+        """
+        raise NotImplementedError(f"format {self.name!r} has folders, so that it overrides Format.read_folder")
 
     @abstractmethod
     def recognise(self, tensors: Tensors, args: dict[str, Any]) -> str | None:
@@ -154,6 +176,10 @@ class Format(ABC):
         """Return the revision that describes a file whose own revision is unknown."""
         return revision
 
+    def stored_dtype(self, tensors: Tensors) -> str:
+        """Return the dtype of a converted folder where the option does not say it."""
+        return "float32"
+
     def architecture(self, args: dict[str, Any]) -> str:
         """Return the name of the architecture in the args."""
         return str(args.get("arch"))
@@ -165,8 +191,8 @@ class Format(ABC):
             ConversionError: an argument has another type than its row of the table says.
         """
         own = self.architectures.get(self.architecture(args), {})
-        typed = typed_args(self.table, args, revision)
-        return Evidence(tensors, typed, revision, defaults(self.table) | own)
+        typed = typed_args(self.table, args, revision, self.settings)
+        return Evidence(tensors, typed, revision, defaults(self.table) | own, self.settings)
 
     @abstractmethod
     def plan(self, evidence: Evidence, head: str | None = None) -> Plan:
@@ -297,3 +323,18 @@ class Format(ABC):
             "optimizer_history": [history],
             "extra_state": {"train_iterator": iterator, "val_loss": None},
         }
+
+    def files(self, target: Target, args: dict[str, Any], tensors: Tensors, beside: Files, shards: int | None) -> Files:
+        """Return the files of a folder: name -> bytes, or -> tensors for `torch.save`.
+
+        Args:
+            target: the model.
+            args: the args of the checkpoint.
+            tensors: the tensors of the whole model.
+            beside: the dictionaries, which are written too.
+            shards: number of files that share the tensors; None = as in the converted folder, else one.
+
+        Raises:
+            ConversionError: the tensors cannot be split so.
+        """
+        raise NotImplementedError(f"format {self.name!r} writes folders, so that it overrides Format.files")

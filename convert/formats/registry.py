@@ -1,5 +1,7 @@
 """The known formats, and the recognition of a file's format."""
 
+from pathlib import Path
+
 from luna_mega.convert.formats._base import Format
 from luna_mega.convert.formats.luna_bert import LunaBert
 from luna_mega.convert.formats.luna_lra import LunaLra
@@ -8,7 +10,8 @@ from luna_mega.convert.formats.mega_image import MegaImage
 from luna_mega.convert.formats.mega_lm import MegaLM
 from luna_mega.convert.formats.mega_lra import MegaLra
 from luna_mega.convert.formats.mega_seq2seq import MegaSeq2Seq
-from luna_mega.convert.reader import Checkpoint
+from luna_mega.convert.formats.megalodon import Megalodon
+from luna_mega.convert.reader import Checkpoint, read_checkpoint
 from luna_mega.errors import ConversionError, shown
 
 _FORMATS: dict[str, Format] = {}
@@ -41,6 +44,27 @@ def find_format(name: str) -> Format:
     return _FORMATS[name]
 
 
+def is_checkpoint(path: str | Path) -> bool:
+    """Return whether a path is to be read as a checkpoint: a file, or a folder that a format claims."""
+    path = Path(path)
+    return path.is_file() or path.is_dir() and any(fmt.has_folder(path) for fmt in registered_formats())
+
+
+def open_checkpoint(path: str | Path, progress: bool = False) -> Checkpoint:
+    """Open a checkpoint: a folder of the first format that claims it, or a file that fairseq saved.
+
+    With `progress` a bar is shown on stderr if that is a terminal.
+
+    Raises:
+        ConversionError: there is no such checkpoint, it is damaged, or it asks to run code.
+    """
+    path = Path(path)
+    for fmt in registered_formats() if path.is_dir() else ():
+        if fmt.has_folder(path):
+            return fmt.read_folder(path, progress)
+    return read_checkpoint(path, progress)
+
+
 def detect(checkpoint: Checkpoint) -> tuple[Format, str]:
     """Return the format of a file and the revision of the code that wrote it.
 
@@ -63,5 +87,5 @@ def detect(checkpoint: Checkpoint) -> tuple[Format, str]:
     raise ConversionError(f"{checkpoint.path}: {refusal}")
 
 
-for _format in (LunaBert(), LunaLra(), LunaSeq2Seq(), MegaLra(), MegaLM(), MegaSeq2Seq(), MegaImage()):
+for _format in (LunaBert(), LunaLra(), LunaSeq2Seq(), MegaLra(), MegaLM(), MegaSeq2Seq(), MegaImage(), Megalodon()):
     register_format(_format)

@@ -1,5 +1,5 @@
 """Tokenizers of converted checkpoints, made from fairseq's dictionaries; the format of a checkpoint chooses one."""
 
-from luna_mega.convert.tokenizers.converted import PIECES, WORDS, ConvertedTokenizer
+from luna_mega.convert.tokenizers.converted import PIECES, SENTENCEPIECE, WORDS, ConvertedTokenizer
 
-__all__ = ["PIECES", "WORDS", "ConvertedTokenizer"]
+__all__ = ["PIECES", "SENTENCEPIECE", "WORDS", "ConvertedTokenizer"]

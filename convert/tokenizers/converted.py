@@ -1,11 +1,13 @@
 """The tokenizer of a converted checkpoint, which its format makes."""
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import TokenizersBackend
 
+from luna_mega.convert.dictionary import PIECES_FILE
 from luna_mega.errors import ConversionError
 from luna_mega.hub.folder import TARGET_FOLDER
 
@@ -16,12 +18,14 @@ OPTIONS = {
     "model_input_names": ["input_ids", "attention_mask"],
 }
 WORDS, PIECES = "whitespace-separated symbols", "GPT-2 byte-pair encoding"
+SENTENCEPIECE = "SentencePiece byte-pair encoding"
 
 
 @dataclass(frozen=True)
 class ConvertedTokenizer:
     """A tokenizer, its kind, and the pieces of GPT-2 that become `<unk>` because the dictionary lacks them.
 
+    `source` is a SentencePiece model, which is saved beside the tokenizer, as an export needs it again.
     An encoder-decoder whose target has a dictionary of its own has a second tokenizer, `target`, which is saved in the
     sub-folder of that name.
     """
@@ -30,6 +34,7 @@ class ConvertedTokenizer:
     kind: str
     missing_pieces: list[str]
     target: TokenizersBackend | None = None
+    source: Path | None = None
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -45,6 +50,8 @@ class ConvertedTokenizer:
         """Write tokenizer.json and tokenizer_config.json, and the code of a class that transformers lacks."""
         try:
             self.tokenizer.save_pretrained(folder)
+            if self.source is not None:
+                shutil.copyfile(self.source, folder / PIECES_FILE)
             if self.target is not None:
                 self.target.save_pretrained(folder / TARGET_FOLDER)
         except OSError:

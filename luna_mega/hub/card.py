@@ -163,7 +163,7 @@ def conversion_card(
     Args:
         name: title of the card.
         model_class, config, parameters: name of the class, configuration and size of the converted model.
-        source: `file`, `sha256` and `arch` of the checkpoint.
+        source: `file`, `sha256` and `arch` of the checkpoint, and the `software` that saved it.
         report: text of the report of the conversion; its line about the output folder is left out.
         tokenizer: whether the folder has one.
         license: the licence of the weights, as `license_metadata` takes it.
@@ -172,8 +172,9 @@ def conversion_card(
         ConversionError: the licence has no such form.
     """
     lines = "\n".join(line for line in report.splitlines() if not line.startswith("written "))
+    software = source.get("software", "fairseq")
     origin = (
-        f"Converted from the fairseq checkpoint {code(source['file'])} (SHA-256 {code(source['sha256'])}).\n"
+        f"Converted from the {software} checkpoint {code(source['file'])} (SHA-256 {code(source['sha256'])}).\n"
         "`conversion_report.json` has every tensor and the arguments of the original training.\n\n"
         f"{code_block(lines)}\n\n"
         "Which data it was trained on and how well it does is not in the file."
@@ -183,7 +184,7 @@ def conversion_card(
         model_class,
         config,
         parameters,
-        intro=f"converted from a fairseq checkpoint of {code(source['arch'])}",
+        intro=f"converted from a {software} checkpoint of {code(source['arch'])}",
         tokenizer=tokenizer,
         sections={"Origin": origin},
         license=license,

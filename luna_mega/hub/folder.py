@@ -97,7 +97,7 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     names = [SAFE_WEIGHTS_NAME]
     if index.is_file():
-        places = _read_json(index).get("weight_map")
+        places = read_json(index).get("weight_map")
         if not isinstance(places, dict) or not places or not all(map(_is_file_name, places.values())):
             raise ConversionError(f"{index}: weight_map has to name files of this folder, and has {shown(places)}")
         names = sorted(set(places.values()))
@@ -137,7 +137,7 @@ def position_limit(config: PreTrainedConfig) -> int | None:
     """Return the number of positions in the model's table, None = it has no table and takes any number."""
     if isinstance(config, LunaConfig):
         return config.max_position_embeddings if config.position_embedding_type == "learned" else None
-    table = config.relative_positional_bias == "simple" and not config.use_chunking
+    table = getattr(config, "relative_positional_bias", None) == "simple" and not config.use_chunking
     return config.max_positions if table else None
 
 
@@ -153,7 +153,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
     file = path / "config.json"
     if not file.is_file():
         raise ConversionError(f"{path}: no config.json; give a folder that save_pretrained wrote")
-    content = _read_json(file)
+    content = read_json(file)
     model_type = content.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIGS:
         raise ConversionError(
@@ -188,7 +188,7 @@ def _read_report(folder: Path) -> dict[str, Any] | None:
     file = folder / REPORT_NAME
     if not file.is_file():
         return None
-    written = _read_json(file)
+    written = read_json(file)
     if written.get("format") != 1:
         raise ConversionError(f"{file}: format {shown(written.get('format'))} is not one that this version reads")
     wrong = [name for name, kind in _REPORT_FIELDS.items() if not isinstance(written.get(name), kind)]
@@ -207,7 +207,12 @@ def _open(file: Path) -> safe_open:
         raise ConversionError(f"{file}: damaged or truncated ({error}); copy or download it again") from error
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the object that a JSON file holds.
+
+    Raises:
+        ConversionError: it holds something else.
+    """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

@@ -3,11 +3,11 @@
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from luna_mega import LunaConfig
-from luna_mega.inspection import costs_luna, costs_mega
+from luna_mega import LunaConfig, MegalodonConfig
+from luna_mega.inspection import costs_luna, costs_mega, costs_megalodon
 from luna_mega.modeling_common.base import INPUT_OF_FIELD
 
-_EMBEDDINGS = ("embeddings", "embedding_layer", "embedding_norm")
+_EMBEDDINGS = ("embeddings", "embedding_layer", "embedding_norm", "embed_tokens")
 _STACKS = ("encoder", "decoder", "layers", "final_norm", "output_projection")
 _LANGUAGE_MODELS = ("MaskedLM", "CausalLM", "ConditionalGeneration")
 _HEADS_FOR_EVERY_TOKEN = (*_LANGUAGE_MODELS, "TokenClassification", "QuestionAnswering")
@@ -28,6 +28,11 @@ def fields(config: PreTrainedConfig) -> dict[str, int | str | bool]:
         decoder = {f"decoder_{name}": getattr(config.decoder_config, name) for name in names}
         values |= {name: value for name, value in decoder.items() if value != values[name.removeprefix("decoder_")]}
     return values
+
+
+def usual_length(config: PreTrainedConfig) -> int:
+    """Return the number of positions that a model is made for, or the chunk of one that is made for any number."""
+    return config.max_position_embeddings if hasattr(config, "max_position_embeddings") else config.chunk_size
 
 
 def formulas(config: PreTrainedConfig) -> dict[str, str]:
@@ -63,7 +68,9 @@ def inference_activations(model: PreTrainedModel, length: int) -> int:
     peaks = {name: family.inference_activations(stack, length) for name, stack in stacks(config).items()}
     if (kind := _kind(model)) in _LANGUAGE_MODELS:
         last = list(stacks(config).values())[-1]
-        scores = last.vocab_size * (2 if getattr(last, "adaptive_softmax_cutoffs", None) else 1)
+        scores = getattr(last, "scores", last.vocab_size) * (
+            2 if getattr(last, "adaptive_softmax_cutoffs", None) else 1
+        )
         peaks["head"] = length * (scores + (2 if kind == "MaskedLM" else 1) * last.hidden_size)
     if config.is_encoder_decoder:  # the encoder's output is kept beside the decoder
         peaks = {name: peak + length * config.hidden_size * (name != "encoder") for name, peak in peaks.items()}
@@ -89,6 +96,8 @@ def cache_numbers(model: PreTrainedModel, length: int) -> int | None:
 
 
 def _family(config: PreTrainedConfig):
+    if isinstance(config, MegalodonConfig):
+        return costs_megalodon
     return costs_luna if isinstance(config, LunaConfig) else costs_mega
 
 

@@ -9,8 +9,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from luna_mega.convert.formats import Format
-from luna_mega.convert.formats.registry import detect, find_format
-from luna_mega.convert.reader import read_checkpoint
+from luna_mega.convert.formats.registry import detect, find_format, is_checkpoint, open_checkpoint
 from luna_mega.convert.tensors import dtype_name
 from luna_mega.errors import ConversionError, reason, shown
 from luna_mega.hub.folder import REPORT_NAME, ModelFolder, position_limit, read_folder
@@ -88,19 +87,21 @@ def describe(path: str | Path, length: int | None = None, progress: bool = False
     """Describe a model without building it in memory.
 
     Args:
-        path: model folder, or fairseq checkpoint of a Luna or Mega model.
-        length: positions for memory and FLOPs; None = `max_position_embeddings` or `max_positions`.
+        path: model folder, or checkpoint of the original code.
+        length: positions for memory and FLOPs; None = `max_position_embeddings` or `max_positions`, of Megalodon one
+            chunk.
         progress: show a progress bar on stderr if that is a terminal.
 
     Raises:
         ConversionError: `path` is neither, or the model has fewer positions.
     """
-    description = _read_checkpoint(path, progress) if Path(path).is_file() else _read_folder(path)
+    description = _read_checkpoint(path, progress) if is_checkpoint(path) else _read_folder(path)
     config, model_class, written_by, heads, dtypes, warnings = description
     limit = _length_limit(config)
     if length is not None and limit is not None and length > limit:
         raise ConversionError(f"--length {length}: the model has {limit} learned positions")
-    length = length or min(config.max_position_embeddings, limit or config.max_position_embeddings)
+    usual = costs.usual_length(config)
+    length = length or min(usual, limit or usual)
     try:
         with torch.device("meta"):
             model = model_class(config)
@@ -164,11 +165,12 @@ def _origin(folder: ModelFolder) -> str:
     fmt = find_format(source["layout"])
     if source["revision"] not in fmt.revisions:
         raise ConversionError(f"{folder.path / REPORT_NAME}: {fmt.name} has no revision {shown(source['revision'])}")
-    return f"luna-mega convert, from {source['file']}, {_fairseq(fmt, source['revision'], source['arch'])}"
+    return f"luna-mega convert, from {source['file']}, {_origin_of(fmt, source['revision'], source['arch'])}"
 
 
-def _fairseq(fmt: Format, revision: str, arch: str) -> str:
-    return f"a {fmt.name} checkpoint (arch {arch}) of {fmt.revisions[revision].code}"
+def _origin_of(fmt: Format, revision: str, arch: str) -> str:
+    named = "" if arch == fmt.name else f" (arch {arch})"
+    return f"a {fmt.name} checkpoint{named} of {fmt.revisions[revision].code}"
 
 
 def _folder_heads(folder: ModelFolder) -> list[str]:
@@ -188,13 +190,13 @@ def _folder_heads(folder: ModelFolder) -> list[str]:
 
 
 def _read_checkpoint(path: str | Path, progress: bool):
-    checkpoint = read_checkpoint(path, progress)
+    checkpoint = open_checkpoint(path, progress)
     fmt, revision = detect(checkpoint)
     tensors, _ = fmt.canonical(checkpoint.tensors)
     plan = fmt.plan(fmt.evidence(tensors, checkpoint.args, fmt.assumed(revision)))
     dtypes = Counter()
     for tensor in filter(torch.is_floating_point, tensors.values()):
         dtypes[dtype_name(tensor.dtype)] += tensor.numel()
-    origin = _fairseq(fmt, revision, fmt.architecture(checkpoint.args))
+    origin = _origin_of(fmt, revision, fmt.architecture(checkpoint.args))
     heads, warnings = fmt.heads(plan, tensors), [*checkpoint.warnings, *plan.warnings]
-    return plan.config, plan.model_class, f"fairseq: {origin}", heads, dtypes, warnings
+    return plan.config, plan.model_class, f"{fmt.software}: {origin}", heads, dtypes, warnings

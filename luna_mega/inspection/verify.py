@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig
 from transformers.utils import logging
 
 from luna_mega import LunaConfig
+from luna_mega.convert.formats.registry import is_checkpoint
 from luna_mega.convert.importer import convert_checkpoint
 from luna_mega.convert.tensors import few
 from luna_mega.errors import ConversionError, reason, shown
@@ -110,7 +111,7 @@ def compare(
     """Run two models of one kind in float32 and evaluation mode on the same inputs.
 
     Args:
-        a, b: model folders, or fairseq checkpoints, which are converted into a temporary folder.
+        a, b: model folders, or checkpoints of the original code, which are converted into a temporary folder.
         inputs: safetensors file with arguments of the model's forward, such as `input_ids` `[B, T]`.
         texts: sentences for the tokenizer of the folder `a` (or `b`); for multiple choice the options of one question.
         batch, length, seed: number, length and seed of the random sequences that are made if neither is given. Every
@@ -164,7 +165,7 @@ def quiet_transformers() -> Iterator[None]:
 
 @contextmanager
 def _folder(path: str | Path, options: dict[str, str | None], progress: bool) -> Iterator[ModelFolder]:
-    if not Path(path).is_file():
+    if not is_checkpoint(path):
         yield read_folder(path)
         return
     with TemporaryDirectory() as temporary:
@@ -219,9 +220,12 @@ def _tokenize(texts: Sequence[str], *folders: ModelFolder) -> dict[str, torch.Te
         if not (folder.path / "tokenizer_config.json").is_file():
             continue
         tokenizer = read_tokenizer(folder.path)
-        limit = folder.config.max_position_embeddings
+        limit = getattr(folder.config, "max_position_embeddings", None)
+        options = {"truncation": limit is not None, "max_length": limit}
+        if tokenizer.pad_token is None:  # the mask says what is padding
+            tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
         try:
-            tokens = tokenizer(list(texts), padding=True, truncation=True, max_length=limit, return_tensors="pt")
+            tokens = tokenizer(list(texts), padding=True, return_tensors="pt", **options)
         except (ValueError, TypeError) as error:  # such as a tokenizer without a padding token
             raise ConversionError(
                 f"--text: the tokenizer of {folder.path} does not take it: {reason(error)}"

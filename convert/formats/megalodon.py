@@ -1,0 +1,293 @@
+"""megalodon: folders of the released code of Megalodon, whole or in shards of model-parallel ranks.
+
+The code is `XuezheMax/megalodon`; its own loader is `megalodon/reloading.py`. Names and values of tensors are ours.
+"""
+
+import copy
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from luna_mega import MegalodonConfig, MegalodonForCausalLM
+from luna_mega.convert.argmap import Arg, Way, build_config, fixed, read_fields
+from luna_mega.convert.argtypes import flag, number, size, whole
+from luna_mega.convert.dictionary import PIECES_FILE, Dictionaries
+from luna_mega.convert.dictionary_kinds import DictionaryKind, PieceFile
+from luna_mega.convert.evidence import Evidence, same_bits
+from luna_mega.convert.formats._base import Files, Format, Revision, Tensors
+from luna_mega.convert.formats._megalodon_folder import (
+    CONFIG,
+    CONSOLIDATED,
+    EXTRA,
+    FILE_DTYPES,
+    SHARDS,
+    TOKENIZER,
+    has_folder,
+    read_folder,
+    shard_names,
+    tokenizer_settings,
+)
+from luna_mega.convert.formats._shards import split_shards
+from luna_mega.convert.keymap import WIDE, KeyMap, Row
+from luna_mega.convert.plan import Plan, Target
+from luna_mega.convert.reader import Checkpoint
+from luna_mega.convert.tensors import DTYPES, dtype_name
+from luna_mega.convert.tokenizers import SENTENCEPIECE, ConvertedTokenizer
+from luna_mega.convert.tokenizers.sentencepiece import PieceModel, parse_pieces, read_pieces, sentencepiece_tokenizer
+from luna_mega.errors import ConversionError, shown
+
+_EMBEDDING, _OUTPUT = "embed.weight", "output.output.weight"
+_USUAL_BASE = 10000.0
+_ATTENTIONS = (None, "swift", "fused")
+
+
+def _one_of(*choices: Any) -> Any:
+    def check(value: Any) -> Any:
+        if value not in choices:
+            raise ValueError(f"is not one of {', '.join(map(str, choices))}")
+        return value
+
+    return check
+
+
+def _vocabulary(evidence: Evidence) -> dict[str, int]:
+    """Return the number of tokens, which old configurations leave to the tokenizer; the embedding has it too."""
+    given = evidence.arg("vocab_size")
+    return {"vocab_size": evidence.shape(_EMBEDDING, "vocabulary", "width")[0] if given == -1 else given}
+
+
+def _scores(evidence: Evidence) -> dict[str, int | None]:
+    given = evidence.arg("output_size")
+    return {"output_size": None if given == -1 or evidence.arg("share_emb") else given}
+
+
+def _base(evidence: Evidence) -> dict[str, float]:
+    given = evidence.args.get("rope_base")
+    return {"rope_theta": _USUAL_BASE if given is None else float(given)}
+
+
+_NONE_IS_MINUS_ONE = Way(lambda value: value, lambda value: -1 if value is None else value)
+_TABLE = (
+    Arg("num_layers", "num_hidden_layers", default=8, kind=size),
+    Arg("model_dim", "hidden_size", default=1024, kind=size),
+    Arg("z_dim", "shared_representation_size", default=256, kind=size),
+    Arg("value_dim", "value_size", default=2048, kind=size),
+    Arg("num_heads", "num_attention_heads", default=1, kind=size),
+    Arg("ffn_hidden_dim", "intermediate_size", default=2048, kind=size),
+    Arg("cema_ndim", "ema_projection_size", default=16, kind=size),
+    Arg("chunk_size", "chunk_size", default=2048, kind=size),
+    fixed("efficient_attn", None, kept=True, kind=_one_of(*_ATTENTIONS)),
+    Arg("init_mode", "initializer", default="he", kind=_one_of("he", "bert", "gaussian", "xavier", "none")),
+    Arg("vocab_size", "vocab_size", default=-1, read=_vocabulary, kind=whole),
+    Arg("output_size", "output_size", _NONE_IS_MINUS_ONE, -1, read=_scores, kind=whole),
+    Arg("norm_num_groups", "norm_num_groups", default=32, kind=size),
+    Arg("norm_affine", "norm_affine", default=True, kind=flag),
+    Arg("norm_eps", "norm_eps", default=1e-5, kind=number),
+    Arg("rope_base", "rope_theta", Way(lambda base: base, lambda base: None if base == _USUAL_BASE else base),
+        read=_base, kind=number),
+    Arg("dropout", "dropout_prob", default=0.0, kind=number),
+    Arg("hidden_dropout", "hidden_dropout_prob", default=0.0, kind=number),
+    Arg("attention_dropout", "attention_probs_dropout_prob", default=0.0, kind=number),
+    Arg("swiglu", "swiglu", default=False, kind=flag),
+    Arg("rescale_nffn", "rescale_nffn", default=False, kind=flag),
+    Arg("scale_emb", "scale_embedding", default=False, kind=flag),
+    Arg("share_emb", "tie_word_embeddings", default=False, kind=flag),
+    fixed("layerwise_ckpt", False, kept=True),
+)  # fmt: skip
+# Beside the fields of the model: the tokenizer, and the number of shards.
+_BESIDE = (
+    Arg(TOKENIZER, write=lambda target: tokenizer_settings({}), kept=True, kind=tokenizer_settings),
+    fixed(SHARDS, 1, kept=True, kind=size),
+)
+
+
+class Megalodon(Format):
+    """Folders with config.json, consolidate_config.json and consolidated.pth, or consolidated.00.pth and so on."""
+
+    name = "megalodon"
+    revisions = {"release": Revision("Megalodon", "released code", "the released Megalodon code")}
+    written = ("release",)
+    config_class = MegalodonConfig
+    classes = (MegalodonForCausalLM,)
+    refused = {
+        "layer-norm": "Megalodon stores norm weights less 1, and the model here does too",
+        "ema-convention": "Megalodon has one form of its moving average",
+    }
+    training_fields = ("dropout_prob", "hidden_dropout_prob", "attention_probs_dropout_prob", "initializer")
+    table = (*_TABLE, *_BESIDE)
+    software = "Megalodon"
+    settings = "config.json: model"
+    refuses_non_finite = True
+    is_folder = True
+
+    def has_folder(self, folder: Path) -> bool:
+        """Return whether a folder has a file of the original."""
+        return has_folder(folder)
+
+    def read_folder(self, folder: Path, progress: bool) -> Checkpoint:
+        """Return the checkpoint in a folder; shards are joined, and what they share must be equal in all of them."""
+        return read_folder(folder, progress)
+
+    def recognise(self, tensors: Tensors, args: dict[str, Any]) -> str | None:
+        """Return the only revision for tensors that `read_folder` has read."""
+        layered = any(re.fullmatch(r"layers\.\d+\.mega\.cema\.alpha", key) for key in tensors)
+        return "release" if layered and SHARDS in args else None
+
+    def stored_dtype(self, tensors: Tensors) -> str:
+        """Return the dtype of the file, or float32 where it has several."""
+        stored = {dtype_name(tensor.dtype) for tensor in tensors.values() if tensor.is_floating_point()}
+        return stored.pop() if len(stored) == 1 and stored <= set(DTYPES) else "float32"
+
+    def architecture(self, args: dict[str, Any]) -> str:
+        """Return the only architecture."""
+        return self.name
+
+    def plan(self, evidence: Evidence, head: str | None = None) -> Plan:
+        """Return the plan of a language model.
+
+        Raises:
+            ConversionError: the configuration is not that of a model, or tied tensors differ.
+        """
+        config = build_config(MegalodonConfig, self.table, evidence, **read_fields(self.table, evidence))
+        tensors, notes = evidence.tensors, []
+        if config.tie_word_embeddings and {_EMBEDDING, _OUTPUT} <= tensors.keys():
+            if not same_bits(tensors[_EMBEDDING], tensors[_OUTPUT]):
+                raise ConversionError(
+                    f"tensors {_EMBEDDING!r} and {_OUTPUT!r} are tied in the original but differ; the file was changed"
+                )
+        if prior := next(
+            (key for key, tensor in tensors.items() if key.endswith("prior_count") and tensor.any()), None
+        ):
+            raise ConversionError(
+                f"tensor {shown(prior)} is {tensors[prior].tolist()}: statistics before the first position, which no "
+                "released model has, are not supported; give a checkpoint whose norms begin with a count of 0"
+            )
+        if config.attention_probs_dropout_prob and evidence.args.get("efficient_attn") is not None:
+            notes.append("the fused attention of the original drops keys in training; here it drops attention weights")
+        return Plan(
+            MegalodonForCausalLM,
+            config,
+            self.keymap(config, evidence.revision),
+            tokenizer=evidence.arg(TOKENIZER),
+            decisions={"shards": evidence.arg(SHARDS), "output_size": config.scores},
+            notes=notes,
+            warnings=evidence.warnings,
+        )
+
+    def dictionaries(self, plan: Plan, task: str | None) -> DictionaryKind:
+        """Return the SentencePiece model of the original."""
+        return PieceFile(plan.tokenizer["path"])
+
+    def tokenizer(self, plan: Plan, dictionaries: Dictionaries, bpe: str | Path | None) -> ConvertedTokenizer | None:
+        """Return the tokenizer with the original's ids, and note these in the configuration."""
+        path, named, config = bpe or dictionaries.pieces, plan.tokenizer["path"], plan.config
+        if path is None:
+            if named is not None:
+                raise ConversionError(
+                    f"no {PIECES_FILE} in the folder, though {CONFIG} names {shown(named)}; copy it there, or give it "
+                    "with --bpe"
+                )
+            plan.notes.append(f"no tokenizer: {CONFIG} names none; --bpe FILE gives a SentencePiece model")
+            return None
+        model = read_pieces(path)
+        extra = _additional(model, plan.tokenizer, config.vocab_size)
+        for role, index in model.special_ids(extra).items():
+            setattr(config, f"{role}_token_id", index)
+        tokenizer = sentencepiece_tokenizer(model, config.vocab_size)
+        return ConvertedTokenizer(tokenizer, SENTENCEPIECE, [], source=model.path)
+
+    def heads(self, plan: Plan, tensors: Tensors) -> list[str]:
+        """Return the only head."""
+        return ["causal LM"]
+
+    def keymap(self, config: MegalodonConfig, revision: str, head: str | None = None) -> KeyMap:
+        """Return the names; rates and frequencies stay as precise as they are."""
+        layer, body = "layers.{layer}", MegalodonForCausalLM.base_model_prefix
+        parts = ("rmsnorm.{part}", *(f"{name}.{{part}}" for name in ("wz", "wv", "wr", "wh1", "wh2")), "gamma", "beta")
+        own = [f"mega.{name}" for name in parts] + [f"nffn.{name}.{{part}}" for name in ("norm", "fc1", "fc2", "fc3")]
+        return KeyMap(
+            [
+                Row(_EMBEDDING, f"{body}.embed_tokens.weight"),
+                Row("rope.freqs", f"{body}.rope.freqs", WIDE),
+                Row(f"{layer}.mega.timenorm.{{rest}}", f"{body}.{layer}.mega.timestep_norm.{{rest}}"),
+                Row(f"{layer}.mega.cema.{{rest}}", f"{body}.{layer}.mega.cema.{{rest}}", WIDE),
+                *(Row(f"{layer}.{name}", f"{body}.{layer}.{name}") for name in (*own, "nffn.alpha")),
+                Row("output.final_norm.{rest}", f"{body}.final_norm.{{rest}}"),
+                Row(_OUTPUT, "lm_head.weight"),
+            ]
+        )
+
+    def allowed(self, target: Target) -> dict[str, tuple]:
+        """Return no restriction: the original has every model."""
+        return {}
+
+    def resolved(self, config: MegalodonConfig) -> MegalodonConfig:
+        """Return the configuration with the number of scores."""
+        resolved = copy.copy(config)
+        resolved.output_size = config.scores
+        return resolved
+
+    def args(self, target: Target) -> dict[str, Any]:
+        """Return the settings; the number of scores is written where it is not the vocabulary's."""
+        config = target.config
+        output_size = -1 if config.scores == config.vocab_size else config.scores
+        return super().args(target) | {"output_size": output_size}
+
+    def unused(self, target: Target) -> set[str]:
+        """Return the fields of padding, which the original lacks, and of its inference, which needs no field."""
+        return super().unused(target) | {"pad_token_id", "windowed_statistics"}
+
+    def complete(self, target: Target, tensors: Tensors) -> tuple[Tensors, list[str]]:
+        """Add the output layer where it is tied to the embedding."""
+        embedding = tensors.get(f"{MegalodonForCausalLM.base_model_prefix}.embed_tokens.weight")
+        if target.config.tie_word_embeddings and embedding is not None:
+            tensors = tensors | {"lm_head.weight": embedding}
+        return tensors, []
+
+    def files(self, target: Target, args: dict[str, Any], tensors: Tensors, beside: Files, shards: int | None) -> Files:
+        """Return the configurations, the tokenizer and the shards."""
+        count = shards or args[SHARDS]
+        _check_split(target.config, count)
+        model = {name: value for name, value in args.items() if name not in (TOKENIZER, SHARDS)}
+        tokenizer = args[TOKENIZER]
+        if PIECES_FILE in beside:
+            settings, pieces = tokenizer_settings(tokenizer), parse_pieces(beside[PIECES_FILE], Path(PIECES_FILE))
+            extra = _additional(pieces, settings, target.config.vocab_size)
+            tokenizer = settings | {"path": PIECES_FILE, "additional_vocab_size": extra}
+        stored = dtype_name(tensors[_EMBEDDING].dtype)
+        words = next(short for short, long in FILE_DTYPES.items() if long == stored)
+        parts = zip(shard_names(count), split_shards(tensors, count), strict=True)
+        return {
+            CONFIG: _json({"model": model, "tokenizer": tokenizer}),
+            CONSOLIDATED: _json({"model_parallel_size": count, "dtype": words}),
+            **beside,
+            **dict(parts),
+        }
+
+
+def _additional(model: PieceModel, settings: dict[str, Any], rows: int) -> int:
+    """Return the number of tokens behind the pieces; where a checkpoint names no tokenizer, the vocabulary tells it."""
+    pieces = len(model.pieces)
+    extra = rows - pieces if settings["path"] is None else settings["additional_vocab_size"]
+    if extra < 0 or extra % EXTRA or pieces + extra != rows:
+        raise ConversionError(
+            f"{model.path}: {pieces} pieces and {max(extra, 0)} additional tokens do not fit the model, whose "
+            f"vocabulary has {rows}; give the SentencePiece model that it was trained with"
+        )
+    return extra
+
+
+def _check_split(config: MegalodonConfig, count: int) -> None:
+    """Refuse a number of shards that the ranks of the original could not have."""
+    sizes = ("num_attention_heads", "norm_num_groups", "intermediate_size")
+    if uneven := [f"{name} = {getattr(config, name)}" for name in sizes if getattr(config, name) % count]:
+        raise ConversionError(f"--shards {count}: does not divide {', '.join(uneven)}; give a number that does")
+    if count > 1 and config.rescale_nffn:
+        raise ConversionError(
+            f"--shards {count}: the original runs rescale_nffn in one shard only; leave the option out"
+        )
+
+
+def _json(content: dict[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()
