@@ -149,6 +149,8 @@ class Megalodon(Format):
         Raises:
             ConversionError: the configuration is not that of a model, or tied tensors differ.
         """
+        if unknown := sorted(evidence.args.keys() - {row.name for row in self.table}):
+            raise ConversionError(f"{evidence.shown(unknown[0])}: the released code has no such field; take it out")
         config = build_config(MegalodonConfig, self.table, evidence, **read_fields(self.table, evidence))
         tensors, notes = evidence.tensors, []
         if config.tie_word_embeddings and {_EMBEDDING, _OUTPUT} <= tensors.keys():

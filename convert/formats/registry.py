@@ -62,7 +62,12 @@ def open_checkpoint(path: str | Path, progress: bool = False) -> Checkpoint:
     for fmt in registered_formats() if path.is_dir() else ():
         if fmt.has_folder(path):
             return fmt.read_folder(path, progress)
-    return read_checkpoint(path, progress)
+    try:
+        return read_checkpoint(path, progress)
+    except ConversionError:
+        if (fmt := next((fmt for fmt in registered_formats() if fmt.has_folder(path.parent)), None)) is None:
+            raise
+        raise ConversionError(f"{path}: one file of a {fmt.name} checkpoint; give its folder") from None
 
 
 def detect(checkpoint: Checkpoint) -> tuple[Format, str]:

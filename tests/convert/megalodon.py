@@ -1,0 +1,101 @@
+"""Small Megalodon folders in the original's layout, and SentencePiece models."""
+
+import json
+import struct
+
+import torch
+
+MODEL = {
+    "num_layers": 2,
+    "model_dim": 16,
+    "z_dim": 8,
+    "value_dim": 24,
+    "num_heads": 2,
+    "ffn_hidden_dim": 12,
+    "cema_ndim": 3,
+    "chunk_size": 8,
+    "vocab_size": -1,
+    "output_size": -1,
+    "norm_num_groups": 4,
+}
+PIECES = [("<unk>", 0.0, 2), ("<s>", 0.0, 3), ("</s>", 0.0, 3), ("\u2581a", -0.0, 1), ("bc", -1.0, 1)]
+PIECES += [(letter, -2.0 - index, 1) for index, letter in enumerate("\u2581abc")]
+# The dimensions along which ranks of the original split a tensor, by the end of its name; others are equal in all.
+SPLIT = {
+    0: ("wz.weight", "wz.bias", "wv.weight", "wv.bias", "wr.weight", "wr.bias", "wh1.weight", "wh1.bias", "fc1.weight",
+        "fc3.weight", "cema.alpha", "cema.delta", "cema.theta", "cema.gamma", "cema.omega", "timenorm.weight",
+        "timenorm.bias", "timenorm.prior_mean", "timenorm.prior_logv", "final_norm.weight", "final_norm.bias",
+        "final_norm.prior_mean", "final_norm.prior_logv"),
+    1: ("embed.weight", "output.output.weight", "wh2.weight", "fc2.weight", "mega.gamma", "mega.beta"),
+}  # fmt: skip
+
+
+def state(vocabulary=9, **settings):
+    """Returns the tensors of a model under the original's names."""
+    c = MODEL | settings
+    d, z, v, f, n, groups = (c[name] for name in
+        ("model_dim", "z_dim", "value_dim", "ffn_hidden_dim", "cema_ndim", "norm_num_groups"))  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+
+    def norm(prefix):
+        shapes = {"weight": (d,), "bias": (d,), "prior_mean": (groups,), "prior_logv": (groups,)}
+        tensors = {f"{prefix}.{name}": torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+        return tensors | {f"{prefix}.prior_count": torch.zeros((), dtype=torch.int64)}
+
+    shapes = {"embed.weight": (vocabulary, d)}
+    layer = {"mega.gamma": (2, z), "mega.beta": (2, z), "mega.cema.alpha": (d, n, 1), "mega.cema.delta": (d, n, 1)}
+    layer |= {"mega.cema.theta": (d, 1, 1), "mega.cema.gamma": (d, n, 2), "mega.cema.omega": (d, 1)}
+    layer |= {"mega.wz.weight": (z, d), "mega.wz.bias": (z,), "mega.wv.weight": (v, d), "mega.wv.bias": (v,)}
+    layer |= {"mega.wr.weight": (v, d), "mega.wr.bias": (v,), "mega.wh1.weight": (d, d), "mega.wh1.bias": (d,)}
+    layer |= {"mega.wh2.weight": (d, v), "nffn.fc1.weight": (f, d), "nffn.fc2.weight": (d, f)}
+    if c.get("norm_affine", True):
+        layer |= {"mega.rmsnorm.weight": (d,), "nffn.norm.weight": (d,), "nffn.norm.bias": (d,)}
+    layer |= {"nffn.fc3.weight": (f, d)} if c.get("swiglu") else {}
+    layer |= {"nffn.alpha": (d,)} if c.get("rescale_nffn") else {}
+    shapes |= {f"layers.{i}.{name}": shape for i in range(c["num_layers"]) for name, shape in layer.items()}
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    for index in range(c["num_layers"]):
+        tensors |= norm(f"layers.{index}.mega.timenorm")
+    tensors |= norm("output.final_norm")
+    tensors["rope.freqs"] = torch.rand(z // c["num_heads"] // 2, generator=generator)
+    rows = c["output_size"] if c["output_size"] > 0 else vocabulary
+    tied = c.get("share_emb")
+    tensors["output.output.weight"] = tensors["embed.weight"] if tied else torch.randn(rows, d, generator=generator)
+    return tensors
+
+
+def part(name, tensor, rank, ranks):
+    """Returns the part of a tensor that a rank saves."""
+    for dimension, names in SPLIT.items():
+        if name.endswith(names):
+            return tensor.chunk(ranks, dimension)[rank].clone()
+    return tensor
+
+
+def pieces(*, kinds=PIECES, model_type=2, byte_fallback=0, normalizer=b""):
+    """Returns the bytes of a SentencePiece model; `normalizer` is its NormalizerSpec."""
+
+    def field(number, content):
+        return bytes([number << 3 | 2, len(content)]) + content
+
+    whole = b""
+    for text, score, kind in kinds:
+        whole += field(1, field(1, text.encode()) + b"\x15" + struct.pack("<f", score) + bytes([0x18, kind]))
+    trainer = bytes([0x18, model_type, 0x98, 0x02, byte_fallback])
+    return whole + field(2, trainer) + field(3, normalizer)
+
+
+def folder(path, *, tensors=None, ranks=1, dtype="fp32", extra=0, tokenizer="tokenizer.model", **settings):
+    """Writes a folder as the original's loader reads it."""
+    path.mkdir(parents=True)
+    tensors = state(len(PIECES) + extra, **settings) if tensors is None else tensors
+    if dtype == "bf16":
+        tensors = {name: x.bfloat16() if x.is_floating_point() else x for name, x in tensors.items()}
+    for rank in range(ranks):
+        name = f"consolidated.{rank:02d}.pth" if ranks > 1 else "consolidated.pth"
+        torch.save({key: part(key, x, rank, ranks) if ranks > 1 else x for key, x in tensors.items()}, path / name)
+    named = {"path": tokenizer, "additional_vocab_size": extra, "data_tokenized": False}
+    (path / "config.json").write_text(json.dumps({"model": MODEL | settings, "tokenizer": named}))
+    (path / "consolidate_config.json").write_text(json.dumps({"model_parallel_size": ranks, "dtype": dtype}))
+    (path / "tokenizer.model").write_bytes(pieces())
+    return path

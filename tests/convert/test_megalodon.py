@@ -1,0 +1,312 @@
+"""Folders of the released Megalodon code: converted, exported, described and refused."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+from luna_mega import MegalodonConfig, MegalodonForCausalLM, MegalodonForSequenceClassification
+from luna_mega.cli import main
+from luna_mega.convert import convert_checkpoint, export_checkpoint
+from luna_mega.inspection.info import describe
+from luna_mega.inspection.verify import compare
+from tests.convert.exports import edit, fails, identical, load, save
+from tests.convert.megalodon import MODEL, PIECES, folder, pieces, state
+
+OURS = {
+    "vocab_size": 9,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "shared_representation_size": 8,
+    "value_size": 24,
+    "intermediate_size": 12,
+    "ema_projection_size": 3,
+    "norm_num_groups": 4,
+    "chunk_size": 8,
+}
+KINDS = {
+    "plain": {},
+    "swiglu": {"swiglu": True, "scale_emb": True, "share_emb": True, "rope_base": 500.0},
+    "rescaled": {"rescale_nffn": True, "norm_affine": False, "efficient_attn": "swift", "init_mode": "xavier"},
+    "fewer scores": {"output_size": 5, "norm_eps": 1e-3, "dropout": 0.1},
+}
+
+
+def same_folder(first, second):
+    for file in sorted(first.glob("consolidated*.pth")):
+        identical(torch.load(file), torch.load(second / file.name))
+    for name in ("config.json", "consolidate_config.json"):
+        assert json.loads((first / name).read_text()) == json.loads((second / name).read_text())
+    assert (first / "tokenizer.model").read_bytes() == (second / "tokenizer.model").read_bytes()
+    names = {file.name for file in first.iterdir()} - {"io.safetensors", "meta.json"}
+    assert names == {file.name for file in second.iterdir()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_folder_comes_back_bit_for_bit(tmp_path, kind):
+    source = folder(tmp_path / "source", **KINDS[kind])
+    report = convert_checkpoint(source, tmp_path / "model")
+    assert not report.warnings and not report.dropped and report.source["layout"] == "megalodon"
+    model = load(tmp_path / "model", MegalodonForCausalLM)
+    assert model.config.vocab_size == len(PIECES) and (model.config.bos_token_id, model.config.eos_token_id) == (1, 2)
+    assert model.config.tie_word_embeddings is KINDS[kind].get("share_emb", False)
+    weights = torch.load(source / "consolidated.pth")
+    assert torch.equal(model.megalodon.layers[1].mega.cema.alpha, weights["layers.1.mega.cema.alpha"])
+    assert torch.equal(model.megalodon.rope.freqs, weights["rope.freqs"])
+    assert not export_checkpoint(tmp_path / "model", tmp_path / "back").warnings
+    same_folder(source, tmp_path / "back")
+
+
+def test_shards_are_joined_and_split(tmp_path):
+    whole = folder(tmp_path / "whole", swiglu=True)
+    halves = folder(tmp_path / "halves", swiglu=True, ranks=2)
+    for name in ("whole", "halves"):
+        convert_checkpoint(tmp_path / name, tmp_path / f"{name}-model")
+    models = [load_file(tmp_path / f"{name}-model" / "model.safetensors") for name in ("whole", "halves")]
+    identical(*models)
+    export_checkpoint(tmp_path / "halves-model", tmp_path / "back")
+    same_folder(halves, tmp_path / "back")
+    for source, shards, expected in (("whole", 2, halves), ("halves", 1, whole)):
+        output = tmp_path / f"{shards} of {source}"
+        assert (
+            main(["export", str(tmp_path / f"{source}-model"), "--output", str(output), "--shards", str(shards)]) == 0
+        )
+        for file in expected.glob("consolidated*.pth"):
+            identical(torch.load(file), torch.load(output / file.name))
+    assert compare(halves, whole, tolerance=0.0, length=20).within
+
+
+def test_half_precision_stays_as_it_is(tmp_path):
+    source = folder(tmp_path / "source", dtype="bf16", share_emb=True)
+    report = convert_checkpoint(source, tmp_path / "model")
+    assert report.dtype_out == "bfloat16"
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    assert {x.dtype for x in stored.values() if x.is_floating_point()} == {torch.bfloat16}
+    export_checkpoint(tmp_path / "model", tmp_path / "back")
+    same_folder(source, tmp_path / "back")
+    # The model keeps rates and frequencies in float32; their values are those of the file.
+    MegalodonForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16).save_pretrained(tmp_path / "again")
+    shutil.copy(tmp_path / "model" / "conversion_report.json", tmp_path / "again")
+    export_checkpoint(tmp_path / "again", tmp_path / "again-back")
+    identical(torch.load(source / "consolidated.pth"), torch.load(tmp_path / "again-back" / "consolidated.pth"))
+
+
+def test_a_narrower_dtype_does_not_round_frequencies_and_rates(tmp_path):
+    source = folder(tmp_path / "source")
+    convert_checkpoint(source, tmp_path / "model", dtype="bfloat16")
+    stored, weights = load_file(tmp_path / "model" / "model.safetensors"), torch.load(source / "consolidated.pth")
+    assert torch.equal(stored["megalodon.rope.freqs"], weights["rope.freqs"])
+    assert stored["megalodon.layers.0.mega.cema.delta"].dtype == torch.float32
+    assert stored["megalodon.layers.0.mega.wz.weight"].dtype == torch.bfloat16
+
+
+PRESETS = {
+    "base": {},
+    "tied": {"swiglu": True, "scale_embedding": True, "tie_word_embeddings": True},
+    "paper": {"swiglu": True, "rope_theta": 100_000.0},
+    "scores": {"output_size": 5, "rescale_nffn": True, "norm_affine": False, "initializer": "bert"},
+    "extra": {"vocab_size": 9 + 256},
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_model_made_here_goes_there_and_back(tmp_path, name):
+    ours = save(tmp_path / "ours", MegalodonForCausalLM(MegalodonConfig(**OURS | PRESETS[name])))
+    (tmp_path / "pieces").write_bytes(pieces())
+    shards = 1 if "rescale_nffn" in PRESETS[name] else 2
+    report = export_checkpoint(ours, tmp_path / "out", dictionaries=[tmp_path / "pieces"], shards=shards)
+    assert not report.warnings and not report.notes
+    converted = convert_checkpoint(tmp_path / "out", tmp_path / "back")
+    assert not converted.warnings
+    identical(*(load(path, MegalodonForCausalLM).state_dict() for path in (ours, tmp_path / "back")))
+    config = MegalodonConfig.from_pretrained(tmp_path / "back")
+    assert {field: getattr(config, field) for field in OURS | PRESETS[name]} == OURS | PRESETS[name]
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "back")) == config.vocab_size
+
+
+def test_a_model_without_a_tokenizer(tmp_path):
+    ours = save(tmp_path / "ours", MegalodonForCausalLM(MegalodonConfig(**OURS)))
+    assert "no tokenizer.model in the folder" in "".join(export_checkpoint(ours, tmp_path / "out").notes)
+    report = convert_checkpoint(tmp_path / "out", tmp_path / "back")
+    assert report.tokenizer is None and "--bpe FILE" in "".join(report.notes)
+    (tmp_path / "pieces").write_bytes(pieces())
+    report = convert_checkpoint(tmp_path / "out", tmp_path / "with", bpe=tmp_path / "pieces")
+    assert report.tokenizer["size"] == 9 and (tmp_path / "with" / "tokenizer.model").is_file()
+
+
+def test_the_tokenizer_has_the_ids_of_the_original(tmp_path):
+    source = folder(tmp_path / "source", extra=256, output_size=9)
+    convert_checkpoint(source, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert len(tokenizer) == 9 + 256 and tokenizer.pad_token_id == 9
+    assert tokenizer("a  bca").input_ids == [1, 3, 5, 4, 6] and tokenizer.decode([1, 3, 5, 4, 6], True) == "a bca"
+    assert tokenizer("</s>").input_ids == [1, 5, 0]  # text that reads like a special token is text
+    assert tokenizer.convert_ids_to_tokens([9, 10, 264]) == ["<pad>", "<extra_10>", "<extra_264>"]
+    (source / "tokenizer.model").write_bytes(
+        pieces(kinds=[("<unk>", 0.0, 2), *(("xyz"[i] * (i + 1), -1.0, 1) for i in range(3)), *PIECES[4:]])
+    )
+    convert_checkpoint(source, tmp_path / "other")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "other")
+    ids = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    assert ids == (9, 10, 11) and MegalodonConfig.from_pretrained(tmp_path / "other").eos_token_id == 10
+
+
+def test_bytes_and_pieces_of_the_user(tmp_path):
+    kinds = [*PIECES, ("<0x0A>", 0.0, 6), ("<0xC3>", 0.0, 6), ("<0xA9>", 0.0, 6), ("bb", 0.0, 4)]
+    source = folder(tmp_path / "source", tensors=state(len(kinds)))
+    (source / "tokenizer.model").write_bytes(pieces(kinds=kinds, byte_fallback=1, normalizer=b"\x20\x00"))
+    convert_checkpoint(source, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    ids = tokenizer(" a\n\u00e9bbbc").input_ids
+    assert ids == [1, 5, 3, 9, 10, 11, 12, 4] and tokenizer.decode(ids, skip_special_tokens=True) == " a\n\u00e9bbbc"
+
+
+def test_info_verify_and_card(tmp_path, capsys):
+    source = folder(tmp_path / "source", ranks=2)
+    convert_checkpoint(source, tmp_path / "model")
+    of_file, of_folder = describe(source), describe(tmp_path / "model")
+    assert of_file.parameters == of_folder.parameters and of_file.length == 8 and of_file.heads == ["causal LM"]
+    assert of_file.written_by == "Megalodon: a megalodon checkpoint of the released Megalodon code"
+    assert "from source, a megalodon checkpoint" in of_folder.written_by
+    assert main(["verify", str(source), str(tmp_path / "model"), "--tolerance", "0"]) == 0
+    assert main(["verify", str(source), str(tmp_path / "model"), "--text", "a bca", "b"]) == 0
+    assert "Converted from the Megalodon checkpoint `source`" in (tmp_path / "model" / "README.md").read_text()
+
+
+def broken(change):
+    """Returns a change of a tensor of the first shard, or of the only one."""
+
+    def apply(path):
+        file = next(iter(sorted(path.glob("consolidated*.pth"))))
+        tensors = torch.load(file)
+        change(tensors)
+        torch.save(tensors, file)
+
+    return apply
+
+
+def other_run(path):
+    tensors = {name: x + 1 for name, x in torch.load(path / "consolidated.01.pth").items()}
+    torch.save(tensors, path / "consolidated.01.pth")
+
+
+def cut(path):
+    file = path / "consolidated.pth"
+    file.write_bytes(file.read_bytes()[:-3000])
+
+
+def training(path):
+    (path / "consolidate_config.json").unlink()
+    (path / "consolidated.pth").rename(path / "model.ckpt.00000.pth")
+
+
+def settings(**changes):
+    return lambda path: edit(path, model=MODEL | changes)
+
+
+BAD = {
+    "a shard is missing": (2, lambda path: (path / "consolidated.01.pth").unlink(), "consolidated.01.pth is missing"),
+    "all shards are missing": (1, lambda path: (path / "consolidated.pth").unlink(), "consolidated.pth is missing"),
+    "one too many": (1, lambda path: (path / "consolidated.02.pth").touch(), "is none of"),
+    "another run": (2, other_run, "not shards of one checkpoint"),
+    "another shape": (2, broken(lambda x: x.update({"embed.weight": torch.zeros(9, 7)})), "not shards of one"),
+    "another name": (2, broken(lambda x: x.pop("rope.freqs")), "consolidated.00.pth lacks 'rope.freqs'"),
+    "no configuration": (1, lambda path: (path / "config.json").unlink(), "no config.json"),
+    "not consolidated": (1, lambda path: (path / "consolidate_config.json").unlink(), "without consolidate"),
+    "FSDP": (1, training, "model.ckpt.00000.pth: sharded training state (FSDP)"),
+    "NaN": (1, broken(lambda x: x["embed.weight"].fill_(torch.nan)), "NaN or Inf in 1 of"),
+    "heads": (1, settings(num_heads=3), "each of the 3 heads"),
+    "groups": (1, settings(norm_num_groups=5), "norm_num_groups = 5"),
+    "width": (1, settings(model_dim=32), "has shape"),
+    "an unknown tokenizer": (1, lambda path: (path / "tokenizer.model").write_bytes(b"no model"), "not a Sentence"),
+    "another tokenizer": (1, lambda path: (path / "tokenizer.model").write_bytes(pieces(kinds=PIECES[:-1])), "8 pieces"),
+    "unigram": (1, lambda path: (path / "tokenizer.model").write_bytes(pieces(model_type=1)), "of kind unigram"),
+    "no tokenizer": (1, lambda path: (path / "tokenizer.model").unlink(), "give it with --bpe"),
+    "truncated": (1, cut, "damaged or truncated"),
+    "a count": (1, broken(lambda x: x["output.final_norm.prior_count"].fill_(3)), "prior_count' is 3"),
+    "tied but different": (1, settings(share_emb=True), "are tied in the original but differ"),
+    "dtype": (1, lambda path: edit(path, "consolidate_config.json", dtype="int4"), "is not one of fp32, fp16, bf16"),
+    "number of shards": (1, lambda path: edit(path, "consolidate_config.json", model_parallel_size=2**31), "is not from"),
+    "settings": (1, lambda path: edit(path, model=[]), "'model' does not hold"),
+    "a type": (1, settings(chunk_size="x"), "model.chunk_size = 'x' is not a whole number"),
+    "extra tokens": (1, lambda path: edit(path, tokenizer={"additional_vocab_size": 5}), "no multiple of 256"),
+    "a word": (1, lambda path: edit(path, tokenizer={"path": "a\x1bb"}), "tokenizer = "),
+    "an unknown field": (1, settings(sliding_window=5), "sliding_window"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line_and_nothing_is_written(tmp_path, capsys, name):
+    ranks, change, words = BAD[name]
+    source = folder(tmp_path / "source", ranks=ranks)
+    change(source)
+    before = sorted(tmp_path.iterdir())
+    capsys.readouterr()
+    assert main(["convert", str(source), "--output", str(tmp_path / "model")]) == 1
+    printed = capsys.readouterr()
+    assert words in printed.err and printed.err.count("\n") == 1 and printed.out == "", printed.err
+    assert printed.err[:-1].isprintable() and sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--dict", "dict.txt"], "--bpe gives the SentencePiece model"),
+        (["--bpe", "missing.model"], "missing.model: no such file"),
+        (["--layer-norm", "standard"], "Megalodon stores norm weights less 1"),
+        (["--ema-convention", "main"], "one form of its moving average"),
+    ],
+)
+def test_options_that_do_not_suit(tmp_path, capsys, options, words):
+    source = folder(tmp_path / "source")
+    assert main(["convert", str(source), "--output", str(tmp_path / "model"), *options]) == 1
+    assert words in capsys.readouterr().err and not (tmp_path / "model").exists()
+
+
+def test_a_single_file_of_a_folder(tmp_path, capsys):
+    source = folder(tmp_path / "source")
+    assert main(["convert", str(source / "consolidated.pth"), "--output", str(tmp_path / "model")]) == 1
+    assert "one file of a megalodon checkpoint; give its folder" in capsys.readouterr().err
+
+
+def test_exports_that_the_original_cannot_run(tmp_path, capsys):
+    ours = save(tmp_path / "ours", MegalodonForCausalLM(MegalodonConfig(**OURS)))
+    assert "does not divide num_attention_heads = 2" in fails(capsys, ours, tmp_path / "out", "--shards", "3")
+    rescaled = save(tmp_path / "other", MegalodonForCausalLM(MegalodonConfig(**OURS, rescale_nffn=True)))
+    assert "rescale_nffn in one shard only" in fails(capsys, rescaled, tmp_path / "out", "--shards", "2")
+    head = save(tmp_path / "head", MegalodonForSequenceClassification(MegalodonConfig(**OURS)))
+    assert "these can be exported" in fails(capsys, head, tmp_path / "out")
+    (tmp_path / "pieces").write_bytes(pieces(kinds=PIECES[:-1]))
+    assert "do not fit the model" in fails(capsys, ours, tmp_path / "out", "--dict", str(tmp_path / "pieces"))
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").touch()
+    assert "not empty" in fails(capsys, ours, tmp_path / "full")
+    with pytest.raises(ValueError, match="shards must be at least 1"):
+        export_checkpoint(ours, tmp_path / "out", shards=0)
+
+
+def test_fixtures_of_the_original(shared_dir, tmp_path):
+    fixtures = sorted((shared_dir / "fixtures" / "megalodon").glob("*/consolidate_config.json"))
+    assert fixtures
+    for source in (file.parent for file in fixtures):
+        meta, output = json.loads((source / "meta.json").read_text()), tmp_path / source.name
+        report = convert_checkpoint(source, output / "model")
+        assert not report.warnings and not report.dropped
+        export_checkpoint(output / "model", output / "back")
+        same_folder(source, output / "back")
+        tokenizer, ids = AutoTokenizer.from_pretrained(output / "model"), meta["tokenizer"]
+        assert len(tokenizer) == ids["n_words"] == report.tokenizer["size"]
+        for role in ("bos", "eos", "pad"):
+            assert getattr(tokenizer, f"{role}_token_id") == (ids[f"{role}_id"] if ids[f"{role}_id"] >= 0 else None)
+        for case in meta["greedy"].values():
+            for text, expected in zip(case["prompt"], case["prompt_ids"], strict=True):
+                assert tokenizer(text).input_ids == expected
+                assert tokenizer.decode(expected, skip_special_tokens=True) == text
+        if meta["model_parallel_size"] == 2:
+            export_checkpoint(output / "model", output / "whole", shards=1)
+            convert_checkpoint(output / "whole", output / "again")
+            identical(*(load_file(output / name / "model.safetensors") for name in ("model", "again")))
