@@ -101,8 +101,8 @@ class MegaFormat(Format):
         """Return why a file of an unknown kind of Mega, or of its successor, cannot be converted."""
         if _is_megalodon(tensors):
             return (
-                f"a Megalodon-line checkpoint (arch {shown(arch)}: complex EMA, timestep norm), but not as the released "
-                "code saves it; give the folder with consolidate_config.json and consolidated.pth"
+                f"a Megalodon-line checkpoint (arch {shown(arch)}: complex EMA, timestep norm), but not as the "
+                "released code saves it; give the folder with consolidate_config.json and consolidated.pth"
             )
         if not any(re.search(_MEGA, key) for key in tensors):
             return None
