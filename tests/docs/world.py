@@ -57,6 +57,15 @@ def make_models(folder: Path) -> None:
     found["wikitext103"] = luna_mega.MegaForCausalLM(luna_mega.MegaConfig(**MEGA, **size, **causal))
     translation = luna_mega.MegaSeq2SeqConfig(**MEGA, **size, max_length=8)
     found["wmt16"] = luna_mega.MegaForConditionalGeneration(translation)
+    sizes = {
+        "num_hidden_layers": 1,
+        "hidden_size": 16,
+        "shared_representation_size": 8,
+        "value_size": 24,
+        "chunk_size": 8,
+    }
+    sizes |= {"intermediate_size": 16, "ema_projection_size": 2, "norm_num_groups": 4}
+    found["megalodon"] = luna_mega.MegalodonForCausalLM(luna_mega.MegalodonConfig(**sizes, **size))
     for name, model in found.items():
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
