@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import luna_mega
 from luna_mega import LunaConfig, LunaForMaskedLM, LunaForSequenceClassification, LunaModel
 from luna_mega.cli import main
-from luna_mega.inspection import costs_luna, costs_mega
+from luna_mega.inspection import costs_luna, costs_mega, costs_megalodon
 from luna_mega.inspection.costs import (
     count_parameters,
     flops_per_token,
@@ -140,7 +140,7 @@ def test_folder(tmp_path, capsys):
     assert found["activation_bytes"]["inference"] == 4 * (10 * max(5 * 32 + 2 * 56, 7 * 32) + 5 * 8 * 32)
 
 
-@pytest.mark.parametrize("family", [costs_luna, costs_mega])
+@pytest.mark.parametrize("family", [costs_luna, costs_mega, costs_megalodon])
 def test_the_page_has_the_formulas(repo_root, family):
     page = " ".join((repo_root / "docs" / "costs.md").read_text(encoding="utf-8").split())
     for name, text in family.FORMULAS.items():
