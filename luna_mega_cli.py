@@ -296,6 +296,31 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Answers completions, chat and responses in the protocol of OpenAI, by the server of transformers (pip install "
+        "'luna-mega[serve]') or by vLLM (pip install 'luna-mega[vllm]', in an environment of its own)."
+    )
+    parser.add_argument("folder", metavar="FOLDER", help=f"{_FOLDER}, of a causal language model with its tokenizer")
+    parser.add_argument(
+        "--engine", choices=("transformers", "vllm"), default="transformers", help="who serves (default: transformers)"
+    )
+    parser.add_argument(
+        "--host", metavar="NAME", default="127.0.0.1", help="address to listen on; 0.0.0.0 = all (default: 127.0.0.1)"
+    )
+    parser.add_argument("--port", metavar="N", type=_port, default=8000, help="port to listen on (default: 8000)")
+    parser.add_argument("--key", metavar="KEY", help="what clients must send as their API key (default: none)")
+    parser.add_argument(
+        "--max-length", metavar="N", type=_positive, help="tokens of prompt and answer, at most; with --engine vllm"
+    )
+    parser.add_argument(
+        "--max-requests",
+        metavar="N",
+        type=_positive,
+        help="requests at once; further ones get an error 503, or wait with --engine vllm (default: the engine's)",
+    )
+
+
 def _add_dictionaries(parser: argparse.ArgumentParser, text: str) -> None:
     parser.add_argument("--dict", metavar="FILE", nargs="+", action="extend", default=[], help=text)
 
@@ -336,6 +361,12 @@ def _check_demo(options: argparse.Namespace) -> str | None:
 def _check_eval(options: argparse.Namespace) -> str | None:
     if options.mteb is not None and options.arguments:
         return f"{options.arguments[0]} is an argument of lm-eval; with --mteb nothing follows FOLDER"
+    return None
+
+
+def _check_serve(options: argparse.Namespace) -> str | None:
+    if options.max_length and options.engine != "vllm":
+        return "--max-length goes with --engine vllm; the server of transformers has no such limit"
     return None
 
 
@@ -427,5 +458,18 @@ COMMANDS = (
         target="luna_mega.commands.demo",
         json="with --space: print what was written as JSON",
         check=_check_demo,
+    ),
+    Command(
+        name="serve",
+        help="answer completions and chat over HTTP, by transformers or vLLM",
+        arguments=_add_serve,
+        examples=(
+            "my-model",
+            "my-model --port 8080 --key secret --max-requests 8",
+            "my-model --engine vllm --max-length 16384",
+        ),
+        target="luna_mega.commands.serve_folder",
+        json="print the address and the name of the model as JSON",
+        check=_check_serve,
     ),
 )

@@ -22,9 +22,10 @@ from luna_mega.inspection.evaluation import embedding_scores, evaluate, scores
 from luna_mega.inspection.info import describe
 from luna_mega.inspection.verify import compare
 from luna_mega.onnx import export_onnx
+from luna_mega.serving.engines import prepare
 
 _PATHS = {"checkpoint", "folder", "path", "a", "b", "inputs", "dict", "bpe", "output", "space"}
-_WORDS = {"head", "license", "host", "mteb"}
+_WORDS = {"head", "license", "host", "key", "mteb"}
 
 
 def run(target: str, options: argparse.Namespace) -> int:
@@ -154,4 +155,13 @@ def demo(options: argparse.Namespace) -> int:
         _print(options, f"written to {options.space}: {', '.join(files)}", {"output": options.space, "files": files})
     else:
         serve(options.folder, options.host, options.port)
+    return 0
+
+
+def serve_folder(options: argparse.Namespace) -> int:
+    start = prepare(**_chosen(options, "folder", "engine", "host", "port", "key", "max_length", "max_requests"))
+    address = f"http://{options.host}:{options.port}/v1"
+    _print(options, f"{options.folder} at {address}", {"address": address, "model": options.folder})
+    sys.stdout.flush()
+    start()
     return 0

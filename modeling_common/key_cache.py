@@ -7,13 +7,15 @@ from torch import nn
 
 from luna_mega.kernels.gated_attention.alignment import rotation, take
 from luna_mega.modeling_common.cache import StateLayer
+from luna_mega.modeling_common.layout import TokenLayout
 
 
 class Reach(NamedTuple):
     """The keys `[B, S, Z]` and values `[B, S, V]` that new positions attend to, among them their own.
 
     `mask` `[B, S]`: None = all. `start` `[B]`: the position of the first key; None = 0, or the first of a chunk.
-    `column` `[B]`: the column of a single new position, None = the last.
+    `column` `[B]`: the column of a single new position, None = the last. `layout`: of ragged sequences `[1, S, ...]`,
+    which begin with a chunk, and the places of the new positions in them.
     """
 
     keys: torch.Tensor
@@ -21,6 +23,7 @@ class Reach(NamedTuple):
     mask: torch.Tensor | None = None
     start: torch.Tensor | None = None
     column: torch.Tensor | None = None
+    layout: TokenLayout | None = None
 
 
 class KeyLayer(StateLayer):

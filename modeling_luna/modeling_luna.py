@@ -296,7 +296,7 @@ class LunaCausalAttention(nn.Module):
                 return self.step(hidden_states, layout, packed_mask, past), None
             pack_query, state = past.pack_query, past.state
         else:
-            pack_query = _split(self.pack_query(packed), self.head_size)
+            pack_query = self.project_packed(packed)
         if self.tied:
             key = value = _split(self.key_value(hidden_states), self.head_size)
         else:
@@ -314,6 +314,10 @@ class LunaCausalAttention(nn.Module):
                 past.store(pack_query=pack_query, pack_mask=packed_mask)
             past.store_state(following, hidden_states.shape[1])
         return self.output(output.flatten(2)), self.all_heads.join_heads(weights[0] if weights else None)
+
+    def project_packed(self, packed: torch.Tensor) -> torch.Tensor:
+        """Return the projected P, `[B, L, H, K]`."""
+        return _split(self.pack_query(packed), self.head_size)
 
     def step(
         self, hidden_states: torch.Tensor, layout: TokenLayout, packed_mask: torch.Tensor | None, past: LunaCacheLayer

@@ -137,7 +137,7 @@ class MegaMovingAverage(nn.Module):
             output = output[:, None]
         else:
             options |= {"truncation": self.truncation, "initial_state": state, "return_state": True}
-            output, state = damped_ema(hidden_states, mask=layout.mask, **options)
+            output, state = damped_ema(hidden_states, **layout.options(), **options)
         past.store(**({"average": state} if self.truncation is None else state._asdict()))
         return output
 
@@ -240,6 +240,10 @@ class MegaGatedAttention(nn.Module):
         """Add keys to `past`, and attend to what it has."""
         chunk_size, single = self.config.attention_chunk, query.shape[1] == 1 and not output_weights
         reach = past.extend(key, value, mask, chunk_size)
+        if (ragged := reach.layout) is not None:
+            keys = (reach.keys, reach.values, ragged, None)
+            attended, weights = self.attend(ragged.scatter(query), *keys, 0, output_weights)
+            return ragged.gather(attended), weights
         length, offset = reach.keys.shape[1], reach.keys.shape[1] - query.shape[1]
         if not single:
             keys = (reach.keys, reach.values, TokenLayout(reach.mask), reach.start)
@@ -555,10 +559,7 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
                 None if source is None else source.layers[index],
                 batch.grid,
             )
-        if self.final_norm is not None:
-            hidden_states = self.final_norm(hidden_states, layout)
-        if self.output_projection is not None:
-            hidden_states = self.output_projection(hidden_states)
+        hidden_states = self.finish(hidden_states, layout)
         sequences, hidden_states = layout.sizes(hidden_states)[0], layout.scatter(hidden_states)
         pooled = None
         if self.pooler is not None and sequences == hidden_states.shape[0]:
@@ -578,6 +579,12 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
         hidden_states = self.embedding_dropout(hidden_states, layout)
         # What the original's batch norm counts at padding.
         return layout.clear_padding(hidden_states) if self.config.padded_batch_statistics else hidden_states
+
+    def finish(self, hidden_states: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
+        """Return the states behind the last layer, `[B, T, d]`, as heads read them."""
+        if self.final_norm is not None:
+            hidden_states = self.final_norm(hidden_states, layout)
+        return hidden_states if self.output_projection is None else self.output_projection(hidden_states)
 
 
 __all__ = ["MegaModel", "MegaPreTrainedModel"]

@@ -17,7 +17,7 @@ from luna_mega import cli
 from luna_mega.convert import ConversionError, convert_checkpoint
 from luna_mega.convert.exporter import export_checkpoint
 
-COMMANDS = ("convert", "export", "verify", "info", "bundle", "onnx", "eval", "demo")
+COMMANDS = ("convert", "export", "verify", "info", "bundle", "onnx", "eval", "demo", "serve")
 
 
 def replace(monkeypatch, name, function):

@@ -27,12 +27,13 @@ ROOMS = {
     "luna_mega.inspection": {"lm_eval", "safetensors", "torch", "tqdm", "transformers"},
     "luna_mega.distillation": {"torch", "transformers"},
     "luna_mega.demo": {"gradio", "huggingface_hub", "pandas", "torch", "transformers"},
+    "luna_mega.serving": {"starlette", "torch", "transformers", "vllm"},
     "luna_mega.onnx": {"onnx_ir", "onnxruntime", "torch", "tqdm", "transformers"},
     "luna_mega.commands": {"torch", "transformers"},
     "luna_mega.cli": set(),
 }
 APART = {"luna_mega.modeling_luna", "luna_mega.modeling_mega", "luna_mega.modeling_megalodon"}
-OPTIONAL = {"triton", "onnx_ir", "onnxruntime", "lm_eval", "gradio", "pandas", "argcomplete"}
+OPTIONAL = {"triton", "onnx_ir", "onnxruntime", "lm_eval", "gradio", "pandas", "argcomplete", "starlette"}
 NEVER_IMPORTED = {"examples", "studies", "benchmarks", "tests"}
 
 

@@ -1,0 +1,188 @@
+# Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
+"""The causal language models as a server runs them: layer by layer, over tokens of many sequences laid end to end.
+
+A server keeps the states (`slots.py`) and decides which sequences go on. What a family has of its own is in its class;
+`FAMILIES` lists them by the architecture that a configuration names.
+"""
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel, initialization as init
+
+from luna_mega.modeling_common.cache import Constants, StateLayer
+from luna_mega.modeling_common.inputs import Batch
+from luna_mega.modeling_common.layout import DENSE, TokenLayout
+from luna_mega.modeling_luna.generation_luna import LunaForCausalLM
+from luna_mega.modeling_mega.generation_mega import MegaForCausalLM
+from luna_mega.serving.slots import LunaSlots, MegaSlots, Sequences
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+class ServedModel(nn.Module):
+    """A causal language model without its caches. `model`: the model itself, whose weights may be loaded later."""
+
+    model_class: type[PreTrainedModel]
+    states: int  # of a sequence in one layer
+
+    def __init__(self, config: PreTrainedConfig, dtype: torch.dtype):
+        super().__init__()
+        if (reason := self.refusal(config)) is not None:
+            raise ValueError(reason)
+        self.config = config
+        with init.no_init_weights():
+            self.model = self.model_class._from_config(config, dtype=dtype).eval()
+        exact = self.model._keep_in_fp32_modules_strict or ()
+        for name, module in self.model.named_modules():
+            if name.rpartition(".")[2] in exact:
+                module.float()
+        self.model.tie_weights()
+        self.constants = [Constants() for _ in range(config.num_hidden_layers)]
+
+    @classmethod
+    def refusal(cls, config: PreTrainedConfig) -> str | None:
+        """Return why a model of this configuration cannot be served from slots, None where it can."""
+        return None
+
+    @classmethod
+    def state_shapes(cls, config: PreTrainedConfig) -> Shapes:
+        """Return the shapes of the states of a sequence in one layer."""
+        raise NotImplementedError
+
+    @classmethod
+    def state_dtypes(cls, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+        """Return their dtypes, for a model of this one."""
+        raise NotImplementedError
+
+    def embed(self, embeddings: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return `[tokens, d]` as the first layer takes them; `embeddings` `[tokens, E]`, `positions` `[tokens]`."""
+        raise NotImplementedError
+
+    def past(self, index: int, states: tuple[torch.Tensor, ...], sequences: Sequences) -> StateLayer:
+        """Return the memory of a layer over these sequences, which is in `states`."""
+        raise NotImplementedError
+
+    def run_layer(self, index: int, hidden_states: torch.Tensor, layout: TokenLayout, past: StateLayer) -> torch.Tensor:
+        """Return what a layer makes of `[B, T, d]`, and bring its memory up to date."""
+        raise NotImplementedError
+
+    def finish(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return `[tokens, d]` behind the last layer, as `score` takes them."""
+        raise NotImplementedError
+
+    def look_up(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings of tokens."""
+        return self.model.get_input_embeddings()(input_ids)
+
+    def advance(
+        self, index: int, hidden_states: torch.Tensor, states: tuple[torch.Tensor, ...], groups: list[Sequences]
+    ) -> torch.Tensor:
+        """Run a layer over `[tokens, d]`: the tokens of each group of sequences, one call for each group.
+
+        Rows behind those of all groups are padding, and come out as zeros.
+        """
+        output, begin = torch.zeros_like(hidden_states), 0
+        for sequences in groups:
+            layout = sequences.layout
+            # Of ragged sequences the last bound is not known without waiting for the device: they are all the rest.
+            end = layout.shape[1] + begin if layout.is_ragged() else begin + len(sequences.slots)
+            rows = hidden_states[begin:end]
+            rows = rows[None] if layout.is_ragged() else rows[:, None]
+            result = self.run_layer(index, rows, layout, self.past(index, states, sequences))
+            output[begin:end] = result.flatten(0, 1)
+            begin = end
+        return output
+
+    def score(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return the logits of `[tokens, d]`."""
+        return self.model.score_tokens(hidden_states)
+
+    def load(self, weights: dict[str, torch.Tensor]):
+        """Load all weights; those that are tied need one name."""
+        missing, unknown = self.model.load_state_dict(weights, strict=False)
+        self.model.tie_weights()
+        lost = set(missing) - self.model.all_tied_weights_keys.keys()
+        if lost or unknown:
+            raise ValueError(f"the folder lacks the weights {sorted(lost)}, and has unknown ones: {sorted(unknown)}")
+
+
+class ServedMega(ServedModel):
+    """Mega with attention in chunks: a slot has the average, and keys and values of the chunk that is open."""
+
+    model_class, states = MegaForCausalLM, 3
+
+    @classmethod
+    def refusal(cls, config: PreTrainedConfig) -> str | None:
+        if config.attention_chunk is None:
+            return "Mega without chunks keeps the keys of all tokens, and a slot is of constant size: set use_chunking"
+        if config.truncation is not None:
+            return f"truncation={config.truncation}: a slot has no place for the inputs of a truncated moving average"
+        if config.adaptive_softmax_cutoffs is not None or config.adaptive_input_cutoffs is not None:
+            return "an adaptive softmax or embedding is not served, as its bands depend on the tokens: use generate"
+        return None
+
+    @classmethod
+    def state_shapes(cls, config: PreTrainedConfig) -> Shapes:
+        chunk, keys, values = config.attention_chunk, config.shared_representation_size, config.intermediate_size
+        return (config.hidden_size, config.ema_projection_size), (chunk, keys), (chunk, values)
+
+    @classmethod
+    def state_dtypes(cls, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+        return torch.float32, dtype, dtype
+
+    def embed(self, embeddings, positions):
+        batch = Batch(embeddings[None], None, DENSE, None, None, None, False, False)
+        return self.model.mega.embed_tokens(batch)[0]
+
+    def past(self, index, states, sequences):
+        return MegaSlots(states, sequences, self.constants[index])
+
+    def run_layer(self, index, hidden_states, layout, past):
+        return self.model.mega.layers[index](hidden_states, layout, past=past)
+
+    def finish(self, hidden_states):
+        return self.model.mega.finish(hidden_states[None], DENSE)[0]
+
+
+class ServedLuna(ServedModel):
+    """Luna: a slot has two running means. The projected P of a layer depends on weights alone."""
+
+    model_class, states = LunaForCausalLM, 2
+
+    @classmethod
+    def state_shapes(cls, config: PreTrainedConfig) -> Shapes:
+        heads, rows = config.num_attention_heads, config.projection_length
+        size = config.hidden_size // heads
+        return (heads, size, rows), (heads, rows, size)
+
+    @classmethod
+    def state_dtypes(cls, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+        return torch.float32, torch.float32
+
+    def embed(self, embeddings, positions):
+        return self.model.luna.embeddings(embeddings[None], DENSE, positions[None], with_packed=False)[0][0]
+
+    def past(self, index, states, sequences):
+        luna, layer = self.model.luna, self.layer(index)
+        weights = (*luna.embeddings.parameters(), *layer.attention.pack_query.parameters())
+        pack_query = self.constants[index].get("pack_query", weights, lambda: self.pack_query(index))
+        return LunaSlots(states, sequences, pack_query)
+
+    def layer(self, index: int) -> nn.Module:
+        """Return a layer; with `share_layers` all are one."""
+        return self.model.luna.decoder.layers[0 if self.config.share_layers else index]
+
+    def pack_query(self, index: int) -> torch.Tensor:
+        """Return the projected P of a layer, `[L, H, K]`, in memory as the steps multiply it, `[H, L, K]`."""
+        embeddings, attention = self.model.luna.embeddings, self.layer(index).attention
+        packed, _ = embeddings.packed(embeddings.packed_embeddings.new_zeros(1, 1, self.config.hidden_size), DENSE)
+        return attention.project_packed(packed[index])[0].transpose(0, 1).contiguous().transpose(0, 1)
+
+    def run_layer(self, index, hidden_states, layout, past):
+        return self.layer(index)(hidden_states, None, layout, past=past)[0]
+
+    def finish(self, hidden_states):
+        return self.model.luna.decoder.final_norm(hidden_states[None], [None])[0][0]
+
+
+FAMILIES: dict[str, type[ServedModel]] = {cls.model_class.__name__: cls for cls in (ServedLuna, ServedMega)}

@@ -1,0 +1,121 @@
+# Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
+"""The states of sequences in slots that a server owns, in the place of the caches of a model.
+
+A slot has the state of one sequence in one layer. The tensors of a layer are `[slots, ...]`, and layers read and write
+the rows of the sequences at hand. Nothing here waits for the device.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from luna_mega.kernels.api import LunaCausalState
+from luna_mega.kernels.ragged import locate
+from luna_mega.modeling_common.cache import Constants
+from luna_mega.modeling_common.key_cache import Reach
+from luna_mega.modeling_common.layout import DENSE, TokenLayout
+from luna_mega.modeling_common.masks import can_look
+from luna_mega.modeling_luna.cache_luna import LunaCacheLayer
+from luna_mega.modeling_mega.cache_mega import MegaCacheLayer
+
+
+class Sequences(NamedTuple):
+    """S sequences that go on together.
+
+    Args:
+        slots: `[S]`, the slot of each.
+        before: `[S]` int64, the tokens that each has had; 0 = a new one, to which the slot's content does not belong.
+        layout: where their new tokens are: ragged, or `DENSE` for one token each.
+    """
+
+    slots: torch.Tensor
+    before: torch.Tensor
+    layout: TokenLayout = DENSE
+
+    def read(self, state: torch.Tensor) -> torch.Tensor:
+        """Return `[S, ...]`, a copy of the slots, with zeros for new sequences."""
+        rows = state[self.slots]
+        new = (self.before == 0).view(-1, *(1,) * (rows.dim() - 1))
+        return rows.masked_fill_(new, 0.0)
+
+    def write(self, state: torch.Tensor, rows: torch.Tensor):
+        """Replace the slots by `[S, ...]`."""
+        state[self.slots] = rows.to(state.dtype)
+
+
+class MegaSlots(MegaCacheLayer):
+    """The memory of one Mega block in slots: averages `[slots, D, N]`, and keys and values of the open chunk.
+
+    Those are `[slots, C, Z]` and `[slots, C, V]`; position p of a sequence is in column p modulo C.
+    """
+
+    def __init__(self, states: tuple[torch.Tensor, ...], sequences: Sequences, constants: Constants):
+        super().__init__()
+        self.states, self.sequences, self._constants = states, sequences, constants
+        self.average = sequences.read(states[0])
+
+    def store(self, length: int = 0, *, average: torch.Tensor):
+        """Write the averages back."""
+        self.sequences.write(self.states[0], average)
+
+    def extend(self, keys, values, mask, chunk_size) -> Reach:
+        """Add keys and values, and return what the new positions attend to, all of which are kept (no mask)."""
+        if self.sequences.layout.is_ragged():
+            return self._extend_ragged(keys, values, chunk_size)
+        slots, column = self.sequences.slots, self.sequences.before % chunk_size
+        # Looking at the columns is free on a CPU; elsewhere all are read.
+        count = int(column.max()) + 1 if can_look(column) else chunk_size
+        reach = []
+        for state, new in zip(self.states[1:], (keys, values), strict=True):
+            state[slots, column] = new[:, 0].to(state.dtype)
+            reach.append(state[slots, :count])
+        return Reach(*reach, column=column)
+
+    def _extend_ragged(self, keys, values, chunk_size):
+        """Put the kept keys of the open chunks before the new ones of each sequence, so that chunks begin there."""
+        (slots, before, layout), total = self.sequences, keys.shape[1]
+        bounds, kept = layout.cu_seqlens.long(), before % chunk_size
+        # How many keys are kept is not known without waiting for the device. The room for all is then taken, and
+        # what is left of it follows the last sequence, where attention to the past does not see it.
+        room = int(kept.sum()) if can_look(kept) else len(kept) * (chunk_size - 1)
+        joined = torch.cat([bounds[:1], bounds[1:] + kept.cumsum(0)])
+        joined[-1] = total + room
+        longest = int(joined.diff().max()) if can_look(joined) else layout.max_seqlen + room
+        row, column = locate(joined, total + room)
+        new_row, new_column = locate(bounds, total)
+        places = joined[new_row] + kept[new_row] + new_column
+        source = (bounds[row] + column - kept[row]).clamp(0, total - 1)
+        is_kept = (column < kept[row])[:, None]
+        lengths, columns = bounds.diff(), torch.arange(chunk_size, device=keys.device)
+        opened = ((before + lengths) % chunk_size)[:, None]  # positions of the chunk that is open behind the new ones
+        following = ((joined[:-1] + kept + lengths)[:, None] - opened + columns).clamp(max=total + room - 1)
+        is_open = (columns < opened)[..., None]
+        reach = []
+        for state, new in zip(self.states[1:], (keys, values), strict=True):
+            old = state[slots[row], column.clamp(max=chunk_size - 1)]
+            whole = torch.where(is_kept, old, new[0, source].to(state.dtype))
+            self.sequences.write(state, whole[following].masked_fill_(~is_open, 0.0))
+            reach.append(whole[None])
+        return Reach(*reach, layout=TokenLayout(None, joined, longest, places, (1, total + room)))
+
+
+class LunaSlots(LunaCacheLayer):
+    """The memory of one Luna decoder layer in slots: means `[slots, H, K, L]` and `[slots, H, L, K]`.
+
+    `pack_query`: the projected P of the layer, `[L, H, K]`.
+    """
+
+    def __init__(self, states: tuple[torch.Tensor, ...], sequences: Sequences, pack_query: torch.Tensor):
+        super().__init__()
+        self.states, self.sequences = states, sequences
+        self.pack_query = pack_query.expand(len(sequences.slots), -1, -1, -1)
+        means = (sequences.read(state) for state in states)
+        self.store_state(LunaCausalState(*means, sequences.before.clone()), 0)
+        self.is_initialized = True
+
+    def store_state(self, state: LunaCausalState, length: int):
+        """Replace the state, and after new positions write it back."""
+        super().store_state(state, length)
+        if length:
+            for slots, mean in zip(self.states, state[:2], strict=True):
+                self.sequences.write(slots, mean)

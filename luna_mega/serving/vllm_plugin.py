@@ -1,0 +1,221 @@
+# Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
+"""The plugin for vLLM: all that depends on vLLM's internals, of the versions that the extra `vllm` names.
+
+vLLM's entry point calls `register` in each of its processes. A layer is a custom operator, so that a compiled program
+keeps it whole; decoding is captured whole in a CUDA graph, as nothing in it waits for the device.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from vllm import ModelRegistry
+from vllm.compilation.decorators import support_torch_compile
+from vllm.config import CompilationConfig, VllmConfig
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
+from vllm.model_executor.models.config import MODELS_CONFIG_MAP, MambaModelConfig
+from vllm.model_executor.models.interfaces import HasInnerState, IsAttentionFree, SupportsMambaPrefixCaching
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends.linear_attn import LinearAttentionBackend
+from vllm.v1.attention.backends.mamba_attn import BaseMambaAttentionMetadata, BaseMambaAttentionMetadataBuilder
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+
+from luna_mega.modeling_common.layout import TokenLayout
+from luna_mega.serving.families import FAMILIES, ServedModel
+from luna_mega.serving.slots import Sequences
+
+OPERATOR = "luna_mega::serving_layer"
+
+
+def register():
+    """Make vLLM know the architectures. Calling it again changes nothing."""
+    for name in FAMILIES:
+        ModelRegistry.register_model(name, f"{__name__}:{name}")
+        MODELS_CONFIG_MAP[name] = SlotConfig
+    if OPERATOR not in CompilationConfig._attention_ops:  # where programs are split
+        CompilationConfig._attention_ops.append(OPERATOR)
+
+
+class SlotConfig(MambaModelConfig):
+    """The settings of a server of these models: what does not go is refused before anything is loaded."""
+
+    @classmethod
+    def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        model, parallel = vllm_config.model_config, vllm_config.parallel_config
+        family, scheduler = FAMILIES[model.architecture], vllm_config.scheduler_config
+        reasons = [
+            (parallel.tensor_parallel_size > 1, "tensor parallelism: leave tensor_parallel_size at 1"),
+            (parallel.pipeline_parallel_size > 1, "pipeline parallelism: leave pipeline_parallel_size at 1"),
+            (vllm_config.speculative_config is not None, "speculation, as a state cannot go back by a token"),
+            (vllm_config.lora_config is not None, "LoRA adapters: merge them into the weights"),
+            (model.quantization is not None, f"quantization={model.quantization!r}: serve float weights"),
+            (not scheduler.enable_chunked_prefill and vllm_config.cache_config.enable_prefix_caching,
+             "prefix caching without chunked prefill: leave enable_chunked_prefill on"),
+        ]  # fmt: skip
+        for refused, what in reasons:
+            if refused:
+                raise ValueError(f"{model.architecture} is served without {what}")
+        if (reason := family.refusal(model.hf_config)) is not None:
+            raise ValueError(f"{model.architecture} cannot be served by vLLM: {reason}")
+        super().verify_and_update_config(vllm_config)
+
+
+@dataclass
+class SlotMetadata(BaseMambaAttentionMetadata):
+    """What vLLM tells of a step: sequences with one token each that go on, and behind them all others."""
+
+    longest: int = 0  # tokens of a sequence, at most
+
+    def groups(self) -> list[Sequences]:
+        """Return the sequences that go on together."""
+        found, ones = [], self.num_decode_tokens
+        if ones:
+            before = self.seq_lens[:ones].long() - 1
+            # Below 0 in the rows that fill a captured graph up; their slot is one that no sequence has.
+            found.append(Sequences(self.state_indices_tensor_d[:ones].flatten().long(), before.clamp(min=0)))
+        if self.num_prefills:
+            bounds = self.query_start_loc_p
+            end = self.num_reqs
+            before = self.seq_lens[end - self.num_prefills : end].long() - bounds.diff().long()
+            layout = TokenLayout(None, bounds, self.longest, shape=(1, self.num_prefill_tokens))
+            found.append(Sequences(self.state_indices_tensor_p.long(), before, layout))
+        return found
+
+
+class SlotMetadataBuilder(BaseMambaAttentionMetadataBuilder[SlotMetadata]):
+    metadata_cls = SlotMetadata
+    needs_causal_conv1d_metadata = False
+    _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+    def build(self, common_prefix_len, common_attn_metadata, fast_build=False, **kwargs) -> SlotMetadata:
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build, **kwargs)
+        metadata.longest = common_attn_metadata.max_query_len
+        return metadata
+
+
+class SlotBackend(LinearAttentionBackend):
+    @staticmethod
+    def get_name() -> str:
+        return "LUNA_MEGA"
+
+    @staticmethod
+    def get_builder_cls() -> type[SlotMetadataBuilder]:
+        return SlotMetadataBuilder
+
+
+class LayerSlots(nn.Module, MambaBase):
+    """One layer: its states of all sequences, `kv_cache`, which vLLM sets, and the model that runs it."""
+
+    mamba_type = MambaAttentionBackendEnum.LINEAR
+
+    def __init__(self, vllm_config: VllmConfig, served: ServedModel, index: int, name: str):
+        super().__init__()
+        config = vllm_config.model_config
+        self.shapes = served.state_shapes(config.hf_config)
+        self.dtypes = served.state_dtypes(config.dtype)
+        self.served, self.index, self.name, self.kv_cache = [served], index, name, ()  # not a module of this one
+        vllm_config.compilation_config.static_forward_context[name] = self
+
+    def get_state_shape(self):
+        return self.shapes
+
+    def get_state_dtype(self):
+        return self.dtypes
+
+    def get_attn_backend(self) -> type[SlotBackend]:
+        return SlotBackend
+
+    def run(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return what the layer makes of `[tokens, d]`."""
+        metadata, states = get_forward_context().attn_metadata, self.kv_cache
+        if metadata is None:  # a run that measures memory, before there are slots
+            total, device = len(hidden_states), hidden_states.device
+            kinds = zip(self.shapes, self.dtypes, strict=True)
+            states = tuple(torch.zeros(1, *shape, dtype=dtype, device=device) for shape, dtype in kinds)
+            layout = TokenLayout(None, torch.tensor([0, total], device=device), total, shape=(1, total))
+            zero = torch.zeros(1, dtype=torch.long, device=device)
+            groups = [Sequences(zero, zero, layout)]
+        else:
+            groups = metadata[self.name].groups()
+        return self.served[0].advance(self.index, hidden_states, states, groups)
+
+
+@torch.library.custom_op(OPERATOR, mutates_args=())
+def serving_layer(hidden_states: torch.Tensor, name: str) -> torch.Tensor:
+    """Run the layer of this name; its states are no arguments, as in vLLM's own layers."""
+    return get_forward_context().no_compile_layers[name].run(hidden_states)
+
+
+@serving_layer.register_fake
+def _(hidden_states, name):
+    return torch.empty_like(hidden_states)
+
+
+@support_torch_compile
+class ServedLayers(nn.Module):
+    """The model from embeddings to the states behind the last layer, which vLLM may compile."""
+
+    def __init__(self, *, vllm_config: VllmConfig, served: ServedModel, prefix: str = ""):
+        super().__init__()
+        self.served = served
+        count = served.config.num_hidden_layers
+        self.names = [f"{prefix}.layers.{index}".lstrip(".") for index in range(count)]
+        self.slots = [LayerSlots(vllm_config, served, index, name) for index, name in enumerate(self.names)]
+
+    def forward(
+        self, input_ids: torch.Tensor | None, positions: torch.Tensor, inputs_embeds: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        embeddings = self.served.look_up(input_ids) if inputs_embeds is None else inputs_embeds
+        hidden_states = self.served.embed(embeddings, positions)
+        for name in self.names:
+            hidden_states = torch.ops.luna_mega.serving_layer(hidden_states, name)
+        return self.served.finish(hidden_states)
+
+
+class SlotForCausalLM(nn.Module, HasInnerState, IsAttentionFree, SupportsMambaPrefixCaching):
+    """A causal language model as vLLM calls it. A class has the name of its architecture."""
+
+    family: type[ServedModel]
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        super().__init__()
+        config = vllm_config.model_config
+        self.served = self.family(config.hf_config, config.dtype)
+        self.layers = ServedLayers(vllm_config=vllm_config, served=self.served, prefix=prefix)
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.served.look_up(input_ids)
+
+    def forward(self, input_ids, positions, intermediate_tensors=None, inputs_embeds=None, **kwargs) -> torch.Tensor:
+        return self.layers(input_ids, positions, inputs_embeds)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.served.score(hidden_states)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        self.served.load(dict(weights))
+        return {name for name, _ in self.named_parameters()}
+
+    @classmethod
+    def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig):
+        return cls.family.state_shapes(vllm_config.model_config.hf_config)
+
+    @classmethod
+    def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig):
+        return cls.family.state_dtypes(vllm_config.model_config.dtype)
+
+    @classmethod
+    def get_mamba_state_copy_func(cls):
+        # A state is copied whole, whatever it is.
+        return (get_temporal_copy_spec,) * cls.family.states
+
+
+class LunaForCausalLM(SlotForCausalLM):
+    family = FAMILIES["LunaForCausalLM"]
+
+
+class MegaForCausalLM(SlotForCausalLM):
+    family = FAMILIES["MegaForCausalLM"]

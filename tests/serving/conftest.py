@@ -1,0 +1,72 @@
+"""Tiny models whose next token depends on the whole text, and requests of all lengths with what `generate` makes."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import luna_mega
+
+VOCABULARY = 101
+
+
+class Request(NamedTuple):
+    prompt: list[int]
+    tokens: list[int]  # that `generate` adds
+    chances: list[float]  # their log-probabilities
+
+
+def make_model(family: str, **fields) -> luna_mega.MegaForCausalLM | luna_mega.LunaForCausalLM:
+    torch.manual_seed(0)
+    if family == "mega":
+        options = {
+            "intermediate_size": 48, "shared_representation_size": 16, "nffn_hidden_size": 64, "chunk_size": 24,
+            "ema_projection_size": 4, "bidirectional": False, "use_chunking": True, "max_positions": 512,
+            "initializer_range": 0.3,
+        }  # fmt: skip
+        config, model_class = luna_mega.MegaConfig, luna_mega.MegaForCausalLM
+    else:
+        options = {"num_attention_heads": 4, "intermediate_size": 64, "projection_length": 8}
+        options["max_position_embeddings"] = 512
+        config, model_class = luna_mega.LunaConfig, luna_mega.LunaForCausalLM
+    options |= {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 3, "is_decoder": True}
+    options |= {"tie_word_embeddings": False, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
+    model = model_class(config(**options | fields)).eval()
+    with torch.no_grad():
+        model.lm_head.weight.normal_(std=0.5)
+    return model
+
+
+def make_requests(model, count: int, longest: int = 90, most: int = 40) -> list[Request]:
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(high):
+        return int(torch.randint(1, high + 1, (), generator=generator))
+
+    requests = []
+    for _ in range(count):
+        prompt = torch.randint(3, VOCABULARY, (1, draw(longest)), generator=generator)
+        if prompt.shape[1] > 4:
+            prompt[0, 3] = model.config.pad_token_id  # a token like others inside of a text
+        mask, length = torch.ones_like(prompt), prompt.shape[1]
+        text = model.generate(prompt, attention_mask=mask, max_new_tokens=draw(most), do_sample=False, eos_token_id=[])
+        with torch.no_grad():
+            chances = model(text, torch.ones_like(text)).logits[0, length - 1 : -1].log_softmax(-1)
+        new = text[0, length:]
+        requests.append(Request(prompt[0].tolist(), new.tolist(), chances.gather(1, new[:, None])[:, 0].tolist()))
+    return requests
+
+
+@pytest.fixture(scope="session")
+def served():
+    """Return a function that makes a model and requests to it, each once."""
+    made = {}
+
+    def get(family: str, count: int, **fields):
+        key = (family, count, *sorted(fields.items()))
+        if key not in made:
+            model = make_model(family, **fields)
+            made[key] = model, make_requests(model, count)
+        return made[key]
+
+    return get

@@ -1,0 +1,24 @@
+"""The list of what `make test-serving` installs for vLLM is that of the wheel, without CUDA."""
+
+import re
+from importlib import metadata
+
+import pytest
+
+WITHOUT = {  # what needs CUDA, or is for other kinds of models
+    "apache-tvm-ffi", "fastsafetensors", "flashinfer-python", "humming-kernels", "instanttensor",
+    "nvidia-cudnn-frontend", "nvidia-cutlass-dsl", "nvtx", "pynvvideocodec", "quack-kernels", "setuptools", "six",
+    "tilelang", "tokenspeed-mla", "torchaudio", "torchcodec", "torchvision",
+}  # fmt: skip
+
+
+def name(requirement: str) -> str:
+    return re.match(r"[\w.-]+", requirement)[0].lower().replace("_", "-")
+
+
+def test_the_list_is_that_of_the_wheel(repo_root):
+    pytest.importorskip("vllm", reason="vllm is not installed; make test-serving has an environment with it")
+    lines = (repo_root / "requirements/ci-serving.txt").read_text().splitlines()
+    ours = {name(line): re.sub(r"\s", "", line) for line in lines if line and line[0] not in "#-"}
+    theirs = [line for line in metadata.requires("vllm") if "extra ==" not in line and 's390x"' not in line[-8:]]
+    assert {name(line) for line in theirs} - WITHOUT == set(ours)

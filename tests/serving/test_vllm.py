@@ -1,0 +1,166 @@
+"""The plugin in vLLM: the tokens of `generate`, however requests share steps, slots and cached prefixes."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+vllm = pytest.importorskip("vllm", reason="vllm is not installed; make test-serving has an environment with it")
+if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
+    pytest.skip("the tests look into vLLM's process; make test-serving sets what they need", allow_module_level=True)
+
+from luna_mega.serving import vllm_plugin  # noqa: E402
+from luna_mega.serving.slots import Sequences  # noqa: E402
+
+FAMILIES = ("mega", "luna")
+COUNT = 100
+
+
+@pytest.fixture(scope="module")
+def folders(served, tmp_path_factory):
+    """Return a function: the folder of a family, saved once."""
+    made = {}
+
+    def get(family: str) -> str:
+        if family not in made:
+            made[family] = str(tmp_path_factory.mktemp(family))
+            served(family, COUNT)[0].save_pretrained(made[family])
+        return made[family]
+
+    return get
+
+
+@pytest.fixture(autouse=True)
+def cpu():
+    if os.environ.get("VLLM_TARGET_DEVICE") == "cpu":
+        import vllm_cpu
+
+        vllm_cpu.register()
+
+
+def start(folder: str, **options):
+    common = {"skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 256, "generation_config": "vllm"}
+    common |= {"enforce_eager": True, "enable_prefix_caching": False, "max_num_seqs": 8}
+    return vllm.LLM(model=folder, **common | options)
+
+
+def sampling(request):
+    return vllm.SamplingParams(temperature=0, max_tokens=len(request.tokens), ignore_eos=True, logprobs=0)
+
+
+def ask(llm, requests):
+    prompts = [{"prompt_token_ids": request.prompt} for request in requests]
+    return llm.generate(prompts, [sampling(request) for request in requests], use_tqdm=False)
+
+
+def compare(outputs, requests, whole=True):
+    """Return the requests whose tokens differ, and the largest difference of a log-probability before one does."""
+    wrong, worst = [], 0.0
+    for number, (output, request) in enumerate(zip(outputs, requests, strict=True)):
+        given = list(output.outputs[0].token_ids)
+        if given != (request.tokens if whole else request.tokens[: len(given)]):
+            wrong.append(number)
+        for at, (token, known) in enumerate(zip(given, request.tokens, strict=False)):
+            worst = max(worst, abs(output.outputs[0].logprobs[at][known].logprob - request.chances[at]))
+            if token != known:
+                break
+    return wrong, worst
+
+
+SETTINGS = {
+    "whole": {},
+    "pieces-of-1": {"max_num_seqs": 1, "max_num_batched_tokens": 1},
+    "pieces-of-13": {"max_num_seqs": 4, "max_num_batched_tokens": 13},
+    "pieces-of-512": {"max_num_seqs": 64, "max_num_batched_tokens": 512},
+    "prefixes": {"enable_prefix_caching": True, "block_size": 16},
+    "compiled": {"enforce_eager": False, "compilation_config": {"mode": 3, "backend": "eager"}},
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_those_of_generate(family, setting, folders, served):
+    _, requests = served(family, COUNT)
+    requests = requests[:25] if setting == "pieces-of-1" else requests
+    llm = start(folders(family), **SETTINGS[setting])
+    for again in range(2):  # slots, and cached prefixes, are used again
+        outputs = ask(llm, requests)
+        wrong, worst = compare(outputs, requests)
+        assert not wrong and worst < 1e-5
+        cached = sum(output.num_cached_tokens or 0 for output in outputs)
+        assert (cached > 0) == (setting == "prefixes" and again == 1)
+
+
+@pytest.mark.parametrize("prefixes", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_requests_come_go_and_are_aborted(family, prefixes, folders, served):
+    _, requests = served(family, COUNT)
+    options = {"enable_prefix_caching": True, "block_size": 16} if prefixes else {}
+    engine = start(folders(family), max_num_batched_tokens=64, **options).llm_engine
+    generator, waiting, running, done = torch.Generator().manual_seed(2), list(range(COUNT)), {}, {}
+    left = set(range(5, COUNT, 7))
+    while waiting or engine.has_unfinished_requests():
+        for _ in range(int(torch.randint(0, 3, (), generator=generator))):
+            if waiting:
+                number = waiting.pop(0)
+                prompt = {"prompt_token_ids": requests[number].prompt}
+                running[number] = engine.add_request(f"r{number}", prompt, sampling(requests[number])) or f"r{number}"
+        for output in engine.step():
+            number = int(output.request_id.split("-")[0].removeprefix("r"))
+            done[number] = output
+            if number in left and len(output.outputs[0].token_ids) > len(requests[number].tokens) // 2:
+                left.remove(number)
+                engine.abort_request([running[number]])
+    wrong, worst = compare([done[n] for n in sorted(done)], [requests[n] for n in sorted(done)], whole=False)
+    assert not wrong and worst < 1e-5
+    short = [n for n in done if len(done[n].outputs[0].token_ids) < len(requests[n].tokens)]
+    assert set(done) == set(range(COUNT)) and all(n % 7 == 5 for n in short) and short
+
+
+@pytest.mark.parametrize("control", ["write", "new"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_state_that_is_lost_or_of_another_is_noticed(family, control, folders, served, monkeypatch):
+    requests = served(family, COUNT)[1][:24]
+    if control == "write":
+        monkeypatch.setattr(Sequences, "write", lambda *_: None)
+    else:  # what a slot has of another sequence is taken for one's own
+        groups = vllm_plugin.SlotMetadata.groups
+        changed = lambda self: [group._replace(before=group.before.clamp(min=1)) for group in groups(self)]  # noqa: E731
+        monkeypatch.setattr(vllm_plugin.SlotMetadata, "groups", changed)
+    wrong, worst = compare(ask(start(folders(family)), requests), requests)
+    assert len(wrong) > len(requests) // 3 and worst > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor parallelism"),
+        ({"pipeline_parallel_size": 2}, "(?i)pipeline parallelism"),
+        ({"enable_lora": True}, "LoRA"),
+        ({"quantization": "fp8"}, "quantization='fp8'"),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculation"),
+        ({"hf_overrides": {"truncation": 64}}, "truncation=64"),
+        ({"hf_overrides": {"use_chunking": False}}, "without chunks"),
+    ],
+)
+def test_what_is_refused_is_named(options, reason, folders):
+    with pytest.raises(Exception, match=reason):
+        start(folders("mega"), **options)
+
+
+def test_registering_again_changes_nothing():
+    operators = list(vllm_plugin.CompilationConfig._attention_ops)
+    vllm_plugin.register()
+    assert vllm_plugin.CompilationConfig._attention_ops == operators and operators.count(vllm_plugin.OPERATOR) == 1
+
+
+def test_rows_that_fill_a_captured_graph_up_have_no_position_before_the_first():
+    filled = SimpleNamespace(
+        num_decode_tokens=3,
+        num_prefills=0,
+        seq_lens=torch.tensor([7, 0, 0], dtype=torch.int32),
+        state_indices_tensor_d=torch.tensor([[4], [0], [0]], dtype=torch.int32),
+    )
+    (group,) = vllm_plugin.SlotMetadata.groups(filled)
+    assert group.before.tolist() == [6, 0, 0] and group.slots.tolist() == [4, 0, 0]
