@@ -11,7 +11,7 @@ DTYPE ?= float32
 # Named after the constraints, so that changing them in the same environment installs again.
 INSTALLED := $(VENV)/.installed-$(notdir $(CONSTRAINTS))
 
-.PHONY: help demo test test-slow test-ecosystem docs style typing bench clean
+.PHONY: help demo test test-slow test-ecosystem test-serving docs style typing bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -29,6 +29,15 @@ test-slow: ## run the tests that `make test` leaves out
 test-ecosystem: ## run the tests with PEFT, TRL, sentence-transformers and other tools, in an environment of their own
 	$(MAKE) test VENV=.venv-ecosystem CONSTRAINTS=requirements/ci-ecosystem.txt EXTRAS=$(EXTRAS),ecosystem MARK= \
 	    TESTS="tests/ecosystem tests/demo tests/test_cli.py"
+
+test-serving: ## run the tests of serving, with vLLM's own wheel on a CPU, in an environment of their own
+	test -x .venv-serving/bin/python || $(PYTHON) -m venv .venv-serving
+	.venv-serving/bin/python -m pip install --quiet --requirement requirements/ci-serving.txt
+	.venv-serving/bin/python -m pip install --quiet --no-deps vllm==0.32.0
+	.venv-serving/bin/python -m pip install --quiet --no-deps --editable .
+	VLLM_TARGET_DEVICE=cpu VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_KVCACHE_SPACE=1 VLLM_NO_USAGE_STATS=1 \
+	    HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONPATH=tests/serving \
+	    .venv-serving/bin/python -m pytest --durations=20 tests/serving
 
 docs: ## build the documentation site in build/docs/site, in an environment of its own; a broken link is an error
 	test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
@@ -48,7 +57,7 @@ bench: $(INSTALLED) ## measure the ops, on a GPU where there is one (DTYPE=bfloa
 	$(VENV)/bin/python benchmarks/run.py --dtype $(DTYPE)
 
 clean: ## remove the environments and what was built
-	rm -rf $(VENV) .venv-oldest .venv-ecosystem .venv-docs build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-oldest .venv-ecosystem .venv-serving .venv-docs build dist *.egg-info .pytest_cache .ruff_cache
 
 $(INSTALLED): setup.cfg pyproject.toml $(wildcard requirements/*.txt)
 	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 10), "luna-mega needs Python >= 3.10: make PYTHON=..."'

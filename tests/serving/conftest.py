@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 import luna_mega
 
@@ -33,7 +35,7 @@ def make_model(family: str, **fields) -> luna_mega.MegaForCausalLM | luna_mega.L
     options |= {"tie_word_embeddings": False, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
     model = model_class(config(**options | fields)).eval()
     with torch.no_grad():
-        model.lm_head.weight.normal_(std=0.5)
+        model.lm_head.weight.normal_(std=0.35)
     return model
 
 
@@ -70,3 +72,15 @@ def served():
         return made[key]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Letters are tokens: those of ASCII that show."""
+    special = ["<s>", "<pad>", "</s>", "<unk>"]
+    symbols = [*special, "\u0120", *(chr(code) for code in range(33, 33 + VOCABULARY - len(special) - 1))]
+    vocabulary = {symbol: index for index, symbol in enumerate(symbols)}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    names = dict(zip(("bos_token", "pad_token", "eos_token", "unk_token"), special, strict=True))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **names, model_input_names=["input_ids", "attention_mask"])

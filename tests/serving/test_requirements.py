@@ -19,6 +19,6 @@ def name(requirement: str) -> str:
 def test_the_list_is_that_of_the_wheel(repo_root):
     pytest.importorskip("vllm", reason="vllm is not installed; make test-serving has an environment with it")
     lines = (repo_root / "requirements/ci-serving.txt").read_text().splitlines()
-    ours = {name(line): re.sub(r"\s", "", line) for line in lines if line and line[0] not in "#-"}
-    theirs = [line for line in metadata.requires("vllm") if "extra ==" not in line and 's390x"' not in line[-8:]]
-    assert {name(line) for line in theirs} - WITHOUT == set(ours)
+    ours = {name(line) for line in lines if line and line[0] not in "#-"}
+    theirs = [line for line in metadata.requires("vllm") if "extra ==" not in line]
+    assert {name(line) for line in theirs} - WITHOUT == ours - {"pytest", "accelerate", "rich"}

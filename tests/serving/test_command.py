@@ -1,0 +1,88 @@
+"""What `luna-mega serve` refuses, in one line each, and what it hands on to vLLM."""
+
+import os
+import socket
+
+import pytest
+
+import luna_mega
+from luna_mega import cli
+from luna_mega.serving import engines
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Return the folders of a causal model, an encoder, and a Mega without chunks."""
+    size = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16}
+    mega = {"is_decoder": True, "bidirectional": False}
+    made = {
+        "luna": luna_mega.LunaForCausalLM(luna_mega.LunaConfig(**size, num_attention_heads=2, is_decoder=True)),
+        "encoder": luna_mega.LunaForMaskedLM(luna_mega.LunaConfig(**size, num_attention_heads=2)),
+        "whole": luna_mega.MegaForCausalLM(luna_mega.MegaConfig(**size, **mega)),
+    }
+    root = tmp_path_factory.mktemp("folders")
+    for name, model in made.items():
+        model.save_pretrained(root / name)
+    made["luna"].save_pretrained(root / "a@b")
+    return root
+
+
+def run(capsys, *argv):
+    status = cli.main(["serve", *map(str, argv)])
+    return status, capsys.readouterr()
+
+
+def refusal(capsys, *argv):
+    status, output = run(capsys, *argv)
+    assert status == 1 and output.err.count("\n") == 1 and not output.out
+    return output.err
+
+
+@pytest.fixture
+def port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_a_folder_that_does_not_write_is_refused(folders, port, capsys):
+    assert "has a LunaForMaskedLM, and what is served is a" in refusal(capsys, folders / "encoder", "--port", port)
+    assert "has an @" in refusal(capsys, folders / "a@b", "--port", port)
+
+
+def test_a_missing_extra_is_named(folders, port, capsys, monkeypatch):
+    monkeypatch.setattr(engines, "is_serve_available", lambda: False)
+    assert "pip install 'luna-mega[serve]'" in refusal(capsys, folders / "luna", "--port", port)
+    monkeypatch.setattr(engines, "find_spec", lambda name: None)
+    assert "pip install 'luna-mega[vllm]'" in refusal(capsys, folders / "luna", "--port", port, "--engine", "vllm")
+
+
+def test_an_address_that_is_taken_is_refused(folders, capsys):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        taken = other.getsockname()[1]
+        assert f"cannot listen on '127.0.0.1', port {taken}" in refusal(capsys, folders / "luna", "--port", taken)
+
+
+def test_a_limit_that_the_engine_lacks_is_refused(folders, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["serve", str(folders / "luna"), "--max-length", "64"])
+    assert stop.value.code == 2 and "--max-length goes with --engine vllm" in capsys.readouterr().err
+
+
+def test_vllm_gets_the_options_and_the_key_apart(folders, port, capsys, monkeypatch):
+    called = []
+    monkeypatch.setattr(engines, "find_spec", lambda name: name)
+    monkeypatch.setattr(os, "execv", lambda program, command: called.append(command))
+    monkeypatch.setenv("VLLM_API_KEY", "another")
+    options = ("--engine", "vllm", "--port", port, "--max-length", 64, "--max-requests", 3, "--key", "secret", "--json")
+    status, output = run(capsys, folders / "luna", *options)
+    assert status == 0 and f'"address": "http://127.0.0.1:{port}/v1"' in output.out
+    (command,) = called
+    assert command[2:] == [
+        "vllm.entrypoints.cli.main", "serve", str(folders / "luna"), "--host", "127.0.0.1", "--port", str(port),
+        "--max-model-len", "64", "--max-num-seqs", "3",
+    ]  # fmt: skip
+    assert os.environ["VLLM_API_KEY"] == "secret"
+    assert "vLLM cannot serve" in refusal(capsys, folders / "whole", "--engine", "vllm", "--port", port)
