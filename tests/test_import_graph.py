@@ -24,7 +24,15 @@ ROOMS = {
     "luna_mega": {"packaging", "transformers"},
     "luna_mega.hub": {"huggingface_hub", "safetensors", "torch", "transformers"},
     "luna_mega.convert": {"huggingface_hub", "numpy", "safetensors", "tokenizers", "torch", "tqdm", "transformers"},
-    "luna_mega.inspection": {"lm_eval", "safetensors", "torch", "tqdm", "transformers"},
+    "luna_mega.inspection": {
+        "lm_eval",
+        "mteb",
+        "safetensors",
+        "sentence_transformers",
+        "torch",
+        "tqdm",
+        "transformers",
+    },  # fmt: skip
     "luna_mega.distillation": {"torch", "transformers"},
     "luna_mega.demo": {"gradio", "huggingface_hub", "pandas", "torch", "transformers"},
     "luna_mega.serving": {"starlette", "torch", "transformers", "vllm"},
@@ -33,7 +41,8 @@ ROOMS = {
     "luna_mega.cli": set(),
 }
 APART = {"luna_mega.modeling_luna", "luna_mega.modeling_mega", "luna_mega.modeling_megalodon"}
-OPTIONAL = {"triton", "onnx_ir", "onnxruntime", "lm_eval", "gradio", "pandas", "argcomplete", "starlette"}
+OPTIONAL = {"triton", "onnx_ir", "onnxruntime", "lm_eval", "mteb", "sentence_transformers", "gradio", "pandas"}
+OPTIONAL |= {"argcomplete", "starlette"}
 NEVER_IMPORTED = {"examples", "studies", "benchmarks", "tests"}
 
 
