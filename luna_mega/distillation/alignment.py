@@ -175,9 +175,11 @@ def _distance(got: torch.Tensor, want: torch.Tensor, mask: torch.Tensor | None, 
     """Return the mean square of the difference, relative to the variance of `want` `[B, T, d]`.
 
     The variance is taken over all entries together, or for each token by itself: in states of layers that begin with
-    a norm, a few tokens are far larger than all others.
+    a norm, a few tokens are far larger than all others. Where no token is kept, it is 0.
     """
     got, want = (x.flatten(0, 1) if mask is None else x[mask] for x in (got, want))
+    if not len(got):
+        return got.sum()
     if together:
         return (got - want).square().mean() / want.var()
     return ((got - want).square().mean(dim=-1) / want.var(dim=-1)).mean()

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from luna_mega.distillation.alignment import AlignmentPlan, plan_alignment
 from luna_mega.distillation.families import Parts
 from luna_mega.distillation.students import check_pair
-from luna_mega.distillation.teachers import Teacher, inputs_of
+from luna_mega.distillation.teachers import Teacher, inputs_of, positions_of
 from luna_mega.modeling_common.layout import TokenLayout
 from luna_mega.modeling_common.masks import drop_if_full
 
@@ -88,12 +88,14 @@ def calibrate(
         the rows cannot tell positions apart, and that alignment has to do the work.
 
     Raises:
-        ValueError: the student packs nothing, or has tied keys and values; see also `check_pair` and `match_layers`.
+        ValueError: the student packs nothing, or has tied keys and values; an option is out of range, or the batches
+            have no tokens; see also `check_pair` and `match_layers`.
     """
     own, batches = check_pair(teacher, student), list(batches)
     _check_student(own)
-    if not batches:
-        raise ValueError("calibrate needs at least one batch")
+    _check_options(span, gain, base, ridge)
+    if not any(inputs_of(batch, token_types=False)["attention_mask"].any() for batch in batches):
+        raise ValueError("calibrate needs at least one batch with tokens that are no padding")
     was_training = own.model.training
     own.model.eval()
     plan, embeddings = plan_alignment(teacher, own, layers), own.model.luna.embeddings
@@ -144,6 +146,16 @@ def _check_student(own: Parts):
         raise ValueError("keys that are values too cannot be codes of positions: set tie_key_value=False")
 
 
+def _check_options(span: int | None, gain: float, base: float, ridge: float):
+    fits = {"span": span is None or span >= 1, "gain": gain > 0, "base": base >= 1, "ridge": ridge >= 0}
+    if wrong := [name for name, fit in fits.items() if not fit]:
+        values = ", ".join(map(str, (span, gain, base, ridge)))
+        raise ValueError(
+            f"{wrong[0]} is out of range in span, gain, base, ridge = {values}: span and base are at least 1, gain is "
+            "above 0 and ridge at least 0"
+        )
+
+
 def _codes(positions: torch.Tensor, size: int, base: float) -> torch.Tensor:
     """Return sines and cosines `[..., size]` of positions `[...]`."""
     half = size // 2
@@ -155,7 +167,7 @@ def _codes(positions: torch.Tensor, size: int, base: float) -> torch.Tensor:
 def _sample(teacher: Teacher, own: Parts, plan: AlignmentPlan, batch: dict[str, Any]) -> _Sample:
     inputs, embeddings = inputs_of(batch, token_types=False), own.model.luna.embeddings
     kept = inputs["attention_mask"].bool()
-    positions = (kept.long().cumsum(dim=1) - 1).clamp(min=0)
+    positions = positions_of(kept)
     words = embeddings.word_embeddings(inputs["input_ids"])
     first, (packed, used) = embeddings(words, TokenLayout(drop_if_full(kept)), positions, with_packed=True)
     used = torch.ones_like(packed[0][..., 0], dtype=torch.bool) if used is None else used

@@ -76,17 +76,18 @@ def distill(
         outputs = student(**inputs, labels=labels)
         own_loss, got, items = outputs.loss, outputs.logits, len(labels)
         theirs = _label_loss(own, got.float(), teacher.logits(batch).float(), temperature) if share else 0.0 * own_loss
-        scale = 1.0 if num_items_in_batch is None else items / num_items_in_batch
+        scale = 1.0 if num_items_in_batch is None else items / max(1, num_items_in_batch)
     else:
         targets = labels
         if own.config.is_decoder:
             targets = next_tokens(labels, None, inputs["input_ids"][..., None])
-        places = targets != -100
+        # Padding on the left would predict the first token.
+        places = (targets != -100) & inputs["attention_mask"].bool()
         with own.logits_at(places):
             got = student(**inputs).logits
         want = teacher.logits(batch, places) if share else None
         own_loss, theirs = _token_losses(got, want, targets[places], temperature)
-        scale = 1.0 / (max(1, len(got)) if num_items_in_batch is None else num_items_in_batch)
+        scale = 1.0 / max(1, len(got) if num_items_in_batch is None else num_items_in_batch)
     own_loss, theirs = own_loss * scale, theirs * scale
     return Distilled((1.0 - share) * own_loss + share * theirs, own_loss.detach(), theirs.detach(), got.detach())
 

@@ -20,6 +20,8 @@ from transformers import (
 from luna_mega.distillation.families import FAMILIES, Family, Parts, find_family
 from luna_mega.hub.folder import position_limit
 
+_HEADS = ("ForMaskedLM", "ForCausalLM", "LMHeadModel", "ForSequenceClassification")
+
 
 @dataclass
 class Observed:
@@ -52,6 +54,11 @@ class Teacher(Parts):
     """
 
     def __init__(self, model: PreTrainedModel, window: int | None = None):
+        if not type(model).__name__.endswith(_HEADS):
+            raise ValueError(
+                f"a {type(model).__name__} has no head to learn from: take a masked or causal language model, or a "
+                "sequence classifier"
+            )
         super().__init__(model.eval(), check_teacher(model.config))
         self.window = window
         if self.family.is_decoder and self.is_classifier:
@@ -99,7 +106,12 @@ class Teacher(Parts):
                 f"model read windows (teacher.window = {self.max_length}), or train on labels alone (share=0)"
             )
         inputs = inputs_of(batch, token_types="token_type_ids" in batch and bool(self.tensors("token_types")))
-        return {name: self.cut(tensor) for name, tensor in inputs.items()}
+        inputs = {name: self.cut(tensor) for name, tensor in inputs.items()}
+        module = self.module("positions")
+        if module is not None and module.padding_idx is None and self.config.model_type != "luna":
+            # Left to itself the model counts padding, so that its states depended on the side of it.
+            inputs["position_ids"] = positions_of(inputs["attention_mask"])
+        return inputs
 
     def cut(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return `[B, T]` as windows `[B * windows, window]`, filled up with zeros where they are longer than T."""
@@ -160,6 +172,11 @@ def inputs_of(batch: dict[str, Any], token_types: bool) -> dict[str, torch.Tenso
     ids, mask = batch["input_ids"], batch.get("attention_mask")
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids) if mask is None else mask}
     return inputs | ({"token_type_ids": batch["token_type_ids"]} if token_types else {})
+
+
+def positions_of(mask: torch.Tensor) -> torch.Tensor:
+    """Return the position of every kept token among those of its sequence `[B, T]`; at padding it means nothing."""
+    return (mask.long().cumsum(dim=1) - 1).clamp(min=0)
 
 
 def check_teacher(config: PreTrainedConfig) -> Family:

@@ -99,6 +99,13 @@ def test_an_encoder_cannot_learn_from_a_decoder():
         build_student(teacher, student_config(teacher, "mega", is_decoder=False))
 
 
+@pytest.mark.parametrize("head", ["Model", "ForTokenClassification", "ForQuestionAnswering", "ForPreTraining"])
+def test_teachers_without_a_head_to_learn_from(head):
+    with pytest.raises(ValueError, match=f"Bert{head} has no head to learn from") as error:
+        make_teacher("bert", head)
+    one_line(error)
+
+
 def test_other_labels_and_other_heads():
     teacher = make_teacher("bert", "ForSequenceClassification", num_labels=3)
     other = make_student(make_teacher("bert", "ForSequenceClassification", num_labels=2), "luna")
@@ -141,6 +148,15 @@ def test_stages_that_do_not_apply():
     student, batch = make_student(teacher, "luna"), make_batch(teacher)
     with pytest.raises(ValueError, match="at least one batch"):
         calibrate(teacher, student, [])
+    nothing = {"input_ids": torch.ones(2, 5, dtype=torch.long), "attention_mask": torch.zeros(2, 5)}
+    with pytest.raises(ValueError, match="at least one batch with tokens"):
+        calibrate(teacher, student, [nothing])
+    before = {key: tensor.clone() for key, tensor in student.state_dict().items()}
+    for options in ({"span": 0}, {"gain": -1.0}, {"gain": float("nan")}, {"base": 0.5}, {"ridge": -1.0}):
+        with pytest.raises(ValueError, match=f"{next(iter(options))} is out of range") as error:
+            calibrate(teacher, student, [batch], **options)
+        one_line(error)
+    assert all(torch.equal(before[key], tensor) for key, tensor in student.state_dict().items())
     student.train().gradient_checkpointing_enable()
     with pytest.raises(ValueError, match="turn gradient checkpointing and layerdrop off"):
         align(teacher, student, batch)

@@ -136,6 +136,36 @@ def test_padding_counts_nowhere(name, kind):
     torch.testing.assert_close(align(teacher, student, batch), expected)
 
 
+@pytest.mark.parametrize("kind", ["luna", "mega"])
+@pytest.mark.parametrize("name", ["bert", "distilbert", "roberta", "modernbert", "gpt2", "llama"])
+def test_the_side_of_padding_counts_nowhere(name, kind):
+    """A teacher of transformers that is left to itself may count padding among the positions."""
+    teacher = make_teacher(name)
+    student, right = make_student(teacher, kind), make_batch(teacher)
+    copy_weights(teacher, student)
+    lengths = right["attention_mask"].sum(dim=1)
+    left = {
+        key: torch.stack([row.roll(12 - int(length)) for row, length in zip(tensor, lengths, strict=True)])
+        for key, tensor in right.items()
+    }
+    torch.testing.assert_close(align(teacher, student, left), align(teacher, student, right), rtol=1e-5, atol=1e-6)
+    got, want = (distill(teacher, student, batch) for batch in (left, right))
+    torch.testing.assert_close(got.loss, want.loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got.teacher, want.teacher, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["luna", "mega"])
+def test_a_batch_of_padding_teaches_nothing(kind):
+    teacher = make_teacher("bert")
+    student = make_student(teacher, kind)
+    train_only(student, aligned_parameters(teacher, student))
+    batch = {"input_ids": torch.ones(2, 5, dtype=torch.long), "attention_mask": torch.zeros(2, 5, dtype=torch.long)}
+    losses = align(teacher, student.train(), batch)
+    losses.sum().backward()
+    assert not losses.any()
+    assert all(tensor.grad is None or not tensor.grad.any() for tensor in student.parameters())
+
+
 def test_whole_layers_where_attention_would_do():
     teacher = make_teacher("bert")
     student, batch = make_student(teacher, "luna"), make_batch(teacher)
@@ -309,9 +339,10 @@ def test_without_a_share_the_teacher_does_not_run():
 def test_nothing_to_predict():
     teacher = make_teacher("bert")
     student, batch = make_student(teacher, "luna"), make_batch(teacher)
-    loss = distill(teacher, student, batch | {"labels": torch.full((3, 12), -100)}).loss
-    loss.backward()
-    assert loss == 0.0
+    for items in (None, 0, torch.tensor(0)):
+        loss = distill(teacher, student, batch | {"labels": torch.full((3, 12), -100)}, num_items_in_batch=items).loss
+        loss.backward()
+        assert loss == 0.0
 
 
 def test_students_of_another_width_can_be_distilled_and_nothing_else():
