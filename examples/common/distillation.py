@@ -33,6 +33,7 @@ from luna_mega.distillation import (
     load_teacher,
     student_config,
 )
+from luna_mega.distillation.calibration import solves_head
 from luna_mega.distillation.students import match_layers
 from luna_mega.hub.folder import position_limit
 
@@ -71,7 +72,7 @@ class DistillArguments:
         default="", metadata={"help": "fields of a new student: use_chunking=true,chunk_size=128"}
     )
     calibration_batches: int = field(
-        default=6, metadata={"help": "training batches from which a Luna encoder's packs are solved; 0 = none"}
+        default=6, metadata={"help": "training batches from which a Luna's packs or a Mega's head are solved; 0 = none"}
     )
     calibration_gain: float = field(default=6.0, metadata={"help": "how sharply a row of the pack reads its stretch"})
     calibration_base: float = field(
@@ -205,9 +206,10 @@ def configure(teacher: Teacher, model: DistillArguments, block_size: int) -> Lun
 
 
 def calibrates(teacher: Teacher, student: PreTrainedModel, model: DistillArguments) -> bool:
-    """Return whether there is something to calibrate: the packs of a Luna encoder whose teacher has none."""
+    """Return whether there is something to calibrate: packs of a Luna encoder whose teacher has none, a Mega's head."""
     is_encoder = student.config.model_type == "luna" and not student.config.is_decoder
-    return bool(model.calibration_batches) and is_encoder and teacher.config.model_type != "luna"
+    packs = is_encoder and teacher.config.model_type != "luna"
+    return bool(model.calibration_batches) and (packs or solves_head(teacher, check_pair(teacher, student)))
 
 
 class Done(NamedTuple):
@@ -240,8 +242,11 @@ def calibrate_student(
             dist.broadcast(parameter.data, 0)
     tokens = sum(int(batch.get("attention_mask", torch.ones_like(batch["input_ids"])).sum()) for batch in batches)
     shown = ", ".join(f"{share:.2f}" for share in shares)
+    what = (
+        "layers explain {} of the positions" if student.config.model_type == "luna" else "head explain {} of its output"
+    )
     return Done(
-        f"stage calibrate: the states of the layers explain {shown} of the positions",
+        f"stage calibrate: the states of the {what.format(shown)}",
         tokens,
         time.perf_counter() - start,
     )

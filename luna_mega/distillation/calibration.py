@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
 
 from luna_mega.distillation.alignment import AlignmentPlan, plan_alignment
 from luna_mega.distillation.families import Parts
@@ -15,6 +16,8 @@ from luna_mega.distillation.students import check_pair
 from luna_mega.distillation.teachers import Teacher, inputs_of, positions_of
 from luna_mega.modeling_common.layout import TokenLayout
 from luna_mega.modeling_common.masks import drop_if_full
+
+_BOUND = 0.99  # of tanh in a Mega's head
 
 
 @dataclass
@@ -70,6 +73,9 @@ def calibrate(
 ) -> list[float]:
     """Let row r of P pack the r-th stretch of the positions, in every layer of a Luna encoder; nothing is trained.
 
+    Of a Mega that predicts masked tokens it is the dense layer of the head that is solved for: from the teacher's last
+    states it reads what the teacher's head gives to the words, which are copied.
+
     The pack keys become the codes (sines and cosines) of positions that ridge regression reads from the teacher's
     hidden states, the pack queries the codes of the middles of the stretches, and the pack values the states
     themselves. P begins as those codes. With one row for each position and a large gain, P is the sequence itself.
@@ -81,21 +87,23 @@ def calibrate(
         span: positions that the rows of P share; None = the length of the longest batch.
         gain: the score of a row at the middle of its stretch: the larger it is, the sharper a row reads.
         base: ratio of the shortest and the longest wave of the codes.
-        ridge: strength of the regression, as a share of the mean square of the states.
+        ridge: strength of the regression, as a share of the mean square of the states. A Mega has no other option.
 
     Returns:
         For every layer the share of the variance of the codes that its states explain, 1 at best. A low one says that
-        the rows cannot tell positions apart, and that alignment has to do the work.
+        the rows cannot tell positions apart, and that alignment has to do the work. Of a Mega one share, of the head.
 
     Raises:
         ValueError: the student packs nothing, or has tied keys and values; an option is out of range, or the batches
             have no tokens; see also `check_pair` and `match_layers`.
     """
     own, batches = check_pair(teacher, student), list(batches)
-    _check_student(own)
+    _check_student(teacher, own)
     _check_options(span, gain, base, ridge)
     if not any(inputs_of(batch, token_types=False)["attention_mask"].any() for batch in batches):
         raise ValueError("calibrate needs at least one batch with tokens that are no padding")
+    if own.config.model_type == "mega":
+        return [_calibrate_head(teacher, own, batches, ridge)]
     was_training = own.model.training
     own.model.eval()
     plan, embeddings = plan_alignment(teacher, own, layers), own.model.luna.embeddings
@@ -137,7 +145,28 @@ def _calibrate_layer(
     return explained
 
 
-def _check_student(own: Parts):
+def solves_head(teacher: Teacher, own: Parts) -> bool:
+    """Return whether a student is a Mega with a dense layer in its head, and the teacher has one too."""
+    has_dense = own.config.model_type == "mega" and own.module("head_dense") is not None
+    return has_dense and teacher.config.model_type != "mega" and teacher.module("head_dense") is not None
+
+
+def _calibrate_head(teacher: Teacher, own: Parts, batches: list[dict[str, Any]], ridge: float) -> float:
+    """Write the dense layer of a Mega's head, whose output goes through tanh."""
+    solved, norm = _Ridge(ridge), teacher.module("last_norm")
+    head, activation = (teacher.module("head_dense"), teacher.module("head_norm")), ACT2FN[teacher.head_activation]
+    for batch in batches:
+        kept = inputs_of(batch, token_types=False)["attention_mask"].bool()
+        states = teacher.show(batch).states[-1][kept]
+        states = states if norm is None else norm(states)
+        wanted = head[1](activation(head[0](states)))
+        solved.add(states, wanted.float().clamp(-_BOUND, _BOUND).atanh())
+    return solved.write(own.module("head_dense"))
+
+
+def _check_student(teacher: Teacher, own: Parts):
+    if solves_head(teacher, own):
+        return
     if own.config.model_type != "luna" or own.config.is_decoder:
         raise ValueError(
             f"{type(own.model).__name__} packs nothing, so that there is nothing to calibrate: align its layers at once"

@@ -101,7 +101,7 @@ class _Copier:
         """Copy between two families."""
         teacher, own = self.teacher, self.own
         parts = list(_MODEL_PARTS)
-        if own.config.model_type == "luna" and _named(teacher, "head") == own.activation:
+        if own.config.model_type == "luna" and teacher.head_activation == own.activation:
             parts += ["head_dense", "head_norm"]
         if own.is_classifier and teacher.is_classifier and self.same_classifier():
             parts += ["class_dense", "class_output"]
@@ -197,9 +197,3 @@ class _Copier:
         report.new = [name for name in self.ours.values() if name not in report.copied | report.started]
         report.left = [name for name, tensor in self.teacher.model.named_parameters() if id(tensor) not in self.used]
         return report
-
-
-def _named(parts: Parts, where: str) -> str | None:
-    """Return the activation of the head: the value of a field of the configuration, or a name fixed by the family."""
-    name = getattr(parts.family, f"{where}_activation")
-    return name and getattr(parts.config, name, name)

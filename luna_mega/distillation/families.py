@@ -162,7 +162,9 @@ FAMILIES: dict[str, Family] = {
     "luna": _luna("encoder", _LUNA_HEAD | _CLASSIFIER, "lm_head.dense", is_decoder=False),
     "luna decoder": _luna("decoder", {"decoder": "lm_head"}, "lm_head", is_decoder=True),
     "mega": _mega(
-        {"decoder": "mlm_head"} | _CLASSIFIER | {"class_dense": "classifier.dense"}, "mlm_head", is_decoder=False
+        {"head_dense": "dense", "decoder": "mlm_head"} | _CLASSIFIER | {"class_dense": "classifier.dense"},
+        "mlm_head",
+        is_decoder=False,
     ),
     "mega decoder": _mega({"decoder": "lm_head"}, "lm_head", is_decoder=True),
 }
@@ -200,6 +202,12 @@ class Parts:
     def activation(self) -> str:
         """The activation of the feed-forward layers."""
         return getattr(self.config, self.family.activation)
+
+    @property
+    def head_activation(self) -> str | None:
+        """The activation of the head of a language model; None = it has no layer that ours has."""
+        name = self.family.head_activation
+        return name and getattr(self.config, name, name)
 
     @property
     def is_classifier(self) -> bool:

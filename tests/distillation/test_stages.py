@@ -256,6 +256,31 @@ def test_a_copy_is_aligned_already():
     assert align(teacher, student, make_batch(teacher)).max() < 1e-9
 
 
+@pytest.mark.parametrize("name", ["bert", "roberta", "distilbert", "modernbert"])
+@torch.no_grad()
+def test_the_head_of_a_mega_is_solved(name):
+    """Where as many states as unknowns are told apart, it gives what the teacher's head gives, up to the bound."""
+    teacher = make_teacher(name)
+    student, batch = make_student(teacher, "mega"), make_batch(teacher)
+    copy_weights(teacher, student)
+    before = {key: tensor.clone() for key, tensor in student.state_dict().items() if not key.startswith("dense.")}
+    kept = batch["attention_mask"].bool()
+    kept = kept & (kept.cumsum(dim=1) <= 5)  # 11 states of 16 numbers
+    batch["attention_mask"] = kept.long()
+    (explained,) = calibrate(teacher, student, [batch], ridge=1e-12)
+    assert explained > 0.999
+    states = teacher.show(batch).states[-1][kept]
+    inputs = []
+    handle = teacher.module("decoder").register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
+    teacher.logits(batch, kept)
+    handle.remove()
+    norm = teacher.module("last_norm")
+    got = student.dense(states if norm is None else norm(states)).tanh()
+    torch.testing.assert_close(got, inputs[0].clamp(-0.99, 0.99), rtol=0, atol=1e-3)
+    after = student.state_dict()
+    assert all(torch.equal(after[key], tensor) for key, tensor in before.items())
+
+
 def test_fewer_layers_are_aligned_with_those_that_they_stand_for():
     teacher = make_teacher("roberta")
     batch = make_batch(teacher)

@@ -115,7 +115,7 @@ def test_all_stages(kind, run, script, roberta, corpus, tmp_path):
     options = ["--student", kind, "--eval_strategy", "steps", "--eval_steps", 1, "--license", "mit"]
     (roberta / "README.md").write_text("---\nlicense: cc-by-4.0\n---\n# Teacher\n")
     summary = run(*command(roberta, corpus, output), *options, curve=True)
-    rows, calibrated = read_rows(output), ["calibrate"] if kind == "luna" else []
+    rows, calibrated = read_rows(output), ["calibrate"]
     assert [row["stage"] for row in rows] == ["copy", *calibrated, "align", "align", "distill", "distill"]
     block = 4 * 32
     tokens = [0, *[block] * len(calibrated)]
