@@ -78,8 +78,8 @@ def export_checkpoint(
             the code that has the model.
         dtype: "float32", "float16" or "bfloat16"; None = as in the converted file if nothing is lost by it, else as in
             the folder.
-        dictionaries: vocabulary and label dictionary in any order, for Megalodon the SentencePiece model; when none is
-            given, the files in the folder.
+        dictionaries: vocabulary and label dictionary in any order, or the SentencePiece model of a format that has one;
+            when none is given, the files in the folder.
         shards: number of files that share the tensors, where checkpoints are folders; None = as in the converted
             folder, else one.
         progress: show a progress bar on stderr if that is a terminal.

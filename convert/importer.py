@@ -85,13 +85,13 @@ def convert_checkpoint(
         dictionaries: vocabulary and label dictionary, or dictionaries of source and target, in any order, told apart by
             name and size; when none is given they are looked for beside the checkpoint.
         bpe: folder with GPT-2's BPE files, for the tokenizer of a model whose symbols are GPT-2's ids; for translation
-            the codes of a byte-pair encoding; for Megalodon the SentencePiece model, where it is not beside the
-            checkpoint. The others need only the dictionary.
+            the codes of a byte-pair encoding, or a SentencePiece model that is not beside the checkpoint. The others
+            need only the dictionary.
         head: name of the classification head to convert, where heads have names; None = the only one of a fine-tuned
             model, else the language model.
         layer_norm: "auto", "standard" or "plus-one" (some code stores weight - 1).
         ema_convention: the branch of the code that wrote a moving average; "auto": by the order of the tensors.
-        dtype: "float32", "float16" or "bfloat16"; None = that of a Megalodon checkpoint, and float32 for the others.
+        dtype: "float32", "float16" or "bfloat16"; None = as the format has it: float32, or as in the checkpoint.
         license: identifier of the licence of the weights on the Hub, or "other:NAME", for the model card; None = the
             card says that none is stated.
         progress: show a progress bar on stderr if that is a terminal.
