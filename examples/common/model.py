@@ -144,9 +144,8 @@ def longest_input(config: PreTrainedConfig) -> float:
     """Return how long an input may be: of any length where there is no table of positions, as in Mega with chunks."""
     mega = config.model_type in ("mega", "mega_seq2seq")
     any_length = mega and (config.use_chunking or config.relative_positional_bias == "rotary")
-    if any_length or not hasattr(config, "max_position_embeddings"):
-        return float("inf")
-    return config.max_position_embeddings - first_position(config.model_type, config.pad_token_id)
+    positions = float("inf") if any_length else getattr(config, "max_position_embeddings", float("inf"))
+    return positions - first_position(config.model_type, config.pad_token_id)
 
 
 def make_model(model_class: type, model: CheckpointArguments, config: PreTrainedConfig) -> PreTrainedModel:

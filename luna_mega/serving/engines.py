@@ -1,5 +1,5 @@
 # Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
-"""What `luna-mega serve` starts: the server of transformers, or that of vLLM, for a folder that writes text."""
+"""The servers that `luna-mega serve` starts for the folder of a language model: transformers' own, or vLLM's."""
 
 import os
 import socket

@@ -65,24 +65,24 @@ class SlotConfig(MambaModelConfig):
 
 @dataclass
 class SlotMetadata(BaseMambaAttentionMetadata):
-    """What vLLM tells of a step: sequences with one token each that go on, and behind them all others."""
+    """A step as vLLM describes it: sequences with one token each that go on, and behind them all others."""
 
     longest: int = 0  # tokens of a sequence, at most
 
     def groups(self) -> list[Sequences]:
         """Return the sequences that go on together."""
-        found, ones = [], self.num_decode_tokens
+        groups, ones = [], self.num_decode_tokens
         if ones:
             before = self.seq_lens[:ones].long() - 1
             # Below 0 in the rows that fill a captured graph up; their slot is one that no sequence has.
-            found.append(Sequences(self.state_indices_tensor_d[:ones].flatten().long(), before.clamp(min=0)))
+            groups.append(Sequences(self.state_indices_tensor_d[:ones].flatten().long(), before.clamp(min=0)))
         if self.num_prefills:
             bounds = self.query_start_loc_p
             end = self.num_reqs
             before = self.seq_lens[end - self.num_prefills : end].long() - bounds.diff().long()
             layout = TokenLayout(None, bounds, self.longest, shape=(1, self.num_prefill_tokens))
-            found.append(Sequences(self.state_indices_tensor_p.long(), before, layout))
-        return found
+            groups.append(Sequences(self.state_indices_tensor_p.long(), before, layout))
+        return groups
 
 
 class SlotMetadataBuilder(BaseMambaAttentionMetadataBuilder[SlotMetadata]):

@@ -124,7 +124,7 @@ def test_pickled_weights_are_not_read(folder, argv, capsys):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     names = {"MODEL": folder, "NEW": folder.parent / "new"}
     message = error(capsys, *(names.get(word, word) for word in argv))
-    assert "no model.safetensors; give a folder that save_pretrained wrote, with safetensors" in message
+    assert "has its weights in pytorch_model.bin alone" in message and "save_pretrained(NEW)" in message
 
 
 CONFIGS = [
