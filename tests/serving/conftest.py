@@ -29,7 +29,7 @@ def make_model(family: str, **fields) -> luna_mega.MegaForCausalLM | luna_mega.L
         config, model_class = luna_mega.MegaConfig, luna_mega.MegaForCausalLM
     else:
         options = {"num_attention_heads": 4, "intermediate_size": 64, "projection_length": 8}
-        options |= {"max_position_embeddings": 512, "initializer_range": 0.3}
+        options |= {"max_position_embeddings": 512, "initializer_range": 0.12}
         config, model_class = luna_mega.LunaConfig, luna_mega.LunaForCausalLM
     options |= {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 3, "is_decoder": True}
     options |= {"tie_word_embeddings": False, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}

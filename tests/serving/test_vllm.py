@@ -128,8 +128,8 @@ def test_a_state_that_is_lost_or_of_another_is_noticed(family, control, folders,
         groups = vllm_plugin.SlotMetadata.groups
         changed = lambda self: [group._replace(before=group.before.clamp(min=1)) for group in groups(self)]  # noqa: E731
         monkeypatch.setattr(vllm_plugin.SlotMetadata, "groups", changed)
-    wrong, _ = compare(ask(start(folders(family)), requests), requests)
-    assert len(wrong) > len(requests) // 3
+    wrong, worst = compare(ask(start(folders(family)), requests), requests)
+    assert len(wrong) > len(requests) // 3 or worst > 1e-2
 
 
 @pytest.mark.parametrize(
