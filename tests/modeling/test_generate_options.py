@@ -325,7 +325,7 @@ def is_refused(model, name):
     return name in REFUSED or model.config.is_encoder_decoder and name in ALONE
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @torch.no_grad()
 @pytest.mark.parametrize("name", WORKS)
 def test_works(model, name, request):
