@@ -80,4 +80,6 @@ def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Return whether two tensors are equal in every bit, so that a NaN equals itself."""
     if first.shape != second.shape or first.dtype != second.dtype:
         return False
-    return torch.equal(first.reshape(-1).view(torch.uint8), second.reshape(-1).view(torch.uint8))
+    # Contiguous, because a tensor that repeats one stored number has no bytes to view.
+    first, second = (x.contiguous().reshape(-1).view(torch.uint8) for x in (first, second))
+    return torch.equal(first, second)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from luna_mega.convert.evidence import same_bits
 from luna_mega.inspection import info
 from tests.convert.exports import load
 from tests.convert.mega import LAYERS, POSITIONS
@@ -228,3 +229,8 @@ def test_bpe(convert, shared_dir):
     assert tokenizer.decode(tokenizer("Hello world").input_ids, skip_special_tokens=True) == "Hello world"
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (2, 2, 1)
     assert len(tokenizer) == 50261 and "GPT-2 byte-pair encoding" in convert.screen
+
+
+def test_a_tensor_that_repeats_one_number_equals_its_copy():
+    one, copy = torch.full((1,), float("nan")), torch.full((3, 2), float("nan"))
+    assert same_bits(one.expand(3, 2), copy) and not same_bits(one.expand(3, 2), torch.zeros(3, 2))
