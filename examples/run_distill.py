@@ -94,7 +94,7 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, DistillArguments, Trai
 
 @dataclass
 class Task:
-    """What both stages of training share.
+    """The options and data that both stages of training share.
 
     Args:
         splits: of a masked model blocks, of a causal one a stream of tokens and blocks, of a classifier texts.

@@ -143,7 +143,7 @@ def _check_files(folder: Path, count: int) -> None:
 
 
 def _digest(files: dict[str, TensorFile]) -> str:
-    """Return the SHA-256 of the file; of shards that of the lines which `sha256sum consolidated.*.pth` prints."""
+    """Return the SHA-256 of the file; with shards, of the lines that `sha256sum consolidated.*.pth` prints."""
     if len(files) == 1:
         return next(iter(files.values())).sha256
     return hashlib.sha256("".join(f"{file.sha256}  {name}\n" for name, file in files.items()).encode()).hexdigest()

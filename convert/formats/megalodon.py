@@ -147,7 +147,7 @@ class Megalodon(Format):
         """Return the plan of a language model.
 
         Raises:
-            ConversionError: the configuration is not that of a model, or tied tensors differ.
+            ConversionError: the configuration makes no model, or tied tensors differ.
         """
         if unknown := sorted(evidence.args.keys() - {row.name for row in self.table}):
             raise ConversionError(f"{evidence.shown(unknown[0])}: the released code has no such field; take it out")

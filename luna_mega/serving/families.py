@@ -84,7 +84,7 @@ class ServedModel(nn.Module):
         output, begin = torch.zeros_like(hidden_states), 0
         for sequences in groups:
             layout = sequences.layout
-            # Of ragged sequences the last bound is not known without waiting for the device: they are all the rest.
+            # Reading the last bound of ragged sequences would wait for the device; they are all the rest.
             end = layout.shape[1] + begin if layout.is_ragged() else begin + len(sequences.slots)
             rows = hidden_states[begin:end]
             rows = rows[None] if layout.is_ragged() else rows[:, None]
