@@ -195,6 +195,11 @@ class Op:
         return wanted, f"chosen by {source}"
 
 
+def for_ranks(compute: Callable, backends: dict[str, Callable]) -> dict[str, Callable]:
+    """Return the functions `on_ranks` of an `Op` that are `compute(run, shard, **call)`, `run` being the backend's."""
+    return {name: partial(compute, run) for name, run in backends.items()}
+
+
 _FALLBACK = "no Triton kernel: "
 _told: set[str] = set()
 

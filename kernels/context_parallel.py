@@ -67,6 +67,16 @@ class ContextShard(NamedTuple):
         """Return the number of positions on all ranks."""
         return sum(self.lengths)
 
+    def gaps(self) -> tuple[list[int], list[int]]:
+        """Return how many positions lie between this part and those of the ranks before it, and behind it."""
+        before = [sum(self.lengths[other + 1 : self.rank]) for other in range(self.rank)]
+        return before, [sum(self.lengths[self.rank + 1 : other]) for other in range(self.rank + 1, self.size)]
+
+    def check(self, op: str, length: int) -> None:
+        """Refuse a part that has another length than this rank has told the others."""
+        if length != (here := self.lengths[self.rank]):
+            raise ValueError(f"{op}: the shard has {here} positions here, and x {length}")
+
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Return the tensors `x` of all ranks, which have one shape, `[ranks, ...]`. Its backward sums and cuts."""
         return _AllGather.apply(x, self.group)

@@ -3,7 +3,8 @@
 import torch
 
 from luna_mega.kernels import ragged
-from luna_mega.kernels._op import Op
+from luna_mega.kernels._op import Op, for_ranks
+from luna_mega.kernels.checks import check_average, check_position, check_sequences, count_sequences
 from luna_mega.kernels.complex_ema import export, reference, sharded, torch_backend
 from luna_mega.kernels.complex_ema.coefficients import coefficients, complex_ema_coefficients
 from luna_mega.kernels.context_parallel import ContextShard
@@ -58,7 +59,14 @@ _BACKENDS = {
     "torch": from_parameters(_torch, coefficients),
     "triton": from_parameters(_triton, coefficients),
 }
-EMA = Op("complex_ema", _BACKENDS, _unsupported, tokens=("x",), ragged=_ragged, on_ranks=sharded.on_ranks(_BACKENDS))
+EMA = Op(
+    "complex_ema",
+    _BACKENDS,
+    _unsupported,
+    tokens=("x",),
+    ragged=_ragged,
+    on_ranks=for_ranks(sharded.average, _BACKENDS),
+)
 STEP = Op(
     "complex_ema_step",
     {
@@ -132,23 +140,10 @@ def complex_ema(
         >>> torch.allclose(torch.cat([first, second], 1), complex_ema(x, *parameters), atol=1e-5)
         True
     """
-    if x.dim() != 3 or x.shape[1] < 1:
-        raise ValueError(f"complex_ema needs x [batch, length, channels] of length 1 or more, got {list(x.shape)}")
-    if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:2]):
-        raise ValueError(
-            f"complex_ema needs a bool mask of shape {list(x.shape[:2])} (True = keep), got {mask.dtype} "
-            f"{list(mask.shape)}"
-        )
+    check_sequences("complex_ema", x, mask, "channels")
     parameters = (input_logit, damping_logit, phase_logit, projection)
     EMA.refuse_beside(shard, initial_state=initial_state, return_state=return_state, cu_seqlens=cu_seqlens)
-    sequences = x.shape[0]
-    if cu_seqlens is not None:
-        if sequences != 1:
-            raise ValueError(f"complex_ema needs x [1, total, channels] with cu_seqlens, got {list(x.shape)}")
-        max_seqlen = ragged.check("complex_ema", cu_seqlens, max_seqlen, x.shape[1])
-        sequences = len(cu_seqlens) - 1
-    elif max_seqlen is not None:
-        raise ValueError("complex_ema: max_seqlen belongs to cu_seqlens; leave it out")
+    sequences, max_seqlen = count_sequences("complex_ema", x, cu_seqlens, max_seqlen, "channels")
     _check("complex_ema", x, parameters, skip, initial_state, sequences)
     call = {
         "x": x,
@@ -180,10 +175,7 @@ def complex_ema_step(
     Arguments and errors as in `complex_ema`, with `mask` `[B]`. The given state is not changed. `coefficients`: the
     `complex_ema_coefficients` of the four parameters, which save most of the step; None = computed.
     """
-    if x.dim() != 2:
-        raise ValueError(f"complex_ema_step needs x [batch, channels], got {list(x.shape)}")
-    if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:1]):
-        raise ValueError(f"complex_ema_step needs a bool mask [{x.shape[0]}], got {mask.dtype} {list(mask.shape)}")
+    check_position("complex_ema_step", x, mask, "channels")
     parameters = (input_logit, damping_logit, phase_logit, projection)
     _check("complex_ema_step", x, parameters, skip, state, x.shape[0])
     call = {"x": x, "state": state, "parameters": parameters, "coefficients": coefficients, "skip": skip, "mask": mask}
@@ -198,11 +190,4 @@ def _check(op, x, parameters, skip, state, sequences):
             f"{op} needs for {channels} channels two logits [{channels}, N], a phase_logit [{channels}] and a "
             f"projection [{channels}, N, 2], got {shapes}"
         )
-    if not all(tensor.is_floating_point() for tensor in (x, *parameters)):
-        raise ValueError(f"{op} needs floating-point x and parameters, got {[t.dtype for t in (x, *parameters)]}")
-    if skip is not None and skip.shape != (channels,):
-        raise ValueError(f"{op} needs a skip of shape {[channels]}, got {list(skip.shape)}")
-    if state is not None:
-        needed = [sequences, channels, states, 2]
-        if list(state.shape) != needed or state.dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"{op} needs a float32 or float64 state {needed}, got {state.dtype} {list(state.shape)}")
+    check_average(op, x, parameters, skip, state, [sequences, channels, states, 2])

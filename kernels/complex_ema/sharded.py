@@ -1,7 +1,6 @@
 """The average of sequences whose parts lie on several processes, which exchange their states and nothing else."""
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import nn
@@ -12,22 +11,14 @@ from luna_mega.kernels.damped_ema.reference import working_dtype
 from luna_mega.kernels.damped_ema.sharded import BLOCK, rows_of
 
 
-def on_ranks(backends: dict[str, Callable]) -> dict[str, Callable]:
-    """Return the backends for sequences whose parts lie on several processes."""
-    return {name: partial(_average, run) for name, run in backends.items()}
-
-
-def _average(run: Callable, shard: ContextShard, x, parameters, mask, **call):
+def average(run: Callable, shard: ContextShard, x, parameters, mask, **call):
     """Return the average at this process's positions of the whole sequence, and None; `run` averages a part alone."""
-    here, rank = shard.lengths[shard.rank], shard.rank
-    if here != x.shape[1]:
-        raise ValueError(f"complex_ema: the shard has {here} positions here, and x {x.shape[1]}")
+    shard.check("complex_ema", x.shape[1])
     dtype = working_dtype(x, parameters)
     log_decay, turn, weight_in, _ = coefficients(*(parameter.to(dtype) for parameter in parameters))
     kept = x.to(dtype) if mask is None else x.to(dtype).masked_fill(~mask[..., None], 0.0)
     gained = _decayed_sum(rows_of(kept), log_decay, turn).transpose(0, 1) * weight_in[..., None]
-    states = shard.all_gather(gained)[:rank]
-    gaps = [sum(shard.lengths[other + 1 : rank]) for other in range(rank)]
+    (gaps, _), states = shard.gaps(), shard.all_gather(gained)[: shard.rank]
     decays = powers(log_decay, turn, torch.tensor(gaps, dtype=torch.float64, device=x.device))
     before = times(decays.permute(3, 0, 1, 2)[:, None], states).sum(0)
     return run(**call | {"x": x, "parameters": parameters, "mask": mask, "initial_state": before})

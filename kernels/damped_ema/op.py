@@ -3,7 +3,8 @@
 import torch
 
 from luna_mega.kernels import ragged
-from luna_mega.kernels._op import Op
+from luna_mega.kernels._op import Op, for_ranks
+from luna_mega.kernels.checks import check_average, check_mask, check_sequences, count_sequences
 from luna_mega.kernels.context_parallel import ContextShard
 from luna_mega.kernels.damped_ema import export, reference, sharded, torch_backend
 from luna_mega.kernels.damped_ema.coefficients import from_coefficients, from_parameters
@@ -60,7 +61,9 @@ _BACKENDS = {
     "torch": from_parameters(_torch),
     "triton": from_parameters(_triton),
 }
-EMA = Op("damped_ema", _BACKENDS, _unsupported, tokens=("x",), ragged=_ragged, on_ranks=sharded.on_ranks(_BACKENDS))
+EMA = Op(
+    "damped_ema", _BACKENDS, _unsupported, tokens=("x",), ragged=_ragged, on_ranks=for_ranks(sharded.average, _BACKENDS)
+)
 STEP = Op(
     "damped_ema_step",
     {
@@ -151,14 +154,7 @@ def damped_ema(
 
         output, state = truncated(run_again, x, parameters, skip, mask, truncation, initial_state)
         return (output, state) if return_state else output
-    sequences = x.shape[0]
-    if cu_seqlens is not None:
-        if sequences != 1:
-            raise ValueError(f"damped_ema needs x [1, total, channels] with cu_seqlens, got {list(x.shape)}")
-        max_seqlen = ragged.check("damped_ema", cu_seqlens, max_seqlen, x.shape[1])
-        sequences = len(cu_seqlens) - 1
-    elif max_seqlen is not None:
-        raise ValueError("damped_ema: max_seqlen belongs to cu_seqlens; leave it out")
+    sequences, max_seqlen = count_sequences("damped_ema", x, cu_seqlens, max_seqlen, "channels")
     _check("damped_ema", x, parameters, skip, initial_state, sequences)
     call = {
         "x": x,
@@ -198,8 +194,7 @@ def damped_ema_step(
             f"damped_ema_step needs x [batch, channels] and one row of parameters per channel, got {list(x.shape)} and "
             f"{list(input_logit.shape)}"
         )
-    if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:1]):
-        raise ValueError(f"damped_ema_step needs a bool mask [{x.shape[0]}], got {mask.dtype} {list(mask.shape)}")
+    check_mask("damped_ema_step", mask, x.shape[:1])
     parameters = (input_logit, damping_logit, expansion, projection)
     if isinstance(state, TruncatedEmaState):
 
@@ -216,13 +211,7 @@ def damped_ema_step(
 
 
 def _check_sequence(x, input_logit, mask, shift, truncation, initial_state, return_state):
-    if x.dim() != 3 or x.shape[1] < 1:
-        raise ValueError(f"damped_ema needs x [batch, length, channels] of length 1 or more, got {list(x.shape)}")
-    if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:2]):
-        raise ValueError(
-            f"damped_ema needs a bool mask of shape {list(x.shape[:2])} (True = keep), got {mask.dtype} "
-            f"{list(mask.shape)}"
-        )
+    check_sequences("damped_ema", x, mask, "channels")
     channels, rows = x.shape[2], len(input_logit)
     if rows not in (channels, 2 * channels):
         raise ValueError(
@@ -244,11 +233,4 @@ def _check(op, x, parameters, skip, state, sequences):
         raise ValueError(
             f"{op} needs input_logit, damping_logit, expansion and projection of one shape [rows, N], got {shapes}"
         )
-    if not all(tensor.is_floating_point() for tensor in (x, *parameters)):
-        raise ValueError(f"{op} needs floating-point x and parameters, got {[t.dtype for t in (x, *parameters)]}")
-    if skip is not None and skip.shape != x.shape[-1:]:
-        raise ValueError(f"{op} needs a skip of shape {list(x.shape[-1:])}, got {list(skip.shape)}")
-    if state is not None:
-        needed = [sequences, x.shape[-1], shapes[0][1]]
-        if list(state.shape) != needed or state.dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"{op} needs a float32 or float64 state {needed}, got {state.dtype} {list(state.shape)}")
+    check_average(op, x, parameters, skip, state, [sequences, x.shape[-1], shapes[0][1]])

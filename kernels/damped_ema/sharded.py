@@ -1,7 +1,6 @@
 """The average of sequences whose parts lie on several processes, which exchange their states and nothing else."""
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import nn
@@ -12,20 +11,13 @@ from luna_mega.kernels.damped_ema import reference
 BLOCK = 64
 
 
-def on_ranks(backends: dict[str, Callable]) -> dict[str, Callable]:
-    """Return the backends for sequences whose parts lie on several processes."""
-    return {name: partial(_average, run) for name, run in backends.items()}
-
-
-def _average(run: Callable, shard: ContextShard, x, parameters, skip, mask, shift, truncation, **call):
+def average(run: Callable, shard: ContextShard, x, parameters, skip, mask, shift, truncation, **call):
     """Return the average at this process's positions of the whole sequence, and None; `run` averages a part alone."""
-    here, total = shard.lengths[shard.rank], shard.total
-    if here != x.shape[1]:
-        raise ValueError(f"damped_ema: the shard has {here} positions here, and x {x.shape[1]}")
-    if truncation is not None and truncation < total:
+    shard.check("damped_ema", x.shape[1])
+    if truncation is not None and truncation < shard.total:
         raise ValueError(
-            f"damped_ema: truncation={truncation} is below the {total} positions of the whole sequence, and an average "
-            "over several ranks never forgets; leave truncation out"
+            f"damped_ema: truncation={truncation} is below the {shard.total} positions of the whole sequence, and an "
+            "average over several ranks never forgets; leave truncation out"
         )
     call |= {"x": x, "parameters": parameters, "skip": skip, "mask": mask, "shift": shift, "truncation": None}
     dtype, channels = reference.working_dtype(x, parameters), x.shape[2]
@@ -51,12 +43,11 @@ def _start_states(kept, log_q, weight_in, shard):
     if len(log_q) > channels:
         gained.append(_decayed_sum(rows, log_q[channels:], from_end=False))
     states = shard.all_gather(torch.cat(gained).transpose(0, 1) * weight_in)
-    gaps = [sum(shard.lengths[other + 1 : rank]) for other in range(rank)]
-    before = _arriving(states[:rank, :, :channels], log_q[:channels], gaps)
+    gaps_before, gaps_behind = shard.gaps()
+    before = _arriving(states[:rank, :, :channels], log_q[:channels], gaps_before)
     if len(log_q) == channels:
         return before, None
-    gaps = [sum(shard.lengths[rank + 1 : other]) for other in range(rank + 1, shard.size)]
-    return before, _arriving(states[rank + 1 :, :, channels:], log_q[channels:], gaps)
+    return before, _arriving(states[rank + 1 :, :, channels:], log_q[channels:], gaps_behind)
 
 
 def _arriving(states, log_q, gaps):

@@ -2,6 +2,7 @@
 
 import torch
 
+from luna_mega.kernels.common.triton_average import register_gradient
 from luna_mega.kernels.common.triton_launch import contiguous
 from luna_mega.kernels.damped_ema import triton_backward, triton_forward, triton_step
 
@@ -65,25 +66,7 @@ def _(gradient, last_gradient, x, mask, skip, log_q, weight_in, weight_out, init
     return [log_q.new_empty(0) if t is None else t.new_empty(t.shape) for t in inputs]
 
 
-def _save_for_backward(ctx, inputs, output):
-    *tensors, ctx.return_state, ctx.shift, cu_seqlens, ctx.max_seqlen = inputs
-    ctx.save_for_backward(*tensors, cu_seqlens)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, gradient, last_gradient):
-    *tensors, cu_seqlens = ctx.saved_tensors
-    if gradient is None:
-        gradient = torch.zeros_like(tensors[0])
-    grads = torch.ops.luna_mega.damped_ema_triton_backward(
-        gradient, last_gradient if ctx.return_state else None, *tensors, ctx.shift, cu_seqlens, ctx.max_seqlen
-    )
-    x, _, *rest = tensors
-    grad_x, *grads = (None if tensor is None else grad for tensor, grad in zip((x, *rest), grads, strict=True))
-    return grad_x, None, *grads, None, None, None, None
-
-
-_damped_ema.register_autograd(_backward, setup_context=_save_for_backward)
+register_gradient(_damped_ema, _damped_ema_backward, tensors=7)
 
 
 @torch.library.custom_op(

@@ -2,6 +2,7 @@
 
 import torch
 
+from luna_mega.kernels.checks import check_dropout, check_mask
 from luna_mega.kernels.gated_attention import reference
 
 
@@ -21,10 +22,7 @@ def check_tensors(op, query, key, value, mask):
             f"{op} needs floating-point tensors, query and key of one dtype, got query {query.dtype}, key {key.dtype} "
             f"and value {value.dtype}"
         )
-    if mask is not None and (mask.dtype != torch.bool or mask.shape != key.shape[:2]):
-        raise ValueError(
-            f"{op} needs a bool mask of shape {list(key.shape[:2])} (True = keep), got {mask.dtype} {list(mask.shape)}"
-        )
+    check_mask(op, mask, key.shape[:2])
 
 
 def check_options(op, query, key, function, causal, chunk_size, offset, dropout):
@@ -38,8 +36,7 @@ def check_options(op, query, key, function, causal, chunk_size, offset, dropout)
             f"{op}: {queries} queries from position {offset} on do not lie among {keys} keys, as causal attention and "
             "chunks need; every query needs a key at its own position, and offset cannot be negative"
         )
-    if not 0.0 <= dropout < 1.0:
-        raise ValueError(f"{op}: dropout must be in [0, 1), got {dropout}")
+    check_dropout(op, dropout)
 
 
 def check_rows(op, query, causal, chunk_size, offset, row_offset, start, column=None):

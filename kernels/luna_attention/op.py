@@ -7,6 +7,7 @@ import torch
 
 from luna_mega.kernels import ragged
 from luna_mega.kernels._op import Op
+from luna_mega.kernels.checks import check_dropout, check_mask
 from luna_mega.kernels.context_parallel import ContextShard
 from luna_mega.kernels.luna_attention import reference, sharded, torch_backend
 
@@ -216,9 +217,5 @@ def _check(op, query, key, value, mask, dropout, cu_seqlens):
             )
     if not query.dtype == key.dtype == value.dtype:
         raise ValueError(f"{op}: dtypes differ: query {query.dtype}, key {key.dtype}, value {value.dtype}")
-    if mask is not None and (mask.dtype != torch.bool or mask.shape != key.shape[:2]):
-        raise ValueError(
-            f"{op} needs a bool mask of shape {list(key.shape[:2])} (True = keep), got {mask.dtype} {list(mask.shape)}"
-        )
-    if not 0.0 <= dropout < 1.0:
-        raise ValueError(f"{op}: dropout must be in [0, 1), got {dropout}")
+    check_mask(op, mask, key.shape[:2])
+    check_dropout(op, dropout)

@@ -3,7 +3,8 @@
 import torch
 
 from luna_mega.kernels import ragged
-from luna_mega.kernels._op import Op
+from luna_mega.kernels._op import Op, for_ranks
+from luna_mega.kernels.checks import check_dropout, check_mask
 from luna_mega.kernels.context_parallel import ContextShard
 from luna_mega.kernels.luna_causal_attention import reference, sharded, torch_backend
 from luna_mega.kernels.luna_causal_attention.reference import LunaCausalState
@@ -45,7 +46,7 @@ ATTEND = Op(
     tokens=("query", "pack_key", "key", "value"),
     native=(),
     with_weights=reference.attend_with_weights,
-    on_ranks=sharded.continued(_BACKENDS | {"weights": reference.attend_with_weights}),
+    on_ranks=for_ranks(sharded.attend, _BACKENDS | {"weights": reference.attend_with_weights}),
 )
 STEP = Op(
     "luna_causal_attention_step",
@@ -211,15 +212,11 @@ def _check(op, batch, query, pack_query, pack_key, key, value, mask, pack_mask, 
     if not same or not query.is_floating_point():
         dtypes = ", ".join(str(x.dtype) for x in (query, pack_query, pack_key, key, value))
         raise ValueError(f"{op} needs floating-point tensors of one dtype, got {dtypes}")
-    for name, given, needed in (("mask", mask, key.shape[:-2]), ("pack_mask", pack_mask, pack_query.shape[:2])):
-        if given is not None and (given.dtype != torch.bool or given.shape != needed):
-            raise ValueError(
-                f"{op} needs a bool {name} of shape {list(needed)} (True = keep), got {given.dtype} {list(given.shape)}"
-            )
+    check_mask(op, mask, key.shape[:-2])
+    check_mask(op, pack_mask, pack_query.shape[:2], "pack_mask")
     if activation not in reference.ACTIVATIONS:
         raise ValueError(f"{op} has no activation {activation!r}; choose one of {', '.join(reference.ACTIVATIONS)}")
-    if not 0.0 <= dropout < 1.0:
-        raise ValueError(f"{op}: dropout must be in [0, 1), got {dropout}")
+    check_dropout(op, dropout)
     if state is not None:
         _check_state(op, state, (batch, heads, size, rows, value.shape[-1]))
 

@@ -5,7 +5,6 @@ part, from which every backend goes on.
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -15,12 +14,8 @@ from luna_mega.kernels.luna_causal_attention import reference
 from luna_mega.kernels.luna_causal_attention.reference import LunaCausalState
 
 
-def continued(backends: dict[str, Callable]) -> dict[str, Callable]:
-    """Return the backends for tokens that ranks share: each goes on from the state behind the tokens before."""
-    return {name: partial(_continue, run) for name, run in backends.items()}
-
-
-def _continue(run, shard, **call):
+def attend(run: Callable, shard: ContextShard, **call):
+    """Compute the attention of this rank's tokens, which goes on from the state behind the tokens before them."""
     return run(**call | {"state": _state_before(shard, **call)})
 
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from luna_mega.kernels import ragged
-from luna_mega.kernels._op import Op
+from luna_mega.kernels._op import Op, for_ranks
+from luna_mega.kernels.checks import check_position, check_sequences, count_sequences
 from luna_mega.kernels.context_parallel import ContextShard
 from luna_mega.kernels.timestep_norm import reference, sharded, torch_backend
 from luna_mega.kernels.timestep_norm.reference import TimestepNormState, empty_state
@@ -29,7 +29,9 @@ def _unsupported(x, weight, bias, **_):
 
 
 _BACKENDS = {"reference": reference.timestep_norm, "torch": torch_backend.timestep_norm, "triton": _triton}
-NORM = Op("timestep_norm", _BACKENDS, _unsupported, tokens=("x",), native=(), on_ranks=sharded.on_ranks(_BACKENDS))
+NORM = Op(
+    "timestep_norm", _BACKENDS, _unsupported, tokens=("x",), native=(), on_ranks=for_ranks(sharded.norm, _BACKENDS)
+)
 STEP = Op(
     "timestep_norm_step",
     {"reference": reference.step, "torch": torch_backend.step, "triton": _triton_step},
@@ -96,22 +98,9 @@ def timestep_norm(
         >>> torch.allclose(torch.cat([first, second], 1), timestep_norm(x, 4), atol=1e-5)
         True
     """
-    if x.dim() != 3 or x.shape[1] < 1:
-        raise ValueError(f"timestep_norm needs x [batch, length, features] of length 1 or more, got {list(x.shape)}")
-    if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:2]):
-        raise ValueError(
-            f"timestep_norm needs a bool mask of shape {list(x.shape[:2])} (True = keep), got {mask.dtype} "
-            f"{list(mask.shape)}"
-        )
+    check_sequences("timestep_norm", x, mask, "features")
     NORM.refuse_beside(shard, initial_state=initial_state, return_state=return_state, cu_seqlens=cu_seqlens)
-    sequences = x.shape[0]
-    if cu_seqlens is not None:
-        if sequences != 1:
-            raise ValueError(f"timestep_norm needs x [1, total, features] with cu_seqlens, got {list(x.shape)}")
-        max_seqlen = ragged.check("timestep_norm", cu_seqlens, max_seqlen, x.shape[1])
-        sequences = len(cu_seqlens) - 1
-    elif max_seqlen is not None:
-        raise ValueError("timestep_norm: max_seqlen belongs to cu_seqlens; leave it out")
+    sequences, max_seqlen = count_sequences("timestep_norm", x, cu_seqlens, max_seqlen, "features")
     _check("timestep_norm", x, groups, weight, bias)
     call = {
         "x": x,
@@ -141,10 +130,7 @@ def timestep_norm_step(
 
     Arguments and errors as in `timestep_norm`, with `mask` `[B]`. The given state is not changed.
     """
-    if x.dim() != 2:
-        raise ValueError(f"timestep_norm_step needs x [batch, features], got {list(x.shape)}")
-    if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:1]):
-        raise ValueError(f"timestep_norm_step needs a bool mask [{x.shape[0]}], got {mask.dtype} {list(mask.shape)}")
+    check_position("timestep_norm_step", x, mask, "features")
     _check("timestep_norm_step", x, groups, weight, bias)
     state = _checked_state("timestep_norm_step", x, groups, state, x.shape[0])
     call = {"x": x, "state": state, "groups": groups, "weight": weight, "bias": bias, "eps": eps, "mask": mask}

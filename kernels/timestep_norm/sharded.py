@@ -1,7 +1,6 @@
 """The norm of sequences whose parts lie on several processes, which exchange their statistics and nothing else."""
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
@@ -9,16 +8,9 @@ from luna_mega.kernels.context_parallel import ContextShard
 from luna_mega.kernels.timestep_norm.reference import TimestepNormState
 
 
-def on_ranks(backends: dict[str, Callable]) -> dict[str, Callable]:
-    """Return the backends for sequences whose parts lie on several processes."""
-    return {name: partial(_norm, run) for name, run in backends.items()}
-
-
-def _norm(run: Callable, shard: ContextShard, x, groups, mask, initial_state, **call):
+def norm(run: Callable, shard: ContextShard, x, groups, mask, initial_state, **call):
     """Return the norm at this process's positions of the whole sequence, and the statistics so far."""
-    here, rank = shard.lengths[shard.rank], shard.rank
-    if here != x.shape[1]:
-        raise ValueError(f"timestep_norm: the shard has {here} positions here, and x {x.shape[1]}")
+    shard.check("timestep_norm", x.shape[1])
     kept = x if mask is None else x.masked_fill(~mask[..., None], 0.0)
     dtype = torch.promote_types(x.dtype, torch.float32)
     variances, means = torch.var_mean(kept.to(dtype).unflatten(2, (groups, -1)), -1, correction=0)
@@ -26,7 +18,7 @@ def _norm(run: Callable, shard: ContextShard, x, groups, mask, initial_state, **
     part = _pooled(weights.double().expand_as(means), means.double(), variances.double(), 1)
     weights, means, variances = shard.all_gather(torch.stack(part)).unbind(1)
     # The later parts count for nothing, but all ranks use the tensors of all.
-    earlier = torch.arange(shard.size, device=x.device)[:, None, None] < rank
+    earlier = torch.arange(shard.size, device=x.device)[:, None, None] < shard.rank
     weight, mean, variance = _pooled(weights * earlier, means, variances, 0)
     state = TimestepNormState(weight[:, 0].long(), mean, variance)
     return run(x=x, groups=groups, mask=mask, initial_state=state, **call)

@@ -1,0 +1,70 @@
+"""Errors that several ops have in common for arguments that do not fit together. `op` is the name in the message."""
+
+from collections.abc import Iterable
+
+import torch
+
+from luna_mega.kernels import ragged
+
+
+def check_mask(op: str, mask: torch.Tensor | None, shape: torch.Size, name: str = "mask") -> None:
+    """Refuse what is no bool mask of this shape."""
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != shape):
+        raise ValueError(
+            f"{op} needs a bool {name} of shape {list(shape)} (True = keep), got {mask.dtype} {list(mask.shape)}"
+        )
+
+
+def check_dropout(op: str, dropout: float) -> None:
+    """Refuse what is no probability below 1."""
+    if not 0.0 <= dropout < 1.0:
+        raise ValueError(f"{op}: dropout must be in [0, 1), got {dropout}")
+
+
+def check_sequences(op: str, x: torch.Tensor, mask: torch.Tensor | None, features: str) -> None:
+    """Refuse what are no sequences `[B, T, D]` with T at least 1 and their mask; `features` is the name of D."""
+    if x.dim() != 3 or x.shape[1] < 1:
+        raise ValueError(f"{op} needs x [batch, length, {features}] of length 1 or more, got {list(x.shape)}")
+    check_mask(op, mask, x.shape[:2])
+
+
+def check_position(op: str, x: torch.Tensor, mask: torch.Tensor | None, features: str) -> None:
+    """Refuse what is not one position `[B, D]` of each sequence and its mask."""
+    if x.dim() != 2:
+        raise ValueError(f"{op} needs x [batch, {features}], got {list(x.shape)}")
+    check_mask(op, mask, x.shape[:1])
+
+
+def count_sequences(
+    op: str, x: torch.Tensor, cu_seqlens: torch.Tensor | None, max_seqlen: int | None, features: str
+) -> tuple[int, int | None]:
+    """Return the number of sequences in `[B, T, D]` or, with `cu_seqlens`, `[1, total, D]`, and `max_seqlen`."""
+    if cu_seqlens is None:
+        if max_seqlen is not None:
+            raise ValueError(f"{op}: max_seqlen belongs to cu_seqlens; leave it out")
+        return x.shape[0], None
+    if x.shape[0] != 1:
+        raise ValueError(f"{op} needs x [1, total, {features}] with cu_seqlens, got {list(x.shape)}")
+    max_seqlen = ragged.check(op, cu_seqlens, max_seqlen, x.shape[1])
+    return len(cu_seqlens) - 1, max_seqlen
+
+
+def check_average(
+    op: str,
+    x: torch.Tensor,
+    parameters: Iterable[torch.Tensor],
+    skip: torch.Tensor | None,
+    state: torch.Tensor | None,
+    state_shape: list[int],
+) -> None:
+    """Refuse dtypes, a skip and a state that do not fit a moving average of D channels."""
+    tensors = (x, *parameters)
+    if not all(tensor.is_floating_point() for tensor in tensors):
+        raise ValueError(f"{op} needs floating-point x and parameters, got {[tensor.dtype for tensor in tensors]}")
+    if skip is not None and skip.shape != x.shape[-1:]:
+        raise ValueError(f"{op} needs a skip of shape {list(x.shape[-1:])}, got {list(skip.shape)}")
+    if state is not None:
+        if list(state.shape) != state_shape or state.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"{op} needs a float32 or float64 state {state_shape}, got {state.dtype} {list(state.shape)}"
+            )
