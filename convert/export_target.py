@@ -5,25 +5,28 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from transformers import PreTrainedConfig, PreTrainedModel
+
 from luna_mega.convert.formats import Format, registered_formats
 from luna_mega.convert.formats.registry import find_format
 from luna_mega.convert.plan import Target
 from luna_mega.errors import ConversionError, shown
-from luna_mega.hub.folder import ModelFolder
 
 
-def choose_target(source: ModelFolder, head: str | None, report: dict[str, Any]) -> tuple[Format, Target]:
+def choose_target(
+    model_class: type[PreTrainedModel], config: PreTrainedConfig, head: str | None, report: dict[str, Any]
+) -> tuple[Format, Target]:
     """Return the format that can express the model; a converted model keeps the format of its file.
 
     Args:
-        source: the folder of the model.
+        model_class, config: the model.
         head: the option `--head`.
         report: the record of the conversion.
 
     Raises:
         ConversionError: no format has the head, or the best one lacks a value of the configuration.
     """
-    model_class, config, given = source.model_class, source.config, report["source"]
+    given = report["source"]
     formats = [find_format(given["layout"])] if given else registered_formats()
     if given and formats[0].assumed(given["revision"]) not in formats[0].revisions:
         raise ConversionError(f"format {given['layout']} has no revision {shown(given['revision'])}")

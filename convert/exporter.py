@@ -94,7 +94,7 @@ def export_checkpoint(
     source = read_folder(folder)
     report = _recorded(source)
     try:
-        fmt, target = choose_target(source, head, report)
+        fmt, target = choose_target(source.model_class, source.config, head, report)
         if layer_norm is not None and "layer-norm" in fmt.refused:
             raise ConversionError(f"--layer-norm {layer_norm}: {fmt.refused['layer-norm']}; leave it out")
         if shards is not None and not fmt.is_folder:

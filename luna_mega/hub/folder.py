@@ -34,9 +34,13 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A model folder: class and configuration from config.json; `report` is conversion_report.json, None = absent."""
+    """A model folder: class and configuration from config.json; `report` is conversion_report.json, None = absent.
+
+    `files` have the weights.
+    """
 
     path: Path
+    files: list[Path]
     model_class: type[PreTrainedModel]
     config: PreTrainedConfig
     transformers_version: str | None
@@ -49,7 +53,7 @@ class ModelFolder:
         The names are those of a model with a head.
         """
         tensors = {}
-        for file in weight_files(self.path):
+        for file in self.files:
             with _open(file) as weights:
                 for name in weights.keys():
                     part = weights.get_slice(name)
@@ -59,7 +63,7 @@ class ModelFolder:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return all tensors, mapped from the files, under the names of `tensor_info`."""
         tensors = {}
-        for file in weight_files(self.path):
+        for file in self.files:
             with _open(file) as weights:
                 tensors |= {self._full_name(name): weights.get_tensor(name) for name in weights.keys()}
         return tensors
@@ -171,8 +175,7 @@ def read_folder(path: str | Path) -> ModelFolder:
         ConversionError: not such a folder, or a damaged one; one line names the file and the way out.
     """
     content, path = read_config(path), Path(path)
-    weight_files(path)
-    file = path / "config.json"
+    files, file = weight_files(path), path / "config.json"
     try:
         config = CONFIGS[content["model_type"]].from_dict(content)
     except Exception as error:  # transformers raises whatever a field of another type leads to
@@ -181,7 +184,7 @@ def read_folder(path: str | Path) -> ModelFolder:
     name = names[0] if isinstance(names, list) else names
     if not isinstance(name, str) or name not in classes:
         raise ConversionError(f"{file}: architectures {shown(name)} is not one of {', '.join(classes)}")
-    return ModelFolder(path, classes[name], config, content.get("transformers_version"), _read_report(path))
+    return ModelFolder(path, files, classes[name], config, content.get("transformers_version"), _read_report(path))
 
 
 def _read_report(folder: Path) -> dict[str, Any] | None:
