@@ -19,8 +19,9 @@ help: ## list the targets
 demo: $(INSTALLED) ## train, save, reload and judge a Luna and a Mega on real handwritten digits (5 minutes with the set-up)
 	$(VENV)/bin/python examples/digits_demo.py
 
+# Without its byte code the package would be compiled at each of the many starts of Python.
 test: $(INSTALLED) ## run the fast tests, something of everything, or those named by TESTS="..."
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 \
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= \
 	    $(VENV)/bin/python -m pytest -n 2 --dist worksteal --durations=20 -m "$(MARK)" $(TESTS)
 
 test-slow: ## run the tests that `make test` leaves out

@@ -66,7 +66,9 @@ class Ranks:
     def _start(self):
         if self.processes:
             return
-        context = multiprocessing.get_context("spawn")
+        # One process imports what the tests need, and the others are copies of it.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.distributed.cases"])
         for _ in range(self.most):
             here, there = context.Pipe()
             self.processes.append(context.Process(target=_serve, args=(there,), daemon=True))
