@@ -278,6 +278,7 @@ def test_without_bpe_a_note_names_the_option(convert, make, twelve):
         AutoTokenizer.from_pretrained(output)
 
 
+@pytest.mark.slow
 def test_class_travels_with_the_folder(convert, make, bpe, twelve):
     output = convert(checkpoint_with_dictionary(convert, make, twelve), "--bpe", bpe)
     code = (

@@ -108,13 +108,16 @@ def check(ranks, count, cases, tolerance):
             assert differences_[name] < tolerance, (case, name, differences_[name])
 
 
-@pytest.mark.parametrize("count, side, checkpointing", [(2, "right", False), (4, "left", True)])
+@pytest.mark.parametrize(
+    "count, side, checkpointing", [(2, "right", False), pytest.param(4, "left", True, marks=pytest.mark.slow)]
+)
 def test_every_head(ranks, count, side, checkpointing):
     heads = dict.fromkeys(HEADS, {}) | {"ForCausalLM": CAUSAL, "ForConditionalGeneration": SEQ2SEQ}
     cases = [(head, overrides, side, torch.float32, checkpointing) for head, overrides in heads.items()]
     check(ranks, count, cases, 1e-5)
 
 
+@pytest.mark.slow
 def test_every_variant(ranks):
     """Positions, norms, P's kinds and poolings; in float64 what is left of the differences is rounding."""
     poolings = [{"pooling": pooling} for pooling in POOLINGS]
@@ -124,6 +127,7 @@ def test_every_variant(ranks):
     check(ranks, 4, [(*case, side, torch.float64, False) for case in cases for side in ("left", "right")], 1e-11)
 
 
+@pytest.mark.slow
 def test_every_language_model(ranks):
     """transformers computes losses of tokens in float32."""
     cases = [("ForCausalLM", CAUSAL | more) for more in ({"causal_activation": "elu"}, {"pre_norm": True})]

@@ -88,12 +88,12 @@ def attend_causally(dtype, backend, activation, masked):
     (attend, 2, "torch", torch.float32, 2e-6, "untied", False),
     (attend, 4, "reference", torch.float64, 1e-13, "tied", True),
     (attend, 2, "triton", torch.float32, 2e-6, "tied", True),
-    (attend, 2, "triton", torch.float32, 2e-6, "untied", False),
+    pytest.param(attend, 2, "triton", torch.float32, 2e-6, "untied", False, marks=pytest.mark.slow),
     (attend_causally, 2, "torch", torch.float64, 1e-13, "softplus", True),
     (attend_causally, 4, "torch", torch.float32, 2e-6, "elu", True),
     (attend_causally, 2, "torch", torch.float32, 2e-6, "softplus", False),
     (attend_causally, 4, "reference", torch.float64, 1e-13, "elu", True),
-    (attend_causally, 2, "triton", torch.float32, 2e-6, "softplus", True),
+    pytest.param(attend_causally, 2, "triton", torch.float32, 2e-6, "softplus", True, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_parts_attend_as_whole_sequences(ranks, function, count, backend, dtype, tolerance, kind, masked):
     if backend == "triton":

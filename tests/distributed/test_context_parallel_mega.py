@@ -127,13 +127,17 @@ def check(ranks, count, cases, tolerance):
             assert differences[name] <= tolerance, (case, name, differences[name])
 
 
-@pytest.mark.parametrize("count, side, checkpointing", [(2, "right", True), (4, "left", False)])
+@pytest.mark.parametrize(
+    "count, side, checkpointing", [(2, "right", True), pytest.param(4, "left", False, marks=pytest.mark.slow)]
+)
 def test_every_head(ranks, count, side, checkpointing):
     cases = [(*case, side, torch.float32, checkpointing) for case in HEAD_CASES]
     check(ranks, count, cases, 1e-5)
 
 
-@pytest.mark.parametrize("count, side, checkpointing", [(2, "left", False), (4, "right", True)])
+@pytest.mark.parametrize(
+    "count, side, checkpointing", [(2, "left", False), pytest.param(4, "right", True, marks=pytest.mark.slow)]
+)
 def test_every_kind_of_layer(ranks, count, side, checkpointing):
     check(ranks, count, [(*case, side, torch.float64, checkpointing) for case in LAYER_CASES], 1e-10)
 

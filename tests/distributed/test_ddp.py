@@ -20,10 +20,16 @@ def assert_equal(results: dict):
     assert results and not faults
 
 
+def test_some_classes_train_as_on_one_process(ranks):
+    assert_equal(ranks(2, cases.compare, [*cases.A_FEW, "megalodon: causal LM"], cases.ddp, 2)[0])
+
+
+@pytest.mark.slow
 def test_every_class_trains_as_on_one_process(ranks):
     assert_equal(ranks(2, cases.compare, list(cases.CASES), cases.ddp, 2)[0])
 
 
+@pytest.mark.slow
 def test_four_processes(ranks):
     assert_equal(ranks(4, cases.compare, cases.A_FEW, cases.ddp, 5)[0])
 
@@ -49,7 +55,7 @@ def layerdrop_steps(wrap) -> list[list[bool]]:
     return [layerdrop_step(name, wrap) for name in LAYERDROP]
 
 
-@pytest.mark.parametrize("wrap", [cases.ddp, cases.fsdp_of_accelerate])
+@pytest.mark.parametrize("wrap", [cases.ddp, pytest.param(cases.fsdp_of_accelerate, marks=pytest.mark.slow)])
 def test_layerdrop_leaves_no_parameter_without_a_gradient(ranks, wrap):
     assert ranks(2, layerdrop_steps, wrap) == [[[True, True]] * len(LAYERDROP)] * 2
 

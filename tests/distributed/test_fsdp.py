@@ -1,5 +1,6 @@
 """FSDP2 of every class, as accelerate and as transformers wrap it: losses and gradients of one process."""
 
+import pytest
 from torch.distributed.fsdp import FSDPModule
 
 from tests.distributed import cases
@@ -8,15 +9,18 @@ from tests.distributed.test_ddp import assert_equal
 LOADED = [*cases.A_FEW, "luna: pooling packed_mean", "luna: seq2seq, two vocabularies", "mega: causal LM, adaptive"]
 
 
-def test_every_class_trains_as_on_one_process(ranks):
-    results = ranks(2, cases.compare, cases.CLASSES, cases.fsdp_of_accelerate, 2, (True,))
+@pytest.mark.parametrize("names", [cases.A_FEW[1:], pytest.param(cases.CLASSES, marks=pytest.mark.slow)])
+def test_classes_train_as_on_one_process(ranks, names):
+    results = ranks(2, cases.compare, names, cases.fsdp_of_accelerate, 2, (True,))
     assert_equal(results[0])
 
 
+@pytest.mark.slow
 def test_plans_of_transformers(ranks):
     assert_equal(ranks(2, cases.compare, LOADED, cases.fsdp_of_transformers, 2, (False,))[0])
 
 
+@pytest.mark.slow
 def test_four_processes(ranks):
     names = cases.A_FEW[:2]
     assert_equal(ranks(4, cases.compare, names, cases.fsdp_of_accelerate, 5, (False,))[0])

@@ -6,6 +6,7 @@ from accelerate import cpu_offload, disk_offload, infer_auto_device_map
 from transformers.distributed import DistributedConfig
 
 from tests.distributed import cases
+from tests.marks import slow_but
 
 
 def outputs(model, name):
@@ -17,7 +18,7 @@ def outputs(model, name):
     return [x for output in both for x in output.to_tuple() if isinstance(x, torch.Tensor)]
 
 
-@pytest.mark.parametrize("name", cases.CASES)
+@pytest.mark.parametrize("name", slow_but(cases.A_FEW, cases.CASES))
 def test_offloading_changes_nothing(name, tmp_path):
     model = cases.make(name).eval()
     expected = outputs(model, name)

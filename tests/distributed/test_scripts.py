@@ -23,6 +23,7 @@ from tests.examples import (
     test_run_translation as translation,
 )
 from tests.examples.runs import QUIET, TINY, write, write_splits
+from tests.marks import slow_but
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 MEGA = (
@@ -100,7 +101,7 @@ WRITTEN = {
 }
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", slow_but(["run_glue"], SCRIPTS))
 def test_two_processes_do_what_one_does(name, ranks, tmp_path):
     make, options = SCRIPTS[name]
     data = make(tmp_path / "data")
@@ -162,6 +163,7 @@ def test_distillation_on_two_processes(ranks, tmp_path):
     assert read_losses(tmp_path / "2") == pytest.approx(read_losses(tmp_path / "1"), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_resumes_on_another_number_of_processes(ranks, tmp_path):
     """In the second epoch, whose order and masks are others than those of the first."""
     data = write_texts(tmp_path / "data")

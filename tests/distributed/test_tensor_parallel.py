@@ -10,6 +10,7 @@ from transformers.distributed.mixin import DistributedMixin
 from transformers.integrations.tensor_parallel import TensorParallelLayer, replace_layer_number_by_wildcard
 
 import luna_mega
+from tests.marks import slow_but
 from tests.modeling import decoders, luna, mega, megalodon_decoders
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks are a gloo group on CPUs")
@@ -116,7 +117,7 @@ def _values(model):
     return [parameter.detach() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("name", slow_but(["luna masked, untied, 2 pack heads"], ENCODERS))
 def test_encoders_train_as_in_one_process(ranks, tmp_path, name):
     model, inputs = make_encoder(name)
     model.save_pretrained(tmp_path)
@@ -124,7 +125,7 @@ def test_encoders_train_as_in_one_process(ranks, tmp_path, name):
         assert max(differences) < 1e-6
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", slow_but(["mega chunks, truncated"], DECODERS))
 def test_decoders_train_as_in_one_process(ranks, tmp_path, name):
     model, inputs = make_decoder(name)
     model.save_pretrained(tmp_path)
@@ -133,6 +134,7 @@ def test_decoders_train_as_in_one_process(ranks, tmp_path, name):
         assert max(differences) < 1e-11
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["luna", "mega chunks, truncated"])
 def test_four_ranks_train_as_one_process(ranks, tmp_path, name):
     model, inputs = make_decoder(name, vocab_size=32)
@@ -141,6 +143,7 @@ def test_four_ranks_train_as_one_process(ranks, tmp_path, name):
         assert max(differences) < 1e-11
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["luna", "mega"])
 def test_a_vocabulary_that_the_ranks_do_not_divide(ranks, tmp_path, name):
     model, inputs = make_decoder(name, vocab_size=33)
@@ -162,6 +165,7 @@ def train_with_dropout(folder, inputs):
     return loss.item(), [gradient for gradient in whole if gradient is not None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["luna translation", "mega translation"])
 def test_ranks_with_one_seed_drop_the_same(ranks, tmp_path, name):
     model, inputs = make_decoder(name)
@@ -192,7 +196,11 @@ def answer(folder, inputs, options):
 
 
 @pytest.mark.parametrize(
-    "name", ["luna untied", "luna translation", "mega", "mega adaptive", "mega two vocabularies", "megalodon"]
+    "name",
+    slow_but(
+        ["luna untied", "megalodon"],
+        ["luna untied", "luna translation", "mega", "mega adaptive", "mega two vocabularies", "megalodon"],
+    ),
 )
 def test_generation_is_that_of_one_process(ranks, tmp_path, name):
     model, inputs = make_decoder(name)
@@ -215,7 +223,10 @@ def save(folder, inputs, target):
     return {name: full(tensor) for name, tensor in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("name", ["luna two vocabularies", "mega adaptive", "mega translation"])
+@pytest.mark.parametrize(
+    "name",
+    slow_but(["mega adaptive"], ["luna two vocabularies", "mega adaptive", "mega translation"]),
+)
 def test_a_saved_folder_is_that_of_one_process(ranks, tmp_path, name):
     model, inputs = make_decoder(name)
     model.save_pretrained(tmp_path / "before")
@@ -257,12 +268,14 @@ def test_ragged_batches_and_attention_weights_are_those_of_one_process(ranks, tm
     ranks(2, compare, str(tmp_path), [{"input_ids": ids, "position_ids": positions}, inputs | weights])
 
 
+@pytest.mark.slow
 def test_attention_weights_of_a_translation_are_those_of_one_process(ranks, tmp_path):
     model, inputs = make_decoder("luna translation")
     model.save_pretrained(tmp_path)
     ranks(2, compare, str(tmp_path), [inputs | {"output_attentions": True, "use_cache": False}])
 
 
+@pytest.mark.slow
 @merges_plans
 def test_a_plan_may_leave_layers_whole(ranks, tmp_path):
     model = luna.make("ForMaskedLM", num_attention_heads=3, **NO_DROPOUT["luna"]).double()

@@ -15,6 +15,7 @@ from luna_mega.convert.formats import registry
 from tests.docs import world
 from tests.docs.blocks import LANGUAGES, PAGES, read
 from tests.docs.commands import CHECKS, entry
+from tests.marks import slow_but
 
 BLOCKS = [block for page in PAGES for block in read(page)]
 # What is run for real, beyond the check of its options; 20,000 words are 20 here.
@@ -90,7 +91,7 @@ def test_shell(block, folder):
             CHECKS[program](words)
 
 
-@pytest.mark.parametrize("title", RUN)
+@pytest.mark.parametrize("title", slow_but(["From a fairseq checkpoint"], RUN))
 def test_journey(title, folder, capsys):
     """The journeys of the README whose steps are commands."""
     text = (world.ROOT / "README.md").read_text()

@@ -89,7 +89,9 @@ def test_pathfinder(script, size, count):
         assert snakes.follow(picture.pixels, sizes) == picture.label
 
 
-@pytest.mark.parametrize("task, options", [("listops", SHORT), ("pathfinder", ["--contour_length", 6])])
+@pytest.mark.parametrize(
+    "task, options", [("listops", SHORT), pytest.param("pathfinder", ["--contour_length", 6], marks=pytest.mark.slow)]
+)
 def test_processes_and_interruptions(prepare, script, tmp_path, monkeypatch, task, options):
     """The files are the same, byte for byte; an interrupted run leaves whole files only and goes on after them."""
     monkeypatch.setattr(script("lra.shards"), "SHARD_ROWS", 16)

@@ -15,8 +15,10 @@ from transformers import (
 )
 
 from tests.examples.runs import sentence, write
+from tests.marks import slow_but
 
 SPECIALS = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+V4 = ["hf_mlm_laplace_simple_batchnorm", "hf_mlm_laplace_simple_chunk", "hf_mlm_softmax_rotary_rmsnorm", "hf_seqcls"]
 WORDS = "the film book play was so fine lovely superb poor awful dull red blue good bad".split()
 TINY = "hidden_size=16,intermediate_size=32,nffn_hidden_size=32,shared_representation_size=8,num_hidden_layers=1"
 TINY += ",ema_projection_size=4,use_chunking=true,chunk_size=6,pooling=mean,normalization_type=layernorm"
@@ -98,6 +100,7 @@ def test_glue_from_scratch(run, glue, tmp_path):
     assert run("run_glue", *glue, *again)["eval_loss"] == pytest.approx(summary["eval_loss"], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_race_from_scratch(run, race, tmp_path):
     options = ["--learning_rate", 0.02, "--num_train_epochs", 8]
     summary = run("run_race", *race, *scratch(tmp_path / "out"), *options)
@@ -105,6 +108,7 @@ def test_race_from_scratch(run, race, tmp_path):
     assert AutoModelForMultipleChoice.from_pretrained(tmp_path / "out").config.model_type == "mega"
 
 
+@pytest.mark.slow
 def test_pretrained_from_scratch_and_fine_tuned(run, corpus, glue, tmp_path):
     options = ["--learning_rate", 0.02, "--num_train_epochs", 8]
     summary = run("run_mlm", *corpus, *scratch(tmp_path / "mlm"), *options)
@@ -118,10 +122,7 @@ def test_pretrained_from_scratch_and_fine_tuned(run, corpus, glue, tmp_path):
     torch.testing.assert_close(classifier, mlm, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["hf_mlm_laplace_simple_batchnorm", "hf_mlm_laplace_simple_chunk", "hf_mlm_softmax_rotary_rmsnorm", "hf_seqcls"],
-)
+@pytest.mark.parametrize("name", slow_but(["hf_seqcls"], V4))
 def test_v4_folder_is_fine_tuned_on_glue(name, run, glue, words, shared_dir, tmp_path):
     folder, output = shared_dir / "fixtures" / "mega" / name, tmp_path / "out"
     model = ["--model_name_or_path", folder, "--ignore_mismatched_sizes", *words, "--do_train", "--output_dir", output]
@@ -133,6 +134,7 @@ def test_v4_folder_is_fine_tuned_on_glue(name, run, glue, words, shared_dir, tmp
     assert before.config.legacy_rms_norm == name.endswith("rmsnorm")
 
 
+@pytest.mark.slow
 def test_v4_folder_is_fine_tuned_on_race(run, race, words, shared_dir, tmp_path):
     folder = shared_dir / "fixtures" / "mega" / "hf_multiplechoice"
     model = ["--model_name_or_path", folder, *words, "--output_dir", tmp_path / "out", "--do_train"]
@@ -140,6 +142,7 @@ def test_v4_folder_is_fine_tuned_on_race(run, race, words, shared_dir, tmp_path)
     assert summary["eval_accuracy"] > 0.9
 
 
+@pytest.mark.slow
 def test_v4_folder_is_pretrained_further(run, corpus, words, shared_dir, tmp_path):
     folder = shared_dir / "fixtures" / "mega" / "hf_mlm_laplace_rotary_post"
     model = ["--model_name_or_path", folder, *words]

@@ -46,6 +46,7 @@ def assert_card(card: str, model_class: str, summary: dict) -> None:
     assert "Citation" not in card and "import luna_mega" not in card
 
 
+@pytest.mark.slow
 def test_roberta_pretrained_and_fine_tuned(run, call, reviews, tmp_path):
     length = ["--text_column", "sentence", "--block_size", LENGTH]
     summary, card = run("run_mlm", "roberta", ROBERTA, *length)
@@ -74,6 +75,7 @@ def test_roberta_as_a_classifier_from_scratch(run, reviews, tmp_path):
     assert_card(card, "RobertaForSequenceClassification", summary)
 
 
+@pytest.mark.slow
 def test_bart_translates(run, tmp_path):
     draw = random.Random(0)
     for name in ("train", "validation"):

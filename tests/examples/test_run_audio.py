@@ -80,6 +80,7 @@ def test_mega_from_scratch_with_held_out_takes(run, script, folder, tmp_path):
     assert run(*again)["eval_loss"] == pytest.approx(summary["eval_loss"], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_average_of_weights_and_of_the_statistics_of_batch_norm(run, folder, tmp_path):
     """The average is evaluated during the training and at the end, and saved."""
     held = ["--hold_out", "take=3", "--do_eval"]

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.examples import runs
 from tests.examples.runs import assert_refused
+from tests.marks import slow_but
 
 TINY = (
     "hidden_size=16,num_hidden_layers=1,intermediate_size=24,nffn_hidden_size=24,shared_representation_size=8,"
@@ -117,13 +118,19 @@ def test_training_learns_resumes_and_loads(run, script, corpus, tmp_path):
     assert next(row for row in rows if row["context"] == 64)["loss"] == pytest.approx(resumed["eval_loss"], rel=0.02)
 
 
-@pytest.mark.parametrize("options", [["--carry_state", "true"], ["--min_block_size", "8"]], ids=["carried", "lengths"])
+@pytest.mark.parametrize(
+    "options",
+    [["--carry_state", "true"], pytest.param(["--min_block_size", "8"], marks=pytest.mark.slow)],
+    ids=["carried", "lengths"],
+)
 def test_other_blocks(run, options):
     summary = run(*CHARACTERS, *options, "--max_steps", "15", "--learning_rate", "1e-2", "--do_eval")
     assert summary["eval_loss"] < math.log(14)
 
 
-@pytest.mark.parametrize("carry", [[], ["--carry_state"]], ids=["blocks", "carried state"])
+@pytest.mark.parametrize(
+    "carry", [pytest.param([], marks=pytest.mark.slow), ["--carry_state"]], ids=["blocks", "carried state"]
+)
 def test_luna(run, carry):
     options = ["--model_type", "luna", "--config_overrides", f"{runs.TINY},position_embedding_type=sinusoidal"]
     summary = run(*CHARACTERS, "--max_steps", "3", "--do_eval", *carry, *options)
@@ -131,7 +138,7 @@ def test_luna(run, carry):
     assert type(AutoModelForCausalLM.from_pretrained(summary["output_dir"])).__name__ == "LunaForCausalLM"
 
 
-@pytest.mark.parametrize("model_type", ["megalodon", "llama"])
+@pytest.mark.parametrize("model_type", slow_but(["megalodon"], ["megalodon", "llama"]))
 def test_other_models(run, model_type, tmp_path):
     """A context has the same score whether it is read in one segment or in several."""
     fields = "hidden_size=16,num_hidden_layers=1,intermediate_size=24,num_attention_heads=2"

@@ -27,6 +27,7 @@ from luna_mega import LunaConfig, LunaForMaskedLM, MegaConfig, MegaForMaskedLM
 from tests.examples import runs
 from tests.examples.runs import assert_complete, assert_refused
 from tests.examples.test_run_mlm import texts, write
+from tests.marks import slow_but
 
 RUN = ["run_distill"]
 SIZES = {
@@ -109,7 +110,7 @@ def masked_scores(script, model, corpus: Path, folder: Path) -> dict[str, float]
     return {"loss": cross_entropy(logits, labels).item(), "accuracy": right, "guesses": logits.argmax(-1)}
 
 
-@pytest.mark.parametrize("kind", ["luna", "mega"])
+@pytest.mark.parametrize("kind", ["luna", pytest.param("mega", marks=pytest.mark.slow)])
 def test_all_stages(kind, run, script, roberta, corpus, tmp_path):
     output = tmp_path / "out"
     options = ["--student", kind, "--eval_strategy", "steps", "--eval_steps", 1, "--license", "mit"]
@@ -144,6 +145,7 @@ def test_all_stages(kind, run, script, roberta, corpus, tmp_path):
     assert state.keys() == AutoModelForMaskedLM.from_pretrained(output).state_dict().keys()
 
 
+@pytest.mark.slow
 def test_a_stage_of_no_steps_is_left_out(run, script, roberta, corpus, tmp_path):
     run(*command(roberta, corpus, tmp_path / "out", 0, 0, 0), "--projection_length", 8)
     assert [row["stage"] for row in read_rows(tmp_path / "out")] == ["copy"]
@@ -169,7 +171,10 @@ def test_a_copy_agrees_with_its_teacher(model_class, config, run, make_teacher, 
 CAUSAL = {"gpt2": (GPT2LMHeadModel, GPT2Config(**GPT2)), "llama": (LlamaForCausalLM, LlamaConfig(**LLAMA))}
 
 
-@pytest.mark.parametrize(("name", "kind"), [("gpt2", "luna"), ("llama", "mega"), ("llama", "luna")])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("gpt2", "luna"), *(pytest.param("llama", kind, marks=pytest.mark.slow) for kind in ("mega", "luna"))],
+)
 def test_causal(name, kind, run, script, make_teacher, corpus, tmp_path):
     teacher = make_teacher(*CAUSAL[name])
     if name == "llama":  # as Qwen, without a token at the beginning
@@ -195,7 +200,7 @@ def test_causal(name, kind, run, script, make_teacher, corpus, tmp_path):
 LABELS = {"id2label": {0: "bad", 1: "good", 2: "odd"}, "label2id": {"bad": 0, "good": 1, "odd": 2}}
 
 
-@pytest.mark.parametrize("labels", ["names", "numbers", "scores"])
+@pytest.mark.parametrize("labels", slow_but(["names"], ["names", "numbers", "scores"]))
 def test_classifier(labels, run, make_teacher, tmp_path):
     fields = LABELS if labels != "scores" else {"num_labels": 1, "problem_type": "regression"}
     config = RobertaConfig(**SIZES, max_position_embeddings=34, **fields)
@@ -224,6 +229,7 @@ def test_classifier(labels, run, make_teacher, tmp_path):
     assert summary["eval_loss"] == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_going_on_with_a_student(run, roberta, corpus, tmp_path):
     """A student that was made before is neither copied nor calibrated again."""
     first = run(*command(roberta, corpus, tmp_path / "first"))
@@ -258,6 +264,7 @@ def test_options_of_teacher_student_and_data(run, make_teacher, corpus, tmp_path
     assert (config.num_hidden_layers, config.max_position_embeddings, config.num_attention_heads) == (2, 40, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True])
 def test_streaming(causal, run, make_teacher, roberta, corpus, tmp_path):
     teacher = make_teacher(*CAUSAL["gpt2"]) if causal else roberta

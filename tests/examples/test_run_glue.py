@@ -124,6 +124,7 @@ def test_two_towers(run, tmp_path):
     assert_refused(run, "--two_towers: there is no RobertaForSeq", *arguments, "--config_overrides", "")
 
 
+@pytest.mark.slow
 def test_resumed_run_ends_with_the_same_weights(run, sst2, tmp_path):
     assert_resumes(run, partial(scratch, "sst2", sst2), AutoModelForSequenceClassification, tmp_path)
     assert run(*scratch("sst2", sst2, tmp_path / "whole"), "--max_steps", 5, "--resume_from_checkpoint", "last")

@@ -13,6 +13,7 @@ from transformers import AutoModelForImageClassification, pipeline
 from luna_mega import MegaForImageClassification
 from tests.examples import runs
 from tests.examples.runs import assert_refused, write_splits
+from tests.marks import slow_but
 
 RUN = ["run_image_classification", "--per_device_train_batch_size", 8]
 MEGA = (
@@ -71,7 +72,7 @@ def test_mega_from_scratch(run, script, folder, tmp_path):
     assert first[:3] == ["index\tprediction", "0\tleft", "1\tright"]
 
 
-@pytest.mark.parametrize("kind", ["files", "class folders", "image feature", "encoded bytes"])
+@pytest.mark.parametrize("kind", slow_but(["files"], ["files", "class folders", "image feature", "encoded bytes"]))
 def test_sources_in_colour(run, tmp_path, kind):
     draw, path = np.random.default_rng(0), tmp_path / "data"
     path.mkdir()
@@ -97,6 +98,7 @@ def test_sources_in_colour(run, tmp_path, kind):
     assert AutoModelForImageClassification.from_pretrained(output).config.num_channels == 3
 
 
+@pytest.mark.slow
 def test_another_model_of_transformers(run, folder, tmp_path):
     summary = run(*options(folder, tmp_path / "out", "--do_eval", "--num_train_epochs", 5, model_type="vit"))
     assert summary["eval_accuracy"] > 0.7
@@ -124,6 +126,7 @@ def test_a_model_without_an_evaluation_transform(run, folder, tmp_path):
     assert_refused(run, message, *source, "--output_dir", tmp_path / "second", "--do_eval", output=tmp_path / "second")
 
 
+@pytest.mark.slow
 def test_average_of_the_weights(run, folder, tmp_path):
     """It is evaluated, saved with checkpoints, resumed, and left in the model at the end."""
     average = [*options(folder, tmp_path / "whole", "--ema_decay", 0.5), "--max_steps", 4, "--save_steps", 2]
@@ -141,6 +144,7 @@ def test_average_of_the_weights(run, folder, tmp_path):
     assert any(not torch.equal(saved[name], last[name]) for name in saved)
 
 
+@pytest.mark.slow
 def test_resume_gives_the_same_weights(run, folder, tmp_path):
     runs.assert_resumes(run, lambda output: options(folder, output), AutoModelForImageClassification, tmp_path)
 

@@ -223,6 +223,7 @@ def test_masks_of_self_pretraining(script):
     assert torch.equal(row["input_values"][~masked], values[~masked]) and not row["input_values"][masked].any()
 
 
+@pytest.mark.slow
 def test_resume(run, folder, tmp_path):
     path = folder("listops")
     assert_resumes(

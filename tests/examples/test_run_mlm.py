@@ -88,6 +88,7 @@ def test_short_blocks_are_cut_from_the_same_stream(script, tokenizer):
         assert module.cut_blocks(dataset, "train", tokenizer, data, share)["input_ids"] == blocks
 
 
+@pytest.mark.slow
 def test_pretraining_on_short_blocks(run, script, corpus, tmp_path, monkeypatch):
     """Inputs of about one length come together, and padding is neither attended to nor predicted."""
     trainer, batches = script("common.training").OrderedTrainer, []
@@ -186,6 +187,7 @@ def test_slow_bfloat16_is_said(half, run, script, corpus, tmp_path, monkeypatch,
     assert ("--bf16 is slow here: products take 2.0x as long" in caplog.text) == (half < 2e9)
 
 
+@pytest.mark.slow
 def test_a_pretrained_model_is_fine_tuned(run, script, corpus, tmp_path):
     run(*scratch(corpus, tmp_path / "mlm"), "--max_steps", 2, "--save_strategy", "no")
     options = {"label": list("ABCDE"), "text": ["one", "two", "three", "four", "five"]}
@@ -202,6 +204,7 @@ def test_a_pretrained_model_is_fine_tuned(run, script, corpus, tmp_path):
     torch.testing.assert_close(tuned, mlm)
 
 
+@pytest.mark.slow
 def test_continued_pretraining_starts_from_the_checkpoint(run, corpus, tmp_path):
     first = run(*scratch(corpus, tmp_path / "first"), "--do_eval", "--max_steps", 3, "--save_strategy", "no")
     again = ["--dataset_path", corpus, "--block_size", 32, "--do_eval", "--model_name_or_path", tmp_path / "first"]
@@ -211,6 +214,7 @@ def test_continued_pretraining_starts_from_the_checkpoint(run, corpus, tmp_path)
     assert summary["eval_perplexity"] < first["eval_perplexity"]
 
 
+@pytest.mark.slow
 def test_resumed_run_goes_on_where_it_stopped(run, corpus, tmp_path):
     options = ["--save_steps", 2, "--learning_rate", 0.01, "--lr_scheduler_type", "linear"]
     options += ["--dataloader_drop_last", "true"]
@@ -232,6 +236,7 @@ def test_resumed_run_goes_on_where_it_stopped(run, corpus, tmp_path):
     assert state["num_input_tokens_seen"] == 4 * 8 * 32
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_resumed_run_keeps_the_order_by_length(run, corpus, tmp_path):
     """In every epoch, at its beginning and in its middle, the losses are those of a run without a stop."""

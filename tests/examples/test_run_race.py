@@ -222,10 +222,12 @@ def test_csqa_with_unknown_test_answers(run, csqa, tmp_path):
     assert set(table["prediction"]) <= set("ABCDE")
 
 
+@pytest.mark.slow
 def test_resumed_run_ends_with_the_same_weights(run, race, tmp_path):
     assert_resumes(run, partial(scratch, race), AutoModelForMultipleChoice, tmp_path)
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_and_accumulation_change_nothing(run, race, tmp_path):
     arguments = ["--max_steps", 2, "--save_strategy", "no", "--do_eval"]
     plain = run(*scratch(race, tmp_path / "plain"), *arguments)

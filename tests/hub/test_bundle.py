@@ -14,6 +14,7 @@ import luna_mega
 from luna_mega import LunaTokenizer, MegaConfig, cli
 from luna_mega.hub import bundle as hub_bundle
 from tests.hub import client as on_client
+from tests.marks import slow_but
 from tests.modeling import luna_decoders
 from tests.modeling.decoders import padded, source, target
 from tests.modeling.luna import VALUES, head_inputs, make
@@ -61,7 +62,7 @@ def saved(tmp_path, tokenizer):
     return tmp_path / "saved", model, inputs
 
 
-@pytest.mark.parametrize("auto_class", AUTO_CLASSES)
+@pytest.mark.parametrize("auto_class", slow_but(["AutoModelForQuestionAnswering"], AUTO_CLASSES))
 def test_every_auto_class(stranger, tmp_path, auto_class):
     head = AUTO_CLASSES[auto_class]
     model, inputs = make(head), head_inputs(head, [7, 3])
@@ -91,7 +92,7 @@ def test_other_configurations(stranger, tmp_path, fields):
     assert on_remote_code(result)[1] == expected(model, inputs)
 
 
-@pytest.mark.parametrize("auto_class", DECODERS)
+@pytest.mark.parametrize("auto_class", slow_but(["AutoModelForSeq2SeqLM"], DECODERS))
 def test_luna_decoders(stranger, tmp_path, auto_class):
     model = luna_decoders.make(torch.float32, **DECODERS[auto_class])
     ids, mask = padded([7, 3], 7, "right")
@@ -106,9 +107,10 @@ def test_luna_decoders(stranger, tmp_path, auto_class):
     ("auto_class", "fields"),
     [
         ("AutoModelForMaskedLM", {}),
-        (
+        pytest.param(
             "AutoModelForSequenceClassification",
             {"input_type": "values", "normalization_type": "batchnorm", "use_chunking": True, "chunk_size": 3},
+            marks=pytest.mark.slow,
         ),
         ("AutoModelForImageClassification", {"input_type": "patches", "image_size": 16, "patch_size": 4}),
     ],
@@ -127,7 +129,7 @@ def test_mega(stranger, tmp_path, auto_class, fields):
     assert name == type(model).__name__ and result == expected(model, inputs)
 
 
-@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("adaptive", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_mega_language_model(stranger, tmp_path, adaptive):
     fields = {"adaptive_input_cutoffs": [8], "adaptive_softmax_cutoffs": [8]} if adaptive else {}
     sizes = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 2, "ema_projection_size": 4}

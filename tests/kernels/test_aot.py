@@ -16,10 +16,11 @@ HERE = Path(__file__).resolve().parent
 MOST = ("registers", "stack", "spills", "shared")
 
 
-_SLOW = ("complex_ema", "damped_ema", "gated_attention", "luna_attention", "luna_causal_attention")
+OPS = ("complex_ema", "damped_ema", "gated_attention", "luna_attention", "luna_causal_attention", "timestep_norm")
 
 
-@pytest.mark.parametrize("op", ["timestep_norm", *(pytest.param(op, marks=pytest.mark.slow) for op in _SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize("op", OPS)
 def test_budgets(op, tmp_path, repo_root):
     environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(repo_root)}
     command = [sys.executable, HERE / "aot.py", op, "--json", tmp_path / "report.json"]

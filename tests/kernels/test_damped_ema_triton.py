@@ -13,13 +13,7 @@ from tests.kernels.test_damped_ema import KINDS, Inputs, assert_same, relative_e
 CHUNK = 8
 FLOAT32 = 5e-6
 
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """Fill new memory with NaN, so that an element that no kernel writes is seen."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 @pytest.fixture

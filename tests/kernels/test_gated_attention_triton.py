@@ -64,7 +64,7 @@ def check(inputs, tolerance=None, **options):
     return results
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("chunk", [None, CHUNK])
 @pytest.mark.parametrize("causal", [False, True])

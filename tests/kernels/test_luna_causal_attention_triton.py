@@ -27,13 +27,7 @@ BOUNDS = {torch.float32: 1e-5, torch.float16: 5e-3 if GPU else 1e-3, torch.bfloa
 DTYPES = tuple(BOUNDS)
 FUSED, SCANS = 16, 70  # rows of P
 
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """Fill new memory with NaN, so that an element that no kernel writes is seen."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 import torch
 
+from tests.marks import slow_but
 from tests.modeling import luna_decoders, mega_decoders, megalodon_decoders
 
 FAMILIES = {"luna": luna_decoders, "mega": mega_decoders, "megalodon": megalodon_decoders}
@@ -12,6 +13,16 @@ WITH_ENCODER = {
     f"{family} seq2seq: {name}": (family, name) for family, module in FAMILIES.items() for name in module.WITH_ENCODER
 }
 DECODERS = ALONE | WITH_ENCODER
+# What fast tests run that are the same for all of them.
+SOME = [
+    *("luna: elu, untied", "luna: pre-norm", "luna seq2seq: translation"),
+    *("mega: laplace chunks", "mega: truncated", "mega seq2seq: softmax", "megalodon: one head, gated, tied"),
+]
+
+
+def slow_but_some(names):
+    """Return the names of decoders, those that are not in `SOME` marked as slow."""
+    return slow_but([name for name in names if name in SOME], names)
 
 
 def make(name, **fields):

@@ -7,23 +7,36 @@ from transformers import DynamicCache
 from transformers.cache_utils import EncoderDecoderCache
 
 from luna_mega.modeling_common.cache import new_cache
-from tests.modeling.decoders import DECODERS, FAMILIES, PLAIN, make, make_plain, own_cache, padded, source, target
+from tests.modeling.decoders import (
+    DECODERS,
+    FAMILIES,
+    PLAIN,
+    make,
+    make_plain,
+    own_cache,
+    padded,
+    slow_but_some,
+    source,
+    target,
+)
 
 CUTS = [[1] * 17, [6, 1, 1, 9], [5, 12], [4, 4, 4, 4, 1], [16, 1], [1, 16]]
 CHUNKS = "mega: laplace chunks"
 EXPORTED = ["luna: softplus", "luna seq2seq: translation", "mega: softmax", CHUNKS, "megalodon: heads"]
 
 
-@pytest.fixture(params=DECODERS)
+@pytest.fixture(params=slow_but_some(DECODERS))
 def model(request):
     return make(request.param)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @torch.no_grad()
 @pytest.mark.parametrize("cuts", CUTS, ids=str)
 @pytest.mark.parametrize("side", ["none", "left", "right", "middle"])
-def test_cached_is_uncached(model, cuts, side):
+@pytest.mark.parametrize("name", DECODERS)
+def test_cached_is_uncached(name, cuts, side):
+    model = make(name)
     ids, mask = padded([17] * 2 if side == "none" else [17, 9, 3, 12], 17, side)
     given = source(model, len(ids), "left" if side == "right" else "right")
     expected = model(**given, **target(model, ids, mask), use_cache=False)

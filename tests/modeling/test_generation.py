@@ -15,21 +15,17 @@ from tests.modeling.decoders import (
     make_plain,
     padded,
     prompt,
+    slow_but_some,
     source,
 )
 
 
-@pytest.fixture(params=DECODERS)
-def model(request):
-    return make(request.param)
-
-
-@pytest.fixture(params=ALONE)
+@pytest.fixture(params=slow_but_some(ALONE))
 def decoder(request):
     return make(request.param)
 
 
-@pytest.fixture(params=WITH_ENCODER)
+@pytest.fixture(params=slow_but_some(WITH_ENCODER))
 def seq2seq(request):
     return make(request.param)
 
@@ -47,8 +43,10 @@ def seq2seq(request):
     ],
     ids=["greedy", "beams", "sampling", "beam sampling", "constrained"],
 )
-def test_generate(model, options):
+@pytest.mark.parametrize("name", DECODERS)
+def test_generate(name, options):
     """Tokens are the same with and without a cache, padded on either side, with a mask given or found, and alone."""
+    model = make(name)
     ids, mask = padded([7, 3], 7, "left")
     given, results = [(prompt(model, ids, mask), True), (prompt(model, ids, mask), False)], []
     if model.config.is_encoder_decoder:
@@ -182,6 +180,7 @@ def test_refusals(family, with_encoder):
             model.generate(ids, past_key_values=past)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_trains_with_the_defaults(tmp_path, family, checkpointing):

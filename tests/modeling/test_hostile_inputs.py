@@ -52,6 +52,7 @@ def check_clean(make, name, values, mask, expand=None, **inputs):
         assert one.equal(other)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
 @pytest.mark.parametrize("case", ENCODERS)
@@ -104,6 +105,7 @@ def test_dirt_before_a_decoder(name):
     check_clean(make, "inputs_embeds", vectors, mask, use_cache=True)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("unpad", [False, True])
 @pytest.mark.parametrize("name", decoders.WITH_ENCODER)
 def test_dirt_in_sources_and_targets(name, unpad):

@@ -15,6 +15,7 @@ def model(request):
     return decoders.make(request.param)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_gradient_checkpointing_and_eager_attention_change_nothing(model, checkpointing):
     ids, mask = padded([13, 8], 13, "left")

@@ -6,12 +6,14 @@ import torch
 from .luna import HEADS, POOLINGS, VARIANTS, check_invariance, head_inputs, make, tiny_config
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("head", HEADS)
 def test_heads(head, variant):
     check_invariance(head, make(head, **VARIANTS[variant]))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("pooling", POOLINGS)
 @pytest.mark.parametrize("head", ["ForSequenceClassification", "ForSequencePairClassification", "ForMultipleChoice"])
 def test_poolings(head, pooling):

@@ -112,6 +112,7 @@ def test_compile_fullgraph(head):
     torch.testing.assert_close(compiled(**inputs)[0], model(**inputs)[0])
 
 
+@pytest.mark.slow
 def test_compile_trains():
     torch.compiler.reset()  # code that was compiled often in this process is refused
     inputs = head_inputs("ForMaskedLM", [21, 5])
@@ -158,6 +159,7 @@ def test_gradient_checkpointing(variant, reentrant):
         torch.testing.assert_close(gradients[1][name], plain, msg=name)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("variant", [*VARIANTS, "values"])
 @pytest.mark.parametrize("pooling", POOLINGS)
 def test_save_and_load(tmp_path, pooling, variant):

@@ -11,6 +11,7 @@ BOUNDARIES = [1, 3, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 5]
 FUNCTIONS = ("softmax", "laplace", "relu2")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("head", HEADS)
 def test_heads(head, variant):

@@ -27,7 +27,7 @@ def training_step(model, head, inputs):
     assert torch.isfinite(model.eval()(**inputs)[0]).all()
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("bias", ["simple", "rotary"])
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -40,6 +40,7 @@ def test_training_step(norm, function, bias, dtype):
         training_step(make("ForMaskedLM", **options, **chunks).to(dtype), "ForMaskedLM", inputs)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("head", HEADS)
 def test_training_step_of_a_head(head, dtype):
@@ -47,6 +48,7 @@ def test_training_step_of_a_head(head, dtype):
     training_step(model.to(dtype), head, head_inputs(head, [21, 5, 1]))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_autocast(variant, dtype):

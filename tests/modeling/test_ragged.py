@@ -104,6 +104,7 @@ def cut(item, length):
     return {name: value[:length] for name, value in item.items()}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_unpadded_equals_padded(language_model, side):
     """Also where a whole row is padding; in training, so that batch norm takes its statistics."""
@@ -266,6 +267,7 @@ def test_a_source_of_nothing_without_padding(name):
         torch.testing.assert_close(unpadded, padded)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", [name for name in decoders.ALONE if name.startswith("mega")])
 @torch.no_grad()

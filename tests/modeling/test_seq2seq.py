@@ -11,14 +11,14 @@ from transformers import (
     Seq2SeqTrainingArguments,
 )
 
-from tests.modeling.decoders import TRANSLATING, WITH_ENCODER, make, make_plain, padded, source, target
+from tests.modeling.decoders import TRANSLATING, WITH_ENCODER, make, make_plain, padded, slow_but_some, source, target
 
 SEPARATE = {"decoder_vocab_size": 35}
 UNTIED = {"tie_word_embeddings": False}
 OWN = {"share_encoder_decoder_embeddings": False}
 
 
-@pytest.fixture(params=WITH_ENCODER)
+@pytest.fixture(params=slow_but_some(WITH_ENCODER))
 def model(request):
     return make(request.param)
 
