@@ -107,8 +107,9 @@ def export_checkpoint(
     args, mapping = chosen.args, chosen.mapping
     notes += fmt.remarks(target, args, [row["source"] for row in report["dropped"]])
     convention = layer_norm or report["decisions"].get("layer_norm") or fmt.norm_convention(target.revision)
-    norms = {key: tensors[key] for key in mapping.norm_weights} if convention == MINUS_ONE else {}
-    lowered = lowered_norms(source.path, norms)
+    lowered = {}
+    if convention == MINUS_ONE:
+        lowered = lowered_norms(source.path, {key: tensors[key] for key in mapping.norm_weights})
     tensors, stored, stored_as = store_tensors(tensors, mapping, lowered, dtype, report["dtype_in"])
     kind = fmt.dictionaries(chosen.plan, str(args.get("task")))
     beside, missing = kind.export(list(dictionaries), source.path, source.config.id2label)
