@@ -77,6 +77,7 @@ PLUS_ONE_CHECKPOINTS = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("legacy", [False, True])
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_converted_and_exported(convert, make, tmp_path, name, legacy):

@@ -53,6 +53,7 @@ def convert_again(tmp_path, folder):
     return report, back
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("branch", ["main", "flash"])
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_converted_and_exported(convert, tmp_path, name, branch):

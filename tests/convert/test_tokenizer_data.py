@@ -135,6 +135,7 @@ def test_ids(texts, symbols, complete, gpt2):
     assert tokenizer(texts).input_ids == remap(gpt2, symbols, texts)
 
 
+@pytest.mark.slow
 def test_ids_of_a_thinned_dictionary(texts, thinned, gpt2):
     left, tokenizer, missing = thinned
     assert type(tokenizer) is LunaTokenizer and len(missing) > 15_000 and len(tokenizer) == 4 + len(left) + 1
@@ -143,6 +144,7 @@ def test_ids_of_a_thinned_dictionary(texts, thinned, gpt2):
     assert sum(ids.count(3) for ids in expected) > 50_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["complete", "thinned"])
 def test_offsets(texts, kind, request, gpt2):
     tokenizer = request.getfixturevalue(kind)[-2]
@@ -150,11 +152,13 @@ def test_offsets(texts, kind, request, gpt2):
     assert found == [gpt2.offsets(text) for text in texts]
 
 
+@pytest.mark.slow
 def test_decode(texts, complete):
     ids = complete[0](texts, add_special_tokens=False).input_ids
     assert complete[0].batch_decode(ids) == texts
 
 
+@pytest.mark.slow
 def test_pickled_and_reloaded(texts, complete, thinned, tmp_path):
     for tokenizer in (complete[0], thinned[1]):
         tokenizer.save_pretrained(tmp_path / type(tokenizer).__name__)

@@ -205,7 +205,7 @@ def test_a_teacher_reads_longer_inputs_in_windows(name):
     assert distill(teacher, student, batch).loss.isfinite() and align(teacher, student, batch).isfinite().all()
 
 
-@pytest.mark.parametrize("kind", ["luna", "mega"])
+@pytest.mark.parametrize("kind", [pytest.param("luna", marks=pytest.mark.slow), "mega"])
 def test_a_run_that_is_resumed_equals_one_that_was_not(kind, tmp_path):
     """In Trainer, with what a script has to write for it: one line of `compute_loss`."""
 

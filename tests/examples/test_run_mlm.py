@@ -256,6 +256,7 @@ def test_resumed_run_keeps_the_order_by_length(run, corpus, tmp_path):
         assert losses("--resume_from_checkpoint", tmp_path / "out" / f"checkpoint-{step}") == whole
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_not_trained_any_further(run, corpus, tmp_path):
     """It was killed after its last checkpoint; it ends with the average of the weights, or the best ones, as before."""
     higher = ["--metric_for_best_model", "loss", "--greater_is_better", 1]  # the first step's

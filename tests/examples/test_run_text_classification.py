@@ -57,6 +57,7 @@ def test_names_as_labels_and_rows_held_out(run, folder, tmp_path):
     assert again["test_accuracy"] == 1.0 and (tmp_path / "two" / "predictions.tsv").read_text().split()[2:] == lines
 
 
+@pytest.mark.slow
 def test_pairs(run, folder, tmp_path):
     pairs = ["--text_columns", "title", "text", "--max_steps", 2]
     summary = run(*options(folder, tmp_path / "out", *pairs))
@@ -66,6 +67,7 @@ def test_pairs(run, folder, tmp_path):
     assert summary["steps"] == 2 and model.config.id2label == {0: "bad", 1: "good"}
 
 
+@pytest.mark.slow
 def test_resume_gives_the_same_weights(run, folder, tmp_path):
     assert_resumes(run, lambda output: options(folder, output), AutoModelForSequenceClassification, tmp_path)
 

@@ -93,7 +93,7 @@ def test_a_stream_is_shared_out(script, tmp_path):
 STREAM = ["--streaming", "true", "--shuffle_buffer", "8", "--block_size", "32", "--do_train"]
 
 
-@pytest.mark.parametrize("name", ["run_mlm", "run_clm"])
+@pytest.mark.parametrize("name", [pytest.param("run_mlm", marks=pytest.mark.slow), "run_clm"])
 def test_language_models_stream_and_resume(name, call, corpus, tmp_path):
     options = [name, "--dataset_path", corpus, *STREAM, "--do_eval", "--per_device_train_batch_size", 4]
     options += ["--model_type", "luna", "--config_overrides", f"{TINY},dropout=0.0", "--vocab_size", 300]

@@ -15,6 +15,7 @@ from luna_mega.inspection.info import describe
 from luna_mega.inspection.verify import compare
 from luna_mega.kernels.api import use_backend
 from tests.inspection.counting import Peak, numbers_kept, padded
+from tests.marks import slow_but
 
 LUNA = {
     "vocab_size": 40,
@@ -192,7 +193,7 @@ def test_length_that_a_table_does_not_have(tmp_path):
             describe(tmp_path / name, length)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_but(["luna lm", "luna seq2seq", "mega cross", "mega chunks"], MODELS))
 def test_a_model_equals_itself_and_no_other(name, tmp_path):
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:

@@ -149,6 +149,7 @@ def test_saturated_logits(device):
     assert_same(run(inputs.to(torch.float32), device, backend="triton"), exact, FLOAT32)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("skip", [True, False])
 def test_step(device, masked, skip):

@@ -208,6 +208,7 @@ def test_long(any_form, kind):
     assert_same(inputs.to(torch.float32).run(), exact, 5e-6)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_low_precision(form, kind, dtype):
@@ -222,6 +223,7 @@ def test_low_precision(form, kind, dtype):
     assert fast[1].dtype == (torch.float32 if kind == "states" else dtype)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ["causal", "bidirectional"])
 def test_slow_decay_in_low_precision(any_form, dtype, kind):

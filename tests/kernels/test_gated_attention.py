@@ -99,6 +99,7 @@ def test_reference_with_offset_and_other_keys(function, causal, queries, keys, o
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("chunk", [None, 2])
 @pytest.mark.parametrize("causal", [False, True])
@@ -339,6 +340,7 @@ def test_registration(function, dropout):
             opcheck(torch.ops.luna_mega.gated_attend, arguments)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("chunk", [None, CHUNK])
 @pytest.mark.parametrize("function", ["softmax", "laplace"])
 def test_export(function, chunk):

@@ -94,6 +94,7 @@ def test_scores_of_one_block_at_a_time(products):
     assert products == [256 * 2048] * 16
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("chunk", [None, CHUNK])
 def test_compile_fullgraph(chunk, kept):
     inputs, options = make_inputs(19, dtype=torch.float32), {"function": "laplace", "chunk_size": chunk}
@@ -105,6 +106,7 @@ def test_compile_fullgraph(chunk, kept):
     torch.testing.assert_close(gradients, torch.autograd.grad(expected, inputs, torch.ones_like(output)))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_gradients_with_dropout(function, kept, monkeypatch):
     """The backward pass drops what the forward pass dropped."""

@@ -155,6 +155,7 @@ def test_reference_is_the_definition(activation, masking, pack_masked, stateful)
         assert torch.equal(final.count, count) and final.count.dtype == torch.int64
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("stateful", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -181,6 +182,7 @@ def test_torch_backend(activation, masking, pack_masked, stateful, blocks):
         assert_same(inputs.run(activation=activation), inputs.run(activation=activation, backend="reference"))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("stateful", [False, True])
 @pytest.mark.parametrize("masking", MASKS)

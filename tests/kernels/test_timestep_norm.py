@@ -138,6 +138,7 @@ def test_half_of_an_affine(form, affine):
     assert_same(*results)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_low_precision(form, kind, dtype):
@@ -186,6 +187,7 @@ def test_a_million_positions():
         torch.testing.assert_close(statistics.variance, variance, rtol=1e-7, atol=0)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("masking", MASKS)
 def test_segments_and_steps_are_the_parallel_form(form, backend, masking):

@@ -78,6 +78,7 @@ def test_ragged_sequences(device):
     assert_same(run(inputs.to(torch.float32), device, backend="triton", cu_seqlens=bounds.to(device)), exact, FLOAT32)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("groups, width", [(3, 7), (70, 2)])
 def test_step(device, masked, groups, width):

@@ -120,6 +120,7 @@ def test_reordering(fixture, model, parity):
     parity.check("reordered", output.logits, io["reorder.logits_after"], **fixture.tolerance)
 
 
+@pytest.mark.covering(1)
 @torch.no_grad()
 @pytest.mark.parametrize("search", SEARCHES)
 def test_generate(fixture, model, parity, search):

@@ -105,6 +105,7 @@ def test_steps(case, parity):
     parity.check("inc_logits_parallel", parallel, io["inc_logits_parallel"], **case.tight)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", BEAMS)
 def test_generate(case, parity, name):
     """fairseq's beams, with the settings of docs/conversion.md; `generation_config.json` has the others."""

@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.examples.runs import assert_complete, assert_refused
 from tests.examples.test_run_lra import RUN, TWO_STEPS, folder, options  # noqa: F401  (a fixture among them)
 
 
+@pytest.mark.slow
 def test_report(call, script, folder, tmp_path, capsys):  # noqa: F811
     path, main = folder("text"), script("lra_report").main
     for seed in (0, 1):
