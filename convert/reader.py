@@ -204,7 +204,7 @@ def _reason(error: Exception) -> str:
             return f"holds {name}: {_LATER_FAIRSEQ}"
         return (
             f"refused, nothing was executed: the file asks to call {name}, which is not a tensor or a plain value; if "
-            "you trust its origin, load it where it was written and save only 'args' and 'model' again"
+            "you trust its origin, load it where it was written and save its tensors and plain values alone"
         )
     if isinstance(error, RefusedPickle):
         detail = message

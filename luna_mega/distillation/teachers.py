@@ -3,22 +3,26 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import functional
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, cached_file
 
+from luna_mega.convert.reader import read_tensors
 from luna_mega.distillation.families import FAMILIES, Family, Parts, find_family
-from luna_mega.hub.folder import position_limit
+from luna_mega.errors import shown
+from luna_mega.hub.folder import position_limit, read_json
 
 _HEADS = ("ForMaskedLM", "ForCausalLM", "LMHeadModel", "ForSequenceClassification")
 
@@ -206,40 +210,59 @@ def check_teacher(config: PreTrainedConfig) -> Family:
 def load_teacher(name_or_path: str, **options: Any) -> Teacher:
     """Load a teacher from a folder or the Hub, with the head that its `config.json` names.
 
-    Weights are read from safetensors only, and code that comes with a model is not run. `options` go to
-    `from_pretrained` (`revision`, `dtype`, `device_map`, ...).
+    Weights are read from safetensors or, where there are none, from `pytorch_model.bin` by the reader that executes
+    nothing in a file; code that comes with a model is not run. `options` go to `from_pretrained` (`revision`, `dtype`,
+    `device_map`, ...).
 
     Raises:
-        ValueError: the model cannot be a teacher, has no safetensors, or lacks weights of its head.
+        ValueError: the model cannot be a teacher, has no weights, lacks those of its head, or asks to run code.
         OSError: there is no such folder or model.
     """
     if options.pop("trust_remote_code", False):
         raise ValueError("trust_remote_code=True runs code of the teacher: leave it out, and take one of transformers")
     # Flash attention of some families lays batches end to end, where states have another shape.
     options.setdefault("attn_implementation", "sdpa")
-    places = {key: options[key] for key in ("revision", "cache_dir", "token", "subfolder") if key in options}
+    places = {key: options.pop(key) for key in ("revision", "cache_dir", "token", "subfolder") if key in options}
     config = AutoConfig.from_pretrained(name_or_path, trust_remote_code=False, **places)
     family = check_teacher(config)
-    auto_class = AutoModelForCausalLM if family.is_decoder else AutoModelForMaskedLM
+    classes = MODEL_FOR_CAUSAL_LM_MAPPING if family.is_decoder else MODEL_FOR_MASKED_LM_MAPPING
     if (config.architectures or [""])[0].endswith("ForSequenceClassification"):
-        auto_class = AutoModelForSequenceClassification
+        classes = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    model_class, options = classes[type(config)], options | {"output_loading_info": True}
     try:
-        model, info = auto_class.from_pretrained(
-            name_or_path, use_safetensors=True, trust_remote_code=False, output_loading_info=True, **options
-        )
+        model, info = model_class.from_pretrained(name_or_path, use_safetensors=True, **places, **options)
     except OSError as error:
         if "safetensors" not in str(error):
             raise
-        raise ValueError(
-            f"{name_or_path} has no weights as safetensors, and others may hold code: load it where you trust it, and "
-            "save it with save_pretrained"
-        ) from error
+        tensors = _read_pickles(name_or_path, places)
+        model, info = model_class.from_pretrained(None, config=config, state_dict=tensors, **options)
     if missing := sorted(info["missing_keys"]):
         raise ValueError(
             f"{name_or_path} lacks {len(missing)} weights of {type(model).__name__} ({missing[0]}, ...), which would "
             "be random: take a checkpoint with its head"
         )
     return Teacher(model)
+
+
+def _read_pickles(name_or_path: str, places: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a model's `pytorch_model.bin` or of its shards; nothing in these files is executed."""
+    try:
+        files = [cached_file(name_or_path, WEIGHTS_NAME, **places)]
+    except OSError:
+        try:
+            index = Path(cached_file(name_or_path, WEIGHTS_INDEX_NAME, **places))
+        except OSError as error:
+            raise ValueError(
+                f"{name_or_path} has weights neither in {SAFE_WEIGHTS_NAME} nor in {WEIGHTS_NAME}: take a checkpoint "
+                "of transformers for PyTorch"
+            ) from error
+        shards = read_json(index).get("weight_map")
+        if not (isinstance(shards, dict) and shards and all(isinstance(name, str) for name in shards.values())):
+            raise ValueError(
+                f"{index}: weight_map has to name the files of the weights, and has {shown(shards)}"
+            ) from None
+        files = [cached_file(name_or_path, name, **places) for name in sorted(set(shards.values()))]
+    return {name: tensor for file in files for name, tensor in read_tensors(Path(file)).tensors.items()}
 
 
 def check_tokenizer(teacher: Teacher, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -1,5 +1,8 @@
 """Models that cannot teach or learn are refused in one line with the way out. Then how teachers are loaded."""
 
+import json
+import re
+
 import pytest
 import tokenizers
 import torch
@@ -237,13 +240,81 @@ def test_our_own_folders_teach(tmp_path):
     assert type(load_teacher(str(tmp_path)).model) is LunaForMaskedLM
 
 
-def test_weights_are_read_from_safetensors_alone(tmp_path):
+def write_pickles(model, folder, how):
+    """Save a model as transformers did before safetensors."""
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    tensors, name = model.state_dict(), "pytorch_model.bin"
+    if how == "shards":
+        names = [f"pytorch_model-0000{index}-of-00002.bin" for index in (1, 2)]
+        places = {key: names[index % 2] for index, key in enumerate(tensors)}
+        (folder / f"{name}.index.json").write_text(json.dumps({"weight_map": places}))
+        for name in names:
+            torch.save({key: tensors[key] for key, place in places.items() if place == name}, folder / name)
+        return
+    if how == "old names":  # of models that began as TensorFlow's
+        tensors = {
+            re.sub("LayerNorm.weight$", "LayerNorm.gamma", re.sub("LayerNorm.bias$", "LayerNorm.beta", key)): tensor
+            for key, tensor in tensors.items()
+        }
+        assert any(key.endswith("gamma") for key in tensors)
+    torch.save(tensors, folder / name, _use_new_zipfile_serialization=how != "legacy")
+
+
+@pytest.mark.parametrize("how", ["zip", "legacy", "shards", "old names"])
+@pytest.mark.parametrize(("name", "head"), [("bert", None), ("roberta", "ForSequenceClassification"), ("gpt2", None)])
+def test_weights_of_a_bin_file(name, head, how, tmp_path):
+    model = make_model(name, head).half()
+    write_pickles(model, tmp_path, "zip" if how == "old names" and name == "gpt2" else how)
+    teacher = load_teacher(str(tmp_path), dtype="auto")
+    assert type(teacher.model) is type(model) and teacher.model.dtype == torch.float16
+    loaded = teacher.model.state_dict()
+    assert loaded.keys() == model.state_dict().keys()
+    assert all(torch.equal(tensor, loaded[key]) for key, tensor in model.state_dict().items())
+    assert load_teacher(str(tmp_path), dtype=torch.float32).model.dtype == torch.float32
+
+
+class Payload:
+    """An object that makes a file where it is unpickled as any object is."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return open, (str(self.file), "w")
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_code_in_a_bin_file_is_not_run(zipped, tmp_path):
     model = make_model("bert")
     model.config.save_pretrained(tmp_path)
-    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="has no weights as safetensors") as error:
+    state = {**model.state_dict(), "a": Payload(tmp_path / "ran")}
+    torch.save(state, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+    with pytest.raises(ValueError, match="pytorch_model.bin: refused, nothing was executed: .*open") as error:
         load_teacher(str(tmp_path))
     one_line(error)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "has weights neither in model.safetensors nor in pytorch_model.bin: take a checkpoint"),
+        ({"pytorch_model.bin": "version https://git-lfs"}, "pytorch_model.bin: not a checkpoint"),
+        ({"pytorch_model.bin.index.json": "{}"}, "weight_map has to name the files of the weights, and has None"),
+        ({"pytorch_model.bin.index.json": '{"weight_map": {"a": 1}}'}, "has to name the files of the weights"),
+    ],
+)
+def test_weights_that_cannot_be_read(files, message, tmp_path):
+    make_model("bert").config.save_pretrained(tmp_path)
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=message) as error:
+        load_teacher(str(tmp_path))
+    one_line(error)
+
+
+def test_code_that_comes_with_a_teacher_is_not_run(tmp_path):
     with pytest.raises(ValueError, match="trust_remote_code=True runs code"):
         load_teacher(str(tmp_path), trust_remote_code=True)
 
