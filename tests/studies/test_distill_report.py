@@ -1,0 +1,114 @@
+"""The table of students beside their teachers, checked against figures worked out by hand."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.examples.runs import assert_refused
+
+DISTILLED = {"task": "distillation", "metric": "eval_loss", "eval_loss": 1.0}
+ALONE = {"task": "masked language model", "metric": "eval_perplexity", "model": "luna from scratch"}
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes the files of a run: its summary, and the log or the stages."""
+
+    def files(name: str, summary: dict, log: tuple = (), stages: dict | None = None) -> Path:
+        folder = tmp_path / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "summary.json").write_text(json.dumps(summary))
+        names = ("step", "num_input_tokens_seen", "train_seconds", "eval_loss", "eval_accuracy")
+        history = [{"loss": 9.0, "step": 1}, *(dict(zip(names, entry, strict=True)) for entry in log)]
+        history.append({"step": 20, "num_input_tokens_seen": 2000, "train_seconds": 40.0, "train_loss": 5.0})
+        (folder / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+        if stages:
+            (folder / "stages.json").write_text(json.dumps(stages))
+        return folder
+
+    return files
+
+
+@pytest.fixture
+def student(write):
+    """Writes a run of run_distill.py with two seeds, of which the second is 0.2 worse in all but its teacher."""
+
+    def runs(name: str, teacher: str, rows: list[dict]) -> None:
+        for seed in (1, 2):
+            worse = 0.2 * (seed - 1)
+            stages = {"teacher": {"loss": 4.0, "accuracy": 0.3}}
+            stages["rows"] = [row | {"loss": row["loss"] + worse, "seconds": 10.0 * seed} for row in rows]
+            model = f"luna from {teacher.format(seed)}"
+            write(f"out/{name}-{seed}", DISTILLED | {"model": model, "seed": seed}, stages=stages)
+
+    return runs
+
+
+COPIED = {"stage": "copy", "step": 0, "tokens": 0, "loss": 7.0, "accuracy": 0.1, "agreement": 0.2}
+CALIBRATED = {"stage": "calibrate", "step": 0, "tokens": 10, "loss": 5.0}
+ALIGNED = [{"stage": "align", "step": step, "tokens": 400 * step, "loss": 4.5 - step / 4} for step in (1, 2)]
+
+
+def read(report, folder: Path, output: Path) -> list[list[str]]:
+    path = report.main([str(folder), "--output_dir", str(output)])["report"]
+    return [line.strip("|\n ").split(" | ") for line in Path(path).read_text().splitlines()]
+
+
+def test_table(script, write, student, tmp_path, capsys):
+    report = script("distill_report")
+    for seed in (1, 2):
+        alone = ALONE | {"model": "roberta from scratch", "seed": seed, "eval_loss": 4.0}
+        write(f"out/teacher-{seed}", alone, [(20, 2000, 35.0, 4.1, 0.3)])
+    student("luna-64", str(tmp_path / "out" / "teacher-{}"), [COPIED, CALIBRATED, *ALIGNED])
+    log = [(10, 1000, 15.0, 6.5, 0.2), (20, 2000, 30.0, 6.1, 0.25)]
+    write("out/luna-nothing-2", ALONE | {"seed": 2, "eval_loss": 6.0, "eval_accuracy": 0.25}, log)
+    write("out/tuned-1", ALONE | {"model": "out/luna-64-1", "seed": 1, "eval_loss": 1.0})
+    write("out/unfinished-1", ALONE | {"seed": 1})
+    table = read(report, tmp_path / "out", tmp_path / "report")
+    assert table[0][:2] == ["model", "stage"] and table[0][2:] == [*report.COLUMNS, "seeds"]
+    assert table[2:] == [
+        ["teacher", "teacher", "2,000", "", "40", "4.000 ± 0.000", "", "30.0 ± 0.0 %", "", "1, 2"],
+        ["luna-64", "copy", "0", "0 %", "15", "7.100 ± 0.141", "3.100 ± 0.141", "10.0 ± 0.0 %", "20.0 ± 0.0 %", "1, 2"],
+        ["luna-64", "calibrate", "10", "0.5 %", "15", "5.100 ± 0.141", "1.100 ± 0.141", "", "", "1, 2"],
+        ["luna-64", "align", "400", "20 %", "15", "4.350 ± 0.141", "0.350 ± 0.141", "", "", "1, 2"],
+        ["luna-64", "align", "800", "40 %", "15", "4.100 ± 0.141", "0.100 ± 0.141", "", "", "1, 2"],
+        ["luna-nothing", "from nothing", "1,000", "50 %", "15", "6.500", "2.500", "20.0 %", "", "2"],
+        ["luna-nothing", "from nothing", "2,000", "100 %", "40", "6.000", "2.000", "25.0 %", "", "2"],
+    ]
+    said = capsys.readouterr().out
+    assert f"left out, it began neither from a teacher nor from nothing: {tmp_path / 'out' / 'tuned-1'}" in said
+    assert f"left out, it has no evaluation at the end: {tmp_path / 'out' / 'unfinished-1'}" in said
+
+
+def test_several_teachers(script, write, student, tmp_path):
+    """One of them is on the Hub, which tells nothing of its training; models from nothing then have no teacher."""
+    report = script("distill_report")
+    write("other-1", ALONE | {"model": "roberta from scratch", "seed": 1, "eval_loss": 4.0})
+    student("luna", "FacebookAI/roberta-base", [ALIGNED[0]])
+    student("mega", str(tmp_path / "other-1"), [ALIGNED[1]])
+    write("out/alone-1", ALONE | {"seed": 1, "eval_loss": 6.0})
+    rows = read(report, tmp_path / "out", tmp_path / "report")[2:]
+    assert [row[:4] for row in rows] == [
+        ["FacebookAI/roberta-base", "teacher", "", ""],
+        ["luna of FacebookAI/roberta-base", "align", "400", ""],
+        ["other", "teacher", "2,000", ""],
+        ["mega of other", "align", "800", "40 %"],
+        ["other-1", "teacher", "2,000", ""],
+        ["mega of other-1", "align", "800", "40 %"],
+        ["alone", "from nothing", "2,000", ""],
+    ]
+
+
+def test_refusals(script, write, student, tmp_path):
+    report = script("distill_report")
+
+    def refused(message: str, folder: Path) -> None:
+        assert_refused(lambda: report.main([str(folder)]), message)
+
+    refused("there is no summary.json of a run", tmp_path / "nowhere")
+    refused("there is no student that run_distill.py has scored", write("alone-1", ALONE | {"seed": 1, "eval_loss": 1}))
+    folder = write("luna-1", DISTILLED | {"model": "luna from x", "seed": 1}, stages={"teacher": {}, "rows": []})
+    refused("stages.json has no scores of the teacher, or none of the student", folder)
+    (folder / "stages.json").unlink()
+    refused("stages.json cannot be read", folder)
