@@ -36,7 +36,8 @@ def plan_alignment(
     """Return what the layers of a student are aligned with; `layers` and `whole` as for `align`."""
     matched = match_layers(teacher, own, layers)
     is_encoder = own.config.model_type == "luna" and not own.config.is_decoder
-    if is_encoder and not whole and same_layers(teacher, own):
+    adds = "output" in teacher.family.layer  # a Mega mixes its attention into the input, by a gate
+    if is_encoder and adds and not whole and same_layers(teacher, own):
         return AlignmentPlan([(index, index) for index in matched], attention=True, shifts=False)
     ends = [index + 1 for index in matched]
     has_positions = own.config.model_type == "luna" and own.config.position_embedding_type != "none"

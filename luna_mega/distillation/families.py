@@ -65,7 +65,10 @@ def _luna(stack: str, head: Mapping[str, str], entry: str, is_decoder: bool) -> 
         "words": "luna.embeddings.word_embeddings", "positions": "luna.embeddings.position_embeddings",
         "embedding_norm": "luna.embeddings.layer_norm", "last_norm": f"luna.{stack}.layer_norm",
     }  # fmt: skip
-    return Family(f"luna.{stack}.layers", layer, model | head, (entry,), is_decoder=is_decoder)
+    activation = None if is_decoder else "hidden_act"
+    return Family(
+        f"luna.{stack}.layers", layer, model | head, (entry,), head_activation=activation, is_decoder=is_decoder
+    )
 
 
 def _mega(head: Mapping[str, str], entry: str, is_decoder: bool) -> Family:

@@ -41,6 +41,32 @@ def told_apart(model):
     return Teacher(model)
 
 
+@pytest.mark.parametrize("pre_norm", [False, True])
+@pytest.mark.parametrize("kind", ["luna", "mega"])
+def test_a_luna_and_a_mega_teach_each_other(kind, pre_norm):
+    """A Mega mixes its attention into the input by a gate, so that whole layers are aligned in both directions."""
+    sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 3, "initializer_range": 0.3}
+    torch.manual_seed(0)
+    if kind == "luna":
+        norms = {"normalize_before_mega": pre_norm, "normalize_before_ffn": pre_norm, "final_norm": pre_norm}
+        teacher = Teacher(MegaForMaskedLM(MegaConfig(**sizes, **norms, nffn_hidden_size=24, max_positions=20)))
+    else:
+        config = LunaConfig(**sizes, pre_norm=pre_norm, num_attention_heads=2, intermediate_size=24)
+        teacher = Teacher(LunaForMaskedLM(config))
+    batch, student = make_batch(teacher), make_student(teacher, kind)
+    report = copy_weights(teacher, student)
+    assert sum(name.endswith(("fc1.weight", "fc2.weight")) for name in report.copied) == 6
+    assert min(calibrate(teacher, student, [batch] * 2)) > 0
+    names = aligned_parameters(teacher, student)
+    assert any("fc1" in name for name in names)
+    optimizer = torch.optim.AdamW(train_only(student, names), lr=1e-4)
+    before = align(teacher, student.train(), batch)
+    before.sum().backward()
+    optimizer.step()
+    assert (align(teacher, student, batch) < before).all()
+    assert distill(teacher, student, batch).loss.isfinite()
+
+
 @pytest.mark.parametrize("head", [None, "ForSequenceClassification"])
 @pytest.mark.parametrize("name", PLAIN)
 @torch.no_grad()
