@@ -1,0 +1,230 @@
+"""How well do masked language models read inputs longer than those that they were trained on, and at which cost?
+
+    python studies/long_inputs.py --models outputs/teacher outputs/luna --lengths 128 256 512 1024 2048 \
+        --dataset_path DIR --output_dir outputs/long
+
+The text is one stream of tokens, masked once and cut into blocks of each length, so that all models predict the same
+tokens at all lengths. Batches of all lengths have as many tokens. A model is left out where it has no positions.
+"""
+
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import torch
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
+from transformers import HfArgumentParser, PreTrainedTokenizerBase
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+
+from common.arguments import check_least, fail
+from common.data import SourceArguments, check_source, check_texts, load_splits
+from common.distillation import one_line
+from common.language_model import encode
+from common.model import boundary_ids, load_tokenizer
+from common.report import save_json, show
+from run_mlm import Masking
+
+import luna_mega
+from luna_mega.distillation import Teacher, check_tokenizer, load_teacher
+
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass(kw_only=True)
+class Arguments(SourceArguments):
+    models: list[str] = field(metadata={"help": "masked language models: folders, or names on the Hub"})
+    output_dir: str = field(metadata={"help": "folder for report.md, report.png and scores.json"})
+    lengths: list[int] = field(
+        default_factory=lambda: [128, 256, 512, 1024, 2048], metadata={"help": "tokens of a block, <s> among them"}
+    )
+    split: str = field(default="validation", metadata={"help": "split to score"})
+    text_column: str = field(default="text", metadata={"help": "column with the text"})
+    max_tokens: int = field(default=100_000, metadata={"help": "score only the first tokens of the text"})
+    mlm_probability: float = field(default=0.15, metadata={"help": "share of the tokens that is predicted"})
+    batch_tokens: int = field(default=2048, metadata={"help": "tokens of a batch, or one block if that is longer"})
+    seed: int = field(default=42, metadata={"help": "decides which tokens are masked"})
+    device: str = field(default="cuda" if torch.cuda.is_available() else "cpu")
+
+
+def parse(argv: list[str] | None) -> Arguments:
+    (arguments,) = HfArgumentParser(Arguments, allow_abbrev=False).parse_args_into_dataclasses(argv)
+    check_source(arguments)
+    check_least(arguments, 2, "lengths", "max_tokens")
+    check_least(arguments, 1, "batch_tokens")
+    if not 0 < arguments.mlm_probability < 1:
+        fail(f"--mlm_probability {arguments.mlm_probability} must be between 0 and 1")
+    return arguments
+
+
+def load(arguments: Arguments) -> tuple[dict[str, Teacher], PreTrainedTokenizerBase]:
+    """Return the models by name, and the tokenizer, which all of them have to share."""
+    models, first = {}, None
+    for path in arguments.models:
+        with one_line(f"--models {path}"):
+            model, tokenizer = load_teacher(path, dtype=torch.float32), load_tokenizer(path)
+            check_tokenizer(model, tokenizer)
+        if model.family.is_decoder or model.is_classifier:
+            fail(f"--models {path}: a {type(model.model).__name__} predicts no masked tokens")
+        first = first or tokenizer
+        if tokenizer.get_vocab() != first.get_vocab():
+            fail(f"--models {path} has other tokens than {arguments.models[0]}, so that losses cannot be compared")
+        name = Path(path).name if Path(path).is_dir() else path
+        models[path if name in models else name] = model
+        model.model.to(arguments.device)
+    return models, first
+
+
+def read_text(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tokens of the text `[N]`, some of them masked, and which they were (-100 = not masked)."""
+    source = (arguments.dataset_path, arguments.dataset_name, arguments.dataset_config)
+    split = load_splits({arguments.split: None}, *source)[arguments.split]
+    check_texts(split, arguments.split, (arguments.text_column,))
+    tokenizer.eos_token_id = boundary_ids(tokenizer)[1]
+    stream = encode(split[arguments.text_column], tokenizer, "eos")[: arguments.max_tokens]
+    if len(stream) < max(arguments.lengths) - 1:
+        fail(f"the text has {len(stream)} tokens, too few for one block of {max(arguments.lengths)}; see --lengths")
+    numbers = torch.Generator().manual_seed(arguments.seed)
+    masked = Masking(tokenizer, arguments.mlm_probability)({"input_ids": stream.tolist()}, numbers)
+    return masked["input_ids"], masked["labels"]
+
+
+def make_batches(
+    ids: torch.Tensor, labels: torch.Tensor, length: int, size: int, tokenizer: PreTrainedTokenizerBase
+) -> list[Batch]:
+    """Cut the text into blocks of `<s>` and `length - 1` tokens, of which the last may be shorter."""
+    bos, _ = boundary_ids(tokenizer)
+    blocks = [functional.pad(block, (1, 0), value=bos) for block in ids.split(length - 1)]
+    places = [functional.pad(block, (1, 0), value=-100) for block in labels.split(length - 1)]
+    batches = []
+    for start in range(0, len(blocks), size):
+        inputs, targets = blocks[start : start + size], places[start : start + size]
+        batches.append(
+            {
+                "input_ids": pad_sequence(inputs, batch_first=True, padding_value=tokenizer.pad_token_id),
+                "attention_mask": pad_sequence([torch.ones_like(block) for block in inputs], batch_first=True),
+                "labels": pad_sequence(targets, batch_first=True, padding_value=-100),
+            }
+        )
+    return batches
+
+
+class Memory:
+    """Peak of the memory, in MB above what was taken before: on CUDA the accelerator's, else the process's own.
+
+    It is not known where the system cannot start a new peak, as Linux can.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def start(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self.before = torch.cuda.memory_allocated(self.device)
+            return
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+            self.before = self.status("VmRSS")
+        except OSError:
+            self.before = None
+
+    def peak(self) -> float | None:
+        if self.before is None:
+            return None
+        cuda = self.device.type == "cuda"
+        peak = torch.cuda.max_memory_allocated(self.device) if cuda else self.status("VmHWM")
+        return (peak - self.before) / 1e6
+
+    @staticmethod
+    def status(name: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+@torch.no_grad()
+def score(model: Teacher, batches: list[Batch], device: torch.device) -> dict[str, float | None]:
+    """Return loss and accuracy at the masked tokens, seconds for the whole text, and the peak of memory."""
+    batches = [{name: tensor.to(device) for name, tensor in batch.items()} for batch in batches]
+    model.logits(batches[0], batches[0]["labels"] != -100)  # what happens once only is not measured
+    loss = right = count = 0
+    memory = Memory(device)
+    memory.start()
+    start = time.perf_counter()
+    for batch in batches:
+        kept = batch["labels"] != -100
+        logits, targets = model.logits(batch, kept).float(), batch["labels"][kept]
+        loss += functional.cross_entropy(logits, targets, reduction="sum").item()
+        right, count = right + (logits.argmax(-1) == targets).sum().item(), count + len(targets)
+    seconds = time.perf_counter() - start
+    return {"loss": loss / count, "accuracy": right / count, "seconds": seconds, "memory_mb": memory.peak()}
+
+
+def make_table(rows: list[dict[str, Any]]) -> str:
+    """Return the scores as Markdown."""
+    lines = [["model", "tokens of a block", "loss", "accuracy", "seconds", "memory, MB"]]
+    lines.append(["---"] * len(lines[0]))
+    for row in rows:
+        memory = "" if row["memory_mb"] is None else show(round(row["memory_mb"]))
+        scores = [f"{row['loss']:.3f}", f"{100 * row['accuracy']:.1f} %", show(row["seconds"]), memory]
+        lines.append([row["model"], show(row["length"]), *scores])
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draw loss, seconds and memory over the length, a line for each model."""
+    panels = {"loss": "loss at masked tokens", "seconds": "seconds for the text", "memory_mb": "memory, MB"}
+    figure, axes = plt.subplots(1, len(panels), figsize=(13, 4), layout="constrained")
+    for axis, (entry, label) in zip(axes, panels.items(), strict=True):
+        for name in dict.fromkeys(row["model"] for row in rows):
+            points = [(row["length"], row[entry]) for row in rows if row["model"] == name and row[entry] is not None]
+            if points:
+                axis.plot(*zip(*points, strict=True), "o-", label=name)
+        axis.set_xscale("log", base=2)
+        axis.set(xlabel="tokens of a block", ylabel=label)
+        axis.grid(alpha=0.3)
+    axes[0].legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    arguments = parse(argv)
+    models, tokenizer = load(arguments)
+    ids, labels = read_text(arguments, tokenizer)
+    device, rows = torch.device(arguments.device), []
+    for length in tqdm(arguments.lengths, unit="lengths"):
+        size = max(1, arguments.batch_tokens // length)
+        batches = make_batches(ids, labels, length, size, tokenizer)
+        for name, model in models.items():
+            if model.max_length is not None and model.max_length < length:
+                print(f"{name} reads no more than {model.max_length} tokens: left out at {length}")
+                continue
+            rows.append({"model": name, "length": length, **score(model, batches, device)})
+    if not rows:
+        fail("none of the models reads inputs of these --lengths")
+    rows.sort(key=lambda row: list(models).index(row["model"]))
+    output = Path(arguments.output_dir)
+    output.mkdir(parents=True, exist_ok=True)
+    plot(rows, output / "report.png")
+    table = make_table(rows)
+    (output / "report.md").write_text(
+        table + "\n![Loss, seconds and memory over the tokens of a block](report.png)\n", encoding="utf-8"
+    )
+    print(table)
+    summary = {"luna_mega": luna_mega.__version__, "device": str(device), "masked": int((labels != -100).sum())}
+    summary |= {"tokens": len(ids), "seed": arguments.seed, "scores": rows}
+    save_json(summary, output / "scores.json")
+    return summary
+
+
+if __name__ == "__main__":
+    main()
