@@ -4,12 +4,15 @@
         --dataset_path DIR --output_dir outputs/long
 
 The text is one stream of tokens, masked once and cut into blocks of each length, so that all models predict the same
-tokens at all lengths. Batches of all lengths have as many tokens. A model is left out where it has no positions.
+tokens at all lengths. Batches of all lengths have as many tokens, and memory is that of a batch beside the weights. A
+model is left out where its positions end.
 """
 
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -117,47 +120,26 @@ def make_batches(
     return batches
 
 
-class Memory:
-    """Peak of the memory, in MB above what was taken before: on CUDA the accelerator's, else the process's own.
-
-    It is not known where the system cannot start a new peak, as Linux can.
-    """
-
-    def __init__(self, device: torch.device):
-        self.device = device
-
-    def start(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-            self.before = torch.cuda.memory_allocated(self.device)
-            return
-        try:
-            Path("/proc/self/clear_refs").write_text("5")
-            self.before = self.status("VmRSS")
-        except OSError:
-            self.before = None
-
-    def peak(self) -> float | None:
-        if self.before is None:
-            return None
-        cuda = self.device.type == "cuda"
-        peak = torch.cuda.max_memory_allocated(self.device) if cuda else self.status("VmHWM")
-        return (peak - self.before) / 1e6
-
-    @staticmethod
-    def status(name: str) -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+def peak_memory(call: Callable[[], object], device: torch.device) -> float:
+    """Return how many MB the tensors of a call take at a time, beside those that are there before it."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        call()
+        return (torch.cuda.max_memory_allocated(device) - before) / 1e6
+    with torch.autograd.profiler.profile(profile_memory=True) as profile:
+        call()
+    events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    return max(accumulate(event.nbytes() for event in events)) / 1e6
 
 
 @torch.no_grad()
-def score(model: Teacher, batches: list[Batch], device: torch.device) -> dict[str, float | None]:
-    """Return loss and accuracy at the masked tokens, seconds for the whole text, and the peak of memory."""
+def score(model: Teacher, batches: list[Batch], device: torch.device) -> dict[str, float]:
+    """Return loss and accuracy at the masked tokens, seconds for the whole text, and the memory of a batch."""
     batches = [{name: tensor.to(device) for name, tensor in batch.items()} for batch in batches]
-    model.logits(batches[0], batches[0]["labels"] != -100)  # what happens once only is not measured
+    memory = peak_memory(lambda: model.logits(batches[0], batches[0]["labels"] != -100), device)
     loss = right = count = 0
-    memory = Memory(device)
-    memory.start()
     start = time.perf_counter()
     for batch in batches:
         kept = batch["labels"] != -100
@@ -165,29 +147,27 @@ def score(model: Teacher, batches: list[Batch], device: torch.device) -> dict[st
         loss += functional.cross_entropy(logits, targets, reduction="sum").item()
         right, count = right + (logits.argmax(-1) == targets).sum().item(), count + len(targets)
     seconds = time.perf_counter() - start
-    return {"loss": loss / count, "accuracy": right / count, "seconds": seconds, "memory_mb": memory.peak()}
+    return {"loss": loss / count, "accuracy": right / count, "seconds": seconds, "memory_mb": memory}
 
 
 def make_table(rows: list[dict[str, Any]]) -> str:
     """Return the scores as Markdown."""
-    lines = [["model", "tokens of a block", "loss", "accuracy", "seconds", "memory, MB"]]
+    lines = [["model", "tokens of a block", "loss", "accuracy", "seconds", "memory of a batch, MB"]]
     lines.append(["---"] * len(lines[0]))
     for row in rows:
-        memory = "" if row["memory_mb"] is None else show(round(row["memory_mb"]))
-        scores = [f"{row['loss']:.3f}", f"{100 * row['accuracy']:.1f} %", show(row["seconds"]), memory]
+        scores = [f"{row['loss']:.3f}", f"{100 * row['accuracy']:.1f} %", show(row["seconds"]), show(row["memory_mb"])]
         lines.append([row["model"], show(row["length"]), *scores])
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """Draw loss, seconds and memory over the length, a line for each model."""
-    panels = {"loss": "loss at masked tokens", "seconds": "seconds for the text", "memory_mb": "memory, MB"}
+    panels = {"loss": "loss at masked tokens", "seconds": "seconds for the text", "memory_mb": "memory of a batch, MB"}
     figure, axes = plt.subplots(1, len(panels), figsize=(13, 4), layout="constrained")
     for axis, (entry, label) in zip(axes, panels.items(), strict=True):
         for name in dict.fromkeys(row["model"] for row in rows):
-            points = [(row["length"], row[entry]) for row in rows if row["model"] == name and row[entry] is not None]
-            if points:
-                axis.plot(*zip(*points, strict=True), "o-", label=name)
+            points = [(row["length"], row[entry]) for row in rows if row["model"] == name]
+            axis.plot(*zip(*points, strict=True), "o-", label=name)
         axis.set_xscale("log", base=2)
         axis.set(xlabel="tokens of a block", ylabel=label)
         axis.grid(alpha=0.3)

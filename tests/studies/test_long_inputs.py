@@ -1,6 +1,5 @@
 """Scores at several lengths: of the same tokens, in blocks that the models read one by one."""
 
-import math
 import random
 
 import pytest
@@ -85,10 +84,20 @@ def test_scores(script, save, data, tmp_path):
             right += (logits.argmax(-1) == targets[targets != -100]).sum().item()
         assert row["loss"] == pytest.approx(total / summary["masked"], rel=1e-5)
         assert row["accuracy"] == pytest.approx(right / summary["masked"])
-        assert row["seconds"] > 0 and (row["memory_mb"] is None or math.isfinite(row["memory_mb"]))
+        assert row["seconds"] > 0 and row["memory_mb"] > 0
     report = (tmp_path / "out" / "report.md").read_text().splitlines()
     assert len(report) == 2 + len(rows) + 2 and report[2].startswith("| roberta | 16 | ")
     assert (tmp_path / "out" / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_memory(script):
+    def call():
+        ones = torch.ones(1000, 1000)
+        ones = ones @ torch.full((1000, 1000), 2.0)  # 12 MB at a time, then 4
+        return ones + 1
+
+    peak_memory = script("long_inputs").peak_memory
+    assert [round(peak_memory(call, torch.device("cpu")), 1) for _ in range(2)] == [12.0, 12.0]
 
 
 def test_the_tokens_of_bert(script, save, data, tmp_path):
