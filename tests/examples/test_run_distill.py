@@ -13,6 +13,7 @@ from transformers import (
     AutoTokenizer,
     BertConfig,
     BertForMaskedLM,
+    DebertaV2Config,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -24,6 +25,7 @@ from transformers import (
 )
 
 from luna_mega import LunaConfig, LunaForMaskedLM, MegaConfig, MegaForMaskedLM
+from luna_mega.distillation import extend_positions
 from tests.examples import runs
 from tests.examples.runs import assert_complete, assert_refused
 from tests.examples.test_run_mlm import texts, write
@@ -96,13 +98,13 @@ def read_rows(output: Path) -> list[dict]:
     return json.loads((output / "stages.json").read_text())["rows"]
 
 
-def masked_scores(script, model, corpus: Path, folder: Path) -> dict[str, float]:
-    """Return loss and accuracy of a model of transformers' own at the tokens that the script masks."""
+def masked_scores(script, model, corpus: Path, folder: Path, block: int = 32, window: int = 32) -> dict[str, float]:
+    """Return loss and accuracy of a model of transformers' own, in windows of blocks, at the tokens that are masked."""
     module = script("run_mlm")
-    tokenizer, data = AutoTokenizer.from_pretrained(folder), module.DataArguments(block_size=32)
+    tokenizer, data = AutoTokenizer.from_pretrained(folder), module.DataArguments(block_size=block)
     split = module.load_splits({"validation": None}, str(corpus), None, None)["validation"]
     masked = module.mask_once(module.cut_blocks(split, "validation", tokenizer, data), tokenizer, data, seed=42)
-    ids, labels = torch.tensor(masked["input_ids"]), torch.tensor(masked["labels"])
+    ids, labels = (torch.tensor(masked[name]).reshape(-1, window) for name in ("input_ids", "labels"))
     with torch.no_grad():
         logits = model.eval()(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[labels != -100]
     labels = labels[labels != -100]
@@ -173,7 +175,7 @@ CAUSAL = {"gpt2": (GPT2LMHeadModel, GPT2Config(**GPT2)), "llama": (LlamaForCausa
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("gpt2", "luna"), *(pytest.param("llama", kind, marks=pytest.mark.slow) for kind in ("mega", "luna"))],
+    slow_but([("gpt2", "luna"), ("llama", "mega")], [(name, kind) for name in CAUSAL for kind in ("luna", "mega")]),
 )
 def test_causal(name, kind, run, script, make_teacher, corpus, tmp_path):
     teacher = make_teacher(*CAUSAL[name])
@@ -200,8 +202,10 @@ def test_causal(name, kind, run, script, make_teacher, corpus, tmp_path):
 LABELS = {"id2label": {0: "bad", 1: "good", 2: "odd"}, "label2id": {"bad": 0, "good": 1, "odd": 2}}
 
 
-@pytest.mark.parametrize("labels", slow_but(["names"], ["names", "numbers", "scores"]))
-def test_classifier(labels, run, make_teacher, tmp_path):
+@pytest.mark.parametrize(
+    ("labels", "kind"), slow_but([("numbers", "mega")], [("names", "luna"), ("numbers", "mega"), ("scores", "luna")])
+)
+def test_classifier(labels, kind, run, make_teacher, tmp_path):
     fields = LABELS if labels != "scores" else {"num_labels": 1, "problem_type": "regression"}
     config = RobertaConfig(**SIZES, max_position_embeddings=34, **fields)
     teacher = make_teacher(RobertaForSequenceClassification, config)
@@ -210,6 +214,7 @@ def test_classifier(labels, run, make_teacher, tmp_path):
         rows = [{"first": text, "second": "one two", "label": values[i % 3]} for i, text in enumerate(texts(size, 1))]
         runs.write(rows, tmp_path / "data" / f"{split}.jsonl")
     options = ["--text_column", "first", "--pair_column", "second", "--per_device_eval_batch_size", 3]
+    options += ["--student", kind]
     summary = run(*command(teacher, tmp_path / "data", tmp_path / "out"), *options)
     student = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").eval()
     assert student.config.id2label == AutoModelForSequenceClassification.from_pretrained(teacher).config.id2label
@@ -262,6 +267,21 @@ def test_options_of_teacher_student_and_data(run, make_teacher, corpus, tmp_path
     run(*command(teacher, corpus, tmp_path / "out"), *options, "--config_overrides", "num_attention_heads=4")
     config = AutoModelForMaskedLM.from_pretrained(tmp_path / "out").config
     assert (config.num_hidden_layers, config.max_position_embeddings, config.num_attention_heads) == (2, 40, 4)
+
+
+@pytest.mark.parametrize("how", slow_but(["mirror"], ["copy", "mirror", "interpolate"]))
+def test_a_longer_student(how, run, script, roberta, corpus, tmp_path):
+    """Its table of positions goes on as asked, and the teacher reads its blocks in windows."""
+    options = ["--block_size", 48, "--teacher_window", 16, "--max_length", 80, "--positions", how]
+    summary = run(*command(roberta, corpus, tmp_path / "out", 0, 0, 0), *options)
+    teacher, student = (AutoModelForMaskedLM.from_pretrained(folder) for folder in (roberta, tmp_path / "out"))
+    theirs = teacher.roberta.embeddings
+    table = theirs.position_embeddings.weight[2:] + theirs.token_type_embeddings.weight[0]
+    assert torch.equal(student.luna.embeddings.position_embeddings.weight[2:], extend_positions(table, 80, how))
+    scores = masked_scores(script, teacher, corpus, roberta, block=48, window=16)
+    assert summary["teacher_loss"] == pytest.approx(scores["loss"], rel=1e-5)
+    scores = masked_scores(script, student, corpus, roberta, block=48, window=48)
+    assert summary["eval_loss"] == pytest.approx(scores["loss"], rel=1e-5)
 
 
 @pytest.mark.slow
@@ -329,6 +349,9 @@ ERRORS = {
     "steps": (["--streaming", "true", "--max_steps", -1], "--streaming needs --max_steps"),
     "field": (["--config_overrides", "heads=3"], "a luna has no field heads"),
     "rows of a mega": (["--student", "mega", "--projection_length", 4], "a mega has no field projection_length"),
+    "vocabulary": (["--config_overrides", "vocab_size=301"], "vocab_size is 301 and the teacher's 300"),
+    "end": (["--config_overrides", "eos_token_id=5"], "eos_token_id is 5 and the teacher's 2"),
+    "decoder": (["--config_overrides", "is_decoder=true"], "roberta. is an encoder and .* set is_decoder=False"),
     "width": (["--config_overrides", "hidden_size=64"], "hidden_size is 64 and the teacher's 32"),
     "layers": (["--layers", 0, 7], "must name one of the teacher's 3 layers"),
     "layerdrop": (["--config_overrides", "layerdrop=0.1"], "alignment runs every layer: set layerdrop=0.0"),
@@ -347,13 +370,23 @@ def test_wrong_options_end_in_one_line(options, message, run, roberta, corpus, t
 
 def test_teachers_that_cannot_teach(run, roberta, corpus, tmp_path):
     T5Config().save_pretrained(tmp_path / "t5")
+    DebertaV2Config(relative_attention=True).save_pretrained(tmp_path / "deberta")
+    broken = AutoModelForMaskedLM.from_pretrained(roberta)
+    broken.roberta.encoder.layer[0].output.dense.bias.data[0] = math.nan
+    broken.save_pretrained(tmp_path / "nan")
     shutil.copytree(roberta, tmp_path / "unmasked")
     tokenizer = AutoTokenizer.from_pretrained(roberta)
     tokenizer.mask_token = None
     tokenizer.save_pretrained(tmp_path / "unmasked")
     shutil.copytree(roberta, tmp_path / "bare")
     (tmp_path / "bare" / WEIGHTS).unlink()
-    for name, message in (("t5", "t5"), ("unmasked", "the tokenizer has no mask token"), ("bare", "safetensors")):
-        assert_refused(run, message, *command(tmp_path / name, corpus, tmp_path / "out"))
+    for name, message in (
+        ("t5", "t5 is an encoder-decoder and cannot be a teacher; those that can are bert"),
+        ("deberta", "has relative biases, which no student can take over; take one with"),
+        ("nan", "weights are not finite in 1 tensors .* take another checkpoint"),
+        ("unmasked", "the tokenizer has no mask token, .* take the teacher's own"),
+        ("bare", "has weights neither in model.safetensors nor in pytorch_model.bin: take a checkpoint"),
+    ):
+        assert_refused(run, f"--teacher .*{name}: .*{message}", *command(tmp_path / name, corpus, tmp_path / "out"))
     options = ["--student", roberta]
     assert_refused(run, "cannot be a student", *command(roberta, corpus, tmp_path / "out"), *options)
