@@ -296,14 +296,41 @@ class Killed(Exception):
     pass
 
 
+def begin(case: str, make_teacher, corpus: Path, tmp_path: Path) -> tuple[list, list, type]:
+    """Return command and options of a run for a RoBERTa, a causal model or a classifier, and the student's class."""
+    options = ["--save_strategy", "steps", "--save_steps", 2, "--eval_strategy", "steps", "--eval_steps", 2]
+    if case == "causal":
+        teacher, model_class = make_teacher(*CAUSAL["llama"]), AutoModelForCausalLM
+        options += ["--student", "mega", "--config_overrides", "hidden_dropout_prob=0.1"]
+    elif case == "classifier":
+        config = RobertaConfig(**SIZES, **LABELS, max_position_embeddings=34)
+        teacher, model_class = (
+            make_teacher(RobertaForSequenceClassification, config),
+            AutoModelForSequenceClassification,
+        )
+        for split in ("train", "validation"):
+            rows = [{"text": text, "label": index % 3} for index, text in enumerate(texts(16, 1))]
+            runs.write(rows, corpus / f"{split}.jsonl")
+        options += ["--student", "mega", "--config_overrides", "hidden_dropout_prob=0.1"]
+    else:
+        config = RobertaConfig(**SIZES, max_position_embeddings=34)
+        teacher, model_class = make_teacher(RobertaForMaskedLM, config), AutoModelForMaskedLM
+        options += ["--config_overrides", "dropout=0.1"]
+    return command(teacher, corpus, tmp_path / "whole", align=4, steps=4), options, model_class
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("trainer", ["AlignTrainer", "DistillTrainer"])
-@pytest.mark.parametrize("step", [0, 3])
-def test_a_killed_run_is_resumed_exactly(trainer, step, run, script, roberta, corpus, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("case", "trainer", "step"),
+    [
+        *(("masked", trainer, step) for trainer in ("AlignTrainer", "DistillTrainer") for step in (0, 3)),
+        ("causal", "DistillTrainer", 3),
+        ("classifier", "AlignTrainer", 3),
+    ],
+)
+def test_a_killed_run_is_resumed_exactly(case, trainer, step, run, script, make_teacher, corpus, tmp_path, monkeypatch):
     """Killed in its first step, or behind its first checkpoint: a finished alignment is not repeated."""
-    options = ["--save_strategy", "steps", "--save_steps", 2, "--config_overrides", "dropout=0.1"]
-    options += ["--eval_strategy", "steps", "--eval_steps", 2]
-    arguments = command(roberta, corpus, tmp_path / "whole", align=4, steps=4)
+    arguments, options, model_class = begin(case, make_teacher, corpus, tmp_path)
     run(*arguments, *options)
     kind = getattr(script("common.stages"), trainer)
     whole, calls = kind.compute_loss, []
@@ -333,7 +360,7 @@ def test_a_killed_run_is_resumed_exactly(trainer, step, run, script, roberta, co
     monkeypatch.setattr(script("common.stages").AlignTrainer, "compute_loss", count)
     run(*arguments, *options, "--resume_from_checkpoint", "last")
     assert len(seen) == (2 if trainer == "AlignTrainer" else 0)
-    states = (AutoModelForMaskedLM.from_pretrained(tmp_path / name).state_dict() for name in ("whole", "killed"))
+    states = (model_class.from_pretrained(tmp_path / name).state_dict() for name in ("whole", "killed"))
     torch.testing.assert_close(*states, rtol=0, atol=0)
     rows = [[{**row, "seconds": 0} for row in read_rows(tmp_path / name)] for name in ("whole", "killed")]
     assert rows[0] == rows[1]
