@@ -5,8 +5,9 @@ from collections.abc import Iterable
 import pytest
 
 
-def slow_but(fast: Iterable[str], values: Iterable[str]) -> list:
-    """Return the values of a parameter; all but those in `fast` are marked as slow."""
+def slow_but(fast: Iterable, values: Iterable) -> list:
+    """Return the values of a parameter, or tuples of several; all but those in `fast` are marked as slow."""
     fast, values = list(fast), list(values)
     assert fast and set(fast) < set(values), "some values are fast, and some are not"
-    return [value if value in fast else pytest.param(value, marks=pytest.mark.slow) for value in values]
+    rows = {value: value if isinstance(value, tuple) else (value,) for value in values}
+    return [value if value in fast else pytest.param(*row, marks=pytest.mark.slow) for value, row in rows.items()]
