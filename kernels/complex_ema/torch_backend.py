@@ -14,12 +14,7 @@ INPUTS = (
 
 def complex_ema(x, coefficients, skip=None, mask=None, initial_state=None, return_state=False):
     """Return `reference.complex_ema`; the final state only on request."""
-    batch, length, _ = x.shape
-    # A compiled program does not look at the length: one serves all.
-    compiling = torch.compiler.is_compiling()
-    chunk = 16 if not compiling and length <= 16 else damped.CHUNK
-    if not (return_state or initial_state is not None or compiling) and batch * length < damped.MANY_POSITIONS:
-        chunk = 0
+    chunk = damped.chunk_length(x, return_state or initial_state is not None)
     initial = None if initial_state is None else initial_state.flatten(2)
     output, last = torch.ops.luna_mega.complex_ema(x, mask, skip, *coefficients, initial, chunk)
     return output, _final_state(x, mask, coefficients, last, chunk) if return_state else None

@@ -24,8 +24,7 @@ def damped_ema(
     signal = (x if mask is None else x.masked_fill(~mask[..., None], 0.0)).to(log_q.dtype)
     if truncation is not None:
         return finish(_truncated(signal, *_taps(coefficients, channels, truncation, shift)), x, skip), None
-    taps, center = _taps(coefficients, channels, CHUNK, shift)
-    inward, outward, _ = _chunk_maps(coefficients, channels, CHUNK, shift)
+    taps, center, inward, outward, _ = _chunk_maps(coefficients, channels, CHUNK, shift)
     average, before, last, rest, since = in_chunks(
         signal, taps, center, inward, outward, lambda gains: _states(gains, log_q * CHUNK, initial_state)
     )

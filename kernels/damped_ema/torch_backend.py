@@ -9,10 +9,13 @@ from luna_mega.kernels.damped_ema.coefficients import series
 from luna_mega.kernels.damped_ema.reference import finish
 
 CHUNK = 64
-# Channels in one block: temporary tensors have the size of this share of the input.
-BLOCK = 32
+# Shorter chunks, whose matrices take less time to make, and the positions in a batch up to which they are faster.
+SHORT_CHUNKS = ((16, 1024), (32, 4096))
 # From this number of positions in the batch on, chunks are faster than the FFT (README).
-MANY_POSITIONS = 4096
+MANY_POSITIONS = 512
+# Elements of x in one block for each thread, which several tensors of this size share the processor's cache with, and
+# the least number of channels: more of them would only take memory.
+BLOCK, LEAST_CHANNELS = 1 << 18, 32
 INPUTS = (
     "Tensor x, Tensor? mask, Tensor? skip, Tensor taps, SymInt center, Tensor? inward, Tensor? outward, Tensor? decay, "
     "Tensor? initial"
@@ -23,21 +26,28 @@ def damped_ema(
     x, coefficients, skip=None, mask=None, shift=False, truncation=None, initial_state=None, return_state=False
 ):  # fmt: skip
     """Return `reference.damped_ema`; the final state only on request."""
-    batch, length, channels = x.shape
-    stateful = return_state or initial_state is not None
-    truncated = truncation is not None and truncation < length
-    # A compiled program does not look at the length: one serves all.
-    compiling = torch.compiler.is_compiling()
-    if truncated or (not (stateful or compiling) and batch * length < MANY_POSITIONS):
-        taps, center = _taps(coefficients, channels, truncation if truncated else length, shift)
+    length, channels = x.shape[1:]
+    chunk = chunk_length(x, return_state or initial_state is not None)
+    if truncation is not None and truncation < length:
+        chunk, length = 0, truncation
+    if not chunk:
+        taps, center = _taps(coefficients, channels, length, shift)
         return torch.ops.luna_mega.damped_ema(x, mask, skip, taps, center, None, None, None, None)[0], None
-    chunk = 16 if not compiling and length <= 16 else CHUNK
-    taps, center = _taps(coefficients, channels, chunk, shift)
-    inward, outward, decay = _chunk_maps(coefficients, channels, chunk, shift)
+    taps, center, inward, outward, decay = _chunk_maps(coefficients, channels, chunk, shift)
     output, _, state = torch.ops.luna_mega.damped_ema(
         x, mask, skip, taps, center, inward, outward, decay, initial_state
     )
     return output, _final_state(x, mask, coefficients, state, inward) if return_state else None
+
+
+def chunk_length(x, stateful):
+    """Return the positions in a chunk of x `[B, T, D]`; 0 = no chunks, an FFT of all positions is faster."""
+    if torch.compiler.is_compiling():
+        return CHUNK  # a compiled program does not look at the length: one serves all
+    positions, length = x.shape[0] * x.shape[1], x.shape[1]
+    if positions < MANY_POSITIONS and not stateful:
+        return 0
+    return next((chunk for chunk, most in SHORT_CHUNKS if length <= chunk or positions <= most), CHUNK)
 
 
 def step(x, state, coefficients, skip, mask):
@@ -51,7 +61,12 @@ def step(x, state, coefficients, skip, mask):
 def _taps(coefficients, channels, length, shift):
     """Return the kernel of both directions in one row per channel, and the index at which the lag is 0."""
     log_q, weight_in, weight_out = coefficients
-    kernel = series(weight_in * weight_out, log_q, length)
+    return _directed(series(weight_in * weight_out, log_q, length), channels, shift)
+
+
+def _directed(kernel, channels, shift):
+    """Return the lags of both directions, `[D or 2 D, K]`, in one row per channel, and the index of lag 0."""
+    length = kernel.shape[1]
     if len(kernel) == channels:
         return kernel, 0
     center = length if shift else length - 1  # without shift lag 0 counts in both directions
@@ -60,23 +75,25 @@ def _taps(coefficients, channels, length, shift):
 
 
 def _chunk_maps(coefficients, channels, chunk, shift):
-    """Return the matrices from a chunk to the states and back, `[D, N', C]`, and q^C - 1, `[D, N']`.
+    """Return the taps of a chunk, the index of lag 0, the matrices to the states and back, and q^C - 1.
 
-    N' = N, or 2 N with the states of the average that runs backwards last.
+    The matrices are `[D, N', C]`, q^C - 1 is `[D, N']`. N' = N, or 2 N with the states of the average that runs
+    backwards last.
     """
     log_q, weight_in, weight_out = coefficients
     positions = torch.arange(chunk + 1, device=log_q.device, dtype=log_q.dtype)
     powers = torch.exp(log_q[..., None] * positions)
     now, later = powers[..., :chunk], powers[..., 1:]
+    taps, center = _directed(((weight_in * weight_out)[:, None] @ now)[:, 0], channels, shift)
     inward, outward = weight_in[..., None] * now, weight_out[..., None] * later
     decay = torch.expm1(log_q * chunk)
     if len(decay) == channels:
-        return inward.flip(-1), outward, decay
+        return taps, center, inward.flip(-1), outward, decay
     if shift:
         outward = torch.cat([outward[:channels], weight_out[channels:, :, None] * now[channels:]])
     inward = torch.cat([inward[:channels].flip(-1), inward[channels:]], dim=1)
     outward = torch.cat([outward[:channels], outward[channels:].flip(-1)], dim=1)
-    return inward, outward, torch.cat([decay[:channels], decay[channels:]], dim=1)
+    return taps, center, inward, outward, torch.cat([decay[:channels], decay[channels:]], dim=1)
 
 
 def _final_state(x, mask, coefficients, state, inward):
@@ -150,18 +167,19 @@ def _carry(gains, decay, first, forward, backward):
     """Return the states before each chunk, s_i = q^C s_{i-1} + gains_{i-1}, `[D, B, chunks, N']`.
 
     `decay`: q^C - 1; where it is complex, pairs of states are complex numbers. `first`: the states to begin with, `[D,
-    B, N']`. `forward`, `backward`: the slices of the states that run with time and against it.
+    B, N']`, None = zeros. `forward`, `backward`: the slices of the states that run with time and against it.
     """
-    carried = gains.new_empty(gains.shape[2], *gains.shape[:2], gains.shape[3])
-    carried[0] = first
-    carried[1:, ..., forward] = gains[:, :, :-1, forward].permute(2, 0, 1, 3)
-    carried[1:, ..., backward] = gains[:, :, 1:, backward].flip(2).permute(2, 0, 1, 3)
-    rows, decay = _numbers(carried, decay).unbind(0), decay[:, None]
-    for before, row in zip(rows[:-1], rows[1:], strict=True):
-        row.add_(before).addcmul_(before, decay)
     states = torch.empty_like(gains)
-    states[..., forward] = carried[..., forward].permute(1, 2, 0, 3)
-    states[..., backward] = carried[..., backward].flip(0).permute(1, 2, 0, 3)
+    for part, step in ((forward, 1), (backward, -1)):
+        if not gains[..., part].shape[-1]:
+            continue
+        own = states[..., part]
+        later, earlier = (slice(1, None), slice(None, -1))[::step]
+        own[:, :, later] = gains[:, :, earlier, part]
+        own[:, :, 0 if step > 0 else -1] = 0.0 if first is None else first[..., part]
+        rows, share = _numbers(own, decay).unbind(2)[::step], decay[:, None, part]
+        for before, row in zip(rows[:-1], rows[1:], strict=True):
+            row.add_(before).addcmul_(before, share)
     return states
 
 
@@ -182,7 +200,7 @@ def _directions(inward, center):
 
 def _states(chunks, inward, decay, initial, directions):
     gains = (chunks.flatten(1, 2) @ inward.mT).unflatten(1, chunks.shape[1:3])
-    first = 0.0 if initial is None else initial.transpose(0, 1)
+    first = None if initial is None else initial.transpose(0, 1)
     return _carry(gains, decay, first, *directions)
 
 
@@ -202,7 +220,7 @@ def _scan_backward(gradient, grad_last, chunks, taps, center, inward, outward, d
     if grad_last is not None:
         from_output[:, :, -1] += grad_last.transpose(0, 1)
     decay = decay.conj().resolve_conj()
-    grad_gains = _carry(from_output, decay, 0.0, backward, forward)
+    grad_gains = _carry(from_output, decay, None, backward, forward)
     first = _numbers(grad_gains[:, :, 0], decay)
     grad_initial = from_output[:, :, 0] + _pairs(torch.addcmul(first, first, decay[:, None]))
     grad_decay = _pairs((_numbers(grad_gains, decay) * _numbers(states, decay).conj()).sum((1, 2)))
@@ -216,8 +234,10 @@ def _scan_backward(gradient, grad_last, chunks, taps, center, inward, outward, d
 
 def _blocks(x):
     """Return slices of the channels on a CPU; elsewhere many small kernels cost more than the memory they save."""
-    channels = x.shape[2]
-    size = BLOCK if x.device.type == "cpu" else channels
+    batch, length, channels = x.shape
+    size = channels
+    if x.device.type == "cpu":
+        size = max(LEAST_CHANNELS, BLOCK * torch.get_num_threads() // max(batch * length, 1))
     return [slice(start, min(start + size, channels)) for start in range(0, channels, size)]
 
 

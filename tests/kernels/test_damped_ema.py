@@ -447,19 +447,24 @@ def test_backend_choice():
 def test_size_chooses_the_form(monkeypatch):
     chosen = []
     operator = torch.ops.luna_mega.damped_ema
-    patched = lambda *args: chosen.append("fft" if args[5] is None else "chunks") or operator(*args)  # noqa: E731
+    patched = lambda *args: chosen.append("fft" if args[5] is None else args[5].shape[2]) or operator(*args)  # noqa: E731
     monkeypatch.setattr(torch.ops.luna_mega, "damped_ema", patched)
     for batch, length, options in (
-        (1, 4095, {}),
-        (1, 4096, {}),
+        (1, 511, {}),
+        (1, 512, {}),
+        (2, 513, {}),
         (4, 1024, {}),
+        (1, 4097, {}),
+        (1024, 16, {}),
+        (1024, 17, {}),
+        (1024, 33, {}),
         (4, 1024, {"truncation": 1000}),
         (4, 1024, {"truncation": 1024}),
         (1, 8, {"return_state": True}),
     ):
         inputs = Inputs(length, batch=batch, channels=1, states=1, dtype=torch.float32)
         damped_ema(*inputs.leaves, **options)
-    assert chosen == ["fft", "chunks", "chunks", "fft", "chunks", "chunks"]
+    assert chosen == ["fft", 16, 32, 32, 64, 16, 32, 64, "fft", 32, 16]
 
 
 @pytest.mark.parametrize(
