@@ -1,4 +1,4 @@
-"""Decoding: milliseconds a step of Mega, Megalodon, Luna, Llama and GPT-2 of equal size, beside the floor.
+"""Decoding: milliseconds a step of Mega, Megalodon, its PyTorch port, Luna, Llama and GPT-2 of equal size.
 
     OMP_NUM_THREADS=1 python benchmarks/decoding.py [--contexts 128 512 4096 16384] [--batches 1 8 beams] [--json FILE]
     OMP_NUM_THREADS=1 python benchmarks/decoding.py --compile --contexts 512 --batches 1
@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from megalodon_port import MegalodonPort
 from torch import nn
 from transformers import (
     DynamicCache,
@@ -62,6 +63,11 @@ def megalodon(inner: int, longest: int) -> PreTrainedModel:
     return MegalodonForCausalLM(MegalodonConfig(vocab_size=VOCABULARY, tie_word_embeddings=True, **sizes))
 
 
+def megalodon_port(inner: int, longest: int) -> MegalodonPort:
+    """Return the same Megalodon with the operations of the PyTorch port."""
+    return MegalodonPort(megalodon(inner, longest))
+
+
 def luna(inner: int, longest: int) -> PreTrainedModel:
     """Return Luna with a P of 32 rows."""
     sizes = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
@@ -86,6 +92,7 @@ def gpt2(inner: int, longest: int) -> PreTrainedModel:
 MODELS = {
     "mega": (mega, 1024),
     "megalodon": (megalodon, 1344),
+    "megalodon_port": (megalodon_port, 1344),
     "luna": (luna, 2048),
     "llama": (llama, 1472),
     "gpt2": (gpt2, 2176),

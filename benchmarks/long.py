@@ -9,27 +9,40 @@ import argparse
 import math
 import multiprocessing
 import time
+from collections.abc import Callable
 
 import torch
 from measure import peak, reset_peak
 
-from luna_mega import LunaConfig, MegaConfig
+from luna_mega import LunaConfig, MegaConfig, MegalodonConfig
 from luna_mega.modeling_common.layout import DENSE
 from luna_mega.modeling_luna.modeling_luna import LunaLayer, LunaPreTrainedModel
 from luna_mega.modeling_mega.modeling_mega import MegaBlock, MegaPreTrainedModel
+from luna_mega.modeling_megalodon.modeling_megalodon import (
+    MegalodonBlock,
+    MegalodonPreTrainedModel,
+    MegalodonRotary,
+)
 
 LENGTHS = (65_536, 262_144, 1_048_576)
-LAYERS = {"luna, l = 32": "luna", "mega, chunk 128": "mega"}
+LAYERS = {"luna, l = 32": "luna", "mega, chunk 128": "mega", "megalodon, chunk 128": "megalodon"}
 
 
-def make(family: str, width: int) -> tuple[torch.nn.Module, tuple]:
-    """Return an encoder layer without dropout, and the arguments that follow the tokens."""
+def make(family: str, width: int) -> tuple[torch.nn.Module, Callable[[torch.Tensor], tuple]]:
+    """Return a layer without dropout, and the function that returns the arguments that follow its input."""
     torch.manual_seed(0)
     if family == "luna":
         sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_attention_heads": width // 64}
         config = LunaConfig(projection_length=32, dropout=0.0, attention_dropout=0.0, **sizes)
-        layer, rest = LunaLayer(config), (torch.randn(1, 32, width, requires_grad=True),)
-        return layer.apply(LunaPreTrainedModel(config)._init_weights), rest
+        layer, packed = LunaLayer(config), torch.randn(1, 32, width, requires_grad=True)
+        return layer.apply(LunaPreTrainedModel(config)._init_weights), lambda x: (packed,)
+    if family == "megalodon":
+        sizes = {"hidden_size": width, "intermediate_size": 2 * width, "value_size": 2 * width, "norm_num_groups": 8}
+        heads = {"num_attention_heads": 1, "shared_representation_size": 64, "chunk_size": 128}
+        config = MegalodonConfig(**sizes, **heads)
+        layer, rope = MegalodonBlock(config, 0), MegalodonRotary(config)
+        layer.apply(MegalodonPreTrainedModel(config)._init_weights)
+        return layer, lambda x: (DENSE, rope(x, DENSE, None))
     sizes = {"hidden_size": width, "intermediate_size": 2 * width, "nffn_hidden_size": 2 * width}
     dropouts = dict.fromkeys(("dropout_prob", "hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
     config = MegaConfig(
@@ -40,7 +53,7 @@ def make(family: str, width: int) -> tuple[torch.nn.Module, tuple]:
         **sizes,
         **dropouts,
     )
-    return MegaBlock(config).apply(MegaPreTrainedModel(config)._init_weights), (DENSE,)
+    return MegaBlock(config).apply(MegaPreTrainedModel(config)._init_weights), lambda x: (DENSE,)
 
 
 def measure(family: str, width: int, length: int, threads: int) -> dict[str, float]:
@@ -55,7 +68,7 @@ def measure(family: str, width: int, length: int, threads: int) -> dict[str, flo
     for size in (1024, length):  # the first loads what PyTorch loads when it is needed
         x = torch.randn(1, size, width, generator=torch.Generator().manual_seed(0)).requires_grad_()
         base, start = reset_peak("cpu"), time.perf_counter()
-        output = layer(x, *rest)
+        output = layer(x, *rest(x))
         output = output[0] if isinstance(output, tuple) else output
         result["forward"] = time.perf_counter() - start
         output.backward(x.detach())

@@ -38,7 +38,7 @@ def luna(n, **fields):
 
 
 def mega(n, **fields):
-    return MegaModel(MegaConfig(**{**_SIZE, **_MEGA, **fields}), add_pooling_layer=False)
+    return MegaModel(MegaConfig(**{**_SIZE, **_MEGA, "nffn_hidden_size": 896, **fields}), add_pooling_layer=False)
 
 
 def encoder(kind, n, model=None, **fields):
