@@ -167,19 +167,18 @@ def _carry(gains, decay, first, forward, backward):
     """Return the states before each chunk, s_i = q^C s_{i-1} + gains_{i-1}, `[D, B, chunks, N']`.
 
     `decay`: q^C - 1; where it is complex, pairs of states are complex numbers. `first`: the states to begin with, `[D,
-    B, N']`, None = zeros. `forward`, `backward`: the slices of the states that run with time and against it.
+    B, N']`. `forward`, `backward`: the slices of the states that run with time and against it.
     """
+    carried = gains.new_empty(gains.shape[2], *gains.shape[:2], gains.shape[3])
+    carried[0] = first
+    carried[1:, ..., forward] = gains[:, :, :-1, forward].permute(2, 0, 1, 3)
+    carried[1:, ..., backward] = gains[:, :, 1:, backward].flip(2).permute(2, 0, 1, 3)
+    rows, decay = _numbers(carried, decay).unbind(0), decay[:, None]
+    for before, row in zip(rows[:-1], rows[1:], strict=True):
+        row.add_(before).addcmul_(before, decay)
     states = torch.empty_like(gains)
-    for part, step in ((forward, 1), (backward, -1)):
-        if not gains[..., part].shape[-1]:
-            continue
-        own = states[..., part]
-        later, earlier = (slice(1, None), slice(None, -1))[::step]
-        own[:, :, later] = gains[:, :, earlier, part]
-        own[:, :, 0 if step > 0 else -1] = 0.0 if first is None else first[..., part]
-        rows, share = _numbers(own, decay).unbind(2)[::step], decay[:, None, part]
-        for before, row in zip(rows[:-1], rows[1:], strict=True):
-            row.add_(before).addcmul_(before, share)
+    states[..., forward] = carried[..., forward].permute(1, 2, 0, 3)
+    states[..., backward] = carried[..., backward].flip(0).permute(1, 2, 0, 3)
     return states
 
 
@@ -200,7 +199,7 @@ def _directions(inward, center):
 
 def _states(chunks, inward, decay, initial, directions):
     gains = (chunks.flatten(1, 2) @ inward.mT).unflatten(1, chunks.shape[1:3])
-    first = None if initial is None else initial.transpose(0, 1)
+    first = 0.0 if initial is None else initial.transpose(0, 1)
     return _carry(gains, decay, first, *directions)
 
 
@@ -220,7 +219,7 @@ def _scan_backward(gradient, grad_last, chunks, taps, center, inward, outward, d
     if grad_last is not None:
         from_output[:, :, -1] += grad_last.transpose(0, 1)
     decay = decay.conj().resolve_conj()
-    grad_gains = _carry(from_output, decay, None, backward, forward)
+    grad_gains = _carry(from_output, decay, 0.0, backward, forward)
     first = _numbers(grad_gains[:, :, 0], decay)
     grad_initial = from_output[:, :, 0] + _pairs(torch.addcmul(first, first, decay[:, None]))
     grad_decay = _pairs((_numbers(grad_gains, decay) * _numbers(states, decay).conj()).sum((1, 2)))
