@@ -36,10 +36,11 @@ class MegalodonRotary(nn.Module):
 
     def forward(self, x: torch.Tensor, layout: TokenLayout, past: MegalodonCacheLayer | None) -> Rotation:
         """Return two of `[B or 1, T, 1, z / 2 H]` for the positions of `x`, which come behind those in `past`."""
+        start = layout.start() if past is None else past.start(layout.mask)
         if layout.is_ragged():
-            position = layout.locate(x.shape[1])[1][None]
+            row, position = layout.locate(x.shape[1])
+            position = (position if start is None else position + start[row])[None]
         else:
-            start = layout.start() if past is None else past.start(layout.mask)
             position = torch.arange(x.shape[1], device=x.device)[None]
             position = position if start is None else position + start[:, None]
         freqs = widen(self.freqs)
@@ -87,6 +88,9 @@ class MegalodonChunkAttention(nn.Module):
             start = None if start is None else start.clamp(max=0)
             return self.attend(query, key, value, layout, start, 0, output_weights)
         reach = past.extend(key, value, layout.mask, self.chunk_size)
+        if (ragged := reach.layout) is not None:
+            attended, _ = self.attend(ragged.scatter(query), reach.keys, reach.values, ragged, None, 0, False)
+            return ragged.gather(attended), None
         offset = reach.keys.shape[1] - query.shape[1]
         if query.shape[1] > 1 or output_weights:
             keys = (reach.keys, reach.values, TokenLayout(reach.mask), reach.start)

@@ -74,7 +74,7 @@ class MegalodonTimestepNorm(nn.Module):
             normed, state = timestep_norm_step(x[:, 0], state, *affine, eps=self.eps, mask=mask)
             normed = normed[:, None]
         else:
-            options = {"eps": self.eps, "mask": layout.mask, "initial_state": state, "return_state": True}
+            options = {"eps": self.eps, "initial_state": state, "return_state": True, **layout.options()}
             normed, state = timestep_norm(x, *affine, **options)
         past.store_statistics(self.name, state)
         return normed
@@ -109,7 +109,7 @@ class MegalodonMovingAverage(nn.Module):
             average, state = complex_ema_step(x[:, 0], state, *parameters, skip, **options)
             average = average[:, None]
         else:
-            options = {"mask": layout.mask, "initial_state": state, "return_state": True}
+            options = {"initial_state": state, "return_state": True, **layout.options()}
             average, state = complex_ema(x, *parameters, skip, **options)
         past.store(average=state)
         return average

@@ -14,7 +14,8 @@ from luna_mega.modeling_common.inputs import Batch
 from luna_mega.modeling_common.layout import DENSE, TokenLayout
 from luna_mega.modeling_luna.generation_luna import LunaForCausalLM
 from luna_mega.modeling_mega.generation_mega import MegaForCausalLM
-from luna_mega.serving.slots import LunaSlots, MegaSlots, Sequences
+from luna_mega.modeling_megalodon.generation_megalodon import MegalodonForCausalLM
+from luna_mega.serving.slots import LunaSlots, MegalodonSlots, MegaSlots, Sequences
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -185,4 +186,44 @@ class ServedLuna(ServedModel):
         return self.model.luna.decoder.final_norm(hidden_states[None], [None])[0][0]
 
 
-FAMILIES: dict[str, type[ServedModel]] = {cls.model_class.__name__: cls for cls in (ServedLuna, ServedMega)}
+class ServedMegalodon(ServedModel):
+    """Megalodon: a slot has the complex average, the chunk that is open, and the statistics of the norms over time."""
+
+    model_class, states = MegalodonForCausalLM, 4
+
+    @classmethod
+    def refusal(cls, config: PreTrainedConfig) -> str | None:
+        if config.windowed_statistics:
+            return "windowed_statistics reads a long prompt twice, and a server once: set it to False, or use generate"
+        if config.chunk_size % 4:
+            return f"chunk_size={config.chunk_size} is no multiple of 4, and a slot with float64 statistics needs one"
+        return None
+
+    @classmethod
+    def state_shapes(cls, config: PreTrainedConfig) -> Shapes:
+        chunk, keys, values = config.chunk_size, config.shared_representation_size, config.value_size
+        average = (config.hidden_size, config.ema_projection_size, 2)
+        return average, (chunk, keys), (chunk, values), (2, 2, config.norm_num_groups)
+
+    @classmethod
+    def state_dtypes(cls, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+        return torch.float32, dtype, dtype, torch.float64
+
+    def embed(self, embeddings, positions):
+        return embeddings * self.model.megalodon.scale
+
+    def past(self, index, states, sequences):
+        return MegalodonSlots(states, sequences, self.constants[index])
+
+    def run_layer(self, index, hidden_states, layout, past):
+        body = self.model.megalodon
+        hidden_states = body.layers[index](hidden_states, layout, body.rope(hidden_states, layout, past), past=past)
+        # The norm behind the last block has statistics as well, which are in the slots of this block.
+        return body.final_norm(hidden_states, layout, past) if body.layers[index] is body.layers[-1] else hidden_states
+
+    def finish(self, hidden_states):
+        return hidden_states
+
+
+SERVED = (ServedLuna, ServedMega, ServedMegalodon)
+FAMILIES: dict[str, type[ServedModel]] = {cls.model_class.__name__: cls for cls in SERVED}

@@ -9,14 +9,17 @@ from typing import NamedTuple
 
 import torch
 
-from luna_mega.kernels.api import LunaCausalState
+from luna_mega.kernels.api import LunaCausalState, TimestepNormState
 from luna_mega.kernels.ragged import locate
 from luna_mega.modeling_common.cache import Constants
-from luna_mega.modeling_common.key_cache import Reach
+from luna_mega.modeling_common.key_cache import KeyLayer, Reach
 from luna_mega.modeling_common.layout import DENSE, TokenLayout
 from luna_mega.modeling_common.masks import can_look
 from luna_mega.modeling_luna.cache_luna import LunaCacheLayer
 from luna_mega.modeling_mega.cache_mega import MegaCacheLayer
+from luna_mega.modeling_megalodon.cache_megalodon import MegalodonCacheLayer
+
+_NORMS = ("norm", "final")
 
 
 class Sequences(NamedTuple):
@@ -43,8 +46,8 @@ class Sequences(NamedTuple):
         state[self.slots] = rows.to(state.dtype)
 
 
-class MegaSlots(MegaCacheLayer):
-    """The memory of one Mega block in slots: averages `[slots, D, N]`, and keys and values of the open chunk.
+class ChunkSlots(KeyLayer):
+    """The memory of one block with attention in chunks: averages `[slots, D, ...]`, keys and values of the open chunk.
 
     Those are `[slots, C, Z]` and `[slots, C, V]`; position p of a sequence is in column p modulo C.
     """
@@ -52,7 +55,7 @@ class MegaSlots(MegaCacheLayer):
     def __init__(self, states: tuple[torch.Tensor, ...], sequences: Sequences, constants: Constants):
         super().__init__()
         self.states, self.sequences, self._constants = states, sequences, constants
-        self.average = sequences.read(states[0])
+        self.average, self.position = sequences.read(states[0]), sequences.before
 
     def store(self, length: int = 0, *, average: torch.Tensor):
         """Write the averages back."""
@@ -66,7 +69,7 @@ class MegaSlots(MegaCacheLayer):
         # Looking at the columns is free on a CPU; elsewhere all are read.
         count = int(column.max()) + 1 if can_look(column) else chunk_size
         reach = []
-        for state, new in zip(self.states[1:], (keys, values), strict=True):
+        for state, new in zip(self.states[1:3], (keys, values), strict=True):
             state[slots, column] = new[:, 0].to(state.dtype)
             reach.append(state[slots, :count])
         return Reach(*reach, column=column)
@@ -91,12 +94,32 @@ class MegaSlots(MegaCacheLayer):
         following = ((joined[:-1] + kept + lengths)[:, None] - opened + columns).clamp(max=total + room - 1)
         is_open = (columns < opened)[..., None]
         reach = []
-        for state, new in zip(self.states[1:], (keys, values), strict=True):
+        for state, new in zip(self.states[1:3], (keys, values), strict=True):
             old = state[slots[row], column.clamp(max=chunk_size - 1)]
             whole = torch.where(is_kept, old, new[0, source].to(state.dtype))
             self.sequences.write(state, whole[following].masked_fill_(~is_open, 0.0))
             reach.append(whole[None])
         return Reach(*reach, layout=TokenLayout(None, joined, longest, places, (1, total + room)))
+
+
+class MegaSlots(ChunkSlots, MegaCacheLayer):
+    """The memory of one Mega block in slots."""
+
+
+class MegalodonSlots(ChunkSlots, MegalodonCacheLayer):
+    """The memory of one Megalodon block in slots, with `[slots, 2, 2, G]`: means and variances of both norms.
+
+    The second norm is that behind the last block. Each of them has seen all tokens of a sequence.
+    """
+
+    def statistics(self, norm: str) -> TimestepNormState:
+        """Return the statistics of a norm so far."""
+        mean, variance = self.sequences.read(self.states[3][:, _NORMS.index(norm)]).unbind(1)
+        return TimestepNormState(self.sequences.before, mean, variance)
+
+    def store_statistics(self, norm: str, state: TimestepNormState):
+        """Write the statistics of a norm back."""
+        self.sequences.write(self.states[3][:, _NORMS.index(norm)], torch.stack(state[1:], 1))
 
 
 class LunaSlots(LunaCacheLayer):

@@ -219,3 +219,7 @@ class LunaForCausalLM(SlotForCausalLM):
 
 class MegaForCausalLM(SlotForCausalLM):
     family = FAMILIES["MegaForCausalLM"]
+
+
+class MegalodonForCausalLM(SlotForCausalLM):
+    family = FAMILIES["MegalodonForCausalLM"]

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import luna_mega
 
@@ -18,7 +18,7 @@ class Request(NamedTuple):
     chances: list[float]  # their log-probabilities
 
 
-def make_model(family: str, **fields) -> luna_mega.MegaForCausalLM | luna_mega.LunaForCausalLM:
+def make_model(family: str, **fields) -> PreTrainedModel:
     torch.manual_seed(0)
     if family == "mega":
         options = {
@@ -27,6 +27,12 @@ def make_model(family: str, **fields) -> luna_mega.MegaForCausalLM | luna_mega.L
             "initializer_range": 0.3,
         }  # fmt: skip
         config, model_class = luna_mega.MegaConfig, luna_mega.MegaForCausalLM
+    elif family == "megalodon":
+        options = {
+            "num_attention_heads": 2, "shared_representation_size": 16, "value_size": 48, "intermediate_size": 64,
+            "chunk_size": 24, "ema_projection_size": 4, "norm_num_groups": 4,
+        }  # fmt: skip
+        config, model_class = luna_mega.MegalodonConfig, luna_mega.MegalodonForCausalLM
     else:
         options = {"num_attention_heads": 4, "intermediate_size": 64, "projection_length": 8}
         options |= {"max_position_embeddings": 512, "initializer_range": 0.12}

@@ -13,6 +13,11 @@ MODELS = {
     "mega": ("mega", {}),
     "mega-laplace-simple": ("mega", {"attention_activation": "laplace", "relative_positional_bias": "simple"}),
     "mega-layer-norm": ("mega", {"normalization_type": "layernorm", "final_norm": True, "embedding_norm": True}),
+    "megalodon": ("megalodon", {}),
+    "megalodon-swiglu-one-head": (
+        "megalodon",
+        {"swiglu": True, "rescale_nffn": True, "scale_embedding": True, "num_attention_heads": 1},
+    ),
     "luna": ("luna", {}),
     "luna-pre-norm-shared": ("luna", {"pre_norm": True, "share_layers": True, "tie_key_value": False}),
     "luna-sinusoidal-elu": ("luna", {"position_embedding_type": "sinusoidal", "causal_activation": "elu"}),
@@ -86,7 +91,7 @@ def check(results, requests, leave=()):
         assert result["chances"] == pytest.approx(request.chances[:count], abs=1e-5)
 
 
-@pytest.mark.parametrize("family", ["mega", "luna"])
+@pytest.mark.parametrize("family", ["mega", "megalodon", "luna"])
 def test_requests_that_come_and_go(family, served):
     model, requests = served(family, 6)
     assert len({token for request in requests for token in request.tokens}) >= 15
@@ -103,7 +108,7 @@ def test_pieces_of_any_size(name, most, served):
 
 
 @pytest.mark.parametrize("control", ["write", "new"])
-@pytest.mark.parametrize("family", ["mega", "luna"])
+@pytest.mark.parametrize("family", ["mega", "megalodon", "luna"])
 def test_a_state_that_is_lost_or_of_another_is_noticed(family, control, served, monkeypatch):
     model, requests = served(family, 6)
     server = Server(model, slots=1, most=100)
@@ -117,7 +122,7 @@ def test_a_state_that_is_lost_or_of_another_is_noticed(family, control, served, 
     assert apart > 1e-3
 
 
-@pytest.mark.parametrize("family", ["mega", "luna"])
+@pytest.mark.parametrize("family", ["mega", "megalodon", "luna"])
 def test_padding_behind_the_sequences_is_zero(family, served):
     model, _ = served(family, 6)
     server = Server(model, slots=2, most=1)
@@ -130,26 +135,31 @@ def test_padding_behind_the_sequences_is_zero(family, served):
     torch.testing.assert_close(output[:1], alone)
 
 
-def test_weights_of_bfloat16_keep_the_average_exact(served):
-    model, _ = served("mega", 6)
-    family = FAMILIES["MegaForCausalLM"](model.config, torch.bfloat16)
-    dtypes = {name.split(".")[-2]: p.dtype for name, p in family.model.named_parameters() if "ema_gate" in name}
-    assert set(dtypes.values()) == {torch.float32}
+@pytest.mark.parametrize(("family", "exact"), [("mega", ["ema_gate"]), ("megalodon", ["cema", "rope"])])
+def test_weights_of_bfloat16_keep_the_average_exact(family, exact, served):
+    model, _ = served(family, 6)
+    family = FAMILIES[type(model).__name__](model.config, torch.bfloat16)
+    dtypes = {name: tensor.dtype for name, tensor in family.model.state_dict().items()}
+    for part in exact:
+        assert {dtype for name, dtype in dtypes.items() if f".{part}." in name} == {torch.float32}
     assert family.model.lm_head.weight.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
-    ("fields", "reason"),
+    ("family", "fields", "reason"),
     [
-        ({"use_chunking": False, "chunk_size": -1}, "Mega without chunks"),
-        ({"truncation": 64}, "truncation=64"),
-        ({"adaptive_softmax_cutoffs": [20, 60]}, "adaptive softmax"),
+        ("mega", {"use_chunking": False, "chunk_size": -1}, "Mega without chunks"),
+        ("mega", {"truncation": 64}, "truncation=64"),
+        ("mega", {"adaptive_softmax_cutoffs": [20, 60]}, "adaptive softmax"),
+        ("megalodon", {"windowed_statistics": True}, "windowed_statistics"),
+        ("megalodon", {"chunk_size": 26}, "chunk_size=26"),
     ],
 )
-def test_states_that_do_not_fit_a_slot_are_refused(fields, reason, served):
-    config = type(served("mega", 6)[0].config)(**served("mega", 6)[0].config.to_dict() | fields)
+def test_states_that_do_not_fit_a_slot_are_refused(family, fields, reason, served):
+    model, _ = served(family, 6)
+    config = type(model.config)(**model.config.to_dict() | fields)
     with pytest.raises(ValueError, match=reason):
-        FAMILIES["MegaForCausalLM"](config, torch.float32)
+        FAMILIES[type(model).__name__](config, torch.float32)
 
 
 def test_weights_that_are_lacking_are_named(served):

@@ -13,7 +13,7 @@ if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
 from luna_mega.serving import vllm_plugin  # noqa: E402
 from luna_mega.serving.slots import Sequences  # noqa: E402
 
-FAMILIES = ("mega", "luna")
+FAMILIES = ("mega", "megalodon", "luna")
 COUNT = 100
 
 
