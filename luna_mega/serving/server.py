@@ -59,7 +59,10 @@ class Gate:
             return self.refuse(401, "this server wants a key, and the request has another or none")
         if not self.chats and request.url.path in _CHAT:
             return self.refuse(400, _NO_TEMPLATE)
-        return await call_next(request)
+        try:
+            return await call_next(request)
+        except ValueError as error:  # as a model refuses what it was asked, like a text that is too long
+            return self.refuse(400, str(error))
 
     def refuse(self, status: int, message: str):
         """Return an error as clients of the protocol read it."""
