@@ -82,7 +82,7 @@ def test_vllm_gets_the_options_and_the_key_apart(folders, port, capsys, monkeypa
     (command,) = called
     assert command[2:] == [
         "vllm.entrypoints.cli.main", "serve", str(folders / "luna"), "--host", "127.0.0.1", "--port", str(port),
-        "--max-model-len", "64", "--max-num-seqs", "3",
+        "--dtype", "float32", "--max-model-len", "64", "--max-num-seqs", "3",
     ]  # fmt: skip
     assert os.environ["VLLM_API_KEY"] == "secret"
     assert "vLLM cannot serve" in refusal(capsys, folders / "whole", "--engine", "vllm", "--port", port)
