@@ -90,3 +90,33 @@ def tokenizer() -> PreTrainedTokenizerFast:
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     names = dict(zip(("bos_token", "pad_token", "eos_token", "unk_token"), special, strict=True))
     return PreTrainedTokenizerFast(tokenizer_object=backend, **names, model_input_names=["input_ids", "attention_mask"])
+
+
+@pytest.fixture(scope="module")
+def folder(served, tokenizer, tmp_path_factory):
+    """Return a function: a new folder of a family with its tokenizer."""
+
+    def save(family, template=None):
+        path = tmp_path_factory.mktemp(family)
+        model, _ = served(family, 6)
+        model.generation_config.do_sample = False
+        model.save_pretrained(path)
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(path)
+        tokenizer.chat_template = None
+        return str(path)
+
+    return save
+
+
+@pytest.fixture(scope="session")
+def complete(served, tokenizer):
+    """Return a function: what `generate` makes of a text."""
+
+    def complete(family: str, prompt: str, count: int) -> str:
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        options = {"max_new_tokens": count, "do_sample": False}
+        text = served(family, 6)[0].generate(ids, attention_mask=torch.ones_like(ids), **options)
+        return tokenizer.decode(text[0, ids.shape[1] :], skip_special_tokens=True)
+
+    return complete
