@@ -1,5 +1,6 @@
 """The plugin in vLLM: the tokens of `generate`, however requests share steps, slots and cached prefixes."""
 
+import copy
 import os
 from types import SimpleNamespace
 
@@ -90,6 +91,31 @@ def test_tokens_are_those_of_generate(family, setting, folders, served):
         assert not wrong and worst < 1e-5
         cached = sum(output.num_cached_tokens or 0 for output in outputs)
         assert (cached > 0) == (setting == "prefixes" and again == 1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_is_as_exact_as_in_transformers(family, served, tmp_path):
+    model, requests = served(family, 6)
+    model_class = type(model)
+    copy.deepcopy(model).to(torch.bfloat16).save_pretrained(tmp_path)
+    outputs = ask(start(str(tmp_path), dtype="bfloat16", max_num_batched_tokens=64), requests)
+
+    def chances(dtype):
+        """Return the log-probabilities of vLLM's tokens in one call of the model for each text."""
+        model, result = model_class.from_pretrained(tmp_path, dtype=dtype).eval(), []
+        for output, request in zip(outputs, requests, strict=True):
+            new = torch.tensor(output.outputs[0].token_ids)
+            text = torch.cat([torch.tensor(request.prompt), new])[None]
+            with torch.no_grad():
+                logits = model(text, torch.ones_like(text)).logits[0, len(request.prompt) - 1 : -1].float()
+            result.append(logits.log_softmax(-1).gather(1, new[:, None])[:, 0])
+        return torch.cat(result)
+
+    rows = (zip(o.outputs[0].token_ids, o.outputs[0].logprobs, strict=True) for o in outputs)
+    given = torch.tensor([known[token].logprob for row in rows for token, known in row])
+    exact = chances(torch.float32)
+    ours, theirs = ((x - exact).abs() for x in (given, chances(torch.bfloat16)))
+    assert theirs.mean() > 1e-4 and ours.mean() < 1.5 * theirs.mean() and ours.max() < 2.0 * theirs.max()
 
 
 @pytest.mark.parametrize("prefixes", [False, True])
