@@ -32,10 +32,13 @@ def serving(folder, *options, environment=None):
                     break
             time.sleep(0.5)
         yield port, process
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
     finally:
-        process.kill()
+        process.send_signal(signal.SIGTERM)  # with which vLLM ends its own processes
+        try:
+            status = process.wait(60)
+        finally:
+            process.kill()
+    assert status == 0
 
 
 def vllm_environment(path: Path) -> dict[str, str]:
