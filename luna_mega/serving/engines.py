@@ -37,7 +37,7 @@ def prepare(
         raise ConversionError(f"{shown(folder)} has an @, which servers take for a revision: rename the folder")
     _check_address(host, port)
     if engine == "vllm":
-        return _vllm(folder, model.config, family.refusal(model.config), host, port, key, max_length, max_requests)
+        return _vllm(folder, model.config, family, host, port, key, max_length, max_requests)
     if not is_serve_available():
         raise ConversionError("the server of transformers is not installed: pip install 'luna-mega[serve]'")
     return lambda: FolderServer(folder, host, port, key, max_requests) and None
@@ -54,19 +54,21 @@ def _check_address(host: str, port: int) -> None:
         raise ConversionError(f"cannot listen on {shown(host)}, port {port}: {error.strerror or error}") from error
 
 
-def _vllm(folder, config, refusal, host, port, key, max_length, max_requests) -> Start:
+def _vllm(folder, config, family, host, port, key, max_length, max_requests) -> Start:
     if find_spec("vllm") is None:
         raise ConversionError(
             "vLLM is not installed: pip install 'luna-mega[vllm]', in an environment of its own, as it wants another "
             "transformers; or leave --engine out"
         )
-    if refusal is not None:
+    if (refusal := family.refusal(config)) is not None:
         raise ConversionError(f"vLLM cannot serve {shown(folder)}: {refusal}; or leave --engine out")
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", folder, "--host", host, "--port", str(port)]
     # By itself vLLM rounds weights of float32 to 16 bits.
     command += ["--dtype", str(config.dtype or torch.float32).removeprefix("torch.")]
     for option, limit in (("--max-model-len", max_length), ("--max-num-seqs", max_requests)):
         command += [] if limit is None else [option, str(limit)]
+    if family.any_length:
+        os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
     if key is not None:
         os.environ["VLLM_API_KEY"] = key  # not among the arguments, which other users of a machine can see
     return lambda: os.execv(sys.executable, command)

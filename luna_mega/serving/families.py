@@ -25,6 +25,7 @@ class ServedModel(nn.Module):
 
     model_class: type[PreTrainedModel]
     states: int  # of a sequence in one layer
+    any_length = False  # texts may be longer than the positions of the configuration
 
     def __init__(self, config: PreTrainedConfig, dtype: torch.dtype):
         super().__init__()
@@ -110,7 +111,7 @@ class ServedModel(nn.Module):
 class ServedMega(ServedModel):
     """Mega with attention in chunks: a slot has the average, and keys and values of the chunk that is open."""
 
-    model_class, states = MegaForCausalLM, 3
+    model_class, states, any_length = MegaForCausalLM, 3, True
 
     @classmethod
     def refusal(cls, config: PreTrainedConfig) -> str | None:

@@ -19,6 +19,7 @@ def folders(tmp_path_factory):
         "luna": luna_mega.LunaForCausalLM(luna_mega.LunaConfig(**size, num_attention_heads=2, is_decoder=True)),
         "encoder": luna_mega.LunaForMaskedLM(luna_mega.LunaConfig(**size, num_attention_heads=2)),
         "whole": luna_mega.MegaForCausalLM(luna_mega.MegaConfig(**size, **mega)),
+        "chunks": luna_mega.MegaForCausalLM(luna_mega.MegaConfig(**size, **mega, use_chunking=True, chunk_size=8)),
     }
     root = tmp_path_factory.mktemp("folders")
     for name, model in made.items():
@@ -36,6 +37,16 @@ def refusal(capsys, *argv):
     status, output = run(capsys, *argv)
     assert status == 1 and output.err.count("\n") == 1 and not output.out
     return output.err
+
+
+def test_a_mega_with_chunks_takes_texts_of_any_length(folders, port, capsys, monkeypatch):
+    monkeypatch.setattr(engines, "find_spec", lambda name: name)
+    monkeypatch.setattr(os, "execv", lambda program, command: None)
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "")  # which is so put back at the end
+    for name, allowed in (("luna", None), ("chunks", "1")):  # a Luna has a table of positions
+        monkeypatch.delenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", raising=False)
+        assert run(capsys, folders / name, "--engine", "vllm", "--port", port, "--max-length", 9000)[0] == 0
+        assert os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") == allowed
 
 
 @pytest.fixture
