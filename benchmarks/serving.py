@@ -1,0 +1,147 @@
+"""Serving: tokens a second and memory of Mega, Megalodon and Luna in vLLM and in transformers, beside Llama.
+
+    make test-serving                                   # once: makes the environment
+    export VLLM_TARGET_DEVICE=cpu VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_KVCACHE_SPACE=2 PYTHONPATH=.:tests/serving
+    OMP_NUM_THREADS=1 .venv-serving/bin/python benchmarks/serving.py --engine vllm --models mega --processor-time
+    OMP_NUM_THREADS=1 .venv-serving/bin/python benchmarks/serving.py --engine transformers --models mega llama
+
+Models are those of `decoding.py`, with random weights, of about 24 million parameters. `--requests` prompts of
+`--contexts` tokens come at the same time, and each is continued, greedily, by 16 tokens and as many more as vLLM makes
+while it still reads other prompts. "Read" are the tokens of all prompts a second until every request has its first one;
+"written" are the tokens of all answers a second, from the median of the steps in which every request gets one.
+
+transformers reads prompts in one call of `generate`. Where prompts have more than `--most` tokens together, it gets a
+cache in their place, filled as in `decoding.py`, and nothing is read. vLLM always reads. "Held" is the memory that the
+states, or keys and values, of all requests take, and "peak" the largest resident memory of the process in that row.
+With `--processor-time` a second is one of the processor, in which nobody else used it; this is for one thread.
+"""
+
+import argparse
+import itertools
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from math import prod
+
+import torch
+from decoding import CHUNK, LONGEST_PROMPT, MODELS, VOCABULARY, fill, state_bytes
+from measure import peak, reset_peak
+from transformers import PreTrainedModel, StoppingCriteria, logging
+
+NEW, BUDGET = 16, 2048  # tokens that all requests get together, and that vLLM reads in a step
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Stamps(StoppingCriteria):
+    """Notes the time behind every token, and stops nothing."""
+
+    def __init__(self, clock: Callable[[], float]):
+        self.clock, self.times = clock, [clock()]
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs) -> torch.Tensor:
+        self.times.append(self.clock())
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def in_transformers(
+    model: PreTrainedModel, clock: Callable[[], float], context: int, requests: int, most: int
+) -> tuple[float | None, float, int]:
+    """Return the seconds to read the prompts (None = they were not), those of a step, and the bytes that are held."""
+    past = fill(model, requests, context) if context * requests > most else None
+    prompts = torch.randint(3, VOCABULARY, (requests, context if past is None else past.get_seq_length() + 1))
+    stamps = Stamps(clock)
+    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "stopping_criteria": [stamps]}
+    options |= {"attention_mask": torch.ones_like(prompts), "return_dict_in_generate": True}
+    output = model.generate(prompts, past_key_values=past, **options)
+    first, *steps = (end - begin for begin, end in itertools.pairwise(stamps.times))
+    return first if past is None else None, statistics.median(steps), state_bytes(output.past_key_values)
+
+
+class VllmServer:
+    """vLLM with a model, in this process."""
+
+    def __init__(self, model: PreTrainedModel, folder: str, longest: int, dtype: str):
+        from vllm import LLM
+
+        from luna_mega.serving.families import FAMILIES
+
+        if os.environ.get("VLLM_TARGET_DEVICE") == "cpu" and find_spec("vllm_cpu"):  # in tests/serving
+            import vllm_cpu
+
+            vllm_cpu.register()
+        family = FAMILIES[type(model).__name__]
+        kinds = zip(family.state_shapes(model.config), family.state_dtypes(DTYPES[dtype]), strict=True)
+        self.held = model.config.num_hidden_layers * sum(prod(shape) * kind.itemsize for shape, kind in kinds)
+        options = {"skip_tokenizer_init": True, "enforce_eager": True, "enable_prefix_caching": False, "dtype": dtype}
+        options |= {"max_model_len": longest, "max_num_seqs": 8, "max_num_batched_tokens": BUDGET}
+        os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # Mega's max_positions is no limit where it has chunks
+        self.engine = LLM(folder, generation_config="vllm", **options).llm_engine
+
+    def measure(self, clock: Callable[[], float], context: int, requests: int) -> tuple[float, float, int]:
+        """Return the seconds to read the prompts, those of a step, and the bytes that are held."""
+        from vllm import SamplingParams
+
+        count = NEW + context * requests // BUDGET + requests
+        sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+        for number in range(requests):
+            prompt = {"prompt_token_ids": torch.randint(3, VOCABULARY, (context,)).tolist()}
+            self.engine.add_request(f"{context}-{requests}-{number}", prompt, sampling)
+        written, steps, read, begin = {}, [], 0.0, clock()
+        while self.engine.has_unfinished_requests():
+            start = clock()
+            outputs = self.engine.step()
+            end, before = clock(), len(written)
+            written |= {output.request_id: output.finished for output in outputs}
+            if len(written) == requests and before < requests:
+                read = end - begin
+            elif len(written) == requests and not any(written.values()):
+                steps.append(end - start)
+        return read, statistics.median(steps), requests * self.held
+
+
+@torch.no_grad()
+def main(arguments: list[str] | None = None) -> None:
+    """Measure and print a Markdown table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--engine", choices=["vllm", "transformers"], required=True)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["mega", "megalodon", "luna"])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[512, 4096, 16384])
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--most", type=int, default=20000, help="tokens of prompts that transformers reads together")
+    parser.add_argument("--processor-time", action="store_true", help="measure on a core that others use as well")
+    options = parser.parse_args(arguments)
+    clock = time.process_time if options.processor_time else time.perf_counter
+    others = {"llama", "gpt2"} & set(options.models)
+    if options.engine == "vllm" and (others or len(options.models) > 1):
+        parser.error("vLLM serves one of mega, megalodon and luna in a process: give one of them")
+    logging.set_verbosity_error()
+    torch.manual_seed(0)
+    longest = max(*options.contexts, LONGEST_PROMPT) + CHUNK + 2 * NEW + max(options.contexts) * 8 // BUDGET
+    print("| engine | model | requests | context | read, tokens/s | written, tokens/s | held, MiB | peak, MiB |")
+    print("|---|---|---|---|---|---|---|---|")
+    for name in options.models:
+        build, inner = MODELS[name]
+        model, server = build(inner, longest), None
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            model = type(model).from_pretrained(folder, dtype=options.dtype).eval()
+            if options.engine == "vllm":
+                server = VllmServer(model, folder, longest, options.dtype)
+        for requests, context in itertools.product(options.requests, options.contexts):
+            reset_peak("cpu")
+            if server is None:
+                first, step, held = in_transformers(model, clock, context, requests, options.most)
+            else:
+                first, step, held = server.measure(clock, context, requests)
+            read = "-" if first is None else f"{requests * context / first:,.0f}"
+            sizes = f"{held / 2**20:.1f} | {peak('cpu') / 2**20:,.0f}"
+            row = f"{options.engine} | {name} | {requests} | {context:,} | {read} | {requests / step:.1f} | {sizes}"
+            print(f"| {row} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
