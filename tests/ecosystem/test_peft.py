@@ -1,4 +1,4 @@
-"""PEFT with every class of both models: what trains, what a folder brings back, what a merged model computes."""
+"""PEFT with every class of all models: what trains, what a folder brings back, what a merged model computes."""
 
 import copy
 
@@ -6,18 +6,29 @@ import pytest
 import torch
 from transformers import Trainer, TrainingArguments
 
-from tests.modeling import luna, mega
-from tests.modeling.decoders import make_plain
+from tests.modeling import luna, mega, megalodon_decoders
+from tests.modeling.decoders import PLAIN, make_plain
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 
-FAMILIES = {"luna": luna, "mega": mega}
+FAMILIES = {"luna": luna, "mega": mega, "megalodon": megalodon_decoders}
 # The linear layers, as docs/peft.md names them. A causal Luna packs keys alone; a decoder of Mega also has `k_proj`.
 TARGETS = {
     "luna": ["query", "pack_query", "key_value", "pack_key_value", "output", "fc1", "fc2"],
     "mega": ["v_proj", "mx_proj", "h_proj", "fc1", "fc2"],
+    "megalodon": ["wz", "wv", "wr", "wh1", "wh2", "fc1", "fc2"],
 }
-CLASSES = [*[head for head in luna.HEADS if head != "Model"], "ForCausalLM", "ForConditionalGeneration"]
+# Parameters that are no linear layers, and what an adapter of theirs is called.
+PARAMETERS = {"mega": "mega_layer.qk_weight", "megalodon": "mega.gamma"}
+HEADS = [head for head in luna.HEADS if head != "Model"]
+CLASSES = {
+    **dict.fromkeys(("luna", "mega"), [*HEADS, "ForCausalLM", "ForConditionalGeneration"]),
+    "megalodon": ["ForSequenceClassification", "ForCausalLM"],
+}
+CASES = [(family, name) for family, names in CLASSES.items() for name in names]
+TASK_CASES = [
+    case for case in CASES if case[1] in ("ForSequenceClassification", "ForCausalLM", "ForConditionalGeneration")
+]
 TASKS = {
     "ForSequenceClassification": "SEQ_CLS",
     "ForTokenClassification": "TOKEN_CLS",
@@ -28,8 +39,8 @@ TASKS = {
 
 
 def make(family, name):
-    if name in luna.HEADS:
-        return FAMILIES[family].make(name).double()
+    if name in HEADS:
+        return FAMILIES[family].make(name, vocab_size=40).double()
     return make_plain(family, is_encoder_decoder=name == "ForConditionalGeneration")
 
 
@@ -79,8 +90,7 @@ def check(model, base, config, inputs, folder, merged=True):
     return trained
 
 
-@pytest.mark.parametrize("name", CLASSES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "name"), CASES)
 def test_lora_on_every_linear_layer(family, name, tmp_path):
     """Heads that PEFT trains whole are no targets: it excludes that of SEQ_CLS by itself."""
     heads = {"ForTokenClassification": ["classifier"], "ForQuestionAnswering": ["qa_outputs"]}
@@ -96,20 +106,20 @@ def test_methods(family, method, tmp_path):
     elif method == "modules_to_save":
         config = lora(family, modules_to_save=["classifier"])
     elif method == "target_parameters":
-        if family == "luna":
+        if family not in PARAMETERS:
             pytest.skip("all matrices of Luna's attention are linear layers")
-        config = lora(family, target_parameters=["mega_layer.qk_weight"], r=1)
+        config = lora(family, target_parameters=[PARAMETERS[family]], r=1)
     else:
         config = lora(family, use_dora=method == "DoRA")
     name = "ForSequenceClassification"
     trained = check(make(family, name), make(family, name), config, batch(name), tmp_path)
     assert any("classifier" in parameter for parameter in trained) == (method == "modules_to_save")
-    assert any("mega_layer.lora" in parameter for parameter in trained) == (method == "target_parameters")
+    owner = PARAMETERS.get(family, "none.").rpartition(".")[0]
+    assert any(f"{owner}.lora" in parameter for parameter in trained) == (method == "target_parameters")
 
 
 @pytest.mark.parametrize("kind", ["prompt", "p-tuning"])
-@pytest.mark.parametrize("name", ["ForSequenceClassification", "ForCausalLM", "ForConditionalGeneration"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "name"), TASK_CASES)
 def test_virtual_tokens(family, name, kind, tmp_path):
     options = {"task_type": TASKS[name], "num_virtual_tokens": 3, "num_attention_heads": 1, "num_layers": 2}
     config = peft.PromptTuningConfig(**options)
@@ -118,8 +128,7 @@ def test_virtual_tokens(family, name, kind, tmp_path):
     check(make(family, name), make(family, name), config, batch(name), tmp_path, merged=False)
 
 
-@pytest.mark.parametrize("name", ["ForSequenceClassification", "ForCausalLM", "ForConditionalGeneration"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "name"), TASK_CASES)
 def test_prefix_tuning_is_refused(family, name):
     """The tuned keys and values have no place in a state."""
     options = {"num_virtual_tokens": 3, "num_attention_heads": 1, "num_layers": 2, "token_dim": 12}
@@ -130,8 +139,7 @@ def test_prefix_tuning_is_refused(family, name):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("encoder_decoder", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "encoder_decoder"), PLAIN)
 def test_generate_with_an_adapter(family, encoder_decoder):
     model = make_plain(family, is_encoder_decoder=encoder_decoder)
     kind = "SEQ_2_SEQ_LM" if encoder_decoder else "CAUSAL_LM"
@@ -145,8 +153,7 @@ def test_generate_with_an_adapter(family, encoder_decoder):
     assert torch.equal(adapted.merge_and_unload().generate(**inputs), expected)
 
 
-@pytest.mark.parametrize("name", ["ForSequenceClassification", "ForCausalLM", "ForConditionalGeneration"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "name"), TASK_CASES)
 def test_gradient_checkpointing(family, name):
     inputs, gradients = batch(name), []
     for checkpointing in (False, True):

@@ -14,10 +14,10 @@ from transformers import (
     TrainingArguments,
 )
 
-from tests.modeling import luna, mega
-from tests.modeling.decoders import make_plain
+from tests.modeling import luna, mega, megalodon_decoders
+from tests.modeling.decoders import PLAIN, make_plain
 
-FAMILIES = {"luna": luna, "mega": mega}
+FAMILIES = {"luna": luna, "mega": mega, "megalodon": megalodon_decoders}
 QUIET = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1}
 OPTIONS = {
     "bfloat16": {"bf16": True},
@@ -59,15 +59,14 @@ def train(model, tokenizer, folder, **options):
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_trainer(family, option, tokenizer, tmp_path):
-    model = FAMILIES[family].make("ForSequenceClassification", num_labels=2)
+    model = FAMILIES[family].make("ForSequenceClassification", num_labels=2, vocab_size=40).float()
     before, after, trainer = train(model, tokenizer, tmp_path, **OPTIONS[option])
     assert after < before
     assert all(parameter.isfinite().all() for parameter in model.parameters())
     assert trainer.state.global_step == 12
 
 
-@pytest.mark.parametrize("encoder_decoder", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "encoder_decoder"), PLAIN)
 def test_streaming(family, encoder_decoder, tokenizer, capsys):
     """A streamer prints the text that `generate` returns, token by token."""
     model = make_plain(family, is_encoder_decoder=encoder_decoder, vocab_size=len(tokenizer))
@@ -99,8 +98,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-@pytest.mark.parametrize("encoder_decoder", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "encoder_decoder"), PLAIN)
 def test_refused_in_one_line(family, encoder_decoder, case):
     """Continuous batching is in tests/modeling/test_generation.py, prefix tuning in test_peft.py."""
     model = make_plain(family, is_encoder_decoder=encoder_decoder)
