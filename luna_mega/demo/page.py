@@ -203,8 +203,10 @@ def _add_attention(gradio, demo: Demo) -> None:
     config = demo.body.config
     chunk = config.attention_chunk
     reach = "all tokens" if chunk is None else f"the tokens of its own chunk of {chunk}"
+    heads = getattr(config, "num_attention_heads", 1)
+    who = "One head" if heads == 1 else f"The mean of {heads} heads"
     gradio.Markdown(
-        f"One head; a token attends to {reach}{' before it' if config.is_decoder else ''}. Darker is more; the darkest "
+        f"{who}; a token attends to {reach}{' before it' if config.is_decoder else ''}. Darker is more; the darkest "
         f"is the largest weight. The first {LONGEST} tokens are shown."
     )
     text = gradio.Textbox(_EXAMPLE, label="Text", lines=3)

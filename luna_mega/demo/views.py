@@ -17,7 +17,7 @@ from transformers import (
 from luna_mega.errors import ConversionError
 from luna_mega.hub.card import task_of
 from luna_mega.hub.folder import TARGET_FOLDER, position_limit, read_folder, read_tokenizer
-from luna_mega.kernels.api import ema_coefficients
+from luna_mega.kernels.api import complex_ema, ema_coefficients
 
 TASKS = ("fill-mask", "text-classification", "text-generation", "translation")
 LONGEST = 512  # tokens of a text whose weights are shown
@@ -43,9 +43,9 @@ class LunaWeights:
 
 @dataclass(frozen=True)
 class MegaWeights:
-    """Attention weights of one text of T tokens in a Mega of N layers, `[N, T, T]`, on the CPU.
+    """Attention weights of one text of T tokens in a Mega or Megalodon of N layers, `[N, T, T]`, on the CPU.
 
-    They are 0 outside of the chunks of `chunk` tokens; None = one chunk holds all tokens.
+    They are the mean of the heads, and 0 outside of the chunks of `chunk` tokens; None = one chunk holds all tokens.
     """
 
     tokens: list[str]
@@ -83,6 +83,7 @@ class Demo:
         if torch.cuda.is_available():
             self.model.cuda()
         self.is_luna = self.model.config.model_type.startswith("luna")
+        self.is_megalodon = self.model.config.model_type == "megalodon"
         self.limit = position_limit(self.body.config)
         self.look = functools.lru_cache(maxsize=4)(self._look)
 
@@ -149,16 +150,23 @@ class Demo:
         tokens = [self._shown(token) for token in inputs["input_ids"][0].tolist()]
         attentions = torch.stack(output.attentions)[:, 0].float().cpu()
         if not self.is_luna:
-            return MegaWeights(tokens, _place_chunks(attentions, len(tokens)), self.body.config.attention_chunk)
+            chunks = attentions.mean(1) if self.is_megalodon else attentions
+            return MegaWeights(tokens, _place_chunks(chunks, len(tokens)), self.body.config.attention_chunk)
         packed = None if self.body.config.is_decoder else torch.stack(output.packed_attentions)[:, 0].float().cpu()
         return LunaWeights(tokens, attentions, packed)
 
     @torch.no_grad()
     def kernels(self, layer: int, length: int = 128) -> torch.Tensor:
-        """Return the moving average of a Mega layer as the convolution it is, `[directions, D, length]`.
+        """Return the moving average of a layer of Mega or Megalodon as a convolution, `[directions, D, length]`.
 
         Number j of a row is the weight of the token j places back; in the second direction, ahead.
         """
+        if self.is_megalodon:
+            average = self.body.layers[layer].mega.cema
+            parameters = (average.alpha[..., 0], average.delta[..., 0], average.theta[:, 0, 0], average.gamma)
+            impulse = average.alpha.new_zeros(1, length, self.body.config.hidden_size)
+            impulse[:, 0] = 1.0
+            return complex_ema(impulse, *parameters).mT.float().cpu()
         average = self.body.layers[layer].mega_layer.ema_gate
         logits = (average.damping_factor, average.decay_factor, average.ema_expansion_matrix)
         parameters = (*(x.squeeze(-1) for x in logits), average.kernel_projection_matrix)

@@ -14,6 +14,16 @@ FIELDS = {
         "projection_length": 4,
         "max_position_embeddings": 48,
     },
+    "Megalodon": {
+        "num_attention_heads": 2,
+        "shared_representation_size": 8,
+        "value_size": 24,
+        "chunk_size": 8,
+        "ema_projection_size": 4,
+        "norm_num_groups": 4,
+        "bos_token_id": 0,
+        "pad_token_id": 1,
+    },
     "Mega": {"use_chunking": True, "chunk_size": 8, "ema_projection_size": 4},
 }
 
@@ -36,7 +46,7 @@ def folder(tokenizer, tmp_path_factory):
 
     def make(name, **fields):
         if (key := (name, *fields.items())) not in made:
-            family = name[:4]
+            family = next(family for family in FIELDS if name.startswith(family))
             if name.endswith("ForCausalLM"):
                 fields = {"is_decoder": True} | ({"bidirectional": False} if family == "Mega" else {}) | fields
             config = "Seq2SeqConfig" if "Conditional" in name else "Config"

@@ -59,8 +59,9 @@ def test_a_page_takes_no_files_and_no_long_texts(client):
     assert page.predict(TEXT, api_name="/score")["label"]
 
 
-def test_mega(client):
-    page = client("MegaForCausalLM")
+@pytest.mark.parametrize("family", ["Mega", "Megalodon"])
+def test_mega(client, family):
+    page = client(f"{family}ForCausalLM")
     job = page.submit("ab", 6, 1.0, api_name="/write")
     assert job.result() == job.outputs()[-1]
     marks = page.predict(TEXT, 2, 10, api_name="/show_token")

@@ -8,13 +8,19 @@ import torch
 from luna_mega import MegaConfig, MegaForMaskedLM, MegaModel
 from luna_mega.demo.views import Demo
 from luna_mega.errors import ConversionError
-from luna_mega.kernels.api import damped_ema
+from luna_mega.kernels.api import complex_ema, damped_ema
 
 TEXT = "An eel, a cat and 1 mole"
 
 
+@pytest.mark.parametrize("family", ["Luna", "Mega", "Megalodon"])
+def test_classes(folder, family):
+    classes = Demo(folder(f"{family}ForSequenceClassification", num_labels=3)).score(TEXT)
+    assert classes.keys() == {"LABEL_0", "LABEL_1", "LABEL_2"} and sum(classes.values()) == pytest.approx(1)
+
+
 @pytest.mark.parametrize("family", ["Luna", "Mega"])
-def test_scores(folder, family):
+def test_words_for_a_mask(folder, family):
     demo = Demo(folder(f"{family}ForMaskedLM"))
     found = demo.score("a <mask> b")
     ids = demo.tokenizer("a <mask> b", return_tensors="pt").input_ids
@@ -23,8 +29,6 @@ def test_scores(folder, family):
     for text in ("a b", "<mask> <mask>"):
         with pytest.raises(ValueError, match="write <mask> once"):
             demo.score(text)
-    classes = Demo(folder(f"{family}ForSequenceClassification", num_labels=3)).score(TEXT)
-    assert classes.keys() == {"LABEL_0", "LABEL_1", "LABEL_2"} and sum(classes.values()) == pytest.approx(1)
 
 
 @pytest.mark.parametrize("name", ["LunaForMaskedLM", "MegaForSequenceClassification", "LunaForCausalLM"])
@@ -36,9 +40,11 @@ def test_a_text_has_a_limit(folder, name):
             answer(long)
 
 
-@pytest.mark.parametrize("name", ["LunaForCausalLM", "MegaForCausalLM", "LunaForConditionalGeneration"])
+@pytest.mark.parametrize(
+    "name", ["LunaForCausalLM", "MegaForCausalLM", "MegalodonForCausalLM", "LunaForConditionalGeneration"]
+)
 def test_text_comes_as_it_is_written(folder, name):
-    demo = Demo(folder(name, initializer_range=0.3))
+    demo = Demo(folder(name, **{} if "Megalodon" in name else {"initializer_range": 0.3}))
     parts = list(demo.write("ab", max_new_tokens=12))
     assert parts == sorted(parts, key=len)
     ids = demo.tokenizer("ab", return_tensors="pt").input_ids
@@ -84,12 +90,12 @@ def test_weights_of_luna(folder, name):
     assert len(demo.look(TEXT * 9).tokens) == 48  # the positions of the model
 
 
-@pytest.mark.parametrize("name", ["MegaForMaskedLM", "MegaForCausalLM"])
+@pytest.mark.parametrize("name", ["MegaForMaskedLM", "MegaForCausalLM", "MegalodonForCausalLM"])
 def test_attention_of_mega_is_in_its_chunks(folder, name):
     found = Demo(folder(name)).look(TEXT[:21])
     position = torch.arange(21)
     inside = position[:, None] // 8 == position // 8
-    if name == "MegaForCausalLM":
+    if name.endswith("CausalLM"):
         inside &= position[:, None] >= position
     assert found.chunk == 8 and found.attention.shape == (2, 21, 21)
     assert ((found.attention > 0) == inside).all() and torch.allclose(found.attention.sum(-1), torch.ones(2, 21))
@@ -110,6 +116,17 @@ def test_kernels_are_what_an_impulse_gives(folder, name):
     if len(kernels) == 2:
         expected[:, -1] += kernels[0][:, 0]
     torch.testing.assert_close(found, expected)
+
+
+def test_kernels_of_a_complex_average(folder):
+    """They are the weights with which tokens count, found by linearity: a sum over distances is the average."""
+    demo = Demo(folder("MegalodonForCausalLM"))
+    kernels, states = demo.kernels(1, 20), torch.randn(1, 20, 16)
+    average = demo.model.base_model.layers[1].mega.cema
+    parameters = (average.alpha[..., 0], average.delta[..., 0], average.theta[:, 0, 0], average.gamma)
+    expected = complex_ema(states, *parameters)[0, -1]
+    torch.testing.assert_close((kernels[0] * states[0].flip(0).T).sum(1), expected)
+    assert kernels.shape == (1, 16, 20)
 
 
 def test_what_has_no_page_is_one_line(folder, tokenizer, tmp_path):
