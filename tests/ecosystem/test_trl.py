@@ -23,6 +23,7 @@ MODELS = {
         "mega",
         mega.NO_DROPOUT | {"add_lm_hidden_dense_layer": False, "use_chunking": True, "chunk_size": 4},
     ),
+    "megalodon": ("megalodon", {}),
 }
 # Texts of 3 to 9 tokens, no multiple of the chunk among most of them.
 TEXTS = [" ".join(f"w{(row * place) % 25}" for place in range(1, 4 + row % 7)) for row in range(16)]
