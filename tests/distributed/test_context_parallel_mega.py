@@ -1,6 +1,7 @@
 """Mega over sequences that ranks share against the same model over whole sequences, in one process."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -155,8 +156,16 @@ def test_feature_dropout_drops_a_channel_at_all_positions(ranks):
     assert sorted(first.unique().tolist()) == [0.0, 2.0]
 
 
-def measure(overrides, length):
-    """Return the number of elements that this rank receives in the forward and the backward of one layer."""
+def of_layers(overrides, layers):
+    torch.manual_seed(0)
+    return luna_mega.MegaModel(tiny_config(**NO_DROPOUT | overrides | {"num_hidden_layers": layers}))
+
+
+def measure(make, length):
+    """Return the number of elements that this rank receives in the forward and the backward of one layer.
+
+    `make` gives a model of so many layers.
+    """
     received, originals = [0], {name: getattr(dist, name) for name in ("all_gather", "reduce_scatter", "all_reduce")}
 
     def counting(function):
@@ -167,9 +176,7 @@ def measure(overrides, length):
         return count
 
     def run(layers):
-        torch.manual_seed(0)
-        model = luna_mega.MegaModel(tiny_config(**NO_DROPOUT | overrides | {"num_hidden_layers": layers}))
-        before = received[0]
+        model, before = make(layers), received[0]
         states = model(torch.full((2, length), 5), cp_group=dist.group.WORLD).last_hidden_state
         states.sum().backward()
         return received[0] - before
@@ -187,7 +194,7 @@ def measure(overrides, length):
 def test_what_a_layer_exchanges_does_not_grow_with_the_length(ranks, overrides, rows):
     states = 2 * rows * 4  # [B, R, N]; two of them arrive in the forward, their sum in the backward
     for length in (8, 64):
-        assert ranks(2, measure, overrides, length) == [3 * states] * 2
+        assert ranks(2, measure, functools.partial(of_layers, overrides), length) == [3 * states] * 2
 
 
 def refusals():

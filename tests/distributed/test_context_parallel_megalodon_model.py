@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from luna_mega.kernels.context_parallel import ContextShard
-from tests.distributed.test_context_parallel_mega import SEQUENCES, cut, distance
+from tests.distributed.test_context_parallel_mega import SEQUENCES, cut, distance, measure
 from tests.modeling import luna
-from tests.modeling.megalodon_decoders import ALONE, make
+from tests.modeling.megalodon_decoders import ALONE, make, tiny_config
 
 LENGTHS = {2: (8, 15), 4: (4, 8, 4, 7)}
 SHAPES = {
@@ -65,3 +65,15 @@ def test_parts_give_what_the_whole_gives(ranks, count, side, checkpointing):
         for name, differences in zip(SHAPES, found, strict=True):
             worst = max(differences, key=differences.get)
             assert differences[worst] <= 1e-10, (name, worst, differences[worst])
+
+
+def of_layers(layers):
+    return make("Model", dtype=torch.float32, num_hidden_layers=layers)
+
+
+def test_what_a_layer_exchanges_does_not_grow_with_the_length(ranks):
+    config = tiny_config()
+    average = 2 * config.hidden_size * config.ema_projection_size * 2  # [B, d, N, 2]
+    norm = 3 * 2 * config.norm_num_groups  # weights, means and variances [B, G]
+    for length in (8, 64):  # two of each arrive in the forward, their sum in the backward
+        assert ranks(2, measure, of_layers, length) == [3 * (average + norm)] * 2

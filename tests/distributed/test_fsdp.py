@@ -6,7 +6,13 @@ from torch.distributed.fsdp import FSDPModule
 from tests.distributed import cases
 from tests.distributed.test_ddp import assert_equal
 
-LOADED = [*cases.A_FEW, "luna: pooling packed_mean", "luna: seq2seq, two vocabularies", "mega: causal LM, adaptive"]
+LOADED = [
+    *cases.A_FEW,
+    "luna: pooling packed_mean",
+    "luna: seq2seq, two vocabularies",
+    "mega: causal LM, adaptive",
+    "megalodon: causal LM, tied",
+]
 
 
 @pytest.mark.parametrize("names", [cases.A_FEW[1:], pytest.param(cases.CLASSES, marks=pytest.mark.slow)])

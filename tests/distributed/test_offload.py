@@ -55,7 +55,7 @@ def test_names_are_of_this_instance(name, caplog):
     assert not caplog.records
 
 
-@pytest.mark.parametrize("name", ["luna: causal LM", "mega: causal LM"])
+@pytest.mark.parametrize("name", ["luna: causal LM", "mega: causal LM", "megalodon: causal LM"])
 def test_fields_that_tools_read(name, tmp_path):
     config = cases.make(name).config
     assert config.auto_map == {} and config.layer_types == ["linear_attention"] * config.num_hidden_layers
