@@ -228,7 +228,8 @@ def _own_operators(module: str, text: str) -> str:
     copies that transformers makes of one bundle. A folder's name may have characters that no namespace can have.
     """
     namespace = '"".join(c if c.isascii() and c.isalnum() else "_" for c in __package__)'
-    text = text.replace('"luna_mega::', f'{namespace} + "::')
+    for quote in ('f"', '"'):
+        text = text.replace(f"{quote}luna_mega::", f"{namespace} + {quote}::")
     text = text.replace("torch.ops.luna_mega.", f"getattr(torch.ops, {namespace}).")
     for node in ast.walk(ast.parse(text)):
         names = getattr(node, "id", None), getattr(node, "attr", None), str(getattr(node, "value", "")).split("::")[0]

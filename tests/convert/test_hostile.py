@@ -12,6 +12,7 @@ import torch
 
 from luna_mega.convert import ConversionError, convert_checkpoint
 from luna_mega.convert.reader import read_checkpoint
+from tests.convert import megalodon
 
 BIAS, WEIGHT = "encoder.lm_head.bias", "encoder.lm_head.dense.weight"
 FORMS = ("legacy", "no crc")
@@ -155,6 +156,24 @@ def test_no_message_quotes_the_advice_to_execute_a_pickle(convert, kind, legacy)
     assert "nothing was executed" in message
     assert not any(word in message for word in ("weights_only", "add_safe_globals", "issue", "github", "\x1b"))
     assert len(message) < 600 + len(str(convert.file))
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_no_shard_of_a_folder_is_executed(tmp_path, kind, legacy):
+    """The weights of Megalodon are a pickle as well, without the args of fairseq."""
+    source = megalodon.folder(tmp_path / "source", ranks=2)
+    if legacy:
+        (source / "consolidated.01.pth").write_bytes(HOSTILE[kind])
+    else:
+        save_pickle(source / "consolidated.01.pth", HOSTILE[kind])
+    with pytest.raises(ConversionError, match="consolidated.01.pth.*nothing was executed") as raised:
+        convert_checkpoint(source, tmp_path / "model")
+    message = str(raised.value)
+    assert (
+        not any(word in message for word in ("weights_only", "add_safe_globals", "\n", "\x1b")) and len(message) < 700
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def nested(times, kind=list):

@@ -15,7 +15,7 @@ from luna_mega import LunaTokenizer, MegaConfig, cli
 from luna_mega.hub import bundle as hub_bundle
 from tests.hub import client as on_client
 from tests.marks import slow_but
-from tests.modeling import luna_decoders
+from tests.modeling import luna_decoders, megalodon_decoders
 from tests.modeling.decoders import padded, source, target
 from tests.modeling.luna import VALUES, head_inputs, make
 
@@ -146,6 +146,22 @@ def test_mega_language_model(stranger, tmp_path, adaptive):
     written = model.generate(**inputs, max_new_tokens=9, do_sample=False, use_cache=True).tolist()
     options = {"max_new_tokens": 9, "do_sample": False, "use_cache": True}
     assert stranger(on_client.generate, tmp_path, lists(inputs), options, **REMOTE) == written
+
+
+@pytest.mark.parametrize("auto_class", ["AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassification"])
+def test_megalodon(stranger, tmp_path, auto_class):
+    head = auto_class.removeprefix("AutoModel") or "Model"
+    model = megalodon_decoders.make(head, dtype=torch.float32, use_cache=False)
+    ids, mask = padded([7, 3], 7, "left")
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    model.save_pretrained(tmp_path)
+    assert bundle(tmp_path) == 0
+    name, result = on_remote_code(stranger(on_client.outputs, tmp_path, auto_class, lists(inputs), **REMOTE))
+    assert name == type(model).__name__ and result == expected(model, inputs)
+    if auto_class == "AutoModelForCausalLM":
+        options = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "use_cache": True}
+        written = model.generate(**inputs, **options).tolist()
+        assert stranger(on_client.generate, tmp_path, lists(inputs), options, **REMOTE) == written
 
 
 def test_tokenizer_with_code_of_its_own(stranger, saved, tmp_path):
@@ -323,7 +339,7 @@ def test_optional_package_in_a_try_is_allowed(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", ["luna", "mega"])
+@pytest.mark.parametrize("model_type", ["luna", "mega", "megalodon"])
 def test_kernels_are_part_of_it(model_type, tmp_path, repo_root):
     """Also where the bundle is made on a machine without Triton."""
     code = f"""
@@ -339,6 +355,6 @@ write_code({model_type!r}, Path({str(tmp_path / "without")!r}))
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": str(repo_root)})
     files = {file.name: file.read_text() for file in (tmp_path / "with").iterdir()}
     assert files == {file.name: file.read_text() for file in (tmp_path / "without").iterdir()}
-    op = {"luna": "luna_attention", "mega": "damped_ema"}[model_type]
+    op = {"luna": "luna_attention", "mega": "damped_ema", "megalodon": "complex_ema"}[model_type]
     assert "try:\n    import triton\nexcept ImportError:\n    raise\n" in files["kernels_common_triton_launch.py"]
     assert f"kernels_{op}_triton_ops.py" in files
