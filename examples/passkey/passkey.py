@@ -32,13 +32,14 @@ def documents(
 
     Args:
         pretrained, tokenizer: folder of the model, and of its tokenizer where that is another one.
-        max_length: tokens that lm-eval gives the model at most; None = the limit of its configuration.
+        max_length: tokens that lm-eval gives the model at most; None = the limit of its configuration, or 2,048, which
+            lm-eval takes where there is none.
         max_seq_lengths: tokens of a document and its answer, which is at most one sentence of `FILL` longer.
 
     Raises:
         ValueError: lm-eval would cut a document off, or a length has no room for the sentences around the fill.
     """
-    limit = max_length or AutoConfig.from_pretrained(pretrained).max_position_embeddings
+    limit = max_length or getattr(AutoConfig.from_pretrained(pretrained), "max_position_embeddings", 2048)
     if (longest := max(max_seq_lengths)) > limit:
         raise ValueError(
             f"passkey of {longest} tokens, and the model is given {limit}: add --model_args max_length={longest} for a "

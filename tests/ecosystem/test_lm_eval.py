@@ -23,6 +23,8 @@ SIZES = {"vocab_size": len(SPECIAL) + 256, "hidden_size": 16, "num_hidden_layers
 FIELDS = {
     "luna": {"num_attention_heads": 2, "projection_length": 4, "position_embedding_type": "sinusoidal"},
     "mega": {"bidirectional": False, "use_chunking": True, "chunk_size": 32, "ema_projection_size": 4},
+    "megalodon": {"shared_representation_size": 8, "value_size": 24, "chunk_size": 32}
+    | {"ema_projection_size": 4, "norm_num_groups": 4, "pad_token_id": 1, "bos_token_id": 0},
 }
 ROWS = [
     {"text": "The sky is", "choices": [" blue", " a rather long word"], "label": 0},
@@ -70,6 +72,12 @@ def folder(request, tokenizer, tmp_path_factory):
     save(request.param, folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def load(folder):
+    """Return the language model in a folder of the fixture."""
+    family = folder.name.rstrip("0123456789")
+    return getattr(luna_mega, f"{family.capitalize()}ForCausalLM").from_pretrained(folder, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")
@@ -133,8 +141,7 @@ def test_scores_are_those_of_the_model(folder, tasks, tokenizer):
         device="cpu",
         bootstrap_iters=0,
     )
-    model = luna_mega.LunaForCausalLM if "luna" in folder.name else luna_mega.MegaForCausalLM
-    model = model.from_pretrained(folder, dtype=torch.float32).eval()
+    model = load(folder)
     for row in found["samples"]["rolling"]:
         ids = tokenizer(row["doc"]["text"], return_tensors="pt").input_ids
         ids = torch.cat([torch.tensor([[tokenizer.bos_token_id]]), ids], dim=1)  # lm-eval puts it before a text
@@ -223,8 +230,7 @@ def test_documents_of_the_passkey_task(folder, tokenizer, passkey):
 
 @torch.no_grad()
 def test_the_state_does_not_grow_with_the_text(folder, tokenizer, passkey):
-    model = luna_mega.LunaForCausalLM if "luna" in folder.name else luna_mega.MegaForCausalLM
-    model, found = model.from_pretrained(folder).eval(), {}
+    model, found = load(folder), {}
     for row in passkey.documents(str(folder), max_length=4096, max_seq_lengths=[1024, 4096], num_samples=1)["test"]:
         ids = tokenizer(row["text"], return_tensors="pt").input_ids
         found.setdefault(row["length"], []).append(model(ids, logits_to_keep=1, use_cache=True).past_key_values.nbytes)
