@@ -5,16 +5,18 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig, TorchAoConfig
 
 import luna_mega
-from tests.modeling import luna, mega
+from tests.modeling import luna, mega, megalodon_decoders
 from tests.modeling.decoders import make_plain
 
 # bitsandbytes needs widths that are multiples of its blocks.
 WIDTHS = {
     "luna": {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4},
     "mega": {"hidden_size": 128, "intermediate_size": 128, "shared_representation_size": 64, "nffn_hidden_size": 128},
+    "megalodon": {"hidden_size": 128, "intermediate_size": 128, "shared_representation_size": 64, "value_size": 128}
+    | {"norm_num_groups": 4, "vocab_size": 40, "initializer": "bert"},  # small scores, as those of the others
 }
 NF4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
-MODULES = {"luna": luna, "mega": mega}
+MODULES = {"luna": luna, "mega": mega, "megalodon": megalodon_decoders}
 INPUTS = luna.tokens([9, 5])
 
 
@@ -28,8 +30,10 @@ def model(request):
 
 @torch.no_grad()
 def check(quantized, model, limit):
-    difference = quantized(**INPUTS).logits.float() - model(**INPUTS).logits
-    assert 0 < difference.abs().max() < limit
+    """The difference is a part of the largest score: families draw their heads of different widths."""
+    scores = model(**INPUTS).logits
+    difference = quantized(**INPUTS).logits.float() - scores
+    assert 0 < difference.abs().max() / scores.abs().max() < limit
 
 
 def test_torchao_int8_weights(model, tmp_path):
@@ -40,7 +44,7 @@ def test_torchao_int8_weights(model, tmp_path):
     linear = [name for name, module in quantized.named_modules() if isinstance(module, torch.nn.Linear)]
     kept = [name for name in linear if type(quantized.get_submodule(name).weight.data) is torch.Tensor]
     assert len(linear) - len(kept) >= 10 and all(name.startswith("classifier") for name in kept)
-    check(quantized, model, 1e-3)
+    check(quantized, model, 0.025)
 
 
 def test_torch_dynamic(model):
@@ -48,7 +52,7 @@ def test_torch_dynamic(model):
         pytest.skip("this build of torch has no int8 kernels for CPUs")
     quantized = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
     assert not any(type(module) is torch.nn.Linear for module in quantized.modules())
-    check(quantized, model, 3e-3)
+    check(quantized, model, 0.05)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -63,7 +67,7 @@ def test_bitsandbytes(model, bits, tmp_path):
     )
     kinds = [type(module).__name__ for module in quantized.modules()]
     assert kinds.count("Linear8bitLt" if bits == 8 else "Linear4bit") >= 10
-    check(quantized, model, 1e-3 if bits == 8 else 1e-2)
+    check(quantized, model, 0.025 if bits == 8 else 0.25)
 
 
 @pytest.mark.parametrize("family", WIDTHS)
@@ -72,7 +76,8 @@ def test_generate_and_train_on_4_bits(family, tmp_path):
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     peft = pytest.importorskip("peft", reason="peft is not installed")
     torch.manual_seed(0)
-    config = MODULES[family].tiny_config(**WIDTHS[family], is_decoder=True, bidirectional=False)
+    one_direction = {"bidirectional": False} if family == "mega" else {}
+    config = MODULES[family].tiny_config(**WIDTHS[family], is_decoder=True, **one_direction)
     getattr(luna_mega, f"{family.capitalize()}ForCausalLM")(config).save_pretrained(tmp_path)
     config = BitsAndBytesConfig(load_in_4bit=True, **NF4)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, device_map="cpu")
