@@ -60,6 +60,7 @@ CASES = {f"luna: {name}": case for name, case in LUNA.items()} | {f"mega: {name}
 CASES |= {
     "megalodon: causal LM": ("ForCausalLM", {"vocab_size": 41}),
     "megalodon: causal LM, tied": ("ForCausalLM", {"vocab_size": 41, "tie_word_embeddings": True, "swiglu": True}),
+    "megalodon: pooling mean": ("ForSequenceClassification", {"vocab_size": 41, "pooling": "mean"}),
 }
 # What FSDP meets in another way than DDP: every class, but not every variant of a layer.
 CLASSES = [name for name in CASES if "masked LM" not in name or name.endswith(("tied", "sparse", "odd vocabulary"))]
