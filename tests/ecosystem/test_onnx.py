@@ -10,7 +10,7 @@ from transformers import exporters
 from luna_mega import MegaConfig, MegaForImageClassification, onnx
 from luna_mega.cli import main
 from luna_mega.modeling_common.cache import new_cache
-from tests.modeling import luna, mega
+from tests.modeling import luna, mega, megalodon_decoders
 from tests.modeling.decoders import make
 
 pytest.importorskip("onnxscript", reason="onnxscript is not installed")
@@ -137,6 +137,14 @@ def test_errors_leave_nothing(change, words, tmp_path, monkeypatch, capsys):
     assert message.count("\n") == 1
     assert re.search(words, message), message
     assert {path.name for path in tmp_path.iterdir()} <= {"model", "encoder"}
+
+
+@pytest.mark.parametrize("head", ["ForCausalLM", "ForSequenceClassification"])
+def test_megalodon_is_refused(head, tmp_path):
+    folder = saved(tmp_path / "model", megalodon_decoders.make(head, dtype=torch.float32))
+    with pytest.raises(onnx.ConversionError, match=f"Megalodon{head} has no ONNX form yet: .* torch.export"):
+        onnx.export_onnx(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_adaptive_vocabularies_are_refused(tmp_path):
