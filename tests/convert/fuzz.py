@@ -1,6 +1,7 @@
 """Damage small checkpoints of every format, and check that a conversion fails in one line or gives a sound model."""
 
 import argparse
+import json
 import math
 import shutil
 
@@ -8,11 +9,19 @@ import torch
 
 import luna_mega
 from luna_mega.convert import ConversionError, convert_checkpoint, export_checkpoint
-from tests.convert import luna, test_luna_seq2seq, test_mega_seq2seq
+from luna_mega.convert.formats._megalodon_folder import CONFIG, CONSOLIDATED, SHARDS, TOKENIZER
+from tests.convert import luna, megalodon, test_luna_seq2seq, test_mega_seq2seq
 from tests.convert.exports import read
 from tests.convert.mega import mega
 from tests.convert.mega_lm import KINDS, mega_lm
 from tests.convert.test_convert_mega_image import mega_image
+
+
+def megalodon_folder():
+    """Return what a Megalodon folder has in the form of a file of fairseq; `save` writes the folder."""
+    args = argparse.Namespace(**megalodon.MODEL, **{TOKENIZER: {"path": None}, SHARDS: 1})
+    return {"args": args, "model": megalodon.state()}
+
 
 BUILDERS = {
     "luna_bert": lambda: luna.bert(heads=[("topic", 3)], task="sentence_prediction", num_classes=3),
@@ -25,8 +34,9 @@ BUILDERS = {
     "mega_lm, adaptive": lambda: mega_lm(**KINDS["adaptive"]),
     "mega_seq2seq": test_mega_seq2seq.model,
     "mega_image": lambda: mega_image(hidden=6),
+    "megalodon": megalodon_folder,
 }
-_LARGEST = 2**31 - 1
+_LARGEST, _DIGITS = 2**31 - 1, "5,000 digits"
 
 
 def build(kind, folder):
@@ -40,12 +50,37 @@ def build(kind, folder):
     return read(folder / "exported.pt")
 
 
+def save(state, folder):
+    """Write the checkpoint as the original does, a file or Megalodon's folder, and return its place."""
+    args = vars(state["args"])
+    if SHARDS not in args:
+        torch.save(state, folder / "damaged.pt")
+        return folder / "damaged.pt"
+    place = folder / "damaged"
+    place.mkdir(exist_ok=True)
+    model = {name: value for name, value in args.items() if name not in (SHARDS, TOKENIZER)}
+    torch.save(state["model"], place / "consolidated.pth")
+    (place / CONFIG).write_text(_json({"model": model, TOKENIZER: args[TOKENIZER]}))
+    (place / CONSOLIDATED).write_text(_json({SHARDS: args[SHARDS], "dtype": "fp32"}))
+    return place
+
+
+def _json(content):
+    """Return the text of a file; what JSON has no form for is its description, and 5,000 digits stay digits."""
+
+    def plain(value):
+        if isinstance(value, dict):
+            return {str(name): plain(inner) for name, inner in value.items()}
+        return _DIGITS if isinstance(value, int) and value > 10**4000 else value
+
+    return json.dumps(plain(content), default=repr).replace(json.dumps(_DIGITS), "1" + "0" * 5000)
+
+
 def survives(state, folder, told):
     """Convert the checkpoint; return whether there is a model. `told` says in a failure what was damaged."""
-    file, output = folder / "damaged.pt", folder / "output"
-    torch.save(state, file)
+    place, output = save(state, folder), folder / "output"
     try:
-        report = convert_checkpoint(file, output)
+        report = convert_checkpoint(place, output)
     except ConversionError as error:
         message = str(error)
         assert message.isprintable() and len(message) < 1500, (told, message)

@@ -12,12 +12,13 @@ import zipfile
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from luna_mega.convert import ConversionError, convert_checkpoint
 from luna_mega.convert.importer import _understand
 from luna_mega.convert.reader import read_checkpoint
 from luna_mega.convert.tensors import convert_tensors
-from tests.convert import luna, mega
+from tests.convert import luna, mega, megalodon
 from tests.convert.test_hostile import save
 
 pytestmark = pytest.mark.slow
@@ -64,7 +65,7 @@ def flip(content, choose, head):
     """One to three bits, two of three times among the first bytes, where the structure is."""
     content = bytearray(content)
     for _ in range(choose.choice((1, 1, 1, 3))):
-        place = choose.randrange(head if choose.random() < 2 / 3 else len(content))
+        place = choose.randrange(min(head, len(content)) if choose.random() < 2 / 3 else len(content))
         content[place] ^= 1 << choose.randrange(8)
     return bytes(content)
 
@@ -99,6 +100,33 @@ def test_conversions_of_flipped_files_leave_nothing_behind(tmp_path, form, watch
             assert form == "zip" or report.warnings[0].startswith(UNCHECKED)
             shutil.rmtree(output)
     assert not watched
+
+
+@pytest.mark.parametrize(
+    "damaged", ["consolidated.01.pth", "config.json", "consolidate_config.json", "tokenizer.model"]
+)
+def test_flipped_bits_in_a_folder(tmp_path, watched, damaged):
+    """Settings have no checksum: a flipped digit may make another model. Weights are as they were, or refused."""
+    source, output, choose = megalodon.folder(tmp_path / "source", ranks=2), tmp_path / "output", random.Random(damaged)
+    convert_checkpoint(source, output)
+    expected, outcomes = load_file(output / "model.safetensors"), collections.Counter()
+    shutil.rmtree(output)
+    content = (source / damaged).read_bytes()
+    for _ in range(TRIES // 40):
+        (source / damaged).write_bytes(flip(content, choose, 9000))
+        try:
+            convert_checkpoint(source, output)
+        except ConversionError as error:
+            assert not any(word in str(error) for word in FORBIDDEN) and len(str(error)) < 1000, error
+            assert sorted(tmp_path.iterdir()) == [source]
+            outcomes["error"] += 1
+            continue
+        tensors = load_file(output / "model.safetensors")
+        assert tensors.keys() == expected.keys()
+        assert all(torch.equal(tensors[key], tensor) for key, tensor in expected.items())
+        outcomes["equal"] += 1
+        shutil.rmtree(output)
+    assert outcomes["error"] > 1 and not watched
 
 
 GLOBALS = [
