@@ -6,8 +6,8 @@
     OMP_NUM_THREADS=1 .venv-serving/bin/python benchmarks/serving.py --engine transformers --models mega llama
 
 Models are those of `decoding.py`, with random weights, of about 24 million parameters. `--requests` prompts of
-`--contexts` tokens come at the same time, and each is continued, greedily, by 16 tokens and as many more as vLLM makes
-while it still reads other prompts. "Read" are the tokens of all prompts a second until every request has its first one;
+`--contexts` tokens come at the same time, and each is continued greedily by 16 tokens; in vLLM by more, if it still
+reads other prompts meanwhile. "Read" are the tokens of all prompts a second until every request has its first one;
 "written" are the tokens of all answers a second, from the median of the steps in which every request gets one.
 
 transformers reads prompts in one call of `generate`. Where prompts have more than `--most` tokens together, it gets a

@@ -3,8 +3,8 @@
     python benchmarks/turns.py encoders --lengths 512 4096 --threads 1
     python benchmarks/turns.py encoders --lengths 512 --variants mega_chunk_128 roberta_sdpa --passes forward
 
-All variants are in one process, so memory is not measured. A figure is the median in milliseconds; behind it, in
-brackets, stands its ratio to that of the first variant.
+All variants are in one process, so memory is not measured. A figure is the median in milliseconds. The number in
+brackets divides it by the first variant's.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Which model learns more in pretraining, for its tokens and for its time, and which is better when fine-tuned?
+"""Table of models by what they learn in pretraining, for tokens and for time, and by their results when fine-tuned.
 
     python studies/compare.py outputs/pretrained outputs/finetuned --output_dir outputs/comparison
 

@@ -1,12 +1,12 @@
-"""How near do students come to their teachers, with how many of the teachers' tokens, and how far do they get alone?
+"""Table of students beside their teachers, and beside the same models trained from nothing.
 
     python studies/distill_report.py outputs/distilled outputs/nothing --output_dir outputs/distillation
 
 The script reads what run_distill.py wrote, and runs of the same models from nothing, in the folders or in the folders
 in them. Folders are called NAME-SEED: runs that differ in the seed alone share their rows, and a figure is their mean
-with its standard deviation. "Above its teacher" is the loss of each student less that of the teacher that it learned
-from. A model from nothing is compared with the teacher of its seed, where all students have one teacher, and has to be
-scored on the same examples. Tokens and seconds of a teacher are those in its own folder.
+with its standard deviation. "Above its teacher" is the student's loss minus its teacher's. A model from nothing is
+compared with the teacher of its seed, where all students have one teacher, and has to be scored on the same examples.
+Tokens and seconds of a teacher are those in its own folder.
 """
 
 import argparse

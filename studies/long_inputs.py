@@ -1,4 +1,4 @@
-"""How well do masked language models read inputs longer than those that they were trained on, and at which cost?
+"""Scores of masked language models on inputs that are longer than those of their training, with time and memory.
 
     python studies/long_inputs.py --models outputs/teacher outputs/luna --lengths 128 256 512 1024 2048 \
         --dataset_path DIR --output_dir outputs/long

@@ -1,4 +1,4 @@
-"""How near do runs of Long Range Arena come to the figures of the papers, and at which speed?
+"""Table of runs of Long Range Arena beside the figures of the papers, with their speed.
 
     python studies/lra_report.py outputs/text outputs/image --output_dir outputs/report
 

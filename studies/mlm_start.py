@@ -1,4 +1,4 @@
-"""Which part of Luna's local start does what, and does RoBERTa gain from the same start? See docs/initialization.md.
+"""Pretraining with parts of Luna's local start left out, and of RoBERTa with that start; see docs/initialization.md.
 
     python studies/mlm_start.py --recipe studies/recipes/wikitext2_start.yaml --dataset_path DIR \
         --output_dir OUT --without positions

@@ -1,4 +1,4 @@
-"""How many questions of RACE does the overlap of words answer, and how many the length of the options?
+"""Share of the questions of RACE that the overlap of words answers, and the length of the options.
 
     python studies/race_overlap.py --dataset_config middle --output_dir outputs/overlap
 
