@@ -2,9 +2,10 @@
 
     python studies/compare.py outputs/pretrained outputs/finetuned --output_dir outputs/comparison
 
-The script reads what run_mlm.py and the scripts that fine-tune its models wrote, in the folders or in the folders in
-them. Folders are called NAME-SEED: runs that differ in the seed alone make one row of the table, NAME. A fine-tuned
-model belongs to the row of the folder that it began from; one that began from nothing has a row of its own.
+The script reads what run_mlm.py or run_clm.py and the scripts that fine-tune their models wrote, in the folders or in
+the folders in them. Folders are called NAME-SEED: runs that differ in the seed alone make one row of the table, NAME.
+A fine-tuned model belongs to the row of the folder that it began from; one that began from nothing has a row of its
+own.
 """
 
 import argparse
@@ -27,13 +28,17 @@ from common.arguments import fail
 from common.report import show
 from common.summaries import mean_and_spread, read_json, read_summaries
 
-PRETRAINING = "masked language model"
+# What a pretrained model predicts.
+PRETRAINING = {"masked language model": "masked tokens", "causal language model": "next tokens"}
 IN_PERCENT = ("accuracy", "matthews_correlation", "combined_score")
 
 
 @dataclass
 class Curve:
-    """Evaluations of one pretraining run: `[N]` tokens, seconds of training, losses and accuracies, in order."""
+    """Evaluations of one pretraining run: `[N]` tokens, seconds of training, losses and accuracies, in order.
+
+    A causal model is not asked for its accuracy, which is NaN then.
+    """
 
     tokens: np.ndarray
     seconds: np.ndarray
@@ -43,9 +48,10 @@ class Curve:
     @classmethod
     def of(cls, folder: Path) -> "Curve":
         """Read the evaluations of a run from the state that Trainer saved."""
-        names = ("num_input_tokens_seen", "train_seconds", "eval_loss", "eval_accuracy")
+        names = ("num_input_tokens_seen", "train_seconds", "eval_loss")
         history = read_json(folder / "trainer_state.json").get("log_history", [])
-        points = [[entry[name] for name in names] for entry in history if all(name in entry for name in names)]
+        entries = [entry for entry in history if all(name in entry for name in names)]
+        points = [[*(entry[name] for name in names), entry.get("eval_accuracy", np.nan)] for entry in entries]
         if not points:
             fail(f"{folder}/trainer_state.json has no evaluations: pretrain with --eval_strategy steps")
         return cls(*np.array(points).T)
@@ -86,7 +92,7 @@ def read_runs(folders: list[str]) -> list[Run]:
     for folder, summary in read_summaries(folders):
         if summary.get("metric") not in summary:
             print(f"left out, it has no evaluation at the end: {folder}")
-        elif summary["task"] == PRETRAINING:
+        elif summary["task"] in PRETRAINING:
             runs.append(Run(strip_seed(folder.name), summary, Curve.of(folder)))
         else:
             scratch = summary["model"].endswith("from scratch")
@@ -94,6 +100,8 @@ def read_runs(folders: list[str]) -> list[Run]:
             runs.append(Run(row, summary))
     if not runs:
         fail(f"{' '.join(folders)}: no run was evaluated at its end")
+    if PRETRAINING.keys() <= {run.task for run in runs}:
+        fail("losses of masked and of causal language models cannot be compared: make a table of each")
     return runs
 
 
@@ -110,8 +118,8 @@ def make_table(runs: list[Run]) -> list[list[str]]:
     places = {axis: min((getattr(curve, axis)[-1] for curve in curves), default=0.0) for axis in ("tokens", "seconds")}
     tasks = sorted({run.task for run in runs if not run.curve})
     table = [["model", "parameters", "tokens/s in training"]]
-    if curves:
-        table[0] += [f"masked tokens after {show(int(places['tokens']))} tokens"]
+    for kind in {run.task for run in runs if run.curve}:
+        table[0] += [f"{PRETRAINING[kind]} after {show(int(places['tokens']))} tokens"]
         table[0] += [f"after {places['seconds'] / 60:.1f} minutes"]
     table[0] += tasks
     for row in sorted({run.row for run in runs}):
@@ -122,31 +130,34 @@ def make_table(runs: list[Run]) -> list[list[str]]:
         for axis, place in places.items() if curves else ():
             found = [run.curve.at(axis, place) for run in pretrained]
             losses, accuracies = ([point[index] for point in found] for index in (0, 1))
-            cells.append(f"{cell(losses, 2)}, {cell(accuracies, 1, ' %')}" if found else "–")
+            asked = not np.isnan(accuracies).any()
+            cells.append(cell(losses, 2) + (f", {cell(accuracies, 1, ' %')}" if found and asked else ""))
         cells += [cell([run.score for run in own if run.task == task]) for task in tasks]
         table.append(cells)
     return table
 
 
 def draw(runs: list[Run], path: Path) -> None:
-    """Draw the accuracy at masked tokens over minutes of training and over tokens, a line a run."""
+    """Draw the accuracy at masked tokens, or the loss of next ones, over minutes and over tokens, a line a run."""
     rows = sorted({run.row for run in runs if run.curve})
     colors = dict(zip(rows, plt.cm.tab10.colors * len(rows), strict=False))
     axes: dict[str, tuple[str, Callable[[Curve], np.ndarray]]] = {
         "minutes of training": lambda curve: curve.seconds / 60,
         "millions of tokens": lambda curve: curve.tokens / 1e6,
     }
+    causal = any(run.curve and np.isnan(run.curve.accuracy).any() for run in runs)
     figure, panels = plt.subplots(1, 2, figsize=(10, 4), constrained_layout=True, sharey=True)
     for panel, (label, position) in zip(panels, axes.items(), strict=True):
         named = set()
         for run in runs:
             if run.curve:
                 name = None if run.row in named else run.row
-                panel.plot(position(run.curve), 100 * run.curve.accuracy, color=colors[run.row], label=name, alpha=0.8)
+                height = run.curve.loss if causal else 100 * run.curve.accuracy
+                panel.plot(position(run.curve), height, color=colors[run.row], label=name, alpha=0.8)
                 named.add(run.row)
         panel.set(xlabel=label)
         panel.grid(alpha=0.3)
-    panels[0].set(ylabel="accuracy at masked tokens in %")
+    panels[0].set(ylabel="loss of next tokens" if causal else "accuracy at masked tokens in %")
     panels[0].legend()
     figure.savefig(path, dpi=120)
     plt.close(figure)
@@ -167,7 +178,7 @@ def main(argv: list[str] | None = None) -> dict[str, str]:
     if any(run.curve for run in runs):
         written["plot"] = str(output / "report.png")
         draw(runs, Path(written["plot"]))
-        table += "\n![Accuracy at masked tokens over minutes and over tokens](report.png)\n"
+        table += "\n![What the models learn over minutes and over tokens](report.png)\n"
     Path(written["report"]).write_text(table, encoding="utf-8")
     print(table)
     return written

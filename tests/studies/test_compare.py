@@ -17,7 +17,7 @@ def write(tmp_path):
         folder.mkdir(parents=True)
         (folder / "summary.json").write_text(json.dumps(summary))
         names = ("num_input_tokens_seen", "train_seconds", "eval_loss", "eval_accuracy")
-        history = [{"loss": 9.0, "step": 1}, *(dict(zip(names, point, strict=True)) for point in points)]
+        history = [{"loss": 9.0, "step": 1}, *(dict(zip(names, point, strict=False)) for point in points)]
         (folder / "trainer_state.json").write_text(json.dumps({"log_history": history}))
         return folder
 
@@ -59,6 +59,19 @@ def test_table(script, write, tmp_path, capsys):
 
     alone = compare.main([folders[1], "--output_dir", str(tmp_path / "tasks")])
     assert "plot" not in alone and "masked" not in Path(alone["report"]).read_text()
+
+
+def test_causal_models_have_losses_alone(script, write, tmp_path):
+    compare, causal = script("compare"), pretrained(4.0) | {"task": "causal language model"}
+    write("runs/llama-0", causal, ((0, 0, 8.0), (2000, 60, 4.0)))
+    write("runs/mega-0", causal, ((0, 0, 7.0), (1000, 30, 3.0)))
+    paths = compare.main([str(tmp_path / "runs"), "--output_dir", str(tmp_path / "report")])
+    header, _, *rows = Path(paths["report"]).read_text().splitlines()[:4]
+    assert header.split(" | ")[3:] == ["next tokens after 1,000 tokens", "after 0.5 minutes |"]
+    assert [row.split(" | ")[3:] for row in rows] == [["6.00", "6.00 |"], ["3.00", "3.00 |"]]
+
+    write("runs/roberta-0", pretrained(4.0), ((0, 0, 8.0, 0.0), (2000, 60, 4.0, 0.4)))
+    assert_refused(lambda: compare.main([str(tmp_path / "runs")]), "masked and of causal language models cannot be")
 
 
 def test_refusals(script, write, tmp_path):
