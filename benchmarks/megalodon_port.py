@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy, pad, scaled_dot_product_attention
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from luna_mega import MegalodonForCausalLM
-from luna_mega.modeling_megalodon.attention_megalodon import rotate, widen
+from luna_mega.modeling_megalodon.attention_megalodon import widen
 from luna_mega.modeling_megalodon.modeling_megalodon import (
     MegalodonBlock,
     MegalodonMovingAverage,
@@ -95,7 +95,9 @@ def turn(rope: MegalodonRotary, x: torch.Tensor, start: int) -> torch.Tensor:
     freqs = widen(rope.freqs)
     position = torch.arange(start, start + x.shape[1], dtype=freqs.dtype)
     angles = (position[:, None] * freqs)[None, :, None]
-    return rotate(x, (angles.cos(), angles.sin()))
+    even, odd = widen(x).unflatten(-1, (-1, angles.shape[-1], 2)).unbind(-1)
+    turned = (even * angles.cos() - odd * angles.sin(), even * angles.sin() + odd * angles.cos())
+    return torch.stack(turned, -1).flatten(2).to(x.dtype)
 
 
 def timestep_norm(norm: MegalodonTimestepNorm, x: torch.Tensor, past: dict | None) -> torch.Tensor:

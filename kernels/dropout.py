@@ -26,6 +26,8 @@ def dropout_factors(like: torch.Tensor, probability: float, generator: torch.Gen
 
 def dropout(x: torch.Tensor, probability: float, training: bool = True) -> torch.Tensor:
     """Return `torch.nn.functional.dropout`, on a CPU with `dropout_factors` of many entries."""
-    if not training or probability in (0.0, 1.0) or x.numel() < FEW or x.device.type != "cpu" or in_program():
-        return nn.functional.dropout(x, probability, training)
+    if not training:
+        return x
+    if probability in (0.0, 1.0) or x.numel() < FEW or x.device.type != "cpu" or in_program():
+        return nn.functional.dropout(x, probability)
     return x * dropout_factors(x, probability)

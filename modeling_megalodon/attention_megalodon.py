@@ -17,7 +17,7 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 
 def widen(x: torch.Tensor) -> torch.Tensor:
     """Return a tensor in float32, or float64 where it is that."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 class MegalodonRotary(nn.Module):
@@ -35,7 +35,10 @@ class MegalodonRotary(nn.Module):
         return 1.0 / self.base ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
 
     def forward(self, x: torch.Tensor, layout: TokenLayout, past: MegalodonCacheLayer | None) -> Rotation:
-        """Return two of `[B or 1, T, 1, z / 2 H]` for the positions of `x`, which come behind those in `past`."""
+        """Return what `rotate` needs, `[B or 1, T, 1, z / 2 H, 2]`, for positions of `x`, which follow those in `past`.
+
+        Two factors for both features of a pair: of the features themselves, and of the pair the other way around.
+        """
         start = layout.start() if past is None else past.start(layout.mask)
         if layout.is_ragged():
             row, position = layout.locate(x.shape[1])
@@ -45,14 +48,15 @@ class MegalodonRotary(nn.Module):
             position = position if start is None else position + start[:, None]
         freqs = widen(self.freqs)
         angles = (position % self.chunk_size)[..., None, None].to(freqs.dtype) * freqs
-        return angles.cos(), angles.sin()
+        cosine, sine = angles.cos(), angles.sin()
+        return torch.stack((cosine, cosine), -1), torch.stack((-sine, sine), -1)
 
 
 def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     """Rotate neighbouring features of every head of `[B, T, z]`."""
     cosine, sine = rotation
-    even, odd = widen(x).unflatten(-1, (-1, cosine.shape[-1], 2)).unbind(-1)
-    return torch.stack((even * cosine - odd * sine, even * sine + odd * cosine), -1).flatten(2).to(x.dtype)
+    pairs = widen(x).unflatten(-1, (-1, *cosine.shape[-2:]))
+    return torch.addcmul(pairs * cosine, pairs.flip(-1), sine).flatten(-3).to(x.dtype)
 
 
 def by_head(x: torch.Tensor, heads: int, ragged: bool = False) -> torch.Tensor:
@@ -101,7 +105,8 @@ class MegalodonChunkAttention(nn.Module):
         """Attend from one position, head by head: the cache has heads side by side, and is not copied."""
         heads, one_chunk = query.shape[-1] // self.size, reach.column is not None or reach.start is None
         options = {"chunk_size": None if one_chunk else self.chunk_size, "mask": reach.mask, "start": reach.start}
-        options |= {"column": reach.column, "dropout": self.dropout if self.training else 0.0}
+        options |= {"column": reach.column, "slots": reach.slots}
+        options |= {"dropout": self.dropout if self.training else 0.0}
         parts = (x.chunk(heads, -1) for x in (query[:, 0], reach.keys, reach.values))
         return torch.cat([gated_attention_step(*part, **options) for part in zip(*parts, strict=True)], -1)[:, None]
 

@@ -99,7 +99,8 @@ class MegalodonMovingAverage(nn.Module):
             return complex_ema(x, *parameters, skip, **layout.options())
         state = past.average
         if state is not None and x.shape[1] == 1:
-            mask, weights = None if layout.mask is None else layout.mask[:, 0], tuple(self.parameters())
+            mask = None if layout.mask is None else layout.mask[:, 0]
+            weights = (self.alpha, self.delta, self.theta, self.gamma)
 
             def compute():
                 return complex_ema_coefficients(*parameters, dtype=state.dtype)
@@ -160,19 +161,19 @@ class MegalodonGatedAttention(nn.Module):
     ) -> torch.Tensor:
         normed = self.timestep_norm(x, layout, past)
         smoothed = self.hidden_dropout(self.rmsnorm(self.cema(normed, layout, past)))
-        query, key = (self.own_heads(part) for part in self.query_and_key(smoothed))
+        query, key = self.own_heads(self.query_and_key(smoothed)).unbind()
         value, reset = silu(self.wv(normed)), silu(self.wr(smoothed))
         attended, _ = self.attention(query, key, value, layout, rotation, output_weights, past)
         candidate = self.wh1(smoothed) + self.wh2(self.hidden_dropout(attended * reset))
         return x + self.dropout(candidate)
 
-    def query_and_key(self, smoothed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return queries and keys `[B, T, z]`, of unit length but for the learned scale and shift of each feature."""
+    def query_and_key(self, smoothed: torch.Tensor) -> torch.Tensor:
+        """Return queries and keys, `[2, B, T, z]`: of unit length but for the learned scale and shift of a feature."""
         shared = widen(self.wz(smoothed)).unflatten(-1, (self.heads, -1))
         width = shared.shape[-1]
         shared = rms_norm(shared, (width,), eps=self.eps).flatten(2)
         scale = (widen(self.gamma) + 1.0) * width**-0.5
-        return tuple((shared * scale[row] + self.beta[row]).to(smoothed.dtype) for row in (0, 1))
+        return torch.addcmul(widen(self.beta)[:, None, None], shared, scale[:, None, None]).to(smoothed.dtype)
 
 
 class MegalodonLayerNorm(nn.Module):

@@ -2,6 +2,7 @@
 
 import torch
 
+from luna_mega.kernels._export import in_program
 from luna_mega.kernels.complex_ema import tables
 from luna_mega.kernels.complex_ema.coefficients import Coefficients, powers, powers_less_one, times
 from luna_mega.kernels.damped_ema import torch_backend as damped
@@ -24,7 +25,12 @@ def step(x, state, coefficients, skip, mask):
     """Return `reference.step`, but to add (q - 1) h: thousands of steps add up the rounding error of q."""
     change, weight_in, weight_out = coefficients
     kept = (x if mask is None else x.masked_fill(~mask[:, None], 0.0)).to(change.dtype)
-    state = torch.addcmul(state + times(change, state), weight_in, kept[..., None, None])
+    if in_program():  # compilers and ONNX know no complex numbers
+        state = state + times(change, state)
+    else:
+        number = torch.view_as_complex(state.contiguous())
+        state = torch.view_as_real(torch.addcmul(number, number, torch.view_as_complex(change)))
+    state = torch.addcmul(state, weight_in, kept[..., None, None])
     average = (weight_out * state).flatten(2).sum(-1)
     if skip is not None:
         average = torch.addcmul(average, skip, kept)

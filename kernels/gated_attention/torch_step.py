@@ -2,12 +2,15 @@
 
 import torch
 
+from luna_mega.kernels._export import in_program
 from luna_mega.kernels.gated_attention import reference
 
 
-def step(query, key, value, bias, mask, function, column, start, dropout):
+def step(query, key, value, bias, mask, function, column, start, slots, dropout):
     """Return `reference.attend` of one query `[B, 1, Z]` in the column `column` `[B]` of the keys, None = the last."""
     keys = key.shape[1]
+    if slots is not None and (key.device.type != "cpu" or torch.is_grad_enabled() or in_program()):
+        key, value, slots = key[slots], value[slots], None
     wide = torch.promote_types(torch.promote_types(query.dtype, value.dtype), torch.float32)
     # The product with the value takes most of the time: it keeps its dtype, unless it is slow (float16 on a CPU).
     slow = value.dtype == torch.float16 and value.device.type == "cpu"
@@ -22,7 +25,16 @@ def step(query, key, value, bias, mask, function, column, start, dropout):
         query = query / (seen if start is None else (seen + start).clamp(min=1))[:, None, None]
     # [B, S, 1]: on a CPU many short rows times a column take half the time of one row times many columns.
     bias = query.new_zeros(()) if bias is None else _select(bias, keys, column)
-    scores = torch.baddbmm(bias.to(wide), key.to(wide), query, alpha=scale).mT
+    if slots is None:
+        scores = torch.baddbmm(bias.to(wide), key.to(wide), query, alpha=scale).mT
+    else:
+        # A copy of the keys and values of all sequences would take more time than the attention.
+        ends = [keys] * len(query) if column is None else (column + 1).tolist()
+        places = list(zip(slots.tolist(), ends, strict=True))
+        products = query.new_empty(len(query), keys, 1)
+        for row, (slot, end) in enumerate(places):
+            torch.mm(key[slot, :end].to(wide), query[row], out=products[row, :end])
+        scores = torch.add(bias.to(wide), products, alpha=scale).mT
     keep = _keep(keys, mask, column, start, key.device)
     if function != "softmax":
         weights = getattr(reference, function)(scores)
@@ -33,7 +45,13 @@ def step(query, key, value, bias, mask, function, column, start, dropout):
     if keep is not None:
         weights = weights.masked_fill(~keep, 0.0)
     weights = torch.dropout(weights, dropout, train=True) if dropout > 0.0 else weights
-    return torch.bmm(weights.to(narrow), value.to(narrow)).to(value.dtype)
+    weights = weights.to(narrow)
+    if slots is None:
+        return torch.bmm(weights, value.to(narrow)).to(value.dtype)
+    attended = weights.new_empty(len(query), 1, value.shape[2])
+    for row, (slot, end) in enumerate(places):
+        torch.mm(weights[row, :, :end], value[slot, :end].to(narrow), out=attended[row])
+    return attended.to(value.dtype)
 
 
 def _select(bias, keys, column):
@@ -47,7 +65,10 @@ def _select(bias, keys, column):
 
 def _keep(keys, mask, column, start, device):
     """Return which keys the query sees, `[B, 1, S]`, or None: all."""
-    keep, place = None if mask is None else mask[:, None], torch.arange(keys, device=device)
+    keep = None if mask is None else mask[:, None]
+    if column is None and start is None:
+        return keep
+    place = torch.arange(keys, device=device)
     if column is not None:
         behind = place > column[:, None, None]
         keep = ~behind if keep is None else keep & ~behind

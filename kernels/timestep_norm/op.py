@@ -163,4 +163,5 @@ def _checked_state(op, x, groups, state, sequences):
             f"{op} needs a state of an integer count and float32 or float64 mean and variance {needed}, got "
             f"{[t.dtype for t in state]} {shapes}"
         )
-    return TimestepNormState(count.long(), *(t.double().masked_fill(count[:, None] == 0, 0.0) for t in rest))
+    none = count[:, None] == 0
+    return TimestepNormState(count.long(), *(tensor.double().masked_fill(none, 0.0) for tensor in rest))
