@@ -15,7 +15,8 @@ class Reach(NamedTuple):
 
     `mask` `[B, S]`: None = all. `start` `[B]`: the position of the first key; None = 0, or the first of a chunk.
     `column` `[B]`: the column of a single new position, None = the last. `layout`: of ragged sequences `[1, S, ...]`,
-    which begin with a chunk, and the places of the new positions in them.
+    which begin with a chunk, and the places of the new positions in them. `slots` `[B]`: the rows of keys and values
+    that belong to the sequences, None = there are no others.
     """
 
     keys: torch.Tensor
@@ -24,6 +25,7 @@ class Reach(NamedTuple):
     start: torch.Tensor | None = None
     column: torch.Tensor | None = None
     layout: TokenLayout | None = None
+    slots: torch.Tensor | None = None
 
 
 class KeyLayer(StateLayer):

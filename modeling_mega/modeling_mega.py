@@ -260,6 +260,7 @@ class MegaGatedAttention(nn.Module):
             mask=reach.mask,
             start=reach.start,
             column=reach.column,
+            slots=reach.slots,
             dropout=self.config.attention_probs_dropout_prob if self.training else 0.0,
         )[:, None], None
 

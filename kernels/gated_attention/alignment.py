@@ -30,7 +30,9 @@ def in_columns(run: Callable) -> Callable:
 def in_last_column(run: Callable) -> Callable:
     """Return a step, whose query stands in the `column` `[B]` of the keys (None: the last), by a causal `run`."""
 
-    def run_step(key, value, mask, column, start, **call):
+    def run_step(key, value, mask, column, start, slots, **call):
+        if slots is not None:
+            key, value = key[slots], value[slots]
         if column is not None:
             # What is behind the query goes to the beginning, before the first position.
             shift = column + 1 - key.shape[1]

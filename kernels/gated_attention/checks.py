@@ -39,8 +39,8 @@ def check_options(op, query, key, function, causal, chunk_size, offset, dropout)
     check_dropout(op, dropout)
 
 
-def check_rows(op, query, causal, chunk_size, offset, row_offset, start, column=None):
-    for name, rows in (("row_offset", row_offset), ("start", start), ("column", column)):
+def check_rows(op, query, causal, chunk_size, offset, row_offset, start, column=None, slots=None):
+    for name, rows in (("row_offset", row_offset), ("start", start), ("column", column), ("slots", slots)):
         if rows is not None and (rows.dtype not in (torch.int32, torch.int64) or rows.shape != query.shape[:1]):
             raise ValueError(
                 f"{op} needs {name} [{query.shape[0]}] of int32 or int64, got {rows.dtype} {list(rows.shape)}"

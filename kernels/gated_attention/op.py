@@ -206,6 +206,7 @@ def gated_attention_step(
     mask: torch.Tensor | None = None,
     start: torch.Tensor | None = None,
     column: torch.Tensor | None = None,
+    slots: torch.Tensor | None = None,
     dropout: float = 0.0,
     backend: str | None = None,
 ) -> torch.Tensor:
@@ -213,7 +214,8 @@ def gated_attention_step(
 
     Arguments and errors as in `gated_attention`, with query `[B, Z]`. Only the last `chunk_size` of the keys
     `[B, S, Z]` are read. `column` `[B]`, integers from 0 to S - 1, tells the column of the query's own key where it is
-    not the last; keys behind it are left out. The keys then belong to one chunk, and `chunk_size` is None.
+    not the last; keys behind it are left out. The keys then belong to one chunk, and `chunk_size` is None. With
+    `slots` `[B]` there may be any number of rows of key and value: those of these numbers belong to the queries.
     """
     op = STEP.name
     if query.dim() != 2 or key.dim() != 3 or key.shape[1] == 0:
@@ -222,9 +224,12 @@ def gated_attention_step(
             f"{list(query.shape)} and {list(key.shape)}"
         )
     query = query[:, None]
-    check_tensors(op, query, key, value, mask)
+    if slots is not None and mask is not None:
+        raise ValueError(f"{op}: a mask has no slots; leave it out, or give the keys and values of the queries alone")
+    rows = (x if slots is None else x[:1].expand(len(query), -1, -1) for x in (key, value))
+    check_tensors(op, query, *rows, mask)
     check_options(op, query, key, function, True, chunk_size, 0, dropout)
-    check_rows(op, query, True, chunk_size, 1, None, start, column)
+    check_rows(op, query, True, chunk_size, 1, None, start, column, slots)
     if column is not None and chunk_size is not None:
         raise ValueError(f"{op}: column is a place in one chunk; leave chunk_size={chunk_size} out")
     if chunk_size is not None:
@@ -238,7 +243,7 @@ def gated_attention_step(
         start = None if start is None else (start + last) % chunk_size - window
     check_bias(op, bias, key.shape[1])
     call = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, "function": function}
-    call |= {"column": column, "start": unless_zero(start), "dropout": dropout}
+    call |= {"column": column, "start": unless_zero(start), "slots": slots, "dropout": dropout}
     return STEP(backend, call)[:, 0]
 
 

@@ -83,17 +83,18 @@ class ServedModel(nn.Module):
 
         Rows behind those of all groups are padding, and come out as zeros.
         """
-        output, begin = torch.zeros_like(hidden_states), 0
+        parts, begin = [], 0
         for sequences in groups:
             layout = sequences.layout
             # Reading the last bound of ragged sequences would wait for the device; they are all the rest.
             end = layout.shape[1] + begin if layout.is_ragged() else begin + len(sequences.slots)
             rows = hidden_states[begin:end]
             rows = rows[None] if layout.is_ragged() else rows[:, None]
-            result = self.run_layer(index, rows, layout, self.past(index, states, sequences))
-            output[begin:end] = result.flatten(0, 1)
+            parts.append(self.run_layer(index, rows, layout, self.past(index, states, sequences)).flatten(0, 1))
             begin = end
-        return output
+        if begin < len(hidden_states):
+            parts.append(torch.zeros_like(hidden_states[begin:]))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def score(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the logits of `[tokens, d]`."""
@@ -165,20 +166,24 @@ class ServedLuna(ServedModel):
         return self.model.luna.embeddings(embeddings[None], DENSE, positions[None], with_packed=False)[0][0]
 
     def past(self, index, states, sequences):
-        luna, layer = self.model.luna, self.layer(index)
-        weights = (*luna.embeddings.parameters(), *layer.attention.pack_query.parameters())
-        pack_query = self.constants[index].get("pack_query", weights, lambda: self.pack_query(index))
-        return LunaSlots(states, sequences, pack_query)
+        return LunaSlots(states, sequences, sequences.once("pack_queries", self.pack_queries)[index])
 
     def layer(self, index: int) -> nn.Module:
         """Return a layer; with `share_layers` all are one."""
         return self.model.luna.decoder.layers[0 if self.config.share_layers else index]
 
-    def pack_query(self, index: int) -> torch.Tensor:
-        """Return the projected P of a layer, `[L, H, K]`, in memory as the steps multiply it, `[H, L, K]`."""
-        embeddings, attention = self.model.luna.embeddings, self.layer(index).attention
-        packed, _ = embeddings.packed(embeddings.packed_embeddings.new_zeros(1, 1, self.config.hidden_size), DENSE)
-        return attention.project_packed(packed[index])[0].transpose(0, 1).contiguous().transpose(0, 1)
+    def pack_queries(self) -> list[torch.Tensor]:
+        """Return the projected P of each layer, `[L, H, K]`, in memory as the steps multiply it, `[H, L, K]`."""
+        embeddings, count = self.model.luna.embeddings, self.config.num_hidden_layers
+        attentions = [self.layer(index).attention for index in range(count)]
+
+        def compute():
+            packed, _ = embeddings.packed(embeddings.packed_embeddings.new_zeros(1, 1, self.config.hidden_size), DENSE)
+            queries = (x.project_packed(rows)[0] for x, rows in zip(attentions, packed, strict=True))
+            return [query.transpose(0, 1).contiguous().transpose(0, 1) for query in queries]
+
+        weights = (w for x in (embeddings, *(x.pack_query for x in attentions)) for w in x.parameters())
+        return self.constants[0].get("pack_queries", tuple(weights), compute)
 
     def run_layer(self, index, hidden_states, layout, past):
         return self.layer(index)(hidden_states, None, layout, past=past)[0]
@@ -218,7 +223,8 @@ class ServedMegalodon(ServedModel):
 
     def run_layer(self, index, hidden_states, layout, past):
         body = self.model.megalodon
-        hidden_states = body.layers[index](hidden_states, layout, body.rope(hidden_states, layout, past), past=past)
+        rotation = past.sequences.once("rotation", lambda: body.rope(hidden_states, layout, past))
+        hidden_states = body.layers[index](hidden_states, layout, rotation, past=past)
         # The norm behind the last block has statistics as well, which are in the slots of this block.
         return body.final_norm(hidden_states, layout, past) if body.layers[index] is body.layers[-1] else hidden_states
 

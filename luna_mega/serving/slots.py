@@ -5,7 +5,9 @@ A slot has the state of one sequence in one layer. The tensors of a layer are `[
 the rows of the sequences at hand. Nothing here waits for the device.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -22,8 +24,9 @@ from luna_mega.modeling_megalodon.cache_megalodon import MegalodonCacheLayer
 _NORMS = ("norm", "final")
 
 
-class Sequences(NamedTuple):
-    """S sequences that go on together.
+@dataclass
+class Sequences:
+    """S sequences that go on together, in one step of all layers.
 
     Args:
         slots: `[S]`, the slot of each.
@@ -34,12 +37,23 @@ class Sequences(NamedTuple):
     slots: torch.Tensor
     before: torch.Tensor
     layout: TokenLayout = DENSE
+    kept: dict[str, Any] = field(default_factory=dict, init=False)
+
+    def once(self, name: str, compute: Callable[[], Any]) -> Any:
+        """Return `compute()`, of which all layers have the same, as the first of them got it."""
+        if name not in self.kept:
+            self.kept[name] = compute()
+        return self.kept[name]
+
+    def find_new(self) -> torch.Tensor | None:
+        """Return which sequences are new, `[S]` bool, or None if none is and that can be seen for free."""
+        new = self.before == 0
+        return None if can_look(new) and not new.any() else new
 
     def read(self, state: torch.Tensor) -> torch.Tensor:
         """Return `[S, ...]`, a copy of the slots, with zeros for new sequences."""
-        rows = state[self.slots]
-        new = (self.before == 0).view(-1, *(1,) * (rows.dim() - 1))
-        return rows.masked_fill_(new, 0.0)
+        rows, new = state.index_select(0, self.slots), self.once("new", self.find_new)
+        return rows if new is None else rows.masked_fill_(new.view(-1, *(1,) * (rows.dim() - 1)), 0.0)
 
     def write(self, state: torch.Tensor, rows: torch.Tensor):
         """Replace the slots by `[S, ...]`."""
@@ -65,18 +79,33 @@ class ChunkSlots(KeyLayer):
         """Add keys and values, and return what the new positions attend to, all of which are kept (no mask)."""
         if self.sequences.layout.is_ragged():
             return self._extend_ragged(keys, values, chunk_size)
-        slots, column = self.sequences.slots, self.sequences.before % chunk_size
-        # Looking at the columns is free on a CPU; elsewhere all are read.
-        count = int(column.max()) + 1 if can_look(column) else chunk_size
-        reach = []
+        slots = self.sequences.slots
+        column, count = self.sequences.once("columns", lambda: self._columns(chunk_size))
         for state, new in zip(self.states[1:3], (keys, values), strict=True):
             state[slots, column] = new[:, 0].to(state.dtype)
-            reach.append(state[slots, :count])
-        return Reach(*reach, column=column)
+        reach = (state[:, :count] for state in self.states[1:3])
+        return Reach(*reach, column=column, slots=slots)
+
+    def _columns(self, chunk_size):
+        """Return the columns of new positions, and how many columns are in use at most."""
+        column = self.sequences.before % chunk_size
+        # Looking at the columns is free on a CPU; elsewhere all are read.
+        return column, int(column.max()) + 1 if can_look(column) else chunk_size
 
     def _extend_ragged(self, keys, values, chunk_size):
         """Put the kept keys of the open chunks before the new ones of each sequence, so that chunks begin there."""
-        (slots, before, layout), total = self.sequences, keys.shape[1]
+        find = lambda: self._places(keys.shape[1], chunk_size)  # noqa: E731
+        slots, column, is_kept, source, following, is_open, layout = self.sequences.once("places", find)
+        reach = []
+        for state, new in zip(self.states[1:3], (keys, values), strict=True):
+            whole = torch.where(is_kept, state[slots, column], new[0, source].to(state.dtype))
+            self.sequences.write(state, whole[following].masked_fill_(~is_open, 0.0))
+            reach.append(whole[None])
+        return Reach(*reach, layout=layout)
+
+    def _places(self, total, chunk_size):
+        """Return where all keys come from: kept ones of a slot and column, or new ones; and where they go."""
+        slots, before, layout = self.sequences.slots, self.sequences.before, self.sequences.layout
         bounds, kept = layout.cu_seqlens.long(), before % chunk_size
         # How many keys are kept is not known without waiting for the device. The room for all is then taken, and
         # what is left of it follows the last sequence, where attention to the past does not see it.
@@ -89,17 +118,12 @@ class ChunkSlots(KeyLayer):
         places = joined[new_row] + kept[new_row] + new_column
         source = (bounds[row] + column - kept[row]).clamp(0, total - 1)
         is_kept = (column < kept[row])[:, None]
-        lengths, columns = bounds.diff(), torch.arange(chunk_size, device=keys.device)
+        lengths, columns = bounds.diff(), torch.arange(chunk_size, device=before.device)
         opened = ((before + lengths) % chunk_size)[:, None]  # positions of the chunk that is open behind the new ones
         following = ((joined[:-1] + kept + lengths)[:, None] - opened + columns).clamp(max=total + room - 1)
-        is_open = (columns < opened)[..., None]
-        reach = []
-        for state, new in zip(self.states[1:3], (keys, values), strict=True):
-            old = state[slots[row], column.clamp(max=chunk_size - 1)]
-            whole = torch.where(is_kept, old, new[0, source].to(state.dtype))
-            self.sequences.write(state, whole[following].masked_fill_(~is_open, 0.0))
-            reach.append(whole[None])
-        return Reach(*reach, layout=TokenLayout(None, joined, longest, places, (1, total + room)))
+        is_open, column = (columns < opened)[..., None], column.clamp(max=chunk_size - 1)
+        layout = TokenLayout(None, joined, longest, places, (1, total + room))
+        return slots[row], column, is_kept, source, following, is_open, layout
 
 
 class MegaSlots(ChunkSlots, MegaCacheLayer):

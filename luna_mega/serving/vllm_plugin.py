@@ -7,6 +7,7 @@ keeps it whole; decoding is captured whole in a CUDA graph, as nothing in it wai
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP, MambaModelConfig
 from vllm.model_executor.models.interfaces import HasInnerState, IsAttentionFree, SupportsMambaPrefixCaching
+from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.linear_attn import LinearAttentionBackend
 from vllm.v1.attention.backends.mamba_attn import BaseMambaAttentionMetadata, BaseMambaAttentionMetadataBuilder
@@ -27,7 +29,7 @@ from luna_mega.modeling_common.layout import TokenLayout
 from luna_mega.serving.families import FAMILIES, ServedModel
 from luna_mega.serving.slots import Sequences
 
-OPERATOR = "luna_mega::serving_layer"
+OPERATOR = "vllm::luna_mega_layer"
 
 
 def register():
@@ -69,8 +71,9 @@ class SlotMetadata(BaseMambaAttentionMetadata):
 
     longest: int = 0  # tokens of a sequence, at most
 
+    @cached_property
     def groups(self) -> list[Sequences]:
-        """Return the sequences that go on together."""
+        """Return the sequences that go on together; computed in the first layer, so that graphs capture it."""
         groups, ones = [], self.num_decode_tokens
         if ones:
             before = self.seq_lens[:ones].long() - 1
@@ -139,19 +142,18 @@ class LayerSlots(nn.Module, MambaBase):
             zero = torch.zeros(1, dtype=torch.long, device=device)
             groups = [Sequences(zero, zero, layout)]
         else:
-            groups = metadata[self.name].groups()
+            groups = metadata[self.name].groups
         return self.served[0].advance(self.index, hidden_states, states, groups)
 
 
-@torch.library.custom_op(OPERATOR, mutates_args=())
-def serving_layer(hidden_states: torch.Tensor, name: str) -> torch.Tensor:
+def run_layer(hidden_states: torch.Tensor, name: str) -> torch.Tensor:
     """Run the layer of this name; its states are no arguments, as in vLLM's own layers."""
     return get_forward_context().no_compile_layers[name].run(hidden_states)
 
 
-@serving_layer.register_fake
-def _(hidden_states, name):
-    return torch.empty_like(hidden_states)
+direct_register_custom_op(
+    OPERATOR.split("::")[1], run_layer, fake_impl=lambda hidden_states, name: torch.empty_like(hidden_states)
+)
 
 
 @support_torch_compile
@@ -171,7 +173,7 @@ class ServedLayers(nn.Module):
         embeddings = self.served.look_up(input_ids) if inputs_embeds is None else inputs_embeds
         hidden_states = self.served.embed(embeddings, positions)
         for name in self.names:
-            hidden_states = torch.ops.luna_mega.serving_layer(hidden_states, name)
+            hidden_states = torch.ops.vllm.luna_mega_layer(hidden_states, name)
         return self.served.finish(hidden_states)
 
 

@@ -115,8 +115,8 @@ def test_a_state_that_is_lost_or_of_another_is_noticed(family, control, served, 
     if control == "write":
         monkeypatch.setattr(Sequences, "write", lambda *_: None)
     else:  # what a slot has of another sequence is taken for one's own
-        made = Sequences.__new__
-        monkeypatch.setattr(Sequences, "__new__", lambda cls, a, b, *rest: made(cls, a, b.clamp(min=1), *rest))
+        made = Sequences.__init__
+        monkeypatch.setattr(Sequences, "__init__", lambda self, a, b, *rest: made(self, a, b.clamp(min=1), *rest))
     results = server.serve([request._replace(tokens=request.tokens[:2]) for request in requests])
     apart = max(abs(r["chances"][-1] - q.chances[1]) for r, q in zip(results, requests, strict=True))
     assert apart > 1e-3
@@ -127,10 +127,10 @@ def test_padding_behind_the_sequences_is_zero(family, served):
     model, _ = served(family, 6)
     server = Server(model, slots=2, most=1)
     hidden = torch.randn(5, 32)
-    groups = [Sequences(torch.tensor([0, 1]), torch.tensor([0, 0]))]
+    groups = [(torch.tensor([0, 1]), torch.tensor([0, 0]))]
     with torch.inference_mode():
-        output = server.family.advance(0, hidden, server.states[0], groups)
-        alone = server.family.advance(0, hidden[:1], server.states[0], [Sequences(*(x[:1] for x in groups[0][:2]))])
+        output = server.family.advance(0, hidden, server.states[0], [Sequences(*x) for x in groups])
+        alone = server.family.advance(0, hidden[:1], server.states[0], [Sequences(*(x[:1] for x in groups[0]))])
     assert not output[2:].any() and output[:2].any()
     torch.testing.assert_close(output[:1], alone)
 
