@@ -11,8 +11,8 @@ import torch
 
 from luna_mega.kernels.complex_ema.coefficients import Coefficients, angle, powers_less_one
 
-# Channels whose tables are in memory at the same time, where gradients need several.
-BLOCK = 128
+# Channels times positions of the tables in memory at the same time, where gradients need several, and least channels.
+BLOCK, LEAST_CHANNELS = 1 << 12, 32
 
 
 def _power(of: Coefficients, exponent: float) -> torch.Tensor:
@@ -44,10 +44,6 @@ def _real(weight: torch.Tensor) -> torch.Tensor:
     return torch.stack((weight, torch.zeros_like(weight)), -1).flatten(1)
 
 
-def _number(pairs: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_complex(pairs.unflatten(-1, (-1, 2)).contiguous())
-
-
 def chunk_maps(of: Coefficients, chunk: int) -> tuple[torch.Tensor, ...]:
     """Return the lags within a chunk `[D, C]`, the matrices from a chunk to the states and back, and q^C - 1.
 
@@ -62,28 +58,26 @@ def chunk_maps(of: Coefficients, chunk: int) -> tuple[torch.Tensor, ...]:
 
 def chunk_maps_backward(of: Coefficients, chunk: int, *gradients: torch.Tensor) -> list[torch.Tensor]:
     """Return the gradients of the coefficients from those of `chunk_maps`, of some channels at a time."""
-    parts = []
-    for start in range(0, len(of.turn), BLOCK):
-        block = slice(start, start + BLOCK)
+    parts, size = [], max(LEAST_CHANNELS, BLOCK // chunk)
+    for start in range(0, len(of.turn), size):
+        block = slice(start, start + size)
         some = Coefficients(*(numbers[block] for numbers in of))
         parts.append(_chunk_maps_backward(some, chunk, *(gradient[block] for gradient in gradients)))
     return [torch.cat(grads) for grads in zip(*parts, strict=True)]
 
 
 def _chunk_maps_backward(of, chunk, grad_taps, grad_inward, grad_outward, grad_decay):
-    powers = _pairs(_table(of, chunk + 1))
-    weight_out = torch.view_as_complex(of.weight_out)
-    sums, slopes = _sums(grad_inward.flip(-1), powers[..., :chunk])
-    # The states' way out is conjugate.
-    received = torch.nn.functional.pad(grad_outward, (1, 0))
-    received[:, 0::2, :chunk].addcmul_(of.weight_in[..., None], grad_taps[:, None])
-    received[:, 1::2].neg_()
-    out_sums, out_slopes = _sums(received, powers)
-    of_taps = _number((powers[..., :chunk] @ grad_taps[..., None]).squeeze(-1))
-    grad_in = sums.real + (weight_out * of_taps).real
-    last = torch.view_as_complex(grad_decay).conj() * _number(powers[..., chunk].contiguous())
-    slopes = of.weight_in * slopes + weight_out * out_slopes + chunk * last
-    return _of_slopes(slopes, grad_in, out_sums)
+    powers, weight_out = _table(of, chunk + 1), torch.view_as_complex(of.weight_out)
+    now, later = powers[:chunk], powers[1:]
+    # The derivative for a complex number x + i y is that for x, less i times that for y; the way out is conjugate.
+    sums, slopes = _sums(_rows(grad_inward).flip(0).conj_physical_().mul_(now))
+    out_sums, out_slopes = _sums(_rows(grad_outward).mul_(later))
+    tap_sums, tap_slopes = _sums(torch.view_as_complex(torch.view_as_real(now) * grad_taps.t()[..., None, None]))
+    grad_out = torch.addcmul(out_sums, of.weight_in, tap_sums)
+    grad_in = sums.real + (weight_out * tap_sums).real
+    out_slopes = out_slopes + out_sums + of.weight_in * tap_slopes  # the first way out is q, not 1
+    last = torch.view_as_complex(grad_decay).conj() * powers[chunk]
+    return _of_slopes(of.weight_in * slopes + weight_out * out_slopes + chunk * last, grad_in, grad_out)
 
 
 def series(of: Coefficients, length: int) -> torch.Tensor:
@@ -119,20 +113,18 @@ def _split(length):
     return inner, -(-length // inner)
 
 
-def _sums(gradient, powers):
-    """Return the sums of gradient times q^t, where the gradient of x + i y is g_x - i g_y, and those of t times both.
+def _rows(pairs: torch.Tensor) -> torch.Tensor:
+    """Return real pairs `[D, 2 N, E]` as complex numbers `[E, D, N]`."""
+    matrix = pairs.flatten(0, 1).t().contiguous()
+    return torch.view_as_complex(matrix.view(pairs.shape[2], pairs.shape[0], -1, 2))
 
-    The gradients are pairs `[D, 2 N, E]` of g_x and g_y; the sums are complex, `[D, N]`.
-    """
-    count = powers.shape[-1]
-    ramp = torch.arange(count, device=powers.device, dtype=powers.dtype)
-    weights = torch.stack((torch.ones_like(ramp), ramp), 1)
-    # Of pairs: g_x Re q + g_y Im q, and g_x Im q - g_y Re q.
-    turned = powers.unflatten(1, (-1, 2)).flip(2).flatten(1, 2)
-    straight, crossed = ((gradient * table) @ weights for table in (powers, turned))
-    real = straight[:, 0::2] + straight[:, 1::2]
-    imaginary = crossed[:, 0::2] - crossed[:, 1::2]
-    return torch.complex(real, imaginary).unbind(-1)
+
+def _sums(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sums over t of complex numbers `[E, D, N]`, and of t times them, `[D, N]`, by a product."""
+    pairs = torch.view_as_real(rows)
+    ramp = torch.arange(len(rows), device=pairs.device, dtype=pairs.dtype)
+    sums = torch.stack((torch.ones_like(ramp), ramp)) @ pairs.flatten(1)
+    return torch.view_as_complex(sums.view(2, *pairs.shape[1:])).unbind()
 
 
 def _of_slopes(slopes, grad_in, grad_out):

@@ -164,7 +164,7 @@ def _lag_sums(products, center):
 
 
 def _carry(gains, decay, first, forward, backward):
-    """Return the states before each chunk, s_i = q^C s_{i-1} + gains_{i-1}, `[D, B, chunks, N']`.
+    """Return the states before each chunk, s_i = q^C s_{i-1} + gains_{i-1}, `[D, B, chunks, N']`, in place of `gains`.
 
     `decay`: q^C - 1; where it is complex, pairs of states are complex numbers. `first`: the states to begin with, `[D,
     B, N']`. `forward`, `backward`: the slices of the states that run with time and against it.
@@ -176,10 +176,9 @@ def _carry(gains, decay, first, forward, backward):
     rows, decay = _numbers(carried, decay).unbind(0), decay[:, None]
     for before, row in zip(rows[:-1], rows[1:], strict=True):
         row.add_(before).addcmul_(before, decay)
-    states = torch.empty_like(gains)
-    states[..., forward] = carried[..., forward].permute(1, 2, 0, 3)
-    states[..., backward] = carried[..., backward].flip(0).permute(1, 2, 0, 3)
-    return states
+    gains[..., forward] = carried[..., forward].permute(1, 2, 0, 3)
+    gains[..., backward] = carried[..., backward].flip(0).permute(1, 2, 0, 3)
+    return gains
 
 
 def _numbers(states, decay):
@@ -218,17 +217,27 @@ def _scan_backward(gradient, grad_last, chunks, taps, center, inward, outward, d
     from_output = (grad_rows @ outward.mT).view(states.shape)
     if grad_last is not None:
         from_output[:, :, -1] += grad_last.transpose(0, 1)
-    decay = decay.conj().resolve_conj()
+    decay, from_first = decay.conj().resolve_conj(), from_output[:, :, 0].clone()
     grad_gains = _carry(from_output, decay, 0.0, backward, forward)
     first = _numbers(grad_gains[:, :, 0], decay)
-    grad_initial = from_output[:, :, 0] + _pairs(torch.addcmul(first, first, decay[:, None]))
-    grad_decay = _pairs((_numbers(grad_gains, decay) * _numbers(states, decay).conj()).sum((1, 2)))
+    grad_initial = from_first + _pairs(torch.addcmul(first, first, decay[:, None]))
     states, grad_gains = states.flatten(1, 2), grad_gains.flatten(1, 2)
+    grad_decay = _decay_gradient(grad_gains, states) if decay.is_complex() else (grad_gains * states).sum(1)
     grad_chunks = grad_rows @ _toeplitz(taps, center, chunks.shape[-1]).mT
     grad_chunks.baddbmm_(grad_gains, inward)
     grad_taps = _lag_sums(rows.mT @ grad_rows, center)
     grad_inward, grad_outward = grad_gains.mT @ rows, states.mT @ grad_rows
     return grad_chunks.view(chunks.shape), grad_taps, grad_inward, grad_outward, grad_decay, grad_initial
+
+
+def _decay_gradient(gradients, states):
+    """Return the sums of complex gradients times conjugate states, all as pairs `[D, R, 2 N]`: pairs `[D, 2 N]`.
+
+    A product of all states with all takes less time and memory than one of complex tensors and its sum.
+    """
+    products = (gradients.mT @ states).unflatten(2, (-1, 2)).unflatten(1, (-1, 2)).diagonal(0, 1, 3)
+    real, imaginary = products[:, 0, 0] + products[:, 1, 1], products[:, 1, 0] - products[:, 0, 1]
+    return torch.stack((real, imaginary), -1).flatten(1)
 
 
 def _blocks(x):
