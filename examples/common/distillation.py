@@ -74,11 +74,8 @@ class DistillArguments:
     calibration_batches: int = field(
         default=6, metadata={"help": "training batches from which a Luna's packs or a Mega's head are solved; 0 = none"}
     )
-    calibration_gain: float = field(default=6.0, metadata={"help": "how sharply a row of the pack reads its stretch"})
-    calibration_base: float = field(
-        default=100.0, metadata={"help": "ratio of the longest and the shortest wave of the codes of positions"}
-    )
-    calibration_ridge: float = field(default=0.01, metadata={"help": "strength of the ridge regression"})
+    calibration_gain: float = field(default=12.0, metadata={"help": "how sharply a row of the pack reads its stretch"})
+    calibration_ridge: float = field(default=0.01, metadata={"help": "strength of the regularization"})
     align_steps: int = field(default=200, metadata={"help": "steps of alignment, layer by layer; 0 = none"})
     align_learning_rate: float = field(default=1e-3, metadata={"help": "learning rate of alignment"})
     align_whole: bool = field(
@@ -234,7 +231,7 @@ def calibrate_student(
 ) -> Done:
     """Calibrate a student, on all processes alike."""
     start = time.perf_counter()
-    options = {"gain": model.calibration_gain, "base": model.calibration_base, "ridge": model.calibration_ridge}
+    options = {"gain": model.calibration_gain, "ridge": model.calibration_ridge}
     with one_line("stage calibrate"):
         shares = calibrate(teacher, student, batches, model.layers, **options)
     if dist.is_initialized():  # rounding differs between processes
@@ -242,9 +239,7 @@ def calibrate_student(
             dist.broadcast(parameter.data, 0)
     tokens = sum(int(batch.get("attention_mask", torch.ones_like(batch["input_ids"])).sum()) for batch in batches)
     shown = ", ".join(f"{share:.2f}" for share in shares)
-    what = (
-        "layers explain {} of the positions" if student.config.model_type == "luna" else "head explain {} of its output"
-    )
+    what = "layers tell {} of the stretches" if student.config.model_type == "luna" else "head explain {} of its output"
     return Done(
         f"stage calibrate: the states of the {what.format(shown)}",
         tokens,

@@ -1,7 +1,7 @@
 """Calibration in closed form: row r of a Luna's P packs the r-th stretch of the positions, before any training."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,16 +22,43 @@ _BOUND = 0.99  # of tanh in a Mega's head
 
 @dataclass
 class _Sample:
-    """A batch: inputs of all layers `[B, T, d]`, positions and kept tokens `[B, T]`, and P `[B, L, d]` with its mask.
+    """A batch: its tokens, their positions and which are kept `[B, T]`, and the inputs of all layers `[B, T, d]`."""
 
-    P is one tensor, or one for every layer where it is not contextual.
-    """
-
-    states: list[torch.Tensor]
+    ids: torch.Tensor
     positions: torch.Tensor
     kept: torch.Tensor
-    packed: list[torch.Tensor]
-    used: torch.Tensor
+    states: list[torch.Tensor]
+
+
+class _Stretches:
+    """Linear discriminant analysis (Fisher 1936) of states by their stretch, summed up batch by batch in float64."""
+
+    def __init__(self, count: int):
+        self.count, self.numbers, self.sums, self.gram = count, 0.0, 0.0, 0.0
+
+    def add(self, states: torch.Tensor, stretches: torch.Tensor):
+        """Add states `[M, d]` and the stretches that they stand in `[M]`."""
+        states, member = states.double(), nn.functional.one_hot(stretches, self.count).double()
+        self.numbers, self.sums = self.numbers + member.sum(dim=0), self.sums + member.T @ states
+        self.gram = self.gram + states.T @ states
+
+    def solve(self, size: int, ridge: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return weight `[size, d]` and bias `[size]` of the codes of states, and the codes of the means `[L, size]`.
+
+        The codes of a stretch scatter by 1 in every direction, and no other `size` directions set the means further
+        apart.
+        """
+        numbers, total = self.numbers[:, None], self.numbers.sum()
+        mean, means = self.sums.sum(dim=0) / total, self.sums / numbers.clamp(min=1)
+        scatter = (self.gram - (numbers * means).T @ means) / total
+        scatter = scatter + ridge * self.gram.diagonal().mean() / total * torch.eye(len(mean)).to(scatter)
+        factor = torch.linalg.cholesky(scatter)
+        apart = torch.linalg.solve_triangular(factor, ((means - mean) * (numbers > 0)).T, upper=False)
+        directions, lengths, _ = torch.linalg.svd(apart * self.numbers.sqrt(), full_matrices=False)
+        directions = (directions * (lengths > 1e-6 * lengths[0]))[:, :size]  # others tell nothing
+        directions = nn.functional.pad(directions, (0, size - directions.shape[1]))
+        weight = torch.linalg.solve_triangular(factor.T, directions, upper=True).T
+        return weight, -weight @ mean, apart.T @ directions
 
 
 class _Ridge:
@@ -66,9 +93,7 @@ def calibrate(
     student: PreTrainedModel,
     batches: Iterable[dict[str, Any]],
     layers: Sequence[int] | None = None,
-    span: int | None = None,
-    gain: float = 6.0,
-    base: float = 100.0,
+    gain: float = 12.0,
     ridge: float = 1e-2,
 ) -> list[float]:
     """Let row r of P pack the r-th stretch of the positions, in every layer of a Luna encoder; nothing is trained.
@@ -76,22 +101,24 @@ def calibrate(
     Of a Mega that predicts masked tokens it is the dense layer of the head that is solved for: from the teacher's last
     states it reads what the teacher's head gives to the words, which are copied.
 
-    The pack keys become the codes (sines and cosines) of positions that ridge regression reads from the teacher's
-    hidden states, the pack queries the codes of the middles of the stretches, and the pack values the states
-    themselves. P begins as those codes. With one row for each position and a large gain, P is the sequence itself.
+    The positions of the longest input are cut into as many stretches as P has rows. The pack keys become what tells
+    the stretches apart best among all linear maps of the teacher's hidden states (linear discriminant analysis), the
+    pack queries the means of the stretches, and the pack values the states themselves. P begins as the queries of all
+    layers, each of which reads its own from it. With a row for each position, and states that tell all positions, P is
+    the sequence itself, and a student whose other weights are copied is its teacher.
 
     Args:
         batches: a few, with `input_ids` `[B, T]` and `attention_mask`; padding is left out. The states of all layers
             are kept for all of them.
         layers: as for `copy_weights`, which comes first.
-        span: positions that the rows of P share; None = the length of the longest batch.
-        gain: the score of a row at the middle of its stretch: the larger it is, the sharper a row reads.
-        base: ratio of the shortest and the longest wave of the codes.
-        ridge: strength of the regression, as a share of the mean square of the states. A Mega has no other option.
+        gain: by how much the score of a row at the mean of its own stretch is above that at the others on average: a
+            token of another stretch gets about exp(-gain) of the weight that one of its own gets.
+        ridge: strength of the regularization, as a share of the mean square of the states. A Mega has no other option.
 
     Returns:
-        For every layer the share of the variance of the codes that its states explain, 1 at best. A low one says that
-        the rows cannot tell positions apart, and that alignment has to do the work. Of a Mega one share, of the head.
+        For every layer the share of tokens whose stretch its states tell, 1 at best. A low one says that rows read
+        other stretches as well, and that alignment has to do the work. Of a Mega the share of the variance of the
+        head's output that is explained.
 
     Raises:
         ValueError: the student packs nothing, or has tied keys and values; an option is out of range, or the batches
@@ -99,50 +126,93 @@ def calibrate(
     """
     own, batches = check_pair(teacher, student), list(batches)
     _check_student(teacher, own)
-    _check_options(span, gain, base, ridge)
+    _check_options(gain, ridge)
     if not any(inputs_of(batch, token_types=False)["attention_mask"].any() for batch in batches):
         raise ValueError("calibrate needs at least one batch with tokens that are no padding")
     if own.config.model_type == "mega":
         return [_calibrate_head(teacher, own, batches, ridge)]
     was_training = own.model.training
     own.model.eval()
-    plan, embeddings = plan_alignment(teacher, own, layers), own.model.luna.embeddings
-    heads, count = own.config.num_pack_attention_heads, own.config.projection_length
-    span = span or max(batch["input_ids"].shape[1] for batch in batches)
-    middles = (torch.arange(count, device=embeddings.packed_embeddings.device) + 0.5) * span / count - 0.5
-
-    def codes(positions: torch.Tensor) -> torch.Tensor:
-        return _codes(positions, own.config.hidden_size // heads, base).repeat(1, heads)
-
-    rows = codes(middles)
-    embeddings.packed_embeddings.copy_(rows)
+    plan = plan_alignment(teacher, own, layers)
     samples = [_sample(teacher, own, plan, batch) for batch in batches]
-    scale = 2 * gain / math.sqrt(own.config.hidden_size // heads)
-    explained = [_calibrate_layer(own, index, samples, codes, scale * rows, ridge) for index in range(len(own.layers))]
+    span = 1 + max(int(sample.positions[sample.kept].max()) for sample in samples if sample.kept.any())
+    count = min(own.config.projection_length, span)
+    stretches = [sample.positions[sample.kept] * count // span for sample in samples]
+    codes = [_solve_keys(own, index, samples, stretches, count, ridge) for index in range(len(own.layers))]
+    queries = [_queries(code, gain) for code, _ in codes]
+    _begin_packed(own, queries)
+    _solve_queries(own, samples, queries)
     own.model.train(was_training)
-    return explained
+    return [told for _, told in codes]
 
 
-def _calibrate_layer(
-    own: Parts, index: int, samples: list[_Sample], codes: Callable, rows: torch.Tensor, ridge: float
-) -> float:
-    """Write the pack projections of a layer, and bring P of the samples to the next one."""
-    layer, keys, queries = own.layers[index], _Ridge(ridge), _Ridge(1e-6)
+def _solve_keys(
+    own: Parts, index: int, samples: list[_Sample], stretches: list[torch.Tensor], count: int, ridge: float
+) -> tuple[torch.Tensor, float]:
+    """Write pack key and value of a layer; return the codes of the stretches `[L, K]`, and how many tokens they tell.
+
+    All heads have the same key: each reads its own part of the states, and all the same stretch.
+    """
+    attention, heads = own.layers[index].attention, own.config.num_pack_attention_heads
+    analysis = _Stretches(count)
+    states = [_normed(own, index, sample.states[index])[sample.kept] for sample in samples]
+    for rows, places in zip(states, stretches, strict=True):
+        analysis.add(rows, places)
+    weight, bias, codes = analysis.solve(own.config.hidden_size // heads, ridge)
+    attention.pack_key.weight.copy_(weight.repeat(heads, 1))
+    attention.pack_key.bias.copy_(bias.repeat(heads))
+    nn.init.eye_(attention.pack_value.weight)
+    nn.init.zeros_(attention.pack_value.bias)
+    offset = codes.square().sum(dim=1) / 2
+    right = [
+        ((rows.double() @ weight.T + bias) @ codes.T - offset).argmax(dim=1) == places
+        for rows, places in zip(states, stretches, strict=True)
+    ]
+    return codes, torch.cat(right).double().mean().item()
+
+
+def _normed(own: Parts, index: int, states: torch.Tensor, packed: bool = False) -> torch.Tensor:
+    """Return tokens, or P, as the attention of a layer reads them."""
+    layer = own.layers[index]
+    norm = layer.packed_layer_norm if packed else layer.attention_layer_norm
+    return norm(states) if own.pre_norm else states
+
+
+def _queries(codes: torch.Tensor, gain: float) -> torch.Tensor:
+    """Return a query for every stretch `[L, K]`, along its code, that has the gain."""
+    scores = codes @ codes.T
+    own = scores.diagonal()
+    margin = own - (scores.sum(dim=1) - own) / max(1, len(codes) - 1)
+    return math.sqrt(codes.shape[1]) * gain * codes / margin.clamp(min=1e-9)[:, None]
+
+
+def _begin_packed(own: Parts, queries: list[torch.Tensor]):
+    """Let P begin as rows of equal length, from which the queries of all layers can be read by linear maps."""
+    table, together = own.model.luna.embeddings.packed_embeddings, torch.cat(queries, dim=1)
+    basis = torch.linalg.svd(together, full_matrices=False)[0][:, : table.shape[-1]]
+    rows = math.sqrt(table.shape[-1]) * nn.functional.normalize(basis, dim=1)
+    table.zero_()
+    table[..., : rows.shape[0], : rows.shape[1]] = rows.to(table)
+
+
+def _solve_queries(own: Parts, samples: list[_Sample], queries: list[torch.Tensor]):
+    """Write the pack queries of all layers, which read P as the layers before have left it."""
+    heads, embeddings, states = own.config.num_pack_attention_heads, own.model.luna.embeddings, []
     for sample in samples:
-        states, packed = sample.states[index], sample.packed[index % len(sample.packed)]
-        if own.pre_norm:
-            states, packed = layer.attention_layer_norm(states), layer.packed_layer_norm(packed)
-        keys.add(states[sample.kept], codes(sample.positions[sample.kept]))
-        queries.add(packed[sample.used], rows[: packed.shape[1]].expand_as(packed)[sample.used])
-    explained = keys.write(layer.attention.pack_key)
-    queries.write(layer.attention.pack_query)
-    nn.init.eye_(layer.attention.pack_value.weight)
-    nn.init.zeros_(layer.attention.pack_value.bias)
-    if own.config.contextual_projection:
-        for sample in samples:
-            layout = TokenLayout(drop_if_full(sample.kept))
-            sample.packed = [layer(sample.states[index], sample.packed[0], layout, drop_if_full(sample.used))[1]]
-    return explained
+        layout, words = TokenLayout(drop_if_full(sample.kept)), embeddings.word_embeddings(sample.ids)
+        packed, used = embeddings(words, layout, sample.positions, with_packed=True)[1]
+        used = torch.ones_like(packed[0][..., 0], dtype=torch.bool) if used is None else used
+        states.append((layout, packed, used))
+    for index, layer in enumerate(own.layers):
+        solved, wanted = _Ridge(1e-6), queries[index].repeat(1, heads)
+        for _, packed, used in states:
+            rows = _normed(own, index, packed[index % len(packed)], packed=True)
+            target = nn.functional.pad(wanted, (0, 0, 0, max(0, rows.shape[1] - len(wanted))))[: rows.shape[1]]
+            solved.add(rows[used], target.expand(len(rows), -1, -1)[used])
+        solved.write(layer.attention.pack_query)
+        if own.config.contextual_projection:
+            for sample, (layout, packed, used) in zip(samples, states, strict=True):
+                packed[0] = layer(sample.states[index], packed[0], layout, drop_if_full(used))[1]
 
 
 def solves_head(teacher: Teacher, own: Parts) -> bool:
@@ -175,31 +245,18 @@ def _check_student(teacher: Teacher, own: Parts):
         raise ValueError("keys that are values too cannot be codes of positions: set tie_key_value=False")
 
 
-def _check_options(span: int | None, gain: float, base: float, ridge: float):
-    fits = {"span": span is None or span >= 1, "gain": gain > 0, "base": base >= 1, "ridge": ridge >= 0}
-    if wrong := [name for name, fit in fits.items() if not fit]:
-        values = ", ".join(map(str, (span, gain, base, ridge)))
-        raise ValueError(
-            f"{wrong[0]} is out of range in span, gain, base, ridge = {values}: span and base are at least 1, gain is "
-            "above 0 and ridge at least 0"
-        )
-
-
-def _codes(positions: torch.Tensor, size: int, base: float) -> torch.Tensor:
-    """Return sines and cosines `[..., size]` of positions `[...]`."""
-    half = size // 2
-    frequency = torch.exp(torch.arange(half, device=positions.device) * (-math.log(base) / max(1, half - 1)))
-    angle = positions[..., None].float() * frequency
-    return nn.functional.pad(torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(-2), (0, size % 2))
+def _check_options(gain: float, ridge: float):
+    for name, value in (("gain", gain), ("ridge", ridge)):
+        if not value > 0:
+            raise ValueError(f"{name}={value} is out of range: it has to be above 0")
 
 
 def _sample(teacher: Teacher, own: Parts, plan: AlignmentPlan, batch: dict[str, Any]) -> _Sample:
     inputs, embeddings = inputs_of(batch, token_types=False), own.model.luna.embeddings
-    kept = inputs["attention_mask"].bool()
-    positions = positions_of(kept)
-    words = embeddings.word_embeddings(inputs["input_ids"])
-    first, (packed, used) = embeddings(words, TokenLayout(drop_if_full(kept)), positions, with_packed=True)
-    used = torch.ones_like(packed[0][..., 0], dtype=torch.bool) if used is None else used
-    shown = teacher.show(batch).states
-    shift = first - shown[0].to(first.dtype) if plan.shifts else 0.0
-    return _Sample([shown[index].to(first.dtype) + shift for index, _ in plan.pairs], positions, kept, packed, used)
+    ids, kept = inputs["input_ids"], inputs["attention_mask"].bool()
+    positions, states = positions_of(kept), teacher.show(batch).states
+    first, _ = embeddings(
+        embeddings.word_embeddings(ids), TokenLayout(drop_if_full(kept)), positions, with_packed=False
+    )
+    shift = first - states[0].to(first.dtype) if plan.shifts else 0.0
+    return _Sample(ids, positions, kept, [states[index].to(first.dtype) + shift for index, _ in plan.pairs])

@@ -155,8 +155,8 @@ def test_stages_that_do_not_apply():
     with pytest.raises(ValueError, match="at least one batch with tokens"):
         calibrate(teacher, student, [nothing])
     before = {key: tensor.clone() for key, tensor in student.state_dict().items()}
-    for options in ({"span": 0}, {"gain": -1.0}, {"gain": float("nan")}, {"base": 0.5}, {"ridge": -1.0}):
-        with pytest.raises(ValueError, match=f"{next(iter(options))} is out of range") as error:
+    for options in ({"gain": -1.0}, {"gain": float("nan")}, {"ridge": 0.0}):
+        with pytest.raises(ValueError, match=f"{next(iter(options))}=.* is out of range") as error:
             calibrate(teacher, student, [batch], **options)
         one_line(error)
     assert all(torch.equal(before[key], tensor) for key, tensor in student.state_dict().items())

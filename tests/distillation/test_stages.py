@@ -12,6 +12,7 @@ from luna_mega.distillation import (
     align,
     aligned_parameters,
     calibrate,
+    calibration,
     copy_weights,
     distill,
     distilling,
@@ -105,6 +106,27 @@ def test_a_row_packs_its_stretch(pre_norm):
     assert len(explained) == 2 and min(explained) > 0.9
     for weights in student(**batch, output_packed_attentions=True).packed_attentions:
         assert torch.equal(weights.mean(dim=(0, 1)).argmax(dim=-1) // 3, torch.arange(4))
+
+
+def test_codes_of_stretches_are_linear_discriminants():
+    """Distances of their means are those of Mahalanobis, and within a stretch they scatter by 1 in every direction."""
+    torch.manual_seed(0)
+    places = torch.randint(5, (400,))
+    states = torch.randn(400, 8).double() @ torch.randn(8, 8).double() + torch.randn(5, 8).double()[places]
+    analysis = calibration._Stretches(6)  # none of the states stands in the last one
+    for rows, stretches in zip(states.split(150), places.split(150), strict=True):
+        analysis.add(rows, stretches)
+    weight, bias, means = analysis.solve(7, ridge=1e-12)
+    seen = torch.stack([states[places == place].mean(dim=0) for place in range(5)])
+    scatter = (states - seen[places]).T @ (states - seen[places]) / 400
+    apart = seen[:, None] - seen
+    wanted = torch.einsum("ijk,kl,ijl->ij", apart, scatter.inverse(), apart)
+    got = (means[:5, None] - means[:5]).square().sum(dim=-1)
+    torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(means[5], torch.zeros(7).double())
+    codes = states @ weight.T + bias - means[places]
+    torch.testing.assert_close((codes.T @ codes / 400)[:4, :4], torch.eye(4).double(), rtol=0, atol=1e-6)
+    assert not weight[4:].any()  # five means have four directions
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -270,7 +292,7 @@ def test_calibration_with_padding_is_calibration_without():
     ]
     for student, batches in ((padded, [batch]), (cut, alone)):
         copy_weights(teacher, student)
-        calibrate(teacher, student, batches, span=12)
+        calibrate(teacher, student, batches)
     torch.testing.assert_close(padded.state_dict(), cut.state_dict(), rtol=1e-3, atol=1e-4)
 
 
