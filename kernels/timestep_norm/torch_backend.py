@@ -146,8 +146,10 @@ def _moments(rows, kept, groups, dtype):
 
 
 def _apply(rows, kept, means, rstds, weight, bias):
-    y = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
-    for block, (around,) in _blocks(rows, means.shape[1], means.dtype, 1):
+    y, groups = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device), means.shape[1]
+    wide = rows.dtype == means.dtype  # what is made of a block then stands where the result is to be
+    for block, scratch in _blocks(rows, groups, means.dtype, 0 if wide else 1):
+        around = y[block].unflatten(1, (groups, -1)) if wide else scratch[0]
         torch.sub(_of_block(rows, kept, block, around), means[block], out=around)
         _affine(around.mul_(rstds[block]).flatten(1), weight, bias, y[block])
         if kept is not None:
