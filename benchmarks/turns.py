@@ -9,20 +9,22 @@ brackets divides it by the first variant's.
 
 import argparse
 import statistics
-import time
 
 import torch
 from cases import CASES
+from decoding import clock
 
 
 def run(work, gradient: bool) -> float:
     """Return the milliseconds of a forward pass without gradient, or of a forward and a backward pass."""
-    start = time.perf_counter()
-    with torch.set_grad_enabled(gradient):
-        outputs = work.forward()
-    if gradient:
-        torch.autograd.grad(outputs, work.leaves, [torch.ones_like(x) for x in outputs], allow_unused=True)
-    return 1000 * (time.perf_counter() - start)
+
+    def passes():
+        with torch.set_grad_enabled(gradient):
+            outputs = work.forward()
+        if gradient:
+            torch.autograd.grad(outputs, work.leaves, [torch.ones_like(x) for x in outputs], allow_unused=True)
+
+    return 1000 * clock(passes)
 
 
 def main(argv: list[str] | None = None) -> None:
