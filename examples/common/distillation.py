@@ -74,7 +74,9 @@ class DistillArguments:
     calibration_batches: int = field(
         default=6, metadata={"help": "training batches from which a Luna's packs or a Mega's head are solved; 0 = none"}
     )
-    calibration_gain: float = field(default=12.0, metadata={"help": "how sharply a row of the pack reads its stretch"})
+    calibration_gain: float | None = field(
+        default=None, metadata={"help": "how sharply a row reads its stretch; default: 12 for single positions, else 6"}
+    )
     calibration_ridge: float = field(default=0.01, metadata={"help": "strength of the regularization"})
     align_steps: int = field(default=200, metadata={"help": "steps of alignment, layer by layer; 0 = none"})
     align_learning_rate: float = field(default=1e-3, metadata={"help": "learning rate of alignment"})

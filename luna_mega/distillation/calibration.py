@@ -93,7 +93,7 @@ def calibrate(
     student: PreTrainedModel,
     batches: Iterable[dict[str, Any]],
     layers: Sequence[int] | None = None,
-    gain: float = 12.0,
+    gain: float | None = None,
     ridge: float = 1e-2,
 ) -> list[float]:
     """Let row r of P pack the r-th stretch of the positions, in every layer of a Luna encoder; nothing is trained.
@@ -111,8 +111,9 @@ def calibrate(
         batches: a few, with `input_ids` `[B, T]` and `attention_mask`; padding is left out. The states of all layers
             are kept for all of them.
         layers: as for `copy_weights`, which comes first.
-        gain: by how much the score of a row at the mean of its own stretch is above that at the others on average: a
-            token of another stretch gets about exp(-gain) of the weight that one of its own gets.
+        gain: by how much the score of a row at the mean of its own stretch is above that at the next best one: a token
+            of another stretch gets about exp(-gain) of the weight that one of its own gets. None = 12 where each
+            stretch is one position, else 6, which weighs the tokens of a stretch more evenly.
         ridge: strength of the regularization, as a share of the mean square of the states. A Mega has no other option.
 
     Returns:
@@ -139,6 +140,7 @@ def calibrate(
     count = min(own.config.projection_length, span)
     stretches = [sample.positions[sample.kept] * count // span for sample in samples]
     codes = [_solve_keys(own, index, samples, stretches, count, ridge) for index in range(len(own.layers))]
+    gain = gain or (12.0 if count == span else 6.0)
     queries = [_queries(code, gain) for code, _ in codes]
     _begin_packed(own, queries)
     _solve_queries(own, samples, queries)
@@ -181,8 +183,8 @@ def _normed(own: Parts, index: int, states: torch.Tensor, packed: bool = False) 
 def _queries(codes: torch.Tensor, gain: float) -> torch.Tensor:
     """Return a query for every stretch `[L, K]`, along its code, that has the gain."""
     scores = codes @ codes.T
-    own = scores.diagonal()
-    margin = own - (scores.sum(dim=1) - own) / max(1, len(codes) - 1)
+    own, others = scores.diagonal(), scores.masked_fill(torch.eye(len(codes)).to(scores).bool(), -torch.inf)
+    margin = own - others.amax(dim=1).clamp(max=0.9 * own)  # a code that hardly stands out is not blown up
     return math.sqrt(codes.shape[1]) * gain * codes / margin.clamp(min=1e-9)[:, None]
 
 
@@ -245,9 +247,9 @@ def _check_student(teacher: Teacher, own: Parts):
         raise ValueError("keys that are values too cannot be codes of positions: set tie_key_value=False")
 
 
-def _check_options(gain: float, ridge: float):
+def _check_options(gain: float | None, ridge: float):
     for name, value in (("gain", gain), ("ridge", ridge)):
-        if not value > 0:
+        if value is not None and not value > 0:
             raise ValueError(f"{name}={value} is out of range: it has to be above 0")
 
 
