@@ -5,15 +5,20 @@
     OMP_NUM_THREADS=1 .venv-serving/bin/python benchmarks/serving.py --engine vllm --models mega --processor-time
     OMP_NUM_THREADS=1 .venv-serving/bin/python benchmarks/serving.py --engine transformers --models mega llama
 
-Models are those of `decoding.py`, with random weights, of about 24 million parameters. `--requests` prompts of
-`--contexts` tokens come at the same time, and each is continued greedily by 16 tokens; in vLLM by more, if it still
-reads other prompts meanwhile. "Read" are the tokens of all prompts a second until every request has its first one;
-"written" are the tokens of all answers a second, from the median of the steps in which every request gets one.
+Models are those of `decoding.py`, with random weights, of about 24 million parameters. `--requests` prompts come at the
+same time, and each is continued greedily by 16 tokens; in vLLM by more, if it still reads other prompts meanwhile. A
+prompt has `--contexts` tokens and half a chunk, so that chunks of attention are as full as they are on average. "Read"
+are the tokens of all prompts a second until every request has its first one; "written" are the tokens of all answers a
+second, from the median of the steps in which every request gets one.
 
 transformers reads prompts in one call of `generate`. Where prompts have more than `--most` tokens together, it gets a
 cache in their place, filled as in `decoding.py`, and nothing is read. vLLM always reads. "Held" is the memory that the
 states, or keys and values, of all requests take, and "peak" the largest resident memory of the process in that row.
 With `--processor-time` a second is one of the processor, in which nobody else used it; this is for one thread.
+
+With `--hold` the table has, in place of speeds, the slots of vLLM that all requests take while all of them write. They
+share a prompt but for its last token, so that vLLM, with its prefix cache, reads it once. "Held" is then the memory of
+these slots.
 """
 
 import argparse
@@ -23,6 +28,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from math import prod
 
@@ -63,7 +69,7 @@ def in_transformers(
 class VllmServer:
     """vLLM with a model, in this process."""
 
-    def __init__(self, model: PreTrainedModel, folder: str, longest: int, dtype: str):
+    def __init__(self, model: PreTrainedModel, folder: str, longest: int, dtype: str, requests: int, shared: bool):
         from vllm import LLM
 
         from luna_mega.serving.families import FAMILIES
@@ -75,8 +81,9 @@ class VllmServer:
         family = FAMILIES[type(model).__name__]
         kinds = zip(family.state_shapes(model.config), family.state_dtypes(DTYPES[dtype]), strict=True)
         self.held = model.config.num_hidden_layers * sum(prod(shape) * kind.itemsize for shape, kind in kinds)
-        options = {"skip_tokenizer_init": True, "enforce_eager": True, "enable_prefix_caching": False, "dtype": dtype}
-        options |= {"max_model_len": longest, "max_num_seqs": 8, "max_num_batched_tokens": BUDGET}
+        options = {"skip_tokenizer_init": True, "enforce_eager": True, "dtype": dtype, "max_model_len": longest}
+        options |= {"enable_prefix_caching": shared, "max_num_seqs": requests, "max_num_batched_tokens": BUDGET}
+        options |= {"block_size": CHUNK // 2} if shared else {}
         os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # Mega's max_positions is no limit where it has chunks
         self.engine = LLM(folder, generation_config="vllm", **options).llm_engine
 
@@ -101,6 +108,30 @@ class VllmServer:
                 steps.append(end - start)
         return read, statistics.median(steps), requests * self.held
 
+    def hold(self, context: int, requests: int) -> tuple[int, int, int]:
+        """Return how many slots the requests take while all of them write, the bytes of one, and those of all."""
+        from vllm import SamplingParams
+
+        manager = self.engine.engine_core.engine_core.scheduler.kv_cache_manager
+        pool, sizes = manager.block_pool, manager.kv_cache_config
+        shared, ends = torch.randint(3, VOCABULARY, (context,)).tolist(), torch.randperm(VOCABULARY).tolist()
+        sampling = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
+        before, written = pool.get_num_free_blocks(), set()
+        for number in range(requests):
+            prompt = {"prompt_token_ids": [*shared, ends[number]]}
+            self.engine.add_request(f"{context}-{number}", prompt, sampling)
+            while not written:  # the first request reads what the others share
+                written |= {output.request_id for output in self.engine.step()}
+        while len(written) < requests:
+            written |= {output.request_id for output in self.engine.step()}
+        if self.engine.get_num_unfinished_requests() < requests:
+            raise RuntimeError("a request was done before the last one began")
+        slots = before - pool.get_num_free_blocks()
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
+        size = sum(tensor.size for tensor in sizes.kv_cache_tensors) // sizes.num_blocks
+        return slots, size, slots * size
+
 
 @torch.no_grad()
 def main(arguments: list[str] | None = None) -> None:
@@ -112,17 +143,20 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--most", type=int, default=20000, help="tokens of prompts that transformers reads together")
+    parser.add_argument("--hold", action="store_true", help="measure the slots of vLLM alone, with a shared prompt")
     parser.add_argument("--processor-time", action="store_true", help="measure on a core that others use as well")
     options = parser.parse_args(arguments)
     clock = time.process_time if options.processor_time else time.perf_counter
     others = {"llama", "gpt2"} & set(options.models)
     if options.engine == "vllm" and (others or len(options.models) > 1):
         parser.error("vLLM serves one of mega, megalodon and luna in a process: give one of them")
+    if options.hold and options.engine != "vllm":
+        parser.error("--hold is for the slots of vLLM: leave it out")
     logging.set_verbosity_error()
     torch.manual_seed(0)
     longest = max(*options.contexts, LONGEST_PROMPT) + CHUNK + 2 * NEW + max(options.contexts) * 8 // BUDGET
-    print("| engine | model | requests | context | read, tokens/s | written, tokens/s | held, MiB | peak, MiB |")
-    print("|---|---|---|---|---|---|---|---|")
+    columns = "slots | a slot, MiB" if options.hold else "read, tokens/s | written, tokens/s"
+    print(f"| engine | model | requests | context | {columns} | held, MiB | peak, MiB |\n|{'---|' * 8}")
     for name in options.models:
         build, inner = MODELS[name]
         model, server = build(inner, longest), None
@@ -130,17 +164,20 @@ def main(arguments: list[str] | None = None) -> None:
             model.save_pretrained(folder)
             model = type(model).from_pretrained(folder, dtype=options.dtype).eval()
             if options.engine == "vllm":
-                server = VllmServer(model, folder, longest, options.dtype)
+                server = VllmServer(model, folder, longest, options.dtype, max(options.requests), options.hold)
         for requests, context in itertools.product(options.requests, options.contexts):
             reset_peak("cpu")
-            if server is None:
-                first, step, held = in_transformers(model, clock, context, requests, options.most)
+            length = context + CHUNK // 2
+            if options.hold:
+                slots, size, held = server.hold(length, requests)
+                measured = f"{slots} | {size / 2**20:.2f}"
             else:
-                first, step, held = server.measure(clock, context, requests)
-            read = "-" if first is None else f"{requests * context / first:,.0f}"
+                run = partial(in_transformers, model, most=options.most) if server is None else server.measure
+                first, step, held = run(clock, length, requests)
+                read = "-" if first is None else f"{requests * length / first:,.0f}"
+                measured = f"{read} | {requests / step:.1f}"
             sizes = f"{held / 2**20:.1f} | {peak('cpu') / 2**20:,.0f}"
-            row = f"{options.engine} | {name} | {requests} | {context:,} | {read} | {requests / step:.1f} | {sizes}"
-            print(f"| {row} |", flush=True)
+            print(f"| {options.engine} | {name} | {requests} | {context:,} | {measured} | {sizes} |", flush=True)
 
 
 if __name__ == "__main__":
