@@ -26,11 +26,13 @@ ENCODERS = {
     "mega truncated": lambda: mega.make(
         "ForTokenClassification", num_hidden_layers=1, **mega.VARIANTS["one direction, truncated"]
     ),
+    "megalodon": lambda: megalodon_decoders.make("ForSequenceClassification", torch.float32, num_hidden_layers=1),
 }
 DECODERS = {
     "luna": lambda: make("luna: softplus", num_hidden_layers=1).float(),
     "mega": lambda: make("mega: softmax", num_hidden_layers=1).float(),
     "mega chunks": lambda: make("mega: laplace chunks", num_hidden_layers=1).float(),
+    "megalodon": lambda: megalodon_decoders.make("ForCausalLM", torch.float32, num_hidden_layers=1),
     "mega with an encoder": lambda: make("mega seq2seq: softmax", num_hidden_layers=1).float(),
 }
 
@@ -85,24 +87,35 @@ def test_decoders(name, tmp_path):
     assert set(json.loads((tmp_path / "out" / "export.json").read_text())["components"]) == parts
 
 
-def test_a_cache_grows_from_one_position_to_beyond_a_chunk(tmp_path):
-    """The exported step goes on where the model does, token by token."""
-    model = DECODERS["mega chunks"]()
+@pytest.mark.parametrize("name", ["mega chunks", "megalodon"])
+def test_steps_go_on_where_the_model_does(name, tmp_path):
+    """From one position to beyond a chunk, and behind padded prompts, where the tokens are those of `generate`."""
+    model = DECODERS[name]()
     with onnx._quiet():
         exported = onnx._export(model, onnx.read_folder(saved(tmp_path / "model", model)), None)
     runners = exported.to(device="cpu").runners
-    ids, past = torch.randint(3, 23, (3, 13)), new_cache(model)
+
+    def run(part, ids, mask, past):
+        output = runners[part](input_ids=ids, attention_mask=mask, past_key_values=past)
+        return output.logits, output.past_key_values
+
+    ids, past, logits = torch.randint(3, 23, (3, 13)), new_cache(model), []
+    for end in range(1, 14):
+        part = "prefill" if end == 1 else "decode"
+        scores, past = run(part, ids[:, end - 1 : end], torch.ones_like(ids[:, :end]), past)
+        logits.append(scores)
     with torch.no_grad():
         expected = model(ids, torch.ones_like(ids), use_cache=False).logits
-    logits = []
-    for end in range(1, 14):
-        runner = runners["prefill" if end == 1 else "decode"]
-        output = runner(
-            input_ids=ids[:, end - 1 : end], attention_mask=torch.ones_like(ids[:, :end]), past_key_values=past
-        )
-        past = output.past_key_values
-        logits.append(output.logits)
     torch.testing.assert_close(torch.cat(logits, 1), expected, atol=1e-5, rtol=1e-5)
+
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    generated = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    scores, past = run("prefill", ids, mask, new_cache(model))
+    for _ in range(6):
+        ids, mask = torch.cat([ids, scores[:, -1:].argmax(-1)], 1), torch.cat([mask, mask[:, -1:]], 1)
+        scores, past = run("decode", ids[:, -1:], mask, past)
+    assert ids.equal(generated)
 
 
 @pytest.mark.parametrize(
@@ -137,14 +150,6 @@ def test_errors_leave_nothing(change, words, tmp_path, monkeypatch, capsys):
     assert message.count("\n") == 1
     assert re.search(words, message), message
     assert {path.name for path in tmp_path.iterdir()} <= {"model", "encoder"}
-
-
-@pytest.mark.parametrize("head", ["ForCausalLM", "ForSequenceClassification"])
-def test_megalodon_is_refused(head, tmp_path):
-    folder = saved(tmp_path / "model", megalodon_decoders.make(head, dtype=torch.float32))
-    with pytest.raises(onnx.ConversionError, match=f"Megalodon{head} has no ONNX form yet: .* torch.export"):
-        onnx.export_onnx(folder, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 def test_adaptive_vocabularies_are_refused(tmp_path):
