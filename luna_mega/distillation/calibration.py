@@ -181,11 +181,22 @@ def _normed(own: Parts, index: int, states: torch.Tensor, packed: bool = False) 
 
 
 def _queries(codes: torch.Tensor, gain: float) -> torch.Tensor:
-    """Return a query for every stretch `[L, K]`, along its code, that has the gain."""
-    scores = codes @ codes.T
-    own, others = scores.diagonal(), scores.masked_fill(torch.eye(len(codes)).to(scores).bool(), -torch.inf)
-    margin = own - others.amax(dim=1).clamp(max=0.9 * own)  # a code that hardly stands out is not blown up
-    return math.sqrt(codes.shape[1]) * gain * codes / margin.clamp(min=1e-9)[:, None]
+    """Return a query for every stretch `[L, K]`, that has the gain.
+
+    A query along the code of its stretch is best against scatter, one of least squares against stretches whose codes
+    are near. Of those between them it is the one by which stretches stand out most, measured by their scatter.
+    """
+    gram = codes.T @ codes
+    unit = gram.diagonal().mean() * torch.eye(len(gram)).to(gram)
+    found = []
+    for share in (1e-2, 1e-1, 1.0, 10.0, 1e3):
+        queries = torch.linalg.solve(gram + share * unit + 1e-9 * torch.eye(len(gram)).to(gram), codes.T).T
+        scores = queries @ codes.T
+        own, others = scores.diagonal(), scores.masked_fill(torch.eye(len(codes)).to(scores).bool(), -torch.inf)
+        margin = own - others.amax(dim=1).clamp(max=0.9 * own)  # a code that hardly stands out is not blown up
+        queries = queries / margin.clamp(min=1e-12)[:, None]
+        found.append((queries.norm(dim=1).mean().item(), queries))
+    return math.sqrt(codes.shape[1]) * gain * min(found, key=lambda pair: pair[0])[1]
 
 
 def _begin_packed(own: Parts, queries: list[torch.Tensor]):
