@@ -39,3 +39,8 @@ def log1p(x: torch.Tensor) -> torch.Tensor:
 def expm1(x: torch.Tensor) -> torch.Tensor:
     """Return exp(x) - 1, accurate around 0, where ONNX subtracts."""
     return torch.tanh(0.5 * x) * (torch.exp(x) + 1.0) if torch.compiler.is_exporting() else torch.expm1(x)
+
+
+def lerp(start: torch.Tensor, end: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return start + weight (end - start), where exporters take `torch.lerp` apart into what not all runtimes have."""
+    return start + weight * (end - start) if torch.compiler.is_exporting() else torch.lerp(start, end, weight)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from luna_mega.kernels import _op
-from luna_mega.kernels._export import chunk_positions
+from luna_mega.kernels._export import chunk_positions, lerp
 from luna_mega.kernels.dropout import dropout_factors
 from luna_mega.kernels.luna_causal_attention import autograd, reference
 from luna_mega.kernels.luna_causal_attention.reference import LunaCausalState
@@ -74,7 +74,7 @@ def step(query, pack_query, pack_key, key, value, mask, pack_mask, activation, s
     if state is None:
         key_mean, value_mean = key_mean * rate, value_mean * rate
     else:
-        move = torch.Tensor.lerp_ if inplace else torch.lerp
+        move = torch.Tensor.lerp_ if inplace else lerp
         key_mean = move(state.key_mean.to(wide), key_mean, rate)
         value_mean = move(state.value_mean.to(wide), value_mean, rate)
     scores = torch.bmm(query.reshape(-1, 1, size), key_mean.flatten(0, 1))

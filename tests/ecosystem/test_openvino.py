@@ -1,0 +1,56 @@
+"""OpenVINO by transformers' exporter: encoders, prompts and steps, for lengths that the export has not seen."""
+
+import pytest
+import torch
+from transformers import exporters
+
+from luna_mega import onnx
+from luna_mega.hub.folder import read_folder
+from tests.modeling import luna, mega
+from tests.modeling.decoders import make
+
+pytest.importorskip("openvino", reason="openvino is not installed")
+if not hasattr(exporters, "OpenVINOExporter"):
+    pytest.skip("this transformers has no exporter for OpenVINO", allow_module_level=True)
+
+MODELS = {
+    "luna": lambda: luna.make("ForMaskedLM", num_hidden_layers=1, max_position_embeddings=320),
+    "mega": lambda: mega.make("ForMaskedLM", num_hidden_layers=1, max_position_embeddings=320),
+    "luna causal": lambda: make("luna: softplus", num_hidden_layers=1),
+    "mega causal, chunks": lambda: make("mega: laplace chunks", num_hidden_layers=1),
+}
+# By itself OpenVINO multiplies in bfloat16 where the processor can.
+EXACT = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": 1}
+
+
+class Runner:
+    """A program that copies its inputs: an output that is an input would lie in memory that may be gone."""
+
+    def __init__(self, runner):
+        self.runner, self.metadata = runner, runner.metadata
+
+    def __call__(self, **inputs):
+        return self.runner(share_inputs=False, **inputs)
+
+
+def export(model, sample):
+    exporter = exporters.OpenVINOExporter()
+    if model.can_generate():
+        return exporter.export_for_generation(model, sample, exporters.OpenVINOConfig(dynamic=True, stateful=False))
+    shapes = {name: dict.fromkeys(range(x.dim()), torch.export.Dim.DYNAMIC) for name, x in sample.items()}
+    return exporter.export(model, sample, exporters.OpenVINOConfig(dynamic_shapes=shapes))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_programs_give_the_scores_of_the_model(name, tmp_path):
+    model = MODELS[name]().float().eval()
+    model.save_pretrained(tmp_path)
+    folder = read_folder(tmp_path)
+    with onnx._quiet():
+        exported = export(model, onnx._inputs(folder, 2, 33))
+    runners = {part: Runner(runner) for part, runner in exported.to(device="cpu", config=EXACT).runners.items()}
+    for batch, length in ((1, 17), (2, 48), (3, 300)):
+        results = {}
+        for part, (program, given) in onnx._parts(model, onnx._inputs(folder, batch, length)).items():
+            check, results[part] = onnx._compare(part, program, runners[part], given, results)
+            assert check.difference <= 1e-5 * results[part].logits.abs().max()
