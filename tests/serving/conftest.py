@@ -1,5 +1,6 @@
 """Tiny models whose next token depends on the whole text, and requests of all lengths with what `generate` makes."""
 
+import copy
 from typing import NamedTuple
 
 import pytest
@@ -15,7 +16,7 @@ VOCABULARY = 101
 class Request(NamedTuple):
     prompt: list[int]
     tokens: list[int]  # that `generate` adds
-    chances: list[float]  # their log-probabilities
+    chances: list[float]  # their log-probabilities, from one call of the model in float64
 
 
 def make_model(family: str, **fields) -> PreTrainedModel:
@@ -51,7 +52,7 @@ def make_requests(model, count: int, longest: int = 90, most: int = 40) -> list[
     def draw(high):
         return int(torch.randint(1, high + 1, (), generator=generator))
 
-    requests = []
+    requests, exact = [], copy.deepcopy(model).double()
     for _ in range(count):
         prompt = torch.randint(3, VOCABULARY, (1, draw(longest)), generator=generator)
         if prompt.shape[1] > 4:
@@ -59,7 +60,7 @@ def make_requests(model, count: int, longest: int = 90, most: int = 40) -> list[
         mask, length = torch.ones_like(prompt), prompt.shape[1]
         text = model.generate(prompt, attention_mask=mask, max_new_tokens=draw(most), do_sample=False, eos_token_id=[])
         with torch.no_grad():
-            chances = model(text, torch.ones_like(text)).logits[0, length - 1 : -1].log_softmax(-1)
+            chances = exact(text, torch.ones_like(text)).logits[0, length - 1 : -1].log_softmax(-1)
         new = text[0, length:]
         requests.append(Request(prompt[0].tolist(), new.tolist(), chances.gather(1, new[:, None])[:, 0].tolist()))
     return requests
