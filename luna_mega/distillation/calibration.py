@@ -111,9 +111,10 @@ def calibrate(
         batches: a few, with `input_ids` `[B, T]` and `attention_mask`; padding is left out. The states of all layers
             are kept for all of them.
         layers: as for `copy_weights`, which comes first.
-        gain: by how much the score of a row at the mean of its own stretch is above that at the next best one: a token
-            of another stretch gets about exp(-gain) of the weight that one of its own gets. None = 12 where each
-            stretch is one position, else 6, which weighs the tokens of a stretch more evenly.
+        gain: by how much the score of a row at the mean of its own stretch is above that at other ones: a token of
+            another stretch gets about exp(-gain) of the weight that one of its own gets. Where each stretch is one
+            position, that is the next best one, and None = 12; else the others on average, and None = 6: sharper rows
+            weigh the tokens of a stretch less evenly, and are harder to train.
         ridge: strength of the regularization, as a share of the mean square of the states. A Mega has no other option.
 
     Returns:
@@ -141,7 +142,7 @@ def calibrate(
     stretches = [sample.positions[sample.kept] * count // span for sample in samples]
     codes = [_solve_keys(own, index, samples, stretches, count, ridge) for index in range(len(own.layers))]
     gain = gain or (12.0 if count == span else 6.0)
-    queries = [_queries(code, gain) for code, _ in codes]
+    queries = [_queries(code, gain, alone=count == span) for code, _ in codes]
     _begin_packed(own, queries)
     _solve_queries(own, samples, queries)
     own.model.train(was_training)
@@ -161,16 +162,17 @@ def _solve_keys(
     for rows, places in zip(states, stretches, strict=True):
         analysis.add(rows, places)
     weight, bias, codes = analysis.solve(own.config.hidden_size // heads, ridge)
-    attention.pack_key.weight.copy_(weight.repeat(heads, 1))
-    attention.pack_key.bias.copy_(bias.repeat(heads))
-    nn.init.eye_(attention.pack_value.weight)
-    nn.init.zeros_(attention.pack_value.bias)
     offset = codes.square().sum(dim=1) / 2
     right = [
         ((rows.double() @ weight.T + bias) @ codes.T - offset).argmax(dim=1) == places
         for rows, places in zip(states, stretches, strict=True)
     ]
-    return codes, torch.cat(right).double().mean().item()
+    size = codes.square().mean().sqrt().clamp(min=1e-9)  # keys of the size of other activations train best
+    attention.pack_key.weight.copy_((weight / size).repeat(heads, 1))
+    attention.pack_key.bias.copy_((bias / size).repeat(heads))
+    nn.init.eye_(attention.pack_value.weight)
+    nn.init.zeros_(attention.pack_value.bias)
+    return codes / size, torch.cat(right).double().mean().item()
 
 
 def _normed(own: Parts, index: int, states: torch.Tensor, packed: bool = False) -> torch.Tensor:
@@ -180,8 +182,8 @@ def _normed(own: Parts, index: int, states: torch.Tensor, packed: bool = False) 
     return norm(states) if own.pre_norm else states
 
 
-def _queries(codes: torch.Tensor, gain: float) -> torch.Tensor:
-    """Return a query for every stretch `[L, K]`, that has the gain.
+def _queries(codes: torch.Tensor, gain: float, alone: bool) -> torch.Tensor:
+    """Return a query for every stretch `[L, K]`, that has the gain; `alone`: each stretch is one position.
 
     A query along the code of its stretch is best against scatter, one of least squares against stretches whose codes
     are near. Of those between them it is the one by which stretches stand out most, measured by their scatter.
@@ -193,7 +195,8 @@ def _queries(codes: torch.Tensor, gain: float) -> torch.Tensor:
         queries = torch.linalg.solve(gram + share * unit + 1e-9 * torch.eye(len(gram)).to(gram), codes.T).T
         scores = queries @ codes.T
         own, others = scores.diagonal(), scores.masked_fill(torch.eye(len(codes)).to(scores).bool(), -torch.inf)
-        margin = own - others.amax(dim=1).clamp(max=0.9 * own)  # a code that hardly stands out is not blown up
+        other = others.amax(dim=1) if alone else (scores.sum(dim=1) - own) / max(1, len(codes) - 1)
+        margin = own - other.clamp(max=0.9 * own)  # a code that hardly stands out is not blown up
         queries = queries / margin.clamp(min=1e-12)[:, None]
         found.append((queries.norm(dim=1).mean().item(), queries))
     return math.sqrt(codes.shape[1]) * gain * min(found, key=lambda pair: pair[0])[1]
@@ -202,7 +205,8 @@ def _queries(codes: torch.Tensor, gain: float) -> torch.Tensor:
 def _begin_packed(own: Parts, queries: list[torch.Tensor]):
     """Let P begin as rows of equal length, from which the queries of all layers can be read by linear maps."""
     table, together = own.model.luna.embeddings.packed_embeddings, torch.cat(queries, dim=1)
-    basis = torch.linalg.svd(together, full_matrices=False)[0][:, : table.shape[-1]]
+    basis, lengths, _ = torch.linalg.svd(together, full_matrices=False)
+    basis = (basis * lengths)[:, : table.shape[-1]]
     rows = math.sqrt(table.shape[-1]) * nn.functional.normalize(basis, dim=1)
     table.zero_()
     table[..., : rows.shape[0], : rows.shape[1]] = rows.to(table)
