@@ -190,7 +190,7 @@ def _queries(codes: torch.Tensor, gain: float, alone: bool) -> torch.Tensor:
     """
     gram = codes.T @ codes
     unit = gram.diagonal().mean() * torch.eye(len(gram)).to(gram)
-    found = []
+    candidates = []
     for share in (1e-2, 1e-1, 1.0, 10.0, 1e3):
         queries = torch.linalg.solve(gram + share * unit + 1e-9 * torch.eye(len(gram)).to(gram), codes.T).T
         scores = queries @ codes.T
@@ -198,8 +198,8 @@ def _queries(codes: torch.Tensor, gain: float, alone: bool) -> torch.Tensor:
         other = others.amax(dim=1) if alone else (scores.sum(dim=1) - own) / max(1, len(codes) - 1)
         margin = own - other.clamp(max=0.9 * own)  # a code that hardly stands out is not blown up
         queries = queries / margin.clamp(min=1e-12)[:, None]
-        found.append((queries.norm(dim=1).mean().item(), queries))
-    return math.sqrt(codes.shape[1]) * gain * min(found, key=lambda pair: pair[0])[1]
+        candidates.append((queries.norm(dim=1).mean().item(), queries))
+    return math.sqrt(codes.shape[1]) * gain * min(candidates, key=lambda pair: pair[0])[1]
 
 
 def _begin_packed(own: Parts, queries: list[torch.Tensor]):
