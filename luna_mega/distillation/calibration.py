@@ -112,9 +112,9 @@ def calibrate(
             are kept for all of them.
         layers: as for `copy_weights`, which comes first.
         gain: by how much the score of a row at the mean of its own stretch is above that at other ones: a token of
-            another stretch gets about exp(-gain) of the weight that one of its own gets. Where each stretch is one
-            position, that is the next best one, and None = 12; else the others on average, and None = 6: sharper rows
-            weigh the tokens of a stretch less evenly, and are harder to train.
+            another stretch gets about exp(-gain) of the weight that one of its own gets. Where stretches are single
+            positions, some or all, that is the next best one, and None = 12; else the others on average, and None = 6:
+            sharper rows weigh the tokens of a stretch less evenly, and are harder to train.
         ridge: strength of the regularization, as a share of the mean square of the states. A Mega has no other option.
 
     Returns:
@@ -139,14 +139,23 @@ def calibrate(
     samples = [_sample(teacher, own, plan, batch) for batch in batches]
     span = 1 + max(int(sample.positions[sample.kept].max()) for sample in samples if sample.kept.any())
     count = min(own.config.projection_length, span)
-    stretches = [sample.positions[sample.kept] * count // span for sample in samples]
+    stretches = [_stretch_of(sample.positions[sample.kept], count, span) for sample in samples]
     codes = [_solve_keys(own, index, samples, stretches, count, ridge) for index in range(len(own.layers))]
-    gain = gain or (12.0 if count == span else 6.0)
-    queries = [_queries(code, gain, alone=count == span) for code, _ in codes]
+    alone = span < 2 * count  # some stretches, or all, are single positions
+    gain = gain or (12.0 if alone else 6.0)
+    queries = [_queries(code, gain, alone) for code, _ in codes]
     _begin_packed(own, queries)
     _solve_queries(own, samples, queries)
     own.model.train(was_training)
     return [told for _, told in codes]
+
+
+def _stretch_of(positions: torch.Tensor, count: int, span: int) -> torch.Tensor:
+    """Return which of `count` stretches of `span` positions each one is in; the last are the longer ones."""
+    size = span // count
+    shorter = count - span % count
+    behind = positions - shorter * size
+    return torch.where(behind < 0, positions // size, shorter + behind // (size + 1))
 
 
 def _solve_keys(
@@ -183,7 +192,7 @@ def _normed(own: Parts, index: int, states: torch.Tensor, packed: bool = False) 
 
 
 def _queries(codes: torch.Tensor, gain: float, alone: bool) -> torch.Tensor:
-    """Return a query for every stretch `[L, K]`, that has the gain; `alone`: each stretch is one position.
+    """Return a query for every stretch `[L, K]`, that has the gain; `alone`: stretches are single positions.
 
     A query along the code of its stretch is best against scatter, one of least squares against stretches whose codes
     are near. Of those between them it is the one by which stretches stand out most, measured by their scatter.

@@ -108,6 +108,12 @@ def test_a_row_packs_its_stretch(pre_norm):
         assert torch.equal(weights.mean(dim=(0, 1)).argmax(dim=-1) // 3, torch.arange(4))
 
 
+@pytest.mark.parametrize(("count", "span"), [(4, 12), (5, 13), (8, 9), (7, 7)])
+def test_stretches_differ_by_one_position_and_the_last_are_longer(count, span):
+    sizes = calibration._stretch_of(torch.arange(span), count, span).bincount(minlength=count).tolist()
+    assert sizes == sorted(sizes) and len(sizes) == count and max(sizes) - min(sizes) <= 1
+
+
 def test_codes_of_stretches_are_linear_discriminants():
     """Distances of their means are those of Mahalanobis, and within a stretch they scatter by 1 in every direction."""
     torch.manual_seed(0)
