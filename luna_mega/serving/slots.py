@@ -94,8 +94,8 @@ class ChunkSlots(KeyLayer):
 
     def _extend_ragged(self, keys, values, chunk_size):
         """Put the kept keys of the open chunks before the new ones of each sequence, so that chunks begin there."""
-        find = lambda: self._places(keys.shape[1], chunk_size)  # noqa: E731
-        slots, column, is_kept, source, following, is_open, layout = self.sequences.once("places", find)
+        places = self.sequences.once("places", lambda: self._places(keys.shape[1], chunk_size))
+        slots, column, is_kept, source, following, is_open, layout = places
         reach = []
         for state, new in zip(self.states[1:3], (keys, values), strict=True):
             whole = torch.where(is_kept, state[slots, column], new[0, source].to(state.dtype))
