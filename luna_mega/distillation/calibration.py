@@ -1,4 +1,7 @@
-"""Calibration in closed form: row r of a Luna's P packs the r-th stretch of the positions, before any training."""
+"""Calibration in closed form: row r of a Luna's P packs the r-th stretch of the positions, before any training.
+
+A head packs its own part of each stretch. Where a stretch has as many positions as there are heads, they read one each.
+"""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -30,22 +33,22 @@ class _Sample:
     states: list[torch.Tensor]
 
 
-class _Stretches:
-    """Linear discriminant analysis (Fisher 1936) of states by their stretch, summed up batch by batch in float64."""
+class _Discriminant:
+    """Linear discriminant analysis (Fisher 1936) of states by their part, summed up batch by batch in float64."""
 
     def __init__(self, count: int):
         self.count, self.numbers, self.sums, self.gram = count, 0.0, 0.0, 0.0
 
-    def add(self, states: torch.Tensor, stretches: torch.Tensor):
-        """Add states `[M, d]` and the stretches that they stand in `[M]`."""
-        states, member = states.double(), nn.functional.one_hot(stretches, self.count).double()
+    def add(self, states: torch.Tensor, parts: torch.Tensor):
+        """Add states `[M, d]` and the parts that they stand in `[M]`."""
+        states, member = states.double(), nn.functional.one_hot(parts, self.count).double()
         self.numbers, self.sums = self.numbers + member.sum(dim=0), self.sums + member.T @ states
         self.gram = self.gram + states.T @ states
 
     def solve(self, size: int, ridge: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return weight `[size, d]` and bias `[size]` of the codes of states, and the codes of the means `[L, size]`.
+        """Return weight `[size, d]` and bias `[size]` of the codes of states, and the codes of the means `[N, size]`.
 
-        The codes of a stretch scatter by 1 in every direction, and no other `size` directions set the means further
+        The codes of a part scatter by 1 in every direction, and no other `size` directions set the means further
         apart.
         """
         numbers, total = self.numbers[:, None], self.numbers.sum()
@@ -101,25 +104,27 @@ def calibrate(
     Of a Mega that predicts masked tokens it is the dense layer of the head that is solved for: from the teacher's last
     states it reads what the teacher's head gives to the words, which are copied.
 
-    The positions of the longest input are cut into as many stretches as P has rows. The pack keys become what tells
-    the stretches apart best among all linear maps of the teacher's hidden states (linear discriminant analysis), the
-    pack queries the means of the stretches, and the pack values the states themselves. P begins as the queries of all
-    layers, each of which reads its own from it. With a row for each position, and states that tell all positions, P is
-    the sequence itself, and a student whose other weights are copied is its teacher.
+    The positions of the longest input are cut into as many stretches as P has rows, each with about as many tokens of
+    the batches, and these into parts, one for each pack head, or as many as they have positions. The pack keys become
+    what tells the parts apart best among all linear maps of the teacher's hidden states (linear discriminant analysis),
+    the pack queries lie between the means of the parts and their least-squares inverse, and the pack values are the
+    states themselves. P begins as the queries of all layers, each of which reads its own from it. With a row for each
+    position, and states that tell all positions, P is the sequence itself, and a student whose other weights are copied
+    is its teacher.
 
     Args:
         batches: a few, with `input_ids` `[B, T]` and `attention_mask`; padding is left out. The states of all layers
             are kept for all of them.
         layers: as for `copy_weights`, which comes first.
-        gain: by how much the score of a row at the mean of its own stretch is above that at other ones: a token of
-            another stretch gets about exp(-gain) of the weight that one of its own gets. Where stretches are single
-            positions, some or all, that is the next best one, and None = 12; else the others on average, and None = 6:
-            sharper rows weigh the tokens of a stretch less evenly, and are harder to train.
+        gain: by how much the score of a head at the mean of its own part is above that at other ones: a token of
+            another part gets about exp(-gain) of the weight that one of its own gets. Where parts are single positions,
+            some or all, that is the next best one, and None = 12; else the others on average, and None = 6: sharper
+            heads weigh the tokens of a part less evenly, and are harder to train.
         ridge: strength of the regularization, as a share of the mean square of the states. A Mega has no other option.
 
     Returns:
-        For every layer the share of tokens whose stretch its states tell, 1 at best. A low one says that rows read
-        other stretches as well, and that alignment has to do the work. Of a Mega the share of the variance of the
+        For every layer the share of tokens whose part its states tell, 1 at best. A low one says that heads read other
+        parts as well, and that alignment has to do the work. Of a Mega the share of the variance of the
         head's output that is explained.
 
     Raises:
@@ -138,43 +143,60 @@ def calibrate(
     plan = plan_alignment(teacher, own, layers)
     samples = [_sample(teacher, own, plan, batch) for batch in batches]
     span = 1 + max(int(sample.positions[sample.kept].max()) for sample in samples if sample.kept.any())
-    count = min(own.config.projection_length, span)
-    stretches = [_stretch_of(sample.positions[sample.kept], count, span) for sample in samples]
-    codes = [_solve_keys(own, index, samples, stretches, count, ridge) for index in range(len(own.layers))]
-    alone = span < 2 * count  # some stretches, or all, are single positions
+    rows, heads = min(own.config.projection_length, span), own.config.num_pack_attention_heads
+    tokens = sum(sample.positions[sample.kept].bincount(minlength=span) for sample in samples)
+    cut, of_heads = (table.to(tokens.device) for table in _cut(tokens.tolist(), rows, heads))
+    parts, sizes = [cut[sample.positions[sample.kept]] for sample in samples], cut.bincount()
+    codes = [_solve_keys(own, index, samples, parts, len(sizes), ridge) for index in range(len(own.layers))]
+    alone = bool(sizes.min() == 1)
     gain = gain or (12.0 if alone else 6.0)
-    queries = [_queries(code, gain, alone) for code, _ in codes]
+    queries = [_queries(code, gain, alone)[of_heads].flatten(1) for code, _ in codes]
     _begin_packed(own, queries)
     _solve_queries(own, samples, queries)
     own.model.train(was_training)
     return [told for _, told in codes]
 
 
-def _stretch_of(positions: torch.Tensor, count: int, span: int) -> torch.Tensor:
-    """Return which of `count` stretches of `span` positions each one is in; the last are the longer ones."""
-    size = span // count
-    shorter = count - span % count
-    behind = positions - shorter * size
-    return torch.where(behind < 0, positions // size, shorter + behind // (size + 1))
+def _cut(tokens: list[int], rows: int, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cut positions into stretches of about as many tokens, and stretches into parts of about as many positions.
+
+    Args:
+        tokens: how many there are at each position.
+
+    Returns:
+        The part of every position `[T]`, and the part that each head of a row packs `[rows, heads]`.
+    """
+    parts, of_heads, start, left = [], [], 0, sum(tokens)
+    for behind in reversed(range(rows)):
+        end, held = start + 1, tokens[start]
+        # A position is taken also where a tenth of it is too much, so that blocks of nearly one length are cut evenly.
+        while end + behind < len(tokens) and (not behind or held + 0.9 * tokens[end] <= left / (behind + 1)):
+            end, held = end + 1, held + tokens[end]
+        size, first = end - start, parts[-1] + 1 if parts else 0
+        cuts = min(heads, size)
+        parts += [first + place * cuts // size for place in range(size)]
+        of_heads.append([first + head * cuts // heads for head in range(heads)])
+        start, left = end, left - held
+    return torch.tensor(parts), torch.tensor(of_heads)
 
 
 def _solve_keys(
-    own: Parts, index: int, samples: list[_Sample], stretches: list[torch.Tensor], count: int, ridge: float
+    own: Parts, index: int, samples: list[_Sample], parts: list[torch.Tensor], count: int, ridge: float
 ) -> tuple[torch.Tensor, float]:
-    """Write pack key and value of a layer; return the codes of the stretches `[L, K]`, and how many tokens they tell.
+    """Write pack key and value of a layer; return the codes of the parts `[N, K]`, and how many tokens they tell.
 
-    All heads have the same key: each reads its own part of the states, and all the same stretch.
+    All heads have the same key, so that a query means the same to each.
     """
     attention, heads = own.layers[index].attention, own.config.num_pack_attention_heads
-    analysis = _Stretches(count)
+    analysis = _Discriminant(count)
     states = [_normed(own, index, sample.states[index])[sample.kept] for sample in samples]
-    for rows, places in zip(states, stretches, strict=True):
+    for rows, places in zip(states, parts, strict=True):
         analysis.add(rows, places)
     weight, bias, codes = analysis.solve(own.config.hidden_size // heads, ridge)
     offset = codes.square().sum(dim=1) / 2
     right = [
         ((rows.double() @ weight.T + bias) @ codes.T - offset).argmax(dim=1) == places
-        for rows, places in zip(states, stretches, strict=True)
+        for rows, places in zip(states, parts, strict=True)
     ]
     size = codes.square().mean().sqrt().clamp(min=1e-9)  # keys of the size of other activations train best
     attention.pack_key.weight.copy_((weight / size).repeat(heads, 1))
@@ -192,10 +214,10 @@ def _normed(own: Parts, index: int, states: torch.Tensor, packed: bool = False) 
 
 
 def _queries(codes: torch.Tensor, gain: float, alone: bool) -> torch.Tensor:
-    """Return a query for every stretch `[L, K]`, that has the gain; `alone`: stretches are single positions.
+    """Return a query for every part `[N, K]`, that has the gain; `alone`: parts are single positions.
 
-    A query along the code of its stretch is best against scatter, one of least squares against stretches whose codes
-    are near. Of those between them it is the one by which stretches stand out most, measured by their scatter.
+    A query along the code of its part is best against scatter, one of least squares against parts whose codes are near.
+    Of those between them it is the one by which parts stand out most, measured by their scatter.
     """
     gram = codes.T @ codes
     unit = gram.diagonal().mean() * torch.eye(len(gram)).to(gram)
@@ -222,15 +244,15 @@ def _begin_packed(own: Parts, queries: list[torch.Tensor]):
 
 
 def _solve_queries(own: Parts, samples: list[_Sample], queries: list[torch.Tensor]):
-    """Write the pack queries of all layers, which read P as the layers before have left it."""
-    heads, embeddings, states = own.config.num_pack_attention_heads, own.model.luna.embeddings, []
+    """Write the pack queries `[L, d]` of all layers, which read P as the layers before have left it."""
+    embeddings, states = own.model.luna.embeddings, []
     for sample in samples:
         layout, words = TokenLayout(drop_if_full(sample.kept)), embeddings.word_embeddings(sample.ids)
         packed, used = embeddings(words, layout, sample.positions, with_packed=True)[1]
         used = torch.ones_like(packed[0][..., 0], dtype=torch.bool) if used is None else used
         states.append((layout, packed, used))
     for index, layer in enumerate(own.layers):
-        solved, wanted = _Ridge(1e-6), queries[index].repeat(1, heads)
+        solved, wanted = _Ridge(1e-6), queries[index]
         for _, packed, used in states:
             rows = _normed(own, index, packed[index % len(packed)], packed=True)
             target = nn.functional.pad(wanted, (0, 0, 0, max(0, rows.shape[1] - len(wanted))))[: rows.shape[1]]

@@ -92,7 +92,7 @@ def test_with_a_row_for_every_position_the_student_is_its_teacher(name, head):
 
 @pytest.mark.parametrize("pre_norm", [False, True])
 @torch.no_grad()
-def test_a_row_packs_its_stretch(pre_norm):
+def test_a_head_of_a_row_packs_its_part_of_a_stretch(pre_norm):
     torch.manual_seed(0)
     sizes = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = LunaConfig(**sizes, intermediate_size=24, projection_length=4, pre_norm=pre_norm, tie_key_value=False)
@@ -105,23 +105,39 @@ def test_a_row_packs_its_stretch(pre_norm):
     explained = calibrate(teacher, student, [batch], gain=30.0, ridge=1e-4)
     assert len(explained) == 2 and min(explained) > 0.9
     for weights in student(**batch, output_packed_attentions=True).packed_attentions:
-        assert torch.equal(weights.mean(dim=(0, 1)).argmax(dim=-1) // 3, torch.arange(4))
+        most = weights.mean(dim=0).argmax(dim=-1)
+        first, last = most.T.unbind(dim=-1)  # of a stretch of three positions one head reads two, and one the last
+        assert torch.equal(first // 3, torch.arange(4)) and (first % 3 < 2).all()
+        assert torch.equal(last, torch.arange(4) * 3 + 2)
 
 
-@pytest.mark.parametrize(("count", "span"), [(4, 12), (5, 13), (8, 9), (7, 7)])
-def test_stretches_differ_by_one_position_and_the_last_are_longer(count, span):
-    sizes = calibration._stretch_of(torch.arange(span), count, span).bincount(minlength=count).tolist()
-    assert sizes == sorted(sizes) and len(sizes) == count and max(sizes) - min(sizes) <= 1
+@pytest.mark.parametrize(
+    ("tokens", "rows", "sizes"),
+    [
+        ([9] * 7, 7, [1] * 7),
+        ([9] * 12, 4, [3] * 4),
+        ([9] * 13, 5, [2, 2, 3, 3, 3]),
+        ([9] * 9, 8, [1] * 7 + [2]),
+        ([99] * 11 + [98], 4, [3] * 4),  # nearly even
+        ([8, 8, 4, 4, 2, 2, 2, 1, 1], 4, [1, 1, 2, 5]),  # inputs of many lengths: short ones are read token by token
+    ],
+)
+def test_stretches_have_about_as_many_tokens(tokens, rows, sizes):
+    parts, of_heads = calibration._cut(tokens, rows, heads=2)
+    first, last = ([parts.tolist().index(part) for part in of_heads[:, head]] for head in (0, 1))
+    assert first == [sum(sizes[:row]) for row in range(rows)]
+    assert [a == b for a, b in zip(first, last, strict=True)] == [size == 1 for size in sizes]
+    assert parts.tolist() == sorted(parts) and parts.max() == of_heads.max() == sum(min(2, size) for size in sizes) - 1
 
 
-def test_codes_of_stretches_are_linear_discriminants():
-    """Distances of their means are those of Mahalanobis, and within a stretch they scatter by 1 in every direction."""
+def test_codes_of_parts_are_linear_discriminants():
+    """Distances of their means are those of Mahalanobis, and within a part they scatter by 1 in every direction."""
     torch.manual_seed(0)
     places = torch.randint(5, (400,))
     states = torch.randn(400, 8).double() @ torch.randn(8, 8).double() + torch.randn(5, 8).double()[places]
-    analysis = calibration._Stretches(6)  # none of the states stands in the last one
-    for rows, stretches in zip(states.split(150), places.split(150), strict=True):
-        analysis.add(rows, stretches)
+    analysis = calibration._Discriminant(6)  # none of the states stands in the last one
+    for rows, parts in zip(states.split(150), places.split(150), strict=True):
+        analysis.add(rows, parts)
     weight, bias, means = analysis.solve(7, ridge=1e-12)
     seen = torch.stack([states[places == place].mean(dim=0) for place in range(5)])
     scatter = (states - seen[places]).T @ (states - seen[places]) / 400
@@ -138,7 +154,7 @@ def test_codes_of_stretches_are_linear_discriminants():
 @pytest.mark.parametrize("name", PLAIN)
 def test_calibration_brings_attention_nearer(name):
     teacher = make_teacher(name)
-    student = make_student(teacher, "luna")
+    student = make_student(teacher, "luna", projection_length=12)
     copy_weights(teacher, student)
     batch = make_batch(teacher)
     before = align(teacher, student, batch)
