@@ -75,7 +75,7 @@ class DistillArguments:
         default=6, metadata={"help": "training batches from which a Luna's packs or a Mega's head are solved; 0 = none"}
     )
     calibration_gain: float | None = field(
-        default=None, metadata={"help": "how sharply a row reads its stretch; default: 12 for single positions, else 6"}
+        default=None, metadata={"help": "how sharply a head reads its part; default: 12 for single positions, else 6"}
     )
     calibration_ridge: float = field(default=0.01, metadata={"help": "strength of the regularization"})
     align_steps: int = field(default=200, metadata={"help": "steps of alignment, layer by layer; 0 = none"})
@@ -241,7 +241,7 @@ def calibrate_student(
             dist.broadcast(parameter.data, 0)
     tokens = sum(int(batch.get("attention_mask", torch.ones_like(batch["input_ids"])).sum()) for batch in batches)
     shown = ", ".join(f"{share:.2f}" for share in shares)
-    what = "layers tell {} of the stretches" if student.config.model_type == "luna" else "head explain {} of its output"
+    what = "layers tell {} of the positions" if student.config.model_type == "luna" else "head explain {} of its output"
     return Done(
         f"stage calibrate: the states of the {what.format(shown)}",
         tokens,

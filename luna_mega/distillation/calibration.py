@@ -21,6 +21,7 @@ from luna_mega.modeling_common.layout import TokenLayout
 from luna_mega.modeling_common.masks import drop_if_full
 
 _BOUND = 0.99  # of tanh in a Mega's head
+_ROWS = 1024  # are compared with all parts at a time
 
 
 @dataclass
@@ -41,8 +42,9 @@ class _Discriminant:
 
     def add(self, states: torch.Tensor, parts: torch.Tensor):
         """Add states `[M, d]` and the parts that they stand in `[M]`."""
-        states, member = states.double(), nn.functional.one_hot(parts, self.count).double()
-        self.numbers, self.sums = self.numbers + member.sum(dim=0), self.sums + member.T @ states
+        states = states.double()
+        self.numbers = self.numbers + parts.bincount(minlength=self.count).double()
+        self.sums = self.sums + states.new_zeros(self.count, states.shape[1]).index_add_(0, parts, states)
         self.gram = self.gram + states.T @ states
 
     def solve(self, size: int, ridge: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -195,8 +197,9 @@ def _solve_keys(
     weight, bias, codes = analysis.solve(own.config.hidden_size // heads, ridge)
     offset = codes.square().sum(dim=1) / 2
     right = [
-        ((rows.double() @ weight.T + bias) @ codes.T - offset).argmax(dim=1) == places
-        for rows, places in zip(states, parts, strict=True)
+        ((some.double() @ weight.T + bias) @ codes.T - offset).argmax(dim=1) == places
+        for rows, here in zip(states, parts, strict=True)
+        for some, places in zip(rows.split(_ROWS), here.split(_ROWS), strict=True)
     ]
     size = codes.square().mean().sqrt().clamp(min=1e-9)  # keys of the size of other activations train best
     attention.pack_key.weight.copy_((weight / size).repeat(heads, 1))
@@ -224,9 +227,13 @@ def _queries(codes: torch.Tensor, gain: float, alone: bool) -> torch.Tensor:
     candidates = []
     for share in (1e-2, 1e-1, 1.0, 10.0, 1e3):
         queries = torch.linalg.solve(gram + share * unit + 1e-9 * torch.eye(len(gram)).to(gram), codes.T).T
-        scores = queries @ codes.T
-        own, others = scores.diagonal(), scores.masked_fill(torch.eye(len(codes)).to(scores).bool(), -torch.inf)
-        other = others.amax(dim=1) if alone else (scores.sum(dim=1) - own) / max(1, len(codes) - 1)
+        own = (queries * codes).sum(dim=1)
+        if alone:
+            blocks = torch.arange(len(codes), device=codes.device).split(_ROWS)
+            others = ((queries[rows] @ codes.T).scatter(1, rows[:, None], -torch.inf) for rows in blocks)
+            other = torch.cat([scores.amax(dim=1) for scores in others])
+        else:
+            other = (queries @ codes.sum(dim=0) - own) / max(1, len(codes) - 1)
         margin = own - other.clamp(max=0.9 * own)  # a code that hardly stands out is not blown up
         queries = queries / margin.clamp(min=1e-12)[:, None]
         candidates.append((queries.norm(dim=1).mean().item(), queries))
