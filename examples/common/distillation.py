@@ -66,7 +66,8 @@ class DistillArguments:
         default=None, metadata={"help": "the teacher's layers that the student's stand for, from 0 on: 0 3 7 11"}
     )
     positions: str = field(
-        default="copy", metadata={"help": "how a table of positions is made longer: copy, mirror or interpolate"}
+        default="windows",
+        metadata={"help": "how a table of positions is made longer: windows, copy, mirror or interpolate"},
     )
     config_overrides: str = field(
         default="", metadata={"help": "fields of a new student: use_chunking=true,chunk_size=128"}
@@ -121,7 +122,7 @@ def check_options(model: DistillArguments, training: TrainingArguments) -> None:
     if given := [name for name in named if getattr(model, name) and not model.is_new]:
         fail(f"--{given[0]} is for a new student, and {model.student} is made already: leave it out")
     check_choice(model, "teacher_dtype", DTYPES)
-    check_choice(model, "positions", ("copy", "mirror", "interpolate"))
+    check_choice(model, "positions", ("windows", "copy", "mirror", "interpolate"))
     check_least(model, 0, "align_steps", "calibration_batches")
     if not (0 <= model.distill_share <= 1 and model.distill_temperature > 0):
         fail("--distill_share must be from 0 to 1, and --distill_temperature above 0")

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from luna_mega.distillation.families import Parts
 from luna_mega.distillation.students import check_pair, match_layers, same_layers
 from luna_mega.distillation.teachers import Observed, Teacher, inputs_of
+from luna_mega.hub.folder import position_limit
 from luna_mega.modeling_common.layout import TokenLayout
 
 
@@ -22,7 +23,8 @@ class AlignmentPlan:
         pairs: for each layer the index of the teacher's states that it reads, and of the states it should return.
         attention: whether it should return the teacher's attention output, as the rest of the layer is copied; else
             it returns the states behind the teacher's layer.
-        shifts: the student adds positions of its own, which the teacher does not have, to all these states.
+        shifts: the student's positions differ from the teacher's, which has none or fewer; what this makes in the
+            embeddings is added to all these states.
     """
 
     pairs: list[tuple[int, int]]
@@ -35,14 +37,23 @@ def plan_alignment(
 ) -> AlignmentPlan:
     """Return what the layers of a student are aligned with; `layers` and `whole` as for `align`."""
     matched = match_layers(teacher, own, layers)
+    shifts = _adds_positions(teacher, own)
     is_encoder = own.config.model_type == "luna" and not own.config.is_decoder
     adds = "output" in teacher.family.layer  # a Mega mixes its attention into the input, by a gate
     if is_encoder and adds and not whole and same_layers(teacher, own):
-        return AlignmentPlan([(index, index) for index in matched], attention=True, shifts=False)
+        return AlignmentPlan([(index, index) for index in matched], attention=True, shifts=shifts)
     ends = [index + 1 for index in matched]
-    has_positions = own.config.model_type == "luna" and own.config.position_embedding_type != "none"
-    shifts = has_positions and teacher.config.model_type != "luna" and teacher.module("positions") is None
     return AlignmentPlan(list(zip([0, *ends], ends, strict=False)), attention=False, shifts=shifts)
+
+
+def _adds_positions(teacher: Teacher, own: Parts) -> bool:
+    """Return whether a student has positions that its teacher does not have."""
+    if own.config.model_type != "luna" or own.config.position_embedding_type == "none":
+        return False
+    if teacher.config.model_type != "luna" and teacher.module("positions") is None:
+        return True
+    ours, theirs = position_limit(own.config), teacher.max_length
+    return ours is not None and theirs is not None and ours > theirs
 
 
 def aligned_parameters(teacher: Teacher, student: PreTrainedModel, whole: bool = False) -> list[str]:

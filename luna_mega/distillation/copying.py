@@ -1,5 +1,6 @@
 """Copying of weights: what means the same in teacher and student, bit for bit, with a report."""
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from luna_mega.distillation.families import ATTENTION, Parts
 from luna_mega.distillation.students import check_pair, match_layers, same_layers
 from luna_mega.distillation.teachers import Teacher
 
+_MARK = 0.5  # standard deviations of a table of positions that windows of it are apart
 _MODEL_PARTS = ("words", "token_types", "embedding_norm", "last_norm", "decoder")
 
 
@@ -38,12 +40,13 @@ class CopyReport:
         return "\n".join(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", line) for line in lines))  # layers are alike
 
 
-def extend_positions(table: torch.Tensor, length: int, how: str = "copy") -> torch.Tensor:
+def extend_positions(table: torch.Tensor, length: int, how: str = "windows") -> torch.Tensor:
     """Return a table of positions `[length, d]` for a longer (or shorter) input from a learned one `[n, d]`.
 
     Args:
-        how: `"copy"`: rows beyond n are the first ones again, as Longformer was made of RoBERTa; `"mirror"`: the table
-            runs back and forth, so that neighbours stay neighbours; `"interpolate"`: the n rows are stretched over the
+        how: `"copy"`: rows beyond n are the first ones again, as Longformer was made of RoBERTa; `"windows"`: to each
+            of these copies a vector of its own is added, so that a Luna can tell them apart; `"mirror"`: the table runs
+            back and forth, so that neighbours stay neighbours; `"interpolate"`: the n rows are stretched over the
             length, which moves the positions of short inputs too. A shorter table is cut, but for `"interpolate"`.
 
     Raises:
@@ -57,15 +60,19 @@ def extend_positions(table: torch.Tensor, length: int, how: str = "copy") -> tor
     index, size = torch.arange(length, device=table.device), len(table)
     if how == "copy":
         return table[index % size]
+    if how == "windows":
+        marks = torch.randn(math.ceil(length / size), table.shape[1], generator=torch.Generator().manual_seed(0))
+        marks = (_MARK * table.float().std() * marks.to(table.device)).index_fill(0, index[:1], 0.0)
+        return table[index % size] + marks.to(table.dtype)[index // size]
     if how == "mirror":
         index = index % (2 * size)
         return table[torch.where(index < size, index, 2 * size - 1 - index)]
-    raise ValueError(f"how is 'copy', 'mirror' or 'interpolate', got {how!r}")
+    raise ValueError(f"how is 'windows', 'copy', 'mirror' or 'interpolate', got {how!r}")
 
 
 @torch.no_grad()
 def copy_weights(
-    teacher: Teacher, student: PreTrainedModel, layers: Sequence[int] | None = None, positions: str = "copy"
+    teacher: Teacher, student: PreTrainedModel, layers: Sequence[int] | None = None, positions: str = "windows"
 ) -> CopyReport:
     """Copy what means the same in both, and return a report. The student's other weights stay as they are.
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 from luna_mega import LunaConfig, LunaForMaskedLM, MegaConfig, MegaForCausalLM, MegaForMaskedLM
 from luna_mega.distillation import Teacher, copy_weights, extend_positions
@@ -160,6 +161,7 @@ def test_the_head_of_a_modern_classifier_is_new():
         ("mirror", 8, [0, 1, 2, 2, 1, 0, 0, 1]),
         ("interpolate", 5, [0, 0.5, 1, 1.5, 2]),
         ("copy", 2, [0, 1]),
+        ("windows", 3, [0, 1, 2]),
         ("mirror", 3, [0, 1, 2]),
     ],
 )
@@ -168,7 +170,18 @@ def test_positions_beyond_the_teachers(how, length, rows):
     assert torch.equal(extend_positions(table, length, how), torch.tensor(rows)[:, None].expand(length, 4).float())
 
 
-@pytest.mark.parametrize("how", ["copy", "mirror", "interpolate"])
+def test_every_window_of_positions_has_a_mark_of_its_own():
+    table = torch.randn(5, 4096)
+    marks = extend_positions(table, 18, "windows") - extend_positions(table, 18, "copy")
+    assert not marks[:5].any()
+    spread = marks[5:15].std(dim=-1) / table.std()
+    torch.testing.assert_close(spread, torch.full_like(spread, 0.5), rtol=0.1, atol=0)
+    for start, end in ((5, 10), (10, 15), (15, 18)):
+        torch.testing.assert_close(marks[start:end], marks[start].expand(end - start, -1), rtol=0, atol=1e-6)
+    assert nn.functional.cosine_similarity(marks[5], marks[10], dim=0).abs() < 0.5
+
+
+@pytest.mark.parametrize("how", ["windows", "copy", "mirror", "interpolate"])
 def test_a_longer_student(how):
     teacher = make_teacher("roberta")
     student = make_student(teacher, "luna", max_position_embeddings=50)

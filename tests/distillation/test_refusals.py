@@ -181,7 +181,7 @@ def test_options():
     teacher = make_teacher("bert")
     with pytest.raises(ValueError, match="a student is 'luna' or 'mega', got 'lstm'"):
         student_config(teacher, "lstm")
-    with pytest.raises(ValueError, match="how is 'copy', 'mirror' or 'interpolate', got 'sinusoids'"):
+    with pytest.raises(ValueError, match="how is 'windows', 'copy', 'mirror' or 'interpolate', got 'sinusoids'"):
         extend_positions(torch.ones(3, 4), 5, "sinusoids")
     with pytest.raises(ValueError, match="at least 1, got 0"):
         extend_positions(torch.ones(3, 4), 0)

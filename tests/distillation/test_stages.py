@@ -151,6 +151,20 @@ def test_codes_of_parts_are_linear_discriminants():
     assert not weight[4:].any()  # five means have four directions
 
 
+@torch.no_grad()
+def test_packs_of_a_longer_student_tell_windows_apart():
+    model, shares = make_model("roberta", max_position_embeddings=20), {}
+    model.roberta.embeddings.position_embeddings.weight.mul_(10.0)
+    teacher = Teacher(model, window=18)
+    torch.manual_seed(0)
+    batch = {"input_ids": torch.randint(3, teacher.config.vocab_size, (40, 36))}
+    for how in ("copy", "windows"):
+        student = make_student(teacher, "luna", projection_length=4, max_position_embeddings=36)
+        copy_weights(teacher, student, positions=how)
+        shares[how] = calibrate(teacher, student, [batch])
+    assert min(shares["windows"]) > 0.8 > 0.6 > max(shares["copy"])
+
+
 @pytest.mark.parametrize("name", PLAIN)
 def test_calibration_brings_attention_nearer(name):
     teacher = make_teacher(name)

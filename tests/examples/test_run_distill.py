@@ -269,7 +269,7 @@ def test_options_of_teacher_student_and_data(run, make_teacher, corpus, tmp_path
     assert (config.num_hidden_layers, config.max_position_embeddings, config.num_attention_heads) == (2, 40, 4)
 
 
-@pytest.mark.parametrize("how", slow_but(["mirror"], ["copy", "mirror", "interpolate"]))
+@pytest.mark.parametrize("how", slow_but(["windows"], ["windows", "copy", "mirror", "interpolate"]))
 def test_a_longer_student(how, run, script, roberta, corpus, tmp_path):
     """Its table of positions goes on as asked, and the teacher reads its blocks in windows."""
     options = ["--block_size", 48, "--teacher_window", 16, "--max_length", 80, "--positions", how]
