@@ -50,8 +50,7 @@ class _Discriminant:
     def solve(self, size: int, ridge: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return weight `[size, d]` and bias `[size]` of the codes of states, and the codes of the means `[N, size]`.
 
-        The codes of a part scatter by 1 in every direction, and no other `size` directions set the means further
-        apart.
+        The codes of a part scatter by 1 in every direction, and no other `size` directions set the means further apart.
         """
         numbers, total = self.numbers[:, None], self.numbers.sum()
         mean, means = self.sums.sum(dim=0) / total, self.sums / numbers.clamp(min=1)
@@ -126,8 +125,8 @@ def calibrate(
 
     Returns:
         For every layer the share of tokens whose part its states tell, 1 at best. A low one says that heads read other
-        parts as well, and that alignment has to do the work. Of a Mega the share of the variance of the
-        head's output that is explained.
+        parts as well, and that alignment has to do the work. Of a Mega the share of the variance of the head's output
+        that is explained.
 
     Raises:
         ValueError: the student packs nothing, or has tied keys and values; an option is out of range, or the batches
