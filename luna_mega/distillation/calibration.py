@@ -1,6 +1,6 @@
 """Calibration in closed form: row r of a Luna's P packs the r-th stretch of the positions, before any training.
 
-A head packs its own part of each stretch. Where a stretch has as many positions as there are heads, they read one each.
+Each head of the row packs a part of that stretch: one position, if the stretch has no more positions than heads.
 """
 
 import math
@@ -105,13 +105,13 @@ def calibrate(
     Of a Mega that predicts masked tokens it is the dense layer of the head that is solved for: from the teacher's last
     states it reads what the teacher's head gives to the words, which are copied.
 
-    The positions of the longest input are cut into as many stretches as P has rows, each with about as many tokens of
-    the batches, and these into parts, one for each pack head, or as many as they have positions. The pack keys become
-    what tells the parts apart best among all linear maps of the teacher's hidden states (linear discriminant analysis),
-    the pack queries lie between the means of the parts and their least-squares inverse, and the pack values are the
-    states themselves. P begins as the queries of all layers, each of which reads its own from it. With a row for each
-    position, and states that tell all positions, P is the sequence itself, and a student whose other weights are copied
-    is its teacher.
+    The positions of the longest input are cut into stretches, one for each row of P, which hold about equally many
+    tokens of the batches. A stretch is cut into parts, one for each pack head (or for each position, if these are
+    fewer). The pack keys become what tells the parts apart best among all linear maps of the teacher's hidden states
+    (linear discriminant analysis), the pack queries lie between the means of the parts and their least-squares inverse,
+    and the pack values are the states themselves. P begins as the queries of all layers, each of which reads its own
+    from it. With a row for each position, and states that tell all positions, P is the sequence itself, and a student
+    whose other weights are copied is its teacher.
 
     Args:
         batches: a few, with `input_ids` `[B, T]` and `attention_mask`; padding is left out. The states of all layers
