@@ -31,15 +31,20 @@ class Dictionary:
 
 
 def read_text(path: Path, missing: str = "no such file", undecodable: str = "not UTF-8 text") -> str:
-    """Return the text of a file; `missing` and `undecodable` are the words of the two errors.
+    """Return the text of a UTF-8 file without a byte order mark.
+
+    Args:
+        path (`Path`): the file.
+        missing (`str`): message of the error if the file does not exist.
+        undecodable (`str`): message of the error if the file is not UTF-8.
 
     Raises:
-        ConversionError: the file does not exist, or is not UTF-8.
+        ConversionError: If the file does not exist or is not UTF-8.
     """
     if not path.is_file():
         raise ConversionError(f"{path}: {missing}")
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConversionError(f"{path}: {undecodable} ({error.reason} at byte {error.start})") from error
 

@@ -186,7 +186,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         loop.load(found[-1])
     log, masking, first, seconds = output / "losses.jsonl", Masking(tokenizer, options.mlm_probability), loop.step, 0.0
     if accelerator.is_main_process:
-        lines = log.read_text().splitlines(keepends=True)[:first] if log.is_file() else []
+        lines = log.read_text(encoding="utf-8-sig").splitlines(keepends=True)[:first] if log.is_file() else []
         output.mkdir(parents=True, exist_ok=True)
         log.write_text("".join(lines))
     while loop.step < options.max_steps:

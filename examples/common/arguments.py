@@ -84,7 +84,7 @@ def read_recipe(path: str, options: set[str]) -> dict[str, Any]:
     The option `recipe` names another file, relative to this one, whose values this one overrides.
     """
     try:
-        recipe = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        recipe = yaml.safe_load(Path(path).read_text(encoding="utf-8-sig"))
     except (OSError, yaml.YAMLError) as error:
         fail(f"recipe {path}: {error}")
     if not isinstance(recipe, dict):

@@ -24,7 +24,8 @@ def choose_checkpoints(folder: str, count: int, metric: str | None) -> list[Path
         fail(f"{folder} has {len(checkpoints)} checkpoints, too few for --average_checkpoints {count}")
     steps = sorted(checkpoints)
     if metric is not None:
-        history = json.loads((checkpoints[steps[-1]] / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
+        state = json.loads((checkpoints[steps[-1]] / "trainer_state.json").read_text(encoding="utf-8-sig"))
+        history = state["log_history"]
         scores = {entry["step"]: entry[metric] for entry in history if metric in entry}
         if unknown := [step for step in steps if step not in scores]:
             fail(f"the checkpoint of step {unknown[0]} has no {metric}; evaluate whenever a checkpoint is saved")

@@ -98,7 +98,12 @@ def load_files(files: dict[str, list[str]], streaming: bool = False) -> dict[str
     readers = {READERS[suffix] for suffix in suffixes}
     if len(readers) > 1:
         fail(f"all files must be of one kind, not {' and '.join(sorted(readers))}")
-    return load_dataset(readers.pop(), data_files=files, streaming=streaming) if files else {}
+    if not files:
+        return {}
+    reader = readers.pop()
+    # datasets skips a byte order mark in csv and json files, but not in text files.
+    options = {"encoding": "utf-8-sig"} if reader == "text" else {}
+    return load_dataset(reader, data_files=files, streaming=streaming, **options)
 
 
 def load_splits(

@@ -26,7 +26,7 @@ def choose_checkpoint(training: TrainingArguments, found: Sequence[Path], files:
 def is_whole(checkpoint: Path, files: Sequence[str]) -> bool:
     """Return whether a checkpoint has `files`, and the state that Trainer writes last."""
     try:
-        json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+        json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8-sig"))
     except (OSError, ValueError):
         return False
     return all((checkpoint / name).is_file() for name in files)

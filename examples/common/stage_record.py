@@ -32,7 +32,7 @@ class Record:
         self.rows: list[dict[str, Any]] = []
         self.teacher: dict[str, float] = {}
         if resumed and self.path.is_file():
-            self.rows = json.loads(self.path.read_text(encoding="utf-8"))["rows"]
+            self.rows = json.loads(self.path.read_text(encoding="utf-8-sig"))["rows"]
 
     def say(self, text: str) -> None:
         if self.is_first:

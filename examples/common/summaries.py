@@ -26,7 +26,7 @@ def read_summaries(folders: Sequence[str]) -> list[tuple[Path, dict[str, Any]]]:
 
 def read_json(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         fail(f"{file} cannot be read: {error}")
     if not isinstance(content, dict):

@@ -57,7 +57,7 @@ def read_pathfinder(folder: Path, size: int) -> Splits:
         raise ValueError(f"{folder} has no metadata/*.npy; pass a folder such as pathfinder32/curv_contour_length_14")
     found = []
     for path in lists:  # text in spite of its name: folder, file, number, label, ...
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), start=1):
             parent, name, _, label, *_ = [*line.split(), *[""] * 4]
             picture = folder / parent / name
             if label not in ("0", "1"):
@@ -131,7 +131,7 @@ def read_speech(source: str, words: Sequence[str], rate: int) -> Splits:
     for split, name in (("validation", "validation_list.txt"), ("test", "testing_list.txt")):
         if not (folder / name).is_file():
             raise ValueError(f"{folder} has no file {name}; pass the unpacked folder of Speech Commands")
-        lists[split] = set((folder / name).read_text(encoding="utf-8").split())
+        lists[split] = set((folder / name).read_text(encoding="utf-8-sig").split())
     files: dict[str, list[tuple[Path, int]]] = {"train": [], "validation": [], "test": []}
     for label, word in enumerate(words):
         clips = sorted((folder / word).glob("*.wav"))
@@ -208,7 +208,7 @@ def _table(path: Path, names: list[str] | None) -> list[dict[str, str]]:
     if not path.is_file():
         raise ValueError(f"{path.parent} has no file {path.name}")
     csv.field_size_limit(2**30)  # whole papers
-    with path.open(encoding="utf-8", newline="") as file:
+    with path.open(encoding="utf-8-sig", newline="") as file:
         return list(csv.DictReader(file, names, delimiter="\t", quoting=csv.QUOTE_NONE))
 
 

@@ -37,7 +37,7 @@ class Folder:
         path.mkdir(parents=True, exist_ok=True)
         if self.manifest.exists():
             try:
-                self.content = json.loads(self.manifest.read_text(encoding="utf-8"))
+                self.content = json.loads(self.manifest.read_text(encoding="utf-8-sig"))
                 held = self.content["request"]
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{self.manifest} cannot be read ({error}); choose another --output") from error

@@ -177,7 +177,7 @@ def _flat_text(module: str) -> tuple[str, set[str]]:
 
 def _source(module: str) -> str:
     """Return the text of a module without importing it: a module with kernels cannot be imported without Triton."""
-    return Path(importlib.util.find_spec(module).origin).read_text(encoding="utf-8")
+    return Path(importlib.util.find_spec(module).origin).read_text(encoding="utf-8-sig")
 
 
 def _is_ours(node: ast.AST) -> bool:

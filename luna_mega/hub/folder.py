@@ -217,7 +217,7 @@ def read_json(file: Path) -> dict[str, Any]:
         ConversionError: it holds something else.
     """
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise ConversionError(f"{file}: not JSON ({error})") from error
     if not isinstance(content, dict):

@@ -29,7 +29,7 @@ def scores(folder: str | Path, arguments: Sequence[str]) -> dict[str, Any]:
         files = sorted(Path(place).rglob("results_*.json"))
         if not files:
             raise ConversionError("lm-eval wrote no results")
-        return json.loads(files[-1].read_text(encoding="utf-8"))
+        return json.loads(files[-1].read_text(encoding="utf-8-sig"))
 
 
 def evaluate(folder: str | Path, arguments: Sequence[str]) -> None:

@@ -47,6 +47,10 @@ def test_not_text(tmp_path):
         read_dictionary(tmp_path / "dict.txt")
 
 
+def test_byte_order_mark_is_not_part_of_the_first_symbol(tmp_path):
+    assert read(tmp_path, "\ufeffthe 9\na 8\n").symbols == ("the", "a")
+
+
 def test_beside_the_checkpoint(convert, make):
     vocabulary = make.dictionary(convert.source / "dict.txt")
     output = convert(make.bert())

@@ -335,6 +335,13 @@ def test_files_that_are_not_gpt2s(bpe, file, content, expected):
     assert expected in str(error.value)
 
 
+def test_byte_order_marks(bpe):
+    expected = read_gpt2_bpe(bpe)
+    for file in bpe.iterdir():
+        file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    assert read_gpt2_bpe(bpe) == expected
+
+
 def test_full_disk(tmp_path, thinned):
     folder = tmp_path / "full"
     folder.mkdir()

@@ -38,6 +38,13 @@ def test_text_of_several_sources(script, sources, tmp_path):
     assert {split: len(rows) for split, rows in load_dataset(str(folders[0])).items()} == {"train": 3, "validation": 2}
 
 
+@pytest.mark.parametrize("name", ["train.txt", "train.jsonl", "train.csv"])
+def test_byte_order_mark_is_not_part_of_a_text(script, tmp_path, name):
+    rows = {"train.txt": "One .", "train.jsonl": '{"text": "One ."}', "train.csv": "text\nOne ."}
+    (tmp_path / name).write_text(f"\ufeff{rows[name]}\n", encoding="utf-8")
+    assert script("prepare_text").read_texts(str(tmp_path), "text") == ["One ."]
+
+
 @pytest.mark.parametrize(
     "change, message",
     [

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from luna_mega import cli
 from luna_mega.errors import ConversionError
 from luna_mega.hub.files import copy_model
-from luna_mega.hub.folder import read_folder
+from luna_mega.hub.folder import read_folder, read_json
 from tests.modeling.luna import make
 
 KEPT = [
@@ -155,6 +155,11 @@ def test_a_bundle_of_any_auto_map(folder, auto_map, tmp_path, capsys):
     assert cli.main(["bundle", str(folder), "--output", str(tmp_path / "out")]) == 0
     written = json.loads((tmp_path / "out" / "config.json").read_text())["auto_map"]
     assert set(written.values()) == {f"auto_luna.{code.partition('.')[2]}" for code in written.values()}
+
+
+def test_byte_order_mark_of_json(tmp_path):
+    (tmp_path / "config.json").write_text('\ufeff{"model": 1}', encoding="utf-8")
+    assert read_json(tmp_path / "config.json") == {"model": 1}
 
 
 @pytest.mark.parametrize("content", ["[" * 100_000, '{"a": ' * 50_000, "\\", '{"model_type": ' + "9" * 5000 + "}"])
