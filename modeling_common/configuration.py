@@ -2,6 +2,8 @@
 """The shared part of both configurations: checks of fields, and the two sides of an encoder-decoder."""
 
 import copy
+import dataclasses
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -25,12 +27,13 @@ class _RecurrentLayer(str):
 
 
 class _NoCode(dict):
-    """The `auto_map` of configurations without code beside them."""
+    """The `auto_map` of configurations whose code is installed."""
 
     def __setitem__(self, name: str, code: str):
         raise ValueError(
-            f"register_for_auto_class({name!r}) would save one file of many: save without it, and make the folder "
-            "self-contained with luna-mega bundle"
+            f"`register_for_auto_class({name!r})` of transformers would save one of many files; call "
+            "`luna_mega.hub.bundle.register_for_auto_class(model)` instead, or add the code to the saved folder with "
+            "`luna-mega bundle`"
         )
 
 
@@ -44,6 +47,8 @@ class SharedConfig:
     decoder_fields = {}
     auto_map = _NoCode()  # TRL reads it of every configuration
     seq2seq_class = side_class = None
+    # Adds the code of the model to a saved folder; set by `luna_mega.hub.bundle.register_for_auto_class`.
+    code_writer = None
 
     def __post_init__(self, **kwargs):
         kwargs.pop("model_type", None)  # a file may have an old type; the class has its own
@@ -55,6 +60,47 @@ class SharedConfig:
             self._warn_of_old_type()
             self.__class__ = own
         super().__setattr__(name, value)
+
+    def save_pretrained(self, save_directory, push_to_hub: bool = False, **kwargs):
+        """Save the configuration, and the code of its models if a model is registered for its Auto class.
+
+        Raises:
+            ValueError: `push_to_hub` is set for a configuration with code, which would upload only its JSON file.
+        """
+        if push_to_hub and self.code_writer is not None:
+            raise ValueError(
+                "`push_to_hub=True` uploads a configuration without its code; use `config.push_to_hub(...)` instead"
+            )
+        loaded = vars(self).pop("auto_map", None)  # of a bundle, whose code stays in the folder that it was loaded from
+        if present := {
+            name: code for name, code in (loaded or {}).items() if _has_code(code, type(self), save_directory)
+        }:
+            self.auto_map = present
+        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+        if loaded is not None:
+            self.auto_map = loaded
+        if self.code_writer is not None:
+            self.code_writer(save_directory)
+
+    def update_from_string(self, update_str: str):
+        """Update fields from `"name=value,name=value"`.
+
+        A field that has the value derived from other fields, such as `num_pack_attention_heads`, is derived again
+        unless the string contains it.
+
+        Raises:
+            ValueError: the string contains an unknown field, or the resulting fields do not fit together.
+        """
+        given = {part.partition("=")[0] for part in update_str.split(",")}
+        given = {self.attribute_map.get(name, name) for name in given}
+        unset = [item.name for item in dataclasses.fields(self) if item.default is None and item.name not in given]
+        derived = [name for name in unset if self._rebuilt({name: None}, name) == getattr(self, name)]
+        super().update_from_string(update_str)
+        vars(self).update(vars(type(self).from_dict(self.to_dict() | dict.fromkeys(derived))))
+
+    def _rebuilt(self, changes: dict[str, Any], name: str) -> Any:
+        """Return the value of a field in a configuration that differs from this one by `changes`."""
+        return getattr(type(self).from_dict(self.to_dict() | changes), name)
 
     @classmethod
     def with_encoder(cls) -> type["SharedConfig"]:
@@ -203,6 +249,14 @@ class SharedConfig:
                 f"decoder_start_token_id and pad_token_id are both {start}: padding is masked, so a target would have "
                 "no first token"
             )
+
+
+def _has_code(code: Any, config_class: type, folder: str) -> bool:
+    """Return whether an entry of `auto_map` (one class, or a slow and a fast one) has its files in the folder."""
+    if not config_class.__module__.startswith("luna_mega."):  # transformers saves the code of a bundle's own classes
+        return True
+    names = [name for name in (code if isinstance(code, list | tuple) else [code]) if name]
+    return all(os.path.isfile(os.path.join(folder, f"{str(name).partition('.')[0]}.py")) for name in names)
 
 
 def _is_number(value: Any) -> bool:

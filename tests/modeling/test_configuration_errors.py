@@ -1,8 +1,11 @@
 """A configuration that does not fit is refused in one sentence that names the field and the way out."""
 
 import pytest
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig
 
-from luna_mega import LunaConfig, LunaForMaskedLM
+from luna_mega import LunaConfig, LunaForMaskedLM, MegaConfig
+from luna_mega._register import CONFIGS
 
 from . import luna, mega
 
@@ -91,3 +94,28 @@ SIZES = [
 def test_sizes_have_bounds(family, fields, message):
     with pytest.raises(Exception, match=message):  # transformers 5.17 wraps the ValueError
         family.tiny_config(**fields)
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_update_from_string_derives_fields_again(model_type):
+    heads = 1 if model_type.startswith("mega") else 4
+    config = AutoConfig.for_model(model_type)
+    expected = AutoConfig.for_model(model_type, hidden_size=64, num_attention_heads=heads)
+    config.update_from_string(f"hidden_size=64,num_attention_heads={heads}")
+    assert config.to_dict() == expected.to_dict()
+
+
+def test_update_from_string_keeps_fields_that_were_set():
+    config = LunaConfig(num_pack_attention_heads=6, num_labels=5)
+    config.update_from_string("hidden_size=96,num_attention_heads=4")
+    assert (config.num_pack_attention_heads, config.classifier_hidden_size, config.num_labels) == (6, 96, 5)
+    mega = MegaConfig()
+    mega.update_from_string("hidden_size=64,max_position_embeddings=99,embedding_size=32,is_decoder=true")
+    assert (mega.embedding_size, mega.max_positions, mega.bidirectional) == (32, 99, False)
+
+
+def test_update_from_string_checks_the_new_configuration():
+    with pytest.raises(
+        StrictDataclassError, match=r"hidden_size \(50\) must be divisible by num_attention_heads \(12\)"
+    ):
+        LunaConfig().update_from_string("hidden_size=50")
