@@ -18,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import get_imports, get_relative_import_files
 
 import luna_mega
@@ -58,6 +59,27 @@ def bundle(folder: str | Path, output: str | Path | None = None) -> list[str]:
         if (folder / tokenizer_code.name).exists():  # LunaTokenizer saves its code; here it comes from the package
             shutil.copyfile(tokenizer_code, target / tokenizer_code.name)
         return _add_code(target, config)
+
+
+def register_for_auto_class(model: PreTrainedModel) -> None:
+    """Include the code of a model in every folder that it is saved to, so that it loads without this package.
+
+    Call it once before training. `save_pretrained`, `push_to_hub` and the checkpoints of `Trainer` then contain the
+    files of `luna-mega bundle` and `auto_map`, for this model and all others with its class of configuration.
+
+    Raises:
+        ValueError: no Auto class loads the model.
+    """
+    config = type(model.config)
+    if type(model) not in auto_classes(config).values():
+        raise ValueError(
+            f"no Auto class loads a {type(model).__name__}; save it without its code and import `luna_mega` to load it"
+        )
+    config.code_writer = staticmethod(_add_code_after_save)
+
+
+def _add_code_after_save(folder: str | Path) -> None:
+    _add_code(Path(folder), read_config(folder))
 
 
 def _read_config(folder: str | Path) -> dict[str, Any]:

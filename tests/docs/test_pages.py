@@ -11,6 +11,7 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer, TrainingArguments
 
 import luna_mega
 import luna_mega_cli
+from luna_mega._register import CONFIGS
 from luna_mega.convert.formats import registry
 from tests.docs import world
 from tests.docs.blocks import LANGUAGES, PAGES, read
@@ -60,6 +61,8 @@ def test_python(page, monkeypatch):
     """The blocks of a page, in one session from the first to the last."""
     monkeypatch.setattr(registry, "_FORMATS", registry._FORMATS.copy())
     monkeypatch.setattr(transformers.TrainingArguments, "__init__", short_training(transformers.TrainingArguments))
+    for config in CONFIGS.values():  # `register_for_auto_class` sets it
+        monkeypatch.setattr(config, "code_writer", None)
     given = session(page)
     for block in read(page):
         if block.language == "python" and block.reason is None:

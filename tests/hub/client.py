@@ -165,6 +165,34 @@ def save_again(source: Path, auto_class: str, output: Path) -> None:
     getattr(transformers, auto_class).from_pretrained(source, trust_remote_code=True).save_pretrained(output)
 
 
+def train_and_push_with_code(source: Path, output: Path, repository: str, alone: str) -> None:
+    """Train for two steps and push the folder; then push only the model, and the model while it is saved."""
+    from luna_mega.hub.bundle import register_for_auto_class
+
+    model = AutoModelForSequenceClassification.from_pretrained(source)
+    register_for_auto_class(model)
+    try:
+        arguments = TrainingArguments(
+            output_dir=str(output),
+            max_steps=2,
+            save_steps=1,
+            push_to_hub=True,
+            hub_model_id=repository,
+            report_to="none",
+            use_cpu=True,
+        )
+        data = [{"input_ids": [0, 5 + index, 2], "labels": index % 2} for index in range(8)]
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        trainer = Trainer(model, arguments, train_dataset=data, processing_class=tokenizer)
+        trainer.train()
+        trainer.push_to_hub()
+        model.push_to_hub(f"{alone}-model")
+        model.save_pretrained(output, push_to_hub=True, repo_id=f"{alone}-saved")
+        model.config.push_to_hub(f"{alone}-config")
+    finally:
+        type(model.config).code_writer = None
+
+
 def gradients_beside(folders: list[Path], inputs: dict[str, list]) -> list[tuple[str, bool]]:
     """Compiles the masked LM of the first bundle, then loads those of the others, and the first with the package.
 

@@ -8,10 +8,11 @@ import sys
 
 import pytest
 import torch
-from transformers import RobertaTokenizer
+from transformers import BertConfig, BertModel, RobertaTokenizer
 
 import luna_mega
 from luna_mega import LunaTokenizer, MegaConfig, cli
+from luna_mega._register import CONFIGS
 from luna_mega.hub import bundle as hub_bundle
 from tests.hub import client as on_client
 from tests.marks import slow_but
@@ -358,3 +359,50 @@ write_code({model_type!r}, Path({str(tmp_path / "without")!r}))
     op = {"luna": "luna_attention", "mega": "damped_ema", "megalodon": "complex_ema"}[model_type]
     assert "try:\n    import triton\nexcept ImportError:\n    raise\n" in files["kernels_common_triton_launch.py"]
     assert f"kernels_{op}_triton_ops.py" in files
+
+
+@pytest.fixture
+def registered():
+    """Returns a function that registers a model; afterwards no class is registered."""
+    yield hub_bundle.register_for_auto_class
+    for config in CONFIGS.values():
+        config.code_writer = None
+
+
+@pytest.mark.parametrize("head", ["ForMaskedLM", "ForSequenceClassification"])
+def test_a_registered_model_is_saved_as_a_bundle(stranger, registered, tmp_path, head):
+    model, inputs = make(head), head_inputs(head, [7, 3])
+    registered(model)
+    for name in ("first", "second"):  # a second time over the first, as checkpoints of a run that is repeated
+        model.save_pretrained(tmp_path / name)
+        model.save_pretrained(tmp_path / name)
+    assert not model.config.auto_map
+    result = stranger(on_client.outputs, tmp_path / "second", f"AutoModel{head}", lists(inputs), **REMOTE)
+    assert on_remote_code(result)[1] == expected(model, inputs)
+
+
+def test_a_bundle_that_the_package_saves_again_names_only_code_that_is_there(stranger, tmp_path):
+    """The package loads a bundle with its own classes, whose code no `save_pretrained` writes."""
+    model, inputs = make("ForMaskedLM"), head_inputs("ForMaskedLM", [7, 3])
+    model.save_pretrained(tmp_path / "first")
+    assert bundle(tmp_path / "first") == 0
+    loaded = type(model).from_pretrained(tmp_path / "first")
+    loaded.save_pretrained(tmp_path / "second")
+    assert "auto_map" not in json.loads((tmp_path / "second" / "config.json").read_text())
+    loaded.save_pretrained(tmp_path / "first")
+    result = stranger(on_client.outputs, tmp_path / "first", MASKED_LM, lists(inputs), **REMOTE)
+    assert on_remote_code(result)[1] == expected(model, inputs)
+
+
+def test_only_models_with_an_auto_class_are_registered(registered):
+    with pytest.raises(ValueError, match="no Auto class loads a LunaForSequencePairClassification"):
+        registered(make("ForSequencePairClassification"))
+    with pytest.raises(ValueError, match="no Auto class loads a BertModel"):
+        registered(BertModel(BertConfig(num_hidden_layers=1, hidden_size=12)))
+
+
+def test_a_configuration_is_not_uploaded_without_its_code(registered, tmp_path):
+    model = make("ForMaskedLM")
+    registered(model)
+    with pytest.raises(ValueError, match=r"use `config.push_to_hub\(...\)`"):
+        model.config.save_pretrained(tmp_path, push_to_hub=True)
