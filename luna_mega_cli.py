@@ -9,7 +9,11 @@ should not wait for them. What runs a command is imported once its arguments are
 import argparse
 import importlib
 import os
-from collections.abc import Callable, Sequence
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -43,10 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program name; those of the process when None.
 
     Returns:
-        Exit status: 0 done, 1 the input is at fault, with one line about it on stderr.
+        Exit status: 0 if the command succeeded, 1 if its input is invalid (one line on stderr), 130 after Ctrl-C.
 
     Raises:
-        SystemExit: 2 on wrong usage, 0 after `--help` and `--version`.
+        SystemExit: 2 on wrong usage, 0 after `--help` and `--version`, 143 after SIGTERM.
     """
     parser = _parser()
     if "_ARGCOMPLETE" in os.environ:  # a shell asks what could come next
@@ -54,8 +58,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if (wrong := options.chosen.check(options)) is not None:
         options.error(wrong)
-    status: int = importlib.import_module("luna_mega.commands").run(options.chosen.target, options)
-    return status
+    try:
+        with _exit_on_sigterm():
+            status: int = importlib.import_module("luna_mega.commands").run(options.chosen.target, options)
+        return status
+    except KeyboardInterrupt:
+        print(f"luna-mega {options.command}: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+@contextmanager
+def _exit_on_sigterm() -> Iterator[None]:
+    """Raise `SystemExit` on SIGTERM during the block, so that temporary files are removed."""
+
+    def leave(*_: object) -> NoReturn:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    if threading.current_thread() is not threading.main_thread():  # only the main thread can set a handler
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -85,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="luna-mega",
         usage="luna-mega [-h] [--version] COMMAND ...",
-        description=f"Luna and Mega for transformers.\n\ncommands:\n{lines}",
+        description=f"Luna, Mega and Megalodon for transformers.\n\ncommands:\n{lines}",
         epilog="`luna-mega COMMAND --help` shows the options of a command, with examples.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -11,7 +11,6 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
@@ -22,7 +21,7 @@ from transformers.exporters.utils import decompose_for_generation
 
 from luna_mega.errors import ConversionError
 from luna_mega.hub.folder import ModelFolder, position_limit, read_folder
-from luna_mega.hub.output import check_new_file, check_output, complete_folder
+from luna_mega.hub.output import check_new_file, check_output, complete_folder, temporary_folder
 from luna_mega.inspection.costs import stacks
 from luna_mega.inspection.verify import quiet_transformers, random_inputs
 
@@ -170,9 +169,9 @@ def _place(target: Path, single: bool) -> Iterator[Path]:
             yield partial
         return
     target.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=target.parent) as partial:
-        yield Path(partial, target.name)
-        Path(partial, target.name).replace(target)
+    with temporary_folder(target.parent, target.name) as partial:
+        yield partial / target.name
+        (partial / target.name).replace(target)
 
 
 def _write(exported: Any, place: Path, single: bool) -> None:

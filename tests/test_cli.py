@@ -38,6 +38,7 @@ def test_help_lists_commands_that_exist(capsys):
     status, output = run(["--help"], capsys)
     assert status == 0
     listed = [command.name for command in luna_mega_cli.COMMANDS]
+    assert "Luna, Mega and Megalodon" in output.out
     assert re.findall(r"^  (\w+)  ", output.out, flags=re.MULTILINE) == list(COMMANDS) == listed
     for name in COMMANDS:
         status, output = run([name, "--help"], capsys)

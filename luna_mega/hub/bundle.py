@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
@@ -26,7 +25,7 @@ from luna_mega._register import CONFIGS, auto_classes
 from luna_mega.errors import ConversionError
 from luna_mega.hub.files import copy_model
 from luna_mega.hub.folder import read_config, weight_files
-from luna_mega.hub.output import check_output, complete_folder
+from luna_mega.hub.output import check_output, complete_folder, temporary_folder
 from luna_mega.modeling_luna import tokenization_luna
 
 # Packages that the code may need. It may try to import others, and must do without them.
@@ -93,14 +92,14 @@ def _read_config(folder: str | Path) -> dict[str, Any]:
 def _add_code(folder: Path, config: dict) -> list[str]:
     """Write the code, then the configuration that names it, so that the folder still loads after an interruption."""
     old = [file for file in folder.glob("*.py") if file.read_bytes().startswith(_GENERATED.encode())]
-    with tempfile.TemporaryDirectory(prefix=".bundle", dir=folder) as temporary:
-        files, auto_map = write_code(config["model_type"], Path(temporary))
+    with temporary_folder(folder, "bundle") as temporary:
+        files, auto_map = write_code(config["model_type"], temporary)
         names = [file.name for file in files]
         if foreign := [name for name in names if (folder / name).exists() and folder / name not in old]:
             raise ConversionError(
                 f"{folder}: {', '.join(foreign)} was not written by an earlier bundle; remove or rename it"
             )
-        new_config = Path(temporary, "config.json")
+        new_config = temporary / "config.json"
         there = (config.get("auto_map") or {}).items()
         foreign = {name: code for name, code in there if _is_foreign(code, folder)}
         content = config | {"auto_map": foreign | auto_map}

@@ -1,12 +1,19 @@
 """Paths that are read and written, and outputs that are written completely or not at all."""
 
+import glob
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from luna_mega.errors import ConversionError, shown
+
+try:
+    import fcntl
+except ImportError:  # Windows has no advisory locks
+    fcntl = None
 
 
 def check_path(path: str | Path) -> Path:
@@ -68,17 +75,52 @@ def check_new_file(output: str | Path) -> Path:
 
 
 @contextmanager
+def temporary_folder(parent: Path, name: str) -> Iterator[Path]:
+    """Yield a new folder in `parent`, which is removed after the block, also if the block is interrupted.
+
+    A process that is killed leaves its folder `.NAME.*.partial`. The next call with the same `parent` and `name`
+    removes it. Folders of running processes are locked, and stay.
+    """
+    for folder in parent.glob(f".{glob.escape(name)}.*.partial"):
+        with _lock(folder) as locked:
+            if locked:
+                shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=f".{name}.", suffix=".partial", dir=parent) as temporary:
+        with _lock(Path(temporary)):
+            yield Path(temporary)
+
+
+@contextmanager
+def _lock(folder: Path) -> Iterator[bool]:
+    """Lock a folder for the duration of the block; yield False if another process has locked it."""
+    if fcntl is None:
+        yield False
+        return
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:  # it belongs to another user, or was removed in the meantime
+        yield False
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        locked = True
+    except OSError:
+        locked = False
+    try:
+        yield locked
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
 def complete_folder(output: Path) -> Iterator[Path]:
     """Yield a temporary folder on the same file system, which becomes `output` if the block raises no exception."""
     parent = next(folder for folder in output.parents if folder.is_dir())
-    partial = parent / f".{output.name}.{os.getpid()}.partial"
-    partial.mkdir()
-    try:
+    with temporary_folder(parent, output.name) as temporary:
+        partial = temporary / output.name
+        partial.mkdir()
         yield partial
         output.parent.mkdir(parents=True, exist_ok=True)
         if output.is_dir():
             output.rmdir()
         partial.rename(output)
-    except BaseException:  # an interrupt leaves nothing behind either
-        shutil.rmtree(partial, ignore_errors=True)
-        raise

@@ -20,8 +20,9 @@ class Convert:
         return self.file
 
     def __call__(self, state, *options, legacy=False):
-        """Returns the folder of a conversion that must succeed."""
-        self.save(state, legacy)
+        """Return the folder of a conversion that must succeed; `state` None means the file saved before."""
+        if state is not None:
+            self.save(state, legacy)
         status = main(["convert", str(self.file), "--output", str(self.output), *map(str, options)])
         printed = self.capsys.readouterr()
         assert status == 0, printed.err

@@ -7,6 +7,7 @@ from huggingface_hub import ModelCard
 
 from luna_mega import cli
 from luna_mega.convert import ConversionError, convert_checkpoint, importer
+from luna_mega.hub.output import temporary_folder
 
 
 def test_empty_output_folder_and_new_parents(convert, make):
@@ -48,6 +49,37 @@ def test_nothing_half_written(convert, make, monkeypatch, error, there):
     with pytest.raises(type(error)):
         convert_checkpoint(convert.file, convert.output / "x" / "y" if not there else convert.output)
     assert sorted(convert.output.parent.rglob("*")) == [*before, convert.file]
+
+
+STOPPED_HALFWAY = """
+import os, signal, sys
+from luna_mega import cli
+from luna_mega.convert import importer
+
+def stop(report, folder):
+    os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+
+importer.Report.save = stop
+sys.exit(cli.main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "screen"),
+    [("SIGINT", 130, "luna-mega convert: interrupted\n"), ("SIGTERM", 143, ""), ("SIGKILL", -9, "")],
+)
+def test_signals_leave_nothing_behind(convert, make, repo_root, name, status, screen):
+    """A killed process cannot clean up; the next conversion removes its files, but none of a running process."""
+    convert.save(make.bert())
+    argv = ["convert", str(convert.file), "--output", str(convert.output)]
+    command = [sys.executable, "-c", STOPPED_HALFWAY, name, *argv]
+    done = subprocess.run(command, cwd=repo_root, capture_output=True, text=True)
+    assert (done.returncode, done.stderr, done.stdout) == (status, screen, "")
+    left = list(convert.output.parent.glob(".*"))
+    assert len(left) == (name == "SIGKILL")
+    with temporary_folder(convert.output.parent, convert.output.name) as running:
+        convert(None)
+        assert list(convert.output.parent.glob(".*")) == [running]
 
 
 def test_full_disk(convert, make):
