@@ -6,8 +6,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 from packaging.version import Version
 
-PYTHON = (3, 10)
-NEEDED = {"torch": "2.11", "transformers": "5.17"}
+PYTHON = (3, 11)
+NEEDED = {"torch": "2.13", "transformers": "5.20"}
 
 
 def check_versions() -> None:

@@ -1,7 +1,8 @@
 """Code of a user, which `make typing` checks: what the public names are for a type checker. It is not run."""
 
+from typing import assert_type
+
 import torch
-from typing_extensions import assert_type
 
 import luna_mega
 import luna_mega.cli

@@ -60,7 +60,7 @@ MEGA = [
     [*((luna, *case) for case in BOTH + LUNA), *((mega, *case) for case in BOTH + MEGA)],
 )
 def test_configuration(family, fields, message):
-    with pytest.raises(Exception, match=message):  # transformers 5.17 wraps the ValueError
+    with pytest.raises(Exception, match=message):  # transformers 5.20 wraps the ValueError
         family.tiny_config(**fields)
 
 
@@ -92,7 +92,7 @@ SIZES = [
 
 @pytest.mark.parametrize("family, fields, message", SIZES)
 def test_sizes_have_bounds(family, fields, message):
-    with pytest.raises(Exception, match=message):  # transformers 5.17 wraps the ValueError
+    with pytest.raises(Exception, match=message):  # transformers 5.20 wraps the ValueError
         family.tiny_config(**fields)
 
 

@@ -284,7 +284,7 @@ REFUSALS = [
 
 @pytest.mark.parametrize("fields, message", REFUSALS, ids=[message for _, message in REFUSALS])
 def test_refusals(fields, message):
-    with pytest.raises(Exception, match=message):  # transformers 5.17 wraps the ValueError
+    with pytest.raises(Exception, match=message):  # transformers 5.20 wraps the ValueError
         config(**fields)
 
 

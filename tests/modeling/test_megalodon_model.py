@@ -250,7 +250,7 @@ def test_an_output_layer_of_another_size():
     ],
 )
 def test_fields_that_do_not_fit(fields, message):
-    with pytest.raises(Exception, match=message):  # transformers 5.17 wraps the ValueError
+    with pytest.raises(Exception, match=message):  # transformers 5.20 wraps the ValueError
         tiny_config(**fields)
 
 
