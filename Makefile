@@ -1,4 +1,4 @@
-# Every target sets up its own virtual environment, once. A fresh machine needs only make and Python >= 3.10.
+# Every target sets up its own virtual environment, once. A fresh machine needs only make and Python >= 3.11.
 PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= requirements/ci.txt
@@ -11,7 +11,7 @@ DTYPE ?= float32
 # Named after the constraints, so that changing them in the same environment installs again.
 INSTALLED := $(VENV)/.installed-$(notdir $(CONSTRAINTS))
 
-.PHONY: help demo test test-slow test-ecosystem test-serving docs style typing bench clean
+.PHONY: help demo test test-slow test-newest test-ecosystem test-serving docs style typing audit bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -19,13 +19,23 @@ help: ## list the targets
 demo: $(INSTALLED) ## train, save, reload and judge a Luna and a Mega on real handwritten digits (5 minutes with the set-up)
 	$(VENV)/bin/python examples/digits_demo.py
 
-# Without its byte code the package would be compiled at each of the many starts of Python.
-test: $(INSTALLED) ## run the fast tests, something of everything, or those named by TESTS="..."
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= \
-	    $(VENV)/bin/python -m pytest -n 2 --dist worksteal --durations=20 -m "$(MARK)" $(TESTS)
+# The tests start Python many times; without byte code each start would compile the package.
+RUN_TESTS = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= \
+    $(VENV)/bin/python -m pytest -n 2 --dist worksteal --durations=20 -m "$(MARK)" $(TESTS)
+
+test: $(INSTALLED) ## run the fast tests, or those named by TESTS="..."
+	$(RUN_TESTS)
 
 test-slow: ## run the tests that `make test` leaves out
 	$(MAKE) test MARK=slow
+
+test-newest: VENV = .venv-newest
+test-newest: ## run the fast tests with the newest versions of all dependencies (PRE=1: also pre-releases), in .venv-newest
+	$(PYTHON) -m venv --clear $(VENV)
+	$(PYTHON) .ci/newest.py $(EXTRAS) > $(VENV)/requirements.txt
+	$(VENV)/bin/python -m pip install $(if $(PRE),--pre) --requirement $(VENV)/requirements.txt
+	$(VENV)/bin/python -m pip install --no-deps --editable .
+	$(RUN_TESTS)
 
 test-ecosystem: ## run the tests with PEFT, TRL, sentence-transformers and other tools, in an environment of their own
 	$(MAKE) test VENV=.venv-ecosystem CONSTRAINTS=requirements/ci-ecosystem.txt EXTRAS=$(EXTRAS),ecosystem MARK= \
@@ -34,7 +44,7 @@ test-ecosystem: ## run the tests with PEFT, TRL, sentence-transformers and other
 test-serving: ## run the tests of serving, with vLLM's own wheel on a CPU, in an environment of their own
 	test -x .venv-serving/bin/python || $(PYTHON) -m venv .venv-serving
 	.venv-serving/bin/python -m pip install --quiet --requirement requirements/ci-serving.txt
-	.venv-serving/bin/python -m pip install --quiet --no-deps vllm==0.32.0
+	.venv-serving/bin/python -m pip install --quiet --no-deps vllm==0.33.0
 	.venv-serving/bin/python -m pip install --quiet --no-deps --editable .
 	VLLM_TARGET_DEVICE=cpu VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_KVCACHE_SPACE=1 VLLM_NO_USAGE_STATS=1 \
 	    HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONPATH=tests/serving \
@@ -54,14 +64,18 @@ typing: $(INSTALLED) ## check the types of the public surface, in a copy laid ou
 	$(VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation --target build/typing .
 	PYTHONPATH= MYPYPATH=build/typing $(VENV)/bin/mypy tests/typed.py
 
+audit: $(INSTALLED) ## report known vulnerabilities of the installed packages
+	$(VENV)/bin/python -m pip install --quiet pip-audit
+	$(VENV)/bin/pip-audit --skip-editable
+
 bench: $(INSTALLED) ## measure the ops, on a GPU where there is one (DTYPE=bfloat16)
 	$(VENV)/bin/python benchmarks/run.py --dtype $(DTYPE)
 
 clean: ## remove the environments and what was built
-	rm -rf $(VENV) .venv-oldest .venv-ecosystem .venv-serving .venv-docs build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-oldest .venv-newest .venv-ecosystem .venv-serving .venv-docs build dist *.egg-info .pytest_cache .ruff_cache
 
 $(INSTALLED): setup.cfg pyproject.toml $(wildcard requirements/*.txt)
-	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 10), "luna-mega needs Python >= 3.10: make PYTHON=..."'
+	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "luna-mega needs Python >= 3.11: make PYTHON=..."'
 	$(PYTHON) -m venv $(VENV)
 	rm -f $(VENV)/.installed-*
 	$(VENV)/bin/python -m pip install --constraint $(CONSTRAINTS) --editable '.[$(EXTRAS)]'

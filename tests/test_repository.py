@@ -1,6 +1,8 @@
-"""The files beside the code: hooks, workflows and templates."""
+"""Hooks, workflows, constraint files and templates of the repository."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,12 +42,17 @@ def test_the_tags_are_those_of_contributing(repo_root):
         assert commit_hook(repo_root).search(f"[{tag}] A change")
 
 
+def workflow(root: Path, name: str) -> dict:
+    return yaml.safe_load((root / ".github" / "workflows" / name).read_text(encoding="utf-8"))
+
+
 def test_workflows_and_templates_are_yaml(repo_root):
     files = [*(repo_root / ".github").rglob("*.yml")]
     for file in files:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
-        assert content["name"] and ("jobs" in content or content["body"])
-    assert {"ci.yml", "release.yml", "gpu.yml", "bug.yml"} <= {file.name for file in files}
+        if file.name != "dependabot.yml":
+            assert content["name"] and ("jobs" in content or content["body"])
+    assert {"ci.yml", "release.yml", "gpu.yml", "bug.yml", "dependabot.yml"} <= {file.name for file in files}
 
 
 def test_commands_of_workflows_exist(repo_root):
@@ -65,3 +72,46 @@ def test_text_is_read_without_its_byte_order_mark(repo_root):
     found = {(file.name, call) for file in files for call in reads.findall(file.read_text(encoding="utf-8"))}
     assert len(found) > 5
     assert not [read for read in found if "utf-8-sig" not in read[1] and '"w"' not in read[1]]
+
+
+def test_ci_runs_every_python_with_both_constraint_files(repo_root):
+    setup = (repo_root / "setup.cfg").read_text(encoding="utf-8")
+    matrix = workflow(repo_root, "ci.yml")["jobs"]["test"]["strategy"]["matrix"]
+    assert matrix["python"] == re.findall(r"Python :: (3\.\d+)$", setup, re.MULTILINE)
+    assert f"python_requires = >={matrix['python'][0]}\n" in setup
+    assert matrix["constraints"] == ["ci.txt", "ci-oldest.txt"]
+    slow = workflow(repo_root, "full.yml")["jobs"]["slow"]["strategy"]["matrix"]
+    assert slow["constraints"] == matrix["constraints"]
+
+
+@pytest.mark.parametrize("name", ["transformers", "torch", "triton"])
+def test_constraint_files_have_the_ends_of_the_supported_range(repo_root, name):
+    setup = (repo_root / "setup.cfg").read_text(encoding="utf-8")
+    lowest, above = re.search(rf"^    {name}>=([\d.]+),<([\d.]+)", setup, re.MULTILINE).groups()
+    pins = {}
+    for file in ("pins.txt", "ci-oldest.txt", "ci.txt"):
+        text = (repo_root / "requirements" / file).read_text(encoding="utf-8")
+        if pin := re.search(rf"^{name}==([\d.]+)", text, re.MULTILINE):
+            pins[file] = pin[1]
+    assert pins.get("ci-oldest.txt", pins.get("pins.txt")).startswith(f"{lowest}.")
+    if name != "torch":  # `make test-newest` tests the newest torch
+        major, minor, _ = map(int, pins["ci.txt"].split("."))
+        assert above == f"{major}.{minor + 1}"
+
+
+def test_a_release_is_published_after_all_tests(repo_root):
+    jobs = workflow(repo_root, "release.yml")["jobs"]
+    assert set(jobs["publish"]["needs"]) == set(jobs) - {"publish"}
+    assert {job["uses"] for job in jobs.values() if "uses" in job} == {
+        "./.github/workflows/ci.yml",
+        "./.github/workflows/full.yml",
+    }
+    for name in ("ci.yml", "full.yml"):
+        assert "workflow_call" in workflow(repo_root, name)[True]  # YAML reads the key `on` as true
+
+
+def test_newest_versions_are_installed_without_upper_bounds(repo_root):
+    command = [sys.executable, ".ci/newest.py", "triton,examples,dev"]
+    rows = subprocess.run(command, cwd=repo_root, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert "<" not in "".join(rows)
+    assert {row.partition(">")[0] for row in rows} >= {"torch", "transformers", "triton", "accelerate", "pytest"}
