@@ -1,6 +1,5 @@
 """Writes a model folder back as a checkpoint of the original code: `luna-mega export`."""
 
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,7 @@ from luna_mega.convert.layer_norm import CONVENTIONS, MINUS_ONE
 from luna_mega.convert.tensors import DTYPES, lowered_norms, store_tensors
 from luna_mega.errors import ConversionError
 from luna_mega.hub.folder import REPORT_NAME, ModelFolder, read_folder
-from luna_mega.hub.output import check_new_file, check_output, complete_folder
+from luna_mega.hub.output import check_new_file, check_output, complete_folder, publish, temporary_folder
 
 _ORIGIN = ("arch", "task")
 _NOT_CONVERTED = {"source": {}, "decisions": {}, "dropped": [], "dtype_in": {}, "args": None}
@@ -172,19 +171,34 @@ def _check_options(layer_norm: str | None, dtype: str | None, shards: int | None
 
 
 def _save(output: Path, state: dict[str, Any], beside: dict[str, bytes], progress: bool) -> list[str]:
-    """Write the checkpoint, and the files `beside` it that are not there already; return the names of the new files."""
+    """Write the checkpoint and those files of `beside` that do not exist yet; return the names of the new files."""
+    _check_beside(output, beside)
     parent = next(folder for folder in output.parents if folder.is_dir())
-    with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=parent) as temporary:
-        folder = Path(temporary)
-        for name, content in beside.items():
-            there = output.parent / name
-            if not there.exists():
-                (folder / name).parent.mkdir(exist_ok=True)
-                (folder / name).write_bytes(content)
-            elif there.read_bytes() != content:
-                raise ConversionError(f"{there}: another file is there; remove it or give another --output")
+    with temporary_folder(parent, output.name) as folder:
+        names = [*sorted(name for name in beside if not (output.parent / name).exists()), output.name]
+        for name in names[:-1]:
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(beside[name])
         _write(folder / output.name, state, state["model"], progress)
-        return _publish(folder, output)
+        publish({folder / name: output.parent / name for name in names})
+    return names
+
+
+def _check_beside(output: Path, beside: dict[str, bytes]) -> None:
+    """Raise `ConversionError` if a file of `beside` has the place of the checkpoint or of a different file."""
+    for name, content in beside.items():
+        if output.name == name.partition("/")[0]:
+            raise ConversionError(
+                f"{output}: the export also writes {name} into this folder; give the checkpoint another name"
+            )
+        there = output.parent / name
+        if there.exists() and (there.is_dir() or there.read_bytes() != content):
+            raise ConversionError(
+                f"{there}: differs from the model's {name}, so the folder belongs to another model; choose an --output "
+                "in a new or empty folder"
+            )
+        if there.parent.exists() and not there.parent.is_dir():
+            raise ConversionError(f"{there.parent}: is a file, but the export needs a folder of this name; move it")
 
 
 def _save_folder(output: Path, files: Files, progress: bool) -> list[str]:
@@ -206,21 +220,3 @@ def _write(path: Path, state: dict[str, Any], tensors: Tensors, progress: bool) 
             torch.save(state, writer)
     except RuntimeError as error:  # torch raises it when the disk is full
         raise ConversionError(f"cannot write {path.name}: {error}") from error
-
-
-def _publish(folder: Path, output: Path) -> list[str]:
-    """Move the files from `folder` to the folder of `output`, the checkpoint itself last."""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != output.name]
-    names = [str(path.relative_to(folder)) for path in (*files, folder / output.name)]
-    done = []
-    try:
-        for name in names:
-            target = output.parent / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).rename(target)
-            done.append(target)
-    except BaseException:  # an interrupt leaves nothing behind either
-        for path in done:
-            path.unlink()
-        raise
-    return names

@@ -22,6 +22,7 @@ from luna_mega.convert.pickles import RefusedPickle, check_legacy_pickles, check
 from luna_mega.convert.plain import plain_args
 from luna_mega.convert.storages import check_bytes, check_storages, is_dense
 from luna_mega.errors import ConversionError, shown
+from luna_mega.escaping import is_utf8
 
 _NUMPY_SCALARS = "?bhilqBHILQefd"
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -184,11 +185,10 @@ def _load(path: Path, serialization: str, checksums: Checksums) -> Any:
 
 @contextmanager
 def _encodable(path: Path) -> Iterator[str]:
-    """Yield a name of the file that is Unicode, without which torch does not map it."""
-    try:
-        str(path).encode()
+    """Yield a name of the file that is UTF-8; torch maps no other."""
+    if is_utf8(str(path)):
         yield str(path)
-    except UnicodeEncodeError:
+    else:
         with tempfile.TemporaryDirectory() as folder:
             link = Path(folder) / "checkpoint.pt"
             link.symlink_to(path.resolve())

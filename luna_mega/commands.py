@@ -2,6 +2,7 @@
 """Functions that the commands of `luna-mega` run, and the one place where an error becomes a line and a status."""
 
 import argparse
+import io
 import json
 import os
 import pkgutil
@@ -16,7 +17,7 @@ from luna_mega.convert.exporter import export_checkpoint
 from luna_mega.convert.importer import convert_checkpoint
 from luna_mega.demo.page import serve, write_space
 from luna_mega.errors import ConversionError, shown
-from luna_mega.escaping import terminal
+from luna_mega.escaping import is_utf8, locale_hint, terminal
 from luna_mega.hub.bundle import bundle as make_bundle
 from luna_mega.inspection.evaluation import embedding_scores, evaluate, scores
 from luna_mega.inspection.info import describe
@@ -38,6 +39,8 @@ def run(target: str, options: argparse.Namespace) -> int:
     Returns:
         Exit status: 0 done; 1 the input is at fault, with one line about it on stderr, or two models differ.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a locale may lack characters of a report
     bars = logging.is_progress_bar_enabled()
     if not sys.stderr.isatty():
         logging.disable_progress_bar()  # the bars of transformers; ours check for a terminal themselves
@@ -78,7 +81,10 @@ def _check_arguments(options: argparse.Namespace) -> None:
             except UnicodeEncodeError:
                 whole = False
             if not whole or name in _WORDS and not text.isprintable():
-                raise ConversionError(f"{name} {shown(text)}: give text without control characters and broken bytes")
+                advice = "give text without control characters and broken bytes"
+                if not is_utf8(text):
+                    advice = locale_hint() or advice
+                raise ConversionError(f"{name} {shown(text)}: {advice}")
 
 
 def _chosen(options: argparse.Namespace, *names: str) -> dict[str, Any]:

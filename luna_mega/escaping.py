@@ -3,7 +3,9 @@
 A stranger may have written such text. It is shown, and has no effect on a terminal or on the layout of a page.
 """
 
+import os
 import re
+import sys
 from typing import Any
 
 LONGEST = 200
@@ -41,3 +43,17 @@ def code_block(text: str, language: str = "") -> str:
     """Return lines as a block of code in Markdown, whose fence is longer than any row of backticks in them."""
     fence = "`" * max([3, *(len(row) + 1 for row in re.findall("`+", text))])
     return f"{fence}{language}\n{terminal(text)}\n{fence}"
+
+
+def is_utf8(text: str) -> bool:
+    """Return whether the bytes of a file name are the UTF-8 of its text, as C++ and Rust libraries assume."""
+    try:
+        return text.encode() == os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+
+
+def locale_hint() -> str:
+    """Return how to read arguments as UTF-8 if the locale has another encoding; an empty string if it is UTF-8."""
+    encoding = sys.getfilesystemencoding()
+    return "" if encoding == "utf-8" else f"the locale's encoding is {encoding}, set PYTHONUTF8=1 to use UTF-8"

@@ -21,7 +21,7 @@ from transformers.exporters.utils import decompose_for_generation
 
 from luna_mega.errors import ConversionError
 from luna_mega.hub.folder import ModelFolder, position_limit, read_folder
-from luna_mega.hub.output import check_new_file, check_output, complete_folder, temporary_folder
+from luna_mega.hub.output import check_new_file, check_output, complete_folder, publish, temporary_folder
 from luna_mega.inspection.costs import stacks
 from luna_mega.inspection.verify import quiet_transformers, random_inputs
 
@@ -168,10 +168,10 @@ def _place(target: Path, single: bool) -> Iterator[Path]:
         with complete_folder(target) as partial:
             yield partial
         return
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with temporary_folder(target.parent, target.name) as partial:
+    parent = next(folder for folder in target.parents if folder.is_dir())
+    with temporary_folder(parent, target.name) as partial:
         yield partial / target.name
-        (partial / target.name).replace(target)
+        publish({partial / target.name: target})
 
 
 def _write(exported: Any, place: Path, single: bool) -> None:

@@ -4,11 +4,12 @@ import glob
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from luna_mega.errors import ConversionError, shown
+from luna_mega.escaping import is_utf8, locale_hint
 
 try:
     import fcntl
@@ -23,10 +24,8 @@ def check_path(path: str | Path) -> Path:
         ConversionError: it is not.
     """
     text = os.fspath(path)
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ConversionError(f"{shown(text)}: the name has bytes that are not UTF-8; give another name") from error
+    if not is_utf8(text):
+        raise ConversionError(f"{shown(text)}: the name is not UTF-8; {locale_hint() or 'give another name'}")
     if "\0" in text:
         raise ConversionError(f"{shown(text)}: a name cannot hold a NUL; give another name")
     return Path(path)
@@ -120,7 +119,22 @@ def complete_folder(output: Path) -> Iterator[Path]:
         partial = temporary / output.name
         partial.mkdir()
         yield partial
-        output.parent.mkdir(parents=True, exist_ok=True)
         if output.is_dir():
             output.rmdir()
-        partial.rename(output)
+        publish({partial: output})
+
+
+def publish(places: Mapping[Path, Path]) -> None:
+    """Move files to new places, in this order, and create their parent folders; a failure undoes everything."""
+    created = []
+    try:
+        for path, place in places.items():
+            for folder in reversed([folder for folder in place.parents if not folder.exists()]):
+                folder.mkdir()
+                created.append(folder)
+            path.rename(place)
+            created.append(place)
+    except BaseException:  # including KeyboardInterrupt
+        for path in reversed(created):
+            path.rmdir() if path.is_dir() else path.unlink()
+        raise

@@ -108,7 +108,9 @@ def test_nothing_is_overwritten(make, tmp_path, capsys):
     make.dictionary(folder / "dict.txt")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "dict.txt").write_text("mine 1\n")
-    assert "another file is there" in fails(capsys, folder, tmp_path / "out" / "model.pt")
+    assert "belongs to another model; choose an --output in a new" in fails(
+        capsys, folder, tmp_path / "out" / "model.pt"
+    )
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["dict.txt"]
     (tmp_path / "out" / "model.pt").write_text("mine")
     assert "exists already" in fails(capsys, folder, tmp_path / "out" / "model.pt")
@@ -118,7 +120,7 @@ def test_nothing_is_overwritten(make, tmp_path, capsys):
 @pytest.mark.parametrize("error", [OSError("no space left"), KeyboardInterrupt()])
 @pytest.mark.parametrize("broken", ["save", "publish"])
 def test_nothing_half_written(make, tmp_path, monkeypatch, error, broken):
-    folder = save(tmp_path / "model", LunaForMaskedLM)
+    folder = save(tmp_path / "model", LunaForSequenceClassification)
     make.dictionary(folder / "dict.txt")
     before = sorted(tmp_path.rglob("*"))
 
@@ -129,9 +131,21 @@ def test_nothing_half_written(make, tmp_path, monkeypatch, error, broken):
 
     rename = export.Path.rename
     monkeypatch.setattr(*((export.torch, "save") if broken == "save" else (export.Path, "rename")), fail)
-    with pytest.raises(type(error)):
-        export_checkpoint(folder, tmp_path / "model.pt")
-    assert sorted(tmp_path.rglob("*")) == before
+    for output in (tmp_path / "model.pt", tmp_path / "new" / "deeper" / "model.pt"):
+        with pytest.raises(type(error)):
+            export_checkpoint(folder, output)
+        assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", ["dict.txt", "input0", "label"])
+def test_output_has_not_the_name_of_a_dictionary(make, tmp_path, capsys, name):
+    folder = save(tmp_path / "model", LunaForSequenceClassification)
+    make.dictionary(folder / "dict.txt")
+    assert f"the export also writes {name}" in fails(capsys, folder, tmp_path / "out" / name)
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "label").touch()
+    assert "label: is a file" in fails(capsys, folder, tmp_path / "out" / "model.pt")
 
 
 def test_full_disk(tmp_path, capsys):

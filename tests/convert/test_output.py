@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 
@@ -208,3 +209,20 @@ def test_module_and_console_command_agree(convert, make, repo_root):
     assert cli.main(["convert", str(convert.file), "--output", str(by_command)]) == 0
     assert (by_module / "model.safetensors").read_bytes() == (by_command / "model.safetensors").read_bytes()
     assert cli.main(["convert", str(convert.file), "--output", str(by_command)]) == 1
+
+
+@pytest.mark.parametrize("locale", ["POSIX", "C.UTF-8"])
+def test_locale_without_utf8_is_named(convert, make, repo_root, locale):
+    """The name of the file is read through a link, but the libraries that write weights need UTF-8."""
+    convert.save(make.bert())
+    environment = os.environ | {"LC_ALL": locale, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    program = [sys.executable, "-m", "luna_mega.convert"]
+    for name, output in (("modèle.pt", "a"), ("plain.pt", "bé")):
+        file = convert.file.rename(convert.source / name)
+        command = [*program, str(file).encode(), "--output", str(convert.output.with_name(output)).encode()]
+        done = subprocess.run(command, cwd=repo_root, env=environment, capture_output=True)
+        file.rename(convert.file)
+        if locale == "POSIX" and output != "a":
+            assert b"the locale's encoding is ascii, set PYTHONUTF8=1" in done.stderr and done.returncode == 1
+        else:
+            assert done.returncode == 0, done.stderr
