@@ -11,7 +11,7 @@ DTYPE ?= float32
 # Named after the constraints, so that changing them in the same environment installs again.
 INSTALLED := $(VENV)/.installed-$(notdir $(CONSTRAINTS))
 
-.PHONY: help demo test test-slow test-newest test-ecosystem test-serving docs style typing audit bench clean
+.PHONY: help demo parity parity-released test test-slow test-newest test-ecosystem test-serving docs style typing audit bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -49,6 +49,20 @@ test-serving: ## run the tests of serving, with vLLM's own wheel on a CPU, in an
 	VLLM_TARGET_DEVICE=cpu VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_KVCACHE_SPACE=1 VLLM_NO_USAGE_STATS=1 \
 	    HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONPATH=tests/serving \
 	    .venv-serving/bin/python -m pytest --durations=20 tests/serving
+
+# Further fixtures for `make parity`, with folders DIR/<family>/<name>.
+FIXTURES ?=
+parity: $(INSTALLED) ## compare with the original code and write docs/parity.md (FIXTURES=DIR adds fixtures)
+	FIXTURES=$(FIXTURES) PARITY_TABLE=docs/parity.md HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 \
+	    $(VENV)/bin/python -m pytest -n 2 --dist worksteal tests/parity
+
+RELEASED := build/released
+parity-released: $(INSTALLED) ## download a released Mega checkpoint, convert it and verify the result (needs internet)
+	mkdir -p $(RELEASED)
+	curl --fail --location --output $(RELEASED)/mega.sc.zip https://dl.fbaipublicfiles.com/mega/mega.sc.zip
+	$(VENV)/bin/python -m zipfile -e $(RELEASED)/mega.sc.zip $(RELEASED)/mega-sc
+	$(VENV)/bin/luna-mega convert "$$(find $(RELEASED)/mega-sc -name '*.pt' | head -1)" --output $(RELEASED)/model
+	$(VENV)/bin/luna-mega verify $(RELEASED)/model "$$(find $(RELEASED)/mega-sc -name '*.pt' | head -1)"
 
 docs: ## build the documentation site in build/docs/site, in an environment of its own; a broken link is an error
 	test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs

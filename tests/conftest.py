@@ -4,12 +4,15 @@ import itertools
 import os
 import random
 from collections.abc import Callable, Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
+
+from tests.parity import report
 
 # Without a GPU the Triton kernels are interpreted. Triton reads this when a kernel is defined.
 if not torch.cuda.is_available():
@@ -55,11 +58,50 @@ def import_benchmark() -> Iterator[Callable[[str], ModuleType]]:
 
 @pytest.fixture(scope="session")
 def shared_dir() -> Path:
-    """Folder with the parity fixtures and data sets, beside the checkout; the test is skipped where it is absent."""
+    """Folder with further parity fixtures and data sets next to the checkout; the test is skipped if it is absent."""
     path = ROOT.parent / "shared"
     if not path.is_dir():
-        pytest.skip("../shared (parity fixtures and data sets) is absent")
+        pytest.skip("../shared (further parity fixtures and data sets) is absent")
     return path
+
+
+class ParityFolders:
+    """Finds the folder of a parity fixture in the repository, then in `FIXTURES` or, if that is unset, in `../shared`."""
+
+    def __init__(self):
+        further = os.environ.get("FIXTURES", ROOT.parent / "shared" / "fixtures")
+        self.roots = [ROOT / "tests" / "parity" / "fixtures"] + ([Path(further)] if further else [])
+        self.last = ""
+
+    def __call__(self, family: str, name: str) -> Path:
+        """Return the folder; the test is skipped if no directory contains it."""
+        self.last = f"{family}/{name}"
+        for root in self.roots:
+            if (root / family / name).is_dir():
+                return root / family / name
+        pytest.skip(f"the fixture {family}/{name} is not in the repository")
+
+    def names(self, family: str) -> list[str]:
+        """Return the names of all available fixtures of a family."""
+        return sorted({folder.name for root in self.roots if root.is_dir() for folder in (root / family).iterdir()})
+
+    def all(self, family: str, pattern: str = "*") -> list[Path]:
+        """Return the folders of all available fixtures of a family whose names match a pattern."""
+        return [self(family, name) for name in self.names(family) if fnmatch(name, pattern)]
+
+
+@pytest.fixture(scope="session")
+def parity_folder() -> ParityFolders:
+    """Function that returns the folder of a parity fixture by family and name."""
+    return ParityFolders()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print how many parity cases ran, and write the page that `PARITY_TABLE` names."""
+    if line := report.summary(terminalreporter.stats):
+        terminalreporter.write_line(line)
+    if page := os.environ.get("PARITY_TABLE"):
+        report.write(Path(page), terminalreporter.stats.get("passed", []))
 
 
 @pytest.fixture(scope="session")

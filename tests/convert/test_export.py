@@ -357,10 +357,10 @@ def test_layout_of_the_file(tmp_path):
 
 
 @pytest.mark.slow
-def test_every_fixture(shared_dir, tmp_path):
+def test_every_fixture(parity_folder, tmp_path):
     """The checkpoints that the original code wrote: back bit for bit."""
-    root = shared_dir / "fixtures" / "luna"
-    found = sorted(folder for pattern in ("bert_*", "head_bert_*", "lra*") for folder in root.glob(pattern))
+    patterns = ("bert_*", "head_bert_*", "lra*")
+    found = [folder for pattern in patterns for folder in parity_folder.all("luna", pattern)]
     assert found
     for fixture in found:
         meta = json.loads((fixture / "meta.json").read_text())

@@ -228,10 +228,9 @@ def test_dictionaries(convert, make, tmp_path):
 
 
 @pytest.mark.slow
-def test_every_fixture(shared_dir, tmp_path):
+def test_every_fixture(parity_folder, tmp_path):
     """The checkpoints that the original code wrote: back bit for bit, in their order."""
-    folders = (shared_dir / "fixtures" / "mega").iterdir()
-    found = sorted(folder for folder in folders if folder.name[:2] in ("07", "08", "11", "12", "13", "14"))
+    found = [folder for number in ("07", "08", "11", "12", "13", "14") for folder in parity_folder.all("mega", f"{number}_*")]
     assert found
     for fixture in found:
         source = read_checkpoint(fixture / "checkpoint.pt")

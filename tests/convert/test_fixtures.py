@@ -18,10 +18,9 @@ CLASSES = {
 }
 
 
-def folders(shared_dir, *patterns):
-    root = shared_dir / "fixtures" / "luna"
-    found = [folder for pattern in patterns for folder in sorted(root.glob(pattern))]
-    assert found, f"no fixtures in {root}"
+def folders(parity_folder, *patterns):
+    found = [folder for pattern in patterns for folder in parity_folder.all("luna", pattern)]
+    assert found
     return found
 
 
@@ -60,8 +59,8 @@ def check_config(config, meta):
     assert config.position_embedding_type == ("learned" if args["encoder_learned_pos"] else "sinusoidal")
 
 
-def test_every_fixture(shared_dir, tmp_path, capsys):
-    for fixture in folders(shared_dir, "bert_*", "head_bert_*", "lra*"):
+def test_every_fixture(parity_folder, tmp_path, capsys):
+    for fixture in folders(parity_folder, "bert_*", "head_bert_*", "lra*"):
         meta = json.loads((fixture / "meta.json").read_text())
         output = tmp_path / fixture.name
         assert main(["convert", str(fixture / "checkpoint.pt"), "--output", str(output)]) == 0, capsys.readouterr().err
@@ -77,8 +76,8 @@ def test_every_fixture(shared_dir, tmp_path, capsys):
         check_config(model.config, meta)
 
 
-def test_every_head(shared_dir, tmp_path):
-    for fixture in folders(shared_dir, "bert_heads"):
+def test_every_head(parity_folder, tmp_path):
+    for fixture in folders(parity_folder, "bert_heads"):
         heads = json.loads((fixture / "meta.json").read_text())["heads"]
         assert heads
         for name, sizes in heads.items():
@@ -89,8 +88,8 @@ def test_every_head(shared_dir, tmp_path):
             assert model.config.classifier_hidden_size == (sizes["inner_dim"] or model.config.hidden_size)
 
 
-def test_half_precision_fixture(shared_dir, tmp_path):
-    for fixture in folders(shared_dir, "bert_ranking_fp16"):
+def test_half_precision_fixture(parity_folder, tmp_path):
+    for fixture in folders(parity_folder, "bert_ranking_fp16"):
         assert main(["convert", str(fixture / "checkpoint.pt"), "--output", str(tmp_path / "out")]) == 0
         model = AutoModelForMultipleChoice.from_pretrained(tmp_path / "out")
         assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
@@ -103,8 +102,8 @@ def test_half_precision_fixture(shared_dir, tmp_path):
         ("mega", "0[134]_*", "a Mega checkpoint, but of none of the kinds that are known"),
     ],
 )
-def test_other_models_are_refused(shared_dir, tmp_path, capsys, family, pattern, expected):
-    files = sorted((shared_dir / "fixtures" / family).glob(f"{pattern}/checkpoint.pt"))
+def test_other_models_are_refused(parity_folder, tmp_path, capsys, family, pattern, expected):
+    files = [folder / "checkpoint.pt" for folder in parity_folder.all(family, pattern)]
     assert files
     for file in files:
         assert main(["convert", str(file), "--output", str(tmp_path / "out")]) == 1

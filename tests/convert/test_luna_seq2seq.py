@@ -33,8 +33,8 @@ KINDS = {
 
 
 @pytest.mark.parametrize("name", FIXTURES)
-def test_a_file_of_the_original_comes_back(shared_dir, tmp_path, name):
-    translation_comes_back(shared_dir / "fixtures" / "luna" / name, tmp_path)
+def test_a_file_of_the_original_comes_back(parity_folder, tmp_path, name):
+    translation_comes_back(parity_folder("luna", name), tmp_path)
 
 
 def model(**fields):

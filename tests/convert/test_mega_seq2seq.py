@@ -43,8 +43,8 @@ KINDS = {
 
 
 @pytest.mark.parametrize("name", FIXTURES)
-def test_a_file_of_the_original_comes_back(shared_dir, tmp_path, name):
-    expected, actual = translation_comes_back(shared_dir / "fixtures" / "mega" / name, tmp_path)
+def test_a_file_of_the_original_comes_back(parity_folder, tmp_path, name):
+    expected, actual = translation_comes_back(parity_folder("mega", name), tmp_path)
     assert list(actual["model"]) == list(expected["model"])
 
 

@@ -289,10 +289,10 @@ def test_exports_that_the_original_cannot_run(tmp_path, capsys):
         export_checkpoint(ours, tmp_path / "out", shards=0)
 
 
-def test_fixtures_of_the_original(shared_dir, tmp_path):
-    fixtures = sorted((shared_dir / "fixtures" / "megalodon").glob("*/consolidate_config.json"))
-    assert fixtures
-    for source in (file.parent for file in fixtures):
+def test_fixtures_of_the_original(parity_folder, tmp_path):
+    folders = [folder for folder in parity_folder.all("megalodon") if (folder / "consolidate_config.json").is_file()]
+    assert folders
+    for source in folders:
         meta, output = json.loads((source / "meta.json").read_text()), tmp_path / source.name
         report = convert_checkpoint(source, output / "model")
         assert not report.warnings and not report.dropped

@@ -184,9 +184,9 @@ def test_sentencepiece(tmp_path):
     assert tokenizer.decode([4, 5, 6, 7, 2], skip_special_tokens=True) == "ein Haus."
 
 
-def test_fixture(shared_dir):
+def test_fixture(parity_folder):
     """The vocabulary of a checkpoint of the original, whose ids go from 4 on."""
-    dictionary = read_dictionary(shared_dir / "fixtures" / "luna" / "s2s_tied" / "dict.en.txt")
+    dictionary = read_dictionary(parity_folder("luna", "s2s_tied") / "dict.en.txt")
     tokenizer = translation_tokenizer(dictionary)
     assert tokenizer("w000@@ w001 nothing").input_ids == [4, 5, 3, 2]
     assert tokenizer.decode([4, 5]) == "w000w001"

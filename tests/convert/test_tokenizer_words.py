@@ -150,8 +150,8 @@ def test_loads_without_this_package(tmp_path):
     assert done.stdout.strip() == str(reference("the a")), done.stderr
 
 
-def test_fixtures(shared_dir, tmp_path):
-    for fixture in sorted((shared_dir / "fixtures" / "luna").glob("lra*")):
+def test_fixtures(parity_folder, tmp_path):
+    for fixture in parity_folder.all("luna", "lra*"):
         meta = json.loads((fixture / "meta.json").read_text())
         output = tmp_path / fixture.name
         assert main(["convert", str(fixture / "checkpoint.pt"), "--output", str(output)]) == 0

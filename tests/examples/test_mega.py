@@ -123,8 +123,8 @@ def test_pretrained_from_scratch_and_fine_tuned(run, corpus, glue, tmp_path):
 
 
 @pytest.mark.parametrize("name", slow_but(["hf_seqcls"], V4))
-def test_v4_folder_is_fine_tuned_on_glue(name, run, glue, words, shared_dir, tmp_path):
-    folder, output = shared_dir / "fixtures" / "mega" / name, tmp_path / "out"
+def test_v4_folder_is_fine_tuned_on_glue(name, run, glue, words, parity_folder, tmp_path):
+    folder, output = parity_folder("mega", name), tmp_path / "out"
     model = ["--model_name_or_path", folder, "--ignore_mismatched_sizes", *words, "--do_train", "--output_dir", output]
     run("run_glue", *glue, *model, "--max_steps", 1, "--learning_rate", 0)
     before, after = (AutoModelForSequenceClassification.from_pretrained(path).mega for path in (folder, output))
@@ -135,16 +135,16 @@ def test_v4_folder_is_fine_tuned_on_glue(name, run, glue, words, shared_dir, tmp
 
 
 @pytest.mark.slow
-def test_v4_folder_is_fine_tuned_on_race(run, race, words, shared_dir, tmp_path):
-    folder = shared_dir / "fixtures" / "mega" / "hf_multiplechoice"
+def test_v4_folder_is_fine_tuned_on_race(run, race, words, parity_folder, tmp_path):
+    folder = parity_folder("mega", "hf_multiplechoice")
     model = ["--model_name_or_path", folder, *words, "--output_dir", tmp_path / "out", "--do_train"]
     summary = run("run_race", *race, *model, "--learning_rate", 0.01, "--num_train_epochs", 8)
     assert summary["eval_accuracy"] > 0.9
 
 
 @pytest.mark.slow
-def test_v4_folder_is_pretrained_further(run, corpus, words, shared_dir, tmp_path):
-    folder = shared_dir / "fixtures" / "mega" / "hf_mlm_laplace_rotary_post"
+def test_v4_folder_is_pretrained_further(run, corpus, words, parity_folder, tmp_path):
+    folder = parity_folder("mega", "hf_mlm_laplace_rotary_post")
     model = ["--model_name_or_path", folder, *words]
     before = run("run_mlm", *corpus, *model, "--output_dir", tmp_path / "before")["eval_perplexity"]
     options = ["--do_train", "--learning_rate", 0.01, "--num_train_epochs", 8, "--output_dir", tmp_path / "out"]

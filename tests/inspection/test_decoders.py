@@ -260,8 +260,8 @@ def test_decoders_of_different_sizes(tmp_path):
 @pytest.mark.parametrize(
     "name", ["luna/s2s_untied_prenorm", "luna/s2s_tied", "mega/10_mt_relu2_rotary_prenorm_chunk_unshared"]
 )
-def test_checkpoints_of_the_original(shared_dir, tmp_path, name):
-    file = shared_dir / "fixtures" / name / "checkpoint.pt"
+def test_checkpoints_of_the_original(parity_folder, tmp_path, name):
+    file = parity_folder(*name.split("/")) / "checkpoint.pt"
     assert main(["convert", str(file), "--output", str(tmp_path / "model")]) == 0
     assert compare(tmp_path / "model", file, tolerance=0.0, length=11).within
     of_file, of_folder = describe(file, 11), describe(tmp_path / "model", 11)

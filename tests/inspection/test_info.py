@@ -228,9 +228,9 @@ def test_usage(tmp_path, capsys):
     assert "not a checkpoint" in capsys.readouterr().err
 
 
-def test_fixtures(shared_dir):
-    root = shared_dir / "fixtures" / "luna"
-    info = describe(root / "bert_heads" / "checkpoint.pt")
-    meta = json.loads((root / "bert_heads" / "meta.json").read_text())
+def test_fixtures(parity_folder):
+    folder = parity_folder("luna", "bert_heads")
+    info = describe(folder / "checkpoint.pt")
+    meta = json.loads((folder / "meta.json").read_text())
     assert info.heads[1:] == [f"{name}: {sizes['num_classes']} classes" for name, sizes in meta["heads"].items()]
-    assert "2023" in describe(root / "head_bert_tied" / "checkpoint.pt").written_by
+    assert "2023" in describe(parity_folder("luna", "head_bert_tied") / "checkpoint.pt").written_by

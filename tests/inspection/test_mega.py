@@ -89,8 +89,8 @@ def test_language_models(convert, tmp_path, kind):
 
 
 @pytest.mark.parametrize("name", ["07_lm_enwik8_tied_rotary_chunk_notmultiple", "08_lm_wt103_adaptive_tied"])
-def test_genuine_language_models(shared_dir, tmp_path, capsys, name):
-    checkpoint, folder = shared_dir / "fixtures" / "mega" / name / "checkpoint.pt", tmp_path / "model"
+def test_genuine_language_models(parity_folder, tmp_path, capsys, name):
+    checkpoint, folder = parity_folder("mega", name) / "checkpoint.pt", tmp_path / "model"
     assert main(["convert", str(checkpoint), "--output", str(folder)]) == 0
     assert ModelCard.load(folder / "README.md").data.pipeline_tag == "text-generation"
     assert main(["verify", str(folder), str(checkpoint), "--length", "50", "--tolerance", "0"]) == 0
@@ -277,9 +277,9 @@ def test_length_that_the_table_does_not_have(tmp_path):
     assert info.describe(save(tmp_path / "b", relative_positional_bias="simple", **CHUNKS), 65).length == 65
 
 
-def test_v4_folders(shared_dir):
+def test_v4_folders(parity_folder):
     """Folders of transformers v4 are read as they are."""
-    folder = shared_dir / "fixtures" / "mega" / "hf_mlm_softmax_rotary_scalenorm"
+    folder = parity_folder("mega", "hf_mlm_softmax_rotary_scalenorm")
     found = info.describe(folder)
     assert found.heads == ["masked LM"] and "transformers 4." in found.written_by
     assert compare(folder, folder, tolerance=0.0).within

@@ -32,8 +32,8 @@ def make_norm(norm_type, width=5, **options):
 
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("norm_type", NORMS)
-def test_norms_of_the_original(norm_type, affine, shared_dir):
-    folder = shared_dir / "fixtures" / "mega" / "02_norms_and_activations"
+def test_norms_of_the_original(norm_type, affine, parity_folder):
+    folder = parity_folder("mega", "02_norms_and_activations")
     tensors = load_file(folder / "io.safetensors")
     with torch.serialization.safe_globals([argparse.Namespace]):
         original = torch.load(folder / "checkpoint.pt", weights_only=True)["model"]

@@ -1,22 +1,28 @@
-"""The comparison that every parity test uses; it prints the worst difference per fixture."""
+"""Comparison used by every parity test. It records the largest difference per fixture for the summary of the run."""
 
 import pytest
 import torch
+
+from tests.parity.report import KINDS, PROPERTY
 
 
 class Parity:
     """Collects `|actual - expected| / (atol + rtol * |expected|)`; a ratio above 1 is a failure."""
 
-    def __init__(self):
+    def __init__(self, folders):
         self.worst = (0.0, 0.0, "nothing compared")
-        self.count = 0
+        self.folders = folders
+        self.found = {"folder": "", "tensors": 0, "worst": {}}
 
     def check(self, name, actual, expected, atol=1e-5, rtol=1e-4, keep=None, scaled=False):
-        """`keep`: bool tensor over the leading dimensions, True = compare.
+        """Compare two tensors.
 
-        `scaled`: `atol` is relative to the largest expected value where that is above 1, as is set for the outputs of
-        Mega's models. Float32 sums depend on the CPU, and measured absolutely the original would fail itself: its
-        logits of `hf_clm_relu2_rotary` are 1.003 x the tolerance from its own formulas in float64.
+        Args:
+            name: Name of the tensor; names with `grad` are gradients.
+            keep: Bool tensor over the leading dimensions, True = compare.
+            scaled: Multiply `atol` by the largest expected value if that is above 1, as for the outputs of Mega models.
+                Float32 sums depend on the CPU, and with an absolute tolerance the original would fail itself: its
+                logits of `hf_clm_relu2_rotary` differ by 1.003 times the tolerance from its own formulas in float64.
         """
         assert actual.shape == expected.shape, f"{name}: {list(actual.shape)} is not {list(expected.shape)}"
         if keep is not None:
@@ -26,16 +32,20 @@ class Parity:
         difference = (actual.detach() - expected).abs()
         assert torch.isfinite(difference).all(), f"{name} is not finite"
         ratio = (difference / (atol + rtol * expected.abs())).max().item()
-        self.count += 1
-        self.worst = max(self.worst, (ratio, difference.max().item(), name))
-        assert ratio <= 1.0, f"{name}: off by {difference.max().item():.2e}, {ratio:.1f} x the tolerance"
+        self.found["folder"] = self.folders.last
+        self.found["tensors"] += 1
+        pair, worst, kind = (difference.max().item(), ratio), self.found["worst"], KINDS["grad" in name]
+        worst[kind] = tuple(map(max, pair, worst.get(kind, (0.0, 0.0))))
+        self.worst = max(self.worst, (ratio, pair[0], name))
+        assert ratio <= 1.0, f"{name}: off by {pair[0]:.2e}, {ratio:.1f} times the tolerance"
 
 
 @pytest.fixture
-def parity(request):
-    comparison = Parity()
+def parity(request, parity_folder):
+    comparison = Parity(parity_folder)
+    request.node.user_properties.append((PROPERTY, comparison.found))
     yield comparison
     ratio, difference, name = comparison.worst
-    worst = f"worst: {name}, {difference:.1e}, {ratio:.2f} of the tolerance"
-    print(f"\n{request.node.name}: {comparison.count} tensors; {worst}")
-    assert comparison.count, "nothing was compared"
+    tensors = comparison.found["tensors"]
+    print(f"\n{request.node.name}: {tensors} tensors; worst: {name}, {difference:.1e}, {ratio:.2f} of the tolerance")
+    assert tensors, "nothing was compared"

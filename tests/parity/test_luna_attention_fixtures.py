@@ -16,8 +16,8 @@ CASES = ["self_tied", "self_untied_pheads2", "cross_tied_pheads2", "cross_untied
 
 @pytest.mark.parametrize("output_weights", [False, True], ids=["fused", "weights"])
 @pytest.mark.parametrize("case", CASES)
-def test_raw_module(shared_dir, parity, case, output_weights):
-    folder = shared_dir / "fixtures" / "luna" / f"raw_mha_{case}"
+def test_raw_module(parity_folder, parity, case, output_weights):
+    folder = parity_folder("luna", f"raw_mha_{case}")
     meta, io = json.loads((folder / "meta.json").read_text()), load_file(folder / "io.safetensors")
     attention = _attention(meta, io)
     batches = sorted({name.split(".")[0] for name in io if name.startswith("n")})
@@ -29,11 +29,11 @@ def test_raw_module(shared_dir, parity, case, output_weights):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_raw_module_by_kernels(shared_dir, parity, triton_device, case):
+def test_raw_module_by_kernels(parity_folder, parity, triton_device, case):
     if triton_device.type == "cuda":
         pytest.skip("the fixtures are compared on the CPU, by interpreted kernels")
     with use_backend("triton"):
-        test_raw_module(shared_dir, parity, case, output_weights=False)
+        test_raw_module(parity_folder, parity, case, output_weights=False)
 
 
 def _attention(meta, io):

@@ -35,10 +35,10 @@ class CausalAttention(nn.Module):
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["reference", "torch", "triton"])
 @pytest.mark.parametrize("case", CASES)
-def test_raw_module(shared_dir, parity, case, backend, request):
+def test_raw_module(parity_folder, parity, case, backend, request):
     if backend == "triton" and request.getfixturevalue("triton_device").type == "cuda":
         pytest.skip("the fixtures are compared on the CPU, by interpreted kernels")
-    folder = shared_dir / "fixtures" / "luna" / f"raw_causal_{case}"
+    folder = parity_folder("luna", f"raw_causal_{case}")
     meta, io = json.loads((folder / "meta.json").read_text()), load_file(folder / "io.safetensors")
     weights = {name.removeprefix("weights."): value for name, value in io.items() if name.startswith("weights.")}
     attention = CausalAttention(meta, weights, CASES[case])

@@ -56,8 +56,8 @@ class Fixture:
 
 
 @pytest.fixture
-def fixture(request, shared_dir):
-    return Fixture(shared_dir / "fixtures" / "mega" / request.param)
+def fixture(request, parity_folder):
+    return Fixture(parity_folder("mega", request.param))
 
 
 @pytest.mark.parametrize("fixture", CASES, indirect=True)

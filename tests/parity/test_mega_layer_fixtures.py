@@ -82,8 +82,8 @@ class Fixture:
 
 
 @pytest.fixture
-def fixture(request, shared_dir):
-    return Fixture(shared_dir / "fixtures" / "mega" / request.param)
+def fixture(request, parity_folder):
+    return Fixture(parity_folder("mega", request.param))
 
 
 def gated_attention(fixture: Fixture, **fields) -> MegaGatedAttention:

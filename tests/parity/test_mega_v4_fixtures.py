@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.nn import functional as F
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -33,7 +34,6 @@ ENCODERS = [
     "mlm_laplace_simple_chunk",
     "mlm_relu2_rotary_scalenorm",
     "mlm_relu2_simple_mixednorm",
-    "mlm_softmax_chunk_notmultiple",
     "mlm_softmax_chunk_short",
     "mlm_softmax_rotary_chunk",
     "mlm_softmax_rotary_rmsnorm",
@@ -69,19 +69,27 @@ def load(folder, cls):
 
 
 @pytest.mark.parametrize("case", ENCODERS + DECODERS)
-def test_v4_folder(shared_dir, parity, tmp_path, case):
-    folder = shared_dir / "fixtures" / "mega" / f"hf_{case}"
+def test_v4_folder(parity_folder, parity, tmp_path, case):
+    folder = parity_folder("mega", f"hf_{case}")
     meta, io = json.loads((folder / "meta.json").read_text()), load_file(folder / "io.safetensors")
     model = load(folder, meta["cls"])
-    if meta["raises"]:  # what v4 could not do: compare nothing, but it must run
-        assert torch.isfinite(model(io["input_ids"], io["attention_mask"])[0]).all()
-        parity.count += 1
-        return
     compare(parity, model, io, io["input_ids"], io["attention_mask"], "")
     compare(parity, model, io, io["input_ids_nopad"], None, "nomask.")
     check_gradients(parity, model, io)
     model.save_pretrained(tmp_path)
     assert model.config.to_json_string() == load(tmp_path, meta["cls"]).config.to_json_string()
+
+
+@torch.no_grad()
+def test_length_that_v4_rejects(parity_folder, parity):
+    """v4 raises if the length is not a multiple of the chunk; ours equals the same rows padded to a multiple."""
+    folder = parity_folder("mega", "hf_mlm_softmax_chunk_notmultiple")
+    assert set(json.loads((folder / "meta.json").read_text())["raises"]) == {"", "nomask."}
+    io, model = load_file(folder / "io.safetensors"), load(folder, "MegaForMaskedLM")
+    ids, mask = io["input_ids"], io["attention_mask"]
+    padding = -ids.shape[1] % model.config.chunk_size
+    expected = model(F.pad(ids, (0, padding), value=1), F.pad(mask, (0, padding))).logits[:, : ids.shape[1]]
+    parity.check("logits", model(ids, mask).logits, expected, keep=mask.bool(), scaled=True)
 
 
 def compare(parity, model, io, input_ids, mask, prefix):
@@ -117,13 +125,13 @@ def check_gradients(parity, model, io):
 
 
 @pytest.mark.parametrize("case", DECODERS)
-def test_v4_decoder_with_cache(shared_dir, parity, case):
+def test_v4_decoder_with_cache(parity_folder, parity, case):
     """Position by position with a cache: the logits that v4 gives without one.
 
     With a cache, which its `generate` always uses, v4 is wrong: its laplace and relu2 divide by 1, it forgets the
     truncation and cannot do chunks. So its greedy tokens are those of the rest alone.
     """
-    folder = shared_dir / "fixtures" / "mega" / f"hf_{case}"
+    folder = parity_folder("mega", f"hf_{case}")
     io, model = load_file(folder / "io.safetensors"), load(folder, "MegaForCausalLM")
     past, logits = None, []
     with torch.no_grad():

@@ -90,8 +90,8 @@ class Case:
 
 
 @pytest.fixture(params=CASES)
-def case(request, shared_dir):
-    return Case(shared_dir / "fixtures" / "megalodon" / request.param)
+def case(request, parity_folder):
+    return Case(parity_folder("megalodon", request.param))
 
 
 def check(parity, name, actual, expected):
@@ -217,9 +217,9 @@ def test_greedy_tokens(case):
 
 
 @torch.no_grad()
-def test_half_precision_is_near_the_original(shared_dir):
+def test_half_precision_is_near_the_original(parity_folder):
     """The original's own numbers in bf16 are no truth, and 1e-2 from float32; ours are not further away."""
-    case = Case(shared_dir / "fixtures" / "megalodon" / "06_bf16_checkpoint")
+    case = Case(parity_folder("megalodon", "06_bf16_checkpoint"))
     model, ids, expected = case.build().bfloat16(), case.io["C.ids"], case.io["C.logits"]
     ours = (model(ids).logits.float() - expected).abs().max()
     assert ours <= 1.5 * (case.io["bf16.C.logits"].float() - expected).abs().max()
@@ -228,9 +228,9 @@ def test_half_precision_is_near_the_original(shared_dir):
 
 @torch.no_grad()
 @pytest.mark.parametrize("reading", ["one hop", "scales as stored"])
-def test_another_reading_is_seen(shared_dir, reading):
+def test_another_reading_is_seen(parity_folder, reading):
     """With the residual of most models, or without the 1 that is added to scales, results are off."""
-    case = Case(shared_dir / "fixtures" / "megalodon" / "02_swiglu_scaled_shared_eager")
+    case = Case(parity_folder("megalodon", "02_swiglu_scaled_shared_eager"))
     block = case.model.megalodon.layers[0]
     if reading == "one hop":
         run = block.nffn.forward
@@ -243,9 +243,9 @@ def test_another_reading_is_seen(shared_dir, reading):
 
 
 @pytest.mark.parametrize("initializer", ["he", "bert", "xavier", "gaussian"])
-def test_initial_values(shared_dir, parity, initializer):
+def test_initial_values(parity_folder, parity, initializer):
     """Deviation and bounds of every tensor as far as samples tell; frequencies exactly, in a random order."""
-    folder = shared_dir / "fixtures" / "megalodon" / "14_initial_values"
+    folder = parity_folder("megalodon", "14_initial_values")
     meta = json.loads((folder / "meta.json").read_text())
     sizes = {ours: meta["config"][theirs] for theirs, ours in FIELDS.items() if theirs in meta["config"]}
     state = MegalodonForCausalLM(MegalodonConfig(**sizes, initializer=initializer)).state_dict()

@@ -33,9 +33,9 @@ class Fixture:
 
 
 @pytest.fixture
-def fixture(request, shared_dir):
+def fixture(request, parity_folder):
     folder, case = request.param
-    return Fixture(shared_dir / "fixtures" / "megalodon" / folder, case)
+    return Fixture(parity_folder("megalodon", folder), case)
 
 
 def cases(folder, numbers):
