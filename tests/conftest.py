@@ -66,7 +66,7 @@ def shared_dir() -> Path:
 
 
 class ParityFolders:
-    """Finds the folder of a parity fixture in the repository, then in `FIXTURES` or, if that is unset, in `../shared`."""
+    """Finds the folder of a parity fixture: in the repository, then in `FIXTURES` (default: `../shared`)."""
 
     def __init__(self):
         further = os.environ.get("FIXTURES", ROOT.parent / "shared" / "fixtures")
@@ -79,6 +79,7 @@ class ParityFolders:
         for root in self.roots:
             if (root / family / name).is_dir():
                 return root / family / name
+        self.last = ""
         pytest.skip(f"the fixture {family}/{name} is not in the repository")
 
     def names(self, family: str) -> list[str]:

@@ -11,10 +11,13 @@ import torch
 PROPERTY = "parity"
 BEGIN, END = "<!-- begin: make parity -->", "<!-- end: make parity -->"
 KINDS = ("outputs", "gradients")
-HEADER = (
-    "| fixture | cases | tensors | outputs: difference | of the tolerance | gradients: difference | of the tolerance |\n"
-    "|---|---|---|---|---|---|---|"
+COLUMNS = (
+    "fixture",
+    "cases",
+    "tensors",
+    *(f"{kind}: {what}" for kind in KINDS for what in ("difference", "of tolerance")),
 )
+HEADER = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}"
 
 
 class Row(NamedTuple):
@@ -58,7 +61,9 @@ def summary(stats: dict[str, list]) -> str | None:
         return None
     rows = collect(passed)
     tensors = sum(row.tensors for row in rows.values())
-    line = f"{len(passed)} parity cases passed, {len(failed)} failed: {tensors} tensors of {len(rows)} fixtures compared"
+    line = (
+        f"{len(passed)} parity cases passed, {len(failed)} failed: {tensors} tensors of {len(rows)} fixtures compared"
+    )
     return f"{line}; {len(skipped)} cases skipped because their fixture is not in the repository" if skipped else line
 
 
@@ -69,7 +74,9 @@ def write(path: Path, reports: list) -> None:
     lines = [f"`make parity`: CPU, {machine}.", ""]
     for family in sorted({name.split("/")[0] for name in rows}):
         lines += [f"### {family.capitalize()}", "", HEADER]
-        lines += [f"| `{name.split('/')[1]}` | {rows[name]} |" for name in sorted(rows) if name.startswith(f"{family}/")]
+        lines += [
+            f"| `{name.split('/')[1]}` | {rows[name]} |" for name in sorted(rows) if name.startswith(f"{family}/")
+        ]
         lines.append("")
     table = "\n".join([BEGIN, "", *lines, END])
     path.write_text(re.sub(f"{BEGIN}.*{END}", lambda _: table, text, flags=re.DOTALL), encoding="utf-8")
