@@ -97,8 +97,10 @@ def parity_folder() -> ParityFolders:
     return ParityFolders()
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # after the lines of skipped tests
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
     """Print how many parity cases ran, and write the page that `PARITY_TABLE` names."""
+    yield
     if line := report.summary(terminalreporter.stats):
         terminalreporter.write_line(line)
     if page := os.environ.get("PARITY_TABLE"):
