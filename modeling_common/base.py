@@ -7,6 +7,7 @@ from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
+from luna_mega.compat import accept_cache_names
 from luna_mega.modeling_common.inputs import INPUT_NAMES, InputSpec
 from luna_mega.modeling_common.tensor_parallel import TensorParallelMixin
 
@@ -21,6 +22,11 @@ class CommonPreTrainedModel(TensorParallelMixin, PreTrainedModel):
     supports_gradient_checkpointing = True
     # "sdpa" (default) is `luna_mega.kernels`, "eager" computes attention step by step and has weights to return.
     _supports_sdpa = True
+
+    def __init_subclass__(cls, **kwargs):
+        """Let `forward` accept its cache under both names, wherever the class inherits it from."""
+        super().__init_subclass__(**kwargs)
+        cls.forward = accept_cache_names(cls.forward)
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config)

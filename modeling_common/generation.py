@@ -1,10 +1,15 @@
-"""Methods of `generate` that differ where the memory of a decoder is a state."""
+"""`GenerationMixin` overrides for decoders with a recurrent state."""
+
+from functools import wraps
 
 import torch
 from transformers.generation import GenerationConfig, GenerationMixin
+from transformers.utils import ModelOutput
 
+from luna_mega.compat import CACHE_NAME, accept_cache_names
 from luna_mega.modeling_common.cache import check_class, new_cache
 from luna_mega.modeling_common.masks import drop_if_full, read_mask
+from luna_mega.modeling_common.outputs import generated
 
 
 class StateGenerationMixin(GenerationMixin):
@@ -13,13 +18,19 @@ class StateGenerationMixin(GenerationMixin):
 
     _is_stateful = True  # states cannot go back, so no assisted decoding
 
+    @accept_cache_names
+    @wraps(GenerationMixin.generate)
+    def generate(self, *args, **kwargs) -> torch.Tensor | ModelOutput:
+        output = super().generate(*args, **kwargs)
+        return generated(output) if isinstance(output, ModelOutput) else output
+
     def _prepare_model_inputs(self, *args, **kwargs):
         """Refuse prompts or sources without a position, and caches of other classes; find the padding of sources.
 
         transformers does not look for that.
         """
         inputs, name, model_kwargs = super()._prepare_model_inputs(*args, **kwargs)
-        check_class(self, model_kwargs.get("past_key_values"))
+        check_class(self, model_kwargs.get(CACHE_NAME))
         if inputs.shape[1] == 0:
             way_out = "give each a token, such as eos_token_id"
             if not self.config.is_encoder_decoder:
@@ -65,6 +76,7 @@ class StateGenerationMixin(GenerationMixin):
     def _inputs_name(self) -> str:
         return "sources" if self.config.is_encoder_decoder else "prompts"
 
+    @accept_cache_names
     def prepare_inputs_for_generation(
         self, input_ids, attention_mask=None, inputs_embeds=None, tokenizer=None, **kwargs
     ):
@@ -94,8 +106,8 @@ class StateGenerationMixin(GenerationMixin):
                     f"nothing but padding in the {self._inputs_name} {(~filled).nonzero().flatten().tolist()}: give "
                     "each a token, such as bos_token_id or eos_token_id"
                 )
-        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
-            model_kwargs["past_key_values"] = new_cache(self)
+        if model_kwargs.get(CACHE_NAME) is None and generation_config.use_cache is not False:
+            model_kwargs[CACHE_NAME] = new_cache(self)
         else:
             super()._prepare_cache_for_generation(generation_config, model_kwargs, mode, batch_size, max_cache_length)
 
@@ -114,7 +126,7 @@ class Seq2SeqGenerationMixin(StateGenerationMixin):
         target, model_kwargs = super()._prepare_decoder_input_ids_for_generation(*args, **kwargs)
         if model_kwargs.get("decoder_attention_mask") is None:
             model_kwargs["decoder_attention_mask"] = (target != self.config.pad_token_id).long()
-        past, length = model_kwargs.get("past_key_values"), model_kwargs["decoder_attention_mask"].shape[1]
+        past, length = model_kwargs.get(CACHE_NAME), model_kwargs["decoder_attention_mask"].shape[1]
         if past is not None and (seen := past.get_seq_length()) >= length:
             raise ValueError(
                 f"past_key_values has {seen} positions already, and the target {length}: pass a new cache, or "

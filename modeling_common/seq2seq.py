@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import EncoderDecoderCache
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.modeling_outputs import BaseModelOutput, ModelOutput, Seq2SeqLMOutput
+from transformers.modeling_outputs import BaseModelOutput, ModelOutput
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
@@ -14,6 +14,7 @@ from luna_mega.modeling_common.cache import keeps_cache
 from luna_mega.modeling_common.heads import carried_over
 from luna_mega.modeling_common.labels import check_labels, keep_positions, shift_right
 from luna_mega.modeling_common.masks import drop_if_full, read_mask
+from luna_mega.modeling_common.outputs import Seq2SeqLMOutput
 from luna_mega.modeling_common.sequence_parts import WHOLE, Parts, find_parts
 from luna_mega.modeling_common.tensor_parallel import known_rules
 
@@ -142,7 +143,7 @@ def join_outputs(encoded: ModelOutput, decoded: ModelOutput) -> dict[str, Any]:
     """Return the fields of a `Seq2SeqModelOutput` for the outputs of encoder and decoder."""
     return {
         "last_hidden_state": decoded.last_hidden_state,
-        "past_key_values": decoded.past_key_values,
+        "cache": decoded.cache,
         "decoder_hidden_states": decoded.hidden_states,
         "decoder_attentions": decoded.attentions,
         "cross_attentions": decoded.cross_attentions,

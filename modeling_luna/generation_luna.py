@@ -13,6 +13,7 @@ from transformers.modeling_outputs import (
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
+from luna_mega.compat import with_cache_alias
 from luna_mega.modeling_common.generation import Seq2SeqGenerationMixin, StateGenerationMixin
 from luna_mega.modeling_common.heads import CausalLMMixin
 from luna_mega.modeling_common.masks import read_mask
@@ -22,6 +23,7 @@ from luna_mega.modeling_luna.configuration_luna import LunaConfig, LunaSeq2SeqCo
 from luna_mega.modeling_luna.modeling_luna import LunaModel, LunaModelOutput, LunaPreTrainedModel
 
 
+@with_cache_alias
 @dataclass
 class LunaCausalLMOutput(CausalLMOutputWithPast):
     """`CausalLMOutputWithPast` with the P of each layer, see `LunaModelOutput`."""
@@ -29,6 +31,7 @@ class LunaCausalLMOutput(CausalLMOutputWithPast):
     packed_hidden_states: tuple[torch.FloatTensor, ...] | None = None
 
 
+@with_cache_alias
 @dataclass
 class LunaSeq2SeqModelOutput(Seq2SeqModelOutput):
     """`Seq2SeqModelOutput` of an encoder-decoder with S source and T target positions, and what Luna adds.
@@ -53,6 +56,7 @@ class LunaSeq2SeqModelOutput(Seq2SeqModelOutput):
     cross_packed_attentions: tuple[torch.FloatTensor, ...] | None = None
 
 
+@with_cache_alias
 @dataclass
 class LunaSeq2SeqLMOutput(Seq2SeqLMOutput):
     """`Seq2SeqLMOutput` with what was recorded of P, see `LunaSeq2SeqModelOutput`."""

@@ -17,12 +17,13 @@ from torch import nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import ModelOutput
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 from transformers.processing_utils import Unpack
 from transformers.pytorch_utils import apply_chunking_to_forward
 from transformers.utils import TransformersKwargs
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
+from luna_mega.compat import with_cache_alias
 from luna_mega.kernels.api import (
     luna_causal_attention,
     luna_causal_attention_step,
@@ -40,8 +41,9 @@ from luna_mega.modeling_luna.configuration_luna import LunaConfig
 from luna_mega.modeling_luna.initialization_luna import blind_queries, start_attention, start_embeddings
 
 
+@with_cache_alias
 @dataclass
-class LunaModelOutput(ModelOutput):
+class LunaModelOutput(BaseModelOutputWithPastAndCrossAttentions):
     """Output of `LunaModel`. B sequences of T positions, L = min(l, T) rows of P, width d, N layers.
 
     Args:
@@ -49,7 +51,7 @@ class LunaModelOutput(ModelOutput):
         packed_last_hidden_state: `[B, L, d]`; rows that `packed_mask` excludes are meaningless.
         packed_mask: `[B, L]`, 1 = a row of P that is in use; None = all are.
         attention_mask: `[B, T]`, 1 = a position that was kept; None = all were. Not set by a decoder.
-        past_key_values: of a decoder, with `use_cache`.
+        cache: of a decoder, with `use_cache`; also available as `past_key_values`.
         hidden_states, packed_hidden_states: with `output_hidden_states=True`, N + 1 tensors each, the embeddings first.
         attentions: with `output_attentions=True`, the unpack weights of every layer, `[B, heads, T, L]`.
         cross_attentions: the same of a decoder's attention to the encoder.
@@ -57,15 +59,10 @@ class LunaModelOutput(ModelOutput):
             those over the encoder's positions, where it packs them.
     """
 
-    last_hidden_state: torch.FloatTensor | None = None
     packed_last_hidden_state: torch.FloatTensor | None = None
     packed_mask: torch.LongTensor | None = None
     attention_mask: torch.LongTensor | None = None
-    past_key_values: LunaCache | LunaSeq2SeqCache | None = None
     packed_hidden_states: tuple[torch.FloatTensor, ...] | None = None
-    hidden_states: tuple[torch.FloatTensor, ...] | None = None
-    attentions: tuple[torch.FloatTensor, ...] | None = None
-    cross_attentions: tuple[torch.FloatTensor, ...] | None = None
     packed_attentions: tuple[torch.FloatTensor, ...] | None = None
 
 
@@ -789,7 +786,7 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
             packed_last_hidden_state=packed[-1],
             packed_mask=None if packed_mask is None else packed_mask.long(),
             attention_mask=None if batch.mask is None or self.config.is_decoder else batch.mask.long(),
-            past_key_values=batch.past,
+            cache=batch.past,
             packed_hidden_states=tuple(packed) if batch.output_states and packed[-1] is not None else None,
         )
 

@@ -5,13 +5,14 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import initialization as init
-from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions, ModelOutput, Seq2SeqModelOutput
+from transformers.modeling_outputs import ModelOutput
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
 from luna_mega.modeling_common.generation import Seq2SeqGenerationMixin, StateGenerationMixin
 from luna_mega.modeling_common.heads import CausalLMMixin
 from luna_mega.modeling_common.masks import read_mask
+from luna_mega.modeling_common.outputs import CausalLMOutputWithCrossAttentions, Seq2SeqModelOutput
 from luna_mega.modeling_common.seq2seq import Seq2SeqBody, Seq2SeqLM, join_outputs
 from luna_mega.modeling_mega.adaptive import MegaAdaptiveSoftmax
 from luna_mega.modeling_mega.cache_mega import MegaCache, MegaSeq2SeqCache

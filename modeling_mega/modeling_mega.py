@@ -17,7 +17,6 @@ from torch import nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
@@ -33,6 +32,7 @@ from luna_mega.kernels.api import (
 from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel
 from luna_mega.modeling_common.inputs import Batch, InputSpec, ValueEmbeddings, read_batch
 from luna_mega.modeling_common.layout import DENSE, TokenLayout
+from luna_mega.modeling_common.outputs import BaseModelOutputWithPoolingAndCrossAttentions
 from luna_mega.modeling_common.patches import PatchEmbeddings, interpolate_positions
 from luna_mega.modeling_common.pooling import first_token
 from luna_mega.modeling_common.tensor_parallel import RankBoundary
@@ -567,7 +567,7 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
             pooled = self.pooler(first_token(hidden_states, batch.mask, layout.parts))
         return BaseModelOutputWithPoolingAndCrossAttentions(
             last_hidden_state=hidden_states,
-            past_key_values=batch.past,
+            cache=batch.past,
             pooler_output=pooled,
         )
 

@@ -18,7 +18,6 @@ from torch import nn
 from torch.nn.functional import layer_norm, rms_norm, silu
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
@@ -34,6 +33,7 @@ from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel
 from luna_mega.modeling_common.dropout import Dropout
 from luna_mega.modeling_common.inputs import InputSpec, read_batch
 from luna_mega.modeling_common.layout import TokenLayout
+from luna_mega.modeling_common.outputs import BaseModelOutputWithPast
 from luna_mega.modeling_common.tensor_parallel import RankBoundary
 from luna_mega.modeling_megalodon.attention_megalodon import (
     MegalodonChunkAttention,
@@ -355,7 +355,7 @@ class MegalodonModel(BodyMixin, MegalodonPreTrainedModel):
             states = run_in_windows(self.config, states, batch.target, run)
         else:
             states = run(states, batch.target)
-        return BaseModelOutputWithPast(last_hidden_state=batch.layout.scatter(states), past_key_values=batch.past)
+        return BaseModelOutputWithPast(last_hidden_state=batch.layout.scatter(states), cache=batch.past)
 
 
 __all__ = ["MegalodonModel", "MegalodonPreTrainedModel"]

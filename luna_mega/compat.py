@@ -1,0 +1,109 @@
+# Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
+"""Differences between the supported versions of transformers. No other module checks a version.
+
+Each function or constant states since which version it is needed, why, and when it can be removed.
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from importlib.metadata import version
+from typing import Any
+
+from packaging.version import Version
+
+TRANSFORMERS = Version(version("transformers")).release
+
+# transformers 5.24 renamed `past_key_values` to `cache`; use `cache` when 5.24 is the oldest supported version.
+CACHE_NAME = "cache" if TRANSFORMERS >= (5, 24) else "past_key_values"
+_CACHE_NAMES = ("cache", "past_key_values")
+
+
+def rename_cache(arguments: dict[str, Any], name: str = CACHE_NAME) -> None:
+    """Store the cache that `arguments` contains under either name as `name`; None means that it is not given.
+
+    transformers 5.24 renamed `past_key_values` to `cache`; remove when `past_key_values` is no longer accepted.
+
+    Raises:
+        ValueError: A cache is passed under both names.
+    """
+    (other,) = {*_CACHE_NAMES} - {name}
+    if other not in arguments:
+        return
+    cache = arguments.pop(other)
+    if cache is None:
+        return
+    if arguments.get(name) is not None:
+        raise ValueError("`cache` and `past_key_values` are two names of one argument; pass only one of them.")
+    arguments[name] = cache
+
+
+def accept_cache_names(function: Callable) -> Callable:
+    """Return a method that accepts its cache under both names; its signature has the name that transformers uses.
+
+    transformers 5.24 renamed `past_key_values` to `cache`; remove when `past_key_values` is no longer accepted.
+    """
+    if getattr(function, "accepts_cache_names", False):
+        return function
+    signature = inspect.signature(function)
+    declared = next((name for name in _CACHE_NAMES if name in signature.parameters), CACHE_NAME)
+
+    @wraps(function)
+    def wrapper(self, *args, **kwargs):
+        rename_cache(kwargs, declared)
+        return function(self, *args, **kwargs)
+
+    parameters = signature.parameters.values()
+    renamed = [x.replace(name=CACHE_NAME) if x.name == declared else x for x in parameters]
+    wrapper.__signature__ = signature.replace(parameters=renamed)
+    wrapper.accepts_cache_names = True
+    return wrapper
+
+
+class _CacheAlias:
+    """`cache` as another name of the field `past_key_values` of an output."""
+
+    def __init__(self, *args, **kwargs):
+        rename_cache(kwargs)
+        super().__init__(*args, **kwargs)
+
+    @property
+    def cache(self) -> Any:
+        """The cache."""
+        return self.past_key_values
+
+    @cache.setter
+    def cache(self, value: Any):
+        self.past_key_values = value
+
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(_field(key))
+
+    def __setitem__(self, key: str, value: Any):
+        super().__setitem__(_field(key), value)
+
+    def __contains__(self, key: Any) -> bool:
+        return super().__contains__(_field(key))
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of a field, or `default` if it is not set."""
+        return super().get(_field(key), default)
+
+
+def _field(key: Any) -> Any:
+    return CACHE_NAME if isinstance(key, str) and key == "cache" else key
+
+
+def with_cache_alias(output_class: type, module: str | None = None) -> type:
+    """Return a class of outputs whose cache is accessible as `cache` and as `past_key_values`.
+
+    transformers has both names since 5.24; remove when 5.24 is the oldest supported version.
+
+    Args:
+        output_class: A data class derived from `ModelOutput`.
+        module: The module that stores the result under the name of `output_class`; None = that of `output_class`.
+    """
+    if CACHE_NAME == "cache":
+        return output_class
+    attributes = {"__module__": module or output_class.__module__, "__doc__": output_class.__doc__}
+    return type(output_class.__name__, (_CacheAlias, output_class), attributes)

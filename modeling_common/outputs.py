@@ -1,0 +1,26 @@
+"""Output classes of transformers with both names of the cache, see `with_cache_alias`."""
+
+from transformers import modeling_outputs
+from transformers.generation import utils as generation
+from transformers.utils import ModelOutput
+
+from luna_mega.compat import with_cache_alias
+
+BaseModelOutputWithPast = with_cache_alias(modeling_outputs.BaseModelOutputWithPast, __name__)
+BaseModelOutputWithPoolingAndCrossAttentions = with_cache_alias(
+    modeling_outputs.BaseModelOutputWithPoolingAndCrossAttentions, __name__
+)
+CausalLMOutputWithCrossAttentions = with_cache_alias(modeling_outputs.CausalLMOutputWithCrossAttentions, __name__)
+CausalLMOutputWithPast = with_cache_alias(modeling_outputs.CausalLMOutputWithPast, __name__)
+Seq2SeqLMOutput = with_cache_alias(modeling_outputs.Seq2SeqLMOutput, __name__)
+Seq2SeqModelOutput = with_cache_alias(modeling_outputs.Seq2SeqModelOutput, __name__)
+
+GenerateDecoderOnlyOutput = with_cache_alias(generation.GenerateDecoderOnlyOutput, __name__)
+GenerateEncoderDecoderOutput = with_cache_alias(generation.GenerateEncoderDecoderOutput, __name__)
+GenerateBeamDecoderOnlyOutput = with_cache_alias(generation.GenerateBeamDecoderOnlyOutput, __name__)
+GenerateBeamEncoderDecoderOutput = with_cache_alias(generation.GenerateBeamEncoderDecoderOutput, __name__)
+
+
+def generated(output: ModelOutput) -> ModelOutput:
+    """Return an output of `generate` with both names of its cache."""
+    return globals()[type(output).__name__](**output)
