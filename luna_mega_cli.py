@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NoReturn
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -400,9 +399,6 @@ def _check_verify(options: argparse.Namespace) -> str | None:
     for name in ("batch", "length", "seed"):
         if getattr(options, name) is not None and (options.inputs or options.text):
             return f"--{name} applies to random inputs only; leave it out with --inputs and --text"
-    for_checkpoints = options.head or options.layer_norm != "auto" or options.ema_convention != "auto"
-    if for_checkpoints and not any(Path(path).is_file() for path in (options.a, options.b)):
-        return "--head, --layer-norm and --ema-convention apply to checkpoints; leave them out, A and B are folders"
     return None
 
 

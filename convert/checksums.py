@@ -25,11 +25,19 @@ _NO_CRC = (
 
 @dataclass(frozen=True)
 class Checksums:
-    """The SHA-256 of a file, where the pickles of an archive start, and why damage goes unnoticed (None: it cannot)."""
+    """The SHA-256 of a file, and the description of its zip archive.
+
+    Args:
+        sha256 (`str`): the digest.
+        pickles (`tuple[int, ...]`): offsets of the pickles in the file.
+        unchecked (`str`, *optional*): the reason why damage is not detected; None if there are checksums.
+        archive (`str`, *optional*): name of the archive; `torch.save(..., path)` uses the name of the file.
+    """
 
     sha256: str
     pickles: tuple[int, ...]
     unchecked: str | None
+    archive: str | None = None
 
 
 @dataclass(frozen=True)
@@ -72,7 +80,8 @@ def read_checksums(path: Path, is_zip: bool, progress: bool = False) -> Checksum
     # torch finds names whatever their case.
     pickles = tuple(entry.start for entry in entries if entry.name.lower().endswith("data.pkl"))
     unchecked = None if with_crc else _NO_CRC if is_zip else _LEGACY
-    return Checksums(digest.hexdigest(), pickles, unchecked)
+    archive = next((entry.name.rpartition("/")[0] for entry in entries if entry.name.endswith("/data.pkl")), None)
+    return Checksums(digest.hexdigest(), pickles, unchecked, archive)
 
 
 def _blocks(file: BinaryIO, end: int) -> Iterator[bytes]:

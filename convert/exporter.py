@@ -1,6 +1,7 @@
 """Writes a model folder back as a checkpoint of the original code: `luna-mega export`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType
@@ -9,11 +10,13 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from luna_mega.convert.evidence import same_bits
 from luna_mega.convert.export_args import choose_args, original_tensors
 from luna_mega.convert.export_target import choose_target
+from luna_mega.convert.formats import Format
 from luna_mega.convert.formats._base import Files, Tensors
 from luna_mega.convert.layer_norm import CONVENTIONS, MINUS_ONE
-from luna_mega.convert.tensors import DTYPES, lowered_norms, store_tensors
+from luna_mega.convert.tensors import DTYPES, lowered_norms, non_finite, store_tensors, without_memory
 from luna_mega.errors import ConversionError
 from luna_mega.hub.folder import REPORT_NAME, ModelFolder, read_folder
 from luna_mega.hub.output import check_new_file, check_output, complete_folder, publish, temporary_folder
@@ -98,7 +101,10 @@ def export_checkpoint(
             raise ConversionError(f"--layer-norm {layer_norm}: {fmt.refused['layer-norm']}; leave it out")
         if shards is not None and not fmt.is_folder:
             raise ConversionError(f"--shards {shards}: a {fmt.name} checkpoint is one file; leave the option out")
-        tensors, notes = original_tensors(fmt, target, source.tensors())
+        ours = source.tensors()
+        _check_tied(source, ours)
+        warnings = _non_finite(fmt, ours)
+        tensors, notes = original_tensors(fmt, target, ours)
         chosen = choose_args(fmt, target, tensors, report)
     except ConversionError as error:
         raise ConversionError(f"{source.path}: {error}") from error
@@ -129,7 +135,7 @@ def export_checkpoint(
         dtype=stored,
         files=files,
         notes=[*notes, *stored_as, *missing],
-        warnings=chosen.warnings,
+        warnings=[*warnings, *chosen.warnings],
     )
 
 
@@ -160,6 +166,24 @@ def _is_record(report: dict[str, Any]) -> bool:
         and all(isinstance(row, dict) and isinstance(row.get("source"), str) for row in dropped)
         and all(isinstance(getattr(torch, name, None), torch.dtype) for name in dtypes)
     )
+
+
+def _check_tied(source: ModelFolder, tensors: Tensors) -> None:
+    """Raise `ConversionError` if tied weights are both in the folder and differ."""
+    pairs = without_memory(source.model_class, source.config).all_tied_weights_keys
+    for name, other in pairs.items():
+        if {name, other} <= tensors.keys() and not same_bits(tensors[name], tensors[other]):
+            raise ConversionError(
+                f"config.json ties {name} to {other}, but their weights differ; set tie_word_embeddings to false"
+            )
+
+
+def _non_finite(fmt: Format, tensors: Tensors) -> list[str]:
+    """Return a warning if weights are NaN or Inf; an error if the format does not allow them."""
+    names = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
+    if names and fmt.refuses_non_finite:
+        raise ConversionError(f"{non_finite(names, tensors)}; export an earlier checkpoint")
+    return [non_finite(names, tensors)] if names else []
 
 
 def _check_options(layer_norm: str | None, dtype: str | None, shards: int | None) -> None:
@@ -202,21 +226,27 @@ def _check_beside(output: Path, beside: dict[str, bytes]) -> None:
 
 
 def _save_folder(output: Path, files: Files, progress: bool) -> list[str]:
-    """Write a folder, whole or not at all; return the names of its files."""
+    """Write a folder completely or not at all; return the names of its files."""
     with complete_folder(output) as folder:
-        for name, content in files.items():
+        for name, content in tqdm(files.items(), desc="files", disable=None if progress else True, delay=1):
             if isinstance(content, bytes):
                 (folder / name).write_bytes(content)
             else:
-                _write(folder / name, content, content, progress)
+                with _full_disk(name):  # by path: the archive gets the name of the file, by which a reader checks it
+                    torch.save(content, folder / name)
     return sorted(files)
 
 
 def _write(path: Path, state: dict[str, Any], tensors: Tensors, progress: bool) -> None:
     size = sum({id(tensor): tensor.nbytes for tensor in tensors.values()}.values())
     bar = {"desc": path.name, "total": size, "disable": None if progress else True, "delay": 1}
+    with _full_disk(path.name), path.open("wb") as file, tqdm.wrapattr(file, "write", **bar) as writer:
+        torch.save(state, writer)
+
+
+@contextmanager
+def _full_disk(name: str) -> Iterator[None]:
     try:
-        with path.open("wb") as file, tqdm.wrapattr(file, "write", **bar) as writer:
-            torch.save(state, writer)
+        yield
     except RuntimeError as error:  # torch raises it when the disk is full
-        raise ConversionError(f"cannot write {path.name}: {error}") from error
+        raise ConversionError(f"cannot write {name}: {error}") from error

@@ -25,8 +25,8 @@ from luna_mega.convert.tensors import (
     check_unshared,
     convert_tensors,
     dtype_name,
-    few,
     map_tensors,
+    non_finite,
     readable,
     save_source_norms,
     without_memory,
@@ -167,10 +167,10 @@ def _report(
     dtype: str,
 ) -> Report:
     checkpoint, plan, norm = source.checkpoint, source.plan, source.norm
-    non_finite = [target for target, tensor in converted.items() if not tensor.isfinite().all()]
+    infinite = [target for target, tensor in converted.items() if not tensor.isfinite().all()]
     warnings = [*checkpoint.warnings, *plan.warnings, *dictionaries.warnings]
-    if non_finite:
-        warnings.append(f"NaN or Inf in {len(non_finite)} of {len(converted)} tensors: {few(non_finite)}")
+    if infinite:
+        warnings.append(non_finite(infinite, converted))
         if source.format.refuses_non_finite:
             raise ConversionError(f"{checkpoint.path}: {warnings[-1]}; copy it again, or give an earlier checkpoint")
     model = without_memory(plan.model_class, plan.config)
@@ -200,7 +200,7 @@ def _report(
             "model": model.num_parameters(),
             "file": sum(tensor.numel() for name, tensor in converted.items() if name not in statistics),
         },
-        non_finite=non_finite,
+        non_finite=infinite,
         tokenizer=tokenizer and tokenizer.summary,
         args=dict(checkpoint.args),
         notes=[*plan.notes, *dictionaries.notes, *source.notes],

@@ -59,12 +59,13 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class TensorFile:
-    """A file that holds the tensors of a model and nothing else; `unchecked`: why damage goes unnoticed, or None."""
+    """A file that contains only the tensors of a model; see `Checksums` for `unchecked` and `archive`."""
 
     sha256: str
     serialization: str
     tensors: dict[str, torch.Tensor]
     unchecked: str | None
+    archive: str | None
 
 
 def _inert_types() -> list:
@@ -91,8 +92,10 @@ def read_checkpoint(path: str | Path, progress: bool = False) -> Checkpoint:
         raise ConversionError(f"{path}: field 'cfg': {_LATER_FAIRSEQ}")
     fields = ", ".join(key if isinstance(key, str) else shown(key) for key in list(state)[:5]) or "nothing"
     missing = [
-        f"{path}: no field '{field}' (found: {shown(fields)[1:-1]}): not a fairseq checkpoint; give the file "
-        "fairseq saved"
+        f"{path}: field '{field}' is None, not as fairseq saves it; give the file that fairseq saved"
+        if field in state
+        else f"{path}: no field '{field}' (found: {shown(fields)[1:-1]}): not a fairseq checkpoint; give the file "
+        "that fairseq saved"
         for field in ("args", "model")
         if state.get(field) is None
     ]
@@ -133,7 +136,7 @@ def read_tensors(path: Path, progress: bool = False) -> TensorFile:
             check_storages({"model": tensors})
     except ConversionError as error:
         raise ConversionError(f"{path}: {error}") from error
-    return TensorFile(checksums.sha256, serialization, tensors, checksums.unchecked)
+    return TensorFile(checksums.sha256, serialization, tensors, checksums.unchecked, checksums.archive)
 
 
 def _open(path: Path, progress: bool) -> tuple[Any, str, Checksums]:
@@ -227,6 +230,11 @@ def _tensors(model: Any, place: str) -> dict[str, torch.Tensor]:
                 f"{place}: tensor {shown(key)} has dtype {str(value.dtype).removeprefix('torch.')}, which the "
                 "original never saves; the file was changed"
             )
+    if model and all(key.startswith("module.") for key in model):
+        raise ConversionError(
+            f"{place}: all names start with 'module.', the prefix of DistributedDataParallel; save "
+            "model.module.state_dict(), or remove the prefix"
+        )
     check_bytes(model)
     # The negative bit of a tensor says that its numbers have the other sign.
     return {key: value.detach().resolve_neg() for key, value in model.items()}

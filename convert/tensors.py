@@ -143,6 +143,11 @@ def few(keys: list[str]) -> str:
     return ", ".join(map(readable, keys[:5])) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
 
 
+def non_finite(names: list[str], tensors: dict[str, torch.Tensor]) -> str:
+    """Return the message that `names` of the tensors have NaN or Inf."""
+    return f"NaN or Inf in {len(names)} of {len(tensors)} tensors: {few(names)}"
+
+
 def readable(text: str) -> str:
     """Return a text of a file for a message: one line of at most 200 characters, without control characters."""
     return shown(" ".join(text.split()))[1:-1]

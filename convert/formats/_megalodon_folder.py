@@ -5,6 +5,7 @@
 
 import argparse
 import hashlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,18 @@ _WEIGHTS, _TRAINING = "consolidated*.pth", "model.ckpt.*.pth"
 
 
 def has_folder(folder: Path) -> bool:
-    """Return whether a folder has a file that only the original writes."""
-    return any(_files(folder, pattern) for pattern in (CONSOLIDATED, _WEIGHTS, _TRAINING))
+    """Return whether a folder contains a Megalodon checkpoint; Llama's weights have the same file names."""
+    if _files(folder, CONSOLIDATED) or _files(folder, _TRAINING):
+        return True
+    return bool(_files(folder, _WEIGHTS)) and (folder / CONFIG).is_file() and _has_width(folder / CONFIG)
+
+
+def _has_width(file: Path) -> bool:
+    try:
+        model = read_json(file).get("model")
+    except ConversionError:
+        return False
+    return isinstance(model, dict) and "model_dim" in model
 
 
 def _files(folder: Path, pattern: str) -> list[str]:
@@ -67,6 +78,7 @@ def read_folder(folder: Path, progress: bool) -> Checkpoint:
     _check_files(folder, count)
     files = {name: read_tensors(folder / name, progress) for name in shard_names(count)}
     try:
+        _check_archives(files)
         tensors = join_shards({name: file.tensors for name, file in files.items()})
     except ConversionError as error:
         raise ConversionError(f"{folder}: {error}") from error
@@ -140,6 +152,15 @@ def _check_files(folder: Path, count: int) -> None:
             f"{folder}: {extra[0]} is none of the {count} files that {CONSOLIDATED} tells of; take away the files of "
             "another checkpoint"
         )
+
+
+def _check_archives(files: dict[str, TensorFile]) -> None:
+    """Raise `ConversionError` if a file was saved under the name of another shard; other names say nothing."""
+    for name, file in files.items():
+        if file.archive != Path(name).stem and re.fullmatch(r"consolidated(\.\d+)?", file.archive or ""):
+            raise ConversionError(
+                f"{name} was saved as {file.archive}.pth; shards are in the order of their names, so restore them"
+            )
 
 
 def _digest(files: dict[str, TensorFile]) -> str:

@@ -6,6 +6,7 @@ order of the ranks (`megalodon/modules/model_parallel/layers.py`). Heads and gro
 
 import re
 from collections.abc import Mapping
+from itertools import combinations
 
 import torch
 
@@ -39,7 +40,15 @@ def join_shards(shards: Mapping[str, Tensors]) -> Tensors:
             raise ConversionError(f"{lacks} lacks {shown(different[0])}, which {has} has: {_OTHER_RUN}")
         for name, tensor in tensors.items():
             _check_part(name, tensor, file, first[name], first_file)
+    _check_copies(shards)
     return {name: _joined(name, [tensors[name] for tensors in shards.values()]) for name in first}
+
+
+def _check_copies(shards: Mapping[str, Tensors]) -> None:
+    """Raise `ConversionError` if two shards are equal in every tensor that is split."""
+    for (first_file, first), (file, tensors) in combinations(shards.items(), 2):
+        if all(same_bits(tensor, first[name]) for name, tensor in tensors.items() if _dimension(name) is not None):
+            raise ConversionError(f"{file} has the same tensors as {first_file}; give the shard of its rank")
 
 
 _OTHER_RUN = "they are not shards of one checkpoint; give those that were saved together"

@@ -9,6 +9,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from luna_mega import MegalodonConfig, MegalodonForCausalLM
 from luna_mega.convert.argmap import Arg, Way, build_config, fixed, read_fields
 from luna_mega.convert.argtypes import flag, number, size, whole
@@ -37,7 +39,8 @@ from luna_mega.convert.tokenizers import SENTENCEPIECE, ConvertedTokenizer
 from luna_mega.convert.tokenizers.sentencepiece import PieceModel, parse_pieces, read_pieces, sentencepiece_tokenizer
 from luna_mega.errors import ConversionError, shown
 
-_EMBEDDING, _OUTPUT = "embed.weight", "output.output.weight"
+_EMBEDDING, _OUTPUT, _FREQUENCIES = "embed.weight", "output.output.weight", "rope.freqs"
+_OF_BFLOAT16 = 2**-7  # relative tolerance for frequencies that were rounded to bfloat16
 _USUAL_BASE = 10000.0
 _ATTENTIONS = (None, "swift", "fused")
 
@@ -63,8 +66,18 @@ def _scores(evidence: Evidence) -> dict[str, int | None]:
 
 
 def _base(evidence: Evidence) -> dict[str, float]:
+    """Return the base of the rotary frequencies, which must fit the frequencies in the file."""
     given = evidence.args.get("rope_base")
-    return {"rope_theta": _USUAL_BASE if given is None else float(given)}
+    base = _USUAL_BASE if given is None else float(given)
+    (pairs,) = evidence.shape(_FREQUENCIES, "pairs of features")
+    stored = evidence.tensors[_FREQUENCIES].double()
+    expected = base ** -(torch.arange(pairs, dtype=torch.float64) / pairs) if base > 0 else stored
+    if not torch.allclose(stored, expected, rtol=_OF_BFLOAT16, atol=1e-7):
+        found = f"; they have base {stored[1].item() ** -pairs:.6g}" if pairs > 1 and stored[1] > 0 else ""
+        raise ConversionError(
+            f"{evidence.settings}.rope_base = {shown(given)} does not fit the tensor '{_FREQUENCIES}'{found}"
+        )
+    return {"rope_theta": base}
 
 
 _NONE_IS_MINUS_ONE = Way(lambda value: value, lambda value: -1 if value is None else value)
@@ -211,7 +224,7 @@ class Megalodon(Format):
         return KeyMap(
             [
                 Row(_EMBEDDING, f"{body}.embed_tokens.weight"),
-                Row("rope.freqs", f"{body}.rope.freqs", WIDE),
+                Row(_FREQUENCIES, f"{body}.rope.freqs", WIDE),
                 Row(f"{layer}.mega.timenorm.{{rest}}", f"{body}.{layer}.mega.timestep_norm.{{rest}}"),
                 Row(f"{layer}.mega.cema.{{rest}}", f"{body}.{layer}.mega.cema.{{rest}}", WIDE),
                 *(Row(f"{layer}.{name}", f"{body}.{layer}.{name}") for name in (*own, "nffn.alpha")),

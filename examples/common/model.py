@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from common.arguments import fail
+from luna_mega.hub.folder import largest_id
 
 # Models of transformers whose positions begin after the number of the padding token.
 COUNT_FROM_PADDING = ("camembert", "longformer", "mpnet", "roberta", "xlm-roberta")
@@ -99,7 +100,7 @@ def make_config(
             config = AutoConfig.for_model(seq2seq if own else model.model_type)
             values |= {"input_type": kind, "max_position_embeddings": max_length}
             if tokenizer is not None:
-                values["vocab_size"] = len(tokenizer)
+                values["vocab_size"] = largest_id(tokenizer) + 1
                 values |= {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
                 values["max_position_embeddings"] += first_position(config.model_type, tokenizer.pad_token_id)
         if unknown := [name for name in overrides if not hasattr(config, name)]:
@@ -129,8 +130,8 @@ def label_fields(names: Sequence[str]) -> dict[str, Any]:
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
-    if len(tokenizer) > config.vocab_size:
-        fail(f"the tokenizer has {len(tokenizer)} entries, the model only vocab_size={config.vocab_size}")
+    if (largest := largest_id(tokenizer)) >= config.vocab_size:
+        fail(f"the tokenizer has token id {largest}, but the model has vocab_size={config.vocab_size}")
     if tokenizer.pad_token_id != config.pad_token_id:
         fail(f"the tokenizer pads with id {tokenizer.pad_token_id}, the model with {config.pad_token_id}")
 

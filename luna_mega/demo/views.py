@@ -16,7 +16,7 @@ from transformers import (
 
 from luna_mega.errors import ConversionError
 from luna_mega.hub.card import task_of
-from luna_mega.hub.folder import TARGET_FOLDER, position_limit, read_folder, read_tokenizer
+from luna_mega.hub.folder import TARGET_FOLDER, largest_id, position_limit, read_folder, read_tokenizer
 from luna_mega.kernels.api import complex_ema, ema_coefficients
 
 TASKS = ("fill-mask", "text-classification", "text-generation", "translation")
@@ -70,10 +70,10 @@ class Demo:
         if self.task not in TASKS:
             raise ConversionError(f"{folder}: holds a {self.model_class}; the demo shows models for {', '.join(TASKS)}")
         self.tokenizer = read_tokenizer(source.path)
-        if len(self.tokenizer) > source.config.vocab_size:
+        if (largest := largest_id(self.tokenizer)) >= source.config.vocab_size:
             raise ConversionError(
-                f"{folder}: the tokenizer of another model: it has {len(self.tokenizer)} tokens, the model "
-                f"{source.config.vocab_size}"
+                f"{folder}: the tokenizer has token id {largest}, but the model has vocab_size = "
+                f"{source.config.vocab_size}; copy the model's tokenizer there"
             )
         if self.task == "fill-mask" and self.tokenizer.mask_token is None:
             raise ConversionError(f"{folder}: the tokenizer has no mask token, and a {self.model_class} needs one")

@@ -22,7 +22,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NA
 from luna_mega.convert.reader import read_tensors
 from luna_mega.distillation.families import FAMILIES, Family, Parts, find_family
 from luna_mega.errors import shown
-from luna_mega.hub.folder import position_limit, read_json
+from luna_mega.hub.folder import largest_id, position_limit, read_json
 
 _HEADS = ("ForMaskedLM", "ForCausalLM", "LMHeadModel", "ForSequenceClassification")
 
@@ -274,10 +274,10 @@ def check_tokenizer(teacher: Teacher, tokenizer: PreTrainedTokenizerBase) -> Non
     masked = not (teacher.family.is_decoder or teacher.is_classifier)
     if masked and tokenizer.mask_token_id is None:
         raise ValueError("the tokenizer has no mask token, which a masked language model needs: take the teacher's own")
-    if len(tokenizer) > teacher.config.vocab_size:
+    if (largest := largest_id(tokenizer)) >= teacher.config.vocab_size:
         raise ValueError(
-            f"the tokenizer has {len(tokenizer)} tokens and the teacher {teacher.config.vocab_size}: take the "
-            "teacher's own"
+            f"the tokenizer has token id {largest}, but the teacher's vocab_size is {teacher.config.vocab_size}; use "
+            "the teacher's tokenizer"
         )
     own, padding = getattr(teacher.config, "pad_token_id", None), tokenizer.pad_token_id
     if own is not None and padding is not None and own != padding:

@@ -10,7 +10,7 @@ import torch
 import transformers
 from safetensors import SafetensorError, safe_open
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
 from luna_mega import LunaConfig
 from luna_mega._register import CONFIGS, model_classes
@@ -78,6 +78,8 @@ class ModelFolder:
         Raises:
             ConversionError: the weights and the configuration are not those of one model.
         """
+        if (self.path / GENERATION_CONFIG_NAME).is_file():
+            read_json(self.path / GENERATION_CONFIG_NAME)  # transformers raises a bare TypeError
         try:
             loaded = self.model_class.from_pretrained(
                 self.path, use_safetensors=True, output_loading_info=True, **options
@@ -135,6 +137,11 @@ def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         raise ConversionError(
             f"{folder}: no tokenizer that transformers {transformers.__version__} loads{why}"
         ) from error
+
+
+def largest_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the largest token id, which can exceed the number of tokens."""
+    return max(tokenizer.get_vocab().values(), default=-1)
 
 
 def position_limit(config: PreTrainedConfig) -> int | None:

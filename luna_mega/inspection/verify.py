@@ -124,6 +124,9 @@ def compare(
         ConversionError: a model or the inputs are at fault, or the models are of different kinds.
     """
     options = {"head": head, "layer_norm": layer_norm, "ema_convention": ema_convention}
+    given = [f"--{name.replace('_', '-')}" for name, value in options.items() if value not in (None, "auto")]
+    if given and not (is_checkpoint(a) or is_checkpoint(b)):
+        raise ConversionError(f"{', '.join(given)} applies to checkpoints, but A and B are model folders; leave it out")
     with quiet_transformers(), _folder(a, options, progress) as first, _folder(b, options, progress) as second:
         _check_same_kind(a, first, b, second)
         if inputs is not None:

@@ -57,7 +57,8 @@ def state(vocabulary=9, **settings):
     for index in range(c["num_layers"]):
         tensors |= norm(f"layers.{index}.mega.timenorm")
     tensors |= norm("output.final_norm")
-    tensors["rope.freqs"] = torch.rand(z // c["num_heads"] // 2, generator=generator)
+    pairs = z // c["num_heads"] // 2
+    tensors["rope.freqs"] = c.get("rope_base", 1e4) ** -(torch.arange(pairs) / pairs)
     rows = c["output_size"] if c["output_size"] > 0 else vocabulary
     tied = c.get("share_emb")
     tensors["output.output.weight"] = tensors["embed.weight"] if tied else torch.randn(rows, d, generator=generator)

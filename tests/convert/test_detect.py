@@ -73,3 +73,14 @@ def test_refused_with_a_reason(convert, make, arch):
     keys, expected = REFUSED[arch]
     message = convert.error(make.checkpoint({key: torch.zeros(2) for key in keys}, arch=arch))
     assert expected in message and f"'{arch}'" in message and str(convert.file) in message
+
+
+def test_prefix_of_distributed_training(convert, make):
+    state = make.bert()
+    state["model"] = {f"module.{key}": tensor for key, tensor in state["model"].items()}
+    assert "all names start with 'module.'" in convert.error(state)
+
+
+@pytest.mark.parametrize("field", ["args", "model"])
+def test_fields_without_a_value(convert, make, field):
+    assert f"field '{field}' is None" in convert.error(make.bert() | {field: None})

@@ -1,7 +1,8 @@
 """The files of `luna-mega export`: what it reads, what it writes beside the checkpoint, and what it leaves alone."""
 
 import pytest
-from safetensors.torch import load_file
+import torch
+from safetensors.torch import load_file, save_file
 
 from luna_mega import LunaConfig, LunaForMaskedLM, LunaForSequenceClassification
 from luna_mega.cli import main
@@ -53,6 +54,19 @@ def test_bad_folders(tmp_path, capsys, damage, expected):
     damage(folder)
     assert expected in fails(capsys, folder, tmp_path / "model.pt")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_tied_weights_that_differ(tmp_path, capsys):
+    folder = save(tmp_path / "model", LunaForMaskedLM, tie_word_embeddings=False)
+    edit(folder, tie_word_embeddings=True)
+    assert "ties lm_head.decoder.weight to luna.embeddings.word_embeddings.weight" in fails(
+        capsys, folder, tmp_path / "model.pt"
+    )
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.decoder.weight"] = weights["luna.embeddings.word_embeddings.weight"].clone()
+    weights["luna.embeddings.position_embeddings.weight"][1] = torch.nan
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    assert "NaN or Inf in 1 of" in export_checkpoint(folder, tmp_path / "model.pt").warnings[0]
 
 
 def test_absent_folder(tmp_path, capsys):

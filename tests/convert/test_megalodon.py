@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from luna_mega import MegalodonConfig, MegalodonForCausalLM, MegalodonForSequenceClassification
@@ -208,7 +208,32 @@ def settings(**changes):
     return lambda path: edit(path, model=MODEL | changes)
 
 
+def prefixed(tensors):
+    for name in list(tensors):
+        tensors[f"module.{name}"] = tensors.pop(name)
+
+
+def copied(path):
+    torch.save(torch.load(path / "consolidated.00.pth"), path / "consolidated.01.pth")
+
+
+def swapped(path):
+    first, second = path / "consolidated.00.pth", path / "consolidated.01.pth"
+    first.rename(path / "x"), second.rename(first), (path / "x").rename(second)
+
+
+def a_shard_as_the_model(path):
+    (path / "consolidated.01.pth").unlink()
+    (path / "consolidated.00.pth").rename(path / "consolidated.pth")
+    edit(path, "consolidate_config.json", model_parallel_size=1)
+
+
 BAD = {
+    "a copied shard": (2, copied, "consolidated.01.pth has the same tensors as consolidated.00.pth"),
+    "swapped shards": (2, swapped, "consolidated.00.pth was saved as consolidated.01.pth"),
+    "a shard as the model": (2, a_shard_as_the_model, "consolidated.pth was saved as consolidated.00.pth"),
+    "another base": (1, settings(rope_base=500.0), "500.0 does not fit the tensor 'rope.freqs'; they have base 10000"),
+    "prefix": (1, broken(prefixed), "all names start with 'module.'"),
     "a shard is missing": (2, lambda path: (path / "consolidated.01.pth").unlink(), "consolidated.01.pth is missing"),
     "all shards are missing": (1, lambda path: (path / "consolidated.pth").unlink(), "consolidated.pth is missing"),
     "one too many": (1, lambda path: (path / "consolidated.02.pth").touch(), "is none of"),
@@ -273,6 +298,23 @@ def test_a_single_file_of_a_folder(tmp_path, capsys):
     assert "one file of a megalodon checkpoint; give its folder" in capsys.readouterr().err
 
 
+def test_shards_of_an_export_name_their_rank(tmp_path, capsys):
+    ours = save(tmp_path / "ours", MegalodonForCausalLM(MegalodonConfig(**OURS)))
+    export_checkpoint(ours, tmp_path / "out", shards=2)
+    swapped(tmp_path / "out")
+    assert main(["convert", str(tmp_path / "out"), "--output", str(tmp_path / "back")]) == 1
+    assert "was saved as" in capsys.readouterr().err
+
+
+def test_a_folder_of_llama_is_no_megalodon(tmp_path, capsys):
+    torch.save({"tok_embeddings.weight": torch.zeros(3, 2)}, tmp_path / "consolidated.00.pth")
+    (tmp_path / "params.json").write_text('{"dim": 2}')
+    assert main(["convert", str(tmp_path), "--output", str(tmp_path / "out")]) == 1
+    assert "is a folder" in capsys.readouterr().err
+    assert main(["convert", str(tmp_path / "consolidated.00.pth"), "--output", str(tmp_path / "out")]) == 1
+    assert "no field 'args'" in capsys.readouterr().err
+
+
 def test_exports_that_the_original_cannot_run(tmp_path, capsys):
     ours = save(tmp_path / "ours", MegalodonForCausalLM(MegalodonConfig(**OURS)))
     assert "does not divide num_attention_heads = 2" in fails(capsys, ours, tmp_path / "out", "--shards", "3")
@@ -285,6 +327,13 @@ def test_exports_that_the_original_cannot_run(tmp_path, capsys):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()
     assert "not empty" in fails(capsys, ours, tmp_path / "full")
+    weights = load_file(ours / "model.safetensors")
+    tied = save(tmp_path / "tied", MegalodonForCausalLM(MegalodonConfig(**OURS, tie_word_embeddings=True)))
+    save_file(weights, tied / "model.safetensors", {"format": "pt"})
+    assert "config.json ties lm_head.weight to megalodon.embed_tokens" in fails(capsys, tied, tmp_path / "out")
+    weights["megalodon.embed_tokens.weight"][0] = torch.nan
+    save_file(weights, ours / "model.safetensors", {"format": "pt"})
+    assert "NaN or Inf in 1 of" in fails(capsys, ours, tmp_path / "out")
     with pytest.raises(ValueError, match="shards must be at least 1"):
         export_checkpoint(ours, tmp_path / "out", shards=0)
 

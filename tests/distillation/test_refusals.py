@@ -201,8 +201,14 @@ def test_tokenizers():
         check_tokenizer(encoder, make_tokenizer())
     with pytest.raises(ValueError, match="pads with 0 and the teacher with 1"):
         check_tokenizer(encoder, make_tokenizer(mask_token="<mask>", pad_token="<s>"))
-    with pytest.raises(ValueError, match="has 6 tokens and the teacher 5"):
+    with pytest.raises(ValueError, match="has token id 5, but the teacher's vocab_size is 5"):
         check_tokenizer(make_teacher("bert", vocab_size=5), make_tokenizer(mask_token="<mask>"))
+    check_tokenizer(make_teacher("bert", vocab_size=6), make_tokenizer(mask_token="<mask>"))
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 6}, unk_token="a"))  # an id without a token
+    with pytest.raises(ValueError, match="has token id 6"):
+        check_tokenizer(
+            make_teacher("llama", vocab_size=6), transformers.PreTrainedTokenizerFast(tokenizer_object=model)
+        )
 
 
 @pytest.mark.parametrize("name", [*ENCODERS, *DECODERS])

@@ -221,14 +221,24 @@ def test_incomplete_weights(tmp_path, capsys):
         ["--length", "x"],
         ["--text", "a", "--inputs", "b"],
         ["--text", "a", "--seed", "1"],
-        ["--head", "a"],
-        ["--layer-norm", "standard"],
     ],
 )
 def test_usage(tmp_path, options):
     with pytest.raises(SystemExit) as stop:
         main(["verify", str(tmp_path), str(tmp_path), *options])
     assert stop.value.code == 2
+
+
+@pytest.mark.parametrize("options", [["--head", "a"], ["--layer-norm", "standard"], ["--ema-convention", "main"]])
+def test_options_of_checkpoints_need_one(tmp_path, capsys, options):
+    folder = save(tmp_path / "a")
+    assert f"{options[0]} applies to checkpoints" in fails(capsys, folder, folder, *options)
+
+
+def test_generation_config_is_an_object(tmp_path, capsys):
+    folder = save(tmp_path / "a")
+    (folder / "generation_config.json").write_text("[]")
+    assert "generation_config.json: not a JSON object" in fails(capsys, folder, folder)
 
 
 def test_transformers_is_quiet_only_here(tmp_path):
