@@ -41,17 +41,18 @@ class Client:
 
     def __call__(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
         """Return the result of `function` in that process."""
-        value, error = self._run(function, args, kwargs)
+        value, error = self.attempt(function, *args, **kwargs)
         assert error is None, error
         return value
 
     def error(self, function: Callable, *args: Any, **kwargs: Any) -> str:
         """The exception that `function` must raise there, as "Type: message"."""
-        value, error = self._run(function, args, kwargs)
+        value, error = self.attempt(function, *args, **kwargs)
         assert error is not None, value
         return error
 
-    def _run(self, function, args, kwargs):
+    def attempt(self, function: Callable, *args: Any, **kwargs: Any) -> tuple[Any, str | None]:
+        """Return the result of `function` in that process and None, or None and its exception as "Type: message"."""
         with mock.patch.dict(os.environ, self.settings):  # for the process, which starts with the first call
             return self.pool.submit(_attempt, function, args, kwargs).result(timeout=PATIENCE)
 

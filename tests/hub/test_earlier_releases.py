@@ -1,0 +1,79 @@
+"""Model folders and bundles of 0.1.0 and 0.2.0: they load, or `luna-mega bundle` recreates their code.
+
+`earlier_releases.tar.xz` was written by those releases. Each folder is the result of `save_pretrained` for a tiny model
+with random weights, and contains `outputs.json`: the class, its inputs and its logits. If the name ends in `_bundle`,
+it is also the result of `luna-mega bundle`.
+"""
+
+import json
+import shutil
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from luna_mega import cli
+from tests.hub import client as on_client
+
+FOLDERS = {
+    "0.1.0": ["luna_causal", "luna_masked", "luna_masked_bundle", "mega_causal", "mega_translation"],
+    "0.2.0": [
+        *("luna_causal", "luna_masked_bundle", "luna_translation"),
+        *("mega_causal", "mega_masked", "mega_translation", "megalodon_causal"),
+    ],
+}
+AUTO_CLASSES = {
+    "ForCausalLM": "AutoModelForCausalLM",
+    "ForMaskedLM": "AutoModelForMaskedLM",
+    "ForConditionalGeneration": "AutoModelForSeq2SeqLM",
+}
+
+
+@pytest.fixture(scope="module")
+def releases(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("releases")
+    with tarfile.open(Path(__file__).with_name("earlier_releases.tar.xz")) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+def read(folder: Path) -> tuple[str, dict[str, list], torch.Tensor]:
+    """Return the Auto class, the inputs and the logits of a folder."""
+    content = json.loads((folder / "outputs.json").read_text())
+    (auto_class,) = [auto for suffix, auto in AUTO_CLASSES.items() if content["class"].endswith(suffix)]
+    return auto_class, content["inputs"], torch.tensor(content["logits"])
+
+
+def test_every_folder_is_tested(releases):
+    assert {path.name: sorted(part.name for part in path.iterdir()) for path in releases.iterdir()} == FOLDERS
+
+
+@pytest.mark.parametrize(("release", "name"), [(release, name) for release in FOLDERS for name in FOLDERS[release]])
+def test_folder_loads_with_the_package(releases, release, name):
+    auto_class, inputs, logits = read(folder := releases / release / name)
+    model, info = getattr(transformers, auto_class).from_pretrained(folder, output_loading_info=True)
+    assert type(model).__module__.startswith("luna_mega.") and not any(info.values()), info
+    with torch.no_grad():
+        output = model.eval()(**{name: torch.tensor(value) for name, value in inputs.items()})
+    torch.testing.assert_close(output.logits, logits, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("release", FOLDERS)
+def test_bundle_loads_without_the_package(releases, release, stranger, repo_root, tmp_path):
+    """Its own code runs, or fails with an error that the documentation explains; recreated, it always runs."""
+    auto_class, inputs, logits = read(
+        folder := shutil.copytree(releases / release / "luna_masked_bundle", tmp_path / "bundle")
+    )
+    result, error = stranger.attempt(on_client.outputs, folder, auto_class, inputs, trust_remote_code=True)
+    if error is None:
+        torch.testing.assert_close(torch.tensor(result["logits"]), logits, atol=1e-6, rtol=1e-5)
+    else:
+        rows = (repo_root / "docs" / "troubleshooting.md").read_text(encoding="utf-8").splitlines()
+        (row,) = [row for row in rows if error.partition(": ")[2] in row]
+        assert "`luna-mega bundle FOLDER`" in row
+    assert cli.main(["bundle", str(folder)]) == 0
+    result = stranger(on_client.outputs, folder, auto_class, inputs, trust_remote_code=True)
+    assert result["module"].startswith("transformers_modules.")
+    torch.testing.assert_close(torch.tensor(result["logits"]), logits, atol=1e-6, rtol=1e-5)
