@@ -23,13 +23,14 @@ PAGES = [
     "README.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
+    "SECURITY.md",
+    "CITATION.cff",
     "LICENSE",
     "docs/**/*.*",
     "examples/**/README.md",
     "studies/README.md",
 ]
 PAGES += ["kernels/*/README.md"]
-BADGES = re.compile(r"^.*https://img\.shields\.io/.*\n", re.MULTILINE)
 EQUATION = re.compile(
     r'<(?P<tag>span|div) class="arithmatex">\\(?P<open>[(\[])(?P<latex>.*?)\\[)\]]</(?P=tag)>', re.DOTALL
 )
@@ -43,9 +44,11 @@ def stage(folder: Path) -> None:
             if not file.is_relative_to(ROOT / "docs" / "site") or file.suffix == ".css":
                 copy(file, folder / "pages" / file.relative_to(ROOT))
     start = folder / "pages" / "README.md"
-    start.write_text(BADGES.sub("", start.read_text(encoding="utf-8")), encoding="utf-8")
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
+    source = re.search(r"Source = (\S+)", setup["metadata"]["project_urls"])[1]
+    # Links of the README are absolute for the package index.
+    start.write_text(start.read_text(encoding="utf-8").replace(f"({source}/blob/main/", "("), encoding="utf-8")
     for row in setup["options"]["package_dir"].strip().split("\n"):
         package, source = row.split(" = ")
         for file in (ROOT / source).rglob("*.py"):

@@ -19,10 +19,10 @@ BLOCK = re.compile(
 )
 
 # Programs that are only called, not run. `python -m MODULE` of the standard library is run.
-PROGRAMS = ["accelerate", "curl", "hf", "luna-mega", "make", "pip", "python", "torchrun"]
+PROGRAMS = ["accelerate", "curl", "git", "hf", "luna-mega", "make", "pip", "python", "torchrun"]
 STUB = """#!/bin/bash
 printf '%s\\0' "${0##*/}" "$@" >> "$RECORD"; printf '\\n' >> "$RECORD"
-case "${0##*/} $1 $2" in "python -m zipfile") exec "$PYTHON" "$@";; esac
+case "${0##*/} $1 $2" in "python -m zipfile") exec "$PYTHON" "$@";; "git clone "*) mkdir -p "${2##*/}";; esac
 """
 
 

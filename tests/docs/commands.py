@@ -95,6 +95,7 @@ def check_foreign(words: list[str]) -> None:
 CHECKS = {
     "accelerate": check_launcher,
     "curl": check_foreign,
+    "git": check_foreign,
     "hf": check_foreign,
     "luna-mega": check_luna_mega,
     "make": check_make,

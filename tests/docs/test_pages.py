@@ -15,13 +15,9 @@ from luna_mega._register import CONFIGS
 from luna_mega.convert.formats import registry
 from tests.docs import world
 from tests.docs.blocks import LANGUAGES, PAGES, read
-from tests.docs.commands import CHECKS, entry
-from tests.marks import slow_but
+from tests.docs.commands import CHECKS
 
 BLOCKS = [block for page in PAGES for block in read(page)]
-# What is run for real, beyond the check of its options; 20,000 words are 20 here.
-RUN = ["A language model that generates", "From a fairseq checkpoint"]
-SHORTER = {"--max_new_tokens": "20"}
 
 
 @pytest.fixture(scope="module")
@@ -94,18 +90,13 @@ def test_shell(block, folder):
             CHECKS[program](words)
 
 
-@pytest.mark.parametrize("title", slow_but(["From a fairseq checkpoint"], RUN))
-def test_journey(title, folder, capsys):
-    """The journeys of the README whose steps are commands."""
-    text = (world.ROOT / "README.md").read_text()
-    line = text.count("\n", 0, text.index(f"### {title}"))
-    block = next(block for block in BLOCKS if block.page == "README.md" and block.line > line)
-    for program, *words in block.commands(folder, sys.executable):
-        words = [SHORTER.get(before, word) for before, word in zip(["", *words], words, strict=False)]
-        if program == "luna-mega":
-            assert luna_mega_cli.main(words) == 0, capsys.readouterr().err
-        elif program == "python" and words[0].startswith("examples/"):
-            entry(words[0])([*words[1:], *(["--disable_tqdm", "true"] if "run_" in words[0] else [])])
+def test_conversion_of_the_readme(folder, capsys):
+    """The commands that convert a released checkpoint run, on a small checkpoint."""
+    (block,) = [block for block in BLOCKS if block.page == "README.md" and "luna-mega convert" in block.code]
+    commands = [words for program, *words in block.commands(folder, sys.executable) if program == "luna-mega"]
+    for words in commands:
+        assert luna_mega_cli.main(words) == 0, capsys.readouterr().err
+    assert [words[0] for words in commands] == ["convert", "verify"]
 
 
 def test_what_does_not_run_says_why(capsys):
