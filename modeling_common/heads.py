@@ -16,10 +16,11 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.processing_utils import Unpack
 from transformers.utils import ModelOutput, TransformersKwargs, can_return_tuple
 
-from luna_mega.modeling_common.inputs import read_sequences
-from luna_mega.modeling_common.labels import keep_positions, next_tokens
-from luna_mega.modeling_common.masks import read_mask
-from luna_mega.modeling_common.sequence_parts import WHOLE, Parts, find_parts
+from luna_mega.modeling_common.inputs import read_sequences, refuse_together
+from luna_mega.modeling_common.labels import check_labels, count_kept, keep_positions, next_tokens
+from luna_mega.modeling_common.layout import find_starts
+from luna_mega.modeling_common.masks import drop_if_full, find_mask, read_mask
+from luna_mega.modeling_common.sequence_parts import WHOLE, Pair, Parts, find_parts
 
 _RECORDED = ("hidden_states", "attentions", "packed_hidden_states", "packed_attentions")
 
@@ -35,22 +36,71 @@ def carried_over(outputs: ModelOutput, output_class: type[ModelOutput]) -> dict[
     return {name: value for name, value in outputs.items() if name in fields}
 
 
-class MaskedLMMixin:
+def given_input(inputs: dict[str, Any]) -> torch.Tensor | None:
+    """Return the tokens, embeddings or values among the arguments of a `forward`."""
+    names = ("input_ids", "inputs_embeds", "input_values")
+    return next((inputs[name] for name in names if inputs.get(name) is not None), None)
+
+
+def validate_labels(
+    inputs: dict[str, Any],
+    labels: dict[str, torch.Tensor | None],
+    logits_to_keep: int | torch.Tensor = 0,
+    cp_group: Any = None,
+) -> None:
+    """Raise `ValueError` for labels, by name, of another shape than the positions `[B, T]` that have logits."""
+    given = given_input(inputs)
+    if given is None or given.dim() < 2:
+        return  # the body raises the error
+    with refuse_together(cp_group, given.device):
+        kept = keep_positions(given, logits_to_keep)
+        for name, value in labels.items():
+            check_labels(name, value, kept.shape[:2])
+
+
+def find_kept(config: PreTrainedConfig, inputs: dict[str, Any], length: int) -> torch.Tensor | None:
+    """Return the bool mask `[B, T]` by which the body has read the last T positions of `inputs`; None = all."""
+    mask, tokens = inputs.get("attention_mask"), inputs.get("input_ids")
+    if mask is not None:
+        return drop_if_full(read_mask("attention_mask", mask[:, -length:]))
+    return None if tokens is None else drop_if_full(find_mask(tokens, config.pad_token_id))
+
+
+class TokenHead:
+    """Base of the heads with outputs for every position. `output_class`: the class of the outputs."""
+
+    output_class: type[ModelOutput]
+
+    def read_labels(
+        self, inputs: dict[str, Any], labels: torch.LongTensor | None, outputs: ModelOutput, options: dict[str, Any]
+    ) -> tuple[torch.LongTensor | None, Parts]:
+        """Return the labels that count, and the context-parallel shards; removes `cp_group` from `options`."""
+        if labels is None:
+            return None, WHOLE
+        mask = find_kept(self.config, inputs, labels.shape[1])
+        return count_kept(labels, mask).contiguous(), find_parts(options, outputs.last_hidden_state)
+
+
+class MaskedLMMixin(TokenHead):
     """The masked language model. The class has `score_tokens`, from states `[..., d]` to logits."""
 
-    def predict_tokens(self, outputs: ModelOutput, labels: torch.LongTensor | None, **kwargs) -> dict[str, Any]:
-        """Return logits `[B, T, vocab_size]`, with `sparse_prediction` and labels `[M, vocab_size]`, and the loss."""
-        hidden_states, loss, parts = outputs.last_hidden_state, None, WHOLE
-        if labels is not None:
-            parts = find_parts(kwargs, hidden_states)
+    def predict_tokens(self, inputs: dict[str, Any], labels: torch.LongTensor | None, **kwargs) -> ModelOutput:
+        """Return the output for the `inputs` of the body; the other arguments are those of `forward`.
+
+        The logits are `[B, T, vocab_size]`, with `sparse_prediction` and labels `[M, vocab_size]`.
+        """
+        validate_labels(inputs, {"labels": labels}, cp_group=kwargs.get("cp_group"))
+        outputs = self.base_model(**inputs, **kwargs)
+        hidden_states, loss = outputs.last_hidden_state, None
+        labels, parts = self.read_labels(inputs, labels, outputs, kwargs)
         if labels is not None and self.config.sparse_prediction:
             predicted = labels != -100
             hidden_states, labels = hidden_states[predicted], labels[predicted]
         logits = self.score_tokens(hidden_states)
         if labels is not None:
-            arguments = {"logits": logits, "labels": labels.contiguous(), "vocab_size": self.config.vocab_size}
+            arguments = {"logits": logits, "labels": labels, "vocab_size": self.config.vocab_size}
             loss = parts.mean_loss(self.loss_function, labels, **arguments, **kwargs)
-        return {"loss": loss, "logits": logits, **recorded(outputs)}
+        return self.output_class(loss=loss, logits=logits, **recorded(outputs))
 
 
 class CausalLMMixin:
@@ -66,14 +116,20 @@ class CausalLMMixin:
         shift_labels: torch.LongTensor | None = None,
         **kwargs,
     ) -> ModelOutput:
-        """Return the output for the `inputs` of the model without a head; the other arguments are the `forward`'s.
+        """Return the output for the `inputs` of the body; the other arguments are those of `forward`.
 
-        A `forward` has no parameter `shift_labels`, which Trainer would take for a second label.
+        `shift_labels` is no parameter of `forward`, because Trainer would treat it as a second label.
         """
+        given = {"labels": labels} if shift_labels is None else {"shift_labels": shift_labels}
+        validate_labels(inputs, given, logits_to_keep, kwargs.get("cp_group"))
         outputs = self.base_model(**inputs, **kwargs)
         parts = find_parts(kwargs, outputs.last_hidden_state)
-        hidden_states = keep_positions(outputs.last_hidden_state, logits_to_keep, parts)
-        targets = next_tokens(labels, shift_labels, hidden_states, parts)
+        hidden_states, targets = keep_positions(outputs.last_hidden_state, logits_to_keep, parts), None
+        if labels is not None or shift_labels is not None:
+            mask = find_kept(self.config, inputs, outputs.last_hidden_state.shape[1])
+            starts = find_starts(outputs.last_hidden_state.shape[:2], inputs, kwargs)
+            mask, starts = (None if x is None else keep_positions(x, logits_to_keep) for x in (mask, starts))
+            targets = next_tokens(labels, shift_labels, mask, starts, parts)
         loss, logits = self.score_next(hidden_states, labels, targets, parts, **kwargs)
         return self.output_class(loss=loss, logits=logits, **carried_over(outputs, self.output_class))
 
@@ -251,33 +307,69 @@ def choose_option(scores: torch.Tensor, options: int, outputs: ModelOutput, labe
     return {"loss": loss, "logits": logits, **recorded(outputs)}
 
 
-class TokenMixin:
+class TokenMixin(TokenHead):
     """A label for every token. The class has `dropout` and `classifier`."""
 
-    def label_tokens(self, outputs: ModelOutput, labels: torch.LongTensor | None, **kwargs) -> dict[str, Any]:
-        """Return logits `[B, T, num_labels]` and the loss."""
+    def label_tokens(self, inputs: dict[str, Any], labels: torch.LongTensor | None, **kwargs) -> ModelOutput:
+        """Return the output for the `inputs` of the body, with logits `[B, T, num_labels]`."""
+        validate_labels(inputs, {"labels": labels}, cp_group=kwargs.get("cp_group"))
+        outputs = self.base_model(**inputs, **kwargs)
+        labels, parts = self.read_labels(inputs, labels, outputs, kwargs)
         logits, loss = self.classifier(self.dropout(outputs.last_hidden_state)), None
         if labels is not None:
-            parts = find_parts(kwargs, logits)
-            arguments = {"logits": logits, "labels": labels.contiguous(), "config": self.config}
+            arguments = {"logits": logits, "labels": labels, "config": self.config}
             loss = parts.mean_loss(self.loss_function, labels, **arguments, **kwargs)
-        return {"loss": loss, "logits": logits, **recorded(outputs)}
+        return self.output_class(loss=loss, logits=logits, **recorded(outputs))
 
 
-class SpanMixin:
+class SpanMixin(TokenHead):
     """Start and end of an answer. The class has `qa_outputs`."""
 
     def find_span(
         self,
-        outputs: ModelOutput,
+        inputs: dict[str, Any],
         start_positions: torch.LongTensor | None,
         end_positions: torch.LongTensor | None,
         **kwargs,
-    ) -> dict[str, Any]:
-        """Return logits of start and end `[B, T]`, and the loss."""
-        start_logits, end_logits = self.qa_outputs(outputs.last_hidden_state).unbind(dim=-1)
-        loss = None
-        if start_positions is not None and end_positions is not None:
-            logits, positions = (start_logits, end_logits), (start_positions, end_positions)
-            loss = find_parts(kwargs, start_logits).position_loss(self.loss_function, logits, positions, **kwargs)
-        return {"loss": loss, "start_logits": start_logits, "end_logits": end_logits, **recorded(outputs)}
+    ) -> ModelOutput:
+        """Return the output for the `inputs` of the body, with logits of start and end `[B, T]`.
+
+        Dropped positions have the lowest score of the dtype, so that no softmax, maximum or loss depends on padding.
+        """
+        positions = self._read_positions(inputs, start_positions, end_positions, kwargs)
+        outputs = self.base_model(**inputs, **kwargs)
+        scores, loss = self.qa_outputs(outputs.last_hidden_state), None
+        mask = find_kept(self.config, inputs, scores.shape[1])
+        if mask is not None:
+            scores = scores.masked_fill(~mask[..., None], torch.finfo(scores.dtype).min)
+        logits = scores.unbind(dim=-1)
+        if positions is not None:
+            if find_starts(scores.shape[:2], inputs, kwargs) is not None:
+                raise ValueError(
+                    f"{type(self).__name__} has no loss for a padding-free batch; pad the batch, or omit "
+                    "`start_positions` and `end_positions`"
+                )
+            parts = find_parts(kwargs, scores)
+            loss = parts.position_loss(self.loss_function, logits, positions, mask, **kwargs)
+        return self.output_class(loss=loss, start_logits=logits[0], end_logits=logits[1], **recorded(outputs))
+
+    def _read_positions(
+        self,
+        inputs: dict[str, Any],
+        start_positions: torch.LongTensor | None,
+        end_positions: torch.LongTensor | None,
+        options: dict[str, Any],
+    ) -> Pair | None:
+        """Return both labels as `[B]`, or None; raise `ValueError` for one without the other or another shape."""
+        given = given_input(inputs)
+        if given is None or given.dim() < 2 or (start_positions is None and end_positions is None):
+            return None
+        with refuse_together(options.get("cp_group"), given.device):
+            if start_positions is None or end_positions is None:
+                name = "end_positions" if end_positions is None else "start_positions"
+                raise ValueError(f"`{name}` is missing; pass `start_positions` and `end_positions`, or neither")
+            pair = {"start_positions": start_positions, "end_positions": end_positions}
+            for name, value in pair.items():
+                if value.shape not in ((len(given),), (len(given), 1)):
+                    raise ValueError(f"`{name}` must have the shape [{len(given)}], got {list(value.shape)}")
+        return start_positions.view(-1), end_positions.view(-1)

@@ -1,56 +1,106 @@
-"""Labels of the models that write: what a target begins with, which logits they meet, and the tokens to predict."""
+"""Labels of the heads: shapes, decoder inputs, the token that each position predicts, and positions that do not count.
+
+A label counts only at a position that the attention mask keeps, so that a loss equals that of the sequence without
+padding.
+"""
 
 import torch
+from torch import nn
 
 from luna_mega.modeling_common.sequence_parts import WHOLE, Parts
 
+IGNORED = -100
+
 
 def shift_right(labels: torch.LongTensor, start: int, pad: int, parts: Parts = WHOLE) -> torch.LongTensor:
-    """Return decoder inputs `[B, T]` for labels `[B, T]`: one place to the right, with `start` before the first label.
+    """Return decoder inputs `[B, T]` for labels `[B, T]`: the previous label, or `start` before the first one.
 
-    -100 is padding on either side of the labels, and becomes `pad`. `parts` belong to the sequences of the labels.
+    Labels of -100 are padding on either side or between the others; their inputs are `pad`, except that the last label
+    is also the input of the position after it. `parts` are those of the labels.
     """
-    shifted = parts.previous(labels, pad)
-    return parts.begin(shifted.masked_fill(shifted == -100, pad), labels != -100, start)
+    here = _columns(labels, parts)
+    labels = parts.gather_columns(labels)
+    counted = labels != IGNORED
+    columns = torch.arange(labels.shape[1], device=labels.device)
+    last = torch.where(counted, columns, -1).cummax(dim=1).values
+    previous = nn.functional.pad(last[:, :-1], (1, 0), value=-1)
+    inputs = labels.gather(1, previous.clamp(min=0)).masked_fill(previous < 0, start)
+    follows = (previous == columns - 1) & (columns > last[:, -1:]) & (previous >= 0)
+    inputs = inputs.masked_fill(~(counted | follows), pad)
+    inputs[:, 0] = torch.where(counted.any(dim=1), inputs[:, 0], start)
+    return inputs[:, here]
 
 
 def keep_positions(
     hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor, parts: Parts = WHOLE
 ) -> torch.Tensor:
-    """Return the last `logits_to_keep` positions of `[B, T, d]` (0: all), or those of the indices `logits_to_keep`."""
+    """Return the last `logits_to_keep` positions of `[B, T, ...]` (0 = all), or the positions of these indices."""
     if not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
-        parts.refuse("with cp_group every position gets logits: leave logits_to_keep out")
+        parts.refuse("`logits_to_keep` is not supported with `cp_group`; omit it")
     return hidden_states[:, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep]
 
 
-def check_labels(labels: torch.Tensor, hidden_states: torch.Tensor):
-    """Refuse labels that are not `[B, T]` for the kept `hidden_states` `[B, T, d]`."""
-    shape = hidden_states.shape[:2]
-    if labels.shape != shape:
+def check_labels(name: str, labels: torch.Tensor | None, shape: tuple[int, ...]) -> None:
+    """Raise `ValueError` unless `labels` is None or has this shape."""
+    if labels is not None and tuple(labels.shape) != tuple(shape):
         raise ValueError(
-            f"labels must have the shape {list(shape)} of the positions, with logits_to_keep of those kept, got "
+            f"`{name}` must have the shape {list(shape)} of the positions (with `logits_to_keep`, of those kept), got "
             f"{list(labels.shape)}"
         )
+
+
+def count_kept(labels: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Return `labels` `[B, T]` with -100 at positions that the bool `mask` drops; None = all positions are kept."""
+    return labels if mask is None else labels.masked_fill(~mask, IGNORED)
 
 
 def next_tokens(
     labels: torch.LongTensor | None,
     shift_labels: torch.LongTensor | None,
-    hidden_states: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
     parts: Parts = WHOLE,
 ) -> torch.LongTensor | None:
-    """Return the token `[B, T]` that follows each position of a language model, -100 = not counted, or None.
+    """Return the token `[B, T]` that each position of a language model predicts, -100 = none; None without labels.
 
     Args:
-        labels: the tokens at the positions themselves.
-        shift_labels: the tokens that follow, which win over `labels`.
-        hidden_states: `[B, T, d]` at the positions.
-        parts: the parts of the sequences; the last token of one is followed by the first of the next.
+        labels: `[B, T]`, the tokens at the positions. The target of a position is the next one that `mask` keeps.
+        shift_labels: `[B, T]`, the targets themselves. They take precedence over `labels`.
+        mask: `[B, T]` bool, True = keep; None = all. Positions that it drops predict nothing and are not predicted.
+        starts: `[B, T]` bool, True = the first token of a sequence of a padding-free batch; it is not predicted.
+        parts: the context-parallel shards of the sequences.
     """
-    given = labels if shift_labels is None else shift_labels
-    if given is None:
+    if shift_labels is not None:
+        return count_kept(shift_labels, mask).contiguous()
+    if labels is None:
         return None
-    check_labels(given, hidden_states)
-    if shift_labels is None:
-        given = parts.following(labels, -100)
-    return given.contiguous()
+    here = _columns(labels, parts)
+    labels = parts.gather_columns(labels)
+    kept = mask
+    if not parts.is_whole():  # on other ranks the mask may drop positions
+        kept = parts.gather_columns(torch.ones_like(labels[:, here], dtype=torch.bool) if mask is None else mask)
+    sequence = None if starts is None else starts.cumsum(dim=1)
+    if kept is None:
+        targets = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        if sequence is not None:
+            targets = targets.masked_fill(nn.functional.pad(sequence.diff(dim=1) > 0, (0, 1)), IGNORED)
+        return targets[:, here].contiguous()
+    following = _next_kept(kept)
+    targets = nn.functional.pad(labels, (0, 1), value=IGNORED).gather(1, following)
+    if sequence is not None:
+        later = nn.functional.pad(sequence, (0, 1), value=-1).gather(1, following)
+        targets = targets.masked_fill(later != sequence, IGNORED)
+    return count_kept(targets, kept)[:, here].contiguous()
+
+
+def _columns(x: torch.Tensor, parts: Parts) -> slice:
+    """Return the columns of this rank's shard `[B, T]` in the complete sequences."""
+    return slice(parts.offset(), parts.offset() + x.shape[1])
+
+
+def _next_kept(mask: torch.Tensor) -> torch.Tensor:
+    """Return the column of the next position that `mask` `[B, T]` keeps after each one; T after the last."""
+    length = mask.shape[1]
+    columns = torch.arange(length, device=mask.device)
+    kept = torch.where(mask, columns, length).flip(1).cummin(dim=1).values.flip(1)
+    return nn.functional.pad(kept[:, 1:], (0, 1), value=length)

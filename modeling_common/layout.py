@@ -164,6 +164,27 @@ def find_layout(
     return TokenLayout(mask)
 
 
+def find_starts(shape: tuple[int, int], inputs: dict[str, Any], options: dict[str, Any]) -> torch.Tensor | None:
+    """Return `[B, T]` bool, True = the first token of a sequence, for the arguments of a padding-free batch, or None.
+
+    Args:
+        shape: `(B, T)`.
+        inputs, options: the arguments of a `forward`, of which `position_ids` is in either.
+    """
+    if options.get("cu_seq_lens_q") is not None:
+        return _starts(options["cu_seq_lens_q"], shape)
+    if is_program():
+        return None
+    positions = inputs.get("position_ids", options.get("position_ids"))
+    if options.get("seq_idx") is not None:
+        starts = options["seq_idx"].diff(dim=1) != 0
+    elif positions is not None and inputs.get("attention_mask") is None:
+        starts = positions.view(-1, positions.shape[-1]).diff(dim=1) <= 0
+    else:
+        return None
+    return nn.functional.pad(starts, (1, 0), value=True).expand(shape) if starts.any() else None
+
+
 def _bounds(options: dict[str, Any]) -> torch.Tensor | None:
     """Return `cu_seq_lens_q` or None, and refuse other bounds of keys, and lengths without bounds."""
     cu_seqlens, longest = options.get("cu_seq_lens_q"), options.get("max_length_q")

@@ -11,8 +11,8 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
 from luna_mega.modeling_common.cache import keeps_cache
-from luna_mega.modeling_common.heads import carried_over
-from luna_mega.modeling_common.labels import check_labels, keep_positions, shift_right
+from luna_mega.modeling_common.heads import carried_over, find_kept, given_input, validate_labels
+from luna_mega.modeling_common.labels import count_kept, keep_positions, shift_right
 from luna_mega.modeling_common.masks import drop_if_full, read_mask
 from luna_mega.modeling_common.outputs import Seq2SeqLMOutput
 from luna_mega.modeling_common.sequence_parts import WHOLE, Parts, find_parts
@@ -196,9 +196,14 @@ class Seq2SeqLM(EncoderDecoder):
         Raises:
             ValueError: as the body, and for labels of other positions than those kept.
         """
+        decoder_inputs = {"input_ids": decoder_input_ids, "inputs_embeds": decoder_inputs_embeds}
+        if given_input(decoder_inputs) is None:
+            decoder_inputs["input_ids"] = labels
+        validate_labels(decoder_inputs, {"labels": labels}, logits_to_keep, kwargs.get("cp_group"))
         parts = WHOLE if labels is None else find_parts(dict(kwargs), labels)
         if labels is not None and decoder_input_ids is None and decoder_inputs_embeds is None:
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels, parts)
+            decoder_inputs["input_ids"] = decoder_input_ids
         outputs = self.base_model(
             input_ids,
             attention_mask,
@@ -215,11 +220,12 @@ class Seq2SeqLM(EncoderDecoder):
         if labels is None:
             parts = find_parts(dict(kwargs), outputs.last_hidden_state)
         hidden_states, loss = keep_positions(outputs.last_hidden_state, logits_to_keep, parts), None
-        if labels is not None:
-            check_labels(labels, hidden_states)
         logits = self.lm_head(hidden_states)
         if labels is not None:
-            arguments = {"logits": logits, "labels": labels.contiguous(), "vocab_size": logits.shape[-1]}
+            decoder_inputs["attention_mask"] = decoder_attention_mask
+            mask = find_kept(self.config, decoder_inputs, outputs.last_hidden_state.shape[1])
+            labels = count_kept(labels, None if mask is None else keep_positions(mask, logits_to_keep)).contiguous()
+            arguments = {"logits": logits, "labels": labels, "vocab_size": logits.shape[-1]}
             kwargs.pop("cp_group", None)
             loss = parts.mean_loss(self.loss_function, labels, **arguments, **kwargs)
         return self.lm_output_class(loss=loss, logits=logits, **carried_over(outputs, self.lm_output_class))

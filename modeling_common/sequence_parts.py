@@ -77,6 +77,10 @@ class Parts:
         """Return tensors `[B, T, W]` of the whole sequences."""
         return tensors
 
+    def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
+        """Return labels or a mask `[B, T]` of the complete sequences."""
+        return x
+
     def mean(self, x: torch.Tensor) -> torch.Tensor:
         """Return the mean over all positions of `[B, T, d]`."""
         return x.mean(dim=1)
@@ -89,18 +93,6 @@ class Parts:
         """Return the last token of each sequence; `last` `[B, d]` are those that the masks `[B, T]` keep of parts."""
         return last
 
-    def previous(self, x: torch.Tensor, fill: int) -> torch.Tensor:
-        """Return `[B, T]` one place to the right, with `fill` before the first column."""
-        return nn.functional.pad(x[:, :-1], (1, 0), value=fill)
-
-    def following(self, x: torch.Tensor, fill: int) -> torch.Tensor:
-        """Return `[B, T]` one place to the left, with `fill` behind the last column."""
-        return nn.functional.pad(x, (0, 1), value=fill)[:, 1:]
-
-    def begin(self, x: torch.Tensor, mask: torch.Tensor, value: int) -> torch.Tensor:
-        """Return `[B, T]` with `value` at the first column that `mask` keeps; where it keeps none, at the first."""
-        return x.scatter(1, mask.int().argmax(dim=1, keepdim=True), value)
-
     def mean_loss(self, loss_function: Loss, counted: torch.Tensor, **arguments: Any) -> torch.Tensor:
         """Return the mean loss over the labels `counted` that are not -100.
 
@@ -108,8 +100,20 @@ class Parts:
         """
         return loss_function(**arguments)
 
-    def position_loss(self, loss_function: Loss, logits: Pair, positions: Pair, **arguments: Any) -> torch.Tensor:
-        """Return the mean cross-entropy of the right `positions`, two of `[B]`, for the two `logits` `[B, T]`."""
+    def position_loss(
+        self, loss_function: Loss, logits: Pair, positions: Pair, mask: torch.Tensor | None, **arguments: Any
+    ) -> torch.Tensor:
+        """Return the mean cross-entropy of the two labels `positions`, `[B]` each, for the two `logits` `[B, T]`.
+
+        Labels after the end of the sequences, or at positions that the bool `mask` `[B, T]` drops, do not count.
+        """
+        if mask is not None:
+            length = mask.shape[1]
+            padded = nn.functional.pad(mask, (0, 1))
+            first, second = (
+                x.masked_fill(~padded.gather(1, x.clamp(0, length)[:, None])[:, 0], length) for x in positions
+            )
+            positions = first, second
         return loss_function(*logits, *positions, **arguments)
 
 
@@ -199,6 +203,9 @@ class SharedParts(Parts):
     def reach(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(self._gather(x) for x in tensors)
 
+    def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
+        return self._gather(x.long()[..., None])[..., 0].to(x.dtype)
+
     def _gather(self, x: torch.Tensor) -> torch.Tensor:
         filled = nn.functional.pad(x, (0, 0, 0, max(self.shard.lengths) - x.shape[1]))
         parts = zip(self.shard.all_gather(filled), self.shard.lengths, strict=True)
@@ -220,51 +227,38 @@ class SharedParts(Parts):
         """Return for which sequences `[B]` this rank is the first of those where `has_any` `[B]` is 1."""
         return self.shard.all_gather(has_any).argmax(dim=0) == self.shard.rank
 
-    def previous(self, x: torch.Tensor, fill: int) -> torch.Tensor:
-        shifted, last = super().previous(x, fill), self._neighbour(x[:, -1], -1)
-        if last is not None:
-            shifted[:, 0] = last
-        return shifted
-
-    def following(self, x: torch.Tensor, fill: int) -> torch.Tensor:
-        shifted, first = super().following(x, fill), self._neighbour(x[:, 0], 1)
-        if first is not None:
-            shifted[:, -1] = first
-        return shifted
-
-    def _neighbour(self, column: torch.Tensor, step: int) -> torch.Tensor | None:
-        """Return the tensor `column` of the rank that is `step` ranks further, None where there is none."""
-        columns, rank = self.shard.all_gather(column), self.shard.rank + step
-        return columns[rank] if 0 <= rank < len(columns) else None
-
-    def begin(self, x: torch.Tensor, mask: torch.Tensor, value: int) -> torch.Tensor:
-        return torch.where(self._is_first(mask.any(dim=1).long())[:, None], super().begin(x, mask, value), x)
-
     def mean_loss(self, loss_function: Loss, counted: torch.Tensor, **arguments: Any) -> torch.Tensor:
         if arguments.get("num_items_in_batch") is None:
             arguments["num_items_in_batch"] = self.total((counted != -100).sum())
         return self.total(loss_function(**arguments))
 
-    def position_loss(self, loss_function: Loss, logits: Pair, positions: Pair, **arguments: Any) -> torch.Tensor:
+    def position_loss(
+        self, loss_function: Loss, logits: Pair, positions: Pair, mask: torch.Tensor | None, **arguments: Any
+    ) -> torch.Tensor:
         items = arguments.get("num_items_in_batch")
-        first, second = (self._position_loss(*pair, items) for pair in zip(logits, positions, strict=True))
+        first, second = (self._position_loss(*pair, mask, items) for pair in zip(logits, positions, strict=True))
         return (first + second) / 2
 
     def _position_loss(
-        self, logits: torch.Tensor, positions: torch.Tensor, num_items_in_batch: torch.Tensor | int | None
+        self,
+        logits: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor | None,
+        num_items_in_batch: torch.Tensor | int | None,
     ) -> torch.Tensor:
-        """Return the cross-entropy of one position; sequences whose position is beyond their end do not count."""
-        total, length = self.length(logits), logits.shape[1]
-        positions = positions.view(-1).clamp(0, total)
-        place = positions - self.offset()
+        """Return the cross-entropy of one label."""
+        length = logits.shape[1]
+        column = positions.clamp(min=0)[:, None] - self.offset()
+        place = column.clamp(0, length - 1)
+        found = (column == place)[:, 0]  # on this rank
+        if mask is not None:
+            found = found & mask.gather(1, place)[:, 0]
         largest = self.shard.all_reduce_max(logits.amax(dim=1))
-        right = logits.gather(1, place.clamp(0, length - 1)[:, None])[:, 0]
-        right = right.masked_fill((place < 0) | (place >= length), 0.0)
         exponentials = (logits - largest[:, None]).exp().sum(dim=1)
-        exponentials, right = self.total(torch.stack([exponentials, right])).unbind()
-        counted = positions < total
-        loss = (largest + exponentials.log() - right)[counted].sum()
-        return loss / (counted.sum() if num_items_in_batch is None else num_items_in_batch)
+        label = logits.gather(1, place)[:, 0].masked_fill(~found, 0.0)
+        exponentials, label, counted = self.total(torch.stack([exponentials, label, found.to(logits.dtype)])).unbind()
+        loss = (largest + exponentials.log() - label)[counted > 0].sum()
+        return loss / ((counted > 0).sum() if num_items_in_batch is None else num_items_in_batch)
 
 
 WHOLE = Parts()
@@ -273,4 +267,6 @@ WHOLE = Parts()
 def find_parts(options: dict[str, Any], states: torch.Tensor) -> Parts:
     """Return the parts of the sequences with `states` `[B, T, ...]` here, and take their group out of `options`."""
     group = options.pop("cp_group", None)
-    return WHOLE if group is None else SharedParts(ContextShard.of(group, states.shape[1], states.device))
+    if group is None:
+        return WHOLE
+    return SharedParts(ContextShard.of(group, states.shape[1], states.device, batch=states.shape[0]))

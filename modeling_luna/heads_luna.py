@@ -87,6 +87,7 @@ class LunaForMaskedLM(MaskedLMMixin, LunaPreTrainedModel):
     _tied_weights_keys = {"lm_head.decoder.weight": "luna.embeddings.word_embeddings.weight"}
     _tp_plan = {"lm_head.decoder": "colwise_gather_output"}
     _keys_to_ignore_on_load_unexpected = [r"^pooler\.", r"^classifier\."]
+    output_class = LunaMaskedLMOutput
 
     def __init__(self, config: LunaConfig):
         super().__init__(config)
@@ -120,8 +121,13 @@ class LunaForMaskedLM(MaskedLMMixin, LunaPreTrainedModel):
         `labels`: `[B, T]` tokens, -100 = not predicted. `logits`: `[B, T, vocab_size]`; with `sparse_prediction` and
         labels there are logits of the M predicted positions only, `[M, vocab_size]`.
         """
-        outputs = self.luna(input_ids, attention_mask, inputs_embeds=inputs_embeds, position_ids=position_ids, **kwargs)
-        return LunaMaskedLMOutput(**self.predict_tokens(outputs, labels, **kwargs))
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "inputs_embeds": inputs_embeds,
+            "position_ids": position_ids,
+        }
+        return self.predict_tokens(inputs, labels, **kwargs)
 
 
 class LunaPoolerAttention(nn.Module):
@@ -276,6 +282,7 @@ class LunaForTokenClassification(TokenMixin, LunaPreTrainedModel):
     """Luna with a label for every token."""
 
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
+    output_class = LunaTokenClassifierOutput
 
     def __init__(self, config: LunaConfig):
         super().__init__(config)
@@ -299,14 +306,21 @@ class LunaForTokenClassification(TokenMixin, LunaPreTrainedModel):
 
         `labels`: `[B, T]`, -100 = not counted. `logits`: `[B, T, num_labels]`.
         """
-        outputs = self.luna(input_ids, attention_mask, inputs_embeds, input_values, position_ids, **kwargs)
-        return LunaTokenClassifierOutput(**self.label_tokens(outputs, labels, **kwargs))
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "inputs_embeds": inputs_embeds,
+            "input_values": input_values,
+            "position_ids": position_ids,
+        }
+        return self.label_tokens(inputs, labels, **kwargs)
 
 
 class LunaForQuestionAnswering(SpanMixin, LunaPreTrainedModel):
     """Luna with start and end scores for extractive question answering."""
 
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
+    output_class = LunaQuestionAnsweringOutput
 
     def __init__(self, config: LunaConfig):
         super().__init__(config)
@@ -326,12 +340,19 @@ class LunaForQuestionAnswering(SpanMixin, LunaPreTrainedModel):
         end_positions: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> LunaQuestionAnsweringOutput:
-        """Score the positions of the inputs of `LunaModel.forward` as start and end of the answer, `[B, T]` each.
+        """Score the positions of the inputs of `LunaModel.forward` as start and end of the answer.
 
-        `start_positions`, `end_positions`: `[B]`, the right ones.
+        `start_logits`, `end_logits`: `[B, T]`, the lowest number of the dtype at positions that the mask drops.
+        `start_positions`, `end_positions`: `[B]`, the columns of the answer. Columns that the mask drops and columns
+        after the end do not count.
         """
-        outputs = self.luna(input_ids, attention_mask, inputs_embeds=inputs_embeds, position_ids=position_ids, **kwargs)
-        return LunaQuestionAnsweringOutput(**self.find_span(outputs, start_positions, end_positions, **kwargs))
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "inputs_embeds": inputs_embeds,
+            "position_ids": position_ids,
+        }
+        return self.find_span(inputs, start_positions, end_positions, **kwargs)
 
 
 __all__ = [

@@ -38,6 +38,7 @@ class MegaForMaskedLM(MaskedLMMixin, MegaPreTrainedModel):
 
     _tied_weights_keys = {"mlm_head.weight": "mega.embedding_layer.word_embeddings.weight"}
     _tp_plan = {"mlm_head": "colwise_gather_output"}
+    output_class = MaskedLMOutput
 
     def __init__(self, config: MegaConfig):
         super().__init__(config)
@@ -76,10 +77,13 @@ class MegaForMaskedLM(MaskedLMMixin, MegaPreTrainedModel):
         `labels`: `[B, T]` tokens, -100 = not predicted. `logits`: `[B, T, vocab_size]`; with `sparse_prediction` and
         labels there are logits of the M predicted positions only, `[M, vocab_size]`.
         """
-        outputs = self.mega(
-            input_ids, attention_mask, inputs_embeds=inputs_embeds, token_type_ids=token_type_ids, **kwargs
-        )
-        return MaskedLMOutput(**self.predict_tokens(outputs, labels, **kwargs))
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "inputs_embeds": inputs_embeds,
+            "token_type_ids": token_type_ids,
+        }
+        return self.predict_tokens(inputs, labels, **kwargs)
 
 
 class MegaClassificationHead(ClassificationHead):
@@ -234,6 +238,8 @@ class MegaForMultipleChoice(PooledMixin, MegaPreTrainedModel):
 class MegaForTokenClassification(TokenMixin, MegaPreTrainedModel):
     """Mega with a label for every token."""
 
+    output_class = TokenClassifierOutput
+
     def __init__(self, config: MegaConfig):
         super().__init__(config)
         self.mega = MegaModel(config, add_pooling_layer=False)
@@ -256,12 +262,20 @@ class MegaForTokenClassification(TokenMixin, MegaPreTrainedModel):
 
         `labels`: `[B, T]`, -100 = not counted. `logits`: `[B, T, num_labels]`.
         """
-        outputs = self.mega(input_ids, attention_mask, inputs_embeds, input_values, token_type_ids, **kwargs)
-        return TokenClassifierOutput(**self.label_tokens(outputs, labels, **kwargs))
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "inputs_embeds": inputs_embeds,
+            "input_values": input_values,
+            "token_type_ids": token_type_ids,
+        }
+        return self.label_tokens(inputs, labels, **kwargs)
 
 
 class MegaForQuestionAnswering(SpanMixin, MegaPreTrainedModel):
     """Mega with start and end scores for extractive question answering."""
+
+    output_class = QuestionAnsweringModelOutput
 
     def __init__(self, config: MegaConfig):
         super().__init__(config)
@@ -281,14 +295,19 @@ class MegaForQuestionAnswering(SpanMixin, MegaPreTrainedModel):
         end_positions: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> QuestionAnsweringModelOutput:
-        """Score the positions of the inputs of `MegaModel.forward` as start and end of the answer, `[B, T]` each.
+        """Score the positions of the inputs of `MegaModel.forward` as start and end of the answer.
 
-        `start_positions`, `end_positions`: `[B]`, the right ones.
+        `start_logits`, `end_logits`: `[B, T]`, the lowest number of the dtype at positions that the mask drops.
+        `start_positions`, `end_positions`: `[B]`, the columns of the answer. Columns that the mask drops and columns
+        after the end do not count.
         """
-        outputs = self.mega(
-            input_ids, attention_mask, inputs_embeds=inputs_embeds, token_type_ids=token_type_ids, **kwargs
-        )
-        return QuestionAnsweringModelOutput(**self.find_span(outputs, start_positions, end_positions, **kwargs))
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "inputs_embeds": inputs_embeds,
+            "token_type_ids": token_type_ids,
+        }
+        return self.find_span(inputs, start_positions, end_positions, **kwargs)
 
 
 __all__ = [

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from luna_mega.distillation.families import Parts
 from luna_mega.distillation.students import check_pair
 from luna_mega.distillation.teachers import Teacher, inputs_of
-from luna_mega.modeling_common.labels import next_tokens
+from luna_mega.modeling_common.labels import check_labels, count_kept, next_tokens
 
 _ROWS = 1024  # of logits in float32 at a time
 
@@ -78,11 +78,10 @@ def distill(
         theirs = _label_loss(own, got.float(), teacher.logits(batch).float(), temperature) if share else 0.0 * own_loss
         scale = 1.0 if num_items_in_batch is None else items / max(1, num_items_in_batch)
     else:
-        targets = labels
-        if own.config.is_decoder:
-            targets = next_tokens(labels, None, inputs["input_ids"][..., None])
-        # Padding on the left would predict the first token.
-        places = (targets != -100) & inputs["attention_mask"].bool()
+        mask = inputs["attention_mask"].bool()
+        check_labels("labels", labels, mask.shape)
+        targets = next_tokens(labels, None, mask) if own.config.is_decoder else count_kept(labels, mask)
+        places = targets != -100
         with own.logits_at(places):
             got = student(**inputs).logits
         want = teacher.logits(batch, places) if share else None

@@ -23,7 +23,7 @@ def build(head, **overrides):
 def whole_batch(head, side):
     if head == "ForCausalLM":
         batch = tokens(SEQUENCES, side)
-        return batch | {"labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)}
+        return batch | {"labels": batch["input_ids"]}
     if head == "ForConditionalGeneration":
         batch, target = tokens(SEQUENCES, side), tokens(SEQUENCES[::-1], side)
         return batch | {"labels": target["input_ids"].masked_fill(target["attention_mask"] == 0, -100)}
@@ -159,7 +159,7 @@ REFUSALS = [
     ("Model", {"unpad_inputs": True}, {}, "unpad_inputs=False"),
     ("Model", {"max_position_embeddings": 20}, {}, "length 23 exceed the 20 learned positions"),
     ("ForCausalLM", CAUSAL, {"use_cache": True}, "pass use_cache=False"),
-    ("ForCausalLM", CAUSAL, {"logits_to_keep": 1}, "leave logits_to_keep out"),
+    ("ForCausalLM", CAUSAL, {"logits_to_keep": 1}, "`logits_to_keep` is not supported with `cp_group`"),
     ("ForSequenceClassification", {"drop_first_token": True, "pooling": "cls"}, {}, "drop_first_token=False"),
 ]
 

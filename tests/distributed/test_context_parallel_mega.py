@@ -49,13 +49,9 @@ def build(head, **overrides):
 
 
 def whole_batch(head, side, model):
-    if head == "ForQuestionAnswering":
-        side = "right"  # its loss counts scores at padding, which are arbitrary where that is on the left
     batch = head_inputs(head, SEQUENCES, side)
     if head == "ForCausalLM":
-        # The first token would be predicted at padding, if that is on the left, where states are arbitrary.
-        predicted = (batch["attention_mask"].cumsum(dim=1) > 1) & batch["attention_mask"].bool()
-        return batch | {"labels": batch["input_ids"].masked_fill(~predicted, -100)}
+        return batch | {"labels": batch["input_ids"]}
     batch |= labels(head, batch)
     if head in ("ForMaskedLM", "ForTokenClassification"):
         batch["labels"][batch["attention_mask"] == 0] = -100

@@ -135,7 +135,7 @@ def test_logits_to_keep(model):
     loss = model(**inputs, labels=ids[:, 4:], logits_to_keep=3).loss
     expected = cross_entropy(whole[:, 4 : 7 - shift].flatten(0, 1), ids[:, 4 + shift :].flatten())
     torch.testing.assert_close(loss, expected, check_dtype=False)
-    with pytest.raises(ValueError, match=r"labels must have the shape \[2, 3\] .* got \[2, 7\]"):
+    with pytest.raises(ValueError, match=r"`labels` must have the shape \[2, 3\] .* got \[2, 7\]"):
         model(**inputs, labels=ids, logits_to_keep=3)
 
 
@@ -149,8 +149,8 @@ def test_shift_labels(family):
     for labels in ({}, {"labels": ids}):
         torch.testing.assert_close(model(ids, mask, shift_labels=shifted, **labels).loss, loss)
     one = torch.tensor(1)
-    torch.testing.assert_close(model(ids, mask, labels=ids, num_items_in_batch=one).loss, 12 * loss)
-    with pytest.raises(ValueError, match=r"labels must have the shape \[2, 7\] .* got \[2, 6\]"):
+    torch.testing.assert_close(model(ids, mask, labels=ids, num_items_in_batch=one).loss, 8 * loss)
+    with pytest.raises(ValueError, match=r"`labels` must have the shape \[2, 7\] .* got \[2, 6\]"):
         model(ids, mask, shift_labels=shifted[:, 1:])
 
 
