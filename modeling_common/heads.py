@@ -17,7 +17,13 @@ from transformers.processing_utils import Unpack
 from transformers.utils import ModelOutput, TransformersKwargs, can_return_tuple
 
 from luna_mega.modeling_common.inputs import read_sequences, refuse_together
-from luna_mega.modeling_common.labels import check_labels, count_kept, keep_positions, next_tokens
+from luna_mega.modeling_common.labels import (
+    check_labels,
+    check_pooled_labels,
+    count_kept,
+    keep_positions,
+    next_tokens,
+)
 from luna_mega.modeling_common.layout import find_starts
 from luna_mega.modeling_common.masks import drop_if_full, find_mask, read_mask
 from luna_mega.modeling_common.sequence_parts import WHOLE, Pair, Parts, find_parts
@@ -177,34 +183,60 @@ class ClassificationHead(nn.Module):
 
 
 class PooledMixin:
-    """Classification of whole sequences. The class has `classifier` and `summarize`, from outputs to `[B, d]`."""
+    """Classification of sequences. The class has `classifier` and `summarize`, from outputs to `[B, d]`."""
 
     # The losses of these heads are means over the batch; Trainer divides them by the accumulation steps.
     accepts_loss_kwargs = False
+    output_class: type[ModelOutput]
 
     def pool(
-        self, attention_mask: torch.Tensor | None, drop_first_token: bool = False, **kwargs
+        self, inputs: dict[str, Any], drop_first_token: bool = False, **kwargs
     ) -> tuple[torch.Tensor, ModelOutput, Parts]:
-        """Return the sentence representation `[B, d]`, the outputs of the model without a head, and their parts.
+        """Return the sentence representation `[B, d]`, the outputs of the body, and the context-parallel shards.
 
-        `kwargs` as in its `forward`. Raises `ValueError` for sequences laid end to end: a row gets one label.
+        `inputs` and `kwargs` are the arguments of the body. Raises `ValueError` for a padding-free batch: a row has one
+        label.
         """
-        given = {name: kwargs.pop(name, None) for name in ("input_ids", "inputs_embeds", "input_values")}
+        others = inputs | kwargs
+        mask = others.pop("attention_mask", None)
+        given = {name: others.pop(name, None) for name in ("input_ids", "inputs_embeds", "input_values")}
         spec, name = self.base_model.input_spec, type(self).__name__
-        mask, inputs = read_sequences(spec, name, attention_mask, given, kwargs, drop_first_token)
-        inputs = {key: value for key, value in inputs.items() if value is not None}
-        outputs = self.base_model(attention_mask=mask, **inputs, **kwargs)
-        parts = find_parts(kwargs, outputs.last_hidden_state)
+        mask, given = read_sequences(spec, name, mask, given, others, drop_first_token)
+        given = {key: value for key, value in given.items() if value is not None}
+        outputs = self.base_model(attention_mask=mask, **given, **others)
+        parts = find_parts(others, outputs.last_hidden_state)
         return self.summarize(outputs, mask, parts), outputs, parts
 
-    def classify(
-        self, features: torch.Tensor, outputs: ModelOutput, labels: torch.Tensor | None, parts: Parts = WHOLE
-    ) -> dict[str, Any]:
-        """Return logits `[B, num_labels]` for features `[B, ...]`, and the loss."""
-        logits, loss = self.classifier(features, parts), None
+    def classify(self, inputs: dict[str, Any], labels: torch.Tensor | None, **kwargs) -> ModelOutput:
+        """Return the output for the `inputs` of the body, with logits `[B, num_labels]`."""
+        self.validate_pooled(inputs, labels, kwargs.get("cp_group"))
+        features, outputs, parts = self.pool(inputs, **kwargs)
+        return self.make_output(self.classifier(features, parts), outputs, labels)
+
+    def choose(self, inputs: dict[str, torch.Tensor | None], labels: torch.Tensor | None, **kwargs) -> ModelOutput:
+        """Return the output for C options `[B, C, ...]` of the inputs of the body, with logits `[B, C]`."""
+        validate_choice(inputs, labels, kwargs.get("cp_group"))
+        options, inputs = flatten_options(**inputs)
+        features, outputs, parts = self.pool(inputs, **kwargs)
+        return self.output_class(**choose_option(self.score_options(features, parts), options, outputs, labels))
+
+    def score_options(self, features: torch.Tensor, parts: Parts) -> torch.Tensor:
+        """Return the scores `[B C, 1]` of options."""
+        return self.classifier(features, parts)
+
+    def validate_pooled(self, inputs: dict[str, Any], labels: torch.Tensor | None, cp_group: Any = None) -> None:
+        """Raise `ValueError` for labels of another shape than the sequences of `inputs` have."""
+        given = given_input(inputs)
+        if given is not None and labels is not None:
+            with refuse_together(cp_group, given.device):
+                check_pooled_labels(self.config, labels, len(given))
+
+    def make_output(self, logits: torch.Tensor, outputs: ModelOutput, labels: torch.Tensor | None) -> ModelOutput:
+        """Return the output with the logits `[B, num_labels]` and their loss."""
+        loss = None
         if labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
-        return {"loss": loss, "logits": logits, **recorded(outputs)}
+        return self.output_class(loss=loss, logits=logits, **recorded(outputs))
 
 
 def pair_features(config: PreTrainedConfig, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
@@ -224,7 +256,7 @@ def pair_size(config: PreTrainedConfig) -> int:
 class PairMixin(PooledMixin):
     """Classification of pairs of sequences, or the choice among several second ones."""
 
-    output_class: type[SequenceClassifierOutput] = SequenceClassifierOutput
+    output_class = SequenceClassifierOutput
     refused_option: tuple[str, str]  # a keyword argument that pairs do not have, and the reason
 
     @can_return_tuple
@@ -252,23 +284,31 @@ class PairMixin(PooledMixin):
         name, reason = self.refused_option
         if name in kwargs:
             raise ValueError(f"{reason}; leave {name} out")
+        first = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "input_values": input_values}
+        second = {
+            "input_ids": pair_input_ids,
+            "inputs_embeds": pair_inputs_embeds,
+            "input_values": pair_input_values,
+            "attention_mask": read_mask("pair_attention_mask", pair_attention_mask),
+        }
+        candidates, group = _has_candidates(second), kwargs.get("cp_group")
+        if candidates:
+            validate_choice(second, labels, group)
+        else:
+            self.validate_pooled(first, labels, group)
         drop_first_token = getattr(self.config, "drop_first_token", False)
-        inputs = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "input_values": input_values}
-        first, outputs, parts = self.pool(attention_mask, drop_first_token, **inputs, **kwargs)
-        inputs = {"input_ids": pair_input_ids, "inputs_embeds": pair_inputs_embeds, "input_values": pair_input_values}
-        mask = read_mask("pair_attention_mask", pair_attention_mask)
+        one, outputs, parts = self.pool(first | {"attention_mask": attention_mask}, drop_first_token, **kwargs)
         shared = {name: value for name, value in kwargs.items() if name == "cp_group"}
-        if not _has_candidates(**inputs):
-            second, *_ = self.pool(mask, **inputs, **shared)
-            features = pair_features(self.config, first, second)
-            return self.output_class(**self.classify(features, outputs, labels, parts))
-        count, flat = self.flatten_candidates(len(first), mask, **inputs)
-        second, *_ = self.pool(**flat, **shared)
-        features = pair_features(self.config, first.repeat_interleave(count, dim=0), second)
-        return self.output_class(**choose_option(self.classifier(features, parts), count, outputs, labels))
+        if not candidates:
+            other, *_ = self.pool(second, **shared)
+            return self.make_output(self.classifier(pair_features(self.config, one, other), parts), outputs, labels)
+        count, flat = self.flatten_candidates(len(one), second)
+        other, *_ = self.pool(flat, **shared)
+        scores = self.classifier(pair_features(self.config, one.repeat_interleave(count, dim=0), other), parts)
+        return self.output_class(**choose_option(scores, count, outputs, labels))
 
     def flatten_candidates(
-        self, batch: int, attention_mask: torch.Tensor | None, **inputs: torch.Tensor | None
+        self, batch: int, inputs: dict[str, torch.Tensor | None]
     ) -> tuple[int, dict[str, torch.Tensor | None]]:
         """Return the number C of candidates for each of B first sequences, and `[B, C, ...]` as `[B C, ...]`."""
         if self.config.num_labels != 1:
@@ -281,13 +321,22 @@ class PairMixin(PooledMixin):
             raise ValueError(
                 f"there are {batch} first sequences, and candidates for {given}: give one set of candidates each"
             )
-        return flatten_options(attention_mask=attention_mask, input_ids=ids, inputs_embeds=embeds)
+        names = ("attention_mask", "input_ids", "inputs_embeds")
+        return flatten_options(**{name: inputs[name] for name in names})
 
 
-def _has_candidates(input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None, **others) -> bool:
+def _has_candidates(inputs: dict[str, torch.Tensor | None]) -> bool:
     """Return whether inputs are `[B, C, ...]`, and not `[B, ...]`."""
-    tokens = input_ids is not None and input_ids.dim() == 3
-    return tokens or (inputs_embeds is not None and inputs_embeds.dim() == 4)
+    tokens, embeds = inputs["input_ids"], inputs["inputs_embeds"]
+    return (tokens is not None and tokens.dim() == 3) or (embeds is not None and embeds.dim() == 4)
+
+
+def validate_choice(inputs: dict[str, torch.Tensor | None], labels: torch.Tensor | None, cp_group: Any = None) -> None:
+    """Raise `ValueError` for labels of other options `[B, C, ...]` than those of `inputs`."""
+    given = given_input(inputs)
+    if given is not None:
+        with refuse_together(cp_group, given.device):
+            check_labels("labels", labels, given.shape[:1])
 
 
 def flatten_options(**inputs: torch.Tensor | None) -> tuple[int, dict[str, torch.Tensor | None]]:

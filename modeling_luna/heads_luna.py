@@ -24,8 +24,6 @@ from luna_mega.modeling_common.heads import (
     PooledMixin,
     SpanMixin,
     TokenMixin,
-    choose_option,
-    flatten_options,
     pair_size,
 )
 from luna_mega.modeling_common.pooling import first_token, masked_mean
@@ -210,6 +208,8 @@ class LunaPooledModel(PooledMixin, LunaPreTrainedModel):
 class LunaForSequenceClassification(LunaPooledModel):
     """Luna with a sequence classification or regression head; what it reads is `config.pooling`."""
 
+    output_class = LunaSequenceClassifierOutput
+
     def __init__(self, config: LunaConfig):
         super().__init__(config, config.hidden_size, config.num_labels)
 
@@ -230,16 +230,14 @@ class LunaForSequenceClassification(LunaPooledModel):
         """
         if self.config.drop_first_token and position_ids is not None:
             raise ValueError("drop_first_token shifts the positions: leave position_ids out")
-        features, outputs, parts = self.pool(
-            attention_mask,
-            self.config.drop_first_token,
-            input_ids=input_ids,
-            inputs_embeds=inputs_embeds,
-            input_values=input_values,
-            position_ids=position_ids,
-            **kwargs,
-        )
-        return LunaSequenceClassifierOutput(**self.classify(features, outputs, labels, parts))
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "inputs_embeds": inputs_embeds,
+            "input_values": input_values,
+            "position_ids": position_ids,
+        }
+        return self.classify(inputs, labels, drop_first_token=self.config.drop_first_token, **kwargs)
 
 
 class LunaForSequencePairClassification(PairMixin, LunaPooledModel):
@@ -256,6 +254,8 @@ class LunaForSequencePairClassification(PairMixin, LunaPooledModel):
 class LunaForMultipleChoice(LunaPooledModel):
     """Luna with one score for every option (paper section 4.3: RACE, CommonsenseQA)."""
 
+    output_class = LunaMultipleChoiceOutput
+
     def __init__(self, config: LunaConfig):
         super().__init__(config, config.hidden_size, 1)
         self.require_tokens()
@@ -271,11 +271,13 @@ class LunaForMultipleChoice(LunaPooledModel):
         **kwargs: Unpack[TransformersKwargs],
     ) -> LunaMultipleChoiceOutput:
         """Score C options, `[B, C, T]`; `labels` `[B]` are the right options, and `logits` are `[B, C]`."""
-        options, inputs = flatten_options(
-            input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, position_ids=position_ids
-        )
-        features, outputs, parts = self.pool(**inputs, **kwargs)
-        return LunaMultipleChoiceOutput(**choose_option(self.classifier(features, parts), options, outputs, labels))
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "inputs_embeds": inputs_embeds,
+            "position_ids": position_ids,
+        }
+        return self.choose(inputs, labels, **kwargs)
 
 
 class LunaForTokenClassification(TokenMixin, LunaPreTrainedModel):

@@ -22,10 +22,9 @@ from luna_mega.modeling_common.heads import (
     PooledMixin,
     SpanMixin,
     TokenMixin,
-    choose_option,
-    flatten_options,
     pair_size,
 )
+from luna_mega.modeling_common.labels import check_pooled_labels
 from luna_mega.modeling_common.masks import read_mask
 from luna_mega.modeling_common.pooling import first_token, masked_mean
 from luna_mega.modeling_common.sequence_parts import WHOLE, Parts
@@ -123,6 +122,8 @@ class MegaPooledModel(PooledMixin, MegaPreTrainedModel):
 class MegaForSequenceClassification(MegaPooledModel):
     """Mega with a sequence classification or regression head; what it reads is `config.pooling`."""
 
+    output_class = SequenceClassifierOutput
+
     def __init__(self, config: MegaConfig):
         super().__init__(config, config.hidden_size)
 
@@ -141,21 +142,21 @@ class MegaForSequenceClassification(MegaPooledModel):
 
         `labels`: `[B]` class ids, or numbers for regression. `logits`: `[B, num_labels]`.
         """
-        features, outputs, parts = self.pool(
-            attention_mask,
-            input_ids=input_ids,
-            inputs_embeds=inputs_embeds,
-            input_values=input_values,
-            token_type_ids=token_type_ids,
-            **kwargs,
-        )
-        return SequenceClassifierOutput(**self.classify(features, outputs, labels, parts))
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "inputs_embeds": inputs_embeds,
+            "input_values": input_values,
+            "token_type_ids": token_type_ids,
+        }
+        return self.classify(inputs, labels, **kwargs)
 
 
 class MegaForImageClassification(MegaPooledModel):
     """Mega with a head for pictures (Table 7), which reads the mean over all patches or the first (`pooling`)."""
 
     main_input_name = "pixel_values"
+    output_class = ImageClassifierOutput
 
     def __init__(self, config: MegaConfig):
         if config.input_type != "patches":
@@ -176,14 +177,16 @@ class MegaForImageClassification(MegaPooledModel):
         `attention_mask`: `[B, P]`, 1 = a patch to read; None = all. `labels`: `[B]` class ids, or numbers for
         regression. `logits`: `[B, num_labels]`.
         """
+        if labels is not None and pixel_values is not None:
+            check_pooled_labels(self.config, labels, len(pixel_values))
         outputs = self.mega(
             attention_mask=attention_mask,
             pixel_values=pixel_values,
             interpolate_pos_encoding=interpolate_pos_encoding,
             **kwargs,
         )
-        mask = read_mask("attention_mask", attention_mask)
-        return ImageClassifierOutput(**self.classify(self.summarize(outputs, mask), outputs, labels))
+        features = self.summarize(outputs, read_mask("attention_mask", attention_mask))
+        return self.make_output(self.classifier(features), outputs, labels)
 
 
 class MegaForSequencePairClassification(PairMixin, MegaPooledModel):
@@ -199,6 +202,8 @@ class MegaForSequencePairClassification(PairMixin, MegaPooledModel):
 class MegaForMultipleChoice(PooledMixin, MegaPreTrainedModel):
     """Mega with one score for every option."""
 
+    output_class = MultipleChoiceModelOutput
+
     def __init__(self, config: MegaConfig):
         super().__init__(config)
         self.require_tokens()
@@ -213,6 +218,9 @@ class MegaForMultipleChoice(PooledMixin, MegaPreTrainedModel):
         """Return the sentence representation `[B, d]`."""
         return outputs.pooler_output
 
+    def score_options(self, features: torch.Tensor, parts: Parts) -> torch.Tensor:
+        return self.classifier(parts.dropout(self.dropout, features))
+
     @can_return_tuple
     def forward(
         self,
@@ -224,15 +232,13 @@ class MegaForMultipleChoice(PooledMixin, MegaPreTrainedModel):
         **kwargs: Unpack[TransformersKwargs],
     ) -> MultipleChoiceModelOutput:
         """Score C options, `[B, C, T]`; `labels` `[B]` are the right options, and `logits` are `[B, C]`."""
-        options, inputs = flatten_options(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds,
-            token_type_ids=token_type_ids,
-        )
-        features, outputs, parts = self.pool(**inputs, **kwargs)
-        scores = self.classifier(parts.dropout(self.dropout, features))
-        return MultipleChoiceModelOutput(**choose_option(scores, options, outputs, labels))
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "inputs_embeds": inputs_embeds,
+            "token_type_ids": token_type_ids,
+        }
+        return self.choose(inputs, labels, **kwargs)
 
 
 class MegaForTokenClassification(TokenMixin, MegaPreTrainedModel):

@@ -15,6 +15,8 @@ from luna_mega.modeling_megalodon.modeling_megalodon import MegalodonModel, Mega
 class MegalodonForSequenceClassification(PooledMixin, MegalodonPreTrainedModel):
     """Megalodon with a sequence classification or regression head; what it reads is `config.pooling`."""
 
+    output_class = SequenceClassifierOutput
+
     def __init__(self, config: MegalodonConfig):
         super().__init__(config)
         self.megalodon = MegalodonModel(config)
@@ -42,8 +44,8 @@ class MegalodonForSequenceClassification(PooledMixin, MegalodonPreTrainedModel):
         `labels`: `[B]` class ids, or numbers for regression. `logits`: `[B, num_labels]`.
         """
         kwargs.setdefault("use_cache", False)
-        features, outputs, parts = self.pool(attention_mask, input_ids=input_ids, inputs_embeds=inputs_embeds, **kwargs)
-        return SequenceClassifierOutput(**self.classify(features, outputs, labels, parts))
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
+        return self.classify(inputs, labels, **kwargs)
 
 
 __all__ = ["MegalodonForSequenceClassification"]

@@ -150,7 +150,7 @@ def test_shift_labels(family):
         torch.testing.assert_close(model(ids, mask, shift_labels=shifted, **labels).loss, loss)
     one = torch.tensor(1)
     torch.testing.assert_close(model(ids, mask, labels=ids, num_items_in_batch=one).loss, 8 * loss)
-    with pytest.raises(ValueError, match=r"`labels` must have the shape \[2, 7\] .* got \[2, 6\]"):
+    with pytest.raises(ValueError, match=r"`shift_labels` must have the shape \[2, 7\] .* got \[2, 6\]"):
         model(ids, mask, shift_labels=shifted[:, 1:])
 
 

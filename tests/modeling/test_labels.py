@@ -1,0 +1,176 @@
+"""Labels of the heads: their shapes, and the positions that count."""
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from luna_mega.modeling_common.labels import next_tokens, shift_right
+
+from . import decoders, luna, mega, megalodon_decoders
+
+FAMILIES = {"luna": luna, "mega": mega}
+family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
+IGNORED = -100
+
+
+def spans(family, **fields):
+    return family.make("ForQuestionAnswering", **fields)
+
+
+@torch.no_grad()
+@family
+@pytest.mark.parametrize("mask_given", [True, False])
+def test_span_scores_at_padding(family, mask_given):
+    """They are the lowest number, also if the mask comes from the padding token, so that `argmax` finds a token."""
+    model, inputs = spans(family), luna.tokens([9, 4], "left", 14)
+    kept = inputs["attention_mask"].bool()
+    output = model(**inputs if mask_given else {"input_ids": inputs["input_ids"]})
+    for logits in (output.start_logits, output.end_logits):
+        assert (logits[~kept] == torch.finfo(logits.dtype).min).all() and (logits[kept].abs() < 100).all()
+
+
+@torch.no_grad()
+@family
+def test_span_loss_does_not_depend_on_padding(family):
+    """Positions at padding and after the end are not counted."""
+    model, losses = spans(family), []
+    for width in (12, 14, 32, 48):
+        inputs = luna.tokens([12, 5], "right", width)
+        labels = {"start_positions": torch.tensor([3, 1]), "end_positions": torch.tensor([[11], [7]])}
+        losses.append(model(**inputs, **labels).loss)
+        losses.append(model(**inputs, **labels, num_items_in_batch=2).loss * 2 / 1.5)  # two starts and one end
+    first, counted = losses[0], losses[::2]
+    for loss in counted:
+        torch.testing.assert_close(loss, first)
+    for loss in losses[1::2]:
+        torch.testing.assert_close(loss, losses[1])
+
+
+@family
+def test_span_labels(family):
+    model, inputs = spans(family), luna.tokens([9, 4])
+    for name, missing in (("start_positions", "end_positions"), ("end_positions", "start_positions")):
+        with pytest.raises(ValueError, match=f"`{missing}` is missing; pass `start_positions` and `end_positions`"):
+            model(**inputs, **{name: torch.tensor([1, 2])})
+    right = torch.tensor([1, 2])
+    for wrong in (torch.tensor([1]), torch.tensor([[1, 2]]), torch.tensor(1)):
+        with pytest.raises(ValueError, match=r"`end_positions` must have the shape \[2\], got"):
+            model(**inputs, start_positions=right, end_positions=wrong)
+    with pytest.raises(ValueError, match="has no loss for a padding-free batch; pad the batch"):
+        ids = inputs["input_ids"].view(1, -1)
+        model(ids, seq_idx=torch.tensor([[0] * 9 + [1] * 9]), start_positions=right[:1], end_positions=right[:1])
+
+
+@family
+@pytest.mark.parametrize("head", ["ForMaskedLM", "ForTokenClassification"])
+def test_labels_of_another_shape(family, head):
+    """Labels with the same number of entries in another shape would be assigned to other tokens."""
+    model, inputs = family.make(head), luna.tokens([8, 8])
+    for shape in ((8, 2), (16,), (1, 2, 8), (2, 7)):
+        with pytest.raises(ValueError, match=r"`labels` must have the shape \[2, 8\]"):
+            model(**inputs, labels=torch.ones(shape, dtype=torch.long))
+
+
+@pytest.mark.parametrize("name", ["luna", "mega", "megalodon", "luna seq2seq", "mega seq2seq"])
+def test_labels_of_decoders_of_another_shape(name):
+    model = decoders.make_plain(name.split()[0], **({"is_encoder_decoder": True} if "seq2seq" in name else {}))
+    ids = torch.randint(3, 20, (2, 8))
+    inputs = decoders.source(model, 2) | decoders.target(model, ids)
+    for shape in ((8, 2), (16,), (2, 7)):
+        with pytest.raises(ValueError, match=r"`labels` must have the shape \[2, 8\]"):
+            model(**inputs, labels=torch.ones(shape, dtype=torch.long))
+
+
+POOLED = {
+    "luna": (luna, "ForSequenceClassification", {}),
+    "mega": (mega, "ForSequenceClassification", {}),
+    "megalodon": (megalodon_decoders, "ForSequenceClassification", {"num_labels": 3, "dtype": torch.float32}),
+    "luna pairs": (luna, "ForSequencePairClassification", {}),
+    "mega pairs": (mega, "ForSequencePairClassification", {}),
+}
+RIGHT = {
+    "single_label_classification": [torch.tensor([0, 2, 1]), torch.tensor([[0], [2], [1]])],
+    "multi_label_classification": [torch.ones(3, 3)],
+    "regression": [torch.ones(3, 3)],
+}
+WRONG = {
+    "single_label_classification": [torch.tensor([[0, 2, 1]]), torch.tensor([0, 2]), torch.ones(3, 3).long()],
+    "multi_label_classification": [torch.ones(3), torch.ones(1, 3), torch.ones(9)],
+    "regression": [torch.ones(3), torch.ones(1, 3), torch.ones(3, 1)],
+}
+
+
+@pytest.mark.filterwarnings("error:Using a target size")
+@pytest.mark.parametrize("case", POOLED)
+@pytest.mark.parametrize("problem_type", RIGHT)
+def test_labels_of_sequences(case, problem_type):
+    """Labels that PyTorch would broadcast or flatten raise an error."""
+    family, head, fields = POOLED[case]
+    model, inputs = family.make(head, **fields), luna.head_inputs(head, [5, 4, 3])
+    inputs = {name: value.clamp(max=29) for name, value in inputs.items()}
+    model.config.problem_type = problem_type
+    for labels in RIGHT[problem_type]:
+        assert model(**inputs, labels=labels).loss.isfinite()
+    for labels in WRONG[problem_type]:
+        with pytest.raises(ValueError, match=r"`labels` must have the shape \[3"):
+            model(**inputs, labels=labels)
+
+
+@family
+def test_labels_of_one_number(family):
+    model, inputs = family.make("ForSequenceClassification", num_labels=1), luna.tokens([5, 4, 3])
+    losses = [model(**inputs, labels=labels).loss for labels in (torch.ones(3), torch.ones(3, 1))]
+    assert torch.equal(*losses)
+    with pytest.raises(ValueError, match=r"`labels` must have the shape \[3\]"):
+        model(**inputs, labels=torch.ones(1, 3))
+
+
+@family
+def test_labels_of_choices(family):
+    model, inputs = family.make("ForMultipleChoice"), luna.head_inputs("ForMultipleChoice", [5, 4, 3])
+    candidates = family.make("ForSequencePairClassification", num_labels=1)
+    pairs = luna.tokens([5, 4, 3]) | {f"pair_{name}": value for name, value in inputs.items()}
+    for chooser, given in ((model, inputs), (candidates, pairs)):
+        assert chooser(**given, labels=torch.tensor([0, 1, 0])).loss.isfinite()
+        for labels in (torch.tensor([0, 1]), torch.tensor([[0], [1], [0]]), torch.ones(3, 2)):
+            with pytest.raises(ValueError, match=r"`labels` must have the shape \[3\]"):
+                chooser(**given, labels=labels)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("told_by", ["position_ids", "cu_seq_lens_q", "seq_idx"])
+@pytest.mark.parametrize("family", decoders.FAMILIES)
+def test_no_prediction_crosses_sequences(family, told_by):
+    """The last token of a sequence of a padding-free batch does not predict the first of the next one."""
+    model, ids = decoders.make_plain(family), torch.randint(3, 20, (1, 9))
+    bounds = torch.tensor([0, 4, 5, 9], dtype=torch.int32)
+    options = {
+        "position_ids": {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 0, 1, 2, 3]])},
+        "cu_seq_lens_q": {"cu_seq_lens_q": bounds, "max_length_q": 4},
+        "seq_idx": {"seq_idx": torch.tensor([[0, 0, 0, 0, 1, 2, 2, 2, 2]])},
+    }[told_by]
+    output = model(ids, labels=ids, use_cache=False, **options)
+    targets = torch.tensor([[*ids[0, 1:4], IGNORED, IGNORED, *ids[0, 6:], IGNORED]])
+    expected = cross_entropy(output.logits.flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(output.loss, expected, check_dtype=False)
+
+
+def test_next_tokens():
+    labels = torch.tensor([[1, 2, 3, 4, 5, 6]])
+    mask = torch.tensor([[0, 1, 0, 1, 1, 0]]).bool()
+    starts = torch.tensor([[1, 0, 0, 1, 0, 0]]).bool()
+    none = IGNORED
+    assert next_tokens(None, None) is None
+    assert next_tokens(labels, None).tolist() == [[2, 3, 4, 5, 6, none]]
+    assert next_tokens(labels, None, mask).tolist() == [[none, 4, none, 5, none, none]]
+    assert next_tokens(labels, None, None, starts).tolist() == [[2, 3, none, 5, 6, none]]
+    assert next_tokens(labels, None, mask, starts).tolist() == [[none, none, none, 5, none, none]]
+    assert next_tokens(labels + 9, labels, mask).tolist() == [[none, 2, none, 4, 5, none]]
+    assert next_tokens(labels, None, torch.zeros_like(mask)).tolist() == [[none] * 6]
+
+
+def test_shift_right():
+    """Between labels, -100 is padding as well: a label is predicted from the one before it."""
+    labels = torch.tensor([[IGNORED, 7, IGNORED, IGNORED, 8, 9, IGNORED, IGNORED], [IGNORED] * 8, list(range(3, 11))])
+    expected = [[1, 2, 1, 1, 7, 8, 9, 1], [2, 1, 1, 1, 1, 1, 1, 1], [2, 3, 4, 5, 6, 7, 8, 9]]
+    assert shift_right(labels, 2, 1).tolist() == expected
