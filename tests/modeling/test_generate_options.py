@@ -380,7 +380,7 @@ def rows():
         if line.startswith("| `"):
             names, *cells = (cell.strip() for cell in line.strip("|").split("|"))
             verdicts |= {
-                name: [re.match("works|refused|no effect", cell)[0] for cell in cells]
+                name: [re.match("works|error|no effect", cell)[0] for cell in cells]
                 for name in re.findall(r"`(\w+)`", names)
             }
     return verdicts
@@ -395,8 +395,8 @@ def test_page_has_every_option():
 
 def test_page_says_what_was_tried():
     for name, (alone, with_encoder) in rows().items():
-        assert (alone == "refused") == (name in REFUSED), name
-        assert (with_encoder == "refused") == (name in REFUSED or name in ALONE), name
+        assert (alone == "error") == (name in REFUSED), name
+        assert (with_encoder == "error") == (name in REFUSED or name in ALONE), name
         assert (alone == "no effect") == (name in NO_EFFECT) and (
             alone == "works" or name not in WORKS or name in NO_EFFECT
         ), name
