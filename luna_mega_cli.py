@@ -285,7 +285,7 @@ def _add_onnx(parser: argparse.ArgumentParser) -> None:
 
 def _add_eval(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Evaluates a causal language model with lm-eval (pip install luna-mega[eval]): `lm-eval run --model hf "
+        "Evaluates a causal language model with lm-eval (extra `eval`): `lm-eval run --model hf "
         "--model_args pretrained=FOLDER ...`, in a process that knows the models of luna-mega."
     )
     parser.add_argument(
@@ -304,7 +304,7 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Shows a model on a page in the browser (pip install 'luna-mega[demo]'): it fills masks, classifies or writes, "
+        "Shows a model on a page in the browser (extra `demo`): it fills masks, classifies or writes, "
         "and the page draws the pack and unpack weights of Luna, or attention and moving averages of Mega."
     )
     parser.add_argument("folder", metavar="FOLDER", help=f"{_FOLDER}, with its tokenizer")
@@ -323,8 +323,8 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Answers completions, chat and responses in the protocol of OpenAI, by the server of transformers (pip install "
-        "'luna-mega[serve]') or by vLLM (pip install 'luna-mega[vllm]', in an environment of its own)."
+        "Answers completions, chat and responses in the protocol of OpenAI, by the server of transformers (extra "
+        "`serve`) or by vLLM (extra `vllm`, in a separate environment)."
     )
     parser.add_argument("folder", metavar="FOLDER", help=f"{_FOLDER}, of a causal language model with its tokenizer")
     parser.add_argument(
@@ -337,6 +337,12 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--key", metavar="KEY", help="what clients must send as their API key (default: none)")
     parser.add_argument(
         "--max-length", metavar="N", type=_positive, help="tokens of prompt and answer, at most; with --engine vllm"
+    )
+    parser.add_argument(
+        "--max-prompt",
+        metavar="N",
+        type=_positive,
+        help="maximum number of tokens of a prompt; longer ones get an error 400 (default: no limit)",
     )
     parser.add_argument(
         "--max-requests",
@@ -391,7 +397,9 @@ def _check_eval(options: argparse.Namespace) -> str | None:
 
 def _check_serve(options: argparse.Namespace) -> str | None:
     if options.max_length and options.engine != "vllm":
-        return "--max-length goes with --engine vllm; the server of transformers has no such limit"
+        return "--max-length applies to --engine vllm; with the server of transformers, use --max-prompt"
+    if options.max_prompt and options.engine == "vllm":
+        return "--max-prompt applies to the server of transformers; with --engine vllm, use --max-length"
     return None
 
 

@@ -165,7 +165,8 @@ def demo(options: argparse.Namespace) -> int:
 
 
 def serve_folder(options: argparse.Namespace) -> int:
-    start = prepare(**_chosen(options, "folder", "engine", "host", "port", "key", "max_length", "max_requests"))
+    limits = _chosen(options, "max_length", "max_prompt", "max_requests")
+    start = prepare(**_chosen(options, "folder", "engine", "host", "port", "key"), **limits)
     address = f"http://{options.host}:{options.port}/v1"
     _print(options, f"{options.folder} at {address}", {"address": address, "model": options.folder})
     sys.stdout.flush()

@@ -20,6 +20,11 @@ class ConversionError(ValueError):
         super().__init__(" ".join(filter(None, map(str.strip, message.splitlines()))))
 
 
+def install(extra: str) -> str:
+    """Return the command that installs an extra; luna-mega is installed from a clone, not from a package index."""
+    return f"`pip install '.[{extra}]'` in a clone of the repository"
+
+
 def reason(error: Exception) -> str:
     """Return the message of another library's error as one line, without control characters, which may quote a value.
 

@@ -36,7 +36,7 @@ ROOMS = {
     },  # fmt: skip
     "luna_mega.distillation": {"torch", "transformers"},
     "luna_mega.demo": {"gradio", "huggingface_hub", "pandas", "torch", "transformers"},
-    "luna_mega.serving": {"starlette", "torch", "transformers", "vllm"},
+    "luna_mega.serving": {"jinja2", "starlette", "torch", "transformers", "uvicorn", "vllm"},
     "luna_mega.onnx": {"onnx_ir", "onnxruntime", "torch", "tqdm", "transformers"},
     "luna_mega.commands": {"torch", "transformers"},
     "luna_mega.cli": set(),

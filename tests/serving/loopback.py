@@ -58,12 +58,16 @@ def client_of(port, key="none"):
     return openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=key, max_retries=0, timeout=120)
 
 
-def status_of(port, body: bytes) -> int:
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/v1/completions", body, {"content-type": "application/json"}
-    )
+def ask(port, path, body: bytes | None = None, headers: dict | None = None) -> tuple[int, bytes]:
+    """Return the status and the content of a response; a request with a body is a POST."""
+    headers = {"content-type": "application/json"} | (headers or {})
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", body, headers)
     try:
         with urllib.request.urlopen(request, timeout=120) as answer:
-            return answer.status
+            return answer.status, answer.read()
     except urllib.error.HTTPError as error:
-        return error.code
+        return error.code, error.read()
+
+
+def status_of(port, body: bytes) -> int:
+    return ask(port, "/v1/completions", body)[0]

@@ -1,4 +1,4 @@
-"""What `luna-mega serve` refuses, in one line each, and what it hands on to vLLM."""
+"""Errors of `luna-mega serve`, one line each, and the arguments that it passes to vLLM."""
 
 import os
 import socket
@@ -24,7 +24,6 @@ def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("folders")
     for name, model in made.items():
         model.save_pretrained(root / name)
-    made["luna"].save_pretrained(root / "a@b")
     return root
 
 
@@ -56,16 +55,27 @@ def port():
         return probe.getsockname()[1]
 
 
-def test_a_folder_that_does_not_write_is_refused(folders, port, capsys):
-    assert "has a LunaForMaskedLM, and what is served is a" in refusal(capsys, folders / "encoder", "--port", port)
-    assert "has an @" in refusal(capsys, folders / "a@b", "--port", port)
+def test_only_causal_language_models_are_served(folders, port, capsys):
+    message = refusal(capsys, folders / "encoder", "--port", port)
+    assert "contains a LunaForMaskedLM; only LunaForCausalLM or" in message
+
+
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+@pytest.mark.parametrize("key", ["", " ", "a b", "ключ", "a\tb"])
+def test_a_key_that_no_client_can_send_is_an_error(key, engine, folders, port, capsys):
+    message = refusal(capsys, folders / "luna", "--port", port, "--key", key, "--engine", engine)
+    assert "key" in message and "Traceback" not in message
+
+
+def test_an_empty_host_is_not_all_addresses(folders, port, capsys):
+    assert "the host is empty" in refusal(capsys, folders / "luna", "--port", port, "--host", "")
 
 
 def test_a_missing_extra_is_named(folders, port, capsys, monkeypatch):
     monkeypatch.setattr(engines, "is_serve_available", lambda: False)
-    assert "pip install 'luna-mega[serve]'" in refusal(capsys, folders / "luna", "--port", port)
+    assert "`pip install '.[serve]'` in a clone" in refusal(capsys, folders / "luna", "--port", port)
     monkeypatch.setattr(engines, "find_spec", lambda name: None)
-    assert "pip install 'luna-mega[vllm]'" in refusal(capsys, folders / "luna", "--port", port, "--engine", "vllm")
+    assert "`pip install '.[vllm]'` in a clone" in refusal(capsys, folders / "luna", "--port", port, "--engine", "vllm")
 
 
 def test_an_address_that_is_taken_is_refused(folders, capsys):
@@ -76,10 +86,17 @@ def test_an_address_that_is_taken_is_refused(folders, capsys):
         assert f"cannot listen on '127.0.0.1', port {taken}" in refusal(capsys, folders / "luna", "--port", taken)
 
 
-def test_a_limit_that_the_engine_lacks_is_refused(folders, capsys):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--max-length", "64"], "--max-length applies to --engine vllm"),
+        (["--max-prompt", "64", "--engine", "vllm"], "--max-prompt applies to the server of transformers"),
+    ],
+)
+def test_a_limit_of_the_other_engine_is_an_error(options, message, folders, capsys):
     with pytest.raises(SystemExit) as stop:
-        cli.main(["serve", str(folders / "luna"), "--max-length", "64"])
-    assert stop.value.code == 2 and "--max-length goes with --engine vllm" in capsys.readouterr().err
+        cli.main(["serve", str(folders / "luna"), *options])
+    assert stop.value.code == 2 and message in capsys.readouterr().err
 
 
 def test_vllm_gets_the_options_and_the_key_apart(folders, port, capsys, monkeypatch):
