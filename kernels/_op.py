@@ -210,7 +210,7 @@ def _why_not(device: torch.device) -> str | None:
     try:
         import triton
     except ImportError:
-        return "Triton is not installed; pip install 'luna-mega[triton]' on Linux"
+        return "Triton is not installed; run `pip install triton` (Linux)"
     if device.type == "cuda" and torch.version.hip is None:
         major, minor = torch.cuda.get_device_capability(device)
         return None if major >= 8 else f"compute capability {major}.{minor} is below 8.0"

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, exporters
 from transformers.exporters.utils import decompose_for_generation
 
-from luna_mega.errors import ConversionError
+from luna_mega.errors import ConversionError, install
 from luna_mega.hub.folder import ModelFolder, position_limit, read_folder
 from luna_mega.hub.output import check_new_file, check_output, complete_folder, publish, temporary_folder
 from luna_mega.inspection.costs import stacks
@@ -124,9 +124,9 @@ def export_onnx(folder: str | Path, output: str | Path, opset: int | None = None
 
 def _check_installation() -> None:
     if missing := [name for name in _PACKAGES if find_spec(name) is None]:
-        raise ConversionError(f"{', '.join(missing)} not installed; pip install 'luna-mega[onnx]'")
+        raise ConversionError(f"{', '.join(missing)} not installed; run {install('onnx')}")
     if not hasattr(exporters, "ExportedModel"):
-        raise ConversionError("this version of transformers writes no export folders; pip install 'luna-mega[onnx]'")
+        raise ConversionError(f"this version of transformers does not write export folders; run {install('onnx')}")
 
 
 def _check_class(folder: ModelFolder) -> None:

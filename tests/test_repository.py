@@ -1,5 +1,6 @@
 """Hooks, workflows, constraint files and templates of the repository."""
 
+import configparser
 import re
 import subprocess
 import sys
@@ -72,6 +73,19 @@ def test_text_is_read_without_its_byte_order_mark(repo_root):
     found = {(file.name, call) for file in files for call in reads.findall(file.read_text(encoding="utf-8"))}
     assert len(found) > 5
     assert not [read for read in found if "utf-8-sig" not in read[1] and '"w"' not in read[1]]
+
+
+def test_install_commands_work_in_a_clone(repo_root):
+    """The name of the package is not on an index; `luna_mega.errors.install` returns the command of messages."""
+    files = [repo_root / "README.md", *(repo_root / "docs").glob("*.md")]
+    for folder in ("luna_mega", "luna_mega_cli", "convert", "kernels", "modeling_common", "examples", "tests"):
+        files += [file for end in ("py", "md", "yaml") for file in (repo_root / folder).rglob(f"*.{end}")]
+    command = re.compile(r"pip install [^`\n]*" + "luna" + r"[-_]mega\\{0,2}[\[@ '\"]")
+    assert [file.name for file in files if command.search(file.read_text(encoding="utf-8"))] == []
+    extras = re.findall(r"install\('(\w+)'\)", "".join(file.read_text(encoding="utf-8") for file in files))
+    options = configparser.ConfigParser()
+    options.read(repo_root / "setup.cfg")
+    assert {"onnx", "eval", "serve", "demo"} <= set(extras) <= set(options["options.extras_require"])
 
 
 def test_ci_runs_every_python_with_both_constraint_files(repo_root):

@@ -21,6 +21,7 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 
 from common.arguments import check_least, fail
 from common.redrawn import Redrawn
+from luna_mega.errors import install
 
 Transform = Callable[[Image.Image], torch.Tensor]
 
@@ -63,7 +64,7 @@ def _timm():
     try:
         import timm.data
     except ImportError as error:
-        fail(f"this augmentation needs timm: pip install 'luna-mega[vision]' ({error})")
+        fail(f"this augmentation requires timm ({error}); run {install('vision')}")
     return timm.data
 
 

@@ -8,7 +8,7 @@ import torch
 from huggingface_hub import SpaceCard, SpaceCardData
 
 from luna_mega.demo.views import LONGEST, Demo
-from luna_mega.errors import ConversionError
+from luna_mega.errors import ConversionError, install
 from luna_mega.escaping import markdown, one_line
 from luna_mega.hub.files import copy_model
 from luna_mega.hub.output import check_output, complete_folder
@@ -112,7 +112,7 @@ def _gradio():
     try:
         import gradio
     except ImportError as error:
-        raise ConversionError(f"gradio cannot be imported ({error}); pip install 'luna-mega[demo]'") from error
+        raise ConversionError(f"gradio cannot be imported ({error}); run {install('demo')}") from error
     return gradio
 
 

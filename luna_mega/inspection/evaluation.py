@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from luna_mega.errors import ConversionError
+from luna_mega.errors import ConversionError, install
 from luna_mega.hub.folder import read_folder
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ def evaluate(folder: str | Path, arguments: Sequence[str]) -> None:
     try:
         from lm_eval.__main__ import cli_evaluate
     except ImportError as error:
-        raise ConversionError(f"lm-eval cannot be imported ({error}); pip install luna-mega[eval]") from error
+        raise ConversionError(f"lm-eval cannot be imported ({error}); run {install('eval')}") from error
     model = ["--model", "hf", "--model_args", json.dumps({"pretrained": str(folder)})]
     own, sys.argv = sys.argv, ["lm-eval", "run", *model, *arguments]
     try:
@@ -81,7 +81,7 @@ def embedding_scores(folder: str | Path, tasks: str) -> dict[str, float]:
         import mteb
         from sentence_transformers import SentenceTransformer
     except ImportError as error:
-        raise ConversionError(f"mteb cannot be imported ({error}); pip install luna-mega[eval]") from error
+        raise ConversionError(f"mteb cannot be imported ({error}); run {install('eval')}") from error
     try:
         chosen = mteb.get_tasks(tasks=[name.strip() for name in tasks.split(",")])
         results = mteb.evaluate(SentenceTransformer(str(folder)), chosen, cache=None).task_results

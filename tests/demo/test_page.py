@@ -105,4 +105,4 @@ def test_errors_are_one_line(folder, tmp_path, monkeypatch, capsys):
     made = folder("LunaForMaskedLM")
     assert "give another --port" in error(made, "--host", "0.0.0.0", "--port", 7)
     monkeypatch.setitem(sys.modules, "gradio", None)
-    assert "pip install 'luna-mega[demo]'" in error(made)
+    assert "`pip install '.[demo]'`" in error(made)

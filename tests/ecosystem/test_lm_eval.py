@@ -196,7 +196,7 @@ def test_what_is_at_fault_is_one_line(folder, tasks, tmp_path, capsys, monkeypat
     save("luna", encoder, "ForMaskedLM", is_decoder=False)
     assert "holds a LunaForMaskedLM; lm-eval evaluates causal" in error(encoder, "--tasks", "choice", *include)
     monkeypatch.setitem(sys.modules, "lm_eval.__main__", None)
-    assert "pip install luna-mega[eval]" in error(folder, "--tasks", "choice", *include)
+    assert "`pip install '.[eval]'`" in error(folder, "--tasks", "choice", *include)
 
 
 @pytest.fixture

@@ -124,7 +124,7 @@ def test_steps_go_on_where_the_model_does(name, tmp_path):
         ("opset", "--opset 11: the programs need ONNX operators of version 18 or later"),
         ("no folder", "no such folder"),
         ("file", "becomes several programs; give --output a folder"),
-        ("package", "onnxruntime not installed; pip install 'luna-mega\\[onnx\\]'"),
+        ("package", "onnxruntime not installed; run `pip install '.\\[onnx\\]'`"),
         ("wrong", "onnxruntime differs from the model by .* nothing was written"),
         ("failure", "cannot be exported"),
     ],

@@ -249,7 +249,7 @@ def test_a_package_that_is_absent(run, folder, tmp_path):
     try:
         import timm  # noqa: F401
     except ImportError:
-        message = r"this augmentation needs timm: pip install 'luna-mega\[vision\]'"
+        message = r"this augmentation requires timm .*run `pip install '\.\[vision\]'`"
         assert_refused(run, message, *options(folder, tmp_path / "out", "--mixup", 0.8), output=tmp_path / "out")
     else:
         summary = run(*options(folder, tmp_path / "out", "--mixup", 0.8, "--cutmix", 1.0, "--max_steps", 2))
