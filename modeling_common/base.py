@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable
 
+import torch
 from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
@@ -14,6 +15,14 @@ from luna_mega.modeling_common.tensor_parallel import TensorParallelMixin
 # Fields of the configuration that belong to one kind of input and say nothing of a model that reads another.
 INPUT_OF_FIELD = {"vocab_size": "tokens", "image_size": "patches", "patch_size": "patches"}
 _EMBEDDINGS = {"tokens": "word_embeddings", "values": "value_embeddings", "patches": "patch_embeddings"}
+
+
+def exact_dtype() -> torch.dtype:
+    """Return the dtype of new parameters that stay in float32 in a half-precision model: float32, or a wider default.
+
+    `_keep_in_fp32_modules_strict` only affects `from_pretrained`, not the construction in half precision.
+    """
+    return torch.promote_types(torch.get_default_dtype(), torch.float32)
 
 
 class CommonPreTrainedModel(TensorParallelMixin, PreTrainedModel):

@@ -29,7 +29,7 @@ from luna_mega.kernels.api import (
     gated_attention,
     gated_attention_step,
 )
-from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel
+from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel, exact_dtype
 from luna_mega.modeling_common.inputs import Batch, InputSpec, ValueEmbeddings, read_batch
 from luna_mega.modeling_common.layout import DENSE, TokenLayout
 from luna_mega.modeling_common.outputs import BaseModelOutputWithPoolingAndCrossAttentions
@@ -105,11 +105,12 @@ class MegaMovingAverage(nn.Module):
     def __init__(self, config: MegaConfig):
         super().__init__()
         rows = config.hidden_size * (2 if config.bidirectional else 1)
-        self.damping_factor = nn.Parameter(torch.empty(rows, config.ema_projection_size, 1))
-        self.decay_factor = nn.Parameter(torch.empty(rows, config.ema_projection_size, 1))
-        self.ema_expansion_matrix = nn.Parameter(torch.empty(rows, config.ema_projection_size, 1))
-        self.kernel_projection_matrix = nn.Parameter(torch.empty(rows, config.ema_projection_size))
-        self.residual_weight = nn.Parameter(torch.empty(config.hidden_size))
+        states, dtype = config.ema_projection_size, exact_dtype()
+        self.damping_factor = nn.Parameter(torch.empty(rows, states, 1, dtype=dtype))
+        self.decay_factor = nn.Parameter(torch.empty(rows, states, 1, dtype=dtype))
+        self.ema_expansion_matrix = nn.Parameter(torch.empty(rows, states, 1, dtype=dtype))
+        self.kernel_projection_matrix = nn.Parameter(torch.empty(rows, states, dtype=dtype))
+        self.residual_weight = nn.Parameter(torch.empty(config.hidden_size, dtype=dtype))
         self.shift, self.truncation = config.ema_shift, config.truncation
 
     def forward(

@@ -29,7 +29,7 @@ from luna_mega.kernels.api import (
     timestep_norm,
     timestep_norm_step,
 )
-from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel
+from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel, exact_dtype
 from luna_mega.modeling_common.dropout import Dropout
 from luna_mega.modeling_common.inputs import InputSpec, read_batch
 from luna_mega.modeling_common.layout import TokenLayout
@@ -85,12 +85,12 @@ class MegalodonMovingAverage(nn.Module):
 
     def __init__(self, config: MegalodonConfig):
         super().__init__()
-        width, states = config.hidden_size, config.ema_projection_size
-        self.alpha = nn.Parameter(torch.empty(width, states, 1))
-        self.delta = nn.Parameter(torch.empty(width, states, 1))
-        self.theta = nn.Parameter(torch.empty(width, 1, 1))
-        self.gamma = nn.Parameter(torch.empty(width, states, 2))
-        self.omega = nn.Parameter(torch.empty(width, 1))
+        width, states, dtype = config.hidden_size, config.ema_projection_size, exact_dtype()
+        self.alpha = nn.Parameter(torch.empty(width, states, 1, dtype=dtype))
+        self.delta = nn.Parameter(torch.empty(width, states, 1, dtype=dtype))
+        self.theta = nn.Parameter(torch.empty(width, 1, 1, dtype=dtype))
+        self.gamma = nn.Parameter(torch.empty(width, states, 2, dtype=dtype))
+        self.omega = nn.Parameter(torch.empty(width, 1, dtype=dtype))
 
     def forward(self, x: torch.Tensor, layout: TokenLayout, past: MegalodonCacheLayer | None = None) -> torch.Tensor:
         parameters = (self.alpha[..., 0], self.delta[..., 0], self.theta[:, 0, 0], self.gamma)

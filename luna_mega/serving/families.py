@@ -34,10 +34,6 @@ class ServedModel(nn.Module):
         self.config = config
         with init.no_init_weights():
             self.model = self.model_class._from_config(config, dtype=dtype).eval()
-        exact = self.model._keep_in_fp32_modules_strict or ()
-        for name, module in self.model.named_modules():
-            if name.rpartition(".")[2] in exact:
-                module.float()
         self.model.tie_weights()
         self.constants = [Constants() for _ in range(config.num_hidden_layers)]
 
