@@ -12,13 +12,10 @@ from luna_mega.distillation.copying import (
     extend_positions as extend_positions,
 )
 from luna_mega.distillation.distilling import Distilled as Distilled, distill as distill
+from luna_mega.distillation.loading import check_tokenizer as check_tokenizer, load_teacher as load_teacher
 from luna_mega.distillation.students import (
     build_student as build_student,
     check_pair as check_pair,
     student_config as student_config,
 )
-from luna_mega.distillation.teachers import (
-    Teacher as Teacher,
-    check_tokenizer as check_tokenizer,
-    load_teacher as load_teacher,
-)
+from luna_mega.distillation.teachers import Teacher as Teacher

@@ -4,7 +4,8 @@ Each head of the row packs a part of that stretch: one position, if the stretch 
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from luna_mega.distillation.alignment import AlignmentPlan, plan_alignment
 from luna_mega.distillation.families import Parts
 from luna_mega.distillation.students import check_pair
 from luna_mega.distillation.teachers import Teacher, inputs_of, positions_of
+from luna_mega.errors import reason
 from luna_mega.modeling_common.layout import TokenLayout
 from luna_mega.modeling_common.masks import drop_if_full
 
@@ -91,6 +93,19 @@ class _Ridge:
         return 1.0 - (error / (self.square - self.total.square().sum() / self.rows)).item()
 
 
+@contextmanager
+def _solvable() -> Iterator[None]:
+    """Raise a ValueError if a linear system has no solution, which happens if states overflow."""
+    try:
+        yield
+    except torch.linalg.LinAlgError as error:
+        raise ValueError(
+            f"calibration failed, because the teacher's states are too large or constant ({reason(error)}); check the "
+            "teacher, raise `ridge`, or skip calibration"
+        ) from error
+
+
+@_solvable()
 @torch.no_grad()
 def calibrate(
     teacher: Teacher,
@@ -301,8 +316,8 @@ def _check_student(teacher: Teacher, own: Parts):
 
 def _check_options(gain: float | None, ridge: float):
     for name, value in (("gain", gain), ("ridge", ridge)):
-        if value is not None and not value > 0:
-            raise ValueError(f"{name}={value} is out of range: it has to be above 0")
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{name}={value} is out of range: it has to be a number above 0")
 
 
 def _sample(teacher: Teacher, own: Parts, plan: AlignmentPlan, batch: dict[str, Any]) -> _Sample:

@@ -61,8 +61,8 @@ def distill(
         ValueError: no labels, a share or a temperature out of range, a batch longer than teacher or student read; see
             also `check_pair`.
     """
-    if not 0.0 <= share <= 1.0 or not temperature > 0.0:
-        raise ValueError(f"share must be from 0 to 1 and temperature above 0, got {share} and {temperature}")
+    if not 0.0 <= share <= 1.0 or not 0.0 < temperature < float("inf"):
+        raise ValueError(f"share must be from 0 to 1 and temperature a number above 0, got {share} and {temperature}")
     if batch.get("labels") is None:
         raise ValueError(
             "distill needs labels in the batch: the masked tokens, the next tokens, or the classes of the sequences"

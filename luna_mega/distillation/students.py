@@ -44,7 +44,7 @@ def student_config(teacher: Teacher, kind: str, **options: Any) -> LunaConfig | 
     if config.model_type == kind:
         return type(config)(**config.to_dict() | options)
     pad, bos, eos = (getattr(config, f"{name}_token_id", None) for name in ("pad", "bos", "eos"))
-    last = eos[0] if isinstance(eos, list) else eos
+    last = next(iter(eos), None) if isinstance(eos, list) else eos
     fields = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,

@@ -1,28 +1,16 @@
-"""Trained transformers as teachers: what they must be, how they are loaded, and the states that they show."""
+"""Trained transformers as teachers: their requirements, and the states that they return."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import functional
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_MASKED_LM_MAPPING,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    AutoConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
-from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, cached_file
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from luna_mega.convert.reader import read_tensors
 from luna_mega.distillation.families import FAMILIES, Family, Parts, find_family
-from luna_mega.errors import shown
-from luna_mega.hub.folder import largest_id, position_limit, read_json
+from luna_mega.hub.folder import position_limit
 
 _HEADS = ("ForMaskedLM", "ForCausalLM", "LMHeadModel", "ForSequenceClassification")
 
@@ -205,80 +193,3 @@ def check_teacher(config: PreTrainedConfig) -> Family:
         case = " of other inputs than tokens" if not tokens else " as a decoder" if kind in FAMILIES else ""
         raise ValueError(f"{kind}{case} cannot be a teacher; those that can are {known}")
     return family
-
-
-def load_teacher(name_or_path: str, **options: Any) -> Teacher:
-    """Load a teacher from a folder or the Hub, with the head that its `config.json` names.
-
-    Weights are read from safetensors or, where there are none, from `pytorch_model.bin` by the reader that executes
-    nothing in a file; code that comes with a model is not run. `options` go to `from_pretrained` (`revision`, `dtype`,
-    `device_map`, ...).
-
-    Raises:
-        ValueError: the model cannot be a teacher, has no weights, lacks those of its head, or asks to run code.
-        OSError: there is no such folder or model.
-    """
-    if options.pop("trust_remote_code", False):
-        raise ValueError("trust_remote_code=True runs code of the teacher: leave it out, and take one of transformers")
-    # Flash attention of some families lays batches end to end, where states have another shape.
-    options.setdefault("attn_implementation", "sdpa")
-    places = {key: options.pop(key) for key in ("revision", "cache_dir", "token", "subfolder") if key in options}
-    config = AutoConfig.from_pretrained(name_or_path, trust_remote_code=False, **places)
-    family = check_teacher(config)
-    classes = MODEL_FOR_CAUSAL_LM_MAPPING if family.is_decoder else MODEL_FOR_MASKED_LM_MAPPING
-    if (config.architectures or [""])[0].endswith("ForSequenceClassification"):
-        classes = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-    model_class, options = classes[type(config)], options | {"output_loading_info": True}
-    try:
-        model, info = model_class.from_pretrained(name_or_path, use_safetensors=True, **places, **options)
-    except OSError as error:
-        if "safetensors" not in str(error):
-            raise
-        tensors = _read_pickles(name_or_path, places)
-        model, info = model_class.from_pretrained(None, config=config, state_dict=tensors, **options)
-    if missing := sorted(info["missing_keys"]):
-        raise ValueError(
-            f"{name_or_path} lacks {len(missing)} weights of {type(model).__name__} ({missing[0]}, ...), which would "
-            "be random: take a checkpoint with its head"
-        )
-    return Teacher(model)
-
-
-def _read_pickles(name_or_path: str, places: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a model's `pytorch_model.bin` or of its shards; nothing in these files is executed."""
-    try:
-        files = [cached_file(name_or_path, WEIGHTS_NAME, **places)]
-    except OSError:
-        try:
-            index = Path(cached_file(name_or_path, WEIGHTS_INDEX_NAME, **places))
-        except OSError as error:
-            raise ValueError(
-                f"{name_or_path} has weights neither in {SAFE_WEIGHTS_NAME} nor in {WEIGHTS_NAME}: take a checkpoint "
-                "of transformers for PyTorch"
-            ) from error
-        shards = read_json(index).get("weight_map")
-        if not (isinstance(shards, dict) and shards and all(isinstance(name, str) for name in shards.values())):
-            raise ValueError(
-                f"{index}: weight_map has to name the files of the weights, and has {shown(shards)}"
-            ) from None
-        files = [cached_file(name_or_path, name, **places) for name in sorted(set(shards.values()))]
-    return {name: tensor for file in files for name, tensor in read_tensors(Path(file)).tensors.items()}
-
-
-def check_tokenizer(teacher: Teacher, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a tokenizer that is not the teacher's, or with which it cannot be taught.
-
-    Raises:
-        ValueError: it has no mask token for a masked language model, more tokens than the teacher, or other padding.
-    """
-    masked = not (teacher.family.is_decoder or teacher.is_classifier)
-    if masked and tokenizer.mask_token_id is None:
-        raise ValueError("the tokenizer has no mask token, which a masked language model needs: take the teacher's own")
-    if (largest := largest_id(tokenizer)) >= teacher.config.vocab_size:
-        raise ValueError(
-            f"the tokenizer has token id {largest}, but the teacher's vocab_size is {teacher.config.vocab_size}; use "
-            "the teacher's tokenizer"
-        )
-    own, padding = getattr(teacher.config, "pad_token_id", None), tokenizer.pad_token_id
-    if own is not None and padding is not None and own != padding:
-        raise ValueError(f"the tokenizer pads with {padding} and the teacher with {own}: take the teacher's own")

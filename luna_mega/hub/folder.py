@@ -54,7 +54,7 @@ class ModelFolder:
         """
         tensors = {}
         for file in self.files:
-            with _open(file) as weights:
+            with open_weights(file) as weights:
                 for name in weights.keys():
                     part = weights.get_slice(name)
                     tensors[self._full_name(name)] = TensorInfo(file, tuple(part.get_shape()), part.get_dtype())
@@ -64,7 +64,7 @@ class ModelFolder:
         """Return all tensors, mapped from the files, under the names of `tensor_info`."""
         tensors = {}
         for file in self.files:
-            with _open(file) as weights:
+            with open_weights(file) as weights:
                 tensors |= {self._full_name(name): weights.get_tensor(name) for name in weights.keys()}
         return tensors
 
@@ -103,10 +103,7 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     names = [SAFE_WEIGHTS_NAME]
     if index.is_file():
-        places = read_json(index).get("weight_map")
-        if not isinstance(places, dict) or not places or not all(map(_is_file_name, places.values())):
-            raise ConversionError(f"{index}: weight_map has to name files of this folder, and has {shown(places)}")
-        names = sorted(set(places.values()))
+        names = sorted(set(read_weight_map(index).values()))
     files = [folder / name for name in names]
     if missing := [file.name for file in files if not file.is_file()]:
         if (folder / WEIGHTS_NAME).is_file():
@@ -118,6 +115,18 @@ def weight_files(folder: Path) -> list[Path]:
             f"{folder}: no {', '.join(missing[:3])}; give a folder that save_pretrained wrote, with safetensors"
         )
     return files
+
+
+def read_weight_map(index: Path) -> dict[str, str]:
+    """Return name of a tensor -> name of its file, from the index of sharded weights.
+
+    Raises:
+        ConversionError: the index is damaged or contains a path.
+    """
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not places or not all(map(_is_file_name, places.values())):
+        raise ConversionError(f"{index}: weight_map has to name files of this folder, and has {shown(places)}")
+    return places
 
 
 def _is_file_name(name: Any) -> bool:
@@ -210,7 +219,12 @@ def _read_report(folder: Path) -> dict[str, Any] | None:
     return written
 
 
-def _open(file: Path) -> safe_open:
+def open_weights(file: Path) -> safe_open:
+    """Open a safetensors file.
+
+    Raises:
+        ConversionError: it is damaged.
+    """
     try:
         return safe_open(file, framework="pt")
     except SafetensorError as error:

@@ -165,8 +165,8 @@ def test_stages_that_do_not_apply():
         align(teacher, student, batch)
     with pytest.raises(ValueError, match="needs labels"):
         distill(teacher, student, make_batch(teacher, labels=False))
-    for options in ({"share": 1.5}, {"share": -0.1}, {"temperature": 0.0}):
-        with pytest.raises(ValueError, match="share must be from 0 to 1 and temperature above 0"):
+    for options in ({"share": 1.5}, {"share": -0.1}, {"temperature": 0.0}, {"temperature": float("inf")}):
+        with pytest.raises(ValueError, match="share must be from 0 to 1 and temperature a number above 0"):
             distill(teacher, student, batch, **options)
 
 
@@ -305,10 +305,10 @@ def test_code_in_a_bin_file_is_not_run(zipped, tmp_path):
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({}, "has weights neither in model.safetensors nor in pytorch_model.bin: take a checkpoint"),
+        ({}, "no weights in model.safetensors or pytorch_model.bin; pass a checkpoint"),
         ({"pytorch_model.bin": "version https://git-lfs"}, "pytorch_model.bin: not a checkpoint"),
-        ({"pytorch_model.bin.index.json": "{}"}, "weight_map has to name the files of the weights, and has None"),
-        ({"pytorch_model.bin.index.json": '{"weight_map": {"a": 1}}'}, "has to name the files of the weights"),
+        ({"pytorch_model.bin.index.json": "{}"}, "weight_map has to name files of this folder, and has None"),
+        ({"pytorch_model.bin.index.json": '{"weight_map": {"a": 1}}'}, "has to name files of this folder"),
     ],
 )
 def test_weights_that_cannot_be_read(files, message, tmp_path):

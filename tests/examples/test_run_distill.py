@@ -412,7 +412,7 @@ def test_teachers_that_cannot_teach(run, roberta, corpus, tmp_path):
         ("deberta", "has relative biases, which no student can take over; take one with"),
         ("nan", "weights are not finite in 1 tensors .* take another checkpoint"),
         ("unmasked", "the tokenizer has no mask token, .* take the teacher's own"),
-        ("bare", "has weights neither in model.safetensors nor in pytorch_model.bin: take a checkpoint"),
+        ("bare", "no weights in model.safetensors or pytorch_model.bin; pass a checkpoint"),
     ):
         assert_refused(run, f"--teacher .*{name}: .*{message}", *command(tmp_path / name, corpus, tmp_path / "out"))
     options = ["--student", roberta]

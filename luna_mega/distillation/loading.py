@@ -1,0 +1,159 @@
+"""Loading of teachers, which may be damaged or do not fit their configuration, and checks of their tokenizers."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    cached_file,
+)
+
+from luna_mega.convert.reader import read_tensors
+from luna_mega.distillation.families import Family
+from luna_mega.distillation.teachers import Teacher, check_teacher
+from luna_mega.errors import ConversionError, reason
+from luna_mega.hub.folder import largest_id, open_weights, read_weight_map
+
+
+def load_teacher(name_or_path: str, **options: Any) -> Teacher:
+    """Load a teacher from a folder or the Hub, with the head that its `config.json` specifies.
+
+    Weights are read from safetensors or, if there are none, from `pytorch_model.bin` by a reader that executes nothing.
+    Their sizes are compared with the configuration before a model is built. Code that comes with a model is not run.
+    `options` are passed to `from_pretrained` (`revision`, `dtype`, `device_map`, ...).
+
+    Raises:
+        ValueError: the model cannot be a teacher, is damaged, lacks weights, or requires its own code.
+        OSError: there is no such folder or model.
+    """
+    if options.pop("trust_remote_code", False):
+        raise ValueError("trust_remote_code=True runs code of the teacher: leave it out, and take one of transformers")
+    # Flash attention of some families concatenates batches, which changes the shape of the states.
+    options.setdefault("attn_implementation", "sdpa")
+    places = {key: options.pop(key) for key in ("revision", "cache_dir", "token", "subfolder") if key in options}
+    with _one_line(name_or_path):
+        config = AutoConfig.from_pretrained(name_or_path, trust_remote_code=False, **places)
+    family = check_teacher(config)
+    classes = MODEL_FOR_CAUSAL_LM_MAPPING if family.is_decoder else MODEL_FOR_MASKED_LM_MAPPING
+    with _one_line(name_or_path):
+        if str((config.architectures or [""])[0]).endswith("ForSequenceClassification"):
+            classes = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+        model_class = classes[type(config)]
+        tensors, shapes = _read_weights(name_or_path, places)
+    _check_sizes(name_or_path, model_class, config, family, shapes)
+    with _one_line(name_or_path):
+        source = {"pretrained_model_name_or_path": name_or_path, "use_safetensors": True} | places
+        if tensors is not None:
+            source = {"pretrained_model_name_or_path": None, "config": config, "state_dict": tensors} | places
+        # Sizes that do not match are collected, to name one of them in the error below.
+        collected = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        model, info = model_class.from_pretrained(**source, **collected, **options)
+    for key, stored, expected in sorted(info["mismatched_keys"]):
+        raise ValueError(
+            f"{name_or_path}: {key} has shape {list(stored)}, but config.json specifies {list(expected)}; pass the "
+            "checkpoint's own config.json"
+        )
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(
+            f"{name_or_path} lacks {len(missing)} weights of {type(model).__name__} ({missing[0]}, ...), which would "
+            "be random: take a checkpoint with its head"
+        )
+    teacher = Teacher(model)
+    with _one_line(name_or_path):  # invalid values of the configuration may only show in a forward pass
+        logits = teacher.logits({"input_ids": torch.zeros(1, 2, dtype=torch.long, device=model.device)}, None)
+    if not torch.isfinite(logits).all():
+        raise ValueError(f"{name_or_path}: the teacher's logits are not finite; take another checkpoint")
+    return teacher
+
+
+@contextmanager
+def _one_line(name: str) -> Iterator[None]:
+    """Raise any error about a damaged file as a ValueError of one line; transformers and torch raise many types."""
+    try:
+        yield
+    except (OSError, ConversionError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise ValueError(f"{name}: {type(error).__name__}: {reason(error)}") from error
+
+
+def _read_weights(name: str, places: dict[str, Any]) -> tuple[dict[str, torch.Tensor] | None, dict[str, torch.Size]]:
+    """Return the tensors of pickled weights (None for safetensors, of which headers are read), and all shapes."""
+    if files := _find(name, SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, places):
+        shapes = {}
+        for file in files:
+            with open_weights(file) as weights:
+                shapes |= {key: torch.Size(weights.get_slice(key).get_shape()) for key in weights.keys()}
+        return None, shapes
+    if not (files := _find(name, WEIGHTS_NAME, WEIGHTS_INDEX_NAME, places)):
+        raise ConversionError(
+            f"{name}: no weights in {SAFE_WEIGHTS_NAME} or {WEIGHTS_NAME}; pass a checkpoint of transformers"
+        )
+    tensors = {key: tensor for file in files for key, tensor in read_tensors(file).tensors.items()}
+    return tensors, {key: tensor.shape for key, tensor in tensors.items()}
+
+
+def _find(name: str, single: str, index: str, places: dict[str, Any]) -> list[Path]:
+    """Return the file of all weights, else the files in an index, else nothing."""
+    if file := cached_file(name, single, _raise_exceptions_for_missing_entries=False, **places):
+        return [Path(file)]
+    if file := cached_file(name, index, _raise_exceptions_for_missing_entries=False, **places):
+        shards = sorted(set(read_weight_map(Path(file)).values()))
+        return [Path(cached_file(name, shard, **places)) for shard in shards]
+    return []
+
+
+def _check_sizes(name: str, model_class: type, config: PreTrainedConfig, family: Family, shapes: dict[str, torch.Size]):
+    """Raise if the weights have other layers, or less than half of the parameters, than the configuration specifies.
+
+    `from_pretrained` reports smaller differences, but allocates and initializes missing parameters first.
+    """
+    layer = re.compile(rf"(?:^|\.){re.escape(family.layers.rpartition('.')[2])}\.(\d+)\.")
+    layers = 1 + max((int(match[1]) for key in shapes if (match := layer.search(key))), default=-1)
+    wanted = config.num_hidden_layers
+    if wanted != layers and not getattr(config, "share_layers", False):
+        raise ValueError(
+            f"{name}: config.json specifies {wanted} layers, but the weights have {layers}; pass a complete checkpoint"
+        )
+    with _one_line(name), torch.device("meta"):
+        parameters = model_class(config).num_parameters()
+    if parameters > 2 * (present := sum(shape.numel() for shape in shapes.values())):
+        raise ValueError(
+            f"{name}: config.json specifies {parameters:,} parameters, but the weights have {present:,}; pass a "
+            "complete checkpoint with its own config.json"
+        )
+
+
+def check_tokenizer(teacher: Teacher, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that a tokenizer is the teacher's, and that the teacher can be distilled with it.
+
+    Raises:
+        ValueError: it lacks a mask token for a masked language model, or has larger ids than the teacher or other
+            padding.
+    """
+    masked = not (teacher.family.is_decoder or teacher.is_classifier)
+    if masked and tokenizer.mask_token_id is None:
+        raise ValueError("the tokenizer has no mask token, which a masked language model needs: take the teacher's own")
+    if (largest := largest_id(tokenizer)) >= teacher.config.vocab_size:
+        raise ValueError(
+            f"the tokenizer has token id {largest}, but the teacher's vocab_size is {teacher.config.vocab_size}; use "
+            "the teacher's tokenizer"
+        )
+    own, padding = getattr(teacher.config, "pad_token_id", None), tokenizer.pad_token_id
+    if own is not None and padding is not None and own != padding:
+        raise ValueError(f"the tokenizer pads with {padding} and the teacher with {own}: take the teacher's own")
