@@ -21,6 +21,8 @@ from transformers import HfArgumentParser, PreTrainedModel
 
 import luna_mega
 
+plt.rcParams["text.parse_math"] = False  # names may contain $
+
 
 @dataclass(kw_only=True)
 class Arguments(SourceArguments):

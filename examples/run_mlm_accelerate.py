@@ -9,6 +9,7 @@ on the same number of processes or on another, goes on as if it had not stopped.
 """
 
 import json
+import math
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from common.hub import check_login, push_folder
 from common.model import ModelArguments, make_config, make_model, make_tokenizer
 from common.redrawn import draw
 from common.report import print_table, save_json
+from common.training import DIVERGED, count_broken
 from datasets import Dataset
 from run_mlm import Masking, cut_blocks
 from torch.distributed.checkpoint import state_dict as states
@@ -109,7 +111,9 @@ class Loop:
         self.schedule.step()
         self.optimizer.zero_grad()
         self.step += 1
-        return accelerator.reduce(loss).item()
+        if not math.isfinite(mean := accelerator.reduce(loss).item()):
+            fail(f"the loss of step {self.step} is {mean}; no model was saved. {DIVERGED}")
+        return mean
 
     def state(self) -> dict[str, Any]:
         model, optimizer = states.get_state_dict(self.model, self.optimizer)
@@ -130,6 +134,8 @@ class Loop:
     def save_model(self) -> None:
         whole = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
         weights = states.get_model_state_dict(self.model, options=whole)
+        if broken := count_broken(weights):
+            fail(f"{broken} tensors of weights are not finite; no model was saved. {DIVERGED}")
         if self.accelerator.is_main_process:
             unwrapped = self.accelerator.unwrap_model(self.model)
             unwrapped.save_pretrained(self.options.output_dir, state_dict=weights)

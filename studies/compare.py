@@ -28,6 +28,8 @@ from common.arguments import fail
 from common.report import show
 from common.summaries import mean_and_spread, read_json, read_summaries
 
+plt.rcParams["text.parse_math"] = False  # names may contain $
+
 # Task of a pretraining run -> the tokens that the model predicts.
 PRETRAINING = {"masked language model": "masked tokens", "causal language model": "next tokens"}
 IN_PERCENT = ("accuracy", "matthews_correlation", "combined_score")

@@ -39,6 +39,8 @@ from run_mlm import Masking
 import luna_mega
 from luna_mega.distillation import Teacher, check_tokenizer, load_teacher
 
+plt.rcParams["text.parse_math"] = False  # names may contain $
+
 Batch = dict[str, torch.Tensor]
 
 

@@ -24,6 +24,8 @@ from common.report import show
 from common.summaries import mean_and_spread, read_json, read_summaries
 from lra.tasks import TASKS
 
+plt.rcParams["text.parse_math"] = False  # names may contain $
+
 # Test accuracies of the papers on the whole tasks: Table 1 of Luna, Table 2 of Mega.
 PAPERS = {
     "Transformer": (36.37, 64.27, 57.46, 42.44, 71.40, None),

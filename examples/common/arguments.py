@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import math
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -14,6 +15,8 @@ import torch
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from luna_mega.escaping import terminal
 
 # Names that torchrun, accelerate and the launchers of MPI give to the number of processes.
 WORLD_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
@@ -60,8 +63,8 @@ class RunArguments:
 
 
 def fail(message: object) -> NoReturn:
-    """End the script with one line and exit status 1."""
-    raise SystemExit(f"error: {' '.join(str(message).split())}")
+    """End the script with one line without control characters, and exit status 1."""
+    raise SystemExit(f"error: {terminal(' '.join(str(message).split()))}")
 
 
 def explain_out_of_memory(main: Callable) -> Callable:
@@ -78,21 +81,24 @@ def explain_out_of_memory(main: Callable) -> Callable:
     return explained
 
 
-def read_recipe(path: str, options: set[str]) -> dict[str, Any]:
+def read_recipe(path: str, options: set[str], readers: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Read `option: value` lines; an option that is not in `options` is an error.
 
-    The option `recipe` names another file, relative to this one, whose values this one overrides.
+    The option `recipe` names another file, relative to this one, whose values this one overrides. `readers` are the
+    recipes that are being read, none of which can be its own base.
     """
+    if (file := Path(path).resolve()) in readers:
+        fail(f"recipe {path} is its own base: change the option `recipe` in it")
     try:
-        recipe = yaml.safe_load(Path(path).read_text(encoding="utf-8-sig"))
-    except (OSError, yaml.YAMLError) as error:
+        recipe = yaml.safe_load(file.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         fail(f"recipe {path}: {error}")
     if not isinstance(recipe, dict):
         fail(f"recipe {path}: must hold 'option: value' lines")
     base = recipe.pop("recipe", None)
     if unknown := recipe.keys() - options:
-        fail(f"recipe {path}: unknown option {', '.join(sorted(unknown))}")
-    return (read_recipe(str(Path(path).parent / base), options) if base else {}) | recipe
+        fail(f"recipe {path}: unknown option {', '.join(sorted(map(str, unknown)))}")
+    return (read_recipe(str(Path(path).parent / str(base)), options, (*readers, file)) if base else {}) | recipe
 
 
 def parse_arguments(dataclasses: tuple[type, ...], argv: list[str] | None, **defaults: Any) -> tuple[Any, ...]:
@@ -118,8 +124,18 @@ def parse_arguments(dataclasses: tuple[type, ...], argv: list[str] | None, **def
     except ValueError as error:
         fail(error)
     if unknown:
-        parser.error(f"unknown option {' '.join(unknown)}")
+        parser.error(terminal(f"unknown option {' '.join(unknown)}"))
+    for arguments in parsed:
+        check_finite(arguments)
     return tuple(parsed)
+
+
+def check_finite(arguments: object) -> None:
+    """End the script when a number among the options is NaN or infinite."""
+    for name, value in vars(arguments).items():
+        for number in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(number, float) and not math.isfinite(number):
+                fail(f"--{name} {number} must be a finite number")
 
 
 def check_launch(processes: int) -> None:

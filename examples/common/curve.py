@@ -8,6 +8,8 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+plt.rcParams["text.parse_math"] = False  # names of folders may contain $
+
 
 def plot_curve(histories: dict[str, list[dict[str, float]]], metrics: list[str], title: str, path: Path) -> None:
     """Draw the losses and the evaluated `metrics` (as Trainer logs them, "eval_accuracy") over the steps.

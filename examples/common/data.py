@@ -1,5 +1,6 @@
 """Data sets from the Hub or from a local folder, checked before a model sees them."""
 
+import glob
 import math
 import re
 from collections.abc import Iterable
@@ -7,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from datasets import ClassLabel, Dataset, IterableDataset, load_dataset
-from datasets.exceptions import DatasetsError
 from transformers import TrainingArguments
 
 from common.arguments import fail
+from luna_mega.errors import reason
 
 READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text"}
 
@@ -103,6 +104,7 @@ def load_files(files: dict[str, list[str]], streaming: bool = False) -> dict[str
     reader = readers.pop()
     # datasets skips a byte order mark in csv and json files, but not in text files.
     options = {"encoding": "utf-8-sig"} if reader == "text" else {}
+    files = {name: [glob.escape(file) for file in shards] for name, shards in files.items()}  # datasets takes patterns
     return load_dataset(reader, data_files=files, streaming=streaming, **options)
 
 
@@ -128,8 +130,10 @@ def load_splits(
         else:
             files = find_files(path) if files is None else files
             splits = load_files({name: files[name] for name in limits if name in files}, streaming)
-    except (DatasetsError, OSError, ValueError) as error:
-        fail(f"cannot load {source}: {error}")
+        if streaming:
+            next(iter(splits.get("train", [None])))
+    except Exception as error:  # datasets raises the errors of its readers, and StopIteration for an empty file
+        fail(f"cannot load {source}: {reason(error)}")
     if missing := [name for name in limits if name not in splits]:
         fail(f"{source} has no split {', '.join(missing)}; files are called NAME{'|'.join(READERS)}")
     splits = {name: splits[name] if limit is None else splits[name].take(limit) for name, limit in limits.items()}

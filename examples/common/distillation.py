@@ -119,7 +119,7 @@ def check_options(model: DistillArguments, training: TrainingArguments) -> None:
     if not (model.is_new or Path(model.student).is_dir()):
         fail(f"--student {model.student} is neither luna, mega, nor the folder of one")
     named = ("projection_length", "max_length", "num_hidden_layers", "config_overrides")
-    if given := [name for name in named if getattr(model, name) and not model.is_new]:
+    if given := [name for name in named if getattr(model, name) not in (None, "") and not model.is_new]:
         fail(f"--{given[0]} is for a new student, and {model.student} is made already: leave it out")
     check_choice(model, "teacher_dtype", DTYPES)
     check_choice(model, "positions", ("windows", "copy", "mirror", "interpolate"))
@@ -187,7 +187,9 @@ def make_student(teacher: Teacher, model: DistillArguments, block_size: int, fol
 def configure(teacher: Teacher, model: DistillArguments, block_size: int) -> LunaConfig | MegaConfig:
     """Return the configuration of a new student, which has the teacher's positions, or those of a longer block."""
     kind = {"luna": LunaConfig, "mega": MegaConfig}[model.student]
-    depth = model.num_hidden_layers or (len(model.layers) if model.layers else None)
+    depth = model.num_hidden_layers
+    if depth is None and model.layers is not None:
+        depth = len(model.layers)
     options = {
         "max_position_embeddings": model.max_length,
         "num_hidden_layers": depth,

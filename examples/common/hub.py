@@ -14,8 +14,6 @@ from common.arguments import fail
 from luna_mega.hub.card import FILE_NAME, training_card
 from luna_mega.hub.licenses import license_metadata
 
-SCRIPTS = ("examples", "studies")  # the folders with scripts that train
-
 
 def check_hub(training: TrainingArguments, license: str | None = None) -> None:
     """End the script before it trains a model that it could not push or describe."""
@@ -68,12 +66,9 @@ def publish(
         card: data set, base model, license and further sections, as `training_card` takes them.
     """
     script, argv = command
-    root = Path(__file__).resolve().parents[2]
-    # The path may be relative to a folder that was left since; the name alone is safe.
-    path = next(path for folder in SCRIPTS for path in (root / folder).rglob(Path(script).name)).relative_to(root)
     text = training_card(
         trainer,
-        ["python", path.as_posix(), *(sys.argv[1:] if argv is None else argv)],
+        ["python", Path(script).name, *(sys.argv[1:] if argv is None else argv)],
         metrics={name: value for name, value in summary.items() if name.startswith("eval_")},
         **card,
     )

@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from common.arguments import fail
+from luna_mega.errors import reason
 from luna_mega.hub.folder import largest_id
 
 # Models of transformers whose positions begin after the number of the padding token.
@@ -53,7 +54,12 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
     """Load a tokenizer from the Hub, from a saved folder, or from RoBERTa's `vocab.json` and `merges.txt` alone."""
     names = {path.name for path in Path(source).glob("*")}
     bare = {"vocab.json", "merges.txt"} <= names and not names & {"tokenizer.json", "tokenizer_config.json"}
-    return (RobertaTokenizer if bare else AutoTokenizer).from_pretrained(source)
+    try:
+        return (RobertaTokenizer if bare else AutoTokenizer).from_pretrained(source)
+    except OSError:
+        raise
+    except Exception as error:  # transformers and tokenizers raise many types for damaged files
+        raise ValueError(f"{source}: the tokenizer cannot be read ({type(error).__name__}: {reason(error)})") from error
 
 
 def make_tokenizer(model: ModelArguments, texts: Iterable[str], max_length: int) -> PreTrainedTokenizerBase:

@@ -18,6 +18,7 @@ from transformers import Trainer, TrainerCallback
 
 import luna_mega
 from common.arguments import RunArguments
+from luna_mega.escaping import terminal
 
 NOT_SHARDED = ", not FSDP: accelerate does not shard on CPUs"
 PARALLEL = {
@@ -73,7 +74,7 @@ def show(value: Any) -> str:
     """Format a value for a table: four digits, thousands separated."""
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-    return f"{value:,}" if type(value) is int else str(value)
+    return f"{value:,}" if type(value) is int else terminal(str(value))
 
 
 def print_table(title: str, values: dict[str, Any]) -> None:

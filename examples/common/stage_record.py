@@ -18,6 +18,8 @@ from common.report import show
 from common.stages import StageTrainer
 from luna_mega.escaping import code, markdown
 
+plt.rcParams["text.parse_math"] = False  # names may contain $
+
 STAGES = ("copy", "calibrate", "align", "distill")
 
 

@@ -1,7 +1,8 @@
 """Steps of a training script: check the options, train, evaluate, write files."""
 
+import math
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from common.arguments import RunArguments, check_launch, fail, find_checkpoint
 from common.data import name_source
 from common.model import CheckpointArguments
 from common.report import SpeedCallback
+from luna_mega.hub.bundle import register_for_auto_class
+
+DIVERGED = "Lower --learning_rate, raise --warmup_steps, or train in float32"
 
 
 class OrderedTrainer(Trainer):
@@ -38,6 +42,9 @@ class OrderedTrainer(Trainer):
     def __init__(self, model: torch.nn.Module, args: TrainingArguments, **options: Any):
         if args.do_train and has_length(options.get("train_dataset")):
             check_batch(args, options["train_dataset"])
+        if args.push_to_hub:
+            with suppress(ValueError):  # other models, and classes that no Auto class loads
+                register_for_auto_class(model)
         super().__init__(model, args, **options)
 
     def averaged(self) -> AbstractContextManager:
@@ -148,6 +155,31 @@ def check_run(
         warn_of_slow_bfloat16()
 
 
+def count_broken(state: dict[str, torch.Tensor]) -> int:
+    """Return how many tensors, or this process's shards of them, are not finite."""
+    local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in state.values()]
+    return sum(not torch.isfinite(tensor).all() for tensor in local if tensor.is_floating_point())
+
+
+def check_model(trainer: Trainer) -> None:
+    """End the script unless the training loss and all weights are finite; nothing has been saved or pushed yet."""
+    losses = [entry["train_loss"] for entry in trainer.state.log_history if "train_loss" in entry]
+    (broken,) = total([float(count_broken(trainer.model.state_dict()))], trainer.args)
+    if broken or not all(map(math.isfinite, losses[-1:])):
+        fail(
+            f"the training diverged: train_loss={losses[-1] if losses else None} and {broken:.0f} tensors of weights "
+            f"are not finite; no model was saved. {DIVERGED}"
+        )
+
+
+class DivergenceCallback(TrainerCallback):
+    """Ends a run at the first logged gradient that is NaN, which makes all weights NaN."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs) -> None:
+        if math.isnan(float((logs or {}).get("grad_norm", 0.0))) and not args.fp16:  # with fp16 such steps are skipped
+            fail(f"the gradients are NaN at step {state.global_step}; no model was saved. {DIVERGED}")
+
+
 class EpochCallback(TrainerCallback):
     """Tell data set and sampler the epoch: accelerate does not on several processes, nor in a resumed epoch."""
 
@@ -192,7 +224,7 @@ def begin_run(
 def make_callbacks(data: object) -> list[TrainerCallback]:
     """Return the callbacks of a Trainer: one for the epochs and, with `--early_stopping_patience`, one that stops."""
     patience = getattr(data, "early_stopping_patience", None)
-    return [EpochCallback(), *([EarlyStoppingCallback(patience)] if patience else [])]
+    return [EpochCallback(), DivergenceCallback(), *([EarlyStoppingCallback(patience)] if patience else [])]
 
 
 def total(values: list[float], training: TrainingArguments) -> list[float]:
@@ -223,6 +255,7 @@ def train(trainer: Trainer, run: RunArguments, head_share: float = 1.0) -> dict[
         resume(trainer, speed, run.checkpoint)
     else:
         trainer.train()
+    check_model(trainer)
     if trainer.is_fsdp_enabled:  # shards are for checkpoints; the model is saved whole
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model(_internal_call=True)  # pushed at the end, with its card
@@ -255,6 +288,8 @@ def score(trainer: Trainer) -> dict[str, float]:
     if not trainer.args.do_eval:
         return {}
     metrics = trainer.evaluate()
+    if broken := [name for name, value in metrics.items() if name.endswith("_loss") and not math.isfinite(value)]:
+        fail(f"{broken[0]} is {metrics[broken[0]]}; the model is not published. {DIVERGED}")
     trainer.save_metrics("eval", metrics)
     unread = ("_runtime", "_per_second", "epoch", "tokens_seen")
     return {name: value for name, value in metrics.items() if not name.endswith(unread)}

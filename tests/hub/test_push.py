@@ -65,7 +65,7 @@ def test_training_script(hub, client, folder, tmp_path, examples):
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= set(files)
     assert not any(name.startswith("checkpoint") for name in files)
     card = files["README.md"].decode()
-    assert "name: nyu-mll/glue sst2" in card and "python examples/run_glue.py --do_train" in card
+    assert "name: nyu-mll/glue sst2" in card and "python run_glue.py --do_train" in card
     assert files["model.safetensors"] == (output / "model.safetensors").read_bytes()
     assert files["model.safetensors"] != (folder / "model.safetensors").read_bytes()
     assert logits(client, REPOSITORY) == logits(client, output)
@@ -76,7 +76,7 @@ def test_demo(hub, client, tmp_path, examples):
     client(on_client.run_example, examples, "digits_demo", [*options, "--push_to_hub"])
     files = hub.repositories["tester/digits-mega"].files
     assert files["model.safetensors"] == (tmp_path / "mega" / "model.safetensors").read_bytes()
-    assert "python examples/digits_demo.py --model_type mega" in files["README.md"].decode()
+    assert "python digits_demo.py --model_type mega" in files["README.md"].decode()
 
 
 def test_loop_without_trainer(hub, client, tmp_path, examples):

@@ -1,0 +1,129 @@
+"""Runs that must end with one line: numbers that are not finite, diverged models, unreadable recipes and data."""
+
+import shutil
+
+import pytest
+
+from tests.examples.runs import TINY, assert_refused, write
+from tests.examples.test_run_distill import (  # noqa: F401 (fixtures)
+    command,
+    corpus,
+    make_teacher,
+    roberta,
+)
+
+RUN = ["run_distill"]
+
+
+@pytest.fixture
+def sentences(tmp_path):
+    rows = [{"sentence": f"{'good' if index % 2 else 'bad'} film", "label": index % 2} for index in range(16)]
+    write(rows, tmp_path / "data" / "train.jsonl")
+    return write(rows, tmp_path / "data" / "validation.jsonl")
+
+
+def glue(data, output, *options):
+    steps = ["--max_steps", 3, "--per_device_train_batch_size", 4]
+    model = ["--config_overrides", TINY, "--vocab_size", 300, "--max_seq_length", 16]
+    return [
+        "--task_name",
+        "sst2",
+        "--dataset_path",
+        data,
+        "--output_dir",
+        output,
+        "--do_train",
+        *steps,
+        *model,
+        *options,
+    ]
+
+
+@pytest.mark.parametrize("option", ["learning_rate", "weight_decay", "max_grad_norm", "token_dropout", "ema_decay"])
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_numbers_are_finite(call, sentences, tmp_path, option, value):
+    options = glue(sentences, tmp_path / "out", f"--{option}", value)
+    assert_refused(call, f"--{option} {value} must be a finite number", "run_glue", *options, output=tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "option", ["distill_temperature", "calibration_gain", "calibration_ridge", "align_learning_rate"]
+)
+def test_numbers_of_a_distillation_are_finite(run, roberta, corpus, tmp_path, option):  # noqa: F811
+    options = [*command(roberta, corpus, tmp_path / "out"), f"--{option}", "inf"]
+    assert_refused(run, f"--{option} inf must be a finite number", *options)
+
+
+@pytest.mark.parametrize("steps", [1, 3])  # the gradients, and only the last step
+def test_a_model_that_diverges_is_not_saved(call, sentences, tmp_path, steps):
+    options = ["--learning_rate", 1e30, "--max_grad_norm", 0, "--do_eval", "--max_steps", steps, "--weight_decay", 1e30]
+    message = "the training diverged|the gradients are NaN"
+    assert_refused(call, f"({message}).* no model was saved", "run_glue", *glue(sentences, tmp_path / "out", *options))
+    assert not {"README.md", "model.safetensors"} & {file.name for file in (tmp_path / "out").glob("*")}
+
+
+def test_a_loop_that_diverges_saves_no_model(script, corpus, tmp_path):  # noqa: F811
+    options = ["--dataset_path", corpus, "--output_dir", tmp_path / "out", "--max_steps", 3, "--batch_size", 4]
+    options += ["--block_size", 16, "--vocab_size", 300, "--config_overrides", TINY, "--learning_rate", 1e30]
+    with pytest.raises(SystemExit, match="the loss of step . is nan; no model was saved"):
+        script("run_mlm_accelerate").main([*map(str, options), "--use_cpu", "true"])
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_a_recipe_that_is_its_own_base(call, sentences, tmp_path):
+    (tmp_path / "a.yaml").write_text("recipe: b.yaml\n")
+    (tmp_path / "b.yaml").write_text("recipe: a.yaml\n")
+    (tmp_path / "c.yaml").write_text("recipe: c.yaml\n")
+    for name in ("a", "c"):
+        options = ["--recipe", tmp_path / f"{name}.yaml"]
+        assert_refused(call, f"recipe .*{name}.yaml is its own base", "run_glue", *glue(sentences, "out", *options))
+
+
+def test_a_recipe_is_read_twice_by_two_recipes(script, tmp_path):
+    """A base of two recipes is no circle."""
+    (tmp_path / "base.yaml").write_text("seed: 5\n")
+    (tmp_path / "middle.yaml").write_text("recipe: base.yaml\n")
+    (tmp_path / "top.yaml").write_text("recipe: middle.yaml\nmax_steps: 3\n")
+    read = script("common.arguments").read_recipe
+    assert read(str(tmp_path / "top.yaml"), {"seed", "max_steps"}) == {"seed": 5, "max_steps": 3}
+
+
+def test_a_copied_script_writes_its_card(call, sentences, tmp_path, examples_dir, script, monkeypatch):
+    shutil.copyfile(examples_dir / "run_glue.py", tmp_path / "my_glue.py")
+    shutil.copytree(examples_dir / "metrics", tmp_path / "metrics")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    call("my_glue", *glue(sentences, tmp_path / "out"))
+    assert "python my_glue.py" in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["$$x$$", "a_$_b^{", r"\frac"])
+def test_any_name_can_be_drawn(call, sentences, tmp_path, name):
+    call("run_glue", *glue(sentences, tmp_path / name), curve=True)
+    assert (tmp_path / name / "curve.png").is_file()
+
+
+def test_control_characters_are_not_printed(call, tmp_path):
+    assert_refused(call, r"\\x1b\[31m", "run_glue", *glue("\x1b[31mdata", tmp_path / "out"))
+
+
+def test_no_layer_is_not_the_default(run, roberta, corpus, tmp_path):  # noqa: F811
+    for option in ("num_hidden_layers", "max_length", "projection_length", "teacher_window", "block_size"):
+        assert_refused(run, f"{option}|at least", *command(roberta, corpus, tmp_path / "out"), f"--{option}", 0)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "txt", "csv"])
+@pytest.mark.parametrize("content", ["", "\n", " \n\n"])
+def test_files_without_text(run, roberta, tmp_path, kind, content):  # noqa: F811
+    (tmp_path / "empty").mkdir()
+    for split in ("train", "validation"):
+        (tmp_path / "empty" / f"{split}.{kind}").write_text(content)
+    for options in ([], ["--streaming", "true", "--max_steps", 2]):
+        options = [*command(roberta, tmp_path / "empty", tmp_path / "out"), *options]
+        assert_refused(run, "split (train|validation)|cannot load", *options)
+
+
+@pytest.mark.parametrize("name", ["a[b]", "[a", "a*b", "what?"])
+def test_names_of_folders_are_no_patterns(run, roberta, corpus, tmp_path, name):  # noqa: F811
+    shutil.copytree(corpus, tmp_path / name)
+    options = ["--align_steps", 0, "--max_steps", 1]
+    assert run(*command(roberta, tmp_path / name, tmp_path / "out"), *options)["steps"] == 1
