@@ -9,7 +9,7 @@ __version__ = "0.2.0"
 if (_root := Path(__file__).resolve().parent.parent).joinpath("setup.cfg").is_file():
     __path__.append(str(_root))
 
-from luna_mega import _versions as _versions  # first, because it refuses what is too old
+from luna_mega import compat as compat  # first, because it checks the versions of what is imported next
 from luna_mega._register import register_auto_classes as register_auto_classes
 from luna_mega.modeling_common.context_parallel import shard_sequence as shard_sequence
 from luna_mega.modeling_luna.cache_luna import LunaCache as LunaCache, LunaSeq2SeqCache as LunaSeq2SeqCache

@@ -1,21 +1,63 @@
 # Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
-"""Differences between the supported versions of transformers. No other module checks a version.
+"""Supported versions, and the differences between them. No other module checks a version.
 
 Each function or constant states since which version it is needed, why, and when it can be removed.
 """
 
 import inspect
+import logging
+import sys
 from collections.abc import Callable
 from functools import wraps
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from packaging.version import Version
 
-TRANSFORMERS = Version(version("transformers")).release
+# The oldest Python, and of each package the oldest version and the first one that has not been tested, as in setup.cfg.
+PYTHON = (3, 11)
+SUPPORTED = {"torch": ("2.13", "2.16"), "transformers": ("5.20", "5.25"), "triton": ("3.6", "3.10")}
+
+
+def installed(name: str) -> Version | None:
+    """Return the version of a package, or None if it is not installed or has no metadata."""
+    try:
+        return Version(version(name))
+    except PackageNotFoundError:
+        return None
+
+
+def check_versions() -> None:
+    """Log one warning that names the packages whose version is not supported.
+
+    Raises:
+        ImportError: Python is too old.
+    """
+    if sys.version_info < PYTHON:
+        found, oldest = (".".join(map(str, numbers[:2])) for numbers in (sys.version_info, PYTHON))
+        raise ImportError(f"luna_mega requires Python {oldest} or later, but this is Python {found} ({sys.executable})")
+    unsupported = []
+    for name, (oldest, untested) in SUPPORTED.items():
+        found = installed(name)
+        if found is not None and not Version(oldest) <= Version(found.base_version) < Version(untested):
+            unsupported.append(f"{name} {found} is installed, supported is {name}>={oldest},<{untested}")
+    if unsupported:
+        logging.getLogger(__name__).warning(
+            f"luna_mega has not been tested with the installed versions: {'; '.join(unsupported)}. If an error occurs, "
+            "install a supported version."
+        )
+
+
+check_versions()
+
+_TRANSFORMERS = (installed("transformers") or Version(SUPPORTED["transformers"][0])).release
+
+# transformers before 5.23 requires integer buffers in half precision in its test of `_keep_in_fp32_modules`; remove
+# when 5.23 is the oldest supported version.
+TESTS_CONVERT_INTEGERS = _TRANSFORMERS < (5, 23)
 
 # transformers 5.24 renamed `past_key_values` to `cache`; use `cache` when 5.24 is the oldest supported version.
-CACHE_NAME = "cache" if TRANSFORMERS >= (5, 24) else "past_key_values"
+CACHE_NAME = "cache" if _TRANSFORMERS >= (5, 24) else "past_key_values"
 _CACHE_NAMES = ("cache", "past_key_values")
 
 

@@ -1,4 +1,6 @@
+import ast
 import importlib
+import re
 import subprocess
 import sys
 import warnings
@@ -6,10 +8,11 @@ import warnings
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 from transformers.models.auto import modeling_auto
 
 import luna_mega
-from luna_mega import _versions
+from luna_mega import compat
 from tests.modeling.luna import tiny_config
 
 AUTO_TO_CLASS = {
@@ -70,25 +73,72 @@ def test_another_model_of_the_same_type_is_named():
             luna_mega.register_auto_classes()
 
 
-def test_needed_versions_are_those_of_setup(repo_root):
+def test_supported_versions_are_those_of_setup(repo_root):
     setup = (repo_root / "setup.cfg").read_text()
-    assert f"python_requires = >={'.'.join(map(str, _versions.PYTHON))}\n" in setup
-    for name, least in _versions.NEEDED.items():
-        assert f"\n    {name}>={least},<" in setup
+    assert f"python_requires = >={'.'.join(map(str, compat.PYTHON))}\n" in setup
+    for name, (oldest, untested) in compat.SUPPORTED.items():
+        assert re.search(rf"^    {name}>={oldest},<{untested}\b", setup, flags=re.MULTILINE), name
 
 
-@pytest.mark.parametrize("name", _versions.NEEDED)
-def test_too_old_a_package_is_named(name, monkeypatch):
-    monkeypatch.setattr(_versions, "version", lambda asked: "2.9.1+cpu" if asked == name else "99")
-    with pytest.raises(ImportError, match=rf"{name} 2\.9\.1\+cpu is installed .*pip install --upgrade '{name}>="):
-        _versions.check_versions()
+@pytest.mark.parametrize("found", ["2.9.1+cpu", "99.0"])
+@pytest.mark.parametrize("name", compat.SUPPORTED)
+def test_unsupported_version_is_one_warning(name, found, monkeypatch, caplog):
+    supported = {other: oldest for other, (oldest, _) in compat.SUPPORTED.items()}
+    monkeypatch.setattr(compat, "version", (supported | {name: found}).__getitem__)
+    compat.check_versions()
+    oldest, untested = compat.SUPPORTED[name]
+    (record,) = caplog.records
+    assert f"{name} {found} is installed, supported is {name}>={oldest},<{untested}." in record.getMessage()
+
+
+def test_supported_versions_are_no_warning(monkeypatch, caplog):
+    for versions in ({"torch": "2.15.1+cu130", "transformers": "5.24.1.dev0", "triton": "3.9.0"}, {}):
+        monkeypatch.setattr(compat, "installed", lambda name, known=versions: known.get(name) and Version(known[name]))
+        compat.check_versions()
+    assert not caplog.records
+
+
+def version_checks(source):
+    """Return the lines that compare a version, or import what compares versions."""
+    lines = []
+    for node in ast.walk(ast.parse(source)):
+        imported = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
+        imported += " ".join(alias.name for alias in node.names) if isinstance(node, ast.Import) else ""
+        ordered = isinstance(node, ast.Compare) and any(
+            isinstance(x, ast.Lt | ast.LtE | ast.Gt | ast.GtE) for x in node.ops
+        )
+        compared = ast.unparse(node) if ordered else ""
+        if "packaging" in imported.split(".") or re.search(r"\b(version_info|__version__|version\()", compared):
+            lines.append(node.lineno)
+    return lines
+
+
+def test_only_compat_checks_versions(repo_root):
+    """Other modules import what depends on a version from `compat`."""
+    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=repo_root, capture_output=True, text=True, check=True)
+    files = set(listed.stdout.split()) - {"luna_mega/compat.py", "tests/test_public_api.py"}
+    found = {name: version_checks((repo_root / name).read_text(encoding="utf-8")) for name in files}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from packaging.version import Version",
+        "import sys\nif sys.version_info >= (3, 12): pass",
+        "import torch\nnew = torch.__version__ >= '2.14'",
+        "from importlib.metadata import version\nnew = version('torch') > '2'",
+    ],
+)
+def test_version_check_is_found(line):
+    assert version_checks(line)
 
 
 def test_too_old_a_python_is_named_before_anything_is_imported(repo_root):
     code = "import sys; sys.version_info = (3, 9, 2); import luna_mega"
     done = subprocess.run([sys.executable, "-c", code], cwd=repo_root, capture_output=True, text=True)
     last = done.stderr.splitlines()[-1]
-    assert last.startswith("ImportError: luna_mega needs Python 3.11 or later, and this is Python 3.9")
+    assert last.startswith("ImportError: luna_mega requires Python 3.11 or later, but this is Python 3.9")
 
 
 @pytest.mark.parametrize("name", ["LunaModel", "MegaModel"])
