@@ -85,6 +85,7 @@ class LanguageModelTrainer(StreamingTrainer):
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         inputs["labels"] = inputs["shift_labels"]  # transformers' own models have no loss without labels
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])  # as in `score_stream`: no token is padding
         if "step" not in inputs:
             return super().compute_loss(model, inputs | {"use_cache": False}, *args, **kwargs)
         if inputs.pop("step")[0] == 0:

@@ -8,7 +8,7 @@ from transformers.utils import ModelOutput
 
 from luna_mega.compat import CACHE_NAME, accept_cache_names
 from luna_mega.modeling_common.cache import check_class, new_cache
-from luna_mega.modeling_common.masks import drop_if_full, read_mask
+from luna_mega.modeling_common.masks import drop_if_full, find_mask, read_mask
 from luna_mega.modeling_common.outputs import generated
 
 
@@ -125,7 +125,8 @@ class Seq2SeqGenerationMixin(StateGenerationMixin):
         """Refuse a target that the cache is ahead of. By its mask transformers sees what of it the cache has."""
         target, model_kwargs = super()._prepare_decoder_input_ids_for_generation(*args, **kwargs)
         if model_kwargs.get("decoder_attention_mask") is None:
-            model_kwargs["decoder_attention_mask"] = (target != self.config.pad_token_id).long()
+            mask = find_mask(target, self.get_decoder().config)
+            model_kwargs["decoder_attention_mask"] = torch.ones_like(target) if mask is None else mask.long()
         past, length = model_kwargs.get(CACHE_NAME), model_kwargs["decoder_attention_mask"].shape[1]
         if past is not None and (seen := past.get_seq_length()) >= length:
             raise ValueError(

@@ -69,7 +69,7 @@ def find_kept(config: PreTrainedConfig, inputs: dict[str, Any], length: int) -> 
     mask, tokens = inputs.get("attention_mask"), inputs.get("input_ids")
     if mask is not None:
         return drop_if_full(read_mask("attention_mask", mask[:, -length:]))
-    return None if tokens is None else drop_if_full(find_mask(tokens, config.pad_token_id))
+    return None if tokens is None else drop_if_full(find_mask(tokens, config))
 
 
 class TokenHead:

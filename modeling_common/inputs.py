@@ -303,7 +303,7 @@ def _embed_tokens(
         return embed(clean(input_values, mask)), mask
     assert input_ids is not None  # the checks leave nothing else
     if attention_mask is None:
-        mask = drop_if_full(find_mask(input_ids, spec.config.pad_token_id))
+        mask = drop_if_full(find_mask(input_ids, spec.config))
     try:
         return embed(input_ids), mask
     except IndexError as error:  # on a CPU; a GPU cannot say it without waiting
@@ -583,7 +583,7 @@ def read_sequences(
                 "cp_group does not drop first tokens: leave them out of the inputs, and set drop_first_token=False"
             )
     if mask is None and inputs["input_ids"] is not None:
-        mask = find_mask(inputs["input_ids"], spec.config.pad_token_id)
+        mask = find_mask(inputs["input_ids"], spec.config)
     if drop_first_token:
         inputs = {key: without_first(value, mask) for key, value in inputs.items()}
         mask = without_first(mask, mask)

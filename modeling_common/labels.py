@@ -13,11 +13,14 @@ from luna_mega.modeling_common.sequence_parts import WHOLE, Parts
 IGNORED = -100
 
 
-def shift_right(labels: torch.LongTensor, start: int, pad: int, parts: Parts = WHOLE) -> torch.LongTensor:
-    """Return decoder inputs `[B, T]` for labels `[B, T]`: the previous label, or `start` before the first one.
+def shift_right(
+    labels: torch.LongTensor, start: int, pad: int, parts: Parts = WHOLE
+) -> tuple[torch.LongTensor, torch.Tensor]:
+    """Return decoder inputs for labels, and the bool mask of those that are no padding, `[B, T]` each.
 
-    Labels of -100 are padding on either side or between the others; their inputs are `pad`, except that the last label
-    is also the input of the position after it. `parts` are those of the labels.
+    The input is the previous label, or `start` before the first one. Labels of -100 are padding on either side or
+    between the others; their inputs are `pad`, except that the last label is also the input of the position after it.
+    `parts` are those of the labels.
     """
     here = _columns(labels, parts)
     labels = parts.gather_columns(labels)
@@ -26,10 +29,9 @@ def shift_right(labels: torch.LongTensor, start: int, pad: int, parts: Parts = W
     last = torch.where(counted, columns, -1).cummax(dim=1).values
     previous = nn.functional.pad(last[:, :-1], (1, 0), value=-1)
     inputs = labels.gather(1, previous.clamp(min=0)).masked_fill(previous < 0, start)
-    follows = (previous == columns - 1) & (columns > last[:, -1:]) & (previous >= 0)
-    inputs = inputs.masked_fill(~(counted | follows), pad)
-    inputs[:, 0] = torch.where(counted.any(dim=1), inputs[:, 0], start)
-    return inputs[:, here]
+    kept = counted | ((previous == columns - 1) & (columns > last[:, -1:]) & (previous >= 0))
+    kept[:, 0] |= ~counted.any(dim=1)
+    return inputs.masked_fill(~kept, pad)[:, here], kept[:, here]
 
 
 def keep_positions(

@@ -1,6 +1,10 @@
 """Masks as callers give them, 1 = keep: read as bool, and refused where they say something else."""
 
 import torch
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
 
 # Attention by squared scores takes the fourth power of a state, which overflows in float32 a little above 10^9.
 _LARGEST = 2.0**16
@@ -38,9 +42,22 @@ def read_mask(name: str, mask: torch.Tensor | None) -> torch.Tensor | None:
     return kept
 
 
-def find_mask(input_ids: torch.Tensor, pad_token_id: int | None) -> torch.Tensor | None:
-    """Return the bool mask of the tokens that are not padding; None where no token marks padding."""
-    return None if pad_token_id is None else input_ids != pad_token_id
+def find_mask(input_ids: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor | None:
+    """Return the bool mask of the tokens that are not `pad_token_id`; None if that token does not only mark padding.
+
+    A decoder whose padding token is also an end token has to read end tokens within a text.
+    """
+    pad, end = config.pad_token_id, config.eos_token_id
+    if pad is None:
+        return None
+    if config.is_decoder and pad in (end if isinstance(end, list | tuple) else [end]):
+        if not is_program():
+            logger.warning_once(
+                f"`pad_token_id` and `eos_token_id` are both {pad}, so that the decoder does not infer an attention "
+                "mask from `input_ids`; pass `attention_mask` if the batch has padding."
+            )
+        return None
+    return input_ids != pad
 
 
 def drop_if_full(mask: torch.Tensor | None) -> torch.Tensor | None:

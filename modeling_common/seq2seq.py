@@ -13,7 +13,7 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from luna_mega.modeling_common.cache import keeps_cache
 from luna_mega.modeling_common.heads import carried_over, find_kept, given_input, validate_labels
 from luna_mega.modeling_common.labels import count_kept, keep_positions, shift_right
-from luna_mega.modeling_common.masks import drop_if_full, read_mask
+from luna_mega.modeling_common.masks import drop_if_full, find_mask, read_mask
 from luna_mega.modeling_common.outputs import Seq2SeqLMOutput
 from luna_mega.modeling_common.sequence_parts import WHOLE, Parts, find_parts
 from luna_mega.modeling_common.tensor_parallel import known_rules
@@ -164,7 +164,7 @@ class Seq2SeqLM(EncoderDecoder):
 
     def prepare_decoder_input_ids_from_labels(self, labels: torch.LongTensor, parts: Parts = WHOLE) -> torch.LongTensor:
         """Return decoder inputs `[B, T]` for labels `[B, T]`, see `shift_right`."""
-        return shift_right(labels, self.config.decoder_start_token_id, self.config.pad_token_id, parts)
+        return shift_right(labels, self.config.decoder_start_token_id, self.config.pad_token_id, parts)[0]
 
     @can_return_tuple
     def forward(
@@ -202,8 +202,13 @@ class Seq2SeqLM(EncoderDecoder):
         validate_labels(decoder_inputs, {"labels": labels}, logits_to_keep, kwargs.get("cp_group"))
         parts = WHOLE if labels is None else find_parts(dict(kwargs), labels)
         if labels is not None and decoder_input_ids is None and decoder_inputs_embeds is None:
-            decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels, parts)
+            config = self.get_decoder().config
+            decoder_input_ids, kept = shift_right(
+                labels, self.config.decoder_start_token_id, config.pad_token_id, parts
+            )
             decoder_inputs["input_ids"] = decoder_input_ids
+            if decoder_attention_mask is None and find_mask(decoder_input_ids, config) is None:
+                decoder_attention_mask = kept
         outputs = self.base_model(
             input_ids,
             attention_mask,
@@ -223,7 +228,7 @@ class Seq2SeqLM(EncoderDecoder):
         logits = self.lm_head(hidden_states)
         if labels is not None:
             decoder_inputs["attention_mask"] = decoder_attention_mask
-            mask = find_kept(self.config, decoder_inputs, outputs.last_hidden_state.shape[1])
+            mask = find_kept(self.get_decoder().config, decoder_inputs, outputs.last_hidden_state.shape[1])
             labels = count_kept(labels, None if mask is None else keep_positions(mask, logits_to_keep)).contiguous()
             arguments = {"logits": logits, "labels": labels, "vocab_size": logits.shape[-1]}
             kwargs.pop("cp_group", None)

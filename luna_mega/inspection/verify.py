@@ -309,7 +309,7 @@ def _mask(tensors: Mapping[str, torch.Tensor], config: PreTrainedConfig, prefix:
         mask = tensors[f"{prefix}attention_mask"].bool()
     elif config.input_type == "tokens":
         tokens = tensors[f"{prefix}input_ids"]
-        mask = find_mask(tokens, config.pad_token_id)
+        mask = find_mask(tokens, config)
         mask = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
     elif config.input_type == "patches":
         patches = (config.image_size // config.patch_size) ** 2

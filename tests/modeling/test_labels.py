@@ -173,4 +173,5 @@ def test_shift_right():
     """Between labels, -100 is padding as well: a label is predicted from the one before it."""
     labels = torch.tensor([[IGNORED, 7, IGNORED, IGNORED, 8, 9, IGNORED, IGNORED], [IGNORED] * 8, list(range(3, 11))])
     expected = [[1, 2, 1, 1, 7, 8, 9, 1], [2, 1, 1, 1, 1, 1, 1, 1], [2, 3, 4, 5, 6, 7, 8, 9]]
-    assert shift_right(labels, 2, 1).tolist() == expected
+    inputs, mask = shift_right(labels, 2, 1)
+    assert inputs.tolist() == expected and torch.equal(mask, inputs != 1)

@@ -1,0 +1,80 @@
+"""Decoders whose padding token is their end token, as of tokenizers without a padding token."""
+
+import logging
+
+import pytest
+import torch
+
+from luna_mega.modeling_common import masks
+
+from . import decoders, luna
+
+FAMILIES = pytest.mark.parametrize("family", decoders.FAMILIES)
+ENCODED = pytest.mark.parametrize("family", decoders.TRANSLATING)
+
+
+@pytest.fixture
+def messages():
+    """The messages of the module that infers masks, which logs each of them once."""
+    records, handler = [], logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    masks.logger.warning_once.cache_clear()
+    masks.logger.addHandler(handler)
+    yield records
+    masks.logger.removeHandler(handler)
+
+
+@torch.no_grad()
+@FAMILIES
+@pytest.mark.parametrize("end", [1, [7, 1]])
+def test_end_tokens_are_read(family, end, messages):
+    """Without a mask, as with a mask of ones; the message that says so comes once."""
+    model = decoders.make_plain(family, pad_token_id=1, eos_token_id=end)
+    ids = torch.tensor([[4, 1, 5, 6, 1, 7], [1, 8, 9, 1, 1, 4]])
+    expected = model(ids, torch.ones_like(ids), labels=ids)
+    for _ in range(2):
+        actual = model(ids, labels=ids)
+        assert torch.equal(actual.logits, expected.logits) and torch.equal(actual.loss, expected.loss)
+    assert len(messages) == 1 and "does not infer an attention mask" in messages[0]
+
+
+@torch.no_grad()
+@FAMILIES
+def test_training_equals_generation(family):
+    """The logits of the next token are those by which `generate` chooses it."""
+    model = decoders.make_plain(family, pad_token_id=2, eos_token_id=2)
+    ids = torch.tensor([[4, 2, 5, 6, 2, 7]])
+    chosen = model.generate(ids, max_new_tokens=1, do_sample=False)[0, -1]
+    assert chosen == model(ids).logits[0, -1].argmax()
+
+
+@torch.no_grad()
+@FAMILIES
+def test_other_padding_tokens_are_found(family, messages):
+    model = decoders.make_plain(family)
+    ids, mask = decoders.padded([6, 3], 6, "left")
+    assert torch.equal(model(ids).logits, model(ids, mask).logits) and not messages
+
+
+@torch.no_grad()
+def test_encoders_find_padding(messages):
+    model, inputs = luna.make("ForMaskedLM", eos_token_id=1), luna.tokens([6, 3])
+    assert torch.equal(model(inputs["input_ids"]).logits, model(**inputs).logits) and not messages
+
+
+@torch.no_grad()
+@ENCODED
+def test_targets_with_end_tokens(family):
+    """Targets made of labels keep their end tokens and none of the padding on the left."""
+    model = decoders.make_plain(family, is_encoder_decoder=True, eos_token_id=1, decoder_start_token_id=2)
+    labels = torch.tensor([[5, 1, 6, 1, -100, -100], [-100, -100, 5, 1, 6, 1]])
+    source = {name: value[:1].expand(2, -1) for name, value in decoders.source(model, 1).items()}
+    output = model(**source, labels=labels)
+    torch.testing.assert_close(output.logits[1, 2:], output.logits[0, :4])
+    alone = model(**{name: value[:1] for name, value in source.items()}, labels=labels[:1, :4])
+    torch.testing.assert_close(output.logits[0, :4], alone.logits[0])
+    torch.testing.assert_close(output.loss, alone.loss)
+    target = torch.tensor([[2, 5, 1, 6]])
+    first = {name: value[:1] for name, value in source.items()}
+    chosen = model.generate(**first, decoder_input_ids=target, max_new_tokens=1, do_sample=False)[0, -1]
+    assert chosen == model(**first, decoder_input_ids=target).logits[0, -1].argmax()
