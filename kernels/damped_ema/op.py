@@ -187,7 +187,8 @@ def damped_ema_step(
 
     Arguments and errors as in `damped_ema`, with R = D and `mask` `[B]`. The given state is not changed. With a
     `TruncatedEmaState` the average is truncated at the length of its inputs. `coefficients`: the `ema_coefficients` of
-    the four parameters, which save half of the step; None = computed.
+    the four parameters, which save half of the step; None = computed. They are not supported with a
+    `TruncatedEmaState`.
     """
     if x.dim() != 2 or input_logit.shape[:1] != x.shape[1:]:
         raise ValueError(
@@ -197,6 +198,8 @@ def damped_ema_step(
     check_mask("damped_ema_step", mask, x.shape[:1])
     parameters = (input_logit, damping_logit, expansion, projection)
     if isinstance(state, TruncatedEmaState):
+        if coefficients is not None:
+            raise ValueError("damped_ema_step: `coefficients` do not apply to a `TruncatedEmaState`; omit them")
 
         def run_again(x, state, parameters):
             output, state = damped_ema_step(x[:, 0], state, *parameters, backend=backend)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from luna_mega.kernels.api import damped_ema, damped_ema_step, ema_coefficients
 from luna_mega.kernels.damped_ema import coefficients, reference
 
 
@@ -26,3 +27,10 @@ def test_closed_form_of_the_gradients(dtype, length):
     rtol = 1e-12 if dtype == torch.float64 else 1e-5
     for plain, closed in zip(found[0][4:], found[1][4:], strict=True):  # autograd's a (1 - a) loses what is tiny
         torch.testing.assert_close(closed, plain, rtol=rtol, atol=rtol * plain.abs().max().item())
+
+
+def test_a_truncated_step_has_no_coefficients():
+    x, parameters = torch.randn(2, 6, 5), [torch.randn(5, 3) for _ in range(4)]
+    _, state = damped_ema(x, *parameters, truncation=4, return_state=True)
+    with pytest.raises(ValueError, match="`coefficients` do not apply to a `TruncatedEmaState`; omit them"):
+        damped_ema_step(x[:, 0], state, *parameters, coefficients=ema_coefficients(*parameters))
