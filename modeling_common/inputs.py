@@ -382,7 +382,7 @@ def _lay_out(
     unpads = unpads and not (batch.output_weights or batch.output_states or spec.config.add_cross_attention)
     shape = (batch.embeddings.shape[0], batch.embeddings.shape[1])
     layout = find_layout(shape, batch.mask, restarts, options, unpads)
-    if not layout.is_ragged() or unpads:
+    if layout.has_rows():
         return batch._replace(layout=layout)
     _check_ragged(spec, batch, asks_cache)
     return batch._replace(layout=layout, past=None, target=None, source=None)  # a decoder begins one by default

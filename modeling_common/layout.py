@@ -30,6 +30,7 @@ class TokenLayout(NamedTuple):
         places: `[total]`, the places of their tokens in the batch flattened; None = all places in their order.
         shape: `(B, T)` of the batch that was made ragged.
         parts: the part of a dense batch's sequences that the T positions are.
+        unpadded: whether the ragged sequences are the rows of a batch, whose padding was removed.
     """
 
     mask: torch.Tensor | None = None
@@ -38,10 +39,15 @@ class TokenLayout(NamedTuple):
     places: torch.Tensor | None = None
     shape: tuple[int, int] = (0, 0)
     parts: Parts = WHOLE
+    unpadded: bool = False
 
     def is_ragged(self) -> bool:
         """Return whether sequences are laid end to end."""
         return self.cu_seqlens is not None
+
+    def has_rows(self) -> bool:
+        """Return whether every row of the batch is one sequence."""
+        return self.cu_seqlens is None or self.unpadded
 
     def options(self) -> dict[str, Any]:
         """Return the keyword arguments that an op takes the layout by."""
@@ -160,7 +166,8 @@ def find_layout(
     if starts is not None and starts.any():
         return _lay_end_to_end(mask, nn.functional.pad(starts, (1, 0), value=True).expand(shape))
     if unpad and mask is not None and not is_program() and mask.any():
-        return _lay_end_to_end(mask, torch.arange(shape[1], device=mask.device).expand(shape) == 0)
+        first = torch.arange(shape[1], device=mask.device).expand(shape) == 0
+        return _lay_end_to_end(mask, first)._replace(unpadded=True)
     return TokenLayout(mask)
 
 

@@ -562,9 +562,8 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
                 batch.grid,
             )
         hidden_states = self.finish(hidden_states, layout)
-        sequences, hidden_states = layout.sizes(hidden_states)[0], layout.scatter(hidden_states)
-        pooled = None
-        if self.pooler is not None and sequences == hidden_states.shape[0]:
+        hidden_states, pooled = layout.scatter(hidden_states), None
+        if self.pooler is not None and layout.has_rows():
             pooled = self.pooler(first_token(hidden_states, batch.mask, layout.parts))
         return BaseModelOutputWithPoolingAndCrossAttentions(
             last_hidden_state=hidden_states,

@@ -146,6 +146,14 @@ def test_heads_do_not_see_unpadding(family, head):
     assert recorded[0].shape[:2] == inputs["input_ids"].shape
 
 
+@pytest.mark.parametrize("bounds", [[0, 4, 14], [0, 7, 14]])
+def test_a_padding_free_batch_has_no_pooler_output(bounds):
+    """As many sequences as rows are not the rows: the first column of a row need not begin a sequence."""
+    model, inputs = mega.make("Model"), luna.tokens([7, 7])["input_ids"]
+    assert model(inputs).pooler_output is not None
+    assert model(inputs, cu_seq_lens_q=torch.tensor(bounds), max_length_q=10).pooler_output is None
+
+
 @pytest.mark.parametrize("family", [luna, mega])
 def test_padding_costs_nothing(family):
     """Three quarters of the batch are padding; the embeddings cost no multiplications."""
