@@ -15,8 +15,8 @@ class Plan:
     `appended_symbol` is the symbol that fairseq adds to the dictionary after loading it (None: no symbol);
     `prepends_appended` says whether every sequence starts with it. `num_labels` is the number of classes that can have
     names (None: none). `also_loads` are classes that load from the same folder with all their weights. `languages` are
-    source and target of an encoder-decoder; `generation` has the defaults of `generate`. `named_classes` is deprecated:
-    a format overrides `Format.dictionaries`. `tokenizer` has the settings of the tokenizer in the checkpoint.
+    source and target of an encoder-decoder; `generation` has the defaults of `generate`. `tokenizer` has the settings
+    of the tokenizer in the checkpoint.
     """
 
     model_class: type[PreTrainedModel]
@@ -26,7 +26,6 @@ class Plan:
     num_labels: int | None = None
     prepends_appended: bool = False
     languages: tuple[str, str] | None = None
-    named_classes: bool = False
     generation: dict[str, Any] = field(default_factory=dict)
     also_loads: tuple[type[PreTrainedModel], ...] = ()
     tokenizer: dict[str, Any] = field(default_factory=dict)

@@ -5,7 +5,6 @@ A new format is a subclass of `Format` in a file of its own, an instance of it i
 """
 
 import argparse
-import warnings
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from luna_mega.convert.argmap import Table, defaults, typed_args, write_args
 from luna_mega.convert.dictionary import Dictionaries
-from luna_mega.convert.dictionary_kinds import ClassNames, DictionaryKind, LanguagePair, VocabularyAndLabels
+from luna_mega.convert.dictionary_kinds import DictionaryKind, LanguagePair, VocabularyAndLabels
 from luna_mega.convert.evidence import Evidence
 from luna_mega.convert.keymap import KeyMap
 from luna_mega.convert.layer_norm import LayerNormDecision, decide_layer_norm
@@ -162,15 +161,7 @@ class Format(ABC):
         Raises:
             ConversionError: the file does not tell; an option has to.
         """
-        if not weights:
-            return None
-        warnings.warn(
-            f"format {self.name!r} marks norm weights but does not override Format.decide_norms; they are decided by "
-            "their mean, which the next version will not do",
-            FutureWarning,
-            stacklevel=2,
-        )
-        return decide_layer_norm(weights, layer_norm)
+        return decide_layer_norm(weights, layer_norm) if weights else None
 
     def assumed(self, revision: str) -> str:
         """Return the revision that describes a file whose own revision is unknown."""
@@ -208,14 +199,6 @@ class Format(ABC):
 
     def dictionaries(self, plan: Plan, task: str | None) -> DictionaryKind:
         """Return the kind of dictionaries of a model, which was trained on a `task` of the original."""
-        if plan.languages is not None or plan.named_classes:
-            warnings.warn(
-                f"format {self.name!r} sets Plan.languages or Plan.named_classes without overriding "
-                "Format.dictionaries, which the next version asks for",
-                FutureWarning,
-                stacklevel=2,
-            )
-            return ClassNames(plan.num_labels) if plan.named_classes else language_pair(plan)
         usual = VocabularyAndLabels
         return VocabularyAndLabels(
             plan.vocab_size,

@@ -10,7 +10,6 @@ from luna_mega.convert.argtypes import flag, number, size, word
 from luna_mega.convert.evidence import Evidence
 from luna_mega.convert.formats._base import Format, Revision, Tensors
 from luna_mega.convert.keymap import LAYER_NORM, Row
-from luna_mega.convert.layer_norm import LayerNormDecision, decide_layer_norm
 from luna_mega.errors import ConversionError
 from luna_mega.modeling_luna.modeling_luna import sinusoids
 
@@ -49,10 +48,6 @@ class LunaFormat(Format):
         "classifier_dropout",
         "problem_type",
     )
-
-    def decide_norms(self, weights: list[torch.Tensor], layer_norm: str) -> LayerNormDecision | None:
-        """Return how norm weights are stored, by the option or by their mean."""
-        return decide_layer_norm(weights, layer_norm) if weights else None
 
     def norm_convention(self, revision: str) -> str:
         """Return how the norm weights of a new file are stored: as they are."""

@@ -3,7 +3,6 @@
 import argparse
 import ast
 import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from luna_mega import MegaConfig, MegaForMultipleChoice
 from luna_mega.convert import ConversionError, convert_checkpoint, export_checkpoint
 from luna_mega.convert.argmap import Arg, build_config, fixed, never, read_fields
 from luna_mega.convert.formats import Format, Revision, register_format, registered_formats, registry
-from luna_mega.convert.keymap import LAYER_NORM, KeyMap, Row
+from luna_mega.convert.keymap import KeyMap, Row
 from luna_mega.convert.plan import Plan
 from luna_mega.convert.reader import read_checkpoint
 from luna_mega.inspection.info import describe
@@ -122,31 +121,6 @@ def test_others_are_still_recognised(convert, make):
     assert '"luna_bert"' in (convert(make.bert()) / "conversion_report.json").read_text()
     convert.output = convert.output.with_name("other")
     assert "not a Luna or Mega checkpoint" in convert.error(make.checkpoint({"x.weight": torch.zeros(2)}, arch="a"))
-
-
-def test_formats_of_the_last_version_still_work_with_a_warning(tmp_path, exported):
-    class Named(TinyFormat):
-        name = "named"
-        refused = {}
-
-        def plan(self, evidence, head=None):
-            plan = super().plan(evidence, head)
-            return replace(plan, named_classes=True, num_labels=plan.config.num_labels)
-
-        def keymap(self, config, revision, head=None):
-            norms = Row("net.layers.{layer}.nffn.fc1.{part}", "mega.layers.{layer}.nffn.fc1.{part}", LAYER_NORM)
-            return KeyMap([norms, *super().keymap(config, revision, head).rows])
-
-    registry._FORMATS.pop("tiny")
-    register_format(Named())
-    names = tmp_path / "names.txt"
-    names.write_text("a\nb\n")
-    with pytest.warns(FutureWarning) as warned:
-        convert_checkpoint(exported, tmp_path / "back", dictionaries=[names], layer_norm="standard")
-    messages = [str(warning.message) for warning in warned if warning.category is FutureWarning]
-    assert any("Format.dictionaries" in text for text in messages)
-    assert any("Format.decide_norms" in text for text in messages)
-    assert MegaConfig.from_pretrained(tmp_path / "back").id2label == {0: "a", 1: "b"}
 
 
 @pytest.mark.parametrize("module", ["importer", "exporter", "export_args", "export_target"])
