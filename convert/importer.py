@@ -17,8 +17,8 @@ from luna_mega.convert.formats import Format, registered_formats
 from luna_mega.convert.formats.registry import detect, open_checkpoint
 from luna_mega.convert.layer_norm import CHOICES, LayerNormDecision
 from luna_mega.convert.plan import Plan
-from luna_mega.convert.reader import Checkpoint
 from luna_mega.convert.report import Report, without_folders
+from luna_mega.convert.safe_load.reader import Checkpoint
 from luna_mega.convert.tensors import (
     DTYPES,
     Mapping,

@@ -20,7 +20,7 @@ from luna_mega.convert.evidence import Evidence
 from luna_mega.convert.keymap import KeyMap
 from luna_mega.convert.layer_norm import LayerNormDecision, decide_layer_norm
 from luna_mega.convert.plan import Plan, Target
-from luna_mega.convert.reader import Checkpoint
+from luna_mega.convert.safe_load.reader import Checkpoint
 from luna_mega.convert.tokenizers import ConvertedTokenizer
 
 Tensors = dict[str, torch.Tensor]

@@ -33,7 +33,7 @@ from luna_mega.convert.formats._megalodon_folder import (
 from luna_mega.convert.formats._shards import split_shards
 from luna_mega.convert.keymap import WIDE, KeyMap, Row
 from luna_mega.convert.plan import Plan, Target
-from luna_mega.convert.reader import Checkpoint
+from luna_mega.convert.safe_load.reader import Checkpoint
 from luna_mega.convert.tensors import DTYPES, dtype_name
 from luna_mega.convert.tokenizers import SENTENCEPIECE, ConvertedTokenizer
 from luna_mega.convert.tokenizers.sentencepiece import PieceModel, parse_pieces, read_pieces, sentencepiece_tokenizer

@@ -11,7 +11,7 @@ from luna_mega.convert.formats.mega_lm import MegaLM
 from luna_mega.convert.formats.mega_lra import MegaLra
 from luna_mega.convert.formats.mega_seq2seq import MegaSeq2Seq
 from luna_mega.convert.formats.megalodon import Megalodon
-from luna_mega.convert.reader import Checkpoint, read_checkpoint
+from luna_mega.convert.safe_load.reader import Checkpoint, read_checkpoint
 from luna_mega.errors import ConversionError, shown
 
 _FORMATS: dict[str, Format] = {}

@@ -23,7 +23,7 @@ from transformers.utils import (
     cached_file,
 )
 
-from luna_mega.convert.reader import read_tensors
+from luna_mega.convert.safe_load.reader import read_tensors
 from luna_mega.distillation.families import Family
 from luna_mega.distillation.teachers import Teacher, check_teacher
 from luna_mega.errors import ConversionError, reason

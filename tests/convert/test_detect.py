@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from luna_mega.convert.formats.registry import detect
-from luna_mega.convert.reader import Checkpoint
+from luna_mega.convert.safe_load.reader import Checkpoint
 from tests.convert.mega import mega
 from tests.convert.mega_lm import KINDS, mega_lm
 

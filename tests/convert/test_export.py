@@ -12,7 +12,7 @@ from luna_mega.convert import convert_checkpoint
 from luna_mega.convert.exporter import export_checkpoint
 from luna_mega.convert.formats.registry import find_format
 from luna_mega.convert.plan import Target
-from luna_mega.convert.reader import read_checkpoint
+from luna_mega.convert.safe_load.reader import read_checkpoint
 from luna_mega.inspection.verify import compare
 from tests.convert import exports
 from tests.convert.exports import edit, fails, identical, read

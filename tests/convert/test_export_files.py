@@ -8,7 +8,7 @@ from luna_mega import LunaConfig, LunaForMaskedLM, LunaForSequenceClassification
 from luna_mega.cli import main
 from luna_mega.convert import ConversionError, convert_checkpoint, exporter as export
 from luna_mega.convert.exporter import export_checkpoint
-from luna_mega.convert.reader import read_checkpoint
+from luna_mega.convert.safe_load.reader import read_checkpoint
 from tests.convert.exports import edit, fails
 
 

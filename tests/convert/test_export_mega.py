@@ -7,7 +7,7 @@ import luna_mega
 from luna_mega import MegaConfig, MegaForSequenceClassification, MegaForSequencePairClassification
 from luna_mega.convert import convert_checkpoint
 from luna_mega.convert.exporter import export_checkpoint
-from luna_mega.convert.reader import read_checkpoint
+from luna_mega.convert.safe_load.reader import read_checkpoint
 from luna_mega.inspection.verify import compare
 from tests.convert import exports
 from tests.convert.exports import cannot_express, edit, fails, identical

@@ -8,7 +8,7 @@ from transformers import AutoModelForMaskedLM, AutoModelForMultipleChoice, AutoM
 
 from luna_mega import LunaForSequencePairClassification
 from luna_mega.cli import main
-from luna_mega.convert.reader import read_checkpoint
+from luna_mega.convert.safe_load.reader import read_checkpoint
 
 CLASSES = {
     "LunaForMaskedLM": AutoModelForMaskedLM,

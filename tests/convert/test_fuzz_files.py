@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from luna_mega.convert import ConversionError, convert_checkpoint
 from luna_mega.convert.importer import _understand
-from luna_mega.convert.reader import read_checkpoint
+from luna_mega.convert.safe_load.reader import read_checkpoint
 from luna_mega.convert.tensors import convert_tensors
 from tests.convert import luna, mega, megalodon
 from tests.convert.test_hostile import save

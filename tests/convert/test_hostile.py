@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from luna_mega.convert import ConversionError, convert_checkpoint
-from luna_mega.convert.reader import read_checkpoint
+from luna_mega.convert.safe_load.reader import read_checkpoint
 from tests.convert import megalodon
 
 BIAS, WEIGHT = "encoder.lm_head.bias", "encoder.lm_head.dense.weight"

@@ -13,7 +13,7 @@ from luna_mega.convert.argmap import Arg, build_config, fixed, never, read_field
 from luna_mega.convert.formats import Format, Revision, register_format, registered_formats, registry
 from luna_mega.convert.keymap import KeyMap, Row
 from luna_mega.convert.plan import Plan
-from luna_mega.convert.reader import read_checkpoint
+from luna_mega.convert.safe_load.reader import read_checkpoint
 from luna_mega.inspection.info import describe
 from luna_mega.inspection.verify import compare
 from tests.convert.mega import FIELDS

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from luna_mega.convert import ConversionError, convert_checkpoint
-from luna_mega.convert.reader import read_checkpoint
+from luna_mega.convert.safe_load.reader import read_checkpoint
 from luna_mega.inspection.info import describe
 
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification
 
 from luna_mega import MegaForSequencePairClassification
 from luna_mega.cli import main
-from luna_mega.convert.reader import read_checkpoint
+from luna_mega.convert.safe_load.reader import read_checkpoint
 
 CASES = [
     "11_lra_text_cls_prenorm_chunk",

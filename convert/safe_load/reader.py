@@ -17,10 +17,10 @@ from typing import Any
 import numpy
 import torch
 
-from luna_mega.convert.checksums import Checksums, read_checksums
-from luna_mega.convert.pickles import RefusedPickle, check_legacy_pickles, check_zip_pickle
-from luna_mega.convert.plain import plain_args
-from luna_mega.convert.storages import check_bytes, check_storages, is_dense
+from luna_mega.convert.safe_load.checksums import Checksums, read_checksums
+from luna_mega.convert.safe_load.pickles import RefusedPickle, check_legacy_pickles, check_zip_pickle
+from luna_mega.convert.safe_load.plain import plain_args
+from luna_mega.convert.safe_load.storages import check_bytes, check_storages, is_dense
 from luna_mega.errors import ConversionError, shown
 from luna_mega.escaping import is_utf8
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy
 import torch
 
-from luna_mega.convert.pickles import DEEPEST, MOST_VALUES
-from luna_mega.convert.storages import is_dense
+from luna_mega.convert.safe_load.pickles import DEEPEST, MOST_VALUES
+from luna_mega.convert.safe_load.storages import is_dense
 from luna_mega.errors import ConversionError
 
 _CHARACTERS_OF_A_VALUE = 100  # a text counts as one value for so many characters
