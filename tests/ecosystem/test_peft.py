@@ -10,6 +10,7 @@ from tests.modeling import luna, mega, megalodon_decoders
 from tests.modeling.decoders import PLAIN, make_plain
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
+other = pytest.importorskip("peft.utils.other", reason="peft is not installed")
 
 FAMILIES = {"luna": luna, "mega": mega, "megalodon": megalodon_decoders}
 # The linear layers, as docs/peft.md names them. A causal Luna packs keys alone; a decoder of Mega also has `k_proj`.
@@ -96,6 +97,32 @@ def test_lora_on_every_linear_layer(family, name, tmp_path):
     heads = {"ForTokenClassification": ["classifier"], "ForQuestionAnswering": ["qa_outputs"]}
     config = lora(family, target_modules="all-linear", task_type=TASKS.get(name), exclude_modules=heads.get(name))
     check(make(family, name), make(family, name), config, batch(name), tmp_path)
+
+
+TIED = [case for case in CASES if case[0] != "megalodon" and case[1] in ("ForMaskedLM", "ForCausalLM")]
+TIED += [("luna", "ForConditionalGeneration"), ("mega", "ForConditionalGeneration")]
+
+
+@pytest.mark.parametrize(("family", "name"), TIED)
+def test_adapters_of_embeddings_are_merged_exactly_into_untied_weights(family, name):
+    """docs/peft.md: while the weights are tied, PEFT merges an adapter of one into both."""
+    inputs, differences = {key: x for key, x in batch(name).items() if key != "labels"}, []
+    if name == "ForConditionalGeneration":
+        inputs["decoder_input_ids"] = inputs["input_ids"]
+    for tied in (True, False):
+        model = make(family, name)
+        assert other._get_module_names_tied_with_embedding(model)  # in the form that PEFT looks for
+        if not tied:
+            for key in model.all_tied_weights_keys:
+                key = key.removesuffix(".weight")
+                model.set_submodule(key, copy.deepcopy(model.get_submodule(key)))
+            model.config.tie_word_embeddings = False
+        output = model.get_output_embeddings()
+        (target,) = (key for key, module in model.named_modules() if module is output)
+        model = adapt(model, lora(family, target_modules=[target, "word_embeddings"]))
+        expected = logits(model, inputs)
+        differences.append((logits(model.merge_and_unload(), inputs) - expected).abs().max())
+    assert differences[0] > 1e-3 and differences[1] < 1e-7
 
 
 @pytest.mark.parametrize("method", ["names", "DoRA", "IA3", "modules_to_save", "target_parameters"])
