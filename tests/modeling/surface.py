@@ -1,0 +1,202 @@
+"""Public surface of the models as tables in `surface.json`; `python -m tests.modeling.surface` writes them.
+
+The tables record what a change of the code inside the models must preserve: signatures, configuration fields, weights
+and their initialization, outputs in every layout, and the path of a dense forward pass.
+"""
+
+import gc
+import hashlib
+import inspect
+import json
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+import luna_mega
+
+from . import decoders, luna, mega, megalodon_decoders
+
+TABLES = Path(__file__).with_name("surface.json")
+ROOT = Path(__file__).parents[2]
+LENGTHS = [9, 1, 14, 6]
+ENCODERS = {f"luna: {name}": (luna, fields) for name, fields in luna.VARIANTS.items()}
+ENCODERS |= {f"mega: {name}": (mega, fields) for name, fields in mega.VARIANTS.items()}
+HEADS = {f"luna: {head}": (luna, head) for head in luna.HEADS} | {f"mega: {head}": (mega, head) for head in luna.HEADS}
+PATHS = {
+    "LunaForMaskedLM": lambda: luna.make("ForMaskedLM"),
+    "MegaForMaskedLM": lambda: mega.make("ForMaskedLM"),
+    "MegalodonForCausalLM": lambda: megalodon_decoders.make(dtype=torch.float32, vocab_size=40),
+}
+
+
+def signatures():
+    """Return the parameters of every public `forward`, with the cache under its name before transformers 5.24."""
+    table = {}
+    for name in sorted(luna_mega.__all__):
+        cls = getattr(luna_mega, name)
+        if isinstance(cls, type) and issubclass(cls, nn.Module):
+            parameters = list(inspect.signature(cls.forward).parameters.values())[1:]
+            texts = [str(x.replace(annotation=inspect.Parameter.empty)) for x in parameters]
+            table[name] = " ".join("past_key_values=None" if text == "cache=None" else text for text in texts)
+    return table
+
+
+def configurations():
+    """Return the fields of every public configuration, without those of every transformers configuration."""
+    names = [name for name in sorted(luna_mega.__all__) if name.endswith("Config")]
+    return {name: " ".join(sorted(set(getattr(luna_mega, name)().to_dict()) - _base_fields())) for name in names}
+
+
+def _base_fields():
+    return set(PreTrainedConfig().to_dict()) | {"transformers_version"}
+
+
+def weights():
+    """Return number, digest of names and shapes, and the sum of magnitudes of the initial weights of every class."""
+    table = {}
+    for name, (family, head) in HEADS.items():
+        table[name] = _weights(family.HEADS[head], family.tiny_config())
+    for name in decoders.DECODERS:
+        model = decoders.make(name)
+        table[name] = _weights(type(model), model.config)
+    return table
+
+
+def _weights(model_class, config):
+    torch.manual_seed(0)
+    state = model_class(config).state_dict()
+    names = "\n".join(f"{name} {list(tensor.shape)}" for name, tensor in state.items())
+    return [len(state), hashlib.sha256(names.encode()).hexdigest()[:12], sum(_numbers(state.values()))]
+
+
+def _numbers(tensors):
+    return [float(f"{x.detach().double().abs().sum():.9g}") for x in tensors]
+
+
+def outputs():
+    """Return the magnitudes of results and gradients of every model in every layout."""
+    return {name: {key: _numbers(tensors) for key, tensors in layouts.items()} for name, layouts in results()}
+
+
+def results():
+    """Yield names and the tensors of results and gradients by layout, in float64."""
+    for name, (family, fields) in ENCODERS.items():
+        yield name, {key: _encode(family.make("ForMaskedLM", **fields), *call) for key, call in _layouts().items()}
+    for name, (family, head) in HEADS.items():
+        yield name, {side: _apply_head(family.make(head), head, side) for side in ("left", "right")}
+    for name in decoders.DECODERS:
+        yield name, _decode(name)
+
+
+def _layouts():
+    """Return the inputs of an encoder and fields of its configuration by layout."""
+    padded = {side: luna.tokens(LENGTHS, side) for side in ("left", "right")}
+    flat = torch.cat([luna.tokens([length])["input_ids"][0] for length in LENGTHS])[None]
+    bounds = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+    return {
+        "dense": (luna.tokens([9, 9]), {}),
+        **{side: (inputs, {}) for side, inputs in padded.items()},
+        "padding-free": ({"input_ids": flat, "cu_seq_lens_q": bounds, "max_length_q": max(LENGTHS)}, {}),
+        "unpadded": (padded["left"], {"unpad_inputs": True}),
+        "eager": (padded["right"], {"_attn_implementation": "eager"}),
+    }
+
+
+def _encode(model, inputs, fields):
+    model = model.double()
+    for name, value in fields.items():
+        setattr(model.config, name, value)
+    kept = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
+    logits = model(**inputs).logits
+    logits[kept].sin().sum().backward()
+    return [logits[kept], *_gradients(model)]
+
+
+def _gradients(model):
+    return [torch.cat([x.grad.flatten() for x in model.parameters() if x.grad is not None])]
+
+
+def _apply_head(model, head, side):
+    model, inputs = model.double(), luna.head_inputs(head, LENGTHS, side)
+    output = model(**inputs, **luna.labels(head, inputs))
+    loss = output.loss if head != "Model" else luna.results(head, output, inputs["attention_mask"])[0].sin().sum()
+    loss.backward()
+    return [loss, *luna.results(head, output, inputs["attention_mask"]), *_gradients(model)]
+
+
+def _decode(name):
+    table = {}
+    for side in ("left", "right"):
+        model = decoders.make(name)
+        ids, mask = decoders.padded([7, 2, 9], 9, side)
+        given = decoders.source(model, 3, side)
+        logits = model(**given, **decoders.target(model, ids, mask), use_cache=False).logits
+        logits[mask.bool()].sin().sum().backward()
+        table[side] = [logits[mask.bool()], *_gradients(model)]
+    model.zero_grad()
+    ids, mask = decoders.padded([9, 9, 9], 9, "left")
+    past, steps = None, []
+    with torch.no_grad():
+        for part in ids.split([4, 1, 1, 3], dim=1):
+            output = model(**given, **decoders.target(model, part), past_key_values=past, use_cache=True)
+            past = output.past_key_values
+            steps.append(output.logits)
+    return table | {"cache": steps}
+
+
+def paths():
+    """Return files and functions of `modeling_*` in a dense forward pass, and the live `[B, T, d]` tensors in it.
+
+    Functions are counted without comprehensions, which are functions before Python 3.12.
+    """
+    return {name: _trace(make()) for name, make in PATHS.items()}
+
+
+def _trace(model):
+    inputs, options = luna.tokens([13, 11]), {"use_cache": False} if model.config.is_decoder else {}
+    functions, live = [], []
+
+    def record(frame, event, _):
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(f"{ROOT}/modeling_") and "<" not in code.co_name:
+            functions.append((Path(code.co_filename).name, code.co_qualname))
+
+    with torch.no_grad():
+        model(**inputs, **options)
+        sys.setprofile(record)
+        try:
+            model(**inputs, **options)
+        finally:
+            sys.setprofile(None)
+        stack = next(x for x in model.modules() if isinstance(x, nn.ModuleList) and len(x) == 2)
+        stack[-1].register_forward_pre_hook(lambda *_: live.append(_count_live(model.config.hidden_size)))
+        model(**inputs, **options)
+    files = sorted({file for file, _ in functions})
+    return {"files": " ".join(files), "functions": len(set(functions)), "calls": len(functions), "live": live[0]}
+
+
+def _count_live(width):
+    """Return the number of tensors `[B, T, d]` of the inputs of `_trace` that are alive."""
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if type(x) is torch.Tensor and x.shape == (2, 13, width)]
+    return len({x.data_ptr() for x in tensors})
+
+
+def build():
+    """Return all tables."""
+    return {x.__name__: x() for x in (signatures, configurations, weights, outputs, paths)}
+
+
+def _one_line_each(tables):
+    texts = []
+    for name, table in tables.items():
+        rows = (f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in table.items())
+        texts.append(f" {json.dumps(name)}: {{\n" + ",\n".join(rows) + "\n }")
+    return "{\n" + ",\n".join(texts) + "\n}\n"
+
+
+if __name__ == "__main__":
+    TABLES.write_text(_one_line_each(build()), encoding="utf-8")
