@@ -11,7 +11,7 @@ DTYPE ?= float32
 # Named after the constraints, so that changing them in the same environment installs again.
 INSTALLED := $(VENV)/.installed-$(notdir $(CONSTRAINTS))
 
-.PHONY: help demo parity parity-released test test-slow test-newest test-ecosystem test-serving docs style typing audit bench clean
+.PHONY: help demo parity parity-released test test-slow test-newest test-ecosystem test-serving docs style typing audit bench gpu clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -84,6 +84,15 @@ audit: $(INSTALLED) ## report known vulnerabilities of the installed packages
 
 bench: $(INSTALLED) ## measure the ops, on a GPU where there is one (DTYPE=bfloat16)
 	$(VENV)/bin/python benchmarks/run.py --dtype $(DTYPE)
+
+# Of the registry of benchmarks/run.py.
+GPU_CASES := luna_attention luna_causal_attention damped_ema gated_attention mega_layer base_model
+GPU_OPTIONS ?= --dtype bfloat16
+gpu: ## check the kernels on a GPU and measure them with the installed python3 (10 minutes); tables in outputs/gpu
+	mkdir -p outputs/gpu
+	PYTHONPATH=. python3 -m pytest -q -p no:cacheprovider -m gpu tests/kernels/test_gpu.py; status=$$?; \
+	    PYTHONPATH=. python3 benchmarks/run.py $(GPU_CASES) $(GPU_OPTIONS) --output outputs/gpu && \
+	    PYTHONPATH=. python3 benchmarks/decoding.py --contexts 512 --batches 1 | tee outputs/gpu/decoding.md && exit $$status
 
 clean: ## remove the environments and what was built
 	rm -rf $(VENV) .venv-oldest .venv-newest .venv-ecosystem .venv-serving .venv-docs build dist *.egg-info .pytest_cache .ruff_cache

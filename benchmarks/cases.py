@@ -18,11 +18,10 @@ from baselines import (
     original_mega_layer,
     sdpa_luna_attention,
 )
-from megalodon_port import port_block
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import RobertaConfig, RobertaModel
 
-from luna_mega import LunaConfig, LunaModel, MegaConfig, MegalodonConfig, MegaModel
+from luna_mega import LunaConfig, LunaModel, MegaConfig, MegaModel
 from luna_mega.kernels.api import (
     complex_ema,
     damped_ema,
@@ -34,11 +33,6 @@ from luna_mega.kernels.api import (
 )
 from luna_mega.modeling_common.layout import DENSE
 from luna_mega.modeling_mega.modeling_mega import MegaGatedAttention, MegaPreTrainedModel
-from luna_mega.modeling_megalodon.modeling_megalodon import (
-    MegalodonBlock,
-    MegalodonPreTrainedModel,
-    MegalodonRotary,
-)
 
 Size = dict[str, int | str]
 
@@ -194,21 +188,6 @@ def _mega_layer(run, device, dtype, n, function, chunk, d=512, values=1024, shar
     layer = layer.to(device, dtype)
     x = torch.randn(b, n, d, generator=torch.Generator().manual_seed(0)).to(device, dtype).requires_grad_()
     return Work(lambda: (run(layer, x),), [x, *layer.parameters()])
-
-
-def _megalodon_block(run, device, dtype, n, chunk=512, d=512, values=1024, shared=128, heads=1, b=1):
-    """Time one block with random scales and shifts, which begin as 0; `run` takes block, rotation and input."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": d, "value_size": values, "intermediate_size": 1344, "shared_representation_size": shared}
-    config = MegalodonConfig(chunk_size=chunk, num_attention_heads=heads, **sizes)
-    block, rope = MegalodonBlock(config, 0), MegalodonRotary(config)
-    block.apply(MegalodonPreTrainedModel(config)._init_weights)
-    with torch.no_grad():
-        for parameter in block.parameters():
-            parameter += 0.02 * torch.randn_like(parameter)
-    block, rope = block.to(device, dtype), rope.to(device, dtype)
-    x = torch.randn(b, n, d, generator=torch.Generator().manual_seed(0)).to(device, dtype).requires_grad_()
-    return Work(lambda: (run(block, rope, x),), [x, *block.parameters()])
 
 
 def _model(make, device, dtype, n, b=1, within=nullcontext):
@@ -474,18 +453,6 @@ CASES = {
             gpu=({"n": 4096, "b": 8, "function": "laplace", "chunk": 128},),
             gpu_variants={"torch": partial(_mega_layer, _by_torch(lambda layer, x: layer(x, DENSE)[0]))},
             compiled={"original_compiled": partial(_mega_layer, _compiled(original_mega_layer))},
-        ),
-        Case(
-            "megalodon_block",
-            {
-                "luna_mega": partial(_megalodon_block, lambda block, rope, x: block(x, DENSE, rope(x, DENSE, None))),
-                "port": partial(_megalodon_block, port_block),
-            },
-            sizes=tuple({"n": n} for n in (2048, 8192)),
-            quick=({"n": 1024},),
-            repeats=3,
-            passes={name: name for name in ("forward", "both")},
-            parity=({"n": 50, "chunk": 16, "shared": 64, "heads": 2}, {"n": 13, "chunk": 16}),
         ),
         Case(
             "base_model",

@@ -1,17 +1,17 @@
-"""Decoding: milliseconds a step of Mega, Megalodon, its PyTorch port, Luna, Llama and GPT-2 of equal size.
+"""Milliseconds per decoding step of Mega, Megalodon, Luna, Llama and GPT-2 of equal size.
 
     OMP_NUM_THREADS=1 python benchmarks/decoding.py [--contexts 128 512 4096 16384] [--batches 1 8 beams] [--json FILE]
     OMP_NUM_THREADS=1 python benchmarks/decoding.py --compile --contexts 512 --batches 1
 
 The floor of a step is the time to read all weights of its matrix products and the state once, at the rate at which
-products of these matrices and a vector read them in the same run. `beams` are 4 sequences whose caches change places
-before every step. The steps of all models take turns; a figure is the median.
+matrix-vector products with these weights read them in the same run. `beams` means 4 sequences whose caches are
+reordered before every step. The models take turns, and the median is printed.
 
-Caches of Llama and GPT-2 are filled with random keys and values. The others are filled by a prompt of at most 1,024
-tokens, from where on they keep their size; it ends in the middle of a chunk of Mega and Megalodon, whose keys are on
-average half of them in use. Parameters are counted without tables of positions, which grow with the context. With
-`--compile` the steps are those of `torch.compile`, which needs a C++ compiler on a CPU; the seconds of the first three,
-in which it compiles, are printed.
+Caches of Llama and GPT-2 are filled with random keys and values. The caches of the other models have a constant size
+after a prompt of at most 1,024 tokens. The prompt ends in the middle of a chunk of Mega and Megalodon, because half of
+the chunk is in use on average. Parameters exclude position tables, which grow with the context. With `--compile`, steps
+use `torch.compile`, which needs a C++ compiler on a CPU; the seconds of the first three steps are printed, in which it
+compiles.
 """
 
 import argparse
@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable
 
 import torch
-from megalodon_port import MegalodonPort
 from torch import nn
 from transformers import (
     DynamicCache,
@@ -63,11 +62,6 @@ def megalodon(inner: int, longest: int) -> PreTrainedModel:
     return MegalodonForCausalLM(MegalodonConfig(vocab_size=VOCABULARY, tie_word_embeddings=True, **sizes))
 
 
-def megalodon_port(inner: int, longest: int) -> MegalodonPort:
-    """Return the same Megalodon with the operations of the PyTorch port."""
-    return MegalodonPort(megalodon(inner, longest))
-
-
 def luna(inner: int, longest: int) -> PreTrainedModel:
     """Return Luna with a P of 32 rows."""
     sizes = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
@@ -92,7 +86,6 @@ def gpt2(inner: int, longest: int) -> PreTrainedModel:
 MODELS = {
     "mega": (mega, 1024),
     "megalodon": (megalodon, 1344),
-    "megalodon_port": (megalodon_port, 1344),
     "luna": (luna, 2048),
     "llama": (llama, 1472),
     "gpt2": (gpt2, 2176),
@@ -132,10 +125,13 @@ def state_bytes(past) -> int:
 
 
 def clock(run: Callable[[], object]) -> float:
-    """Return the seconds of a call; with one thread those on its core, which other processes do not lengthen."""
-    now = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    """Return the seconds of a call: processor time with one CPU thread, else wall time, on a GPU until it is idle."""
+    on_gpu = torch.cuda.is_initialized()
+    now = time.process_time if torch.get_num_threads() == 1 and not on_gpu else time.perf_counter
     start = now()
     run()
+    if on_gpu:
+        torch.cuda.synchronize()
     return now() - start
 
 
@@ -195,10 +191,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--compile", action="store_true", help="measure steps of torch.compile")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--json", type=argparse.FileType("w"))
     options = parser.parse_args(arguments)
     logging.set_verbosity_error()
     torch.manual_seed(0)
+    if options.device == "cuda":
+        torch.set_default_device("cuda")
     longest = max(*options.contexts, LONGEST_PROMPT) + CHUNK + options.rounds + 4
     models = {name: build(inner, longest).eval() for name, (build, inner) in MODELS.items() if name in options.models}
     sizes = {name: parameters(model) for name, model in models.items()}

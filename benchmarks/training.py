@@ -1,4 +1,4 @@
-"""Training: tokens a second of Mega, Megalodon, its PyTorch port, Luna, Llama and GPT-2 of equal size.
+"""Training: tokens per second of Mega, Megalodon, Luna, Llama and GPT-2 of equal size.
 
     OMP_NUM_THREADS=1 python benchmarks/training.py [--lengths 512 4096] [--dtype bfloat16]
     OMP_NUM_THREADS=1 python benchmarks/training.py --memory [--lengths 512 4096]

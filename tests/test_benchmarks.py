@@ -134,28 +134,6 @@ def test_relative_speed_and_memory(runner):
     assert "| transformer_eager | 3.2 | 1.00x | more than 90 s |" in sdpa
 
 
-@torch.no_grad()
-def test_the_port_of_megalodon_computes_what_ours_does(import_benchmark):
-    """Logits and loss agree, in one call and in several with a cache that cross chunks; beams change places."""
-    from luna_mega import MegalodonConfig, MegalodonForCausalLM
-
-    sizes = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "value_size": 64}
-    sizes |= {"shared_representation_size": 16, "intermediate_size": 64, "ema_projection_size": 4}
-    ours = MegalodonForCausalLM(MegalodonConfig(norm_num_groups=4, chunk_size=16, **sizes)).eval()
-    port = import_benchmark("megalodon_port").MegalodonPort(ours)
-    ids = torch.randint(1, 50, (3, 50), generator=torch.Generator().manual_seed(0))
-    expected, whole = ours(ids, labels=ids), port(ids, labels=ids)
-    torch.testing.assert_close(whole.logits, expected.logits, atol=2e-5, rtol=1e-5)
-    torch.testing.assert_close(whole.loss, expected.loss)
-    past, logits = None, []
-    for part in ids.split([20, 1, 1, 9, 1, 18], 1):
-        output = port(part, past_key_values=past, use_cache=True)
-        past = output.past_key_values
-        past.reorder_cache(torch.arange(3))
-        logits.append(output.logits)
-    torch.testing.assert_close(torch.cat(logits, 1), expected.logits, atol=2e-5, rtol=1e-5)
-
-
 @pytest.mark.slow
 def test_every_parity_holds(runner):
     from measure import agree

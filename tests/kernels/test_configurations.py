@@ -101,7 +101,7 @@ def test_it_is_opt_in(choice, monkeypatch):
 
 
 def test_a_choice_that_is_made_elsewhere(choice):
-    """`benchmarks/gpu_report.py` compares configurations in place of the choice."""
+    """`choosing` replaces the choice of a configuration."""
     seen = []
 
     def last(kernel, key, configurations, run):

@@ -1,8 +1,8 @@
-"""Calls of every kernel, whose outputs and gradients are compared with those of the reference in float64.
+"""Calls of every kernel for the checks on a GPU. Outputs and gradients are compared with the reference in float64.
 
-    compute-sanitizer --tool memcheck python benchmarks/gpu/calls.py
+    PYTHONPATH=. compute-sanitizer --tool memcheck python tests/kernels/calls.py
 
-runs each of them once on the GPU, at tiny sizes.
+runs each call once on the GPU, with few tokens.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ import torch
 from luna_mega.kernels import api
 
 # Tensors that are never narrower than float32.
-WIDE = {"bias", "state", "key_mean", "value_mean"}
+WIDE = {"bias", "state", "key_mean", "value_mean", "mean", "variance"}
 
 
 class Call(NamedTuple):
@@ -27,18 +27,22 @@ class Call(NamedTuple):
 
 def calls(n: int, toy: bool) -> Iterator[tuple[str, Callable[[], Call]]]:
     """Yield (name, function that makes the call) of all calls at length n."""
-    for options in ({"masked": True, "tied": True}, {"ragged": True}, {"size": 128, "tied": True}):
+    for options in ({"masked": True, "tied": True}, {"padding_free": True}, {"size": 128, "tied": True}):
         yield f"luna_attention {_words(options)}", partial(_luna, n, toy, **options)
     for options in ({"masked": True, "stateful": True}, {"rows": 80}, {"rows": 40, "activation": "elu"}):
         yield f"luna_causal_attention {_words(options)}", partial(_causal, n, toy, **options)
-    for options in ({"stateful": True}, {"directions": 2, "masked": True}, {"ragged": True}):
+    for options in ({"stateful": True}, {"directions": 2, "masked": True}, {"padding_free": True}):
         yield f"damped_ema {_words(options)}", partial(_ema, n, toy, **options)
     for options in (
         {"function": "softmax", "masked": True},
         {"function": "laplace", "chunk": 64, "causal": True},
-        {"function": "relu2", "chunk": 64, "ragged": True},
+        {"function": "relu2", "chunk": 64, "padding_free": True},
     ):
         yield f"gated_attention {_words(options)}", partial(_gated, n, toy, **options)
+    for options in ({"stateful": True}, {"masked": True}, {"padding_free": True}):
+        yield f"complex_ema {_words(options)}", partial(_complex_ema, n, toy, **options)
+    for options in ({"stateful": True}, {"masked": True}):
+        yield f"timestep_norm {_words(options)}", partial(_norm, n, toy, **options)
     yield "luna_causal_attention_step", partial(_causal_step, toy)
     yield "damped_ema_step", partial(_ema_step, toy)
     yield "gated_attention_step", partial(_gated_step, n, toy)
@@ -84,17 +88,17 @@ def _bounds(n, device):
     return torch.tensor([0, n // 3, n], dtype=torch.int32, device=device), n - n // 3
 
 
-def _luna(n, toy, size=64, masked=False, tied=False, ragged=False):
-    batch, heads, rows = (1, 1, 8) if toy else (1 if ragged else 2, 3, 40)
+def _luna(n, toy, size=64, masked=False, tied=False, padding_free=False):
+    batch, heads, rows = (1, 1, 8) if toy else (1 if padding_free else 2, 3, 40)
     size = 16 if toy else size
     shapes = {"query": n, "pack_query": rows, "context": n} | ({} if tied else {"value": n})
     leaves = _randoms(**{name: (batch, length, heads, size) for name, length in shapes.items()})
 
     def run(query, pack_query, context, value=None, backend=None):
         value, options = context if value is None else value, {"backend": backend}
-        if ragged:
+        if padding_free:
             options["cu_seqlens"], options["max_seqlen"] = _bounds(n, query.device)
-        if ragged:
+        if padding_free:
             pack_query = pack_query.expand(2, -1, -1, -1)
         mask = _mask(batch, n, query.device) if masked else None
         packed = api.luna_pack(pack_query, context, value, mask, **options)
@@ -133,14 +137,14 @@ def _parameters(channels, directions):
     return leaves | {name: (0.5 * leaves[name]).bfloat16().double() for name in names[:2]}
 
 
-def _ema(n, toy, directions=1, masked=False, stateful=False, ragged=False):
-    batch, channels = (1, 16) if toy else (1 if ragged else 2, 96)
+def _ema(n, toy, directions=1, masked=False, stateful=False, padding_free=False):
+    batch, channels = (1, 16) if toy else (1 if padding_free else 2, 96)
     leaves = _randoms(x=(batch, n, channels)) | _parameters(channels, directions)
     leaves |= _randoms(state=(batch, channels, 16)) if stateful else {}
 
     def run(x, state=None, backend=None, **parameters):
         options = {"mask": _mask(batch, n, x.device) if masked else None, "backend": backend}
-        if ragged:
+        if padding_free:
             options["cu_seqlens"], options["max_seqlen"] = _bounds(n, x.device)
         result = api.damped_ema(x, **parameters, initial_state=state, return_state=stateful, **options)
         return result if stateful else (result,)
@@ -148,8 +152,44 @@ def _ema(n, toy, directions=1, masked=False, stateful=False, ragged=False):
     return Call(leaves, run)
 
 
-def _gated(n, toy, function, chunk=None, causal=False, masked=False, ragged=False):
-    batch, shared, values = (1, 16, 32) if toy else (1 if ragged else 2, 64, 192)
+def _complex_ema(n, toy, masked=False, stateful=False, padding_free=False):
+    batch, channels = (1, 16) if toy else (1 if padding_free else 2, 96)
+    names = ("input_logit", "damping_logit")
+    leaves = _randoms(x=(batch, n, channels), **dict.fromkeys(names, (channels, 16)), phase_logit=(channels,))
+    leaves |= _randoms(projection=(channels, 16, 2), skip=(channels,))
+    leaves |= {name: (0.5 * leaves[name]).bfloat16().double() for name in names}
+    leaves |= _randoms(state=(batch, channels, 16, 2)) if stateful else {}
+
+    def run(x, state=None, backend=None, **parameters):
+        options = {"mask": _mask(batch, n, x.device) if masked else None, "backend": backend}
+        if padding_free:
+            options["cu_seqlens"], options["max_seqlen"] = _bounds(n, x.device)
+        result = api.complex_ema(x, **parameters, initial_state=state, return_state=stateful, **options)
+        return result if stateful else (result,)
+
+    return Call(leaves, run)
+
+
+def _norm(n, toy, masked=False, stateful=False):
+    batch, channels, groups = (1, 16, 2) if toy else (2, 96, 8)
+    leaves = _randoms(x=(batch, n, channels), weight=(channels,), bias=(channels,))
+    if stateful:
+        leaves |= _randoms(mean=(batch, groups), variance=(batch, groups))
+        leaves["variance"] = leaves["variance"].abs()
+
+    def run(x, weight, bias, mean=None, variance=None, backend=None):
+        options = {"mask": _mask(batch, n, x.device) if masked else None, "backend": backend}
+        if stateful:
+            count = torch.full((batch,), 7, device=x.device)
+            options |= {"initial_state": api.TimestepNormState(count, mean, variance)}
+        output, state = api.timestep_norm(x, groups, weight, bias, return_state=True, **options)
+        return output, state.mean, state.variance
+
+    return Call(leaves, run)
+
+
+def _gated(n, toy, function, chunk=None, causal=False, masked=False, padding_free=False):
+    batch, shared, values = (1, 16, 32) if toy else (1 if padding_free else 2, 64, 192)
     positions = n if chunk is None else chunk
     leaves = _randoms(query=(batch, n, shared), key=(batch, n, shared), value=(batch, n, values))
     # Scores of Mega are small: its queries and keys are scaled by parameters that begin near zero.
@@ -158,7 +198,7 @@ def _gated(n, toy, function, chunk=None, causal=False, masked=False, ragged=Fals
 
     def run(query, key, value, bias, backend=None):
         options = {"mask": _mask(batch, n, query.device) if masked else None, "backend": backend}
-        if ragged:
+        if padding_free:
             options["cu_seqlens"], options["max_seqlen"] = _bounds(n, query.device)
         options |= {"function": function, "causal": causal, "chunk_size": chunk}
         return (api.gated_attention(query, key, value, bias, **options),)
