@@ -3,13 +3,16 @@
 from functools import wraps
 
 import torch
+from transformers.cache_utils import Cache
 from transformers.generation import GenerationConfig, GenerationMixin
-from transformers.utils import ModelOutput
+from transformers.utils import ModelOutput, logging
 
 from luna_mega.compat import CACHE_NAME, accept_cache_names
 from luna_mega.modeling_common.cache import check_class, new_cache
 from luna_mega.modeling_common.masks import drop_if_full, find_mask, read_mask
 from luna_mega.modeling_common.outputs import generated
+
+logger = logging.get_logger(__name__)
 
 
 class StateGenerationMixin(GenerationMixin):
@@ -25,10 +28,7 @@ class StateGenerationMixin(GenerationMixin):
         return generated(output) if isinstance(output, ModelOutput) else output
 
     def _prepare_model_inputs(self, *args, **kwargs):
-        """Refuse prompts or sources without a position, and caches of other classes; find the padding of sources.
-
-        transformers does not look for that.
-        """
+        """Check prompts or sources, mask and cache, which transformers does not; find padding in sources."""
         inputs, name, model_kwargs = super()._prepare_model_inputs(*args, **kwargs)
         check_class(self, model_kwargs.get(CACHE_NAME))
         if inputs.shape[1] == 0:
@@ -36,11 +36,27 @@ class StateGenerationMixin(GenerationMixin):
             if not self.config.is_encoder_decoder:
                 way_out = "give each a token, or no input_ids to begin with bos_token_id"
             raise ValueError(f"the {self._inputs_name} have length 0: {way_out}")
-        if self.config.is_encoder_decoder and name == "input_ids":
+        if not self.config.is_encoder_decoder:
+            mask, past = model_kwargs.get("attention_mask"), model_kwargs.get(CACHE_NAME)
+            check_prompt(inputs, mask, past, "attention_mask", name)
+            self._warn_of_right_padding(inputs, mask)
+        elif name == "input_ids":
             known = (model_kwargs.get(key) for key in ("attention_mask", "encoder_outputs"))
             if all(value is None for value in known):
                 model_kwargs["attention_mask"] = drop_if_full(inputs != self.config.pad_token_id)
         return inputs, name, model_kwargs
+
+    def _warn_of_right_padding(self, inputs: torch.Tensor, mask: torch.Tensor | None):
+        """Warn of padding at the end of a prompt, in the cases in which transformers does not."""
+        if inputs.dim() == 2 and len(inputs) > 1 and not self.config.is_encoder_decoder:
+            return
+        if mask is None and inputs.dim() == 2:
+            mask = find_mask(inputs, self.get_decoder().config)
+        if mask is not None and not mask[:, -1].all():
+            logger.warning(
+                f"Right-padding was detected in the {self._prompts_name}, so that the first generated token follows a "
+                "padding token. For correct results, set `padding_side='left'` in the tokenizer."
+            )
 
     def _validate_generation_mode(self, generation_mode, generation_config: GenerationConfig, generation_mode_kwargs):
         """Refuse options that transformers would ignore here, or follow with wrong results."""
@@ -71,6 +87,10 @@ class StateGenerationMixin(GenerationMixin):
             for name, asked in (("guidance_scale", guided), ("prefill_chunk_size", chunked), ("token_healing", healed)):
                 if asked:
                     raise ValueError(f"{name} is for decoders without an encoder; leave the argument out")
+
+    @property
+    def _prompts_name(self) -> str:
+        return "targets" if self.config.is_encoder_decoder else "prompts"
 
     @property
     def _inputs_name(self) -> str:
@@ -118,21 +138,45 @@ class StateGenerationMixin(GenerationMixin):
     generate_batch = init_continuous_batching
 
 
+def check_prompt(
+    prompt: torch.Tensor, mask: torch.Tensor | None, past: Cache | None, mask_name: str, name: str | None
+) -> None:
+    """Raise `ValueError` for a prompt that the cache contains already, or a mask that does not fit to them.
+
+    As in transformers, a prompt `[B, T]` or `[B, T, d]` contains the cached text, unless it is tokens and the mask has
+    columns for the cached text and the prompt.
+    """
+    batch, length = prompt.shape[:2]
+    seen = 0 if past is None else past.get_seq_length()
+    if mask is not None and tuple(mask.shape) not in ((batch, length), (batch, seen + length)):
+        raise ValueError(
+            f"`{mask_name}` must have the shape {[batch, length]} of `{name}`"
+            + (f", or {[batch, seen + length]} with the {seen} positions of `{CACHE_NAME}`" if seen else "")
+            + f", got {list(mask.shape)}"
+        )
+    is_new = mask is not None and mask.shape[1] > length and prompt.dim() == 2
+    if seen >= length and not is_new:
+        raise ValueError(
+            f"`{CACHE_NAME}` contains {seen} positions already, and `{name}` has {length}; pass the cached text with "
+            f"new tokens after it, or new tokens with an `{mask_name}` of all positions, or no cache"
+        )
+
+
 class Seq2SeqGenerationMixin(StateGenerationMixin):
     """Generation of encoder-decoders."""
 
     def _prepare_decoder_input_ids_for_generation(self, *args, **kwargs):
-        """Refuse a target that the cache is ahead of. By its mask transformers sees what of it the cache has."""
+        """Check the target, its mask and the cache, and make the mask by which transformers finds the new tokens."""
+        given = kwargs.get("model_kwargs", {}).get("decoder_input_ids")
+        if given is not None and given.shape[1] == 0:
+            raise ValueError("`decoder_input_ids` has length 0; pass at least one token, or omit the argument")
         target, model_kwargs = super()._prepare_decoder_input_ids_for_generation(*args, **kwargs)
         if model_kwargs.get("decoder_attention_mask") is None:
             mask = find_mask(target, self.get_decoder().config)
             model_kwargs["decoder_attention_mask"] = torch.ones_like(target) if mask is None else mask.long()
-        past, length = model_kwargs.get(CACHE_NAME), model_kwargs["decoder_attention_mask"].shape[1]
-        if past is not None and (seen := past.get_seq_length()) >= length:
-            raise ValueError(
-                f"past_key_values has {seen} positions already, and the target {length}: pass a new cache, or "
-                "decoder_input_ids that go on from it"
-            )
+        mask, past = model_kwargs["decoder_attention_mask"], model_kwargs.get(CACHE_NAME)
+        check_prompt(target, mask, past, "decoder_attention_mask", "decoder_input_ids")
+        self._warn_of_right_padding(target, mask)
         return target, model_kwargs
 
     def _update_finished_beams(self, *, topk_log_probs, next_token_hits_stopping_criteria, early_stopping, **state):

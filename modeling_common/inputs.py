@@ -17,7 +17,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from luna_mega.kernels.context_parallel import ContextShard
 from luna_mega.modeling_common.cache import StateCache, begin_cache, split_cache
 from luna_mega.modeling_common.layout import DENSE, RAGGED_OPTIONS, TokenLayout, find_layout
-from luna_mega.modeling_common.masks import can_look, clean, drop_if_full, find_mask, is_sound, read_mask
+from luna_mega.modeling_common.masks import can_look, clean, drop_if_full, find_mask, is_program, is_sound, read_mask
 from luna_mega.modeling_common.pooling import without_first
 from luna_mega.modeling_common.sequence_parts import SharedParts
 
@@ -292,8 +292,11 @@ def _embed_tokens(
     a filled cache an `attention_mask` may cover all positions so far.
     """
     mask, given = attention_mask, next((x for x in (inputs_embeds, input_ids, input_values) if x is not None), None)
-    if mask is not None and target is not None and target.get_seq_length() and given is not None and given.dim() > 1:
-        mask = mask[:, -given.shape[1] :]
+    seen = 0 if target is None else target.get_seq_length()
+    if mask is not None and seen and given is not None and given.dim() > 1 and mask.dim() == 2:
+        length = given.shape[1]
+        if is_program() or mask.shape[1] == seen + length:  # in an exported program `seen` is a flag
+            mask = mask[:, -length:]
     mask = read_mask("attention_mask", mask)
     check_inputs(spec, input_ids, mask, inputs_embeds, input_values)
     mask = drop_if_full(mask)

@@ -99,6 +99,8 @@ class Seq2SeqBody(EncoderDecoder):
             raise ValueError(
                 "an encoder-decoder takes no position_ids, as they do not say of which side: leave the argument out"
             )
+        if options.get("encoder_hidden_states") is not None:
+            raise ValueError("an encoder-decoder has no `encoder_hidden_states`; pass them as `encoder_outputs`")
         if sum(target is not None for target in targets) != 1:
             raise ValueError("give exactly one of decoder_input_ids and decoder_inputs_embeds")
         if use_cache is None:

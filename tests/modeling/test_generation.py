@@ -172,11 +172,11 @@ def test_refusals(family, with_encoder):
         model.init_continuous_batching()
     given = {"input_ids": ids} | ({"decoder_input_ids": ids} if with_encoder else {})
     past = model(**given, use_cache=True).past_key_values
-    given |= {"decoder_input_ids": ids.repeat(1, 2)} if with_encoder else {}
+    given |= {"decoder_input_ids" if with_encoder else "input_ids": ids.repeat(1, 2)}
     with pytest.raises(ValueError, match="does not fit this model and batch|another source"):
         model.generate(**given, num_beams=2, past_key_values=past)
     if with_encoder:
-        with pytest.raises(ValueError, match="past_key_values has 5 positions already, and the target 1"):
+        with pytest.raises(ValueError, match="contains 5 positions already, and `decoder_input_ids` has 1;"):
             model.generate(ids, past_key_values=past)
 
 
