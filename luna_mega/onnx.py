@@ -19,6 +19,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, exporters
 from transformers.exporters.utils import decompose_for_generation
 
+from luna_mega.compat import CACHE_NAME, WRITES_EXPORT_FOLDERS
 from luna_mega.errors import ConversionError, install
 from luna_mega.hub.folder import ModelFolder, position_limit, read_folder
 from luna_mega.hub.output import check_new_file, check_output, complete_folder, publish, temporary_folder
@@ -125,7 +126,7 @@ def export_onnx(folder: str | Path, output: str | Path, opset: int | None = None
 def _check_installation() -> None:
     if missing := [name for name in _PACKAGES if find_spec(name) is None]:
         raise ConversionError(f"{', '.join(missing)} not installed; run {install('onnx')}")
-    if not hasattr(exporters, "ExportedModel"):
+    if not WRITES_EXPORT_FOLDERS:
         raise ConversionError(f"this version of transformers does not write export folders; run {install('onnx')}")
 
 
@@ -234,7 +235,7 @@ def _compare(
     if "encoder_outputs" in traced:
         traced["encoder_outputs"] = earlier["encoder"]
     if name == "decode":
-        traced["past_key_values"] = earlier["prefill"].past_key_values
+        traced[CACHE_NAME] = earlier["prefill"][CACHE_NAME]
     seconds, results = {}, {}
     for side, run, given in (("torch", model, inputs), ("onnxruntime", runner, traced)):
         seconds[side] = []

@@ -262,8 +262,8 @@ def begin_cache(owner: Any, past: Cache | None, use_cache: bool | None) -> Cache
     if past is None and use_cache:
         past = new_cache(owner)
     if past is not None and owner.training:
-        if owner.checkpointing or getattr(config, "layerdrop", 0):
-            again = owner.checkpointing
+        again = owner.checkpointing and torch.is_grad_enabled()
+        if again or getattr(config, "layerdrop", 0):
             reason = "gradient checkpointing runs a layer twice" if again else "layerdrop leaves layers out"
             raise ValueError(f"{reason}, and a cache needs each to run once: pass use_cache=False")
     return past

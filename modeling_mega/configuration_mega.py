@@ -127,7 +127,6 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
     model_type = "mega"
     decoder_fields = DECODER_FIELDS
     base_model_tp_plan = TP_PLAN
-    keys_to_ignore_at_inference = ["past_key_values"]
     attribute_map = {"d_model": "hidden_size", "max_position_embeddings": "max_positions"}
     base_model_fsdp_plan = {
         "embedding_layer.word_embeddings": "free_full_weight",

@@ -75,7 +75,6 @@ class MegalodonConfig(MegalodonPresets, SharedConfig, PreTrainedConfig):
     add_token_type_embeddings = False
     base_model_tp_plan = TP_PLAN
     base_model_fsdp_plan = {"embed_tokens": "free_full_weight", "layers.*": "free_full_weight"}
-    keys_to_ignore_at_inference = ["past_key_values"]
     attribute_map = {"d_model": "hidden_size", "attention_chunk": "chunk_size"}
 
     vocab_size: int = 32000

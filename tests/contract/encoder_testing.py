@@ -53,6 +53,10 @@ class EncoderTests(ModelTesterMixin, TrainingTesterMixin):
 
     fields = {}
 
+    @unittest.skip("an encoder raises `ValueError` for `use_cache=True`; see tests/modeling/test_cache_names.py")
+    def test_bc_cache_name_forward(self):
+        pass
+
     def setUp(self):
         set_seed(0)
         global_rng.seed(0)

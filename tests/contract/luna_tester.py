@@ -3,6 +3,8 @@
 What is switched off, and why:
 
 * tests of a vocabulary, for the model of real values.
+* `test_bc_cache_name_forward`: it passes `use_cache=True` to encoders, which raise `ValueError`, and skips other cache
+  classes than those of transformers. `tests/modeling/test_cache_names.py` tests both names.
 
 Of the generation tests transformers itself skips, apart from those that need a GPU or a package, what a Luna decoder
 declares not to have: assisted decoding (`_is_stateful`), a static cache (`_can_compile_fullgraph`), 4D masks, other

@@ -6,6 +6,7 @@ What is switched off, and why:
   single `nn.Embedding`.
 * `test_keep_in_fp32_modules` of transformers below 5.23, for the model with batch norm: it wants the integer
   `num_batches_tracked` in half precision. `tests/modeling/test_mega_precision.py` has what it is about.
+* `test_bc_cache_name_forward`, see `luna_tester.py`.
 * attention maps of generation with a cache, which a Mega decoder refuses; without a cache they are asked for.
 
 Of the generation tests transformers itself skips, apart from those that need a GPU or a package, what a Mega decoder

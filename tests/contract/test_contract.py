@@ -9,7 +9,8 @@ import pytest
 
 RUN_CONTRACT = Path(__file__).with_name("run_contract.py")
 EXIT_UNAVAILABLE = 77
-# Fewer would mean that tests were switched off: 5.17 runs the fewest. The second number is with the generation tests.
+# Fewer would mean that tests were switched off: the oldest version runs the fewest. The second number is with the
+# generation tests.
 FEWEST_PASSED = {"without": 850, "with": 940}
 
 

@@ -10,8 +10,6 @@ from tests.modeling import luna, mega
 from tests.modeling.decoders import make
 
 pytest.importorskip("openvino", reason="openvino is not installed")
-if not hasattr(exporters, "OpenVINOExporter"):
-    pytest.skip("this transformers has no exporter for OpenVINO", allow_module_level=True)
 
 MODELS = {
     "luna": lambda: luna.make("ForMaskedLM", num_hidden_layers=1, max_position_embeddings=320),

@@ -1,0 +1,210 @@
+"""`cache` and `past_key_values` are two names of one argument and of one output."""
+
+import copy
+import inspect
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+from transformers import Trainer, TrainingArguments
+from transformers.exporters import DynamoConfig, DynamoExporter
+from transformers.utils import ModelOutput
+
+from luna_mega.compat import CACHE_NAME, WRITES_EXPORT_FOLDERS
+from luna_mega.modeling_common.base import CommonPreTrainedModel
+
+from . import luna, mega
+from .decoders import PLAIN, make_plain, own_cache, padded, prompt, source, target
+
+NAMES = ["cache", "past_key_values"]
+BOTH = "`cache` and `past_key_values` are two names of one argument; pass only one"
+plain = pytest.mark.parametrize(("family", "translates"), PLAIN)
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def model(family, translates):
+    return make_plain(family, is_encoder_decoder=True) if translates else make_plain(family)
+
+
+def first_pass(model, **options):
+    ids, mask = padded([7, 7], 7, "right")
+    return model(**source(model, 2), **target(model, ids, mask), use_cache=True, **options)
+
+
+def step(model, **options):
+    return model(**source(model, 2), **target(model, torch.tensor([[4], [5]])), **options)
+
+
+def same_cache(output):
+    """Return the cache of an output after comparing every way to read it."""
+    cache = output[CACHE_NAME]
+    assert cache is not None
+    assert CACHE_NAME in list(output.keys())
+    assert sum(value is cache for value in output.to_tuple()) == 1
+    for name in NAMES:
+        assert getattr(output, name) is output[name] is output.get(name) is cache
+        assert name in output
+    return cache
+
+
+@plain
+def test_forward(model):
+    cache = same_cache(first_pass(model))
+    same_cache(first_pass(model.base_model))
+    expected = step(model, **{CACHE_NAME: copy.deepcopy(cache)})
+    assert own_cache(same_cache(expected)).get_seq_length() == 8
+    for name in NAMES:
+        other = next(x for x in NAMES if x != name)
+        actual = step(model, **{name: copy.deepcopy(cache), other: None})
+        assert torch.equal(actual.logits, expected.logits)
+        base = step(model.base_model, **{name: copy.deepcopy(cache)})
+        assert own_cache(same_cache(base)).get_seq_length() == 8
+    for part in (model, model.base_model):
+        with pytest.raises(ValueError, match=BOTH):
+            step(part, cache=cache, past_key_values=cache)
+        parameters = inspect.signature(part.forward).parameters
+        assert [name for name in NAMES if name in parameters] == [CACHE_NAME]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("family", [luna, mega], ids=["luna", "mega"])
+def test_models_without_a_cache(family, name):
+    """Every class reads both names, also one whose `forward` passes them on."""
+    cache = first_pass(make_plain(family.__name__.split(".")[-1]))[CACHE_NAME]
+    for head in ("Model", "ForMaskedLM", "ForSequenceClassification"):
+        with pytest.raises(ValueError, match="need a decoder"):
+            family.make(head)(torch.full((2, 1), 5), **{name: cache})
+
+
+@plain
+def test_subclass_with_its_own_forward(model):
+    class Subclass(type(model)):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    assert issubclass(Subclass, CommonPreTrainedModel)
+    model.__class__ = Subclass
+    cache = same_cache(first_pass(model))
+    results = [step(model, **{name: copy.deepcopy(cache)}).logits for name in NAMES]
+    assert torch.equal(*results)
+
+
+@plain
+def test_outputs(model):
+    output = first_pass(model)
+    cache = same_cache(output)
+    for name in NAMES:
+        assert same_cache(type(output)(logits=output.logits, **{name: cache})) is cache
+        changed = type(output)(logits=output.logits)
+        setattr(changed, name, cache)
+        same_cache(changed)
+        changed = type(output)(logits=output.logits)
+        changed[name] = cache
+        same_cache(changed)
+    with pytest.raises(ValueError, match="`cache` and `past_key_values`"):
+        type(output)(cache=cache, past_key_values=cache)
+    restored = pickle.loads(pickle.dumps(output))
+    assert type(restored) is type(output)
+    assert own_cache(same_cache(restored)).get_seq_length() == 7
+    leaves, structure = pytree.tree_flatten(output, is_leaf=lambda value: value is cache)
+    assert same_cache(pytree.tree_unflatten(leaves, structure)) is cache
+
+
+@plain
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}], ids=["greedy", "beams"])
+def test_generate(model, options):
+    ids, mask = padded([7, 7], 7, "right")
+    options |= {"max_new_tokens": 3, "min_new_tokens": 3, "return_dict_in_generate": True, "do_sample": False}
+    first = model.generate(**prompt(model, ids, mask), **options)
+    assert isinstance(first, ModelOutput)
+    cache = same_cache(first)
+    with pytest.raises(ValueError, match=BOTH):
+        model.generate(**prompt(model, ids, mask), cache=cache, past_key_values=cache, **options)
+    if options.get("num_beams"):
+        return
+    results = []
+    for name in NAMES:
+        sequences, kept = first.sequences, torch.ones_like(first.sequences)
+        given = {**source(model, 2), **target(model, sequences, kept)}
+        results.append(model.generate(**given, **{name: copy.deepcopy(cache)}, **options))
+        assert own_cache(same_cache(results[-1])).get_seq_length() == sequences.shape[1] + 2
+    assert torch.equal(*(result.sequences for result in results))
+
+
+@plain
+def test_prepare_inputs_for_generation(model):
+    cache, ids = first_pass(model)[CACHE_NAME], torch.full((2, 8), 5)
+    for name in NAMES:
+        inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=1, **{name: cache})
+        assert inputs[CACHE_NAME] is cache
+        assert [x for x in NAMES if x in inputs] == [CACHE_NAME]
+    with pytest.raises(ValueError, match=BOTH):
+        model.prepare_inputs_for_generation(ids, cache=cache, past_key_values=cache)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@plain
+def test_compile(model, name):
+    """Dynamo traces both names of argument and output without a graph break."""
+    torch.compiler.reset()
+    model, cache = model.float(), first_pass(model.float())[CACHE_NAME]
+    inputs = {**source(model, 2), **target(model, torch.tensor([[4], [5]]))}
+
+    def run(cache):
+        output = model(**inputs, **{name: cache})
+        return output.logits, output[name] is output.past_key_values, name in output, output.cache
+
+    logits, same, contained, returned = torch.compile(run, backend="eager", fullgraph=True)(copy.deepcopy(cache))
+    expected = step(model, **{name: copy.deepcopy(cache)}).logits
+    torch.testing.assert_close(logits, expected)
+    assert same
+    assert contained
+    assert own_cache(returned).get_seq_length() == 8
+
+
+@pytest.mark.parametrize("family", ["luna", "mega", "megalodon"])
+def test_export(family, monkeypatch):
+    """An exported step has the cache among its inputs and outputs under the name that transformers uses."""
+    # The exporter would convert Megalodon's float64 statistics to the dtype of the model, see `luna_mega/onnx.py`.
+    monkeypatch.setattr("transformers.exporters.utils.cast_leaf_tensors", lambda inputs, **_: inputs)
+    model = make_plain(family).float().eval()
+    cache = first_pass(model, logits_to_keep=1)[CACHE_NAME]
+    inputs = {"input_ids": torch.tensor([[4], [5]])}
+    program = DynamoExporter().export(model, {**inputs, CACHE_NAME: copy.deepcopy(cache)}, DynamoConfig())
+    program = program.program if WRITES_EXPORT_FOLDERS else program
+    actual = program.module()(**inputs, **{CACHE_NAME: copy.deepcopy(cache)})
+    expected = step(model, past_key_values=cache)
+    torch.testing.assert_close(actual.logits, expected.logits)
+    assert own_cache(same_cache(actual)).layers[0].tensors.keys() == own_cache(cache).layers[0].tensors.keys()
+
+
+@plain
+def test_trainer_predictions(model, tmp_path):
+    """`Trainer` leaves the cache out of the predictions."""
+    ids, mask = padded([7, 7], 7, "right")
+    batch = {**source(model, 2), **target(model, ids, mask), "labels": ids}
+    rows = [{key: value[row] for key, value in batch.items()} for row in range(2)]
+    options = TrainingArguments(str(tmp_path), per_device_eval_batch_size=1, report_to=[], use_cpu=True)
+    predictions = Trainer(model.float(), options).predict(rows).predictions
+    predictions = predictions if isinstance(predictions, tuple) else (predictions,)
+    assert len(predictions) == (2 if model.config.is_encoder_decoder else 1)  # logits, states of the encoder
+    assert all(isinstance(array, np.ndarray) for array in predictions)
+
+
+@plain
+def test_generation_in_training_mode(model):
+    """Without gradients, gradient checkpointing runs each layer once, so that a cache is possible."""
+    ids, mask = padded([7, 7], 7, "right")
+    model.gradient_checkpointing_enable()
+    model.train()
+    assert model.generate(**prompt(model, ids, mask), max_new_tokens=3).shape[0] == 2
+    with torch.enable_grad(), pytest.raises(ValueError, match="gradient checkpointing runs a layer twice"):
+        first_pass(model)
