@@ -49,6 +49,23 @@ def count_sequences(
     return len(cu_seqlens) - 1, max_seqlen
 
 
+def check_lengths(
+    op: str,
+    lengths: torch.Tensor | None,
+    x: torch.Tensor,
+    mask: torch.Tensor | None,
+    return_state: bool,
+    cu_seqlens: torch.Tensor | None,
+) -> None:
+    """Refuse `lengths` that are not `[B]` integers, and calls that have no use for them."""
+    if lengths is None:
+        return
+    if lengths.shape != x.shape[:1] or lengths.is_floating_point():
+        raise ValueError(f"{op}: lengths must be integers [{len(x)}], got {lengths.dtype} {list(lengths.shape)}")
+    if mask is None or not return_state or cu_seqlens is not None:
+        raise ValueError(f"{op}: lengths need return_state=True and a mask, and no cu_seqlens; omit lengths")
+
+
 def check_average(
     op: str,
     x: torch.Tensor,

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Function
 
+from luna_mega.kernels.gated_attention.alignment import to_end
+
 
 class ContextShard(NamedTuple):
     """The place of this rank's part in sequences that the ranks of a process group share.
@@ -19,10 +21,12 @@ class ContextShard(NamedTuple):
     Args:
         group: the ranks that share the sequences.
         lengths: the number of positions that each rank holds, in the order of ranks.
+        kept: `[ranks, B]`, how many of them belong to each sequence; they are the first ones. None = all.
     """
 
     group: "dist.ProcessGroup"
     lengths: tuple[int, ...]
+    kept: torch.Tensor | None = None
 
     @classmethod
     def of(cls, group: "dist.ProcessGroup", length: int, device: torch.device, **same: int) -> "ContextShard":
@@ -67,10 +71,19 @@ class ContextShard(NamedTuple):
         """Return the number of positions on all ranks."""
         return sum(self.lengths)
 
-    def gaps(self) -> tuple[list[int], list[int]]:
-        """Return how many positions lie between this part and those of the ranks before it, and behind it."""
-        before = [sum(self.lengths[other + 1 : self.rank]) for other in range(self.rank)]
-        return before, [sum(self.lengths[self.rank + 1 : other]) for other in range(self.rank + 1, self.size)]
+    def gaps(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return how many positions are between this part and those of the ranks before it, and after it.
+
+        Both are float64 `[ranks, B]`, or `[ranks, 1]` if all positions belong to the sequences.
+        """
+        kept = torch.tensor(self.lengths, device=device)[:, None] if self.kept is None else self.kept
+        kept, rank = kept.double(), self.rank
+        after = kept.cumsum(dim=0)
+        return after[rank] - kept[rank] - after[:rank], (after - kept)[rank + 1 :] - after[rank]
+
+    def to_end(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's `[B, T, ...]` with the positions of the sequences last instead of first."""
+        return x if self.kept is None else to_end(x, self.kept[self.rank])
 
     def check(self, op: str, length: int) -> None:
         """Refuse a part that has another length than this rank has told the others."""

@@ -100,6 +100,13 @@ class CommonPreTrainedModel(TensorParallelMixin, PreTrainedModel):
             parameter.requires_grad_(False)
 
 
+class StateRecorder(nn.Module):
+    """The states before and after a layer as `[B, T, d]`, which transformers records for `output_hidden_states`."""
+
+    def forward(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+        return after
+
+
 class BodyMixin:
     """Base of `LunaModel` and `MegaModel`, which are one side only and hold the embeddings."""
 

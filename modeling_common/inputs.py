@@ -5,7 +5,6 @@ What it must know of a model stands in an `InputSpec`; it calls nothing of the m
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from luna_mega.kernels.context_parallel import ContextShard
 from luna_mega.modeling_common.cache import StateCache, begin_cache, split_cache
-from luna_mega.modeling_common.layout import DENSE, RAGGED_OPTIONS, TokenLayout, find_layout
+from luna_mega.modeling_common.layout import DENSE, RAGGED_OPTIONS, TokenLayout, align, find_layout, lay_dense
 from luna_mega.modeling_common.masks import can_look, clean, drop_if_full, find_mask, is_program, is_sound, read_mask
 from luna_mega.modeling_common.pooling import without_first
 from luna_mega.modeling_common.sequence_parts import SharedParts
@@ -57,6 +56,7 @@ class InputSpec(NamedTuple):
         chunk: positions of an attention chunk, which parts must not cut; None = attention to all.
         horizon: the distance behind which a moving average forgets; None = never.
         counts_padding: whether norms count padding.
+        aligns: whether layers need the positions that a mask keeps next to each other, as moving averages do.
     """
 
     config: PreTrainedConfig
@@ -74,6 +74,7 @@ class InputSpec(NamedTuple):
     chunk: int | None = None
     horizon: int | None = None
     counts_padding: bool = False
+    aligns: bool = False
 
     def is_asked(self, name: str, options: dict[str, Any]) -> bool:
         """Return the value of an option such as `output_attentions`, whose default is in the configuration."""
@@ -166,6 +167,8 @@ def read_batch(
             _check_shared(spec, batch)
     if cp_group is not None:
         batch = _share(spec, batch, cp_group)
+    elif spec.aligns and not batch.layout.is_ragged():
+        batch = batch._replace(layout=lay_dense(batch.mask, batch.target))
     batch = batch._replace(embeddings=batch.layout.gather(batch.embeddings))
     if token_type_ids is not None:
         batch = batch._replace(token_type_ids=batch.layout.gather(token_type_ids))
@@ -433,7 +436,11 @@ def _share(spec: InputSpec, batch: Batch, group: "dist.ProcessGroup") -> Batch:
     device = batch.embeddings.device
     parts = SharedParts.count(ContextShard.of(group, length, device, batch=rows), batch.mask, rows, device)
     _check_parts(spec, parts)
-    return batch._replace(layout=batch.layout._replace(parts=parts))
+    layout = batch.layout._replace(parts=parts)
+    if spec.aligns and batch.mask is not None:
+        columns, back, mask = align(batch.mask)
+        layout = layout._replace(mask=mask, columns=columns, back=back)
+    return batch._replace(layout=layout)
 
 
 def _check_parts(spec: InputSpec, parts: SharedParts) -> None:
@@ -448,19 +455,17 @@ def _check_parts(spec: InputSpec, parts: SharedParts) -> None:
             f"with cp_group an average never forgets, and truncation={spec.horizon} is below the length "
             f"{sum(lengths)}: set truncation=None in the configuration, or leave cp_group out"
         )
-    if spec.chunk is None:
-        return
-    borders, first = list(accumulate(lengths))[:-1], parts.begins.tolist()
-    if any(border > start and (border - start) % spec.chunk for border in borders for start in first):
+    sizes = torch.tensor(lengths, device=parts.begins.device)[:, None]
+    kept = sizes if parts.kept is None else parts.kept
+    borders = kept.cumsum(dim=0)  # in positions of the sequences
+    if spec.counts_padding and ((kept < sizes) & (borders < borders[-1])).any():
         raise ValueError(
-            f"parts that end at {borders} cut attention chunks of {spec.chunk} positions, which count from the first "
-            f"tokens at {sorted(set(first))}: pad on the right and cut with shard_sequence(batch, group, "
-            f"multiple={spec.chunk})"
+            "padded_batch_statistics=True with cp_group counts padding only after the sequences; pad on the right"
         )
-    if spec.counts_padding and any(first):
+    if spec.chunk is not None and (cut := (borders % spec.chunk != 0) & (borders < borders[-1])).any():
         raise ValueError(
-            "with cp_group and attention in chunks, padded_batch_statistics=True cannot count the padding on the left, "
-            f"where sequences begin at {sorted(set(first))}: pad on the right"
+            f"a context-parallel shard ends after {borders[cut][0]} tokens of a sequence, inside an attention chunk of "
+            f"{spec.chunk}; pad on the right only and use shard_sequence(batch, group, multiple={spec.chunk})"
         )
 
 
@@ -552,6 +557,9 @@ def _read_context(
     layout = TokenLayout(mask)
     if source is None and states is not None:
         states = clean(states, mask)
+        if spec.aligns:
+            layout = lay_dense(mask)
+            states = layout.gather(states)
         layout = layout._replace(parts=batch.layout.parts.of_others(states))
     return batch._replace(context=states, context_layout=layout)
 

@@ -31,9 +31,9 @@ class Reach(NamedTuple):
 class KeyLayer(StateLayer):
     """The keys and values that the attention of one block can still reach, over B sequences.
 
-    `keys` `[B, S, Z]`, `values` `[B, S, V]`, `mask` `[B, S]`: position p of a sequence, counted from its first token,
-    is in column p, or with chunks, where S is their size, in column p modulo S; columns behind the last position have
-    no meaning. `position` `[B]`: positions from a sequence's first token to the end, 0 = it has had none yet.
+    `keys` `[B, S, Z]`, `values` `[B, S, V]`, `mask` `[B, S]`: position p of a sequence is in column p, or with chunks,
+    whose size is S, in column p modulo S. Dropped tokens have no position. Columns after the last position have no
+    meaning. `position` `[B]`: the number of positions so far.
     """
 
     # `_even`: no sequence has had padding so far, so that all are at one position, a number. `_owned`: nobody else has
@@ -91,7 +91,7 @@ class KeyLayer(StateLayer):
         for buffer, new in ((self.keys, keys), (self.values, values), (self.mask, mask)):
             buffer[row, column] = new[:, 0]
         count = self.seen + 1
-        self.store(1, position=torch.where((position > 0) | mask[:, 0], position + 1, 0))
+        self.store(1, position=position + mask[:, 0])
         if chunk_size is not None:
             # Looking at the columns is free on a CPU; elsewhere, and in programs, all are read.
             free = keys.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -136,7 +136,7 @@ class KeyLayer(StateLayer):
         """Extend sequences at any positions: what they have moves to the columns before the new ones."""
         length, width, start = mask.shape[1], 0, self.start(mask)
         begun = torch.zeros_like(start) if self.position is None else self.position
-        position = torch.where((begun > 0) | mask.any(dim=1), start + length, 0)
+        position = begun + mask.sum(dim=1)
         new = (keys, values, mask)
         if self.keys is not None:
             before = begun if chunk_size is None else begun % chunk_size
@@ -146,8 +146,8 @@ class KeyLayer(StateLayer):
             columns = rotation(before - width, width)
             old = (take(x[:, :width], columns) for x in (self.keys, self.values, self.mask))
             new = [torch.cat(pair, dim=1) for pair in zip(old, new, strict=True)]
-        end = position if chunk_size is None else position % chunk_size
-        columns = torch.arange(chunk_size or width + length, device=keys.device) + (width + length - end)[:, None]
+        opened = 0 if chunk_size is None else position - position % chunk_size  # the position of column 0
+        columns = torch.arange(chunk_size or width + length, device=keys.device) + (width + opened - start)[:, None]
         kept = (take(x, columns.clamp(max=width + length - 1)) for x in new)
         self.store(length, position=position, **dict(zip(("keys", "values", "mask"), kept, strict=True)))
         self._used = None

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from luna_mega.kernels.gated_attention.alignment import rotation, take
 from luna_mega.kernels.ragged import check, locate
+from luna_mega.modeling_common.cache import StateCache
 from luna_mega.modeling_common.masks import can_look, is_program
 from luna_mega.modeling_common.sequence_parts import WHOLE, Parts
 
@@ -31,6 +33,9 @@ class TokenLayout(NamedTuple):
         shape: `(B, T)` of the batch that was made ragged.
         parts: the part of a dense batch's sequences that the T positions are.
         unpadded: whether the ragged sequences are the rows of a batch, whose padding was removed.
+        columns: `[B, T]`, the column of the batch that each column of a dense layout is; None = they are the same.
+        back: `[B, T]`, the column of the layout that each column of the batch is.
+        lengths: `[B]`, how many positions continue each sequence of a filled cache; None = all.
     """
 
     mask: torch.Tensor | None = None
@@ -40,6 +45,9 @@ class TokenLayout(NamedTuple):
     shape: tuple[int, int] = (0, 0)
     parts: Parts = WHOLE
     unpadded: bool = False
+    columns: torch.Tensor | None = None
+    back: torch.Tensor | None = None
+    lengths: torch.Tensor | None = None
 
     def is_ragged(self) -> bool:
         """Return whether sequences are laid end to end."""
@@ -60,19 +68,27 @@ class TokenLayout(NamedTuple):
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """Return `[B, T, ...]` as layers take it: as it is, or `[1, total, ...]`."""
         if self.cu_seqlens is None:
-            return x
+            return x if self.columns is None else take(x, self.columns)
         x = x.flatten(0, 1)
         return (x if self.places is None else x[self.places])[None]
 
     def scatter(self, x: torch.Tensor) -> torch.Tensor:
         """Return what layers made as `[B, T, ...]`, with zeros where no token of a ragged sequence was."""
         if self.cu_seqlens is None:
-            return x
+            return x if self.back is None else take(x, self.back)
         if self.places is None:
             return x[0].unflatten(0, self.shape)
         batch, length = self.shape
         rows = x.new_zeros(batch * length, *x.shape[2:])
         return rows.index_copy(0, self.places, x[0]).unflatten(0, self.shape)
+
+    def scatter_weights(self, weights: torch.Tensor, *dims: int) -> torch.Tensor:
+        """Return attention weights whose dimensions `dims` are columns of the layout, with those of the batch."""
+        for dim in dims if self.back is not None else ():
+            shape = [1] * weights.dim()
+            shape[0], shape[dim] = self.back.shape
+            weights = weights.gather(dim, self.back.view(shape).expand(*weights.shape))
+        return weights
 
     def clear_padding(self, x: torch.Tensor) -> torch.Tensor:
         """Return `[B, T, ...]` with zeros at padding."""
@@ -91,9 +107,10 @@ class TokenLayout(NamedTuple):
     def start(self) -> torch.Tensor | None:
         """Return the position of the first column in each sequence, `[B]`: below 0 where padding comes first.
 
-        In a later part it is how far the sequence has got. None = every sequence begins in the first column.
+        In a later shard it is how far the sequence has got. None = every sequence begins in the first column.
         """
-        return self.parts.start(self.mask)
+        moved = self.columns is not None and self.parts.is_whole()
+        return None if moved else self.parts.start(self.mask)
 
     def positions(self, x: torch.Tensor) -> torch.Tensor:
         """Return the position of every token of `x`, `[B or 1, T]` or `[1, total]`, which counts those kept before."""
@@ -116,15 +133,15 @@ class TokenLayout(NamedTuple):
 
         This is the only exchange that grows with the length.
         """
-        mask = self.mask
-        if self.parts.keeps_all():
-            mask = None
-        else:
-            mask = key.new_ones(key.shape[:2], dtype=torch.bool) if mask is None else mask
-            mask = self.parts.reach(mask[..., None].to(torch.uint8))[0][..., 0].bool()
         key, value = self.parts.reach(key, value)
-        offset, start = self.parts.offset(), self.start()
-        return key, value, TokenLayout(mask), None if start is None else start - offset, offset
+        offset, mask, start = self.parts.offset(), self.parts.mask(), self.start() - self.parts.offset()
+        if mask is not None:
+            # The positions of all shards follow each other, and those of this one begin in the column `offset`.
+            columns, _, mask = align(mask)
+            shift = rotation(start, mask.shape[1])
+            columns, mask = columns.gather(1, shift), mask.gather(1, shift)
+            key, value = take(key, columns), take(value, columns)
+        return key, value, TokenLayout(mask), start, offset
 
     def locate(self, total: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sequence of every ragged token and its position in there, `[total]` each."""
@@ -133,6 +150,49 @@ class TokenLayout(NamedTuple):
 
 
 DENSE = TokenLayout()  # no padding
+
+
+def align(mask: torch.Tensor, right: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return how the positions that a bool mask `[B, T]` keeps move to the beginning of their rows, or to the end.
+
+    Returns:
+        For every new column the old one, for every old column the new one, and the new mask, `[B, T]` each.
+    """
+    kept, column = mask.cumsum(dim=1), torch.arange(mask.shape[1], device=mask.device)
+    count = kept[:, -1:]
+    first = mask.shape[1] - count if right else torch.zeros_like(count)  # the column of the first position kept
+    others = column - kept + (0 if right else count)
+    back = torch.where(mask, first + kept - 1, others)
+    columns = torch.zeros_like(back).scatter(1, back, column.expand(*back.shape))
+    return columns, back, (column >= first) & (column < first + count)
+
+
+def lay_dense(mask: torch.Tensor | None, past: StateCache | None = None) -> TokenLayout:
+    """Return the dense layout in which the positions that a bool mask `[B, T]` keeps follow each other.
+
+    A moving average, a relative bias and a chunk continue over columns. Columns that the mask drops between others
+    would count, so they move to the end of their rows, where nothing follows; without a position so far in the cache
+    `past` to the beginning, where nothing precedes.
+
+    A mask whose values are free to look at may turn out to need no move. Elsewhere the columns move in any case, which
+    costs less than waiting for the device.
+    """
+    if mask is None:
+        return DENSE
+    begins = past is None or not past.get_seq_length()
+    lengths = None if begins else mask.sum(dim=1)
+    if mask.shape[1] == 1 or (can_look(mask) and _is_aligned(mask, past is not None, begins)):
+        return TokenLayout(mask, lengths=lengths)
+    columns, back, mask = align(mask, right=past is not None and begins)
+    return TokenLayout(mask, columns=columns, back=back, lengths=lengths)
+
+
+def _is_aligned(mask: torch.Tensor, cached: bool, begins: bool) -> bool:
+    """Return whether the positions that `mask` keeps are where `lay_dense` puts them, or without a cache together."""
+    earlier, later = mask[:, :-1], mask[:, 1:]
+    if cached:
+        return not (later < earlier if begins else later > earlier).any()
+    return bool(((later > earlier).sum(dim=1) + mask[:, 0] <= 1).all())
 
 
 def find_layout(

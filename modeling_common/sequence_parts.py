@@ -45,9 +45,9 @@ class Parts:
         """Return positions `[B or 1, T]`, counted from the beginning of this part, as positions in the sequence."""
         return positions
 
-    def keeps_all(self) -> bool:
-        """Return whether all parts are known to keep all their tokens."""
-        return False
+    def mask(self) -> torch.Tensor | None:
+        """Return the mask `[B, T]` of shards whose first columns are kept, over all of them; None = all are kept."""
+        return None
 
     def offset(self) -> int:
         """Return the number of positions before this part."""
@@ -148,7 +148,8 @@ class SharedParts(Parts):
         first = first + lengths.cumsum(dim=0) - lengths
         first = first.gather(0, (kept > 0).int().argmax(dim=0, keepdim=True))[0]
         all_kept = kept.device.type == "cpu" and bool((kept == lengths).all())
-        return cls(shard, None if all_kept else kept, first)
+        kept = None if all_kept else kept
+        return cls(shard._replace(kept=kept), kept, first)
 
     def options(self) -> dict[str, Any]:
         return {"shard": self.shard}
@@ -166,7 +167,7 @@ class SharedParts(Parts):
         return None if self.kept is None else self.kept.sum(dim=0)[:, None]
 
     def start(self, mask: torch.Tensor | None) -> torch.Tensor:
-        return self.offset() - self.begins
+        return self.before()
 
     def number(self, positions: torch.Tensor) -> torch.Tensor:
         return positions + self.before()[:, None]
@@ -177,8 +178,11 @@ class SharedParts(Parts):
             return torch.full_like(self.begins, self.offset())
         return self.kept[: self.shard.rank].sum(dim=0)
 
-    def keeps_all(self) -> bool:
-        return self.kept is None
+    def mask(self) -> torch.Tensor | None:
+        if self.kept is None:
+            return None
+        columns = (torch.arange(length, device=self.kept.device) for length in self.shard.lengths)
+        return torch.cat([x < kept[:, None] for x, kept in zip(columns, self.kept, strict=True)], dim=1)
 
     def offset(self) -> int:
         return self.shard.start

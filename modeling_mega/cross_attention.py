@@ -79,11 +79,13 @@ class MegaGatedCrossAttention(nn.Module):
         """Attend to the source from where the queries are; with `past` they are the last positions of the sequences."""
         seen, target, source_start = query.shape[1], layout.start(), encoder_layout.start()
         offset, positions = 0, max(seen, key.shape[1])
+        if past is not None:
+            target = past.position - (query.shape[1] if layout.lengths is None else layout.lengths)
         if past is not None and torch.compiler.is_exporting():
-            target, positions = past.position - query.shape[1], self.exported_positions(past, key)
+            positions = self.exported_positions(past, key)
         elif past is not None:
-            seen, target = past.seen, past.position - past.seen
-            offset, positions = seen - query.shape[1], max(seen, key.shape[1])
+            seen, offset = past.seen, past.seen - query.shape[1]
+            target, positions = target - offset, max(seen, key.shape[1])
         row_offset = target
         if source_start is not None:
             row_offset = -source_start if target is None else target - source_start
@@ -99,7 +101,10 @@ class MegaGatedCrossAttention(nn.Module):
             dropout=self.config.attention_probs_dropout_prob if self.training else 0.0,
             return_weights=output_weights,
         )
-        return attended if output_weights else (attended, None)
+        if not output_weights:
+            return attended, None
+        attended, weights = attended
+        return attended, encoder_layout.scatter_weights(layout.scatter_weights(weights, 2), 3)
 
     def exported_positions(self, past: MegaCacheLayer, key: torch.Tensor) -> int:
         """Return a number of positions that covers source and target, which an exported program does not know."""

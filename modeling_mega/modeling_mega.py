@@ -29,7 +29,7 @@ from luna_mega.kernels.api import (
     gated_attention,
     gated_attention_step,
 )
-from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel, exact_dtype
+from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel, StateRecorder, exact_dtype
 from luna_mega.modeling_common.inputs import Batch, InputSpec, ValueEmbeddings, read_batch
 from luna_mega.modeling_common.layout import DENSE, TokenLayout
 from luna_mega.modeling_common.outputs import BaseModelOutputWithPoolingAndCrossAttentions
@@ -138,6 +138,7 @@ class MegaMovingAverage(nn.Module):
             output = output[:, None]
         else:
             options |= {"truncation": self.truncation, "initial_state": state, "return_state": True}
+            options |= {"lengths": layout.lengths}
             output, state = damped_ema(hidden_states, **layout.options(), **options)
         past.store(**({"average": state} if self.truncation is None else state._asdict()))
         return output
@@ -200,6 +201,8 @@ class MegaGatedAttention(nn.Module):
         else:
             key, value, keys, start, offset = self.reach(key, value, layout)
             attended, weights = self.attend(query, key, value, keys, start, offset, output_weights, grid)
+        if weights is not None and self.config.attention_chunk is None:
+            weights = layout.scatter_weights(weights, 2, 3)
         attended = self.dropout(self.activation(candidate + self.h_proj(attended * reset)), layout)
         # Before the gate, as the original has it: a sequence that is left out becomes (1 - update) * residual.
         attended = self.drop_path(attended, layout)
@@ -217,7 +220,7 @@ class MegaGatedAttention(nn.Module):
         if layout.parts.is_whole():
             return key, value, layout, layout.start(), 0
         if self.config.attention_chunk is not None:
-            return key, value, TokenLayout(layout.mask), layout.start().clamp(max=0), 0
+            return key, value, TokenLayout(layout.mask), None, 0  # chunks begin with the shard
         return layout.reach(key, value)
 
     def attend(self, query, key, value, layout, start, offset, output_weights, grid=None):
@@ -374,7 +377,7 @@ class MegaPreTrainedModel(CommonPreTrainedModel):
     # Placeholder buffers of the original code, with arbitrary content.
     _keys_to_ignore_on_load_unexpected = [r"rel_pos_bias\._float_tensor$"]
     _can_record_outputs = {
-        "hidden_states": MegaBlock,
+        "hidden_states": StateRecorder,
         "attentions": OutputRecorder(MegaGatedAttention, index=1),
         "cross_attentions": OutputRecorder(MegaGatedCrossAttention, index=1),
     }
@@ -444,6 +447,7 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
         self.embedding_dropout = MegaDropout(dropout, config.use_feature_dropout)
         rates = torch.linspace(0.0, config.drop_path_rate, config.num_hidden_layers, device="cpu").tolist()
         self.layers = nn.ModuleList(MegaBlock(config, rate) for rate in rates)
+        self.recorder = StateRecorder()
         self.final_norm = MegaSequenceNorm(config, config.final_norm_affine) if config.final_norm else None
         self.output_projection = MegaOutputProjection(config) if config.output_projection else None
         self.pooler = MegaPooler(config) if add_pooling_layer and config.input_type != "patches" else None
@@ -468,6 +472,7 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
             chunk=config.attention_chunk,
             horizon=config.truncation,
             counts_padding=config.padded_batch_statistics,
+            aligns=config.input_type != "patches",  # the places of patches are in the picture
         )
 
     @capture_outputs
@@ -551,6 +556,7 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
         layout, past, source = batch.layout, batch.target, batch.source
         hidden_states = self.embed_tokens(batch)
         for index, layer in enumerate(self.layers):
+            before = hidden_states
             hidden_states = layer(
                 hidden_states,
                 layout,
@@ -561,6 +567,8 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
                 None if source is None else source.layers[index],
                 batch.grid,
             )
+            if batch.output_states:
+                self.recorder(layout.scatter(before), layout.scatter(hidden_states))
         hidden_states = self.finish(hidden_states, layout)
         hidden_states, pooled = layout.scatter(hidden_states), None
         if self.pooler is not None and layout.has_rows():

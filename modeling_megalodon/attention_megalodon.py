@@ -88,8 +88,7 @@ class MegalodonChunkAttention(nn.Module):
         # The op divides scores by the root of the width, which normalized attention does not.
         query, key = rotate(query, rotation) * math.sqrt(self.size), rotate(key, rotation)
         if past is None:
-            start = layout.start()  # where this is a part of the sequences, chunks begin with it
-            start = None if start is None else start.clamp(max=0)
+            start = layout.start() if layout.parts.is_whole() else None  # chunks begin with a shard
             return self.attend(query, key, value, layout, start, 0, output_weights)
         reach = past.extend(key, value, layout.mask, self.chunk_size)
         if (ragged := reach.layout) is not None:

@@ -29,7 +29,7 @@ from luna_mega.kernels.api import (
     timestep_norm,
     timestep_norm_step,
 )
-from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel, exact_dtype
+from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel, StateRecorder, exact_dtype
 from luna_mega.modeling_common.dropout import Dropout
 from luna_mega.modeling_common.inputs import InputSpec, read_batch
 from luna_mega.modeling_common.layout import TokenLayout
@@ -110,7 +110,7 @@ class MegalodonMovingAverage(nn.Module):
             average, state = complex_ema_step(x[:, 0], state, *parameters, skip, **options)
             average = average[:, None]
         else:
-            options = {"initial_state": state, "return_state": True, **layout.options()}
+            options = {"initial_state": state, "return_state": True, "lengths": layout.lengths, **layout.options()}
             average, state = complex_ema(x, *parameters, skip, **options)
         past.store(average=state)
         return average
@@ -242,7 +242,7 @@ class MegalodonPreTrainedModel(CommonPreTrainedModel):
     # Half precision would blur logits of decays near 1, and turn late positions of a chunk by whole radians.
     _keep_in_fp32_modules_strict = ["cema", "rope"]
     _can_record_outputs = {
-        "hidden_states": MegalodonBlock,
+        "hidden_states": StateRecorder,
         "attentions": OutputRecorder(MegalodonChunkAttention, index=1),
     }
 
@@ -275,6 +275,7 @@ class MegalodonModel(BodyMixin, MegalodonPreTrainedModel):
         self.dropout = Dropout(config.dropout_prob)
         self.rope = MegalodonRotary(config)
         self.layers = nn.ModuleList(MegalodonBlock(config, index) for index in range(config.num_hidden_layers))
+        self.recorder = StateRecorder()
         self.final_norm = MegalodonTimestepNorm(config, "final")
         self.gradient_checkpointing = False
         self.post_init()
@@ -301,6 +302,7 @@ class MegalodonModel(BodyMixin, MegalodonPreTrainedModel):
             options=frozenset({"position_ids"}),
             weights_from_cache=False,
             chunk=self.config.chunk_size,
+            aligns=True,
         )
 
     @capture_outputs
@@ -348,7 +350,9 @@ class MegalodonModel(BodyMixin, MegalodonPreTrainedModel):
             memory = [None] * len(self.layers) if past is None else past.layers
             rotation = self.rope(states, batch.layout, memory[0])
             for layer, own in zip(self.layers, memory, strict=True):
-                states = layer(states, batch.layout, rotation, batch.output_weights, own)
+                before, states = states, layer(states, batch.layout, rotation, batch.output_weights, own)
+                if batch.output_states:
+                    self.recorder(batch.layout.scatter(before), batch.layout.scatter(states))
             return self.final_norm(states, batch.layout, memory[-1])
 
         if needs_windows(self.config, batch, self.training, records):

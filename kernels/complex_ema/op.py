@@ -3,12 +3,13 @@
 import torch
 
 from luna_mega.kernels import ragged
-from luna_mega.kernels._op import Op, for_ranks
-from luna_mega.kernels.checks import check_average, check_position, check_sequences, count_sequences
+from luna_mega.kernels._op import Op, for_ranks, without_autocast
+from luna_mega.kernels.checks import check_average, check_lengths, check_position, check_sequences, count_sequences
 from luna_mega.kernels.complex_ema import export, reference, sharded, torch_backend
-from luna_mega.kernels.complex_ema.coefficients import coefficients, complex_ema_coefficients
+from luna_mega.kernels.complex_ema.coefficients import coefficients, complex_ema_coefficients, powers, times
 from luna_mega.kernels.context_parallel import ContextShard
 from luna_mega.kernels.damped_ema.coefficients import from_coefficients, from_parameters
+from luna_mega.kernels.damped_ema.lengths import from_zero
 from luna_mega.kernels.damped_ema.reference import working_dtype
 
 # The limit of the Triton kernels, which hold the states of a channel in registers.
@@ -90,6 +91,7 @@ def complex_ema(
     mask: torch.Tensor | None = None,
     initial_state: torch.Tensor | None = None,
     return_state: bool = False,
+    lengths: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
     shard: ContextShard | None = None,
@@ -111,7 +113,9 @@ def complex_ema(
             still decay there.
         initial_state: `[B, D, N, 2]` float32 or float64, real and imaginary part: the states before the first
             position; None = 0.
-        return_state: return the states behind the last position as well.
+        return_state: also return the states after the last position.
+        lengths: `[B]` integers: the states are returned after so many positions of each row. The mask must drop the
+            positions that follow. None = T.
         cu_seqlens: `[S + 1]` int32 or int64: x is S sequences laid end to end, `[1, total, D]`, the mask `[1, total]`,
             sequence s is `[cu_seqlens[s], cu_seqlens[s+1])`; states are then `[S, D, N, 2]`, and each sequence has the
             same result as alone.
@@ -143,6 +147,7 @@ def complex_ema(
     check_sequences("complex_ema", x, mask, "channels")
     parameters = (input_logit, damping_logit, phase_logit, projection)
     EMA.refuse_beside(shard, initial_state=initial_state, return_state=return_state, cu_seqlens=cu_seqlens)
+    check_lengths("complex_ema", lengths, x, mask, return_state, cu_seqlens)
     sequences, max_seqlen = count_sequences("complex_ema", x, cu_seqlens, max_seqlen, "channels")
     _check("complex_ema", x, parameters, skip, initial_state, sequences)
     call = {
@@ -151,10 +156,24 @@ def complex_ema(
         "skip": skip,
         "mask": mask,
         "initial_state": initial_state,
-        "return_state": return_state,
+        "return_state": return_state and lengths is None,
     }
     output, state = EMA(backend, call, cu_seqlens, max_seqlen, shard=shard)
+    if lengths is not None:
+        state = _state_after(backend, call, lengths)
     return (output, state) if return_state else output
+
+
+def _state_after(backend, call, lengths):
+    """Return the states after the first `lengths` positions of each row, `[B, D, N, 2]`."""
+    dtype, initial = working_dtype(call["x"], call["parameters"]), call["initial_state"]
+    _, state = EMA(backend, from_zero(call, lengths))
+    if initial is None:
+        return state
+    with without_autocast(state.device.type):
+        log_decay, turn, *_ = coefficients(*(parameter.to(dtype) for parameter in call["parameters"]))
+        decays = powers(log_decay, turn, lengths.double()).permute(3, 0, 1, 2)
+        return state + times(decays, initial.to(dtype))
 
 
 def complex_ema_step(
@@ -172,8 +191,9 @@ def complex_ema_step(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Continue `complex_ema` by one position x `[B, D]`: return y `[B, D]` and the next state `[B, D, N, 2]`.
 
-    Arguments and errors as in `complex_ema`, with `mask` `[B]`. The given state is not changed. `coefficients`: the
-    `complex_ema_coefficients` of the four parameters, which save most of the step; None = computed.
+    Arguments and errors as in `complex_ema`, with `mask` `[B]`: rows that it drops keep their states, and their y is
+    meaningless. The given state is not changed. `coefficients`: the `complex_ema_coefficients` of the four parameters,
+    which save most of the step; None = computed.
     """
     check_position("complex_ema_step", x, mask, "channels")
     parameters = (input_logit, damping_logit, phase_logit, projection)

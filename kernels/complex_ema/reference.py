@@ -8,6 +8,8 @@ import math
 
 import torch
 
+from luna_mega.kernels.damped_ema.reference import hold
+
 
 def coefficients(
     input_logit: torch.Tensor, damping_logit: torch.Tensor, phase_logit: torch.Tensor, projection: torch.Tensor
@@ -28,10 +30,14 @@ def step(
     skip: torch.Tensor | None,
     mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return y_t = Re <gamma / sqrt(N), h_t> + omega x_t and h_t = q h_{t-1} + p x_t of one position, x `[B, D]`."""
+    """Return y_t = Re <gamma / sqrt(N), h_t> + omega x_t and h_t = q h_{t-1} + p x_t of one position, x `[B, D]`.
+
+    At a position that the mask `[B]` drops, x_t = 0 and h_t = h_{t-1}.
+    """
     p, q, weight_out = coefficients
     kept = (x if mask is None else x.masked_fill(~mask[:, None], 0.0)).to(p.dtype)
-    hidden = q * torch.view_as_complex(state.contiguous()) + p * kept[..., None]
+    before = torch.view_as_complex(state.contiguous())
+    hidden = hold(q * before + p * kept[..., None], before, mask)
     average = (weight_out * hidden).real.sum(-1)
     if skip is not None:
         average = average + skip * kept
@@ -46,11 +52,13 @@ def complex_ema(
     initial_state: torch.Tensor | None = None,
     return_state: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the results of `step` at all positions, and the final state if asked."""
+    """Return the results of steps at all positions, and the final state if asked; states decay at dropped positions."""
     p, state, outputs = coefficients[0], initial_state, []
+    if mask is not None:
+        x = x.masked_fill(~mask[..., None], 0.0)
     if state is None:
         state = p.new_zeros(x.shape[0], *p.shape, 2)
     for t in range(x.shape[1]):
-        output, state = step(x[:, t], state, coefficients, skip, None if mask is None else mask[:, t])
+        output, state = step(x[:, t], state, coefficients, skip, None)
         outputs.append(output)
     return torch.stack(outputs, 1), state if return_state else None

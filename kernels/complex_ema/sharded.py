@@ -17,10 +17,10 @@ def average(run: Callable, shard: ContextShard, x, parameters, mask, **call):
     dtype = working_dtype(x, parameters)
     log_decay, turn, weight_in, _ = coefficients(*(parameter.to(dtype) for parameter in parameters))
     kept = x.to(dtype) if mask is None else x.to(dtype).masked_fill(~mask[..., None], 0.0)
-    gained = _decayed_sum(rows_of(kept), log_decay, turn).transpose(0, 1) * weight_in[..., None]
-    (gaps, _), states = shard.gaps(), shard.all_gather(gained)[: shard.rank]
-    decays = powers(log_decay, turn, torch.tensor(gaps, dtype=torch.float64, device=x.device))
-    before = times(decays.permute(3, 0, 1, 2)[:, None], states).sum(0)
+    gained = _decayed_sum(rows_of(shard.to_end(kept)), log_decay, turn).transpose(0, 1) * weight_in[..., None]
+    (gaps, _), states = shard.gaps(x.device), shard.all_gather(gained)[: shard.rank]
+    decays = powers(log_decay, turn, gaps.flatten()).permute(3, 0, 1, 2)
+    before = times(decays.unflatten(0, gaps.shape), states).sum(0)
     return run(**call | {"x": x, "parameters": parameters, "mask": mask, "initial_state": before})
 
 

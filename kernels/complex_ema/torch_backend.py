@@ -6,6 +6,7 @@ from luna_mega.kernels._export import in_program
 from luna_mega.kernels.complex_ema import tables
 from luna_mega.kernels.complex_ema.coefficients import Coefficients, powers, powers_less_one, times
 from luna_mega.kernels.damped_ema import torch_backend as damped
+from luna_mega.kernels.damped_ema.reference import hold
 
 INPUTS = (
     "Tensor x, Tensor? mask, Tensor? skip, Tensor log_decay, Tensor turn, Tensor weight_in, Tensor weight_out, "
@@ -26,11 +27,11 @@ def step(x, state, coefficients, skip, mask):
     change, weight_in, weight_out = coefficients
     kept = (x if mask is None else x.masked_fill(~mask[:, None], 0.0)).to(change.dtype)
     if in_program():  # compilers and ONNX know no complex numbers
-        state = state + times(change, state)
+        after = state + times(change, state)
     else:
         number = torch.view_as_complex(state.contiguous())
-        state = torch.view_as_real(torch.addcmul(number, number, torch.view_as_complex(change)))
-    state = torch.addcmul(state, weight_in, kept[..., None, None])
+        after = torch.view_as_real(torch.addcmul(number, number, torch.view_as_complex(change)))
+    state = hold(torch.addcmul(after, weight_in, kept[..., None, None]), state, mask)
     average = (weight_out * state).flatten(2).sum(-1)
     if skip is not None:
         average = torch.addcmul(average, skip, kept)

@@ -321,7 +321,11 @@ def _step_kernel(
         value = tl.where(tl.load(mask + row), value, 0.0)
     # q - 1, not q: thousands of steps add up the rounding error of q.
     gain_real, gain_imaginary = _times(real, imaginary, change_real, change_imaginary)
-    real += gain_real + tl.load(weight_in + rows, tile, other=0.0) * value[:, None]
+    gain_real += tl.load(weight_in + rows, tile, other=0.0) * value[:, None]
+    if mask is not None:  # a dropped position leaves the state as it is
+        keep = tl.load(mask + row)
+        gain_real, gain_imaginary = tl.where(keep, gain_real, 0.0), tl.where(keep, gain_imaginary, 0.0)
+    real += gain_real
     imaginary += gain_imaginary
     after = next_state + row * channels * N * 2
     tl.store(after + rows, real, tile)

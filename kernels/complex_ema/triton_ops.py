@@ -82,7 +82,8 @@ def _backward_step(ctx, gradient, next_gradient):
     x, state, change, weight_in, weight_out, skip, mask, after = ctx.saved_tensors
     gradient, value = gradient.float(), x.float()
     kept = value if mask is None else value.masked_fill(~mask[:, None], 0.0)
-    received = next_gradient + gradient[..., None, None] * weight_out
+    arriving = next_gradient + gradient[..., None, None] * weight_out
+    received = arriving if mask is None else arriving.masked_fill(~mask[:, None, None, None], 0.0)
     conjugate = received.new_tensor((1.0, -1.0))
     grad_x = (received * weight_in).flatten(2).sum(-1)
     grad_skip = None
@@ -92,7 +93,7 @@ def _backward_step(ctx, gradient, next_gradient):
         grad_x = grad_x.masked_fill(~mask[:, None], 0.0)
     return (
         grad_x.to(x.dtype),
-        received + times(change * conjugate, received),
+        arriving + times(change * conjugate, received),
         times(state * conjugate, received).sum(0),
         (received * kept[..., None, None]).sum(0),
         (gradient[..., None, None] * after).sum(0),

@@ -3,11 +3,12 @@
 import torch
 
 from luna_mega.kernels import ragged
-from luna_mega.kernels._op import Op, for_ranks
-from luna_mega.kernels.checks import check_average, check_mask, check_sequences, count_sequences
+from luna_mega.kernels._op import Op, for_ranks, without_autocast
+from luna_mega.kernels.checks import check_average, check_lengths, check_mask, check_sequences, count_sequences
 from luna_mega.kernels.context_parallel import ContextShard
 from luna_mega.kernels.damped_ema import export, reference, sharded, torch_backend
 from luna_mega.kernels.damped_ema.coefficients import from_coefficients, from_parameters
+from luna_mega.kernels.damped_ema.lengths import from_zero
 from luna_mega.kernels.damped_ema.reference import working_dtype
 from luna_mega.kernels.damped_ema.truncated import TruncatedEmaState, truncated
 
@@ -89,6 +90,7 @@ def damped_ema(
     truncation: int | None = None,
     initial_state: torch.Tensor | TruncatedEmaState | None = None,
     return_state: bool = False,
+    lengths: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
     shard: ContextShard | None = None,
@@ -111,7 +113,9 @@ def damped_ema(
         truncation: the average forgets inputs that are this many positions away or more; None or below 1: none.
         initial_state: `[B, D, N]` float32 or float64, causal only: the states before the first position; None = 0. With
             a truncation it is a `TruncatedEmaState` that an earlier call has returned.
-        return_state: causal only: return the states behind the last position as well.
+        return_state: causal only: also return the states after the last position.
+        lengths: `[B]` integers: the states are returned after so many positions of each row. The mask must drop the
+            positions that follow. None = T.
         cu_seqlens: `[S + 1]` int32 or int64: x is S sequences laid end to end, `[1, total, D]`, the mask `[1, total]`,
             sequence s is `[cu_seqlens[s], cu_seqlens[s+1])`; states are then `[S, D, N]`, and each sequence has the
             same result as alone.
@@ -145,14 +149,16 @@ def damped_ema(
     _check_sequence(x, input_logit, mask, shift, truncation, initial_state, return_state)
     parameters = (input_logit, damping_logit, expansion, projection)
     EMA.refuse_beside(shard, initial_state=initial_state, return_state=return_state, cu_seqlens=cu_seqlens)
+    check_lengths("damped_ema", lengths, x, mask, return_state, cu_seqlens)
     if truncation is not None and (return_state or initial_state is not None):
         if cu_seqlens is not None:
             raise ValueError("damped_ema: ragged sequences have no truncated state; leave truncation or cu_seqlens out")
 
         def run_again(x, state, parameters):
-            return damped_ema(x, *parameters, initial_state=state, return_state=True, backend=backend)
+            options = {"initial_state": state, "return_state": True, "lengths": lengths, "backend": backend}
+            return damped_ema(x, *parameters, mask=None if lengths is None else mask, **options)
 
-        output, state = truncated(run_again, x, parameters, skip, mask, truncation, initial_state)
+        output, state = truncated(run_again, x, parameters, skip, mask, truncation, initial_state, lengths)
         return (output, state) if return_state else output
     sequences, max_seqlen = count_sequences("damped_ema", x, cu_seqlens, max_seqlen, "channels")
     _check("damped_ema", x, parameters, skip, initial_state, sequences)
@@ -164,10 +170,23 @@ def damped_ema(
         "shift": shift,
         "truncation": truncation,
         "initial_state": initial_state,
-        "return_state": return_state,
+        "return_state": return_state and lengths is None,
     }
     output, state = EMA(backend, call, cu_seqlens, max_seqlen, shard=shard)
+    if lengths is not None:
+        state = _state_after(backend, call, lengths)
     return (output, state) if return_state else output
+
+
+def _state_after(backend, call, lengths):
+    """Return the states after the first `lengths` positions of each row, `[B, D, N]`."""
+    dtype, initial = working_dtype(call["x"], call["parameters"]), call["initial_state"]
+    _, state = EMA(backend, from_zero(call, lengths))
+    if initial is None:
+        return state
+    with without_autocast(state.device.type):
+        log_q = reference.log_decay(*(logit.to(dtype) for logit in call["parameters"][:2]))
+        return torch.addcmul(state, torch.exp(log_q * lengths[:, None, None]), initial.to(dtype))
 
 
 def damped_ema_step(
@@ -185,10 +204,10 @@ def damped_ema_step(
 ) -> tuple[torch.Tensor, torch.Tensor | TruncatedEmaState]:
     """Continue the causal `damped_ema` by one position x `[B, D]`: return y `[B, D]` and the next state `[B, D, N]`.
 
-    Arguments and errors as in `damped_ema`, with R = D and `mask` `[B]`. The given state is not changed. With a
-    `TruncatedEmaState` the average is truncated at the length of its inputs. `coefficients`: the `ema_coefficients` of
-    the four parameters, which save half of the step; None = computed. They are not supported with a
-    `TruncatedEmaState`.
+    Arguments and errors as in `damped_ema`, with R = D and `mask` `[B]`: rows that it drops keep their states; their y
+    is meaningless. The given state is not changed. With a `TruncatedEmaState` the average is truncated at the length
+    of its inputs. `coefficients`: the `ema_coefficients` of the four parameters, which save half of the step; None =
+    computed. They are not supported with a `TruncatedEmaState`.
     """
     if x.dim() != 2 or input_logit.shape[:1] != x.shape[1:]:
         raise ValueError(
@@ -205,9 +224,10 @@ def damped_ema_step(
             output, state = damped_ema_step(x[:, 0], state, *parameters, backend=backend)
             return output[:, None], state
 
-        mask = None if mask is None else mask[:, None]
-        output, state = truncated(run_again, x[:, None], parameters, skip, mask, state.inputs.shape[1], state)
-        return output[:, 0], state
+        column = None if mask is None else mask[:, None]
+        output, after = truncated(run_again, x[:, None], parameters, skip, column, state.inputs.shape[1], state)
+        pairs = zip(after, state, strict=True)
+        return output[:, 0], TruncatedEmaState(*(reference.hold(*pair, mask) for pair in pairs))
     _check("damped_ema_step", x, parameters, skip, state, x.shape[0])
     call = {"x": x, "state": state, "parameters": parameters, "coefficients": coefficients, "skip": skip, "mask": mask}
     return STEP(backend, call)

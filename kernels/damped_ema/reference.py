@@ -56,12 +56,17 @@ def step(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return y_t = <eta / sqrt(N), h_t> and h_t = q h_{t-1} + p beta x_t of one position, x `[B, D]`, mask `[B]`.
 
-    The first coefficient is q - 1.
+    At a dropped position h_t = h_{t-1}. The first coefficient is q - 1.
     """
     change, weight_in, weight_out = coefficients
     kept = x if mask is None else x.masked_fill(~mask[:, None], 0.0)
-    state = (change + 1.0) * state + weight_in * kept[..., None].to(change.dtype)
+    state = hold((change + 1.0) * state + weight_in * kept[..., None].to(change.dtype), state, mask)
     return finish((weight_out * state).sum(-1), x, skip), state
+
+
+def hold(after: torch.Tensor, before: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Return the states `[B, ...]` after a position that `mask` `[B]` keeps, else those before it; None = all kept."""
+    return after if mask is None else torch.where(mask.view(-1, *(1,) * (after.dim() - 1)), after, before)
 
 
 def damped_ema(

@@ -31,7 +31,7 @@ def average(run: Callable, shard: ContextShard, x, parameters, skip, mask, shift
     average, _ = run(**call | {"x": wide, "skip": None})
     added = _response(before, weight_out[:channels], log_q[:channels], x.shape[1], 1)
     later = _response(behind, weight_out[channels:], log_q[channels:], x.shape[1], 0 if shift else 1)
-    average = average + _columns(added + later.flip(-1))
+    average = average + _columns(added) + _from_end(_columns(later), shard)
     return reference.finish(average, x, None if skip is None else skip.to(dtype)), None
 
 
@@ -39,11 +39,12 @@ def _start_states(kept, log_q, weight_in, shard):
     """Return the states before this part `[B, D, N]`, and of an average from the end the states behind it, or None."""
     channels, rank = kept.shape[2], shard.rank
     rows = rows_of(kept)
-    gained = [_decayed_sum(rows, log_q[:channels], from_end=True)]
+    last = rows if shard.kept is None else rows_of(shard.to_end(kept))
+    gained = [_decayed_sum(last, log_q[:channels], from_end=True)]
     if len(log_q) > channels:
         gained.append(_decayed_sum(rows, log_q[channels:], from_end=False))
     states = shard.all_gather(torch.cat(gained).transpose(0, 1) * weight_in)
-    gaps_before, gaps_behind = shard.gaps()
+    gaps_before, gaps_behind = shard.gaps(kept.device)
     before = _arriving(states[:rank, :, :channels], log_q[:channels], gaps_before)
     if len(log_q) == channels:
         return before, None
@@ -51,9 +52,13 @@ def _start_states(kept, log_q, weight_in, shard):
 
 
 def _arriving(states, log_q, gaps):
-    """Return the sum of the states `[P, B, D, N]` of P other processes, each after its gap of positions."""
-    gaps = torch.tensor(gaps, dtype=log_q.dtype, device=log_q.device)
-    return torch.einsum("pbdn,pdn->bdn", states, torch.exp(log_q * gaps[:, None, None]))
+    """Return the sum of the states `[P, B, D, N]` of P other processes, each after its gap `[P, B or 1]`."""
+    return (states * torch.exp(log_q * gaps.to(log_q.dtype)[..., None, None])).sum(0)
+
+
+def _from_end(x, shard):
+    """Return `[B, T, D]` backwards, so that column 0 is at the last position of the sequences here."""
+    return shard.to_end(x).flip(1)
 
 
 def rows_of(x):

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from luna_mega.kernels.damped_ema.coefficients import series
-from luna_mega.kernels.damped_ema.reference import finish
+from luna_mega.kernels.damped_ema.reference import finish, hold
 
 CHUNK = 64
 # Shorter chunks, whose matrices take less time to make, and the positions in a batch up to which they are faster.
@@ -54,7 +54,8 @@ def step(x, state, coefficients, skip, mask):
     """Return `reference.step`, but to add (q - 1) h: thousands of steps add up the rounding error of q."""
     change, weight_in, weight_out = coefficients
     kept = x if mask is None else x.masked_fill(~mask[:, None], 0.0)
-    state = torch.addcmul(state, state, change).addcmul_(weight_in, kept[..., None].to(change.dtype))
+    after = torch.addcmul(state, state, change).addcmul_(weight_in, kept[..., None].to(change.dtype))
+    state = hold(after, state, mask)
     return finish((weight_out * state).sum(-1), x, skip), state
 
 

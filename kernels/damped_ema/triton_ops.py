@@ -90,18 +90,17 @@ def _backward_step(ctx, gradient, next_gradient):
     input_logit, damping_logit, expansion, projection = (parameter.float() for parameter in parameters)
     value, gradient, scale = x.float(), gradient.float(), projection.shape[1] ** -0.5
     gate, damping = torch.sigmoid(input_logit), torch.sigmoid(damping_logit)
-    kept = value if mask is None else value.masked_fill(~mask[:, None], 0.0)
     grad_skip = None
     if skip is not None:
         average = torch.addcmul((scale * projection * after).sum(-1), skip.float(), value)
         gradient = torch.ops.aten.silu_backward(gradient, average)
         grad_skip = (gradient * value).sum(0).to(skip.dtype)
-    received = next_gradient + gradient[..., None] * (scale * projection)
-    through = (received * gate * expansion).sum(-1)
-    grad_x = through if mask is None else through.masked_fill(~mask[:, None], 0.0)
+    arriving = next_gradient + gradient[..., None] * (scale * projection)
+    received = arriving if mask is None else arriving.masked_fill(~mask[:, None, None], 0.0)  # dropped: the state holds
+    grad_x = (received * gate * expansion).sum(-1)
     if skip is not None:
         grad_x = grad_x + gradient * skip.float()
-    grad_entry = (received * kept[..., None]).sum(0)
+    grad_entry = (received * value[..., None]).sum(0)
     grad_loss = -(received * state).sum(0)  # of gate damping = 1 - q
     grads = (
         (grad_entry * expansion + grad_loss * damping) * gate * (1 - gate),
@@ -110,7 +109,7 @@ def _backward_step(ctx, gradient, next_gradient):
         scale * (gradient[..., None] * after).sum(0),
     )
     grads = (grad.to(parameter.dtype) for grad, parameter in zip(grads, parameters, strict=True))
-    return grad_x.to(x.dtype), received - received * gate * damping, *grads, grad_skip, None
+    return grad_x.to(x.dtype), arriving - received * gate * damping, *grads, grad_skip, None
 
 
 _step.register_autograd(_backward_step, setup_context=_save_step_for_backward)

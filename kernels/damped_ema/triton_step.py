@@ -25,12 +25,11 @@ def _step_kernel(
     entry = gate * tl.load(expansion + rows, tile, other=0.0).to(tl.float32)
     exit = scale * tl.load(projection + rows, tile, other=0.0).to(tl.float32)
     value = tl.load(x + row * stride_b + d * stride_d, inside, other=0.0).to(tl.float32)
-    entering = value
-    if mask is not None:
-        entering = tl.where(tl.load(mask + row), value, 0.0)
     before = tl.load(state + row * channels * N + rows, tile, other=0.0)
     # q - 1, not q: thousands of steps add up the rounding error of q.
-    after = before - gate * damping * before + entry * entering[:, None]
+    after = before - gate * damping * before + entry * value[:, None]
+    if mask is not None:
+        after = tl.where(tl.load(mask + row), after, before)
     tl.store(next_state + row * channels * N + rows, after, tile)
     average = tl.sum(exit * after, 1)
     if skip is not None:

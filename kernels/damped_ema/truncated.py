@@ -7,6 +7,7 @@ import torch
 
 from luna_mega.kernels._op import without_autocast
 from luna_mega.kernels.damped_ema import reference
+from luna_mega.kernels.gated_attention.alignment import take
 
 
 class TruncatedEmaState(NamedTuple):
@@ -29,11 +30,12 @@ def truncated(
     mask: torch.Tensor | None,
     truncation: int,
     state: TruncatedEmaState | None,
+    lengths: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, TruncatedEmaState]:
     """Return the average of the last `truncation` inputs; `run` averages all inputs and returns its state too.
 
     The average of the older inputs is subtracted from the average of all inputs: it is the average `truncation`
-    positions earlier, decayed by q^truncation.
+    positions earlier, decayed by q^truncation. `lengths` `[B]`: the positions of each row until the state; None = all.
     """
     batch, length, channels = x.shape
     if state is None:
@@ -56,5 +58,11 @@ def truncated(
         late, forgotten = run(recent[:, :length], state.forgotten, (*rest, projection))
         skip = None if skip is None else skip.to(dtype)
         # A copy, so that the older inputs are freed.
-        state = TruncatedEmaState(now, forgotten, recent[:, length:].clone())
+        recent = recent[:, length:].clone() if lengths is None else take(recent, _window(lengths, truncation))
+        state = TruncatedEmaState(now, forgotten, recent)
         return reference.finish(average - late, x, skip), state
+
+
+def _window(start, size):
+    """Return the `size` columns from `start` `[B]` on, `[B, size]`."""
+    return start[:, None] + torch.arange(size, device=start.device)

@@ -77,6 +77,11 @@ def rotation(shift: torch.Tensor, count: int) -> torch.Tensor:
     return (torch.arange(count, device=shift.device) + shift[:, None]) % torch.full((), max(count, 1))
 
 
+def to_end(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Return `[B, T, ...]` with the first `lengths` `[B]` positions of each row at its end, after the others."""
+    return take(x, rotation(lengths - x.shape[1], x.shape[1]))
+
+
 def take(x: torch.Tensor | None, columns: torch.Tensor) -> torch.Tensor | None:
     """Return the columns `[B, C]` of `[B, T]` or `[B, T, W]`; None of None."""
     if x is None or x.dim() == 2:

@@ -136,7 +136,8 @@ def test_every_head(ranks, count, side, checkpointing):
     "count, side, checkpointing", [(2, "left", False), pytest.param(4, "right", True, marks=pytest.mark.slow)]
 )
 def test_every_kind_of_layer(ranks, count, side, checkpointing):
-    check(ranks, count, [(*case, side, torch.float64, checkpointing) for case in LAYER_CASES], 1e-10)
+    cases = [case for case in LAYER_CASES if side == "right" or "padded_batch_statistics" not in case[1]]
+    check(ranks, count, [(*case, side, torch.float64, checkpointing) for case in cases], 1e-10)
 
 
 def drop_features():
@@ -219,9 +220,9 @@ def refusals():
 
 def test_every_rank_refuses_what_it_cannot_do(ranks):
     first, second = ranks(2, refusals)
-    cut = "end at [6] cut attention chunks of 4 positions, which count from the first tokens at [0]:"
+    cut = "ends after 6 tokens of a sequence, inside an attention chunk of 4"
     assert cut in first[0] and "shard_sequence(batch, group, multiple=4)" in first[0] and first[0] == second[0]
-    assert "chunks of 2 positions" in first[1] and "tokens at [0, 3]: pad on the right" in first[1]
+    assert "ends after 3 tokens of a sequence, inside an attention chunk of 2" in first[1]
     assert "padded_batch_statistics=True" in first[2] and "pad on the right" in first[2]
     assert "truncation=11 is below the length 12" in first[3]
     assert "a rank has no positions, or has refused its inputs" in first[4] and "leave token_type_ids out" in second[4]

@@ -285,13 +285,12 @@ def test_step(device, masked, skip):
 
 @pytest.mark.slow
 def test_steps_are_the_parallel_form(device):
-    inputs = Inputs(10, "states", "some", batch=1).to(torch.bfloat16)
+    inputs = Inputs(10, "states", batch=1).to(torch.bfloat16)
     x, *parameters, state = (leaf.detach().to(device) for leaf in inputs.leaves)
-    mask = inputs.mask.to(device)
-    expected, last = damped_ema(x, *parameters, mask=mask, initial_state=state, return_state=True, backend="triton")
+    expected, last = damped_ema(x, *parameters, initial_state=state, return_state=True, backend="triton")
     outputs = []
     for t in range(10):
-        output, state = damped_ema_step(x[:, t], state, *parameters, mask=mask[:, t], backend="triton")
+        output, state = damped_ema_step(x[:, t], state, *parameters, backend="triton")
         outputs.append(output)
     # The parameters are float32 in both, so only the results are rounded.
     assert_same([state], [last], FLOAT32)
