@@ -22,8 +22,7 @@ COMMANDS = ("convert", "export", "verify", "info", "bundle", "onnx", "eval", "de
 
 def replace(monkeypatch, name, function):
     """Let the command run another function."""
-    target = next(command.target for command in luna_mega_cli.COMMANDS if command.name == name)
-    monkeypatch.setattr(target, function)
+    monkeypatch.setattr(getattr(luna_mega_cli, name), "run", function)
 
 
 def run(argv, capsys):
@@ -37,9 +36,9 @@ def run(argv, capsys):
 def test_help_lists_commands_that_exist(capsys):
     status, output = run(["--help"], capsys)
     assert status == 0
-    listed = [command.name for command in luna_mega_cli.COMMANDS]
+    listed = [command.__name__.rpartition(".")[2] for command in luna_mega_cli.COMMANDS]
     assert "Luna, Mega and Megalodon" in output.out
-    assert re.findall(r"^  (\w+)  ", output.out, flags=re.MULTILINE) == list(COMMANDS) == listed
+    assert re.findall(r"^    (\w+)  ", output.out, flags=re.MULTILINE) == list(COMMANDS) == listed
     for name in COMMANDS:
         status, output = run([name, "--help"], capsys)
         assert status == 0 and output.out.startswith(f"usage: luna-mega {name} [-h]")
@@ -165,7 +164,7 @@ from luna_mega_cli import main
 with contextlib.suppress(SystemExit):
     main({[*argv, "--help"]!r})
 assert not {{"luna_mega", "torch", "transformers"}} & sys.modules.keys()
-assert time.process_time() < 0.5, time.process_time()
+assert time.process_time() < 0.2, time.process_time()
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=repo_root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -184,18 +183,18 @@ def test_version_option(capsys):
         (["transmogrify", "x"], "transmogrify"),
         (["-q"], "COMMAND"),
         (["info"], "luna-mega info: error: the following arguments are required: PATH"),
-        (["info", "x", "--length", "0"], "argument --length: 0: give a whole number of at least 1"),
-        (["info", "x", "--length", "-3"], "argument --length: -3: give a whole number of at least 1"),
-        (["verify", "a", "b", "--batch", "two"], "argument --batch: two: give a whole number of at least 1"),
+        (["info", "x", "--length", "0"], "argument --length: must be an integer from 1 to 2^31 - 1, got 0"),
+        (["info", "x", "--length", "-3"], "argument --length: must be an integer from 1 to 2^31 - 1, got -3"),
+        (["verify", "a", "b", "--batch", "two"], "argument --batch: must be an integer from 1 to 2^31 - 1, got two"),
         (
             ["verify", "a", "b", "--seed", "1", "--text", "x"],
-            "--seed applies to random inputs only; leave it out",
+            "--seed applies to random inputs only; omit it",
         ),
-        (["verify", "a", "b", "--seed", "9" * 30], "give a whole number of at most 64 bits"),
-        (["verify", "a", "b", "--batch", "9" * 9999], "and less than 2^31"),
-        (["demo", "a", "--port", "65536"], "argument --port: 65536: give a port from 1 to 65535"),
+        (["verify", "a", "b", "--seed", "9" * 30], "must be an integer of at most 64 bits, got 999"),
+        (["verify", "a", "b", "--batch", "9" * 9999], "must be an integer from 1 to 2^31 - 1"),
+        (["demo", "a", "--port", "65536"], "argument --port: must be an integer from 1 to 65535, got 65536"),
         (["demo", "a", "--space", "b", "--port", "80"], "--host and --port have no effect with --space"),
-        (["demo", "a", "--json"], "--json prints the report of --space"),
+        (["demo", "a", "--json"], "--json applies to --space only"),
         (["info", "x", "--len\x1b[31m"], r"--len\x1b[31m"),
         (["convert", "x", "--output", "y", "--dtype", "int8"], "invalid choice: 'int8'"),
     ],

@@ -145,7 +145,7 @@ def test_wheel_holds_every_file_of_the_packages_and_nothing_else(checkout, built
         for package, folder in packaged_folders().items()
         for file in (checkout / folder).rglob("*")
         if file.is_file() and "egg-info" not in str(file) and "__pycache__" not in file.parts
-    } | {"luna_mega_cli.py"}
+    }
     names = zipfile.ZipFile(built[".whl"]).namelist()
     dist_info = f"luna_mega-{luna_mega.__version__}.dist-info/"
     assert {name for name in names if not name.startswith(dist_info)} == expected

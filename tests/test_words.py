@@ -5,11 +5,9 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ("convert", "kernels", "luna_mega", "luna_mega_cli.py", "modeling_common", "modeling_luna", "modeling_mega")
+ROOMS = ("convert", "kernels", "luna_mega", "luna_mega_cli", "modeling_common", "modeling_luna", "modeling_mega")
 ROOMS += ("modeling_megalodon",)
-PATHS = [
-    path for room in ROOMS for path in ([ROOT / room] if room.endswith(".py") else sorted((ROOT / room).rglob("*.py")))
-]
+PATHS = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
 FILES = {path.relative_to(ROOT): ast.parse(path.read_text(encoding="utf-8")) for path in PATHS}
 GONE = {"found", "varlen"}
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)

@@ -1,0 +1,140 @@
+# Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
+# PYTHON_ARGCOMPLETE_OK
+"""The command line `luna-mega`, one module per command.
+
+The package is separate from `luna_mega`, whose import takes seconds because of torch and transformers. Modules import
+the standard library at the top, and what runs a command inside functions.
+"""
+
+import argparse
+import importlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NoReturn
+
+from luna_mega_cli import bundle, convert, demo, eval, export, info, onnx, serve, verify
+
+COMMANDS = (convert, export, verify, info, bundle, onnx, eval, demo, serve)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that the arguments name.
+
+    Args:
+        argv: Arguments without the program name; None means those of the process.
+
+    Returns:
+        Exit status: 0 if the command succeeded, 1 if its input is invalid (one line on stderr), 130 after Ctrl-C.
+
+    Raises:
+        SystemExit: 2 on wrong usage, 0 after `--help` and `--version`, 143 after SIGTERM.
+    """
+    parser = _parser()
+    if "_ARGCOMPLETE" in os.environ:  # set by a shell that completes a command line
+        _complete(parser)
+    options = parser.parse_args(argv)
+    try:
+        with _exit_on_sigterm():
+            return _run(options)
+    except KeyboardInterrupt:
+        print(f"luna-mega {options.command}: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+def _run(options: argparse.Namespace) -> int:
+    """Run a command; an error that its input causes is one line on stderr."""
+    if options.check is not None and (wrong := options.check(options)) is not None:
+        options.error(wrong)
+    import torch
+    from transformers.utils import logging
+
+    from luna_mega.errors import ConversionError
+    from luna_mega.escaping import terminal
+    from luna_mega_cli.options import check_text
+
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a locale may lack characters of a report
+    bars = logging.is_progress_bar_enabled()
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()  # the progress bars of this package check for a terminal themselves
+    try:
+        check_text(options)
+        status: int = options.run(options)
+        return status
+    except torch.OutOfMemoryError as error:
+        reason = str(error).strip().partition(". ")[0]
+        message = f"out of memory ({reason}); use shorter inputs, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
+    except (ConversionError, OSError, UnicodeError) as error:
+        message = " ".join(str(error).split())
+    finally:
+        if bars:
+            logging.enable_progress_bar()
+    print(f"luna-mega {options.command}: {_red('error:')} {terminal(message)}", file=sys.stderr)
+    return 1
+
+
+@contextmanager
+def _exit_on_sigterm() -> Iterator[None]:
+    """Raise `SystemExit` on SIGTERM during the block, so that temporary files are removed."""
+
+    def leave(*_: object) -> NoReturn:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    if threading.current_thread() is not threading.main_thread():  # only the main thread can set a handler
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _red(text: str) -> str:
+    """Return the text in red if stderr is a terminal with colors (https://no-color.org)."""
+    colors = sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return f"\033[31m{text}\033[0m" if colors else text
+
+
+class _Parser(argparse.ArgumentParser):
+    """Argument parser whose errors do not contain terminal control characters."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error("".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in message))
+
+
+class _Version(argparse.Action):
+    """Print the version of `luna_mega` and exit."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(f"luna-mega {importlib.import_module('luna_mega').__version__}")
+        parser.exit()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="luna-mega",
+        usage="luna-mega [-h] [--version] COMMAND ...",
+        description="Luna, Mega and Megalodon for transformers.",
+        epilog="`luna-mega COMMAND --help` shows the options of a command, with examples.",
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="show program's version number and exit")
+    commands = parser.add_subparsers(
+        title="commands", dest="command", metavar="COMMAND", required=True, prog="luna-mega"
+    )
+    for command in COMMANDS:
+        command.add(commands)
+    return parser
+
+
+def _complete(parser: argparse.ArgumentParser) -> None:
+    """Print completions for a shell and exit, if argcomplete is installed."""
+    try:
+        import argcomplete
+    except ImportError:
+        return
+    argcomplete.autocomplete(parser)

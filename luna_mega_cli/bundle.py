@@ -1,0 +1,29 @@
+# Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
+"""`luna-mega bundle`: add the code of a model to its folder."""
+
+import argparse
+
+from luna_mega_cli.options import FOLDER, Commands, add_command, show
+
+
+def add(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "bundle",
+        run,
+        help="add the code to a model folder, for trust_remote_code",
+        description="Adds the code to a model folder: AutoModel...from_pretrained(FOLDER, trust_remote_code=True) "
+        "loads it without luna-mega. If luna_mega is imported, its classes are used instead.",
+        examples=("my-model", "my-model --output my-bundle"),
+    )
+    parser.add_argument("folder", metavar="FOLDER", help=FOLDER)
+    parser.add_argument("--output", metavar="DIR", help="output folder, absent or empty (default: FOLDER itself)")
+
+
+def run(options: argparse.Namespace) -> int:
+    from luna_mega.hub.bundle import bundle
+
+    files, output = bundle(options.folder, options.output), options.output or options.folder
+    text = f"written to {output}: {', '.join(files)}; config.json names them in auto_map"
+    show(options, text, {"output": output, "files": files})
+    return 0

@@ -1,0 +1,70 @@
+# Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
+"""`luna-mega convert`: convert a checkpoint of the original code."""
+
+import argparse
+from dataclasses import asdict
+
+from luna_mega_cli.options import DTYPES, Commands, add_command, add_conventions, add_dictionaries, chosen, show
+
+
+def add(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "convert",
+        run,
+        help="convert a checkpoint of the original code into a folder that AutoModel loads",
+        description="Converts a fairseq checkpoint of Luna (luna_bert, LRA, translation) or Mega (LRA, raw speech, "
+        "ImageNet, language models, translation), or a Megalodon folder, into a folder for transformers. Code in the "
+        "checkpoint is not executed.",
+        examples=(
+            "checkpoint_best.pt --output my-model",
+            "checkpoint_best.pt --output my-model --dict dict.txt --bpe gpt2_bpe/",
+            "checkpoint_best.pt --output my-model --dtype bfloat16 --license mit --json",
+            "megalodon-folder --output my-model",
+        ),
+    )
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help=".pt file of fairseq, or Megalodon folder")
+    parser.add_argument("--output", metavar="DIR", required=True, help="output folder, which must be absent or empty")
+    add_dictionaries(
+        parser,
+        "dictionaries: dict.txt of the vocabulary, and of the labels if there is one; for translation one of the "
+        "source and one of the target (default: those in the checkpoint's directory)",
+    )
+    parser.add_argument(
+        "--bpe",
+        metavar="PATH",
+        help="byte-pair encoding for the tokenizer. luna_bert and language models with GPT-2's vocabulary: folder with "
+        "encoder.json and vocab.bpe, or vocab.json and merges.txt. Translation: codes of subword-nmt or fastBPE. "
+        "Megalodon: SentencePiece model (default: tokenizer.model in the checkpoint's directory). Not used by other "
+        "models",
+    )
+    add_conventions(
+        parser,
+        head="classification head to convert (default: the only head of a fine-tuned model, otherwise masked LM)",
+        layer_norm="storage of Luna's norm weights: unchanged, or minus one as in the code of 2023 (default: detected "
+        "from their mean)",
+        ema_convention="branch of the Mega code that wrote the file; flash calls alpha what main calls delta (default: "
+        "detected from the order of the tensors)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="dtype of the converted weights (default: float32; for Megalodon as in the checkpoint)",
+    )
+    parser.add_argument(
+        "--license",
+        metavar="ID",
+        help="license of the weights for the model card: identifier of the Hub, such as mit, or other:NAME (default: "
+        "none)",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    from luna_mega.convert.importer import convert_checkpoint
+
+    arguments = chosen(options, "bpe", "head", "layer_norm", "ema_convention", "dtype", "license")
+    report = convert_checkpoint(
+        options.checkpoint, options.output, dictionaries=options.dict, progress=not options.json, **arguments
+    )
+    show(options, report, asdict(report))
+    return 0

@@ -1,0 +1,79 @@
+# Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
+"""`luna-mega export`: write a checkpoint of the original code."""
+
+import argparse
+from dataclasses import asdict
+
+from luna_mega_cli.options import (
+    DTYPES,
+    FOLDER,
+    LAYER_NORMS,
+    Commands,
+    add_command,
+    add_dictionaries,
+    chosen,
+    positive,
+    show,
+)
+
+
+def add(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "export",
+        run,
+        help="write a model folder as a checkpoint of the original code",
+        description="Writes a model folder as a checkpoint of the original code.",
+        examples=(
+            "my-model --output checkpoint.pt",
+            "my-model --output checkpoint.pt --layer-norm plus-one",
+            "my-megalodon --output megalodon-folder --shards 2",
+        ),
+    )
+    parser.add_argument("folder", metavar="FOLDER", help=FOLDER)
+    parser.add_argument(
+        "--output",
+        metavar="PATH",
+        required=True,
+        help=".pt file to write, which must not exist; for Megalodon a folder, absent or empty",
+    )
+    parser.add_argument(
+        "--head",
+        metavar="NAME",
+        help="name of a luna_bert classification head, which specifies its type (default: its name in the converted "
+        "file, otherwise the usual name)",
+    )
+    parser.add_argument(
+        "--layer-norm",
+        choices=LAYER_NORMS,
+        help="storage of Luna's norm weights: unchanged, or minus one for the code of 2023 (default: as in the "
+        "converted file)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="dtype of the exported weights (default: as in the converted file, if that is lossless)",
+    )
+    add_dictionaries(
+        parser,
+        "dictionaries to write to the directory of the file: dict.txt of the vocabulary and of the labels, or for "
+        "Megalodon the SentencePiece model (default: those in the folder)",
+    )
+    parser.add_argument(
+        "--shards",
+        metavar="N",
+        type=positive,
+        help="number of weight files of a Megalodon, one per model-parallel rank (default: as in the converted folder, "
+        "otherwise 1)",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    from luna_mega.convert.exporter import export_checkpoint
+
+    arguments = chosen(options, "head", "layer_norm", "dtype", "shards")
+    report = export_checkpoint(
+        options.folder, options.output, dictionaries=options.dict, progress=not options.json, **arguments
+    )
+    show(options, report, asdict(report))
+    return 0

@@ -1,0 +1,36 @@
+# Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
+"""`luna-mega onnx`: export a model folder to ONNX."""
+
+import argparse
+from dataclasses import asdict
+
+from luna_mega_cli.options import FOLDER, Commands, add_command, positive, show
+
+
+def add(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "onnx",
+        run,
+        help="export a model folder to ONNX and compare it with the model",
+        description="Exports a model folder to ONNX (extra `onnx`), for any batch size and length. A generative model "
+        "is exported as two programs, prefill and decode, and one for the encoder if there is one. The results of "
+        "onnxruntime are compared with those of the model before anything is written.",
+        examples=("my-model --output my-onnx", "my-classifier --output model.onnx --opset 20"),
+    )
+    parser.add_argument("folder", metavar="FOLDER", help=FOLDER)
+    parser.add_argument(
+        "--output",
+        metavar="PATH",
+        required=True,
+        help="output folder, absent or empty, or FILE.onnx for a model that is exported as one program",
+    )
+    parser.add_argument("--opset", metavar="N", type=positive, help="version of the ONNX operators, at least 18")
+
+
+def run(options: argparse.Namespace) -> int:
+    from luna_mega.onnx import export_onnx
+
+    report = export_onnx(options.folder, options.output, options.opset, progress=not options.json)
+    show(options, report, asdict(report))
+    return 0

@@ -1,0 +1,122 @@
+# Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
+"""Options and functions that several commands share."""
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+DTYPES = ("float32", "float16", "bfloat16")
+LAYER_NORMS = ("standard", "plus-one")
+EMA_CONVENTIONS = ("main", "flash")
+FOLDER = "model folder, written by luna-mega convert or save_pretrained"
+
+Commands = Any  # the action that `ArgumentParser.add_subparsers` returns, whose class is private
+Run = Callable[[argparse.Namespace], int]
+Check = Callable[[argparse.Namespace], str | None]
+
+_PATHS = {"checkpoint", "folder", "path", "a", "b", "inputs", "dict", "bpe", "output", "space"}
+_WORDS = {"head", "license", "host", "key", "mteb"}
+
+
+class _Help(argparse.HelpFormatter):
+    """Help formatter that keeps the lines of the examples."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if "\n" in text else super()._fill_text(text, width, indent)
+
+
+def add_command(
+    commands: Commands,
+    name: str,
+    run: Run,
+    *,
+    help: str,
+    description: str,
+    examples: Sequence[str],
+    json: str = "print the report as JSON",
+    check: Check | None = None,
+) -> argparse.ArgumentParser:
+    """Add a command and return its parser.
+
+    Args:
+        commands: Return value of `ArgumentParser.add_subparsers`.
+        name: Name of the command.
+        run: Function of the parsed options that returns the exit status.
+        help: Line in the list of commands.
+        description: Paragraph in the help of the command.
+        examples: Arguments of example calls.
+        json: Help of the option `--json`.
+        check: Function of the parsed options that returns an error message for options that contradict each other.
+    """
+    lines = "\n".join(f"  luna-mega {name} {line}" for line in examples)
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=help, description=description, epilog=f"examples:\n{lines}", formatter_class=_Help
+    )
+    parser.add_argument("--json", action="store_true", help=json)
+    parser.set_defaults(run=run, check=check, error=parser.error)
+    return parser
+
+
+def add_dictionaries(parser: argparse.ArgumentParser, help: str) -> None:
+    parser.add_argument("--dict", metavar="FILE", nargs="+", action="extend", default=[], help=help)
+
+
+def add_conventions(parser: argparse.ArgumentParser, *, head: str, layer_norm: str, ema_convention: str) -> None:
+    """Add the options that specify how a checkpoint is read."""
+    parser.add_argument("--head", metavar="NAME", help=head)
+    parser.add_argument("--layer-norm", choices=("auto", *LAYER_NORMS), default="auto", help=layer_norm)
+    parser.add_argument("--ema-convention", choices=("auto", *EMA_CONVENTIONS), default="auto", help=ema_convention)
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or len(text) > 10 or not 1 <= int(text) < 2**31:
+        raise argparse.ArgumentTypeError(f"must be an integer from 1 to 2^31 - 1, got {text[:40]}")
+    return int(text)
+
+
+def seed(text: str) -> int:
+    if not text.removeprefix("-").isdecimal() or len(text) > 20 or not -(2**63) <= int(text) < 2**64:
+        raise argparse.ArgumentTypeError(f"must be an integer of at most 64 bits, got {text[:40]}")
+    return int(text)
+
+
+def port(text: str) -> int:
+    if not text.isdecimal() or len(text) > 5 or not 1 <= int(text) < 2**16:
+        raise argparse.ArgumentTypeError(f"must be an integer from 1 to 65535, got {text[:40]}")
+    return int(text)
+
+
+def chosen(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Return the options with these names."""
+    return {name: getattr(options, name) for name in names}
+
+
+def show(options: argparse.Namespace, report: Any, content: dict[str, Any]) -> None:
+    """Print a report, or with `--json` its content."""
+    from luna_mega.escaping import terminal
+
+    print(json.dumps(content, indent=2, default=str) if options.json else terminal(str(report)))
+
+
+def check_text(options: argparse.Namespace) -> None:
+    """Raise `ConversionError` for arguments that are not text, and for words with control characters."""
+    from luna_mega.errors import ConversionError, shown
+    from luna_mega.escaping import is_utf8, locale_hint
+
+    for name, value in vars(options).items():
+        for text in value if isinstance(value, list) else [value]:
+            if not isinstance(text, str):
+                continue
+            try:
+                valid = "\0" not in text and os.fsencode(text) is not None
+                # The name of a file may contain bytes that are not UTF-8.
+                valid = valid and (name in _PATHS or text.encode() is not None)
+            except UnicodeEncodeError:
+                valid = False
+            if not valid or name in _WORDS and not text.isprintable():
+                advice = "use text without control characters and invalid bytes"
+                if not is_utf8(text):
+                    advice = locale_hint() or advice
+                raise ConversionError(f"{name} {shown(text)}: {advice}")
