@@ -40,6 +40,7 @@ from luna_mega import (
     MegalodonConfig,
     MegalodonForCausalLM,
 )
+from luna_mega.compat import CACHE_NAME
 
 VOCABULARY, WIDTH, LAYERS, HEADS, CHUNK, ROWS = 8000, 512, 6, 8, 512, 32
 LONGEST_PROMPT, PREFILL, ORDER = 1024, 512, (0, 0, 1, 2)
@@ -114,7 +115,7 @@ def fill(model: PreTrainedModel, batch: int, context: int):
     length = min(context, LONGEST_PROMPT)
     if config.model_type in ("mega", "megalodon"):
         length += (CHUNK // 2 - length) % CHUNK if context >= CHUNK else 0
-    return model(torch.randint(1, VOCABULARY, (batch, length)), use_cache=True, logits_to_keep=1).past_key_values
+    return model(torch.randint(1, VOCABULARY, (batch, length)), use_cache=True, logits_to_keep=1).cache
 
 
 def state_bytes(past) -> int:
@@ -152,7 +153,7 @@ def measure(
         def step(call=call, past=past):
             if beams:
                 past.reorder_cache(order)
-            call(token, past_key_values=past, use_cache=True)
+            call(token, use_cache=True, **{CACHE_NAME: past})
 
         if compiled:
             print(f"{name}: {clock(lambda step=step: [step() for _ in range(3)]):.0f} s to compile", flush=True)

@@ -37,6 +37,8 @@ from decoding import CHUNK, LONGEST_PROMPT, MODELS, VOCABULARY, fill, state_byte
 from measure import peak, reset_peak
 from transformers import PreTrainedModel, StoppingCriteria, logging
 
+from luna_mega.compat import CACHE_NAME
+
 NEW, BUDGET = 16, 2048  # tokens that all requests get together, and that vLLM reads in a step
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -61,9 +63,9 @@ def in_transformers(
     stamps = Stamps(clock)
     options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "stopping_criteria": [stamps]}
     options |= {"attention_mask": torch.ones_like(prompts), "return_dict_in_generate": True}
-    output = model.generate(prompts, past_key_values=past, **options)
+    output = model.generate(prompts, **options, **{CACHE_NAME: past})
     first, *steps = (end - begin for begin, end in itertools.pairwise(stamps.times))
-    return first if past is None else None, statistics.median(steps), state_bytes(output.past_key_values)
+    return first if past is None else None, statistics.median(steps), state_bytes(output[CACHE_NAME])
 
 
 class VllmServer:

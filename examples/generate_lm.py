@@ -18,6 +18,7 @@ from common.report import peak_memory_gb, print_table, save_json, show
 from transformers import HfArgumentParser, TextStreamer, set_seed
 
 import luna_mega
+from luna_mega.compat import CACHE_NAME
 
 
 @dataclass
@@ -44,7 +45,7 @@ class MeasuredStreamer(TextStreamer):
         self.count, self.reports, self.start = 0, [], None
 
     def see(self, module, arguments, output):  # a forward hook
-        self.cache = output.past_key_values
+        self.cache = output[CACHE_NAME]
 
     def put(self, value: torch.Tensor):
         super().put(value)

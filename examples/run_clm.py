@@ -24,6 +24,8 @@ from torch.utils.data import SequentialSampler, default_collate
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from luna_mega.compat import CACHE_NAME
+
 TITLE, METRIC = "causal language model", "eval_loss"
 # The fields that make a decoder of a model that can also be an encoder.
 DECODER = {"is_decoder": True, "bidirectional": False}
@@ -94,9 +96,9 @@ class LanguageModelTrainer(StreamingTrainer):
             self.past.detach()
         kwargs.pop("return_outputs", None)
         loss, outputs = super().compute_loss(
-            model, inputs | {"past_key_values": self.past, "use_cache": True}, *args, return_outputs=True, **kwargs
+            model, inputs | {CACHE_NAME: self.past, "use_cache": True}, *args, return_outputs=True, **kwargs
         )
-        self.past = outputs["past_key_values"]
+        self.past = outputs[CACHE_NAME]
         return loss
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval") -> dict[str, float]:

@@ -1,8 +1,10 @@
 import importlib
 import importlib.util
 import itertools
+import logging
 import os
 import random
+import traceback
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatch
 from pathlib import Path
@@ -133,6 +135,24 @@ def interpret_quickly() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InterpretedFunction, "__call__", call)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def deprecation_errors() -> Iterator[None]:
+    """Raise an error if our own code causes a deprecation warning that transformers logs once."""
+    warning_once = logging.Logger.warning_once
+
+    def check(self: logging.Logger, message: str, *args, **kwargs) -> None:
+        if "deprecated" in message:
+            callers = (Path(frame.filename) for frame in reversed(traceback.extract_stack()[:-1]))
+            caller = next(file for file in callers if "site-packages" not in file.parts)
+            ours = caller.is_relative_to(ROOT) and not caller.is_relative_to(ROOT / "tests")
+            assert not ours, f"{caller} causes the warning: {message}"
+        warning_once(self, message, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logging.Logger, "warning_once", check)
         yield
 
 

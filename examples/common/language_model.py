@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from common.arguments import fail
 from common.model import load_tokenizer
 from common.redrawn import draw
+from luna_mega.compat import CACHE_NAME
 
 
 def load_language_model(source: str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -164,10 +165,10 @@ def score(
                 attention_mask=torch.ones_like(block[:, :end]),
                 labels=targets,  # for transformers' own models, which have no loss without them
                 shift_labels=targets,
-                past_key_values=past,
                 use_cache=True,
+                **{CACHE_NAME: past},
             )
-            past = output.past_key_values
+            past = output[CACHE_NAME]
             total += output.loss.item() * targets.numel() * counts
             counted += targets.numel() * counts
     model.train(training)
