@@ -106,8 +106,12 @@ class MegaAdaptiveEmbedding(nn.Module):
                 states = dropout(self.projections[band](states, back=True))
             return self.words[band](states=states)
         embedded = tokens.new_zeros(*tokens.shape, self.width, dtype=self.projections[0].weight.dtype)
-        for (start, end), words, projection in zip(pairwise(self.edges), self.words, self.projections, strict=True):
-            inside = (tokens >= start) & (tokens < end)
+        bands = zip(pairwise(self.edges), self.words, self.projections, strict=True)
+        for band, ((start, end), words, projection) in enumerate(bands):
+            # Tokens outside the vocabulary belong to the first or last band, whose `nn.Embedding` raises the error.
+            inside = torch.ones_like(tokens, dtype=torch.bool) if band == 0 else tokens >= start
+            if band < len(self.words) - 1:
+                inside = inside & (tokens < end)
             embedded = embedded.index_put((inside,), projection(words(tokens[inside] - start)).to(embedded.dtype))
         return embedded
 
