@@ -215,6 +215,7 @@ def find_layout(
     cu_seqlens, starts = _bounds(options), None
     if not is_program():
         if options.get("seq_idx") is not None:
+            check_seq_idx(options["seq_idx"], shape)
             starts = options["seq_idx"].diff(dim=1) != 0
         elif position_ids is not None:
             starts = position_ids.diff(dim=1) <= 0
@@ -229,6 +230,13 @@ def find_layout(
         first = torch.arange(shape[1], device=mask.device).expand(shape) == 0
         return _lay_end_to_end(mask, first)._replace(unpadded=True)
     return TokenLayout(mask)
+
+
+def check_seq_idx(seq_idx: torch.Tensor, shape: tuple[int, int]) -> None:
+    """Raise `ValueError` unless `seq_idx` has an integer for every position of a batch `[B, T]`."""
+    if not isinstance(seq_idx, torch.Tensor) or seq_idx.is_floating_point() or seq_idx.shape != tuple(shape):
+        found = f"{list(seq_idx.shape)} of {seq_idx.dtype}" if isinstance(seq_idx, torch.Tensor) else type(seq_idx)
+        raise ValueError(f"`seq_idx` must be integers of the shape {list(shape)} of the input, got {found}")
 
 
 def find_starts(shape: tuple[int, int], inputs: dict[str, Any], options: dict[str, Any]) -> torch.Tensor | None:
