@@ -2,7 +2,7 @@
 
 from transformers import modeling_outputs
 from transformers.generation import utils as generation
-from transformers.utils import ModelOutput
+from transformers.utils import ModelOutput, output_capturing
 
 from luna_mega.compat import with_cache_alias
 
@@ -24,3 +24,12 @@ GenerateBeamEncoderDecoderOutput = with_cache_alias(generation.GenerateBeamEncod
 def generated(output: ModelOutput) -> ModelOutput:
     """Return an output of `generate` with both names of its cache."""
     return globals()[type(output).__name__](**output)
+
+
+def selected_hidden_states(selection: bool | int | list[int] | None) -> list[int] | None:
+    """Return the indices that `output_hidden_states` selects, or None if all hidden states are returned.
+
+    transformers 5.20 returns all of them, 5.23 and later those that the indices select.
+    """
+    function = getattr(output_capturing, "selected_hidden_states", None)
+    return None if function is None else function(selection)

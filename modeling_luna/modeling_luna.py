@@ -10,6 +10,7 @@ bottom: outputs, embeddings, attention, causal attention, layers, encoder, decod
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel
 from luna_mega.modeling_common.dropout import Dropout
 from luna_mega.modeling_common.inputs import InputSpec, ValueEmbeddings, read_batch
 from luna_mega.modeling_common.layout import DENSE, TokenLayout
+from luna_mega.modeling_common.outputs import selected_hidden_states
 from luna_mega.modeling_common.processes import has_peers
 from luna_mega.modeling_common.tensor_parallel import RankBoundary
 from luna_mega.modeling_luna.cache_luna import LunaCache, LunaCacheLayer, LunaSeq2SeqCache
@@ -787,8 +789,18 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
             packed_mask=None if packed_mask is None else packed_mask.long(),
             attention_mask=None if batch.mask is None or self.config.is_decoder else batch.mask.long(),
             cache=batch.past,
-            packed_hidden_states=tuple(packed) if batch.output_states and packed[-1] is not None else None,
+            packed_hidden_states=_select(packed, options) if batch.output_states and packed[-1] is not None else None,
         )
+
+
+def _select(packed: list[torch.Tensor], options: dict[str, Any]) -> tuple[torch.Tensor | None, ...]:
+    """Return P of the layers that `output_hidden_states` selects, and None for the others, as transformers does."""
+    selected = selected_hidden_states(options.get("output_hidden_states"))
+    if selected is None:
+        return tuple(packed)
+    count = len(packed)
+    kept = {index % count for index in selected if -count <= index < count}
+    return tuple(states if index in kept else None for index, states in enumerate(packed))
 
 
 __all__ = ["LunaModel", "LunaPreTrainedModel"]
