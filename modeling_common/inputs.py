@@ -390,12 +390,12 @@ def _lay_out(
     layout = find_layout(shape, batch.mask, restarts, options, unpads)
     if layout.has_rows():
         return batch._replace(layout=layout)
-    _check_ragged(spec, batch, asks_cache)
+    _check_ragged(spec, batch, layout, asks_cache)
     return batch._replace(layout=layout, past=None, target=None, source=None)  # a decoder begins one by default
 
 
-def _check_ragged(spec: InputSpec, batch: Batch, asks_cache: bool) -> None:
-    """Refuse what ragged batches do not have."""
+def _check_ragged(spec: InputSpec, batch: Batch, layout: TokenLayout, asks_cache: bool) -> None:
+    """Raise `ValueError` for arguments that are not supported with a padding-free batch."""
     if asks_cache:
         raise ValueError("a ragged batch has no cache: leave past_key_values out and pass use_cache=False")
     if spec.config.add_cross_attention:
@@ -405,8 +405,13 @@ def _check_ragged(spec: InputSpec, batch: Batch, asks_cache: bool) -> None:
             "a ragged batch has no attention weights to return: pass output_attentions=False and load the model "
             "with attn_implementation='sdpa'"
         )
-    if batch.output_states and (rows := batch.embeddings.shape[0]) > 1:
-        raise ValueError(f"output_hidden_states=True takes a ragged batch of one row, not one of {rows}")
+    rows, length = batch.embeddings.shape[:2]
+    if batch.output_states and (rows > 1 or (layout.places is not None and len(layout.places) < length)):
+        raise ValueError(
+            "`output_hidden_states` requires a padding-free batch of one row without padding, got "
+            + (f"{rows} rows" if rows > 1 else f"{length - len(layout.places)} positions of padding")
+            + "; remove the padding, or pad the sequences as separate rows"
+        )
     if spec.config.input_type == "patches":
         raise ValueError("pictures are not laid end to end: leave position_ids and cu_seq_lens_q out")
 
@@ -509,24 +514,36 @@ def _read_packed(
     """Return P for every layer, None with a filled cache, and the bool mask of its rows; None = P is learned."""
     layers = spec.config.num_hidden_layers
     if batch.target is not None and batch.target.get_seq_length():
-        return [None] * layers, batch.target.layers[0].tensors.get("pack_mask")
+        kept = batch.target.layers[0].tensors
+        _check_packed(states, mask, (batch.embeddings.shape[0], kept["key_mean"].shape[3], batch.embeddings.shape[2]))
+        return [None] * layers, kept.get("pack_mask")
+    if batch.target is not None:
+        for layer in batch.target.layers:
+            layer.learned = states is None
     if states is None:
         if mask is not None:
             raise ValueError("packed_mask is the mask of packed_states: give both, or neither")
         if spec.config.add_cross_attention:
             raise ValueError("a decoder with add_cross_attention=True needs packed_states, the P of its encoder")
         return None
-    rows, width = batch.layout.sizes(batch.embeddings)[0], batch.embeddings.shape[2]
-    if states.dim() != 3 or states.shape[::2] != (rows, width):
-        raise ValueError(f"packed_states must have the shape [{rows}, rows, {width}], got {list(states.shape)}")
-    if mask is not None and mask.shape != states.shape[:2]:
-        raise ValueError(
-            f"packed_mask must have the shape {list(states.shape[:2])} of packed_states, got {list(mask.shape)}"
-        )
+    _check_packed(states, mask, (batch.layout.sizes(batch.embeddings)[0], "rows", batch.embeddings.shape[2]))
     mask = drop_if_full(read_mask("packed_mask", mask))
     if mask is not None:  # rows that are not in use may be anything, and go on through the layers
         states = states.masked_fill(~mask[..., None] & ~is_sound(states), 0.0)
     return [states] * layers, mask
+
+
+def _check_packed(states: torch.Tensor | None, mask: torch.Tensor | None, shape: tuple[int, int | str, int]) -> None:
+    """Raise `ValueError` unless `packed_states` and its mask have this shape; any number of rows if it has a name."""
+    batch, rows, width = shape
+    if states is not None:
+        rows = states.shape[1] if rows == "rows" and states.dim() == 3 else rows
+        if tuple(states.shape) != (batch, rows, width):
+            raise ValueError(
+                f"`packed_states` must have the shape [{batch}, {rows}, {width}], got {list(states.shape)}"
+            )
+    if mask is not None and tuple(mask.shape) != (batch, rows):
+        raise ValueError(f"`packed_mask` must have the shape [{batch}, {rows}] of P, got {list(mask.shape)}")
 
 
 def _read_context(

@@ -15,8 +15,9 @@ class LunaCacheLayer(StateLayer):
     unpack `key` and `value` `[B, L, H, K]` of what it packed once.
     """
 
-    # Whether the state was made without gradients, so that no graph holds it. Not an attribute, see `StateLayer`.
-    __slots__ = ("_owned",)
+    # Not attributes, see `StateLayer`. `_owned`: the state was made without gradients, so that no graph contains it.
+    # `learned`: P is the parameter of the model, and was not passed as `packed_states`.
+    __slots__ = ("_owned", "learned")
     fields = ("key_mean", "value_mean", "count", "pack_query", "pack_mask", "key", "value")
 
     @property
@@ -45,11 +46,26 @@ class LunaCache(StateCache):
         if not self.get_seq_length():
             return
         heads, width = config.num_attention_heads, config.hidden_size // config.num_attention_heads
-        needed, given = (batch, heads // ranks, width), tuple(self.layers[0].tensors["key_mean"].shape[:3])
+        layer, rows = self.layers[0], config.projection_length
+        given = tuple(layer.tensors["key_mean"].shape)
+        if not getattr(layer, "learned", False) or (config.dynamic_projection_length and given[3] < rows):
+            rows = given[3]  # P was passed, or is cut to the length of the first input
+        needed = (batch, heads // ranks, width, rows)
         if given != needed or len(self) != config.num_hidden_layers:
             raise ValueError(
                 f"past_key_values does not fit this model and batch: {len(self)} layers with states of (batch, "
-                f"heads, head size) {given}, needed are {config.num_hidden_layers} with {needed}"
+                f"heads, head size, rows of P) {given}, needed are {config.num_hidden_layers} with {needed}"
+            )
+
+    def check_source(self, config: PreTrainedConfig, batch: int, length: int | None, ranks: int) -> None:
+        # The source is packed into the rows of P, so that its length is unknown.
+        heads, width = config.num_attention_heads, config.hidden_size // config.num_attention_heads
+        key = self.layers[0].key
+        needed, given = (batch, key.shape[1], heads // ranks, width), tuple(key.shape)
+        if given != needed or len(self) != config.num_hidden_layers:
+            raise ValueError(
+                f"past_key_values has another source, of another batch or model: {len(self)} layers with keys of "
+                f"{given}, needed are {config.num_hidden_layers} with {needed}; begin with a new cache"
             )
 
 

@@ -25,6 +25,12 @@ WITH_ENCODER = {
     },
     "every layer its P": {"contextual_projection": False},
 }
+SIZES = {
+    "position_embedding_type": "sinusoidal",
+    "vocab_size": 30,
+    "num_hidden_layers": 2,
+    "projection_length": 6,
+}
 
 
 def make(dtype=torch.float64, **fields):
@@ -36,9 +42,8 @@ def make(dtype=torch.float64, **fields):
         hidden_size=24,
         intermediate_size=32,
         num_attention_heads=4,
-        projection_length=6,
         max_position_embeddings=40,
-        **{"position_embedding_type": "sinusoidal", "vocab_size": 30, "num_hidden_layers": 2} | fields,
+        **SIZES | fields,
     )
     model = (LunaForConditionalGeneration if both else LunaForCausalLM)(config).to(dtype).eval()
     with torch.no_grad():

@@ -104,9 +104,9 @@ def test_attentions():
 def test_errors_of_a_decoder_alone():
     model = make()
     ids = torch.randint(3, 30, (2, 5))
-    with pytest.raises(ValueError, match=r"packed_states must have the shape \[2, rows, 24\], got \[1, 3, 24\]"):
+    with pytest.raises(ValueError, match=r"`packed_states` must have the shape \[2, rows, 24\], got \[1, 3, 24\]"):
         model(ids, packed_states=torch.zeros(1, 3, 24).double())
-    with pytest.raises(ValueError, match=r"packed_mask must have the shape \[2, 3\] .* got \[2, 4\]"):
+    with pytest.raises(ValueError, match=r"`packed_mask` must have the shape \[2, 3\] .* got \[2, 4\]"):
         model(ids, packed_states=torch.zeros(2, 3, 24).double(), packed_mask=torch.ones(2, 4))
     with pytest.raises(ValueError, match="packed_mask is the mask of packed_states"):
         model(ids, packed_mask=torch.ones(2, 6))

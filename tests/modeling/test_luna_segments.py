@@ -97,5 +97,5 @@ def test_errors():
         last(model, ids, segment_length=4, gradient_segments=-1)
     with pytest.raises(ValueError, match="padding_side='right'"):
         last(model, *padded([9, 5], 9, "left"), segment_length=4)
-    with pytest.raises(ValueError, match=r"packed_states must have the shape \[2, rows, 24\]"):
+    with pytest.raises(ValueError, match=r"`packed_states` must have the shape \[2, rows, 24\]"):
         last(model, ids, segment_length=4, packed_states=torch.zeros(1, 6, 24))
