@@ -537,11 +537,10 @@ def _check_packed(states: torch.Tensor | None, mask: torch.Tensor | None, shape:
     """Raise `ValueError` unless `packed_states` and its mask have this shape; any number of rows if it has a name."""
     batch, rows, width = shape
     if states is not None:
-        rows = states.shape[1] if rows == "rows" and states.dim() == 3 else rows
-        if tuple(states.shape) != (batch, rows, width):
-            raise ValueError(
-                f"`packed_states` must have the shape [{batch}, {rows}, {width}], got {list(states.shape)}"
-            )
+        given = list(states.shape)
+        if len(given) != 3 or given[::2] != [batch, width] or rows not in ("rows", given[1]):
+            raise ValueError(f"`packed_states` must have the shape [{batch}, {rows}, {width}], got {given}")
+        rows = given[1]
     if mask is not None and tuple(mask.shape) != (batch, rows):
         raise ValueError(f"`packed_mask` must have the shape [{batch}, {rows}] of P, got {list(mask.shape)}")
 
