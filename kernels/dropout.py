@@ -31,3 +31,10 @@ def dropout(x: torch.Tensor, probability: float, training: bool = True) -> torch
     if probability in (0.0, 1.0) or x.numel() < FEW or x.device.type != "cpu" or in_program():
         return nn.functional.dropout(x, probability)
     return x * dropout_factors(x, probability)
+
+
+class Dropout(nn.Dropout):
+    """`torch.nn.Dropout`, faster on a CPU."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return dropout(x, self.p, self.training)

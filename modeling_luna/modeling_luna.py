@@ -31,8 +31,8 @@ from luna_mega.kernels.api import (
     luna_pack,
     luna_unpack,
 )
+from luna_mega.kernels.dropout import Dropout
 from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel
-from luna_mega.modeling_common.dropout import Dropout
 from luna_mega.modeling_common.inputs import InputSpec, ValueEmbeddings, read_batch
 from luna_mega.modeling_common.layout import DENSE, TokenLayout
 from luna_mega.modeling_common.outputs import selected_hidden_states

@@ -13,9 +13,7 @@ from luna_mega.modeling_common.layout import TokenLayout
 from luna_mega.modeling_common.tensor_parallel import RankBoundary
 from luna_mega.modeling_mega.cache_mega import MegaCacheLayer, MegaCrossCacheLayer
 from luna_mega.modeling_mega.configuration_mega import MegaConfig
-from luna_mega.modeling_mega.dropout_mega import MegaDropout
-from luna_mega.modeling_mega.norms import MegaSequenceNorm
-from luna_mega.modeling_mega.position import build_relative_bias, relative_bias
+from luna_mega.modeling_mega.layers_mega import MegaDropout, MegaSequenceNorm, build_relative_bias, relative_bias
 
 
 class MegaGatedCrossAttention(nn.Module):

@@ -33,21 +33,23 @@ from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel, Sta
 from luna_mega.modeling_common.inputs import Batch, InputSpec, ValueEmbeddings, read_batch
 from luna_mega.modeling_common.layout import DENSE, TokenLayout
 from luna_mega.modeling_common.outputs import BaseModelOutputWithPoolingAndCrossAttentions
-from luna_mega.modeling_common.patches import PatchEmbeddings, interpolate_positions
 from luna_mega.modeling_common.pooling import first_token
 from luna_mega.modeling_common.tensor_parallel import RankBoundary
 from luna_mega.modeling_mega.adaptive import MegaAdaptiveEmbedding, MegaBandProjection
 from luna_mega.modeling_mega.cache_mega import MegaCache, MegaCacheLayer, MegaCrossCacheLayer, MegaSeq2SeqCache
 from luna_mega.modeling_mega.configuration_mega import MegaConfig
 from luna_mega.modeling_mega.cross_attention import MegaGatedCrossAttention
-from luna_mega.modeling_mega.dropout_mega import MegaDropout, MegaDropPath
-from luna_mega.modeling_mega.norms import MegaScaleNorm, MegaSequenceNorm
-from luna_mega.modeling_mega.position import (
+from luna_mega.modeling_mega.layers_mega import (
+    MegaDropout,
+    MegaDropPath,
     MegaRotaryRelativeBias,
+    MegaScaleNorm,
+    MegaSequenceNorm,
     MegaSimpleRelativeBias,
     build_relative_bias,
     relative_bias,
 )
+from luna_mega.modeling_mega.patches_mega import PatchEmbeddings, interpolate_positions
 
 
 class MegaEmbeddings(nn.Module):

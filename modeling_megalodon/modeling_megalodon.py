@@ -29,8 +29,8 @@ from luna_mega.kernels.api import (
     timestep_norm,
     timestep_norm_step,
 )
+from luna_mega.kernels.dropout import Dropout
 from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel, StateRecorder, exact_dtype
-from luna_mega.modeling_common.dropout import Dropout
 from luna_mega.modeling_common.inputs import InputSpec, read_batch
 from luna_mega.modeling_common.layout import TokenLayout
 from luna_mega.modeling_common.outputs import BaseModelOutputWithPast

@@ -11,7 +11,7 @@ import luna_mega
 from luna_mega.kernels.context_parallel import ContextShard
 from luna_mega.modeling_common.layout import TokenLayout
 from luna_mega.modeling_common.sequence_parts import SharedParts
-from luna_mega.modeling_mega.dropout_mega import MegaDropout
+from luna_mega.modeling_mega.layers_mega import MegaDropout
 from tests.modeling.luna import enlarged, head_inputs, labels, tokens
 from tests.modeling.mega import HEADS, NO_DROPOUT, tiny_config
 

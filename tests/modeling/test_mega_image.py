@@ -9,8 +9,8 @@ from transformers.models.vit.modeling_vit import ViTEmbeddings
 
 from luna_mega import MegaConfig, MegaForImageClassification, MegaModel
 from luna_mega.modeling_common.layout import DENSE, TokenLayout
-from luna_mega.modeling_common.patches import interpolate_positions, interpolate_raster_bias
-from luna_mega.modeling_mega.dropout_mega import MegaDropPath
+from luna_mega.modeling_mega.layers_mega import MegaDropPath
+from luna_mega.modeling_mega.patches_mega import interpolate_positions, interpolate_raster_bias
 
 SMALL = {
     "hidden_size": 16, "intermediate_size": 24, "nffn_hidden_size": 20, "shared_representation_size": 8,
@@ -138,11 +138,14 @@ def test_the_table_of_its_own_grid_stays():
 @pytest.mark.parametrize(
     "inputs, message",
     [
-        ({"pixel_values": torch.zeros(2, 1, 32, 32)}, r"num_channels=3, got the shape \[2, 1, 32, 32\]"),
-        ({"pixel_values": torch.zeros(3, 32, 32)}, r"pixel_values \[B, 3, H, W\]"),
+        ({"pixel_values": torch.zeros(2, 1, 32, 32)}, r"num_channels=3, got \[2, 1, 32, 32\]"),
+        ({"pixel_values": torch.zeros(3, 32, 32)}, r"shape \[B, 3, H, W\]"),
         ({"pixel_values": torch.zeros(0, 3, 32, 32)}, "the batch is empty"),
-        ({"pixel_values": torch.zeros(2, 3, 48, 32)}, "are 48 x 32, and the model was made for 32 x 32: resize them"),
-        ({"pixel_values": torch.zeros(2, 3, 32, 36), "interpolate_pos_encoding": True}, "patches of 8 x 8 do not fill"),
+        ({"pixel_values": torch.zeros(2, 3, 48, 32)}, "are 48 x 32, but `image_size` is 32; resize them"),
+        (
+            {"pixel_values": torch.zeros(2, 3, 32, 36), "interpolate_pos_encoding": True},
+            "not a multiple of `patch_size` 8",
+        ),
         (
             {"pixel_values": torch.zeros(1, 3, 32, 32), "position_ids": torch.tensor([[0, 1] * 8])},
             "not laid end to end",

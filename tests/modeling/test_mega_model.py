@@ -12,8 +12,8 @@ from transformers import (
 )
 
 from luna_mega import MegaConfig, MegaForSequenceClassification
+from luna_mega.modeling_mega.layers_mega import MegaRotaryRelativeBias
 from luna_mega.modeling_mega.modeling_mega import MegaDropout
-from luna_mega.modeling_mega.position import MegaRotaryRelativeBias
 
 from . import mega_decoders
 from .luna import head_inputs, labels, tokens

@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from luna_mega.modeling_mega.norms import build_norm
-from luna_mega.modeling_mega.position import MegaRotaryRelativeBias, MegaSimpleRelativeBias
+from luna_mega.modeling_mega.layers_mega import MegaRotaryRelativeBias, MegaSimpleRelativeBias, build_norm
 from tests.distributed.ranks import PATIENCE
 from tests.marks import slow_but
 
@@ -71,7 +70,7 @@ def test_legacy_rms_norm():
 
 
 def test_unknown_norm():
-    with pytest.raises(ValueError, match="no norm 'groupnorm'; choose one of layernorm"):
+    with pytest.raises(ValueError, match="`norm_type` is 'groupnorm'; choose layernorm"):
         build_norm("groupnorm", 5)
 
 
@@ -144,7 +143,7 @@ TWO_PROCESSES = """
 import sys
 import torch
 import torch.distributed as dist
-from luna_mega.modeling_mega.norms import build_norm
+from luna_mega.modeling_mega.layers_mega import build_norm
 
 folder, rank = sys.argv[1], int(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2)

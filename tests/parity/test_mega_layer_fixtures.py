@@ -18,8 +18,8 @@ from luna_mega.kernels.gated_attention.reference import laplace, relu2
 from luna_mega.modeling_common.layout import DENSE, TokenLayout
 from luna_mega.modeling_mega import modeling_mega
 from luna_mega.modeling_mega.cache_mega import MegaCacheLayer
+from luna_mega.modeling_mega.layers_mega import build_norm
 from luna_mega.modeling_mega.modeling_mega import MegaGatedAttention, MegaNormalizedFeedForwardNetwork
-from luna_mega.modeling_mega.norms import build_norm
 
 MODULES = [
     "03_mega_bidir_gelu_noaffine",

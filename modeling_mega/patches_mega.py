@@ -1,4 +1,4 @@
-"""Pictures as sequences: patch embeddings, and position embeddings for pictures of another size."""
+"""Patch embeddings of images, and interpolation of positions for images of another size."""
 
 import torch
 from torch import nn
@@ -8,7 +8,7 @@ from luna_mega.modeling_common.masks import clean
 
 
 class PatchEmbeddings(nn.Module):
-    """The patches of a picture, row after row, each through one linear layer: `[B, C, H, W]` to `[B, P, d]`."""
+    """A linear layer from the patches of images `[B, C, H, W]`, in row-major order, to `[B, P, d]`."""
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__()
@@ -20,7 +20,7 @@ class PatchEmbeddings(nn.Module):
         return self.projection(pixel_values.to(self.projection.weight.dtype)).flatten(2).transpose(1, 2)
 
     def clean(self, pixel_values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Return pictures `[B, C, H, W]` without NaN and infinities in patches that the bool mask `[B, P]` drops."""
+        """Return images `[B, C, H, W]` without NaN and infinities in patches that the bool mask `[B, P]` drops."""
         size = self.config.patch_size
         rows, columns = (length // size for length in pixel_values.shape[2:])
         kept = mask.unflatten(1, (rows, columns)).repeat_interleave(size, dim=1).repeat_interleave(size, dim=2)
@@ -30,25 +30,27 @@ class PatchEmbeddings(nn.Module):
         """Return the numbers of rows and columns of patches.
 
         Raises:
-            ValueError: no pictures, or pictures with other channels or of another size than the configuration's; with
-                `interpolate` every size that is a multiple of the patches is right.
+            ValueError: The batch is empty, or the number of channels or the size differs from the configuration. With
+                `interpolate`, every size that is a multiple of the patch size is valid.
         """
         channels, patch, size = self.config.num_channels, self.config.patch_size, self.config.image_size
         if pixel_values.dim() != 4 or pixel_values.shape[1] != channels:
             raise ValueError(
-                f"this model takes pixel_values [B, {channels}, H, W] of num_channels={channels}, got the shape "
+                f"`pixel_values` must have the shape [B, {channels}, H, W] with num_channels={channels}, got "
                 f"{list(pixel_values.shape)}"
             )
         batch, _, height, width = pixel_values.shape
         if batch == 0:
-            raise ValueError(f"the batch is empty: {batch} pictures of {height} x {width}")
+            raise ValueError(f"the batch is empty: {batch} images of {height} x {width}")
         if not interpolate and (height, width) != (size, size):
             raise ValueError(
-                f"pixel_values are {height} x {width}, and the model was made for {size} x {size}: resize them, or "
-                "pass interpolate_pos_encoding=True"
+                f"`pixel_values` are {height} x {width}, but `image_size` is {size}; resize them, or pass "
+                "`interpolate_pos_encoding=True`"
             )
         if height < patch or width < patch or height % patch or width % patch:
-            raise ValueError(f"pixel_values are {height} x {width}, which patches of {patch} x {patch} do not fill")
+            raise ValueError(
+                f"`pixel_values` are {height} x {width}, which is not a multiple of `patch_size` {patch}; resize them"
+            )
         return height // patch, width // patch
 
 
@@ -65,9 +67,9 @@ def interpolate_positions(embeddings: torch.Tensor, grid: tuple[int, int]) -> to
 def interpolate_raster_bias(table: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
     """Return the bias table of a square of P patches, `[2 P - 1]`, for `grid` of R rows and C columns, `[2 R C - 1]`.
 
-    An entry is the bias of a difference of positions in the raster, `rows * C + columns`, which up to two steps on the
-    grid share: (rows, columns) and (rows + 1, columns - C). Each step is read bilinearly from the table as the same
-    step on the picture that the table is for; the entry is their mean, weighted by the number of pairs of patches.
+    An entry is the bias of a difference of row-major positions, `rows * C + columns`. Up to two steps on the grid have
+    this difference: (rows, columns) and (rows + 1, columns - C). The bias of each step is interpolated bilinearly; the
+    entry is their mean, weighted by the number of pairs of patches.
     """
     patches = (len(table) + 1) // 2
     side, (rows, columns) = round(patches**0.5), grid
@@ -85,7 +87,7 @@ def interpolate_raster_bias(table: torch.Tensor, grid: tuple[int, int]) -> torch
 
 
 def _read(table, side, down, across):
-    """Return the entries of steps that may lie between those of the table, bilinearly."""
+    """Return the entries of fractional steps, interpolated bilinearly."""
     centre, value = side * side - 1, 0.0
     for row, row_share in _neighbours(down, side):
         for column, column_share in _neighbours(across, side):
@@ -94,7 +96,7 @@ def _read(table, side, down, across):
 
 
 def _neighbours(steps, side):
-    """Yield the whole steps below and above, within a square of `side`, and their shares."""
+    """Yield the integer steps below and above, within a square of `side`, and their weights."""
     below = steps.floor()
     for whole, share in ((below, below + 1 - steps), (below + 1, steps - below)):
         yield whole.long().clamp(1 - side, side - 1), share

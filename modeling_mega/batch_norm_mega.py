@@ -1,0 +1,102 @@
+"""The batch norms of Mega, whose statistics exclude padding."""
+
+import torch
+from torch import nn
+
+from luna_mega.modeling_common.processes import are_joined, sum_over_processes
+from luna_mega.modeling_common.sequence_parts import WHOLE, Parts
+
+
+def _widen(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class MegaBatchNorm(nn.BatchNorm1d):
+    """Batch norm of the features of `[B, T, D]`, with statistics in float32 (float64 for float64 inputs).
+
+    The statistics of a training step include only the positions that `mask` `[B, T]` (True = keep) keeps. With
+    `padded_statistics` they include all positions, as in the original. A batch without a kept position does not change
+    the running statistics.
+    """
+
+    def __init__(self, width: int, eps: float, affine: bool, padded_statistics: bool):
+        super().__init__(width, eps=eps, affine=affine)
+        self.padded_statistics = padded_statistics
+        self.running_mean, self.running_var = (_widen(x) for x in (self.running_mean, self.running_var))
+
+    def _apply(self, fn, recurse=True):
+        """Convert the module, but keep running statistics in float32: half precision would round small updates away."""
+        statistics = self.running_mean, self.running_var
+        super()._apply(fn, recurse)
+        if torch.finfo(self.running_mean.dtype).bits < 32:
+            self.running_mean, self.running_var = (x.to(self.running_mean.device) for x in statistics)
+        return self
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, parts: Parts = WHOLE) -> torch.Tensor:
+        wide = _widen(x)
+        mean, variance = self.running_mean, self.running_var
+        if self.training:
+            # Gradient checkpointing repeats the step in the backward pass, which must not update the statistics again.
+            counts = torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1
+            mask = None if self.padded_statistics else mask
+            if mask is None and parts.is_whole() and not self._is_shared() and self._fits_pytorch(wide):
+                return self._normalize_at_once(wide, counts).to(x.dtype)
+            mean, variance, count = self._batch_statistics(wide, mask, parts)
+            if counts:
+                self._update(mean, variance, count)
+        normed = (wide - mean) * torch.rsqrt(variance + self.eps)
+        if self.affine:
+            normed = normed * self.weight + self.bias
+        return normed.to(x.dtype)
+
+    def _fits_pytorch(self, x):
+        """Return whether PyTorch's batch norm supports a training step of `x` in which all positions count."""
+        return not torch.compiler.is_compiling() and x.dtype == self.running_mean.dtype and x.shape[:2].numel() > 1
+
+    def _normalize_at_once(self, x, counts):
+        """Normalize by PyTorch's batch norm: one call instead of twenty."""
+        affine = (_widen(self.weight), _widen(self.bias)) if self.affine else (None, None)
+        flat, options = x.flatten(0, 1), (True, self.momentum, self.eps)
+        # Without the running statistics: autograd would save them, and a later update would be an error.
+        output, mean, scale = torch.native_batch_norm(flat, *affine, None, None, *options)
+        if counts:
+            with torch.no_grad():
+                unbiased = (scale.pow(-2) - self.eps).mul_(len(flat) / (len(flat) - 1))
+                self.running_mean.lerp_(mean, self.momentum)
+                self.running_var.lerp_(unbiased, self.momentum)
+                self.num_batches_tracked.add_(1)
+        return output.view(x.shape)
+
+    def _batch_statistics(self, x, mask, parts):
+        x = x.flatten(0, 1)
+        keep = x.new_ones(x.shape[0], 1) if mask is None else mask.reshape(-1, 1).to(x.dtype)
+        sums, count = self._total(torch.cat(((x * keep).sum(dim=0), keep.sum(dim=0))), parts).split([x.shape[1], 1])
+        some = count.clamp(min=1.0)
+        mean = sums / some
+        return mean, self._total(((x - mean).square() * keep).sum(dim=0), parts) / some, count
+
+    @torch.no_grad()
+    def _update(self, mean, variance, count):
+        rate = self.momentum * (count > 0).to(mean.dtype)
+        unbiased = variance * count / (count - 1.0).clamp(min=1.0)
+        self.running_mean.add_(rate * (mean - self.running_mean))
+        self.running_var.add_(rate * (unbiased - self.running_var))
+        self.num_batches_tracked.add_(1)
+
+    def _is_shared(self) -> bool:
+        """Return whether the statistics are computed over all processes of the default group."""
+        return False
+
+    def _total(self, sums: torch.Tensor, parts: Parts) -> torch.Tensor:
+        """Return the sums over all processes over which the statistics are computed."""
+        return parts.total(sums)
+
+
+class MegaSyncBatchNorm(MegaBatchNorm):
+    """Batch norm over the batches of all processes of the default group, if there is one."""
+
+    def _is_shared(self) -> bool:
+        return are_joined()
+
+    def _total(self, sums: torch.Tensor, parts: Parts) -> torch.Tensor:
+        return sum_over_processes(sums) if self._is_shared() else sums

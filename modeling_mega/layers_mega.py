@@ -1,0 +1,214 @@
+"""Layers that both attentions of a Mega block use: norms, dropout and relative position biases (section 3.2)."""
+
+import math
+
+import torch
+from torch import nn
+
+from luna_mega.kernels.dropout import dropout
+from luna_mega.modeling_common.layout import DENSE, TokenLayout
+from luna_mega.modeling_mega.batch_norm_mega import MegaBatchNorm, MegaSyncBatchNorm
+from luna_mega.modeling_mega.configuration_mega import MegaConfig
+from luna_mega.modeling_mega.patches_mega import interpolate_raster_bias
+
+
+class MegaLayerNorm(nn.LayerNorm):
+    """Layer norm of `[B, T, D]`. Positions are normalized separately, so the mask has no effect."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(x)
+
+
+class MegaScaleNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps), times one learned number (`scalar`, `[1]`). The mask has no effect."""
+
+    def __init__(self, width: int, eps: float, affine: bool):
+        super().__init__()
+        self.width, self.eps = width, eps
+        self.scalar = nn.Parameter(torch.ones(1)) if affine else None
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        normed = nn.functional.rms_norm(x, (self.width,), eps=self.eps)
+        return normed if self.scalar is None else (normed * self.scalar).to(x.dtype)
+
+
+class MegaRMSNorm(nn.RMSNorm):
+    """x / sqrt(mean(x^2) + eps) weight. The mask has no effect.
+
+    `legacy`: x weight, as the Mega of transformers v4 computes it and its checkpoints require it.
+    """
+
+    def __init__(self, width: int, eps: float, affine: bool, legacy: bool):
+        super().__init__(width, eps=eps, elementwise_affine=affine)
+        self.legacy = legacy
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        if not self.legacy:
+            return super().forward(x)
+        return x if self.weight is None else (x * self.weight).to(x.dtype)
+
+
+def build_norm(
+    norm_type: str,
+    width: int,
+    affine: bool = True,
+    eps: float = 1e-5,
+    *,
+    padded_statistics: bool = False,
+    legacy_rms_norm: bool = False,
+) -> nn.Module:
+    """Return a norm over the last dimension, whose arguments are `[B, T, width]` and a mask `[B, T]` or None.
+
+    Args:
+        norm_type: `"layernorm"`, `"scalenorm"`, `"rmsnorm"`, `"batchnorm"` or `"syncbatchnorm"`.
+        width: number of features.
+        affine: learned parameters.
+        eps: added to the variance or the mean square.
+        padded_statistics: the two batch norms count padding.
+        legacy_rms_norm: `"rmsnorm"` does not normalize, see `MegaRMSNorm`.
+
+    Raises:
+        ValueError: unknown `norm_type`.
+    """
+    if norm_type == "layernorm":
+        return MegaLayerNorm(width, eps=eps, elementwise_affine=affine)
+    if norm_type == "scalenorm":
+        return MegaScaleNorm(width, eps, affine)
+    if norm_type == "rmsnorm":
+        return MegaRMSNorm(width, eps, affine, legacy_rms_norm)
+    if norm_type == "batchnorm":
+        return MegaBatchNorm(width, eps, affine, padded_statistics)
+    if norm_type == "syncbatchnorm":
+        return MegaSyncBatchNorm(width, eps, affine, padded_statistics)
+    raise ValueError(f"`norm_type` is {norm_type!r}; choose layernorm, scalenorm, rmsnorm, batchnorm or syncbatchnorm")
+
+
+class MegaSequenceNorm(nn.Module):
+    """The norm `config.normalization_type` of `[B, T, d]`. Its statistics exclude padding."""
+
+    def __init__(self, config: MegaConfig, affine: bool):
+        super().__init__()
+        self.norm = build_norm(
+            config.normalization_type,
+            config.hidden_size,
+            affine=affine,
+            padded_statistics=config.padded_batch_statistics,
+            legacy_rms_norm=config.legacy_rms_norm,
+        )
+
+    def forward(self, hidden_states: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
+        statistics = (layout.mask, layout.parts) if isinstance(self.norm, MegaBatchNorm) else ()
+        return self.norm(hidden_states, *statistics)
+
+
+class MegaDropout(nn.Module):
+    """Dropout of `[B, T, d]`: of entries, or with `features` of channels at all positions of a sequence."""
+
+    def __init__(self, probability: float, features: bool):
+        super().__init__()
+        self.probability, self.features = probability, features
+
+    def forward(self, states: torch.Tensor, layout: TokenLayout = DENSE) -> torch.Tensor:
+        if not self.training:
+            return states
+        if not self.features or self.probability == 0.0:
+            return dropout(states, self.probability)
+        if layout.is_ragged() or not layout.parts.is_whole():
+            factors = states.new_ones(layout.sizes(states)[0], states.shape[2])
+            return states * layout.spread(nn.functional.dropout(factors, self.probability), states.shape[1])
+        return nn.functional.dropout1d(states.transpose(1, 2), self.probability).transpose(1, 2)
+
+
+class MegaDropPath(nn.Module):
+    """Stochastic depth: dropout of the output of a sub-layer for an entire sequence."""
+
+    def __init__(self, probability: float):
+        super().__init__()
+        self.probability = probability
+
+    def forward(self, states: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
+        if not self.training or self.probability == 0.0:
+            return states
+        return states * layout.spread(self.draw(states, layout.sizes(states)[0]), states.shape[1])
+
+    def draw(self, states: torch.Tensor, sequences: int) -> torch.Tensor:
+        """Return a factor for each sequence, `[sequences, 1]`: 0, or the factor that preserves the mean."""
+        return nn.functional.dropout(states.new_ones(sequences, 1), self.probability)
+
+
+class MegaSimpleRelativeBias(nn.Module):
+    """A table with one number per distance, `[2 max_positions - 1]`, with distance 0 in the middle.
+
+    `MegaPreTrainedModel._init_weights` initializes `rel_pos_bias`.
+    """
+
+    def __init__(self, max_positions: int):
+        super().__init__()
+        self.rel_pos_bias = nn.Parameter(torch.empty(2 * max_positions - 1))
+
+    def forward(self, length: int, centre: int | None = None) -> torch.Tensor:
+        """Return the biases of the distances j - i from `1 - length` to `length - 1`, `[2 length - 1]` float32.
+
+        `centre`: the entry of distance 0; None = the middle one. Raises `ValueError` if the table has too few entries.
+        """
+        entries = self.rel_pos_bias.shape[0]
+        if centre is None:
+            centre = entries // 2
+        longest = min(centre + 1, entries - centre)
+        if length > longest:
+            raise ValueError(
+                f"a simple relative bias with {entries} entries, distance 0 at entry {centre}, serves at most "
+                f"{longest} positions, got {length}; shorten the input or raise max_positions (chunk_size with chunks)"
+            )
+        bias = self.rel_pos_bias[centre - length + 1 : centre + length]
+        return bias.to(torch.promote_types(bias.dtype, torch.float32))
+
+
+class MegaRotaryRelativeBias(nn.Module):
+    """<R_i alpha, R_j b>, where R_t rotates the pairs (m, m + Z/2) of a vector by t 10000^(-2m/Z), for any length.
+
+    The product depends only on j - i, so the vector over the distances costs `length` rotations.
+    `MegaPreTrainedModel._init_weights` initializes `alpha` and `b_param` (the paper's beta).
+    """
+
+    def __init__(self, width: int):
+        super().__init__()
+        if width % 2:
+            raise ValueError(f"a rotary relative bias rotates pairs and needs an even width, got {width}")
+        self.alpha = nn.Parameter(torch.empty(1, width))
+        self.b_param = nn.Parameter(torch.empty(1, width))
+
+    def forward(self, length: int) -> torch.Tensor:
+        """Return the biases of the distances j - i from `1 - length` to `length - 1`, `[2 length - 1]` float32."""
+        dtype = torch.promote_types(self.alpha.dtype, torch.float32)
+        (alpha_1, alpha_2), (beta_1, beta_2) = (x[0].to(dtype).chunk(2) for x in (self.alpha, self.b_param))
+        pairs, device = alpha_1.shape[0], alpha_1.device
+        frequency = torch.exp(torch.arange(pairs, dtype=dtype, device=device) * -(math.log(10000.0) / pairs))
+        angle = torch.arange(length, dtype=dtype, device=device)[:, None] * frequency
+        even = (angle.cos() * (alpha_1 * beta_1 + alpha_2 * beta_2)).sum(dim=-1)
+        odd = (angle.sin() * (alpha_2 * beta_1 - alpha_1 * beta_2)).sum(dim=-1)
+        # Two halves, one of `length - 1` positions, would exclude lengths 1 and 2 from an exported program.
+        lag = torch.arange(1 - length, length, device=device)
+        return even[lag.abs()] + lag.sign() * odd[lag.abs()]
+
+
+def build_relative_bias(config: MegaConfig, positions: int) -> nn.Module:
+    """Return the relative bias of `config`; a simple one has entries for `positions`."""
+    if config.relative_positional_bias == "simple":
+        return MegaSimpleRelativeBias(positions)
+    return MegaRotaryRelativeBias(config.shared_representation_size)
+
+
+def relative_bias(
+    config: MegaConfig, module: nn.Module, positions: int, grid: tuple[int, int] | None = None
+) -> torch.Tensor:
+    """Return the bias of `positions` positions as a vector over their differences, `[2 positions - 1]`.
+
+    `grid`: rows and columns of the patches of images, for which a simple bias is interpolated; None = those of the
+    configuration.
+    """
+    if grid is not None and config.relative_positional_bias == "simple":
+        return interpolate_raster_bias(module(config.max_positions), grid)
+    if config.relative_positional_bias == "simple" and config.legacy_bias_table:
+        return module(positions, centre=config.chunk_size - 1)
+    return module(positions)
