@@ -144,7 +144,7 @@ def test_errors():
         with pytest.raises(ValueError, match=r"nothing but padding in the sources \[1\]"):
             model.generate(padding, **mask)
     past = model(**inputs, use_cache=True).past_key_values
-    with pytest.raises(ValueError, match="past_key_values has 5 positions already, and the target 1"):
+    with pytest.raises(ValueError, match="contains 5 positions already, and `decoder_input_ids` has 1"):
         model.generate(**given, past_key_values=past)
     with pytest.raises(ValueError, match="must be a LunaSeq2SeqCache, got a LunaCache"):
         model(**inputs, past_key_values=past.self_attention_cache)
