@@ -39,7 +39,7 @@ def test_unknown_name_is_refused():
 
 
 def test_every_public_class_of_a_model_is_exported(repo_root):
-    """The imports of the package are the only list of its names: what a model's module makes public stands there."""
+    """`luna_mega.__all__` contains the public names of all modules of the models."""
     for folder in ("modeling_luna", "modeling_mega", "modeling_megalodon"):
         for file in (repo_root / folder).glob("*.py"):
             names = getattr(importlib.import_module(f"luna_mega.{folder}.{file.stem}"), "__all__", [])
