@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from luna_mega.kernels.api import use_backend
+
 from . import luna, luna_decoders, mega, mega_decoders, megalodon_decoders
 
 LENGTHS, TOTAL = [9, 4, 1], 12
@@ -34,9 +36,11 @@ CASES |= {
     "megalodon mean": (megalodon_decoders, "ForSequenceClassification", {"num_labels": 3, "pooling": "mean"}),
     "megalodon last": (megalodon_decoders, "ForSequenceClassification", {"num_labels": 3, "pooling": "last"}),
 }
+# "device": masks whose values are not free to look at, as on a GPU.
+OPTIONS = ["dense", "device", "unpadded", "eager", "triton"]
 
 
-def make(case, unpad):
+def make(case, option):
     family, head, fields = CASES[case]
     if family in (luna, mega):
         model = family.make(head, **fields).double()
@@ -44,8 +48,10 @@ def make(case, unpad):
         model = family.make(head, **fields)
     else:
         model = family.make(**fields)
-    model.config.unpad_inputs = unpad and not model.config.is_encoder_decoder
-    return model
+    model.config.unpad_inputs = option == "unpadded" and not model.config.is_encoder_decoder
+    if option == "eager":
+        model.set_attn_implementation("eager")
+    return model.float() if option == "triton" else model
 
 
 def draw(kind, row, length):
@@ -143,15 +149,25 @@ def expected(model, case):
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("unpad", [False, True], ids=["dense", "unpadded"])
+@pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("layout", COLUMNS)
 @pytest.mark.parametrize("case", CASES)
-def test_loss_and_gradients_are_those_of_the_rows(case, layout, unpad):
+def test_loss_and_gradients_are_those_of_the_rows(case, layout, option, monkeypatch):
     """The inputs and labels at padding are arbitrary."""
-    model = make(case, unpad)
-    total, gradients = expected(model, case)
-    loss, found = run(model, collate(case, COLUMNS[layout]))
-    torch.testing.assert_close(loss, total, rtol=1e-6, atol=1e-6)
+    total, gradients = expected(make(case, "dense"), case)
+    model, batch = make(case, option), collate(case, COLUMNS[layout])
+    if option == "device":
+        monkeypatch.setattr("luna_mega.modeling_common.layout.can_look", lambda mask: False)
+    with use_backend("triton" if option == "triton" else "auto"):
+        loss, found = run(model, batch)
+    scale = 1e3 if option == "triton" else 1.0  # in float32
+    torch.testing.assert_close(loss, total, rtol=1e-6 * scale, atol=1e-6 * scale)
     assert found.keys() == gradients.keys()
     for name, gradient in gradients.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(
+            found[name].double(),
+            gradient.double(),
+            rtol=1e-5 * scale,
+            atol=1e-6 * scale,
+            msg=lambda text, n=name: f"{n}: {text}",
+        )

@@ -1,0 +1,186 @@
+"""Positions that a mask drops between others do not exist, in every layout, option, cache and program."""
+
+import pytest
+import torch
+
+from tests.marks import slow_but
+
+from . import decoders, luna, mega
+from .decoders import slow_but_some
+
+MASK = torch.tensor(
+    [
+        [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1],
+        [1, 1, 0, 0, 1, 1, 1, 0, 1, 1, 1, 1],
+        [0, 0, 1, 1, 0, 1, 0, 1, 1, 0, 0, 0],
+        [0, 0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 0],
+        [1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1],
+        [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0],
+    ]
+)
+ROWS, LENGTH = MASK.shape
+RECURRENT = [name for name in decoders.ALONE if not name.startswith("luna")]
+CUTS = [[LENGTH], [5, 7], [3, 1, 8], [4, 1, 1, 6], [1] * LENGTH]
+
+
+@pytest.fixture(params=["host", "device"])
+def place(request, monkeypatch):
+    """Where masks are: on a host, whose values decide, or where looking at them would wait."""
+    if request.param == "device":
+        for module in ("layout", "inputs", "masks"):
+            monkeypatch.setattr(f"luna_mega.modeling_common.{module}.can_look", lambda x: False)
+
+
+def batch(model):
+    """Return token ids with arbitrary tokens where the mask drops, and the mask, as the arguments of a target."""
+    ids = torch.randint(3, 23, MASK.shape, generator=torch.Generator().manual_seed(0))
+    sources = {}
+    if model.config.is_encoder_decoder:  # with other gaps, and one of them without a token
+        mask = MASK.flip(0, 1)[:, :9]
+        sources = {"input_ids": ids[:, 3:].flip(0), "attention_mask": mask}
+    return sources, ids, MASK
+
+
+def expected(model, sources, ids, mask):
+    """Return the logits `[T, vocab]` of every row without the dropped positions."""
+    for row in range(ROWS):
+        kept = mask[row].bool()
+        source = {}
+        if sources:
+            of_source = sources["attention_mask"][row].bool()
+            of_source = of_source if of_source.any() else slice(None)  # nothing else to say of it
+            source = {name: value[row : row + 1, of_source] for name, value in sources.items()}
+        own = decoders.target(model, ids[row : row + 1, kept], mask[row : row + 1, kept])
+        yield model(**source, **own, use_cache=False).logits[0] if kept.any() else None
+
+
+def assert_rows(model, logits, sources, ids, mask):
+    for row, want in enumerate(expected(model, sources, ids, mask)):
+        if want is not None:
+            torch.testing.assert_close(logits[row][mask[row].bool()], want, rtol=1e-9, atol=1e-9, msg=f"row {row}")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cuts", CUTS, ids=str)
+@pytest.mark.parametrize("name", slow_but_some(decoders.DECODERS))
+def test_cached_decoders(name, cuts, place):
+    """Prefill, further turns and steps, each with dropped positions of some rows."""
+    model = decoders.make(name)
+    sources, ids, mask = batch(model)
+    past, start, logits = None, 0, []
+    for count in cuts:
+        end = start + count
+        own = decoders.target(model, ids[:, start:end], mask[:, :end])
+        output = model(**sources, **own, past_key_values=past, use_cache=True)
+        past, start = output.past_key_values, end
+        logits.append(output.logits)
+    assert_rows(model, torch.cat(logits, 1), sources, ids, mask)
+
+
+@pytest.mark.parametrize("name", slow_but(["mega: truncated", "megalodon: heads"], RECURRENT))
+def test_gradients_through_a_cache(name):
+    model = decoders.make(name)
+    _, ids, mask = batch(model)
+    mask, ids = mask[1:3], ids[1:3]
+    past, total = None, 0.0
+    for start, end in ((0, 5), (5, 6), (6, 12)):
+        output = model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=past, use_cache=True)
+        past = output.past_key_values
+        total = total + output.logits[mask[:, start:end].bool()].sin().sum()
+    actual = torch.autograd.grad(total, [*model.parameters()])
+    rows = [model(ids[row, mask[row].bool()][None], use_cache=False).logits.sin().sum() for row in range(2)]
+    for got, want in zip(actual, torch.autograd.grad(sum(rows), [*model.parameters()]), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-7, atol=1e-9)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "name", slow_but(["luna: softplus", "mega: laplace chunks", "megalodon: heads"], decoders.ALONE)
+)
+def test_generate_continues_a_batch_of_turns(name):
+    """A second turn after a cache, padded on the left: the tokens of each row alone."""
+    model = decoders.make(name)
+    turns = [[[5, 6, 7, 8, 9], [10, 11]], [[12, 13], [14, 15, 16, 17, 18, 19]]]
+    ids = torch.tensor([[0, 0, 0, 5, 6, 7, 8, 9, 0, 0, 0, 0, 10, 11], [0] * 6 + [12, 13, 14, 15, 16, 17, 18, 19]])
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 0, 0, 0, 0, 1, 1], [0] * 6 + [1] * 8])
+    past = model(ids[:, :8], attention_mask=mask[:, :8], use_cache=True).past_key_values
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    together = model.generate(ids, attention_mask=mask, past_key_values=past, **options)[:, ids.shape[1] :]
+    for row, (first, second) in enumerate(turns):
+        prompt = torch.tensor([first + second])
+        alone = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)[:, prompt.shape[1] :]
+        assert together[row].tolist() == alone[0].tolist()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("chunks", [False, True])
+def test_recorded_states_and_weights_are_in_the_order_of_the_batch(chunks, place):
+    fields = {"use_chunking": True, "chunk_size": 4} if chunks else {}
+    model = mega.make("Model", **fields).double()
+    ids = torch.randint(3, 23, MASK.shape, generator=torch.Generator().manual_seed(0))
+    options = {"output_hidden_states": True, "output_attentions": True}
+    output = model(ids, attention_mask=MASK, **options)
+    for row in range(ROWS - 1):
+        kept = MASK[row].bool()
+        alone = model(ids[row, kept][None], **options)
+        for got, want in zip(output.hidden_states, alone.hidden_states, strict=True):
+            torch.testing.assert_close(got[row, kept], want[0])
+        for got, want in zip(output.attentions, alone.attentions, strict=True):
+            if chunks:  # within chunks, weights have the positions of the sequence
+                size = min(want.shape[-1], int(kept.sum()))
+                torch.testing.assert_close(got[row, 0, :size, :size], want[0, 0, :size, :size])
+            else:
+                torch.testing.assert_close(got[row, 0][kept][:, kept], want[0, 0])
+
+
+@torch.no_grad()
+def test_cross_attention_weights_are_in_the_order_of_the_batch(place):
+    model = decoders.make("mega seq2seq: softmax")
+    sources, ids, mask = batch(model)
+    options = {"output_attentions": True, "use_cache": False}
+    output = model(**sources, **decoders.target(model, ids, mask), **options)
+    for row in range(1, ROWS - 1):
+        kept, of_source = mask[row].bool(), sources["attention_mask"][row].bool()
+        source = {name: value[row : row + 1, of_source] for name, value in sources.items()}
+        own = decoders.target(model, ids[row : row + 1, kept], mask[row : row + 1, kept])
+        alone = model(**source, **own, **options)
+        for got, want in zip(output.cross_attentions, alone.cross_attentions, strict=True):
+            torch.testing.assert_close(got[row, 0][kept][:, of_source], want[0, 0])
+
+
+@torch.no_grad()
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["mega: laplace chunks", "mega seq2seq: softmax", "megalodon: heads", "luna: softplus"]
+)
+def test_programs(name):
+    """Compiled and exported programs look at no values: one serves every mask."""
+    torch.compiler.reset()
+    model = decoders.make(name, num_hidden_layers=1)
+    sources, ids, mask = batch(model)
+    inputs = sources | decoders.target(model, ids, mask)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    assert_rows(model, compiled(**inputs, use_cache=False).logits, sources, ids, mask)
+    plain = inputs | {key: torch.ones_like(value) for key, value in inputs.items() if key.endswith("mask")}
+    shapes = {key: {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC} for key in inputs}
+    exported = torch.export.export(model, (), plain, dynamic_shapes=shapes, strict=False)
+    assert_rows(model, exported.module()(**inputs).logits, sources, ids, mask)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", [luna, mega])
+def test_padding_at_the_ends_moves_nothing(family, monkeypatch):
+    """On a host, where that is free to see, a batch with padding at its ends is computed as it is."""
+
+    def fail(*args, **kwargs):
+        raise AssertionError("columns were moved")
+
+    monkeypatch.setattr("luna_mega.modeling_common.layout.align", fail)
+    model = (
+        family.make("ForMaskedLM", use_chunking=True, chunk_size=4) if family is mega else family.make("ForMaskedLM")
+    )
+    for side in ("left", "right"):
+        model(**luna.tokens([12, 5, 1], side))
+    if family is mega:
+        with pytest.raises(AssertionError, match="columns were moved"):
+            model(torch.full(MASK.shape, 5), attention_mask=MASK)
