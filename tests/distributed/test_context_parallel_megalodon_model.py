@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from luna_mega.kernels.context_parallel import ContextShard
-from tests.distributed.test_context_parallel_mega import SEQUENCES, cut, distance, measure
+from tests.distributed.test_context_parallel_mega import SEQUENCES, TOTAL, cut, distance, drop_some, measure
 from tests.modeling import luna
 from tests.modeling.megalodon_decoders import ALONE, make, tiny_config
 
@@ -24,7 +24,8 @@ def compare(name, side, checkpointing):
     """Return the distances of outputs and mean gradients between the whole and this rank's part, by name."""
     (head, fields), lengths, group = SHAPES[name], LENGTHS[dist.get_world_size()], dist.group.WORLD
     model = make(head, vocab_size=40, **fields).train()
-    shared, batch = copy.deepcopy(model), luna.tokens(SEQUENCES, side)
+    shared = copy.deepcopy(model)
+    batch = drop_some(luna.tokens([TOTAL] * 3)) if side == "gaps" else luna.tokens(SEQUENCES, side)
     if checkpointing:
         shared.gradient_checkpointing_enable()
     if head == "ForCausalLM":
@@ -58,7 +59,8 @@ def compare_all(names, side, checkpointing):
 
 
 @pytest.mark.parametrize(
-    "count, side, checkpointing", [(2, "right", True), pytest.param(4, "left", False, marks=pytest.mark.slow)]
+    "count, side, checkpointing",
+    [(2, "right", True), (2, "gaps", False), pytest.param(4, "left", False, marks=pytest.mark.slow)],
 )
 def test_parts_give_what_the_whole_gives(ranks, count, side, checkpointing):
     for found in ranks(count, compare_all, list(SHAPES), side, checkpointing):
