@@ -79,6 +79,9 @@ def test_labels_of_decoders_of_another_shape(name):
     for shape in ((8, 2), (16,), (2, 7)):
         with pytest.raises(ValueError, match=r"`labels` must have the shape \[2, 8\]"):
             model(**inputs, labels=torch.ones(shape, dtype=torch.long))
+    if model.config.is_encoder_decoder:
+        with pytest.raises(ValueError, match=r"`labels` must have the shape \[B, T\] of a target, got \[16\]"):
+            model(**decoders.source(model, 2), labels=ids.flatten())
 
 
 POOLED = {
