@@ -52,6 +52,21 @@ def test_encoders(name, tmp_path, capsys):
     assert {"CustomOp", "DFT", "Loop"}.isdisjoint(_operators(output)) and list(output.parent.iterdir()) == [output]
 
 
+def test_answers(tmp_path, capsys):
+    """The scores at padding are the lowest number in the program as well."""
+    model, output = luna.make("ForQuestionAnswering", num_hidden_layers=1), tmp_path / "model.onnx"
+    assert main(["onnx", str(saved(tmp_path / "model", model)), "--output", str(output)]) == 0
+    capsys.readouterr()
+    inputs = luna.tokens([9, 4], "left", 12)
+    found = onnxruntime.InferenceSession(str(output)).run(None, {name: x.numpy() for name, x in inputs.items()})
+    with torch.no_grad():
+        expected = model(**inputs)
+    for logits, scores in zip((expected.start_logits, expected.end_logits), map(torch.tensor, found), strict=True):
+        kept = inputs["attention_mask"].bool()
+        torch.testing.assert_close(scores[kept], logits[kept], rtol=1e-4, atol=1e-4)
+        assert (scores[~kept] == torch.finfo(torch.float32).min).all()
+
+
 def test_pictures(tmp_path, capsys):
     sizes = {"hidden_size": 16, "intermediate_size": 24, "nffn_hidden_size": 20, "shared_representation_size": 8}
     config = MegaConfig.image_base_patch16_224(**sizes, num_hidden_layers=1, image_size=32, patch_size=8, num_labels=3)
