@@ -1,10 +1,9 @@
-"""Model cards: the README.md of a model folder, with metadata that the Hub understands."""
+"""Model cards: the README.md of a model folder, with metadata for the Hub. `model_card.md` is their template."""
 
 import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,13 @@ from transformers import PreTrainedConfig
 from transformers.modelcard import extract_hyperparameters_from_trainer
 
 import luna_mega
-from luna_mega._register import _AUTO_CLASSES
+from luna_mega._register import _AUTO_CLASSES, CONFIGS
 from luna_mega.escaping import code, code_block, markdown, one_line
 from luna_mega.hub.licenses import license_metadata
 from luna_mega.modeling_common.base import INPUT_OF_FIELD
 
 FILE_NAME = "README.md"
+_TEMPLATE = str(Path(__file__).with_name("model_card.md"))
 _TASKS = {
     "Model": "feature-extraction",
     "ForMaskedLM": "fill-mask",
@@ -32,115 +32,30 @@ _TASKS = {
     "ForTokenClassification": "token-classification",
     "ForQuestionAnswering": "question-answering",
 }
-# Endings of metrics that do not say how good a model is.
+# Suffixes of metrics that do not measure quality.
 _NOT_QUALITY = ("_runtime", "_per_second", "_preparation_time", "epoch", "tokens_seen")
-
-_PAIR_USAGE = (
-    'first, second = (tokenizer(text, return_tensors="pt") for text in ("One text.", "Another text."))',
-    'logits = model(**first, **{f"pair_{name}": value for name, value in second.items()}).logits',
-)
-
-
-@dataclass(frozen=True)
-class Family:
-    """The parts that all cards of Luna, or of Mega, have in common.
-
-    `fields` are the fields of the configuration in the table of the architecture. `differences` are lines of
-    docs/deviations.md, (original, here), whose effect a user of the weights may notice.
-    """
-
-    paper: str
-    bibtex: str
-    fields: tuple[str, ...]
-    differences: tuple[tuple[str, str], ...]
-
-
-FAMILIES = {
-    "luna": Family(
-        paper="[Luna: Linear Unified Nested Attention](https://arxiv.org/abs/2106.01540) (Ma et al. 2021)",
-        bibtex="""@inproceedings{ma2021luna,
-  title     = {Luna: Linear Unified Nested Attention},
-  author    = {Xuezhe Ma and Xiang Kong and Sinong Wang and Chunting Zhou and Jonathan May and Hao Ma and
-               Luke Zettlemoyer},
-  booktitle = {Advances in Neural Information Processing Systems},
-  volume    = {34},
-  year      = {2021},
-  url       = {https://arxiv.org/abs/2106.01540}
-}""",
-        fields=(
-            "num_hidden_layers", "share_layers", "hidden_size", "intermediate_size", "num_attention_heads",
-            "num_pack_attention_heads", "projection_length", "dynamic_projection_length", "contextual_projection",
-            "tie_key_value", "hidden_act", "pre_norm", "input_type", "vocab_size", "max_position_embeddings",
-            "position_embedding_type", "pooling", "pool_padding",
-        ),  # fmt: skip
-        differences=(
-            (
-                "A sequence of nothing but padding gives NaN.",
-                "Its attention output and gradient are 0, the model's output finite.",
-            ),
-            (
-                "The pack softmax runs in the tensor's own dtype, the unpack softmax in float32.",
-                "Both in float32.",
-            ),
-            ("The first token is position 0, also with padding on the left.", "The first token that is not padding."),
-        ),
+# Fields of the configuration in the table of the architecture, by model family.
+FIELDS = {
+    "luna": (
+        "num_hidden_layers", "share_layers", "hidden_size", "intermediate_size", "num_attention_heads",
+        "num_pack_attention_heads", "projection_length", "dynamic_projection_length", "contextual_projection",
+        "tie_key_value", "hidden_act", "pre_norm", "input_type", "vocab_size", "max_position_embeddings",
+        "position_embedding_type", "pooling", "pool_padding",
     ),
-    "mega": Family(
-        paper="[Mega: Moving Average Equipped Gated Attention](https://arxiv.org/abs/2209.10655) (Ma et al. 2022)",
-        bibtex="""@inproceedings{ma2023mega,
-  title     = {Mega: Moving Average Equipped Gated Attention},
-  author    = {Xuezhe Ma and Chunting Zhou and Xiang Kong and Junxian He and Liangke Gui and Graham Neubig and
-               Jonathan May and Luke Zettlemoyer},
-  booktitle = {International Conference on Learning Representations},
-  year      = {2023},
-  url       = {https://arxiv.org/abs/2209.10655}
-}""",
-        fields=(
-            "num_hidden_layers", "hidden_size", "intermediate_size", "shared_representation_size",
-            "ema_projection_size", "nffn_hidden_size", "bidirectional", "use_chunking", "chunk_size", "truncation",
-            "attention_activation", "relative_positional_bias", "normalization_type", "normalize_before_mega",
-            "input_type", "image_size", "patch_size", "vocab_size", "adaptive_softmax_cutoffs", "max_positions",
-            "pooling",
-        ),  # fmt: skip
-        differences=(
-            (
-                "A chunk whose keys are all padding is attended to as if it were not.",
-                "A position with nothing to attend to gives 0, with gradient 0.",
-            ),
-            (
-                "Chunks are counted from the first position of the batch, also where that is padding.",
-                "From the first token of the sequence.",
-            ),
-        ),
+    "mega": (
+        "num_hidden_layers", "hidden_size", "intermediate_size", "shared_representation_size",
+        "ema_projection_size", "nffn_hidden_size", "bidirectional", "use_chunking", "chunk_size", "truncation",
+        "attention_activation", "relative_positional_bias", "normalization_type", "normalize_before_mega",
+        "input_type", "image_size", "patch_size", "vocab_size", "adaptive_softmax_cutoffs", "max_positions",
+        "pooling",
     ),
-    "megalodon": Family(
-        paper="[Megalodon: Efficient LLM Pretraining and Inference with Unlimited Context Length]"
-        "(https://arxiv.org/abs/2404.08801) (Ma et al. 2024)",
-        bibtex="""@inproceedings{ma2024megalodon,
-  title     = {Megalodon: Efficient {LLM} Pretraining and Inference with Unlimited Context Length},
-  author    = {Xuezhe Ma and Xiaomeng Yang and Wenhan Xiong and Beidi Chen and Lili Yu and Hao Zhang and
-               Jonathan May and Luke Zettlemoyer and Omer Levy and Chunting Zhou},
-  booktitle = {Advances in Neural Information Processing Systems},
-  year      = {2024},
-  url       = {https://arxiv.org/abs/2404.08801}
-}""",
-        fields=(
-            "num_hidden_layers", "hidden_size", "num_attention_heads", "shared_representation_size", "value_size",
-            "intermediate_size", "ema_projection_size", "norm_num_groups", "chunk_size", "rope_theta", "swiglu",
-            "vocab_size", "output_size",
-        ),  # fmt: skip
-        differences=(
-            (
-                "In inference of 8 chunks or more the norms see the last chunks only.",
-                "They see everything, as in training; `windowed_statistics=True` is the original.",
-            ),
-            ("The model has no padding mask.", "Padding on either side changes nothing."),
-        ),
+    "megalodon": (
+        "num_hidden_layers", "hidden_size", "num_attention_heads", "shared_representation_size", "value_size",
+        "intermediate_size", "ema_projection_size", "norm_num_groups", "chunk_size", "rope_theta", "swiglu",
+        "vocab_size", "output_size",
     ),
 }  # fmt: skip
-
-
-# Fields that most configurations of transformers have, under these names or through an `attribute_map`.
+# Fields of most configurations of transformers, under these names or through an `attribute_map`.
 _COMMON_FIELDS = (
     "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size",
     "max_position_embeddings",
@@ -161,34 +76,24 @@ def conversion_card(
     """Return the card of a converted checkpoint.
 
     Args:
-        name: title of the card.
-        model_class, config, parameters: name of the class, configuration and size of the converted model.
+        name: Title of the card.
+        model_class: Name of the class of the converted model.
+        config: Configuration of the converted model.
         source: `file`, `sha256` and `arch` of the checkpoint, and the `software` that saved it.
-        report: text of the report of the conversion; its line about the output folder is left out.
-        tokenizer: whether the folder has one.
-        license: the licence of the weights, as `license_metadata` takes it.
+        report: Text of the conversion report; the line about the output folder is omitted.
+        parameters: Number of parameters.
+        tokenizer: Whether the folder contains a tokenizer.
+        license: License of the weights, in the form that `license_metadata` accepts.
 
     Raises:
-        ConversionError: the licence has no such form.
+        ConversionError: If the license does not have that form.
     """
-    lines = "\n".join(line for line in report.splitlines() if not line.startswith("written "))
     software = source.get("software", "fairseq")
-    origin = (
-        f"Converted from the {software} checkpoint {code(source['file'])} (SHA-256 {code(source['sha256'])}).\n"
-        "`conversion_report.json` has every tensor and the arguments of the original training.\n\n"
-        f"{code_block(lines)}\n\n"
-        "Which data it was trained on and how well it does is not in the file."
-    )
-    return _card(
-        name,
-        model_class,
-        config,
-        parameters,
-        intro=f"converted from a {software} checkpoint of {code(source['arch'])}",
-        tokenizer=tokenizer,
-        sections={"Origin": origin},
-        license=license,
-    )
+    origin = {"software": software, "file": code(source["file"]), "sha256": code(source["sha256"])}
+    lines = "\n".join(line for line in report.splitlines() if not line.startswith("written "))
+    intro = f"converted from a {software} checkpoint of {code(source['arch'])}"
+    content = {"intro": intro, "source": origin, "report": code_block(lines)}
+    return _card(name, model_class, config, parameters, tokenizer, license, content)
 
 
 def training_card(
@@ -204,23 +109,24 @@ def training_card(
     sections: Mapping[str, str] | None = None,
     license: str | None = None,
 ) -> ModelCard:
-    """Return the card of a model that `trainer` has trained; it may be any model of transformers.
+    """Return the card of a model that `trainer` has trained. It may be any model of transformers.
 
     Args:
-        command: program and arguments; the value of `--hub_token` is not shown.
-        dataset: name on the Hub or local folder.
-        dataset_config: its configuration, as "sst2" of GLUE.
-        split: part of the data on which `metrics` were measured.
-        metrics: result of `trainer.evaluate()`; None = the card has no results.
-        base_model: name on the Hub or local folder of the model that was fine-tuned; None = trained from scratch.
-        origin: how it came from that: "fine-tuned", "distilled".
-        sections: further ones, Markdown by title, after the results.
-        license: the licence of the weights, as `license_metadata` takes it.
+        trainer: Trainer after training.
+        command: Program and arguments; the value of `--hub_token` is not shown.
+        dataset: Name on the Hub or local folder.
+        dataset_config: Configuration of the dataset, such as "sst2" of GLUE.
+        split: Split of the dataset on which `metrics` were computed.
+        metrics: Result of `trainer.evaluate()`. If None, the card has no results.
+        base_model: Name on the Hub or local folder of the initial model. None means trained from scratch.
+        origin: Relation to `base_model`, such as "fine-tuned" or "distilled".
+        sections: Further sections after the results, Markdown by title.
+        license: License of the weights, in the form that `license_metadata` accepts.
 
     Raises:
-        ConversionError: the licence has no such form.
+        ConversionError: If the license does not have that form.
     """
-    # FSDP2 gives the class of a sharded model a prefix.
+    # FSDP2 adds a prefix to the class of a sharded model.
     model, model_class = trainer.model, type(trainer.model).__name__.removeprefix("FSDP")
     name = (trainer.args.hub_model_id or str(Path(trainer.args.output_dir).resolve())).split("/")[-1]
     data = one_line(" ".join(filter(None, [_shown(dataset), dataset_config])))
@@ -237,23 +143,24 @@ def training_card(
     lines = re.sub(r"(--hub[_-]token[ =])\S+", r"\1...", shlex.join(command))
     versions = {module.__name__: module.__version__ for module in (luna_mega, transformers, torch)}
     settings = {"steps": trainer.state.global_step} | extract_hyperparameters_from_trainer(trainer) | versions
-    parts = (
-        {"Results": f"On the {markdown(split)} split of {markdown(data)}.\n\n{_values(scores, 'metric')}"}
-        if scores
-        else {}
-    )
-    parts |= sections or {}
-    parts["Training"] = f"{code_block(lines, 'sh')}\n\n{_values(settings, 'setting')}"
     start = "trained from scratch" if base_model is None else f"{origin} from {code(_shown(base_model))}"
+    content = {
+        "intro": f"{start} on {markdown(data)}",
+        "split": markdown(split),
+        "data": markdown(data),
+        "scores": _cells(scores),
+        "sections": sections or {},
+        "command": code_block(lines, "sh"),
+        "settings": _cells(settings),
+    }
     return _card(
         name,
         model_class,
         model.config,
         model.num_parameters(),
-        intro=f"{start} on {markdown(data)}",
-        tokenizer=trainer.processing_class is not None,
-        sections=parts,
-        license=license,
+        trainer.processing_class is not None,
+        license,
+        content,
         datasets=[dataset] if _is_on_hub(dataset) else None,
         base_model=base_model if base_model and _is_on_hub(base_model) else None,
         metrics=list(scores) or None,
@@ -267,73 +174,45 @@ def _card(
     model_class: str,
     config: PreTrainedConfig,
     parameters: int,
-    *,
-    intro: str,
     tokenizer: bool,
-    sections: Mapping[str, str],
     license: str | None,
+    content: Mapping[str, Any],
     **metadata: Any,
 ) -> ModelCard:
-    family, stated = _family(config), license_metadata(license)
+    """Return the card from the template, with the parts that all cards share."""
     data = ModelCardData(
         library_name="transformers",
         tags=[config.model_type],
         pipeline_tag=task_of(model_class, config),
-        **stated,
+        **license_metadata(license),
         **metadata,
     )
-    if family:
-        fields = [field for field in family.fields if INPUT_OF_FIELD.get(field) in (None, config.input_type)]
+    family = config.model_type.removesuffix("_seq2seq")
+    if family in FIELDS:
+        fields = [field for field in FIELDS[family] if INPUT_OF_FIELD.get(field) in (None, config.input_type)]
     else:
-        fields = [field for field in _COMMON_FIELDS if hasattr(config, field)]
-    architecture = {field: getattr(config, field) for field in fields} | {"parameters": f"{parameters:,}"}
-    parts = {
-        "Use": _usage(model_class, config, tokenizer),
-        "Architecture": _values(architecture, "field of the configuration"),
-        **sections,
-        "Licence": f"Of the weights: {stated.get('license_name') or license or 'not stated'}.",
-    }
-    head = f"# {markdown(name)}\n\n`{model_class}`, {intro}."
-    if family:
-        head += f" The architecture is that of {family.paper}."
-        differences = _table(dict(family.differences), "original", "here")
-        parts["Differences from the original code"] = (
-            f"{differences}\n\nAll differences, each with its test, are in `docs/deviations.md` of luna-mega."
-        )
-        parts["Licence"] += " Of the code of luna-mega: Apache License 2.0."
-        parts["Citation"] = f"```bibtex\n{family.bibtex}\n```"
-    body = "\n\n".join(f"## {title}\n\n{text}" for title, text in parts.items())
-    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{head}\n\n{body}\n")
-
-
-def _usage(model_class: str, config: PreTrainedConfig, tokenizer: bool) -> str:
-    ours = _family(config) is not None
-    loaders = {suffix: auto_class for auto_class, (suffix, _) in _AUTO_CLASSES.items()} | {"Seq2SeqModel": "AutoModel"}
-    loader = loaders.get(_suffix(model_class, config))
-    if loader is None:
-        loader = f"luna_mega.{model_class}" if ours else model_class
-    pictures = _suffix(model_class, config) == "ForImageClassification"
-    names = [loader] * (not loader.startswith("luna_mega."))
-    names += ["AutoImageProcessor"] * pictures + ["AutoTokenizer"] * tokenizer
-    lines = ["import luna_mega  # makes the model known to transformers"] * ours
-    lines += [f"from transformers import {', '.join(names)}"] * bool(names)
-    lines += ["", 'path = "..."  # this repository, or a folder with its files']
-    lines += [f"model = {loader}.from_pretrained(path)"]
-    lines += ["processor = AutoImageProcessor.from_pretrained(path)"] * pictures
-    lines += ["tokenizer = AutoTokenizer.from_pretrained(path)"] * tokenizer
-    if tokenizer and _suffix(model_class, config) == "ForSequencePairClassification":
-        lines += _PAIR_USAGE
-    code = "```python\n" + "\n".join(lines) + "\n```"
-    if not ours:
-        return code
-    return (
-        f"{code}\n\nWhere luna-mega is not installed, `trust_remote_code=True` loads a folder that `luna-mega bundle` "
-        "has made."
+        family, fields = None, [field for field in _COMMON_FIELDS if hasattr(config, field)]
+    suffix, loader = _suffix(model_class, config), _auto_class(model_class, config)
+    imports = [loader, *["AutoImageProcessor"] * (suffix == "ForImageClassification"), *["AutoTokenizer"] * tokenizer]
+    return ModelCard.from_template(
+        data,
+        template_path=_TEMPLATE,
+        name=markdown(name),
+        model_class=model_class,
+        family=family,
+        imports=[part for part in imports if not part.startswith("luna_mega.")],
+        loader=loader,
+        pairs=tokenizer and suffix == "ForSequencePairClassification",
+        architecture=_cells({field: getattr(config, field) for field in fields} | {"parameters": f"{parameters:,}"}),
+        **content,
     )
 
 
-def _family(config: PreTrainedConfig) -> Family | None:
-    return FAMILIES.get(config.model_type.removesuffix("_seq2seq"))
+def _auto_class(model_class: str, config: PreTrainedConfig) -> str:
+    """Return the Auto class that loads the model, or its own class if there is none."""
+    loaders = {suffix: auto_class for auto_class, (suffix, _) in _AUTO_CLASSES.items()} | {"Seq2SeqModel": "AutoModel"}
+    own = f"luna_mega.{model_class}" if config.model_type in CONFIGS else model_class
+    return loaders.get(_suffix(model_class, config), own)
 
 
 def _suffix(model_class: str, config: PreTrainedConfig) -> str:
@@ -341,7 +220,7 @@ def _suffix(model_class: str, config: PreTrainedConfig) -> str:
 
 
 def task_of(model_class: str, config: PreTrainedConfig) -> str | None:
-    """Return the Hub's name of the model's task, None for real-valued input, which no pipeline takes."""
+    """Return the Hub's name of the task of a model; None for real-valued input, which no pipeline accepts."""
     values = getattr(config, "input_type", "tokens") == "values"
     return None if values else _TASKS.get(_suffix(model_class, config))
 
@@ -351,15 +230,11 @@ def _is_on_hub(name: str) -> bool:
 
 
 def _shown(name: str) -> str:
-    """Return a name on the Hub as it is, and only the last part of a local path: the rest is private."""
+    """Return a name on the Hub unchanged, and only the last part of a local path, because the rest is private."""
     return name if _is_on_hub(name) else os.path.basename(os.path.abspath(name))
 
 
-def _values(rows: Mapping[str, Any], head: str) -> str:
-    """Return a table of names and values, which come from files and arguments."""
+def _cells(rows: Mapping[str, Any]) -> dict[str, str]:
+    """Return names and values, which come from files and arguments, as escaped cells of a table."""
     texts = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in rows.items()}
-    return _table({markdown(name): markdown(text) for name, text in texts.items()}, head, "value")
-
-
-def _table(rows: Mapping[str, str], *head: str) -> str:
-    return "\n".join(f"| {name} | {text} |" for name, text in [head, ("---", "---"), *rows.items()])
+    return {markdown(name): markdown(text) for name, text in texts.items()}

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 import luna_mega
-from luna_mega.hub.card import FAMILIES, conversion_card, training_card
+from luna_mega.hub.card import FIELDS, conversion_card, training_card
 from tests.hub.loopback import metadata_errors
 from tests.modeling.luna import HEADS, make, tiny_config
 
@@ -69,7 +69,7 @@ def test_conversion():
     assert "# converted\n" in card.text and "/home/somebody" not in str(card)
     assert "`model.pt`" in sections["Origin"] and "ab" * 32 in sections["Origin"]
     assert "luna_base_tied_512, task masked_lm" in sections["Origin"]
-    assert "Of the weights: not stated." in sections["Licence"]
+    assert "Weights: not stated." in sections["License"]
     assert "| projection_length | 6 |" in sections["Architecture"]
     assert "| parameters | 1,234,567 |" in sections["Architecture"]
     assert "2106.01540" in sections["Citation"] and "2106.01540" in card.text.split("## ")[0]
@@ -77,7 +77,7 @@ def test_conversion():
 
 def test_conversion_with_licence_and_tokenizer():
     card = converted(tokenizer=True, license="mit")
-    assert card.data.license == "mit" and "Of the weights: mit." in card.text
+    assert card.data.license == "mit" and "Weights: mit." in card.text
     assert "AutoTokenizer.from_pretrained(path)" in card.text
 
 
@@ -166,7 +166,7 @@ def test_training_of_a_model_of_transformers(tmp_path, tokenizer, task):
     assert metadata_errors(str(card)) == [] and card.data.pipeline_tag == task
     assert card.data.tags == [trainer.model.config.model_type]
     sections = parts(card)
-    assert sections.keys() == {"Use", "Architecture", "Results", "Training", "Licence"}
+    assert sections.keys() == {"Use", "Architecture", "Results", "Training", "License"}
     assert "| num_hidden_layers | 1 |" in sections["Architecture"] and "| vocab_size | 40 |" in sections["Architecture"]
     session = {}
     exec(python(sections["Use"]).replace("...", arguments.output_dir), session)
@@ -184,12 +184,20 @@ def test_values_have_no_pipeline():
     assert card.data.pipeline_tag is None and metadata_errors(str(card)) == []
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_differences_are_lines_of_the_page(repo_root: Path, family):
+@pytest.mark.parametrize("config", luna_mega._register.CONFIGS.values())
+def test_every_family_has_its_paper_and_lines_of_the_page_of_deviations(repo_root: Path, config):
+    family = config.model_type.removesuffix("_seq2seq")
+    source = {"file": "model.pt", "sha256": "ab" * 32, "arch": "any"}
+    name = f"{config.__name__.removesuffix('Config')}Model"
+    sections = parts(conversion_card("a", name, config(), source, "", parameters=1, tokenizer=False))
     page = (repo_root / "docs" / "deviations.md").read_text(encoding="utf-8")
-    for original, here in FAMILIES[family].differences:
-        assert f"| {original} | {here} |" in page
+    rows = re.findall(r"^\|.*\|$", sections["Differences from the original code"], re.MULTILINE)[2:]
+    assert len(rows) >= 2 and all(row in page for row in rows)
+    assert re.search(rf"\d{family},", sections["Citation"]) and family in FIELDS
+    assert all(f"| {field} |" in sections["Architecture"] for field in FIELDS[family] if "_size" not in field)
 
 
-def test_every_family_has_cards():
-    assert FAMILIES.keys() == {name.removesuffix("_seq2seq") for name in luna_mega._register.CONFIGS}
+def test_a_card_starts_with_the_import_that_the_weights_need(trainer):
+    for card in (converted(tokenizer=True), training_card(trainer(), COMMAND, "imdb")):
+        blocks = re.findall(r"```(.*?)```", card.text, re.DOTALL)
+        assert blocks[0].startswith("python\nimport luna_mega") and "## Use" in card.text.partition("```")[0]
