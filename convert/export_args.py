@@ -8,8 +8,9 @@ import torch
 
 from luna_mega.convert.formats import Format
 from luna_mega.convert.formats._base import problem_type
+from luna_mega.convert.keymap import KeyMap, Reshape
 from luna_mega.convert.plan import Plan, Target
-from luna_mega.convert.tensors import Mapping, few, map_tensors
+from luna_mega.convert.tensors import Mapping, few, map_tensors, tied_weights
 from luna_mega.errors import ConversionError
 
 Tensors = dict[str, torch.Tensor]
@@ -31,16 +32,29 @@ def original_tensors(fmt: Format, target: Target, ours: Tensors) -> tuple[Tensor
     Raises:
         ConversionError: the original has no place for a tensor.
     """
-    ours, notes = fmt.complete(target, ours)
-    keymap = fmt.keymap(target.config, target.revision, target.head)
+    tied = tied_weights((target.model_class, *fmt.also_loads), target.config)
+    ours = ours | {copy: ours[original] for copy, original in tied.items() if original in ours}
+    keymap, tensors = fmt.keymap(target.config, target.revision, target.head), {}
     matches = {name: keymap.backward(name) for name in ours}
     if unknown := [name for name, match in matches.items() if match is None]:
         raise ConversionError(f"{fmt.revisions[target.revision].format} has no place for {few(unknown)}")
-    tensors = {matches[name].key: tensor for name, tensor in ours.items()}
-    tensors |= fmt.extras(target, tensors)
-    if fmt.ordered:
-        tensors = {key: tensors[key] for key in sorted(tensors, key=keymap.position)}
-    return tensors, notes
+    for name, tensor in ours.items():
+        match = matches[name]
+        tensors[match.key] = match.row.transform.back(tensor) if isinstance(match.row.transform, Reshape) else tensor
+    notes = _fill(keymap, tensors)
+    return {key: tensors[key] for key in sorted(tensors, key=keymap.position)}, notes
+
+
+def _fill(keymap: KeyMap, tensors: Tensors) -> list[str]:
+    """Add the tensors that a file has and a model lacks: buffers, versions and copies; return notes on them."""
+    dtype, notes = next(iter(tensors.values())).dtype, {}
+    for row in keymap.rows:
+        for name in row.names(list(tensors)) if row.fill else ():
+            if name not in tensors:
+                tensors[name], notes[row.note] = row.fill(dtype), None
+        if row.copy_of in tensors:
+            tensors[row.source] = tensors[row.copy_of]
+    return list(filter(None, notes))
 
 
 def choose_args(fmt: Format, target: Target, tensors: Tensors, report: dict[str, Any]) -> ChosenArgs:

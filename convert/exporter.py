@@ -16,7 +16,7 @@ from luna_mega.convert.export_target import choose_target
 from luna_mega.convert.formats import Format
 from luna_mega.convert.formats._base import Files, Tensors
 from luna_mega.convert.layer_norm import CONVENTIONS, MINUS_ONE
-from luna_mega.convert.tensors import DTYPES, lowered_norms, non_finite, store_tensors, without_memory
+from luna_mega.convert.tensors import DTYPES, lowered_norms, non_finite, store_tensors, tied_weights
 from luna_mega.errors import ConversionError
 from luna_mega.hub.folder import REPORT_NAME, ModelFolder, read_folder
 from luna_mega.hub.output import check_new_file, check_output, complete_folder, publish, temporary_folder
@@ -170,8 +170,7 @@ def _is_record(report: dict[str, Any]) -> bool:
 
 def _check_tied(source: ModelFolder, tensors: Tensors) -> None:
     """Raise `ConversionError` if tied weights are both in the folder and differ."""
-    pairs = without_memory(source.model_class, source.config).all_tied_weights_keys
-    for name, other in pairs.items():
+    for name, other in tied_weights((source.model_class,), source.config).items():
         if {name, other} <= tensors.keys() and not same_bits(tensors[name], tensors[other]):
             raise ConversionError(
                 f"config.json ties {name} to {other}, but their weights differ; set tie_word_embeddings to false"

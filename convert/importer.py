@@ -124,7 +124,7 @@ def convert_checkpoint(
         plan.config.label2id = {label: index for index, label in plan.config.id2label.items()}
     tokenizer = source.format.tokenizer(plan, chosen, bpe)
     dtype = dtype or source.format.stored_dtype(source.tensors)
-    converted = convert_tensors(plan, source.mapping, source.tensors, source.minus_one, getattr(torch, dtype))
+    converted = convert_tensors(source.mapping, source.tensors, source.minus_one, getattr(torch, dtype))
     report = _report(output, source, chosen, tokenizer, converted, dtype)
     with complete_folder(output) as folder:
         if source.minus_one:
@@ -150,7 +150,7 @@ def _understand(checkpoint: Checkpoint, head: str | None, layer_norm: str, ema_c
         plan = fmt.plan(fmt.evidence(tensors, checkpoint.args, revision), head)
         mapping = map_tensors(plan, tensors)
         if checkpoint.unchecked:
-            check_unshared(plan, mapping, tensors)
+            check_unshared(mapping, tensors)
         norm = fmt.decide_norms([tensors[key] for key in mapping.norm_weights], layer_norm)
     except ConversionError as error:
         raise ConversionError(f"{checkpoint.path}: {error}") from error

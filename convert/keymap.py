@@ -4,8 +4,11 @@ A pattern is a tensor name with fields: `{layer}` and `{n}` are numbers, `{part}
 """
 
 import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
+
+import torch
 
 # The transform of norm weights and biases: weights may be stored minus one.
 LAYER_NORM = "layer_norm"
@@ -15,13 +18,44 @@ _FIELDS = {"layer": r"\d+", "n": r"\d+", "part": r"weight|bias", "rest": r".+"}
 
 
 @dataclass(frozen=True)
+class Reshape:
+    """A transform of shapes: `there` returns the tensor of the model, `back` that of the file."""
+
+    there: Callable[[torch.Tensor], torch.Tensor]
+    back: Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
 class Row:
-    """One row of a key map; `target` None means that the tensor is left out, for `reason`."""
+    """One row of a key map.
+
+    Args:
+        source (`str`): pattern of names in the original.
+        target (`str`, *optional*): pattern of names in the model; None if the tensor is dropped.
+        transform (`str` or `Reshape`, *optional*): the kind of the tensor, or the change of its shape.
+        reason (`str`, *optional*): why the tensor is dropped.
+        fill (`Callable`, *optional*): returns the tensor that an export writes if the model lacks it; its argument is
+            the dtype of the other tensors.
+        copy_of (`str`, *optional*): name in the original of the tensor to which this one is tied. A file has both, the
+            model only the other one.
+        note (`str`, *optional*): note of an export that writes `fill`.
+    """
 
     source: str
     target: str | None
-    transform: str | None = None
+    transform: str | Reshape | None = None
     reason: str | None = None
+    fill: Callable[[torch.dtype], torch.Tensor] | None = None
+    copy_of: str | None = None
+    note: str | None = None
+
+    def names(self, others: Iterable[str]) -> list[str]:
+        """Return the names of a row whose only field is `{layer}`, for the layers of the other names."""
+        before, field, after = self.source.partition("{layer}")
+        if not field:
+            return [self.source]
+        found = (re.match(rf"{re.escape(before)}(\d+)\.", name) for name in others)
+        return [f"{before}{index}{after}" for index in sorted({int(match[1]) for match in found if match})]
 
 
 @dataclass(frozen=True)

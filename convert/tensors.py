@@ -1,6 +1,7 @@
 """Turns the tensors of a checkpoint into the model's: each is mapped, dropped with a reason, or an error."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -8,15 +9,13 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from luna_mega.convert.evidence import same_bits
-from luna_mega.convert.keymap import LAYER_NORM, WIDE, KeyMap
+from luna_mega.convert.keymap import LAYER_NORM, WIDE, KeyMap, Reshape
 from luna_mega.convert.plan import Plan
 from luna_mega.errors import ConversionError, shown
 
 DTYPES = ("float32", "float16", "bfloat16")
 # The norm weights of a plus-one checkpoint before 1 was added, which rounds them: an export gives these back.
 _SOURCE_NORMS = "source_norms.safetensors"
-# Output layers that are tied to the embedding, which is saved.
-_TIED_TO_EMBEDDING = ("lm_head.decoder.weight", "lm_head.weight")
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,8 @@ class Mapping:
     """Places of all tensors. `mapped`: source name -> target name; `dropped`: source name -> reason.
 
     `norm_weights` and `wide`, which a narrower dtype must not round: source names; `absent`: target names of counters
-    that a file may lack, and that start at 0.
+    that a file may lack, and that start at 0; `tied`: target names of copies, which are not saved; `reshaped`: source
+    name -> transform.
     """
 
     mapped: dict[str, str]
@@ -32,6 +32,8 @@ class Mapping:
     norm_weights: list[str]
     absent: list[str]
     wide: frozenset[str] = frozenset()
+    tied: frozenset[str] = frozenset()
+    reshaped: dict[str, Reshape] = field(default_factory=dict)
 
     def dtype_of(self, key: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which a tensor, called `key` in the file, is stored where others are in `dtype`."""
@@ -48,8 +50,12 @@ def map_tensors(plan: Plan, tensors: dict[str, torch.Tensor]) -> Mapping:
         ConversionError: a tensor has no place, a place has no tensor, or a tensor has another shape or is not of real
             numbers where weights belong.
     """
-    mapped, dropped, norm_weights, unexpected, wide = {}, {}, [], [], []
-    expected = _expected_tensors(plan)
+    mapped, dropped, norm_weights, unexpected, wide, reshaped = {}, {}, [], [], [], {}
+    _check_copies(plan.keymap, tensors)
+    classes = (plan.model_class, *plan.also_loads)
+    expected, tied = {}, tied_weights(classes, plan.config)
+    for model_class in classes:
+        expected |= without_memory(model_class, plan.config).state_dict()
     for key in tensors:
         match = plan.keymap.forward(key)
         if match is None or match.key not in (None, *expected):
@@ -62,6 +68,8 @@ def map_tensors(plan: Plan, tensors: dict[str, torch.Tensor]) -> Mapping:
                 norm_weights.append(key)
             elif match.row.transform == WIDE:
                 wide.append(key)
+            elif isinstance(match.row.transform, Reshape):
+                reshaped[key] = match.row.transform
     filled = set(mapped.values())
     without = [target for target in expected if target not in filled]
     absent = [target for target in without if target.endswith(".num_batches_tracked")]
@@ -74,8 +82,29 @@ def map_tensors(plan: Plan, tensors: dict[str, torch.Tensor]) -> Mapping:
             "or of a changed model"
         )
     for key, target in mapped.items():
-        _check(key, tensors[key], expected[target])
-    return Mapping(mapped, dropped, norm_weights, absent, frozenset(wide))
+        tensor = reshaped[key].there(tensors[key]) if key in reshaped else tensors[key]
+        _check(key, tensor, expected[target])
+    sources = {target: key for key, target in mapped.items()}
+    for copy, original in tied.items():
+        if copy in sources and original in sources:
+            _check_tied(sources[copy], sources[original], tensors)
+    return Mapping(mapped, dropped, norm_weights, absent, frozenset(wide), frozenset(tied), reshaped)
+
+
+def _check_copies(keymap: KeyMap, tensors: dict[str, torch.Tensor]) -> None:
+    """Check the copies that a file has and a model lacks."""
+    for row in keymap.rows:
+        if row.copy_of is not None:
+            if row.source not in tensors:
+                raise ConversionError(f"tensor {row.source!r} is missing; the file is incomplete")
+            _check_tied(row.source, row.copy_of, tensors)
+
+
+def _check_tied(copy: str, original: str, tensors: dict[str, torch.Tensor]) -> None:
+    if original in tensors and not same_bits(tensors[copy], tensors[original]):
+        raise ConversionError(
+            f"tensors {copy!r} and {original!r} are tied in the original but differ; the file was changed"
+        )
 
 
 def _check(key: str, tensor: torch.Tensor, expected: torch.Tensor) -> None:
@@ -91,7 +120,7 @@ def _check(key: str, tensor: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def convert_tensors(
-    plan: Plan, mapping: Mapping, tensors: dict[str, torch.Tensor], plus_one: bool, dtype: torch.dtype
+    mapping: Mapping, tensors: dict[str, torch.Tensor], plus_one: bool, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
     """Return the tensors under their new names in `dtype`; with `plus_one` the norm weights are stored minus one.
 
@@ -102,12 +131,14 @@ def convert_tensors(
     converted = {}
     for key, target in mapping.mapped.items():
         tensor = tensors[key].float().add(1) if key in raised else tensors[key]
-        if not _is_copy(target, plan.config):
+        if key in mapping.reshaped:
+            tensor = mapping.reshaped[key].there(tensor)
+        if target not in mapping.tied:
             converted[target] = tensor.to(mapping.dtype_of(key, tensor, dtype), copy=True)
     return converted | {target: torch.zeros((), dtype=torch.long) for target in mapping.absent}
 
 
-def check_unshared(plan: Plan, mapping: Mapping, tensors: dict[str, torch.Tensor]) -> None:
+def check_unshared(mapping: Mapping, tensors: dict[str, torch.Tensor]) -> None:
     """Refuse tensors that share a storage, but for the copies of tied tensors.
 
     Raises:
@@ -115,7 +146,7 @@ def check_unshared(plan: Plan, mapping: Mapping, tensors: dict[str, torch.Tensor
     """
     owners: dict[int, str] = {}
     for key, target in mapping.mapped.items():
-        if tensors[key].numel() and not _is_copy(target, plan.config):
+        if tensors[key].numel() and target not in mapping.tied:
             owner = owners.setdefault(tensors[key].data_ptr(), key)
             if owner != key:
                 raise ConversionError(
@@ -124,12 +155,13 @@ def check_unshared(plan: Plan, mapping: Mapping, tensors: dict[str, torch.Tensor
                 )
 
 
-def _is_copy(target: str, config: PreTrainedConfig) -> bool:
-    """Return whether a tensor of the model is a copy of another one, and so is not saved."""
-    if target in _TIED_TO_EMBEDDING:
-        return config.tie_word_embeddings
-    of_target = ".decoder." in target and target.endswith(".word_embeddings.weight")
-    return of_target and config.share_encoder_decoder_embeddings
+def tied_weights(classes: Iterable[type[PreTrainedModel]], config: PreTrainedConfig) -> dict[str, str]:
+    """Return copy -> original for the tied weights of models; only the original is saved."""
+    return {
+        copy: original
+        for model_class in classes
+        for copy, original in without_memory(model_class, config).all_tied_weights_keys.items()
+    }
 
 
 def without_memory(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
@@ -217,13 +249,6 @@ def _keeps_all(tensors: dict[str, torch.Tensor], lowered: dict[str, torch.Tensor
         else tensor.dtype == dtype or same_bits(tensor.to(dtype).to(tensor.dtype), tensor)
         for key, tensor in tensors.items()
     )
-
-
-def _expected_tensors(plan: Plan) -> dict[str, torch.Tensor]:
-    expected = {}
-    for model_class in (plan.model_class, *plan.also_loads):
-        expected |= without_memory(model_class, plan.config).state_dict()
-    return expected
 
 
 def _source_name(keymap: KeyMap, target: str) -> str:

@@ -87,7 +87,7 @@ class Format(ABC):
         architectures: name of an architecture -> its own defaults of arguments, which win over the table.
         criteria: name of a criterion -> its class, unless that is CrossEntropyCriterion.
         vocabulary_places, label_places: task -> place of the dictionary, unless that is the usual place.
-        ordered: True if exported tensors are in the order of the key map.
+        also_loads: classes that load from a folder of every other class.
         needs_args: False if a file without args can be converted, as its tensors tell everything.
         software: the code that saves such checkpoints.
         settings: the place of the args in a checkpoint, for messages.
@@ -110,7 +110,7 @@ class Format(ABC):
     criteria: dict[str, str] = {}
     vocabulary_places: dict[str, str] = {}
     label_places: dict[str, str] = {}
-    ordered: bool = False
+    also_loads: tuple[type[PreTrainedModel], ...] = ()
     needs_args: bool = True
     software: str = "fairseq"
     settings: str = "args"
@@ -275,14 +275,6 @@ class Format(ABC):
         """Return the args of a checkpoint for a model that the original can express, see `allowed`."""
         resolved = Target(target.model_class, self.resolved(target.config), target.revision, target.head)
         return write_args(self.table, resolved)
-
-    def complete(self, target: Target, tensors: Tensors) -> tuple[Tensors, list[str]]:
-        """Return the tensors of a folder, with those that only a checkpoint has, and notes on the added ones."""
-        return tensors, []
-
-    def extras(self, target: Target, tensors: Tensors) -> Tensors:
-        """Return what the original saves beside `tensors`: versions, buffers and copies, under its own names."""
-        return {}
 
     def remarks(self, target: Target, args: dict[str, Any], left_out: list[str]) -> list[str]:
         """Return notes on an exported file; `left_out` has the names of tensors that the conversion dropped."""

@@ -8,7 +8,7 @@ from luna_mega import LunaConfig
 from luna_mega.convert.argmap import ACTIVATION, COMMON, FAIRSEQ_ACTIVATIONS, NOT, Arg, Table, fixed, written
 from luna_mega.convert.argtypes import flag, number, size, word
 from luna_mega.convert.evidence import Evidence
-from luna_mega.convert.formats._base import Format, Revision, Tensors
+from luna_mega.convert.formats._base import Format, Revision
 from luna_mega.convert.keymap import LAYER_NORM, Row
 from luna_mega.errors import ConversionError
 from luna_mega.modeling_luna.modeling_luna import sinusoids
@@ -171,12 +171,22 @@ def check_sinusoids(evidence: Evidence, key: str) -> None:
         raise ConversionError(f"tensor {key!r} is not the sinusoids of the original; the model cannot reproduce it")
 
 
-def saved_sinusoids(config: LunaConfig, body: str, dtype: torch.dtype) -> Tensors:
-    """Return the buffers that the original saves under `body` where positions are sinusoidal."""
-    if config.position_embedding_type != "sinusoidal":
-        return {}
-    buffers = {f"{body}.embed_positions._float_tensor": torch.zeros(1, dtype=dtype)}
-    if not config.add_cross_attention:
-        table = sinusoids(torch.arange(config.projection_length), config.hidden_size)
-        buffers[f"{body}.projected_positions"] = table.to(dtype)
-    return buffers
+def sinusoid_rows(body: str, config: LunaConfig) -> list[Row]:
+    """Return the rows of the buffers that the original saves under `body` if positions are sinusoidal."""
+
+    def table(dtype: torch.dtype) -> torch.Tensor:
+        return sinusoids(torch.arange(config.projection_length), config.hidden_size).to(dtype)
+
+    sinusoidal = config.position_embedding_type == "sinusoidal"
+    packs = sinusoidal and not config.add_cross_attention
+    return [
+        Row(
+            f"{body}.embed_positions._float_tensor", None, reason=PLACEHOLDER, fill=placeholder if sinusoidal else None
+        ),
+        Row(f"{body}.projected_positions", None, reason=SINUSOIDS, fill=table if packs else None),
+    ]
+
+
+def placeholder(dtype: torch.dtype) -> torch.Tensor:
+    """Return a buffer without content."""
+    return torch.zeros(1, dtype=dtype)

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from luna_mega import MegaConfig
 from luna_mega.convert.argmap import ACTIVATION, FAIRSEQ_ACTIVATIONS, NOT, Arg, Table
 from luna_mega.convert.argtypes import flag, number, size, whole, word
@@ -86,7 +88,6 @@ class MegaFormat(Format):
         "adaptive_softmax_dropout",
         "legacy_adaptive_loss",
     )
-    ordered = True  # the order tells the branch
     stacks: frozenset[str]  # the prefixes of the layers in such a file
     unread: frozenset[str] = FIELDS_OF_LM  # fields of heads that this format lacks
 
@@ -346,25 +347,30 @@ def activations() -> tuple[str, ...]:
     return tuple(name for name in FAIRSEQ_ACTIVATIONS if name != "tanh")
 
 
-def bias_placeholders(body: str, config: MegaConfig) -> list[str]:
-    """Return the names of the buffers of a rotary bias under `body`, which have no content."""
-    layers = range(config.num_hidden_layers if config.relative_positional_bias == "rotary" else 0)
-    return [f"{body}.layers.{index}.mega_layer.rel_pos_bias._float_tensor" for index in layers]
+def placeholder(_: torch.dtype) -> torch.Tensor:
+    """Return a buffer without content."""
+    return torch.zeros(1)
 
 
-def layer_rows(body: str, revision: str, model: str = "mega", cross: bool = False) -> list[Row]:
+def version(_: torch.dtype) -> torch.Tensor:
+    """Return the version of the file format."""
+    return torch.tensor([3.0])
+
+
+def layer_rows(body: str, revision: str, config: MegaConfig, model: str = "mega", cross: bool = False) -> list[Row]:
     """Return the rows of the layers under `body` in the file and under `model` here, and of the norms around them.
 
     `cross`: the layers have cross-attention.
     """
+    rotary = config.relative_positional_bias == "rotary"
     return [
         *norm_rows(f"{body}.embed_norm", f"{model}.embedding_norm"),
-        *block_rows(f"{body}.layers.{{layer}}", f"{model}.layers.{{layer}}", revision, cross),
+        *block_rows(f"{body}.layers.{{layer}}", f"{model}.layers.{{layer}}", revision, rotary, cross),
         *norm_rows(f"{body}.final_norm", f"{model}.final_norm"),
     ]
 
 
-def block_rows(layer: str, to_layer: str, revision: str, cross: bool = False) -> list[Row]:
+def block_rows(layer: str, to_layer: str, revision: str, rotary: bool = False, cross: bool = False) -> list[Row]:
     """Return the rows of a layer, called `layer` in the file and `to_layer` here."""
     ema = _EMA[revision] | _EMA_OF_BOTH
     attention, to_attention = f"{layer}.mega_layer", f"{to_layer}.mega_layer"
@@ -374,27 +380,27 @@ def block_rows(layer: str, to_layer: str, revision: str, cross: bool = False) ->
         *norm_rows(f"{attention}.norm", f"{to_attention}.norm"),
         *(Row(f"{attention}.move.{name}", f"{to_attention}.ema_gate.{ema[name]}") for name in ORDER[revision]),
         *(Row(f"{attention}.{name}.{{part}}", f"{to_attention}.{name}.{{part}}") for name in _PROJECTIONS),
-        *_bias_rows(attention, to_attention),
-        *(_cross_attention_rows(f"{layer}.cross_attn", f"{to_layer}.cross_attn") if cross else []),
+        *_bias_rows(attention, to_attention, rotary),
+        *(_cross_attention_rows(f"{layer}.cross_attn", f"{to_layer}.cross_attn", rotary) if cross else []),
         *norm_rows(f"{layer}.nffn.norm", f"{to_layer}.nffn.norm"),
         *(Row(f"{layer}.nffn.{name}.{{part}}", f"{to_layer}.nffn.{name}.{{part}}") for name in ("fc1", "fc2")),
     ]
 
 
-def _cross_attention_rows(source: str, target: str) -> list[Row]:
+def _cross_attention_rows(source: str, target: str, rotary: bool) -> list[Row]:
     return [
         *norm_rows(f"{source}.norm", f"{target}.norm"),
         *(Row(f"{source}.{name}.{{part}}", f"{target}.{name}.{{part}}") for name in _CROSS_PROJECTIONS),
-        *_bias_rows(source, target),
+        *_bias_rows(source, target, rotary),
     ]
 
 
-def _bias_rows(source: str, target: str) -> list[Row]:
+def _bias_rows(source: str, target: str, rotary: bool) -> list[Row]:
     return [
         Row(f"{source}.rel_pos_bias.rel_pos_bias", f"{target}.rel_pos_bias.rel_pos_bias"),
         Row(f"{source}.rel_pos_bias.alpha", f"{target}.rel_pos_bias.alpha"),
         Row(f"{source}.rel_pos_bias.beta", f"{target}.rel_pos_bias.b_param"),
-        Row(f"{source}.rel_pos_bias._float_tensor", None, reason=PLACEHOLDER),
+        Row(f"{source}.rel_pos_bias._float_tensor", None, reason=PLACEHOLDER, fill=placeholder if rotary else None),
     ]
 
 

@@ -13,7 +13,7 @@ from luna_mega.convert.dictionary import Dictionaries
 from luna_mega.convert.dictionary_kinds import LanguagePair
 from luna_mega.convert.evidence import Evidence, same_bits
 from luna_mega.convert.formats._base import Format, Tensors, language_pair
-from luna_mega.convert.plan import Plan, Target
+from luna_mega.convert.plan import Plan
 from luna_mega.convert.tokenizers import WORDS, ConvertedTokenizer
 from luna_mega.convert.tokenizers.translation import translation_tokenizer
 from luna_mega.errors import ConversionError
@@ -95,16 +95,6 @@ class TranslationFormat(Format):
             setattr(full, own, getattr(decoder, field))
         full.share_encoder_decoder_embeddings = config.shares_embeddings
         return full
-
-    def complete(self, target: Target, tensors: Tensors) -> tuple[Tensors, list[str]]:
-        """Add the copies that only a file has: the target's embedding, and the output layer."""
-        source = next(name for name in tensors if ".encoder." in name and name.endswith(".word_embeddings.weight"))
-        words = source.replace(".encoder.", ".decoder.", 1)
-        if target.config.shares_embeddings:
-            tensors = tensors | {words: tensors[source]}
-        if target.config.tie_word_embeddings and words in tensors:
-            tensors = tensors | {"lm_head.weight": tensors[words]}
-        return tensors, []
 
     def heads(self, plan: Plan, tensors: Tensors) -> list[str]:
         """Return the only head."""

@@ -1,6 +1,8 @@
 """luna_bert: masked language models, and the models that were fine-tuned from them."""
 
 import re
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +107,7 @@ def _tied_lm(evidence: Evidence) -> dict[str, bool]:
     return {"tie_word_embeddings": same and not untied}
 
 
+_FRESH = "the folder has no LM head, which fairseq's loader asks for: a new, untrained one is written"
 _TABLE = (
     *_luna.encoder_arguments(
         _BODY,
@@ -142,6 +145,7 @@ class LunaBert(_luna.LunaFormat):
     classes = (LunaModel, LunaForMaskedLM, LunaForMultipleChoice, LunaForSequenceClassification)
     classifiers = (LunaForMultipleChoice, LunaForSequenceClassification)
     named_heads = True
+    also_loads = (LunaForMaskedLM,)
     table = _TABLE
     architectures = _ARCHITECTURES
     criteria = {
@@ -183,7 +187,7 @@ class LunaBert(_luna.LunaFormat):
         return Plan(
             model_class,
             config,
-            _keymap(head, tuple(name for name in names if name != head)),
+            _keymap(config, head, tuple(name for name in names if name != head)),
             appended_symbol="<mask>",
             num_labels=fields.get("num_labels"),
             also_loads=() if head is None else (LunaForMaskedLM,),
@@ -218,7 +222,7 @@ class LunaBert(_luna.LunaFormat):
 
     def keymap(self, config: LunaConfig, revision: str, head: str | None = None) -> KeyMap:
         """Return the map of a file whose only classification head is `head`."""
-        return _keymap(head)
+        return _keymap(config, head)
 
     def allowed(self, target: Target) -> dict[str, tuple]:
         """Return the values that all encoders can express, and the values of the head."""
@@ -246,16 +250,6 @@ class LunaBert(_luna.LunaFormat):
     def usual_head(self, config: LunaConfig) -> str:
         """Return the name that the original gives a head of this kind."""
         return _HEAD_OF_POOLING[config.pooling]
-
-    def complete(self, target: Target, tensors: Tensors) -> tuple[Tensors, list[str]]:
-        """Add the LM head, which the original's loader asks for, and its copy of the embedding."""
-        notes, embedding = [], "luna.embeddings.word_embeddings.weight"
-        if not any(name.startswith("lm_head.") for name in tensors):
-            tensors = tensors | _fresh_lm_head(target.config, next(iter(tensors.values())).dtype)
-            notes = ["the folder has no LM head, which fairseq's loader asks for: a new, untrained one is written"]
-        if target.config.tie_word_embeddings and embedding in tensors:
-            tensors = tensors | {"lm_head.decoder.weight": tensors[embedding]}
-        return tensors, notes
 
     def remarks(self, target: Target, args: dict[str, Any], left_out: list[str]) -> list[str]:
         """Return notes on heads that the file lacks, and on a task that does not name the head."""
@@ -286,14 +280,21 @@ def _head(evidence: Evidence, name: str) -> tuple[type, dict[str, Any]]:
     return LunaForSequenceClassification, fields | {"num_labels": num_labels}
 
 
-def _keymap(head: str | None = None, other_heads: tuple[str, ...] = ()) -> KeyMap:
+def _keymap(config: LunaConfig, head: str | None = None, other_heads: tuple[str, ...] = ()) -> KeyMap:
     """Return the map of a file whose classification head `head` is converted and `other_heads` are not."""
     rows = [
+        *(
+            Row(
+                f"{_LM_HEAD}.{theirs}",
+                f"lm_head.{ours}",
+                LAYER_NORM if "norm" in ours else None,
+                fill=fill,
+                note=_FRESH,
+            )
+            for theirs, ours, fill in _fresh_lm_head(config)
+        ),
         Row(f"{_BODY}.embed_tokens.weight", "luna.embeddings.word_embeddings.weight"),
         *_luna.encoder_rows(_BODY),
-        Row(f"{_LM_HEAD}.{{part}}", "lm_head.decoder.{part}"),
-        Row(f"{_LM_HEAD}.dense.{{part}}", "lm_head.dense.{part}"),
-        Row(f"{_LM_HEAD}.layer_norm.{{part}}", "lm_head.layer_norm.{part}", LAYER_NORM),
     ]
     if head is not None:
         source = f"classification_heads.{head}"
@@ -314,11 +315,26 @@ def _keymap(head: str | None = None, other_heads: tuple[str, ...] = ()) -> KeyMa
     return KeyMap(rows)
 
 
-def _fresh_lm_head(config: LunaConfig, dtype: torch.dtype) -> Tensors:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)  # the same file every time
-        head = LunaLMHead(config)
-        for linear in (head.dense, head.decoder):
-            nn.init.normal_(linear.weight, std=config.initializer_range)
-            nn.init.zeros_(linear.bias)
-    return {f"lm_head.{name}": tensor.to(dtype) for name, tensor in head.state_dict().items()}
+def _fresh_lm_head(config: LunaConfig) -> Iterator[tuple[str, str, Callable]]:
+    """Yield the name in the file, the name in the model, and the maker of every tensor of an untrained LM head."""
+
+    @cache
+    def head() -> LunaLMHead:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)  # the same file every time
+            made = LunaLMHead(config)
+            for linear in (made.dense, made.decoder):
+                nn.init.normal_(linear.weight, std=config.initializer_range)
+                nn.init.zeros_(linear.bias)
+        return made
+
+    for ours in (
+        "decoder.weight",
+        "decoder.bias",
+        "dense.weight",
+        "dense.bias",
+        "layer_norm.weight",
+        "layer_norm.bias",
+    ):
+        theirs = ours.removeprefix("decoder.")
+        yield theirs, ours, lambda dtype, name=ours: head().get_parameter(name).detach().to(dtype)

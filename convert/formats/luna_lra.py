@@ -261,8 +261,7 @@ class LunaLra(_lra.LraFormat, _luna.LunaFormat):
             "r21": [Row("classifier.{n}.{part}", "classifier.dense.{n}.{part}")],
             "head": [
                 Row("pre_logits.0.{part}", "classifier.dense.0.{part}"),
-                Row(f"{BODY}.projected_positions", None, reason=_luna.SINUSOIDS),
-                Row(f"{BODY}.embed_positions._float_tensor", None, reason=_luna.PLACEHOLDER),
+                *_luna.sinusoid_rows(BODY, config),
             ],
         }
         return KeyMap(
@@ -281,11 +280,6 @@ class LunaLra(_lra.LraFormat, _luna.LunaFormat):
         allowed |= _luna.ONLY_LEARNED if of_2021 else {"position_embedding_type": ("learned", "sinusoidal")}
         allowed |= {"dynamic_projection_length": (True,), "classifier_bias": (False,)}
         return allowed | (_head_of_2021(target) if of_2021 else _head_of_2023(target))
-
-    def extras(self, target: Target, tensors: Tensors) -> Tensors:
-        """Return the sinusoids that the 2023 code saves."""
-        dtype = next(iter(tensors.values())).dtype
-        return _luna.saved_sinusoids(target.config, BODY, dtype) if target.revision == "head" else {}
 
 
 def _head_of_2021(target: Target) -> dict[str, tuple]:

@@ -188,6 +188,7 @@ class LunaSeq2Seq(_translation.TranslationFormat, _luna.LunaFormat):
     def keymap(self, config: LunaSeq2SeqConfig, revision: str, head: str | None = None) -> KeyMap:
         """Return the map of an encoder-decoder."""
         encoder, decoder = "luna.encoder", "luna.decoder"
+        versions = [Row(f"{side}.version", None, reason=_VERSION, fill=_version) for side in _translation.SIDES]
         return KeyMap(
             [
                 # The spelling is the original's.
@@ -195,10 +196,12 @@ class LunaSeq2Seq(_translation.TranslationFormat, _luna.LunaFormat):
                 *_rows_of_side("encoder", encoder),
                 *_rows_of_side("decoder", decoder),
                 Row("decoder.layernorm_embedding.{part}", f"{decoder}.embeddings.layer_norm.{{part}}", LAYER_NORM),
-                Row("encoder.projected_positions", None, reason=_luna.SINUSOIDS),
                 Row("decoder.embed_positions.weight", f"{decoder}.embeddings.position_embeddings.weight"),
                 *_decoder_layers(f"{decoder}.decoder.layers.{{layer}}"),
                 Row("decoder.output_projection.weight", "lm_head.weight"),
+                *_luna.sinusoid_rows("encoder", config),
+                *_luna.sinusoid_rows("decoder", config.decoder_config),
+                *versions,
             ]
         )
 
@@ -222,12 +225,9 @@ class LunaSeq2Seq(_translation.TranslationFormat, _luna.LunaFormat):
             "decoder_position_embedding_type": (None, "learned", "sinusoidal") if with_positions else (None, "none"),
         }
 
-    def extras(self, target: Target, tensors: Tensors) -> Tensors:
-        """Return the sinusoids and the versions of the file format."""
-        config, dtype = target.config, next(iter(tensors.values())).dtype
-        buffers = _luna.saved_sinusoids(config, "encoder", dtype)
-        buffers |= _luna.saved_sinusoids(config.decoder_config, "decoder", dtype)
-        return buffers | {f"{side}.version": torch.tensor([3.0]) for side in _translation.SIDES}
+
+def _version(_: torch.dtype) -> torch.Tensor:
+    return torch.tensor([3.0])
 
 
 def _rows_of_side(source: str, model: str) -> list[Row]:
@@ -236,8 +236,6 @@ def _rows_of_side(source: str, model: str) -> list[Row]:
         Row(f"{source}.embed_tokens.weight", f"{model}.embeddings.word_embeddings.weight"),
         Row(f"{source}.layer_norm.{{part}}", f"{layers}.layer_norm.{{part}}", LAYER_NORM),
         Row(f"{source}.proj_layer_norm.{{part}}", f"{layers}.packed_layer_norm.{{part}}", LAYER_NORM),
-        Row(f"{source}.embed_positions._float_tensor", None, reason=_luna.PLACEHOLDER),
-        Row(f"{source}.version", None, reason=_VERSION),
     ]
 
 

@@ -11,7 +11,7 @@ from luna_mega.convert.dictionary_kinds import ClassNames
 from luna_mega.convert.evidence import Evidence
 from luna_mega.convert.formats import _mega
 from luna_mega.convert.formats._base import Revision, Tensors
-from luna_mega.convert.keymap import KeyMap, Row
+from luna_mega.convert.keymap import KeyMap, Reshape, Row
 from luna_mega.convert.plan import Plan, Target
 from luna_mega.errors import ConversionError
 
@@ -33,8 +33,25 @@ def _side(evidence: Evidence) -> int:
     return side
 
 
+def _patches(evidence: Evidence) -> tuple[int, int, int]:
+    """Return the width, the number of channels and the size of a patch; linear patches have three channels."""
+    if evidence.tensors[_PATCHES].dim() != 2:
+        return evidence.shape(_PATCHES, "width", "channels", "patch", "patch")[:3]
+    width, numbers = evidence.shape(_PATCHES, "width", "3 patch patch")
+    size = math.isqrt(numbers // 3)
+    if 3 * size * size != numbers:
+        raise ConversionError(f"tensor {_PATCHES!r} has shape {[width, numbers]}, which no square patch has")
+    return width, 3, size
+
+
+def _reshape(config: MegaConfig) -> Reshape:
+    """Return the change of linear patches into a convolution, which is the same function."""
+    shape = (-1, config.num_channels, config.patch_size, config.patch_size)
+    return Reshape(lambda weight: weight.reshape(shape), lambda weight: weight.flatten(1))
+
+
 def _patch_size(evidence: Evidence) -> int:
-    return evidence.shape(_PATCHES, "width", "colours", "patch", "patch")[-1]
+    return _patches(evidence)[2]
 
 
 def _classes(evidence: Evidence) -> int:
@@ -104,17 +121,6 @@ class MegaImage(_mega.MegaFormat):
             return None
         return "a vision model without a Mega layer (there is no 'blocks.0.mega_layer.*'); load it with timm"
 
-    def canonical(self, tensors: Tensors) -> tuple[Tensors, list[str]]:
-        """Return the tensors with linear patches as a convolution, which is the same function."""
-        weight = tensors.get(_PATCHES)
-        if weight is None or weight.dim() != 2:
-            return tensors, []
-        size = math.isqrt(weight.shape[1] // 3)
-        if 3 * size * size != weight.shape[1]:
-            raise ConversionError(f"tensor {_PATCHES!r} has shape {list(weight.shape)}, which no square patch has")
-        shaped = {_PATCHES: weight.view(-1, 3, size, size)}
-        return {key: shaped.get(key, tensor) for key, tensor in tensors.items()}, []
-
     def decide_revision(self, revision: str, tensors: Tensors, ema_convention: str) -> tuple[str, str | None]:
         """Return the revision."""
         return revision, None
@@ -129,7 +135,7 @@ class MegaImage(_mega.MegaFormat):
 
     def plan(self, evidence: Evidence, head: str | None = None) -> Plan:
         """Return the plan of a picture classifier."""
-        width, colours, patch, _ = evidence.shape(_PATCHES, "width", "colours", "patch", "patch")
+        width, colours, patch = _patches(evidence)
         fields = read_fields(self.table, evidence) | {
             "hidden_size": width,
             "num_channels": colours,
@@ -174,6 +180,11 @@ class MegaImage(_mega.MegaFormat):
         return KeyMap(
             [
                 Row("pos_embed", "mega.embedding_layer.position_embeddings"),
+                Row(
+                    _PATCHES,
+                    "mega.embedding_layer.patch_embeddings.projection.weight",
+                    _reshape(config) if revision == "linear" else None,
+                ),
                 Row("patch_embed.pemb.proj.{part}", "mega.embedding_layer.patch_embeddings.projection.{part}"),
                 *_mega.block_rows("blocks.{layer}", "mega.layers.{layer}", "flash"),
                 *_mega.norm_rows("final_norm", "mega.final_norm"),
@@ -201,10 +212,6 @@ class MegaImage(_mega.MegaFormat):
             "embedding_size": (config.hidden_size,),
         }
         return fields | ({"classifier_activation": ("silu",)} if config.classifier_num_layers else {})
-
-    def extras(self, target: Target, tensors: Tensors) -> Tensors:
-        """Return the patches as the code of `patch_impl linear` has them."""
-        return {_PATCHES: tensors[_PATCHES].flatten(1)} if target.revision == "linear" else {}
 
     def remarks(self, target: Target, args: dict[str, Any], left_out: list[str]) -> list[str]:
         """Return notes on an exported file."""

@@ -3,7 +3,6 @@
 import re
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -277,7 +276,6 @@ class MegaLM(_mega.MegaFormat):
             lm_head_bias=False,
             bos_token_id=2,  # fairseq puts it before the first token
         )
-        _check_copies(config, evidence.tensors)
         return Plan(
             MegaForCausalLM,
             config,
@@ -309,16 +307,16 @@ class MegaLM(_mega.MegaFormat):
         words = "mega.embedding_layer.word_embeddings"
         embedding = [Row(_EMBEDDING, f"{words}.weight")]
         if config.adaptive_input_cutoffs is not None:
-            embedding = [Row(f"{_BODY}.embed_tokens._float_tensor", None, reason=_mega.PLACEHOLDER)]
+            embedding = [_float_tensor(f"{_BODY}.embed_tokens")]
             for band in range(len(config.adaptive_input_cutoffs) + 1):
                 embedding.append(Row(f"{_BANDS}.{band}.0.weight", f"{words}.words.{band}.weight"))
                 embedding.append(Row(f"{_BANDS}.{band}.1.weight", f"{words}.projections.{band}.weight"))
         return KeyMap(
             [
-                Row(f"{_BODY}.version", None, reason=_mega.PLACEHOLDER),
+                Row(f"{_BODY}.version", None, reason=_mega.PLACEHOLDER, fill=_mega.version),
                 *embedding,
                 Row(_PROJECTION, "mega.embedding_layer.projection.weight"),
-                *_mega.layer_rows(_BODY, revision),
+                *_mega.layer_rows(_BODY, revision, config),
                 *([Row(_OUT, "lm_head.weight")] if config.adaptive_softmax_cutoffs is None else _softmax_rows(config)),
             ]
         )
@@ -334,47 +332,9 @@ class MegaLM(_mega.MegaFormat):
             fields["final_norm_affine"] = (True, False)
         return fields
 
-    def complete(self, target: Target, tensors: Tensors) -> tuple[Tensors, list[str]]:
-        """Add the output layer where it is tied to the embedding."""
-        words = "mega.embedding_layer.word_embeddings.weight"
-        if target.config.tie_word_embeddings and words in tensors:
-            tensors = tensors | {"lm_head.weight": tensors[words]}
-        return tensors, []
 
-    def extras(self, target: Target, tensors: Tensors) -> Tensors:
-        """Return versions, buffers without content, and copies of tied tensors."""
-        config = target.config
-        extras: dict[str, Any] = {f"{_BODY}.version": torch.tensor([3.0])}
-        if config.adaptive_input_cutoffs is not None:
-            extras[f"{_BODY}.embed_tokens._float_tensor"] = torch.zeros(1)
-        if config.adaptive_softmax_cutoffs is not None:
-            extras[f"{_ADAPTIVE}.version"] = torch.tensor([1])
-            if config.tie_word_embeddings:
-                extras[f"{_ADAPTIVE}.head._float_tensor"] = torch.zeros(1)
-        extras |= {name: torch.zeros(1) for name in _mega.bias_placeholders(_BODY, config)}
-        return extras | {copy: tensors[name] for copy, name in _tied_copies(config).items() if name in tensors}
-
-
-def _check_copies(config: MegaConfig, tensors: Tensors) -> None:
-    for copy, original in _tied_copies(config).items():
-        if copy not in tensors:
-            raise ConversionError(f"tensor {copy!r} is missing; the file is incomplete")
-        if original in tensors and not same_bits(tensors[copy], tensors[original]):
-            raise ConversionError(
-                f"tensors {copy!r} and {original!r} are tied in the original but differ; the file was changed"
-            )
-
-
-def _tied_copies(config: MegaConfig) -> dict[str, str]:
-    """Return copy -> original for the tied tensors of an adaptive softmax."""
-    if config.adaptive_softmax_cutoffs is None or not config.tie_word_embeddings:
-        return {}
-    copies = {_words_of_head(config): f"{_BANDS}.0.0.weight"}
-    for tail in range(len(config.adaptive_softmax_cutoffs)):
-        if config.tie_adaptive_projections:
-            copies[f"{_ADAPTIVE}.tail.{tail}.0.weight"] = f"{_BANDS}.{tail + 1}.1.weight"
-        copies[f"{_ADAPTIVE}.tail.{tail}.2.weight"] = f"{_BANDS}.{tail + 1}.0.weight"
-    return copies
+def _float_tensor(name: str) -> Row:
+    return Row(f"{name}._float_tensor", None, reason=_mega.PLACEHOLDER, fill=_mega.placeholder)
 
 
 def _words_of_head(config: MegaConfig) -> str:
@@ -383,22 +343,29 @@ def _words_of_head(config: MegaConfig) -> str:
 
 
 def _softmax_rows(config: MegaConfig) -> list[Row]:
-    rows = [
-        Row(f"{_ADAPTIVE}.version", None, reason=_mega.PLACEHOLDER),
-        Row(f"{_ADAPTIVE}.head._float_tensor", None, reason=_mega.PLACEHOLDER),
-    ]
-    if config.tie_word_embeddings:
+    """Return the rows of an adaptive softmax; if it is tied, its words and projections are copies."""
+    tied, copies = config.tie_word_embeddings, {}
+    rows = [Row(f"{_ADAPTIVE}.version", None, reason=_mega.PLACEHOLDER, fill=lambda _: torch.tensor([1]))]
+    if tied:
+        words = _words_of_head(config)
+        copies[words] = f"{_BANDS}.0.0.weight"
         names = {
             f"{_ADAPTIVE}.head.word_proj.0.weight": "lm_head.head_projection.weight",
-            _words_of_head(config): None,
+            words: None,
             f"{_ADAPTIVE}.head.class_proj.weight": "lm_head.head.weight",
         }
+        rows.append(_float_tensor(f"{_ADAPTIVE}.head"))
     else:
         names = {f"{_ADAPTIVE}.head.weight": "lm_head.head.weight"}
     for tail in range(len(config.adaptive_softmax_cutoffs)):
-        names[f"{_ADAPTIVE}.tail.{tail}.0.weight"] = f"lm_head.projections.{tail}.weight"
-        names[f"{_ADAPTIVE}.tail.{tail}.2.weight"] = f"lm_head.words.{tail}.weight"
-    tied = _tied_copies(config)
-    for source, target in names.items():
-        rows.append(Row(source, None, reason="tied to the embedding") if source in tied else Row(source, target))
-    return rows
+        projection, output = (f"{_ADAPTIVE}.tail.{tail}.{part}.weight" for part in (0, 2))
+        names |= {projection: f"lm_head.projections.{tail}.weight", output: f"lm_head.words.{tail}.weight"}
+        if tied:
+            copies[output] = f"{_BANDS}.{tail + 1}.0.weight"
+            copies |= {projection: f"{_BANDS}.{tail + 1}.1.weight"} if config.tie_adaptive_projections else {}
+    return rows + [
+        Row(source, None, reason="tied to the embedding", copy_of=copies[source])
+        if source in copies
+        else Row(source, target)
+        for source, target in names.items()
+    ]

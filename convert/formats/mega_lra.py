@@ -2,14 +2,11 @@
 
 from dataclasses import replace
 
-import torch
-
 from luna_mega import MegaConfig, MegaForSequenceClassification, MegaForSequencePairClassification
 from luna_mega.convert.argmap import COMMON, Arg, also, build_config, fixed, never, read_fields, written
 from luna_mega.convert.argtypes import mean_and_deviation, number, size, whole, word
 from luna_mega.convert.evidence import Evidence
 from luna_mega.convert.formats import _lra, _mega
-from luna_mega.convert.formats._base import Tensors
 from luna_mega.convert.formats._lra import BODY, OUT
 from luna_mega.convert.keymap import KeyMap, Row
 from luna_mega.convert.plan import Plan, Target
@@ -198,7 +195,7 @@ class MegaLra(_lra.LraFormat, _mega.MegaFormat):
         return KeyMap(
             [
                 embedding[config.input_type],
-                *_mega.layer_rows(BODY, revision),
+                *_mega.layer_rows(BODY, revision, config),
                 Row("classifier.0.0.{part}", "classifier.dense.{part}"),
                 *(
                     Row(f"classifier.{index}.0.{{part}}", f"classifier.deeper.{index - 1}.{{part}}")
@@ -228,7 +225,3 @@ class MegaLra(_lra.LraFormat, _mega.MegaFormat):
         if _is_pair(target):
             fields |= {"pair_features": ("concat",), "input_type": ("tokens",)}
         return fields
-
-    def extras(self, target: Target, tensors: Tensors) -> Tensors:
-        """Return the buffers without content."""
-        return {name: torch.zeros(1) for name in _mega.bias_placeholders(BODY, target.config)}

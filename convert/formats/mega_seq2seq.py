@@ -1,7 +1,5 @@
 """mega_seq2seq: Mega encoder-decoders for translation."""
 
-import torch
-
 from luna_mega import MegaForConditionalGeneration, MegaSeq2SeqConfig
 from luna_mega.convert.argmap import NOT, Arg, Table, build_config, fixed, never, read_fields
 from luna_mega.convert.argtypes import flag, size
@@ -127,11 +125,11 @@ class MegaSeq2Seq(_translation.TranslationFormat, _mega.MegaFormat):
     def keymap(self, config: MegaSeq2SeqConfig, revision: str, head: str | None = None) -> KeyMap:
         """Return the map of an encoder-decoder of a branch."""
         rows = []
-        for side in SIDES:
+        for side, own in zip(SIDES, (config.encoder_config, config.decoder_config), strict=True):
             rows += [
-                Row(f"{side}.version", None, reason=_mega.PLACEHOLDER),
+                Row(f"{side}.version", None, reason=_mega.PLACEHOLDER, fill=_mega.version),
                 Row(f"{side}.embed_tokens.weight", f"mega.{side}.embedding_layer.word_embeddings.weight"),
-                *_mega.layer_rows(side, revision, f"mega.{side}", cross=side == "decoder"),
+                *_mega.layer_rows(side, revision, own, f"mega.{side}", cross=side == "decoder"),
             ]
         return KeyMap([*rows, Row(_OUT, "lm_head.weight")])
 
@@ -163,14 +161,3 @@ class MegaSeq2Seq(_translation.TranslationFormat, _mega.MegaFormat):
         """Return the fields that a model of this configuration does not read."""
         without = set() if target.config.use_normalized_ffn else {"decoder_nffn_hidden_size"}
         return super().unused(target) | without
-
-    def extras(self, target: Target, tensors: Tensors) -> Tensors:
-        """Return versions, and buffers without content."""
-        config = target.config
-        names = [
-            *_mega.bias_placeholders("encoder", config.encoder_config),
-            *_mega.bias_placeholders("decoder", config.decoder_config),
-        ]
-        names += [name.replace(".mega_layer.", ".cross_attn.") for name in names if name.startswith("decoder.")]
-        versions = {f"{side}.version": torch.tensor([3.0]) for side in SIDES}
-        return versions | {name: torch.zeros(1) for name in names}

@@ -16,7 +16,7 @@ from luna_mega.convert.argmap import Arg, Way, build_config, fixed, read_fields
 from luna_mega.convert.argtypes import flag, number, size, whole
 from luna_mega.convert.dictionary import PIECES_FILE, Dictionaries
 from luna_mega.convert.dictionary_kinds import DictionaryKind, PieceFile
-from luna_mega.convert.evidence import Evidence, same_bits
+from luna_mega.convert.evidence import Evidence
 from luna_mega.convert.formats._base import Files, Format, Revision, Tensors
 from luna_mega.convert.formats._megalodon_folder import (
     CONFIG,
@@ -166,11 +166,6 @@ class Megalodon(Format):
             raise ConversionError(f"{evidence.shown(unknown[0])}: the released code has no such field; take it out")
         config = build_config(MegalodonConfig, self.table, evidence, **read_fields(self.table, evidence))
         tensors, notes = evidence.tensors, []
-        if config.tie_word_embeddings and {_EMBEDDING, _OUTPUT} <= tensors.keys():
-            if not same_bits(tensors[_EMBEDDING], tensors[_OUTPUT]):
-                raise ConversionError(
-                    f"tensors {_EMBEDDING!r} and {_OUTPUT!r} are tied in the original but differ; the file was changed"
-                )
         if prior := next(
             (key for key, tensor in tensors.items() if key.endswith("prior_count") and tensor.any()), None
         ):
@@ -252,13 +247,6 @@ class Megalodon(Format):
     def unused(self, target: Target) -> set[str]:
         """Return the fields of padding, which the original lacks, and of its inference, which needs no field."""
         return super().unused(target) | {"pad_token_id", "windowed_statistics"}
-
-    def complete(self, target: Target, tensors: Tensors) -> tuple[Tensors, list[str]]:
-        """Add the output layer where it is tied to the embedding."""
-        embedding = tensors.get(f"{MegalodonForCausalLM.base_model_prefix}.embed_tokens.weight")
-        if target.config.tie_word_embeddings and embedding is not None:
-            tensors = tensors | {"lm_head.weight": embedding}
-        return tensors, []
 
     def files(self, target: Target, args: dict[str, Any], tensors: Tensors, beside: Files, shards: int | None) -> Files:
         """Return the configurations, the tokenizer and the shards."""
