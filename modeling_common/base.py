@@ -1,6 +1,5 @@
 """The base classes of both models: what transformers asks of every class, and of a model without a head."""
 
-import re
 from collections.abc import Iterable
 
 import torch
@@ -10,7 +9,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from luna_mega.compat import accept_cache_names
 from luna_mega.modeling_common.inputs import INPUT_NAMES, InputSpec
-from luna_mega.modeling_common.tensor_parallel import TensorParallelMixin
+from luna_mega.modeling_common.tensor_parallel import TensorParallelMixin, wildcard
 
 # Fields of the configuration that belong to one kind of input and say nothing of a model that reads another.
 INPUT_OF_FIELD = {"vocab_size": "tokens", "image_size": "patches", "patch_size": "patches"}
@@ -72,7 +71,7 @@ class CommonPreTrainedModel(TensorParallelMixin, PreTrainedModel):
         classes = {type(module).__name__ for module in self.modules()}
         self._no_split_modules = set(self._no_split_modules) & classes
         tied = {name.rpartition(".")[0] for pair in self.all_tied_weights_keys.items() for name in pair}
-        rules = {re.sub(r"\.\d+\b", ".*", name) for name, _ in self.named_modules()} - tied
+        rules = {wildcard(name) for name, _ in self.named_modules()} - tied
         self._fsdp_plan = {rule: style for rule, style in self._fsdp_plan.items() if rule in rules}
 
     @classmethod

@@ -4,17 +4,14 @@ A `base_model_tp_plan` names modules and the style in which transformers splits 
 a style of transformers' own. Where tensors pass from whole to split between two layers, models have a `RankBoundary`.
 """
 
+import re
 from collections.abc import Iterator
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from transformers.integrations.tensor_parallel import (
-    ParallelInterface,
-    TensorParallelLayer,
-    replace_layer_number_by_wildcard,
-)
+from transformers.integrations.tensor_parallel import ParallelInterface, TensorParallelLayer
 from transformers.modeling_utils import PreTrainedModel
 
 
@@ -76,12 +73,13 @@ def known_rules(model: PreTrainedModel, plan: dict[str, str]) -> dict[str, str]:
     One plan serves encoders and decoders, all kinds of attention, and vocabularies that are adaptive and stay whole.
     """
     kinds = (nn.Linear, nn.Embedding, RankBoundary)
-    names = {_any(name) for name, module in model.named_modules() if isinstance(module, kinds)}
+    names = {wildcard(name) for name, module in model.named_modules() if isinstance(module, kinds)}
     return {rule: style for rule, style in plan.items() if rule in names}
 
 
-def _any(name: str) -> str:
-    return replace_layer_number_by_wildcard(name)
+def wildcard(name: str) -> str:
+    """Return the rule of a plan for a module: its name with `*` in place of the number of a layer."""
+    return re.sub(r"\.\d+\b", ".*", name)
 
 
 def check_plan(model: PreTrainedModel, planned: dict[str, str], size: int):
@@ -111,13 +109,13 @@ def check_plan(model: PreTrainedModel, planned: dict[str, str], size: int):
         if width // part % size:
             raise ValueError(
                 f"tp_size={size} does not divide the {width // part} {'columns' if part == 1 else 'heads'} of {name}: "
-                f"choose a tp_size that does, or a tp_plan that leaves the layers of {_any(parent)} whole"
+                f"choose a tp_size that does, or a tp_plan that leaves the layers of {wildcard(parent)} whole"
             )
 
 
 def _planned_linears(model: PreTrainedModel, plan: dict[str, str]) -> Iterator[tuple[str, nn.Linear, str]]:
     for name, module in model.named_modules():
-        style = plan.get(_any(name))
+        style = plan.get(wildcard(name))
         if isinstance(module, nn.Linear) and style in ("colwise", "rowwise"):
             yield name, module, style
 

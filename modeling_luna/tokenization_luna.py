@@ -24,7 +24,6 @@ class LunaTokenizer(TokenizersBackend):
     """
 
     model_input_names = ["input_ids", "attention_mask"]
-    _auto_class = "AutoTokenizer"  # saving copies this file: trust_remote_code loads the folder without luna_mega
 
     def __init__(self, *, dictionary_size: int | None = None, **kwargs: Any) -> None:
         if dictionary_size is None:  # what AutoTokenizer comes to in a folder that has a model only
@@ -34,7 +33,7 @@ class LunaTokenizer(TokenizersBackend):
             )
         self._dictionary_size = dictionary_size
         super().__init__(dictionary_size=dictionary_size, **kwargs)
-        for part in (self._tokenizer.pre_tokenizer, self._tokenizer.post_processor):
+        for part in (self.backend_tokenizer.pre_tokenizer, self.backend_tokenizer.post_processor):
             if hasattr(part, "add_prefix_space"):  # of GPT-2's pieces, not of subword-nmt's
                 part.add_prefix_space = self.add_prefix_space
 
@@ -49,11 +48,11 @@ class LunaTokenizer(TokenizersBackend):
 
     @cached_property
     def _missing(self) -> range:
-        return range(self.vocab_size, self._tokenizer.get_vocab_size(with_added_tokens=False))
+        return range(self.vocab_size, self.backend_tokenizer.get_vocab_size(with_added_tokens=False))
 
     @cached_property
     def _unknown(self) -> int:
-        return self._tokenizer.token_to_id(str(self.unk_token))
+        return self.backend_tokenizer.token_to_id(str(self.unk_token))
 
     def _from_backend(self, ids: Iterable[int]) -> list[int]:
         start, stop, unknown = self._missing.start, self._missing.stop, self._unknown
@@ -64,27 +63,28 @@ class LunaTokenizer(TokenizersBackend):
         return [i if i < start else i + missing for i in map(int, ids)]
 
     def __len__(self) -> int:
-        return self._tokenizer.get_vocab_size(with_added_tokens=True) - len(self._missing)
+        return self.backend_tokenizer.get_vocab_size(with_added_tokens=True) - len(self._missing)
 
     def get_vocab(self) -> dict[str, int]:
-        vocab = self._tokenizer.get_vocab(with_added_tokens=True)
+        vocab = self.backend_tokenizer.get_vocab(with_added_tokens=True)
         known = {token: index for token, index in vocab.items() if index not in self._missing}
         return dict(zip(known, self._from_backend(known.values()), strict=True))
 
     @property
     def added_tokens_decoder(self) -> dict[int, AddedToken]:
         missing = len(self._missing)
-        tokens = self._tokenizer.get_added_tokens_decoder()
+        tokens = self.backend_tokenizer.get_added_tokens_decoder()
         return {index if index < self.vocab_size else index - missing: token for index, token in tokens.items()}
 
     def convert_ids_to_tokens(self, ids: int | list[int], skip_special_tokens: bool = False) -> str | list[str]:
         if isinstance(ids, int):
             return self._convert_id_to_token(ids)
         skipped = set(self.all_special_ids) if skip_special_tokens else ()
-        return [self._tokenizer.id_to_token(i) for i in self._to_backend(i for i in ids if int(i) not in skipped)]
+        kept = self._to_backend(i for i in ids if int(i) not in skipped)
+        return [self.backend_tokenizer.id_to_token(i) for i in kept]
 
     def _convert_id_to_token(self, index: int) -> str | None:
-        return self._tokenizer.id_to_token(*self._to_backend([index]))
+        return self.backend_tokenizer.id_to_token(*self._to_backend([index]))
 
     def _convert_token_to_id_with_added_voc(self, token: str) -> int:
         return self._from_backend([super()._convert_token_to_id_with_added_voc(token)])[0]
@@ -100,3 +100,7 @@ class LunaTokenizer(TokenizersBackend):
 
     def train_new_from_iterator(self, *args: Any, **kwargs: Any) -> TokenizersBackend:
         raise NotImplementedError("a LunaTokenizer belongs to its dictionary; train a RobertaTokenizer instead")
+
+
+# Saving a tokenizer copies this file, so that `trust_remote_code=True` loads the folder without this package.
+LunaTokenizer.register_for_auto_class("AutoTokenizer")

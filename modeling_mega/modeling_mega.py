@@ -276,7 +276,7 @@ class MegaGatedAttention(nn.Module):
             length = self.chunk_positions(2 ** max(6, (length - 1).bit_length()))  # a new table whenever it has doubled
         elif isinstance(self.rel_pos_bias, MegaRotaryRelativeBias):
             length = max(length, past.keys.shape[1])  # it grows with the memory
-        weights = tuple(self.rel_pos_bias._parameters.values())
+        weights = tuple(self.rel_pos_bias.parameters(recurse=False))
         return past.constants.get("bias", weights, lambda: self.whole(self.relative_bias(length)), length)
 
     def chunk_positions(self, length: int) -> int:

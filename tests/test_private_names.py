@@ -1,0 +1,65 @@
+"""Private and undocumented names of other packages that the code uses are those of the table in CONTRIBUTING.md."""
+
+import ast
+import re
+from pathlib import Path
+
+import torch
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel, TokenizersBackend
+from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = (
+    "kernels",
+    "modeling_common",
+    "modeling_luna",
+    "modeling_mega",
+    "modeling_megalodon",
+    "luna_mega",
+    "convert",
+)
+BASES = (PreTrainedModel, GenerationMixin, PreTrainedConfig, TokenizersBackend, Cache, CacheLayerMixin)
+BASES += (EncoderDecoderCache, torch.nn.Module)
+UNDOCUMENTED = (
+    "transformers.dynamic_module_utils",
+    "transformers.exporters.utils",
+    "transformers.integrations.tensor_parallel",
+    "transformers.models.auto",
+    "transformers.utils.import_utils",
+    "transformers.utils.output_capturing",
+)
+NAMED_TUPLE = {"_asdict", "_fields", "_make", "_replace"}
+
+
+def is_private(name):
+    return name.startswith("_") and not name.startswith("__")
+
+
+def defined_names(statement):
+    """Return the names that a statement in the body of a class defines."""
+    if isinstance(statement, ast.FunctionDef):
+        return [statement.name]
+    return [node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+
+
+def used_names():
+    files = [file for package in PACKAGES for file in (ROOT / package).rglob("*.py")]
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute) and is_private(node.attr)]
+    in_classes = {
+        name for node in nodes if isinstance(node, ast.ClassDef) for x in node.body for name in defined_names(x)
+    }
+    own = in_classes | {node.attr for node in attributes if isinstance(node.ctx, ast.Store)} | NAMED_TUPLE
+    inherited = {name for base in BASES for name in dir(base) if is_private(name)}
+    read = {node.attr for node in attributes if ast.unparse(node) != "os._exit"}  # documented
+    undocumented = [
+        node for node in nodes if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(UNDOCUMENTED)
+    ]
+    return (in_classes | read) & inherited | read - own | {alias.name for node in undocumented for alias in node.names}
+
+
+def test_table_of_private_names_is_complete():
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = page.partition("## Private names")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.*?) \|", section, flags=re.MULTILINE)
+    assert used_names() == {name for row in rows for name in re.findall(r"`(\w+)`", row)}
