@@ -131,6 +131,8 @@ class Op:
         chosen = self.choose(backend, device, self.unsupported(**call, max_seqlen=max_seqlen))
         if chosen == "triton" and self.under_autocast is not None and torch.is_autocast_enabled(device.type):
             call = self.under_autocast(call)
+        if not torch.compiler.is_compiling() and len(call[self.tokens[0]]) == 0:
+            chosen = "reference"  # fast paths divide by the batch size
         run = self.backends[chosen] if shard is None else partial(self.on_ranks[chosen], shard)
         with without_autocast(device.type):
             if cu_seqlens is None:

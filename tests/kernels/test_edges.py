@@ -1,0 +1,138 @@
+"""Every op on batches without a sequence, of length 0, of one position and of one head: as the reference."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from luna_mega.kernels import api
+
+SIZE, ROWS = 16, 4
+
+
+def luna_tokens(batch, length, heads):
+    return dict.fromkeys(("query", "key", "value"), (batch, length, heads, SIZE)) | {"rows": (batch, ROWS, heads, SIZE)}
+
+
+def parameters(x, *shapes):
+    """Return parameters on the device of `x`."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(shape, generator=generator).to(x.device) for shape in shapes]
+
+
+def real(x, rows=8):
+    return parameters(x, *[(rows, 2)] * 4)
+
+
+def complex_(x):
+    return parameters(x, (8, 2), (8, 2), (8,), (8, 2, 2))
+
+
+# By op: the shapes of the tensors of a call, and the call.
+CALLS: dict[str, tuple[Callable, Callable]] = {
+    "luna_attention": (
+        luna_tokens,
+        lambda query, key, value, rows, **options: api.luna_attention(
+            query, rows, key, value, lambda packed: (packed, packed), **options
+        )[0],
+    ),
+    "luna_pack": (luna_tokens, lambda query, key, value, rows, **options: api.luna_pack(rows, key, value, **options)),
+    "luna_unpack": (
+        luna_tokens,
+        lambda query, key, value, rows, **options: api.luna_unpack(query, rows, rows, **options),
+    ),
+    "luna_causal_attention": (
+        luna_tokens,
+        lambda query, key, value, rows, **options: api.luna_causal_attention(
+            query, rows, key, key, value, return_state=True, **options
+        ),
+    ),
+    "luna_causal_attention_step": (
+        lambda batch, length, heads: luna_tokens(batch, 1, heads),
+        lambda query, key, value, rows, **options: api.luna_causal_attention_step(
+            query[:, 0], rows, key[:, 0], key[:, 0], value[:, 0], None, **options
+        ),
+    ),
+    "damped_ema": (
+        lambda batch, length, heads: {"x": (batch, length, 8)},
+        lambda x, **options: api.damped_ema(x, *real(x), return_state=True, **options),
+    ),
+    "damped_ema, two directions": (
+        lambda batch, length, heads: {"x": (batch, length, 8)},
+        lambda x, **options: api.damped_ema(x, *real(x, 16), **options),
+    ),
+    "damped_ema_step": (
+        lambda batch, length, heads: {"x": (batch, 8), "state": (batch, 8, 2)},
+        lambda x, state, **options: api.damped_ema_step(x, state, *real(x), **options),
+    ),
+    "complex_ema": (
+        lambda batch, length, heads: {"x": (batch, length, 8), "state": (batch, 8, 2, 2)},
+        lambda x, state, **options: api.complex_ema(x, *complex_(x), initial_state=state, return_state=True, **options),
+    ),
+    "complex_ema_step": (
+        lambda batch, length, heads: {"x": (batch, 8), "state": (batch, 8, 2, 2)},
+        lambda x, state, **options: api.complex_ema_step(x, state, *complex_(x), **options),
+    ),
+    "timestep_norm": (
+        lambda batch, length, heads: {"x": (batch, length, 8)},
+        lambda x, **options: api.timestep_norm(x, 2, return_state=True, **options),
+    ),
+    "timestep_norm_step": (
+        lambda batch, length, heads: {"x": (batch, 8)},
+        lambda x, **options: api.timestep_norm_step(x, None, 2, **options),
+    ),
+    "gated_attention": (
+        lambda batch, length, heads: dict.fromkeys(("query", "key", "value"), (batch, length, SIZE)),
+        lambda query, key, value, **options: api.gated_attention(query, key, value, causal=True, **options),
+    ),
+    "gated_attention, chunks": (
+        lambda batch, length, heads: dict.fromkeys(("query", "key", "value"), (batch, length, SIZE)),
+        lambda query, key, value, **options: api.gated_attention(
+            query, key, value, function="laplace", chunk_size=4, **options
+        ),
+    ),
+    "gated_attention_step": (
+        lambda batch, length, heads: {
+            "query": (batch, SIZE),
+            "key": (batch, length, SIZE),
+            "value": (batch, length, 8),
+        },
+        lambda query, key, value, **options: api.gated_attention_step(query, key, value, **options),
+    ),
+}
+EDGES = {"no sequence": (0, 5, 2), "length 0": (2, 0, 2), "nothing": (0, 0, 1), "one head": (2, 5, 1), "one": (1, 1, 1)}
+
+
+def run(name, shapes, backend, device):
+    """Return the results and all gradients of a call, or the message of its `ValueError`."""
+    generator = torch.Generator().manual_seed(0)
+    leaves = {key: torch.randn(shape, generator=generator).to(device).requires_grad_() for key, shape in shapes.items()}
+    try:
+        results = CALLS[name][1](**leaves, backend=backend)
+    except ValueError as error:
+        return str(error)
+    results = [x for x in torch.utils._pytree.tree_leaves(results) if x.is_floating_point()]
+    total = sum(x.double().sin().sum() for x in results)
+    return [*results, *torch.autograd.grad(total, [*leaves.values()], allow_unused=True)]
+
+
+def test_every_op_is_here():
+    assert {name.partition(",")[0] for name in CALLS} == api._OPS.keys()
+
+
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom")
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("edge", EDGES)
+@pytest.mark.parametrize("name", CALLS)
+def test_edges(name, edge, backend, triton_device):
+    shapes = CALLS[name][0](*EDGES[edge])
+    expected, actual = (run(name, shapes, chosen, triton_device) for chosen in ("reference", backend))
+    if isinstance(expected, str):
+        assert actual == expected and "of length 1 or more" in expected
+        return
+    assert edge != "no sequence" or len(expected[0]) == 0
+    for got, want in zip(actual, expected, strict=True):
+        if want is None:
+            assert got is None or not got.any()
+        else:
+            torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-4)
