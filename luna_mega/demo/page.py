@@ -1,12 +1,17 @@
-"""The page of `luna-mega demo`, in gradio, and the Space that shows it on the Hub."""
+"""Gradio page of `luna-mega demo`, and the Hugging Face Space that shows it."""
 
+import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub import SpaceCard, SpaceCardData
+from packaging.version import Version
 
+import luna_mega
 from luna_mega.demo.views import LONGEST, Demo
 from luna_mega.errors import ConversionError, install
 from luna_mega.escaping import markdown, one_line
@@ -28,14 +33,11 @@ from luna_mega.demo.page import serve
 
 serve(Path(__file__).parent / "model")
 '''
-_REQUIREMENTS = """# Or, for another version: luna-mega[demo] @ git+https://...
-luna-mega[demo]
-"""
 _LAGS = 128
 
 
 class _NoUploads:
-    """The application without the place that takes files: gradio has one, and these pages show none."""
+    """Middleware that disables the upload endpoint of gradio, because these pages have no file inputs."""
 
     def __init__(self, app):
         self.app = app
@@ -43,54 +45,80 @@ class _NoUploads:
     async def __call__(self, scope, receive, send):
         if scope["type"] == "http" and scope["path"].rstrip("/").endswith("/upload"):
             await send({"type": "http.response.start", "status": 403, "headers": [(b"content-type", b"text/plain")]})
-            await send({"type": "http.response.body", "body": b"this page takes no files"})
+            await send({"type": "http.response.body", "body": b"this page does not accept files"})
         else:
             await self.app(scope, receive, send)
 
 
-# For FastAPI, on which gradio stands: class, arguments and options of each middleware.
+# Options of the FastAPI application: class, arguments and options of each middleware.
 WITHOUT_UPLOADS = {"middleware": [(_NoUploads, (), {})]}
 
 
 def serve(folder: str | Path, host: str | None = None, port: int | None = None) -> None:
-    """Show the page of a model folder until the process is interrupted.
+    """Serve the page of a model folder until the process is interrupted.
+
+    Args:
+        folder: Model folder with its tokenizer.
+        host: Address to listen on; None means 127.0.0.1.
+        port: Port to listen on; None means the first free port from 7860.
 
     Raises:
-        ConversionError: gradio is not installed, the folder is at fault, or the port is taken.
+        ConversionError: If gradio is not installed, the folder is invalid, or the port is in use.
     """
     page = build_page(folder)
     try:
         page.launch(server_name=host, server_port=port, app_kwargs=WITHOUT_UPLOADS)
     except OSError as error:
-        raise ConversionError(f"{error}; give another --port") from error
+        raise ConversionError(f"{error}; use another --port") from error
 
 
 def write_space(folder: str | Path, output: str | Path) -> list[str]:
-    """Write a Hugging Face Space that shows the page of a model folder: its code, its card and a copy of the model.
+    """Write a Hugging Face Space that shows the page of a model folder, with this package and a copy of the model.
+
+    Args:
+        folder: Model folder with its tokenizer.
+        output: Folder to write, absent or empty.
 
     Returns:
-        Names of what was written.
+        Names of the files and folders in `output`.
 
     Raises:
-        ConversionError: gradio is not installed, `folder` is at fault, or `output` is neither absent nor empty.
+        ConversionError: If gradio is not installed, `folder` is invalid, or `output` is not empty.
     """
     gradio, demo = _gradio(), Demo(folder)
     card = SpaceCardData(title=one_line(demo.name), sdk="gradio", sdk_version=gradio.__version__, app_file="app.py")
     with complete_folder(check_output(output)) as space:
         (space / "app.py").write_text(_APP, encoding="utf-8")
-        (space / "requirements.txt").write_text(_REQUIREMENTS, encoding="utf-8")
-        text = f"# {markdown(demo.name)}\n\n`{demo.model_class}` on the page of `luna-mega demo`."
+        versions = {module.__name__: Version(module.__version__).public for module in (torch, transformers)}
+        requirements = "".join(f"{name}=={version}\n" for name, version in versions.items())
+        (space / "requirements.txt").write_text(requirements, encoding="utf-8")
+        _copy_package(space / "luna_mega")
+        text = f"# {markdown(demo.name)}\n\nDemo of a `{demo.model_class}`, written by `luna-mega demo --space`."
         SpaceCard(f"---\n{card.to_yaml()}\n---\n\n{text}\n").save(space / "README.md")
         (space / "model").mkdir()
         copy_model(folder, space / "model")
-    return ["app.py", "requirements.txt", "README.md", "model"]
+    return ["app.py", "requirements.txt", "README.md", "luna_mega", "model"]
+
+
+def _copy_package(output: Path) -> None:
+    """Copy this package, which is not on a package index, from an installation or a checkout."""
+    package, *roots = map(Path, luna_mega.__path__)
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(package, output, ignore=ignore)
+    for name in {name.split(".")[1] for name in sys.modules if name.startswith("luna_mega.")}:
+        for folder in (root / name for root in roots):
+            if folder.is_dir() and not (output / name).exists():
+                shutil.copytree(folder, output / name, ignore=ignore)
 
 
 def build_page(folder: str | Path):
-    """Return the page of a model folder, a `gradio.Blocks`.
+    """Return the page of a model folder as `gradio.Blocks`.
+
+    Args:
+        folder: Model folder with its tokenizer.
 
     Raises:
-        ConversionError: gradio is not installed, or the folder is at fault.
+        ConversionError: If gradio is not installed, or the folder is invalid.
     """
     gradio, demo = _gradio(), Demo(folder)
     with gradio.Blocks(title=one_line(demo.name), analytics_enabled=False) as page:
@@ -116,8 +144,8 @@ def _gradio():
     return gradio
 
 
-def _told(gradio, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function with its errors about the input shown on the page."""
+def _with_errors(gradio, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function with `ValueError` converted to an error on the page."""
 
     def call(*arguments):
         try:
@@ -131,19 +159,19 @@ def _told(gradio, function: Callable[..., Any]) -> Callable[..., Any]:
 def _add_task(gradio, demo: Demo) -> None:
     if demo.task in ("fill-mask", "text-classification"):
         mask = demo.tokenizer.mask_token if demo.task == "fill-mask" else None
-        label = "Text" if mask is None else f"Text, with {mask} where a word is missing"
+        label = "Text" if mask is None else f"Text with one {mask}"
         text = gradio.Textbox(_EXAMPLE if mask is None else _EXAMPLE.replace("lazy", mask), label=label, lines=3)
         button = gradio.Button(_TITLES[demo.task], variant="primary")
         scores = gradio.Label(label="Scores", num_top_classes=8)
-        button.click(_told(gradio, demo.score), text, scores, api_name="score")
+        button.click(_with_errors(gradio, demo.score), text, scores, api_name="score")
         return
     text = gradio.Textbox(_EXAMPLE, label="Text", lines=3)
     with gradio.Row():
-        longest = gradio.Slider(1, 1000, 100, step=1, label="Tokens to write, at most")
-        temperature = gradio.Slider(0, 2, 0, step=0.1, label="Temperature (0 = the likeliest token)")
+        longest = gradio.Slider(1, 1000, 100, step=1, label="Maximum number of new tokens")
+        temperature = gradio.Slider(0, 2, 0, step=0.1, label="Temperature (0 for greedy decoding)")
     with gradio.Row():
         button, stop = gradio.Button(_TITLES[demo.task], variant="primary"), gradio.Button("Stop")
-    written = gradio.Textbox(label="Written", lines=8)
+    written = gradio.Textbox(label="Generated text", lines=8)
 
     def write(*arguments):
         try:
@@ -159,23 +187,23 @@ def _add_luna(gradio, demo: Demo) -> None:
     config = demo.body.config
     packs = not config.is_decoder
     gradio.Markdown(
-        "P is a short sequence of rows. "
-        + ("Every row takes from the tokens (**pack**), and every" if packs else "Every")
-        + " token reads from the rows (**unpack**). Darker is more; the darkest of a text is its largest weight. "
-        + f"The first {LONGEST} tokens are shown."
+        "P is a short packed sequence. "
+        + ("Its rows attend to the tokens (**pack**), and the" if packs else "The")
+        + " tokens attend to the rows of P (**unpack**). The darkest color is the largest weight of the text. "
+        + f"Only the first {LONGEST} tokens are shown."
     )
     text = gradio.Textbox(_EXAMPLE, label="Text", lines=3)
     with gradio.Row():
         layer = _layers(gradio, config)
         row = gradio.Slider(1, config.projection_length, 1, step=1, label="Row of P")
     button = gradio.Button("Show", variant="primary")
-    packed = _marked(gradio, "Pack: what the row takes from each token", packs)
-    read = _marked(gradio, "Unpack: what each token reads from the row")
+    packed = _marked(gradio, "Pack weights of the row for each token", packs)
+    read = _marked(gradio, "Unpack weights of each token for the row")
     with gradio.Row():
-        pack = _picture(gradio, "Pack weights: rows of P down, tokens across", packs)
-        unpack = _picture(gradio, "Unpack weights: tokens down, rows of P across")
+        pack = _image(gradio, "Pack weights (vertical: rows of P, horizontal: tokens)", packs)
+        unpack = _image(gradio, "Unpack weights (vertical: tokens, horizontal: rows of P)")
     token = gradio.Slider(1, LONGEST, 1, step=1, label="Token", visible=packs)
-    through = _marked(gradio, "Weights of all tokens for this one, through P", packs)
+    through = _marked(gradio, "Weights of this token for all tokens, through P", packs)
 
     def show_rows(text, layer, row):
         weights = demo.look(text)
@@ -202,20 +230,20 @@ def _add_luna(gradio, demo: Demo) -> None:
 def _add_attention(gradio, demo: Demo) -> None:
     config = demo.body.config
     chunk = config.attention_chunk
-    reach = "all tokens" if chunk is None else f"the tokens of its own chunk of {chunk}"
+    window = "all tokens" if chunk is None else f"the tokens of its chunk of {chunk}"
     heads = getattr(config, "num_attention_heads", 1)
-    who = "One head" if heads == 1 else f"The mean of {heads} heads"
+    shown = "One head" if heads == 1 else f"Mean of {heads} heads"
     gradio.Markdown(
-        f"{who}; a token attends to {reach}{' before it' if config.is_decoder else ''}. Darker is more; the darkest "
-        f"is the largest weight. The first {LONGEST} tokens are shown."
+        f"{shown}. A token attends to {window}{' up to itself' if config.is_decoder else ''}. The darkest color is the "
+        f"largest weight. Only the first {LONGEST} tokens are shown."
     )
     text = gradio.Textbox(_EXAMPLE, label="Text", lines=3)
     with gradio.Row():
         layer = _layers(gradio, config)
         token = gradio.Slider(1, LONGEST, 1, step=1, label="Token")
     button = gradio.Button("Show", variant="primary")
-    marked = _marked(gradio, "Weights of all tokens for this one")
-    picture = _picture(gradio, "Attention weights: tokens down, the tokens they read across")
+    marked = _marked(gradio, "Weights of this token for all tokens")
+    picture = _image(gradio, "Attention weights (vertical: queries, horizontal: keys)")
 
     def show_token(text, layer, token):
         weights = demo.look(text)
@@ -234,31 +262,37 @@ def _add_moving_average(gradio, demo: Demo) -> None:
 
     config = demo.body.config
     gradio.Markdown(
-        "The moving average of a layer is a convolution: each channel has a kernel, the weights of the tokens at each "
-        "distance. Slow decay is a long memory."
+        "The moving average of a layer is a convolution. The kernel of a channel contains the weight of a token at "
+        "each distance; channels whose kernel decays slowly remember longer."
     )
     with gradio.Row():
         layer = _layers(gradio, config)
         channel = gradio.Slider(1, config.hidden_size, 1, step=1, label="Channel")
     chart = gradio.LinePlot(
-        x="distance", y="weight", color="direction", title="Kernel of the channel", height=380, x_title="tokens away"
+        x="distance",
+        y="weight",
+        color="direction",
+        title="Kernel of the channel",
+        height=380,
+        x_title="distance (tokens)",
     )
-    picture = _picture(
-        gradio, f"Size of all kernels: channels down, longest memory first; 0 to {_LAGS - 1} tokens across"
+    picture = _image(
+        gradio,
+        f"Absolute values of all kernels (vertical: channels, longest memory first; horizontal: {_LAGS} distances)",
     )
 
     def show_kernels(layer, channel):
         kernels = demo.kernels(int(layer) - 1, _LAGS)
         rows = [
             pandas.DataFrame({"distance": range(_LAGS), "weight": kernel[int(channel) - 1].tolist(), "direction": name})
-            for name, kernel in zip(("back", "ahead"), kernels, strict=False)
+            for name, kernel in zip(("past", "future"), kernels, strict=False)
         ]
         sizes = torch.cat(list(kernels.abs()))
         sizes = sizes / sizes.amax(dim=1, keepdim=True).clamp_min(1e-30)
         return pandas.concat(rows), _pixels(sizes[sizes.sum(1).argsort(descending=True)])
 
     _draw(gradio, show_kernels, [layer, channel], [chart, picture], [layer.release, channel.release])
-    gradio.on(None, _told(gradio, show_kernels), [layer, channel], [chart, picture], api_name=False)
+    gradio.on(None, _with_errors(gradio, show_kernels), [layer, channel], [chart, picture], api_name=False)
 
 
 def _layers(gradio, config):
@@ -271,7 +305,7 @@ def _marked(gradio, label: str, visible: bool = True):
     return gradio.HighlightedText(label=label, combine_adjacent=False, show_legend=False, visible=visible)
 
 
-def _picture(gradio, label: str, visible: bool = True):
+def _image(gradio, label: str, visible: bool = True):
     with gradio.Column(visible=visible, min_width=280):
         gradio.Markdown(label)
         return gradio.Image(
@@ -280,16 +314,18 @@ def _picture(gradio, label: str, visible: bool = True):
 
 
 def _draw(gradio, function, inputs, outputs, events) -> None:
-    gradio.on(events, _told(gradio, function), inputs, outputs, api_name=function.__name__, show_progress="hidden")
+    gradio.on(
+        events, _with_errors(gradio, function), inputs, outputs, api_name=function.__name__, show_progress="hidden"
+    )
 
 
 def _marks(tokens: list[str], weights: torch.Tensor) -> list[tuple[str, float]]:
-    """Return tokens with their weights from 0 to 1, the largest weight."""
+    """Return tokens with their weights, scaled so that the largest weight is 1."""
     return list(zip(tokens, (weights / weights.max().clamp_min(1e-30)).tolist(), strict=True))
 
 
 def _pixels(weights: torch.Tensor):
-    """Return a matrix as a picture, dark where weights are large, each number a square of pixels."""
+    """Return a matrix as a grayscale image; large weights are dark, and each element is a square of pixels."""
     shade = 1.0 - (weights / weights.max().clamp_min(1e-30)).clamp(0, 1)
     size = max(1, 720 // max(weights.shape))
     return (shade * 255).byte().repeat_interleave(size, 0).repeat_interleave(size, 1).numpy()

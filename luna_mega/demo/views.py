@@ -1,4 +1,4 @@
-"""The numbers and texts that the page of `luna-mega demo` shows, without the page."""
+"""Weights, scores and texts that the page of `luna-mega demo` shows."""
 
 import functools
 import threading
@@ -20,16 +20,18 @@ from luna_mega.hub.folder import TARGET_FOLDER, largest_id, position_limit, read
 from luna_mega.kernels.api import complex_ema, ema_coefficients
 
 TASKS = ("fill-mask", "text-classification", "text-generation", "translation")
-LONGEST = 512  # tokens of a text whose weights are shown
-LONGEST_TEXT = 50_000  # characters that the page reads at once
+LONGEST = 512  # maximum number of tokens whose weights are shown
+LONGEST_TEXT = 50_000  # maximum number of characters of an input
 
 
 @dataclass(frozen=True)
 class LunaWeights:
     """Attention weights of one text of T tokens in a Luna of N layers, on the CPU.
 
-    `unpack` `[N, heads, T, L]` is how much a token reads from each row of P; `pack` `[N, pack heads, L, T]` how much a
-    row takes from each token, None for a decoder, which packs no weighted mean.
+    Args:
+        tokens: Text of each token.
+        unpack: `[N, heads, T, L]`, weights of the tokens for the rows of P.
+        pack: `[N, pack heads, L, T]`, weights of the rows of P for the tokens; None for a decoder.
     """
 
     tokens: list[str]
@@ -37,7 +39,7 @@ class LunaWeights:
     pack: torch.Tensor | None
 
     def through(self, layer: int, token: int) -> torch.Tensor:
-        """Return how much a token reads from every token by way of P, `[T]`, with the mean weights of the heads."""
+        """Return the weights `[T]` of a token for all tokens through P, averaged over the heads."""
         return self.unpack[layer, :, token].mean(0) @ self.pack[layer].mean(0)
 
 
@@ -45,7 +47,8 @@ class LunaWeights:
 class MegaWeights:
     """Attention weights of one text of T tokens in a Mega or Megalodon of N layers, `[N, T, T]`, on the CPU.
 
-    They are the mean of the heads, and 0 outside of the chunks of `chunk` tokens; None = one chunk holds all tokens.
+    They are averaged over the heads, and 0 outside of the chunks of `chunk` tokens. If `chunk` is None, there are no
+    chunks.
     """
 
     tokens: list[str]
@@ -54,13 +57,13 @@ class MegaWeights:
 
 
 class Demo:
-    """A model with everything that its page shows.
+    """A model and the functions of its page.
 
     Args:
-        folder: what `luna-mega convert` or `save_pretrained` wrote, with its tokenizer.
+        folder: Folder of `luna-mega convert` or `save_pretrained`, with its tokenizer.
 
     Raises:
-        ConversionError: not such a folder, no tokenizer or one of another model, or a model whose task has no page.
+        ConversionError: If the folder is invalid, has no tokenizer or that of another model, or its task has no page.
     """
 
     def __init__(self, folder: str | Path):
@@ -68,7 +71,9 @@ class Demo:
         self.name, self.model_class = source.path.resolve().name, source.model_class.__name__
         self.task = task_of(self.model_class, source.config)
         if self.task not in TASKS:
-            raise ConversionError(f"{folder}: holds a {self.model_class}; the demo shows models for {', '.join(TASKS)}")
+            raise ConversionError(
+                f"{folder}: contains a {self.model_class}; the demo supports the tasks {', '.join(TASKS)}"
+            )
         self.tokenizer = read_tokenizer(source.path)
         if (largest := largest_id(self.tokenizer)) >= source.config.vocab_size:
             raise ConversionError(
@@ -76,7 +81,7 @@ class Demo:
                 f"{source.config.vocab_size}; copy the model's tokenizer there"
             )
         if self.task == "fill-mask" and self.tokenizer.mask_token is None:
-            raise ConversionError(f"{folder}: the tokenizer has no mask token, and a {self.model_class} needs one")
+            raise ConversionError(f"{folder}: the tokenizer has no mask token, which {self.model_class} requires")
         target = source.path / TARGET_FOLDER
         self.target_tokenizer = read_tokenizer(target) if target.is_dir() else self.tokenizer
         self.model = source.load()
@@ -99,54 +104,54 @@ class Demo:
 
     @functools.cached_property
     def score(self) -> Callable[[str], dict[str, float]]:
-        """Return the function from a text to its scores: of the words for the one mask in it, or of the classes."""
+        """Return the function from a text to its scores: of the tokens for its mask, or of the classes."""
         run = pipeline(self.task, model=self.model, tokenizer=self.tokenizer)
 
         def fill(text: str) -> dict[str, float]:
             _check_length(text)
             mask = self.tokenizer.mask_token
             if text.count(mask) != 1:
-                raise ValueError(
-                    f"write {mask} once, where a word is to be filled in; it is there {text.count(mask)} times"
-                )
-            rows = reversed(run(text, top_k=8))  # the likelier of two tokens that look alike is kept
+                raise ValueError(f"the text must contain {mask} once, got it {text.count(mask)} times")
+            rows = reversed(run(text, top_k=8))  # of tokens with the same text, the most likely one is kept
             return {row["token_str"].strip() or repr(row["token_str"]): row["score"] for row in rows}
 
         def classify(text: str) -> dict[str, float]:
             _check_length(text)
             if not text.strip():
-                raise ValueError("write a text to classify")
+                raise ValueError("the text is empty; enter a text")
             return {row["label"]: row["score"] for row in run(text, top_k=None, truncation=self.limit is not None)}
 
         return fill if self.task == "fill-mask" else classify
 
     def write(self, text: str, max_new_tokens: int = 100, temperature: float = 0.0) -> Iterator[str]:
-        """Yield the text that the model writes so far: what follows `text`, or its translation.
+        """Yield the generated text after each token: the continuation of `text`, or its translation.
 
         Args:
-            text: not empty.
-            max_new_tokens: fewer are written where the model ends its text, or has no more positions.
-            temperature: 0 = always the likeliest token, else tokens are drawn.
+            text: Prompt, or source text.
+            max_new_tokens: Maximum number of new tokens, which the positions of the model also limit.
+            temperature: 0 selects greedy decoding.
 
         Raises:
-            ValueError: the text has no tokens or too many.
+            ValueError: If the text has no tokens or too many.
         """
         inputs = self._encode(text, special=self.is_translator)
         length = inputs["input_ids"].shape[1]
         room = None if self.limit is None or self.is_translator else self.limit - length
         if room is not None and room < 1:
-            raise ValueError(f"the text has {length} tokens, and the model {self.limit} positions: shorten it")
+            raise ValueError(
+                f"the text has {length} tokens, but the model has {self.limit} positions; shorten the text"
+            )
         options = {"max_new_tokens": max_new_tokens if room is None else min(max_new_tokens, room)}
         options |= {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
         streamer = TextIteratorStreamer(self.target_tokenizer, skip_prompt=True, skip_special_tokens=True)
         yield from _stream(self.model, streamer, **inputs, **options)
 
     def _look(self, text: str) -> LunaWeights | MegaWeights:
-        """Return the attention weights of the first `LONGEST` tokens of a text; of two stacks, the encoder's."""
+        """Return the attention weights of the first `LONGEST` tokens of a text, in the encoder if there is one."""
         inputs = self._encode(text, longest=min(LONGEST, self.limit or LONGEST))
-        asked = {"output_attentions": True} | ({"output_packed_attentions": True} if self.is_luna else {})
+        options = {"output_attentions": True} | ({"output_packed_attentions": True} if self.is_luna else {})
         with torch.no_grad():
-            output = self.body(**inputs, **asked)
+            output = self.body(**inputs, **options)
         tokens = [self._shown(token) for token in inputs["input_ids"][0].tolist()]
         attentions = torch.stack(output.attentions)[:, 0].float().cpu()
         if not self.is_luna:
@@ -159,7 +164,7 @@ class Demo:
     def kernels(self, layer: int, length: int = 128) -> torch.Tensor:
         """Return the moving average of a layer of Mega or Megalodon as a convolution, `[directions, D, length]`.
 
-        Number j of a row is the weight of the token j places back; in the second direction, ahead.
+        Element j is the weight of the token at distance j: in the past, or in the future for the second direction.
         """
         if self.is_megalodon:
             average = self.body.layers[layer].mega.cema
@@ -180,7 +185,7 @@ class Demo:
         cut = {} if longest is None else {"truncation": True, "max_length": longest}
         inputs = self.tokenizer(text, return_tensors="pt", add_special_tokens=special, **cut)
         if not text.strip() or inputs["input_ids"].shape[1] == 0:
-            raise ValueError("write a text first")
+            raise ValueError("the text is empty; enter a text")
         ids = inputs["input_ids"].to(self.model.device)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
@@ -191,18 +196,18 @@ class Demo:
 
 def _check_length(text: str) -> None:
     if len(text) > LONGEST_TEXT:
-        raise ValueError(f"the text has {len(text):,} characters, and the page reads {LONGEST_TEXT:,}: shorten it")
+        raise ValueError(f"the text has {len(text):,} characters, but the limit is {LONGEST_TEXT:,}; shorten the text")
 
 
 def _stream(model, streamer: TextIteratorStreamer, **options) -> Iterator[str]:
-    """Yield what the model has written so far; when nobody listens any more, it stops at the next token."""
+    """Yield the generated text after each token; if the consumer stops, the generation stops at the next token."""
     stopped, failures, text = threading.Event(), [], ""
 
     def write():
         try:
             stops = StoppingCriteriaList([lambda ids, scores: torch.full(ids.shape[:1], stopped.is_set())])
             model.generate(streamer=streamer, stopping_criteria=stops, **options)
-        except Exception as error:  # raised again in the thread that reads the stream
+        except Exception as error:  # raised again in the consuming thread
             failures.append(error)
             streamer.end()
 

@@ -27,7 +27,7 @@ def test_words_for_a_mask(folder, family):
     expected = demo.model(ids).logits[0, 2].softmax(-1).max().item()
     assert max(found.values()) == pytest.approx(expected) and 0 < sum(found.values()) < 1
     for text in ("a b", "<mask> <mask>"):
-        with pytest.raises(ValueError, match="write <mask> once"):
+        with pytest.raises(ValueError, match="must contain <mask> once"):
             demo.score(text)
 
 
@@ -36,7 +36,7 @@ def test_a_text_has_a_limit(folder, name):
     demo = Demo(folder(name))
     long = "a" * 3_000_000
     for answer in (demo.look, lambda text: list(demo.write(text)) if name == "LunaForCausalLM" else demo.score(text)):
-        with pytest.raises(ValueError, match="3,000,000 characters, and the page reads 50,000: shorten it"):
+        with pytest.raises(ValueError, match="3,000,000 characters, but the limit is 50,000; shorten"):
             answer(long)
 
 
@@ -52,7 +52,7 @@ def test_text_comes_as_it_is_written(folder, name):
     expected = demo.tokenizer.decode(out if demo.is_translator else out[2:], skip_special_tokens=True)
     assert parts[-1:] == ([expected] if expected else [])
     assert list(demo.write("ab", max_new_tokens=5, temperature=1.5)) != []
-    with pytest.raises(ValueError, match="write a text first"):
+    with pytest.raises(ValueError, match="the text is empty"):
         next(demo.write("  "))
 
 
@@ -62,7 +62,7 @@ def test_writing_ends_with_its_reader_and_with_the_positions(folder, monkeypatch
     monkeypatch.setattr(demo.model, "generate", lambda **options: calls.append(options) or generate(**options))
     list(demo.write("a" * 40, max_new_tokens=1000))
     assert calls[0]["max_new_tokens"] == 8
-    with pytest.raises(ValueError, match="48 tokens, and the model 48 positions"):
+    with pytest.raises(ValueError, match="48 tokens, but the model has 48 positions"):
         next(demo.write("a" * 48))
     steps, forward = [], demo.model.forward
     monkeypatch.setattr(demo.model, "forward", lambda *args, **kwargs: steps.append(1) or forward(*args, **kwargs))
@@ -139,7 +139,7 @@ def test_what_has_no_page_is_one_line(folder, tokenizer, tmp_path):
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 24}
     config = MegaConfig(vocab_size=40, **sizes)
     MegaModel(config).save_pretrained(tmp_path / "body")
-    assert "holds a MegaModel; the demo shows models for fill-mask" in refused(tmp_path / "body")
+    assert "contains a MegaModel; the demo supports the tasks fill-mask" in refused(tmp_path / "body")
     MegaForMaskedLM(config).save_pretrained(tmp_path / "small")
     assert "no tokenizer" in refused(tmp_path / "small")
     tokenizer.save_pretrained(tmp_path / "small")
