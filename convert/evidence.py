@@ -11,9 +11,17 @@ from luna_mega.errors import ConversionError, shown
 
 @dataclass
 class Evidence:
-    """Tensors, args, code revision and default arguments of one checkpoint, and the warnings met on the way.
+    """Tensors, args, code revision and default arguments of one checkpoint.
 
-    `settings` is the place of the args, for messages.
+    Args:
+        tensors: the tensors under the names of the key map.
+        args: the args, in their types.
+        revision: the revision of the original code.
+        defaults: name of an argument -> its default, or a function of the evidence that returns it.
+        settings: the place of the args, for messages.
+        head: the option `--head`.
+        warnings: warnings that were found so far.
+        left_out: names of the tensors that the conversion of an exported model dropped.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -21,21 +29,27 @@ class Evidence:
     revision: str
     defaults: dict[str, Any]
     settings: str = "args"
+    head: str | None = None
     warnings: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
 
     def arg(self, name: str) -> Any:
         """Return the argument, else the default of the architecture."""
-        value = self.args.get(name)
-        if value is None and self.defaults.get(name) is None:
+        value, default = self.args.get(name), self._default(name)
+        if value is None and default is None:
             raise ConversionError(
                 f"args.{name} is missing and args.arch = {shown(self.args.get('arch'))} has no known default for it; "
                 "add it to the checkpoint's args"
             )
-        return self.defaults[name] if value is None else value
+        return default if value is None else value
+
+    def _default(self, name: str) -> Any:
+        default = self.defaults.get(name)
+        return default(self) if callable(default) else default
 
     def shown(self, name: str) -> str:
         """Return `args.NAME = VALUE` for a message, in one line."""
-        return f"{self.settings}.{name} = {shown(self.args.get(name, self.defaults.get(name)))}"
+        return f"{self.settings}.{name} = {shown(self.args.get(name, self._default(name)))}"
 
     def shape(self, key: str, *dims: str) -> tuple[int, ...]:
         """Return the shape of a tensor; an error if it is missing or has other dimensions than `dims` names."""
@@ -78,6 +92,8 @@ class Evidence:
 
 def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Return whether two tensors are equal in every bit, so that a NaN equals itself."""
+    if first is second:
+        return True
     if first.shape != second.shape or first.dtype != second.dtype:
         return False
     # Contiguous, because a tensor that repeats one stored number has no bytes to view.

@@ -11,14 +11,17 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
+from luna_mega.convert.decision import Decision
 from luna_mega.convert.dictionary import Dictionaries
-from luna_mega.convert.ema_convention import CHOICES as EMA_CHOICES
-from luna_mega.convert.formats import Format, registered_formats
+from luna_mega.convert.ema_convention import CHOICES as EMA_CHOICES, decide_ema_convention
+from luna_mega.convert.evidence import Evidence
+from luna_mega.convert.formats import Companions, Format, Notes, registered_formats
+from luna_mega.convert.formats.format import read_model
 from luna_mega.convert.formats.registry import detect, open_checkpoint
-from luna_mega.convert.layer_norm import CHOICES, LayerNormDecision
-from luna_mega.convert.plan import Plan
+from luna_mega.convert.layer_norm import CHOICES, LayerNormDecision, decide_layer_norm
 from luna_mega.convert.report import Report, without_folders
-from luna_mega.convert.safe_load.reader import Checkpoint
+from luna_mega.convert.safe_load import Checkpoint
+from luna_mega.convert.target import Target
 from luna_mega.convert.tensors import (
     DTYPES,
     Mapping,
@@ -29,6 +32,7 @@ from luna_mega.convert.tensors import (
     non_finite,
     readable,
     save_source_norms,
+    weights_of,
     without_memory,
 )
 from luna_mega.convert.tokenizers import ConvertedTokenizer
@@ -41,16 +45,16 @@ from luna_mega.hub.output import check_output, complete_folder
 
 @dataclass(frozen=True)
 class _Source:
-    """A checkpoint that was recognised: its format, its tensors under today's names, and the plan for them."""
+    """A checkpoint that was recognised: its format, the model in it, and the places of its tensors."""
 
     checkpoint: Checkpoint
     format: Format
-    revision: str
-    tensors: dict[str, torch.Tensor]
-    plan: Plan
+    target: Target
+    evidence: Evidence
     mapping: Mapping
     norm: LayerNormDecision | None
     notes: list[str]
+    warnings: list[str]
 
     @property
     def task(self) -> str | None:
@@ -115,67 +119,79 @@ def convert_checkpoint(
     license_metadata(license)
     output = check_output(output)
     source = _understand(open_checkpoint(path, progress), head, layer_norm, ema_convention)
-    plan = source.plan
-    kind = source.format.dictionaries(plan, source.task)
-    chosen = kind.find(list(dictionaries), source.checkpoint.folder)
+    config, tensors = source.target.config, source.checkpoint.tensors
+    companions, words = (
+        make(source.target, source.evidence) for make in (source.format.companions, source.format.report)
+    )
+    chosen = companions.dictionaries.find(list(dictionaries), source.checkpoint.folder)
     names = chosen.class_names or (chosen.labels and chosen.labels.labels)
     if names:
-        plan.config.id2label = dict(enumerate(names))
-        plan.config.label2id = {label: index for index, label in plan.config.id2label.items()}
-    tokenizer = source.format.tokenizer(plan, chosen, bpe)
-    dtype = dtype or source.format.stored_dtype(source.tensors)
-    converted = convert_tensors(source.mapping, source.tensors, source.minus_one, getattr(torch, dtype))
-    report = _report(output, source, chosen, tokenizer, converted, dtype)
+        config.id2label = dict(enumerate(names))
+        config.label2id = {label: index for index, label in config.id2label.items()}
+    tokenizer = companions.tokenizer(chosen, bpe, words.notes)
+    dtype = dtype or source.format.facts.container.stored_dtype(tensors)
+    converted = convert_tensors(source.mapping, tensors, source.minus_one, getattr(torch, dtype))
+    report = _report(output, source, words, chosen, tokenizer, converted, dtype)
     with complete_folder(output) as folder:
         if source.minus_one:
-            save_source_norms({key: source.tensors[key] for key in source.mapping.norm_weights}, folder)
-        if (preprocessor := source.format.preprocessor(plan.config)) is not None:
-            content = json.dumps(preprocessor, indent=2) + "\n"
+            save_source_norms({key: tensors[key] for key in source.mapping.norm_weights}, folder)
+        if companions.preprocessor is not None:
+            content = json.dumps(companions.preprocessor, indent=2) + "\n"
             (folder / "preprocessor_config.json").write_text(content, encoding="utf-8")
-        _write(folder, plan, converted, chosen, tokenizer, report, license)
+        _write(folder, source.target, companions, converted, chosen, tokenizer, report, license)
     return report
 
 
 def _understand(checkpoint: Checkpoint, head: str | None, layer_norm: str, ema_convention: str) -> _Source:
-    fmt, revision = detect(checkpoint)
-    tensors, notes = fmt.canonical(checkpoint.tensors)
+    fmt, revision, checkpoint, notes = detect(checkpoint)
+    facts, tensors = fmt.facts, checkpoint.tensors
     try:
-        if head is not None and not fmt.named_heads:
-            named = ", ".join(known.name for known in registered_formats() if known.named_heads)
+        if head is not None and facts.usual_head is None:
+            named = ", ".join(known.facts.name for known in registered_formats() if known.facts.usual_head)
             raise ConversionError(f"--head {head}: only {named} files have heads with names; leave the option out")
         for name, value in (("layer-norm", layer_norm), ("ema-convention", ema_convention)):
-            if value != "auto" and name in fmt.refused:
-                raise ConversionError(f"--{name} {value}: {fmt.refused[name]}; leave the option out")
-        revision, doubt = fmt.decide_revision(revision, tensors, ema_convention)
-        plan = fmt.plan(fmt.evidence(tensors, checkpoint.args, revision), head)
-        mapping = map_tensors(plan, tensors)
+            if value != "auto" and name in facts.refused:
+                raise ConversionError(f"--{name} {value}: {facts.refused[name]}; leave the option out")
+        decisions: list[Decision] = []
+        if "ema-convention" not in facts.refused:
+            decisions.append(decide_ema_convention(tensors, ema_convention))
+            revision = decisions[0].convention
+        target, evidence = read_model(fmt, tensors, checkpoint.args, revision, head)
+        weights = weights_of(target.model_class, target.config, facts.also)
+        mapping = map_tensors(fmt.keymap(target), weights, tensors)
         if checkpoint.unchecked:
             check_unshared(mapping, tensors)
-        norm = fmt.decide_norms([tensors[key] for key in mapping.norm_weights], layer_norm)
+        norm = (
+            decide_layer_norm([tensors[key] for key in mapping.norm_weights], layer_norm)
+            if mapping.norm_weights
+            else None
+        )
     except ConversionError as error:
         raise ConversionError(f"{checkpoint.path}: {error}") from error
-    plan.warnings += filter(None, (doubt, norm and norm.warning))
-    return _Source(checkpoint, fmt, revision, tensors, plan, mapping, norm, notes)
+    decisions += filter(None, [norm])
+    doubts = [decision.warning for decision in decisions if decision.warning]
+    return _Source(checkpoint, fmt, target, evidence, mapping, norm, notes, [*evidence.warnings, *doubts])
 
 
 def _report(
     output: Path,
     source: _Source,
+    words: Notes,
     dictionaries: Dictionaries,
     tokenizer: ConvertedTokenizer | None,
     converted: dict[str, torch.Tensor],
     dtype: str,
 ) -> Report:
-    checkpoint, plan, norm = source.checkpoint, source.plan, source.norm
+    checkpoint, target, norm, facts = source.checkpoint, source.target, source.norm, source.format.facts
     infinite = [target for target, tensor in converted.items() if not tensor.isfinite().all()]
-    warnings = [*checkpoint.warnings, *plan.warnings, *dictionaries.warnings]
+    warnings = [*checkpoint.warnings, *source.warnings, *dictionaries.warnings]
     if infinite:
         warnings.append(non_finite(infinite, converted))
-        if source.format.refuses_non_finite:
+        if facts.finite:
             raise ConversionError(f"{checkpoint.path}: {warnings[-1]}; copy it again, or give an earlier checkpoint")
-    model = without_memory(plan.model_class, plan.config)
+    model = without_memory(target.model_class, target.config)
     statistics = {name for name, _ in model.named_buffers()}
-    shape = {key: list(tensor.shape) for key, tensor in source.tensors.items()}
+    shape = {key: list(tensor.shape) for key, tensor in checkpoint.tensors.items()}
     mapped, dropped = source.mapping.mapped.items(), source.mapping.dropped.items()
     return Report(
         output=str(output),
@@ -183,18 +199,18 @@ def _report(
             "file": os.fsencode(checkpoint.path.absolute().name).decode("utf-8", "backslashreplace"),
             "sha256": checkpoint.sha256,
             "serialization": checkpoint.serialization,
-            "software": source.format.software,
-            "layout": source.format.name,
-            "revision": source.revision,
-            "arch": readable(without_folders(source.format.architecture(checkpoint.args))),
+            "software": facts.container.software,
+            "layout": facts.name,
+            "revision": target.revision,
+            "arch": readable(without_folders(facts.container.architecture(checkpoint.args))),
             "task": source.task,
             "num_updates": checkpoint.num_updates,
         },
-        model_class=plan.model_class.__name__,
-        decisions=({"layer_norm": norm.convention, "layer_norm_mean": norm.mean} if norm else {}) | plan.decisions,
+        model_class=target.model_class.__name__,
+        decisions=({"layer_norm": norm.convention, "layer_norm_mean": norm.mean} if norm else {}) | words.decisions,
         mapped=[{"source": key, "target": target, "shape": shape[key]} for key, target in mapped],
         dropped=[{"source": key, "shape": shape[key], "reason": reason} for key, reason in dropped],
-        dtype_in=dict(Counter(dtype_name(tensor.dtype) for tensor in source.tensors.values())),
+        dtype_in=dict(Counter(dtype_name(tensor.dtype) for tensor in checkpoint.tensors.values())),
         dtype_out=dtype,
         parameters={
             "model": model.num_parameters(),
@@ -203,24 +219,25 @@ def _report(
         non_finite=infinite,
         tokenizer=tokenizer and tokenizer.summary,
         args=dict(checkpoint.args),
-        notes=[*plan.notes, *dictionaries.notes, *source.notes],
+        notes=[*words.notes, *dictionaries.notes, *source.notes],
         warnings=warnings,
-        code=source.format.revisions[source.revision].name,
+        code=facts.revisions[target.revision].name,
     )
 
 
 def _write(
     folder: Path,
-    plan: Plan,
+    target: Target,
+    companions: Companions,
     converted: dict[str, torch.Tensor],
     dictionaries: Dictionaries,
     tokenizer: ConvertedTokenizer | None,
     report: Report,
     license: str | None,
 ) -> None:
-    model = without_memory(plan.model_class, plan.config).to(getattr(torch, report.dtype_out))
-    if plan.generation:
-        model.generation_config.update(**plan.generation)
+    model = without_memory(target.model_class, target.config).to(getattr(torch, report.dtype_out))
+    if companions.generation:
+        model.generation_config.update(**companions.generation)
     try:
         model.save_pretrained(folder, state_dict=converted, max_shard_size="50GB")
     except SafetensorError as error:  # safetensors raises it when the disk is full
@@ -232,7 +249,7 @@ def _write(
     card = conversion_card(
         Path(report.output).name,
         report.model_class,
-        plan.config,
+        target.config,
         report.source,
         str(report),
         parameters=report.parameters["model"],

@@ -1,6 +1,7 @@
 """Key maps as data: ordered rows (source pattern, target pattern, transform), read in either direction.
 
-A pattern is a tensor name with fields: `{layer}` and `{n}` are numbers, `{part}` is weight or bias, `{rest}` anything.
+A pattern is a tensor name with fields: `{layer}` and `{n}` are numbers, `{part}` is weight or bias, `{name}`
+has no dot, `{rest}` is anything.
 """
 
 import re
@@ -14,7 +15,7 @@ import torch
 LAYER_NORM = "layer_norm"
 # The transform of tensors that keep their dtype where the narrower one of the others would round them.
 WIDE = "wide"
-_FIELDS = {"layer": r"\d+", "n": r"\d+", "part": r"weight|bias", "rest": r".+"}
+_FIELDS = {"layer": r"\d+", "n": r"\d+", "part": r"weight|bias", "rest": r".+", "name": r"[^.]+"}
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Row:
         copy_of (`str`, *optional*): name in the original of the tensor to which this one is tied. A file has both, the
             model only the other one.
         note (`str`, *optional*): note of an export that writes `fill`.
+        except_name (`str`, *optional*): value of `{name}` that the row does not fit.
     """
 
     source: str
@@ -48,6 +50,7 @@ class Row:
     fill: Callable[[torch.dtype], torch.Tensor] | None = None
     copy_of: str | None = None
     note: str | None = None
+    except_name: str | None = None
 
     def names(self, others: Iterable[str]) -> list[str]:
         """Return the names of a row whose only field is `{layer}`, for the layers of the other names."""
@@ -60,10 +63,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Match:
-    """A row that fits a name, and the name on the other side (None = left out)."""
+    """A row that fits a name, the name on the other side, and the reason of a dropped tensor."""
 
     row: Row
     key: str | None
+    reason: str | None = None
 
 
 class KeyMap:
@@ -98,7 +102,11 @@ class KeyMap:
         for row in self.rows:
             pattern, other = getattr(row, from_side), getattr(row, to_side)
             if pattern is not None and (match := _compile(pattern).fullmatch(key)):
-                return Match(row, None if other is None else other.format(**match.groupdict()))
+                found = match.groupdict()
+                if row.except_name is None or found["name"] != row.except_name:
+                    if other is None:
+                        return Match(row, None, row.reason.format(**found))
+                    return Match(row, other.format(**found))
         return None
 
 

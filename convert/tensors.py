@@ -10,7 +10,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from luna_mega.convert.evidence import same_bits
 from luna_mega.convert.keymap import LAYER_NORM, WIDE, KeyMap, Reshape
-from luna_mega.convert.plan import Plan
 from luna_mega.errors import ConversionError, shown
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -43,25 +42,49 @@ class Mapping:
         return torch.promote_types(tensor.dtype, dtype) if lossy else dtype
 
 
-def map_tensors(plan: Plan, tensors: dict[str, torch.Tensor]) -> Mapping:
-    """Find every tensor's place and check it against the model.
+@dataclass(frozen=True)
+class Weights:
+    """The weights of a model class, and of the classes that load from the same folder.
+
+    Args:
+        name: name of the class.
+        shapes: name -> tensor without memory.
+        tied: copy -> original of tied weights; only the original is saved.
+    """
+
+    name: str
+    shapes: dict[str, torch.Tensor]
+    tied: dict[str, str]
+
+
+def weights_of(
+    model_class: type[PreTrainedModel], config: PreTrainedConfig, also: Iterable[type[PreTrainedModel]] = ()
+) -> Weights:
+    """Return the weights of a class and of the classes `also`."""
+    models = [without_memory(each, config) for each in dict.fromkeys((model_class, *also))]
+    weights = Weights(model_class.__name__, {}, {})
+    for model in models:
+        weights.shapes.update(model.state_dict())
+        weights.tied.update(model.all_tied_weights_keys)
+    return weights
+
+
+def map_tensors(keymap: KeyMap, weights: Weights, tensors: dict[str, torch.Tensor]) -> Mapping:
+    """Find the place of every tensor and check it against the model.
 
     Raises:
         ConversionError: a tensor has no place, a place has no tensor, or a tensor has another shape or is not of real
             numbers where weights belong.
     """
     mapped, dropped, norm_weights, unexpected, wide, reshaped = {}, {}, [], [], [], {}
-    _check_copies(plan.keymap, tensors)
-    classes = (plan.model_class, *plan.also_loads)
-    expected, tied = {}, tied_weights(classes, plan.config)
-    for model_class in classes:
-        expected |= without_memory(model_class, plan.config).state_dict()
+    _check_copies(keymap, tensors)
+    expected = weights.shapes
     for key in tensors:
-        match = plan.keymap.forward(key)
+        match = keymap.forward(key)
         if match is None or match.key not in (None, *expected):
             unexpected.append(key)
         elif match.key is None:
-            dropped[key] = match.row.reason
+            dropped[key] = match.reason
         else:
             mapped[key] = match.key
             if match.row.transform == LAYER_NORM and key.endswith(".weight"):
@@ -73,22 +96,22 @@ def map_tensors(plan: Plan, tensors: dict[str, torch.Tensor]) -> Mapping:
     filled = set(mapped.values())
     without = [target for target in expected if target not in filled]
     absent = [target for target in without if target.endswith(".num_batches_tracked")]
-    missing = [_source_name(plan.keymap, target) for target in without if target not in absent]
+    missing = [_source_name(keymap, target) for target in without if target not in absent]
     named = {"missing": missing, "unexpected": unexpected}
     problems = [f"{problem}: {few(keys)}" for problem, keys in named.items() if keys]
     if problems:
         raise ConversionError(
-            f"the tensors are not those of {plan.model_class.__name__} ({'; '.join(problems)}); the file is incomplete "
-            "or of a changed model"
+            f"the tensors are not those of {weights.name} ({'; '.join(problems)}); the file is incomplete or of a "
+            "changed model"
         )
     for key, target in mapped.items():
         tensor = reshaped[key].there(tensors[key]) if key in reshaped else tensors[key]
         _check(key, tensor, expected[target])
     sources = {target: key for key, target in mapped.items()}
-    for copy, original in tied.items():
+    for copy, original in weights.tied.items():
         if copy in sources and original in sources:
             _check_tied(sources[copy], sources[original], tensors)
-    return Mapping(mapped, dropped, norm_weights, absent, frozenset(wide), frozenset(tied), reshaped)
+    return Mapping(mapped, dropped, norm_weights, absent, frozenset(wide), frozenset(weights.tied), reshaped)
 
 
 def _check_copies(keymap: KeyMap, tensors: dict[str, torch.Tensor]) -> None:
@@ -153,15 +176,6 @@ def check_unshared(mapping: Mapping, tensors: dict[str, torch.Tensor]) -> None:
                     f"tensors {shown(owner)} and {shown(key)} share their numbers, which the original never saves so, "
                     "and the file has no checksums; copy it again"
                 )
-
-
-def tied_weights(classes: Iterable[type[PreTrainedModel]], config: PreTrainedConfig) -> dict[str, str]:
-    """Return copy -> original for the tied weights of models; only the original is saved."""
-    return {
-        copy: original
-        for model_class in classes
-        for copy, original in without_memory(model_class, config).all_tied_weights_keys.items()
-    }
 
 
 def without_memory(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:

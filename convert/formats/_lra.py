@@ -1,21 +1,24 @@
 """Parts of the formats of the Long Range Arena, in Luna and Mega."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from luna_mega.convert.argmap import ACTIVATION, Arg, Way, fixed
 from luna_mega.convert.argtypes import whole, word
 from luna_mega.convert.dictionary import Dictionaries
+from luna_mega.convert.dictionary_kinds import VocabularyAndLabels
 from luna_mega.convert.evidence import Evidence
-from luna_mega.convert.formats._base import Format
-from luna_mega.convert.plan import Plan, Target
+from luna_mega.convert.formats.containers import FairseqFile
+from luna_mega.convert.formats.format import Bpe, Companions
+from luna_mega.convert.table import ACTIVATION, Arg, Way, fixed
+from luna_mega.convert.target import Target
 from luna_mega.convert.tokenizers import WORDS, ConvertedTokenizer
 from luna_mega.convert.tokenizers.words import word_tokenizer
 from luna_mega.errors import ConversionError
 
+_CLS, _TASKS_OF_WORDS = "<CLS>", ("long_range_arena", "lra-text")
+CONTAINER = FairseqFile({"lra_cross_entropy": "LRACrossEntropyCriterion"})
 BODY, OUT = "encoder.encoder", "sentence_projection_layer.weight"
 _INPUT_TYPE = Way({"text": "tokens", "image": "values"}.__getitem__, {"tokens": "text", "values": "image"}.__getitem__)
 REPRESENTATION = Way({"cls": "cls", "mp": "mean"}.__getitem__, {"cls": "cls", "mean": "mp"}.__getitem__)
@@ -28,18 +31,18 @@ CLASSES = Arg(
 CRITERION, NO_REGRESSION = fixed("criterion", "lra_cross_entropy"), fixed("regression_target", False)
 
 
-def classifier_activation(default: str, revision: str | None = None) -> Arg:
+def classifier_activation(default: str, **options: Any) -> Arg:
     """Return the row of the activation of the classification head."""
-    return Arg("classifier_activation_fn", "classifier_activation", ACTIVATION, default, revision=revision, kind=word)
+    return Arg("classifier_activation_fn", "classifier_activation", ACTIVATION, default, kind=word, **options)
 
 
-def input_type(tokens: Callable[[Evidence], bool], when: Callable[[Target], bool]) -> Arg:
+def input_type(tokens: Callable[[Evidence], bool], **options: Any) -> Arg:
     """Return the row of the input; `tokens` says whether a file has an embedding of tokens."""
 
     def measure(evidence: Evidence) -> str:
         return "text" if tokens(evidence) else "image"
 
-    return Arg("input_type", "input_type", _INPUT_TYPE, measure=measure, when=when, kind=word)
+    return Arg("input_type", "input_type", _INPUT_TYPE, measure=measure, kind=word, **options)
 
 
 def layer_type(name: str) -> Arg:
@@ -79,18 +82,31 @@ def first_token_note(config: PreTrainedConfig) -> str:
     return f"every sequence starts with <CLS>, id {config.vocab_size - 1}, and ends with </s>, id 2"
 
 
-class LraFormat(Format):
-    """The encoders of the Long Range Arena: every class is a classifier, and every task has a word dictionary."""
+def companions(target: Target, evidence: Evidence, starts_with_cls: bool) -> Companions:
+    """Return the files of a classifier: words and labels, and the tokenizer of symbols between white space.
 
-    criteria = {"lra_cross_entropy": "LRACrossEntropyCriterion"}
-    vocabulary_places = {"long_range_arena": "src-bin/dict.txt", "lra-text": "src-bin/dict.txt"}
+    Args:
+        starts_with_cls: whether the model was trained with `<CLS>` before every sequence.
+    """
+    config, tokens = target.config, target.config.input_type == "tokens"
+    places = {"vocabulary_place": "src-bin/dict.txt"} if evidence.args.get("task") in _TASKS_OF_WORDS else {}
 
-    def tokenizer(self, plan: Plan, dictionaries: Dictionaries, bpe: str | Path | None) -> ConvertedTokenizer | None:
-        """Return the tokenizer of symbols between white space."""
+    def tokenizer(dictionaries: Dictionaries, bpe: Bpe, notes: list[str]) -> ConvertedTokenizer | None:
         if bpe is not None:
             raise ConversionError(f"--bpe {bpe}: LRA does not read GPT-2's pieces; leave the option out")
         if dictionaries.vocabulary is None:
             return None
-        length = plan.config.max_position_embeddings
-        tokenizer = word_tokenizer(dictionaries.vocabulary, plan.appended_symbol, plan.prepends_appended, length)
-        return ConvertedTokenizer(tokenizer, WORDS, [])
+        words = word_tokenizer(dictionaries.vocabulary, _CLS, starts_with_cls, config.max_position_embeddings)
+        return ConvertedTokenizer(words, WORDS, [])
+
+    labelled = config.problem_type != "regression"
+    kind = VocabularyAndLabels(
+        target.vocab_size, _CLS if tokens else None, config.num_labels, labelled=labelled, **places
+    )
+    return Companions(kind, tokenizer)
+
+
+def heads(target: Target) -> list[str]:
+    """Return the line about the only head of a classifier."""
+    name = target.model_class.__name__.rpartition("For")[2]
+    return [f"{name}: {target.config.num_labels} classes, pooling {target.config.pooling}"]

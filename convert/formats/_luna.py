@@ -5,11 +5,12 @@ from collections.abc import Callable
 import torch
 
 from luna_mega import LunaConfig
-from luna_mega.convert.argmap import ACTIVATION, COMMON, FAIRSEQ_ACTIVATIONS, NOT, Arg, Table, fixed, written
 from luna_mega.convert.argtypes import flag, number, size, word
 from luna_mega.convert.evidence import Evidence
-from luna_mega.convert.formats._base import Format, Revision
+from luna_mega.convert.formats.format import Revision
 from luna_mega.convert.keymap import LAYER_NORM, Row
+from luna_mega.convert.table import ACTIVATION, COMMON, FAIRSEQ_ACTIVATIONS, NOT, Arg, Table, fixed, limited, written
+from luna_mega.convert.target import Target
 from luna_mega.errors import ConversionError
 from luna_mega.modeling_luna.modeling_luna import sinusoids
 
@@ -33,13 +34,11 @@ _LAYER_NORMS = {
 }
 
 
-class LunaFormat(Format):
-    """A format of Luna: norm weights are stored in one of two ways, and there is no moving average."""
-
-    config_class = LunaConfig
-    way_out = "to export the encoder alone, load the folder as LunaModel and save that"
-    refused = {"ema-convention": "Luna has no moving average"}
-    training_fields = (
+FACTS = {
+    "config_class": LunaConfig,
+    "way_out": "to export the encoder alone, load the folder as LunaModel and save that",
+    "refused": {"ema-convention": "Luna has no moving average"},
+    "training_fields": (
         "dropout",
         "attention_dropout",
         "activation_dropout",
@@ -47,11 +46,8 @@ class LunaFormat(Format):
         "layerdrop",
         "classifier_dropout",
         "problem_type",
-    )
-
-    def norm_convention(self, revision: str) -> str:
-        """Return how the norm weights of a new file are stored: as they are."""
-        return "standard"
+    ),
+}
 
 
 def code_of_2021(name: str) -> Revision:
@@ -107,7 +103,7 @@ def encoder_arguments(body: str, layers: Callable, width: Callable, positions: A
         Arg("encoder_attention_heads", "num_attention_heads", kind=size),
         positions,
         written("tokens_per_sample", "max_position_embeddings", kind=size),
-        Arg("activation_fn", "hidden_act", ACTIVATION, "gelu", kind=word),
+        Arg("activation_fn", "hidden_act", ACTIVATION, "gelu", kind=word, only=activations),
         Arg("dropout", "dropout", default=0.1, kind=number),
         Arg("attention_dropout", "attention_dropout", default=0.1, kind=number),
         fixed("stop_min_lr", -1, revision="head"),  # only the 2023 code has this option
@@ -136,28 +132,9 @@ UNTIED_KEY_VALUE = Arg(
 )
 
 
-def activations(revision: str) -> tuple[str, ...]:
+def activations(target: Target) -> tuple[str, ...]:
     """Return the activations of a revision. In the 2023 code `silu` replaced `tanh`; files from between have either."""
-    return tuple(name for name in FAIRSEQ_ACTIVATIONS if revision == "head" or name != "silu")
-
-
-def allowed_in_encoders(config: LunaConfig, revision: str) -> dict[str, tuple]:
-    """Return the values that every encoder of the original has for a field."""
-    allowed = {
-        "hidden_act": activations(revision),
-        "num_pack_attention_heads": (config.num_attention_heads,),
-        "contextual_projection": (True,),
-        "pre_norm": (False,),
-        "layer_norm_eps": (1e-5,),
-        "scale_embedding": (config.position_embedding_type == "sinusoidal",),
-        "first_position": (None,),
-    }
-    if config.input_type == "tokens":
-        allowed |= {"pad_token_id": (1,), "bos_token_id": (0, None), "eos_token_id": (2, None)}
-    return allowed
-
-
-ONLY_LEARNED = {"input_type": ("tokens",), "position_embedding_type": ("learned",), "embedding_norm": (True,)}
+    return tuple(name for name in FAIRSEQ_ACTIVATIONS if target.revision == "head" or name != "silu")
 
 
 def check_sinusoids(evidence: Evidence, key: str) -> None:
@@ -190,3 +167,14 @@ def sinusoid_rows(body: str, config: LunaConfig) -> list[Row]:
 def placeholder(dtype: torch.dtype) -> torch.Tensor:
     """Return a buffer without content."""
     return torch.zeros(1, dtype=dtype)
+
+
+def _padding(target: Target) -> tuple[int, ...]:
+    return (1,) if target.config.input_type == "tokens" else (target.config.pad_token_id,)
+
+
+LIMITS = (
+    limited("contextual_projection", (True,)),
+    limited("pad_token_id", _padding),
+    limited("first_position", (None,)),
+)

@@ -4,7 +4,6 @@ The two branches of the code swap the names of the input weight and the damping,
 from the Mega of transformers v4.
 """
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,14 +11,14 @@ from typing import Any
 import torch
 
 from luna_mega import MegaConfig
-from luna_mega.convert.argmap import ACTIVATION, FAIRSEQ_ACTIVATIONS, NOT, Arg, Table
 from luna_mega.convert.argtypes import flag, number, size, whole, word
-from luna_mega.convert.ema_convention import ORDER, decide_ema_convention, order_of
+from luna_mega.convert.ema_convention import ORDER
 from luna_mega.convert.evidence import Evidence
-from luna_mega.convert.formats._base import Format, Revision, Tensors
+from luna_mega.convert.formats.format import Revision
 from luna_mega.convert.keymap import Row
-from luna_mega.convert.plan import Target
-from luna_mega.errors import ConversionError, shown
+from luna_mega.convert.table import ACTIVATION, FAIRSEQ_ACTIVATIONS, NOT, Arg, Table, limited
+from luna_mega.convert.target import Target
+from luna_mega.errors import ConversionError
 
 PLACEHOLDER = "placeholder buffer of the original, no content"
 DECIDED = (
@@ -30,9 +29,6 @@ DECIDED = (
     "attention_chunk",
     "truncation",
 )
-_MEGA = r"(^|\.)(mega_layer|move)\.|^(delta|alpha|beta|gamma|omega)$"
-# Complex EMA, the norm after the moving average and the group norms over time exist in the Megalodon line only.
-_MEGALODON = r"(^|\.)(theta|cema|move_act|timenorm|prior_mean)(\.|$)"
 # The first of these parts that a norm has tells its kind.
 _NORMS = {"scalar": "scalenorm", "running_mean": "batchnorm", "bias": "layernorm", "weight": "rmsnorm"}
 _NORM_PARTS = ("scalar", "weight", "bias", "running_mean", "running_var", "num_batches_tracked")
@@ -69,13 +65,31 @@ def revisions(name: str) -> dict[str, Revision]:
     return words | {"unknown": Revision(f"{name} of {either}", either, f"the Mega code, {either}")}
 
 
-class MegaFormat(Format):
-    """A format of Mega: the order of the tensors tells the branch, and norm weights are stored as they are."""
+def unused(target: Target, unread: frozenset[str] = FIELDS_OF_LM) -> set[str]:
+    """Return the fields that a model of this configuration does not read; `unread` are those of other heads."""
+    config, found = target.config, _UNUSED_FIELDS | unread
+    if config.input_type != "patches":
+        found |= {"image_size", "patch_size", "num_channels", "use_absolute_position_embeddings"}
+    if config.adaptive_input_cutoffs is None:
+        found |= {"adaptive_input_factor"}
+    if config.adaptive_softmax_cutoffs is None:
+        found |= {"adaptive_softmax_factor", "adaptive_softmax_dropout", "legacy_adaptive_loss"}
+    if config.tie_word_embeddings:
+        found |= {"adaptive_softmax_factor"}
+    if not config.final_norm:
+        found |= {"final_norm_affine"}
+    if not config.use_chunking:
+        found |= {"chunk_size"}
+    if not config.use_normalized_ffn:
+        found |= {"nffn_hidden_size", "nffn_activation_dropout_prob", "normalize_before_ffn"}
+    return found
 
-    config_class = MegaConfig
-    refused = {"layer-norm": "Mega stores norm weights as they are"}
-    written = tuple(ORDER)
-    training_fields = (
+
+FACTS = {
+    "config_class": MegaConfig,
+    "refused": {"layer-norm": "Mega stores norm weights as they are"},
+    "written": tuple(ORDER),
+    "training_fields": (
         "dropout_prob",
         "hidden_dropout_prob",
         "attention_probs_dropout_prob",
@@ -87,69 +101,9 @@ class MegaFormat(Format):
         "padded_batch_statistics",
         "adaptive_softmax_dropout",
         "legacy_adaptive_loss",
-    )
-    stacks: frozenset[str]  # the prefixes of the layers in such a file
-    unread: frozenset[str] = FIELDS_OF_LM  # fields of heads that this format lacks
-
-    def recognise(self, tensors: Tensors, args: dict[str, Any]) -> str | None:
-        """Return the branch; "unknown" where the order of the tensors does not tell."""
-        is_mega = any(re.search(_MEGA, key) for key in tensors)
-        if not is_mega or _is_megalodon(tensors) or _stacks(tensors) != self.stacks:
-            return None
-        return order_of(tensors) or "unknown"
-
-    def refusal(self, tensors: Tensors, arch: str) -> str | None:
-        """Return why a file of an unknown kind of Mega, or of its successor, cannot be converted."""
-        if _is_megalodon(tensors):
-            return (
-                f"a Megalodon-line checkpoint (arch {shown(arch)}: complex EMA, timestep norm), but not as the "
-                "released code saves it; give the folder with consolidate_config.json and consolidated.pth"
-            )
-        if not any(re.search(_MEGA, key) for key in tensors):
-            return None
-        return (
-            f"a Mega checkpoint, but of none of the kinds that are known (arch {shown(arch)}): this version converts "
-            "the encoders of LRA (mega_lra_*) and raw speech (mega_sc_raw_*), language models (mega_lm*) and "
-            "encoder-decoders for translation (mega, mega_wmt_*)"
-        )
-
-    def decide_revision(self, revision: str, tensors: Tensors, ema_convention: str) -> tuple[str, str | None]:
-        """Return the branch, by the option or by the order of the tensors."""
-        decision = decide_ema_convention(tensors, ema_convention)
-        return decision.convention, decision.warning
-
-    def assumed(self, revision: str) -> str:
-        """Return a branch: a description of the file is the same for both."""
-        return "main" if revision == "unknown" else revision
-
-    def unused(self, target: Target) -> set[str]:
-        """Return the fields that a model of this configuration does not read."""
-        config, unused = target.config, super().unused(target) | _UNUSED_FIELDS | self.unread
-        if config.input_type != "patches":
-            unused |= {"image_size", "patch_size", "num_channels", "use_absolute_position_embeddings"}
-        if config.adaptive_input_cutoffs is None:
-            unused.add("adaptive_input_factor")
-        if config.adaptive_softmax_cutoffs is None:
-            unused |= {"adaptive_softmax_factor", "adaptive_softmax_dropout", "legacy_adaptive_loss"}
-        if config.tie_word_embeddings:
-            unused.add("adaptive_softmax_factor")
-        if not config.final_norm:
-            unused.add("final_norm_affine")
-        if not config.use_chunking:
-            unused.add("chunk_size")
-        if not config.use_normalized_ffn:
-            unused |= {"nffn_hidden_size", "nffn_activation_dropout_prob", "normalize_before_ffn"}
-        return unused
-
-
-def _is_megalodon(tensors: Tensors) -> bool:
-    if any(re.search(_MEGALODON, key) for key in tensors):
-        return True
-    return any(key.endswith("mega_layer.h_proj.weight") and f"{key[:-6]}bias" not in tensors for key in tensors)
-
-
-def _stacks(tensors: Tensors) -> frozenset[str]:
-    return frozenset(key.split(".layers.")[0] for key in tensors if ".layers." in key)
+    ),
+    "unused": unused,
+}
 
 
 @dataclass(frozen=True)
@@ -252,7 +206,7 @@ class Stack:
         def read(evidence: Evidence) -> dict[str, bool]:
             return {"embedding_norm": self._asked_or_there(evidence, name, "embed_norm")}
 
-        return Arg(name, "embedding_norm", read=read, kind=flag)
+        return Arg(name, "embedding_norm", read=read, kind=flag, only=_embedding_norms)
 
     def affine_final_norm(self, **options: Any) -> Arg:
         """Return the row of a final norm without parameters; where the file has parameters, they win."""
@@ -288,6 +242,15 @@ class Stack:
         return evidence.prefer(name, any(key.startswith(f"{self.body}.{norm}.") for key in evidence.tensors))
 
 
+def _embedding_norms(target: Target) -> tuple[bool, ...]:
+    return (False,) if target.config.normalize_before_mega else (False, True)
+
+
+def activations(target: Target) -> tuple[str, ...]:
+    """Return the activation functions of the code."""
+    return tuple(name for name in FAIRSEQ_ACTIVATIONS if name != "tanh")
+
+
 def _truncation(evidence: Evidence) -> dict[str, int | None]:
     name = "truncation_length"
     if evidence.args.get(name, evidence.defaults.get(name)) is None:
@@ -297,7 +260,7 @@ def _truncation(evidence: Evidence) -> dict[str, int | None]:
 
 
 TRUNCATION = Arg("truncation_length", "truncation", read=_truncation, kind=whole)
-ACTIVATION_FUNCTION = Arg("activation_fn", "activation", ACTIVATION, kind=word)
+ACTIVATION_FUNCTION = Arg("activation_fn", "activation", ACTIVATION, kind=word, only=activations)
 FEATURE_DROPOUT = Arg("feature_dropout", "use_feature_dropout", default=False, kind=flag)
 DROPOUTS = (
     FEATURE_DROPOUT,
@@ -324,27 +287,12 @@ def options(stack: Stack, truncation: int) -> Table:
     )
 
 
-def allowed_in_all(config: MegaConfig) -> dict[str, tuple]:
-    """Return field -> the values that every format can express."""
-    before = config.normalize_before_mega
-    fields = {
-        "activation": activations(),
-        "normalize_before_ffn": (before,),
-        "final_norm": (before,),
-        "embedding_norm": (False,) if before else (False, True),
-        "norm_affine": (True,),
-        "legacy_rms_norm": (False,),
-        "legacy_bias_table": (False,),
-        "add_token_type_embeddings": (False,),
-        "input_type": ("tokens", "values"),
-        "output_projection": (False,),
-    }
-    return fields | ({"pad_token_id": (1,)} if config.input_type == "tokens" else {})
+def _before(target: Target) -> tuple[bool, ...]:
+    return (target.config.normalize_before_mega,)
 
 
-def activations() -> tuple[str, ...]:
-    """Return the activation functions of the code."""
-    return tuple(name for name in FAIRSEQ_ACTIVATIONS if name != "tanh")
+AFFINE_NORMS = limited("norm_affine", (True,))  # norms without parameters leave no tensor that tells their kind
+NORMS = (AFFINE_NORMS, limited("normalize_before_ffn", _before), limited("final_norm", _before))
 
 
 def placeholder(_: torch.dtype) -> torch.Tensor:

@@ -11,8 +11,8 @@ from typing import Any
 
 from luna_mega.convert.argtypes import flag, size, whole, word
 from luna_mega.convert.formats._shards import join_shards
+from luna_mega.convert.safe_load import Checkpoint, TensorFile, read_tensors
 from luna_mega.convert.safe_load.plain import plain_args
-from luna_mega.convert.safe_load.reader import Checkpoint, TensorFile, read_tensors
 from luna_mega.convert.tensors import dtype_name
 from luna_mega.errors import ConversionError, shown
 from luna_mega.hub.folder import read_json

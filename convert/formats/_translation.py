@@ -2,18 +2,18 @@
 
 import copy
 import re
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
 
-from luna_mega.convert.argmap import COMMON, Arg, Table, fixed, written
 from luna_mega.convert.argtypes import flag, language
 from luna_mega.convert.dictionary import Dictionaries
 from luna_mega.convert.dictionary_kinds import LanguagePair
 from luna_mega.convert.evidence import Evidence, same_bits
-from luna_mega.convert.formats._base import Format, Tensors, language_pair
-from luna_mega.convert.plan import Plan
+from luna_mega.convert.formats.containers import FairseqFile
+from luna_mega.convert.formats.format import Bpe, Companions
+from luna_mega.convert.table import COMMON, Arg, Table, fixed, written
+from luna_mega.convert.target import Target
 from luna_mega.convert.tokenizers import WORDS, ConvertedTokenizer
 from luna_mega.convert.tokenizers.translation import translation_tokenizer
 from luna_mega.errors import ConversionError
@@ -69,55 +69,44 @@ SHARING = (
 )
 
 
-class TranslationFormat(Format):
-    """An encoder-decoder with dictionaries of two languages."""
+CONTAINER = FairseqFile({"label_smoothed_cross_entropy": "LabelSmoothedCrossEntropyCriterion"})
+HEADS = ["sequence-to-sequence LM"]
 
-    criteria = {"label_smoothed_cross_entropy": "LabelSmoothedCrossEntropyCriterion"}
-    decoder_fields: dict[str, str]
 
-    def plan_of(self, config: PreTrainedConfig, evidence: Evidence, positions: int, **others: Any) -> Plan:
-        """Return the plan of an encoder-decoder; its decoder has `positions`, and `others` are more fields."""
-        languages = (_language(evidence, "source_lang"), _language(evidence, "target_lang"))
-        return Plan(
-            self.classes[0],
-            config,
-            self.keymap(config, evidence.revision),
-            languages=languages,
-            generation=_generation(positions),
-            warnings=evidence.warnings,
-            **others,
-        )
+def resolve(config: PreTrainedConfig, decoder_fields: dict[str, str]) -> PreTrainedConfig:
+    """Return the same configuration with a value in every field of the decoder."""
+    full, decoder = copy.deepcopy(config), config.decoder_config
+    for own, field in decoder_fields.items():
+        setattr(full, own, getattr(decoder, field))
+    full.share_encoder_decoder_embeddings = config.shares_embeddings
+    return full
 
-    def resolved(self, config: PreTrainedConfig) -> PreTrainedConfig:
-        """Return the same configuration with a value in every field of the decoder."""
-        full, decoder = copy.deepcopy(config), config.decoder_config
-        for own, field in self.decoder_fields.items():
-            setattr(full, own, getattr(decoder, field))
-        full.share_encoder_decoder_embeddings = config.shares_embeddings
-        return full
 
-    def heads(self, plan: Plan, tensors: Tensors) -> list[str]:
-        """Return the only head."""
-        return ["sequence-to-sequence LM"]
+def companions(target: Target, evidence: Evidence, positions: int) -> Companions:
+    """Return the dictionaries and tokenizers of both languages, and the settings of `generate`.
 
-    def dictionaries(self, plan: Plan, task: str | None) -> LanguagePair:
-        """Return the dictionaries of source and target."""
-        return language_pair(plan)
+    Args:
+        positions: number of positions of the decoder.
+    """
+    config = target.config
+    languages = (_language(evidence, "source_lang"), _language(evidence, "target_lang"))
+    sizes = (config.vocab_size, config.get_text_config(decoder=True).vocab_size)
 
-    def tokenizer(self, plan: Plan, dictionaries: Dictionaries, bpe: str | Path | None) -> ConvertedTokenizer | None:
-        """Return the tokenizers of both languages, for subword-nmt's codes or for symbols between white space."""
-        source, target = dictionaries.vocabulary, dictionaries.target
+    def tokenizer(dictionaries: Dictionaries, bpe: Bpe, notes: list[str]) -> ConvertedTokenizer | None:
+        source, other = dictionaries.vocabulary, dictionaries.target
         if source is None:
             if bpe is not None:
                 raise ConversionError(f"--bpe {bpe}: there is no dictionary beside the checkpoint; give it with --dict")
             return None
         made = {
-            dictionary: translation_tokenizer(dictionary, bpe, position_limit(plan.config.get_text_config(**side)))
-            for dictionary, side in ((target, {"decoder": True}), (source, {"encoder": True}))
+            dictionary: translation_tokenizer(dictionary, bpe, position_limit(config.get_text_config(**side)))
+            for dictionary, side in ((other, {"decoder": True}), (source, {"encoder": True}))
         }
         kind = WORDS if bpe is None else "byte-pair encoding"
-        other = None if target is source else made[target]
-        return ConvertedTokenizer(made[source], kind, [], other)
+        return ConvertedTokenizer(made[source], kind, [], None if other is source else made[other])
+
+    pair = LanguagePair(languages, sizes, config.share_encoder_decoder_embeddings)
+    return Companions(pair, tokenizer, generation=_generation(positions))
 
 
 def _language(evidence: Evidence, name: str) -> str:

@@ -1,7 +1,7 @@
 """luna_bert: masked language models, and the models that were fine-tuned from them."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,19 +16,23 @@ from luna_mega import (
     LunaForSequenceClassification,
     LunaModel,
 )
-from luna_mega.convert.argmap import ACTIVATION, NOT, Arg, build_config, read_fields
 from luna_mega.convert.argtypes import flag, number, size, whole, word
 from luna_mega.convert.dictionary import Dictionaries
+from luna_mega.convert.dictionary_kinds import VocabularyAndLabels
 from luna_mega.convert.evidence import Evidence, same_bits
 from luna_mega.convert.formats import _luna
-from luna_mega.convert.formats._base import Tensors, problem_type
+from luna_mega.convert.formats.containers import FairseqFile
+from luna_mega.convert.formats.format import Companions, Facts, Format, Notes
 from luna_mega.convert.keymap import LAYER_NORM, KeyMap, Row
-from luna_mega.convert.plan import Plan, Target
+from luna_mega.convert.safe_load import Checkpoint
+from luna_mega.convert.table import ACTIVATION, HEAD, MODEL, NOT, Arg, derived, fields, limited
+from luna_mega.convert.target import Target, problem_type
 from luna_mega.convert.tokenizers import PIECES, ConvertedTokenizer
 from luna_mega.convert.tokenizers.gpt2_bpe import bpe_tokenizer, read_gpt2_bpe
 from luna_mega.errors import ConversionError
 from luna_mega.modeling_luna.heads_luna import LunaLMHead
 
+_FRESH = "the folder has no LM head, which fairseq's loader asks for: a new, untrained one is written"
 _BODY, _LM_HEAD = "encoder.sentence_encoder", "encoder.lm_head"
 _RANKING_TASKS = ("sentence_ranking", "commonsense_qa")
 _FINE_TUNING_TASKS = ("sentence_prediction", *_RANKING_TASKS)
@@ -107,7 +111,41 @@ def _tied_lm(evidence: Evidence) -> dict[str, bool]:
     return {"tie_word_embeddings": same and not untied}
 
 
-_FRESH = "the folder has no LM head, which fairseq's loader asks for: a new, untrained one is written"
+def _names_of_heads(evidence: Evidence) -> list[str]:
+    names = sorted({key.split(".")[1] for key in evidence.tensors if key.startswith("classification_heads.")})
+    for name in names:
+        if not re.fullmatch(r"[\w-]+", name):
+            raise ConversionError(f"classification head {name!r}: a name has letters, digits, '_' and '-' only")
+    return names
+
+
+def _head(evidence: Evidence) -> dict[str, Any]:
+    """Return class, name and fields of the head: the requested one, or the only one of a fine-tuned model."""
+    names, name, task = _names_of_heads(evidence), evidence.head, evidence.args.get("task")
+    if name is not None and name not in names:
+        has = f"has {', '.join(names)}" if names else "has no classification head"
+        raise ConversionError(f"--head {name}: the file {has}")
+    if name is None and task in _FINE_TUNING_TASKS and len(names) == 1:
+        name = names[0]
+    if name is None:
+        return {MODEL: LunaForMaskedLM}
+    num_labels, inner = evidence.shape(f"classification_heads.{name}.out_proj.weight", "classes", "inner width")
+    found = {HEAD: name, "pooling": _POOLING_OF_HEAD.get(name, "cls"), "classifier_hidden_size": inner}
+    if task in _RANKING_TASKS and num_labels == 1:
+        return found | {MODEL: LunaForMultipleChoice}
+    regression = {"problem_type": "regression"} if evidence.args.get("regression_target") else {}
+    return found | regression | {MODEL: LunaForSequenceClassification, "num_labels": num_labels}
+
+
+def _widths_of_head(target: Target) -> tuple[int, ...]:
+    config = target.config  # the task of multiple choice builds a head of width d
+    return (config.hidden_size if target.model_class is LunaForMultipleChoice else config.classifier_hidden_size,)
+
+
+def _activations_of_head(target: Target) -> tuple[str, ...]:
+    return _luna.activations(target) if _has_head(target) else (target.config.classifier_activation,)
+
+
 _TABLE = (
     *_luna.encoder_arguments(
         _BODY,
@@ -124,199 +162,149 @@ _TABLE = (
     Arg("untie_weights_luna", "tie_word_embeddings", NOT, read=_tied_lm, kind=flag),
     Arg("activation_dropout", "activation_dropout", default=0.0, kind=number),
     Arg("encoder_layerdrop", "layerdrop", default=0.0, kind=number),
-    Arg("pooler_activation_fn", "classifier_activation", ACTIVATION, "tanh", when=_has_head, kind=word),
+    Arg(
+        "pooler_activation_fn",
+        "classifier_activation",
+        ACTIVATION,
+        "tanh",
+        when=_has_head,
+        kind=word,
+        only=_activations_of_head,
+    ),
     Arg("pooler_dropout", "classifier_dropout", default=0.0, when=_has_head, kind=number),
     Arg("ranking_head_name", write=lambda target: target.head, when=_ranks, kind=word),
     Arg("num_classes", write=lambda target: target.config.num_labels, when=_classifies, kind=whole),
     Arg("regression_target", write=_regression, when=_classifies, kind=flag),
     Arg("classification_head_name", write=lambda target: target.head, when=_classifies, kind=word),
+    derived("vocab_size", lambda evidence: evidence.shape(f"{_BODY}.embed_tokens.weight", "vocabulary", "width")[0]),
+    fields(_head),
+    limited("classifier_hidden_size", _widths_of_head),
+    limited("input_type", ("tokens",)),
+    limited("position_embedding_type", ("learned",)),
+    limited("share_layers", (False,)),
+    *_luna.LIMITS,
 )
 
 
-class LunaBert(_luna.LunaFormat):
+class LunaBert(Format):
     """Masked language models, and models with one or more named classification heads beside their LM head."""
 
-    name = "luna_bert"
-    revisions = {
-        "r21": _luna.code_of_2021("luna_bert"),
-        "head": _luna.code_of_2023("luna_bert of the 2023 code"),
-    }
-    written = ("r21",)
-    classes = (LunaModel, LunaForMaskedLM, LunaForMultipleChoice, LunaForSequenceClassification)
-    classifiers = (LunaForMultipleChoice, LunaForSequenceClassification)
-    named_heads = True
-    also_loads = (LunaForMaskedLM,)
+    facts = Facts(
+        name="luna_bert",
+        revisions={
+            "r21": _luna.code_of_2021("luna_bert"),
+            "head": _luna.code_of_2023("luna_bert of the 2023 code"),
+        },
+        written=("r21",),
+        model_classes=(LunaForMaskedLM, LunaModel, LunaForMultipleChoice, LunaForSequenceClassification),
+        classifiers=(LunaForMultipleChoice, LunaForSequenceClassification),
+        also=(LunaForMaskedLM,),
+        stacks=frozenset({("luna", _BODY)}),
+        architectures=_ARCHITECTURES,
+        container=FairseqFile(
+            {
+                "masked_lm": "MaskedLmLoss",
+                "sentence_prediction": "SentencePredictionCriterion",
+                "sentence_ranking": "SentenceRankingCriterion",
+            }
+        ),
+        norms={"r21": "standard", "head": "standard"},
+        aliases=(
+            (
+                r"^decoder\.(?=(sentence_encoder|lm_head)\.)",
+                "encoder.",
+                "early file: its prefix 'decoder.' is today's 'encoder.'",
+            ),
+        ),
+        unused=lambda target: (
+            {"num_labels", "drop_first_token"} if target.model_class is LunaForMultipleChoice else set()
+        ),
+        usual_head=lambda config: _HEAD_OF_POOLING.get(config.pooling, _HEAD_OF_POOLING["cls"]),
+        **_luna.FACTS,
+    )
     table = _TABLE
-    architectures = _ARCHITECTURES
-    criteria = {
-        "masked_lm": "MaskedLmLoss",
-        "sentence_prediction": "SentencePredictionCriterion",
-        "sentence_ranking": "SentenceRankingCriterion",
-    }
-    vocabulary_places = dict.fromkeys(("sentence_prediction", "sentence_ranking"), "input0/dict.txt")
-    label_places = {"sentence_prediction": "label/dict.txt"}
 
-    def recognise(self, tensors: Tensors, args: dict[str, Any]) -> str | None:
+    def recognise(self, file: Checkpoint) -> str | None:
         """Return the revision, which an argument tells that the code has had since May 2022."""
-        if not any(re.match(r"(encoder|decoder)\.sentence_encoder\.projected_embeddings$", key) for key in tensors):
-            return None
-        return "head" if "stop_min_lr" in args else "r21"
+        return "head" if "stop_min_lr" in file.args else "r21"
 
-    def canonical(self, tensors: Tensors) -> tuple[Tensors, list[str]]:
-        """Return the tensors under today's names: early files say `decoder.` for `encoder.`."""
-        early = r"^decoder\.(?=(sentence_encoder|lm_head)\.)"
-        renamed = {re.sub(early, "encoder.", key): tensor for key, tensor in tensors.items()}
-        notes = ["early file: its prefix 'decoder.' is today's 'encoder.'"]
-        return renamed, notes * (renamed.keys() != tensors.keys())
+    def keymap(self, target: Target) -> KeyMap:
+        """Return the map of a file whose other classification heads are dropped."""
+        rows = [
+            *_lm_head_rows(target.config),
+            Row(f"{_BODY}.embed_tokens.weight", "luna.embeddings.word_embeddings.weight"),
+            *_luna.encoder_rows(_BODY),
+        ]
+        if target.head is not None:
+            source = f"classification_heads.{target.head}"
+            rows += [
+                Row(f"{source}.in_proj.{{part}}", "pooler.dense.{part}"),
+                *(
+                    Row(f"{source}.attn.{name}.{{part}}", f"pooler.attention.{name}.{{part}}")
+                    for name in ("q_proj", "k_proj", "v_proj", "out_proj")
+                ),
+                Row(f"{source}.layernorm.{{part}}", "pooler.layer_norm.{part}", LAYER_NORM),
+                Row(f"{source}.dense.{{part}}", "classifier.dense.0.{part}"),
+                Row(f"{source}.out_proj.{{part}}", "classifier.out_proj.{part}"),
+            ]
+        reason = "head not chosen; --head {name} converts it"
+        return KeyMap([*rows, Row("classification_heads.{name}.{rest}", None, reason=reason, except_name=target.head)])
 
-    def plan(self, evidence: Evidence, head: str | None = None) -> Plan:
-        """Return the plan: the head `head`, else the only one of a fine-tuned model, else the masked LM."""
-        names = sorted({key.split(".")[1] for key in evidence.tensors if key.startswith("classification_heads.")})
-        for name in names:
-            if not re.fullmatch(r"[\w-]+", name):
-                raise ConversionError(f"classification head {name!r}: a name has letters, digits, '_' and '-' only")
-        head = _choose_head(names, evidence.args, head)
-        vocab_size, _ = evidence.shape(f"{_BODY}.embed_tokens.weight", "vocabulary", "width")
-        fields = {"vocab_size": vocab_size} | read_fields(self.table, evidence)
-        model_class = LunaForMaskedLM
-        if head is not None:
-            model_class, head_fields = _head(evidence, head)
-            fields |= head_fields
-        config = build_config(LunaConfig, self.table, evidence, **fields)
-        decided = ("tie_key_value", "tie_word_embeddings", "dynamic_projection_length")
-        return Plan(
-            model_class,
-            config,
-            _keymap(config, head, tuple(name for name in names if name != head)),
-            appended_symbol="<mask>",
-            num_labels=fields.get("num_labels"),
-            also_loads=() if head is None else (LunaForMaskedLM,),
-            decisions={"head": head} | {name: getattr(config, name) for name in decided},
-            notes=[] if head is None else ["the LM head is kept: AutoModelForMaskedLM loads from the same folder"],
-            warnings=evidence.warnings,
+    def companions(self, target: Target, evidence: Evidence) -> Companions:
+        """Return the vocabulary, the labels of a classifier, and GPT-2's byte-pair encoding."""
+        task, config = evidence.args.get("task"), target.config
+        places = {"vocabulary_place": "input0/dict.txt"} if task in ("sentence_prediction", "sentence_ranking") else {}
+        places |= {"label_place": "label/dict.txt"} if task == "sentence_prediction" else {}
+        kind = VocabularyAndLabels(
+            config.vocab_size,
+            "<mask>",
+            config.num_labels if target.model_class is LunaForSequenceClassification else None,
+            labelled=config.problem_type != "regression",
+            **places,
         )
 
-    def tokenizer(self, plan: Plan, dictionaries: Dictionaries, bpe: str | Path | None) -> ConvertedTokenizer | None:
-        """Return GPT-2's byte-pair encoding with the ids of the dictionary."""
-        if bpe is None:
-            plan.notes.append("no tokenizer: --bpe DIR, the folder with GPT-2's encoder.json and vocab.bpe, adds it")
-            return None
-        if dictionaries.vocabulary is None:
-            raise ConversionError(f"--bpe {bpe}: there is no dictionary beside the checkpoint; give it with --dict")
-        length = plan.config.max_position_embeddings
-        tokenizer, missing = bpe_tokenizer(dictionaries.vocabulary, read_gpt2_bpe(bpe), plan.appended_symbol, length)
-        if missing:
-            plan.notes.append(
-                "the tokenizer's class is in the folder: without luna_mega it needs trust_remote_code=True"
-            )
-        return ConvertedTokenizer(tokenizer, PIECES, missing)
+        def tokenizer(
+            dictionaries: Dictionaries, bpe: str | Path | None, notes: list[str]
+        ) -> ConvertedTokenizer | None:
+            if bpe is None:
+                notes.append("no tokenizer: --bpe DIR, the folder with GPT-2's encoder.json and vocab.bpe, adds it")
+                return None
+            if dictionaries.vocabulary is None:
+                raise ConversionError(f"--bpe {bpe}: there is no dictionary beside the checkpoint; give it with --dict")
+            length = config.max_position_embeddings
+            made, missing = bpe_tokenizer(dictionaries.vocabulary, read_gpt2_bpe(bpe), "<mask>", length)
+            if missing:
+                notes.append(
+                    "the tokenizer's class is in the folder: without luna_mega it needs trust_remote_code=True"
+                )
+            return ConvertedTokenizer(made, PIECES, missing)
 
-    def heads(self, plan: Plan, tensors: Tensors) -> list[str]:
-        """Return the LM head and every classification head."""
+        return Companions(kind, tokenizer)
+
+    def report(self, target: Target, evidence: Evidence) -> Notes:
+        """Return the head, the heads of the file, and those that an export lacks."""
+        decided, head, exported = ("tie_key_value", "tie_word_embeddings", "dynamic_projection_length"), target.head, []
         named = [
             f"{key.split('.')[1]}: {len(tensor)} classes"
-            for key, tensor in tensors.items()
+            for key, tensor in evidence.tensors.items()
             if key.startswith("classification_heads.") and key.endswith(".out_proj.weight") and ".attn." not in key
         ]
-        return ["masked LM", *named]
-
-    def keymap(self, config: LunaConfig, revision: str, head: str | None = None) -> KeyMap:
-        """Return the map of a file whose only classification head is `head`."""
-        return _keymap(config, head)
-
-    def allowed(self, target: Target) -> dict[str, tuple]:
-        """Return the values that all encoders can express, and the values of the head."""
-        config = target.config
-        allowed = _luna.allowed_in_encoders(config, target.revision) | _luna.ONLY_LEARNED | {"share_layers": (False,)}
-        if target.model_class is LunaForMultipleChoice:
-            allowed["classifier_hidden_size"] = (config.hidden_size,)
-        if target.model_class not in self.classifiers:
-            return allowed
-        any_kind, own_kind = tuple(_HEAD_OF_POOLING), (_POOLING_OF_HEAD.get(target.head, "cls"),)
-        return allowed | {
-            "pooling": any_kind if target.head is None else own_kind,
-            "pool_padding": (False,),
-            "drop_first_token": (False,),
-            "classifier_num_layers": (1,),
-            "classifier_bias": (True,),
-            "classifier_activation": _luna.activations(target.revision),
-        }
-
-    def unused(self, target: Target) -> set[str]:
-        """Return the fields that may differ; for a head that ranks, the number of labels is one of them."""
-        ranking = {"num_labels", "drop_first_token"} if target.model_class is LunaForMultipleChoice else set()
-        return super().unused(target) | ranking
-
-    def usual_head(self, config: LunaConfig) -> str:
-        """Return the name that the original gives a head of this kind."""
-        return _HEAD_OF_POOLING[config.pooling]
-
-    def remarks(self, target: Target, args: dict[str, Any], left_out: list[str]) -> list[str]:
-        """Return notes on heads that the file lacks, and on a task that does not name the head."""
-        notes = []
-        if heads := sorted({name.split(".")[1] for name in left_out if name.startswith("classification_heads.")}):
-            notes.append(f"the conversion left out the heads {', '.join(heads)}: they are not in the file")
-        if target.head is not None and args.get("task") == "masked_lm":
-            notes.append(f"the task in args is masked_lm: luna-mega convert takes the head with --head {target.head}")
-        return notes
+        if lost := sorted(
+            {name.split(".")[1] for name in evidence.left_out if name.startswith("classification_heads.")}
+        ):
+            exported.append(f"the conversion left out the heads {', '.join(lost)}: they are not in the file")
+        if head is not None and evidence.args.get("task") == "masked_lm":
+            exported.append(f"the task in args is masked_lm: luna-mega convert takes the head with --head {head}")
+        return Notes(
+            {"head": head} | {name: getattr(target.config, name) for name in decided},
+            [] if head is None else ["the LM head is kept: AutoModelForMaskedLM loads from the same folder"],
+            exported,
+            ["masked LM", *named],
+        )
 
 
-def _choose_head(names: list[str], args: dict[str, Any], requested: str | None) -> str | None:
-    if requested is not None and requested not in names:
-        has = f"has {', '.join(names)}" if names else "has no classification head"
-        raise ConversionError(f"--head {requested}: the file {has}")
-    if requested is None and args.get("task") in _FINE_TUNING_TASKS and len(names) == 1:
-        return names[0]
-    return requested
-
-
-def _head(evidence: Evidence, name: str) -> tuple[type, dict[str, Any]]:
-    num_labels, inner = evidence.shape(f"classification_heads.{name}.out_proj.weight", "classes", "inner width")
-    fields = {"pooling": _POOLING_OF_HEAD.get(name, "cls"), "classifier_hidden_size": inner}
-    if evidence.args.get("task") in _RANKING_TASKS and num_labels == 1:
-        return LunaForMultipleChoice, fields
-    if evidence.args.get("regression_target"):
-        fields["problem_type"] = "regression"
-    return LunaForSequenceClassification, fields | {"num_labels": num_labels}
-
-
-def _keymap(config: LunaConfig, head: str | None = None, other_heads: tuple[str, ...] = ()) -> KeyMap:
-    """Return the map of a file whose classification head `head` is converted and `other_heads` are not."""
-    rows = [
-        *(
-            Row(
-                f"{_LM_HEAD}.{theirs}",
-                f"lm_head.{ours}",
-                LAYER_NORM if "norm" in ours else None,
-                fill=fill,
-                note=_FRESH,
-            )
-            for theirs, ours, fill in _fresh_lm_head(config)
-        ),
-        Row(f"{_BODY}.embed_tokens.weight", "luna.embeddings.word_embeddings.weight"),
-        *_luna.encoder_rows(_BODY),
-    ]
-    if head is not None:
-        source = f"classification_heads.{head}"
-        rows += [
-            Row(f"{source}.in_proj.{{part}}", "pooler.dense.{part}"),
-            *(
-                Row(f"{source}.attn.{name}.{{part}}", f"pooler.attention.{name}.{{part}}")
-                for name in ("q_proj", "k_proj", "v_proj", "out_proj")
-            ),
-            Row(f"{source}.layernorm.{{part}}", "pooler.layer_norm.{part}", LAYER_NORM),
-            Row(f"{source}.dense.{{part}}", "classifier.dense.0.{part}"),
-            Row(f"{source}.out_proj.{{part}}", "classifier.out_proj.{part}"),
-        ]
-    rows += [
-        Row(f"classification_heads.{name}.{{rest}}", None, reason=f"head not chosen; --head {name} converts it")
-        for name in other_heads
-    ]
-    return KeyMap(rows)
-
-
-def _fresh_lm_head(config: LunaConfig) -> Iterator[tuple[str, str, Callable]]:
-    """Yield the name in the file, the name in the model, and the maker of every tensor of an untrained LM head."""
+def _lm_head_rows(config: LunaConfig) -> Iterator[Row]:
+    """Yield the rows of the LM head; an export of a model without one writes an untrained head."""
 
     @cache
     def head() -> LunaLMHead:
@@ -336,5 +324,10 @@ def _fresh_lm_head(config: LunaConfig) -> Iterator[tuple[str, str, Callable]]:
         "layer_norm.weight",
         "layer_norm.bias",
     ):
-        theirs = ours.removeprefix("decoder.")
-        yield theirs, ours, lambda dtype, name=ours: head().get_parameter(name).detach().to(dtype)
+        yield Row(
+            f"{_LM_HEAD}.{ours.removeprefix('decoder.')}",
+            f"lm_head.{ours}",
+            LAYER_NORM if ours.startswith("layer_norm") else None,
+            fill=lambda dtype, name=ours: head().get_parameter(name).detach().to(dtype),
+            note=_FRESH,
+        )

@@ -2,17 +2,19 @@
 
 from typing import Any
 
-from luna_mega import LunaConfig, LunaForSequenceClassification, LunaForSequencePairClassification
-from luna_mega.convert.argmap import Arg, also, build_config, equals, read_fields, written
+from luna_mega import LunaForSequenceClassification, LunaForSequencePairClassification
 from luna_mega.convert.argtypes import flag, number, size, whole, word
 from luna_mega.convert.evidence import Evidence
 from luna_mega.convert.formats import _lra, _luna
-from luna_mega.convert.formats._base import Tensors
 from luna_mega.convert.formats._lra import BODY, OUT
+from luna_mega.convert.formats.format import Companions, Facts, Format, Notes
 from luna_mega.convert.keymap import KeyMap, Row
-from luna_mega.convert.plan import Plan, Target
+from luna_mega.convert.safe_load import Checkpoint
+from luna_mega.convert.table import MODEL, Arg, also, derived, equals, fields, limited, written
+from luna_mega.convert.target import Target
 from luna_mega.errors import ConversionError
 
+_CLASSES = (LunaForSequenceClassification, LunaForSequencePairClassification)
 _EMBEDDING, _POSITIONS = f"{BODY}.embed_tokens.weight", f"{BODY}.embed_positions.weight"
 _PRE_LOGITS = "pre_logits.0.weight"
 _LISTOP = {"encoder_layers": 6, "encoder_attention_heads": 8, "max_positions": 2002, "tie_layer_weights": True}
@@ -125,6 +127,21 @@ def _pre_logits(evidence: Evidence) -> dict[str, Any]:
     return {"classifier_activation": "gelu", "classifier_num_layers": int(_first_layer(evidence) is not None)}
 
 
+def _head(evidence: Evidence) -> dict[str, Any]:
+    """Return the width of the head and its class: the number of features tells whether it reads a pair."""
+    first = _first_layer(evidence)
+    found = {} if first is None else {"classifier_hidden_size": first[0]}
+    features = evidence.shape(OUT, "classes", "features")[1] if first is None else first[1]
+    factor, combined = _PAIRS[evidence.revision]
+    model_class = _lra.choose_class(features, _embedding(evidence)[-1], factor, *_CLASSES)
+    pair = {"pair_features": combined} if model_class is LunaForSequencePairClassification else {}
+    return found | pair | {MODEL: model_class}
+
+
+def _vocabulary(evidence: Evidence) -> dict[str, int]:
+    return {"vocab_size": _embedding(evidence)[0]} if _tokens(evidence) else {}
+
+
 def _is_pair(target: Target) -> bool:
     return target.model_class is LunaForSequencePairClassification
 
@@ -156,6 +173,20 @@ def _representation(target: Target) -> str:
     return "mp" if target.config.pooling == "mean" or _is_image(target) else "cls"
 
 
+def _layers_of_head(target: Target) -> tuple[int, ...]:
+    return (target.config.classifier_num_layers or 1,) if target.revision == "r21" else (0, 1)
+
+
+def _widths_of_head(target: Target) -> tuple[int, ...]:
+    config = target.config
+    free = target.revision == "r21" or not config.classifier_num_layers
+    return (config.classifier_hidden_size if free else config.hidden_size,)
+
+
+def _inputs(target: Target) -> tuple[str, ...]:
+    return ("tokens",) if target.revision == "r21" else ("tokens", "values")
+
+
 _TABLE = (
     *_luna.encoder_arguments(
         BODY,
@@ -183,75 +214,56 @@ _TABLE = (
     Arg("use_p", default=False, read=_pooling, write=equals("pooling", "packed_mean"), kind=flag),
     _lra.NO_REGRESSION,
     Arg("task", write=_task, kind=word),
-    Arg("classifier_layers", "classifier_num_layers", measure=_classifier_layers, revision="r21", kind=whole),
-    _lra.input_type(_tokens, when=lambda target: target.revision == "head"),
+    Arg(
+        "classifier_layers",
+        "classifier_num_layers",
+        measure=_classifier_layers,
+        revision="r21",
+        kind=whole,
+    ),
+    _lra.input_type(_tokens, when=lambda target: target.revision == "head", only=_inputs),
     Arg("classifier_in_dim", write=_in_features, kind=whole),
     written("classifier_out_dim", "classifier_hidden_size", revision="r21", kind=whole),
-    _lra.classifier_activation("relu", revision="r21"),
+    _lra.classifier_activation("relu", revision="r21", only=_luna.activations),
     Arg("pre_logits", read=_pre_logits, write=equals("classifier_num_layers", 1), revision="head", kind=flag),
     also("dropout", "classifier_dropout", revision="head"),
+    derived("classifier_dropout", lambda evidence: 0.0, revision="r21"),
+    derived("classifier_bias", lambda evidence: False),
+    fields(_vocabulary),
+    fields(_head),
+    limited("classifier_num_layers", _layers_of_head),
+    limited("classifier_hidden_size", _widths_of_head),
+    *_luna.LIMITS,
 )
 
 
-class LunaLra(_lra.LraFormat, _luna.LunaFormat):
+class LunaLra(Format):
     """Classifiers of one sequence or of a pair, of tokens or of pixels."""
 
-    name = "luna_lra"
-    revisions = {
-        "r21": _luna.code_of_2021("Luna LRA of the 2021 code"),
-        "head": _luna.code_of_2023("Luna LRA of the 2023 code"),
-    }
-    written = ("r21", "head")
-    classes = classifiers = (LunaForSequenceClassification, LunaForSequencePairClassification)
+    facts = Facts(
+        name="luna_lra",
+        revisions={
+            "r21": _luna.code_of_2021("Luna LRA of the 2021 code"),
+            "head": _luna.code_of_2023("Luna LRA of the 2023 code"),
+        },
+        written=("r21", "head"),
+        model_classes=_CLASSES,
+        classifiers=_CLASSES,
+        stacks=frozenset({("luna", BODY)}),
+        architectures=_ARCHITECTURES,
+        container=_lra.CONTAINER,
+        norms={"r21": "standard", "head": "plus-one"},
+        **_luna.FACTS,
+    )
     table = _TABLE
-    architectures = _ARCHITECTURES
 
-    def recognise(self, tensors: Tensors, args: dict[str, Any]) -> str | None:
+    def recognise(self, file: Checkpoint) -> str | None:
         """Return the revision: the 2023 code has no classifier layers of these names."""
-        if f"{BODY}.projected_embeddings" not in tensors:
+        if f"{BODY}.projected_embeddings" not in file.tensors:
             return None
-        return "r21" if any(key.startswith("classifier.") for key in tensors) else "head"
+        return "r21" if any(key.startswith("classifier.") for key in file.tensors) else "head"
 
-    def norm_convention(self, revision: str) -> str:
-        """Return how norm weights are stored: in the 2023 code, minus one."""
-        return "plus-one" if revision == "head" else "standard"
-
-    def plan(self, evidence: Evidence, head: str | None = None) -> Plan:
-        """Return the plan: sequence classification, or pair classification for Retrieval."""
-        tokens, revision = _tokens(evidence), evidence.revision
-        fields = {"vocab_size": _embedding(evidence)[0]} if tokens else {}
-        fields |= read_fields(self.table, evidence) | {"classifier_bias": False}
-        if revision == "r21":
-            fields["classifier_dropout"] = 0.0
-        first = _first_layer(evidence)
-        if first is not None:
-            fields["classifier_hidden_size"], in_features = first
-        else:
-            _, in_features = evidence.shape(OUT, "classes", "features")
-        factor, features = _PAIRS[revision]
-        model_class = _lra.choose_class(in_features, fields["hidden_size"], factor, *self.classes)
-        if model_class is LunaForSequencePairClassification:
-            fields["pair_features"] = features
-        config = build_config(LunaConfig, self.table, evidence, **fields)
-        notes = [_PADDING_NOTE] * config.pool_padding
-        starts_with_cls = tokens and (revision == "r21" or evidence.arg("sen_rep_type") == "cls")
-        if starts_with_cls:
-            notes.append(_lra.first_token_note(config))
-        if config.position_embedding_type == "sinusoidal":
-            notes.append(_SCALED_NOTE)
-        return Plan(
-            model_class,
-            config,
-            self.keymap(config, revision),
-            appended_symbol="<CLS>" if tokens else None,
-            num_labels=config.num_labels,
-            prepends_appended=starts_with_cls,
-            decisions={name: getattr(config, name) for name in _DECIDED},
-            notes=notes,
-            warnings=evidence.warnings,
-        )
-
-    def keymap(self, config: LunaConfig, revision: str, head: str | None = None) -> KeyMap:
+    def keymap(self, target: Target) -> KeyMap:
         """Return the map of a file of a revision; the embedding depends on the input of the model."""
         embedding = {
             "tokens": Row(f"{BODY}.embed_tokens.weight", "luna.embeddings.word_embeddings.weight"),
@@ -261,49 +273,31 @@ class LunaLra(_lra.LraFormat, _luna.LunaFormat):
             "r21": [Row("classifier.{n}.{part}", "classifier.dense.{n}.{part}")],
             "head": [
                 Row("pre_logits.0.{part}", "classifier.dense.0.{part}"),
-                *_luna.sinusoid_rows(BODY, config),
+                *_luna.sinusoid_rows(BODY, target.config),
             ],
         }
         return KeyMap(
             [
-                embedding[config.input_type],
+                embedding[target.config.input_type],
                 *_luna.encoder_rows(BODY),
-                *classifier[revision],
+                *classifier[target.revision],
                 Row(OUT, "classifier.out_proj.weight"),
             ]
         )
 
-    def allowed(self, target: Target) -> dict[str, tuple]:
-        """Return the values that all encoders can express, and the values of the head of the revision."""
-        allowed = _luna.allowed_in_encoders(target.config, target.revision)
-        of_2021 = target.revision == "r21"
-        allowed |= _luna.ONLY_LEARNED if of_2021 else {"position_embedding_type": ("learned", "sinusoidal")}
-        allowed |= {"dynamic_projection_length": (True,), "classifier_bias": (False,)}
-        return allowed | (_head_of_2021(target) if of_2021 else _head_of_2023(target))
+    def companions(self, target: Target, evidence: Evidence) -> Companions:
+        """Return words and labels."""
+        return _lra.companions(target, evidence, _starts_with_cls(target, evidence))
+
+    def report(self, target: Target, evidence: Evidence) -> Notes:
+        """Return the decisions and the known differences of the original."""
+        config = target.config
+        notes = [_PADDING_NOTE] * config.pool_padding
+        notes += [_lra.first_token_note(config)] * _starts_with_cls(target, evidence)
+        notes += [_SCALED_NOTE] * (config.position_embedding_type == "sinusoidal")
+        return Notes({name: getattr(config, name) for name in _DECIDED}, notes, heads=_lra.heads(target))
 
 
-def _head_of_2021(target: Target) -> dict[str, tuple]:
-    config = target.config
-    return {
-        "pooling": ("cls", "mean", "packed_mean"),
-        "pool_padding": (config.pooling != "cls",),
-        "drop_first_token": (config.pooling == "packed_mean",),
-        "classifier_num_layers": (config.classifier_num_layers or 1,),
-        "classifier_activation": _luna.activations(target.revision),
-        "pair_features": ("concat",) if _is_pair(target) else (config.pair_features,),
-    }
-
-
-def _head_of_2023(target: Target) -> dict[str, tuple]:
-    config = target.config
-    allowed = {
-        "pooling": ("mean", "packed_mean") if _is_image(target) else ("cls", "mean", "packed_mean"),
-        "pool_padding": (config.pooling == "packed_mean",),
-        "drop_first_token": (False,),
-        "classifier_num_layers": (0, 1),
-    }
-    if config.classifier_num_layers:
-        allowed |= {"classifier_activation": ("gelu",), "classifier_hidden_size": (config.hidden_size,)}
-    if _is_pair(target):
-        allowed["pair_features"] = ("interaction",)
-    return allowed
+def _starts_with_cls(target: Target, evidence: Evidence) -> bool:
+    tokens = target.config.input_type == "tokens"
+    return tokens and (target.revision == "r21" or evidence.arg("sen_rep_type") == "cls")

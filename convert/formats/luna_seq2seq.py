@@ -7,13 +7,14 @@ from typing import Any
 import torch
 
 from luna_mega import LunaForConditionalGeneration, LunaSeq2SeqConfig
-from luna_mega.convert.argmap import ACTIVATION, NOT, Arg, Table, build_config, equals, fixed, read_fields, written
 from luna_mega.convert.argtypes import flag, number, size, word
 from luna_mega.convert.evidence import Evidence
 from luna_mega.convert.formats import _luna, _translation
-from luna_mega.convert.formats._base import Tensors
+from luna_mega.convert.formats.format import Companions, Facts, Format, Notes
 from luna_mega.convert.keymap import LAYER_NORM, KeyMap, Row
-from luna_mega.convert.plan import Plan, Target
+from luna_mega.convert.safe_load import Checkpoint
+from luna_mega.convert.table import ACTIVATION, NOT, Arg, Table, equals, fields, fixed, limited, written
+from luna_mega.convert.target import Target
 from luna_mega.errors import ConversionError
 from luna_mega.modeling_luna.configuration_luna import DECODER_FIELDS
 
@@ -84,6 +85,25 @@ def _decoder_layerdrop(evidence: Evidence) -> dict[str, Any]:
     return {}
 
 
+def _heads(evidence: Evidence) -> int:
+    return evidence.args.get("encoder_attention_heads") or 8
+
+
+def _heads_of_decoder(evidence: Evidence) -> int:
+    return evidence.args.get("decoder_attention_heads") or _heads(evidence)
+
+
+def _vocabularies(evidence: Evidence) -> dict[str, int]:
+    for prefix in _ABSENT:
+        if any(key.startswith(prefix) for key in evidence.tensors):
+            raise ConversionError(
+                f"the file has tensors '{prefix}*': a decoder of another width than its embedding, or an adaptive "
+                "softmax, which the encoder-decoder here lacks; no published recipe trains one"
+            )
+    vocabulary, of_target, _ = _translation.vocabularies(evidence)
+    return {"vocab_size": vocabulary, "decoder_vocab_size": of_target}
+
+
 def _side(side: str) -> Table:
     """Return the rows of the arguments and fields that either side has of its own."""
 
@@ -93,6 +113,7 @@ def _side(side: str) -> Table:
     positions = field("position_embedding_type")
     width = Arg("encoder_embed_dim", "hidden_size", measure=_translation.width, kind=size)
     drop = Arg("encoder_layerdrop", "layerdrop", default=0.0, kind=number)
+    pack_heads = _heads if side == "encoder" else _heads_of_decoder
     if side == "decoder":
         width = written("decoder_embed_dim", "hidden_size", kind=size)
         drop = replace(drop, name="decoder_layerdrop", read=_decoder_layerdrop)
@@ -101,8 +122,8 @@ def _side(side: str) -> Table:
         Arg(f"{side}_layers", field("num_hidden_layers"), measure=_layers(side), kind=size),
         width,
         Arg(f"{side}_ffn_embed_dim", field("intermediate_size"), measure=_luna.feed_forward(side), kind=size),
-        Arg(f"{side}_attention_heads", field("num_attention_heads"), kind=size),
-        Arg(f"{side}_projected_attention_heads", field("num_pack_attention_heads"), kind=size),
+        Arg(f"{side}_attention_heads", field("num_attention_heads"), default=_heads, kind=size),
+        Arg(f"{side}_projected_attention_heads", field("num_pack_attention_heads"), default=pack_heads, kind=size),
         Arg(
             f"{side}_learned_pos",
             default=False,
@@ -121,12 +142,13 @@ _TABLE = (
         # The args have all sizes.
         Arg("arch", write=lambda target: f"luna_base_{'tied' if target.config.tie_key_value else 'untied'}", kind=word)
     ),
+    fields(_vocabularies),
     Arg("max_source_positions", "max_position_embeddings", default=1024, measure=_positions("encoder"), kind=size),
     Arg("max_target_positions", "max_target_positions", default=1024, measure=_positions("decoder"), kind=size),
     Arg("projection_length", "projection_length", measure=_luna.packed_length("encoder"), kind=size),
     _luna.PACKED_LENGTH_FIXED,
     _luna.UNTIED_KEY_VALUE,
-    Arg("activation_fn", "hidden_act", ACTIVATION, "relu", kind=word),
+    Arg("activation_fn", "hidden_act", ACTIVATION, "relu", kind=word, only=_luna.activations),
     Arg("layernorm_embedding", "embedding_norm", measure=_there("encoder.layernorm_embedding.weight"), kind=flag),
     Arg("no_scale_embedding", "scale_embedding", NOT, False, kind=flag),
     Arg("no_token_positional_embeddings", default=False, write=equals("position_embedding_type", "none"), kind=flag),
@@ -139,55 +161,43 @@ _TABLE = (
     written("decoder_output_dim", "hidden_size", kind=size),
     *_side("encoder"),
     *_side("decoder"),
+    limited("share_layers", (False,)),
+    *_luna.LIMITS,
 )
 
 
-class LunaSeq2Seq(_translation.TranslationFormat, _luna.LunaFormat):
+class LunaSeq2Seq(Format):
     """Files of `luna`, `luna_base_tied` and `luna_base_untied`."""
 
-    name = "luna_seq2seq"
-    revisions = {"r21": _luna.code_of_2021("Luna translation")}
-    written = ("r21",)
-    config_class = LunaSeq2SeqConfig
-    classes = (LunaForConditionalGeneration,)
-    decoder_fields = DECODER_FIELDS
+    facts = Facts(
+        name="luna_seq2seq",
+        revisions={"r21": _luna.code_of_2021("Luna translation")},
+        written=("r21",),
+        model_classes=(LunaForConditionalGeneration,),
+        stacks=frozenset({("luna", "encoder"), ("luna", "decoder")}),
+        container=_translation.CONTAINER,
+        norms={"r21": "standard"},
+        resolve=lambda config: _translation.resolve(config, DECODER_FIELDS),
+        **_luna.FACTS | {"config_class": LunaSeq2SeqConfig},
+    )
     table = _TABLE
 
-    def recognise(self, tensors: Tensors, args: dict[str, Any]) -> str | None:
+    def recognise(self, file: Checkpoint) -> str:
         """Return the only revision."""
-        packs = "encoder.projected_embeddings" in tensors
-        return "r21" if packs and any(key.startswith("decoder.layers.") for key in tensors) else None
+        return "r21"
 
-    def evidence(self, tensors: Tensors, args: dict[str, Any], revision: str) -> Evidence:
-        """Return the evidence; a number of heads that the args lack follows from another one."""
-        evidence = super().evidence(tensors, args, revision)
-        heads = evidence.args.get("encoder_attention_heads") or 8
-        evidence.defaults |= {
-            "encoder_attention_heads": heads,
-            "encoder_projected_attention_heads": heads,
-            "decoder_attention_heads": heads,
-            "decoder_projected_attention_heads": evidence.args.get("decoder_attention_heads") or heads,
-        }
-        return evidence
+    def companions(self, target: Target, evidence: Evidence) -> Companions:
+        """Return the files of both languages."""
+        return _translation.companions(target, evidence, target.config.decoder_config.max_position_embeddings)
 
-    def plan(self, evidence: Evidence, head: str | None = None) -> Plan:
-        """Return the plan of an encoder-decoder."""
-        for prefix in _ABSENT:
-            if any(key.startswith(prefix) for key in evidence.tensors):
-                raise ConversionError(
-                    f"the file has tensors '{prefix}*': a decoder of another width than its embedding, or an adaptive "
-                    "softmax, which the encoder-decoder here lacks; no published recipe trains one"
-                )
-        vocabulary, target_vocabulary, _ = _translation.vocabularies(evidence)
-        fields = {"vocab_size": vocabulary, "decoder_vocab_size": target_vocabulary}
-        config = build_config(LunaSeq2SeqConfig, self.table, evidence, **fields | read_fields(self.table, evidence))
-        decisions = {name: getattr(config, name) for name in _DECIDED}
-        positions = config.decoder_config.max_position_embeddings
-        return self.plan_of(config, evidence, positions, decisions=decisions, notes=[_ACTIVATION_NOTE])
+    def report(self, target: Target, evidence: Evidence) -> Notes:
+        """Return the decisions, and the activation that a file does not tell."""
+        decisions = {name: getattr(target.config, name) for name in _DECIDED}
+        return Notes(decisions, [_ACTIVATION_NOTE], heads=_translation.HEADS)
 
-    def keymap(self, config: LunaSeq2SeqConfig, revision: str, head: str | None = None) -> KeyMap:
+    def keymap(self, target: Target) -> KeyMap:
         """Return the map of an encoder-decoder."""
-        encoder, decoder = "luna.encoder", "luna.decoder"
+        config, encoder, decoder = target.config, "luna.encoder", "luna.decoder"
         versions = [Row(f"{side}.version", None, reason=_VERSION, fill=_version) for side in _translation.SIDES]
         return KeyMap(
             [
@@ -204,26 +214,6 @@ class LunaSeq2Seq(_translation.TranslationFormat, _luna.LunaFormat):
                 *versions,
             ]
         )
-
-    def allowed(self, target: Target) -> dict[str, tuple]:
-        """Return the values that the code for translation can express: more than the code of the encoders."""
-        config = target.config
-        types = (config.position_embedding_type, config.decoder_config.position_embedding_type)
-        with_positions = "learned" in types or types[0] == "sinusoidal"
-        return {
-            "hidden_act": _luna.activations(target.revision),
-            "causal_activation": ("softplus",),
-            "contextual_projection": (True,),
-            "share_layers": (False,),
-            "layer_norm_eps": (1e-5,),
-            "pad_token_id": (1,),
-            "first_position": (None,),
-            "bos_token_id": (0, None),
-            "eos_token_id": (2, None),
-            "decoder_start_token_id": (2,),
-            # Either both sides have positions or neither.
-            "decoder_position_embedding_type": (None, "learned", "sinusoidal") if with_positions else (None, "none"),
-        }
 
 
 def _version(_: torch.dtype) -> torch.Tensor:

@@ -1,18 +1,19 @@
 """mega_image: Mega for pictures, saved by the training script that the authors took from DeiT."""
 
-import argparse
 import math
 from typing import Any
 
 from luna_mega import MegaConfig, MegaForImageClassification
-from luna_mega.convert.argmap import NOT, Arg, build_config, fixed, read_fields
 from luna_mega.convert.argtypes import flag, number, size, whole, word
 from luna_mega.convert.dictionary_kinds import ClassNames
 from luna_mega.convert.evidence import Evidence
 from luna_mega.convert.formats import _mega
-from luna_mega.convert.formats._base import Revision, Tensors
+from luna_mega.convert.formats.containers import DeitFile
+from luna_mega.convert.formats.format import Companions, Facts, Format, Notes, Revision
 from luna_mega.convert.keymap import KeyMap, Reshape, Row
-from luna_mega.convert.plan import Plan, Target
+from luna_mega.convert.safe_load import Checkpoint
+from luna_mega.convert.table import NOT, Arg, fields, fixed, limited
+from luna_mega.convert.target import Target
 from luna_mega.errors import ConversionError
 
 _PATCHES = "patch_embed.pemb.proj.weight"
@@ -81,6 +82,21 @@ def _name(target: Target) -> str:
     return _NAMES.get(widths if sizes == (12, 16, 16, 224) else None, "mega")
 
 
+def _widths(evidence: Evidence) -> dict[str, int]:
+    """Return the sizes that the args do not have."""
+    width, channels, patch = _patches(evidence)
+    return {
+        "hidden_size": width,
+        "num_channels": channels,
+        "patch_size": patch,
+        "num_hidden_layers": evidence.layers("blocks"),
+        "intermediate_size": _STACK.values(evidence),
+        "nffn_hidden_size": evidence.shape("blocks.0.nffn.fc1.weight", "ffn width", "width")[0],
+        "shared_representation_size": _STACK.shared(evidence),
+        "ema_projection_size": _STACK.dimensions(evidence),
+    }
+
+
 _TABLE = (
     Arg("model", write=_name, kept=True, kind=word),
     Arg("input_size", "image_size", measure=lambda evidence: _side(evidence) * _patch_size(evidence), kind=size),
@@ -92,100 +108,52 @@ _TABLE = (
     Arg("drop", "dropout_prob", default=0.0, kind=number),
     Arg("drop_path", "drop_path_rate", default=0.2, kind=number),
     fixed("model_ema", False),
+    fields(_widths),
+    limited("num_channels", (3,)),
+    limited("normalization_type", ("layernorm", "scalenorm", "batchnorm", "syncbatchnorm")),
+    limited("relative_positional_bias", ("simple",)),
+    limited("use_normalized_ffn", (True,)),
+    _mega.AFFINE_NORMS,
 )
 
 
-class MegaImage(_mega.MegaFormat):
+class MegaImage(Format):
     """Classifiers of pictures. The args name neither widths nor depth; the tensors do."""
 
-    name = "mega_image"
-    revisions = {
-        name: Revision(f"Mega for pictures, {patches}", f"variant with {patches}", "the Mega code for pictures")
-        for name, patches in (("conv", "patches by convolution"), ("linear", "linear patches"))
-    }
-    written = ("conv",)
-    refused = _mega.MegaFormat.refused | {"ema-convention": "the code for pictures has one convention"}
-    classes = classifiers = (MegaForImageClassification,)
-    needs_args = False
+    facts = Facts(
+        name="mega_image",
+        revisions={
+            name: Revision(f"Mega for pictures, {patches}", f"variant with {patches}", "the Mega code for pictures")
+            for name, patches in (("conv", "patches by convolution"), ("linear", "linear patches"))
+        },
+        model_classes=(MegaForImageClassification,),
+        classifiers=(MegaForImageClassification,),
+        stacks=frozenset({("mega", "")}),
+        make_config=MegaConfig.image_base_patch16_224,
+        container=DeitFile(),
+        **_mega.FACTS
+        | {
+            "written": ("conv",),
+            "refused": _mega.FACTS["refused"] | {"ema-convention": "the code for pictures has one convention"},
+        },
+    )
     table = _TABLE
 
-    def recognise(self, tensors: Tensors, args: dict[str, Any]) -> str | None:
+    def recognise(self, file: Checkpoint) -> str | None:
         """Return how the patches are embedded."""
-        if _PATCHES not in tensors or not any(key.startswith("blocks.0.mega_layer.") for key in tensors):
+        if _PATCHES not in file.tensors:
             return None
-        return "linear" if tensors[_PATCHES].dim() == 2 else "conv"
+        return "linear" if file.tensors[_PATCHES].dim() == 2 else "conv"
 
-    def refusal(self, tensors: Tensors, arch: str) -> str | None:
-        """Return why a vision model of the same library cannot be converted."""
-        if not any(key.startswith("blocks.0.") for key in tensors) or not any("patch_embed." in key for key in tensors):
-            return None
-        return "a vision model without a Mega layer (there is no 'blocks.0.mega_layer.*'); load it with timm"
-
-    def decide_revision(self, revision: str, tensors: Tensors, ema_convention: str) -> tuple[str, str | None]:
-        """Return the revision."""
-        return revision, None
-
-    def assumed(self, revision: str) -> str:
-        """Return the revision."""
-        return revision
-
-    def architecture(self, args: dict[str, Any]) -> str:
-        """Return the name of the model."""
-        return str(args.get("model"))
-
-    def plan(self, evidence: Evidence, head: str | None = None) -> Plan:
-        """Return the plan of a picture classifier."""
-        width, colours, patch = _patches(evidence)
-        fields = read_fields(self.table, evidence) | {
-            "hidden_size": width,
-            "num_channels": colours,
-            "patch_size": patch,
-            "num_hidden_layers": evidence.layers("blocks"),
-            "intermediate_size": _STACK.values(evidence),
-            "nffn_hidden_size": evidence.shape("blocks.0.nffn.fc1.weight", "ffn width", "width")[0],
-            "shared_representation_size": _STACK.shared(evidence),
-            "ema_projection_size": _STACK.dimensions(evidence),
-        }
-        config = build_config(MegaConfig.image_base_patch16_224, self.table, evidence, **fields)
-        return Plan(
-            MegaForImageClassification,
-            config,
-            self.keymap(config, evidence.revision),
-            num_labels=config.num_labels,
-            decisions={"image_size": config.image_size, "patch_size": patch, "patches": evidence.revision}
-            | {name: getattr(config, name) for name in ("normalization_type", "use_absolute_position_embeddings")},
-            warnings=evidence.warnings,
-        )
-
-    def dictionaries(self, plan: Plan, task: str | None) -> ClassNames:
-        """Return the names of the classes: there is no other dictionary."""
-        return ClassNames(plan.num_labels)
-
-    def tokenizer(self, plan: Plan, dictionaries: Any, bpe: Any) -> None:
-        """Return None: pictures have no tokens."""
-        if bpe is not None:
-            raise ConversionError(f"--bpe {bpe}: pictures have no tokens; leave the option out")
-
-    def preprocessor(self, config: MegaConfig) -> dict[str, Any]:
-        """Return the evaluation transform of the original: shorter side to 256 / 224 of the size, centre crop."""
-        size = config.image_size
-        return {
-            "image_processor_type": "LevitImageProcessor",
-            "size": {"shortest_edge": size},
-            "crop_size": {"height": size, "width": size},
-        }
-
-    def keymap(self, config: MegaConfig, revision: str, head: str | None = None) -> KeyMap:
+    def keymap(self, target: Target) -> KeyMap:
         """Return the map of a file."""
+        to_patches = "mega.embedding_layer.patch_embeddings.projection"
+        reshape = _reshape(target.config) if target.revision == "linear" else None
         return KeyMap(
             [
                 Row("pos_embed", "mega.embedding_layer.position_embeddings"),
-                Row(
-                    _PATCHES,
-                    "mega.embedding_layer.patch_embeddings.projection.weight",
-                    _reshape(config) if revision == "linear" else None,
-                ),
-                Row("patch_embed.pemb.proj.{part}", "mega.embedding_layer.patch_embeddings.projection.{part}"),
+                Row(_PATCHES, f"{to_patches}.weight", reshape),
+                Row("patch_embed.pemb.proj.bias", f"{to_patches}.bias"),
                 *_mega.block_rows("blocks.{layer}", "mega.layers.{layer}", "flash"),
                 *_mega.norm_rows("final_norm", "mega.final_norm"),
                 Row("out_proj.fc.{part}", "mega.output_projection.dense.{part}"),
@@ -194,38 +162,30 @@ class MegaImage(_mega.MegaFormat):
             ]
         )
 
-    def allowed(self, target: Target) -> dict[str, tuple]:
-        """Return the values that the original can express."""
-        config = target.config
-        usual = MegaConfig.image_base_patch16_224()
-        fixed_fields = (
-            "activation", "attention_activation", "bidirectional", "classifier_bias", "embedding_norm", "ema_shift",
-            "final_norm", "final_norm_affine", "input_type", "legacy_bias_table", "norm_affine",
-            "normalize_before_ffn", "normalize_before_mega", "output_projection", "pooling",
-            "relative_positional_bias", "scale_embedding", "truncation", "use_chunking", "use_normalized_ffn",
-            "add_token_type_embeddings",
-        )  # fmt: skip
-        fields = {name: (getattr(usual, name),) for name in fixed_fields} | {
-            "num_channels": (3,),
-            "normalization_type": ("layernorm", "scalenorm", "batchnorm", "syncbatchnorm"),
-            "classifier_num_layers": (0, 1),
-            "embedding_size": (config.hidden_size,),
+    def companions(self, target: Target, evidence: Evidence) -> Companions:
+        """Return names of classes, and the evaluation transform: shorter side to 256 / 224 of the size, center crop."""
+        size = target.config.image_size
+        preprocessor = {
+            "image_processor_type": "LevitImageProcessor",
+            "size": {"shortest_edge": size},
+            "crop_size": {"height": size, "width": size},
         }
-        return fields | ({"classifier_activation": ("silu",)} if config.classifier_num_layers else {})
+        return Companions(ClassNames(target.config.num_labels), _no_tokens, preprocessor)
 
-    def remarks(self, target: Target, args: dict[str, Any], left_out: list[str]) -> list[str]:
-        """Return notes on an exported file."""
-        if args["model"] not in _NAMES.values():
-            return [f"the original has no model of these sizes: register one as args.model = {args['model']!r} there"]
-        return []
+    def report(self, target: Target, evidence: Evidence) -> Notes:
+        """Return the decisions; an export notes a model that the original code does not register."""
+        config, model = target.config, evidence.args.get("model")
+        decided = ("normalization_type", "use_absolute_position_embeddings")
+        exported = [f"the original has no model of these sizes: register one as args.model = {model!r} there"]
+        kind = target.model_class.__name__.rpartition("For")[2]
+        return Notes(
+            {"image_size": config.image_size, "patch_size": config.patch_size, "patches": target.revision}
+            | {name: getattr(config, name) for name in decided},
+            exported=[] if model in _NAMES.values() else exported,
+            heads=[f"{kind}: {config.num_labels} classes, pooling {config.pooling}"],
+        )
 
-    def state(self, args: dict[str, Any], tensors: Tensors, num_updates: int) -> dict[str, Any]:
-        """Return the content of a file as the training script saves it, without optimizer state."""
-        return {
-            "model": tensors,
-            "epoch": 0,
-            "steps": num_updates,
-            "model_ema": None,
-            "scaler": {},
-            "args": argparse.Namespace(**args),
-        }
+
+def _no_tokens(dictionaries: Any, bpe: Any, notes: list[str]) -> None:
+    if bpe is not None:
+        raise ConversionError(f"--bpe {bpe}: pictures have no tokens; leave the option out")

@@ -7,14 +7,18 @@ from pathlib import Path
 import torch
 
 from luna_mega import MegaConfig, MegaForCausalLM
-from luna_mega.convert.argmap import COMMON, NOT, Arg, Way, build_config, fixed, read_fields, written
 from luna_mega.convert.argtypes import cutoffs, flag, number, size, word
 from luna_mega.convert.dictionary import Dictionaries
+from luna_mega.convert.dictionary_kinds import VocabularyAndLabels
+from luna_mega.convert.ema_convention import order_of
 from luna_mega.convert.evidence import Evidence, same_bits
 from luna_mega.convert.formats import _mega
-from luna_mega.convert.formats._base import Tensors
+from luna_mega.convert.formats.containers import FairseqFile
+from luna_mega.convert.formats.format import Companions, Facts, Format, Notes
 from luna_mega.convert.keymap import KeyMap, Row
-from luna_mega.convert.plan import Plan, Target
+from luna_mega.convert.safe_load import Checkpoint
+from luna_mega.convert.table import COMMON, NOT, Arg, Way, derived, fields, fixed, limited, written
+from luna_mega.convert.target import Target
 from luna_mega.convert.tokenizers import PIECES, WORDS, ConvertedTokenizer
 from luna_mega.convert.tokenizers.gpt2_bpe import read_gpt2_bpe
 from luna_mega.convert.tokenizers.language_models import (
@@ -160,6 +164,28 @@ def _softmax_factor(target: Target) -> float:
     return config.adaptive_input_factor if config.tie_word_embeddings else config.adaptive_softmax_factor
 
 
+# Fields that are the same in every language model; fairseq puts `</s>`, id 2, before the first token.
+_CONSTANTS = {
+    "is_decoder": True,
+    "bidirectional": False,
+    "add_lm_hidden_dense_layer": False,
+    "lm_head_bias": False,
+    "bos_token_id": 2,
+}
+
+
+def _ties_output(target: Target) -> bool:
+    return target.config.adaptive_softmax_cutoffs is None and target.config.tie_word_embeddings
+
+
+def _embedding_widths(target: Target) -> tuple[int, ...]:
+    return (target.config.hidden_size if _ties_output(target) else target.config.embedding_size,)
+
+
+def _bands_of_input(target: Target) -> tuple[list[int] | None, ...]:
+    return (None if _ties_output(target) else target.config.adaptive_input_cutoffs,)
+
+
 _TABLE = (
     *COMMON,
     fixed("task", "language_modeling", kept=True),
@@ -238,73 +264,35 @@ _TABLE = (
         there=_is_adaptive,
         kind=flag,
     ),
+    derived("vocab_size", _vocabulary),
+    fields(lambda evidence: _CONSTANTS),
+    *_mega.NORMS,
+    limited("embedding_size", _embedding_widths),
+    limited("adaptive_input_cutoffs", _bands_of_input),
 )
 
 
-class MegaLM(_mega.MegaFormat):
+class MegaLM(Format):
     """Language models of `mega_lm*`."""
 
-    name = "mega_lm"
-    revisions = _mega.revisions("Mega LM")
-    classes = (MegaForCausalLM,)
-    stacks = frozenset({_BODY})
-    unread = frozenset()
+    facts = Facts(
+        name="mega_lm",
+        revisions=_mega.revisions("Mega LM"),
+        model_classes=(MegaForCausalLM,),
+        stacks=frozenset({("mega", _BODY)}),
+        architectures=_ARCHITECTURES,
+        container=FairseqFile({"adaptive_loss": "AdaptiveLoss"}),
+        **_mega.FACTS | {"unused": lambda target: _mega.unused(target, frozenset({"bos_token_id"}))},
+    )
     table = _TABLE
-    architectures = _ARCHITECTURES
-    criteria = {"adaptive_loss": "AdaptiveLoss"}
 
-    def plan(self, evidence: Evidence, head: str | None = None) -> Plan:
-        """Return the plan of a language model.
+    def recognise(self, file: Checkpoint) -> str:
+        """Return the branch by the order of the tensors."""
+        return order_of(file.tensors) or "unknown"
 
-        Raises:
-            ConversionError: args and tensors contradict each other, or a tied copy differs from its original.
-        """
-        args, notes, own = evidence.args, [], self.architectures.get(self.architecture(evidence.args), {})
-        if args.get("activation_dropout") is None and "activation_dropout" not in own:
-            notes.append(
-                "args.activation_dropout is missing, without which the original fails here: 0.0 is taken for it"
-            )
-        fields = {"vocab_size": _vocabulary(evidence)} | read_fields(self.table, evidence)
-        config = build_config(
-            MegaConfig,
-            self.table,
-            evidence,
-            **fields,
-            is_decoder=True,
-            bidirectional=False,
-            add_lm_hidden_dense_layer=False,
-            lm_head_bias=False,
-            bos_token_id=2,  # fairseq puts it before the first token
-        )
-        return Plan(
-            MegaForCausalLM,
-            config,
-            self.keymap(config, evidence.revision),
-            decisions={"ema_convention": evidence.revision} | {name: getattr(config, name) for name in _DECIDED},
-            notes=notes,
-            warnings=evidence.warnings,
-        )
-
-    def tokenizer(self, plan: Plan, dictionaries: Dictionaries, bpe: str | Path | None) -> ConvertedTokenizer | None:
-        """Return the tokenizer for GPT-2's pieces, for bytes, or for symbols between white space."""
-        length, dictionary = position_limit(plan.config), dictionaries.vocabulary
-        if dictionary is None:
-            if bpe is not None:
-                raise ConversionError(f"--bpe {bpe}: there is no dictionary beside the checkpoint; give it with --dict")
-            return None
-        if bpe is not None:
-            return ConvertedTokenizer(lm_bpe_tokenizer(dictionary, read_gpt2_bpe(bpe), length), PIECES, [])
-        if holds_bytes(dictionary):
-            return ConvertedTokenizer(byte_tokenizer(dictionary, length), "bytes", [])
-        return ConvertedTokenizer(lm_word_tokenizer(dictionary, length), WORDS, [])
-
-    def heads(self, plan: Plan, tensors: Tensors) -> list[str]:
-        """Return the only head."""
-        return ["causal LM"]
-
-    def keymap(self, config: MegaConfig, revision: str, head: str | None = None) -> KeyMap:
+    def keymap(self, target: Target) -> KeyMap:
         """Return the map of a language model of a branch; the configuration tells the bands and the ties."""
-        words = "mega.embedding_layer.word_embeddings"
+        config, words = target.config, "mega.embedding_layer.word_embeddings"
         embedding = [Row(_EMBEDDING, f"{words}.weight")]
         if config.adaptive_input_cutoffs is not None:
             embedding = [_float_tensor(f"{_BODY}.embed_tokens")]
@@ -316,21 +304,40 @@ class MegaLM(_mega.MegaFormat):
                 Row(f"{_BODY}.version", None, reason=_mega.PLACEHOLDER, fill=_mega.version),
                 *embedding,
                 Row(_PROJECTION, "mega.embedding_layer.projection.weight"),
-                *_mega.layer_rows(_BODY, revision, config),
+                *_mega.layer_rows(_BODY, target.revision, config),
                 *([Row(_OUT, "lm_head.weight")] if config.adaptive_softmax_cutoffs is None else _softmax_rows(config)),
             ]
         )
 
-    def allowed(self, target: Target) -> dict[str, tuple]:
-        """Return the values that the language models can express."""
-        config = target.config
-        fields = _mega.allowed_in_all(config)
-        fields |= {"add_lm_hidden_dense_layer": (False,), "lm_head_bias": (False,), "eos_token_id": (2, None)}
-        if config.adaptive_softmax_cutoffs is None and config.tie_word_embeddings:
-            fields |= {"embedding_size": (config.hidden_size,), "adaptive_input_cutoffs": (None,)}
-        if not config.final_norm:
-            fields["final_norm_affine"] = (True, False)
-        return fields
+    def companions(self, target: Target, evidence: Evidence) -> Companions:
+        """Return the vocabulary, and the tokenizer of GPT-2's pieces, of bytes, or of symbols between white space."""
+        length = position_limit(target.config)
+
+        def tokenizer(
+            dictionaries: Dictionaries, bpe: str | Path | None, notes: list[str]
+        ) -> ConvertedTokenizer | None:
+            dictionary = dictionaries.vocabulary
+            if dictionary is None:
+                if bpe is not None:
+                    raise ConversionError(
+                        f"--bpe {bpe}: there is no dictionary beside the checkpoint; give it with --dict"
+                    )
+                return None
+            if bpe is not None:
+                return ConvertedTokenizer(lm_bpe_tokenizer(dictionary, read_gpt2_bpe(bpe), length), PIECES, [])
+            if holds_bytes(dictionary):
+                return ConvertedTokenizer(byte_tokenizer(dictionary, length), "bytes", [])
+            return ConvertedTokenizer(lm_word_tokenizer(dictionary, length), WORDS, [])
+
+        return Companions(VocabularyAndLabels(target.vocab_size, None, None), tokenizer)
+
+    def report(self, target: Target, evidence: Evidence) -> Notes:
+        """Return the decisions, and a default that the original lacks."""
+        name, notes = "activation_dropout", []
+        if evidence.args.get(name) is None and name not in _ARCHITECTURES.get(str(evidence.args.get("arch")), {}):
+            notes.append(f"args.{name} is missing, without which the original fails here: 0.0 is taken for it")
+        decided = {field: getattr(target.config, field) for field in _DECIDED}
+        return Notes({"ema_convention": target.revision} | decided, notes, heads=["causal LM"])
 
 
 def _float_tensor(name: str) -> Row:

@@ -1,17 +1,22 @@
 """mega_lra: Mega encoders of the Long Range Arena and of raw speech."""
 
 from dataclasses import replace
+from typing import Any
 
-from luna_mega import MegaConfig, MegaForSequenceClassification, MegaForSequencePairClassification
-from luna_mega.convert.argmap import COMMON, Arg, also, build_config, fixed, never, read_fields, written
+from luna_mega import MegaForSequenceClassification, MegaForSequencePairClassification
 from luna_mega.convert.argtypes import mean_and_deviation, number, size, whole, word
+from luna_mega.convert.ema_convention import order_of
 from luna_mega.convert.evidence import Evidence
 from luna_mega.convert.formats import _lra, _mega
 from luna_mega.convert.formats._lra import BODY, OUT
+from luna_mega.convert.formats.format import Companions, Facts, Format, Notes
 from luna_mega.convert.keymap import KeyMap, Row
-from luna_mega.convert.plan import Plan, Target
+from luna_mega.convert.safe_load import Checkpoint
+from luna_mega.convert.table import COMMON, MODEL, Arg, also, derived, fields, fixed, never, written
+from luna_mega.convert.target import Target
 from luna_mega.errors import ConversionError
 
+_CLASSES = (MegaForSequenceClassification, MegaForSequencePairClassification)
 _WORDS, _VALUES = f"{BODY}.embed_tokens.embed.weight", f"{BODY}.embed_tokens.weight"
 _STACK = _mega.Stack(BODY)
 _TEXT = {"activation_fn": "silu", "truncation_length": 1024, "max_positions": 4002}
@@ -53,13 +58,20 @@ def _embedding(evidence: Evidence) -> tuple[int, ...]:
     return evidence.shape(_WORDS, "vocabulary", "width") if _tokens(evidence) else evidence.shape(_VALUES, "width")
 
 
-def _classifier_layers(evidence: Evidence) -> dict[str, int]:
+def _vocabulary(evidence: Evidence) -> dict[str, int]:
+    return {"vocab_size": _embedding(evidence)[0]} if _tokens(evidence) else {}
+
+
+def _classifier(evidence: Evidence) -> dict[str, Any]:
+    """Return layers, width and class of the head: the number of features tells whether it reads a pair."""
     there = any(key.startswith("classifier.") for key in evidence.tensors)
     if evidence.arg("classifier_layers") < 1 and not there:
-        return {"classifier_num_layers": 0}
-    hidden, _ = evidence.shape("classifier.0.0.weight", "hidden", "features")
-    layers = evidence.prefer("classifier_layers", evidence.layers("classifier"))
-    return {"classifier_num_layers": layers, "classifier_hidden_size": hidden}
+        found, (_, features) = {"classifier_num_layers": 0}, evidence.shape(OUT, "classes", "features")
+    else:
+        hidden, features = evidence.shape("classifier.0.0.weight", "hidden", "features")
+        layers = evidence.prefer("classifier_layers", evidence.layers("classifier"))
+        found = {"classifier_num_layers": layers, "classifier_hidden_size": hidden}
+    return found | {MODEL: _lra.choose_class(features, _embedding(evidence)[-1], 2, *_CLASSES)}
 
 
 def _pooling(evidence: Evidence) -> dict[str, str]:
@@ -69,6 +81,19 @@ def _pooling(evidence: Evidence) -> dict[str, str]:
     if pooling == "cls" and not _tokens(evidence):
         raise ConversionError("args.sen_rep_type = 'cls' with pixels or audio fails in the original as well; it has mp")
     return {"pooling": pooling}
+
+
+def _poolings(target: Target) -> tuple[str, ...]:
+    return ("cls", "mean") if target.config.input_type == "tokens" else ("mean",)
+
+
+def _inputs(target: Target) -> tuple[str, ...]:
+    return ("tokens",) if _is_pair(target) else ("tokens", "values")
+
+
+def _activations_of_head(target: Target) -> tuple[str, ...]:
+    config = target.config
+    return _mega.activations(target) if config.classifier_num_layers else (config.classifier_activation,)
 
 
 def _is_pair(target: Target) -> bool:
@@ -132,61 +157,44 @@ _TABLE = (
     Arg("act_dropout", "hidden_dropout_prob", default=0.0, kind=number),
     also("act_dropout", "nffn_activation_dropout_prob"),
     _lra.CLASSES,
-    Arg("sen_rep_type", "pooling", _lra.REPRESENTATION, "mp", read=_pooling, kind=word),
-    Arg("classifier_layers", "classifier_num_layers", default=1, read=_classifier_layers, kind=whole),
+    Arg("sen_rep_type", "pooling", _lra.REPRESENTATION, "mp", read=_pooling, kind=word, only=_poolings),
+    Arg("classifier_layers", "classifier_num_layers", default=1, read=_classifier, kind=whole),
     Arg("classifier_in_dim", write=_in_features, kind=whole),
     Arg("classifier_out_dim", write=_out_features, kind=whole),
-    _lra.classifier_activation("gelu"),
+    _lra.classifier_activation("gelu", only=_activations_of_head),
     fixed("use_p", False, default=False),
     _lra.NO_REGRESSION,
     Arg("arch", write=_arch, kept=True, kind=word),
     Arg("task", write=_task, kept=True, kind=word),
-    _lra.input_type(_tokens, when=lambda target: not _is_speech(target)),
+    _lra.input_type(_tokens, when=lambda target: not _is_speech(target), only=_inputs),
     Arg("pixel_normalization", kind=mean_and_deviation, when=never),
+    fields(_vocabulary),
+    *_mega.NORMS,
+    derived("classifier_bias", lambda evidence: False),
+    derived("ema_shift", lambda evidence: evidence.revision == "flash"),
 )
 
 
-class MegaLra(_lra.LraFormat, _mega.MegaFormat):
+class MegaLra(Format):
     """Classifiers of one sequence or of a pair, of tokens, pixels or samples of speech."""
 
-    name = "mega_lra"
-    revisions = _mega.revisions("Mega LRA")
-    classes = classifiers = (MegaForSequenceClassification, MegaForSequencePairClassification)
-    stacks = frozenset({BODY})
+    facts = Facts(
+        name="mega_lra",
+        revisions=_mega.revisions("Mega LRA"),
+        model_classes=_CLASSES,
+        classifiers=_CLASSES,
+        stacks=frozenset({("mega", BODY)}),
+        architectures=_ARCHITECTURES,
+        container=_lra.CONTAINER,
+        **_mega.FACTS,
+    )
     table = _TABLE
-    architectures = _ARCHITECTURES
 
-    def plan(self, evidence: Evidence, head: str | None = None) -> Plan:
-        """Return the plan: sequence classification, or pair classification for Retrieval."""
-        tokens = _tokens(evidence)
-        fields = {"vocab_size": _embedding(evidence)[0]} if tokens else {}
-        fields |= read_fields(self.table, evidence)
-        read_by_classifier = "classifier.0.0.weight" if fields["classifier_num_layers"] else OUT
-        _, in_features = evidence.shape(read_by_classifier, "hidden", "features")
-        model_class = _lra.choose_class(in_features, fields["hidden_size"], 2, *self.classes)
-        shift = evidence.revision == "flash"
-        config = build_config(MegaConfig, self.table, evidence, **fields, classifier_bias=False, ema_shift=shift)
-        starts_with_cls = tokens and config.pooling == "cls"
-        notes = [_lra.first_token_note(config)] if starts_with_cls else []
-        if evidence.args.get("task") == "lra-image":
-            mean, deviation = evidence.args.get("pixel_normalization") or (0.5, 0.5)
-            notes.append(
-                f"a pixel x of 0 to 255 becomes (x / 255 - {mean}) / {deviation} before it goes into the model"
-            )
-        decided = {name: getattr(config, name) for name in ("input_type", *_mega.DECIDED, "pooling")}
-        return Plan(
-            model_class,
-            config,
-            self.keymap(config, evidence.revision),
-            appended_symbol="<CLS>" if tokens else None,
-            num_labels=config.num_labels,
-            prepends_appended=starts_with_cls,
-            decisions={"ema_convention": evidence.revision} | decided,
-            notes=notes,
-            warnings=evidence.warnings,
-        )
+    def recognise(self, file: Checkpoint) -> str:
+        """Return the branch by the order of the tensors."""
+        return order_of(file.tensors) or "unknown"
 
-    def keymap(self, config: MegaConfig, revision: str, head: str | None = None) -> KeyMap:
+    def keymap(self, target: Target) -> KeyMap:
         """Return the map of a file of a branch; the configuration tells the input and the classifier."""
         embedding = {
             "tokens": Row(_WORDS, "mega.embedding_layer.word_embeddings.weight"),
@@ -194,34 +202,32 @@ class MegaLra(_lra.LraFormat, _mega.MegaFormat):
         }
         return KeyMap(
             [
-                embedding[config.input_type],
-                *_mega.layer_rows(BODY, revision, config),
+                embedding[target.config.input_type],
+                *_mega.layer_rows(BODY, target.revision, target.config),
                 Row("classifier.0.0.{part}", "classifier.dense.{part}"),
                 *(
                     Row(f"classifier.{index}.0.{{part}}", f"classifier.deeper.{index - 1}.{{part}}")
-                    for index in range(1, config.classifier_num_layers)
+                    for index in range(1, target.config.classifier_num_layers)
                 ),
                 Row(OUT, "classifier.out_proj.weight"),
             ]
         )
 
-    def allowed(self, target: Target) -> dict[str, tuple]:
-        """Return the values that the encoders of LRA can express."""
-        config, tokens = target.config, target.config.input_type == "tokens"
-        fields = _mega.allowed_in_all(config) | {
-            "bidirectional": (True,),
-            "ema_shift": (target.revision == "flash",),
-            "final_norm_affine": (True,),
-            "scale_embedding": (False,),
-            "embedding_size": (config.hidden_size,),
-            "adaptive_input_cutoffs": (None,),
-            "pooling": ("cls", "mean") if tokens else ("mean",),
-            "classifier_bias": (False,),
-        }
-        if tokens:
-            fields |= {"bos_token_id": (0, None), "eos_token_id": (2, None)}
-        if config.classifier_num_layers:
-            fields["classifier_activation"] = _mega.activations()
-        if _is_pair(target):
-            fields |= {"pair_features": ("concat",), "input_type": ("tokens",)}
-        return fields
+    def companions(self, target: Target, evidence: Evidence) -> Companions:
+        """Return words and labels."""
+        return _lra.companions(target, evidence, _starts_with_cls(target))
+
+    def report(self, target: Target, evidence: Evidence) -> Notes:
+        """Return the decisions, and the preparation of the input."""
+        notes = [_lra.first_token_note(target.config)] * _starts_with_cls(target)
+        if evidence.args.get("task") == "lra-image":
+            mean, deviation = evidence.args.get("pixel_normalization") or (0.5, 0.5)
+            notes.append(
+                f"a pixel x of 0 to 255 becomes (x / 255 - {mean}) / {deviation} before it goes into the model"
+            )
+        decided = {name: getattr(target.config, name) for name in ("input_type", *_mega.DECIDED, "pooling")}
+        return Notes({"ema_convention": target.revision} | decided, notes, heads=_lra.heads(target))
+
+
+def _starts_with_cls(target: Target) -> bool:
+    return target.config.input_type == "tokens" and target.config.pooling == "cls"

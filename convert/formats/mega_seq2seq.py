@@ -1,14 +1,18 @@
 """mega_seq2seq: Mega encoder-decoders for translation."""
 
+from typing import Any
+
 from luna_mega import MegaForConditionalGeneration, MegaSeq2SeqConfig
-from luna_mega.convert.argmap import NOT, Arg, Table, build_config, fixed, never, read_fields
 from luna_mega.convert.argtypes import flag, size
+from luna_mega.convert.ema_convention import order_of
 from luna_mega.convert.evidence import Evidence
 from luna_mega.convert.formats import _mega, _translation
-from luna_mega.convert.formats._base import Tensors
 from luna_mega.convert.formats._translation import SIDES
+from luna_mega.convert.formats.format import Companions, Facts, Format, Notes
 from luna_mega.convert.keymap import KeyMap, Row
-from luna_mega.convert.plan import Plan, Target
+from luna_mega.convert.safe_load import Checkpoint
+from luna_mega.convert.table import NOT, Arg, Table, derived, fields, fixed, never, read_fields
+from luna_mega.convert.target import Target
 from luna_mega.errors import ConversionError
 from luna_mega.modeling_mega.configuration_mega import DECODER_FIELDS
 
@@ -60,104 +64,95 @@ def _field(side: str, field: str) -> str:
     return _translation.field_of(side, field, _OWN)
 
 
-_ENCODER = (_positions("encoder"), *_options("encoder"), *_translation.SHARING, *_sizes("encoder"))
-_DECODER = (_positions("decoder"), *_options("decoder"), *_sizes("decoder"))
+def _vocabularies(evidence: Evidence) -> dict[str, int]:
+    if any(key.startswith("decoder.adaptive_softmax.") for key in evidence.tensors):
+        raise ConversionError(
+            "the file has an adaptive softmax (--adaptive-softmax-cutoff), which the encoder-decoder here lacks; "
+            "train with an ordinary one"
+        )
+    vocabulary, of_target, _ = _translation.vocabularies(evidence)
+    return {"vocab_size": vocabulary, "decoder_vocab_size": of_target}
+
+
+def _common(evidence: Evidence) -> dict[str, Any]:
+    """Return the fields that encoder and decoder have in common; an error if they differ."""
+    sides = [read_fields((_positions(side), *_options(side), *_sizes(side)), evidence) for side in SIDES]
+    encoder, decoder = sides
+    for name in ("use_normalized_ffn", *decoder):
+        if name not in _OWN and encoder.get(name) != decoder.get(name):
+            raise ConversionError(
+                f"encoder and decoder differ in {name} ({encoder.get(name)!r} and {decoder.get(name)!r}), which is "
+                "one field here"
+            )
+    return encoder | decoder
+
+
+def _chunk(evidence: Evidence) -> int:
+    return evidence.args.get("encoder_chunk_size") or -1
+
+
 _TABLE = (
     *_translation.task_arguments(fixed("arch", "mega", kept=True)),  # the args have all sizes
-    _ENCODER[0],
-    _DECODER[0],
-    *_ENCODER[1:],
+    fields(_vocabularies),
+    _positions("encoder"),
+    _positions("decoder"),
+    *_options("encoder"),
+    *_translation.SHARING,
+    *_sizes("encoder"),
     *_sizes("decoder"),
+    fields(_common),
+    *_mega.NORMS,
+    derived("ema_shift", lambda evidence: evidence.revision == "flash"),
 )
 
 
-class MegaSeq2Seq(_translation.TranslationFormat, _mega.MegaFormat):
+class MegaSeq2Seq(Format):
     """Files of `mega` and `mega_wmt_*`."""
 
-    name = "mega_seq2seq"
-    revisions = _mega.revisions("Mega translation")
-    config_class = MegaSeq2SeqConfig
-    classes = (MegaForConditionalGeneration,)
-    stacks = frozenset(SIDES)
-    unread = _mega.FIELDS_OF_LM - {"tie_word_embeddings"}
-    decoder_fields = DECODER_FIELDS
+    facts = Facts(
+        name="mega_seq2seq",
+        revisions=_mega.revisions("Mega translation"),
+        model_classes=(MegaForConditionalGeneration,),
+        stacks=frozenset({("mega", side) for side in SIDES}),
+        architectures=_ARCHITECTURES,
+        container=_translation.CONTAINER,
+        resolve=lambda config: _resolve(config),
+        **_mega.FACTS | {"config_class": MegaSeq2SeqConfig, "unused": lambda target: _unused(target)},
+    )
     table = _TABLE
-    architectures = _ARCHITECTURES
 
-    def evidence(self, tensors: Tensors, args: dict, revision: str) -> Evidence:
-        """Return the evidence; a decoder without a chunk length takes the encoder's."""
-        evidence = super().evidence(tensors, args, revision)
-        chunk = evidence.args.get("encoder_chunk_size")
-        evidence.defaults |= {"encoder_chunk_size": -1, "decoder_chunk_size": -1 if chunk is None else chunk}
-        return evidence
+    def recognise(self, file: Checkpoint) -> str:
+        """Return the branch by the order of the tensors."""
+        return order_of(file.tensors) or "unknown"
 
-    def plan(self, evidence: Evidence, head: str | None = None) -> Plan:
-        """Return the plan of an encoder-decoder.
-
-        Raises:
-            ConversionError: args and tensors contradict each other, or encoder and decoder differ in a shared field.
-        """
-        if any(key.startswith("decoder.adaptive_softmax.") for key in evidence.tensors):
-            raise ConversionError(
-                "the file has an adaptive softmax (--adaptive-softmax-cutoff), which the encoder-decoder here lacks; "
-                "train with an ordinary one"
-            )
-        vocabulary, target_vocabulary, _ = _translation.vocabularies(evidence)
-        encoder, decoder = read_fields(_ENCODER, evidence), read_fields(_DECODER, evidence)
-        for name in ("use_normalized_ffn", *decoder):
-            if name not in _OWN and encoder.get(name) != decoder.get(name):
-                raise ConversionError(
-                    f"encoder and decoder differ in {name} ({encoder.get(name)!r} and {decoder.get(name)!r}), which is "
-                    "one field here"
-                )
-        config = build_config(
-            MegaSeq2SeqConfig,
-            self.table,
-            evidence,
-            **encoder | decoder,
-            vocab_size=vocabulary,
-            decoder_vocab_size=target_vocabulary,
-            ema_shift=evidence.revision == "flash",
-        )
-        decisions = {"ema_convention": evidence.revision} | {name: getattr(config, name) for name in _DECIDED}
-        return self.plan_of(config, evidence, config.decoder_config.max_positions, decisions=decisions)
-
-    def keymap(self, config: MegaSeq2SeqConfig, revision: str, head: str | None = None) -> KeyMap:
+    def keymap(self, target: Target) -> KeyMap:
         """Return the map of an encoder-decoder of a branch."""
-        rows = []
+        rows, config = [], target.config
         for side, own in zip(SIDES, (config.encoder_config, config.decoder_config), strict=True):
             rows += [
                 Row(f"{side}.version", None, reason=_mega.PLACEHOLDER, fill=_mega.version),
                 Row(f"{side}.embed_tokens.weight", f"mega.{side}.embedding_layer.word_embeddings.weight"),
-                *_mega.layer_rows(side, revision, own, f"mega.{side}", cross=side == "decoder"),
+                *_mega.layer_rows(side, target.revision, own, f"mega.{side}", cross=side == "decoder"),
             ]
         return KeyMap([*rows, Row(_OUT, "lm_head.weight")])
 
-    def allowed(self, target: Target) -> dict[str, tuple]:
-        """Return the values that the code for translation can express."""
-        config = target.config
-        fields = _mega.allowed_in_all(config) | {
-            "bidirectional": (True,),
-            "ema_shift": (target.revision == "flash",),
-            "eos_token_id": (2, None),
-            "decoder_start_token_id": (2,),
-        }
-        if config.final_norm:
-            fields["final_norm_affine"] = (True,)
-        if config.relative_positional_bias == "simple":
-            longest = max(config.max_positions, config.decoder_config.max_positions)
-            fields["cross_attention_positions"] = (None, longest)
-        return fields
+    def companions(self, target: Target, evidence: Evidence) -> Companions:
+        """Return the files of both languages."""
+        return _translation.companions(target, evidence, target.config.decoder_config.max_positions)
 
-    def resolved(self, config: MegaSeq2SeqConfig) -> MegaSeq2SeqConfig:
-        """Return the same configuration with a value in every field of the decoder."""
-        full = super().resolved(config)
-        full.decoder_chunk_size = config.decoder_config.attention_chunk or -1
-        simple = config.relative_positional_bias == "simple"
-        full.cross_attention_positions = config.cross_positions if simple else None
-        return full
+    def report(self, target: Target, evidence: Evidence) -> Notes:
+        """Return the decisions."""
+        decided = {name: getattr(target.config, name) for name in _DECIDED}
+        return Notes({"ema_convention": target.revision} | decided, heads=_translation.HEADS)
 
-    def unused(self, target: Target) -> set[str]:
-        """Return the fields that a model of this configuration does not read."""
-        without = set() if target.config.use_normalized_ffn else {"decoder_nffn_hidden_size"}
-        return super().unused(target) | without
+
+def _resolve(config: MegaSeq2SeqConfig) -> MegaSeq2SeqConfig:
+    full = _translation.resolve(config, DECODER_FIELDS)
+    full.decoder_chunk_size = config.decoder_config.attention_chunk or -1
+    full.cross_attention_positions = config.cross_positions if config.relative_positional_bias == "simple" else None
+    return full
+
+
+def _unused(target: Target) -> set[str]:
+    without = set() if target.config.use_normalized_ffn else {"decoder_nffn_hidden_size"}
+    return _mega.unused(target, _mega.FIELDS_OF_LM - {"tie_word_embeddings"}) | without | {"bos_token_id"}

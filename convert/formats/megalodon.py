@@ -5,19 +5,16 @@ The code is `XuezheMax/megalodon`; its own loader is `megalodon/reloading.py`. N
 
 import copy
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from luna_mega import MegalodonConfig, MegalodonForCausalLM
-from luna_mega.convert.argmap import Arg, Way, build_config, fixed, read_fields
 from luna_mega.convert.argtypes import flag, number, size, whole
 from luna_mega.convert.dictionary import PIECES_FILE, Dictionaries
-from luna_mega.convert.dictionary_kinds import DictionaryKind, PieceFile
+from luna_mega.convert.dictionary_kinds import PieceFile
 from luna_mega.convert.evidence import Evidence
-from luna_mega.convert.formats._base import Files, Format, Revision, Tensors
 from luna_mega.convert.formats._megalodon_folder import (
     CONFIG,
     CONSOLIDATED,
@@ -31,14 +28,18 @@ from luna_mega.convert.formats._megalodon_folder import (
     tokenizer_settings,
 )
 from luna_mega.convert.formats._shards import split_shards
+from luna_mega.convert.formats.containers import Export, Files, Folder
+from luna_mega.convert.formats.format import Companions, Facts, Format, Notes, Revision
 from luna_mega.convert.keymap import WIDE, KeyMap, Row
-from luna_mega.convert.plan import Plan, Target
-from luna_mega.convert.safe_load.reader import Checkpoint
+from luna_mega.convert.safe_load import Checkpoint
+from luna_mega.convert.table import Arg, Way, fields, fixed
+from luna_mega.convert.target import Target
 from luna_mega.convert.tensors import DTYPES, dtype_name
 from luna_mega.convert.tokenizers import SENTENCEPIECE, ConvertedTokenizer
 from luna_mega.convert.tokenizers.sentencepiece import PieceModel, parse_pieces, read_pieces, sentencepiece_tokenizer
 from luna_mega.errors import ConversionError, shown
 
+Tensors = dict[str, torch.Tensor]
 _EMBEDDING, _OUTPUT, _FREQUENCIES = "embed.weight", "output.output.weight", "rope.freqs"
 _OF_BFLOAT16 = 2**-7  # relative tolerance for frequencies that were rounded to bfloat16
 _USUAL_BASE = 10000.0
@@ -80,7 +81,23 @@ def _base(evidence: Evidence) -> dict[str, float]:
     return {"rope_theta": base}
 
 
-_NONE_IS_MINUS_ONE = Way(lambda value: value, lambda value: -1 if value is None else value)
+def _checked(evidence: Evidence) -> dict[str, Any]:
+    """Raise `ConversionError` for an unknown setting, or for statistics before the first position."""
+    if unknown := sorted(evidence.args.keys() - {row.name for row in Megalodon.table}):
+        raise ConversionError(f"{evidence.shown(unknown[0])}: the released code has no such field; take it out")
+    tensors = evidence.tensors
+    if prior := next((key for key, tensor in tensors.items() if key.endswith("prior_count") and tensor.any()), None):
+        raise ConversionError(
+            f"tensor {shown(prior)} is {tensors[prior].tolist()}: statistics before the first position, which no "
+            "released model has, are not supported; give a checkpoint whose norms begin with a count of 0"
+        )
+    return {}
+
+
+def _output_size(target: Target) -> int:
+    return -1 if target.config.scores == target.config.vocab_size else target.config.scores
+
+
 _TABLE = (
     Arg("num_layers", "num_hidden_layers", default=8, kind=size),
     Arg("model_dim", "hidden_size", default=1024, kind=size),
@@ -93,7 +110,7 @@ _TABLE = (
     fixed("efficient_attn", None, kept=True, kind=_one_of(*_ATTENTIONS)),
     Arg("init_mode", "initializer", default="he", kind=_one_of("he", "bert", "gaussian", "xavier", "none")),
     Arg("vocab_size", "vocab_size", default=-1, read=_vocabulary, kind=whole),
-    Arg("output_size", "output_size", _NONE_IS_MINUS_ONE, -1, read=_scores, kind=whole),
+    Arg("output_size", default=-1, read=_scores, write=_output_size, kind=whole),
     Arg("norm_num_groups", "norm_num_groups", default=32, kind=size),
     Arg("norm_affine", "norm_affine", default=True, kind=flag),
     Arg("norm_eps", "norm_eps", default=1e-5, kind=number),
@@ -112,106 +129,89 @@ _TABLE = (
 _BESIDE = (
     Arg(TOKENIZER, write=lambda target: tokenizer_settings({}), kept=True, kind=tokenizer_settings),
     fixed(SHARDS, 1, kept=True, kind=size),
+    fields(_checked),
 )
 
 
-class Megalodon(Format):
-    """Folders with config.json, consolidate_config.json and consolidated.pth, or consolidated.00.pth and so on."""
+class MegalodonFolder(Folder):
+    """A folder with config.json, consolidate_config.json and consolidated.pth, or consolidated.00.pth and so on."""
 
-    name = "megalodon"
-    revisions = {"release": Revision("Megalodon", "released code", "the released Megalodon code")}
-    written = ("release",)
-    config_class = MegalodonConfig
-    classes = (MegalodonForCausalLM,)
-    refused = {
-        "layer-norm": "Megalodon stores norm weights less 1, and the model here does too",
-        "ema-convention": "Megalodon has one form of its moving average",
-    }
-    training_fields = ("dropout_prob", "hidden_dropout_prob", "attention_probs_dropout_prob", "initializer")
-    table = (*_TABLE, *_BESIDE)
     software = "Megalodon"
     settings = "config.json: model"
-    refuses_non_finite = True
-    is_folder = True
 
-    def has_folder(self, folder: Path) -> bool:
+    def claims(self, folder: Path) -> bool:
         """Return whether a folder has a file of the original."""
         return has_folder(folder)
 
-    def read_folder(self, folder: Path, progress: bool) -> Checkpoint:
+    def read(self, folder: Path, progress: bool) -> Checkpoint:
         """Return the checkpoint in a folder; shards are joined, and what they share must be equal in all of them."""
         return read_folder(folder, progress)
 
-    def recognise(self, tensors: Tensors, args: dict[str, Any]) -> str | None:
-        """Return the only revision for tensors that `read_folder` has read."""
-        layered = any(re.fullmatch(r"layers\.\d+\.mega\.cema\.alpha", key) for key in tensors)
-        return "release" if layered and SHARDS in args else None
+    def architecture(self, args: dict[str, Any]) -> str:
+        """Return the only architecture."""
+        return "megalodon"
 
     def stored_dtype(self, tensors: Tensors) -> str:
-        """Return the dtype of the file, or float32 where it has several."""
+        """Return the dtype of the file, or float32 if it has several."""
         stored = {dtype_name(tensor.dtype) for tensor in tensors.values() if tensor.is_floating_point()}
         return stored.pop() if len(stored) == 1 and stored <= set(DTYPES) else "float32"
 
-    def architecture(self, args: dict[str, Any]) -> str:
-        """Return the only architecture."""
-        return self.name
+    def files(self, export: Export) -> Files:
+        """Return the configurations, the tokenizer and the shards."""
+        args, config, beside = export.args, export.target.config, export.beside
+        count = export.shards or args[SHARDS]
+        _check_split(config, count)
+        model = {name: value for name, value in args.items() if name not in (TOKENIZER, SHARDS)}
+        tokenizer = args[TOKENIZER]
+        if PIECES_FILE in beside:
+            settings, pieces = tokenizer_settings(tokenizer), parse_pieces(beside[PIECES_FILE], Path(PIECES_FILE))
+            extra = _additional(pieces, settings, config.vocab_size)
+            tokenizer = settings | {"path": PIECES_FILE, "additional_vocab_size": extra}
+        stored = dtype_name(export.tensors[_EMBEDDING].dtype)
+        words = next(short for short, long in FILE_DTYPES.items() if long == stored)
+        parts = zip(shard_names(count), split_shards(export.tensors, count), strict=True)
+        return {
+            CONFIG: _json({"model": model, "tokenizer": tokenizer}),
+            CONSOLIDATED: _json({"model_parallel_size": count, "dtype": words}),
+            **beside,
+            **dict(parts),
+        }
 
-    def plan(self, evidence: Evidence, head: str | None = None) -> Plan:
-        """Return the plan of a language model.
 
-        Raises:
-            ConversionError: the configuration makes no model, or tied tensors differ.
-        """
-        if unknown := sorted(evidence.args.keys() - {row.name for row in self.table}):
-            raise ConversionError(f"{evidence.shown(unknown[0])}: the released code has no such field; take it out")
-        config = build_config(MegalodonConfig, self.table, evidence, **read_fields(self.table, evidence))
-        tensors, notes = evidence.tensors, []
-        if prior := next(
-            (key for key, tensor in tensors.items() if key.endswith("prior_count") and tensor.any()), None
-        ):
-            raise ConversionError(
-                f"tensor {shown(prior)} is {tensors[prior].tolist()}: statistics before the first position, which no "
-                "released model has, are not supported; give a checkpoint whose norms begin with a count of 0"
-            )
-        if config.attention_probs_dropout_prob and evidence.args.get("efficient_attn") is not None:
-            notes.append("the fused attention of the original drops keys in training; here it drops attention weights")
-        return Plan(
-            MegalodonForCausalLM,
-            config,
-            self.keymap(config, evidence.revision),
-            tokenizer=evidence.arg(TOKENIZER),
-            decisions={"shards": evidence.arg(SHARDS), "output_size": config.scores},
-            notes=notes,
-            warnings=evidence.warnings,
-        )
+def _resolve(config: MegalodonConfig) -> MegalodonConfig:
+    resolved = copy.copy(config)
+    resolved.output_size = config.scores
+    return resolved
 
-    def dictionaries(self, plan: Plan, task: str | None) -> DictionaryKind:
-        """Return the SentencePiece model of the original."""
-        return PieceFile(plan.tokenizer["path"])
 
-    def tokenizer(self, plan: Plan, dictionaries: Dictionaries, bpe: str | Path | None) -> ConvertedTokenizer | None:
-        """Return the tokenizer with the original's ids, and note these in the configuration."""
-        path, named, config = bpe or dictionaries.pieces, plan.tokenizer["path"], plan.config
-        if path is None:
-            if named is not None:
-                raise ConversionError(
-                    f"no {PIECES_FILE} in the folder, though {CONFIG} names {shown(named)}; copy it there, or give it "
-                    "with --bpe"
-                )
-            plan.notes.append(f"no tokenizer: {CONFIG} names none; --bpe FILE gives a SentencePiece model")
-            return None
-        model = read_pieces(path)
-        extra = _additional(model, plan.tokenizer, config.vocab_size)
-        for role, index in model.special_ids(extra).items():
-            setattr(config, f"{role}_token_id", index)
-        tokenizer = sentencepiece_tokenizer(model, config.vocab_size)
-        return ConvertedTokenizer(tokenizer, SENTENCEPIECE, [], source=model.path)
+class Megalodon(Format):
+    """Folders of the released code."""
 
-    def heads(self, plan: Plan, tensors: Tensors) -> list[str]:
-        """Return the only head."""
-        return ["causal LM"]
+    facts = Facts(
+        name="megalodon",
+        revisions={"release": Revision("Megalodon", "released code", "the released Megalodon code")},
+        written=("release",),
+        config_class=MegalodonConfig,
+        model_classes=(MegalodonForCausalLM,),
+        stacks=frozenset({("megalodon", "")}),
+        container=MegalodonFolder(),
+        refused={
+            "layer-norm": "Megalodon stores norm weights less 1, and the model here does too",
+            "ema-convention": "Megalodon has one form of its moving average",
+        },
+        training_fields=("dropout_prob", "hidden_dropout_prob", "attention_probs_dropout_prob", "initializer"),
+        # The original has no padding, and its inference needs no field.
+        unused=lambda target: {"pad_token_id", "bos_token_id", "eos_token_id", "windowed_statistics"},
+        resolve=_resolve,
+        finite=True,
+    )
+    table = (*_TABLE, *_BESIDE)
 
-    def keymap(self, config: MegalodonConfig, revision: str, head: str | None = None) -> KeyMap:
+    def recognise(self, file: Checkpoint) -> str | None:
+        """Return the only revision for the tensors of a folder."""
+        return "release" if SHARDS in file.args else None
+
+    def keymap(self, target: Target) -> KeyMap:
         """Return the names; rates and frequencies stay as precise as they are."""
         layer, body = "layers.{layer}", MegalodonForCausalLM.base_model_prefix
         parts = ("rmsnorm.{part}", *(f"{name}.{{part}}" for name in ("wz", "wv", "wr", "wh1", "wh2")), "gamma", "beta")
@@ -228,45 +228,38 @@ class Megalodon(Format):
             ]
         )
 
-    def allowed(self, target: Target) -> dict[str, tuple]:
-        """Return no restriction: the original has every model."""
-        return {}
+    def companions(self, target: Target, evidence: Evidence) -> Companions:
+        """Return the SentencePiece model, and a tokenizer with the original's ids."""
+        settings, config = evidence.arg(TOKENIZER), target.config
 
-    def resolved(self, config: MegalodonConfig) -> MegalodonConfig:
-        """Return the configuration with the number of scores."""
-        resolved = copy.copy(config)
-        resolved.output_size = config.scores
-        return resolved
+        def tokenizer(
+            dictionaries: Dictionaries, bpe: str | Path | None, notes: list[str]
+        ) -> ConvertedTokenizer | None:
+            path, named = bpe or dictionaries.pieces, settings["path"]
+            if path is None:
+                if named is not None:
+                    raise ConversionError(
+                        f"no {PIECES_FILE} in the folder, though {CONFIG} names {shown(named)}; copy it there, or give "
+                        "it with --bpe"
+                    )
+                notes.append(f"no tokenizer: {CONFIG} names none; --bpe FILE gives a SentencePiece model")
+                return None
+            model = read_pieces(path)
+            extra = _additional(model, settings, config.vocab_size)
+            for role, index in model.special_ids(extra).items():
+                setattr(config, f"{role}_token_id", index)
+            made = sentencepiece_tokenizer(model, config.vocab_size)
+            return ConvertedTokenizer(made, SENTENCEPIECE, [], source=model.path)
 
-    def args(self, target: Target) -> dict[str, Any]:
-        """Return the settings; the number of scores is written where it is not the vocabulary's."""
-        config = target.config
-        output_size = -1 if config.scores == config.vocab_size else config.scores
-        return super().args(target) | {"output_size": output_size}
+        return Companions(PieceFile(settings["path"]), tokenizer)
 
-    def unused(self, target: Target) -> set[str]:
-        """Return the fields of padding, which the original lacks, and of its inference, which needs no field."""
-        return super().unused(target) | {"pad_token_id", "windowed_statistics"}
-
-    def files(self, target: Target, args: dict[str, Any], tensors: Tensors, beside: Files, shards: int | None) -> Files:
-        """Return the configurations, the tokenizer and the shards."""
-        count = shards or args[SHARDS]
-        _check_split(target.config, count)
-        model = {name: value for name, value in args.items() if name not in (TOKENIZER, SHARDS)}
-        tokenizer = args[TOKENIZER]
-        if PIECES_FILE in beside:
-            settings, pieces = tokenizer_settings(tokenizer), parse_pieces(beside[PIECES_FILE], Path(PIECES_FILE))
-            extra = _additional(pieces, settings, target.config.vocab_size)
-            tokenizer = settings | {"path": PIECES_FILE, "additional_vocab_size": extra}
-        stored = dtype_name(tensors[_EMBEDDING].dtype)
-        words = next(short for short, long in FILE_DTYPES.items() if long == stored)
-        parts = zip(shard_names(count), split_shards(tensors, count), strict=True)
-        return {
-            CONFIG: _json({"model": model, "tokenizer": tokenizer}),
-            CONSOLIDATED: _json({"model_parallel_size": count, "dtype": words}),
-            **beside,
-            **dict(parts),
-        }
+    def report(self, target: Target, evidence: Evidence) -> Notes:
+        """Return the number of shards and of scores."""
+        notes = []
+        if target.config.attention_probs_dropout_prob and evidence.args.get("efficient_attn") is not None:
+            notes.append("the fused attention of the original drops keys in training; here it drops attention weights")
+        decisions = {"shards": evidence.arg(SHARDS), "output_size": target.config.scores}
+        return Notes(decisions, notes, heads=["causal LM"])
 
 
 def _additional(model: PieceModel, settings: dict[str, Any], rows: int) -> int:

@@ -1,8 +1,12 @@
-"""The known formats, and the recognition of a file's format."""
+"""The known formats, and the recognition of the format of a file."""
 
+import re
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
-from luna_mega.convert.formats._base import Format
+from luna_mega.convert.formats.containers import Folder
+from luna_mega.convert.formats.format import Format, renamed
 from luna_mega.convert.formats.luna_bert import LunaBert
 from luna_mega.convert.formats.luna_lra import LunaLra
 from luna_mega.convert.formats.luna_seq2seq import LunaSeq2Seq
@@ -11,21 +15,32 @@ from luna_mega.convert.formats.mega_lm import MegaLM
 from luna_mega.convert.formats.mega_lra import MegaLra
 from luna_mega.convert.formats.mega_seq2seq import MegaSeq2Seq
 from luna_mega.convert.formats.megalodon import Megalodon
-from luna_mega.convert.safe_load.reader import Checkpoint, read_checkpoint
+from luna_mega.convert.safe_load import Checkpoint, read_checkpoint
 from luna_mega.errors import ConversionError, shown
 
 _FORMATS: dict[str, Format] = {}
+# The prefix of a stack of layers, and the part that tells its kind.
+_LAYER = re.compile(r"(?:(.*?)\.)?(?:layers|blocks)\.\d+\.(self_attn\.pq_proj|mega_layer|mega\.cema)\.")
+_KINDS = {"self_attn.pq_proj": "luna", "mega_layer": "mega", "mega.cema": "megalodon"}
+_MEGA = r"(^|\.)(mega_layer|move)\.|^(delta|alpha|beta|gamma|omega)$"
+# Complex EMA, the norm after the moving average and the group norms over time exist in the Megalodon line only.
+_MEGALODON = r"(^|\.)(theta|cema|move_act|timenorm|prior_mean)(\.|$)"
 
 
 def register_format(checkpoint_format: Format) -> None:
     """Make a format known to convert, export and info; it is tried after the formats that are known already.
 
     Raises:
-        ValueError: another format has this name.
+        ValueError: If another format has this name, or the same stacks under the same names.
     """
-    known = _FORMATS.setdefault(checkpoint_format.name, checkpoint_format)
-    if known is not checkpoint_format:
-        raise ValueError(f"format {checkpoint_format.name!r} is registered already; give another name")
+    facts = checkpoint_format.facts
+    for known in _FORMATS.values():
+        if known is not checkpoint_format and known.facts.name == facts.name:
+            raise ValueError(f"format {facts.name!r} is registered already; give another name")
+        same = (known.facts.stacks, known.facts.aliases) == (facts.stacks, facts.aliases)
+        if known is not checkpoint_format and facts.stacks and same:
+            raise ValueError(f"format {facts.name!r} has the same stacks as {known.facts.name!r}: {set(facts.stacks)}")
+    _FORMATS[facts.name] = checkpoint_format
 
 
 def registered_formats() -> tuple[Format, ...]:
@@ -37,17 +52,28 @@ def find_format(name: str) -> Format:
     """Return the format called `name`, the `layout` of a conversion report.
 
     Raises:
-        ConversionError: there is no such format.
+        ConversionError: If there is no such format.
     """
     if name not in _FORMATS:
         raise ConversionError(f"format {shown(name)} is not known; this version knows {', '.join(_FORMATS)}")
     return _FORMATS[name]
 
 
+def stacks_of(names: Iterable[str]) -> frozenset[tuple[str, str]]:
+    """Return the kind and the prefix of every stack of layers in a file."""
+    found = (_LAYER.match(name) for name in names)
+    return frozenset((_KINDS[match[2]], match[1] or "") for match in found if match)
+
+
+def _folder_format(folder: Path) -> Format | None:
+    formats = (fmt for fmt in registered_formats() if isinstance(fmt.facts.container, Folder))
+    return next((fmt for fmt in formats if fmt.facts.container.claims(folder)), None)
+
+
 def is_checkpoint(path: str | Path) -> bool:
     """Return whether a path is to be read as a checkpoint: a file, or a folder that a format claims."""
     path = Path(path)
-    return path.is_file() or path.is_dir() and any(fmt.has_folder(path) for fmt in registered_formats())
+    return path.is_file() or path.is_dir() and _folder_format(path) is not None
 
 
 def open_checkpoint(path: str | Path, progress: bool = False) -> Checkpoint:
@@ -56,40 +82,68 @@ def open_checkpoint(path: str | Path, progress: bool = False) -> Checkpoint:
     With `progress` a bar is shown on stderr if that is a terminal.
 
     Raises:
-        ConversionError: there is no such checkpoint, it is damaged, or it asks to run code.
+        ConversionError: If there is no such checkpoint, it is damaged, or it requests to run code.
     """
     path = Path(path)
-    for fmt in registered_formats() if path.is_dir() else ():
-        if fmt.has_folder(path):
-            return fmt.read_folder(path, progress)
+    if path.is_dir() and (fmt := _folder_format(path)) is not None:
+        return fmt.facts.container.read(path, progress)
     try:
         return read_checkpoint(path, progress)
     except ConversionError:
-        if (fmt := next((fmt for fmt in registered_formats() if fmt.has_folder(path.parent)), None)) is None:
+        if (fmt := _folder_format(path.parent)) is None:
             raise
-        raise ConversionError(f"{path}: one file of a {fmt.name} checkpoint; give its folder") from None
+        raise ConversionError(f"{path}: one file of a {fmt.facts.name} checkpoint; give its folder") from None
 
 
-def detect(checkpoint: Checkpoint) -> tuple[Format, str]:
-    """Return the format of a file and the revision of the code that wrote it.
+def detect(checkpoint: Checkpoint) -> tuple[Format, str, Checkpoint, list[str]]:
+    """Return the format of a file, the revision of the code that wrote it, the file with the tensors under the names of
+    the key map, and notes on renamed tensors.
 
     Raises:
-        ConversionError: no format recognises it; the message describes it and says how to go on.
+        ConversionError: If no format recognises it; the message describes the file.
     """
     tensors, arch = checkpoint.tensors, str(checkpoint.args.get("arch"))
+    foreign = _is_foreign(tensors)
     for fmt in registered_formats():
-        revision = fmt.recognise(tensors, checkpoint.args)
-        if revision is not None and (checkpoint.missing_args is None or not fmt.needs_args):
-            return fmt, revision
+        ours, notes = renamed(fmt, tensors)
+        stacks = fmt.facts.stacks
+        if stacks and (foreign and ("mega" in {kind for kind, _ in stacks}) or stacks_of(ours) != stacks):
+            continue
+        file = replace(checkpoint, tensors=ours)
+        revision = fmt.recognise(file)
+        if revision is not None and (checkpoint.missing_args is None or not fmt.facts.container.needs_args):
+            return fmt, revision, file, notes
     if checkpoint.missing_args is not None:
         raise ConversionError(checkpoint.missing_args)
-    refusals = (fmt.refusal(tensors, arch) for fmt in registered_formats())
-    refusal = next(filter(None, refusals), None) or (
-        f"not a Luna or Mega checkpoint (arch {shown(arch)}): there is neither a packed sequence, "
-        f"'*.projected_embeddings', nor a '*.mega_layer' among its {len(tensors)} tensors; the known formats are "
-        f"{', '.join(_FORMATS)}"
+    raise ConversionError(f"{checkpoint.path}: {_refusal(tensors, shown(arch), foreign)}")
+
+
+def _is_foreign(tensors: dict) -> bool:
+    """Return whether a Mega layer is one of the Megalodon line, which the released code does not have."""
+    if any(re.search(_MEGALODON, key) for key in tensors):
+        return True
+    return any(key.endswith("mega_layer.h_proj.weight") and f"{key[:-6]}bias" not in tensors for key in tensors)
+
+
+def _refusal(tensors: dict, arch: str, foreign: bool) -> str:
+    """Return why a file that no format recognises cannot be converted."""
+    if foreign:
+        return (
+            f"a Megalodon-line checkpoint (arch {arch}: complex EMA, timestep norm), but not as the released code "
+            "saves it; give the folder with consolidate_config.json and consolidated.pth"
+        )
+    if any(re.search(_MEGA, key) for key in tensors):
+        return (
+            f"a Mega checkpoint, but of none of the kinds that are known (arch {arch}): this version converts the "
+            "encoders of LRA (mega_lra_*) and raw speech (mega_sc_raw_*), language models (mega_lm*) and "
+            "encoder-decoders for translation (mega, mega_wmt_*)"
+        )
+    if any(key.startswith("blocks.0.") for key in tensors) and any("patch_embed." in key for key in tensors):
+        return "a vision model without a Mega layer (there is no 'blocks.0.mega_layer.*'); load it with timm"
+    return (
+        f"not a Luna or Mega checkpoint (arch {arch}): there is neither a packed sequence, '*.projected_embeddings', "
+        f"nor a '*.mega_layer' among its {len(tensors)} tensors; the known formats are {', '.join(_FORMATS)}"
     )
-    raise ConversionError(f"{checkpoint.path}: {refusal}")
 
 
 for _format in (LunaBert(), LunaLra(), LunaSeq2Seq(), MegaLra(), MegaLM(), MegaSeq2Seq(), MegaImage(), Megalodon()):

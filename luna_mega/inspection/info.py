@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from luna_mega.convert.formats import Format
+from luna_mega.convert.formats.format import read_model
 from luna_mega.convert.formats.registry import detect, find_format, is_checkpoint, open_checkpoint
 from luna_mega.convert.tensors import dtype_name
 from luna_mega.errors import ConversionError, reason, shown
@@ -163,14 +164,16 @@ def _origin(folder: ModelFolder) -> str:
         return f"save_pretrained of transformers {folder.transformers_version or '(version not recorded)'}"
     source = folder.report["source"]
     fmt = find_format(source["layout"])
-    if source["revision"] not in fmt.revisions:
-        raise ConversionError(f"{folder.path / REPORT_NAME}: {fmt.name} has no revision {shown(source['revision'])}")
+    if source["revision"] not in fmt.facts.revisions:
+        raise ConversionError(
+            f"{folder.path / REPORT_NAME}: {fmt.facts.name} has no revision {shown(source['revision'])}"
+        )
     return f"luna-mega convert, from {source['file']}, {_origin_of(fmt, source['revision'], source['arch'])}"
 
 
 def _origin_of(fmt: Format, revision: str, arch: str) -> str:
-    named = "" if arch == fmt.name else f" (arch {arch})"
-    return f"a {fmt.name} checkpoint{named} of {fmt.revisions[revision].code}"
+    named = "" if arch == fmt.facts.name else f" (arch {arch})"
+    return f"a {fmt.facts.name} checkpoint{named} of {fmt.facts.revisions[revision].code}"
 
 
 def _folder_heads(folder: ModelFolder) -> list[str]:
@@ -190,13 +193,13 @@ def _folder_heads(folder: ModelFolder) -> list[str]:
 
 
 def _read_checkpoint(path: str | Path, progress: bool):
-    checkpoint = open_checkpoint(path, progress)
-    fmt, revision = detect(checkpoint)
-    tensors, _ = fmt.canonical(checkpoint.tensors)
-    plan = fmt.plan(fmt.evidence(tensors, checkpoint.args, fmt.assumed(revision)))
+    fmt, revision, checkpoint, _ = detect(open_checkpoint(path, progress))
+    facts = fmt.facts
+    assumed = facts.written[0] if revision == "unknown" else revision  # a description is the same for all
+    target, evidence = read_model(fmt, checkpoint.tensors, checkpoint.args, assumed)
     dtypes = Counter()
-    for tensor in filter(torch.is_floating_point, tensors.values()):
+    for tensor in filter(torch.is_floating_point, checkpoint.tensors.values()):
         dtypes[dtype_name(tensor.dtype)] += tensor.numel()
-    origin = _origin_of(fmt, revision, fmt.architecture(checkpoint.args))
-    heads, warnings = fmt.heads(plan, tensors), [*checkpoint.warnings, *plan.warnings]
-    return plan.config, plan.model_class, f"{fmt.software}: {origin}", heads, dtypes, warnings
+    origin = f"{facts.container.software}: {_origin_of(fmt, revision, facts.container.architecture(checkpoint.args))}"
+    warnings = [*checkpoint.warnings, *evidence.warnings]
+    return target.config, target.model_class, origin, fmt.report(target, evidence).heads, dtypes, warnings

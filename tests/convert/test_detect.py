@@ -1,9 +1,10 @@
 import argparse
+from dataclasses import replace
 
 import pytest
 import torch
 
-from luna_mega.convert.formats.registry import detect
+from luna_mega.convert.formats.registry import detect, find_format, register_format, registered_formats
 from luna_mega.convert.safe_load.reader import Checkpoint
 from tests.convert.mega import mega
 from tests.convert.mega_lm import KINDS, mega_lm
@@ -11,8 +12,8 @@ from tests.convert.mega_lm import KINDS, mega_lm
 
 def source(state):
     """Name and revision of the format that recognises a checkpoint."""
-    found, revision = detect(Checkpoint(None, "", "zip", vars(state["args"]), state["model"], None))
-    return found.name, revision
+    found, revision, *_ = detect(Checkpoint(None, "", "zip", vars(state["args"]), state["model"], None))
+    return found.facts.name, revision
 
 
 def test_layout_and_revision(make):
@@ -51,6 +52,20 @@ def test_mega_translation(branch):
     keys = [f"{side}.layers.0.mega_layer.move.{name}" for side in ("encoder", "decoder") for name in names]
     state = {"args": argparse.Namespace(arch="mega"), "model": dict.fromkeys(keys, torch.zeros(2))}
     assert source(state) == ("mega_seq2seq", branch)
+
+
+def test_signatures_are_disjoint():
+    signatures = [fmt.facts.stacks for fmt in registered_formats()]
+    assert len(set(signatures)) == len(signatures) and all(signatures)
+    assert find_format("luna_seq2seq").facts.stacks == {("luna", "encoder"), ("luna", "decoder")}
+
+
+def test_a_second_format_of_the_same_stacks_is_an_error():
+    class Other(type(find_format("mega_lra"))):
+        facts = replace(find_format("mega_lra").facts, name="other")
+
+    with pytest.raises(ValueError, match="'other' has the same stacks as 'mega_lra'"):
+        register_format(Other())
 
 
 REFUSED = {

@@ -11,8 +11,9 @@ from luna_mega import LunaConfig, LunaForMaskedLM, LunaForSequenceClassification
 from luna_mega.convert import convert_checkpoint
 from luna_mega.convert.exporter import export_checkpoint
 from luna_mega.convert.formats.registry import find_format
-from luna_mega.convert.plan import Target
 from luna_mega.convert.safe_load.reader import read_checkpoint
+from luna_mega.convert.table import write_args
+from luna_mega.convert.target import Target
 from luna_mega.inspection.verify import compare
 from tests.convert import exports
 from tests.convert.exports import edit, fails, identical, read
@@ -237,7 +238,7 @@ def test_made_here(tmp_path, name):
     ],
 )
 def test_architectures(preset, arch):
-    args = find_format("luna_bert").args(Target(LunaForMaskedLM, preset, "r21"))
+    args = write_args(find_format("luna_bert").table, Target(LunaForMaskedLM, preset, "r21"))
     assert args["arch"] == arch and args["untie_luna_kv"] is not preset.tie_key_value
 
 

@@ -41,7 +41,7 @@ def test_shards(tmp_path):
         (lambda folder: edit(folder, model_type="bert"), "model_type 'bert'"),
         (lambda folder: edit(folder, architectures=None), "architectures None"),
         (lambda folder: edit(folder, hidden_size=15), "divisible"),
-        (lambda folder: edit(folder, intermediate_size=25), "intermediate_size = 25, but the original reads 24"),
+        (lambda folder: edit(folder, intermediate_size=25), "intermediate_size = 25 (it reads 24)"),
         (lambda folder: edit(folder, num_hidden_layers=3), "encoder_layers"),
         (lambda folder: (folder / "model.safetensors").unlink(), "no model.safetensors"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"\x08" + bytes(30)), "damaged or truncated"),

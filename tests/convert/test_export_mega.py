@@ -214,7 +214,7 @@ def test_edited_configuration(convert, tmp_path, capsys):
     edit(folder, ema_shift=True)
     assert "ema_shift = True" in fails(capsys, folder, tmp_path / "model.pt")
     edit(folder, ema_shift=False, chunk_size=5)
-    assert "chunk_size = 5, but the original reads 6" in fails(capsys, folder, tmp_path / "model.pt")
+    assert "chunk_size = 5 (it reads 6)" in fails(capsys, folder, tmp_path / "model.pt")
 
 
 def test_dictionaries(convert, make, tmp_path):

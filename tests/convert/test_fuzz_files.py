@@ -42,8 +42,8 @@ def watched():
 def understood(file):
     """The tensors that a conversion would write, its configuration, and its warnings; nothing is written."""
     source = _understand(read_checkpoint(file), None, "auto", "auto")
-    tensors = convert_tensors(source.plan, source.mapping, source.tensors, source.minus_one, torch.float32)
-    return tensors, source.plan.config.to_dict(), [*source.checkpoint.warnings, *source.plan.warnings]
+    tensors = convert_tensors(source.mapping, source.checkpoint.tensors, source.minus_one, torch.float32)
+    return tensors, source.target.config.to_dict(), [*source.checkpoint.warnings, *source.warnings]
 
 
 def outcome(file, folder, original):
@@ -254,7 +254,7 @@ def test_weights_of_the_wrong_kind(tmp_path, watched):
 def planned(checkpoint):
     """The configuration that a fixture becomes, or for a part of a model the end of the error."""
     try:
-        return _understand(checkpoint, None, "auto", "auto").plan.config.to_dict()
+        return _understand(checkpoint, None, "auto", "auto").target.config.to_dict()
     except ConversionError as error:
         return str(error).removeprefix(str(checkpoint.path))
 

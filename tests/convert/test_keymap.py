@@ -1,8 +1,10 @@
 import pytest
 
 from luna_mega import LunaConfig, MegaConfig
+from luna_mega.convert.formats.format import read_model, renamed
 from luna_mega.convert.formats.registry import find_format
 from luna_mega.convert.keymap import LAYER_NORM, KeyMap, Row
+from luna_mega.convert.target import Target
 from tests.convert.mega import mega
 
 HEADS = ["sentence_classification_head", "pooling_classification_head", "attention_classification_head"]
@@ -10,7 +12,8 @@ HEADS = ["sentence_classification_head", "pooling_classification_head", "attenti
 
 def keymap(name, revision="r21", head=None, **fields):
     config = (LunaConfig if name.startswith("luna") else MegaConfig)(**fields)
-    return find_format(name).keymap(config, revision, head)
+    found = find_format(name)
+    return found.keymap(Target(found.facts.model_classes[0], config, revision, head))
 
 
 def maps(make):
@@ -86,15 +89,17 @@ def test_what_does_not_fit(key):
 def test_dropped_rows_have_a_reason_and_no_way_back(make):
     state = make.bert(heads=[("a_head", 2)])
     luna_bert = find_format("luna_bert")
-    found = luna_bert.plan(luna_bert.evidence(state["model"], vars(state["args"]), "r21")).keymap
+    target, _ = read_model(luna_bert, state["model"], vars(state["args"]), "r21")
+    found = luna_bert.keymap(target)
     match = found.forward("classification_heads.a_head.dense.weight")
-    assert match.key is None and "--head a_head" in match.row.reason
+    assert match.key is None and "--head a_head" in match.reason
+    assert keymap("luna_bert", head="a_head").forward("classification_heads.a_head.other.weight") is None
     assert found.backward("classification_heads.a_head.dense.weight") is None
 
 
 def test_early_prefix(make):
     state = make.bert()
     early = {key.replace("encoder.", "decoder.", 1): tensor for key, tensor in state["model"].items()}
-    tensors, notes = find_format("luna_bert").canonical(early)
+    tensors, notes = renamed(find_format("luna_bert"), early)
     assert list(tensors) == list(state["model"]) and "early file" in notes[0]
-    assert find_format("luna_bert").canonical(tensors) == (tensors, [])
+    assert renamed(find_format("luna_bert"), tensors) == (tensors, [])

@@ -9,11 +9,21 @@ import torch
 
 from luna_mega import MegaConfig, MegaForMultipleChoice
 from luna_mega.convert import ConversionError, convert_checkpoint, export_checkpoint
-from luna_mega.convert.argmap import Arg, build_config, fixed, never, read_fields
-from luna_mega.convert.formats import Format, Revision, register_format, registered_formats, registry
+from luna_mega.convert.dictionary_kinds import VocabularyAndLabels
+from luna_mega.convert.formats import (
+    Companions,
+    Facts,
+    Format,
+    Notes,
+    Revision,
+    register_format,
+    registered_formats,
+    registry,
+)
+from luna_mega.convert.formats.containers import FairseqFile
 from luna_mega.convert.keymap import KeyMap, Row
-from luna_mega.convert.plan import Plan
-from luna_mega.convert.safe_load.reader import read_checkpoint
+from luna_mega.convert.safe_load import read_checkpoint
+from luna_mega.convert.table import Arg, derived, fixed, limited
 from luna_mega.inspection.info import describe
 from luna_mega.inspection.verify import compare
 from tests.convert.mega import FIELDS
@@ -21,52 +31,55 @@ from tests.convert.mega import FIELDS
 SIZES = FIELDS | {"vocab_size": 17, "dropout_prob": 0.25}
 
 
-def rows(key, axis):
+EMBEDDING = "net.embedding_layer.word_embeddings.weight"
+
+
+def size(key, axis):
     return lambda evidence: evidence.shape(key, "rows", "columns")[axis]
+
+
+class TinyFile(FairseqFile):
+    def state(self, export):
+        return {"args": argparse.Namespace(**export.args), "model": export.tensors, "epoch": 3}
 
 
 class TinyFormat(Format):
     """Multiple choice, saved by code whose args say neither widths nor an `arch`, and that is not fairseq."""
 
-    name = "tiny"
-    revisions = {"one": Revision("tiny", "first code", "the tiny code")}
-    written = ("one",)
-    config_class = MegaConfig
-    classes = classifiers = (MegaForMultipleChoice,)
-    refused = {"layer-norm": "it has one way", "ema-convention": "it has no branches"}
+    facts = Facts(
+        name="tiny",
+        revisions={"one": Revision("tiny", "first code", "the tiny code")},
+        written=("one",),
+        config_class=MegaConfig,
+        model_classes=(MegaForMultipleChoice,),
+        classifiers=(MegaForMultipleChoice,),
+        refused={"layer-norm": "it has one way", "ema-convention": "it has no branches"},
+        container=TinyFile(),
+    )
     table = (
         fixed("model", "tiny"),
         Arg("drop", "dropout_prob", default=0.1),
-        Arg("width", "hidden_size", measure=rows("net.embedding_layer.word_embeddings.weight", 1), when=never),
+        derived("hidden_size", size(EMBEDDING, 1)),
+        derived("vocab_size", size(EMBEDDING, 0)),
+        derived("num_hidden_layers", lambda evidence: evidence.layers("net.layers")),
+        derived("intermediate_size", size("net.layers.0.mega_layer.v_proj.weight", 0)),
+        derived("shared_representation_size", size("net.layers.0.mega_layer.qk_weight", 1)),
+        derived("ema_projection_size", size("net.layers.0.mega_layer.ema_gate.kernel_projection_matrix", 1)),
+        derived("nffn_hidden_size", size("net.layers.0.nffn.fc1.weight", 0)),
+        limited("normalization_type", ("scalenorm",)),
     )
 
-    def recognise(self, tensors, args):
-        return "one" if all(key.startswith(("net.", "head.")) for key in tensors) else None
+    def recognise(self, file):
+        return "one" if all(key.startswith(("net.", "head.")) for key in file.tensors) else None
 
-    def plan(self, evidence, head=None):
-        first, embedding = "net.layers.0.", "net.embedding_layer.word_embeddings.weight"
-        fields = read_fields(self.table, evidence) | {
-            "vocab_size": rows(embedding, 0)(evidence),
-            "num_hidden_layers": evidence.layers("net.layers"),
-            "intermediate_size": rows(f"{first}mega_layer.v_proj.weight", 0)(evidence),
-            "shared_representation_size": rows(f"{first}mega_layer.qk_weight", 1)(evidence),
-            "ema_projection_size": rows(f"{first}mega_layer.ema_gate.kernel_projection_matrix", 1)(evidence),
-            "nffn_hidden_size": rows(f"{first}nffn.fc1.weight", 0)(evidence),
-        }
-        config = build_config(MegaConfig, self.table, evidence, **fields)
-        return Plan(MegaForMultipleChoice, config, self.keymap(config, evidence.revision), warnings=evidence.warnings)
-
-    def tokenizer(self, plan, dictionaries, bpe):
-        return None
-
-    def keymap(self, config, revision, head=None):
+    def keymap(self, target):
         return KeyMap([Row("net.{rest}", "mega.{rest}"), Row("head.{rest}", "classifier.{rest}")])
 
-    def allowed(self, target):
-        return {"normalization_type": ("scalenorm",)}
+    def companions(self, target, evidence):
+        return Companions(VocabularyAndLabels(target.config.vocab_size, None, None))
 
-    def state(self, args, tensors, num_updates):
-        return {"args": argparse.Namespace(**args), "model": tensors, "epoch": 3}
+    def report(self, target, evidence):
+        return Notes(heads=["one score an option"])
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +117,7 @@ def test_there_and_back(tmp_path, exported):
 def test_info_describes_it(tmp_path, exported):
     info = describe(exported)
     assert info.written_by == "fairseq: a tiny checkpoint (arch None) of the tiny code"
-    assert info.heads == ["MultipleChoice: 2 classes, pooling cls"]
+    assert info.heads == ["one score an option"]
 
 
 def test_what_it_cannot_express_and_does_not_take(tmp_path, exported):
@@ -123,7 +136,7 @@ def test_others_are_still_recognised(convert, make):
     assert "not a Luna or Mega checkpoint" in convert.error(make.checkpoint({"x.weight": torch.zeros(2)}, arch="a"))
 
 
-@pytest.mark.parametrize("module", ["importer", "exporter", "export_args", "export_target"])
+@pytest.mark.parametrize("module", ["importer", "exporter", "export_choice", "tensors"])
 def test_importer_and_exporter_name_no_format_family_or_revision(repo_root, module):
     tree = ast.parse((repo_root / "convert" / f"{module}.py").read_text(encoding="utf-8"))
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
@@ -131,14 +144,17 @@ def test_importer_and_exporter_name_no_format_family_or_revision(repo_root, modu
     documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     constants = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in documentation]
     names |= {word for node in constants if isinstance(node.value, str) for word in re.findall(r"[\w-]+", node.value)}
-    formats = [fmt for fmt in registered_formats() if fmt.name != "tiny"]
-    banned = {"luna", "mega", "languages", "named_classes", "plus-one", "bert", "lra"} | {fmt.name for fmt in formats}
-    banned |= {revision for fmt in formats for revision in fmt.revisions} - {"unknown", "head"}  # heads are options
+    formats = [fmt for fmt in registered_formats() if fmt.facts.name != "tiny"]
+    banned = {"luna", "mega", "languages", "plus-one", "bert", "lra"} | {fmt.facts.name for fmt in formats}
+    banned |= {revision for fmt in formats for revision in fmt.facts.revisions} - {
+        "unknown",
+        "head",
+    }  # heads are options
     assert banned & {name.lower() for name in names} == set()
 
 
 def test_names_are_unique():
-    assert [found.name for found in registered_formats()][-1] == "tiny"
+    assert [found.facts.name for found in registered_formats()][-1] == "tiny"
     with pytest.raises(ValueError, match="format 'tiny' is registered already"):
         register_format(TinyFormat())
 

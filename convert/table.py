@@ -1,7 +1,7 @@
 """Tables of arguments: each row is read in two directions, from the args of a file to our fields and back."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 
 from luna_mega.convert.argtypes import anything, flag
 from luna_mega.convert.evidence import Evidence
-from luna_mega.convert.plan import Target
+from luna_mega.convert.target import Target
 from luna_mega.errors import ConversionError, shown
 
 
@@ -44,6 +44,8 @@ def _activation(value: Any) -> str:
     return _ACTIVATIONS[value]
 
 
+# Keys next to fields of the configuration, in the result of `Arg.read`: the model class, and the name of the head.
+MODEL, HEAD = "model_class", "head"
 SAME = Way(lambda value: value, lambda value: value)
 NOT = Way(lambda value: not value, lambda value: not value)
 # A model whose activation has no name in fairseq does not use it: any name does.
@@ -68,7 +70,8 @@ class Arg:
         field: the field of the configuration that it sets; None = `read` reads the row, or nothing does.
         way: how the value is translated.
         kind: the type of the argument, a function of argtypes.py; None = another row has it, or any value will do.
-        default: the original's value where the args lack the argument; an architecture may have another one.
+        default: the original's value if the args lack the argument, or a function of the evidence that returns it; an
+            architecture may have another one.
         measure: returns the argument's value as the tensors have it; the tensors win over the args.
         read: returns the fields that the argument sets, in place of `field`, `way` and `measure`.
         write: returns the value to write, in place of `field` and `way`.
@@ -76,6 +79,8 @@ class Arg:
         there: tells whether the argument is read from a file.
         when: tells whether the argument is written for a model.
         kept: an export writes the value of the converted file again, even if the model was edited.
+        only: the values of `field` that the original has, or a function of the target that returns them; for fields
+            that reading back does not check.
     """
 
     name: str
@@ -90,6 +95,7 @@ class Arg:
     when: Callable[[Target], bool] = _always
     kept: bool = False
     kind: Callable[[Any], Any] | None = None
+    only: tuple | Callable[[Target], tuple] | None = None
 
     def _fields(self, evidence: Evidence) -> dict[str, Any]:
         if self.read is not None:
@@ -139,6 +145,30 @@ def written(name: str, field: str, **options: Any) -> Arg:
     return Arg(name, field, there=never, **options)
 
 
+def derived(field: str, value: Callable[[Evidence], Any], **options: Any) -> Arg:
+    """Return the row of a field that no argument has; `value` returns it from the evidence."""
+    return Arg("", field, read=lambda evidence: {field: value(evidence)}, when=never, **options)
+
+
+def fields(read: Callable[[Evidence], dict[str, Any]], **options: Any) -> Arg:
+    """Return the row of several fields that no argument has; `read` returns them."""
+    return Arg("", read=read, when=never, **options)
+
+
+def limited(field: str, only: tuple | Callable[[Target], tuple]) -> Arg:
+    """Return the row of a field that is not read, and has only these values in the original."""
+    return Arg("", field, there=never, when=never, only=only)
+
+
+def beyond(table: Table, target: Target) -> Iterator[str]:
+    """Yield a description of each field whose value the original does not have, by the `only` of its row."""
+    for row in table:
+        if row.only is not None and row.revision in (None, target.revision):
+            only, value = row.only(target) if callable(row.only) else row.only, getattr(target.config, row.field)
+            if value not in only:
+                yield f"{row.field} = {value!r} (it has {' or '.join(map(repr, only))})"
+
+
 def equals(field: str, value: Any) -> Callable[[Target], bool]:
     """Return the `write` of an argument that is true where `field` has this value."""
     return lambda target: getattr(target.config, field) == value
@@ -149,7 +179,7 @@ COMMON = (fixed("data", "."), fixed("seed", 1), fixed("no_save_optimizer_state",
 
 
 def defaults(table: Table) -> dict[str, Any]:
-    """Return the original's value of every argument that has one."""
+    """Return the default of every argument that has one."""
     return {row.name: row.default for row in table if row.default is not None}
 
 

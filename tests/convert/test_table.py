@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from luna_mega.convert import argtypes
-from luna_mega.convert.argmap import ACTIVATION, NOT, Arg, also, fixed, never, read_fields, typed_args, write_args
 from luna_mega.convert.evidence import Evidence
 from luna_mega.convert.formats import registered_formats
-from luna_mega.convert.plan import Target
+from luna_mega.convert.table import ACTIVATION, NOT, Arg, also, fixed, never, read_fields, typed_args, write_args
+from luna_mega.convert.target import Target
 from luna_mega.errors import ConversionError, shown
 from tests.convert.mega import BODY, mega
 from tests.convert.mega_lm import KINDS, mega_lm
@@ -58,14 +58,14 @@ def test_an_activation_that_means_nothing(value):
     assert len(str(error.value)) < 300
 
 
-@pytest.mark.parametrize("found", registered_formats(), ids=lambda found: found.name)
+@pytest.mark.parametrize("found", registered_formats(), ids=lambda found: found.facts.name)
 def test_every_argument_stands_once(found):
     """Rows of one name are of different revisions, or all but one only read what another one writes."""
-    for revision in found.written:
+    for revision in found.facts.written:
         rows = [row for row in found.table if row.revision in (None, revision)]
         names = [row.name for row in rows if row.when is not never]
         assert len(names) == len(set(names))
-        assert {name for own in found.architectures.values() for name in own} <= {row.name for row in found.table}
+        assert {name for own in found.facts.architectures.values() for name in own} <= {row.name for row in found.table}
 
 
 FAULTS = {
@@ -117,12 +117,12 @@ CASES += [(kind, name, value) for kind, name in FLAGS for value in MEANINGLESS_F
 CASES += [(kind, name, x) for kind, names in FAULTS_OF_TYPE.items() for name, values in names.items() for x in values]
 
 
-@pytest.mark.parametrize("found", registered_formats(), ids=lambda found: found.name)
+@pytest.mark.parametrize("found", registered_formats(), ids=lambda found: found.facts.name)
 def test_every_argument_has_one_type(found):
     """An argument with several rows, each for its field, has its type in one of them."""
-    for revision in found.written:
+    for revision in found.facts.written:
         rows = [row for row in found.table if row.revision in (None, revision)]
-        for name in {row.name for row in rows}:
+        for name in {row.name for row in rows} - {""}:
             kinds = {row.kind for row in rows if row.name == name} - {None}
             assert len(kinds) == 1, name
 
