@@ -500,8 +500,9 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
         Args:
             input_ids: `[B, T]` tokens (`input_type="tokens"`).
             attention_mask: `[B, T]`, 1 = keep, 0 = drop; None = all positions, with `input_ids` all that are not
-                `pad_token_id`. Inputs that it drops may be anything, also NaN. Other values are found on a CPU and
-                outside of programs; elsewhere all but 0 keep.
+                `pad_token_id`. Dropped positions do not exist, also between others (but patches keep their positions);
+                their inputs can be anything, also NaN. Values other than 0 and 1 raise an error on a CPU outside of
+                compiled and exported programs; elsewhere all but 0 keep.
             inputs_embeds: `[B, T, d]` embeddings in place of tokens, values or patches.
             input_values: `[B, T]` real numbers (`input_type="values"`).
             token_type_ids: `[B, T]`, with `add_token_type_embeddings`; None = all 0.

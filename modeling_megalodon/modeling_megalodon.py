@@ -321,7 +321,7 @@ class MegalodonModel(BodyMixin, MegalodonPreTrainedModel):
         Args:
             input_ids: `[B, T]` tokens.
             attention_mask: `[B, T]`, 1 = keep, 0 = drop; None = all positions, with `input_ids` all that are not
-                `pad_token_id`. Inputs that it drops may be anything, also NaN.
+                `pad_token_id`. Dropped positions do not exist, also between others; their inputs can be anything.
             inputs_embeds: `[B, T, d]` embeddings in place of tokens.
             past_key_values: what was returned for the positions before these. It is changed in place. `attention_mask`
                 covers the T positions, or these and all before them.
