@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import SpaceCard, SpaceCardData
-from packaging.version import Version
 
 import luna_mega
 from luna_mega.demo.views import LONGEST, Demo
@@ -89,7 +88,7 @@ def write_space(folder: str | Path, output: str | Path) -> list[str]:
     card = SpaceCardData(title=one_line(demo.name), sdk="gradio", sdk_version=gradio.__version__, app_file="app.py")
     with complete_folder(check_output(output)) as space:
         (space / "app.py").write_text(_APP, encoding="utf-8")
-        versions = {module.__name__: Version(module.__version__).public for module in (torch, transformers)}
+        versions = {module.__name__: module.__version__.partition("+")[0] for module in (torch, transformers)}
         requirements = "".join(f"{name}=={version}\n" for name, version in versions.items())
         (space / "requirements.txt").write_text(requirements, encoding="utf-8")
         _copy_package(space / "luna_mega")
