@@ -1,4 +1,4 @@
-"""Who may import whom (the rules are in CONTRIBUTING.md), read from the source without running it."""
+"""Who may import whom (the rules are in docs/development.md), read from the source without running it."""
 
 import ast
 import configparser

@@ -1,4 +1,4 @@
-"""Private and undocumented names of other packages that the code uses are those of the table in CONTRIBUTING.md."""
+"""Private and undocumented names of other packages that the code uses are those of the table in docs/development.md."""
 
 import ast
 import re
@@ -59,7 +59,7 @@ def used_names():
 
 
 def test_table_of_private_names_is_complete():
-    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "development.md").read_text(encoding="utf-8")
     section = page.partition("## Private names")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (`.*?) \|", section, flags=re.MULTILINE)
     assert used_names() == {name for row in rows for name in re.findall(r"`(\w+)`", row)}
