@@ -1,8 +1,8 @@
 # Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
-"""The causal language models as a server runs them: layer by layer, over tokens of many sequences laid end to end.
+"""Causal language models for a server: layer by layer, over a padding-free batch of tokens.
 
-A server keeps the states (`slots.py`) and decides which sequences go on. What a family has of its own is in its class;
-`FAMILIES` lists them by the architecture that a configuration names.
+The server stores the recurrent states (`slots.py`) and schedules the sequences. There is one class per model family;
+`FAMILIES` lists them by architecture.
 """
 
 import torch
@@ -21,11 +21,11 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 class ServedModel(nn.Module):
-    """A causal language model without its caches. `model`: the model itself, whose weights may be loaded later."""
+    """A causal language model without cache. The weights of `model` are loaded by `load`."""
 
     model_class: type[PreTrainedModel]
-    states: int  # of a sequence in one layer
-    any_length = False  # texts may be longer than the positions of the configuration
+    states: int  # number of state tensors per layer
+    any_length = False  # whether sequences may exceed the positions of the configuration
 
     def __init__(self, config: PreTrainedConfig, dtype: torch.dtype):
         super().__init__()
@@ -39,33 +39,33 @@ class ServedModel(nn.Module):
 
     @classmethod
     def refusal(cls, config: PreTrainedConfig) -> str | None:
-        """Return why a model of this configuration cannot be served from slots, None where it can."""
+        """Return the reason why a configuration is not supported, or None if it is."""
         return None
 
     @classmethod
     def state_shapes(cls, config: PreTrainedConfig) -> Shapes:
-        """Return the shapes of the states of a sequence in one layer."""
+        """Return the shapes of the state tensors of one sequence in one layer."""
         raise NotImplementedError
 
     @classmethod
     def state_dtypes(cls, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-        """Return their dtypes, for a model of this one."""
+        """Return the dtypes of the state tensors for the dtype of the model."""
         raise NotImplementedError
 
     def embed(self, embeddings: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return `[tokens, d]` as the first layer takes them; `embeddings` `[tokens, E]`, `positions` `[tokens]`."""
+        """Return the input `[tokens, d]` of the first layer for embeddings `[tokens, E]` and positions `[tokens]`."""
         raise NotImplementedError
 
     def past(self, index: int, states: tuple[torch.Tensor, ...], sequences: Sequences) -> StateLayer:
-        """Return the memory of a layer over these sequences, which is in `states`."""
+        """Return the cache layer of these sequences, backed by `states`."""
         raise NotImplementedError
 
     def run_layer(self, index: int, hidden_states: torch.Tensor, layout: TokenLayout, past: StateLayer) -> torch.Tensor:
-        """Return what a layer makes of `[B, T, d]`, and bring its memory up to date."""
+        """Return the output of a layer for `[B, T, d]`, and update its states."""
         raise NotImplementedError
 
     def finish(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return `[tokens, d]` behind the last layer, as `score` takes them."""
+        """Return the input `[tokens, d]` of `score` for the output of the last layer."""
         raise NotImplementedError
 
     def look_up(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -75,14 +75,14 @@ class ServedModel(nn.Module):
     def advance(
         self, index: int, hidden_states: torch.Tensor, states: tuple[torch.Tensor, ...], groups: list[Sequences]
     ) -> torch.Tensor:
-        """Run a layer over `[tokens, d]`: the tokens of each group of sequences, one call for each group.
+        """Run a layer over `[tokens, d]`, with one call per group of sequences.
 
-        Rows behind those of all groups are padding, and come out as zeros.
+        Rows after those of the last group are padding, and the result is zero there.
         """
         parts, begin = [], 0
         for sequences in groups:
             layout = sequences.layout
-            # Reading the last bound of ragged sequences would wait for the device; they are all the rest.
+            # Not read from `cu_seqlens`, which would synchronize with the device.
             end = layout.shape[1] + begin if layout.is_ragged() else begin + len(sequences.slots)
             rows = hidden_states[begin:end]
             rows = rows[None] if layout.is_ragged() else rows[:, None]
@@ -97,27 +97,29 @@ class ServedModel(nn.Module):
         return self.model.score_tokens(hidden_states)
 
     def load(self, weights: dict[str, torch.Tensor]):
-        """Load all weights; those that are tied need one name."""
+        """Load all weights. Tied weights need one name only."""
         missing, unknown = self.model.load_state_dict(weights, strict=False)
         self.model.tie_weights()
         lost = set(missing) - self.model.all_tied_weights_keys.keys()
         if lost or unknown:
-            raise ValueError(f"the folder lacks the weights {sorted(lost)}, and has unknown ones: {sorted(unknown)}")
+            raise ValueError(
+                f"the folder lacks the weights {sorted(lost)} and has the unknown weights {sorted(unknown)}"
+            )
 
 
 class ServedMega(ServedModel):
-    """Mega with attention in chunks: a slot has the average, and keys and values of the chunk that is open."""
+    """Mega with chunked attention: a slot stores the moving average, and keys and values of the current chunk."""
 
     model_class, states, any_length = MegaForCausalLM, 3, True
 
     @classmethod
     def refusal(cls, config: PreTrainedConfig) -> str | None:
         if config.attention_chunk is None:
-            return "Mega without chunks keeps the keys of all tokens, and a slot is of constant size: set use_chunking"
+            return "without chunks, the cache grows with the sequence, but a slot does not; set use_chunking=True"
         if config.truncation is not None:
-            return f"truncation={config.truncation}: a slot has no place for the inputs of a truncated moving average"
+            return f"truncation={config.truncation}, but a slot does not store the inputs of the moving average"
         if config.adaptive_softmax_cutoffs is not None or config.adaptive_input_cutoffs is not None:
-            return "an adaptive softmax or embedding is not served, as its bands depend on the tokens: use generate"
+            return "the bands of an adaptive softmax or embedding depend on the tokens; use generate"
         return None
 
     @classmethod
@@ -144,7 +146,7 @@ class ServedMega(ServedModel):
 
 
 class ServedLuna(ServedModel):
-    """Luna: a slot has two running means. The projected P of a layer depends on weights alone."""
+    """Luna: a slot stores two running means. The projected P of a layer only depends on weights."""
 
     model_class, states = LunaForCausalLM, 2
 
@@ -165,11 +167,11 @@ class ServedLuna(ServedModel):
         return LunaSlots(states, sequences, sequences.once("pack_queries", self.pack_queries)[index])
 
     def layer(self, index: int) -> nn.Module:
-        """Return a layer; with `share_layers` all are one."""
+        """Return a layer; with `share_layers`, all layers are the same module."""
         return self.model.luna.decoder.layers[0 if self.config.share_layers else index]
 
     def pack_queries(self) -> list[torch.Tensor]:
-        """Return the projected P of each layer, `[L, H, K]`, in memory as the steps multiply it, `[H, L, K]`."""
+        """Return the projected P `[L, H, K]` of each layer, in memory as `[H, L, K]` for the steps."""
         embeddings, count = self.model.luna.embeddings, self.config.num_hidden_layers
         attentions = [self.layer(index).attention for index in range(count)]
 
@@ -189,16 +191,16 @@ class ServedLuna(ServedModel):
 
 
 class ServedMegalodon(ServedModel):
-    """Megalodon: a slot has the complex average, the chunk that is open, and the statistics of the norms over time."""
+    """Megalodon: a slot stores the complex moving average, the current chunk and the statistics of timestep norms."""
 
     model_class, states = MegalodonForCausalLM, 4
 
     @classmethod
     def refusal(cls, config: PreTrainedConfig) -> str | None:
         if config.windowed_statistics:
-            return "windowed_statistics reads a long prompt twice, and a server once: set it to False, or use generate"
+            return "windowed_statistics=True reads long prompts twice, but a server reads them once; set it to False"
         if config.chunk_size % 4:
-            return f"chunk_size={config.chunk_size} is no multiple of 4, and a slot with float64 statistics needs one"
+            return f"chunk_size must be a multiple of 4 to align the float64 statistics, got {config.chunk_size}"
         return None
 
     @classmethod
@@ -221,7 +223,7 @@ class ServedMegalodon(ServedModel):
         body = self.model.megalodon
         rotation = past.sequences.once("rotation", lambda: body.rope(hidden_states, layout, past))
         hidden_states = body.layers[index](hidden_states, layout, rotation, past=past)
-        # The norm behind the last block has statistics as well, which are in the slots of this block.
+        # The statistics of the final norm are in the slots of the last block.
         return body.final_norm(hidden_states, layout, past) if body.layers[index] is body.layers[-1] else hidden_states
 
     def finish(self, hidden_states):

@@ -1,8 +1,8 @@
 # Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
-"""The states of sequences in slots that a server owns, in the place of the caches of a model.
+"""Cache layers whose states are in slots of a server.
 
-A slot has the state of one sequence in one layer. The tensors of a layer are `[slots, ...]`, and layers read and write
-the rows of the sequences at hand. Nothing here waits for the device.
+A slot stores the state of one sequence in one layer. The tensors of a layer have the shape `[slots, ...]`, and layers
+read and write the rows of the current sequences. No function synchronizes with the device.
 """
 
 from collections.abc import Callable
@@ -26,12 +26,12 @@ _NORMS = ("norm", "final")
 
 @dataclass
 class Sequences:
-    """S sequences that go on together, in one step of all layers.
+    """S sequences that are processed together in one step of all layers.
 
     Args:
-        slots: `[S]`, the slot of each.
-        before: `[S]` int64, the tokens that each has had; 0 = a new one, to which the slot's content does not belong.
-        layout: where their new tokens are: ragged, or `DENSE` for one token each.
+        slots: `[S]`, slot of each sequence.
+        before: `[S]` int64, number of tokens in the slot; 0 for a new sequence, whose slot has old content.
+        layout: Layout of the new tokens: varlen, or `DENSE` for one token per sequence.
     """
 
     slots: torch.Tensor
@@ -40,30 +40,30 @@ class Sequences:
     kept: dict[str, Any] = field(default_factory=dict, init=False)
 
     def once(self, name: str, compute: Callable[[], Any]) -> Any:
-        """Return `compute()`, of which all layers have the same, as the first of them got it."""
+        """Return `compute()`, which is called in the first layer only and is the same for all layers."""
         if name not in self.kept:
             self.kept[name] = compute()
         return self.kept[name]
 
     def find_new(self) -> torch.Tensor | None:
-        """Return which sequences are new, `[S]` bool, or None if none is and that can be seen for free."""
+        """Return the mask `[S]` of new sequences, or None if there is none, which only a CPU checks."""
         new = self.before == 0
         return None if can_look(new) and not new.any() else new
 
     def read(self, state: torch.Tensor) -> torch.Tensor:
-        """Return `[S, ...]`, a copy of the slots, with zeros for new sequences."""
+        """Return a copy `[S, ...]` of the slots, with zeros for new sequences."""
         rows, new = state.index_select(0, self.slots), self.once("new", self.find_new)
         return rows if new is None else rows.masked_fill_(new.view(-1, *(1,) * (rows.dim() - 1)), 0.0)
 
     def write(self, state: torch.Tensor, rows: torch.Tensor):
-        """Replace the slots by `[S, ...]`."""
+        """Write `[S, ...]` to the slots."""
         state[self.slots] = rows.to(state.dtype)
 
 
 class ChunkSlots(KeyLayer):
-    """The memory of one block with attention in chunks: averages `[slots, D, ...]`, keys and values of the open chunk.
+    """Cache of one block with chunked attention: moving averages `[slots, D, ...]`, and the current chunk.
 
-    Those are `[slots, C, Z]` and `[slots, C, V]`; position p of a sequence is in column p modulo C.
+    Keys and values are `[slots, C, Z]` and `[slots, C, V]`; position p of a sequence is in column p modulo C.
     """
 
     def __init__(self, states: tuple[torch.Tensor, ...], sequences: Sequences, constants: Constants):
@@ -72,7 +72,7 @@ class ChunkSlots(KeyLayer):
         self.average, self.position = sequences.read(states[0]), sequences.before
 
     def store(self, length: int = 0, *, average: torch.Tensor):
-        """Write the averages back."""
+        """Write the moving averages to the slots."""
         self.sequences.write(self.states[0], average)
 
     def extend(self, keys, values, mask, chunk_size) -> Reach:
@@ -87,13 +87,13 @@ class ChunkSlots(KeyLayer):
         return Reach(*reach, column=column, slots=slots)
 
     def _columns(self, chunk_size):
-        """Return the columns of new positions, and how many columns are in use at most."""
+        """Return the columns of the new positions, and an upper bound of the columns in use."""
         column = self.sequences.before % chunk_size
-        # Looking at the columns is free on a CPU; elsewhere all are read.
+        # Reading the maximum would synchronize with a GPU, so all columns are used there.
         return column, int(column.max()) + 1 if can_look(column) else chunk_size
 
     def _extend_ragged(self, keys, values, chunk_size):
-        """Put the kept keys of the open chunks before the new ones of each sequence, so that chunks begin there."""
+        """Insert the cached keys before the new keys of each sequence, so that it starts with a chunk."""
         places = self.sequences.once("places", lambda: self._places(keys.shape[1], chunk_size))
         slots, column, is_kept, source, following, is_open, layout = places
         reach = []
@@ -104,11 +104,11 @@ class ChunkSlots(KeyLayer):
         return Reach(*reach, layout=layout)
 
     def _places(self, total, chunk_size):
-        """Return where all keys come from: kept ones of a slot and column, or new ones; and where they go."""
+        """Return the indices of all keys: slot and column of cached ones, index of new ones, and destinations."""
         slots, before, layout = self.sequences.slots, self.sequences.before, self.sequences.layout
         bounds, kept = layout.cu_seqlens.long(), before % chunk_size
-        # How many keys are kept is not known without waiting for the device. The room for all is then taken, and
-        # what is left of it follows the last sequence, where attention to the past does not see it.
+        # The number of cached keys is unknown without a synchronization. The maximum is allocated then, and the unused
+        # rest follows the last sequence, where causal attention does not read it.
         room = int(kept.sum()) if can_look(kept) else len(kept) * (chunk_size - 1)
         joined = torch.cat([bounds[:1], bounds[1:] + kept.cumsum(0)])
         joined[-1] = total + room
@@ -119,7 +119,7 @@ class ChunkSlots(KeyLayer):
         source = (bounds[row] + column - kept[row]).clamp(0, total - 1)
         is_kept = (column < kept[row])[:, None]
         lengths, columns = bounds.diff(), torch.arange(chunk_size, device=before.device)
-        opened = ((before + lengths) % chunk_size)[:, None]  # positions of the chunk that is open behind the new ones
+        opened = ((before + lengths) % chunk_size)[:, None]  # positions of the current chunk after the new ones
         following = ((joined[:-1] + kept + lengths)[:, None] - opened + columns).clamp(max=total + room - 1)
         is_open, column = (columns < opened)[..., None], column.clamp(max=chunk_size - 1)
         layout = TokenLayout(None, joined, longest, places, (1, total + room))
@@ -127,29 +127,32 @@ class ChunkSlots(KeyLayer):
 
 
 class MegaSlots(ChunkSlots, MegaCacheLayer):
-    """The memory of one Mega block in slots."""
+    """Cache of one Mega block in slots."""
 
 
 class MegalodonSlots(ChunkSlots, MegalodonCacheLayer):
-    """The memory of one Megalodon block in slots, with `[slots, 2, 2, G]`: means and variances of both norms.
+    """Cache of one Megalodon block in slots, with `[slots, 2, 2, G]`: means and variances of two norms.
 
-    The second norm is that behind the last block. Each of them has seen all tokens of a sequence.
+    The second norm is the final norm, which is used in the last block. Both include all tokens of a sequence.
     """
 
     def statistics(self, norm: str) -> TimestepNormState:
-        """Return the statistics of a norm so far."""
+        """Return the statistics of a norm."""
         mean, variance = self.sequences.read(self.states[3][:, _NORMS.index(norm)]).unbind(1)
         return TimestepNormState(self.sequences.before, mean, variance)
 
     def store_statistics(self, norm: str, state: TimestepNormState):
-        """Write the statistics of a norm back."""
+        """Write the statistics of a norm to the slots."""
         self.sequences.write(self.states[3][:, _NORMS.index(norm)], torch.stack(state[1:], 1))
 
 
 class LunaSlots(LunaCacheLayer):
-    """The memory of one Luna decoder layer in slots: means `[slots, H, K, L]` and `[slots, H, L, K]`.
+    """Cache of one Luna decoder layer in slots: means `[slots, H, K, L]` and `[slots, H, L, K]`.
 
-    `pack_query`: the projected P of the layer, `[L, H, K]`.
+    Args:
+        states: State tensors of the layer.
+        sequences: Current sequences.
+        pack_query: `[L, H, K]`, projected P of the layer.
     """
 
     def __init__(self, states: tuple[torch.Tensor, ...], sequences: Sequences, pack_query: torch.Tensor):
@@ -161,7 +164,7 @@ class LunaSlots(LunaCacheLayer):
         self.is_initialized = True
 
     def store_state(self, state: LunaCausalState, length: int):
-        """Replace the state, and after new positions write it back."""
+        """Replace the state, and write it to the slots if there are new positions."""
         super().store_state(state, length)
         if length:
             for slots, mean in zip(self.states, state[:2], strict=True):

@@ -1,8 +1,8 @@
 # Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
-"""The plugin for vLLM: all that depends on vLLM's internals, of the versions that the extra `vllm` names.
+"""vLLM plugin: all code that depends on the internals of vLLM, for the versions of the extra `vllm`.
 
-vLLM's entry point calls `register` in each of its processes. A layer is a custom operator, so that a compiled program
-keeps it whole; decoding is captured whole in a CUDA graph, as nothing in it waits for the device.
+The entry point of vLLM calls `register` in each of its processes. A layer is a custom operator, so that compilation
+does not trace into it. Decoding does not synchronize with the device, so that it can be captured in a CUDA graph.
 """
 
 from collections.abc import Iterable
@@ -33,33 +33,33 @@ OPERATOR = "vllm::luna_mega_layer"
 
 
 def register():
-    """Make vLLM know the architectures. Calling it again changes nothing."""
+    """Register the architectures with vLLM. Further calls have no effect."""
     for name in FAMILIES:
         ModelRegistry.register_model(name, f"{__name__}:{name}")
         MODELS_CONFIG_MAP[name] = SlotConfig
-    if OPERATOR not in CompilationConfig._attention_ops:  # where programs are split
+    if OPERATOR not in CompilationConfig._attention_ops:  # operators at which compiled programs are split
         CompilationConfig._attention_ops.append(OPERATOR)
 
 
 class SlotConfig(MambaModelConfig):
-    """The settings of a server of these models: what does not go is refused before anything is loaded."""
+    """Check the settings of the server before the model is loaded."""
 
     @classmethod
     def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
         family, scheduler = FAMILIES[model.architecture], vllm_config.scheduler_config
         reasons = [
-            (parallel.tensor_parallel_size > 1, "tensor parallelism: leave tensor_parallel_size at 1"),
-            (parallel.pipeline_parallel_size > 1, "pipeline parallelism: leave pipeline_parallel_size at 1"),
-            (vllm_config.speculative_config is not None, "speculation, as a state cannot go back by a token"),
-            (vllm_config.lora_config is not None, "LoRA adapters: merge them into the weights"),
-            (model.quantization is not None, f"quantization={model.quantization!r}: serve float weights"),
+            (parallel.tensor_parallel_size > 1, "tensor parallelism; set tensor_parallel_size=1"),
+            (parallel.pipeline_parallel_size > 1, "pipeline parallelism; set pipeline_parallel_size=1"),
+            (vllm_config.speculative_config is not None, "speculative decoding; omit it"),
+            (vllm_config.lora_config is not None, "LoRA adapters; merge them into the weights"),
+            (model.quantization is not None, f"quantization={model.quantization!r}; serve floating-point weights"),
             (not scheduler.enable_chunked_prefill and vllm_config.cache_config.enable_prefix_caching,
-             "prefix caching without chunked prefill: leave enable_chunked_prefill on"),
+             "prefix caching without chunked prefill; set enable_chunked_prefill=True"),
         ]  # fmt: skip
-        for refused, what in reasons:
-            if refused:
-                raise ValueError(f"{model.architecture} is served without {what}")
+        for unsupported, what in reasons:
+            if unsupported:
+                raise ValueError(f"{model.architecture} does not support {what}")
         if (reason := family.refusal(model.hf_config)) is not None:
             raise ValueError(f"{model.architecture} cannot be served by vLLM: {reason}")
         super().verify_and_update_config(vllm_config)
@@ -67,17 +67,17 @@ class SlotConfig(MambaModelConfig):
 
 @dataclass
 class SlotMetadata(BaseMambaAttentionMetadata):
-    """A step as vLLM describes it: sequences with one token each that go on, and behind them all others."""
+    """Metadata of a step: decoding sequences with one token each, followed by the sequences in prefill."""
 
-    longest: int = 0  # tokens of a sequence, at most
+    longest: int = 0  # maximum number of new tokens of a sequence
 
     @cached_property
     def groups(self) -> list[Sequences]:
-        """Return the sequences that go on together; computed in the first layer, so that graphs capture it."""
+        """Return the groups of sequences; computed in the first layer, so that CUDA graphs capture it."""
         groups, ones = [], self.num_decode_tokens
         if ones:
             before = self.seq_lens[:ones].long() - 1
-            # Below 0 in the rows that fill a captured graph up; their slot is one that no sequence has.
+            # -1 in the padding rows of a captured graph, whose slot belongs to no sequence.
             groups.append(Sequences(self.state_indices_tensor_d[:ones].flatten().long(), before.clamp(min=0)))
         if self.num_prefills:
             bounds = self.query_start_loc_p
@@ -110,7 +110,7 @@ class SlotBackend(LinearAttentionBackend):
 
 
 class LayerSlots(nn.Module, MambaBase):
-    """One layer: its states of all sequences, `kv_cache`, which vLLM sets, and the model that runs it."""
+    """One layer with its states `kv_cache` of all sequences, which vLLM sets."""
 
     mamba_type = MambaAttentionBackendEnum.LINEAR
 
@@ -119,7 +119,12 @@ class LayerSlots(nn.Module, MambaBase):
         config = vllm_config.model_config
         self.shapes = served.state_shapes(config.hf_config)
         self.dtypes = served.state_dtypes(config.dtype)
-        self.served, self.index, self.name, self.kv_cache = [served], index, name, ()  # not a module of this one
+        self.served, self.index, self.name, self.kv_cache = (
+            [served],
+            index,
+            name,
+            (),
+        )  # in a list, so that it is not a submodule
         vllm_config.compilation_config.static_forward_context[name] = self
 
     def get_state_shape(self):
@@ -132,9 +137,9 @@ class LayerSlots(nn.Module, MambaBase):
         return SlotBackend
 
     def run(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return what the layer makes of `[tokens, d]`."""
+        """Return the output of the layer for `[tokens, d]`."""
         metadata, states = get_forward_context().attn_metadata, self.kv_cache
-        if metadata is None:  # a run that measures memory, before there are slots
+        if metadata is None:  # profiling of the memory, before slots are allocated
             total, device = len(hidden_states), hidden_states.device
             kinds = zip(self.shapes, self.dtypes, strict=True)
             states = tuple(torch.zeros(1, *shape, dtype=dtype, device=device) for shape, dtype in kinds)
@@ -147,7 +152,7 @@ class LayerSlots(nn.Module, MambaBase):
 
 
 def run_layer(hidden_states: torch.Tensor, name: str) -> torch.Tensor:
-    """Run the layer of this name; its states are no arguments, as in vLLM's own layers."""
+    """Run the layer with this name. Its states are not arguments, as in the layers of vLLM."""
     return get_forward_context().no_compile_layers[name].run(hidden_states)
 
 
@@ -158,7 +163,7 @@ direct_register_custom_op(
 
 @support_torch_compile
 class ServedLayers(nn.Module):
-    """The model from embeddings to the states behind the last layer, which vLLM may compile."""
+    """The model from the embeddings to the last hidden states, which vLLM may compile."""
 
     def __init__(self, *, vllm_config: VllmConfig, served: ServedModel, prefix: str = ""):
         super().__init__()
@@ -178,7 +183,7 @@ class ServedLayers(nn.Module):
 
 
 class SlotForCausalLM(nn.Module, HasInnerState, IsAttentionFree, SupportsMambaPrefixCaching):
-    """A causal language model as vLLM calls it. A class has the name of its architecture."""
+    """Causal language model with the interface of vLLM. Subclasses have the names of the architectures."""
 
     family: type[ServedModel]
 
@@ -211,7 +216,7 @@ class SlotForCausalLM(nn.Module, HasInnerState, IsAttentionFree, SupportsMambaPr
 
     @classmethod
     def get_mamba_state_copy_func(cls):
-        # A state is copied whole, whatever it is.
+        # All states are copied completely.
         return (get_temporal_copy_spec,) * cls.family.states
 
 

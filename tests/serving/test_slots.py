@@ -148,11 +148,11 @@ def test_weights_of_bfloat16_keep_the_average_exact(family, exact, served):
 @pytest.mark.parametrize(
     ("family", "fields", "reason"),
     [
-        ("mega", {"use_chunking": False, "chunk_size": -1}, "Mega without chunks"),
+        ("mega", {"use_chunking": False, "chunk_size": -1}, "without chunks"),
         ("mega", {"truncation": 64}, "truncation=64"),
         ("mega", {"adaptive_softmax_cutoffs": [20, 60]}, "adaptive softmax"),
         ("megalodon", {"windowed_statistics": True}, "windowed_statistics"),
-        ("megalodon", {"chunk_size": 26}, "chunk_size=26"),
+        ("megalodon", {"chunk_size": 26}, "chunk_size must be a multiple of 4.*got 26"),
     ],
 )
 def test_states_that_do_not_fit_a_slot_are_refused(family, fields, reason, served):
