@@ -17,7 +17,7 @@ from luna_mega.convert.formats import Format, registered_formats
 from luna_mega.convert.formats.format import read_model
 from luna_mega.convert.formats.registry import find_format
 from luna_mega.convert.keymap import KeyMap, Reshape
-from luna_mega.convert.table import beyond, never, write_args
+from luna_mega.convert.table import beyond, write_args
 from luna_mega.convert.target import Target, problem_type
 from luna_mega.convert.tensors import Mapping, few, map_tensors, weights_of
 from luna_mega.errors import ConversionError, shown
@@ -218,7 +218,7 @@ def _choose_args(found: Candidate, report: dict[str, Any]) -> None:
     found.replaced = sorted(name for name in recorded or {} if recorded[name] != args[name])
     training = fmt.facts.training_fields
     found.lost = [difference for difference in differences if difference[0] in training]
-    rows = {row.field for row in fmt.table if row.there is not never}
+    rows = {row.field for row in fmt.table if row.name}
     found.problems = [
         f"{name} = {ours!r} (it {'reads' if name in rows else 'has'} {theirs!r})"
         for name, ours, theirs in differences

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from luna_mega.convert.conventions import MINUS_ONE, NORMS
 from luna_mega.convert.evidence import same_bits
 from luna_mega.convert.export_choice import choose_export
 from luna_mega.convert.formats.containers import Export
-from luna_mega.convert.layer_norm import CONVENTIONS, MINUS_ONE
 from luna_mega.convert.tensors import DTYPES, lowered_norms, non_finite, store_tensors, weights_of
 from luna_mega.errors import ConversionError
 from luna_mega.hub.folder import REPORT_NAME, ModelFolder, read_folder
@@ -153,7 +153,7 @@ def _is_record(report: dict[str, Any]) -> bool:
         and all(isinstance(origin.get(name), str) for name in ("layout", "revision"))
         and isinstance(origin.get("num_updates"), (int, NoneType))
         and isinstance(decisions.get("head"), (str, NoneType))
-        and decisions.get("layer_norm") in (None, *CONVENTIONS)
+        and decisions.get("layer_norm") in (None, *NORMS)
         and isinstance(dropped, list)
         and all(isinstance(row, dict) and isinstance(row.get("source"), str) for row in dropped)
         and all(isinstance(getattr(torch, name, None), torch.dtype) for name in dtypes)
@@ -178,7 +178,7 @@ def _non_finite(is_error: bool, tensors: Tensors) -> list[str]:
 
 
 def _check_options(layer_norm: str | None, dtype: str | None, shards: int | None) -> None:
-    for name, value, choices in (("layer_norm", layer_norm, CONVENTIONS), ("dtype", dtype, DTYPES)):
+    for name, value, choices in (("layer_norm", layer_norm, NORMS), ("dtype", dtype, DTYPES)):
         if value not in (None, *choices):
             raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
     if shards is not None and shards < 1:

@@ -11,14 +11,12 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from luna_mega.convert.decision import Decision
+from luna_mega.convert.conventions import MINUS_ONE, NORMS, ORDER, Decision, decide_ema_convention, decide_layer_norm
 from luna_mega.convert.dictionary import Dictionaries
-from luna_mega.convert.ema_convention import CHOICES as EMA_CHOICES, decide_ema_convention
 from luna_mega.convert.evidence import Evidence
 from luna_mega.convert.formats import Companions, Format, Notes, registered_formats
 from luna_mega.convert.formats.format import read_model
 from luna_mega.convert.formats.registry import detect, open_checkpoint
-from luna_mega.convert.layer_norm import CHOICES, LayerNormDecision, decide_layer_norm
 from luna_mega.convert.report import Report, without_folders
 from luna_mega.convert.safe_load import Checkpoint
 from luna_mega.convert.target import Target
@@ -52,7 +50,7 @@ class _Source:
     target: Target
     evidence: Evidence
     mapping: Mapping
-    norm: LayerNormDecision | None
+    norm: Decision | None
     notes: list[str]
     warnings: list[str]
 
@@ -65,7 +63,7 @@ class _Source:
     @property
     def minus_one(self) -> bool:
         """Return whether norm weights are stored minus one."""
-        return self.norm is not None and self.norm.minus_one
+        return self.norm is not None and self.norm.convention == MINUS_ONE
 
 
 def convert_checkpoint(
@@ -108,8 +106,8 @@ def convert_checkpoint(
         ValueError: an option has no such value.
     """
     given = (
-        ("layer_norm", layer_norm, CHOICES),
-        ("ema_convention", ema_convention, EMA_CHOICES),
+        ("layer_norm", layer_norm, ("auto", *NORMS)),
+        ("ema_convention", ema_convention, ("auto", *ORDER)),
         ("dtype", dtype, (None, *DTYPES)),
     )
     for name, value, choices in given:

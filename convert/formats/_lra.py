@@ -104,9 +104,3 @@ def companions(target: Target, evidence: Evidence, starts_with_cls: bool) -> Com
         target.vocab_size, _CLS if tokens else None, config.num_labels, labelled=labelled, **places
     )
     return Companions(kind, tokenizer)
-
-
-def heads(target: Target) -> list[str]:
-    """Return the line about the only head of a classifier."""
-    name = target.model_class.__name__.rpartition("For")[2]
-    return [f"{name}: {target.config.num_labels} classes, pooling {target.config.pooling}"]

@@ -12,10 +12,11 @@ import torch
 
 from luna_mega import MegaConfig
 from luna_mega.convert.argtypes import flag, number, size, whole, word
-from luna_mega.convert.ema_convention import ORDER
+from luna_mega.convert.conventions import ORDER, order_of
 from luna_mega.convert.evidence import Evidence
-from luna_mega.convert.formats.format import Revision
+from luna_mega.convert.formats.format import Format, Revision
 from luna_mega.convert.keymap import Row
+from luna_mega.convert.safe_load import Checkpoint
 from luna_mega.convert.table import ACTIVATION, FAIRSEQ_ACTIVATIONS, NOT, Arg, Table, limited
 from luna_mega.convert.target import Target
 from luna_mega.errors import ConversionError
@@ -104,6 +105,14 @@ FACTS = {
     ),
     "unused": unused,
 }
+
+
+class MegaFormat(Format):
+    """A format whose revisions are the branches of the Mega code."""
+
+    def recognise(self, file: Checkpoint) -> str:
+        """Return the branch by the order of the tensors; "unknown" if the order does not tell."""
+        return order_of(file.tensors) or "unknown"
 
 
 @dataclass(frozen=True)

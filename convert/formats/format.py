@@ -122,7 +122,10 @@ class Companions:
 
 @dataclass(frozen=True)
 class Notes:
-    """Words for the user: decisions and notes of a conversion, notes of an export, and a line about every head."""
+    """Words for the user: decisions and notes of a conversion, notes of an export, a line about every head.
+
+    Without lines, the only head is a classifier.
+    """
 
     decisions: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)

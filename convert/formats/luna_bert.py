@@ -9,13 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from luna_mega import (
-    LunaConfig,
-    LunaForMaskedLM,
-    LunaForMultipleChoice,
-    LunaForSequenceClassification,
-    LunaModel,
-)
+from luna_mega import LunaConfig, LunaForMaskedLM, LunaForMultipleChoice, LunaForSequenceClassification, LunaModel
 from luna_mega.convert.argtypes import flag, number, size, whole, word
 from luna_mega.convert.dictionary import Dictionaries
 from luna_mega.convert.dictionary_kinds import VocabularyAndLabels
@@ -191,10 +185,7 @@ class LunaBert(Format):
 
     facts = Facts(
         name="luna_bert",
-        revisions={
-            "r21": _luna.code_of_2021("luna_bert"),
-            "head": _luna.code_of_2023("luna_bert of the 2023 code"),
-        },
+        revisions={"r21": _luna.code_of_2021("luna_bert"), "head": _luna.code_of_2023("luna_bert of the 2023 code")},
         written=("r21",),
         model_classes=(LunaForMaskedLM, LunaModel, LunaForMultipleChoice, LunaForSequenceClassification),
         classifiers=(LunaForMultipleChoice, LunaForSequenceClassification),

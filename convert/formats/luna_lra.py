@@ -214,13 +214,7 @@ _TABLE = (
     Arg("use_p", default=False, read=_pooling, write=equals("pooling", "packed_mean"), kind=flag),
     _lra.NO_REGRESSION,
     Arg("task", write=_task, kind=word),
-    Arg(
-        "classifier_layers",
-        "classifier_num_layers",
-        measure=_classifier_layers,
-        revision="r21",
-        kind=whole,
-    ),
+    Arg("classifier_layers", "classifier_num_layers", measure=_classifier_layers, revision="r21", kind=whole),
     _lra.input_type(_tokens, when=lambda target: target.revision == "head", only=_inputs),
     Arg("classifier_in_dim", write=_in_features, kind=whole),
     written("classifier_out_dim", "classifier_hidden_size", revision="r21", kind=whole),
@@ -295,7 +289,7 @@ class LunaLra(Format):
         notes = [_PADDING_NOTE] * config.pool_padding
         notes += [_lra.first_token_note(config)] * _starts_with_cls(target, evidence)
         notes += [_SCALED_NOTE] * (config.position_embedding_type == "sinusoidal")
-        return Notes({name: getattr(config, name) for name in _DECIDED}, notes, heads=_lra.heads(target))
+        return Notes({name: getattr(config, name) for name in _DECIDED}, notes)
 
 
 def _starts_with_cls(target: Target, evidence: Evidence) -> bool:

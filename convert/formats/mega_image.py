@@ -19,10 +19,7 @@ from luna_mega.errors import ConversionError
 _PATCHES = "patch_embed.pemb.proj.weight"
 _STACK = _mega.Stack("", "blocks")
 # Widths of tokens, values and the feed-forward layer, and of queries and keys -> the architecture.
-_NAMES = {
-    (768, 1536, 1536, 256): "mega_base_patch16_224",
-    (192, 384, 384, 64): "mega_tiny_patch16_224",
-}
+_NAMES = {(768, 1536, 1536, 256): "mega_base_patch16_224", (192, 384, 384, 64): "mega_tiny_patch16_224"}
 
 
 def _side(evidence: Evidence) -> int:
@@ -177,12 +174,10 @@ class MegaImage(Format):
         config, model = target.config, evidence.args.get("model")
         decided = ("normalization_type", "use_absolute_position_embeddings")
         exported = [f"the original has no model of these sizes: register one as args.model = {model!r} there"]
-        kind = target.model_class.__name__.rpartition("For")[2]
         return Notes(
             {"image_size": config.image_size, "patch_size": config.patch_size, "patches": target.revision}
             | {name: getattr(config, name) for name in decided},
             exported=[] if model in _NAMES.values() else exported,
-            heads=[f"{kind}: {config.num_labels} classes, pooling {config.pooling}"],
         )
 
 

@@ -10,13 +10,11 @@ from luna_mega import MegaConfig, MegaForCausalLM
 from luna_mega.convert.argtypes import cutoffs, flag, number, size, word
 from luna_mega.convert.dictionary import Dictionaries
 from luna_mega.convert.dictionary_kinds import VocabularyAndLabels
-from luna_mega.convert.ema_convention import order_of
 from luna_mega.convert.evidence import Evidence, same_bits
 from luna_mega.convert.formats import _mega
 from luna_mega.convert.formats.containers import FairseqFile
-from luna_mega.convert.formats.format import Companions, Facts, Format, Notes
+from luna_mega.convert.formats.format import Companions, Facts, Notes
 from luna_mega.convert.keymap import KeyMap, Row
-from luna_mega.convert.safe_load import Checkpoint
 from luna_mega.convert.table import COMMON, NOT, Arg, Way, derived, fields, fixed, limited, written
 from luna_mega.convert.target import Target
 from luna_mega.convert.tokenizers import PIECES, WORDS, ConvertedTokenizer
@@ -272,7 +270,7 @@ _TABLE = (
 )
 
 
-class MegaLM(Format):
+class MegaLM(_mega.MegaFormat):
     """Language models of `mega_lm*`."""
 
     facts = Facts(
@@ -285,10 +283,6 @@ class MegaLM(Format):
         **_mega.FACTS | {"unused": lambda target: _mega.unused(target, frozenset({"bos_token_id"}))},
     )
     table = _TABLE
-
-    def recognise(self, file: Checkpoint) -> str:
-        """Return the branch by the order of the tensors."""
-        return order_of(file.tensors) or "unknown"
 
     def keymap(self, target: Target) -> KeyMap:
         """Return the map of a language model of a branch; the configuration tells the bands and the ties."""

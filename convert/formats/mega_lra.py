@@ -5,13 +5,11 @@ from typing import Any
 
 from luna_mega import MegaForSequenceClassification, MegaForSequencePairClassification
 from luna_mega.convert.argtypes import mean_and_deviation, number, size, whole, word
-from luna_mega.convert.ema_convention import order_of
 from luna_mega.convert.evidence import Evidence
 from luna_mega.convert.formats import _lra, _mega
 from luna_mega.convert.formats._lra import BODY, OUT
-from luna_mega.convert.formats.format import Companions, Facts, Format, Notes
+from luna_mega.convert.formats.format import Companions, Facts, Notes
 from luna_mega.convert.keymap import KeyMap, Row
-from luna_mega.convert.safe_load import Checkpoint
 from luna_mega.convert.table import COMMON, MODEL, Arg, also, derived, fields, fixed, never, written
 from luna_mega.convert.target import Target
 from luna_mega.errors import ConversionError
@@ -175,7 +173,7 @@ _TABLE = (
 )
 
 
-class MegaLra(Format):
+class MegaLra(_mega.MegaFormat):
     """Classifiers of one sequence or of a pair, of tokens, pixels or samples of speech."""
 
     facts = Facts(
@@ -189,10 +187,6 @@ class MegaLra(Format):
         **_mega.FACTS,
     )
     table = _TABLE
-
-    def recognise(self, file: Checkpoint) -> str:
-        """Return the branch by the order of the tensors."""
-        return order_of(file.tensors) or "unknown"
 
     def keymap(self, target: Target) -> KeyMap:
         """Return the map of a file of a branch; the configuration tells the input and the classifier."""
@@ -226,7 +220,7 @@ class MegaLra(Format):
                 f"a pixel x of 0 to 255 becomes (x / 255 - {mean}) / {deviation} before it goes into the model"
             )
         decided = {name: getattr(target.config, name) for name in ("input_type", *_mega.DECIDED, "pooling")}
-        return Notes({"ema_convention": target.revision} | decided, notes, heads=_lra.heads(target))
+        return Notes({"ema_convention": target.revision} | decided, notes)
 
 
 def _starts_with_cls(target: Target) -> bool:

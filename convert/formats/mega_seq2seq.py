@@ -4,13 +4,11 @@ from typing import Any
 
 from luna_mega import MegaForConditionalGeneration, MegaSeq2SeqConfig
 from luna_mega.convert.argtypes import flag, size
-from luna_mega.convert.ema_convention import order_of
 from luna_mega.convert.evidence import Evidence
 from luna_mega.convert.formats import _mega, _translation
 from luna_mega.convert.formats._translation import SIDES
-from luna_mega.convert.formats.format import Companions, Facts, Format, Notes
+from luna_mega.convert.formats.format import Companions, Facts, Notes
 from luna_mega.convert.keymap import KeyMap, Row
-from luna_mega.convert.safe_load import Checkpoint
 from luna_mega.convert.table import NOT, Arg, Table, derived, fields, fixed, never, read_fields
 from luna_mega.convert.target import Target
 from luna_mega.errors import ConversionError
@@ -106,7 +104,7 @@ _TABLE = (
 )
 
 
-class MegaSeq2Seq(Format):
+class MegaSeq2Seq(_mega.MegaFormat):
     """Files of `mega` and `mega_wmt_*`."""
 
     facts = Facts(
@@ -120,10 +118,6 @@ class MegaSeq2Seq(Format):
         **_mega.FACTS | {"config_class": MegaSeq2SeqConfig, "unused": lambda target: _unused(target)},
     )
     table = _TABLE
-
-    def recognise(self, file: Checkpoint) -> str:
-        """Return the branch by the order of the tensors."""
-        return order_of(file.tensors) or "unknown"
 
     def keymap(self, target: Target) -> KeyMap:
         """Return the map of an encoder-decoder of a branch."""

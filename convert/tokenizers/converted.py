@@ -12,11 +12,7 @@ from luna_mega.errors import ConversionError
 from luna_mega.hub.folder import TARGET_FOLDER
 
 # Options of all tokenizers but RobertaTokenizer, which has them by default.
-OPTIONS = {
-    "pad_token": "<pad>",
-    "unk_token": "<unk>",
-    "model_input_names": ["input_ids", "attention_mask"],
-}
+OPTIONS = {"pad_token": "<pad>", "unk_token": "<unk>", "model_input_names": ["input_ids", "attention_mask"]}
 WORDS, PIECES = "whitespace-separated symbols", "GPT-2 byte-pair encoding"
 SENTENCEPIECE = "SentencePiece byte-pair encoding"
 

@@ -93,10 +93,7 @@ def bpe_tokenizer(
     vocab = vocabulary(piece_names(dictionary, bpe, mask), mask)
     missing = missing_pieces(bpe, vocab)
     size = len(vocab)
-    options = {
-        "mask_token": AddedToken(mask, lstrip=True, special=True),
-        "model_max_length": max_length,
-    }
+    options = {"mask_token": AddedToken(mask, lstrip=True, special=True), "model_max_length": max_length}
     vocab |= {piece: size + index for index, piece in enumerate(missing)}
     tokenizer = RobertaTokenizer(vocab=vocab, merges=list(bpe.merges), **options)
     if missing:

@@ -202,4 +202,6 @@ def _read_checkpoint(path: str | Path, progress: bool):
         dtypes[dtype_name(tensor.dtype)] += tensor.numel()
     origin = f"{facts.container.software}: {_origin_of(fmt, revision, facts.container.architecture(checkpoint.args))}"
     warnings = [*checkpoint.warnings, *evidence.warnings]
-    return target.config, target.model_class, origin, fmt.report(target, evidence).heads, dtypes, warnings
+    name, config = target.model_class.__name__.rpartition("For")[2], target.config
+    heads = fmt.report(target, evidence).heads or [f"{name}: {config.num_labels} classes, pooling {config.pooling}"]
+    return config, target.model_class, origin, heads, dtypes, warnings

@@ -3,7 +3,7 @@ import torch
 
 from luna_mega import LunaForMaskedLM
 from luna_mega.convert import ConversionError
-from luna_mega.convert.layer_norm import decide_layer_norm
+from luna_mega.convert.conventions import decide_layer_norm
 
 
 @pytest.mark.parametrize(

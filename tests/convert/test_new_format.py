@@ -79,7 +79,7 @@ class TinyFormat(Format):
         return Companions(VocabularyAndLabels(target.config.vocab_size, None, None))
 
     def report(self, target, evidence):
-        return Notes(heads=["one score an option"])
+        return Notes()
 
 
 @pytest.fixture(autouse=True)
@@ -117,7 +117,7 @@ def test_there_and_back(tmp_path, exported):
 def test_info_describes_it(tmp_path, exported):
     info = describe(exported)
     assert info.written_by == "fairseq: a tiny checkpoint (arch None) of the tiny code"
-    assert info.heads == ["one score an option"]
+    assert info.heads == ["MultipleChoice: 2 classes, pooling cls"]
 
 
 def test_what_it_cannot_express_and_does_not_take(tmp_path, exported):
