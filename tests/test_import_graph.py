@@ -144,6 +144,16 @@ def test_what_is_imported_of_the_package_exists():
     assert {(module, name) for module, name in ours if not exists(name)} == set()
 
 
+def test_only_the_registry_imports_formats_by_name():
+    """Generic code finds a format by its description."""
+    public = {"", "containers", "format", "registry"}
+    for module, source in SOURCES.items():
+        if not module.startswith("luna_mega.convert.formats."):
+            homes = [name for name in imports(source) if name.startswith("luna_mega.convert.formats.")]
+            parts = {part for name in homes if (part := name.split(".")[3])[0].islower()}
+            assert parts - {"register_format", "registered_formats"} <= public, module
+
+
 def test_no_circles():
     graph = {}
     for module, source in SOURCES.items():
