@@ -7,19 +7,17 @@ numbers (`input_values`), as in the image task of the Long Range Arena.
 """
 
 import argparse
+import itertools
 import time
 from pathlib import Path
 from typing import Any
 
-import evaluate
+import matplotlib
 import numpy as np
 import torch
-from common.arguments import fail
-from common.curve import plot_curve
-from common.hub import check_login, publish
-from common.report import save_json, show
 from datasets import Dataset
 from sklearn.datasets import load_digits
+from sklearn.metrics import accuracy_score
 from sklearn.model_selection import train_test_split
 from transformers import (
     AutoConfig,
@@ -32,8 +30,36 @@ from transformers import (
 )
 
 import luna_mega
+from luna_mega.training.arguments import fail
+from luna_mega.training.hub import check_login, publish
+from luna_mega.training.report import save_json, show
 
-METRICS = Path(__file__).resolve().parent / "metrics" / "glue_metrics"
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+plt.rcParams["text.parse_math"] = False  # names of folders may contain $
+
+
+def plot_curve(histories: dict[str, list[dict[str, float]]], metrics: list[str], title: str, path: Path) -> None:
+    """Draw the losses and the evaluated `metrics` (as Trainer logs them, "eval_accuracy") over the steps.
+
+    `histories` holds the Trainer's `log_history` of each run by its name in the legend ("" for a single run).
+    """
+    figure, (loss_axis, metric_axis) = plt.subplots(1, 2, figsize=(10, 4), constrained_layout=True)
+    for axis, keys in ((loss_axis, ["loss", "eval_loss"]), (metric_axis, metrics)):
+        for (name, history), key in itertools.product(histories.items(), keys):
+            points = [(entry["step"], entry[key]) for entry in history if key in entry]
+            if points:
+                axis.plot(*zip(*points, strict=True), marker=".", label=f"{name} {key}".strip())
+        axis.set_xlabel("step")
+        axis.grid(alpha=0.3)
+        if axis.lines:
+            axis.legend()
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
 CLASSES, PIXELS = 10, 64
 CONFIGS = {
     "luna": {
@@ -90,7 +116,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.push_to_hub:
         check_login()
-    if arguments.output_dir.exists() and not (arguments.output_dir / "summary.json").is_file():
+    if arguments.output_dir.exists() and not (arguments.output_dir / "all_results.json").is_file():
         if not arguments.output_dir.is_dir() or any(arguments.output_dir.iterdir()):
             fail(f"{arguments.output_dir} holds other files than an earlier run: pass another --output_dir")
     return arguments
@@ -110,10 +136,9 @@ def load_data(seed: int) -> tuple[Dataset, Dataset]:
 
 def train(model_type: str, arguments: argparse.Namespace, train_set: Dataset, test_set: Dataset) -> Trainer:
     config = AutoConfig.for_model(model_type, input_type="values", num_labels=CLASSES, **CONFIGS[model_type])
-    accuracy = evaluate.load(str(METRICS), "accuracy", keep_in_memory=True)
 
     def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
-        return accuracy.compute(predictions=prediction.predictions.argmax(-1), references=prediction.label_ids)
+        return {"accuracy": float(accuracy_score(prediction.label_ids, prediction.predictions.argmax(-1)))}
 
     trainer = Trainer(
         model=AutoModelForSequenceClassification.from_config(config),
@@ -200,9 +225,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         summaries[model_type], histories[model_type] = run(model_type, arguments, argv)
     title, output = "Handwritten digits, pixel by pixel", arguments.output_dir
     plot_curve(histories, ["eval_accuracy"], title, output / "curve.png")
-    save_json({"luna_mega": luna_mega.__version__, **summaries}, output / "summary.json")
+    save_json({"luna_mega": luna_mega.__version__, **summaries}, output / "all_results.json")
     print_columns(title, summaries)
-    print(f"\n  {output / 'summary.json'}\n  {output / 'curve.png'}")
+    print(f"\n  {output / 'all_results.json'}\n  {output / 'curve.png'}")
     for model_type, summary in summaries.items():
         if summary["test_accuracy"] < arguments.min_accuracy:
             fail(f"{model_type}: test accuracy {summary['test_accuracy']:.4f} is below {arguments.min_accuracy}")

@@ -13,13 +13,13 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
-from common.arguments import check_choice, check_least, fail
-from common.data import SourceArguments, check_source, check_texts, load_splits
-from common.language_model import Score, encode, load_language_model, score
-from common.report import peak_memory_gb, print_table, save_json
 from transformers import HfArgumentParser, PreTrainedModel
 
 import luna_mega
+from luna_mega.training.arguments import check_choice, check_least, fail
+from luna_mega.training.data import SourceArguments, check_source, check_texts, load_splits
+from luna_mega.training.language_modeling import Score, encode, load_language_model, score_stream
+from luna_mega.training.report import peak_memory_gb, print_table, save_json
 
 plt.rcParams["text.parse_math"] = False  # names may contain $
 
@@ -100,7 +100,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         if arguments.chunk:
             set_chunk(model, chunk)
         for context in arguments.context:
-            result = score(model, stream, context, arguments.segment, arguments.batch_size, progress=True)
+            result = score_stream(model, stream, context, arguments.segment, arguments.batch_size, progress=True)
             results.append((chunk, context, result))
             print_table(f"chunk {chunk}, context {context}", result.metrics)
     output = Path(arguments.output_dir)

@@ -12,20 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common.arguments import check_least, fail
-from common.language_model import load_language_model
-from common.report import peak_memory_gb, print_table, save_json, show
 from transformers import HfArgumentParser, TextStreamer, set_seed
 
 import luna_mega
 from luna_mega.compat import CACHE_NAME
+from luna_mega.training.arguments import check_least, fail
+from luna_mega.training.language_modeling import load_language_model
+from luna_mega.training.report import peak_memory_gb, print_table, save_json, show
 
 
 @dataclass
 class Arguments:
     model_name_or_path: str = field(metadata={"help": "trained or converted model, or Hub name"})
     prompt: str = field(metadata={"help": "beginning of the text"})
-    output_dir: str = field(metadata={"help": "folder for text.txt and summary.json"})
+    output_dir: str = field(metadata={"help": "folder for text.txt and all_results.json"})
     max_new_tokens: int = field(default=1000, metadata={"help": "number of tokens to write"})
     temperature: float = field(
         default=1.0, metadata={"help": "temperature of the sampling; 0 = always the likeliest token"}
@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     summary = {"model": arguments.model_name_or_path, "luna_mega": luna_mega.__version__, "tokens": streamer.count}
     for name, report in zip(("first", "last"), streamer.reports[:1] + streamer.reports[-1:], strict=False):
         summary |= {f"{name}_{key}": value for key, value in report.items() if key != "tokens"}
-    save_json(summary | {"rows": streamer.reports}, output / "summary.json")
+    save_json(summary | {"rows": streamer.reports}, output / "all_results.json")
     print_table("generation", summary | {"text": str(output / "text.txt")})
     return summary
 

@@ -14,11 +14,12 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
-from common.arguments import fail
-from common.data import find_files, load_files
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetsError
 from huggingface_hub import DatasetCard, DatasetCardData
+
+from luna_mega.training.arguments import fail
+from luna_mega.training.data import find_files, load_files
 
 SPLITS = ("train", "unsupervised")
 CARD = """---

@@ -11,13 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from common.arguments import RunArguments, check_least, explain_out_of_memory, fail, parse_arguments
-from common.classification import accuracy, class_names, class_numbers, write_predictions
-from common.data import ClassifierArguments, SourceArguments, check_columns, check_source, choose_splits, load_splits
-from common.model import CheckpointArguments, label_fields, make_config, make_model
-from common.redrawn import Redrawn
-from common.report import describe, finish
-from common.training import OrderedTrainer, begin_run, check_run, make_callbacks, score, train
 from datasets import Audio, Dataset
 from scipy.signal import resample_poly
 from transformers import (
@@ -27,6 +20,21 @@ from transformers import (
     TrainingArguments,
     Wav2Vec2FeatureExtractor,
 )
+
+from luna_mega.training.arguments import RunArguments, check_least, explain_out_of_memory, fail, parse_arguments
+from luna_mega.training.classification import accuracy, class_names, class_numbers, write_predictions
+from luna_mega.training.data import (
+    ClassifierArguments,
+    SourceArguments,
+    check_columns,
+    check_source,
+    choose_splits,
+    load_splits,
+)
+from luna_mega.training.models import CheckpointArguments, label_fields, make_config, make_model
+from luna_mega.training.report import describe, finish
+from luna_mega.training.runs import OrderedTrainer, begin_run, check_run, make_callbacks, score, train
+from luna_mega.training.seeded import Redrawn
 
 TITLE, METRIC = "audio classification", "eval_accuracy"
 

@@ -11,20 +11,27 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from common.arguments import RunArguments, check_choice, check_least, explain_out_of_memory, fail, parse_arguments
-from common.data import SourceArguments, check_source, choose_splits, load_splits
-from common.language_model import Score, Streams, Windows, cut_stream, encode, score as score_stream
-from common.model import ModelArguments, make_config, make_model, make_tokenizer
-from common.report import describe, finish
-from common.streaming import Stream, StreamingTrainer, check_split, check_streaming, some_texts
-from common.training import begin_run, check_run, make_callbacks, score, total, train
-from common.vocabulary import make_bytes, train_characters, train_words
 from datasets import IterableDataset
 from torch.utils.data import SequentialSampler, default_collate
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from luna_mega.compat import CACHE_NAME
+from luna_mega.training.arguments import (
+    RunArguments,
+    check_choice,
+    check_least,
+    explain_out_of_memory,
+    fail,
+    parse_arguments,
+)
+from luna_mega.training.data import SourceArguments, check_source, choose_splits, load_splits
+from luna_mega.training.language_modeling import Score, Streams, Windows, cut_stream, encode, score_stream
+from luna_mega.training.models import ModelArguments, make_config, make_model, make_tokenizer
+from luna_mega.training.report import describe, finish
+from luna_mega.training.runs import begin_run, check_run, make_callbacks, score, total, train
+from luna_mega.training.streams import Stream, StreamingTrainer, check_split, check_streaming, some_texts
+from luna_mega.training.tokenizers import make_bytes, train_characters, train_words
 
 TITLE, METRIC = "causal language model", "eval_loss"
 # The fields that make a decoder of a model that can also be an encoder.

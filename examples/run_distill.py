@@ -13,43 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from common.arguments import (
-    RunArguments,
-    check_choice,
-    explain_out_of_memory,
-    fail,
-    find_checkpoint,
-    parse_arguments,
-)
-from common.classification import class_numbers
-from common.data import check_columns, check_texts
-from common.distillation import (
-    DistillArguments,
-    calibrate_student,
-    calibrates,
-    check_options,
-    copy_student,
-    make_student,
-    make_teacher,
-    move_teacher,
-    reads_all,
-)
-from common.language_model import Windows, cut_stream, encode
-from common.redrawn import Redrawn
-from common.report import describe, finish
-from common.stage_record import Record, describe_distillation
-from common.stages import (
-    AlignTrainer,
-    DistillTrainer,
-    Judge,
-    StageTrainer,
-    plan_alignment,
-    some_batches,
-)
-from common.streaming import Stream, check_streaming
-from common.training import begin_run, check_run, make_callbacks, score, train
 from datasets import ClassLabel, Dataset, IterableDataset
-from run_mlm import DataArguments as TextArguments, Masking, check_data, load_texts, make_blocks
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     DataCollatorForTokenClassification,
@@ -61,6 +25,48 @@ from transformers import (
 )
 
 from luna_mega.distillation import Teacher, aligned_parameters, train_only
+from luna_mega.distillation.recipe import (
+    DistillArguments,
+    calibrate_student,
+    calibrates,
+    check_options,
+    copy_student,
+    make_student,
+    make_teacher,
+    move_teacher,
+    reads_all,
+)
+from luna_mega.distillation.record import Record, describe_distillation
+from luna_mega.distillation.stages import (
+    AlignTrainer,
+    DistillTrainer,
+    Judge,
+    StageTrainer,
+    plan_alignment,
+    some_batches,
+)
+from luna_mega.training.arguments import (
+    RunArguments,
+    check_choice,
+    explain_out_of_memory,
+    fail,
+    parse_arguments,
+)
+from luna_mega.training.classification import class_numbers
+from luna_mega.training.data import check_columns, check_texts
+from luna_mega.training.language_modeling import Windows, cut_stream, encode
+from luna_mega.training.masking import (
+    MaskedTextArguments as TextArguments,
+    Masking,
+    check_data,
+    load_texts,
+    make_blocks,
+)
+from luna_mega.training.report import describe, finish
+from luna_mega.training.resuming import find_checkpoint
+from luna_mega.training.runs import begin_run, check_run, make_callbacks, score, train
+from luna_mega.training.seeded import Redrawn
+from luna_mega.training.streams import Stream, check_streaming
 
 TITLE, METRIC = "distillation", "eval_loss"
 
@@ -275,7 +281,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     summary |= score(trainer)
     if training.max_steps:
         record.add_training(trainer)
-    record.draw()
     run.card |= describe_distillation(model, record)
     return finish(trainer, run, summary | record.summary)
 

@@ -5,23 +5,22 @@
 Every field of TrainingArguments is an option; the values of a recipe are defaults that the command line overrides.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import evaluate
 import numpy as np
-from common.arguments import RunArguments, check_choice, explain_out_of_memory, parse_arguments
-from common.data import check_labels, check_texts, choose_splits, load_splits
-from common.model import ModelArguments, label_fields, make_config, make_model, make_tokenizer
-from common.report import describe, finish
-from common.texts import TextArguments, check_pairs, choose_model, encode_texts, hide_tokens
-from common.training import OrderedTrainer, begin_run, check_run, make_callbacks, score, train, write_lines
 from datasets import Dataset
 from transformers import EvalPrediction, PreTrainedTokenizerBase, Trainer, TrainingArguments
 
-METRICS = Path(__file__).resolve().parent / "metrics" / "glue_metrics"
+from luna_mega.training.arguments import RunArguments, check_choice, explain_out_of_memory, fail, parse_arguments
+from luna_mega.training.data import check_labels, check_texts, choose_splits, load_splits
+from luna_mega.training.models import ModelArguments, label_fields, make_config, make_model, make_tokenizer
+from luna_mega.training.report import describe, finish
+from luna_mega.training.runs import OrderedTrainer, begin_run, check_run, make_callbacks, score, train, write_lines
+from luna_mega.training.texts import TextArguments, check_pairs, choose_model, encode_texts, hide_tokens
 
 
 @dataclass(frozen=True)
@@ -66,6 +65,9 @@ class DataArguments(TextArguments):
     dataset_path: str | None = field(
         default=None,
         metadata={"help": "local folder instead of the Hub: parquet, json(l) or csv files, named by split"},
+    )
+    metric_path: str = field(
+        default="glue", metadata={"help": "metric for evaluate.load: glue of the Hub, or the path of a local module"}
     )
     max_seq_length: int = field(default=128, metadata={"help": "cut longer inputs to this length"})
 
@@ -120,12 +122,19 @@ def load_data(
     return splits, tokenizer
 
 
-def make_metrics(name: str) -> Callable[[EvalPrediction], dict[str, float]]:
-    """Return the function that computes the metrics of a task."""
-    task, metric = TASKS[name], evaluate.load(str(METRICS), name, keep_in_memory=True)
+def make_metrics(data: DataArguments) -> Callable[[EvalPrediction], dict[str, float]]:
+    """Return the function that computes the metrics of a task; their mean is `combined_score`."""
+    task = TASKS[data.task_name]
+    try:
+        metric = evaluate.load(data.metric_path, data.task_name, keep_in_memory=True)
+    except (OSError, ValueError) as error:
+        fail(f"--metric_path {data.metric_path}: {error}; without network pass examples/metrics/glue_metrics")
 
     def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
-        return metric.compute(predictions=task.decode(prediction.predictions), references=prediction.label_ids)
+        scores = metric.compute(predictions=task.decode(prediction.predictions), references=prediction.label_ids)
+        # A constant has no correlation; 0 is worse than any model, where NaN would not compare.
+        scores = {name: 0.0 if math.isnan(score) else float(score) for name, score in scores.items()}
+        return scores | ({"combined_score": float(np.mean(list(scores.values())))} if len(scores) > 1 else {})
 
     return compute_metrics
 
@@ -169,7 +178,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         eval_dataset=validation.get("", validation) or None,
         processing_class=tokenizer,
         data_collator=collator,
-        compute_metrics=make_metrics(data.task_name),
+        compute_metrics=make_metrics(data),
         callbacks=make_callbacks(data),
     )
 

@@ -12,11 +12,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common.arguments import RunArguments, check_least, explain_out_of_memory, fail, parse_arguments
-from common.classification import accuracy, class_names, class_numbers, examples_per_second, write_predictions
-from common.data import ClassifierArguments, SourceArguments, check_columns, check_source, choose_splits, load_splits
-from common.model import CheckpointArguments, label_fields, make_config, make_model
-from common.pictures import (
+from datasets import Dataset, load_dataset
+from datasets.exceptions import DatasetsError
+from transformers import AutoConfig, AutoModelForImageClassification, PreTrainedConfig, TrainingArguments
+from transformers.image_processing_utils import BaseImageProcessor
+
+from luna_mega.training.arguments import RunArguments, check_least, explain_out_of_memory, fail, parse_arguments
+from luna_mega.training.classification import (
+    accuracy,
+    class_names,
+    class_numbers,
+    examples_per_second,
+    write_predictions,
+)
+from luna_mega.training.data import (
+    ClassifierArguments,
+    SourceArguments,
+    check_columns,
+    check_source,
+    choose_splits,
+    load_splits,
+)
+from luna_mega.training.images import (
     AugmentArguments,
     Transform,
     augment_split,
@@ -31,13 +48,10 @@ from common.pictures import (
     training_transform,
     undecoded,
 )
-from common.redrawn import Redrawn
-from common.report import describe, finish
-from common.training import OrderedTrainer, begin_run, check_run, make_callbacks, score, train
-from datasets import Dataset, load_dataset
-from datasets.exceptions import DatasetsError
-from transformers import AutoConfig, AutoModelForImageClassification, PreTrainedConfig, TrainingArguments
-from transformers.image_processing_utils import BaseImageProcessor
+from luna_mega.training.models import CheckpointArguments, label_fields, make_config, make_model
+from luna_mega.training.report import describe, finish
+from luna_mega.training.runs import OrderedTrainer, begin_run, check_run, make_callbacks, score, train
+from luna_mega.training.seeded import Redrawn
 
 TITLE, METRIC = "image classification", "eval_accuracy"
 _OF_COLOUR = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])  # ImageNet's mean and deviation

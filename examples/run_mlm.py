@@ -5,24 +5,13 @@
 Every field of TrainingArguments is an option; the values of a recipe are defaults that the command line overrides.
 """
 
-from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
-from common.arguments import RunArguments, check_least, explain_out_of_memory, fail, parse_arguments
-from common.data import SourceArguments, choose_splits, load_splits
-from common.model import ModelArguments, boundary_ids, make_config, make_model, make_tokenizer
-from common.redrawn import Redrawn
-from common.report import describe, finish
-from common.streaming import Stream, StreamingTrainer, check_split, check_streaming, some_texts
-from common.training import begin_run, check_run, make_callbacks, score, train
-from datasets import Dataset, IterableDataset
 from torch.nn.functional import cross_entropy
 from transformers import (
     AutoModelForMaskedLM,
-    DataCollatorForLanguageModeling,
     DataCollatorForTokenClassification,
     EvalPrediction,
     PreTrainedConfig,
@@ -32,81 +21,21 @@ from transformers import (
     default_data_collator,
 )
 
+from luna_mega.training.arguments import RunArguments, explain_out_of_memory, fail, parse_arguments
+from luna_mega.training.masking import (
+    MaskedTextArguments as DataArguments,
+    Masking,
+    check_data,
+    load_texts,
+    make_blocks,
+)
+from luna_mega.training.models import ModelArguments, make_config, make_model, make_tokenizer
+from luna_mega.training.report import describe, finish
+from luna_mega.training.runs import begin_run, check_run, make_callbacks, score, train
+from luna_mega.training.seeded import Redrawn
+from luna_mega.training.streams import Stream, StreamingTrainer, check_streaming, some_texts
+
 TITLE, METRIC = "masked language model", "eval_perplexity"
-
-
-@dataclass
-class DataArguments(SourceArguments):
-    train_files: list[str] | None = field(default=None, metadata={"help": "local files instead of a folder"})
-    validation_files: list[str] | None = field(default=None, metadata={"help": "local files beside --train_files"})
-    text_column: str = field(default="text", metadata={"help": "column with the text; a txt file has one text a line"})
-    block_size: int = field(default=512, metadata={"help": "tokens of an input, <s> among them"})
-    short_seq_prob: float = field(
-        default=0.0, metadata={"help": "share of the training inputs that end early, at a random length"}
-    )
-    mlm_probability: float = field(default=0.15, metadata={"help": "share of the tokens that is predicted"})
-    max_train_samples: int | None = field(default=None, metadata={"help": "use only the first N texts"})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "use only the first N texts"})
-    preprocessing_num_workers: int | None = field(default=None, metadata={"help": "number of processes that tokenize"})
-
-
-class Masking:
-    """Choice of the tokens of a block that are predicted, made by the numbers that are given."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, probability: float):
-        self.collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=probability)
-
-    def __call__(self, block: dict[str, Any], numbers: torch.Generator) -> dict[str, torch.Tensor]:
-        self.collator.generator = numbers
-        input_ids, labels = self.collator.torch_mask_tokens(torch.tensor([block["input_ids"]]))
-        return {"input_ids": input_ids[0], "labels": labels[0]}
-
-
-def cut_blocks(
-    split: Dataset | IterableDataset,
-    name: str,
-    tokenizer: PreTrainedTokenizerBase,
-    data: DataArguments,
-    short: float = 0.0,
-) -> Dataset | IterableDataset:
-    """Cut the texts, each followed by `</s>`, into blocks of `<s>` and `block_size - 1` tokens.
-
-    Empty texts are skipped. A thousand texts are strung together at a time, and a rest shorter than a block is dropped.
-    A share `short` of the blocks has from 1 to `block_size - 1` tokens instead, by numbers drawn from the texts.
-    """
-    bos, eos = boundary_ids(tokenizer)
-    step = data.block_size - 1
-
-    def encode(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-        texts = [text.strip() for text in batch[data.text_column] if text.strip()]
-        encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
-        stream = list(chain.from_iterable([*ids, eos] for ids in encoded))
-        most = len(stream) // (1 if short else step)
-        numbers = np.random.default_rng([len(stream), *stream[:16]])
-        lengths = np.where(numbers.random(most) < short, numbers.integers(step, size=most) + 1, step)
-        ends = lengths.cumsum()
-        spans = zip(ends - lengths, ends[ends <= len(stream)], strict=False)
-        return {"input_ids": [[bos, *stream[start:end]] for start, end in spans]}
-
-    if isinstance(split, IterableDataset):
-        return split.map(encode, batched=True, remove_columns=list(next(iter(split))))
-    options = {"batched": True, "remove_columns": split.column_names, "num_proc": data.preprocessing_num_workers}
-    blocks = split.map(encode, **options, desc=name)
-    if len(blocks) == 0:
-        fail(f"split {name} has too little text for one block of {data.block_size} tokens; see --block_size")
-    return blocks
-
-
-def mask_once(blocks: Dataset, tokenizer: PreTrainedTokenizerBase, data: DataArguments, seed: int) -> Dataset:
-    """Mask the validation blocks, so that every evaluation sees the same ones."""
-    collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=data.mlm_probability)
-    collator.generator = torch.Generator().manual_seed(seed)
-
-    def mask(batch: dict[str, list[list[int]]]) -> dict[str, torch.Tensor]:
-        masked = collator([{"input_ids": ids} for ids in batch["input_ids"]])
-        return {name: masked[name] for name in ("input_ids", "labels")}
-
-    return blocks.map(mask, batched=True, keep_in_memory=True, load_from_cache_file=False, desc="masking")
 
 
 def token_scores(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -138,44 +67,6 @@ def parse(
     check_streaming(training, run)
     check_data(data)
     return data, model, training, run
-
-
-def check_data(data: DataArguments) -> None:
-    """End the script when the options of the data contradict each other."""
-    if sum(map(bool, (data.dataset_name, data.dataset_path, data.train_files or data.validation_files))) != 1:
-        fail("pass one of --dataset_name, --dataset_path, or --train_files and --validation_files")
-    if not 0 < data.mlm_probability < 1:
-        fail(f"--mlm_probability {data.mlm_probability} must be between 0 and 1")
-    if not 0 <= data.short_seq_prob <= 1:
-        fail(f"--short_seq_prob {data.short_seq_prob} must be between 0 and 1")
-    check_least(data, 2, "block_size")
-
-
-def load_texts(
-    data: DataArguments, training: TrainingArguments, run: RunArguments
-) -> dict[str, Dataset | IterableDataset]:
-    """Return the splits that the run needs, with text in place."""
-    limits, files = choose_splits(training, data), None
-    if not (data.dataset_name or data.dataset_path):
-        files = {"train": data.train_files, "validation": data.validation_files}
-        if missing := [name for name in limits if not files[name]]:
-            fail(f"pass --{missing[0]}_files as well")
-    source = (data.dataset_path, data.dataset_name, data.dataset_config)
-    splits = load_splits(limits, *source, files=files, streaming=run.streaming)
-    for name, split in splits.items():
-        check_split(split, name, data.text_column)
-    return splits
-
-
-def make_blocks(
-    splits: dict[str, Dataset | IterableDataset], tokenizer: PreTrainedTokenizerBase, data: DataArguments, seed: int
-) -> dict[str, Dataset | IterableDataset]:
-    """Cut the splits into blocks, of which those of validation are masked."""
-    short = {"train": data.short_seq_prob}
-    blocks = {name: cut_blocks(split, name, tokenizer, data, short.get(name, 0.0)) for name, split in splits.items()}
-    if "validation" in blocks:
-        blocks["validation"] = mask_once(blocks["validation"], tokenizer, data, seed)
-    return blocks
 
 
 def load_data(

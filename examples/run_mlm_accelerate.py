@@ -10,6 +10,8 @@ on the same number of processes or on another, goes on as if it had not stopped.
 
 import json
 import math
+import re
+import shutil
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -22,21 +24,44 @@ import torch
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import DistributedType
-from common.arguments import check_launch, check_least, fail, parse_arguments
-from common.checkpoint import find_checkpoints, remove_half_written, save_checkpoint
-from common.data import SourceArguments, check_source, check_texts, load_splits
-from common.flops import throughput
-from common.hub import check_login, push_folder
-from common.model import ModelArguments, make_config, make_model, make_tokenizer
-from common.redrawn import draw
-from common.report import print_table, save_json
-from common.training import DIVERGED, count_broken
 from datasets import Dataset
-from run_mlm import Masking, cut_blocks
 from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForMaskedLM, PreTrainedModel, get_linear_schedule_with_warmup, set_seed
+
+from luna_mega.training.arguments import check_launch, check_least, fail, parse_arguments
+from luna_mega.training.data import SourceArguments, check_source, check_texts, load_splits
+from luna_mega.training.hub import check_login, push_folder
+from luna_mega.training.masking import Masking, cut_blocks
+from luna_mega.training.models import ModelArguments, make_config, make_model, make_tokenizer
+from luna_mega.training.report import print_table, save_json
+from luna_mega.training.runs import DIVERGED, count_broken
+from luna_mega.training.seeded import draw
+from luna_mega.training.speed import throughput
+
+
+def find_checkpoints(output: Path) -> list[Path]:
+    """Return the whole checkpoints of a run, the oldest first."""
+    found = [path for path in output.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
+
+
+def remove_half_written(output: Path) -> None:
+    """Remove the half-written checkpoint of a run that was killed while it saved."""
+    for path in output.glob("checkpoint-*.tmp"):
+        shutil.rmtree(path)
+
+
+def save_checkpoint(accelerator: Accelerator, state: dict[str, Any], output: Path, step: int, keep: int = 2) -> None:
+    """Write `state` to a temporary folder, which gets its name when all processes have written; keep the last ones."""
+    folder = output / f"checkpoint-{step}"
+    dcp.save(state, checkpoint_id=folder.with_suffix(".tmp"))
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        folder.with_suffix(".tmp").rename(folder)
+        for old in find_checkpoints(output)[:-keep]:
+            shutil.rmtree(old)
 
 
 @dataclass
@@ -214,7 +239,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         summary |= {"loss": loss, **throughput(model, options.block_size, rate, *device, options.mlm_probability)}
     if accelerator.is_main_process:
         tokenizer.save_pretrained(output)
-        save_json(summary, output / "summary.json")
+        save_json(summary, output / "all_results.json")
         print_table("masked language model", summary)
         if options.push_to_hub:
             push_folder(options.push_to_hub, output)

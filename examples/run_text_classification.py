@@ -10,15 +10,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.arguments import RunArguments, explain_out_of_memory, fail, parse_arguments
-from common.classification import accuracy, class_names, class_numbers, write_predictions
-from common.data import SourceArguments, check_columns, check_source, check_texts, choose_splits, load_splits
-from common.model import ModelArguments, label_fields, make_config, make_model, make_tokenizer
-from common.report import describe, finish
-from common.texts import TextArguments, check_pairs, choose_model, encode_texts, hide_tokens
-from common.training import OrderedTrainer, begin_run, check_run, make_callbacks, score, train
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, TrainingArguments
+
+from luna_mega.training.arguments import RunArguments, explain_out_of_memory, fail, parse_arguments
+from luna_mega.training.classification import accuracy, class_names, class_numbers, write_predictions
+from luna_mega.training.data import (
+    SourceArguments,
+    check_columns,
+    check_source,
+    check_texts,
+    choose_splits,
+    load_splits,
+)
+from luna_mega.training.models import ModelArguments, label_fields, make_config, make_model, make_tokenizer
+from luna_mega.training.report import describe, finish
+from luna_mega.training.runs import OrderedTrainer, begin_run, check_run, make_callbacks, score, train
+from luna_mega.training.texts import TextArguments, check_pairs, choose_model, encode_texts, hide_tokens
 
 TITLE, METRIC = "text classification", "eval_accuracy"
 

@@ -12,24 +12,90 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common.arguments import RunArguments, check_choice, check_least, explain_out_of_memory, fail, parse_arguments
-from common.averaging import average, choose_checkpoints
-from common.data import LimitArguments, SourceArguments, check_source, choose_splits, load_splits
-from common.model import ModelArguments, make_config, make_model
-from common.optimizers import ClipEach, apollo
-from common.report import describe, finish
-from common.schedules import milestone_schedule
-from common.training import OrderedTrainer, begin_run, check_run, make_callbacks, score, train, write_lines
-from common.translation import PairCollator, Tokenizers, encode, make_tokenizers, read_pairs
 from datasets import Dataset
 from sacrebleu.metrics import BLEU
 from transformers import (
     AutoModelForSeq2SeqLM,
+    DataCollatorForSeq2Seq,
     EvalPrediction,
     PreTrainedConfig,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
 )
+
+from luna_mega.training.arguments import (
+    RunArguments,
+    check_choice,
+    check_least,
+    explain_out_of_memory,
+    fail,
+    parse_arguments,
+)
+from luna_mega.training.data import (
+    LimitArguments,
+    SourceArguments,
+    check_source,
+    check_texts,
+    choose_splits,
+    load_splits,
+)
+from luna_mega.training.models import ModelArguments, Tokenizers, make_both_tokenizers, make_config, make_model
+from luna_mega.training.optimization import ClipEach, apollo, milestone_schedule
+from luna_mega.training.report import describe, finish
+from luna_mega.training.runs import OrderedTrainer, begin_run, check_run, make_callbacks, score, train, write_lines
+from luna_mega.training.weight_average import average, choose_checkpoints
+
+
+def read_pairs(split: Dataset, name: str, source: str, target: str) -> Dataset:
+    """Return the columns `source` and `target` of a split that names them by language, maybe inside `translation`."""
+    prefix = "translation." if "translation" in split.column_names else ""
+    columns = {prefix + source: "source", prefix + target: "target"}
+    split = split.flatten()
+    check_texts(split, name, tuple(columns))
+    return split.select_columns(list(columns)).rename_columns(columns)
+
+
+def encode(pairs: Dataset, name: str, tokenizers: Tokenizers, max_source: int, max_target: int) -> Dataset:
+    """Add `input_ids` and `labels`, both with `</s>`, their `length` in all, and the number of the `row`.
+
+    Training leaves out pairs with an empty side, or a side longer than `max_source` or `max_target`. Elsewhere such a
+    side is cut, and the pairs are ordered by length, so that a batch is translated in as few steps as possible.
+    """
+
+    def tokenize(batch: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
+        inputs, labels = (
+            tokenizer([text.strip() for text in batch[side]], verbose=False)["input_ids"]
+            for side, tokenizer in zip(("source", "target"), tokenizers, strict=True)
+        )
+        length = [len(first) + len(second) for first, second in zip(inputs, labels, strict=True)]
+        return {"input_ids": inputs, "labels": labels, "length": length, "row": indices}
+
+    def fits(pair: dict[str, Any]) -> bool:
+        empty = not pair["source"].strip() or not pair["target"].strip()
+        return not empty and len(pair["input_ids"]) <= max_source and len(pair["labels"]) <= max_target
+
+    def cut(pair: dict[str, Any]) -> dict[str, list[int]]:
+        limits = {"input_ids": max_source, "labels": max_target}
+        return {side: [*pair[side][:-1][: limit - 1], pair[side][-1]] for side, limit in limits.items()}
+
+    encoded = pairs.map(tokenize, batched=True, with_indices=True, desc=name)
+    if name != "train":
+        lengths = list(encoded["length"])
+        longest_first = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+        return encoded.map(cut, desc=f"{name}: cut").select(longest_first)
+    encoded = encoded.filter(fits, desc=f"{name}: filter")
+    if len(encoded) == 0:
+        fail("no training pair fits; see --max_source_length and --max_target_length")
+    return encoded
+
+
+class PairCollator(DataCollatorForSeq2Seq):
+    """Collator that pads both sides to the longest of the batch and drops the columns that are not for the model."""
+
+    def __call__(self, features: list[dict[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
+        needed = [{name: feature[name] for name in ("input_ids", "labels")} for feature in features]
+        return super().__call__(needed, return_tensors)
+
 
 METRIC = "eval_bleu"
 
@@ -163,7 +229,7 @@ def load_data(
     splits = load_pairs(data, training)
     texts = [*splits["train"]["source"], *splits["train"]["target"]] if "train" in splits else []
     length = max(data.max_source_length, data.max_target_length)
-    tokenizers = make_tokenizers(model, texts, length)
+    tokenizers = make_both_tokenizers(model, texts, length)
     start = {"is_encoder_decoder": True, "decoder_start_token_id": tokenizers.target.eos_token_id}
     config = make_config(model, tokenizers.source, length, **({} if model.model_name_or_path else start))
     if not config.is_encoder_decoder:

@@ -13,13 +13,28 @@ from dataclasses import dataclass, field
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from common.arguments import RunArguments, check_choice, check_least, explain_out_of_memory, fail, parse_arguments
-from common.data import LimitArguments, SourceArguments, check_columns, check_source, check_texts, load_splits
-from common.model import ModelArguments, make_config, make_model, make_tokenizer
-from common.report import describe, save_summary
-from common.training import begin_run, check_run, score, train
 from datasets import Dataset
 from transformers import AutoModel, PreTrainedTokenizerBase
+
+from luna_mega.training.arguments import (
+    RunArguments,
+    check_choice,
+    check_least,
+    explain_out_of_memory,
+    fail,
+    parse_arguments,
+)
+from luna_mega.training.data import (
+    LimitArguments,
+    SourceArguments,
+    check_columns,
+    check_source,
+    check_texts,
+    load_splits,
+)
+from luna_mega.training.models import ModelArguments, make_config, make_model, make_tokenizer
+from luna_mega.training.report import describe, save_summary
+from luna_mega.training.runs import begin_run, check_run, score, train
 
 try:
     from sentence_transformers import (

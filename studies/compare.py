@@ -24,9 +24,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
-from common.arguments import fail
-from common.report import show
-from common.summaries import mean_and_spread, read_json, read_summaries
+from summaries import mean_and_spread, read_json, read_summaries
+
+from luna_mega.training.arguments import fail
+from luna_mega.training.report import show
 
 plt.rcParams["text.parse_math"] = False  # names may contain $
 

@@ -18,9 +18,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
-from common.arguments import fail
-from common.report import show
-from common.summaries import mean_and_spread, read_json, read_summaries
+from summaries import mean_and_spread, read_json, read_summaries
+
+from luna_mega.training.arguments import fail
+from luna_mega.training.report import show
 
 DISTILLATION = "distillation"
 # Column -> entry of a point.
@@ -64,8 +65,8 @@ def read_teacher(summary: dict[str, Any], scores: dict[str, float]) -> Point:
     """Return the scores of a run's teacher, with its tokens and seconds where its folder tells them."""
     path, seed = teacher_of(summary), summary["seed"]
     folder, spent = Path(path), {}
-    if (folder / "summary.json").is_file() and (folder / "trainer_state.json").is_file():
-        own = read_json(folder / "summary.json")
+    if (folder / "all_results.json").is_file() and (folder / "trainer_state.json").is_file():
+        own = read_json(folder / "all_results.json")
         last = own if own["task"] == DISTILLATION else next(iter(read_alone(folder, own)[::-1]), {})
         spent = {name: last.get(name) for name in ("tokens", "seconds")}
     name = strip_seed(folder, seed) if folder.is_dir() else path

@@ -28,16 +28,15 @@ from transformers import HfArgumentParser, PreTrainedTokenizerBase
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
-from common.arguments import check_least, fail
-from common.data import SourceArguments, check_source, check_texts, load_splits
-from common.distillation import one_line
-from common.language_model import encode
-from common.model import boundary_ids, load_tokenizer
-from common.report import save_json, show
-from run_mlm import Masking
-
 import luna_mega
 from luna_mega.distillation import Teacher, check_tokenizer, load_teacher
+from luna_mega.distillation.recipe import one_line
+from luna_mega.training.arguments import check_least, fail
+from luna_mega.training.data import SourceArguments, check_source, check_texts, load_splits
+from luna_mega.training.language_modeling import encode
+from luna_mega.training.masking import Masking
+from luna_mega.training.models import boundary_ids, load_tokenizer
+from luna_mega.training.report import save_json, show
 
 plt.rcParams["text.parse_math"] = False  # names may contain $
 

@@ -19,10 +19,11 @@ import matplotlib.pyplot as plt
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
-from common.arguments import fail
-from common.report import show
-from common.summaries import mean_and_spread, read_json, read_summaries
 from lra.tasks import TASKS
+from summaries import mean_and_spread, read_json, read_summaries
+
+from luna_mega.training.arguments import fail
+from luna_mega.training.report import show
 
 plt.rcParams["text.parse_math"] = False  # names may contain $
 
@@ -51,7 +52,7 @@ def read_runs(folders: list[str]) -> list[dict[str, Any]]:
     found = [(folder, run) for folder, run in read_summaries(folders) if run.get("task") in TASKS and "steps" in run]
     runs = [run | {"curve": read_curve(folder, run.get("self_pretraining_seconds", 0.0))} for folder, run in found]
     if not runs:
-        fail(f"{' '.join(folders)}: there is no summary.json of a training run of run_lra.py")
+        fail(f"{' '.join(folders)}: there is no all_results.json of a training run of run_lra.py")
     return runs
 
 

@@ -26,10 +26,11 @@ from luna_mega.modeling_luna.initialization_luna import LocalStart, blind, paire
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 import run_mlm
-from common.arguments import check_choice, explain_out_of_memory, fail
-from common.model import ModelArguments, make_model, parse_fields
-from common.report import describe, finish
-from common.training import begin_run, score, train
+
+from luna_mega.training.arguments import check_choice, explain_out_of_memory, fail
+from luna_mega.training.models import ModelArguments, make_model, parse_fields
+from luna_mega.training.report import describe, finish
+from luna_mega.training.runs import begin_run, score, train
 
 PARTS = ("positions", "packed", "identity")
 

@@ -36,7 +36,22 @@ ROOMS = {
         "tqdm",
         "transformers",
     },  # fmt: skip
-    "luna_mega.distillation": {"torch", "transformers"},
+    "luna_mega.training": {
+        "accelerate",
+        "datasets",
+        "huggingface_hub",
+        "numpy",
+        "PIL",
+        "pyarrow",
+        "safetensors",
+        "timm",
+        "tokenizers",
+        "torch",
+        "tqdm",
+        "transformers",
+        "yaml",
+    },
+    "luna_mega.distillation": {"huggingface_hub", "torch", "transformers", "yaml"},
     "luna_mega.demo": {"gradio", "huggingface_hub", "pandas", "torch", "transformers"},
     "luna_mega.serving": {"jinja2", "starlette", "torch", "transformers", "uvicorn", "vllm"},
     "luna_mega.onnx": {"onnx_ir", "onnxruntime", "torch", "tqdm", "transformers"},
@@ -46,7 +61,7 @@ ROOMS = {
 }
 APART = {"luna_mega.modeling_luna", "luna_mega.modeling_mega", "luna_mega.modeling_megalodon"}
 OPTIONAL = {"triton", "onnx_ir", "onnxruntime", "lm_eval", "mteb", "sentence_transformers", "gradio", "pandas"}
-OPTIONAL |= {"argcomplete", "starlette"}
+OPTIONAL |= {"argcomplete", "starlette", "timm"}
 NEVER_IMPORTED = {"examples", "studies", "benchmarks", "tests"}
 
 

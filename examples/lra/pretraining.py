@@ -4,13 +4,13 @@ import copy
 from typing import Any
 
 import torch
-from common.redrawn import Redrawn
-from common.training import OrderedTrainer
 from datasets import Dataset
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, TrainingArguments
 
 from lra.tasks import GREYS, Task, grey_levels, make_collator
+from luna_mega.training.runs import OrderedTrainer
+from luna_mega.training.seeded import Redrawn
 
 
 class Reconstruction(nn.Module):

@@ -19,24 +19,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as for the scripts beside this folder
 
 
-from common.arguments import RunArguments, check_choice, check_least, explain_out_of_memory, fail, parse_arguments
-from common.classification import accuracy, examples_per_second, write_predictions
-from common.data import (
-    ClassifierArguments,
-    SourceArguments,
-    check_columns,
-    check_labels,
-    check_source,
-    check_texts,
-    choose_splits,
-    load_splits,
-)
-from common.model import CheckpointArguments, label_fields, load_tokenizer, make_config, make_model
-from common.pairs import pair_class
-from common.pictures import undecoded
-from common.report import describe, finish
-from common.schedules import power_warmup_schedule
-from common.training import OrderedTrainer, begin_run, check_run, make_callbacks, score, train
 from datasets import Dataset
 from transformers import (
     AutoModelForSequenceClassification,
@@ -61,6 +43,31 @@ from lra.tasks import (
     make_tokenizer,
     name_variant,
 )
+from luna_mega.training.arguments import (
+    RunArguments,
+    check_choice,
+    check_least,
+    explain_out_of_memory,
+    fail,
+    parse_arguments,
+)
+from luna_mega.training.classification import accuracy, examples_per_second, write_predictions
+from luna_mega.training.data import (
+    ClassifierArguments,
+    SourceArguments,
+    check_columns,
+    check_labels,
+    check_source,
+    check_texts,
+    choose_splits,
+    load_splits,
+)
+from luna_mega.training.images import undecoded
+from luna_mega.training.models import CheckpointArguments, label_fields, load_tokenizer, make_config, make_model
+from luna_mega.training.optimization import power_warmup_schedule
+from luna_mega.training.report import describe, finish
+from luna_mega.training.runs import OrderedTrainer, begin_run, check_run, make_callbacks, score, train
+from luna_mega.training.texts import pair_class
 
 TITLE, METRIC = "Long Range Arena", "eval_accuracy"
 _NO_TOKENS = 8  # vocabulary of a model that reads values

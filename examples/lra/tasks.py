@@ -7,10 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from common.arguments import fail
-from common.bpe import MASK_TOKEN, NAMED_TOKENS
-from common.pictures import holds_pixels, read_picture
-from common.vocabulary import make_bytes, make_words
 from datasets import ClassLabel, Dataset, concatenate_datasets
 from tokenizers import processors
 from torch.nn.utils.rnn import pad_sequence
@@ -18,6 +14,9 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lra.listops import TOKENS
+from luna_mega.training.arguments import fail
+from luna_mega.training.images import holds_pixels, read_picture
+from luna_mega.training.tokenizers import MASK_TOKEN, NAMED_TOKENS, make_bytes, make_words
 
 GREYS = 256
 

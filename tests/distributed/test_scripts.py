@@ -40,8 +40,6 @@ def call(name: str, arguments: list[str]) -> dict:
     if str(EXAMPLES) not in sys.path:
         sys.path.insert(0, str(EXAMPLES))
     AcceleratorState._reset_state(reset_partial_state=True)  # of the test before
-    curve = importlib.import_module("common.curve")
-    curve.plot_curve = lambda *_: None  # takes a third of a second
     try:
         return importlib.import_module(name).main(arguments)
     except SystemExit as error:
@@ -118,7 +116,7 @@ def test_two_processes_do_what_one_does(name, ranks, tmp_path):
         found = ranks(processes, call, name, [*QUIET, *paths, *steps, *batches, *options])
         assert "error" not in found[0], found
         summaries[processes] = found[0]
-        saved = json.loads((output / "summary.json").read_text())
+        saved = json.loads((output / "all_results.json").read_text())
         assert saved == found[0] and saved["processes"] == processes
         other = {key: value for key, value in found[-1].items() if key.startswith(("eval_", "test_"))}
         assert other.keys() <= saved.keys() and all(saved[key] == other[key] for key in other if "runtime" not in key)
@@ -139,7 +137,7 @@ def test_distillation_on_two_processes(ranks, tmp_path):
     """All stages; one process makes a step of the batches that two share."""
     data, sizes = write_texts(tmp_path / "data"), {"vocab_size": 300, "hidden_size": 16, "num_attention_heads": 2}
     sys.path.insert(0, str(EXAMPLES))
-    importlib.import_module("common.bpe").train_bpe(mlm.texts(50, seed=1), 300, 32).save_pretrained(
+    importlib.import_module("luna_mega.training.tokenizers").train_bpe(mlm.texts(50, seed=1), 300, 32).save_pretrained(
         tmp_path / "teacher"
     )
     sizes |= {"intermediate_size": 16, "num_hidden_layers": 2, "max_position_embeddings": 34, "pad_token_id": 1}
@@ -204,7 +202,7 @@ def test_a_sharded_run_that_is_killed_resumes_exactly(ranks, tmp_path):
         summary = ranks(processes, call, "run_mlm_accelerate", options(output))[0]
         assert killing.read_losses(output) == pytest.approx(whole, abs=tolerance)
         assert summary["steps"] == 8 and summary["tokens_per_second"] > 0 and 0 < summary["mfu"] < 1
-        names = {"checkpoint-6", "checkpoint-8", "losses.jsonl", "summary.json", "model.safetensors", "config.json"}
+        names = {"checkpoint-6", "checkpoint-8", "losses.jsonl", "all_results.json", "model.safetensors", "config.json"}
         assert names <= {path.name for path in output.iterdir()} and not list(output.glob("*.tmp"))
         assert type(AutoModelForMaskedLM.from_pretrained(output)).__name__ == "MegaForMaskedLM"
 

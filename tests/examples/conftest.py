@@ -10,6 +10,7 @@ import datasets.config
 import huggingface_hub.constants
 import pytest
 
+from luna_mega.training import speed
 from tests.examples.runs import QUIET
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,19 +35,16 @@ def script() -> Iterator[Callable[[str], ModuleType]]:
 def call(script, monkeypatch) -> Callable[..., dict]:
     """Calls a script in this process: quiet, and on the CPU; returns its summary, which is also what it has saved.
 
-    The curve, which takes a third of a second, is drawn with `curve=True` only, and the peak of the CPU is measured by
-    small products: large ones take many seconds in bfloat16.
+    The peak of the CPU is measured by small products: large ones take many seconds in bfloat16.
     """
 
-    def main(name: str, *arguments: object, curve: bool = False) -> dict:
+    def main(name: str, *arguments: object) -> dict:
         module = script(name)
         with monkeypatch.context() as patch:
-            flops = script("common.flops")
-            patch.setattr(flops, "measure_peak", partial(flops.measure_peak, side=64))
-            if not curve:
-                patch.setattr(script("common.curve"), "plot_curve", lambda *_: None)
-            summary = module.main([*QUIET, *map(str, arguments)])
-        assert json.loads(Path(summary["output_dir"], "summary.json").read_text()) == summary
+            patch.setattr(speed, "measure_peak", partial(speed.measure_peak, side=64))
+            metric = ["--metric_path", str(EXAMPLES / "metrics" / "glue_metrics")] if name.endswith("_glue") else []
+            summary = module.main([*QUIET, *metric, *map(str, arguments)])
+        assert json.loads(Path(summary["output_dir"], "all_results.json").read_text()) == summary
         return summary
 
     return main

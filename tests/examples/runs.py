@@ -60,6 +60,5 @@ def assert_resumes(run: Callable, arguments: Callable[[Path], list], auto_class:
 
 def assert_complete(output: Path, summary: dict) -> None:
     """Assert that a run has left what every run leaves."""
-    assert (output / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert summary["tokens_per_second"] > 0 and summary["peak_memory_gb"] > 0
     assert (output / "README.md").read_text().startswith("---\n")

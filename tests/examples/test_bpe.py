@@ -1,12 +1,15 @@
 import pytest
 from transformers import AutoTokenizer
 
+from luna_mega.training import tokenizers
+from luna_mega.training.models import load_tokenizer
+
 TEXTS = ["the quick brown fox", "the lazy dog", "quick dogs and lazy foxes"] * 20
 
 
 @pytest.fixture(scope="module")
 def bpe(script):
-    return script("common.bpe")
+    return tokenizers
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +56,7 @@ def test_training_is_deterministic(bpe, tokenizer):
 def test_bare_roberta_files_load(script, tokenizer, tmp_path):
     tokenizer.backend_tokenizer.model.save(str(tmp_path))
     assert {path.name for path in tmp_path.iterdir()} == {"vocab.json", "merges.txt"}
-    again = script("common.model").load_tokenizer(str(tmp_path))
+    again = load_tokenizer(str(tmp_path))
     assert again(" x the fox")["input_ids"] == tokenizer("x the fox")["input_ids"]
 
 

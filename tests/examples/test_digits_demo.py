@@ -14,7 +14,7 @@ def demo(script):
 def test_both_models_side_by_side(demo, tmp_path, capsys):
     output = tmp_path / "digits"
     summary = demo.main(["--epochs", "0.2", "--min_accuracy", "0", "--output_dir", str(output)])
-    saved = json.loads((output / "summary.json").read_text())
+    saved = json.loads((output / "all_results.json").read_text())
     assert {name: saved[name] for name in ("luna", "mega")} == summary
     assert (output / "curve.png").read_bytes().startswith(b"\x89PNG")
     lines = capsys.readouterr().out.splitlines()
@@ -37,7 +37,7 @@ def test_too_low_an_accuracy_is_a_failure_and_the_folder_can_be_used_again(demo,
     for model_type in ("luna", "mega"):
         with pytest.raises(SystemExit, match=f"{model_type}: test accuracy 0.* is below 0.95"):
             demo.main([*arguments, "--model_type", model_type])
-        assert model_type in json.loads((tmp_path / "summary.json").read_text())
+        assert model_type in json.loads((tmp_path / "all_results.json").read_text())
     assert not list(tmp_path.glob("*/checkpoint-*"))
 
 

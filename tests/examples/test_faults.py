@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 
+from luna_mega.training.arguments import read_recipe
 from tests.examples.runs import TINY, assert_refused, write
 from tests.examples.test_run_distill import (  # noqa: F401 (fixtures)
     command,
@@ -84,22 +85,15 @@ def test_a_recipe_is_read_twice_by_two_recipes(script, tmp_path):
     (tmp_path / "base.yaml").write_text("seed: 5\n")
     (tmp_path / "middle.yaml").write_text("recipe: base.yaml\n")
     (tmp_path / "top.yaml").write_text("recipe: middle.yaml\nmax_steps: 3\n")
-    read = script("common.arguments").read_recipe
+    read = read_recipe
     assert read(str(tmp_path / "top.yaml"), {"seed", "max_steps"}) == {"seed": 5, "max_steps": 3}
 
 
 def test_a_copied_script_writes_its_card(call, sentences, tmp_path, examples_dir, script, monkeypatch):
     shutil.copyfile(examples_dir / "run_glue.py", tmp_path / "my_glue.py")
-    shutil.copytree(examples_dir / "metrics", tmp_path / "metrics")
     monkeypatch.syspath_prepend(str(tmp_path))
     call("my_glue", *glue(sentences, tmp_path / "out"))
     assert "python my_glue.py" in (tmp_path / "out" / "README.md").read_text()
-
-
-@pytest.mark.parametrize("name", ["$$x$$", "a_$_b^{", r"\frac"])
-def test_any_name_can_be_drawn(call, sentences, tmp_path, name):
-    call("run_glue", *glue(sentences, tmp_path / name), curve=True)
-    assert (tmp_path / name / "curve.png").is_file()
 
 
 def test_control_characters_are_not_printed(call, tmp_path):

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from luna_mega import MegaConfig, MegaForCausalLM
+from luna_mega.training.tokenizers import train_characters
 from tests.examples.runs import assert_refused
 
 FIELDS = {"hidden_size": 16, "num_hidden_layers": 2, "shared_representation_size": 8, "initializer_range": 0.2}
@@ -14,7 +15,7 @@ CHUNKS = {"use_chunking": True, "chunk_size": 8}
 @pytest.fixture
 def generate(script, tmp_path):
     """Generates with an untrained model of characters; returns the summary and the text."""
-    tokenizer = script("common.vocabulary").train_characters(["abcdefgh \n"])
+    tokenizer = train_characters(["abcdefgh \n"])
     tokenizer.save_pretrained(tmp_path / "model")
 
     def run(*options, **fields):
@@ -30,7 +31,7 @@ def generate(script, tmp_path):
 @pytest.mark.parametrize("sampling", [["--temperature", "0"], ["--top_k", "3"]], ids=["greedy", "sampled"])
 def test_constant_memory(generate, tmp_path, sampling):
     summary, text = generate("--max_new_tokens", "200", "--report_every", "20", *sampling, **CHUNKS)
-    rows = json.loads((tmp_path / "text" / "summary.json").read_text())["rows"]
+    rows = json.loads((tmp_path / "text" / "all_results.json").read_text())["rows"]
     assert [row["tokens"] for row in rows] == list(range(20, 201, 20))
     assert len({row["cache_bytes"] for row in rows}) == 1 and rows[0]["cache_bytes"] > 0
     assert summary["first_cache_bytes"] == summary["last_cache_bytes"] and summary["last_tokens_per_second"] > 0

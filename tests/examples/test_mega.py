@@ -14,6 +14,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from luna_mega.training import models as training_models
 from tests.examples.runs import sentence, write
 from tests.marks import slow_but
 
@@ -164,7 +165,7 @@ LENGTHS = {
 @pytest.mark.parametrize("case", LENGTHS)
 def test_inputs_longer_than_the_positions(case, script, words):
     overrides, fits = LENGTHS[case]
-    module = script("common.model")
+    module = training_models
     model = module.ModelArguments(model_type="mega", config_overrides=overrides, tokenizer_name=words[1])
     tokenizer = module.make_tokenizer(model, [], 24)
     tokenizer.model_max_length = 8  # of blocks that the model was pretrained on

@@ -10,6 +10,8 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
 from luna_mega import MegaConfig
+from luna_mega.training.models import label_fields, make_config
+from luna_mega.training.tokenizers import train_joint_bpe, train_words
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES, STUDIES = ROOT / "examples", ROOT / "studies"
@@ -30,7 +32,7 @@ def parsed(script, tmp_path, monkeypatch):
     """Parses a recipe with its script; without timm as well, which one of them needs."""
 
     def parse(path: Path):
-        monkeypatch.setattr(script("common.pictures"), "_timm", lambda: None)
+        monkeypatch.setattr("luna_mega.training.images._timm", lambda: None)
         task = {"csqa": "race", "recipes": "mlm"}.get(path.parent.name, path.parent.name)
         source = [] if task in ("glue", "race") else ["--dataset_path", "x"]
         options = ["--recipe", str(path), "--output_dir", str(tmp_path), *source, "--bf16", "false"]
@@ -74,9 +76,9 @@ def test_recipe_names_no_folder_outside_the_repository(path):
 @pytest.mark.parametrize("path", [path for path in RECIPES if path.parent.name == "clm"], ids=lambda path: path.stem)
 def test_language_model_of_a_recipe(path, parsed, script):
     task = parsed(path)
-    tokenizer = script("common.vocabulary").train_words([f"w{word}" for word in range(task.model.vocab_size)], 10**6)
+    tokenizer = train_words([f"w{word}" for word in range(task.model.vocab_size)], 10**6)
     fields = script("run_clm").DECODER
-    config = script("common.model").make_config(task.model, tokenizer, task.data.block_size, **fields)
+    config = make_config(task.model, tokenizer, task.data.block_size, **fields)
     assert task.data.block_size % getattr(config, "attention_chunk", 1) == 0
     AutoModelForCausalLM.from_config(config)
     if config.model_type == "mega":
@@ -90,9 +92,7 @@ def test_language_model_of_a_recipe(path, parsed, script):
 def test_speech_model_of_the_paper(size, parameters, parsed, script):
     """It is the preset, and has the number of parameters of the original."""
     task = parsed(EXAMPLES / "recipes" / "audio" / f"speech_commands_mega_{size}.yaml")
-    config = script("common.model").make_config(
-        task.model, None, 16_000, **script("common.model").label_fields("0123456789")
-    )
+    config = make_config(task.model, None, 16_000, **label_fields("0123456789"))
     preset = getattr(MegaConfig, f"sc_{size}")(label2id=config.label2id, id2label=config.id2label)
     assert config.to_dict() == preset.to_dict()
     model = AutoModelForSequenceClassification.from_config(config)
@@ -102,9 +102,9 @@ def test_speech_model_of_the_paper(size, parameters, parsed, script):
 @pytest.mark.parametrize("recipe", ["multi30k_luna", "multi30k_mega", "wmt14_ende_luna_tied", "wmt16_ende_mega"])
 def test_translation_model_of_a_recipe(recipe, parsed, script):
     task = parsed(EXAMPLES / "recipes" / "translation" / f"{recipe}.yaml")
-    tokenizer = script("common.translation").train_joint_bpe(["a"], 260, 512)
+    tokenizer = train_joint_bpe(["a"], 260, 512)
     start = {"is_encoder_decoder": True, "decoder_start_token_id": 2}
-    config = script("common.model").make_config(task.model, tokenizer, task.data.max_source_length, **start)
+    config = make_config(task.model, tokenizer, task.data.max_source_length, **start)
     assert config.is_encoder_decoder and config.decoder_start_token_id == 2 and task.data.num_beams == 5
     if recipe.startswith("multi30k"):
         config.vocab_size = config.decoder_vocab_size = task.model.vocab_size
@@ -113,7 +113,11 @@ def test_translation_model_of_a_recipe(recipe, parsed, script):
 
 @pytest.mark.parametrize(
     "path",
-    [*sorted(EXAMPLES.glob("*.py")), EXAMPLES / "lra" / "run_lra.py", *sorted(STUDIES.glob("*.py"))],
+    [
+        *sorted(EXAMPLES.glob("*.py")),
+        EXAMPLES / "lra" / "run_lra.py",
+        *sorted({*STUDIES.glob("*.py")} - {STUDIES / "summaries.py"}),
+    ],
     ids=lambda path: path.stem,
 )
 def test_script_answers_help(path, script, monkeypatch, capsys):

@@ -11,6 +11,7 @@ import torch
 from datasets import Audio, Dataset
 from transformers import AutoFeatureExtractor, AutoModelForSequenceClassification
 
+from luna_mega.training.models import AutoConfig
 from tests.examples import runs
 from tests.examples.runs import assert_complete, assert_refused, write_splits
 
@@ -56,7 +57,6 @@ def test_mega_from_scratch_with_held_out_takes(run, script, folder, tmp_path):
         *options(folder, output, "--do_eval", "--do_predict", "--hold_out", "take=2,3", "--num_train_epochs", 8),
         *("--learning_rate", 0.02, "--eval_strategy", "epoch", "--save_strategy", "epoch", "--load_best_model_at_end"),
         *("--train_sampling_strategy", "group_by_length", "--random_shift", 0.01, "--random_noise", 0.05),
-        curve=True,
     )
     assert summary["train_samples"] == 32
     assert summary["eval_accuracy"] == summary["test_accuracy"] == 1.0
@@ -248,7 +248,7 @@ def test_a_rate_that_is_none(rate, run, tmp_path):
 
 
 def test_a_model_that_reads_tokens(run, script, folder, tmp_path):
-    config = script("common.model").AutoConfig.for_model("mega", hidden_size=16, num_hidden_layers=1)
+    config = AutoConfig.for_model("mega", hidden_size=16, num_hidden_layers=1)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "text")
     with pytest.raises(SystemExit, match="preprocessor_config.json"):
         run(*options(folder, tmp_path / "out"), "--model_name_or_path", tmp_path / "text")

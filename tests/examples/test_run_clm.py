@@ -10,6 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from luna_mega.training import language_modeling, tokenizers
+from luna_mega.training.language_modeling import Streams
 from tests.examples import runs
 from tests.examples.runs import assert_refused
 from tests.marks import slow_but
@@ -43,7 +45,7 @@ CHARACTERS = ["--tokenization", "char", "--line_end", "newline", "--validation_s
 
 
 def test_tokenizers(script):
-    vocabulary = script("common.vocabulary")
+    vocabulary = tokenizers
     text = "To be,  or\nnot é"
     for tokenizer in (vocabulary.train_characters([text]), vocabulary.make_bytes()):
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -57,7 +59,7 @@ def test_tokenizers(script):
 
 @pytest.mark.parametrize("line_end", ["newline", "eos"])
 def test_stream(script, line_end):
-    language_model, vocabulary = script("common.language_model"), script("common.vocabulary")
+    language_model, vocabulary = language_modeling, tokenizers
     tokenizer = vocabulary.train_characters([*LINES, "\n"])
     stream = language_model.encode(["ab", "", " c"], tokenizer, line_end)
     expected = "ab\n\n c\n" if line_end == "newline" else "ab</s>c</s>"
@@ -65,7 +67,7 @@ def test_stream(script, line_end):
 
 
 def test_streams_go_on_where_the_batch_before_ended(script):
-    streams = script("common.language_model").Streams(torch.arange(100), length=7, batch_size=3)
+    streams = Streams(torch.arange(100), length=7, batch_size=3)
     batches = [[streams[step * 3 + row] for row in range(3)] for step in range(len(streams) // 3)]
     for row in range(3):
         joined = torch.cat([batch[row]["input_ids"] for batch in batches])
@@ -89,7 +91,7 @@ def test_score(script, context, batch_size):
         block = stream[start : start + context + 1]
         log_probabilities = model(block[None, :-1], torch.ones(1, len(block) - 1)).logits[0].log_softmax(-1)
         total -= log_probabilities.gather(1, block[1:, None]).sum().item()
-    result = script("common.language_model").score(model, stream, context, segment=3, batch_size=batch_size)
+    result = language_modeling.score_stream(model, stream, context, segment=3, batch_size=batch_size)
     assert result.tokens == 52
     assert result.total == pytest.approx(total, rel=1e-5)
     assert result.metrics["bits_per_token"] == pytest.approx(result.loss / math.log(2))
@@ -100,8 +102,8 @@ def test_training_learns_resumes_and_loads(run, script, corpus, tmp_path):
     first = run(*options, "--do_eval", "--max_steps", "40")
     assert first["eval_loss"] < 1.8 < math.log(11)
     assert first["eval_bits_per_token"] == pytest.approx(first["eval_loss"] / math.log(2))
-    resumed = run(*options, "--max_steps", "50", "--resume_from_checkpoint", "last", "--do_eval", curve=True)
-    assert resumed["steps"] == 50 and (tmp_path / "out" / "curve.png").is_file()
+    resumed = run(*options, "--max_steps", "50", "--resume_from_checkpoint", "last", "--do_eval")
+    assert resumed["steps"] == 50
     model, tokenizer = (kind.from_pretrained(tmp_path / "out") for kind in (AutoModelForCausalLM, AutoTokenizer))
     ids = tokenizer("abcdefg", return_tensors="pt", add_special_tokens=False)["input_ids"]
     assert model.generate(ids, max_new_tokens=5, do_sample=False).shape == (1, 12)

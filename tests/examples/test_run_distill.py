@@ -25,7 +25,10 @@ from transformers import (
 )
 
 from luna_mega import LunaConfig, LunaForMaskedLM, MegaConfig, MegaForMaskedLM
-from luna_mega.distillation import extend_positions
+from luna_mega.distillation import extend_positions, stages
+from luna_mega.distillation.stages import AlignTrainer
+from luna_mega.training import language_modeling
+from luna_mega.training.tokenizers import train_bpe
 from tests.examples import runs
 from tests.examples.runs import assert_complete, assert_refused
 from tests.examples.test_run_mlm import texts, write
@@ -69,7 +72,7 @@ def make_teacher(script, tmp_path):
 
     def make(model_class, config) -> Path:
         torch.manual_seed(0)
-        tokenizer = script("common.bpe").train_bpe(texts(50, seed=1), vocab_size=300, model_max_length=32)
+        tokenizer = train_bpe(texts(50, seed=1), vocab_size=300, model_max_length=32)
         model = model_class(config)
         if model_class is RobertaForMaskedLM:
             frequent = tokenizer.encode("one two three", add_special_tokens=False)
@@ -117,7 +120,7 @@ def test_all_stages(kind, run, script, roberta, corpus, tmp_path):
     output = tmp_path / "out"
     options = ["--student", kind, "--eval_strategy", "steps", "--eval_steps", 1, "--license", "mit"]
     (roberta / "README.md").write_text("---\nlicense: cc-by-4.0\n---\n# Teacher\n")
-    summary = run(*command(roberta, corpus, output), *options, curve=True)
+    summary = run(*command(roberta, corpus, output), *options)
     rows, calibrated = read_rows(output), ["calibrate"]
     assert [row["stage"] for row in rows] == ["copy", *calibrated, "align", "align", "distill", "distill"]
     block = 4 * 32
@@ -138,7 +141,6 @@ def test_all_stages(kind, run, script, roberta, corpus, tmp_path):
     assert summary["eval_perplexity"] == pytest.approx(math.exp(student["loss"]), rel=1e-5)
 
     assert_complete(output, summary)
-    assert (output / "stages.png").read_bytes().startswith(b"\x89PNG")
     card = (output / "README.md").read_text()
     assert "distilled from `teacher` on corpus" in card and "names the licence cc-by-4.0." in card
     assert "license: mit" in card and "| teacher |" in card
@@ -185,7 +187,7 @@ def test_causal(name, kind, run, script, make_teacher, corpus, tmp_path):
         tokenizer.save_pretrained(teacher)
     summary = run(*command(teacher, corpus, tmp_path / "out"), "--student", kind, "--per_device_eval_batch_size", 2)
     assert [row["stage"] for row in read_rows(tmp_path / "out")] == ["copy", "align", "distill"]
-    tokenizer, module = AutoTokenizer.from_pretrained(tmp_path / "out"), script("common.language_model")
+    tokenizer, module = AutoTokenizer.from_pretrained(tmp_path / "out"), language_modeling
     split = script("run_mlm").load_splits({"validation": None}, str(corpus), None, None)["validation"]
     stream = module.encode(split["text"], tokenizer, "eos")
     for folder, key in ((tmp_path / "out", "eval"), (teacher, "teacher")):
@@ -332,7 +334,7 @@ def test_a_killed_run_is_resumed_exactly(case, trainer, step, run, script, make_
     """Killed in its first step, or behind its first checkpoint: a finished alignment is not repeated."""
     arguments, options, model_class = begin(case, make_teacher, corpus, tmp_path)
     run(*arguments, *options)
-    kind = getattr(script("common.stages"), trainer)
+    kind = getattr(stages, trainer)
     whole, calls = kind.compute_loss, []
 
     def kill(self, *inputs, **others):
@@ -351,13 +353,13 @@ def test_a_killed_run_is_resumed_exactly(case, trainer, step, run, script, make_
         return
     with pytest.raises(SystemExit, match="pass --resume_from_checkpoint last"):
         run(*arguments, *options)
-    aligned, seen = script("common.stages").AlignTrainer.compute_loss, []
+    aligned, seen = AlignTrainer.compute_loss, []
 
     def count(self, *inputs, **others):
         seen.append(1)
         return aligned(self, *inputs, **others)
 
-    monkeypatch.setattr(script("common.stages").AlignTrainer, "compute_loss", count)
+    monkeypatch.setattr(AlignTrainer, "compute_loss", count)
     run(*arguments, *options, "--resume_from_checkpoint", "last")
     assert len(seen) == (2 if trainer == "AlignTrainer" else 0)
     states = (model_class.from_pretrained(tmp_path / name).state_dict() for name in ("whole", "killed"))

@@ -11,6 +11,8 @@ from datasets import Dataset
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from luna_mega import LunaForSequencePairClassification
+from luna_mega.training.texts import hide_tokens
+from luna_mega.training.tokenizers import train_bpe
 from tests.examples import runs
 from tests.examples.runs import assert_complete, assert_refused, assert_resumes, sentence, write, write_splits
 
@@ -52,7 +54,6 @@ def test_single_sentences_from_scratch(run, sst2, tmp_path):
         *("--do_eval", "--do_predict", "--learning_rate", 0.02, "--num_train_epochs", 6, "--eval_strategy", "epoch"),
         *("--save_strategy", "epoch", "--load_best_model_at_end", "--early_stopping_patience", 2),
         *("--train_sampling_strategy", "group_by_length"),  # must not change the order of the predictions
-        curve=True,
     )
     assert summary["eval_accuracy"] == 1.0
     assert_complete(output, summary)
@@ -259,9 +260,9 @@ def test_missing_split_mixed_files_and_hub_without_network(run, sst2, tmp_path):
 
 def test_hidden_tokens(script):
     """About the share that is asked for, never a special token, and others in every epoch."""
-    common, tokenizer = script("common.texts"), script("common.bpe").train_bpe(["a b c d e f"] * 9, 300, 64)
+    tokenizer = train_bpe(["a b c d e f"] * 9, 300, 64)
     plain = Dataset.from_dict({"input_ids": [tokenizer("a b c d e f " * 9)["input_ids"]] * 40, "label": [0] * 40})
-    hidden = common.hide_tokens(plain, tokenizer, 0.3, 0)
+    hidden = hide_tokens(plain, tokenizer, 0.3, 0)
     first, again = ([row["input_ids"] for row in hidden] for _ in range(2))
     assert first == again and first[0] != first[1]
     hidden.set_epoch(1)
@@ -269,6 +270,6 @@ def test_hidden_tokens(script):
     changed = np.array(first) != np.array(plain["input_ids"][:])
     assert 0.25 < changed[:, 1:-1].mean() < 0.35 and not changed[:, [0, -1]].any()
     assert (np.array(first)[changed] == tokenizer.mask_token_id).all()
-    assert common.hide_tokens(plain, tokenizer, 0.0, 0) is plain
+    assert hide_tokens(plain, tokenizer, 0.0, 0) is plain
     with pytest.raises(SystemExit, match="token_dropout 1.0"):
-        common.hide_tokens(plain, tokenizer, 1.0, 0)
+        hide_tokens(plain, tokenizer, 1.0, 0)

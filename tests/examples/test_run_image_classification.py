@@ -11,6 +11,7 @@ from PIL import Image
 from transformers import AutoModelForImageClassification, pipeline
 
 from luna_mega import MegaForImageClassification
+from luna_mega.training.images import load_processor
 from tests.examples import runs
 from tests.examples.runs import assert_refused, write_splits
 from tests.marks import slow_but
@@ -54,16 +55,15 @@ def test_mega_from_scratch(run, script, folder, tmp_path):
         *options(folder, output, "--do_eval", "--do_predict", "--num_train_epochs", 12, "--crop_padding", 1),
         *("--eval_strategy", "epoch", "--save_strategy", "epoch", "--load_best_model_at_end"),
         *("--label_smoothing_factor", 0.1),
-        curve=True,
     )
     assert summary["train_samples"] == 48 and summary["eval_accuracy"] == summary["test_accuracy"] == 1.0
     assert summary["images_per_second"] > 0 and summary["peak_memory_gb"] > 0
     assert (output / "README.md").read_text().startswith("---\n")
-    assert (output / "predictions.tsv").is_file() and (output / "curve.png").is_file()
+    assert (output / "predictions.tsv").is_file()
     model = AutoModelForImageClassification.from_pretrained(output)
     assert type(model) is MegaForImageClassification and model.config.id2label == dict(enumerate(NAMES))
     assert (model.config.image_size, model.config.max_positions, model.config.num_channels) == (SIDE, 4, 1)
-    processor = script("common.pictures").load_processor(output)
+    processor = load_processor(output)
     classify = pipeline("image-classification", model=model, image_processor=processor)
     bright = Image.fromarray(picture(1, np.random.default_rng(3)))
     pixels = processor(np.asarray(bright)[None], input_data_format="channels_first", return_tensors="pt")
@@ -235,7 +235,7 @@ def test_mixup_is_for_training_alone(run, folder, tmp_path, monkeypatch):
         made.append(SwapHalves(*arguments, **options))
         return made[-1]
 
-    monkeypatch.setattr("common.pictures._timm", lambda: SimpleNamespace(Mixup=mixup))
+    monkeypatch.setattr("luna_mega.training.images._timm", lambda: SimpleNamespace(Mixup=mixup))
     more = ["--mixup", 0.8, "--cutmix", 1.0, "--max_train_samples", 21, "--num_train_epochs", 2, "--do_eval"]
     summary = run(*options(folder, tmp_path / "out", *more, "--eval_strategy", "epoch"))
     assert made[0].batches == [8] * 4 and 0.0 <= summary["eval_accuracy"] <= 1.0

@@ -210,7 +210,7 @@ def test_self_pretraining(run, folder, tmp_path, task, model):
     torch.testing.assert_close(frozen, plain, rtol=0, atol=0)
     trained = body("trained", *pretrained)
     assert any(not torch.equal(trained[name], plain[name]) for name in plain)
-    assert json.loads((tmp_path / "trained" / "summary.json").read_text())["self_pretraining_loss"] > 0
+    assert json.loads((tmp_path / "trained" / "all_results.json").read_text())["self_pretraining_loss"] > 0
 
 
 def test_masks_of_self_pretraining(script):

@@ -5,9 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 from safetensors.torch import load_file
-from transformers import AutoModelForMaskedLM, AutoTokenizer
+from transformers import AutoModelForMaskedLM, AutoTokenizer, default_data_collator
 
+from luna_mega.training import masking
+from luna_mega.training.runs import OrderedTrainer
+from luna_mega.training.seeded import Redrawn
+from luna_mega.training.tokenizers import train_bpe
 from tests.examples import runs
 from tests.examples.runs import assert_complete, assert_refused
 
@@ -47,13 +52,13 @@ def scratch(data: Path, output: Path) -> list:
 
 @pytest.fixture
 def tokenizer(script):
-    return script("common.bpe").train_bpe(texts(50, seed=1), vocab_size=300, model_max_length=64)
+    return train_bpe(texts(50, seed=1), vocab_size=300, model_max_length=64)
 
 
 def cut_blocks(script, tokenizer, lines: list[str], block_size: int):
-    module = script("run_mlm")
-    data = module.DataArguments(block_size=block_size)
-    return module.cut_blocks(module.Dataset.from_dict({"text": lines}), "train", tokenizer, data)
+    module = masking
+    data = module.MaskedTextArguments(block_size=block_size)
+    return module.cut_blocks(Dataset.from_dict({"text": lines}), "train", tokenizer, data)
 
 
 @pytest.mark.parametrize("block_size", [2, 7, 33])
@@ -71,8 +76,8 @@ def test_blocks_are_whole_and_in_order(block_size, script, tokenizer):
 
 
 def test_short_blocks_are_cut_from_the_same_stream(script, tokenizer):
-    lines, module = texts(3000, seed=4), script("run_mlm")
-    dataset, data = module.Dataset.from_dict({"text": lines}), module.DataArguments(block_size=33)
+    lines, module = texts(3000, seed=4), masking
+    dataset, data = Dataset.from_dict({"text": lines}), module.MaskedTextArguments(block_size=33)
     stream = [token for line in lines[:1000] for token in [*tokenizer.encode(line, add_special_tokens=False), EOS]]
     for share in (0.5, 1.0):
         blocks = module.cut_blocks(dataset, "train", tokenizer, data, share)["input_ids"]
@@ -91,7 +96,7 @@ def test_short_blocks_are_cut_from_the_same_stream(script, tokenizer):
 @pytest.mark.slow
 def test_pretraining_on_short_blocks(run, script, corpus, tmp_path, monkeypatch):
     """Inputs of about one length come together, and padding is neither attended to nor predicted."""
-    trainer, batches = script("common.training").OrderedTrainer, []
+    trainer, batches = OrderedTrainer, []
     step = trainer.training_step
 
     def spy(self, model, inputs, *args):
@@ -113,13 +118,13 @@ def test_pretraining_on_short_blocks(run, script, corpus, tmp_path, monkeypatch)
 
 
 def test_masking_is_dynamic_in_training_and_fixed_in_evaluation(script, tokenizer):
-    module = script("run_mlm")
+    module = masking
     blocks = cut_blocks(script, tokenizer, texts(2000, seed=3), 64)
-    masked = module.Redrawn(blocks, module.Masking(tokenizer, 0.15), seed=0)
-    first, again = (module.default_data_collator(list(masked)) for _ in range(2))
+    masked = Redrawn(blocks, module.Masking(tokenizer, 0.15), seed=0)
+    first, again = (default_data_collator(list(masked)) for _ in range(2))
     assert torch.equal(first["labels"], again["labels"])  # the same on every process and after resuming
     masked.set_epoch(1)
-    assert not torch.equal(first["labels"], module.default_data_collator(list(masked))["labels"])
+    assert not torch.equal(first["labels"], default_data_collator(list(masked))["labels"])
 
     original = torch.tensor(blocks["input_ids"])
     chosen = first["labels"] != -100
@@ -133,7 +138,7 @@ def test_masking_is_dynamic_in_training_and_fixed_in_evaluation(script, tokenize
     # A tenth stays as it is, and so does one random token in the size of the vocabulary.
     assert (shown == original[chosen]).float().mean().item() == pytest.approx(0.1, abs=0.03)
 
-    data = module.DataArguments()
+    data = module.MaskedTextArguments()
     masked = [module.mask_once(blocks, tokenizer, data, seed=seed)["labels"] for seed in (1, 1, 2)]
     assert masked[0] == masked[1] != masked[2]
 
@@ -144,7 +149,6 @@ def test_pretraining_learns_and_its_perplexity_is_exact(run, script, corpus, tmp
         *scratch(corpus, output),
         *("--do_eval", "--learning_rate", 0.01, "--num_train_epochs", 12, "--warmup_steps", 5, "--seed", 5),
         *("--eval_strategy", "epoch", "--save_strategy", "epoch", "--load_best_model_at_end"),
-        curve=True,
     )
     history = json.loads((output / "trainer_state.json").read_text())["log_history"]
     perplexities = [entry["eval_perplexity"] for entry in history if "eval_perplexity" in entry]
@@ -154,10 +158,10 @@ def test_pretraining_learns_and_its_perplexity_is_exact(run, script, corpus, tmp
     card = (output / "README.md").read_text()
     assert "pipeline_tag: fill-mask" in card and "on corpus" in card and "perplexity" in card
 
-    module = script("run_mlm")
+    module = masking
     model, tokenizer = AutoModelForMaskedLM.from_pretrained(output).eval(), AutoTokenizer.from_pretrained(output)
-    data = module.DataArguments(block_size=32)
-    blocks = module.cut_blocks(module.Dataset.from_dict({"text": texts(20, seed=20)}), "validation", tokenizer, data)
+    data = module.MaskedTextArguments(block_size=32)
+    blocks = module.cut_blocks(Dataset.from_dict({"text": texts(20, seed=20)}), "validation", tokenizer, data)
     masked = module.mask_once(blocks, tokenizer, data, seed=5)
     labels = torch.tensor(masked["labels"])
     with torch.no_grad():
@@ -182,7 +186,7 @@ def test_text_files_bf16_and_accumulation(run, tmp_path):
 @pytest.mark.parametrize("half", [1e9, 4e9])
 def test_slow_bfloat16_is_said(half, run, script, corpus, tmp_path, monkeypatch, caplog):
     speeds = {torch.bfloat16: half, torch.float32: 2e9}
-    monkeypatch.setattr(script("common.flops"), "measure_peak", lambda dtype, side=0: speeds[dtype])
+    monkeypatch.setattr("luna_mega.training.speed.measure_peak", lambda dtype, side=0: speeds[dtype])
     run(*scratch(corpus, tmp_path / "out"), "--bf16", "true", "--max_steps", 1, "--save_strategy", "no")
     assert ("--bf16 is slow here: products take 2.0x as long" in caplog.text) == (half < 2e9)
 

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForMultipleChoice, AutoTokenizer
 
 from luna_mega import LunaForSequencePairClassification
+from luna_mega.training.tokenizers import train_bpe
 from tests.examples import runs
 from tests.examples.runs import assert_complete, assert_refused, assert_resumes, write, write_splits
 
@@ -60,7 +61,7 @@ def csqa(tmp_path):
 @pytest.fixture
 def tokenizer(script):
     texts = [text for row in race_rows(40, seed=1) for text in (row["article"], row["question"], *row["options"])]
-    return script("common.bpe").train_bpe([*texts, "Q: A: What is"], vocab_size=400, model_max_length=512)
+    return train_bpe([*texts, "Q: A: What is"], vocab_size=400, model_max_length=512)
 
 
 def scratch(data: Path, output: Path, task: str = "race") -> list:
@@ -71,7 +72,7 @@ def scratch(data: Path, output: Path, task: str = "race") -> list:
 
 
 def encode(script, tokenizer, examples: list[dict], name: str, **options) -> list[list[list[int]]]:
-    module = script("common.multiple_choice")
+    module = script("run_race")
     data = module.DataArguments(task=name, **options)
     split = module.Dataset.from_list(examples)
     return module.encode_split(split, "train", tokenizer, data)["input_ids"]
@@ -143,7 +144,6 @@ def test_race_from_scratch_with_both_levels(run, script, race, tmp_path):
         *("--do_eval", "--do_predict", "--learning_rate", 0.02, "--num_train_epochs", 8, "--eval_strategy", "epoch"),
         *("--save_strategy", "epoch", "--load_best_model_at_end", "--early_stopping_patience", 3),
         *("--train_sampling_strategy", "group_by_length"),
-        curve=True,
     )
     assert summary["train_samples"] == 72
     middle, high = (summary[f"eval_{level}_accuracy"] for level in ("middle", "high"))
@@ -250,7 +250,7 @@ OPTION_ERRORS = {
     ),
     "no folder": (["--dataset_path", "nowhere"], "cannot load nowhere"),
     "no tokenizer": (["--tokenizer_name", "nowhere"], "no tokenizer in nowhere"),
-    "vocabulary": (["--config_overrides", f"{TINY},vocab_size=200"], "only vocab_size=200"),
+    "vocabulary": (["--config_overrides", f"{TINY},vocab_size=200"], "the model has vocab_size=200"),
     "early stopping": (["--early_stopping_patience", "2"], "needs --load_best_model_at_end"),
     "no samples": (["--max_train_samples", "0"], "split train is empty"),
     "no checkpoint": (["--resume_from_checkpoint", "last"], "--resume_from_checkpoint last: no checkpoint there"),

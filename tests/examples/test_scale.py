@@ -15,6 +15,7 @@ import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
+from luna_mega.training.streams import Stream
 from tests.examples import test_run_mlm as mlm
 from tests.examples.runs import QUIET, TINY, assert_refused, write
 
@@ -63,7 +64,7 @@ def launch(config: str, corpus: Path, output: Path, *more: str) -> dict:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
     done = subprocess.run([sys.executable, "-m", *map(str, command)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    summary = json.loads((output / "summary.json").read_text())
+    summary = json.loads((output / "all_results.json").read_text())
     assert summary["processes"] == summary["steps"] == 2 and done.stdout.count("masked language model") == 1
     return summary
 
@@ -75,7 +76,7 @@ def streamed(script, folder: Path, rank: int, count: int, files: int = 3) -> lis
     names = [write(rows[file::files], folder / f"{file}.jsonl") / f"{file}.jsonl" for file in range(files)]
     split = datasets.load_dataset("json", data_files=[str(name) for name in names], split="train", streaming=True)
     training = SimpleNamespace(process_index=rank, world_size=count, seed=3)
-    stream = script("common.streaming").Stream(split.shuffle(3, buffer_size=4), lambda row, _: row, training)
+    stream = Stream(split.shuffle(3, buffer_size=4), lambda row, _: row, training)
     return [row["number"] for row in itertools.islice(stream, 12)]
 
 

@@ -121,7 +121,7 @@ def generate(source: str | Path, inputs: dict[str, list], settings: dict[str, An
 def train(examples: Path, folder: Path, output: Path, **options: Any) -> None:
     """Four steps with a checkpoint in the middle, as the scripts in examples/ do it."""
     sys.path.insert(0, str(examples))
-    from common.hub import check_hub, publish
+    from luna_mega.training.hub import check_hub, publish
 
     data = [{"input_ids": [0, 5 + index, 2], "labels": index % 2} for index in range(8)]
     arguments = TrainingArguments(

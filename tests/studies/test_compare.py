@@ -15,7 +15,7 @@ def write(tmp_path):
     def files(name: str, summary: dict, points: tuple = ()) -> Path:
         folder = tmp_path / name
         folder.mkdir(parents=True)
-        (folder / "summary.json").write_text(json.dumps(summary))
+        (folder / "all_results.json").write_text(json.dumps(summary))
         names = ("num_input_tokens_seen", "train_seconds", "eval_loss", "eval_accuracy")
         history = [{"loss": 9.0, "step": 1}, *(dict(zip(names, point, strict=False)) for point in points)]
         (folder / "trainer_state.json").write_text(json.dumps({"log_history": history}))
@@ -78,8 +78,8 @@ def test_refusals(script, write, tmp_path):
     compare = script("compare")
     folder = write("luna-0", pretrained(4.0))
     for content, message in (("[]", "holds no names"), ("{", "cannot be read"), ("{}", "no run was evaluated")):
-        (folder / "summary.json").write_text(content)
+        (folder / "all_results.json").write_text(content)
         assert_refused(lambda: compare.main([str(folder)]), message)
-    (folder / "summary.json").write_text(json.dumps(pretrained(4.0)))
+    (folder / "all_results.json").write_text(json.dumps(pretrained(4.0)))
     assert_refused(lambda: compare.main([str(folder)]), "has no evaluations: pretrain with --eval_strategy steps")
-    assert_refused(lambda: compare.main([str(tmp_path / "nowhere")]), "there is no summary.json of a run")
+    assert_refused(lambda: compare.main([str(tmp_path / "nowhere")]), "there is no all_results.json of a run")

@@ -18,7 +18,7 @@ def write(tmp_path):
     def files(name: str, summary: dict, log: tuple = (), stages: dict | None = None) -> Path:
         folder = tmp_path / name
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "summary.json").write_text(json.dumps(summary))
+        (folder / "all_results.json").write_text(json.dumps(summary))
         names = ("step", "num_input_tokens_seen", "train_seconds", "eval_loss", "eval_accuracy")
         history = [{"loss": 9.0, "step": 1}, *(dict(zip(names, entry, strict=True)) for entry in log)]
         history.append({"step": 20, "num_input_tokens_seen": 2000, "train_seconds": 40.0, "train_loss": 5.0})
@@ -106,7 +106,7 @@ def test_refusals(script, write, student, tmp_path):
     def refused(message: str, folder: Path) -> None:
         assert_refused(lambda: report.main([str(folder)]), message)
 
-    refused("there is no summary.json of a run", tmp_path / "nowhere")
+    refused("there is no all_results.json of a run", tmp_path / "nowhere")
     refused("there is no student that run_distill.py has scored", write("alone-1", ALONE | {"seed": 1, "eval_loss": 1}))
     folder = write("luna-1", DISTILLED | {"model": "luna from x", "seed": 1}, stages={"teacher": {}, "rows": []})
     refused("stages.json has no scores of the teacher, or none of the student", folder)

@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from luna_mega import LunaConfig, LunaForMaskedLM, MegaConfig, MegaForMaskedLM
+from luna_mega.training.tokenizers import train_bpe
 from tests.examples.runs import assert_refused, sentence, write
 
 SIZES = {
@@ -46,7 +47,7 @@ def save(script, tmp_path):
         texts = [text.upper() for text in texts] if seed > 1 else texts
         folder = tmp_path / "models" / name
         model_class(config).save_pretrained(folder)
-        script("common.bpe").train_bpe(texts, vocab_size=300, model_max_length=32).save_pretrained(folder)
+        train_bpe(texts, vocab_size=300, model_max_length=32).save_pretrained(folder)
         return folder
 
     return models

@@ -13,7 +13,7 @@ def test_report(call, script, folder, tmp_path, capsys):  # noqa: F811
     path, main = folder("text"), script("lra_report").main
     for seed in (0, 1):
         arguments = options("text", path, tmp_path / "runs" / f"mega{seed}", "--do_eval", "--do_predict", *TWO_STEPS)
-        summary = call(*RUN, *arguments, "--seed", seed, curve=True)
+        summary = call(*RUN, *arguments, "--seed", seed)
     assert_complete(tmp_path / "runs" / "mega1", summary)
     call(*RUN, *options("text", path, tmp_path / "luna", "--do_eval", *TWO_STEPS, model="luna"))
     capsys.readouterr()
@@ -27,6 +27,6 @@ def test_report(call, script, folder, tmp_path, capsys):  # noqa: F811
     report, whole = script("lra_report"), {"variant": "Mega", "task": "text", "train_samples": 25_000}
     assert report.paper_figure(whole | {"max_length": 4096}) == 90.43
     assert report.paper_figure(whole | {"max_length": 1024}) is None
-    for content, message in (("{", "cannot be read"), ("{}", "no summary.json of a training run")):
-        (tmp_path / "luna" / "summary.json").write_text(content)
+    for content, message in (("{", "cannot be read"), ("{}", "no all_results.json of a training run")):
+        (tmp_path / "luna" / "all_results.json").write_text(content)
         assert_refused(lambda: main([str(tmp_path / "luna")]), message)

@@ -9,10 +9,10 @@ from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import TrainingArguments
 
-from common.arguments import RunArguments, check_least, fail
-from common.data import check_texts
-from common.redrawn import Change, Example, draw
-from common.training import OrderedTrainer
+from luna_mega.training.arguments import RunArguments, check_least, fail
+from luna_mega.training.data import check_texts
+from luna_mega.training.runs import OrderedTrainer
+from luna_mega.training.seeded import Change, Example, draw
 
 
 def check_streaming(training: TrainingArguments, run: RunArguments) -> None:

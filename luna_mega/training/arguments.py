@@ -7,14 +7,12 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
-from glob import escape, glob
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import yaml
-from transformers import HfArgumentParser, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers import HfArgumentParser
 
 from luna_mega.escaping import terminal
 
@@ -159,20 +157,3 @@ def check_choice(arguments: object, name: str, choices: Iterable[str]) -> None:
     """End the script when the option `name` is none of `choices`."""
     if (value := getattr(arguments, name)) not in choices:
         fail(f"--{name} {value} must be one of {', '.join(choices)}")
-
-
-def find_checkpoint(training: TrainingArguments, *files: str) -> str | None:
-    """Return the folder to resume from: `--resume_from_checkpoint PATH`, or with `last` the newest one of the output.
-
-    A checkpoint has to have `files`. A new training run is refused when the output folder holds checkpoints of an
-    earlier one.
-    """
-    found = [Path(path) for path in glob(f"{escape(training.output_dir)}/{PREFIX_CHECKPOINT_DIR}-*[0-9]")]
-    found.sort(key=lambda path: int(path.name.rpartition("-")[2]))
-    if training.resume_from_checkpoint:
-        from common.resuming import choose_checkpoint  # read where it is asked for
-
-        return choose_checkpoint(training, found, files)
-    if found and training.do_train:
-        fail(f"{found[-1]} is there already: pass --resume_from_checkpoint last, or another --output_dir")
-    return None

@@ -20,8 +20,6 @@ from transformers import (
     TrainingArguments,
 )
 
-from common.arguments import check_choice, check_least, fail
-from common.model import load_tokenizer, parse_fields
 from luna_mega import LunaConfig, MegaConfig
 from luna_mega.distillation import (
     Teacher,
@@ -36,6 +34,8 @@ from luna_mega.distillation import (
 from luna_mega.distillation.calibration import solves_head
 from luna_mega.distillation.students import match_layers
 from luna_mega.hub.folder import position_limit
+from luna_mega.training.arguments import check_choice, check_least, fail
+from luna_mega.training.models import load_tokenizer, parse_fields
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from datasets import ClassLabel, Dataset, IterableDataset, load_dataset
 from transformers import TrainingArguments
 
-from common.arguments import fail
 from luna_mega.errors import reason
+from luna_mega.training.arguments import fail
 
 READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text"}
 

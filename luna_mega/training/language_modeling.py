@@ -10,10 +10,10 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from common.arguments import fail
-from common.model import load_tokenizer
-from common.redrawn import draw
 from luna_mega.compat import CACHE_NAME
+from luna_mega.training.arguments import fail
+from luna_mega.training.models import load_tokenizer
+from luna_mega.training.seeded import draw
 
 
 def load_language_model(source: str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -125,7 +125,7 @@ class Score:
 
 
 @torch.no_grad()
-def score(
+def score_stream(
     model: PreTrainedModel,
     stream: torch.LongTensor,
     context: int,

@@ -12,10 +12,10 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel, ProgressCallback, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from common.distillation import DistillArguments
-from common.streaming import Stream, StreamingTrainer
-from common.training import total
 from luna_mega.distillation import Teacher, align, distill
+from luna_mega.distillation.recipe import DistillArguments
+from luna_mega.training.runs import total
+from luna_mega.training.streams import Stream, StreamingTrainer
 
 
 def has_checkpoints(folder: str) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from huggingface_hub.errors import StrictDataclassError
@@ -16,10 +16,12 @@ from transformers import (
     PreTrainedTokenizerBase,
     RobertaTokenizer,
 )
+from transformers.utils import cached_file
 
-from common.arguments import fail
 from luna_mega.errors import reason
 from luna_mega.hub.folder import largest_id
+from luna_mega.training.arguments import fail
+from luna_mega.training.tokenizers import train_bpe, train_joint_bpe
 
 # Models of transformers whose positions begin after the number of the padding token.
 COUNT_FROM_PADDING = ("camembert", "longformer", "mpnet", "roberta", "xlm-roberta")
@@ -68,11 +70,34 @@ def make_tokenizer(model: ModelArguments, texts: Iterable[str], max_length: int)
     try:
         if source:
             return load_tokenizer(source)
-        from common.bpe import train_bpe  # read where a tokenizer is trained
-
         return train_bpe(texts, model.vocab_size, max_length)
     except (OSError, ValueError) as error:
         fail(f"no tokenizer in {source} (--tokenizer_name names another): {error}" if source else error)
+
+
+class Tokenizers(NamedTuple):
+    """Tokenizers of the two languages; the same one twice where they share a vocabulary."""
+
+    source: PreTrainedTokenizerBase
+    target: PreTrainedTokenizerBase
+
+
+def make_both_tokenizers(model: ModelArguments, texts: Iterable[str], max_length: int) -> Tokenizers:
+    """Load the tokenizers that `model` names (a subfolder `target` may hold the target's), or train one on `texts`."""
+    source = model.tokenizer_name or model.model_name_or_path
+    try:
+        if not source:
+            joint = train_joint_bpe(texts, model.vocab_size, max_length)
+            return Tokenizers(joint, joint)
+        first = second = load_tokenizer(source)
+        if cached_file(source, "target/tokenizer_config.json", _raise_exceptions_for_missing_entries=False):
+            second = AutoTokenizer.from_pretrained(source, subfolder="target")
+    except (OSError, ValueError) as error:
+        fail(f"no tokenizer in {source} (--tokenizer_name names another): {error}")
+    for tokenizer in (first, second):
+        if tokenizer("a")["input_ids"][-1] != tokenizer.eos_token_id:
+            fail(f"the tokenizer of {source} does not end a sentence with its eos_token {tokenizer.eos_token}")
+    return Tokenizers(first, second)
 
 
 def parse_fields(text: str) -> dict[str, Any]:

@@ -2,12 +2,29 @@
 
 import json
 from collections.abc import Iterable, Sequence
+from glob import escape, glob
 from pathlib import Path
 
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from common.arguments import fail
+from luna_mega.training.arguments import fail
+
+
+def find_checkpoint(training: TrainingArguments, *files: str) -> str | None:
+    """Return the folder to resume from: `--resume_from_checkpoint PATH`, or with `last` the newest one of the output.
+
+    A checkpoint has to have `files`. A new training run is refused when the output folder holds checkpoints of an
+    earlier one.
+    """
+    found = [Path(path) for path in glob(f"{escape(training.output_dir)}/{PREFIX_CHECKPOINT_DIR}-*[0-9]")]
+    found.sort(key=lambda path: int(path.name.rpartition("-")[2]))
+    if training.resume_from_checkpoint:
+        return choose_checkpoint(training, found, files)
+    if found and training.do_train:
+        fail(f"{found[-1]} is there already: pass --resume_from_checkpoint last, or another --output_dir")
+    return None
 
 
 def choose_checkpoint(training: TrainingArguments, found: Sequence[Path], files: Sequence[str]) -> str:
@@ -32,12 +49,15 @@ def is_whole(checkpoint: Path, files: Sequence[str]) -> bool:
     return all((checkpoint / name).is_file() for name in files)
 
 
-def resume(trainer: Trainer, speed: TrainerCallback, checkpoint: str) -> None:
-    """Train on from a checkpoint, or take its state if it has all steps; `speed` is a callback of the trainer."""
+def resume(trainer: Trainer, speed: TrainerCallback, checkpoint: str) -> dict[str, float]:
+    """Train on from a checkpoint, or load its state if it has all steps; return the metrics of the training.
+
+    `speed` is a callback of the trainer.
+    """
     if take_finished(trainer, checkpoint):
         speed.on_train_begin(trainer.args, trainer.state, trainer.control)
-    else:
-        trainer.train(resume_from_checkpoint=checkpoint)
+        return {}
+    return trainer.train(resume_from_checkpoint=checkpoint).metrics
 
 
 def take_finished(trainer: Trainer, checkpoint: str) -> bool:

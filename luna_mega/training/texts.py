@@ -7,10 +7,17 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch.utils.data import Dataset as TorchDataset
-from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForSequenceClassification,
+    DataCollatorWithPadding,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
-from common.arguments import fail
-from common.data import ClassifierArguments
+import luna_mega
+from luna_mega.training.arguments import fail
+from luna_mega.training.data import ClassifierArguments
+from luna_mega.training.seeded import Redrawn
 
 
 @dataclass
@@ -51,8 +58,6 @@ def hide_tokens(split: Dataset, tokenizer: PreTrainedTokenizerBase, share: float
         fail(f"--token_dropout {share}: must be in [0, 1)")
     if tokenizer.mask_token_id is None:
         fail("--token_dropout needs a tokenizer with a mask token")
-    from common.redrawn import Redrawn  # read where it is asked for
-
     special, mask = set(tokenizer.all_special_ids), tokenizer.mask_token_id
 
     def hide(row: dict[str, Any], numbers: torch.Generator) -> dict[str, Any]:
@@ -71,6 +76,30 @@ def choose_model(
     """Return the class of the model, and the function that makes a batch of rows."""
     if not data.two_towers:
         return AutoModelForSequenceClassification, DataCollatorWithPadding(tokenizer)
-    from common.pairs import make_pair_collator, pair_class  # read where it is asked for
-
     return pair_class(model_type, "--two_towers"), make_pair_collator(tokenizer)
+
+
+def pair_class(model_type: str, option: str, others: str = "luna or mega") -> type[PreTrainedModel]:
+    """Return the class that encodes the two inputs of a pair one by one.
+
+    Where there is none the script ends, and says which `option` asked for it and which types to take.
+    """
+    name = f"{model_type.capitalize()}ForSequencePairClassification"
+    if not hasattr(luna_mega, name):
+        fail(f"{option}: there is no {name}; take {others}")
+    return getattr(luna_mega, name)
+
+
+def make_pair_collator(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]]:
+    """Return the function that makes a batch of rows in which each tower is as long as its longest text."""
+    collate_first = DataCollatorWithPadding(tokenizer)
+
+    def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        names = [name for name in rows[0] if name.startswith("pair_")]
+        padded = tokenizer.pad(
+            {name.removeprefix("pair_"): [row[name] for row in rows] for name in names}, return_tensors="pt"
+        )
+        first = [{name: value for name, value in row.items() if name not in names} for row in rows]
+        return dict(collate_first(first)) | {f"pair_{name}": value for name, value in padded.items()}
+
+    return collate

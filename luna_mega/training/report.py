@@ -17,8 +17,9 @@ from accelerate.utils import DistributedType
 from transformers import Trainer, TrainerCallback
 
 import luna_mega
-from common.arguments import RunArguments
 from luna_mega.escaping import terminal
+from luna_mega.training.arguments import RunArguments
+from luna_mega.training.hub import publish
 
 NOT_SHARDED = ", not FSDP: accelerate does not shard on CPUs"
 PARALLEL = {
@@ -109,29 +110,21 @@ def finish(trainer: Trainer, run: RunArguments, summary: dict[str, Any]) -> dict
     """Complete, print, save and return the summary; after a training, write the model card and push if asked to."""
     summary = save_summary(trainer, run, summary)
     if trainer.args.do_train:
-        from common.hub import publish  # read where a model was trained
-
         publish(trainer, run.command, summary, run.card)
     return summary
 
 
 def save_summary(trainer: Trainer, run: RunArguments, summary: dict[str, Any]) -> dict[str, Any]:
-    """Complete, print, save and return the summary, with a curve of the losses and of its metric as PNG."""
+    """Complete, print, save and return the summary."""
     if not trainer.is_world_process_zero():
         return summary
     output = Path(trainer.args.output_dir)
     output.mkdir(parents=True, exist_ok=True)
-    if trainer.args.do_train:
-        from common.curve import plot_curve  # read where a model was trained
-
-        title = f"{run.title}: {summary['model']}"
-        plot_curve({"": trainer.state.log_history}, [summary["metric"]], title, output / "curve.png")
-        summary["curve"] = str(output / "curve.png")
     summary |= {
         "peak_memory_gb": peak_memory_gb(trainer.args.device),
         "total_seconds": time.perf_counter() - run.start,
         "output_dir": str(output),
     }
-    save_json(summary, output / "summary.json")
+    save_json(summary, output / "all_results.json")
     print_table(run.title, {name: value for name, value in summary.items() if (name, value) != ("task", run.title)})
     return summary

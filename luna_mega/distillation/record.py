@@ -1,24 +1,18 @@
-"""Record of a distillation: what the student scores after each stage, as JSON, as a picture, and for the model card."""
+"""Record of a distillation: what the student scores after each stage, as JSON and for the model card."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import yaml
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import HTTPError
 from transformers import TrainingArguments
 
-from common.distillation import DistillArguments, Done
-from common.report import show
-from common.stages import StageTrainer
+from luna_mega.distillation.recipe import DistillArguments, Done
+from luna_mega.distillation.stages import StageTrainer
 from luna_mega.escaping import code, markdown
-
-plt.rcParams["text.parse_math"] = False  # names may contain $
+from luna_mega.training.report import show
 
 STAGES = ("copy", "calibrate", "align", "distill")
 
@@ -93,25 +87,6 @@ class Record:
         for name, row in ({"teacher": self.teacher} | ends).items():
             lines.append(" | ".join([name, *(show(row[key]) if key in row else "" for key in names)]))
         return "\n".join(f"| {line} |" for line in lines)
-
-    def draw(self) -> None:
-        """Draw the student's loss over the tokens of all stages, beside the teacher's, into `stages.png`."""
-        rows = [row for row in self.rows if "loss" in row]
-        if not rows or not self.is_first:
-            return
-        figure, axis = plt.subplots(figsize=(7, 4), constrained_layout=True)
-        axis.plot([row["tokens"] for row in rows], [row["loss"] for row in rows], color="grey", linewidth=1)
-        for stage in dict.fromkeys(row["stage"] for row in rows):
-            points = [(row["tokens"], row["loss"]) for row in rows if row["stage"] == stage]
-            axis.plot(*zip(*points, strict=True), "o", markersize=4, label=stage)
-        if self.teacher:
-            axis.axhline(self.teacher["loss"], linestyle="--", color="black", label="teacher")
-        axis.set_xlabel("tokens")
-        axis.set_ylabel("loss on the validation split")
-        axis.grid(alpha=0.3)
-        axis.legend()
-        figure.savefig(self.path.with_suffix(".png"), dpi=120)
-        plt.close(figure)
 
 
 def license_of(teacher: str) -> str | None:

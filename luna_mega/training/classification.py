@@ -5,9 +5,9 @@ from typing import Any
 from datasets import ClassLabel, Dataset
 from transformers import AutoConfig, EvalPrediction, Trainer
 
-from common.arguments import fail
-from common.report import SpeedCallback
-from common.training import OrderedTrainer, total, write_lines
+from luna_mega.training.arguments import fail
+from luna_mega.training.report import SpeedCallback
+from luna_mega.training.runs import OrderedTrainer, total, write_lines
 
 
 def class_names(train: Dataset | None, column: str, model: str | None) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.arguments import fail
+from luna_mega.training.arguments import fail
 
 
 def read_summaries(folders: Sequence[str]) -> list[tuple[Path, dict[str, Any]]]:
@@ -16,10 +16,10 @@ def read_summaries(folders: Sequence[str]) -> list[tuple[Path, dict[str, Any]]]:
     """
     runs = []
     for folder in map(Path, folders):
-        files = [folder / "summary.json"] if (folder / "summary.json").is_file() else folder.glob("*/summary.json")
-        found = sorted(files)
+        own = folder / "all_results.json"
+        found = [own] if own.is_file() else sorted(folder.glob("*/all_results.json"))
         if not found:
-            fail(f"{folder}: there is no summary.json of a run, in it or in the folders in it")
+            fail(f"{folder}: there is no all_results.json of a run, in it or in the folders in it")
         runs += [(file.parent, read_json(file)) for file in found]
     return runs
 

@@ -10,9 +10,9 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HTTPError
 from transformers import Trainer, TrainingArguments
 
-from common.arguments import fail
 from luna_mega.hub.card import FILE_NAME, training_card
 from luna_mega.hub.licenses import license_metadata
+from luna_mega.training.arguments import fail
 
 
 def check_hub(training: TrainingArguments, license: str | None = None) -> None:

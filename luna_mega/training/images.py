@@ -19,9 +19,9 @@ from transformers.image_processing_utils import BaseImageProcessor
 from transformers.models.levit.image_processing_pil_levit import LevitImageProcessorPil
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
-from common.arguments import check_least, fail
-from common.redrawn import Redrawn
 from luna_mega.errors import install
+from luna_mega.training.arguments import check_least, fail
+from luna_mega.training.seeded import Redrawn
 
 Transform = Callable[[Image.Image], torch.Tensor]
 

@@ -14,11 +14,16 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, Traini
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import has_length
 
-from common.arguments import RunArguments, check_launch, fail, find_checkpoint
-from common.data import name_source
-from common.model import CheckpointArguments
-from common.report import SpeedCallback
 from luna_mega.hub.bundle import register_for_auto_class
+from luna_mega.training.arguments import RunArguments, check_launch, fail
+from luna_mega.training.data import name_source
+from luna_mega.training.hub import check_hub
+from luna_mega.training.models import CheckpointArguments
+from luna_mega.training.report import SpeedCallback
+from luna_mega.training.resuming import find_checkpoint, resume
+from luna_mega.training.seeded import SeededSampler
+from luna_mega.training.speed import throughput, warn_of_slow_bfloat16
+from luna_mega.training.weight_average import add_average
 
 DIVERGED = "Lower --learning_rate, raise --warmup_steps, or train in float32"
 
@@ -58,8 +63,6 @@ class OrderedTrainer(Trainer):
         # Trainer's own order by length depends on all random numbers that were drawn before it.
         if not isinstance(sampler, LengthGroupedSampler):
             return sampler
-        from common.redrawn import SeededSampler  # read where the order is asked for
-
         return SeededSampler(sampler, self.args.seed)
 
     def _get_eval_sampler(self, eval_dataset: Dataset) -> SequentialSampler:
@@ -136,8 +139,6 @@ def check_run(
     if getattr(data, "early_stopping_patience", None) and not training.load_best_model_at_end:
         fail("--early_stopping_patience needs --load_best_model_at_end with equal --eval_strategy and --save_strategy")
     if training.push_to_hub or training.hub_token or model.license:
-        from common.hub import check_hub  # read where it is asked for
-
         check_hub(training, model.license)
     if run.streaming and not streams:
         fail(f"--streaming: the data of {title} are read whole; only texts for language models can be streamed")
@@ -150,8 +151,6 @@ def check_run(
     if training.include_num_input_tokens_seen == "no":
         training.include_num_input_tokens_seen = "non_padding"
     if training.bf16 and training.device.type == "cpu" and training.process_index == 0:
-        from common.flops import warn_of_slow_bfloat16  # read where it is asked for
-
         warn_of_slow_bfloat16()
 
 
@@ -244,17 +243,10 @@ def train(trainer: Trainer, run: RunArguments, head_share: float = 1.0) -> dict[
     if not trainer.args.do_train:
         return {}
     if run.ema_decay:
-        from common.weight_average import add_average  # read where it is asked for
-
         add_average(trainer, run.ema_decay, run.checkpoint)
     speed = SpeedCallback()
     trainer.add_callback(speed)
-    if run.checkpoint:
-        from common.resuming import resume  # read where it is asked for
-
-        resume(trainer, speed, run.checkpoint)
-    else:
-        trainer.train()
+    metrics = resume(trainer, speed, run.checkpoint) if run.checkpoint else trainer.train().metrics
     check_model(trainer)
     if trainer.is_fsdp_enabled:  # shards are for checkpoints; the model is saved whole
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
@@ -263,8 +255,6 @@ def train(trainer: Trainer, run: RunArguments, head_share: float = 1.0) -> dict[
     args = trainer.args
     speeds = {}
     if speed.tokens:
-        from common.flops import throughput  # read where tokens were counted
-
         sequences, pair_tokens = total([trainer.sequences, trainer.pair_tokens], args)
         tokens, sequences = speed.tokens + pair_tokens, sequences * (2 if pair_tokens else 1)
         model, length = trainer.accelerator.unwrap_model(trainer.model), max(round(tokens / sequences), 1)
@@ -273,7 +263,8 @@ def train(trainer: Trainer, run: RunArguments, head_share: float = 1.0) -> dict[
         speeds = throughput(model, length, rate, args.world_size, args.device, dtype, run.peak_flops, head_share)
     elif (tokens := trainer.state.num_input_tokens_seen) and speed.total_seconds:
         speeds = {"tokens_per_second": tokens / speed.total_seconds}
-    return {
+    trainer.save_metrics("train", metrics, combined=False)
+    return metrics | {
         "train_samples": len(trainer.train_dataset) if has_length(trainer.train_dataset) else None,
         "epochs": trainer.state.epoch,
         "steps": trainer.state.global_step,
@@ -290,9 +281,8 @@ def score(trainer: Trainer) -> dict[str, float]:
     metrics = trainer.evaluate()
     if broken := [name for name, value in metrics.items() if name.endswith("_loss") and not math.isfinite(value)]:
         fail(f"{broken[0]} is {metrics[broken[0]]}; the model is not published. {DIVERGED}")
-    trainer.save_metrics("eval", metrics)
-    unread = ("_runtime", "_per_second", "epoch", "tokens_seen")
-    return {name: value for name, value in metrics.items() if not name.endswith(unread)}
+    trainer.save_metrics("eval", metrics, combined=False)
+    return metrics
 
 
 def write_lines(trainer: Trainer, name: str, lines: Iterable[str]) -> str:

@@ -1,0 +1,1 @@
+"""Parts of training scripts: options and recipes, data, models, tokenizers, Trainer, results and model cards."""

@@ -1,0 +1,111 @@
+"""Tokenizers that are trained on the texts of a run: byte-level BPE, words, characters and bytes."""
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from itertools import chain
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AddedToken, PreTrainedTokenizerFast, RobertaTokenizer
+
+NAMED_TOKENS = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+SPECIAL_TOKENS = list(NAMED_TOKENS.values())
+MASK_TOKEN = "<mask>"
+MIN_VOCAB_SIZE = len(pre_tokenizers.ByteLevel.alphabet()) + len(SPECIAL_TOKENS) + 1
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, model_max_length: int) -> RobertaTokenizer:
+    """Train a byte-level BPE and return a tokenizer that writes `<s> a </s>` and `<s> a </s></s> b </s>`.
+
+    Ids are `<s>` 0, `<pad>` 1, `</s>` 2, `<unk>` 3, the 256 bytes, the merges and `<mask>` last; a small text can give
+    fewer than `vocab_size` entries. The first word of a text gets the leading space of any other word.
+
+    Raises:
+        ValueError: `vocab_size` is below the special tokens and the 256 bytes.
+    """
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise ValueError(f"vocab_size ({vocab_size}) must be at least {MIN_VOCAB_SIZE}: 256 bytes and special tokens")
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - 1,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    model = json.loads(bpe.to_str())["model"]
+    vocab = {**model["vocab"], MASK_TOKEN: len(model["vocab"])}
+    return RobertaTokenizer(
+        vocab=vocab,
+        merges=[tuple(merge) for merge in model["merges"]],
+        mask_token=AddedToken(MASK_TOKEN, lstrip=True, special=True),
+        add_prefix_space=True,
+        model_max_length=model_max_length,
+    )
+
+
+def train_joint_bpe(texts: Iterable[str], vocab_size: int, model_max_length: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE for both languages; it writes `a </s>` and decodes to the text that it was given.
+
+    Ids are `<s>` 0, `<pad>` 1, `</s>` 2, `<unk>` 3, the 256 bytes and the merges. No text has an `<unk>`; the first
+    word of a text is encoded as any other word.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    if vocab_size < len(SPECIAL_TOKENS) + len(alphabet):
+        raise ValueError(f"vocab_size ({vocab_size}) must be at least {len(SPECIAL_TOKENS) + len(alphabet)}")
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(texts, trainer)
+    eos = NAMED_TOKENS["eos_token"]
+    backend.post_processor = processors.TemplateProcessing(single=f"$A {eos}", special_tokens=[(eos, 2)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        **NAMED_TOKENS,
+        model_max_length=model_max_length,
+        model_input_names=["input_ids", "attention_mask"],
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **NAMED_TOKENS)
+
+
+def _word_level(words: Iterable[str]) -> Tokenizer:
+    vocab = {word: index for index, word in enumerate([*SPECIAL_TOKENS, *words])}
+    return Tokenizer(models.WordLevel(vocab, unk_token=SPECIAL_TOKENS[-1]))
+
+
+def train_characters(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """Make every character of `texts` a token, newlines and spaces included; other characters become `<unk>`."""
+    tokenizer = _word_level(sorted(set(chain.from_iterable(texts))))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return _wrap(tokenizer)
+
+
+def make_bytes() -> PreTrainedTokenizerFast:
+    """Make a token of each of the 256 bytes; no text has an `<unk>`."""
+    vocab = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(vocab)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return _wrap(tokenizer)
+
+
+def train_words(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Make tokens of the `vocab_size` most frequent words, the most frequent first, as adaptive softmax needs them."""
+    counts = Counter(word for text in texts for word in text.split() if word not in SPECIAL_TOKENS)
+    return make_words(word for word, _ in counts.most_common(vocab_size - len(SPECIAL_TOKENS)))
+
+
+def make_words(words: Iterable[str]) -> PreTrainedTokenizerFast:
+    """Make a token of each of `words`; texts are split at white space."""
+    tokenizer = _word_level(words)
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return _wrap(tokenizer)

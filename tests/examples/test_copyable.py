@@ -1,0 +1,121 @@
+"""A script is one file: copied alone into an empty folder it trains for two steps with the installed package."""
+
+import ast
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import RobertaConfig, RobertaForMaskedLM
+
+from tests.examples import test_run_audio as audio, test_run_image_classification as image, test_run_race as race
+from tests.examples.conftest import EXAMPLES
+from tests.examples.runs import QUIET, TINY, write, write_splits
+from tests.examples.test_run_distill import SIZES, make_teacher  # noqa: F401 (a fixture)
+from tests.examples.test_run_mlm import texts
+
+SCRIPTS = sorted(EXAMPLES.glob("run_*.py"))
+METRIC = EXAMPLES / "metrics" / "glue_metrics"
+LUNA = ["--config_overrides", TINY, "--vocab_size", 300]
+MEGA = ["--model_type", "mega", "--config_overrides", audio.MEGA]
+LONGEST = 340
+
+
+def lines(folder: Path, *columns: str) -> Path:
+    """Write splits of sentences, one a row in each of the columns, with labels from 0 to 1."""
+    for split, size in (("train", 40), ("validation", 12)):
+        rows = [
+            {"label": index % 2} | dict.fromkeys(columns, text) for index, text in enumerate(texts(size, seed=size))
+        ]
+        write(rows, folder / f"{split}.jsonl")
+    return folder
+
+
+def splits(rows, folder: Path) -> Path:
+    return write_splits(rows, folder, train=16, validation=8)
+
+
+# Script -> function of a folder for the data that returns the script's own options.
+OPTIONS = {
+    "run_glue": lambda to: [
+        "--task_name",
+        "sst2",
+        "--metric_path",
+        METRIC,
+        *LUNA,
+        "--dataset_path",
+        lines(to, "sentence"),
+    ],
+    "run_text_classification": lambda to: [*LUNA, "--dataset_path", lines(to, "text")],
+    "run_race": lambda to: [*LUNA, "--dataset_path", splits(race.race_rows, to)],
+    "run_mlm": lambda to: [*LUNA, "--block_size", 16, "--dataset_path", lines(to, "text")],
+    "run_clm": lambda to: [*MEGA, "--block_size", 16, "--tokenization", "byte", "--dataset_path", lines(to, "text")],
+    "run_audio": lambda to: [*MEGA, "--audio_column", "clip", "--dataset_path", splits(audio.rows, to)],
+    "run_image_classification": lambda to: [
+        *("--model_type", "mega", "--config_overrides", image.MEGA, "--patch_size", 4),
+        *("--dataset_path", splits(image.rows, to)),
+    ],
+    "run_translation": lambda to: [*LUNA, "--dataset_path", lines(to, "en", "de")],
+    "run_distill": lambda to: ["--block_size", 32, "--align_steps", 1, "--dataset_path", lines(to, "text")],
+    "run_mlm_accelerate": lambda to: [
+        *LUNA,
+        "--block_size",
+        16,
+        "--batch_size",
+        4,
+        "--dataset_path",
+        lines(to, "text"),
+    ],
+}
+
+
+@pytest.fixture
+def copied(tmp_path, monkeypatch):
+    """Returns a function that imports the copy of a script, while no other script can be imported."""
+
+    def load(path: Path):
+        (tmp_path / "empty").mkdir()
+        copy = tmp_path / "empty" / path.name
+        copy.write_bytes(path.read_bytes())
+        monkeypatch.setattr(sys, "path", [entry for entry in sys.path if not entry.startswith(str(EXAMPLES))])
+        for name in [name for name in sys.modules if name.startswith("run_")]:
+            monkeypatch.delitem(sys.modules, name)
+        monkeypatch.chdir(tmp_path / "empty")
+        spec = importlib.util.spec_from_file_location(f"copied_{path.stem}", copy)
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, spec.name, module)  # for dataclasses
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_a_copied_script_trains(path, copied, tmp_path, request):
+    options = [*OPTIONS[path.stem](tmp_path / "data"), "--output_dir", "out", "--max_steps", 2]
+    if path.stem == "run_distill":
+        config = RobertaConfig(**SIZES, max_position_embeddings=34)
+        options += ["--teacher", request.getfixturevalue("make_teacher")(RobertaForMaskedLM, config)]
+    loop = path.stem == "run_mlm_accelerate"
+    options += ["--use_cpu", "true"] if loop else [*QUIET, "--do_train", "--do_eval", "--save_strategy", "no"]
+    results = copied(path).main([str(option) for option in options])
+    assert json.loads(Path("out", "all_results.json").read_text()) == results and results["steps"] == 2
+    assert Path("out", "model.safetensors").is_file()
+    if not loop:
+        assert results["train_loss"] > 0 and results["eval_loss"] > 0 and results["train_runtime"] > 0
+        assert f"python {path.name} " in Path("out", "README.md").read_text()
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_a_script_imports_no_other_script(path):
+    names = {file.stem for file in EXAMPLES.rglob("*.py")} | {"common"}
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        modules += [node.module] if isinstance(node, ast.ImportFrom) else []
+        assert not {module.partition(".")[0] for module in modules} & names
+
+
+@pytest.mark.parametrize("path", [*SCRIPTS, EXAMPLES / "lra" / "run_lra.py"], ids=lambda path: path.stem)
+def test_length(path):
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= LONGEST
