@@ -43,6 +43,7 @@ ROOMS = {
         "numpy",
         "PIL",
         "pyarrow",
+        "pytorch_optimizer",
         "safetensors",
         "timm",
         "tokenizers",
@@ -61,7 +62,7 @@ ROOMS = {
 }
 APART = {"luna_mega.modeling_luna", "luna_mega.modeling_mega", "luna_mega.modeling_megalodon"}
 OPTIONAL = {"triton", "onnx_ir", "onnxruntime", "lm_eval", "mteb", "sentence_transformers", "gradio", "pandas"}
-OPTIONAL |= {"argcomplete", "starlette", "timm"}
+OPTIONAL |= {"argcomplete", "starlette", "timm", "pytorch_optimizer"}
 NEVER_IMPORTED = {"examples", "studies", "benchmarks", "tests"}
 
 

@@ -92,11 +92,10 @@ def test_encode(script):
 
 @pytest.mark.parametrize("side", ["source", "target"])
 def test_tokenizer_has_to_end_a_sentence(script, tmp_path, side):
-    translation, model = script("run_translation"), models
     joint = train_joint_bpe(["a b"], 260, 99)
     joint.save_pretrained(tmp_path)
     joint.save_pretrained(tmp_path / "target")
-    arguments = model.ModelArguments(tokenizer_name=str(tmp_path))
+    arguments = models.ModelArguments(tokenizer_name=str(tmp_path))
     first, second = models.make_both_tokenizers(arguments, [], 99)
     assert first is not second and first("b").input_ids == second("b").input_ids == joint("b").input_ids
     bare = make_bytes()
