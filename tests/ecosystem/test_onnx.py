@@ -8,7 +8,7 @@ import torch
 
 from luna_mega import MegaConfig, MegaForImageClassification, onnx
 from luna_mega.cli import main
-from luna_mega.compat import WRITES_EXPORT_FOLDERS
+from luna_mega.compat import CACHE_NAME, WRITES_EXPORT_FOLDERS
 from luna_mega.modeling_common.cache import new_cache
 from tests.modeling import luna, mega, megalodon_decoders
 from tests.modeling.decoders import make
@@ -111,8 +111,8 @@ def test_steps_go_on_where_the_model_does(name, tmp_path):
     runners = exported.to(device="cpu").runners
 
     def run(part, ids, mask, past):
-        output = runners[part](input_ids=ids, attention_mask=mask, past_key_values=past)
-        return output.logits, output.past_key_values
+        output = runners[part](input_ids=ids, attention_mask=mask, **{CACHE_NAME: past})
+        return output.logits, output[CACHE_NAME]
 
     ids, past, logits = torch.randint(3, 23, (3, 13)), new_cache(model), []
     for end in range(1, 14):
