@@ -100,7 +100,10 @@ class CommonPreTrainedModel(TensorParallelMixin, PreTrainedModel):
 
 
 class StateRecorder(nn.Module):
-    """The states before and after a layer as `[B, T, d]`, which transformers records for `output_hidden_states`."""
+    """Records the `[B, T, d]` states before and after a layer for `output_hidden_states`.
+
+    The next layer must read its input from the recorded tensor. Otherwise the recorded tensor has no gradient.
+    """
 
     def forward(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
         return after

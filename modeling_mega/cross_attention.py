@@ -13,7 +13,13 @@ from luna_mega.modeling_common.layout import TokenLayout
 from luna_mega.modeling_common.tensor_parallel import RankBoundary
 from luna_mega.modeling_mega.cache_mega import MegaCacheLayer, MegaCrossCacheLayer
 from luna_mega.modeling_mega.configuration_mega import MegaConfig
-from luna_mega.modeling_mega.layers_mega import MegaDropout, MegaSequenceNorm, build_relative_bias, relative_bias
+from luna_mega.modeling_mega.layers_mega import (
+    MegaDropout,
+    MegaSequenceNorm,
+    build_relative_bias,
+    relative_bias,
+    restore_columns,
+)
 
 
 class MegaGatedCrossAttention(nn.Module):
@@ -87,6 +93,7 @@ class MegaGatedCrossAttention(nn.Module):
         row_offset = target
         if source_start is not None:
             row_offset = -source_start if target is None else target - source_start
+        dropout = self.config.attention_probs_dropout_prob if self.training else 0.0
         attended = gated_attention(
             query,
             key,
@@ -96,13 +103,12 @@ class MegaGatedCrossAttention(nn.Module):
             mask=encoder_layout.mask,
             offset=offset,
             row_offset=row_offset,
-            dropout=self.config.attention_probs_dropout_prob if self.training else 0.0,
+            dropout=dropout,
             return_weights=output_weights,
         )
         if not output_weights:
             return attended, None
-        attended, weights = attended
-        return attended, encoder_layout.scatter_weights(layout.scatter_weights(weights, 2), 3)
+        return restore_columns(*attended, value, layout, encoder_layout, dropout)
 
     def exported_positions(self, past: MegaCacheLayer, key: torch.Tensor) -> int:
         """Return a number of positions that covers source and target, which an exported program does not know."""

@@ -212,3 +212,22 @@ def relative_bias(
     if config.relative_positional_bias == "simple" and config.legacy_bias_table:
         return module(positions, centre=config.chunk_size - 1)
     return module(positions)
+
+
+def restore_columns(
+    attended: torch.Tensor,
+    weights: torch.Tensor,
+    value: torch.Tensor,
+    layout: TokenLayout,
+    key_layout: TokenLayout,
+    dropout: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `attended` `[B, T, V]` and attention weights `[B, 1, T, S]` in the columns of the batch.
+
+    If a layout moves columns, `attended` is computed from the returned weights, so that they have a gradient.
+    """
+    restored = key_layout.scatter_weights(layout.scatter_weights(weights, 2), 3)
+    if restored is weights:
+        return attended, weights
+    dropped = torch.dropout(restored[:, 0].to(value.dtype), dropout, train=True)
+    return layout.gather(dropped @ key_layout.scatter(value)), restored

@@ -48,6 +48,7 @@ from luna_mega.modeling_mega.layers_mega import (
     MegaSimpleRelativeBias,
     build_relative_bias,
     relative_bias,
+    restore_columns,
 )
 from luna_mega.modeling_mega.patches_mega import PatchEmbeddings, interpolate_positions
 
@@ -204,7 +205,8 @@ class MegaGatedAttention(nn.Module):
             key, value, keys, start, offset = self.reach(key, value, layout)
             attended, weights = self.attend(query, key, value, keys, start, offset, output_weights, grid)
         if weights is not None and self.config.attention_chunk is None:
-            weights = layout.scatter_weights(weights, 2, 3)
+            dropout = self.config.attention_probs_dropout_prob if self.training else 0.0
+            attended, weights = restore_columns(attended, weights, value, layout, layout, dropout)
         attended = self.dropout(self.activation(candidate + self.h_proj(attended * reset)), layout)
         # Before the gate, as the original has it: a sequence that is left out becomes (1 - update) * residual.
         attended = self.drop_path(attended, layout)
@@ -558,8 +560,10 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
         )
         layout, past, source = batch.layout, batch.target, batch.source
         hidden_states = self.embed_tokens(batch)
+        recorded = layout.scatter(hidden_states) if batch.output_states else None
         for index, layer in enumerate(self.layers):
-            before = hidden_states
+            if recorded is not None:
+                hidden_states = layout.gather(recorded)
             hidden_states = layer(
                 hidden_states,
                 layout,
@@ -570,8 +574,8 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
                 None if source is None else source.layers[index],
                 batch.grid,
             )
-            if batch.output_states:
-                self.recorder(layout.scatter(before), layout.scatter(hidden_states))
+            if recorded is not None:
+                recorded = self.recorder(recorded, layout.scatter(hidden_states))
         hidden_states = self.finish(hidden_states, layout)
         hidden_states, pooled = layout.scatter(hidden_states), None
         if self.pooler is not None and layout.has_rows():

@@ -348,12 +348,15 @@ class MegalodonModel(BodyMixin, MegalodonPreTrainedModel):
 
         def run(states: torch.Tensor, past: MegalodonCache | None) -> torch.Tensor:
             memory = [None] * len(self.layers) if past is None else past.layers
-            rotation = self.rope(states, batch.layout, memory[0])
+            layout, rotation = batch.layout, self.rope(states, batch.layout, memory[0])
+            recorded = layout.scatter(states) if batch.output_states else None
             for layer, own in zip(self.layers, memory, strict=True):
-                before, states = states, layer(states, batch.layout, rotation, batch.output_weights, own)
-                if batch.output_states:
-                    self.recorder(batch.layout.scatter(before), batch.layout.scatter(states))
-            return self.final_norm(states, batch.layout, memory[-1])
+                if recorded is not None:
+                    states = layout.gather(recorded)
+                states = layer(states, layout, rotation, batch.output_weights, own)
+                if recorded is not None:
+                    recorded = self.recorder(recorded, layout.scatter(states))
+            return self.final_norm(states, layout, memory[-1])
 
         if needs_windows(self.config, batch, self.training, records):
             states = run_in_windows(self.config, states, batch.target, run)

@@ -19,6 +19,7 @@ MASK = torch.tensor(
     ]
 )
 ROWS, LENGTH = MASK.shape
+RECORDED = {"output_hidden_states": True, "output_attentions": True, "use_cache": False}
 RECURRENT = [name for name in decoders.ALONE if not name.startswith("luna")]
 CUTS = [[LENGTH], [5, 7], [3, 1, 8], [4, 1, 1, 6], [1] * LENGTH]
 
@@ -58,6 +59,13 @@ def assert_rows(model, logits, sources, ids, mask):
     for row, want in enumerate(expected(model, sources, ids, mask)):
         if want is not None:
             torch.testing.assert_close(logits[row][mask[row].bool()], want, rtol=1e-9, atol=1e-9, msg=f"row {row}")
+
+
+def recorded(output):
+    """Return the recorded states of both sides, and all attention weights."""
+    sides = {"target": ("decoder_hidden_states", "hidden_states"), "source": ("encoder_hidden_states",)}
+    states = {side: next((output[name] for name in names if name in output), ()) for side, names in sides.items()}
+    return states, [x for name in output if name.endswith("attentions") for x in output[name]]
 
 
 @torch.no_grad()
@@ -146,6 +154,28 @@ def test_cross_attention_weights_are_in_the_order_of_the_batch(place):
         alone = model(**source, **own, **options)
         for got, want in zip(output.cross_attentions, alone.cross_attentions, strict=True):
             torch.testing.assert_close(got[row, 0][kept][:, of_source], want[0, 0])
+
+
+@pytest.mark.parametrize(
+    "name", ["mega: softmax", "mega: laplace chunks", "mega seq2seq: softmax", "megalodon: heads", "luna: softplus"]
+)
+def test_recorded_states_and_weights_have_gradients(name, place):
+    """The loss depends on every recorded tensor; gradients of states are those of each row without its gaps."""
+    model = decoders.make(name)
+    sources, ids, mask = batch(model)
+    kept = {"target": mask[2].bool()}
+    states, weights = recorded(model(**sources, **decoders.target(model, ids, mask), **RECORDED))
+    loss = states["target"][-1][2, kept["target"]].sin().sum()
+    gradients = torch.autograd.grad(loss, [*states["target"], *states["source"], *weights])
+    if sources:
+        kept["source"] = sources["attention_mask"][2].bool()
+        sources = {key: value[2:3, kept["source"]] for key, value in sources.items()}
+    row = decoders.target(model, ids[2:3, kept["target"]], mask[2:3, kept["target"]])
+    alone, _ = recorded(model(**sources, **row, **RECORDED))
+    expected_gradients = torch.autograd.grad(alone["target"][-1].sin().sum(), [*alone["target"], *alone["source"]])
+    sides = ["target"] * len(states["target"]) + ["source"] * len(states["source"])
+    for side, got, want in zip(sides, gradients, expected_gradients, strict=False):
+        torch.testing.assert_close(got[2, kept[side]], want[0])
 
 
 @torch.no_grad()
