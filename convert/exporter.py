@@ -10,7 +10,7 @@ import torch
 
 from luna_mega.convert.conventions import MINUS_ONE, NORMS
 from luna_mega.convert.evidence import same_bits
-from luna_mega.convert.export_choice import choose_export
+from luna_mega.convert.export_choice import Candidate, choose_export
 from luna_mega.convert.formats.containers import Export
 from luna_mega.convert.tensors import DTYPES, lowered_norms, non_finite, store_tensors, weights_of
 from luna_mega.errors import ConversionError
@@ -97,7 +97,6 @@ def export_checkpoint(
         _check_tied(source, ours)
         chosen = choose_export(source.model_class, source.config, ours, head, report)
         facts, target = chosen.format.facts, chosen.target
-        warnings = _non_finite(facts.finite, ours)
         if layer_norm is not None and "layer-norm" in facts.refused:
             raise ConversionError(f"--layer-norm {layer_norm}: {facts.refused['layer-norm']}; leave it out")
         if shards is not None and not facts.container.is_folder:
@@ -111,6 +110,7 @@ def export_checkpoint(
     if convention == MINUS_ONE:
         lowered = lowered_norms(source.path, {key: tensors[key] for key in mapping.norm_weights})
     tensors, stored, stored_as = store_tensors(tensors, mapping, lowered, dtype, report["dtype_in"])
+    warnings = _non_finite(source.path, chosen, tensors, stored)
     kind = chosen.format.companions(chosen.read, chosen.evidence).dictionaries
     beside, missing = kind.export(list(dictionaries), source.path, source.config.id2label)
     updates = report["source"].get("num_updates") or 0
@@ -169,11 +169,13 @@ def _check_tied(source: ModelFolder, tensors: Tensors) -> None:
             )
 
 
-def _non_finite(is_error: bool, tensors: Tensors) -> list[str]:
-    """Return a warning if weights are NaN or Inf, or raise it as an error."""
+def _non_finite(folder: Path, chosen: Candidate, tensors: Tensors, dtype: str) -> list[str]:
+    """Return a warning if weights are NaN or Inf, or raise it as an error; `tensors` are the ones to write."""
     names = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
-    if names and is_error:
-        raise ConversionError(f"{non_finite(names, tensors)}; export an earlier checkpoint")
+    if overflown := [name for name in names if chosen.tensors[name].isfinite().all()]:
+        raise ConversionError(f"{folder}: {non_finite(overflown, tensors)} in {dtype}; choose a wider --dtype")
+    if names and chosen.format.facts.finite:
+        raise ConversionError(f"{folder}: {non_finite(names, tensors)}; export an earlier checkpoint")
     return [non_finite(names, tensors)] if names else []
 
 

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from luna_mega.convert.safe_load import Checkpoint
 from luna_mega.convert.target import Target
 from luna_mega.errors import ConversionError
-from luna_mega.hub.output import check_new_file, check_output, complete_folder, publish, temporary_folder
+from luna_mega.hub.output import complete_folder, publish, temporary_folder
 
 Tensors = dict[str, torch.Tensor]
 Files = dict[str, bytes | Tensors]
@@ -82,8 +82,8 @@ class Folder(Container):
         """Return the files of an export: name -> bytes, or -> tensors for `torch.save`."""
 
     def write(self, output: Path, export: Export, progress: bool) -> list[str]:
-        """Write a folder, which must be absent or empty."""
-        output, files = check_output(output), self.files(export)
+        """Write a folder."""
+        files = self.files(export)
         with complete_folder(output) as folder:
             for name, content in tqdm(files.items(), desc="files", disable=None if progress else True, delay=1):
                 if isinstance(content, bytes):
@@ -119,8 +119,8 @@ class FairseqFile(Container):
         }
 
     def write(self, output: Path, export: Export, progress: bool) -> list[str]:
-        """Write the file, which must be absent, and those files of `beside` that do not exist yet."""
-        output, beside = check_new_file(output), export.beside
+        """Write the file, and those files of `beside` that do not exist yet."""
+        beside = export.beside
         _check_beside(output, beside)
         parent = next(folder for folder in output.parents if folder.is_dir())
         with temporary_folder(parent, output.name) as folder:

@@ -69,6 +69,16 @@ def test_tied_weights_that_differ(tmp_path, capsys):
     assert "NaN or Inf in 1 of" in export_checkpoint(folder, tmp_path / "model.pt").warnings[0]
 
 
+def test_weights_that_overflow_in_the_dtype_of_the_file(tmp_path, capsys):
+    folder = save(tmp_path / "model", LunaForMaskedLM)
+    weights = load_file(folder / "model.safetensors")
+    weights["luna.embeddings.position_embeddings.weight"][1] = 1e5
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    message = fails(capsys, folder, tmp_path / "model.pt", "--dtype", "float16")
+    assert "embed_positions.weight in float16; choose a wider --dtype" in message
+    assert not export_checkpoint(folder, tmp_path / "model.pt", dtype="bfloat16").warnings
+
+
 def test_absent_folder(tmp_path, capsys):
     assert "no such folder" in fails(capsys, tmp_path / "model", tmp_path / "model.pt")
     (tmp_path / "model").touch()
