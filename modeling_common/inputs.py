@@ -406,10 +406,11 @@ def _check_ragged(spec: InputSpec, batch: Batch, layout: TokenLayout, asks_cache
             "with attn_implementation='sdpa'"
         )
     rows, length = batch.embeddings.shape[:2]
-    if batch.output_states and (rows > 1 or (layout.places is not None and len(layout.places) < length)):
+    dropped = 0 if layout.places is None else rows * length - len(layout.places)
+    if batch.output_states and (rows > 1 or dropped):
         raise ValueError(
             "`output_hidden_states` requires a padding-free batch of one row without padding, got "
-            + (f"{rows} rows" if rows > 1 else f"{length - len(layout.places)} positions of padding")
+            + (f"{rows} rows" if rows > 1 else f"{dropped} positions of padding")
             + "; remove the padding, or pad the sequences as separate rows"
         )
     if spec.config.input_type == "patches":
