@@ -1,32 +1,21 @@
-"""Heads of both models: how they compute logits and losses from the outputs of the model without a head.
+"""Generic heads: constructors, logits and losses of the classes with a head, for all families.
 
-The classes of each model have the arguments and the output types, where these differ; most methods here return the
-fields of an output.
+A class of a family lists a generic head before the family's `PreTrainedModel`. It provides the body, the layers that
+differ, the class of the output, and `forward` with the arguments of the family, because Trainer reads its signature.
 """
 
-from collections.abc import Iterable
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.modeling_outputs import SequenceClassifierOutput
-from transformers.processing_utils import Unpack
-from transformers.utils import ModelOutput, TransformersKwargs, can_return_tuple
+from transformers.utils import ModelOutput
 
-from luna_mega.modeling_common.inputs import read_sequences, refuse_together
-from luna_mega.modeling_common.labels import (
-    check_labels,
-    check_pooled_labels,
-    count_kept,
-    keep_positions,
-    next_tokens,
-)
+from luna_mega.modeling_common.label_checks import validate_labels, validate_span
+from luna_mega.modeling_common.labels import count_kept, keep_positions, next_tokens
 from luna_mega.modeling_common.layout import find_starts
 from luna_mega.modeling_common.masks import drop_if_full, find_mask, read_mask
-from luna_mega.modeling_common.sequence_parts import WHOLE, Pair, Parts, find_parts
+from luna_mega.modeling_common.sequence_parts import WHOLE, Parts, find_parts
 
 _RECORDED = ("hidden_states", "attentions", "packed_hidden_states", "packed_attentions")
 
@@ -42,28 +31,6 @@ def carried_over(outputs: ModelOutput, output_class: type[ModelOutput]) -> dict[
     return {name: value for name, value in outputs.items() if name in fields}
 
 
-def given_input(inputs: dict[str, Any]) -> torch.Tensor | None:
-    """Return the tokens, embeddings or values among the arguments of a `forward`."""
-    names = ("input_ids", "inputs_embeds", "input_values")
-    return next((inputs[name] for name in names if inputs.get(name) is not None), None)
-
-
-def validate_labels(
-    inputs: dict[str, Any],
-    labels: dict[str, torch.Tensor | None],
-    logits_to_keep: int | torch.Tensor = 0,
-    cp_group: Any = None,
-) -> None:
-    """Raise `ValueError` for labels, by name, of another shape than the positions `[B, T]` that have logits."""
-    given = given_input(inputs)
-    if given is None or given.dim() < 2:
-        return  # the body raises the error
-    with refuse_together(cp_group, given.device):
-        kept = keep_positions(given, logits_to_keep)
-        for name, value in labels.items():
-            check_labels(name, value, kept.shape[:2])
-
-
 def find_kept(config: PreTrainedConfig, inputs: dict[str, Any], length: int) -> torch.Tensor | None:
     """Return the bool mask `[B, T]` by which the body has read the last T positions of `inputs`; None = all."""
     mask, tokens = inputs.get("attention_mask"), inputs.get("input_ids")
@@ -72,10 +39,38 @@ def find_kept(config: PreTrainedConfig, inputs: dict[str, Any], length: int) -> 
     return None if tokens is None else drop_if_full(find_mask(tokens, config))
 
 
-class TokenHead:
-    """Base of the heads with outputs for every position. `output_class`: the class of the outputs."""
+class Head:
+    """Base of the generic heads: the body under the name that it has in checkpoints, then the layers of the head.
+
+    The class provides `make_body` and `output_class`, the class of the outputs.
+    """
 
     output_class: type[ModelOutput]
+    needs_tokens = False  # whether `config.input_type` must be "tokens"
+
+    def __init__(self, config: PreTrainedConfig):
+        super().__init__(config)
+        if self.needs_tokens:
+            self.require_tokens()
+        self.check_config(config)
+        setattr(self, self.base_model_prefix, self.make_body(config))
+        self.make_head(config)
+        self.post_init()
+
+    def check_config(self, config: PreTrainedConfig):
+        """Raise `ValueError` for a configuration that this class does not support."""
+
+    def make_body(self, config: PreTrainedConfig) -> nn.Module:
+        """Return the model without a head."""
+        raise NotImplementedError
+
+    def make_head(self, config: PreTrainedConfig):
+        """Make the layers of the head."""
+        raise NotImplementedError
+
+
+class TokenHead(Head):
+    """Base of the encoder heads with outputs for every position."""
 
     def read_labels(
         self, inputs: dict[str, Any], labels: torch.LongTensor | None, outputs: ModelOutput, options: dict[str, Any]
@@ -87,15 +82,35 @@ class TokenHead:
         return count_kept(labels, mask).contiguous(), find_parts(options, outputs.last_hidden_state)
 
 
-class MaskedLMMixin(TokenHead):
-    """The masked language model. The class has `score_tokens`, from states `[..., d]` to logits."""
+class LMHead(Head):
+    """Base of the language models. The class provides `score_tokens`, from states `[..., d]` to logits."""
+
+    needs_tokens = True
+    output_layer = "lm_head"  # the layer with a row for every token
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """Return the output layer."""
+        return self.get_submodule(self.output_layer)
+
+    def set_output_embeddings(self, new_embeddings: nn.Module):
+        """Replace the output layer."""
+        self.set_submodule(self.output_layer, new_embeddings)
+
+    def score_tokens(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return logits for states `[..., d]`."""
+        return self.lm_head(hidden_states)
+
+
+class GenericForMaskedLM(LMHead, TokenHead):
+    """Masked language model."""
 
     def predict_tokens(self, inputs: dict[str, Any], labels: torch.LongTensor | None, **kwargs) -> ModelOutput:
         """Return the output for the `inputs` of the body; the other arguments are those of `forward`.
 
         The logits are `[B, T, vocab_size]`, with `sparse_prediction` and labels `[M, vocab_size]`.
         """
-        validate_labels(inputs, {"labels": labels}, cp_group=kwargs.get("cp_group"))
+        if labels is not None:
+            validate_labels(inputs, {"labels": labels}, kwargs)
         outputs = self.base_model(**inputs, **kwargs)
         hidden_states, loss = outputs.last_hidden_state, None
         labels, parts = self.read_labels(inputs, labels, outputs, kwargs)
@@ -109,10 +124,8 @@ class MaskedLMMixin(TokenHead):
         return self.output_class(loss=loss, logits=logits, **recorded(outputs))
 
 
-class CausalLMMixin:
-    """The language model. The class has `score_tokens`, from states `[..., d]` to logits."""
-
-    output_class: type[ModelOutput]
+class GenericForCausalLM(LMHead):
+    """Causal language model."""
 
     def predict_next(
         self,
@@ -126,8 +139,9 @@ class CausalLMMixin:
 
         `shift_labels` is no parameter of `forward`, because Trainer would treat it as a second label.
         """
-        given = {"labels": labels} if shift_labels is None else {"shift_labels": shift_labels}
-        validate_labels(inputs, given, logits_to_keep, kwargs.get("cp_group"))
+        if labels is not None or shift_labels is not None:
+            given = {"labels": labels} if shift_labels is None else {"shift_labels": shift_labels}
+            validate_labels(inputs, given, kwargs, logits_to_keep)
         outputs = self.base_model(**inputs, **kwargs)
         parts = find_parts(kwargs, outputs.last_hidden_state)
         hidden_states, targets = keep_positions(outputs.last_hidden_state, logits_to_keep, parts), None
@@ -155,213 +169,17 @@ class CausalLMMixin:
         return loss, logits
 
 
-class ClassificationHead(nn.Module):
-    """dropout, then (dense, activation, dropout) x `classifier_num_layers`, then the output layer."""
+class GenericForTokenClassification(TokenHead):
+    """A label for every token."""
 
-    def __init__(self, config: PreTrainedConfig, input_size: int, num_labels: int):
-        super().__init__()
-        sizes = [input_size] + [config.classifier_hidden_size] * config.classifier_num_layers
-        self.name_layers([nn.Linear(*pair) for pair in pairwise(sizes)])
-        self.activation = ACT2FN[config.classifier_activation]
+    def make_head(self, config: PreTrainedConfig):
         self.dropout = nn.Dropout(config.classifier_dropout)
-        self.out_proj = nn.Linear(sizes[-1], num_labels, bias=config.classifier_bias)
-
-    def name_layers(self, layers: list[nn.Linear]):
-        """Give the dense layers the names that they have in checkpoints."""
-        self.dense = nn.ModuleList(layers)
-
-    def dense_layers(self) -> Iterable[nn.Linear]:
-        """Return the dense layers in their order."""
-        return self.dense
-
-    def forward(self, features: torch.Tensor, parts: Parts = WHOLE) -> torch.Tensor:
-        """Return logits `[B, num_labels]` for features `[B, ...]` of whole sequences."""
-        features = parts.dropout(self.dropout, features)
-        for dense in self.dense_layers():
-            features = parts.dropout(self.dropout, self.activation(dense(features)))
-        return self.out_proj(features)
-
-
-class PooledMixin:
-    """Classification of sequences. The class has `classifier` and `summarize`, from outputs to `[B, d]`."""
-
-    # The losses of these heads are means over the batch; Trainer divides them by the accumulation steps.
-    accepts_loss_kwargs = False
-    output_class: type[ModelOutput]
-
-    def pool(
-        self, inputs: dict[str, Any], drop_first_token: bool = False, **kwargs
-    ) -> tuple[torch.Tensor, ModelOutput, Parts]:
-        """Return the sentence representation `[B, d]`, the outputs of the body, and the context-parallel shards.
-
-        `inputs` and `kwargs` are the arguments of the body. Raises `ValueError` for a padding-free batch: a row has one
-        label.
-        """
-        others = inputs | kwargs
-        mask = others.pop("attention_mask", None)
-        given = {name: others.pop(name, None) for name in ("input_ids", "inputs_embeds", "input_values")}
-        spec, name = self.base_model.input_spec, type(self).__name__
-        mask, given = read_sequences(spec, name, mask, given, others, drop_first_token)
-        given = {key: value for key, value in given.items() if value is not None}
-        outputs = self.base_model(attention_mask=mask, **given, **others)
-        parts = find_parts(others, outputs.last_hidden_state)
-        return self.summarize(outputs, mask, parts), outputs, parts
-
-    def classify(self, inputs: dict[str, Any], labels: torch.Tensor | None, **kwargs) -> ModelOutput:
-        """Return the output for the `inputs` of the body, with logits `[B, num_labels]`."""
-        self.validate_pooled(inputs, labels, kwargs.get("cp_group"))
-        features, outputs, parts = self.pool(inputs, **kwargs)
-        return self.make_output(self.classifier(features, parts), outputs, labels)
-
-    def choose(self, inputs: dict[str, torch.Tensor | None], labels: torch.Tensor | None, **kwargs) -> ModelOutput:
-        """Return the output for C options `[B, C, ...]` of the inputs of the body, with logits `[B, C]`."""
-        validate_choice(inputs, labels, kwargs.get("cp_group"))
-        options, inputs = flatten_options(**inputs)
-        features, outputs, parts = self.pool(inputs, **kwargs)
-        return self.output_class(**choose_option(self.score_options(features, parts), options, outputs, labels))
-
-    def score_options(self, features: torch.Tensor, parts: Parts) -> torch.Tensor:
-        """Return the scores `[B C, 1]` of options."""
-        return self.classifier(features, parts)
-
-    def validate_pooled(self, inputs: dict[str, Any], labels: torch.Tensor | None, cp_group: Any = None) -> None:
-        """Raise `ValueError` for labels of another shape than the sequences of `inputs` have."""
-        given = given_input(inputs)
-        if given is not None and labels is not None:
-            with refuse_together(cp_group, given.device):
-                check_pooled_labels(self.config, labels, len(given))
-
-    def make_output(self, logits: torch.Tensor, outputs: ModelOutput, labels: torch.Tensor | None) -> ModelOutput:
-        """Return the output with the logits `[B, num_labels]` and their loss."""
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
-        return self.output_class(loss=loss, logits=logits, **recorded(outputs))
-
-
-def pair_features(config: PreTrainedConfig, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Return the features of two sequences, `[B, d]` each, by `config.pair_features`."""
-    if len(first) != len(second):
-        raise ValueError(f"the first input has {len(first)} sequences and the second {len(second)}; give pairs")
-    if config.pair_features == "concat":
-        return torch.cat([second, first], dim=-1)
-    return torch.cat([first, second, first * second, first - second], dim=-1)
-
-
-def pair_size(config: PreTrainedConfig) -> int:
-    """Return the width of `pair_features`."""
-    return config.hidden_size * (2 if config.pair_features == "concat" else 4)
-
-
-class PairMixin(PooledMixin):
-    """Classification of pairs of sequences, or the choice among several second ones."""
-
-    output_class = SequenceClassifierOutput
-    refused_option: tuple[str, str]  # a keyword argument that pairs do not have, and the reason
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        pair_input_ids: torch.LongTensor | None = None,
-        pair_attention_mask: torch.Tensor | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        pair_inputs_embeds: torch.FloatTensor | None = None,
-        input_values: torch.FloatTensor | None = None,
-        pair_input_values: torch.FloatTensor | None = None,
-        labels: torch.Tensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> SequenceClassifierOutput:
-        """Classify pairs of sequences, `[B, T]` the first and `pair_*` `[B, T']` the second.
-
-        Both are as the model without a head takes them. `labels`: `[B]` class ids, or numbers for regression.
-        `logits`: `[B, num_labels]`. Hidden states and attentions are those of the first sequence.
-
-        With `num_labels=1` the second sequences may be C candidates for each first one, `[B, C, T']`, which are scored
-        one by one: `logits` are `[B, C]`, `labels` `[B]` the right ones, and the loss is their cross-entropy.
-        """
-        name, reason = self.refused_option
-        if name in kwargs:
-            raise ValueError(f"{reason}; leave {name} out")
-        first = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "input_values": input_values}
-        second = {
-            "input_ids": pair_input_ids,
-            "inputs_embeds": pair_inputs_embeds,
-            "input_values": pair_input_values,
-            "attention_mask": read_mask("pair_attention_mask", pair_attention_mask),
-        }
-        candidates, group = _has_candidates(second), kwargs.get("cp_group")
-        if candidates:
-            validate_choice(second, labels, group)
-        else:
-            self.validate_pooled(first, labels, group)
-        drop_first_token = getattr(self.config, "drop_first_token", False)
-        one, outputs, parts = self.pool(first | {"attention_mask": attention_mask}, drop_first_token, **kwargs)
-        shared = {name: value for name, value in kwargs.items() if name == "cp_group"}
-        if not candidates:
-            other, *_ = self.pool(second, **shared)
-            return self.make_output(self.classifier(pair_features(self.config, one, other), parts), outputs, labels)
-        count, flat = self.flatten_candidates(len(one), second)
-        other, *_ = self.pool(flat, **shared)
-        scores = self.classifier(pair_features(self.config, one.repeat_interleave(count, dim=0), other), parts)
-        return self.output_class(**choose_option(scores, count, outputs, labels))
-
-    def flatten_candidates(
-        self, batch: int, inputs: dict[str, torch.Tensor | None]
-    ) -> tuple[int, dict[str, torch.Tensor | None]]:
-        """Return the number C of candidates for each of B first sequences, and `[B, C, ...]` as `[B C, ...]`."""
-        if self.config.num_labels != 1:
-            raise ValueError(
-                "the second inputs are candidates, [B, C, ...], with one score each: set num_labels=1, "
-                f"got {self.config.num_labels}"
-            )
-        ids, embeds = inputs["input_ids"], inputs["inputs_embeds"]
-        if batch != (given := len(embeds if ids is None else ids)):
-            raise ValueError(
-                f"there are {batch} first sequences, and candidates for {given}: give one set of candidates each"
-            )
-        names = ("attention_mask", "input_ids", "inputs_embeds")
-        return flatten_options(**{name: inputs[name] for name in names})
-
-
-def _has_candidates(inputs: dict[str, torch.Tensor | None]) -> bool:
-    """Return whether inputs are `[B, C, ...]`, and not `[B, ...]`."""
-    tokens, embeds = inputs["input_ids"], inputs["inputs_embeds"]
-    return (tokens is not None and tokens.dim() == 3) or (embeds is not None and embeds.dim() == 4)
-
-
-def validate_choice(inputs: dict[str, torch.Tensor | None], labels: torch.Tensor | None, cp_group: Any = None) -> None:
-    """Raise `ValueError` for labels of other options `[B, C, ...]` than those of `inputs`."""
-    given = given_input(inputs)
-    if given is not None:
-        with refuse_together(cp_group, given.device):
-            check_labels("labels", labels, given.shape[:1])
-
-
-def flatten_options(**inputs: torch.Tensor | None) -> tuple[int, dict[str, torch.Tensor | None]]:
-    """Return the number of options C and the inputs `[B, C, ...]` as `[B C, ...]`."""
-    given = inputs["input_ids"] if inputs["inputs_embeds"] is None else inputs["inputs_embeds"]
-    if given is None or given.dim() < 3:
-        shape = None if given is None else list(given.shape)
-        raise ValueError(f"multiple choice needs input_ids [B, options, T] (or inputs_embeds), got {shape}")
-    flat = {name: None if tensor is None else tensor.flatten(0, 1) for name, tensor in inputs.items()}
-    return given.shape[1], flat
-
-
-def choose_option(scores: torch.Tensor, options: int, outputs: ModelOutput, labels: torch.Tensor | None) -> dict:
-    """Return logits `[B, C]` for scores `[B C, 1]`, and the loss."""
-    logits = scores.view(-1, options)
-    loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
-    return {"loss": loss, "logits": logits, **recorded(outputs)}
-
-
-class TokenMixin(TokenHead):
-    """A label for every token. The class has `dropout` and `classifier`."""
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
 
     def label_tokens(self, inputs: dict[str, Any], labels: torch.LongTensor | None, **kwargs) -> ModelOutput:
         """Return the output for the `inputs` of the body, with logits `[B, T, num_labels]`."""
-        validate_labels(inputs, {"labels": labels}, cp_group=kwargs.get("cp_group"))
+        if labels is not None:
+            validate_labels(inputs, {"labels": labels}, kwargs)
         outputs = self.base_model(**inputs, **kwargs)
         labels, parts = self.read_labels(inputs, labels, outputs, kwargs)
         logits, loss = self.classifier(self.dropout(outputs.last_hidden_state)), None
@@ -371,8 +189,13 @@ class TokenMixin(TokenHead):
         return self.output_class(loss=loss, logits=logits, **recorded(outputs))
 
 
-class SpanMixin(TokenHead):
-    """Start and end of an answer. The class has `qa_outputs`."""
+class GenericForQuestionAnswering(TokenHead):
+    """Start and end of an answer."""
+
+    needs_tokens = True
+
+    def make_head(self, config: PreTrainedConfig):
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
 
     def find_span(
         self,
@@ -385,7 +208,7 @@ class SpanMixin(TokenHead):
 
         Dropped positions have the lowest score of the dtype, so that no softmax, maximum or loss depends on padding.
         """
-        positions = self._read_positions(inputs, start_positions, end_positions, kwargs)
+        positions = validate_span(inputs, start_positions, end_positions, kwargs)
         outputs = self.base_model(**inputs, **kwargs)
         scores, loss = self.qa_outputs(outputs.last_hidden_state), None
         mask = find_kept(self.config, inputs, scores.shape[1])
@@ -401,24 +224,3 @@ class SpanMixin(TokenHead):
             parts = find_parts(kwargs, scores)
             loss = parts.position_loss(self.loss_function, logits, positions, mask, **kwargs)
         return self.output_class(loss=loss, start_logits=logits[0], end_logits=logits[1], **recorded(outputs))
-
-    def _read_positions(
-        self,
-        inputs: dict[str, Any],
-        start_positions: torch.LongTensor | None,
-        end_positions: torch.LongTensor | None,
-        options: dict[str, Any],
-    ) -> Pair | None:
-        """Return both labels as `[B]`, or None; raise `ValueError` for one without the other or another shape."""
-        given = given_input(inputs)
-        if given is None or given.dim() < 2 or (start_positions is None and end_positions is None):
-            return None
-        with refuse_together(options.get("cp_group"), given.device):
-            if start_positions is None or end_positions is None:
-                name = "end_positions" if end_positions is None else "start_positions"
-                raise ValueError(f"`{name}` is missing; pass `start_positions` and `end_positions`, or neither")
-            pair = {"start_positions": start_positions, "end_positions": end_positions}
-            for name, value in pair.items():
-                if value.shape not in ((len(given),), (len(given), 1)):
-                    raise ValueError(f"`{name}` must have the shape [{len(given)}], got {list(value.shape)}")
-        return start_positions.view(-1), end_positions.view(-1)

@@ -1,4 +1,4 @@
-"""Labels of the heads: shapes, decoder inputs, the token that each position predicts, and positions that do not count.
+"""Labels of the heads: decoder inputs, the token that each position predicts, and positions that do not count.
 
 A label counts only at a position that the attention mask keeps, so that a loss equals that of the sequence without
 padding.
@@ -6,7 +6,6 @@ padding.
 
 import torch
 from torch import nn
-from transformers.configuration_utils import PreTrainedConfig
 
 from luna_mega.modeling_common.sequence_parts import WHOLE, Parts
 
@@ -41,29 +40,6 @@ def keep_positions(
     if not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
         parts.refuse("`logits_to_keep` is not supported with `cp_group`; omit it")
     return hidden_states[:, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep]
-
-
-def check_labels(name: str, labels: torch.Tensor | None, shape: tuple[int, ...]) -> None:
-    """Raise `ValueError` unless `labels` is None or has this shape."""
-    if labels is not None and tuple(labels.shape) != tuple(shape):
-        raise ValueError(
-            f"`{name}` must have the shape {list(shape)} of the positions (with `logits_to_keep`, of those kept), got "
-            f"{list(labels.shape)}"
-        )
-
-
-def check_pooled_labels(config: PreTrainedConfig, labels: torch.Tensor, batch: int) -> None:
-    """Raise `ValueError` for labels of B sequences that transformers' loss would flatten or broadcast."""
-    kind, count = config.problem_type, config.num_labels
-    integers = not (labels.is_floating_point() or labels.dtype == torch.bool)
-    one_each = count == 1 if kind in ("regression", None) else kind == "single_label_classification"
-    one_each = one_each or (kind is None and integers)
-    shapes = [(batch,), (batch, 1)] if one_each else [(batch, count)]
-    if tuple(labels.shape) not in shapes:
-        raise ValueError(
-            f"`labels` must have the shape {list(shapes[0])} (problem_type={kind!r}, num_labels={count}), got "
-            f"{list(labels.shape)}"
-        )
 
 
 def count_kept(labels: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:

@@ -11,8 +11,9 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
 from luna_mega.modeling_common.cache import keeps_cache
-from luna_mega.modeling_common.heads import carried_over, find_kept, given_input, validate_labels
+from luna_mega.modeling_common.heads import carried_over, find_kept
 from luna_mega.modeling_common.inputs import refuse_together
+from luna_mega.modeling_common.label_checks import given_input, validate_labels
 from luna_mega.modeling_common.labels import count_kept, keep_positions, shift_right
 from luna_mega.modeling_common.masks import drop_if_full, find_mask, read_mask
 from luna_mega.modeling_common.outputs import Seq2SeqLMOutput
@@ -200,13 +201,13 @@ class Seq2SeqLM(EncoderDecoder):
             ValueError: as the body, and for labels of other positions than those kept.
         """
         decoder_inputs = {"input_ids": decoder_input_ids, "inputs_embeds": decoder_inputs_embeds}
-        group = kwargs.get("cp_group")
-        if given_input(decoder_inputs) is None and labels is not None:
-            with refuse_together(group, labels.device):
-                if labels.dim() != 2:
-                    raise ValueError(f"`labels` must have the shape [B, T] of a target, got {list(labels.shape)}")
-            decoder_inputs["input_ids"] = labels
-        validate_labels(decoder_inputs, {"labels": labels}, logits_to_keep, group)
+        if labels is not None:
+            if given_input(decoder_inputs) is None:
+                with refuse_together(kwargs.get("cp_group"), labels.device):
+                    if labels.dim() != 2:
+                        raise ValueError(f"`labels` must have the shape [B, T] of a target, got {list(labels.shape)}")
+                decoder_inputs["input_ids"] = labels
+            validate_labels(decoder_inputs, {"labels": labels}, kwargs, logits_to_keep)
         parts = WHOLE if labels is None else find_parts(dict(kwargs), labels)
         if labels is not None and decoder_input_ids is None and decoder_inputs_embeds is None:
             config = self.get_decoder().config

@@ -15,7 +15,7 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 
 from luna_mega.compat import with_cache_alias
 from luna_mega.modeling_common.generation import Seq2SeqGenerationMixin, StateGenerationMixin
-from luna_mega.modeling_common.heads import CausalLMMixin
+from luna_mega.modeling_common.heads import GenericForCausalLM
 from luna_mega.modeling_common.masks import read_mask
 from luna_mega.modeling_common.seq2seq import Seq2SeqBody, Seq2SeqLM, join_outputs
 from luna_mega.modeling_luna.cache_luna import LunaCache, LunaSeq2SeqCache
@@ -66,7 +66,7 @@ class LunaSeq2SeqLMOutput(Seq2SeqLMOutput):
     cross_packed_attentions: tuple[torch.FloatTensor, ...] | None = None
 
 
-class LunaForCausalLM(CausalLMMixin, StateGenerationMixin, LunaPreTrainedModel):
+class LunaForCausalLM(GenericForCausalLM, StateGenerationMixin, LunaPreTrainedModel):
     """Luna with a language-modelling head; generates at constant memory. Needs `is_decoder=True`.
 
     P is a parameter of every layer (section 3.3), or given as `packed_states`, such as the `packed_last_hidden_state`
@@ -77,17 +77,15 @@ class LunaForCausalLM(CausalLMMixin, StateGenerationMixin, LunaPreTrainedModel):
     _tp_plan = {"lm_head": "colwise_gather_output"}
     output_class = LunaCausalLMOutput
 
-    def __init__(self, config: LunaConfig):
-        super().__init__(config)
+    def check_config(self, config: LunaConfig):
         if not config.learns_causal_projection:
             raise ValueError("LunaForCausalLM needs a configuration with is_decoder=True and add_cross_attention=False")
-        self.luna = LunaModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
 
-    def score_tokens(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return logits for states `[..., d]`."""
-        return self.lm_head(hidden_states)
+    def make_body(self, config: LunaConfig) -> LunaModel:
+        return LunaModel(config)
+
+    def make_head(self, config: LunaConfig):
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     @can_return_tuple
     def forward(

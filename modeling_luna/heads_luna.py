@@ -18,13 +18,16 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 
 from luna_mega.kernels.api import luna_unpack
 from luna_mega.modeling_common.heads import (
-    ClassificationHead,
-    MaskedLMMixin,
-    PairMixin,
-    PooledMixin,
-    SpanMixin,
-    TokenMixin,
-    pair_size,
+    GenericForMaskedLM,
+    GenericForQuestionAnswering,
+    GenericForTokenClassification,
+    Head,
+)
+from luna_mega.modeling_common.pooled_heads import (
+    GenericForMultipleChoice,
+    GenericForSequenceClassification,
+    GenericForSequencePairClassification,
+    PooledHead,
 )
 from luna_mega.modeling_common.pooling import first_token, masked_mean
 from luna_mega.modeling_common.sequence_parts import WHOLE, Parts
@@ -79,30 +82,24 @@ class LunaLMHead(nn.Module):
         return self.decoder(self.layer_norm(self.activation(self.dense(hidden_states))))
 
 
-class LunaForMaskedLM(MaskedLMMixin, LunaPreTrainedModel):
-    """Luna with a masked-language-modelling head (`luna_bert` of the original code)."""
+class LunaHead(Head):
+    """Base of the classes with a head: the body is a `LunaModel`."""
+
+    def make_body(self, config: LunaConfig) -> LunaModel:
+        return LunaModel(config)
+
+
+class LunaForMaskedLM(LunaHead, GenericForMaskedLM, LunaPreTrainedModel):
+    """Luna with a masked-language-modeling head (`luna_bert` of the original code)."""
 
     _tied_weights_keys = {"lm_head.decoder.weight": "luna.embeddings.word_embeddings.weight"}
     _tp_plan = {"lm_head.decoder": "colwise_gather_output"}
     _keys_to_ignore_on_load_unexpected = [r"^pooler\.", r"^classifier\."]
     output_class = LunaMaskedLMOutput
+    output_layer = "lm_head.decoder"
 
-    def __init__(self, config: LunaConfig):
-        super().__init__(config)
-        self.require_tokens()
-        self.luna = LunaModel(config)
+    def make_head(self, config: LunaConfig):
         self.lm_head = LunaLMHead(config)
-        self.post_init()
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.lm_head.decoder
-
-    def set_output_embeddings(self, new_embeddings: nn.Module):
-        self.lm_head.decoder = new_embeddings
-
-    def score_tokens(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return logits for states `[..., d]`."""
-        return self.lm_head(hidden_states)
 
     @can_return_tuple
     def forward(
@@ -184,20 +181,16 @@ class LunaPooler(nn.Module):
         return None if packed_mask is None else packed_mask.any(dim=0, keepdim=True)
 
 
-class LunaPooledModel(PooledMixin, LunaPreTrainedModel):
-    """Luna, a pooler and a classification head: the sequence-level classes are made of these."""
+class LunaPooledHead(LunaHead, PooledHead):
+    """Base of the heads for sequences: what they read is `config.pooling`."""
 
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
 
-    def __init__(self, config: LunaConfig, input_size: int, num_labels: int):
-        super().__init__(config)
-        self.luna = LunaModel(config)
+    def make_head(self, config: LunaConfig):
         self.pooler = LunaPooler(config)
-        self.classifier = ClassificationHead(config, input_size, num_labels)
-        self.post_init()
+        super().make_head(config)
 
     def summarize(self, outputs: LunaModelOutput, mask: torch.Tensor | None, parts: Parts = WHOLE) -> torch.Tensor:
-        """Return the sentence representation `[B, d]`."""
         return self.pooler(outputs, mask, parts)
 
     def unread_parameters(self) -> Iterable[nn.Parameter]:
@@ -205,13 +198,10 @@ class LunaPooledModel(PooledMixin, LunaPreTrainedModel):
         return self.luna.encoder.unread_parameters(self.pooler.reads_tokens, self.pooler.reads_packed)
 
 
-class LunaForSequenceClassification(LunaPooledModel):
+class LunaForSequenceClassification(LunaPooledHead, GenericForSequenceClassification, LunaPreTrainedModel):
     """Luna with a sequence classification or regression head; what it reads is `config.pooling`."""
 
     output_class = LunaSequenceClassifierOutput
-
-    def __init__(self, config: LunaConfig):
-        super().__init__(config, config.hidden_size, config.num_labels)
 
     @can_return_tuple
     def forward(
@@ -240,25 +230,17 @@ class LunaForSequenceClassification(LunaPooledModel):
         return self.classify(inputs, labels, drop_first_token=self.config.drop_first_token, **kwargs)
 
 
-class LunaForSequencePairClassification(PairMixin, LunaPooledModel):
+class LunaForSequencePairClassification(LunaPooledHead, GenericForSequencePairClassification, LunaPreTrainedModel):
     """Two towers with one set of weights, classified together (LRA Retrieval; paper section 4.1)."""
 
     output_class = LunaSequenceClassifierOutput
     refused_option = ("position_ids", "pairs take their positions from the attention masks")
 
-    def __init__(self, config: LunaConfig):
-        super().__init__(config, pair_size(config), config.num_labels)
-        self.loss_type = "ForSequenceClassification"
 
-
-class LunaForMultipleChoice(LunaPooledModel):
+class LunaForMultipleChoice(LunaPooledHead, GenericForMultipleChoice, LunaPreTrainedModel):
     """Luna with one score for every option (paper section 4.3: RACE, CommonsenseQA)."""
 
     output_class = LunaMultipleChoiceOutput
-
-    def __init__(self, config: LunaConfig):
-        super().__init__(config, config.hidden_size, 1)
-        self.require_tokens()
 
     @can_return_tuple
     def forward(
@@ -280,18 +262,11 @@ class LunaForMultipleChoice(LunaPooledModel):
         return self.choose(inputs, labels, **kwargs)
 
 
-class LunaForTokenClassification(TokenMixin, LunaPreTrainedModel):
+class LunaForTokenClassification(LunaHead, GenericForTokenClassification, LunaPreTrainedModel):
     """Luna with a label for every token."""
 
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
     output_class = LunaTokenClassifierOutput
-
-    def __init__(self, config: LunaConfig):
-        super().__init__(config)
-        self.luna = LunaModel(config)
-        self.dropout = nn.Dropout(config.classifier_dropout)
-        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
-        self.post_init()
 
     @can_return_tuple
     def forward(
@@ -318,18 +293,11 @@ class LunaForTokenClassification(TokenMixin, LunaPreTrainedModel):
         return self.label_tokens(inputs, labels, **kwargs)
 
 
-class LunaForQuestionAnswering(SpanMixin, LunaPreTrainedModel):
+class LunaForQuestionAnswering(LunaHead, GenericForQuestionAnswering, LunaPreTrainedModel):
     """Luna with start and end scores for extractive question answering."""
 
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
     output_class = LunaQuestionAnsweringOutput
-
-    def __init__(self, config: LunaConfig):
-        super().__init__(config)
-        self.require_tokens()
-        self.luna = LunaModel(config)
-        self.qa_outputs = nn.Linear(config.hidden_size, 2)
-        self.post_init()
 
     @can_return_tuple
     def forward(

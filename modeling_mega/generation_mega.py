@@ -10,7 +10,7 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
 from luna_mega.modeling_common.generation import Seq2SeqGenerationMixin, StateGenerationMixin
-from luna_mega.modeling_common.heads import CausalLMMixin
+from luna_mega.modeling_common.heads import GenericForCausalLM
 from luna_mega.modeling_common.masks import read_mask
 from luna_mega.modeling_common.outputs import CausalLMOutputWithCrossAttentions, Seq2SeqModelOutput
 from luna_mega.modeling_common.seq2seq import Seq2SeqBody, Seq2SeqLM, join_outputs
@@ -22,22 +22,24 @@ from luna_mega.modeling_mega.modeling_mega import MegaModel, MegaPreTrainedModel
 _WORDS = "embedding_layer.word_embeddings.weight"
 
 
-class MegaForCausalLM(CausalLMMixin, StateGenerationMixin, MegaPreTrainedModel):
-    """Mega with a language-modelling head; generates at constant memory where attention is in chunks.
+class MegaForCausalLM(GenericForCausalLM, StateGenerationMixin, MegaPreTrainedModel):
+    """Mega with a language-modeling head; generates at constant memory if attention is in chunks.
 
-    Needs `is_decoder=True` and `bidirectional=False`.
+    Requires `is_decoder=True` and `bidirectional=False`.
     """
 
     _tied_weights_keys = {"lm_head.weight": "mega.embedding_layer.word_embeddings.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
     output_class = CausalLMOutputWithCrossAttentions
 
-    def __init__(self, config: MegaConfig):
-        super().__init__(config)
-        self.require_tokens()
+    def check_config(self, config: MegaConfig):
         if not config.is_decoder:
             raise ValueError("MegaForCausalLM needs a configuration with is_decoder=True and bidirectional=False")
-        self.mega = MegaModel(config, add_pooling_layer=False)
+
+    def make_body(self, config: MegaConfig) -> MegaModel:
+        return MegaModel(config, add_pooling_layer=False)
+
+    def make_head(self, config: MegaConfig):
         self.dense = nn.Linear(config.hidden_size, config.hidden_size) if config.add_lm_hidden_dense_layer else None
         self.dropout = nn.Dropout(config.dropout_prob)
         if config.adaptive_softmax_cutoffs is None:
@@ -46,7 +48,6 @@ class MegaForCausalLM(CausalLMMixin, StateGenerationMixin, MegaPreTrainedModel):
         else:
             self.lm_head = MegaAdaptiveSoftmax(config)
             self._tied_weights_keys = {}  # what is tied has no second name
-        self.post_init()
 
     def get_output_embeddings(self) -> nn.Module | None:
         """Return None for an adaptive softmax, which is several."""

@@ -16,44 +16,46 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
 from luna_mega.modeling_common.heads import (
-    ClassificationHead,
-    MaskedLMMixin,
-    PairMixin,
-    PooledMixin,
-    SpanMixin,
-    TokenMixin,
-    pair_size,
+    GenericForMaskedLM,
+    GenericForQuestionAnswering,
+    GenericForTokenClassification,
+    Head,
 )
-from luna_mega.modeling_common.labels import check_pooled_labels
+from luna_mega.modeling_common.label_checks import check_pooled_labels
 from luna_mega.modeling_common.masks import read_mask
+from luna_mega.modeling_common.pooled_heads import (
+    ClassificationHead,
+    GenericForMultipleChoice,
+    GenericForSequenceClassification,
+    GenericForSequencePairClassification,
+    PooledHead,
+)
 from luna_mega.modeling_common.pooling import first_token, masked_mean
 from luna_mega.modeling_common.sequence_parts import WHOLE, Parts
 from luna_mega.modeling_mega.configuration_mega import MegaConfig, check_tied_widths
 from luna_mega.modeling_mega.modeling_mega import MegaModel, MegaPreTrainedModel
 
 
-class MegaForMaskedLM(MaskedLMMixin, MegaPreTrainedModel):
-    """Mega with a masked-language-modelling head."""
+class MegaHead(Head):
+    """Base of the classes with a head: the body is a `MegaModel` without a pooler."""
+
+    def make_body(self, config: MegaConfig) -> MegaModel:
+        return MegaModel(config, add_pooling_layer=False)
+
+
+class MegaForMaskedLM(MegaHead, GenericForMaskedLM, MegaPreTrainedModel):
+    """Mega with a masked-language-modeling head."""
 
     _tied_weights_keys = {"mlm_head.weight": "mega.embedding_layer.word_embeddings.weight"}
     _tp_plan = {"mlm_head": "colwise_gather_output"}
     output_class = MaskedLMOutput
+    output_layer = "mlm_head"
 
-    def __init__(self, config: MegaConfig):
-        super().__init__(config)
-        self.require_tokens()
-        self.mega = MegaModel(config, add_pooling_layer=False)
+    def make_head(self, config: MegaConfig):
         self.dense = nn.Linear(config.hidden_size, config.hidden_size) if config.add_lm_hidden_dense_layer else None
         self.dropout = nn.Dropout(config.dropout_prob)
         check_tied_widths(config)
         self.mlm_head = nn.Linear(config.hidden_size, config.vocab_size)
-        self.post_init()
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.mlm_head
-
-    def set_output_embeddings(self, new_embeddings: nn.Module):
-        self.mlm_head = new_embeddings
 
     def score_tokens(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return logits for states `[..., d]`."""
@@ -95,14 +97,10 @@ class MegaClassificationHead(ClassificationHead):
         return [] if self.dense is None else [self.dense, *self.deeper]
 
 
-class MegaPooledModel(PooledMixin, MegaPreTrainedModel):
-    """Mega and a classification head: the classes for whole sequences are made of these."""
+class MegaPooledHead(MegaHead, PooledHead):
+    """Base of the heads for sequences: what they read is `config.pooling`."""
 
-    def __init__(self, config: MegaConfig, input_size: int):
-        super().__init__(config)
-        self.mega = MegaModel(config, add_pooling_layer=False)
-        self.classifier = MegaClassificationHead(config, input_size, config.num_labels)
-        self.post_init()
+    head_class = MegaClassificationHead
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
@@ -119,13 +117,10 @@ class MegaPooledModel(PooledMixin, MegaPreTrainedModel):
         return pool(outputs.last_hidden_state, mask, parts)
 
 
-class MegaForSequenceClassification(MegaPooledModel):
+class MegaForSequenceClassification(MegaPooledHead, GenericForSequenceClassification, MegaPreTrainedModel):
     """Mega with a sequence classification or regression head; what it reads is `config.pooling`."""
 
     output_class = SequenceClassifierOutput
-
-    def __init__(self, config: MegaConfig):
-        super().__init__(config, config.hidden_size)
 
     @can_return_tuple
     def forward(
@@ -152,16 +147,15 @@ class MegaForSequenceClassification(MegaPooledModel):
         return self.classify(inputs, labels, **kwargs)
 
 
-class MegaForImageClassification(MegaPooledModel):
-    """Mega with a head for pictures (Table 7), which reads the mean over all patches or the first (`pooling`)."""
+class MegaForImageClassification(MegaPooledHead, MegaPreTrainedModel):
+    """Mega with a head for images (Table 7), which reads the mean over all patches or the first (`pooling`)."""
 
     main_input_name = "pixel_values"
     output_class = ImageClassifierOutput
 
-    def __init__(self, config: MegaConfig):
+    def check_config(self, config: MegaConfig):
         if config.input_type != "patches":
             raise ValueError(f"{type(self).__name__} needs input_type='patches', got {config.input_type!r}")
-        super().__init__(config, config.hidden_size)
 
     @can_return_tuple
     def forward(
@@ -189,28 +183,23 @@ class MegaForImageClassification(MegaPooledModel):
         return self.make_output(self.classifier(features), outputs, labels)
 
 
-class MegaForSequencePairClassification(PairMixin, MegaPooledModel):
+class MegaForSequencePairClassification(MegaPooledHead, GenericForSequencePairClassification, MegaPreTrainedModel):
     """Two towers with one set of weights, classified together (LRA Retrieval)."""
 
     refused_option = ("token_type_ids", "the sequences of a pair have no token types")
 
-    def __init__(self, config: MegaConfig):
-        super().__init__(config, pair_size(config))
-        self.loss_type = "ForSequenceClassification"
 
-
-class MegaForMultipleChoice(PooledMixin, MegaPreTrainedModel):
+class MegaForMultipleChoice(GenericForMultipleChoice, MegaPreTrainedModel):
     """Mega with one score for every option."""
 
     output_class = MultipleChoiceModelOutput
 
-    def __init__(self, config: MegaConfig):
-        super().__init__(config)
-        self.require_tokens()
-        self.mega = MegaModel(config)
+    def make_body(self, config: MegaConfig) -> MegaModel:
+        return MegaModel(config)
+
+    def make_head(self, config: MegaConfig):
         self.dropout = nn.Dropout(config.classifier_dropout)
         self.classifier = nn.Linear(config.hidden_size, 1)
-        self.post_init()
 
     def summarize(
         self, outputs: BaseModelOutputWithPooling, mask: torch.Tensor | None, parts: Parts = WHOLE
@@ -241,17 +230,10 @@ class MegaForMultipleChoice(PooledMixin, MegaPreTrainedModel):
         return self.choose(inputs, labels, **kwargs)
 
 
-class MegaForTokenClassification(TokenMixin, MegaPreTrainedModel):
+class MegaForTokenClassification(MegaHead, GenericForTokenClassification, MegaPreTrainedModel):
     """Mega with a label for every token."""
 
     output_class = TokenClassifierOutput
-
-    def __init__(self, config: MegaConfig):
-        super().__init__(config)
-        self.mega = MegaModel(config, add_pooling_layer=False)
-        self.dropout = nn.Dropout(config.classifier_dropout)
-        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
-        self.post_init()
 
     @can_return_tuple
     def forward(
@@ -278,17 +260,10 @@ class MegaForTokenClassification(TokenMixin, MegaPreTrainedModel):
         return self.label_tokens(inputs, labels, **kwargs)
 
 
-class MegaForQuestionAnswering(SpanMixin, MegaPreTrainedModel):
+class MegaForQuestionAnswering(MegaHead, GenericForQuestionAnswering, MegaPreTrainedModel):
     """Mega with start and end scores for extractive question answering."""
 
     output_class = QuestionAnsweringModelOutput
-
-    def __init__(self, config: MegaConfig):
-        super().__init__(config)
-        self.require_tokens()
-        self.mega = MegaModel(config, add_pooling_layer=False)
-        self.qa_outputs = nn.Linear(config.hidden_size, 2)
-        self.post_init()
 
     @can_return_tuple
     def forward(

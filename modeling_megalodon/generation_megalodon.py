@@ -6,25 +6,25 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
 from luna_mega.modeling_common.generation import StateGenerationMixin
-from luna_mega.modeling_common.heads import CausalLMMixin
+from luna_mega.modeling_common.heads import GenericForCausalLM
 from luna_mega.modeling_common.outputs import CausalLMOutputWithPast
 from luna_mega.modeling_megalodon.cache_megalodon import MegalodonCache
 from luna_mega.modeling_megalodon.configuration_megalodon import MegalodonConfig
 from luna_mega.modeling_megalodon.modeling_megalodon import MegalodonModel, MegalodonPreTrainedModel
 
 
-class MegalodonForCausalLM(CausalLMMixin, StateGenerationMixin, MegalodonPreTrainedModel):
+class MegalodonForCausalLM(GenericForCausalLM, StateGenerationMixin, MegalodonPreTrainedModel):
     """Megalodon with an output layer; generates at constant memory, as attention is in chunks."""
 
     _tied_weights_keys = {"lm_head.weight": "megalodon.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
     output_class = CausalLMOutputWithPast
 
-    def __init__(self, config: MegalodonConfig):
-        super().__init__(config)
-        self.megalodon = MegalodonModel(config)
+    def make_body(self, config: MegalodonConfig) -> MegalodonModel:
+        return MegalodonModel(config)
+
+    def make_head(self, config: MegalodonConfig):
         self.lm_head = nn.Linear(config.hidden_size, config.scores, bias=False)
-        self.post_init()
 
     def resize_token_embeddings(self, *args, **kwargs) -> nn.Embedding:
         """Resize a vocabulary whose tokens all have a score."""
@@ -63,10 +63,6 @@ class MegalodonForCausalLM(CausalLMMixin, StateGenerationMixin, MegalodonPreTrai
             "use_cache": use_cache,
         }
         return self.predict_next(inputs, labels, logits_to_keep, **kwargs)
-
-    def score_tokens(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return logits for states `[..., d]`."""
-        return self.lm_head(hidden_states)
 
 
 __all__ = ["MegalodonForCausalLM"]

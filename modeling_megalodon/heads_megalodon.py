@@ -5,23 +5,20 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, SequenceClass
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
-from luna_mega.modeling_common.heads import ClassificationHead, PooledMixin
+from luna_mega.modeling_common.pooled_heads import GenericForSequenceClassification
 from luna_mega.modeling_common.pooling import last_token, masked_mean
 from luna_mega.modeling_common.sequence_parts import WHOLE, Parts
 from luna_mega.modeling_megalodon.configuration_megalodon import MegalodonConfig
 from luna_mega.modeling_megalodon.modeling_megalodon import MegalodonModel, MegalodonPreTrainedModel
 
 
-class MegalodonForSequenceClassification(PooledMixin, MegalodonPreTrainedModel):
+class MegalodonForSequenceClassification(GenericForSequenceClassification, MegalodonPreTrainedModel):
     """Megalodon with a sequence classification or regression head; what it reads is `config.pooling`."""
 
     output_class = SequenceClassifierOutput
 
-    def __init__(self, config: MegalodonConfig):
-        super().__init__(config)
-        self.megalodon = MegalodonModel(config)
-        self.classifier = ClassificationHead(config, config.hidden_size, config.num_labels)
-        self.post_init()
+    def make_body(self, config: MegalodonConfig) -> MegalodonModel:
+        return MegalodonModel(config)
 
     def summarize(
         self, outputs: BaseModelOutputWithPast, mask: torch.Tensor | None, parts: Parts = WHOLE

@@ -12,8 +12,8 @@ from transformers.models.modernbert.configuration_modernbert import ModernBertCo
 from transformers.models.modernbert.modeling_modernbert import ModernBertModel, ModernBertPreTrainedModel
 
 from luna_mega.modeling_common.base import INPUT_NAMES
-from luna_mega.modeling_common.heads import ClassificationHead, pair_features, pair_size
 from luna_mega.modeling_common.inputs import ValueEmbeddings
+from luna_mega.modeling_common.pooled_heads import ClassificationHead, pair_features, pair_size
 from luna_mega.modeling_common.pooling import first_token, masked_mean
 
 

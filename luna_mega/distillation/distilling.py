@@ -10,7 +10,8 @@ from torch.utils.checkpoint import checkpoint
 from luna_mega.distillation.families import Parts
 from luna_mega.distillation.students import check_pair
 from luna_mega.distillation.teachers import Teacher, inputs_of
-from luna_mega.modeling_common.labels import check_labels, count_kept, next_tokens
+from luna_mega.modeling_common.label_checks import check_labels
+from luna_mega.modeling_common.labels import count_kept, next_tokens
 
 _ROWS = 1024  # of logits in float32 at a time
 

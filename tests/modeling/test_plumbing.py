@@ -8,6 +8,7 @@ WORDS = {"shard", "sharded", "group", "rank", "ranks", "dist", "distributed"}
 EQUATIONS = (
     "modeling_common/heads.py",
     "modeling_common/labels.py",
+    "modeling_common/pooled_heads.py",
     "modeling_common/pooling.py",
     "modeling_luna/heads_luna.py",
     "modeling_luna/modeling_luna.py",

@@ -1,0 +1,97 @@
+"""Checks of the labels of a head, which run before the body.
+
+`options` are the keyword arguments of a `forward`, of which `cp_group` makes the checks known to the other ranks.
+"""
+
+from typing import Any
+
+import torch
+from transformers.configuration_utils import PreTrainedConfig
+
+from luna_mega.modeling_common.inputs import refuse_together
+from luna_mega.modeling_common.labels import keep_positions
+from luna_mega.modeling_common.sequence_parts import Pair
+
+
+def check_labels(name: str, labels: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """Raise `ValueError` unless `labels` has this shape."""
+    if tuple(labels.shape) != tuple(shape):
+        raise ValueError(
+            f"`{name}` must have the shape {list(shape)} of the positions (with `logits_to_keep`, of those kept), got "
+            f"{list(labels.shape)}"
+        )
+
+
+def check_pooled_labels(config: PreTrainedConfig, labels: torch.Tensor, batch: int) -> None:
+    """Raise `ValueError` for labels of B sequences that transformers' loss would flatten or broadcast."""
+    kind, count = config.problem_type, config.num_labels
+    integers = not (labels.is_floating_point() or labels.dtype == torch.bool)
+    one_each = count == 1 if kind in ("regression", None) else kind == "single_label_classification"
+    one_each = one_each or (kind is None and integers)
+    shapes = [(batch,), (batch, 1)] if one_each else [(batch, count)]
+    if tuple(labels.shape) not in shapes:
+        raise ValueError(
+            f"`labels` must have the shape {list(shapes[0])} (problem_type={kind!r}, num_labels={count}), got "
+            f"{list(labels.shape)}"
+        )
+
+
+def given_input(inputs: dict[str, Any]) -> torch.Tensor | None:
+    """Return the tokens, embeddings or values among the arguments of a `forward`."""
+    names = ("input_ids", "inputs_embeds", "input_values")
+    return next((inputs[name] for name in names if inputs.get(name) is not None), None)
+
+
+def validate_labels(
+    inputs: dict[str, Any],
+    labels: dict[str, torch.Tensor],
+    options: dict[str, Any],
+    logits_to_keep: int | torch.Tensor = 0,
+) -> None:
+    """Raise `ValueError` for labels, by name, of another shape than the positions `[B, T]` that have logits."""
+    given = given_input(inputs)
+    if given is None or given.dim() < 2:
+        return  # the body raises the error
+    with refuse_together(options.get("cp_group"), given.device):
+        kept = keep_positions(given, logits_to_keep)
+        for name, value in labels.items():
+            check_labels(name, value, kept.shape[:2])
+
+
+def validate_span(
+    inputs: dict[str, Any],
+    start_positions: torch.Tensor | None,
+    end_positions: torch.Tensor | None,
+    options: dict[str, Any],
+) -> Pair | None:
+    """Return both labels as `[B]`, or None; raise `ValueError` for one without the other or another shape."""
+    given = given_input(inputs)
+    if given is None or given.dim() < 2 or (start_positions is None and end_positions is None):
+        return None
+    with refuse_together(options.get("cp_group"), given.device):
+        if start_positions is None or end_positions is None:
+            name = "end_positions" if end_positions is None else "start_positions"
+            raise ValueError(f"`{name}` is missing; pass `start_positions` and `end_positions`, or neither")
+        pair = {"start_positions": start_positions, "end_positions": end_positions}
+        for name, value in pair.items():
+            if value.shape not in ((len(given),), (len(given), 1)):
+                raise ValueError(f"`{name}` must have the shape [{len(given)}], got {list(value.shape)}")
+    return start_positions.view(-1), end_positions.view(-1)
+
+
+def validate_pooled(
+    config: PreTrainedConfig, inputs: dict[str, Any], labels: torch.Tensor, options: dict[str, Any]
+) -> None:
+    """Raise `ValueError` for labels of another shape than the sequences of `inputs` have."""
+    given = given_input(inputs)
+    if given is not None:
+        with refuse_together(options.get("cp_group"), given.device):
+            check_pooled_labels(config, labels, len(given))
+
+
+def validate_choice(inputs: dict[str, torch.Tensor | None], labels: torch.Tensor, options: dict[str, Any]) -> None:
+    """Raise `ValueError` for labels of other options `[B, C, ...]` than those of `inputs`."""
+    given = given_input(inputs)
+    if given is not None:
+        with refuse_together(options.get("cp_group"), given.device):
+            check_labels("labels", labels, given.shape[:1])
