@@ -141,6 +141,8 @@ def interpret_quickly() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def deprecation_errors() -> Iterator[None]:
     """Raise an error if our own code causes a deprecation warning that transformers logs once."""
+    import transformers.utils.logging  # noqa: F401  # defines `Logger.warning_once`
+
     warning_once = logging.Logger.warning_once
 
     def check(self: logging.Logger, message: str, *args, **kwargs) -> None:
