@@ -1,4 +1,4 @@
-"""Conventions that names and shapes of a file do not tell: the storage of norm weights, and the branch of Mega.
+"""Conventions that do not show in the names and shapes of a file: the storage of norm weights, and the branch of Mega.
 
 The code of Luna stores norm weights as `weight` or, in 2023, as `weight - 1`. The two branches of Mega swap the names
 alpha and delta of a moving average, so a file loads in either branch and gives wrong results in the wrong one. They
@@ -71,7 +71,7 @@ def order_of(keys: Iterable[str]) -> str | None:
 
 
 def decide_ema_convention(tensors: Mapping, choice: str) -> Decision:
-    """Return the branch: `choice`, or with "auto" the one that the order of the tensors tells.
+    """Return the branch: `choice`, or with "auto" the one that fits the order of the tensors.
 
     Raises:
         ConversionError: If `choice` is "auto" and neither branch writes this order (for example, sorted names).

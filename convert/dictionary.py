@@ -15,13 +15,13 @@ FILLER = re.compile(r"madeupword\d{4}")
 
 @dataclass(frozen=True)
 class Dictionary:
-    """Content of a dict.txt: `symbols[i]` has id 4 + i, behind four specials that are not in the file."""
+    """Content of a dict.txt: `symbols[i]` has id 4 + i, after four special symbols that are not in the file."""
 
     path: Path
     symbols: tuple[str, ...]
 
     def size(self, appended: str | None) -> int:
-        """Return the number of ids in the model: specials, symbols, and `appended` where it is not one of them."""
+        """Return the number of ids in the model: specials, symbols, and `appended` if it is not one of them."""
         return len(SPECIALS) + len(self.symbols) + (appended is not None and appended not in self.symbols)
 
     @property
@@ -50,7 +50,7 @@ def read_text(path: Path, missing: str = "no such file", undecodable: str = "not
 
 
 def read_dictionary(path: str | Path) -> Dictionary:
-    """Read lines `symbol count`, split at the last space, where fairseq's `#fairseq:overwrite` may follow.
+    """Read lines `symbol count`, split at the last space; fairseq's `#fairseq:overwrite` can follow.
 
     Raises:
         ConversionError: the file does not exist, or a line has another form; the message names the line.
@@ -97,7 +97,7 @@ def vocabulary(names: Iterable[str], appended: str | None) -> dict[str, int]:
 class Dictionaries:
     """Dictionaries of one model, with notes and warnings for the user; only an encoder-decoder has a `target`.
 
-    `pieces` is a SentencePiece model, which holds a whole tokenizer.
+    `pieces` is a SentencePiece model, which contains a complete tokenizer.
     """
 
     vocabulary: Dictionary | None

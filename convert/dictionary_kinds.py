@@ -1,7 +1,7 @@
-"""The kinds of dictionaries that models have: which files belong to a model, and where an export puts them.
+"""Kinds of dictionaries: the files that belong to a model, and their places in an export.
 
-A format returns the kind of a model (`Format.dictionaries`): a vocabulary with labels, two languages, or names of
-classes. A SentencePiece model is here too, as a file that belongs to a model.
+`Format.companions` returns the kind of a model: a vocabulary with labels, two languages, names of classes, or a
+SentencePiece model.
 """
 
 import re
@@ -42,7 +42,7 @@ class DictionaryKind(ABC):
 
     @abstractmethod
     def export(self, given: list[str | Path], folder: Path, class_names: dict[int, str]) -> tuple[Files, list[str]]:
-        """Return the files that the original reads beside its checkpoint, and notes on missing ones.
+        """Return the files that the original reads next to its checkpoint, and notes on missing ones.
 
         Args:
             given: dictionaries that the user names; when there are none, the files of the converted folder are taken.
@@ -74,7 +74,7 @@ class VocabularyAndLabels(DictionaryKind):
     labelled: bool = True
 
     def find(self, given: list[str | Path], beside: Path) -> Dictionaries:
-        """Return vocabulary and labels, which their sizes tell apart."""
+        """Return vocabulary and labels, which are identified by their sizes."""
         dictionaries = Dictionaries(None, None, [], [])
         for path in given or self._beside(beside):
             dictionary = read_dictionary(path)
@@ -155,7 +155,7 @@ class LanguagePair(DictionaryKind):
         return [f"dict.{language}.txt" for language in self.languages]
 
     def find(self, given: list[str | Path], beside: Path) -> Dictionaries:
-        """Return both dictionaries; the name or the size of a file tells its role.
+        """Return both dictionaries; the name or the size of a file determines its role.
 
         If both files fit both roles, the first one is the source's.
         """
@@ -193,7 +193,7 @@ class LanguagePair(DictionaryKind):
         return {name: dictionary.path.read_bytes() for name, dictionary in pair}, []
 
     def _roles(self, dictionary: Dictionary) -> list[str]:
-        """Return the roles whose embedding a dictionary fits, but for one that its name rules out."""
+        """Return the roles whose embedding a dictionary fits, except a role that its name excludes."""
         names = self.names
         fitting = [role for role, size in zip(_ROLES, self.sizes, strict=True) if dictionary.size(None) == size]
         if dictionary.path.name in names and names[0] != names[1]:
@@ -216,7 +216,7 @@ class ClassNames(DictionaryKind):
     num_labels: int
 
     def find(self, given: list[str | Path], beside: Path) -> Dictionaries:
-        """Return the names in the only file that is given; none is looked for."""
+        """Return the names in the given file; no file is searched for."""
         if not given:
             return Dictionaries(None, None, ["classes have numbers; --dict FILE gives them names, one a line"], [])
         if len(given) > 1:

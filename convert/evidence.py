@@ -1,4 +1,4 @@
-"""Evidence of a checkpoint: its args and its tensors, checked against each other."""
+"""Args and tensors of a checkpoint, checked against each other."""
 
 import re
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ class Evidence:
     left_out: list[str] = field(default_factory=list)
 
     def arg(self, name: str) -> Any:
-        """Return the argument, else the default of the architecture."""
+        """Return the argument, or the default of the architecture if it is missing."""
         value, default = self.args.get(name), self._default(name)
         if value is None and default is None:
             raise ConversionError(
@@ -66,7 +66,7 @@ class Evidence:
             self.warnings.append(text)
 
     def prefer(self, name: str, from_file: int | bool | str) -> int | bool | str:
-        """Return the value that the tensors give, and warn when the argument disagrees."""
+        """Return the value of the tensors, and warn if the argument differs."""
         value = self.args.get(name)
         if value is not None and value != from_file:
             self.warn(f"{self.shown(name)} but the tensors say {shown(from_file)}: the tensors win")
@@ -96,6 +96,6 @@ def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
         return True
     if first.shape != second.shape or first.dtype != second.dtype:
         return False
-    # Contiguous, because a tensor that repeats one stored number has no bytes to view.
+    # Contiguous, because an expanded tensor cannot be viewed as bytes.
     first, second = (x.contiguous().reshape(-1).view(torch.uint8) for x in (first, second))
     return torch.equal(first, second)

@@ -194,7 +194,7 @@ def _fill(keymap: KeyMap, tensors: Tensors) -> list[str]:
 
 
 def _choose_args(found: Candidate, report: dict[str, Any]) -> None:
-    """Set the args of the converted file if they still tell the model, else args made of its configuration.
+    """Set the args of the converted file if they still describe the model, else args made of its configuration.
 
     Raises:
         ConversionError: the original does not read a model from these args and tensors.

@@ -65,13 +65,13 @@ def export_checkpoint(
     shards: int | None = None,
     progress: bool = False,
 ) -> ExportReport:
-    """Write a checkpoint that the original's loader and `convert_checkpoint` read, and its dictionaries beside it.
+    """Write a checkpoint that the original's loader and `convert_checkpoint` read, and its dictionaries.
 
     Args:
         folder: the output of `luna-mega convert` or `save_pretrained`.
         output: file to write, which must not exist; for a model whose checkpoints are folders, a folder, absent or
             empty. After a failure it is as it was.
-        head: name of the classification head, where heads have names; the name tells its kind. None = as in the
+        head: name of the classification head, if heads have names; the name determines its kind. None = as in the
             converted file, else the usual one.
         layer_norm: "standard" or "plus-one" (some code stores weight - 1); None = as in the converted file, else as in
             the code that has the model.
@@ -79,7 +79,7 @@ def export_checkpoint(
             the folder.
         dictionaries: vocabulary and label dictionary in any order, or the SentencePiece model of a format that has one;
             when none is given, the files in the folder.
-        shards: number of files that share the tensors, where checkpoints are folders; None = as in the converted
+        shards: number of files that share the tensors, if checkpoints are folders; None = as in the converted
             folder, else one.
         progress: show a progress bar on stderr if that is a terminal.
 

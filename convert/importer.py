@@ -84,12 +84,12 @@ def convert_checkpoint(
     Args:
         path: the checkpoint that the original code saved, a file or a folder.
         output: folder to write, absent or empty; after a failure it is as it was.
-        dictionaries: vocabulary and label dictionary, or dictionaries of source and target, in any order, told apart by
-            name and size; when none is given they are looked for beside the checkpoint.
+        dictionaries: vocabulary and label dictionary, or dictionaries of source and target, in any order; name and size
+            identify them. If none is given, they are searched for in the folder of the checkpoint.
         bpe: folder with GPT-2's BPE files, for the tokenizer of a model whose symbols are GPT-2's ids; for translation
-            the codes of a byte-pair encoding, or a SentencePiece model that is not beside the checkpoint. The others
+            the codes of a byte-pair encoding, or a SentencePiece model that is in another folder. The others
             need only the dictionary.
-        head: name of the classification head to convert, where heads have names; None = the only one of a fine-tuned
+        head: name of the classification head to convert, if heads have names; None = the only one of a fine-tuned
             model, else the language model.
         layer_norm: "auto", "standard" or "plus-one" (some code stores weight - 1).
         ema_convention: the branch of the code that wrote a moving average; "auto": by the order of the tensors.
@@ -102,7 +102,7 @@ def convert_checkpoint(
         The report that is also written as conversion_report.json.
 
     Raises:
-        ConversionError: the input is at fault; one line names the file or field and the way out.
+        ConversionError: If the input is invalid; one line names the file or field, and how to fix it.
         ValueError: an option has no such value.
     """
     given = (

@@ -1,4 +1,4 @@
-"""Key maps as data: ordered rows (source pattern, target pattern, transform), read in either direction.
+"""Key maps: ordered rows of patterns of names, read in either direction.
 
 A pattern is a tensor name with fields: `{layer}` and `{n}` are numbers, `{part}` is weight or bias, `{name}`
 has no dot, `{rest}` is anything.
@@ -13,7 +13,7 @@ import torch
 
 # The transform of norm weights and biases: weights may be stored minus one.
 LAYER_NORM = "layer_norm"
-# The transform of tensors that keep their dtype where the narrower one of the others would round them.
+# The transform of tensors that keep their dtype if the narrower dtype of the others would round them.
 WIDE = "wide"
 _FIELDS = {"layer": r"\d+", "n": r"\d+", "part": r"weight|bias", "rest": r".+", "name": r"[^.]+"}
 

@@ -101,7 +101,7 @@ def _tokenizer_row(kind: str, size: int, missing_pieces: list[str], **of_class: 
 def without_folders(value: Any) -> Any:
     """Return a value as JSON has it, with every absolute path cut down to its last name.
 
-    The folders tell of somebody's machine. The rule is the same for every text, in keys, sets and bytes too.
+    The folders describe the user's machine. The rule applies to every text, also in keys, sets and bytes.
     """
     if value is None or isinstance(value, (bool, int, float)):
         return value

@@ -1,4 +1,4 @@
-"""Tables of arguments: each row is read in two directions, from the args of a file to our fields and back."""
+"""Tables of arguments. Each row translates args of a file into fields of the configuration, and back."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -16,9 +16,9 @@ from luna_mega.errors import ConversionError, shown
 
 @dataclass(frozen=True)
 class Way:
-    """Translation of the value of an argument into the value of our field (`there`) and back (`back`).
+    """Translation of the value of an argument into that of a field (`there`) and back (`back`).
 
-    `there` raises a `ValueError` such as "is not one of a, b"; the caller puts name and value in front.
+    `there` raises a `ValueError` such as "is not one of a, b"; the caller adds the name and the value before it.
     """
 
     there: Callable[[Any], Any]
@@ -48,7 +48,7 @@ def _activation(value: Any) -> str:
 MODEL, HEAD = "model_class", "head"
 SAME = Way(lambda value: value, lambda value: value)
 NOT = Way(lambda value: not value, lambda value: not value)
-# A model whose activation has no name in fairseq does not use it: any name does.
+# A model whose activation has no name in fairseq does not use it, so any name is valid.
 ACTIVATION = Way(_activation, lambda value: FAIRSEQ_ACTIVATIONS.get(value, "gelu"))
 
 
@@ -57,28 +57,28 @@ def _always(_: Evidence | Target) -> bool:
 
 
 def never(_: Evidence | Target) -> bool:
-    """Return False: the `there` or `when` of a row that works in one direction only."""
+    """Return False, the `there` or `when` of a row that applies in one direction only."""
     return False
 
 
 @dataclass(frozen=True)
 class Arg:
-    """One argument of the original: the fields that are read from it, and the value that is written for it.
+    """One argument of the original, the fields that are read from it, and the value that is written.
 
     Args:
         name: the argument.
-        field: the field of the configuration that it sets; None = `read` reads the row, or nothing does.
-        way: how the value is translated.
-        kind: the type of the argument, a function of argtypes.py; None = another row has it, or any value will do.
+        field: the field of the configuration; None if `read` returns the fields, or if the argument is not read.
+        way: translation of the value.
+        kind: type of the argument, a function of argtypes.py; None if another row has it, or if any value is valid.
         default: the original's value if the args lack the argument, or a function of the evidence that returns it; an
             architecture may have another one.
-        measure: returns the argument's value as the tensors have it; the tensors win over the args.
-        read: returns the fields that the argument sets, in place of `field`, `way` and `measure`.
-        write: returns the value to write, in place of `field` and `way`.
+        measure: returns the value of the argument from the tensors, which override the args.
+        read: returns the fields, instead of `field`, `way` and `measure`.
+        write: returns the value to write, instead of `field` and `way`.
         revision: the only revision of the original that has the argument; None = all have it.
-        there: tells whether the argument is read from a file.
-        when: tells whether the argument is written for a model.
-        kept: an export writes the value of the converted file again, even if the model was edited.
+        there: returns whether the argument is read from a file.
+        when: returns whether the argument is written for a model.
+        kept: whether an export writes the value of the converted file, even if the configuration was edited.
         only: the values of `field` that the original has, or a function of the target that returns them; for fields
             that reading back does not check.
     """
@@ -136,12 +136,12 @@ def fixed(name: str, value: Any, **options: Any) -> Arg:
 
 
 def also(name: str, field: str, **options: Any) -> Arg:
-    """Return a row that is only read: `field` is set by an argument that is not written, or by another row."""
+    """Return a row that is only read; another row writes the argument."""
     return Arg(name, field, when=never, **options)
 
 
 def written(name: str, field: str, **options: Any) -> Arg:
-    """Return a row that is only written: `field` is read from elsewhere."""
+    """Return a row that is only written; another row sets `field`."""
     return Arg(name, field, there=never, **options)
 
 
@@ -170,7 +170,7 @@ def beyond(table: Table, target: Target) -> Iterator[str]:
 
 
 def equals(field: str, value: Any) -> Callable[[Target], bool]:
-    """Return the `write` of an argument that is true where `field` has this value."""
+    """Return the `write` of an argument that is true if `field` has this value."""
     return lambda target: getattr(target.config, field) == value
 
 

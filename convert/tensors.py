@@ -1,4 +1,4 @@
-"""Turns the tensors of a checkpoint into the model's: each is mapped, dropped with a reason, or an error."""
+"""Conversion of tensors: each tensor of a checkpoint is mapped, dropped with a reason, or an error."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from luna_mega.convert.keymap import LAYER_NORM, WIDE, KeyMap, Reshape
 from luna_mega.errors import ConversionError, shown
 
 DTYPES = ("float32", "float16", "bfloat16")
-# The norm weights of a plus-one checkpoint before 1 was added, which rounds them: an export gives these back.
+# The norm weights of a plus-one checkpoint before 1 was added, which rounds them; an export writes these.
 _SOURCE_NORMS = "source_norms.safetensors"
 
 
@@ -35,7 +35,7 @@ class Mapping:
     reshaped: dict[str, Reshape] = field(default_factory=dict)
 
     def dtype_of(self, key: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which a tensor, called `key` in the file, is stored where others are in `dtype`."""
+        """Return the dtype in which the tensor `key` of a file is stored if the others are stored in `dtype`."""
         if not tensor.is_floating_point():
             return tensor.dtype
         lossy = key in self.wide and not same_bits(tensor.to(dtype).to(tensor.dtype), tensor)
@@ -73,8 +73,7 @@ def map_tensors(keymap: KeyMap, weights: Weights, tensors: dict[str, torch.Tenso
     """Find the place of every tensor and check it against the model.
 
     Raises:
-        ConversionError: a tensor has no place, a place has no tensor, or a tensor has another shape or is not of real
-            numbers where weights belong.
+        ConversionError: If the names differ from those of the model, or a tensor has another shape or no real numbers.
     """
     mapped, dropped, norm_weights, unexpected, wide, reshaped = {}, {}, [], [], [], {}
     _check_copies(keymap, tensors)
@@ -147,8 +146,8 @@ def convert_tensors(
 ) -> dict[str, torch.Tensor]:
     """Return the tensors under their new names in `dtype`; with `plus_one` the norm weights are stored minus one.
 
-    Integers stay integers. Every tensor gets storage of its own, because transformers saves shared storage once,
-    even where the model does not tie the tensors.
+    Integers stay integers. Every tensor gets its own storage, because transformers saves shared storage once, even if
+    the model does not tie the tensors.
     """
     raised = set(mapping.norm_weights) if plus_one else set()
     converted = {}
@@ -162,10 +161,10 @@ def convert_tensors(
 
 
 def check_unshared(mapping: Mapping, tensors: dict[str, torch.Tensor]) -> None:
-    """Refuse tensors that share a storage, but for the copies of tied tensors.
+    """Raise an error if tensors share a storage, except for copies of tied tensors.
 
     Raises:
-        ConversionError: two tensors that the model does not tie share their numbers.
+        ConversionError: If two tensors that the model does not tie share a storage.
     """
     owners: dict[int, str] = {}
     for key, target in mapping.mapped.items():
@@ -205,12 +204,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def save_source_norms(weights: dict[str, torch.Tensor], folder: Path) -> None:
-    """Write the norm weights of the file, under fairseq's names, beside the model."""
+    """Write the norm weights of the file, under fairseq's names, to the folder of the model."""
     save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / _SOURCE_NORMS)
 
 
 def lowered_norms(folder: Path, ours: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the norm weights `ours` minus one; a saved weight is used where it plus one equals the model's."""
+    """Return the norm weights `ours` minus one; a saved weight is used if it plus one equals the model's."""
     file = folder / _SOURCE_NORMS
     saved = load_file(file) if file.is_file() else {}
     lowered = {}
@@ -232,7 +231,7 @@ def store_tensors(
     Args:
         tensors: name in the file -> tensor; a tensor under two names is stored once.
         mapping: the tensors that the converter reads.
-        lowered: norm weights to write in place of the model's.
+        lowered: norm weights to write instead of those of the model.
         dtype: dtype of the file; None = as in the converted file if nothing is lost by it, else as in `tensors`.
         in_file: the dtypes of the converted file, with the number of tensors of each.
     """

@@ -1,4 +1,4 @@
-"""Parts of all formats of Luna: the names of an encoder's tensors, its arguments, and its sinusoids."""
+"""Common parts of the formats of Luna: names of an encoder's tensors, its arguments, and its sinusoids."""
 
 from collections.abc import Callable
 
@@ -138,7 +138,7 @@ def activations(target: Target) -> tuple[str, ...]:
 
 
 def check_sinusoids(evidence: Evidence, key: str) -> None:
-    """Refuse a file whose saved sinusoids of P, tensor `key`, differ from the model's."""
+    """Raise an error if the saved sinusoids of P, tensor `key`, differ from those of the model."""
     if key not in evidence.tensors:
         return
     length, width = evidence.shape(key, "projection length", "width")

@@ -1,6 +1,6 @@
-"""Parts of all formats of Mega: how a file is recognised, the arguments of its layers, and the names of its tensors.
+"""Common parts of the formats of Mega: arguments of the layers, and names of the tensors.
 
-The two branches of the code swap the names of the input weight and the damping, see ema_convention.py. Our names come
+The two branches of the code swap the names of the input weight and the damping, see conventions.py. Our names come
 from the Mega of transformers v4.
 """
 
@@ -30,7 +30,7 @@ DECIDED = (
     "attention_chunk",
     "truncation",
 )
-# The first of these parts that a norm has tells its kind.
+# The first of these parts that a norm has determines its kind.
 _NORMS = {"scalar": "scalenorm", "running_mean": "batchnorm", "bias": "layernorm", "weight": "rmsnorm"}
 _NORM_PARTS = ("scalar", "weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 _PROJECTIONS = ("v_proj", "mx_proj", "h_proj")
@@ -111,7 +111,7 @@ class MegaFormat(Format):
     """A format whose revisions are the branches of the Mega code."""
 
     def recognise(self, file: Checkpoint) -> str:
-        """Return the branch by the order of the tensors; "unknown" if the order does not tell."""
+        """Return the branch by the order of the tensors; "unknown" if the order fits neither."""
         return order_of(file.tensors) or "unknown"
 
 
@@ -157,7 +157,7 @@ class Stack:
         return Arg(name, field, read=read, write=write, kind=whole)
 
     def chunk(self, name: str, field: str = "chunk_size") -> Arg:
-        """Return the row of the chunk length; a table of positions, where there is one, is as long as a chunk."""
+        """Return the row of the chunk length; a table of positions, if there is one, is as long as a chunk."""
 
         def read(evidence: Evidence) -> dict[str, Any]:
             chunk, entries = evidence.arg(name), self._entries(evidence)
@@ -174,7 +174,7 @@ class Stack:
         return Arg(name, field, default=-1, read=read, write=write, kind=whole)
 
     def positions(self, name: str, chunk: str, field: str = "max_positions", **options: Any) -> Arg:
-        """Return the row of the number of positions; a table tells it, unless there are chunks (argument `chunk`)."""
+        """Return the row of the number of positions: that of the table, unless there are chunks (argument `chunk`)."""
 
         def measure(evidence: Evidence) -> int:
             positions, entries = evidence.arg(name), self._entries(evidence)
@@ -218,7 +218,7 @@ class Stack:
         return Arg(name, "embedding_norm", read=read, kind=flag, only=_embedding_norms)
 
     def affine_final_norm(self, **options: Any) -> Arg:
-        """Return the row of a final norm without parameters; where the file has parameters, they win."""
+        """Return the row of a final norm without parameters; parameters in the file override the argument."""
         name = "no_affine_final_norm"
 
         def read(evidence: Evidence) -> dict[str, bool]:
@@ -245,7 +245,7 @@ class Stack:
         return (evidence.shape(table, "2 positions - 1")[0] + 1) // 2
 
     def _asked_or_there(self, evidence: Evidence, name: str, norm: str) -> bool:
-        """Return whether there is a norm; if the args ask for an absent one, the file is reported as incomplete."""
+        """Return whether there is a norm; if the args require a missing norm, the file is reported as incomplete."""
         if evidence.args.get(name):
             return True  # a norm without parameters leaves no tensor
         return evidence.prefer(name, any(key.startswith(f"{self.body}.{norm}.") for key in evidence.tensors))
@@ -300,7 +300,7 @@ def _before(target: Target) -> tuple[bool, ...]:
     return (target.config.normalize_before_mega,)
 
 
-AFFINE_NORMS = limited("norm_affine", (True,))  # norms without parameters leave no tensor that tells their kind
+AFFINE_NORMS = limited("norm_affine", (True,))  # without parameters, no tensor shows the kind of a norm
 NORMS = (AFFINE_NORMS, limited("normalize_before_ffn", _before), limited("final_norm", _before))
 
 

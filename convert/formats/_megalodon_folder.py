@@ -1,4 +1,4 @@
-"""The files of a Megalodon folder: which there must be, their settings, and their shards joined.
+"""Reading of a Megalodon folder: its files, their settings, and the joined shards.
 
 `consolidate_config.json` marks a folder that the original's loader reads; without it the weights are those of training.
 """
@@ -19,9 +19,9 @@ from luna_mega.hub.folder import read_json
 
 CONFIG, CONSOLIDATED = "config.json", "consolidate_config.json"
 FILE_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-# Names of the args beside those of the model.
+# Names of the args next to those of the model.
 TOKENIZER, SHARDS = "tokenizer", "model_parallel_size"
-EXTRA = 256  # tokens behind the tokenizer's pieces come in multiples of this
+EXTRA = 256  # the number of tokens after the pieces is a multiple of this
 _WEIGHTS, _TRAINING = "consolidated*.pth", "model.ckpt.*.pth"
 
 
@@ -68,7 +68,7 @@ def tokenizer_settings(value: Any) -> dict[str, Any]:
 def read_folder(folder: Path, progress: bool) -> Checkpoint:
     """Return the checkpoint in a folder.
 
-    Its args are the settings of the model, with those of the tokenizer and the number of shards beside them.
+    Its args are the settings of the model and of the tokenizer, and the number of shards.
 
     Raises:
         ConversionError: a file is missing or damaged, or the shards are not of one model.
@@ -139,7 +139,7 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _check_files(folder: Path, count: int) -> None:
-    """Refuse a folder that lacks a shard, or has one too many."""
+    """Raise an error if a shard is missing, or if there are too many."""
     there, wanted = _files(folder, _WEIGHTS), set()
     for name in shard_names(min(count, len(there) + 1)) if count > 1 else shard_names(1):
         wanted.add(name)

@@ -28,7 +28,7 @@ def _dimension(name: str) -> int | None:
 
 
 def join_shards(shards: Mapping[str, Tensors]) -> Tensors:
-    """Return the tensors of the whole model; `shards` has them by the name of the file, in the order of the ranks.
+    """Return the tensors of the complete model; `shards` has them by file name, in the order of the ranks.
 
     Raises:
         ConversionError: the shards are not parts of one model; the message names the file and the tensor.

@@ -24,7 +24,7 @@ _LONGEST = 200
 
 
 def _sharing(evidence: Evidence) -> dict[str, bool]:
-    """Return the fields that say which of the three word matrices are one."""
+    """Return the fields that specify which of the three embedding matrices are tied."""
     tensors, args = evidence.tensors, evidence.args
     evidence.shape("decoder.output_projection.weight", "vocabulary", "width")
     names = ("encoder.embed_tokens", "decoder.embed_tokens", "decoder.output_projection")

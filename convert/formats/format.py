@@ -1,7 +1,7 @@
 """A format: one kind of checkpoint, described once for both directions.
 
 A format has six members: `facts` are words and names, `table` translates arguments and fields of the configuration,
-`recognise` tells a file, `keymap` translates names of tensors, `companions` are the files next to the weights, and
+`recognise` identifies a file, `keymap` translates names of tensors, `companions` are the files next to the weights, and
 `report` has the words for the user.
 """
 

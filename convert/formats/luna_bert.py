@@ -181,7 +181,7 @@ _TABLE = (
 
 
 class LunaBert(Format):
-    """Masked language models, and models with one or more named classification heads beside their LM head."""
+    """Masked language models, also with one or more named classification heads."""
 
     facts = Facts(
         name="luna_bert",
@@ -216,7 +216,7 @@ class LunaBert(Format):
     table = _TABLE
 
     def recognise(self, file: Checkpoint) -> str | None:
-        """Return the revision, which an argument tells that the code has had since May 2022."""
+        """Return the revision; the code has had the argument `stop_min_lr` since May 2022."""
         return "head" if "stop_min_lr" in file.args else "r21"
 
     def keymap(self, target: Target) -> KeyMap:

@@ -78,7 +78,7 @@ def _layers(evidence: Evidence) -> int:
 
 
 def _embedding_norm(evidence: Evidence) -> dict[str, bool]:
-    """Return whether there is a norm; if the args ask for it and it is absent, the file is reported as incomplete."""
+    """Return whether there is a norm; if the args require a missing norm, the file is reported as incomplete."""
     asked, there = evidence.args.get("encoder_normalize_before"), f"{BODY}.emb_layer_norm.weight" in evidence.tensors
     normalized = evidence.revision == "r21" or bool(asked) or evidence.prefer("encoder_normalize_before", there)
     return {"embedding_norm": normalized}
@@ -128,7 +128,7 @@ def _pre_logits(evidence: Evidence) -> dict[str, Any]:
 
 
 def _head(evidence: Evidence) -> dict[str, Any]:
-    """Return the width of the head and its class: the number of features tells whether it reads a pair."""
+    """Return the width of the head and its class: the number of features shows whether it reads a pair."""
     first = _first_layer(evidence)
     found = {} if first is None else {"classifier_hidden_size": first[0]}
     features = evidence.shape(OUT, "classes", "features")[1] if first is None else first[1]

@@ -191,7 +191,7 @@ class LunaSeq2Seq(Format):
         return _translation.companions(target, evidence, target.config.decoder_config.max_position_embeddings)
 
     def report(self, target: Target, evidence: Evidence) -> Notes:
-        """Return the decisions, and the activation that a file does not tell."""
+        """Return the decisions, and a note on the activation, which a file does not record."""
         decisions = {name: getattr(target.config, name) for name in _DECIDED}
         return Notes(decisions, [_ACTIVATION_NOTE], heads=_translation.HEADS)
 

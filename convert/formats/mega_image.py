@@ -1,4 +1,4 @@
-"""mega_image: Mega for pictures, saved by the training script that the authors took from DeiT."""
+"""mega_image: Mega for images, saved by the training script that the authors took from DeiT."""
 
 import math
 from typing import Any
@@ -115,7 +115,7 @@ _TABLE = (
 
 
 class MegaImage(Format):
-    """Classifiers of pictures. The args name neither widths nor depth; the tensors do."""
+    """Image classifiers. The args have neither widths nor depth, so the tensors determine them."""
 
     facts = Facts(
         name="mega_image",

@@ -285,7 +285,7 @@ class MegaLM(_mega.MegaFormat):
     table = _TABLE
 
     def keymap(self, target: Target) -> KeyMap:
-        """Return the map of a language model of a branch; the configuration tells the bands and the ties."""
+        """Return the map of a language model of a branch; bands and ties depend on the configuration."""
         config, words = target.config, "mega.embedding_layer.word_embeddings"
         embedding = [Row(_EMBEDDING, f"{words}.weight")]
         if config.adaptive_input_cutoffs is not None:

@@ -61,7 +61,7 @@ def _vocabulary(evidence: Evidence) -> dict[str, int]:
 
 
 def _classifier(evidence: Evidence) -> dict[str, Any]:
-    """Return layers, width and class of the head: the number of features tells whether it reads a pair."""
+    """Return layers, width and class of the head: the number of features shows whether it reads a pair."""
     there = any(key.startswith("classifier.") for key in evidence.tensors)
     if evidence.arg("classifier_layers") < 1 and not there:
         found, (_, features) = {"classifier_num_layers": 0}, evidence.shape(OUT, "classes", "features")
@@ -189,7 +189,7 @@ class MegaLra(_mega.MegaFormat):
     table = _TABLE
 
     def keymap(self, target: Target) -> KeyMap:
-        """Return the map of a file of a branch; the configuration tells the input and the classifier."""
+        """Return the map of a file of a branch; input and classifier depend on the configuration."""
         embedding = {
             "tokens": Row(_WORDS, "mega.embedding_layer.word_embeddings.weight"),
             "values": Row(f"{BODY}.embed_tokens.{{part}}", "mega.embedding_layer.value_embeddings.{part}"),

@@ -1,4 +1,4 @@
-"""megalodon: folders of the released code of Megalodon, whole or in shards of model-parallel ranks.
+"""megalodon: folders of the released code of Megalodon, complete or in shards of model-parallel ranks.
 
 The code is `XuezheMax/megalodon`; its own loader is `megalodon/reloading.py`. Names and values of tensors are ours.
 """
@@ -263,7 +263,7 @@ class Megalodon(Format):
 
 
 def _additional(model: PieceModel, settings: dict[str, Any], rows: int) -> int:
-    """Return the number of tokens behind the pieces; where a checkpoint names no tokenizer, the vocabulary tells it."""
+    """Return the number of tokens after the pieces; without a tokenizer it follows from the vocabulary."""
     pieces = len(model.pieces)
     extra = rows - pieces if settings["path"] is None else settings["additional_vocab_size"]
     if extra < 0 or extra % EXTRA or pieces + extra != rows:
@@ -275,7 +275,7 @@ def _additional(model: PieceModel, settings: dict[str, Any], rows: int) -> int:
 
 
 def _check_split(config: MegalodonConfig, count: int) -> None:
-    """Refuse a number of shards that the ranks of the original could not have."""
+    """Raise an error for a number of shards that the original does not support."""
     sizes = ("num_attention_heads", "norm_num_groups", "intermediate_size")
     if uneven := [f"{name} = {getattr(config, name)}" for name in sizes if getattr(config, name) % count]:
         raise ConversionError(f"--shards {count}: does not divide {', '.join(uneven)}; give a number that does")

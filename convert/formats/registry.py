@@ -19,7 +19,7 @@ from luna_mega.convert.safe_load import Checkpoint, read_checkpoint
 from luna_mega.errors import ConversionError, shown
 
 _FORMATS: dict[str, Format] = {}
-# The prefix of a stack of layers, and the part that tells its kind.
+# The prefix of a stack of layers, and the part that identifies its kind.
 _LAYER = re.compile(r"(?:(.*?)\.)?(?:layers|blocks)\.\d+\.(self_attn\.pq_proj|mega_layer|mega\.cema)\.")
 _KINDS = {"self_attn.pq_proj": "luna", "mega_layer": "mega", "mega.cema": "megalodon"}
 _MEGA = r"(^|\.)(mega_layer|move)\.|^(delta|alpha|beta|gamma|omega)$"

@@ -91,7 +91,7 @@ def _blocks(file: BinaryIO, end: int) -> Iterator[bytes]:
 
 
 def _entries(path: Path, file: BinaryIO) -> list[_Entry]:
-    """Return the entries in the order of the file; each must be uncompressed, behind a header of its own."""
+    """Return the entries in the order of the file; each must be uncompressed, after its own header."""
     try:
         if not zipfile.is_zipfile(file):
             raise _damaged(path, "the zip directory at its end is missing")
@@ -114,7 +114,7 @@ def _entries(path: Path, file: BinaryIO) -> list[_Entry]:
 
 
 def _start(info: zipfile.ZipInfo, file: BinaryIO) -> int | None:
-    """Return the offset of an entry's data, which its own header tells; None if the header is not there."""
+    """Return the offset of an entry's data according to its header; None if there is no header."""
     file.seek(info.header_offset)
     signature, name_length, extra_length = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
     name = info.orig_filename.encode("utf-8" if info.flag_bits & 0x800 else "cp437")

@@ -1,7 +1,7 @@
-"""Checks the pickles of a checkpoint before torch reads them, and refuses those that would hang or crash it.
+"""Checks of the pickles in a checkpoint, before torch reads them, for contents that would hang or crash it.
 
-A tuple that holds another one twice, forty times over, takes a few hundred bytes and 2^40 steps to hash. A storage that
-the legacy format does not list keeps whatever the memory held before.
+A tuple that contains another one twice, forty levels deep, takes a few hundred bytes and 2^40 steps to hash. A storage
+that the legacy format does not list keeps the previous content of the memory.
 """
 
 import pickletools

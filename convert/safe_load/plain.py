@@ -18,7 +18,7 @@ def plain_args(namespace: argparse.Namespace) -> dict[str, Any]:
     """Return the args as a dict, without namespaces, tensors and numbers of numpy.
 
     Raises:
-        ConversionError: the args hold more values, or are nested more deeply, than the args of any model.
+        ConversionError: If the args have more values, or are nested more deeply, than those of any model.
     """
     return _Plain().of(namespace)
 

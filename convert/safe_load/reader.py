@@ -1,4 +1,4 @@
-"""Reads checkpoints, of fairseq above all, without executing anything in them.
+"""Reading of checkpoints, mainly of fairseq, without executing anything in them.
 
 `torch.load(weights_only=True)` builds nothing but tensors and plain containers; the inert types below are allowed too.
 """
@@ -82,7 +82,7 @@ def read_checkpoint(path: str | Path, progress: bool = False) -> Checkpoint:
     With `progress` a bar is shown on stderr if that is a terminal.
 
     Raises:
-        ConversionError: the file is no such checkpoint, is damaged, asks to run code, or comes from a later fairseq.
+        ConversionError: If the file is no such checkpoint, is damaged, would run code, or comes from a later fairseq.
     """
     path = Path(path)
     state, serialization, checksums = _open(path, progress)
@@ -124,10 +124,10 @@ def read_checkpoint(path: str | Path, progress: bool = False) -> Checkpoint:
 
 
 def read_tensors(path: Path, progress: bool = False) -> TensorFile:
-    """Open a file that holds a bare state dict, zip or legacy serialisation.
+    """Open a file that contains a bare state dict, in zip or legacy serialization.
 
     Raises:
-        ConversionError: the file holds something else, is damaged, or asks to run code.
+        ConversionError: If the file contains something else, is damaged, or would run code.
     """
     state, serialization, checksums = _open(path, progress)
     try:
@@ -167,7 +167,7 @@ def _serialization(path: Path) -> str:
 def _load(path: Path, serialization: str, checksums: Checksums) -> Any:
     try:
         with torch.serialization.safe_globals(_inert_types()), warnings.catch_warnings(), path.open("rb") as file:
-            warnings.simplefilter("ignore")  # torch asks to report pickles of other protocols
+            warnings.simplefilter("ignore")  # torch's warning about pickles of other protocols
             if serialization == "zip":
                 for start in checksums.pickles:
                     check_zip_pickle(file, start)

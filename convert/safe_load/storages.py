@@ -20,7 +20,7 @@ def is_dense(value: Any) -> bool:
 
 
 def check_bytes(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuse tensors that repeat a few stored numbers until no memory has room for them."""
+    """Raise an error if tensors expand a small storage beyond the memory."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors.values()}
     needed, stored = sum(tensor.nbytes for tensor in tensors.values()), sum(storages.values())
     if needed > _MOST_TIMES * stored + _ALWAYS_ALLOWED:
@@ -31,7 +31,7 @@ def check_bytes(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def check_storages(state: dict) -> None:
-    """Refuse tensors that the original does not save, in a file whose damage no checksum shows.
+    """Raise an error for tensors that the original does not save, in a file without checksums.
 
     It saves every parameter whole, by rows, in a storage of its own; tied parameters share one.
     """
