@@ -1,7 +1,7 @@
-"""The contract of all ops: the choice of a backend and its reason, ragged input, autocast.
+"""Dispatch of all ops: backend selection, varlen input, autocast.
 
-A public function of the kernels is an `Op`. The call, `use_backend` or the environment variable `LUNA_MEGA_BACKEND`, in
-this order, names its backend; otherwise the best backend that can run the call is taken.
+Each public function of the kernels is an `Op`. The backend is specified by, in order of precedence, the argument of the
+call, `use_backend` and the environment variable `LUNA_MEGA_BACKEND`. Otherwise the best supported backend is selected.
 """
 
 import logging
@@ -26,14 +26,14 @@ def _checked(name: str, source: str) -> str:
     return name
 
 
-# Read once: a process-wide default, which torch.compile can guard on.
+# Read once at import: torch.compile can guard on a process-wide default.
 _default = _checked(os.environ.get("LUNA_MEGA_BACKEND", "auto"), "the environment variable LUNA_MEGA_BACKEND")
 _override: str | None = None
 
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Run every op inside the block with backend `name` (one of `NAMES`), unless a call names its own."""
+    """Run every op inside the block with backend `name` (one of `NAMES`), unless the call specifies a backend."""
     global _override
     previous, _override = _override, _checked(name, "use_backend()'s argument")
     try:
@@ -50,7 +50,7 @@ _float32_precision = "tf32x3"
 def use_float32_precision(name: str) -> Iterator[None]:
     """Multiply float32 matrices in Triton kernels with precision `name` inside the block.
 
-    `"tf32x3"`, the default: three passes on tensor cores, accurate to about 1e-6; `"ieee"`: true float32, slower.
+    `"tf32x3"` (default) uses three tensor core passes, accurate to about 1e-6. `"ieee"` is true float32 and slower.
     """
     global _float32_precision
     if name not in FLOAT32_PRECISIONS:
@@ -63,13 +63,13 @@ def use_float32_precision(name: str) -> Iterator[None]:
 
 
 def float32_precision() -> str:
-    """Return the precision that `use_float32_precision` has set."""
+    """Return the precision set by `use_float32_precision`."""
     return _float32_precision
 
 
 def without_autocast(device: str) -> AbstractContextManager:
     """Return a context in which ops on this type of device keep the dtypes of their inputs."""
-    # The meta device has no autocast to switch off.
+    # The meta device does not support autocast.
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
     return nullcontext()
@@ -77,24 +77,24 @@ def without_autocast(device: str) -> AbstractContextManager:
 
 @dataclass(frozen=True, eq=False)
 class Op:
-    """One public function of the kernels: its backends and their limits. Autocast is off inside every backend.
+    """A public function of the kernels, with its backends and their limits. Autocast is disabled inside every backend.
 
-    A call is a dict of arguments that the function has checked; backends take them by keyword.
+    A call is a dict of validated arguments. Backends receive them as keyword arguments.
 
     Args:
-        name: of the public function, for errors and `explain`.
-        backends: the functions that compute a call, by the name of the backend.
-        unsupported: returns the reason why the Triton kernels cannot take a call, None where they can.
-        tokens: the arguments `[1, total, ...]` that lie end to end in a ragged call. They are filled up to `[sequences,
-            max_seqlen, ...]` for the backends that are not in `native`.
-        mask: the argument that masks the filled-up places, None where they do no harm.
-        tokens_out: whether the result, or the first of several, is filled up like the tokens.
-        native: the backends that take ragged calls as they are, with `cu_seqlens` and `max_seqlen`.
-        with_weights: computes output, weights and further results, step by step.
-        under_autocast: changes a call under autocast into the call that the Triton kernels compute.
-        ragged: runs a ragged call on a backend that is not in `native`; None = by filling up.
-        on_ranks: the functions that compute a call whose sequences lie on several ranks, by the name of the backend, or
-            "weights" for `with_weights`. The first argument is this rank's `ContextShard`.
+        name: name of the public function, for errors and `explain`.
+        backends: maps backend names to the functions that compute a call.
+        unsupported: returns the reason why the Triton kernels do not support a call, or None if they do.
+        tokens: names of the arguments `[1, total, ...]` of a varlen call. They are padded to `[sequences, max_seqlen,
+            ...]` for backends that are not in `native`.
+        mask: name of the argument that masks padding; None if padding does not affect the result.
+        tokens_out: whether the result (the first one, if there are several) is padded like the tokens.
+        native: names of the backends that support varlen calls, with `cu_seqlens` and `max_seqlen`.
+        with_weights: computes the output, the weights and further results with the reference.
+        under_autocast: converts a call under autocast to the call that the Triton kernels compute.
+        ragged: runs a varlen call on a backend that is not in `native`; None = pad the tokens.
+        on_ranks: maps backend names, or "weights" for `with_weights`, to the functions that compute a context-parallel
+            call. Their first argument is the `ContextShard` of this rank.
     """
 
     name: str
@@ -118,12 +118,12 @@ class Op:
         return_weights: bool = False,
         shard: ContextShard | None = None,
     ):
-        """Compute a call, ragged where there are `cu_seqlens`, with the requested or the best backend."""
+        """Compute a call, varlen if `cu_seqlens` is given, with the requested or the best backend."""
         device = call[self.tokens[0]].device
         if return_weights:
             if cu_seqlens is not None:
                 raise ValueError(
-                    f"{self.name} returns no weights of ragged sequences: leave return_weights or cu_seqlens out"
+                    f"{self.name} does not return weights with cu_seqlens; omit return_weights or cu_seqlens"
                 )
             with without_autocast(device.type):
                 run = self.with_weights if shard is None else partial(self.on_ranks["weights"], shard)
@@ -142,7 +142,7 @@ class Op:
             return (self.ragged or self.fill_up)(run, call, cu_seqlens, max_seqlen)
 
     def fill_up(self, run: Callable, call: dict, cu_seqlens: torch.Tensor, max_seqlen: int):
-        """Compute a ragged call with a backend that takes only rows of one length."""
+        """Compute a varlen call with a backend that requires padded input."""
         total, filled = call[self.tokens[0]].shape[1], {}
         for name in self.tokens:
             same = next((other for other in filled if call[other] is call[name]), None)
@@ -159,16 +159,18 @@ class Op:
         return ragged.unpad(result[0], cu_seqlens, total), *result[1:]
 
     def refuse_beside(self, shard: ContextShard | None, **arguments) -> None:
-        """Raise `ValueError` where one of the arguments is given beside the shard."""
+        """Raise `ValueError` if the shard is combined with one of the arguments."""
         given = [name for name, value in arguments.items() if value is not None and value is not False]
         if shard is not None and given:
-            raise ValueError(f"{self.name} with shard takes no {' and no '.join(given)}: leave one or the other out")
+            raise ValueError(f"{self.name} does not support shard with {' and '.join(given)}; pass only one of them")
 
     def choose(self, backend: str | None, device: torch.device, unsupported: str | None = None) -> str:
-        """Return the name of the backend that runs a call on `device`, and log once why it is not Triton on a GPU.
+        """Return the name of the backend for a call on `device`; log once why a CUDA call does not use Triton.
 
-        `unsupported` is the reason why the Triton kernels cannot take the arguments of this call, None where they can.
-        Raises `ValueError` if a backend was chosen by name and cannot run the call.
+        `unsupported` is the reason why the Triton kernels do not support this call, or None if they do.
+
+        Raises:
+            ValueError: if the backend was specified by name and does not support the call.
         """
         chosen, reason = self.decide(backend, device, unsupported)
         if device.type == "cuda" and reason.startswith(_FALLBACK) and not torch.compiler.is_compiling():
@@ -179,7 +181,7 @@ class Op:
         return chosen
 
     def decide(self, backend: str | None, device: torch.device, unsupported: str | None = None) -> tuple[str, str]:
-        """Return the name of the backend, and the reason for the choice."""
+        """Return the name of the backend and the reason for its selection."""
         if backend is not None:
             wanted, source = _checked(backend, f"{self.name}'s argument backend"), "its argument"
         elif _override is not None:
@@ -187,10 +189,10 @@ class Op:
         else:
             wanted, source = _default, "LUNA_MEGA_BACKEND"
         if wanted == "auto":
-            # Interpreted kernels are for tests: they run only when they are chosen by name.
+            # Interpreted kernels are for tests only, so they must be selected by name.
             against = f"the tensors are on {device.type}" if device.type != "cuda" else _why_not(device) or unsupported
             if torch.compiler.is_exporting():
-                against = "an exported program must not need this package"
+                against = "exported programs must not depend on this package"
             return ("triton", "automatic choice") if against is None else ("torch", _FALLBACK + against)
         if wanted == "triton" and (against := _why_not(device) or unsupported) is not None:
             raise ValueError(f"{self.name} cannot run on 'triton': {against}; choose 'torch' or 'auto'")
@@ -198,7 +200,7 @@ class Op:
 
 
 def for_ranks(compute: Callable, backends: dict[str, Callable]) -> dict[str, Callable]:
-    """Return the functions `on_ranks` of an `Op` that are `compute(run, shard, **call)`, `run` being the backend's."""
+    """Return the `on_ranks` functions of an `Op`: `compute(run, shard, **call)` with `run` from `backends`."""
     return {name: partial(compute, run) for name, run in backends.items()}
 
 
@@ -208,7 +210,7 @@ _told: set[str] = set()
 
 @torch.compiler.assume_constant_result
 def _why_not(device: torch.device) -> str | None:
-    """Return the reason why no Triton kernel runs on `device`, None where they do."""
+    """Return the reason why Triton kernels cannot run on `device`, or None if they can."""
     try:
         import triton
     except ImportError:
@@ -219,4 +221,4 @@ def _why_not(device: torch.device) -> str | None:
     if triton.knobs.runtime.interpret:
         return None
     where = "a ROCm device" if device.type == "cuda" else device.type
-    return f"the tensors are on {where}; the kernels need CUDA, or TRITON_INTERPRET=1 before the first of them runs"
+    return f"the tensors are on {where}; the kernels need CUDA, or TRITON_INTERPRET=1 set before the first kernel runs"

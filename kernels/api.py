@@ -68,11 +68,11 @@ _OPS = {
 
 
 def explain(op: str = "luna_attention", backend: str | None = None, device: torch.device | str | None = None) -> str:
-    """Return one line that says which backend the function `op` runs on `device`, and why.
+    """Return one line that states which backend the function `op` uses on `device`, and why.
 
-    `device` None means the GPU where there is one. The arguments of a call (dtype, sizes, options) are not considered:
-    where Triton cannot take them, the automatic choice is `"torch"`, on a GPU with a warning of the logger
-    `luna_mega.kernels`, and the choice `"triton"` by name raises an error that names the argument.
+    If `device` is None, the GPU is used if one is available. Arguments of the call (dtype, sizes, options) are not
+    considered. If Triton does not support them, the automatic choice is `"torch"`; on a GPU the logger
+    `luna_mega.kernels` warns. If `"triton"` was specified by name, the call raises an error that names the argument.
     """
     if op not in _OPS:
         raise ValueError(f"there is no op {op!r}; choose one of {', '.join(_OPS)}")

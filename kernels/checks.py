@@ -1,4 +1,4 @@
-"""Errors that several ops have in common for arguments that do not fit together. `op` is the name in the message."""
+"""Argument checks shared by several ops. `op` is the function name in error messages."""
 
 from collections.abc import Iterable
 
@@ -8,7 +8,7 @@ from luna_mega.kernels import ragged
 
 
 def check_mask(op: str, mask: torch.Tensor | None, shape: torch.Size, name: str = "mask") -> None:
-    """Refuse what is no bool mask of this shape."""
+    """Raise `ValueError` unless `mask` is None or a bool tensor of this shape."""
     if mask is not None and (mask.dtype != torch.bool or mask.shape != shape):
         raise ValueError(
             f"{op} needs a bool {name} of shape {list(shape)} (True = keep), got {mask.dtype} {list(mask.shape)}"
@@ -16,20 +16,20 @@ def check_mask(op: str, mask: torch.Tensor | None, shape: torch.Size, name: str 
 
 
 def check_dropout(op: str, dropout: float) -> None:
-    """Refuse what is no probability below 1."""
+    """Raise `ValueError` unless the probability is in [0, 1)."""
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"{op}: dropout must be in [0, 1), got {dropout}")
 
 
 def check_sequences(op: str, x: torch.Tensor, mask: torch.Tensor | None, features: str) -> None:
-    """Refuse what are no sequences `[B, T, D]` with T at least 1 and their mask; `features` is the name of D."""
+    """Raise `ValueError` unless x is `[B, T, D]` with T at least 1 and the mask fits; `features` is the name of D."""
     if x.dim() != 3 or x.shape[1] < 1:
         raise ValueError(f"{op} needs x [batch, length, {features}] of length 1 or more, got {list(x.shape)}")
     check_mask(op, mask, x.shape[:2])
 
 
 def check_position(op: str, x: torch.Tensor, mask: torch.Tensor | None, features: str) -> None:
-    """Refuse what is not one position `[B, D]` of each sequence and its mask."""
+    """Raise `ValueError` unless x is one position per sequence, `[B, D]`, and the mask fits."""
     if x.dim() != 2:
         raise ValueError(f"{op} needs x [batch, {features}], got {list(x.shape)}")
     check_mask(op, mask, x.shape[:1])
@@ -41,7 +41,7 @@ def count_sequences(
     """Return the number of sequences in `[B, T, D]` or, with `cu_seqlens`, `[1, total, D]`, and `max_seqlen`."""
     if cu_seqlens is None:
         if max_seqlen is not None:
-            raise ValueError(f"{op}: max_seqlen belongs to cu_seqlens; leave it out")
+            raise ValueError(f"{op}: max_seqlen requires cu_seqlens; omit max_seqlen or pass cu_seqlens")
         return x.shape[0], None
     if x.shape[0] != 1:
         raise ValueError(f"{op} needs x [1, total, {features}] with cu_seqlens, got {list(x.shape)}")
@@ -57,7 +57,7 @@ def check_lengths(
     return_state: bool,
     cu_seqlens: torch.Tensor | None,
 ) -> None:
-    """Refuse `lengths` that are not `[B]` integers, and calls that have no use for them."""
+    """Raise `ValueError` unless `lengths` are `[B]` integers and the call uses them."""
     if lengths is None:
         return
     if lengths.shape != x.shape[:1] or lengths.is_floating_point():
@@ -74,7 +74,7 @@ def check_average(
     state: torch.Tensor | None,
     state_shape: list[int],
 ) -> None:
-    """Refuse dtypes, a skip and a state that do not fit a moving average of D channels."""
+    """Raise `ValueError` unless dtypes, skip and state fit a moving average of D channels."""
     tensors = (x, *parameters)
     if not all(tensor.is_floating_point() for tensor in tensors):
         raise ValueError(f"{op} needs floating-point x and parameters, got {[tensor.dtype for tensor in tensors]}")

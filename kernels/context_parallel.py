@@ -1,9 +1,9 @@
-"""Context parallelism: the ranks of a process group hold parts of one long sequence, and exchange tensors.
+"""Context parallelism: the ranks of a process group share long sequences and exchange tensors.
 
-Every rank of the group holds one contiguous part of each sequence, in the order of ranks. The methods that exchange
-tensors are differentiable: their backward is the transposed exchange, so that every rank gets the gradient of the sum
-of all ranks' losses. All ranks have to call them in one order, and their backward too: a rank that uses the result has
-to use it on every other rank, if only with a factor of 0.
+Every rank holds one contiguous shard of each sequence, in rank order. The communication methods are differentiable:
+their backward is the transposed communication, so every rank receives the gradient of the sum of all ranks' losses. All
+ranks must call them, and run their backward, in the same order. If one rank uses a result, every other rank must use
+it too, if necessary multiplied by 0.
 """
 
 from typing import NamedTuple
@@ -16,12 +16,12 @@ from luna_mega.kernels.gated_attention.alignment import to_end
 
 
 class ContextShard(NamedTuple):
-    """The place of this rank's part in sequences that the ranks of a process group share.
+    """The position of this rank's shard in sequences shared by the ranks of a process group.
 
     Args:
-        group: the ranks that share the sequences.
-        lengths: the number of positions that each rank holds, in the order of ranks.
-        kept: `[ranks, B]`, how many of them belong to each sequence; they are the first ones. None = all.
+        group: process group of the ranks that share the sequences.
+        lengths: number of positions on each rank, in rank order.
+        kept: `[ranks, B]`, number of leading positions that belong to each sequence; None = all.
     """
 
     group: "dist.ProcessGroup"
@@ -30,13 +30,13 @@ class ContextShard(NamedTuple):
 
     @classmethod
     def of(cls, group: "dist.ProcessGroup", length: int, device: torch.device, **same: int) -> "ContextShard":
-        """Exchange the lengths of all parts. Every rank has to call this, with the `length` of its own part.
+        """Exchange the lengths of all shards. Every rank must call this with the `length` of its own shard.
 
-        A rank that cannot go on calls it with length 0, so that the others do not wait for it. `same` are numbers that
-        have to be equal on all ranks, for instance the batch size.
+        A rank that failed calls it with length 0, so that the other ranks do not wait for it. The values in `same`,
+        for example the batch size, must be equal on all ranks.
 
         Raises:
-            ValueError: on every rank, if one has no positions, or if the numbers of `same` differ.
+            ValueError: on every rank, if a rank has no positions or the values in `same` differ.
         """
         mine = torch.tensor([length, *same.values()], device=device)
         table = mine.new_empty(group.size(), len(mine))
@@ -44,16 +44,16 @@ class ContextShard(NamedTuple):
         lengths, *others = table.T.tolist()
         if min(lengths) < 1:
             raise ValueError(
-                f"a rank has no positions, or has refused its inputs: the parts of the group have the lengths {lengths}"
+                f"a rank has no positions, or its inputs were invalid: the shards of the group have lengths {lengths}"
             )
         for name, values in zip(same, others, strict=True):
             if len(set(values)) > 1:
-                raise ValueError(f"all ranks of the group need one {name}, got {values}")
+                raise ValueError(f"{name} must be equal on all ranks of the group, got {values}")
         return cls(group, tuple(lengths))
 
     @property
     def rank(self) -> int:
-        """Return the place of this rank in the group."""
+        """Return the index of this rank in the group."""
         return self.group.rank()
 
     @property
@@ -72,7 +72,7 @@ class ContextShard(NamedTuple):
         return sum(self.lengths)
 
     def gaps(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return how many positions are between this part and those of the ranks before it, and after it.
+        """Return the number of positions between this shard and each earlier shard, and each later shard.
 
         Both are float64 `[ranks, B]`, or `[ranks, 1]` if all positions belong to the sequences.
         """
@@ -86,26 +86,26 @@ class ContextShard(NamedTuple):
         return x if self.kept is None else to_end(x, self.kept[self.rank])
 
     def check(self, op: str, length: int) -> None:
-        """Refuse a part that has another length than this rank has told the others."""
+        """Raise `ValueError` if the shard's length differs from the length that this rank declared."""
         if length != (here := self.lengths[self.rank]):
-            raise ValueError(f"{op}: the shard has {here} positions here, and x {length}")
+            raise ValueError(f"{op}: the shard has {here} positions on this rank, but x has length {length}")
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the tensors `x` of all ranks, which have one shape, `[ranks, ...]`. Its backward sums and cuts."""
+        """Return the stacked tensors `x` of all ranks, `[ranks, ...]`; shapes must be equal."""
         return _AllGather.apply(x, self.group)
 
     def all_reduce_sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the tensors `x` of all ranks, which have one shape. Its backward sums the gradients."""
+        """Return the sum of the tensors `x` of all ranks; shapes must be equal. The backward sums the gradients."""
         return _AllReduceSum.apply(x, self.group)
 
     def all_reduce_max(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the element-wise maximum of the tensors `x` of all ranks, without a gradient."""
+        """Return the element-wise maximum of the tensors `x` of all ranks, without gradient."""
         largest = x.detach().clone(memory_format=torch.contiguous_format)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
         return largest
 
     def broadcast_first(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the first rank's tensor `x`, without a gradient: random numbers that all ranks agree on."""
+        """Return the first rank's tensor `x`, without gradient, so that all ranks use the same random numbers."""
         x = x.detach().clone(memory_format=torch.contiguous_format)
         dist.broadcast(x, group=self.group, group_src=0)
         return x

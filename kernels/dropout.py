@@ -1,19 +1,18 @@
-"""Dropout on a CPU from 16 random bits an entry, drawn 64 at a time: about five times as fast as PyTorch's there."""
+"""Dropout on CPU with 16 random bits per entry, drawn 64 at a time: about five times as fast as PyTorch's."""
 
 import torch
 from torch import nn
 
 from luna_mega.kernels._export import in_program
 
-# Below this number of entries PyTorch's one call is faster than these five.
+# For fewer entries, PyTorch's single call is faster than these five.
 FEW = 4096
 
 
 def dropout_factors(like: torch.Tensor, probability: float, generator: torch.Generator | None = None) -> torch.Tensor:
-    """Return 0 with a probability, else the factor that keeps the mean, shaped like a floating tensor.
+    """Return factors shaped like a floating-point tensor: 0 with this probability, else 1 / (1 - probability).
 
-    On a CPU the probability is rounded to a multiple of 2^-16, which changes it by less than 1 in 1,000, or is not
-    rounded where that would change it by more.
+    On CPU the probability is rounded to a multiple of 2^-16, unless this would change it by 1 part in 1,000 or more.
     """
     kept = round((1.0 - probability) * 2**16)
     few = like.numel() < FEW or min(kept, 2**16 - kept) < 2**9
@@ -25,7 +24,7 @@ def dropout_factors(like: torch.Tensor, probability: float, generator: torch.Gen
 
 
 def dropout(x: torch.Tensor, probability: float, training: bool = True) -> torch.Tensor:
-    """Return `torch.nn.functional.dropout`, on a CPU with `dropout_factors` of many entries."""
+    """Return `torch.nn.functional.dropout`, computed with `dropout_factors` for large tensors on CPU."""
     if not training:
         return x
     if probability in (0.0, 1.0) or x.numel() < FEW or x.device.type != "cpu" or in_program():
@@ -34,7 +33,7 @@ def dropout(x: torch.Tensor, probability: float, training: bool = True) -> torch
 
 
 class Dropout(nn.Dropout):
-    """`torch.nn.Dropout`, faster on a CPU."""
+    """`torch.nn.Dropout`, faster on CPU."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return dropout(x, self.p, self.training)

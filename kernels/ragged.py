@@ -1,4 +1,4 @@
-"""Sequences laid end to end, `[1, total, ...]`, bounded by `cu_seqlens`, and the same filled up, `[B, T, ...]`.
+"""Conversion between varlen sequences `[1, total, ...]`, bounded by `cu_seqlens`, and padded ones `[B, T, ...]`.
 
 `cu_seqlens` is `[B + 1]` int32 or int64, ascending from 0 to `total`: sequence b is `[cu_seqlens[b], cu_seqlens[b+1])`.
 """
@@ -10,10 +10,10 @@ import torch
 
 
 def check(op: str, cu_seqlens: torch.Tensor, max_seqlen: int | None, total: int) -> int:
-    """Check `cu_seqlens` and return `max_seqlen`; if it is None, read it from them, which waits for the device.
+    """Check `cu_seqlens` and return `max_seqlen`; if it is None, compute it, which synchronizes with the device.
 
-    On a GPU, and in a compiled program, the values are checked there, without waiting for them: wrong ones end the
-    program with an assertion, as every later result could be wrong.
+    On a GPU and in compiled programs the values are checked on the device, without synchronization. Invalid values stop
+    the program with an assertion because all later results could be wrong.
     """
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(
@@ -25,13 +25,13 @@ def check(op: str, cu_seqlens: torch.Tensor, max_seqlen: int | None, total: int)
             raise ValueError(f"{op}: cu_seqlens must rise from 0 to {total}, the length, got {cu_seqlens.tolist()}")
         if max_seqlen is not None and max_seqlen < lengths.max():
             raise ValueError(f"{op}: max_seqlen is {max_seqlen}, but a sequence has length {int(lengths.max())}")
-    elif not torch.compiler.is_exporting():  # PyTorch's own operators read nothing behind the end
+    elif not torch.compiler.is_exporting():  # PyTorch's native operators do not read past the end
         _assert_on_device(op, cu_seqlens, lengths, total if max_seqlen is None else max_seqlen, total)
     return int(lengths.max()) if max_seqlen is None else max_seqlen
 
 
 def _assert_on_device(op, cu_seqlens, lengths, most, total):
-    # The layers of a model share one tensor, which is checked once.
+    # The layers of a model share one tensor, so it is checked once.
     if not (torch.compiler.is_compiling() or cu_seqlens.is_inference()):
         seen = most, total, cu_seqlens._version
         if getattr(cu_seqlens, "_luna_mega_checked", None) == seen:
@@ -42,7 +42,7 @@ def _assert_on_device(op, cu_seqlens, lengths, most, total):
 
 
 def pad(x: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int) -> torch.Tensor:
-    """Return `[1, total, ...]` as `[B, max_seqlen, ...]`, filled up on the right with zeros."""
+    """Return `[1, total, ...]` as `[B, max_seqlen, ...]`, right-padded with zeros."""
     position = torch.arange(max_seqlen, device=x.device) + cu_seqlens[:-1, None]
     kept = keep(cu_seqlens, max_seqlen)
     rows = x[0, position.clamp(max=max(x.shape[1] - 1, 0))]
@@ -50,27 +50,27 @@ def pad(x: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int) -> torch.Ten
 
 
 def unpad(x: torch.Tensor, cu_seqlens: torch.Tensor, total: int) -> torch.Tensor:
-    """Return `[B, max_seqlen, ...]` as `[1, total, ...]`, without the zeros of `pad`."""
+    """Return `[B, max_seqlen, ...]` as `[1, total, ...]`, without the padding of `pad`."""
     row, position = locate(cu_seqlens, total)
     return x[row, position][None]
 
 
 def locate(cu_seqlens: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sequence of every token and its position within it, `[total]` each."""
+    """Return the sequence index of every token and its position in the sequence, `[total]` each."""
     token = torch.arange(total, device=cu_seqlens.device)
     row = torch.searchsorted(cu_seqlens[1:], token, right=True)
     return row, token - cu_seqlens[row]
 
 
 def keep(cu_seqlens: torch.Tensor, max_seqlen: int) -> torch.Tensor:
-    """Return a mask `[B, max_seqlen]`, True where `pad` puts a token."""
+    """Return a mask `[B, max_seqlen]` that is True for the tokens that `pad` copies."""
     return torch.arange(max_seqlen, device=cu_seqlens.device) < cu_seqlens.diff()[:, None]
 
 
 def one_by_one(run: Callable, call: dict, cu_seqlens: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype):
-    """Compute a ragged call with states, one sequence after the other: filling up would decay the states.
+    """Compute a varlen call with states one sequence at a time, because padding would decay the states.
 
-    `run` returns the output and the last state. `shape`, `dtype`: of the state of a sequence, where none is given.
+    `run` returns the output and the last state. `shape` and `dtype` are those of a state, used if none is given.
     """
     x, mask, first = call["x"], call["mask"], call["initial_state"]
     bounds, outputs, lasts = cu_seqlens.tolist(), [], []

@@ -1,4 +1,4 @@
-"""The gradient of moving averages that are custom operators."""
+"""Autograd of moving averages that are custom operators."""
 
 from collections.abc import Callable
 
@@ -9,9 +9,10 @@ from torch.library import CustomOpDef
 def register_gradient(average: CustomOpDef, backward: Callable, tensors: int) -> None:
     """Register `backward` as the gradient of a moving average.
 
-    The operator takes x, mask, skip, coefficients and the initial state, all in all `tensors`, then `return_state`,
-    options of its own, `cu_seqlens` and `max_seqlen`. `backward` takes the gradients of output and last state, the
-    tensors, the options, `cu_seqlens` and `max_seqlen`; it returns the gradients of all tensors but the mask.
+    The operator's arguments are x, mask, skip, coefficients and initial state (`tensors` tensors in total), then
+    `return_state`, operator-specific options, `cu_seqlens` and `max_seqlen`. The arguments of `backward` are the
+    gradients of output and last state, the tensors, the options, `cu_seqlens` and `max_seqlen`. It returns the
+    gradients of all tensors except the mask.
     """
 
     def save(ctx, inputs, output):

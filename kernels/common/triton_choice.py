@@ -1,7 +1,7 @@
-"""The choice of a kernel's configuration: the default, which shapes and shared memory decide, or the fastest one.
+"""Selection of a kernel's configuration: the default for the shapes and the shared memory, or the fastest one.
 
-With `LUNA_MEGA_AUTOTUNE=1`, Triton's autotuner times all configurations on a GPU on the first call of every kind, and
-keeps the times in Triton's cache on disk.
+With `LUNA_MEGA_AUTOTUNE=1`, Triton's autotuner benchmarks all configurations on the first call of every kind on a GPU
+and stores the times in Triton's disk cache.
 """
 
 import math
@@ -18,9 +18,9 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 from luna_mega.kernels.common import triton_launch
 
-# Errors of a configuration that asks for more than the device has.
+# Errors raised if a configuration needs more resources than the device has.
 REFUSALS = (OutOfResources, PTXASError)
-# Relative, of the norm: the results of two configurations differ by rounding only.
+# Relative to the norm: the results of two configurations differ only by rounding.
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 _instead: Callable | None = None
@@ -28,7 +28,7 @@ _instead: Callable | None = None
 
 @contextmanager
 def choosing(instead: Callable) -> Iterator[None]:
-    """Return `instead(kernel, key, configurations, run)` for every choice inside the block."""
+    """Use `instead(kernel, key, configurations, run)` for every selection inside the block."""
     global _instead
     previous, _instead = _instead, instead
     try:
@@ -47,9 +47,8 @@ def choose(
 ) -> Any:
     """Return the result of `run` with one of `configurations`, named tuples of integers with the default first.
 
-    `kernel` is the one that takes most of the time. The speed depends on `kind`, values that must be equal, such as
-    dtypes and options, and on `sizes`, numbers that count up to the next power of two. `run` must have no effect but
-    its result.
+    `kernel` is the kernel that takes most of the time. The speed depends on `kind`, values such as dtypes and options
+    that must be equal, and on `sizes`, which are rounded up to the next power of two. `run` must have no side effects.
     """
     tuned = os.environ.get("LUNA_MEGA_AUTOTUNE") == "1" and device.type == "cuda" and not triton_launch.is_recording()
     if _instead is None and not tuned:
@@ -70,7 +69,7 @@ def _tuner(kernel: Any, configurations: tuple) -> "_Tuner":
 
 
 class _Tuner:
-    """The launches of a kind of call, as a kernel that Triton's autotuner runs with the fields of a configuration."""
+    """The launches of one kind of call, as a kernel that Triton's autotuner runs with the fields of a configuration."""
 
     def __init__(self, kernel: Any, configurations: tuple):
         self.fn, self.default, self.benchmarked, self.expected = kernel, configurations[0], None, None
@@ -88,7 +87,7 @@ class _Tuner:
     def __call__(self, call: Callable, key: str, device: torch.device) -> Any:
         """Return the result of `call` with the fastest configuration."""
         key = f"{key} on {torch.cuda.get_device_name(device)}"
-        # Nothing can be timed while a CUDA graph is captured.
+        # Benchmarking is not possible during CUDA graph capture.
         if (key,) not in self.autotuner.cache and torch.cuda.is_current_stream_capturing():
             return call(self.default)
         with torch.cuda.device(device):
@@ -97,7 +96,7 @@ class _Tuner:
         return result
 
     def run(self, call: Callable, key: str, **options) -> Any:
-        """Return the result of a call; `options` are the fields of a configuration, and options of Triton's own."""
+        """Return the result of a call; `options` are the fields of a configuration and Triton launch options."""
         kind = type(self.default)
         result = call(kind(**{name: options[name] for name in kind._fields}))
         if self.benchmarked is not None:
@@ -105,7 +104,7 @@ class _Tuner:
         return result
 
     def bench(self, launch: Callable, quantiles: Sequence[float]) -> list[float]:
-        """Return the milliseconds of a configuration, infinite where its result is not the first configuration's."""
+        """Return the time of a configuration in ms, infinite if its result differs from the first configuration's."""
         self.benchmarked = []
         try:
             launch()
@@ -126,11 +125,11 @@ def tensors(result: Any) -> list[torch.Tensor]:
 
 
 def difference(result: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> str | None:
-    """Return in words how a result differs from the one of the first configuration, None where it does not."""
+    """Return a description of how a result differs from the first configuration's, or None if it does not."""
     for index, (mine, theirs) in enumerate(zip(result, expected, strict=True)):
         tolerance = TOLERANCES.get(theirs.dtype)
         if tolerance is not None and theirs.numel():
-            # The logarithm of a sum of nothing is -inf.
+            # The logarithm of an empty sum is -inf.
             mine, theirs = (torch.nan_to_num(x.float(), nan=math.nan, posinf=0.0, neginf=0.0) for x in (mine, theirs))
             error = ((mine - theirs).norm() / theirs.norm().clamp(min=1e-3)).item()
             if not error <= tolerance:

@@ -1,7 +1,7 @@
-"""The launch of Triton kernels in all ops: layout of tensors, sizes of tiles, launches that are recorded.
+"""Launching of Triton kernels for all ops: tensor layout, tile sizes, recorded launches.
 
-Only `triton_*.py` files import this file, and an op imports them when it first needs a kernel: Triton decides at that
-moment whether kernels are interpreted.
+Only `triton_*.py` files import this file. Ops import those lazily because Triton decides at import time whether kernels
+are interpreted.
 """
 
 from contextlib import contextmanager, nullcontext
@@ -15,33 +15,33 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 def contiguous(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """Return the tensors, copied where they are not contiguous."""
+    """Return the tensors, copied if they are not contiguous."""
     return tuple(None if x is None else x.contiguous() for x in tensors)
 
 
 def rows_contiguous(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """Return the tensors, copied where the elements of the last dimension do not lie side by side."""
+    """Return the tensors, copied if the last dimension is not contiguous."""
     return tuple(x if x is None or x.stride(-1) == 1 else x.contiguous() for x in tensors)
 
 
 def strides(*tensors: torch.Tensor | None, number: int) -> tuple[int, ...]:
-    """Return the first `number` strides of every tensor, 0 for one that is None."""
+    """Return the first `number` strides of every tensor, 0 for None."""
     return tuple(s for x in tensors for s in ((0,) * number if x is None else x.stride()[:number]))
 
 
 def block_of(size: int, largest: int | None = None) -> int:
-    """Return the tile for `size`: the next power of two, at least 16 as matrix products need, at most `largest`."""
+    """Return the tile size: the next power of two, at least 16 as matrix products require, at most `largest`."""
     block = max(16, triton.next_power_of_2(size))
     return block if largest is None else min(block, largest)
 
 
 def random_seed(dropout: float, device: torch.device) -> torch.Tensor | None:
-    """Return the seed of a call, from which its backward pass drops the same weights again; None without dropout."""
+    """Return the dropout seed of a call, which its backward pass uses again; None without dropout."""
     return torch.randint(2**63 - 1, (1,), device=device) if dropout > 0.0 else None
 
 
 class Launch(NamedTuple):
-    """A kernel with the arguments of a launch that was recorded."""
+    """A kernel and the arguments of a recorded launch."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -52,15 +52,15 @@ class Launch(NamedTuple):
 
 
 class Target(NamedTuple):
-    """The properties of a device by which configurations are chosen."""
+    """The device properties that determine configurations."""
 
     capability: tuple[int, int] = (9, 0)
     processors: int = 132
-    shared_memory: int = 227 * 1024  # bytes that one block may have
+    shared_memory: int = 227 * 1024  # bytes available to one block
 
     @property
     def large(self) -> bool:
-        """Return whether the large tiles of an H100 fit; compute capability 12.0 is newer, but has less memory."""
+        """Return whether the large tiles of an H100 fit; compute capability 12.0 has less shared memory."""
         return self.shared_memory >= 227 * 1024
 
 
@@ -70,7 +70,7 @@ _target = Target()
 
 @contextmanager
 def recording(target: Target):
-    """Yield a list, and put launches for `target` on it instead of running them: for tensors on meta."""
+    """Record launches for `target` in the yielded list instead of running them; for meta tensors."""
     global _recorded, _target
     previous, (_recorded, _target) = (_recorded, _target), ([], target)
     try:
@@ -80,12 +80,12 @@ def recording(target: Target):
 
 
 def is_recording() -> bool:
-    """Return whether launches are recorded."""
+    """Return whether launches are being recorded."""
     return _recorded is not None
 
 
 def target(device: torch.device) -> Target:
-    """Return the device for which configurations are chosen: the CUDA device, or an H100 for interpreted kernels."""
+    """Return the device to configure for: the CUDA device, or an H100 for interpreted kernels."""
     if device.type != "cuda":
         return _target
     properties = torch.cuda.get_device_properties(device)
@@ -96,12 +96,12 @@ def target(device: torch.device) -> Target:
 def launch(kernel, grid: tuple[int, ...], *arguments, num_warps: int, num_stages: int, **constants) -> None:
     """Run `kernel[grid](*arguments, **constants)` on the device of its first argument, a tensor.
 
-    `arguments`: tensors, None, ints and floats in the order of the kernel's parameters; `constants`: its constexprs.
+    `arguments` are tensors, None, ints and floats in the order of the kernel's parameters, `constants` its constexprs.
     """
     if _recorded is not None:
         _recorded.append(Launch(kernel, grid, arguments, constants, num_warps, num_stages))
     elif all(grid):
         device = arguments[0].device
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            # Triton 3.10 turns fusion into multiply-adds off by default; without it the scans do twice the work.
+            # Triton 3.10 disables fused multiply-add by default; the scans would then need twice the instructions.
             kernel[grid](*arguments, **constants, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True)

@@ -1,4 +1,4 @@
-"""Parts of Triton kernels that all ops share: matrix products, tiles of rows, masks, dropout and softmax."""
+"""Building blocks of the Triton kernels of all ops: matrix products, row tiles, masks, dropout and softmax."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _rounded(x):
-    """Return x, rounded to TF32 where it is float32."""
+    """Return x, rounded to TF32 if it is float32."""
     if x.dtype == tl.float32:
         x = tl.inline_asm_elementwise("cvt.rna.tf32.f32 $0, $1;", "=r,r", [x], tl.float32, is_pure=True, pack=1)
     return x
@@ -18,11 +18,11 @@ def _rounded(x):
 
 @triton.jit
 def dot(a, b, accumulator, PRECISION: tl.constexpr):
-    """Return a b + accumulator in float32; a has the dtype of b, or 16 bits. PRECISION counts where b is float32."""
-    if INTERPRETED:  # the interpreter multiplies the bit patterns of bfloat16
+    """Return a b + accumulator in float32; a has the dtype of b or 16 bits. PRECISION applies if b is float32."""
+    if INTERPRETED:  # the interpreter would multiply the bit patterns of bfloat16
         a = a.to(tl.float32)
         b = b.to(tl.float32)
-    elif PRECISION == "tf32":  # tensor cores cut off the digits that TF32 does not have
+    elif PRECISION == "tf32":  # tensor cores truncate the extra digits, so round first
         a = _rounded(a)
         b = _rounded(b)
     a = a.to(b.dtype)
@@ -31,14 +31,14 @@ def dot(a, b, accumulator, PRECISION: tl.constexpr):
 
 @triton.jit
 def load_tile(X, rows, stride, kept, columns, width):
-    """Return `[rows, columns]` of X, 0 in rows that are not kept; these are not read, as they may hold NaN."""
+    """Return `[rows, columns]` of X, 0 in masked rows. Masked rows are not read because they may hold NaN."""
     mask = kept[:, None] & (columns < width)[None, :]
     return tl.load(X + rows.to(tl.int64)[:, None] * stride + columns[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
 def store_tile(X, rows, stride, kept, columns, width, tile):
-    """Write a tile to `[rows, columns]` of X, except to rows that are not kept."""
+    """Write a tile to `[rows, columns]` of X, except to masked rows."""
     mask = kept[:, None] & (columns < width)[None, :]
     tl.store(X + rows.to(tl.int64)[:, None] * stride + columns[None, :], tile.to(X.dtype.element_ty), mask=mask)
 
@@ -54,10 +54,11 @@ def load_kept(MASK, first, rows, length):
 
 @triton.jit
 def undropped(SEED, threshold, stream, rows, column, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Return which weights dropout keeps, `[BLOCK_R, BLOCK_C]`; the columns begin at `column`, a multiple of 4.
+    """Return the dropout keep mask `[BLOCK_R, BLOCK_C]`; the columns start at `column`, a multiple of 4.
 
-    A counter of Philox, (column // 4, row, stream), gives four weights their random bits: the same weights are dropped
-    whatever the tiles, and in the forward and the backward pass. Each matrix of weights of a call is a stream.
+    A Philox counter, (column // 4, row, stream), provides the random bits of four weights. The dropped weights are
+    therefore independent of the tiles and equal in the forward and backward pass. Each weight matrix of a call is a
+    stream.
     """
     zero = tl.zeros([BLOCK_R, BLOCK_C // 4], tl.int32)
     quads = column // 4 + tl.arange(0, BLOCK_C // 4)
@@ -69,7 +70,7 @@ def undropped(SEED, threshold, stream, rows, column, BLOCK_R: tl.constexpr, BLOC
 
 @triton.jit
 def drop(weights, SEED, threshold, rescale, stream, rows, column, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Return the weights after dropout, or their gradients before it; without SEED there is no dropout."""
+    """Return the weights after dropout, or the gradients before it; without SEED there is no dropout."""
     if SEED is not None:
         kept = undropped(SEED, threshold, stream, rows, column, BLOCK_R, BLOCK_C)
         weights *= tl.where(kept, rescale, 0.0)
@@ -77,14 +78,17 @@ def drop(weights, SEED, threshold, rescale, stream, rows, column, BLOCK_R: tl.co
 
 
 def dropping(dropout: float) -> tuple[int, float]:
-    """Return the threshold that 31 random bits must reach for a weight to be kept, and the factor of kept weights."""
+    """Return the threshold for 31 random bits at which a weight is kept, and the scale of kept weights."""
     return round(dropout * 2**31), 1.0 / (1.0 - dropout)
 
 
 @triton.jit
 def rise(largest, block_largest):
-    """Return the maximum of a softmax after one more block of scores, the shift to subtract from scores before exp2,
-    and the factor for all earlier sums; the maximum of no scores is -inf."""
+    """Return the running maximum of a softmax after one more block of scores, the shift and the rescaling factor.
+
+    The shift is subtracted from scores before exp2; earlier sums are multiplied by the factor. The maximum of no scores
+    is -inf.
+    """
     larger = tl.maximum(largest, block_largest)
     shift = tl.where(larger > float("-inf"), larger, 0.0)
     return larger, shift, tl.exp2(largest - shift)

@@ -237,7 +237,7 @@ def test_every_rank_refuses_what_it_cannot_do(ranks):
     assert "ends after 3 tokens of a sequence, inside an attention chunk of 2" in first[1]
     assert "padded_batch_statistics=True" in first[2] and "pad on the right" in first[2]
     assert "truncation=11 is below the length 12" in first[3]
-    assert "a rank has no positions, or has refused its inputs" in first[4] and "leave token_type_ids out" in second[4]
+    assert "a rank has no positions, or its inputs were invalid" in first[4] and "leave token_type_ids out" in second[4]
     assert "attention weights" in first[5] and "goes without a cache" in first[6] and "cross_attention" in first[7]
     assert first[1:4] == second[1:4] and first[5:] == second[5:]
 

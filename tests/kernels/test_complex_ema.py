@@ -393,7 +393,7 @@ def test_backend_choice():
         (lambda a: a | {"initial_state": torch.zeros(2, 5, 3)}, "state .2, 5, 3, 2., got"),
         (lambda a: a | {"initial_state": torch.zeros(2, 5, 3, 2).half()}, "float32 or float64 state"),
         (lambda a: a | {"cu_seqlens": torch.tensor([0, 6])}, r"x \[1, total, channels\]"),
-        (lambda a: a | {"max_seqlen": 6}, "max_seqlen belongs to cu_seqlens"),
+        (lambda a: a | {"max_seqlen": 6}, "max_seqlen requires cu_seqlens"),
     ],
 )
 def test_bad_arguments(change, message):

@@ -53,8 +53,8 @@ REFUSED = {
 @pytest.mark.parametrize("op", REFUSED)
 def test_arguments_that_a_shard_excludes(op):
     name, options = REFUSED[op]
-    refused = f"{name} with shard takes no {next(iter(options))}: leave one or the other out"
-    with pytest.raises(ValueError, match=refused):
+    message = f"{name} does not support shard with {next(iter(options))}; pass only one of them"
+    with pytest.raises(ValueError, match=message):
         CALLS[op](shard=ContextShard(None, (4,)), **options)
 
 

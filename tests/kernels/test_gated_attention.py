@@ -444,7 +444,7 @@ def test_backend_choice():
         (
             lambda *x: (*(t[:1] for t in x[:3]), x[3]),
             {"cu_seqlens": torch.tensor([0, 9]), "return_weights": True},
-            "returns no weights of ragged",
+            "does not return weights with cu_seqlens",
         ),
     ],
 )

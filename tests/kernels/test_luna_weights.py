@@ -21,7 +21,7 @@ def test_pack_and_unpack_weights(backend):
     torch.testing.assert_close(actual, list(expected))
     torch.testing.assert_close(torch.einsum("bhlm,bmhk->blhk", pack_weights, context), expected[1])
     torch.testing.assert_close(torch.einsum("bhtl,blhk->bthk", weights, expected[1]), expected[0])
-    with pytest.raises(ValueError, match="luna_pack returns no weights of ragged sequences"):
+    with pytest.raises(ValueError, match="luna_pack does not return weights with cu_seqlens"):
         luna_pack(p, context[:1], context[:1], cu_seqlens=torch.tensor([0, 4, 11]), return_weights=True)
 
 
@@ -41,5 +41,5 @@ def test_causal_weights(backend):
     alone = luna_causal_attention(*inputs.leaves[:5], return_weights=True, **options)
     assert len(alone) == 2 and torch.equal(alone[1], weights)
     flat = [x[:1].detach() for x in inputs.leaves[:5]]
-    with pytest.raises(ValueError, match="luna_causal_attention returns no weights of ragged sequences"):
+    with pytest.raises(ValueError, match="luna_causal_attention does not return weights with cu_seqlens"):
         luna_causal_attention(*flat, cu_seqlens=torch.tensor([0, 9]), return_weights=True)

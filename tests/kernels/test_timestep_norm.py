@@ -362,7 +362,7 @@ def state(batch=2, groups=3, dtype=torch.float32, count=torch.int64):
         ({"initial_state": state(dtype=torch.float16)}, "float32 or float64"),
         ({"initial_state": state(count=torch.float32)}, "integer count"),
         ({"cu_seqlens": torch.tensor([0, 6])}, r"x \[1, total, features\]"),
-        ({"max_seqlen": 6}, "max_seqlen belongs to cu_seqlens"),
+        ({"max_seqlen": 6}, "max_seqlen requires cu_seqlens"),
     ],
 )
 def test_bad_arguments(change, message):
