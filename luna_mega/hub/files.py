@@ -1,4 +1,4 @@
-"""The files that belong to a model folder, and their copies (`luna-mega bundle`, `luna-mega demo --space`)."""
+"""Files that belong to a model folder, and their copies (`luna-mega bundle`, `luna-mega demo --space`)."""
 
 import re
 import shutil
@@ -8,8 +8,8 @@ from pathlib import Path
 from luna_mega.errors import ConversionError
 from luna_mega.hub.folder import TARGET_FOLDER
 
-# Weights, configuration, tokenizer, processor, sentence-transformers' files, texts for people. Nothing else is copied
-# into a folder that is made for upload.
+# Weights, configuration, tokenizer, processor, files of sentence-transformers, documentation. Nothing else is copied to
+# a folder that is meant for an upload.
 _FILES = re.compile(
     r"""
     model(-\d+-of-\d+)?\.safetensors | model\.safetensors\.index\.json | source_norms\.safetensors
@@ -22,15 +22,20 @@ _FILES = re.compile(
     """,
     re.VERBOSE,
 )
-# Sub-folders: a target's tokenizer, and the modules of sentence-transformers.
+# Subfolders: tokenizer of the target, and modules of sentence-transformers.
 _FOLDERS = re.compile(rf"{TARGET_FOLDER}|\d+_[A-Za-z]+")
 
 
 def copy_model(folder: str | Path, output: Path) -> None:
-    """Copy the files of a model folder into an empty folder, links as what they lead to.
+    """Copy the files of a model folder to an empty folder; symbolic links are replaced by their targets.
+
+    Args:
+        folder: Model folder.
+        output: Empty folder.
 
     Raises:
-        ConversionError: a link leads out of the folder, and not to the blobs of the Hub's cache beside it.
+        ConversionError: If a link points outside of the folder, except to the blobs of the same repository in the
+            Hub's cache.
     """
     root = Path(folder).resolve()
     homes = [root]
@@ -39,14 +44,16 @@ def copy_model(folder: str | Path, output: Path) -> None:
     for file in _model_files(Path(folder)):
         home = file.resolve()
         if not any(home.is_relative_to(place) for place in homes):
-            raise ConversionError(f"{file}: a link out of the folder; put the file itself there, or remove the link")
+            raise ConversionError(
+                f"{file}: the symbolic link points outside of the folder; copy the file, or remove the link"
+            )
         place = output / file.relative_to(folder)
         place.parent.mkdir(exist_ok=True)
         shutil.copyfile(home, place)
 
 
 def _model_files(folder: Path) -> Iterator[Path]:
-    """Yield the files of the list; a folder or a special file under the name of one is none."""
+    """Yield the regular files with a name of the list."""
     for entry in sorted(folder.iterdir()):
         if _FOLDERS.fullmatch(entry.name) and entry.is_dir():
             entries = sorted(entry.iterdir())

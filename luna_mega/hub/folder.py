@@ -1,4 +1,4 @@
-"""Model folders (of `save_pretrained`, `luna-mega convert`, the Hub), read without building the model."""
+"""Model folders of `save_pretrained`, `luna-mega convert` or the Hub, read without building the model."""
 
 import json
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ from luna_mega.errors import ConversionError, reason, shown
 from luna_mega.hub.output import check_path
 
 REPORT_NAME = "conversion_report.json"
-TARGET_FOLDER = "target"  # the tokenizer of an encoder-decoder's target, where it is another one than the source's
+TARGET_FOLDER = "target"  # tokenizer of the target of an encoder-decoder, if it differs from that of the source
 _REPORT_FIELDS = {"source": dict, "decisions": dict, "dropped": list, "dtype_in": dict, "args": dict}
 _SOURCE_FIELDS = ("file", "layout", "revision", "arch")
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """The file, shape and dtype of a tensor on disk."""
+    """File, shape and dtype of a tensor on disk."""
 
     file: Path
     shape: tuple[int, ...]
@@ -34,9 +34,15 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A model folder: class and configuration from config.json; `report` is conversion_report.json, None = absent.
+    """A model folder.
 
-    `files` have the weights.
+    Args:
+        path: Path of the folder.
+        files: Files with the weights.
+        model_class: Class of the model, from config.json.
+        config: Configuration.
+        transformers_version: Version of transformers that saved the folder.
+        report: Content of conversion_report.json, if there is one.
     """
 
     path: Path
@@ -48,10 +54,7 @@ class ModelFolder:
 
     @cached_property
     def tensor_info(self) -> dict[str, TensorInfo]:
-        """Return name -> `TensorInfo`, read from the headers of the weight files.
-
-        The names are those of a model with a head.
-        """
+        """Return name -> `TensorInfo` from the headers of the weight files, with the names of a model with a head."""
         tensors = {}
         for file in self.files:
             with open_weights(file) as weights:
@@ -61,7 +64,7 @@ class ModelFolder:
         return tensors
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return all tensors, mapped from the files, under the names of `tensor_info`."""
+        """Return all tensors, memory-mapped, with the names of `tensor_info`."""
         tensors = {}
         for file in self.files:
             with open_weights(file) as weights:
@@ -73,10 +76,13 @@ class ModelFolder:
         return f"{self.model_class.base_model_prefix}.{name}" if bare else name
 
     def load(self, **options: Any) -> PreTrainedModel:
-        """Return the model in evaluation mode; `options` are those of `from_pretrained`.
+        """Return the model in evaluation mode.
+
+        Args:
+            **options: Options of `from_pretrained`.
 
         Raises:
-            ConversionError: the weights and the configuration are not those of one model.
+            ConversionError: If the weights do not fit the configuration.
         """
         if (self.path / GENERATION_CONFIG_NAME).is_file():
             read_json(self.path / GENERATION_CONFIG_NAME)  # transformers raises a bare TypeError
@@ -86,7 +92,7 @@ class ModelFolder:
             )
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # of transformers, torch and safetensors, each with its own
+        except Exception as error:  # transformers, torch and safetensors raise different types
             raise ConversionError(f"{self.path}: {type(error).__name__}: {reason(error)}") from error
         model, info = loaded
         if missing := sorted(info["missing_keys"]):
@@ -98,7 +104,7 @@ def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files of a model folder.
 
     Raises:
-        ConversionError: there are none, or the index names a file that is not in the folder.
+        ConversionError: If there are none, or the index names a file that is not in the folder.
     """
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     names = [SAFE_WEIGHTS_NAME]
@@ -108,11 +114,11 @@ def weight_files(folder: Path) -> list[Path]:
     if missing := [file.name for file in files if not file.is_file()]:
         if (folder / WEIGHTS_NAME).is_file():
             raise ConversionError(
-                f"{folder}: has its weights in {WEIGHTS_NAME} alone; "
-                "AutoModel...from_pretrained(FOLDER).save_pretrained(NEW) writes them as safetensors"
+                f"{folder}: has its weights only in {WEIGHTS_NAME}; "
+                "convert them with AutoModel...from_pretrained(FOLDER).save_pretrained(NEW)"
             )
         raise ConversionError(
-            f"{folder}: no {', '.join(missing[:3])}; give a folder that save_pretrained wrote, with safetensors"
+            f"{folder}: no {', '.join(missing[:3])}; use a folder of save_pretrained, with safetensors"
         )
     return files
 
@@ -125,7 +131,7 @@ def read_weight_map(index: Path) -> dict[str, str]:
     """
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not places or not all(map(_is_file_name, places.values())):
-        raise ConversionError(f"{index}: weight_map has to name files of this folder, and has {shown(places)}")
+        raise ConversionError(f"{index}: weight_map must name files of this folder, got {shown(places)}")
     return places
 
 
@@ -134,14 +140,14 @@ def _is_file_name(name: Any) -> bool:
 
 
 def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a model folder; no code in the folder is run.
+    """Return the tokenizer of a model folder, without running code of the folder.
 
     Raises:
-        ConversionError: there is none that transformers loads.
+        ConversionError: If transformers cannot load one.
     """
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # of transformers and tokenizers, which raise whatever a damaged file leads to
+    except Exception as error:  # damaged files cause exceptions of any type in transformers and tokenizers
         why = "" if isinstance(error, OSError) else f" ({type(error).__name__}: {reason(error)})"
         raise ConversionError(
             f"{folder}: no tokenizer that transformers {transformers.__version__} loads{why}"
@@ -154,7 +160,7 @@ def largest_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def position_limit(config: PreTrainedConfig) -> int | None:
-    """Return the number of positions in the model's table, None = it has no table and takes any number."""
+    """Return the number of positions of the model; None if it has no position table, and therefore no limit."""
     if isinstance(config, LunaConfig):
         return config.max_position_embeddings if config.position_embedding_type == "learned" else None
     table = getattr(config, "relative_positional_bias", None) == "simple" and not config.use_chunking
@@ -162,39 +168,39 @@ def position_limit(config: PreTrainedConfig) -> int | None:
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """Return config.json of a folder that holds a Luna or Mega model.
+    """Return config.json of a folder with a model of this package.
 
     Raises:
-        ConversionError: not such a folder; one line names the file and the way out.
+        ConversionError: If the folder does not contain one.
     """
     path = check_path(path)
     if not path.is_dir():
-        raise ConversionError(f"{path}: {'is a file, give a model folder' if path.exists() else 'no such folder'}")
+        raise ConversionError(f"{path}: {'is a file; use a model folder' if path.exists() else 'no such folder'}")
     file = path / "config.json"
     if not file.is_file():
-        raise ConversionError(f"{path}: no config.json; give a folder that save_pretrained wrote")
+        raise ConversionError(f"{path}: no config.json; use a folder of save_pretrained")
     content = read_json(file)
     model_type = content.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIGS:
         raise ConversionError(
-            f"{file}: model_type {shown(model_type)}; this version knows {', '.join(map(repr, CONFIGS))}"
+            f"{file}: model_type {shown(model_type)} is not supported; expected {', '.join(map(repr, CONFIGS))}"
         )
     if not isinstance(content.get("auto_map") or {}, dict):
-        raise ConversionError(f"{file}: auto_map {shown(content['auto_map'])} is not an object; take it out")
+        raise ConversionError(f"{file}: auto_map {shown(content['auto_map'])} is not an object; remove it")
     return content
 
 
 def read_folder(path: str | Path) -> ModelFolder:
-    """Open a folder that holds a Luna or Mega model.
+    """Open a folder with a model of this package.
 
     Raises:
-        ConversionError: not such a folder, or a damaged one; one line names the file and the way out.
+        ConversionError: If the folder does not contain one, or is damaged.
     """
     content, path = read_config(path), Path(path)
     files, file = weight_files(path), path / "config.json"
     try:
         config = CONFIGS[content["model_type"]].from_dict(content)
-    except Exception as error:  # transformers raises whatever a field of another type leads to
+    except Exception as error:  # fields of another type cause exceptions of any type
         raise ConversionError(f"{file}: {reason(error)}") from error
     names, classes = content.get("architectures") or [None], model_classes(type(config))
     name = names[0] if isinstance(names, list) else names
@@ -209,13 +215,13 @@ def _read_report(folder: Path) -> dict[str, Any] | None:
         return None
     written = read_json(file)
     if written.get("format") != 1:
-        raise ConversionError(f"{file}: format {shown(written.get('format'))} is not one that this version reads")
+        raise ConversionError(f"{file}: format {shown(written.get('format'))} is not supported; expected 1")
     wrong = [name for name, kind in _REPORT_FIELDS.items() if not isinstance(written.get(name), kind)]
     wrong += [
         name for name in _SOURCE_FIELDS if "source" not in wrong and not isinstance(written["source"].get(name), str)
     ]
     if wrong:
-        raise ConversionError(f"{file}: {', '.join(wrong)} is not as luna-mega convert writes it; convert again")
+        raise ConversionError(f"{file}: {', '.join(wrong)} is invalid; convert the checkpoint again")
     return written
 
 
@@ -232,10 +238,10 @@ def open_weights(file: Path) -> safe_open:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Return the object that a JSON file holds.
+    """Return the object in a JSON file.
 
     Raises:
-        ConversionError: it holds something else.
+        ConversionError: If the file does not contain one.
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8-sig"))

@@ -1,4 +1,4 @@
-"""The licences that the Hub knows by an identifier, https://huggingface.co/docs/hub/repositories-licenses."""
+"""Licenses with an identifier of the Hub, https://huggingface.co/docs/hub/repositories-licenses."""
 
 import re
 
@@ -20,14 +20,14 @@ _IDENTIFIERS = frozenset(
 
 
 def license_metadata(license: str | None) -> dict[str, str]:
-    """Return the metadata of a model card that state a licence.
+    """Return the metadata of a license for a model card.
 
     Args:
-        license: an identifier of the Hub ("mit"), or "other:NAME" for a licence that the Hub does not know, with a name
-            of small letters, digits, "-" and "."; None = none is stated.
+        license: Identifier of the Hub ("mit"), or "other:NAME" for any other license, with a name of lowercase letters,
+            digits, "-" and "."; None for no license.
 
     Raises:
-        ConversionError: it is neither.
+        ConversionError: If the license does not have this form.
     """
     if license is None:
         return {}
@@ -37,6 +37,6 @@ def license_metadata(license: str | None) -> dict[str, str]:
     if kind == "other" and re.fullmatch(r"[a-z0-9][a-z0-9.-]{0,99}", name):
         return {"license": "other", "license_name": name}
     raise ConversionError(
-        f"license {shown(license)}: not one of the Hub's identifiers, such as mit, apache-2.0 or cc-by-4.0; name any "
-        "other as other:NAME, with small letters, digits, - and . in NAME"
+        f"license {shown(license)} is not one of the Hub's identifiers, such as mit, apache-2.0 or cc-by-4.0; use "
+        "other:NAME for any other license, with lowercase letters, digits, - and . in NAME"
     )

@@ -1,4 +1,4 @@
-"""Paths that are read and written, and outputs that are written completely or not at all."""
+"""Checks of paths, and outputs that are written completely or not at all."""
 
 import glob
 import os
@@ -18,31 +18,31 @@ except ImportError:  # Windows has no advisory locks
 
 
 def check_path(path: str | Path) -> Path:
-    """Return the path, whose name must be text without NUL: the libraries that read and write weights take no other.
+    """Return the path if it is valid UTF-8 without NUL, as the libraries for weights require.
 
     Raises:
-        ConversionError: it is not.
+        ConversionError: If it is not.
     """
     text = os.fspath(path)
     if not is_utf8(text):
-        raise ConversionError(f"{shown(text)}: the name is not UTF-8; {locale_hint() or 'give another name'}")
+        raise ConversionError(f"{shown(text)}: the name is not UTF-8; {locale_hint() or 'use another name'}")
     if "\0" in text:
-        raise ConversionError(f"{shown(text)}: a name cannot hold a NUL; give another name")
+        raise ConversionError(f"{shown(text)}: the name contains a NUL character; use another name")
     return Path(path)
 
 
 def resolve_output(output: str | Path) -> Path:
-    """Return where an output path leads, without links.
+    """Return an output path with symbolic links resolved.
 
     Raises:
-        ConversionError: no file can have this name, its links lead in a circle, or a parent of it is a file.
+        ConversionError: If the name is invalid, its links are circular, or a parent is a file.
     """
     path = Path(os.path.realpath(check_path(output)))
     if path.is_symlink():
-        raise ConversionError(f"{output}: a link that leads in a circle; give another name")
+        raise ConversionError(f"{output}: the symbolic link is circular; use another name")
     above = next(parent for parent in path.parents if os.path.lexists(parent))
     if not above.is_dir():
-        raise ConversionError(f"{output}: {above} is not a folder; give another name")
+        raise ConversionError(f"{output}: {above} is not a folder; use another name")
     return path
 
 
@@ -50,14 +50,14 @@ def check_output(output: str | Path) -> Path:
     """Return the resolved output path, which must be absent or an empty folder.
 
     Raises:
-        ConversionError: the path is a file, or a folder with something in it, or no path.
+        ConversionError: If the path is invalid, a file, or a folder that is not empty.
     """
     output = resolve_output(output)
     if output.is_dir():
         if any(output.iterdir()):
-            raise ConversionError(f"{output}: the output folder is not empty; give a new one or remove it")
+            raise ConversionError(f"{output}: the output folder is not empty; use a new one or remove it")
     elif output.exists():
-        raise ConversionError(f"{output}: the output is a file; give a folder")
+        raise ConversionError(f"{output}: the output is a file; use a folder")
     return output
 
 
@@ -65,11 +65,11 @@ def check_new_file(output: str | Path) -> Path:
     """Return the resolved path of a file to write, which must be absent.
 
     Raises:
-        ConversionError: there is something, or the path is no path.
+        ConversionError: If the path is invalid or exists.
     """
     output = resolve_output(output)
     if output.exists():
-        raise ConversionError(f"{output}: exists already; give a new file name or remove it")
+        raise ConversionError(f"{output}: already exists; use a new file name or remove it")
     return output
 
 

@@ -137,7 +137,7 @@ def test_nothing_is_overwritten(make, tmp_path, capsys):
     )
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["dict.txt"]
     (tmp_path / "out" / "model.pt").write_text("mine")
-    assert "exists already" in fails(capsys, folder, tmp_path / "out" / "model.pt")
+    assert "already exists" in fails(capsys, folder, tmp_path / "out" / "model.pt")
     assert (tmp_path / "out" / "model.pt").read_text() == "mine"
 
 

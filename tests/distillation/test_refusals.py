@@ -307,8 +307,8 @@ def test_code_in_a_bin_file_is_not_run(zipped, tmp_path):
     [
         ({}, "no weights in model.safetensors or pytorch_model.bin; pass a checkpoint"),
         ({"pytorch_model.bin": "version https://git-lfs"}, "pytorch_model.bin: not a checkpoint"),
-        ({"pytorch_model.bin.index.json": "{}"}, "weight_map has to name files of this folder, and has None"),
-        ({"pytorch_model.bin.index.json": '{"weight_map": {"a": 1}}'}, "has to name files of this folder"),
+        ({"pytorch_model.bin.index.json": "{}"}, "weight_map must name files of this folder, got None"),
+        ({"pytorch_model.bin.index.json": '{"weight_map": {"a": 1}}'}, "must name files of this folder"),
     ],
 )
 def test_weights_that_cannot_be_read(files, message, tmp_path):

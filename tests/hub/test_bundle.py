@@ -261,7 +261,7 @@ def break_config(folder, **changes):
         (lambda folder: (folder / "config.json").unlink(), "no config.json"),
         (lambda folder: (folder / "config.json").write_text("{"), "not JSON"),
         (lambda folder: (folder / "config.json").write_text("[]"), "not a JSON object"),
-        (lambda folder: break_config(folder, model_type="bert"), "model_type 'bert'; this version knows 'luna'"),
+        (lambda folder: break_config(folder, model_type="bert"), "model_type 'bert' is not supported; expected 'luna'"),
         (lambda folder: (folder / "model.safetensors").unlink(), "no model.safetensors"),
         (
             lambda folder: (folder / "modeling_luna.py").write_text("mine"),
@@ -310,14 +310,14 @@ def test_output_at_fault(saved, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("import luna_mega.kernels.api", "write `from luna_mega.x.y import name`"),
-        ("from luna_mega.kernels.api import *", "write `from luna_mega.x.y import name`"),
-        ("from . import reference", "write `from luna_mega.x.y import name`"),
-        ("x = 1; from luna_mega.kernels.api import luna_pack", "write `from luna_mega.x.y import name`"),
-        ("operator = torch.ops.luna_mega", "`luna_mega` is used in a way"),
-        ("name = 'luna_mega::attend'", "`luna_mega` is used in a way"),
-        ("import scipy", "needs scipy"),
-        ('"""\nfrom .elsewhere import x\n"""', "looks to transformers like an import of"),
+        ("import luna_mega.kernels.api", "use `from luna_mega.x.y import name`"),
+        ("from luna_mega.kernels.api import *", "use `from luna_mega.x.y import name`"),
+        ("from . import reference", "use `from luna_mega.x.y import name`"),
+        ("x = 1; from luna_mega.kernels.api import luna_pack", "use `from luna_mega.x.y import name`"),
+        ("operator = torch.ops.luna_mega", "`luna_mega` cannot be used like this"),
+        ("name = 'luna_mega::attend'", "`luna_mega` cannot be used like this"),
+        ("import scipy", "requires scipy"),
+        ('"""\nfrom .elsewhere import x\n"""', "interprets a line of text as an import of"),
     ],
 )
 def test_source_that_no_flat_file_can_have(monkeypatch, tmp_path, line, message):

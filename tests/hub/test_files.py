@@ -47,7 +47,9 @@ def test_a_link_out_of_the_folder_is_an_error(tmp_path, name):
     fill(tmp_path / "elsewhere", ["config.json"])
     there = tmp_path / "elsewhere"
     (tmp_path / "model" / name).symlink_to(there / "config.json" if name == "README.md" else there)
-    with pytest.raises(ConversionError, match=f"{name}.*: a link out of the folder; put the file itself there"):
+    with pytest.raises(
+        ConversionError, match=f"{name}.*: the symbolic link points outside of the folder; copy the file"
+    ):
         copy_model(tmp_path / "model", tmp_path / "out")
 
 
@@ -70,7 +72,7 @@ def test_links_within_the_folder_and_the_cache_of_the_hub(tmp_path):
     assert not (tmp_path / "out" / "config.json").is_symlink()
     fill(tmp_path / "models--user--other", ["blobs/xyz"])
     (snapshot / "README.md").symlink_to("../../../models--user--other/blobs/xyz")
-    with pytest.raises(ConversionError, match="README.md: a link out of the folder"):
+    with pytest.raises(ConversionError, match="README.md: the symbolic link points outside of the folder"):
         copy_model(snapshot, tmp_path / "out")
 
 
@@ -90,7 +92,9 @@ def error(capsys, *argv):
 
 def test_bundle_follows_no_link(folder, tmp_path, capsys):
     (folder / "README.md").symlink_to("/etc/passwd")
-    assert "README.md: a link out of the folder" in error(capsys, "bundle", folder, "--output", tmp_path / "out")
+    assert "README.md: the symbolic link points outside of the folder" in error(
+        capsys, "bundle", folder, "--output", tmp_path / "out"
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -108,7 +112,7 @@ COMMANDS = [
 def test_an_index_names_files_of_its_folder(folder, places):
     (folder / "model.safetensors").rename(folder.parent / "outside.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-    with pytest.raises(ConversionError, match="weight_map has to name files of this folder"):
+    with pytest.raises(ConversionError, match="weight_map must name files of this folder"):
         read_folder(folder)
 
 
@@ -241,4 +245,4 @@ def test_an_argument_that_is_no_text(folder, argv, word, capsys):
 @pytest.mark.parametrize("word", ["mit\n# x", "a\rb", "a\x1b[0m", "a\u202eb"], ids=ascii)
 def test_a_word_is_a_word(option, word, folder, capsys):
     message = error(capsys, "convert", folder, "--output", folder.parent / "new", option, word)
-    assert f"{option[2:]} " in message and "give text without control characters" in message
+    assert f"{option[2:]} " in message and "use text without control characters" in message
