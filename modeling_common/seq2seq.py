@@ -1,4 +1,4 @@
-"""Encoder-decoders: what the body of both models and the model that generates with it have in common."""
+"""Generic encoder-decoders: the body, and the language model that generates with it."""
 
 from typing import Any
 
@@ -11,12 +11,12 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
 from luna_mega.modeling_common.cache import keeps_cache
-from luna_mega.modeling_common.heads import carried_over, find_kept
+from luna_mega.modeling_common.heads import LMHead, carried_over, find_kept
 from luna_mega.modeling_common.inputs import refuse_together
 from luna_mega.modeling_common.label_checks import given_input, validate_labels
 from luna_mega.modeling_common.labels import count_kept, keep_positions, shift_right
 from luna_mega.modeling_common.masks import drop_if_full, find_mask, read_mask
-from luna_mega.modeling_common.outputs import Seq2SeqLMOutput
+from luna_mega.modeling_common.outputs import Seq2SeqLMOutput, Seq2SeqModelOutput
 from luna_mega.modeling_common.sequence_parts import WHOLE, Parts, find_parts
 from luna_mega.modeling_common.tensor_parallel import known_rules
 
@@ -25,9 +25,9 @@ class EncoderDecoder:
     """A model of an encoder and a decoder, with a head or without."""
 
     def __init__(self, config: PreTrainedConfig):
-        super().__init__(config)
         if not config.is_encoder_decoder:
             raise ValueError(f"{type(self).__name__} needs a configuration with is_encoder_decoder=True")
+        super().__init__(config)
 
     def share_modules(self):
         """Make embeddings that are shared one module, as FSDP2 takes no weight of two modules."""
@@ -52,37 +52,24 @@ class EncoderDecoder:
 
 
 class Seq2SeqBody(EncoderDecoder):
-    """An encoder-decoder without a head: the base of a class with the modules `encoder` and `decoder` and a `forward`.
+    """Encoder-decoder without a head: two bodies of one family, `encoder` and `decoder`.
 
-    Every such `forward` takes:
-
-    Args:
-        input_ids, inputs_embeds: the source, `[B, S]` tokens or `[B, S, d]` embeddings.
-        attention_mask: `[B, S]`, 1 = keep, 0 = drop. None = the mask of `encoder_outputs` if it has one, else all
-            positions, with `input_ids` all that are not `pad_token_id`.
-        decoder_input_ids, decoder_inputs_embeds, decoder_attention_mask: the same of the target, `[B, T]`, which
-            begins with `decoder_start_token_id`.
-        encoder_outputs: the outputs of the encoder, in place of a source.
-        past_key_values: what was returned for the positions before these. It is changed in place, and has the source
-            already, which may be left out.
-        use_cache: return `past_key_values`. None = `config.use_cache`, but not in training.
-        kwargs: `output_hidden_states`, `output_attentions`, `return_dict`, `cp_group`, where encoder and decoder take
-            it (each rank passes its part of sources and targets), and options of the decoder.
-
-    It returns `last_hidden_state` `[B, T, d]`, `past_key_values` or None, `encoder_last_hidden_state` `[B, S, d]` (rows
-    at padding are meaningless), and where they are asked for `decoder_hidden_states`, `decoder_attentions`,
-    `cross_attentions`, `encoder_hidden_states` and `encoder_attentions`, a tensor a layer.
-
-    It raises `ValueError` as the encoder or the decoder, for not exactly one kind of target, for `position_ids`, and
-    for `encoder_outputs` that are not those of this encoder.
+    The class provides `make_side`, and may override `read_outputs`, `decoder_inputs` and `make_output`.
     """
 
     encoder_output_class: type[ModelOutput] = BaseModelOutput
+    body_output_class: type[Seq2SeqModelOutput] = Seq2SeqModelOutput
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config)
         if not config.shares_embeddings:
             self._tied_weights_keys = {}
+        self.encoder, self.decoder = self.make_side(config.encoder_config), self.make_side(config.decoder_config)
+        self.post_init()
+
+    def make_side(self, config: PreTrainedConfig) -> nn.Module:
+        """Return the encoder or the decoder for the configuration of this side."""
+        raise NotImplementedError
 
     def get_input_embeddings(self) -> nn.Module:
         return self.encoder.get_input_embeddings()
@@ -91,6 +78,60 @@ class Seq2SeqBody(EncoderDecoder):
         self.encoder.set_input_embeddings(value)
         if self.config.shares_embeddings:
             self.decoder.set_input_embeddings(value)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        decoder_input_ids: torch.LongTensor | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
+        encoder_outputs: ModelOutput | tuple[torch.Tensor, ...] | None = None,
+        past_key_values: EncoderDecoderCache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        decoder_inputs_embeds: torch.FloatTensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> Seq2SeqModelOutput:
+        """Encode B sources of S positions, and run the decoder over T positions of targets.
+
+        Args:
+            input_ids, inputs_embeds: The source, `[B, S]` tokens or `[B, S, d]` embeddings.
+            attention_mask: `[B, S]`, 1 = keep, 0 = drop. None = the mask of `encoder_outputs` if it has one, else all
+                positions, with `input_ids` all that are not `pad_token_id`.
+            decoder_input_ids, decoder_inputs_embeds, decoder_attention_mask: The same of the target, `[B, T]`, which
+                starts with `decoder_start_token_id`.
+            encoder_outputs: The outputs of the encoder, instead of a source.
+            past_key_values: The cache of the positions before these. It is changed in place and contains the source,
+                which may be omitted.
+            use_cache: Whether to return a cache. None = `config.use_cache`, but not in training.
+            kwargs: `output_hidden_states`, `output_attentions`, `return_dict`, options of the decoder, and `cp_group`
+                if encoder and decoder support it (each rank passes its shards of sources and targets).
+
+        Returns:
+            `last_hidden_state` `[B, T, d]`, the cache or None, `encoder_last_hidden_state` `[B, S, d]` (rows at padding
+            are meaningless), and if requested `decoder_hidden_states`, `decoder_attentions`, `cross_attentions`,
+            `encoder_hidden_states` and `encoder_attentions`, a tensor for each layer.
+
+        Raises:
+            ValueError: The errors of encoder and decoder; not exactly one kind of target; `position_ids`; or
+                `encoder_outputs` of another encoder.
+        """
+        options = self.read_options(kwargs, use_cache, decoder_input_ids, decoder_inputs_embeds)
+        source = {"input_ids": input_ids, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
+        encoded, source_mask = self.encode(source, self.read_outputs(encoder_outputs), past_key_values, options)
+        own = self.decoder_inputs(encoded, options)
+        decoded = self.decoder(
+            decoder_input_ids,
+            read_mask("decoder_attention_mask", decoder_attention_mask),
+            inputs_embeds=decoder_inputs_embeds,
+            encoder_hidden_states=encoded.last_hidden_state,
+            encoder_attention_mask=source_mask,
+            past_key_values=past_key_values,
+            **own,
+            **options,
+        )
+        return self.make_output(encoded, decoded)
 
     def read_options(self, options: dict[str, Any], use_cache: bool | None, *targets: torch.Tensor | None) -> dict:
         """Return the keyword arguments of encoder and decoder: `options`, with the defaults of this configuration.
@@ -121,16 +162,14 @@ class Seq2SeqBody(EncoderDecoder):
 
         Args:
             source: `input_ids`, `attention_mask` and `inputs_embeds`.
-            outputs: what the encoder returned before, in place of a source.
-            past: the cache of the decoder; where it is filled, the outputs may be empty.
+            outputs: the outputs of the encoder, instead of a source.
+            past: the cache of the decoder; if it is filled, the outputs may be empty.
             options: see `read_options`.
         """
         mask = source["attention_mask"] = read_mask("attention_mask", source["attention_mask"])
         given = source["input_ids"] is not None or source["inputs_embeds"] is not None
-        if isinstance(outputs, ModelOutput):
+        if outputs is not None:
             encoded = outputs
-        elif outputs:
-            encoded = BaseModelOutput(*outputs)
         elif not given and isinstance(past, EncoderDecoderCache) and past.get_seq_length() > 0:
             encoded = self.encoder_output_class()
         else:
@@ -142,29 +181,40 @@ class Seq2SeqBody(EncoderDecoder):
             mask = drop_if_full(source["input_ids"] != self.config.pad_token_id)
         return encoded, mask
 
+    def read_outputs(self, outputs: ModelOutput | tuple[torch.Tensor, ...] | None) -> ModelOutput | None:
+        """Return `encoder_outputs` with names; None if there are none."""
+        if outputs is None or isinstance(outputs, ModelOutput):
+            return outputs
+        return self.encoder_output_class(*outputs) if outputs else None
 
-def join_outputs(encoded: ModelOutput, decoded: ModelOutput) -> dict[str, Any]:
-    """Return the fields of a `Seq2SeqModelOutput` for the outputs of encoder and decoder."""
-    return {
-        "last_hidden_state": decoded.last_hidden_state,
-        "cache": decoded.cache,
-        "decoder_hidden_states": decoded.hidden_states,
-        "decoder_attentions": decoded.attentions,
-        "cross_attentions": decoded.cross_attentions,
-        "encoder_last_hidden_state": encoded.last_hidden_state,
-        "encoder_hidden_states": encoded.hidden_states,
-        "encoder_attentions": encoded.attentions,
-    }
+    def decoder_inputs(self, encoded: ModelOutput, options: dict[str, Any]) -> dict[str, Any]:
+        """Return further arguments of the decoder; removes those from `options` that it has under other names."""
+        return {}
+
+    def make_output(self, encoded: ModelOutput, decoded: ModelOutput, **fields: Any) -> Seq2SeqModelOutput:
+        """Return the output for those of encoder and decoder, with further fields of `body_output_class`."""
+        return self.body_output_class(
+            last_hidden_state=decoded.last_hidden_state,
+            cache=decoded.cache,
+            decoder_hidden_states=decoded.hidden_states,
+            decoder_attentions=decoded.attentions,
+            cross_attentions=decoded.cross_attentions,
+            encoder_last_hidden_state=encoded.last_hidden_state,
+            encoder_hidden_states=encoded.hidden_states,
+            encoder_attentions=encoded.attentions,
+            **fields,
+        )
 
 
-class Seq2SeqLM(EncoderDecoder):
-    """An encoder-decoder that generates: the base of a class that makes its body, and an output layer `lm_head`."""
-
-    lm_output_class: type[Seq2SeqLMOutput] = Seq2SeqLMOutput
+class Seq2SeqLM(EncoderDecoder, LMHead):
+    """Encoder-decoder with an output layer. The class provides `make_body` and `output_class`."""
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config)
         self.loss_type = "ForMaskedLM"  # each position has its own label
+
+    def make_head(self, config: PreTrainedConfig):
+        self.lm_head = nn.Linear(config.decoder_config.hidden_size, config.decoder_config.vocab_size, bias=False)
 
     def prepare_decoder_input_ids_from_labels(self, labels: torch.LongTensor, parts: Parts = WHOLE) -> torch.LongTensor:
         """Return decoder inputs `[B, T]` for labels `[B, T]`, see `shift_right`."""
@@ -200,28 +250,17 @@ class Seq2SeqLM(EncoderDecoder):
         Raises:
             ValueError: as the body, and for labels of other positions than those kept.
         """
-        decoder_inputs = {"input_ids": decoder_input_ids, "inputs_embeds": decoder_inputs_embeds}
-        if labels is not None:
-            if given_input(decoder_inputs) is None:
-                with refuse_together(kwargs.get("cp_group"), labels.device):
-                    if labels.dim() != 2:
-                        raise ValueError(f"`labels` must have the shape [B, T] of a target, got {list(labels.shape)}")
-                decoder_inputs["input_ids"] = labels
-            validate_labels(decoder_inputs, {"labels": labels}, kwargs, logits_to_keep)
-        parts = WHOLE if labels is None else find_parts(dict(kwargs), labels)
-        if labels is not None and decoder_input_ids is None and decoder_inputs_embeds is None:
-            config = self.get_decoder().config
-            decoder_input_ids, kept = shift_right(
-                labels, self.config.decoder_start_token_id, config.pad_token_id, parts
-            )
-            decoder_inputs["input_ids"] = decoder_input_ids
-            if decoder_attention_mask is None and find_mask(decoder_input_ids, config) is None:
-                decoder_attention_mask = kept
+        target = {
+            "input_ids": decoder_input_ids,
+            "attention_mask": decoder_attention_mask,
+            "inputs_embeds": decoder_inputs_embeds,
+        }
+        parts = WHOLE if labels is None else self.read_target(target, labels, logits_to_keep, kwargs)
         outputs = self.base_model(
             input_ids,
             attention_mask,
-            decoder_input_ids,
-            decoder_attention_mask,
+            target["input_ids"],
+            target["attention_mask"],
             encoder_outputs,
             past_key_values,
             inputs_embeds,
@@ -235,10 +274,36 @@ class Seq2SeqLM(EncoderDecoder):
         hidden_states, loss = keep_positions(outputs.last_hidden_state, logits_to_keep, parts), None
         logits = self.lm_head(hidden_states)
         if labels is not None:
-            decoder_inputs["attention_mask"] = decoder_attention_mask
-            mask = find_kept(self.get_decoder().config, decoder_inputs, outputs.last_hidden_state.shape[1])
+            mask = find_kept(self.get_decoder().config, target, outputs.last_hidden_state.shape[1])
             labels = count_kept(labels, None if mask is None else keep_positions(mask, logits_to_keep)).contiguous()
             arguments = {"logits": logits, "labels": labels, "vocab_size": logits.shape[-1]}
             kwargs.pop("cp_group", None)
             loss = parts.mean_loss(self.loss_function, labels, **arguments, **kwargs)
-        return self.lm_output_class(loss=loss, logits=logits, **carried_over(outputs, self.lm_output_class))
+        return self.output_class(loss=loss, logits=logits, **carried_over(outputs, self.output_class))
+
+    def read_target(
+        self,
+        target: dict[str, torch.Tensor | None],
+        labels: torch.LongTensor,
+        logits_to_keep: int | torch.Tensor,
+        options: dict[str, Any],
+    ) -> Parts:
+        """Check the labels, fill in the target that they are if none is given, and return its context-parallel shards.
+
+        Args:
+            target: `input_ids`, `attention_mask` and `inputs_embeds` of the decoder; changed in place.
+            labels, logits_to_keep, options: Arguments of `forward`.
+        """
+        is_given = given_input(target) is not None
+        if not is_given:
+            with refuse_together(options.get("cp_group"), labels.device):
+                if labels.dim() != 2:
+                    raise ValueError(f"`labels` must have the shape [B, T] of a target, got {list(labels.shape)}")
+        validate_labels(target if is_given else {"input_ids": labels}, {"labels": labels}, options, logits_to_keep)
+        parts = find_parts(dict(options), labels)
+        if not is_given:
+            start, config = self.config.decoder_start_token_id, self.get_decoder().config
+            target["input_ids"], kept = shift_right(labels, start, config.pad_token_id, parts)
+            if target["attention_mask"] is None and find_mask(target["input_ids"], config) is None:
+                target["attention_mask"] = kept
+        return parts

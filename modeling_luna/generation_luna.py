@@ -1,6 +1,7 @@
 """Luna models that write: `LunaForCausalLM`, and with an encoder `LunaForConditionalGeneration` (section 3.3)."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,9 +17,8 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from luna_mega.compat import with_cache_alias
 from luna_mega.modeling_common.generation import Seq2SeqGenerationMixin, StateGenerationMixin
 from luna_mega.modeling_common.heads import GenericForCausalLM
-from luna_mega.modeling_common.masks import read_mask
-from luna_mega.modeling_common.seq2seq import Seq2SeqBody, Seq2SeqLM, join_outputs
-from luna_mega.modeling_luna.cache_luna import LunaCache, LunaSeq2SeqCache
+from luna_mega.modeling_common.seq2seq import Seq2SeqBody, Seq2SeqLM
+from luna_mega.modeling_luna.cache_luna import LunaCache
 from luna_mega.modeling_luna.configuration_luna import LunaConfig, LunaSeq2SeqConfig
 from luna_mega.modeling_luna.modeling_luna import LunaModel, LunaModelOutput, LunaPreTrainedModel
 
@@ -135,67 +135,44 @@ class LunaSeq2SeqModel(Seq2SeqBody, LunaPreTrainedModel):
     _tied_weights_keys = {"decoder.embeddings.word_embeddings.weight": "encoder.embeddings.word_embeddings.weight"}
     encoder_output_class = LunaModelOutput
 
-    def __init__(self, config: LunaSeq2SeqConfig):
-        super().__init__(config)
-        self.encoder = LunaModel(config.encoder_config)
-        self.decoder = LunaModel(config.decoder_config)
-        self.post_init()
+    body_output_class = LunaSeq2SeqModelOutput
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        decoder_input_ids: torch.LongTensor | None = None,
-        decoder_attention_mask: torch.Tensor | None = None,
-        encoder_outputs: ModelOutput | tuple[torch.Tensor, ...] | None = None,
-        past_key_values: LunaSeq2SeqCache | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        decoder_inputs_embeds: torch.FloatTensor | None = None,
-        use_cache: bool | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> LunaSeq2SeqModelOutput:
-        """Encode B sources of S positions, and run the decoder over T positions of targets; see `Seq2SeqBody`."""
-        options = self.read_options(kwargs, use_cache, decoder_input_ids, decoder_inputs_embeds)
-        source = {"input_ids": input_ids, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
-        encoded, source_mask = self.encode(source, _read_outputs(encoder_outputs), past_key_values, options)
-        decoded = self.decoder(
-            decoder_input_ids,
-            read_mask("decoder_attention_mask", decoder_attention_mask),
-            inputs_embeds=decoder_inputs_embeds,
-            position_ids=options.pop("decoder_position_ids", None),
-            packed_states=encoded.packed_last_hidden_state,
-            packed_mask=encoded.packed_mask,
-            encoder_hidden_states=encoded.last_hidden_state,
-            encoder_attention_mask=source_mask,
-            past_key_values=past_key_values,
-            **options,
-        )
-        return LunaSeq2SeqModelOutput(
-            **join_outputs(encoded, decoded),
+    def make_side(self, config: LunaConfig) -> LunaModel:
+        return LunaModel(config)
+
+    def read_outputs(self, outputs: ModelOutput | tuple[torch.Tensor, ...] | None) -> LunaModelOutput | None:
+        if outputs is None or isinstance(outputs, LunaModelOutput):
+            return outputs
+        states = [value for value in outputs if isinstance(value, torch.Tensor)]
+        if not 2 <= len(states) <= 4:
+            raise ValueError(
+                "encoder_outputs must be the LunaModelOutput of the encoder, or a tuple with the states of the tokens "
+                f"and of P, got a {type(outputs).__name__} with {len(states)} tensors"
+            )
+        names = ["last_hidden_state", "packed_last_hidden_state", "packed_mask", "attention_mask"]
+        if len(states) == 3:
+            names.remove("packed_mask")
+        return LunaModelOutput(**dict(zip(names, states, strict=False)))
+
+    def decoder_inputs(self, encoded: LunaModelOutput, options: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "position_ids": options.pop("decoder_position_ids", None),
+            "packed_states": encoded.packed_last_hidden_state,
+            "packed_mask": encoded.packed_mask,
+        }
+
+    def make_output(self, encoded: LunaModelOutput, decoded: LunaModelOutput, **fields: Any) -> LunaSeq2SeqModelOutput:
+        return super().make_output(
+            encoded,
+            decoded,
             packed_last_hidden_state=decoded.packed_last_hidden_state,
             packed_hidden_states=decoded.packed_hidden_states,
             packed_mask=encoded.packed_mask,
             encoder_packed_last_hidden_state=encoded.packed_last_hidden_state,
             encoder_packed_hidden_states=encoded.packed_hidden_states,
             cross_packed_attentions=decoded.packed_attentions,
+            **fields,
         )
-
-
-def _read_outputs(outputs: ModelOutput | tuple[torch.Tensor, ...] | None) -> LunaModelOutput | None:
-    """Return the outputs of an encoder by name; None stays None."""
-    if outputs is None or isinstance(outputs, LunaModelOutput):
-        return outputs
-    states = [value for value in outputs if isinstance(value, torch.Tensor)]
-    if not 2 <= len(states) <= 4:
-        raise ValueError(
-            "encoder_outputs must be the LunaModelOutput of the encoder, or a tuple with the states of the tokens "
-            f"and of P, got a {type(outputs).__name__} with {len(states)} tensors"
-        )
-    names = ["last_hidden_state", "packed_last_hidden_state", "packed_mask", "attention_mask"]
-    if len(states) == 3:
-        names.remove("packed_mask")
-    return LunaModelOutput(**dict(zip(names, states, strict=False)))
 
 
 class LunaForConditionalGeneration(Seq2SeqLM, Seq2SeqGenerationMixin, LunaPreTrainedModel):
@@ -204,15 +181,12 @@ class LunaForConditionalGeneration(Seq2SeqLM, Seq2SeqGenerationMixin, LunaPreTra
     config_class = LunaSeq2SeqConfig
     _tied_weights_keys = {"lm_head.weight": "luna.decoder.embeddings.word_embeddings.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
-    lm_output_class = LunaSeq2SeqLMOutput
+    output_class = LunaSeq2SeqLMOutput
 
-    def __init__(self, config: LunaSeq2SeqConfig):
-        super().__init__(config)
-        self.luna = LunaSeq2SeqModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.decoder_config.vocab_size, bias=False)
+    def make_body(self, config: LunaSeq2SeqConfig) -> LunaSeq2SeqModel:
         if config.shares_embeddings:
             self._tied_weights_keys = {"lm_head.weight": "luna.encoder.embeddings.word_embeddings.weight"}
-        self.post_init()
+        return LunaSeq2SeqModel(config)
 
 
 __all__ = ["LunaForCausalLM", "LunaForConditionalGeneration", "LunaSeq2SeqModel"]

@@ -5,15 +5,13 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import initialization as init
-from transformers.modeling_outputs import ModelOutput
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
 from luna_mega.modeling_common.generation import Seq2SeqGenerationMixin, StateGenerationMixin
 from luna_mega.modeling_common.heads import GenericForCausalLM
-from luna_mega.modeling_common.masks import read_mask
-from luna_mega.modeling_common.outputs import CausalLMOutputWithCrossAttentions, Seq2SeqModelOutput
-from luna_mega.modeling_common.seq2seq import Seq2SeqBody, Seq2SeqLM, join_outputs
+from luna_mega.modeling_common.outputs import CausalLMOutputWithCrossAttentions, Seq2SeqLMOutput
+from luna_mega.modeling_common.seq2seq import Seq2SeqBody, Seq2SeqLM
 from luna_mega.modeling_mega.adaptive import MegaAdaptiveSoftmax
 from luna_mega.modeling_mega.cache_mega import MegaCache, MegaSeq2SeqCache
 from luna_mega.modeling_mega.configuration_mega import MegaConfig, MegaSeq2SeqConfig, check_tied_widths
@@ -133,40 +131,8 @@ class MegaSeq2SeqModel(Seq2SeqBody, MegaPreTrainedModel):
     config_class = MegaSeq2SeqConfig
     _tied_weights_keys = {f"decoder.{_WORDS}": f"encoder.{_WORDS}"}
 
-    def __init__(self, config: MegaSeq2SeqConfig):
-        super().__init__(config)
-        self.encoder = MegaModel(config.encoder_config, add_pooling_layer=False)
-        self.decoder = MegaModel(config.decoder_config, add_pooling_layer=False)
-        self.post_init()
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        decoder_input_ids: torch.LongTensor | None = None,
-        decoder_attention_mask: torch.Tensor | None = None,
-        encoder_outputs: ModelOutput | tuple[torch.Tensor, ...] | None = None,
-        past_key_values: MegaSeq2SeqCache | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        decoder_inputs_embeds: torch.FloatTensor | None = None,
-        use_cache: bool | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> Seq2SeqModelOutput:
-        """Encode B sources of S positions, and run the decoder over T positions of targets; see `Seq2SeqBody`."""
-        options = self.read_options(kwargs, use_cache, decoder_input_ids, decoder_inputs_embeds)
-        source = {"input_ids": input_ids, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
-        encoded, source_mask = self.encode(source, encoder_outputs, past_key_values, options)
-        decoded = self.decoder(
-            decoder_input_ids,
-            read_mask("decoder_attention_mask", decoder_attention_mask),
-            inputs_embeds=decoder_inputs_embeds,
-            encoder_hidden_states=encoded.last_hidden_state,
-            encoder_attention_mask=source_mask,
-            past_key_values=past_key_values,
-            **options,
-        )
-        return Seq2SeqModelOutput(**join_outputs(encoded, decoded))
+    def make_side(self, config: MegaConfig) -> MegaModel:
+        return MegaModel(config, add_pooling_layer=False)
 
 
 class MegaForConditionalGeneration(Seq2SeqLM, Seq2SeqGenerationMixin, MegaPreTrainedModel):
@@ -176,14 +142,12 @@ class MegaForConditionalGeneration(Seq2SeqLM, Seq2SeqGenerationMixin, MegaPreTra
     _tied_weights_keys = {"lm_head.weight": f"mega.encoder.{_WORDS}"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
 
-    def __init__(self, config: MegaSeq2SeqConfig):
-        super().__init__(config)
-        self.mega = MegaSeq2SeqModel(config)
-        decoder = self.mega.decoder.config
-        self.lm_head = nn.Linear(decoder.hidden_size, decoder.vocab_size, bias=False)
+    output_class = Seq2SeqLMOutput
+
+    def make_body(self, config: MegaSeq2SeqConfig) -> MegaSeq2SeqModel:
         if not config.shares_embeddings:
             self._tied_weights_keys = {"lm_head.weight": f"mega.decoder.{_WORDS}"}
-        self.post_init()
+        return MegaSeq2SeqModel(config)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):

@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+from transformers.utils.logging import warning_once
 
 from luna_mega.modeling_common import masks
 
@@ -18,7 +19,7 @@ def messages():
     """The messages of the module that infers masks, which logs each of them once."""
     records, handler = [], logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
-    masks.logger.warning_once.cache_clear()
+    warning_once.cache_clear()
     masks.logger.addHandler(handler)
     yield records
     masks.logger.removeHandler(handler)
