@@ -44,6 +44,12 @@ def run(model, ids=IDS, mask=None, **options):
     return model(**decoders.source(model, len(ids)), **decoders.target(model, ids, mask), **options)
 
 
+@torch.enable_grad()
+def train(model, **options):
+    model.gradient_checkpointing_enable()
+    return run(model.train(), **options)
+
+
 def ones(*shape):
     return torch.ones(shape, dtype=torch.long)
 
@@ -105,7 +111,7 @@ FORWARD = {
     ),
     "a cache with checkpoints": (
         "gradient checkpointing runs a layer twice",
-        lambda m: (m.gradient_checkpointing_enable(), m.train(), run(m, use_cache=True)),
+        lambda m: train(m, use_cache=True),
     ),
 }
 GUARDS = {f"generate: {name}": guard for name, guard in GENERATE.items()}
