@@ -1,4 +1,4 @@
-"""Luna attention: `luna_pack`, `luna_unpack`, and both with a projection between them, `luna_attention`."""
+"""Luna attention: `luna_pack`, `luna_unpack`, and `luna_attention`, which applies both with a projection in between."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +13,7 @@ from luna_mega.kernels.luna_attention import reference, sharded, torch_backend
 
 
 def _triton(ragged, query, key, value, mask, scale, dropout, cu_seqlens=None, max_seqlen=0):
-    # Imported where it is needed: the import decides whether kernels are interpreted.
+    # Imported lazily because Triton decides at import time whether kernels are interpreted.
     from luna_mega.kernels.luna_attention import triton_ops
 
     if cu_seqlens is None:
@@ -29,9 +29,9 @@ def _reference(**call):
 
 def _unsupported(query, **_):
     if query.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return f"the kernels take float32, float16 and bfloat16, not {query.dtype}"
+        return f"the kernels support float32, float16 and bfloat16, not {query.dtype}"
     if query.shape[-1] > 128:
-        return f"the kernels take head sizes up to 128, not {query.shape[-1]}"
+        return f"the kernels support head sizes up to 128, not {query.shape[-1]}"
     return None
 
 
@@ -61,26 +61,27 @@ def luna_pack(
 
     Args:
         pack_query: projected P, `[B, L, H, K]`.
-        key, value: projected context, `[B, M, H, K]`; the same tensor twice where key and value are tied.
-        mask: `[B, M]` bool, True = a context position that may be attended to; None = all.
-        dropout: probability with which a weight is dropped (the caller passes 0 in evaluation).
-        return_weights: return (output, weights `[B, H, L, M]`), computed step by step by the reference, whatever the
-            backend. Not with `cu_seqlens`.
-        backend: one of `"auto"`, `"reference"`, `"torch"`, `"triton"`; None = as `luna_mega.kernels.api.use_backend`
-            and `LUNA_MEGA_BACKEND` say. `"triton"` takes float32, float16 and bfloat16 and head sizes up to 128, and
-            leaves the calls at which PyTorch's attention is best to it.
-        cu_seqlens: `[B + 1]` int32 or int64, `[0, ..., total]`: the contexts lie end to end, `key` and `value` are `[1,
-            total, H, K]` and `mask` `[1, total]`. `pack_query` and the result have a row for every context.
-        max_seqlen: length of the longest context; None = read from `cu_seqlens`, which waits for the device.
-        shard: of the context each rank of a group has the part `key`, `value` and `mask`; `pack_query` and the result
-            are the same on all. They exchange tensors of the size of the result. Not with `cu_seqlens` nor weights.
+        key: projected context, `[B, M, H, K]`.
+        value: projected context, `[B, M, H, K]`; the same tensor as `key` if keys and values are tied.
+        mask: `[B, M]` bool, True = attend to this context position; None = all.
+        dropout: dropout probability of the weights (pass 0 in evaluation).
+        return_weights: also return the weights `[B, H, L, M]`. The reference computes them on every backend. Not
+            supported with `cu_seqlens`.
+        backend: one of `"auto"`, `"reference"`, `"torch"`, `"triton"`; None = the setting of
+            `luna_mega.kernels.api.use_backend` or `LUNA_MEGA_BACKEND`. `"triton"` supports float32, float16 and
+            bfloat16 and head sizes up to 128. It uses PyTorch's attention for calls for which that is the best kernel.
+        cu_seqlens: `[B + 1]` int32 or int64, `[0, ..., total]`, for varlen contexts: `key` and `value` are `[1, total,
+            H, K]` and `mask` is `[1, total]`. `pack_query` and the result have one row per context.
+        max_seqlen: length of the longest context; None = computed from `cu_seqlens`, which synchronizes the device.
+        shard: context-parallel shard; `key`, `value` and `mask` are this rank's part of the context. `pack_query` and
+            the result are equal on all ranks. Not supported with `cu_seqlens` or `return_weights`.
 
     Returns:
-        `[B, L, H, K]` in the dtype of `pack_query`. The softmax is computed in float32. A row whose context is masked
-        throughout is 0, with gradient 0.
+        `[B, L, H, K]` in the dtype of `pack_query`, or (output, weights) if `return_weights` is set. The softmax is
+        computed in float32. If all positions of a context are masked, the result is 0 with gradient 0.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit together, or the backend does not exist or cannot take them.
+        ValueError: if shapes, dtypes or devices do not match, or the backend does not exist or does not support them.
     """
     options = (dropout, return_weights, backend, cu_seqlens, max_seqlen, shard)
     return _attend(PACK, pack_query, key, value, mask, *options)
@@ -100,9 +101,9 @@ def luna_unpack(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Unpack for every query: softmax(Q K^T / sqrt(K)) V over the L packed rows (Luna eq. 4).
 
-    Arguments, result and errors as in `luna_pack`, with `query` `[B, T, H, K]`, `key` and `value` `[B, L, H, K]`,
-    `mask` `[B, L]` and weights `[B, H, T, L]`. With `cu_seqlens` the queries lie end to end: they and the result are
-    `[1, total, H, K]`.
+    Arguments, result and errors are those of `luna_pack`, with `query` `[B, T, H, K]`, `key` and `value` `[B, L, H,
+    K]`, `mask` `[B, L]` and weights `[B, H, T, L]`. With `cu_seqlens`, queries and result are varlen, `[1, total, H,
+    K]`.
     """
     options = (dropout, return_weights, backend, cu_seqlens, max_seqlen)
     return _attend(UNPACK, query, key, value, mask, *options)
@@ -128,18 +129,23 @@ def luna_attention(
 
     Args:
         query: `[B, T, H, K]`.
-        pack_query: `[B, L, Hp, Kp]`; pack and unpack may have different numbers of heads.
-        pack_key, pack_value: `[B, M, Hp, Kp]`, the context.
+        pack_query: `[B, L, Hp, Kp]`; pack and unpack may use different numbers of heads.
+        pack_key: keys of the context, `[B, M, Hp, Kp]`.
+        pack_value: values of the context, `[B, M, Hp, Kp]`.
         project: maps the packed context `[B, L, Hp, Kp]` to unpack key and value, `[B, L, H, K]` each.
-        context_mask, pack_mask: `[B, M]` and `[B, L]` bool, True = keep; None = all.
-        dropout, return_weights, backend: as in `luna_pack`.
-        cu_seqlens, max_seqlen: as in `luna_pack`; then queries and context are the same B sequences
-            end to end: `query` `[1, total, H, K]`, context `[1, total, Hp, Kp]` and `context_mask` `[1, total]`.
-        shard: as in `luna_pack`; each rank has a part of the queries too, and gets the output for it.
+        context_mask: `[B, M]` bool, True = keep; None = all.
+        pack_mask: `[B, L]` bool, True = keep; None = all.
+        dropout: dropout probability of the pack and unpack weights.
+        return_weights: also return the unpack and pack weights, as in `luna_pack`.
+        backend: as in `luna_pack`.
+        cu_seqlens: as in `luna_pack`. Queries and context are then the same B varlen sequences: `query` is `[1, total,
+            H, K]`, the context `[1, total, Hp, Kp]` and `context_mask` `[1, total]`.
+        max_seqlen: length of the longest sequence, as in `luna_pack`.
+        shard: as in `luna_pack`; queries and output are also sharded.
 
     Returns:
-        (output `[B, T, H, K]`, packed context `[B, L, Hp, Kp]`); with `return_weights` (these, unpack weights `[B, H,
-        T, L]`, pack weights `[B, Hp, L, M]`).
+        (output `[B, T, H, K]`, packed context `[B, L, Hp, Kp]`). If `return_weights` is set, unpack weights `[B, H, T,
+        L]` and pack weights `[B, Hp, L, M]` follow.
 
     Raises:
         ValueError: as in `luna_pack`.
@@ -155,7 +161,7 @@ def luna_attention(
     if cu_seqlens is not None:
         if query.shape[:2] != pack_key.shape[:2]:
             raise ValueError(
-                "luna_attention with cu_seqlens needs queries and context of one total length, got "
+                "luna_attention with cu_seqlens needs queries and context with the same total length, got "
                 f"{list(query.shape)} and {list(pack_key.shape)}"
             )
         if max_seqlen is None:
@@ -180,11 +186,11 @@ def _attend(op, query, key, value, mask, dropout, return_weights, backend, cu_se
 
 
 def _sdpa_is_best(query, key, value, mask) -> bool:
-    """Return whether PyTorch's flash kernels on a GPU read and write no more than they must, with and without dropout.
+    """Return whether PyTorch's flash kernels on a GPU are optimal in memory traffic, with and without dropout.
 
-    They take no mask, fill their tiles from 128 queries on, and load keys and values apart. This costs time where keys
-    and values are one tensor and most of the bytes; few keys (unpack) stay on the chip. Their backward pass adds
-    atomically, so they are not chosen where deterministic algorithms are asked for.
+    They do not support masks, fill their tiles from 128 queries on, and load keys and values separately. The separate
+    loads are slow if keys and values are one tensor and most of the bytes. A few keys (unpack) remain in on-chip
+    memory. Their backward pass uses atomics, so they are not used if deterministic algorithms are enabled.
     """
     if torch.are_deterministic_algorithms_enabled():
         return False
@@ -203,7 +209,7 @@ def _check(op, query, key, value, mask, dropout, cu_seqlens):
     if key.shape != value.shape or query.shape[2:] != key.shape[2:]:
         raise ValueError(
             f"{op}: query {list(query.shape)}, key {list(key.shape)} and value {list(value.shape)} must agree in heads "
-            "and head size, key and value in all"
+            "and head size, and key and value in all dimensions"
         )
     if cu_seqlens is None:
         if query.shape[0] != key.shape[0]:  # len() would fix the batch size of an exported program

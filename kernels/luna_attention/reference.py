@@ -1,7 +1,7 @@
-"""Luna's pack and unpack attention as the paper writes them (section 3.1, equations 3 to 5).
+"""Luna's pack and unpack attention as defined in the paper (section 3.1, equations 3 to 5).
 
-This file is the specification: every faster path is tested against it. Shapes: context `[B, M, H, K]`, packed sequence
-P `[B, L, H, K]`, query `[B, T, H, K]`. Masks are boolean, True = may be attended to.
+This file is the specification: all faster implementations are tested against it. Shapes: context `[B, M, H, K]`, packed
+sequence P `[B, L, H, K]`, query `[B, T, H, K]`. Masks are boolean, True = attend.
 """
 
 import torch
@@ -17,7 +17,7 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return softmax(scale * Q K^T) V per head, `[B, T, H, K]`, and the weights `[B, H, T, M]`.
 
-    The softmax is taken in float32 (float64 for float64 inputs). A query with no key to attend to gives 0.
+    The softmax is computed in float32 (float64 for float64 inputs). The result of a query without visible keys is 0.
     """
     scores = torch.einsum("bthk,bmhk->bhtm", query * scale, key)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))

@@ -1,8 +1,9 @@
-"""Pack attention to a context that the ranks of a group share.
+"""Context-parallel pack attention.
 
-Every rank packs its own part and knows the log-sum-exp of its scores. The ranks exchange the maximum of these, then the
-sum of exponentials and of the packed rows with that maximum: the size of P, whatever the length. A backward
-kernel that is given the result and the log-sum-exp of the whole context computes exact gradients of a part.
+Every rank packs its own shard and computes the log-sum-exp of its scores. The ranks exchange the maximum of these
+values, then the sums of exponentials and of packed rows relative to that maximum. The communication volume is the size
+of P for any length. A backward kernel that receives the result and the log-sum-exp of the complete context computes
+exact gradients of a shard.
 """
 
 from collections.abc import Callable
@@ -19,14 +20,15 @@ from luna_mega.kernels.luna_attention import torch_backend
 
 
 class Kernels(NamedTuple):
-    """How a backend packs a part.
+    """The functions with which a backend packs a shard.
 
     Args:
         forward: returns the output and the log-sum-exp `[B, H, L]` for query, key, value, mask, scale, dropout, seed.
-            Where no position of a sequence is kept the log-sum-exp need not be -inf.
-        backward: returns the gradients of query, key and value for the gradient of the output, output, log-sum-exp, and
-            the arguments of `forward`.
-        exp, log: the exponential and the logarithm of this log-sum-exp.
+            If all positions of a sequence are masked, the log-sum-exp may be any value.
+        backward: returns the gradients of query, key and value for the gradient of the output, the output, the
+            log-sum-exp and the arguments of `forward`.
+        exp: exponential in the base of the log-sum-exp.
+        log: logarithm in the base of the log-sum-exp.
     """
 
     forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -36,14 +38,14 @@ class Kernels(NamedTuple):
 
 
 def attend(kernels: Callable[..., Kernels], shard, query, key, value, mask, scale, dropout) -> torch.Tensor:
-    """Return `reference.attend` for a context of which every rank has a part, without the weights."""
+    """Return `reference.attend` for a sharded context, without the weights."""
     return _Pack.apply(query, key, value, mask, scale, dropout, shard, kernels(query, dropout))
 
 
 class _Pack(Function):
     @staticmethod
     def forward(ctx, query, key, value, mask, scale, dropout, shard: ContextShard, kernels: Kernels):
-        # The backward pass drops the same weights again. Each rank draws its own, as it has positions of its own.
+        # The backward pass drops the same weights. Each rank uses its own seed because its positions differ.
         seed = torch.randint(2**63 - 1, (1,), device=query.device) if dropout > 0.0 else None
         output, log_sum_exp = kernels.forward(query, key, value, mask, scale, dropout, seed)
         if mask is not None:
@@ -53,7 +55,7 @@ class _Pack(Function):
         weight = kernels.exp(log_sum_exp - largest)[..., None].transpose(1, 2)
         total = shard.all_reduce_sum(torch.cat([output.to(weight.dtype) * weight, weight], dim=-1))
         output, weight = total[..., :-1], total[..., -1:]
-        # A sequence without a kept position anywhere has the sum 0, and the output 0.
+        # If all positions on all ranks are masked, the sum and the output are 0.
         weight = weight.masked_fill(weight == 0.0, 1.0)
         output = (output / weight).to(query.dtype)
         log_sum_exp = largest + kernels.log(weight)[..., 0].transpose(1, 2)
@@ -81,7 +83,7 @@ def _scores(query, key, mask, scale):
 
 
 def _kept(weights, dropout, seed):
-    """Return the factors 0 or 1 / (1 - dropout) of the weights."""
+    """Return the factor of each weight: 0 or 1 / (1 - dropout)."""
     if dropout == 0.0:
         return 1.0
     generator = torch.Generator(weights.device).manual_seed(int(seed))

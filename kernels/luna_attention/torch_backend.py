@@ -1,4 +1,4 @@
-"""Pack and unpack attention in PyTorch, by the fused SDPA kernels, with memory linear in the length."""
+"""Pack and unpack attention in PyTorch, with the fused SDPA kernels and memory linear in the length."""
 
 import torch
 from torch import nn
@@ -10,21 +10,21 @@ def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float, dropout: float
 ) -> torch.Tensor:
     """Return `reference.attend` without the weights. Shapes `[B, T, H, K]`, mask `[B, M]`."""
-    # An exported program must not need this package, so export sees PyTorch's own operator.
+    # Exported programs must not depend on this package, so export uses PyTorch's own operator.
     if query.device.type != "cpu" or torch.compiler.is_exporting():
         return sdpa(query, key, value, mask, scale, dropout)
     if dropout > 0.0 and not torch.compiler.is_compiling():
         return _in_steps(query, key, value, mask, scale, dropout)
-    # The CPU kernel divides by the lengths, which ends the process.
+    # The CPU kernel divides by the lengths, which crashes the process if one is 0.
     if dropout > 0.0 or not query.numel() or not key.numel():
         return sdpa(query, key, value, mask, scale, dropout)
-    if torch.compiler.is_compiling():  # the compiler would take the kernel apart and write the weights to memory
+    if torch.compiler.is_compiling():  # the compiler would decompose the kernel and materialize the weights
         return torch.ops.luna_mega.attend(query, key, value, mask, scale)[0]
     return flash(query, key, value, mask, scale)[0]
 
 
 def _in_steps(query, key, value, mask, scale, dropout):
-    """Attend with dropout, for which PyTorch has no fused kernel on a CPU; its steps take twice as long as these."""
+    """Attend with dropout; PyTorch has no fused CPU kernel for it, and its math path is half as fast."""
     batch, _, heads, _ = query.shape
     tied = key is value
     query, key = (x.transpose(1, 2).flatten(0, 1) for x in (query, key))
@@ -44,12 +44,13 @@ def _in_steps(query, key, value, mask, scale, dropout):
 def sdpa(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float, dropout: float
 ) -> torch.Tensor:
-    """Attend with the kernel that PyTorch chooses, on any device."""
+    """Attend with the kernel selected by PyTorch, on any device."""
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if mask is None:
         output = nn.functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, scale=scale)
         return output.transpose(1, 2)
-    # Not every SDPA kernel defines a row without keys. Here such a row attends to all, and its result is set to 0.
+    # Some SDPA kernels do not define rows without visible keys. Such a row attends to all keys; its result is then set
+    # to 0.
     any_key = mask.any(dim=-1, keepdim=True)
     output = nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=(mask | ~any_key)[:, None, None, :], dropout_p=dropout, scale=scale
@@ -66,10 +67,10 @@ def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | N
 def flash(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the result of the CPU kernel of flash attention, and its log-sum-exp `[B, H, T]`.
+    """Return the result of the CPU flash attention kernel and its log-sum-exp `[B, H, T]`.
 
-    It takes `[B, H, T, K]` views of any strides, computes the softmax in float32 and gives 0 for a row without keys,
-    also as the log-sum-exp.
+    The inputs are `[B, H, T, K]` views with any strides. The softmax is computed in float32. Result and log-sum-exp are
+    0 for rows without visible keys.
     """
     output, log_sum_exp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query.transpose(1, 2),
@@ -91,7 +92,7 @@ def flash_backward(
     log_sum_exp: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of query, key and value, by the backward kernel of `flash`."""
+    """Return the gradients of query, key and value, computed with the backward kernel of `flash`."""
     gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         *(x.transpose(1, 2) for x in (grad_output, query, key, value, output)),
         log_sum_exp,

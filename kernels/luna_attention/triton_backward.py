@@ -1,4 +1,4 @@
-"""Triton backward of pack and unpack: every gradient has one owner, or partial sums in a fixed order."""
+"""Triton backward of pack and unpack; each gradient is written by one program or as partial sums in a fixed order."""
 
 import torch
 import triton
@@ -26,7 +26,7 @@ def _query_kernel(
     )
     split = tl.program_id(1).to(tl.int64)
     begin_query = tl.program_id(0) % blocks * BLOCK_Q
-    if begin_query >= count:  # beyond a ragged sequence
+    if begin_query >= count:  # past the end of a varlen sequence
         return
     t, column = begin_query + tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K)
     valid = t < count
@@ -56,7 +56,7 @@ def _query_kernel(
         dp = dot(do, tl.trans(v), None, PRECISION)
         if SEED is not None:
             dp = tl.where(undropped(SEED, threshold, matrix, t, start, BLOCK_Q, BLOCK_M), dp * rescale, 0.0)
-        # Scaled before it is rounded: float16 ends at 65504.
+        # Scaled before rounding, because float16 overflows at 65504.
         ds = (p * (dp - delta[:, None]) * scale).to(k.dtype)
         dq = dot(ds, k, dq, PRECISION)
     store_tile(DQ + split * split_rows * HEAD_SIZE + at, t, o_row, valid, column, HEAD_SIZE, dq)
@@ -70,7 +70,7 @@ def _key_kernel(
     HEAD_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr,
     QUERY_RAGGED: tl.constexpr, KEY_RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of keys and values; without V, DK has both. Tiles are transposed, `[BLOCK_M, BLOCK_Q]`.
+    """Compute the gradients of keys and values; without V, DK is their sum. Tiles are transposed, `[BLOCK_M, BLOCK_Q]`.
 
     Grid (key blocks * sequences * heads, splits of the queries), DK and DV `[splits, B, M, H, K]`.
     """
@@ -79,7 +79,7 @@ def _key_kernel(
     )
     split = tl.program_id(1).to(tl.int64)
     begin_key = tl.program_id(0) % blocks * BLOCK_M
-    if begin_key >= key_count:  # beyond a ragged sequence
+    if begin_key >= key_count:  # past the end of a varlen sequence
         return
     m, column = begin_key + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
     kept = load_kept(MASK, key_batch * keys + first_key, m, key_count)
@@ -126,7 +126,7 @@ def _key_kernel(
 
 
 def _query_configurations(call: Call) -> list[Configuration]:
-    """Return the configurations to choose from; as in the forward pass, the first spills no registers."""
+    """Return the candidate configurations; as in the forward pass, the first does not spill registers."""
     small, hopper = call.plan.block_k <= 64, triton_launch.target(call.query.device).large
     if call.query.dtype == torch.float32:
         ieee = call.plan.constants["PRECISION"] == "ieee"
@@ -151,7 +151,7 @@ def _key_configurations(call: Call) -> list[Configuration]:
 def backward(
     grad_output: torch.Tensor, output: torch.Tensor, log_sum_exp: torch.Tensor, *arguments
 ) -> list[torch.Tensor]:
-    """Return the gradients of query, key and, unless it is None, value, contiguous; `arguments` as in `forward`."""
+    """Return the contiguous gradients of query, key and, unless it is None, value; `arguments` as in `forward`."""
     call = prepare(*arguments)
     query, key, plan, grad_output = call.query, call.key, call.plan, grad_output.contiguous()
     delta = torch.empty_like(log_sum_exp)
@@ -183,7 +183,7 @@ def backward(
         run(_key_kernel, grid, configuration, tensors, key[..., 0].numel())
         return [_summed(gradient, key) for gradient in gradients]
 
-    # In this order: the first writes DELTA, which the second reads.
+    # The order matters: the first kernel writes DELTA, which the second reads.
     of_query = call.choose(_query_kernel, _query_configurations, query_gradient)
     return [of_query, *call.choose(_key_kernel, _key_configurations, key_gradients)]
 

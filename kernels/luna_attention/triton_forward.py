@@ -1,7 +1,7 @@
-"""Triton forward of pack and unpack: one kernel over splits of the keys and one that merges them.
+"""Triton forward of pack and unpack: one kernel over splits of the keys and one that merges the splits.
 
-`ragged` names the side, `"query"` or `"key"`, whose sequences lie end to end (`kernels/ragged.py`), None = neither. A
-ragged tensor has batch size 1; `cu_seqlens` bounds its sequences.
+`ragged` names the varlen side, `"query"` or `"key"` (see `kernels/ragged.py`); None = neither. A varlen tensor has
+batch size 1, and `cu_seqlens` bounds its sequences.
 """
 
 from typing import NamedTuple
@@ -26,7 +26,7 @@ from luna_mega.kernels.common.triton_tiles import (
 
 @triton.jit
 def _span(CU_SEQLENS, sequence, length, RAGGED: tl.constexpr):
-    """Return batch index, first row and number of rows of a sequence, on a side of `length` rows."""
+    """Return the batch index, first row and number of rows of a sequence, on a side of `length` rows."""
     if RAGGED:
         first = tl.load(CU_SEQLENS + sequence).to(tl.int64)
         return sequence * 0, first, (tl.load(CU_SEQLENS + sequence + 1).to(tl.int64) - first).to(tl.int32)
@@ -36,19 +36,18 @@ def _span(CU_SEQLENS, sequence, length, RAGGED: tl.constexpr):
 
 @triton.jit
 def place(CU_SEQLENS, queries, keys, heads, blocks, QUERY_RAGGED: tl.constexpr, KEY_RAGGED: tl.constexpr):
-    """Return the place of this program: matrix of weights, head; batch index, first row, number of rows of the queries
-    and of the keys."""
+    """Return this program's weight matrix and head, then batch index, first row and row count of queries and keys."""
     matrix = tl.program_id(0) // blocks
     sequence = (matrix // heads).to(tl.int64)
     batch, first, count = _span(CU_SEQLENS, sequence, queries, QUERY_RAGGED)
     key_batch, first_key, key_count = _span(CU_SEQLENS, sequence, keys, KEY_RAGGED)
-    # In 64 bits: a head times its stride may not fit 32.
+    # 64-bit, because a head times its stride may overflow 32 bits.
     return matrix, (matrix % heads).to(tl.int64), batch, first, count, key_batch, first_key, key_count
 
 
 @triton.jit
 def share(count, BLOCK: tl.constexpr):
-    """Return the first row of this split and the row behind its last, among `count` rows."""
+    """Return the first row of this split and the end of its rows (exclusive), among `count` rows."""
     length = tl.cdiv(tl.cdiv(count, BLOCK), tl.num_programs(1)) * BLOCK
     begin = tl.program_id(1) * length
     return begin, tl.minimum(begin + length, count)
@@ -62,7 +61,7 @@ def _forward_kernel(
     HEAD_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr,
     QUERY_RAGGED: tl.constexpr, KEY_RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attend over a split of the keys. V None: K serves as both and is loaded once.
+    """Attend over a split of the keys. If V is None, K is used for both and loaded once.
 
     Grid (query blocks * sequences * heads, splits of the keys).
     """
@@ -71,7 +70,7 @@ def _forward_kernel(
     )
     split = tl.program_id(1).to(tl.int64)
     begin_query = tl.program_id(0) % blocks * BLOCK_Q
-    if begin_query >= count:  # beyond a ragged sequence
+    if begin_query >= count:  # past the end of a varlen sequence
         return
     t, column = begin_query + tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K)
     valid = t < count
@@ -133,7 +132,7 @@ def _merge_kernel(
 
 
 class Plan(NamedTuple):
-    """The sizes that decide the division of a call into programs, and the constants of every kernel."""
+    """The sizes that determine how a call is divided into programs, and the constants of every kernel."""
 
     sequences: int
     heads: int
@@ -145,16 +144,16 @@ class Plan(NamedTuple):
     constants: dict
 
     def splits(self, owned: int, owned_block: int, walked: int, walked_block: int) -> int:
-        """Return the number of splits of the walked side that gives every processor two programs.
+        """Return the number of splits of the walked side that results in two programs per multiprocessor.
 
-        A split has at least four blocks: with fewer, partial results cost more than the second program gains.
+        A split has at least four blocks: with fewer, partial results cost more than the second program saves.
         """
         programs = max(1, triton.cdiv(owned, owned_block) * self.sequences * self.heads)
         return max(1, min(triton.cdiv(2 * self.processors, programs), triton.cdiv(walked, 4 * walked_block)))
 
 
 class Call(NamedTuple):
-    """The arguments of one call in the form that the kernels need."""
+    """The arguments of one call in the form required by the kernels."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -177,7 +176,7 @@ class Call(NamedTuple):
         return *sizes, self.scale, *dropping(self.dropout), *strides(self.query, self.key, self.value, number=3)
 
     def choose(self, kernel, configurations, run):
-        """Return the result of `run` for the configuration that is chosen from `configurations(call)`."""
+        """Return the result of `run` for the configuration selected from `configurations(call)`."""
         plan, precision = self.plan, self.plan.constants["PRECISION"]
         kind = [self.query.dtype, f"heads of {plan.block_k}"]
         kind += [precision] if self.query.dtype == torch.float32 else []
@@ -188,7 +187,7 @@ class Call(NamedTuple):
 
 
 def prepare(query, key, value, mask, cu_seqlens, seed, ragged, max_seqlen, scale, dropout, precision) -> Call:
-    """Return the call of the operator's arguments."""
+    """Convert the operator's arguments to a `Call`."""
     query, key, value = rows_contiguous(query, key, value)
     _, queries, heads, head_size = query.shape
     plan = Plan(
@@ -219,18 +218,18 @@ class Configuration(NamedTuple):
     stages: int
 
     def options(self) -> dict[str, int]:
-        """Return the part of a launch that the configuration decides."""
+        """Return the launch options determined by the configuration."""
         tiles = {"BLOCK_Q": self.block_q, "BLOCK_M": self.block_m}
         return tiles | {"num_warps": self.warps, "num_stages": self.stages}
 
     def fitted(self, plan: Plan) -> "Configuration":
-        """Return the configuration with blocks no larger than the sizes of the call."""
+        """Return the configuration with blocks limited to the sizes of the call."""
         block_q, block_m = block_of(plan.longest_query, self.block_q), block_of(plan.longest_key, self.block_m)
         return self._replace(block_q=block_q, block_m=block_m)
 
 
 def _configurations(call: Call) -> list[Configuration]:
-    """Return the configurations to choose from. The first spills no registers; in float32 they are full."""
+    """Return the candidate configurations. The first does not spill registers; in float32 it uses all of them."""
     small = call.plan.block_k <= 64
     if call.query.dtype == torch.float32:
         if not small:

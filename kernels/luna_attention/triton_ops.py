@@ -1,4 +1,4 @@
-"""Pack and unpack attention by Triton kernels, as custom operators."""
+"""Pack and unpack attention with Triton kernels, as custom operators."""
 
 import torch
 
@@ -15,10 +15,10 @@ INPUTS = (
 def attend(
     query, key, value, mask, scale, dropout, cu_seqlens=None, ragged: str | None = None, max_seqlen=0
 ) -> torch.Tensor:
-    """Return `reference.attend` without the weights, by the kernels for all sizes.
+    """Return `reference.attend` without the weights, computed with the kernels for all sizes.
 
-    Shapes `[B, T, H, K]`, mask `[B, M]`. With `cu_seqlens` the side that `ragged` names, `"query"` or `"key"`, is
-    `[1, total, H, K]` (a mask of keys `[1, total]`), and the other side has a row of the batch for every sequence.
+    Shapes are `[B, T, H, K]`, mask `[B, M]`. With `cu_seqlens`, the side named by `ragged` (`"query"` or `"key"`) is
+    `[1, total, H, K]` (a mask of keys `[1, total]`), and the other side has one batch row per sequence.
     """
     precision = _op.float32_precision() if query.dtype == torch.float32 else "tf32"
     value = None if key is value else value
@@ -29,12 +29,12 @@ def attend(
 
 
 def pack(query, key, value, mask, scale, dropout, seed) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the result of `attend` for dense input, and the log2-sum-exp `[B, H, T]`, without gradients."""
+    """Return the result of `attend` for dense input and the log2-sum-exp `[B, H, T]`, without gradients."""
     return torch.ops.luna_mega.luna_attention_triton(*_dense(query, key, value, mask, scale, dropout, seed))
 
 
 def pack_backward(grad_output, output, log_sum_exp, query, key, value, mask, scale, dropout, seed):
-    """Return the gradients of query, key and value; where the value is the key, the gradient of the key holds both."""
+    """Return the gradients of query, key and value; if value is key, the gradient of the key is the sum of both."""
     gradients = torch.ops.luna_mega.luna_attention_triton_backward(
         grad_output, output, log_sum_exp, *_dense(query, key, value, mask, scale, dropout, seed)
     )

@@ -1,4 +1,4 @@
-"""Megalodon's norm over time: `timestep_norm` over a sequence or a segment, `timestep_norm_step` over one position."""
+"""Megalodon's timestep norm: `timestep_norm` for a sequence or a segment, `timestep_norm_step` for one position."""
 
 import torch
 
@@ -10,7 +10,7 @@ from luna_mega.kernels.timestep_norm.reference import TimestepNormState, empty_s
 
 
 def _triton(x, groups, **call):
-    # Imported where it is needed: the import decides whether kernels are interpreted.
+    # Imported lazily because Triton decides at import time whether kernels are interpreted.
     from luna_mega.kernels.timestep_norm import triton_ops
 
     return triton_ops.timestep_norm(x, groups, **call)
@@ -57,38 +57,41 @@ def timestep_norm(
 ) -> torch.Tensor | tuple[torch.Tensor, TimestepNormState]:
     """Normalize every group of features by mean and variance of all positions so far (Megalodon section 3.3).
 
-    The D features of a position are G groups of neighbours. M_t and S_t are mean and variance of all features of a
-    group at the positions up to t, t included, and y_t = (x_t - M_t) / sqrt(S_t + eps) * weight + bias.
+    The D features of a position are divided into G groups of adjacent features. M_t and S_t are the mean and variance
+    of all features of a group at the positions up to and including t: y_t = (x_t - M_t) / sqrt(S_t + eps) * weight +
+    bias.
 
-    The statistics are float64 from the means and variances of single positions on, for every dtype of x, and so is the
-    state. One position after the other gives the result of one call to 1e-5 after a million positions: in float32 the
-    step of the mean, 1 / t of a distance, would be rounded away. They are a small part of the work, 2 G numbers for D.
+    Statistics and state are float64 for every dtype of x. Stepwise evaluation matches a single call to 1e-5 after a
+    million positions; in float32, the update of the mean by 1 / t of a distance would be rounded away. The extra cost
+    is small because there are only 2 G statistics for D features.
 
     Args:
         x: `[B, T, D]`, T at least 1.
         groups: G, a divisor of D.
-        weight, bias: `[D]`; None = 1 and 0.
-        eps: is added to the variance.
-        mask: `[B, T]` bool, True = keep; None = all. At other positions y is 0, and the statistics stand still.
-        initial_state: the statistics before the first position, means and variances in float64 or float32; None = none.
-            With a count of 0 its mean and variance count for nothing.
-        return_state: return the statistics of all positions as well.
-        cu_seqlens: `[S + 1]` int32 or int64: x is S sequences laid end to end, `[1, total, D]`, the mask `[1, total]`,
-            sequence s is `[cu_seqlens[s], cu_seqlens[s+1])`; states are then of S sequences, and each sequence has the
-            same result as alone.
-        max_seqlen: length of the longest sequence; None = read from `cu_seqlens`, which waits for the device.
-        shard: x and the mask are this process's part of longer sequences, and the result is the norm of the whole at
-            these positions; the processes exchange their statistics, 2 G + 1 numbers for each sequence. None = x is
-            all. Without states and `cu_seqlens`.
-        backend: one of `"auto"`, `"reference"`, `"torch"`, `"triton"`; None = as `luna_mega.kernels.api.use_backend`
-            and `LUNA_MEGA_BACKEND` say. Triton has no kernels for float64. Ragged sequences are filled up.
+        weight: `[D]`; None = 1.
+        bias: `[D]`; None = 0.
+        eps: value added to the variance.
+        mask: `[B, T]` bool, True = keep; None = all. At masked positions y is 0 and the statistics do not change.
+        initial_state: the statistics before the first position, with mean and variance in float64 or float32; None =
+            no earlier positions. If the count is 0, mean and variance are ignored.
+        return_state: also return the statistics of all positions.
+        cu_seqlens: `[S + 1]` int32 or int64, for S varlen sequences: x is `[1, total, D]`, the mask `[1, total]`, and
+            sequence s is `[cu_seqlens[s], cu_seqlens[s+1])`. States have S rows. Each result equals that of a separate
+            call.
+        max_seqlen: length of the longest sequence; None = computed from `cu_seqlens`, which synchronizes the device.
+        shard: context-parallel shard; x and the mask are this rank's part of longer sequences. The ranks exchange
+            their statistics, 2 G + 1 numbers per sequence. None = x is complete. Not supported with states or
+            `cu_seqlens`.
+        backend: one of `"auto"`, `"reference"`, `"torch"`, `"triton"`; None = the setting of
+            `luna_mega.kernels.api.use_backend` or `LUNA_MEGA_BACKEND`. Triton does not support float64. Varlen
+            sequences are padded.
 
     Returns:
-        `[B, T, D]` in the dtype of `x`; with `return_state` (that, a `TimestepNormState`). Gradients flow through mean
-        and variance of both states.
+        `[B, T, D]` in the dtype of `x`, or (output, `TimestepNormState`) if `return_state` is set. Gradients flow
+        through mean and variance of both states.
 
     Raises:
-        ValueError: shapes or dtypes do not fit together, or the backend does not exist or cannot run the call.
+        ValueError: if shapes or dtypes do not match, or the backend does not exist or does not support the call.
 
     Example:
         >>> import torch
@@ -126,9 +129,9 @@ def timestep_norm_step(
     mask: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, TimestepNormState]:
-    """Continue `timestep_norm` by one position x `[B, D]`: return y `[B, D]` and the next state.
+    """Apply `timestep_norm` to one further position x `[B, D]`; return y `[B, D]` and the next state.
 
-    Arguments and errors as in `timestep_norm`, with `mask` `[B]`. The given state is not changed.
+    Arguments and errors are those of `timestep_norm`, with `mask` `[B]`. The given state is not modified.
     """
     check_position("timestep_norm_step", x, mask, "features")
     _check("timestep_norm_step", x, groups, weight, bias)
@@ -140,7 +143,7 @@ def timestep_norm_step(
 def _check(op, x, groups, weight, bias):
     features = x.shape[-1]
     if groups < 1 or features % groups:
-        raise ValueError(f"{op}: {groups} groups do not divide {features} features")
+        raise ValueError(f"{op}: {groups} groups do not divide {features} features; choose a divisor")
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None and tensor.shape != (features,):
             raise ValueError(f"{op} needs a {name} of shape {[features]}, got {list(tensor.shape)}")
@@ -149,7 +152,7 @@ def _check(op, x, groups, weight, bias):
 
 
 def _checked_state(op, x, groups, state, sequences):
-    """Return the state in float64, without what a count of 0 leaves behind."""
+    """Return the state in float64, with mean and variance 0 if the count is 0."""
     if state is None:
         return empty_state(x, groups, sequences)
     count, *rest = state

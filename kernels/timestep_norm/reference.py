@@ -1,7 +1,7 @@
-"""The norm over time as Megalodon's code computes it (Megalodon, section 3.3), one position after the other.
+"""Timestep norm as computed by Megalodon's code (Megalodon, section 3.3), one position at a time.
 
-This file is the specification: every faster path is tested against it. Shapes: input `[B, T, D]`, cut into G groups of
-D / G neighbours; counts `[B]`, means and variances `[B, G]`. Masks are boolean, True = keep.
+This file is the specification: all faster implementations are tested against it. Shapes: input `[B, T, D]`, divided
+into G groups of D / G adjacent features; counts `[B]`, means and variances `[B, G]`. Masks are boolean, True = keep.
 """
 
 from typing import NamedTuple
@@ -12,9 +12,9 @@ import torch
 class TimestepNormState(NamedTuple):
     """The statistics of all positions so far.
 
-    count `[B]` int64: the number of positions; mean, variance `[B, G]` float64: of all features of a group at all of
-    them, the variance with the number of features as its divisor. Float32, which a call takes as well, could not
-    follow single positions: at a million of them a step of 1 / count is less than its rounding error.
+    `count` `[B]` int64 is the number of positions. `mean` and `variance`, `[B, G]` float64, are those of all features
+    of a group at all positions; the variance is biased. Calls also accept float32, but at a million positions an update
+    by 1 / count is below its rounding error.
     """
 
     count: torch.Tensor
@@ -23,7 +23,7 @@ class TimestepNormState(NamedTuple):
 
 
 def empty_state(x: torch.Tensor, groups: int, sequences: int) -> TimestepNormState:
-    """Return the statistics of no position."""
+    """Return the statistics of zero positions."""
     zeros = x.new_zeros(sequences, groups, dtype=torch.float64)
     return TimestepNormState(x.new_zeros(sequences, dtype=torch.int64), zeros, zeros.clone())
 
@@ -37,14 +37,14 @@ def step(
     eps: float,
     mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, TimestepNormState]:
-    """Return y and the statistics with one more position, x `[B, D]`, mask `[B]`; where masked y = 0 and they stand."""
+    """Return y and the statistics after one position x `[B, D]`; if masked, y is 0 and the statistics do not change."""
     count, mean, variance = state
     kept = x if mask is None else x.masked_fill(~mask[:, None], 0.0)
     kept = kept.to(mean.dtype).unflatten(1, (groups, -1))
     now, spread = kept.mean(-1), kept.var(-1, correction=0)
     next_count = count + 1
     share = 1.0 / next_count[:, None].to(mean.dtype)
-    # With a count of 0 the statistics before count for nothing, whatever they are.
+    # If the count is 0, the previous statistics are ignored, whatever their values.
     mean, variance = (torch.where(count[:, None] == 0, 0.0, x) for x in (mean, variance))
     away = now - mean
     next_mean = mean + away * share
@@ -72,7 +72,7 @@ def timestep_norm(
     mask: torch.Tensor | None = None,
     initial_state: TimestepNormState | None = None,
 ) -> tuple[torch.Tensor, TimestepNormState]:
-    """Return the results of `step` at all positions, and the statistics of all of them."""
+    """Return the results of `step` at all positions, and the final statistics."""
     state = empty_state(x, groups, x.shape[0]) if initial_state is None else initial_state
     outputs = []
     for t in range(x.shape[1]):

@@ -1,4 +1,4 @@
-"""The norm of sequences whose parts lie on several processes, which exchange their statistics and nothing else."""
+"""Context-parallel timestep norm; the ranks exchange only their statistics."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from luna_mega.kernels.timestep_norm.reference import TimestepNormState
 
 
 def norm(run: Callable, shard: ContextShard, x, groups, mask, initial_state, **call):
-    """Return the norm at this process's positions of the whole sequence, and the statistics so far."""
+    """Return the norm of the complete sequence at this rank's positions, and the statistics so far."""
     shard.check("timestep_norm", x.shape[1])
     kept = x if mask is None else x.masked_fill(~mask[..., None], 0.0)
     dtype = torch.promote_types(x.dtype, torch.float32)
@@ -17,7 +17,7 @@ def norm(run: Callable, shard: ContextShard, x, groups, mask, initial_state, **c
     weights = torch.ones_like(means[..., :1]) if mask is None else mask[..., None]
     part = _pooled(weights.double().expand_as(means), means.double(), variances.double(), 1)
     weights, means, variances = shard.all_gather(torch.stack(part)).unbind(1)
-    # The later parts count for nothing, but all ranks use the tensors of all.
+    # Later shards have weight 0, but all ranks must use the tensors of all ranks.
     earlier = torch.arange(shard.size, device=x.device)[:, None, None] < shard.rank
     weight, mean, variance = _pooled(weights * earlier, means, variances, 0)
     state = TimestepNormState(weight[:, 0].long(), mean, variance)
@@ -25,7 +25,7 @@ def norm(run: Callable, shard: ContextShard, x, groups, mask, initial_state, **c
 
 
 def _pooled(weights, means, variances, dim):
-    """Return the sum of the weights, and mean and variance of all that these weights, means and variances are of."""
+    """Return the sum of the weights and the pooled mean and variance."""
     total = weights.sum(dim)
     shares = weights / total.clamp(min=1.0).unsqueeze(dim)
     mean = (shares * means).sum(dim)

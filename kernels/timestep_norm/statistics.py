@@ -1,18 +1,19 @@
-"""The statistics of all positions so far, from mean and variance of the groups at every position; all in float64.
+"""Statistics of all positions so far from the group mean and variance of every position, in float64.
 
-n_t is the number of kept positions, m_t and v_t mean and variance of a group at one of them, M_t and S_t those of all:
+n_t is the number of kept positions; m_t and v_t are the mean and variance of a group at one position, M_t and S_t those
+of all positions up to t:
 
     n_t M_t = n_0 M_0 + sum_k m_k
     n_t S_t = n_0 S_0 + sum_k (v_k + (1 - 1 / n_k) (m_k - M_{k-1})^2)
 
-Nothing in the second sum is negative, so that no digits are lost however large the mean is.
+No term of the second sum is negative, so there is no cancellation, even if the mean is large.
 """
 
 import torch
 
 
 def counts(count: torch.Tensor, mask: torch.Tensor | None, length: int) -> torch.Tensor:
-    """Return the number of kept positions up to each, `[B, T, 1]` float64, at least 1; `count` `[B]`: before them."""
+    """Return the number of kept positions up to each one, `[B, T, 1]` float64, at least 1, with initial `count`."""
     if mask is None:
         kept = torch.arange(1, length + 1, device=count.device).expand(len(count), -1)
     else:
@@ -21,9 +22,9 @@ def counts(count: torch.Tensor, mask: torch.Tensor | None, length: int) -> torch
 
 
 def over_time(count, mean, variance, number, means, variances, mask) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return M_t and n_t S_t, `[B, T, G]`, of m_t and v_t, `[B, T, G]`.
+    """Return M_t and n_t S_t, `[B, T, G]`, for m_t and v_t, `[B, T, G]`.
 
-    `count`, `mean`, `variance`: n_0 `[B]`, M_0 and S_0 `[B, G]`; `number`: n_t `[B, T, 1]`.
+    `count`, `mean`, `variance` are n_0 `[B]`, M_0 and S_0 `[B, G]`; `number` is n_t `[B, T, 1]`.
     """
     so_far = _kept(means, mask).cumsum(1).add_((count[:, None] * mean)[:, None]).div_(number)
     squares = distances(means, mean[:, None], so_far, mask).square()
@@ -32,7 +33,7 @@ def over_time(count, mean, variance, number, means, variances, mask) -> tuple[to
 
 
 def distances(means, first, mean, mask):
-    """Return m_t - M_{t-1}, 0 where masked; `first` `[B, 1, G]` is M_0, `mean` are M_1 to M_T."""
+    """Return m_t - M_{t-1}, 0 if masked; `first` `[B, 1, G]` is M_0, `mean` is M_1 to M_T."""
     return _kept(means - torch.cat((first, mean), 1)[:, : mean.shape[1]], mask)
 
 

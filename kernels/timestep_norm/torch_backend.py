@@ -1,4 +1,4 @@
-"""The norm over time in PyTorch: blocks of positions that stay in the cache, and sums over time in float64."""
+"""Timestep norm in PyTorch: blocks of positions that fit the cache, and float64 sums over time."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,7 +9,7 @@ import torch
 from luna_mega.kernels.timestep_norm.reference import TimestepNormState
 from luna_mega.kernels.timestep_norm.statistics import counts, distances, over_time
 
-# Elements of x in one block, which several tensors of this size share the processor's cache with.
+# Elements of x in one block; several tensors of this size must fit the processor's cache together.
 BLOCK = 1 << 19
 INPUTS = (
     "Tensor x, Tensor? weight, Tensor? bias, Tensor? mask, Tensor count, Tensor mean, Tensor variance, int groups, "
@@ -18,7 +18,7 @@ INPUTS = (
 
 
 def timestep_norm(x, groups, weight=None, bias=None, eps=1e-5, mask=None, initial_state=None, run=None):
-    """Return `reference.timestep_norm`; `run`: the operator, None = the one of this file."""
+    """Return `reference.timestep_norm`; `run` is the operator, None = this file's."""
     count, mean, variance = initial_state
     if run is None:
         run = _in_program if torch.compiler.is_exporting() else _operator
@@ -27,7 +27,7 @@ def timestep_norm(x, groups, weight=None, bias=None, eps=1e-5, mask=None, initia
 
 
 def step(x, state, groups, weight, bias, eps, mask):
-    """Return `reference.step` in few operations: of one position, each takes as long as it takes to call it."""
+    """Return `reference.step` in few operations, because call overhead dominates for one position."""
     dtype, count = _dtype(x, weight), state.count + (1 if mask is None else mask)
     share = count.double().reciprocal()[:, None]
     rows = x.to(dtype)
@@ -45,7 +45,7 @@ def step(x, state, groups, weight, bias, eps, mask):
 
 
 def _in_program(x, weight, bias, mask, count, mean, variance, groups, eps):
-    """Compute the operator by plain ones, for exported programs."""
+    """Compute the operator with native PyTorch operators, for exported programs."""
     number = counts(count, mask, x.shape[1])
     rows = x.to(_dtype(x, weight))
     rows = rows if mask is None else rows.masked_fill(~mask[..., None], 0.0)
@@ -64,12 +64,12 @@ def _in_program(x, weight, bias, mask, count, mean, variance, groups, eps):
 
 
 def _dtype(x, weight):
-    """Return float32, or float64 where one of both is."""
+    """Return float32, or float64 if one of them is float64."""
     return torch.promote_types(torch.float32, x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype))
 
 
 def _affine(y, weight, bias, into=None):
-    """Return y times weight plus bias, written `into` a tensor where there is one."""
+    """Return y times weight plus bias, written to `into` if given."""
     out = into if into is not None and into.dtype == y.dtype else None
     if weight is not None:
         y = torch.mul(y, weight, out=out) if bias is None else torch.addcmul(bias, y, weight, out=out)
@@ -79,10 +79,10 @@ def _affine(y, weight, bias, into=None):
 
 
 def _blocks(rows, groups, dtype, tensors):
-    """Yield slices of rows `[R, D]`, and as many tensors `[R, G, D / G]` for each as asked for.
+    """Yield slices of rows `[R, D]`, each with `tensors` scratch tensors `[R, G, D / G]`.
 
-    On a CPU, what one slice is about stays in the cache. The tensors are those of the slice before: new memory for each
-    would take longer than what is computed in it.
+    On CPU a slice and its tensors fit the cache. The tensors of the previous slice are reused, because allocation would
+    take longer than the computation.
     """
     total, features = rows.shape
     size = min(total, max(1, BLOCK // max(features, 1)) if rows.device.type == "cpu" else total)
@@ -93,13 +93,13 @@ def _blocks(rows, groups, dtype, tensors):
 
 
 def _rows(x, mask, *of_groups):
-    """Return x `[B, T, D]` as rows `[R, D]`, the mask `[R]`, and numbers of groups `[B, T, G]` as `[R, G, 1]`."""
+    """Return x `[B, T, D]` as rows `[R, D]`, the mask as `[R]`, and per-group numbers `[B, T, G]` as `[R, G, 1]`."""
     numbers = (number.reshape(-1, number.shape[2], 1) for number in of_groups)
     return x.reshape(-1, x.shape[2]), None if mask is None else mask.reshape(-1), *numbers
 
 
 def _of_block(rows, kept, block, scratch):
-    """Return a block of rows in groups, 0 where masked, in the dtype of the scratch, which it may be written to."""
+    """Return a block of rows in groups, 0 if masked, in the dtype of the scratch tensor, which may be overwritten."""
     rows = rows[block].view(scratch.shape)
     if kept is None and rows.dtype == scratch.dtype:
         return rows
@@ -108,7 +108,7 @@ def _of_block(rows, kept, block, scratch):
 
 
 def _means(rows):
-    """Return the means of the last dimension, as a product: faster than a sum of short rows."""
+    """Return the means of the last dimension as a matrix product, which is faster than summing short rows."""
     return rows @ rows.new_full(rows.shape[-1:], 1.0 / rows.shape[-1])
 
 
@@ -118,15 +118,16 @@ def _column_sums(rows):
 
 
 class Passes(NamedTuple):
-    """The passes over all features, `[R, D]`; what is done with the numbers of groups between them is the same for all
-    backends. `kept` `[R]` is a mask; numbers of groups are `[R, G, 1]`, or made as `[R, G]`.
+    """The passes over all features `[R, D]` of a backend; all backends share the computation between the passes.
 
-    moments: (rows, kept, groups, dtype) to mean and variance of the groups of each row.
-    apply: (rows, kept, means, rstds, weight, bias) to (rows - means) rstds weight + bias, 0 where masked.
-    sums: (gradients, rows, kept, means, rstds, weight, bias) to the means over the features of a group of gradients
-    rstds weight, and of that times rows - means; and the gradients of weight and bias, empty for None.
-    apply_backward: (gradients, rows, kept, stretches, shifts, rstds, weight) to gradients rstds weight + rows stretches
-    + shifts.
+    `kept` `[R]` is a mask. Per-group numbers are `[R, G, 1]` as inputs and `[R, G]` as outputs.
+
+    moments: maps (rows, kept, groups, dtype) to the mean and variance of the groups of each row.
+    apply: maps (rows, kept, means, rstds, weight, bias) to (rows - means) rstds weight + bias, 0 if masked.
+    sums: maps (gradients, rows, kept, means, rstds, weight, bias) to the group means of gradients rstds weight, and of
+    that times rows - means, and the gradients of weight and bias (empty for None).
+    apply_backward: maps (gradients, rows, kept, stretches, shifts, rstds, weight) to gradients rstds weight + rows
+    stretches + shifts.
     """
 
     moments: Callable
@@ -147,7 +148,7 @@ def _moments(rows, kept, groups, dtype):
 
 def _apply(rows, kept, means, rstds, weight, bias):
     y, groups = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device), means.shape[1]
-    wide = rows.dtype == means.dtype  # what is made of a block then stands where the result is to be
+    wide = rows.dtype == means.dtype  # intermediate values of a block are then stored in the result
     for block, scratch in _blocks(rows, groups, means.dtype, 0 if wide else 1):
         around = y[block].unflatten(1, (groups, -1)) if wide else scratch[0]
         torch.sub(_of_block(rows, kept, block, around), means[block], out=around)
@@ -188,8 +189,10 @@ def _apply_backward(gradients, rows, kept, stretches, shifts, rstds, weight):
 
 
 def _forward(passes, x, weight, bias, mask, count, mean, variance, groups, eps):
-    """Return the result; of every position its own means, those of all so far and their 1 / deviation, `[B, T, G]`; and
-    the last statistics."""
+    """Return the result, three statistics per position for the backward pass, and the last mean and variance.
+
+    The statistics `[B, T, G]` are the means of single positions, the means of all positions so far and their rstd.
+    """
     dtype, shape = _dtype(x, weight), (*x.shape[:2], groups)
     rows, kept = _rows(x, mask)
     own, spread = passes.moments(rows, kept, groups, dtype)
@@ -213,12 +216,12 @@ def _backward(
     passes, gradient, grad_mean, grad_variance, own, means, rstd,
     x, weight, bias, mask, count, mean, variance, groups, eps,
 ):  # fmt: skip
-    """Return the gradients of x, weight, bias, and the first mean and variance; empty where the input is None."""
+    """Return the gradients of x, weight, bias and the initial mean and variance; empty if the input is None."""
     dtype, width = rstd.dtype, x.shape[2] // groups
     rows, kept, middles, rstds = _rows(x, mask, means.to(dtype), rstd)
     gradients = gradient.reshape(rows.shape)
     *made, grad_weight, grad_bias = passes.sums(gradients, rows, kept, middles, rstds, weight, bias)
-    # Means over the features of a group, so that all gradients of m and v are those of a feature.
+    # Means over the features of a group, so that the gradients of m and v are per feature.
     made = (numbers.view(means.shape).double() for numbers in made)
     number = counts(count, mask, x.shape[1])
     last = [
@@ -227,7 +230,7 @@ def _backward(
     ]
     away = distances(own.double(), mean[:, None], means, mask)
     of_own, of_spread, before = _back_in_time(*made, rstd, away, number, last, mask)
-    # The gradient of x is that of x - M, and of_own + 2 of_spread (x - m).
+    # The gradient of x is that of x - M, plus of_own + 2 of_spread (x - m).
     stretch = of_spread.mul(2.0)
     *_, shifts, stretches = _rows(x, None, (of_own - stretch * own).to(dtype), stretch.to(dtype))
     grad_x = passes.apply_backward(gradients, rows, kept, stretches, shifts, rstds, weight)
@@ -245,10 +248,11 @@ def _backward_fake(
 
 
 def _back_in_time(sums, products, rstd, away, number, last, mask):
-    """Return the gradients of the means and of the variances of single positions, `[B, T, G]`, and of what was before.
+    """Return the gradients of the means and variances of single positions, `[B, T, G]`, and of the initial statistics.
 
-    `sums`, `products`: of the gradient of x - M, and of it times x - M. `away`: m_t - M_{t-1}. `last`: the gradients
-    of n M and n S behind the last position; those of n M and n S before the first come back, and of M there alone.
+    `sums` and `products` are those of the gradient of x - M, and of that times x - M. `away` is m_t - M_{t-1}. `last`
+    holds the gradients of n M and n S after the last position. The initial gradients are those of n M, n S and M before
+    the first position.
     """
     share = 1.0 / number
     of_total = _sums_from_end(-0.5 * rstd.double().square() * products * share, last[1])
@@ -263,13 +267,13 @@ def _back_in_time(sums, products, rstd, away, number, last, mask):
 
 
 def _sums_from_end(x, last):
-    """Return the sums from every position to the end, of x `[B, T, G]` and, behind the end, `last` `[B, G]`."""
+    """Return the sums from every position to the end, of x `[B, T, G]` followed by `last` `[B, G]`."""
     before = x.cumsum(1).sub_(x)
     return (before[:, -1:] + x[:, -1:] + last[:, None]) - before
 
 
 def operator(name: str, passes: Passes) -> Callable:
-    """Return the operator `luna_mega::name` with its backward, by these passes."""
+    """Return the operator `luna_mega::name` and its backward, computed with these passes."""
     forward = torch.library.custom_op(
         f"luna_mega::{name}",
         partial(_forward, passes),

@@ -1,7 +1,7 @@
-"""The passes of the norm over time over all features, in Triton, and one position in one launch.
+"""The passes of timestep norm over all features in Triton, and a single-launch kernel for one position.
 
-A program has a tile of rows of one group of features, `[BLOCK_R, BLOCK_W]`. The statistics between the passes are sums
-over time of 2 G numbers for each position, in float64, which PyTorch's own operators compute.
+A program processes a tile of rows of one group of features, `[BLOCK_R, BLOCK_W]`. Between the passes, PyTorch operators
+compute float64 sums over time of 2 G numbers per position.
 """
 
 import torch
@@ -10,15 +10,15 @@ import triton.language as tl
 
 from luna_mega.kernels.common import triton_launch
 
-# Elements of a tile.
+# Elements per tile.
 TILE = 4096
-# Tiles that a program of the backward pass sums the gradients of weight and bias over.
+# Number of tiles over which a program of the backward pass sums the gradients of weight and bias.
 TILES = 8
 
 
 @triton.jit
 def _tile(first, total, KEPT, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr):
-    """Return the rows of a tile, the features in the group, which rows are there and which of them are kept."""
+    """Return the rows of a tile, the features in the group, and masks of valid rows and of kept rows."""
     row = first.to(tl.int64) + tl.arange(0, BLOCK_R)
     feature = tl.arange(0, BLOCK_W)
     there = row < total
@@ -33,7 +33,7 @@ def _moments_kernel(
     X, KEPT, MEAN, SPREAD, total, groups, width,
     BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """Write mean and variance of a group of features of every row. Program `(tile of rows, group)`."""
+    """Write mean and variance of a feature group of every row. Program `(tile of rows, group)`."""
     group = tl.program_id(1)
     row, feature, there, kept = _tile(tl.program_id(0) * BLOCK_R, total, KEPT, BLOCK_R, BLOCK_W)
     inside = kept[:, None] & (feature < width)[None, :]
@@ -50,7 +50,7 @@ def _apply_kernel(
     X, KEPT, MEAN, RSTD, WEIGHT, BIAS, Y, total, groups, width,
     BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """Write (x - mean) rstd weight + bias, 0 where masked. Program `(tile of rows, group)`."""
+    """Write (x - mean) rstd weight + bias, 0 if masked. Program `(tile of rows, group)`."""
     group = tl.program_id(1)
     row, feature, there, kept = _tile(tl.program_id(0) * BLOCK_R, total, KEPT, BLOCK_R, BLOCK_W)
     inside = kept[:, None] & (feature < width)[None, :]
@@ -72,8 +72,10 @@ def _sums_kernel(
     DY, X, KEPT, MEAN, RSTD, WEIGHT, SUMS, PRODUCTS, WEIGHT_SUMS, BIAS_SUMS, total, groups, width,
     BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Write the means over a group of dy rstd weight and of that times x - mean, and this program's part of the
-    gradients of weight and bias. Program `(TILES tiles of rows, group)`."""
+    """Write the group means of dy rstd weight and of that times x - mean, and partial gradients of weight and bias.
+
+    Program `(TILES tiles of rows, group)`.
+    """
     group, part = tl.program_id(1), tl.program_id(0)
     of_weight = tl.zeros([BLOCK_W], tl.float32)
     of_bias = tl.zeros([BLOCK_W], tl.float32)
@@ -129,7 +131,7 @@ def _step_kernel(
     X, COUNT, MEAN, SPREAD, WEIGHT, BIAS, KEPT, Y, NEXT_COUNT, NEXT_MEAN, NEXT_SPREAD, groups, width, eps,
     BLOCK_G: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """Take one position. Program `(block of groups, row of the batch)`; statistics are float64."""
+    """Process one position. Program `(block of groups, batch row)`; statistics are float64."""
     batch = tl.program_id(1).to(tl.int64)
     group, feature = tl.program_id(0) * BLOCK_G + tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_W)
     there = group < groups
@@ -167,7 +169,7 @@ def _step_kernel(
 
 
 def _sizes(total, groups, width):
-    """Return the arguments of all kernels of rows, their tile, and the number of tiles."""
+    """Return the shared arguments of the row kernels, their tile, and the number of tiles."""
     block_w = triton.next_power_of_2(width)
     block_r = max(1, min(TILE // block_w, 128))
     tile = {"BLOCK_R": block_r, "BLOCK_W": block_w, "num_warps": 4, "num_stages": 1}
@@ -183,7 +185,7 @@ def moments(rows, kept, groups, dtype):
 
 
 def apply(rows, kept, means, rstds, weight, bias):
-    """Return (rows - means) rstds weight + bias, 0 where masked."""
+    """Return (rows - means) rstds weight + bias, 0 if masked."""
     groups, y = means.shape[1], rows.new_empty(rows.shape)
     sizes, tile, tiles = _sizes(len(rows), groups, rows.shape[1] // groups)
     inputs = triton_launch.contiguous(rows, kept, means, rstds, weight, bias)

@@ -1,4 +1,4 @@
-"""The norm over time by Triton kernels, as custom operators."""
+"""Timestep norm with Triton kernels, as custom operators."""
 
 import torch
 
@@ -19,7 +19,7 @@ def timestep_norm(x, groups, **call):
 
 
 def step(x, state, groups, weight, bias, eps, mask):
-    """Return `reference.step`: in one launch where no gradient is asked for."""
+    """Return `reference.step`, in one launch if no gradient is required."""
     tensors = (x, weight, bias, state.mean, state.variance)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         mask = None if mask is None else mask[:, None]

@@ -257,7 +257,7 @@ def test_ragged_sequences_that_do_not_fit():
         luna_pack(p, key[:, :10], value[:, :10], cu_seqlens=cu_seqlens)
     with pytest.raises(ValueError, match="max_seqlen is 6"):
         luna_unpack(x, p, p, cu_seqlens=cu_seqlens, max_seqlen=6)
-    with pytest.raises(ValueError, match="one total length"):
+    with pytest.raises(ValueError, match="the same total length"):
         luna_attention(x[:, :5], p, key, value, lambda packed: (packed, packed), cu_seqlens=cu_seqlens)
     with pytest.raises(ValueError, match="batch size"):
         luna_pack(p, key, value)
