@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from luna_mega.kernels.api import damped_ema, use_backend
-from luna_mega.kernels.damped_ema import torch_backend as ema_backend
 from luna_mega.kernels.gated_attention.reference import laplace, relu2, weights
 from luna_mega.kernels.luna_attention import torch_backend as attention_backend
+from luna_mega.kernels.moving_average import torch_backend as ema_backend
 from luna_mega.modeling_common.layout import DENSE
 from luna_mega.modeling_mega.modeling_mega import MegaGatedAttention
 

@@ -5,13 +5,6 @@ from dataclasses import replace
 import torch
 
 from luna_mega.kernels._op import use_backend, use_float32_precision
-from luna_mega.kernels.complex_ema import op as _complex_ema
-from luna_mega.kernels.complex_ema.coefficients import complex_ema_coefficients
-from luna_mega.kernels.complex_ema.op import complex_ema, complex_ema_step
-from luna_mega.kernels.damped_ema import op as _damped_ema
-from luna_mega.kernels.damped_ema.coefficients import ema_coefficients
-from luna_mega.kernels.damped_ema.op import damped_ema, damped_ema_step
-from luna_mega.kernels.damped_ema.truncated import TruncatedEmaState
 from luna_mega.kernels.gated_attention import op as _gated_attention
 from luna_mega.kernels.gated_attention.op import gated_attention, gated_attention_step
 from luna_mega.kernels.luna_attention import op as _luna_attention
@@ -19,6 +12,11 @@ from luna_mega.kernels.luna_attention.op import luna_attention, luna_pack, luna_
 from luna_mega.kernels.luna_causal_attention import op as _luna_causal_attention
 from luna_mega.kernels.luna_causal_attention.op import luna_causal_attention, luna_causal_attention_step
 from luna_mega.kernels.luna_causal_attention.reference import LunaCausalState
+from luna_mega.kernels.moving_average import complex_ema as _complex_ema, damped_ema as _damped_ema
+from luna_mega.kernels.moving_average.coefficients import complex_ema_coefficients, ema_coefficients
+from luna_mega.kernels.moving_average.complex_ema import complex_ema, complex_ema_step
+from luna_mega.kernels.moving_average.damped_ema import damped_ema, damped_ema_step
+from luna_mega.kernels.moving_average.truncated import TruncatedEmaState
 from luna_mega.kernels.timestep_norm import op as _timestep_norm
 from luna_mega.kernels.timestep_norm.op import timestep_norm, timestep_norm_step
 from luna_mega.kernels.timestep_norm.reference import TimestepNormState

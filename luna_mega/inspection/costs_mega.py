@@ -3,7 +3,7 @@
 from transformers import PreTrainedModel
 
 from luna_mega import MegaConfig, MegaForCausalLM
-from luna_mega.kernels.damped_ema.torch_backend import CHUNK, MANY_POSITIONS
+from luna_mega.kernels.moving_average.torch_backend import CHUNK, MANY_POSITIONS
 
 FIELDS = (
     "num_hidden_layers",

@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from luna_mega.kernels.complex_ema import triton_kernels
+from luna_mega.kernels.moving_average import triton_complex
 
 
 def call(
@@ -19,15 +19,15 @@ def call(
     if step:
         x, mask = meta(batch, channels, dtype=dtype), meta(batch, dtype=torch.bool) if masked else None
         maps = (meta(channels, states, 2) for _ in range(3))
-        triton_kernels.step(x, state, *maps, weight, mask)
+        triton_complex.step(x, state, *maps, weight, mask)
         return
     cu_seqlens = meta(batch + 1, dtype=torch.int32) if ragged else None
     x = meta(*((1, batch * length) if ragged else (batch, length)), channels, dtype=dtype)
     mask = meta(*x.shape[:2], dtype=torch.bool) if masked else None
     initial = state if stateful else None
     inputs = (x, mask, weight, numbers, turn, numbers, meta(channels, states, 2), initial)
-    triton_kernels.forward(*inputs, stateful, cu_seqlens, length)
-    triton_kernels.backward(x, initial, *inputs, cu_seqlens, length)
+    triton_complex.forward(*inputs, stateful, cu_seqlens, length)
+    triton_complex.backward(x, initial, *inputs, cu_seqlens, length)
 
 
 def cases():

@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from luna_mega.kernels.damped_ema import triton_backward, triton_forward, triton_step
+from luna_mega.kernels.moving_average import triton_damped_backward, triton_damped_forward, triton_damped_step
 
 
 def call(
@@ -18,15 +18,17 @@ def call(
     weight, state = meta(channels) if skip else None, meta(batch, states, channels)
     if step:
         x, state, *parameters = meta(batch, channels, dtype=dtype), state.mT, *(rows.mT for rows in parameters)
-        triton_step.forward_step(x, state, *parameters, weight, meta(batch, dtype=torch.bool) if masked else None)
+        triton_damped_step.forward_step(
+            x, state, *parameters, weight, meta(batch, dtype=torch.bool) if masked else None
+        )
         return
     cu_seqlens = meta(batch + 1, dtype=torch.int32) if ragged else None
     x = meta(*((1, batch * length) if ragged else (batch, length)), channels, dtype=dtype)
     mask = meta(*x.shape[:2], dtype=torch.bool) if masked else None
     initial = state if stateful else None
     inputs, options = (x, mask, weight, *parameters[1:], initial), (shift, cu_seqlens, length)
-    triton_forward.forward(*inputs, stateful, *options)
-    triton_backward.backward(x, initial, *inputs, *options)
+    triton_damped_forward.forward(*inputs, stateful, *options)
+    triton_damped_backward.backward(x, initial, *inputs, *options)
 
 
 def cases():

@@ -15,8 +15,7 @@ from luna_mega.kernels.api import (
     explain,
     use_backend,
 )
-from luna_mega.kernels.complex_ema import export, torch_backend
-from luna_mega.kernels.damped_ema import torch_backend as damped_backend
+from luna_mega.kernels.moving_average import export, torch_backend
 from tests.kernels.test_damped_ema import MASKS, assert_same, relative_error
 
 KINDS = ["alone", "states"]
@@ -103,10 +102,10 @@ def any_form(request, monkeypatch):
 
 
 def choose_form(name, monkeypatch):
-    monkeypatch.setattr(damped_backend, "MANY_POSITIONS", 0 if name == "chunks" else 1 << 60)
-    monkeypatch.setattr(damped_backend, "BLOCK", 2)
+    monkeypatch.setattr(torch_backend, "MANY_POSITIONS", 0 if name == "chunks" else 1 << 60)
+    monkeypatch.setattr(torch_backend, "BLOCK", 2)
     if name == "export":
-        monkeypatch.setattr(torch_backend, "complex_ema", export.complex_ema)
+        monkeypatch.setattr(torch_backend, "average", export.average)
         monkeypatch.setattr(export, "GROUP", 4)
 
 
@@ -332,10 +331,10 @@ def test_determinism_and_strides(form):
 @pytest.mark.parametrize("kind, skip", [("alone", True), ("states", False)])
 def test_registration(form, kind, skip, monkeypatch):
     calls = []
-    operator = torch.ops.luna_mega.complex_ema
+    operator = torch.ops.luna_mega.moving_average
     inputs = Inputs(20, kind, "some" if skip else "none", skip=skip, dtype=torch.float32)
     with monkeypatch.context() as patch:
-        patch.setattr(torch.ops.luna_mega, "complex_ema", lambda *args: calls.append(args) or operator(*args))
+        patch.setattr(torch.ops.luna_mega, "moving_average", lambda *args: calls.append(args) or operator(*args))
         inputs.call(*inputs.leaves)
     arguments = [a.detach().requires_grad_() if torch.is_tensor(a) and a.is_floating_point() else a for a in calls[0]]
     opcheck(operator, tuple(arguments))

@@ -7,7 +7,7 @@ import torch
 from torch.library import opcheck
 
 from luna_mega.kernels.api import complex_ema, complex_ema_step
-from luna_mega.kernels.complex_ema import coefficients
+from luna_mega.kernels.moving_average import coefficients
 from tests.kernels.test_complex_ema import KINDS, Inputs, saturated
 from tests.kernels.test_damped_ema import MASKS, assert_same, relative_error
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 @pytest.fixture
 def device(triton_device, monkeypatch):
     """Chunks of 8 positions, however many processors there are."""
-    from luna_mega.kernels.damped_ema import triton_forward
+    from luna_mega.kernels.moving_average import triton_damped_forward as triton_forward
 
     monkeypatch.setattr(triton_forward, "SHORTEST_CHUNK", CHUNK)
     monkeypatch.setattr(triton_forward, "CONFIGURATIONS", (triton_forward.Configuration(1 << 20, 8),))
@@ -168,15 +168,15 @@ def test_step(device, masked, skip):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_operator(device, kind):
-    from luna_mega.kernels.complex_ema import triton_ops
+    from luna_mega.kernels.moving_average import triton_ops  # noqa: F401, registers the operators
 
     inputs = Inputs(10, kind, "some", dtype=torch.float32)
     (x, *parameters, skip), state = inputs.arguments(*(leaf.detach().to(device) for leaf in inputs.leaves))
-    made = coefficients.coefficients(*parameters)
+    made = coefficients.complex_coefficients(*parameters)
     leaves = [None if t is None else t.detach().requires_grad_() for t in (x, skip, *made, state)]
     arguments = (leaves[0], inputs.mask.to(device), *leaves[1:], kind == "states", None, 10)
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
-    opcheck(triton_ops._complex_ema, arguments, test_utils=tests)
+    opcheck(torch.ops.luna_mega.complex_ema_triton, arguments, test_utils=tests)
 
 
 @pytest.mark.slow

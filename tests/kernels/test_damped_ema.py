@@ -8,7 +8,7 @@ import torch
 from torch.library import opcheck
 
 from luna_mega.kernels.api import TruncatedEmaState, damped_ema, damped_ema_step, explain, use_backend
-from luna_mega.kernels.damped_ema import export, reference, torch_backend
+from luna_mega.kernels.moving_average import export, reference, torch_backend
 
 KINDS = ["causal", "states", "bidirectional", "shifted"]
 MASKS = ["none", "some", "all of one row"]
@@ -103,7 +103,7 @@ def choose_form(name, monkeypatch):
     monkeypatch.setattr(torch_backend, "MANY_POSITIONS", 0 if name == "chunks" else 1 << 60)
     monkeypatch.setattr(torch_backend, "BLOCK", 2)
     if name == "export":
-        monkeypatch.setattr(torch_backend, "damped_ema", export.damped_ema)
+        monkeypatch.setattr(torch_backend, "average", export.average)
         monkeypatch.setattr(export, "GROUP", 4)
 
 
@@ -362,10 +362,10 @@ def test_determinism_and_strides(form):
 @pytest.mark.parametrize("kind, skip", [("causal", True), ("shifted", False), ("states", True)])
 def test_registration(form, kind, skip, monkeypatch):
     calls = []
-    operator = torch.ops.luna_mega.damped_ema
+    operator = torch.ops.luna_mega.moving_average
     inputs = Inputs(20, kind, "some" if skip else "none", skip=skip, dtype=torch.float32)
     with monkeypatch.context() as patch:
-        patch.setattr(torch.ops.luna_mega, "damped_ema", lambda *args: calls.append(args) or operator(*args))
+        patch.setattr(torch.ops.luna_mega, "moving_average", lambda *args: calls.append(args) or operator(*args))
         inputs.call(*inputs.leaves)
     arguments = [a.detach().requires_grad_() if torch.is_tensor(a) and a.is_floating_point() else a for a in calls[0]]
     opcheck(operator, tuple(arguments))
@@ -446,9 +446,9 @@ def test_backend_choice():
 
 def test_size_chooses_the_form(monkeypatch):
     chosen = []
-    operator = torch.ops.luna_mega.damped_ema
-    patched = lambda *args: chosen.append("fft" if args[5] is None else args[5].shape[2]) or operator(*args)  # noqa: E731
-    monkeypatch.setattr(torch.ops.luna_mega, "damped_ema", patched)
+    operator = torch.ops.luna_mega.moving_average
+    patched = lambda *args: chosen.append(args[8] or "fft") or operator(*args)  # noqa: E731
+    monkeypatch.setattr(torch.ops.luna_mega, "moving_average", patched)
     for batch, length, options in (
         (1, 511, {}),
         (1, 512, {}),

@@ -1,32 +1,55 @@
-"""Coefficients and taps of the average: the numbers of plain operators, and gradients in closed form."""
+"""Coefficients and maps of the average: the numbers of plain operators, and gradients in closed form."""
 
 import pytest
 import torch
 
 from luna_mega.kernels.api import damped_ema, damped_ema_step, ema_coefficients
-from luna_mega.kernels.damped_ema import coefficients, reference
+from luna_mega.kernels.moving_average import coefficients, reference, tables
+from luna_mega.kernels.moving_average.coefficients import Coefficients
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 
 
-@pytest.mark.parametrize("length", [1, 16, 100, 300])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_closed_form_of_the_gradients(dtype, length):
-    """The numbers are those of plain operators bit for bit, the gradients those of autograd."""
+def assert_same(closed, plain, dtype):
+    rtol = 1e-12 if dtype == torch.float64 else 1e-5
+    for a, b in zip(closed, plain, strict=True):  # autograd's a (1 - a) loses tiny values
+        torch.testing.assert_close(a, b, rtol=rtol, atol=rtol * b.abs().max().item())
+
+
+@DTYPES
+def test_closed_form_of_the_gradients(dtype):
+    """The coefficients equal those of plain operators bit for bit, and the gradients those of autograd."""
     values = [-1e4, -80.0, -20.0, -3.0, -0.7, 0.0, 0.9, 6.0, 15.0, 30.0, 50.0, 90.0, 1e4]
     pairs = torch.cartesian_prod(torch.tensor(values), torch.tensor(values)).to(dtype)
     shapes = torch.randn(2, len(pairs), 1, generator=torch.Generator().manual_seed(1)).to(dtype)
     leaves = [x.clone().requires_grad_() for x in (*pairs.T[:, :, None], *shapes)]
-    found = []
-    for made, taps in (
-        (reference.coefficients, coefficients._series),
-        (coefficients.coefficients, coefficients._Series.apply),
-    ):
-        log_q, weight_in, weight_out = made(*leaves)
-        kernel = taps(weight_in * weight_out, log_q, length)[0]
-        found.append([log_q, weight_in, weight_out, kernel, *torch.autograd.grad(kernel.square().sum(), leaves)])
-    assert all(map(torch.equal, found[0][:4], found[1][:4]))
-    rtol = 1e-12 if dtype == torch.float64 else 1e-5
-    for plain, closed in zip(found[0][4:], found[1][4:], strict=True):  # autograd's a (1 - a) loses what is tiny
-        torch.testing.assert_close(closed, plain, rtol=rtol, atol=rtol * plain.abs().max().item())
+    plain = reference.damped_coefficients(*leaves)
+    closed = coefficients.damped_coefficients(*leaves)
+    closed = closed[0], *closed[2:]
+    assert all(map(torch.equal, closed, plain))
+    grads = [torch.randn_like(rows) for rows in plain]
+    assert_same(*(torch.autograd.grad(made, leaves, grads) for made in (closed, plain)), dtype)
+
+
+@pytest.mark.parametrize("direction", ["causal", "bidirectional", "shifted"])
+@pytest.mark.parametrize("length", [1, 16, 100, 300])
+@DTYPES
+def test_closed_form_of_the_maps(dtype, length, direction):
+    """The gradients of lags and of the matrices of chunks are those of autograd."""
+    rows, shift = 5 if direction == "causal" else 10, direction == "shifted"
+    leaves = [torch.randn(rows, 3, dtype=dtype) for _ in range(3)]
+    leaves[0] = -leaves[0].exp()
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    of = Coefficients(leaves[0], None, *leaves[1:])
+    detached = Coefficients(*(None if t is None else t.detach() for t in of))
+    taps, kept = tables.lags(of, 5, length, shift)
+    gradient = torch.randn_like(taps)
+    closed = tables.lags_backward(detached, 5, length, shift, [x.detach() for x in kept], gradient)
+    assert_same([closed[0], *closed[2:]], torch.autograd.grad(taps, leaves, gradient), dtype)
+    taps, *maps, kept = tables.chunk_maps(of, 5, length, shift)
+    gradients = [torch.randn_like(made) for made in (taps, *maps)]
+    closed = tables.chunk_maps_backward(detached, 5, length, shift, [x.detach() for x in kept], *gradients)
+    assert_same([closed[0], *closed[2:]], torch.autograd.grad((taps, *maps), leaves, gradients), dtype)
 
 
 def test_a_truncated_step_has_no_coefficients():

@@ -7,7 +7,7 @@ import torch
 from torch.library import opcheck
 
 from luna_mega.kernels.api import damped_ema, damped_ema_step
-from luna_mega.kernels.damped_ema import reference
+from luna_mega.kernels.moving_average import reference
 from tests.kernels.test_damped_ema import KINDS, Inputs, assert_same, relative_error, saturated
 
 CHUNK = 8
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 @pytest.fixture
 def forward_module(triton_device):
-    from luna_mega.kernels.damped_ema import triton_forward
+    from luna_mega.kernels.moving_average import triton_damped_forward as triton_forward
 
     return triton_forward
 
@@ -300,19 +300,20 @@ def test_steps_are_the_parallel_form(device):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_operator(device, kind):
-    from luna_mega.kernels.damped_ema import triton_ops
+    from luna_mega.kernels.moving_average import triton_ops  # noqa: F401, registers the operators
 
     x, u, v, beta, eta, skip, *initial = Inputs(10, kind, "some").to(torch.float32).leaves
     log_q, weight_in, weight_out = (
-        rows.detach().mT.contiguous().to(device).requires_grad_() for rows in reference.coefficients(u, v, beta, eta)
+        rows.detach().mT.contiguous().to(device).requires_grad_()
+        for rows in reference.damped_coefficients(u, v, beta, eta)
     )
     state = initial[0].detach().mT.contiguous().to(device).requires_grad_() if initial else None
     x, skip = (tensor.detach().to(device).requires_grad_() for tensor in (x, skip))
     arguments = (x, None, skip, log_q, weight_in, weight_out, state, kind == "states", kind == "shifted", None, 10)
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
-    opcheck(triton_ops._damped_ema, arguments, test_utils=tests)
+    opcheck(torch.ops.luna_mega.damped_ema_triton, arguments, test_utils=tests)
     leaves, mask = step_inputs(device)
-    opcheck(triton_ops._step, (*leaves, mask), test_utils=tests)
+    opcheck(torch.ops.luna_mega.damped_ema_step_triton, (*leaves, mask), test_utils=tests)
 
 
 @pytest.mark.slow

@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from luna_mega.kernels.api import damped_ema, damped_ema_step
-from luna_mega.kernels.damped_ema import reference, torch_backend
-from luna_mega.kernels.damped_ema.coefficients import series
+from luna_mega.kernels.moving_average import torch_backend
+from luna_mega.kernels.moving_average.coefficients import damped_coefficients
+from luna_mega.kernels.moving_average.tables import lags
 
 CASES = [
     "01_ema_bidir",
@@ -77,9 +78,9 @@ def test_parallel(fixture, parity, backend):
 
 @pytest.mark.parametrize("fixture", CASES, indirect=True)
 def test_kernel(fixture, parity):
-    coefficients = reference.coefficients(*fixture.parameters[:4])
+    coefficients = damped_coefficients(*fixture.parameters[:4])
     expected = fixture.io["kernel"]
-    kernel = series(coefficients[1] * coefficients[2], coefficients[0], expected.shape[1])
+    kernel, _ = lags(coefficients, len(expected), expected.shape[1], shift=False)
     parity.check("kernel", kernel, expected, **fixture.tight)
     parity.check("coeff_q", coefficients[0].exp()[..., None], fixture.io["coeff_q"], **fixture.tight)
 

@@ -7,8 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from luna_mega.kernels.api import TimestepNormState, complex_ema, complex_ema_step, timestep_norm
-from luna_mega.kernels.complex_ema import reference
-from luna_mega.kernels.damped_ema import torch_backend
+from luna_mega.kernels.moving_average import reference, torch_backend
 
 
 @pytest.fixture(params=["reference", "fft", "chunks"])
@@ -61,7 +60,7 @@ def test_cema(fixture, parity, backend):
     gradients = torch.autograd.grad(outputs, leaves, cotangents)
     for name, gradient in zip(expected, gradients, strict=False):
         parity.check(name, gradient, fixture.io[name], **fixture.loose)
-    p, q, g = reference.coefficients(*parameters[:4])
+    p, q, g = reference.complex_coefficients(*parameters[:4])
     for name, actual in (("p", p[..., None]), ("q", torch.view_as_real(q)[:, :, None]), ("g", torch.view_as_real(g))):
         parity.check(name, actual, fixture.io[name], **fixture.tight)
 

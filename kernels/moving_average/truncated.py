@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 
 from luna_mega.kernels._op import without_autocast
-from luna_mega.kernels.damped_ema import reference
 from luna_mega.kernels.gated_attention.alignment import take
+from luna_mega.kernels.moving_average import reference
 
 
 class TruncatedEmaState(NamedTuple):

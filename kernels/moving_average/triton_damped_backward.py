@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from luna_mega.kernels.common import triton_launch
-from luna_mega.kernels.damped_ema.triton_forward import (
+from luna_mega.kernels.moving_average.triton_damped_forward import (
     LOWEST_LOG_Q,
     choose,
     decay,

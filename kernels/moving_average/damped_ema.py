@@ -2,74 +2,71 @@
 
 import torch
 
-from luna_mega.kernels import ragged
-from luna_mega.kernels._op import Op, for_ranks, without_autocast
+from luna_mega.kernels._op import Op
 from luna_mega.kernels.checks import check_average, check_lengths, check_mask, check_sequences, count_sequences
 from luna_mega.kernels.context_parallel import ContextShard
-from luna_mega.kernels.damped_ema import export, reference, sharded, torch_backend
-from luna_mega.kernels.damped_ema.coefficients import from_coefficients, from_parameters
-from luna_mega.kernels.damped_ema.lengths import from_zero
-from luna_mega.kernels.damped_ema.reference import working_dtype
-from luna_mega.kernels.damped_ema.truncated import TruncatedEmaState, truncated
+from luna_mega.kernels.moving_average import export, reference, torch_backend
+from luna_mega.kernels.moving_average.coefficients import damped_coefficients, ema_coefficients
+from luna_mega.kernels.moving_average.reference import working_dtype
+from luna_mega.kernels.moving_average.truncated import TruncatedEmaState, truncated
+from luna_mega.kernels.moving_average.wiring import (
+    from_coefficients,
+    from_parameters,
+    make_average,
+    refuse,
+    state_after,
+)
 
-# The limit of the Triton kernels, which hold the states of a channel in registers.
+# The limit of the Triton kernels, which store the states of a channel in registers.
 MAX_STATES = 64
 
 
 def _torch(x, **call):
-    run = export.damped_ema if torch.compiler.is_exporting() else torch_backend.damped_ema
+    run = export.average if torch.compiler.is_exporting() else torch_backend.average
     return run(x, **call)
 
 
 def _triton(x, truncation, **call):
-    # Imported where it is needed: the import decides whether kernels are interpreted.
-    from luna_mega.kernels.damped_ema import triton_ops
+    # Imported by the first call: the import decides whether kernels are interpreted.
+    from luna_mega.kernels.moving_average import triton_ops
 
     return triton_ops.damped_ema(x, **call)
 
 
 def _triton_step(x, state, coefficients, **call):
-    from luna_mega.kernels.damped_ema import triton_ops
+    from luna_mega.kernels.moving_average import triton_ops
 
-    return triton_ops.step(x, state.to(torch.float32), **call)
+    return triton_ops.damped_step(x, state.to(torch.float32), **call)
 
 
 def _unsupported(x, parameters, truncation=None, max_seqlen=None, **_):
-    if working_dtype(x, parameters) == torch.float64:
-        return "x or a parameter is float64"
     # Comparing with the length would tie an exported program to lengths on one side of it.
     length = max_seqlen or x.shape[1]
     if truncation is not None and (torch.compiler.is_exporting() or truncation < length):
         return f"its average never forgets, and truncation={truncation} is below the length {length}"
-    states = parameters[0].shape[1]
-    return f"{states} states per channel are more than {MAX_STATES}" if states > MAX_STATES else None
+    return refuse(x, parameters, MAX_STATES)
 
 
 def _unsupported_step(x, parameters, **_):
     return "x or a parameter is float64" if working_dtype(x, parameters) == torch.float64 else None
 
 
-def _ragged(run, call, cu_seqlens, max_seqlen):
-    """Compute a ragged call where the kernels cannot."""
-    if call["initial_state"] is None and not call["return_state"]:
-        return EMA.fill_up(run, call, cu_seqlens, max_seqlen)
-    x, parameters = call["x"], call["parameters"]
-    return ragged.one_by_one(run, call, cu_seqlens, parameters[0].shape, working_dtype(x, parameters))
-
-
-_BACKENDS = {
-    "reference": from_parameters(reference.damped_ema, reference.coefficients),
-    "torch": from_parameters(_torch),
-    "triton": from_parameters(_triton),
-}
-EMA = Op(
-    "damped_ema", _BACKENDS, _unsupported, tokens=("x",), ragged=_ragged, on_ranks=for_ranks(sharded.average, _BACKENDS)
+EMA = make_average(
+    "damped_ema",
+    {
+        "reference": from_parameters(reference.damped_ema, reference.damped_coefficients),
+        "torch": from_parameters(_torch, damped_coefficients),
+        "triton": from_parameters(_triton, damped_coefficients),
+    },
+    damped_coefficients,
+    _unsupported,
+    state=0,
 )
 STEP = Op(
     "damped_ema_step",
     {
-        "reference": from_coefficients(reference.step),
-        "torch": from_coefficients(torch_backend.step),
+        "reference": from_coefficients(reference.damped_step, ema_coefficients),
+        "torch": from_coefficients(torch_backend.damped_step, ema_coefficients),
         "triton": _triton_step,  # computing the coefficients would take longer than the step
     },
     _unsupported_step,
@@ -174,19 +171,8 @@ def damped_ema(
     }
     output, state = EMA(backend, call, cu_seqlens, max_seqlen, shard=shard)
     if lengths is not None:
-        state = _state_after(backend, call, lengths)
+        state = state_after(EMA, damped_coefficients, backend, call, lengths)
     return (output, state) if return_state else output
-
-
-def _state_after(backend, call, lengths):
-    """Return the states after the first `lengths` positions of each row, `[B, D, N]`."""
-    dtype, initial = working_dtype(call["x"], call["parameters"]), call["initial_state"]
-    _, state = EMA(backend, from_zero(call, lengths))
-    if initial is None:
-        return state
-    with without_autocast(state.device.type):
-        log_q = reference.log_decay(*(logit.to(dtype) for logit in call["parameters"][:2]))
-        return torch.addcmul(state, torch.exp(log_q * lengths[:, None, None]), initial.to(dtype))
 
 
 def damped_ema_step(

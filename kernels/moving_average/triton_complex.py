@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from luna_mega.kernels.common import triton_launch
-from luna_mega.kernels.damped_ema.triton_forward import choose, place, position, tile_of
+from luna_mega.kernels.moving_average.triton_damped_forward import choose, place, position, tile_of
 
 
 @triton.jit

@@ -1,8 +1,8 @@
-"""The damped multi-dimensional EMA as the paper writes it (Mega, section 3.1).
+"""Both moving averages as their papers define them: Mega (section 3.1) and Megalodon (section 3.2, as its code has it).
 
-This file is the specification: every faster path is tested against it. Shapes: input `[B, T, D]`, parameters `[R, N]`
-with R = D (causal) or R = 2 D (bidirectional, the rows from D on are the average that runs backwards), state
-`[B, D, N]`. Masks are boolean, True = keep.
+This file is the specification: every faster backend is tested against it. Shapes: input `[B, T, D]`; real parameters
+`[R, N]` with R = D (causal) or R = 2 D (bidirectional, rows D on average from the end), states `[B, D, N]`; complex
+projections and states are real pairs, `[D, N, 2]` and `[B, D, N, 2]`. Masks are boolean, True = keep.
 """
 
 import math
@@ -16,8 +16,8 @@ from luna_mega.kernels._export import log1p
 def log_decay(input_logit: torch.Tensor, damping_logit: torch.Tensor) -> torch.Tensor:
     """Return log q = log(1 - sigmoid(input_logit) sigmoid(damping_logit)), at least log(1e-30), with finite gradients.
 
-    For the product p, log(1 - p) loses slow decays, where p is below the rounding error of 1; log1p(-p) loses fast
-    decays, where p rounds to 1.
+    For the product p, log(1 - p) loses slow decays, for which p is below the rounding error of 1; log1p(-p) loses fast
+    decays, for which p rounds to 1.
     """
     product = torch.sigmoid(input_logit) * torch.sigmoid(damping_logit)
     log_product = nn.functional.logsigmoid(input_logit) + nn.functional.logsigmoid(damping_logit)
@@ -27,7 +27,7 @@ def log_decay(input_logit: torch.Tensor, damping_logit: torch.Tensor) -> torch.T
     return torch.where(product > 0.5, fast, slow)
 
 
-def coefficients(
+def damped_coefficients(
     input_logit: torch.Tensor, damping_logit: torch.Tensor, expansion: torch.Tensor, projection: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return log q, the weight p beta of the input in the state, and the weight eta / sqrt(N) of the state."""
@@ -35,19 +35,31 @@ def coefficients(
     return log_decay(input_logit, damping_logit), weight_in, projection / math.sqrt(projection.shape[-1])
 
 
+def complex_coefficients(
+    input_logit: torch.Tensor, damping_logit: torch.Tensor, phase_logit: torch.Tensor, projection: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return p, q and gamma / sqrt(N), `[D, N]` each, the last two complex."""
+    states = input_logit.shape[1]
+    p = torch.sigmoid(input_logit)
+    number = torch.arange(1, states + 1, device=p.device)
+    phase = torch.sigmoid(phase_logit)[:, None] * (2 * math.pi / states) * number
+    q = torch.polar(1.0 - p * torch.sigmoid(damping_logit), phase)
+    return p, q, torch.view_as_complex(projection.contiguous()) / math.sqrt(states)
+
+
 def working_dtype(x: torch.Tensor, parameters: tuple[torch.Tensor, ...]) -> torch.dtype:
-    """Return the dtype of states and of all values before the result: float32, or float64 where any of these is."""
+    """Return the dtype of states and intermediate values: float64 if any tensor is float64, else float32."""
     return torch.float64 if any(tensor.dtype == torch.float64 for tensor in (x, *parameters)) else torch.float32
 
 
 def finish(average: torch.Tensor, x: torch.Tensor, skip: torch.Tensor | None) -> torch.Tensor:
-    """Return silu(average + skip x) in the dtype of x, or the average alone where there is no skip."""
+    """Return silu(average + skip x) in the dtype of x, or the average if there is no skip."""
     if skip is not None:
         average = nn.functional.silu(average + skip * x)
     return average.to(x.dtype)
 
 
-def step(
+def damped_step(
     x: torch.Tensor,
     state: torch.Tensor,
     coefficients: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
@@ -62,6 +74,27 @@ def step(
     kept = x if mask is None else x.masked_fill(~mask[:, None], 0.0)
     state = hold((change + 1.0) * state + weight_in * kept[..., None].to(change.dtype), state, mask)
     return finish((weight_out * state).sum(-1), x, skip), state
+
+
+def complex_step(
+    x: torch.Tensor,
+    state: torch.Tensor,
+    coefficients: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    skip: torch.Tensor | None,
+    mask: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return y_t = Re <gamma / sqrt(N), h_t> + omega x_t and h_t = q h_{t-1} + p x_t of one position, x `[B, D]`.
+
+    At a position that the mask `[B]` drops, x_t = 0 and h_t = h_{t-1}.
+    """
+    p, q, weight_out = coefficients
+    kept = (x if mask is None else x.masked_fill(~mask[:, None], 0.0)).to(p.dtype)
+    before = torch.view_as_complex(state.contiguous())
+    hidden = hold(q * before + p * kept[..., None], before, mask)
+    average = (weight_out * hidden).real.sum(-1)
+    if skip is not None:
+        average = average + skip * kept
+    return average.to(x.dtype), torch.view_as_real(hidden)
 
 
 def hold(after: torch.Tensor, before: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -79,7 +112,7 @@ def damped_ema(
     initial_state: torch.Tensor | None = None,
     return_state: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return y_t = sum_j k_j x_{t-j}, k_j = sum_n eta_n / sqrt(N) q_n^j p_n beta_n, and the final state if asked."""
+    """Return y_t = sum_j k_j x_{t-j}, k_j = sum_n eta_n / sqrt(N) q_n^j p_n beta_n, and on request the final state."""
     log_q, weight_in, weight_out = coefficients
     length, channels = x.shape[1:]
     kept = (x if mask is None else x.masked_fill(~mask[..., None], 0.0)).to(log_q.dtype)
@@ -98,6 +131,29 @@ def damped_ema(
         average = average + torch.einsum("dn,bdnt->btd", weight_out, decayed)
         state = state + decayed[..., -1] if return_state else None
     return finish(average, x, skip), state
+
+
+def complex_ema(
+    x: torch.Tensor,
+    coefficients: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    skip: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    initial_state: torch.Tensor | None = None,
+    return_state: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the results of steps at all positions, and on request the final state.
+
+    States decay at dropped positions, too.
+    """
+    p, state, outputs = coefficients[0], initial_state, []
+    if mask is not None:
+        x = x.masked_fill(~mask[..., None], 0.0)
+    if state is None:
+        state = p.new_zeros(x.shape[0], *p.shape, 2)
+    for t in range(x.shape[1]):
+        output, state = complex_step(x[:, t], state, coefficients, skip, None)
+        outputs.append(output)
+    return torch.stack(outputs, 1), state if return_state else None
 
 
 def _convolve(x, kernel, truncation):

@@ -2,77 +2,68 @@
 
 import torch
 
-from luna_mega.kernels import ragged
-from luna_mega.kernels._op import Op, for_ranks, without_autocast
+from luna_mega.kernels._op import Op
 from luna_mega.kernels.checks import check_average, check_lengths, check_position, check_sequences, count_sequences
-from luna_mega.kernels.complex_ema import export, reference, sharded, torch_backend
-from luna_mega.kernels.complex_ema.coefficients import coefficients, complex_ema_coefficients, powers, times
 from luna_mega.kernels.context_parallel import ContextShard
-from luna_mega.kernels.damped_ema.coefficients import from_coefficients, from_parameters
-from luna_mega.kernels.damped_ema.lengths import from_zero
-from luna_mega.kernels.damped_ema.reference import working_dtype
+from luna_mega.kernels.moving_average import export, reference, torch_backend
+from luna_mega.kernels.moving_average.coefficients import complex_coefficients, complex_ema_coefficients
+from luna_mega.kernels.moving_average.reference import working_dtype
+from luna_mega.kernels.moving_average.wiring import (
+    from_coefficients,
+    from_parameters,
+    make_average,
+    refuse,
+    state_after,
+)
 
-# The limit of the Triton kernels, which hold the states of a channel in registers.
+# The limit of the Triton kernels, which store the states of a channel in registers.
 MAX_STATES = 32
 
 
 def _torch(x, **call):
-    run = export.complex_ema if torch.compiler.is_exporting() else torch_backend.complex_ema
+    run = export.average if torch.compiler.is_exporting() else torch_backend.average
     return run(x, **call)
 
 
 def _triton(x, **call):
-    # Imported where it is needed: the import decides whether kernels are interpreted.
-    from luna_mega.kernels.complex_ema import triton_ops
+    # Imported by the first call: the import decides whether kernels are interpreted.
+    from luna_mega.kernels.moving_average import triton_ops
 
     return triton_ops.complex_ema(x, **call)
 
 
 def _triton_step(x, state, coefficients, skip, mask):
-    from luna_mega.kernels.complex_ema import triton_ops
+    from luna_mega.kernels.moving_average import triton_ops
 
-    return triton_ops.step(x, state, coefficients, skip, mask)
+    return triton_ops.complex_step(x, state, coefficients, skip, mask)
 
 
 def _unsupported(x, parameters, **_):
-    if working_dtype(x, parameters) == torch.float64:
-        return "x or a parameter is float64"
-    states = parameters[0].shape[1]
-    return f"{states} states per channel are more than {MAX_STATES}" if states > MAX_STATES else None
-
-
-def _ragged(run, call, cu_seqlens, max_seqlen):
-    """Compute a ragged call where the kernels cannot."""
-    if call["initial_state"] is None and not call["return_state"]:
-        return EMA.fill_up(run, call, cu_seqlens, max_seqlen)
-    x, parameters = call["x"], call["parameters"]
-    return ragged.one_by_one(run, call, cu_seqlens, parameters[3].shape, working_dtype(x, parameters))
+    return refuse(x, parameters, MAX_STATES)
 
 
 def _reference_step(x, state, parameters, coefficients, skip, mask):
     dtype = working_dtype(x, parameters)
-    made = reference.coefficients(*(parameter.to(dtype) for parameter in parameters))
-    return reference.step(x, state.to(dtype), made, None if skip is None else skip.to(dtype), mask)
+    made = reference.complex_coefficients(*(parameter.to(dtype) for parameter in parameters))
+    return reference.complex_step(x, state.to(dtype), made, None if skip is None else skip.to(dtype), mask)
 
 
-_BACKENDS = {
-    "reference": from_parameters(reference.complex_ema, reference.coefficients),
-    "torch": from_parameters(_torch, coefficients),
-    "triton": from_parameters(_triton, coefficients),
-}
-EMA = Op(
+EMA = make_average(
     "complex_ema",
-    _BACKENDS,
+    {
+        "reference": from_parameters(reference.complex_ema, reference.complex_coefficients),
+        "torch": from_parameters(_torch, complex_coefficients),
+        "triton": from_parameters(_triton, complex_coefficients),
+    },
+    complex_coefficients,
     _unsupported,
-    tokens=("x",),
-    ragged=_ragged,
-    on_ranks=for_ranks(sharded.average, _BACKENDS),
+    state=3,
 )
 STEP = Op(
     "complex_ema_step",
     {
         "reference": _reference_step,
-        "torch": from_coefficients(torch_backend.step, complex_ema_coefficients),
+        "torch": from_coefficients(torch_backend.complex_step, complex_ema_coefficients),
         "triton": from_coefficients(_triton_step, complex_ema_coefficients),
     },
     _unsupported,
@@ -160,20 +151,8 @@ def complex_ema(
     }
     output, state = EMA(backend, call, cu_seqlens, max_seqlen, shard=shard)
     if lengths is not None:
-        state = _state_after(backend, call, lengths)
+        state = state_after(EMA, complex_coefficients, backend, call, lengths)
     return (output, state) if return_state else output
-
-
-def _state_after(backend, call, lengths):
-    """Return the states after the first `lengths` positions of each row, `[B, D, N, 2]`."""
-    dtype, initial = working_dtype(call["x"], call["parameters"]), call["initial_state"]
-    _, state = EMA(backend, from_zero(call, lengths))
-    if initial is None:
-        return state
-    with without_autocast(state.device.type):
-        log_decay, turn, *_ = coefficients(*(parameter.to(dtype) for parameter in call["parameters"]))
-        decays = powers(log_decay, turn, lengths.double()).permute(3, 0, 1, 2)
-        return state + times(decays, initial.to(dtype))
 
 
 def complex_ema_step(

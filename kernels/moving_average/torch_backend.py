@@ -1,12 +1,17 @@
-"""The damped EMA in PyTorch: by FFT, or in chunks with a carried state; memory linear in the length."""
+"""Both averages in PyTorch: by FFT, or in chunks with a carried state; memory is linear in the length.
+
+The lags are real. A complex state is two real ones, the real and imaginary parts, which alternate.
+"""
 
 import functools
 
 import torch
 from torch import nn
 
-from luna_mega.kernels.damped_ema.coefficients import series
-from luna_mega.kernels.damped_ema.reference import finish, hold
+from luna_mega.kernels._export import in_program
+from luna_mega.kernels.moving_average import tables
+from luna_mega.kernels.moving_average.coefficients import Coefficients, powers, powers_less_one, times
+from luna_mega.kernels.moving_average.reference import finish, hold
 
 CHUNK = 64
 # Shorter chunks, whose matrices take less time to make, and the positions in a batch up to which they are faster.
@@ -17,27 +22,22 @@ MANY_POSITIONS = 512
 # the least number of channels: more of them would only take memory.
 BLOCK, LEAST_CHANNELS = 1 << 18, 32
 INPUTS = (
-    "Tensor x, Tensor? mask, Tensor? skip, Tensor taps, SymInt center, Tensor? inward, Tensor? outward, Tensor? decay, "
-    "Tensor? initial"
+    "Tensor x, Tensor? mask, Tensor? skip, Tensor log_decay, Tensor? turn, Tensor weight_in, Tensor weight_out, "
+    "Tensor? initial, SymInt chunk, SymInt length, bool shift"
 )
 
 
-def damped_ema(
+def average(
     x, coefficients, skip=None, mask=None, shift=False, truncation=None, initial_state=None, return_state=False
 ):  # fmt: skip
-    """Return `reference.damped_ema`; the final state only on request."""
-    length, channels = x.shape[1:]
+    """Return `reference.damped_ema` or `reference.complex_ema`; the final state only on request."""
+    length = x.shape[1]
     chunk = chunk_length(x, return_state or initial_state is not None)
     if truncation is not None and truncation < length:
         chunk, length = 0, truncation
-    if not chunk:
-        taps, center = _taps(coefficients, channels, length, shift)
-        return torch.ops.luna_mega.damped_ema(x, mask, skip, taps, center, None, None, None, None)[0], None
-    taps, center, inward, outward, decay = _chunk_maps(coefficients, channels, chunk, shift)
-    output, _, state = torch.ops.luna_mega.damped_ema(
-        x, mask, skip, taps, center, inward, outward, decay, initial_state
-    )
-    return output, _final_state(x, mask, coefficients, state, inward) if return_state else None
+    initial = None if initial_state is None else initial_state.flatten(2)
+    output, _, last, _ = torch.ops.luna_mega.moving_average(x, mask, skip, *coefficients, initial, chunk, length, shift)
+    return output, _final_state(x, mask, coefficients, last, chunk) if return_state else None
 
 
 def chunk_length(x, stateful):
@@ -50,8 +50,8 @@ def chunk_length(x, stateful):
     return next((chunk for chunk, most in SHORT_CHUNKS if length <= chunk or positions <= most), CHUNK)
 
 
-def step(x, state, coefficients, skip, mask):
-    """Return `reference.step`, but to add (q - 1) h: thousands of steps add up the rounding error of q."""
+def damped_step(x, state, coefficients, skip, mask):
+    """Return `reference.damped_step`, but add (q - 1) h: over thousands of steps the rounding error of q adds up."""
     change, weight_in, weight_out = coefficients
     kept = x if mask is None else x.masked_fill(~mask[:, None], 0.0)
     after = torch.addcmul(state, state, change).addcmul_(weight_in, kept[..., None].to(change.dtype))
@@ -59,57 +59,34 @@ def step(x, state, coefficients, skip, mask):
     return finish((weight_out * state).sum(-1), x, skip), state
 
 
-def _taps(coefficients, channels, length, shift):
-    """Return the kernel of both directions in one row per channel, and the index at which the lag is 0."""
-    log_q, weight_in, weight_out = coefficients
-    return _directed(series(weight_in * weight_out, log_q, length), channels, shift)
+def complex_step(x, state, coefficients, skip, mask):
+    """Return `reference.complex_step`, but add (q - 1) h, as in `damped_step`."""
+    change, weight_in, weight_out = coefficients
+    kept = (x if mask is None else x.masked_fill(~mask[:, None], 0.0)).to(change.dtype)
+    if in_program():  # compilers and ONNX do not support complex numbers
+        after = state + times(change, state)
+    else:
+        number = torch.view_as_complex(state.contiguous())
+        after = torch.view_as_real(torch.addcmul(number, number, torch.view_as_complex(change)))
+    state = hold(torch.addcmul(after, weight_in, kept[..., None, None]), state, mask)
+    average = (weight_out * state).flatten(2).sum(-1)
+    if skip is not None:
+        average = torch.addcmul(average, skip, kept)
+    return average.to(x.dtype), state
 
 
-def _directed(kernel, channels, shift):
-    """Return the lags of both directions, `[D or 2 D, K]`, in one row per channel, and the index of lag 0."""
-    length = kernel.shape[1]
-    if len(kernel) == channels:
-        return kernel, 0
-    center = length if shift else length - 1  # without shift lag 0 counts in both directions
-    forward = nn.functional.pad(kernel[:channels], (center, 0))
-    return forward + nn.functional.pad(kernel[channels:].flip(1), (0, center)), center
-
-
-def _chunk_maps(coefficients, channels, chunk, shift):
-    """Return the taps of a chunk, the index of lag 0, the matrices to the states and back, and q^C - 1.
-
-    The matrices are `[D, N', C]`, q^C - 1 is `[D, N']`. N' = N, or 2 N with the states of the average that runs
-    backwards last.
-    """
-    log_q, weight_in, weight_out = coefficients
-    positions = torch.arange(chunk + 1, device=log_q.device, dtype=log_q.dtype)
-    powers = torch.exp(log_q[..., None] * positions)
-    now, later = powers[..., :chunk], powers[..., 1:]
-    taps, center = _directed(((weight_in * weight_out)[:, None] @ now)[:, 0], channels, shift)
-    inward, outward = weight_in[..., None] * now, weight_out[..., None] * later
-    decay = torch.expm1(log_q * chunk)
-    if len(decay) == channels:
-        return taps, center, inward.flip(-1), outward, decay
-    if shift:
-        outward = torch.cat([outward[:channels], weight_out[channels:, :, None] * now[channels:]])
-    inward = torch.cat([inward[:channels].flip(-1), inward[channels:]], dim=1)
-    outward = torch.cat([outward[:channels], outward[channels:].flip(-1)], dim=1)
-    return taps, center, inward, outward, torch.cat([decay[:channels], decay[channels:]], dim=1)
-
-
-def _final_state(x, mask, coefficients, state, inward):
-    """Return the state behind the last position, from the state before the last chunk, which may be short."""
-    chunk = inward.shape[-1]
+def _final_state(x, mask, of, last, chunk):
+    """Return the state after the last position, from the state before the last chunk, which may be short."""
     rest = (x.shape[1] - 1) % chunk + 1
-    gained = gained_states(x[:, -rest:], None if mask is None else mask[:, -rest:], inward[..., chunk - rest :])
-    return torch.exp(coefficients[0] * rest) * state + gained
-
-
-def gained_states(x, mask, inward):
-    """Return the states `[B, D, N']` with which a chunk ends if it starts from zero; `inward` `[D, N', T]`."""
+    exponents = torch.arange(rest - 1, -1, -1, device=x.device)
+    inward = (of.weight_in[..., None, None] * powers(of.log_decay, of.turn, exponents)).flatten(1, 2)
+    x = x[:, -rest:]
     if mask is not None:
-        x = x.masked_fill(~mask[..., None], 0.0)
-    return torch.einsum("dnt,btd->bdn", inward, x.to(inward.dtype))
+        x = x.masked_fill(~mask[:, -rest:, None], 0.0)
+    gained = torch.einsum("dnt,btd->bdn", inward, x.to(inward.dtype))
+    last, gained = (states.unflatten(2, (-1, of.parts)) for states in (last, gained))
+    state = last + times(powers_less_one(of.log_decay, of.turn, rest), last) + gained
+    return state if of.parts > 1 else state.squeeze(-1)
 
 
 @functools.lru_cache
@@ -149,14 +126,14 @@ def _circle(signal, taps, center):
     return _fft_length(signal.shape[-1] + max(center, taps.shape[1] - center - 1))
 
 
-def _toeplitz(taps, center, chunk):
+def toeplitz(taps, center, chunk):
     """Return the matrix `[D, C, C]` of the taps; row: position of the input, column: position of the output."""
     taps = nn.functional.pad(taps, (chunk - 1 - center, 0))
     return taps.unfold(1, chunk, 1).flip(1)
 
 
 def _lag_sums(products, center):
-    """Return the sums over the diagonals, the transpose of `_toeplitz`."""
+    """Return the sums over the diagonals, the transpose of `toeplitz`."""
     chunk = products.shape[-1]
     # With 2 C - 1 columns instead of 2 C, each row starts one column further right.
     rows = nn.functional.pad(products.flip(1), (0, chunk)).flatten(1)[:, : chunk * (2 * chunk - 1)]
@@ -206,7 +183,7 @@ def _states(chunks, inward, decay, initial, directions):
 def _scan(chunks, taps, center, inward, outward, decay, initial):
     """Return the average of chunks `[D, B, chunks, C]`, in the same shape, and the state before the last chunk."""
     states = _states(chunks, inward, decay, initial, _directions(inward, center))
-    rows = chunks.flatten(1, 2) @ _toeplitz(taps, center, chunks.shape[-1])
+    rows = chunks.flatten(1, 2) @ toeplitz(taps, center, chunks.shape[-1])
     rows.baddbmm_(states.flatten(1, 2), outward)
     return rows.view(chunks.shape), states[:, :, -1]
 
@@ -224,7 +201,7 @@ def _scan_backward(gradient, grad_last, chunks, taps, center, inward, outward, d
     grad_initial = from_first + _pairs(torch.addcmul(first, first, decay[:, None]))
     states, grad_gains = states.flatten(1, 2), grad_gains.flatten(1, 2)
     grad_decay = _decay_gradient(grad_gains, states) if decay.is_complex() else (grad_gains * states).sum(1)
-    grad_chunks = grad_rows @ _toeplitz(taps, center, chunks.shape[-1]).mT
+    grad_chunks = grad_rows @ toeplitz(taps, center, chunks.shape[-1]).mT
     grad_chunks.baddbmm_(grad_gains, inward)
     grad_taps = _lag_sums(rows.mT @ grad_rows, center)
     grad_inward, grad_outward = grad_gains.mT @ rows, states.mT @ grad_rows
@@ -256,59 +233,92 @@ def _rows(x, mask, multiple):
         x = x.masked_fill(~mask[..., None], 0.0)
     x = nn.functional.pad(x, (0, 0, 0, -x.shape[1] % multiple)).contiguous()
     # Transposing a contiguous matrix is four times as fast as copying a permuted slice.
-    return x.flatten(0, 1).t().contiguous().view(-1, *x.shape[:2])
+    return x.flatten(0, 1).t().contiguous().view(x.shape[2], *x.shape[:2])
 
 
-def run(x, mask, skip, taps, center, inward, outward, decay, initial):
-    """Return the result, the argument of silu, and the state before the last chunk; the last two may be empty.
+def _maps(of, skip, channels, chunk, length, shift):
+    """Return the lags, the maps of chunks, without chunks 3 times None, and tables for the backward pass.
 
-    Without `inward`, `outward` and `decay` all lags stand in `taps`, which are convolved by FFT. With them `taps` are
-    the lags within a chunk. A `decay` of real pairs `[D, N, 2]` multiplies complex states, whose parts take turns.
+    The skip of a complex average is added to lag 0.
     """
-    batch, length, channels = x.shape
+    if chunk:
+        taps, *maps, kept = tables.chunk_maps(of, channels, chunk, shift)
+    else:
+        (taps, kept), maps = tables.lags(of, channels, length, shift), [None] * 3
+    if of.turn is not None and skip is not None:
+        taps = taps.clone()
+        taps[:, 0] += skip
+    return taps, maps, kept
+
+
+def _keep(of, taps, maps, kept):
+    """Return the results of `_maps` that the backward pass does not compute again: those of a real average."""
+    return [taps, *(table for table in maps if table is not None), *kept] if of.turn is None else []
+
+
+def _average(x, mask, skip, log_decay, turn, weight_in, weight_out, initial, chunk, length, shift):
+    """Return the result, the argument of silu, the states before the last chunk, and tables for the backward pass.
+
+    All but the result may be empty.
+    """
+    of, channels = Coefficients(log_decay, turn, weight_in, weight_out), x.shape[2]
+    taps, maps, kept = _maps(of, skip, channels, chunk, length, shift)
+    center = tables.center(of, channels, chunk or length, shift)
     average = torch.empty(x.shape, dtype=taps.dtype, device=x.device)
-    last = taps.new_empty(0 if inward is None else (batch, channels, inward.shape[1]))
-    chunk = 1 if inward is None else inward.shape[2]
+    last = taps.new_empty((x.shape[0], channels, maps[0].shape[1]) if chunk else 0)
     for block in _blocks(x):
-        rows = _rows(x[..., block].to(taps.dtype), mask, chunk)
-        if inward is None:
+        rows = _rows(x[..., block].to(taps.dtype), mask, max(chunk, 1))
+        if not chunk:
             rows = _convolve(rows, taps[block], center, _circle(rows, taps, center))
         else:
-            maps = _of_block(block, inward, outward, decay, initial)
-            rows, state = _scan(rows.unflatten(-1, (-1, chunk)), taps[block], center, *maps)
+            rows, state = _scan(rows.unflatten(-1, (-1, chunk)), taps[block], center, *_of_block(block, maps, initial))
             rows, last[:, block] = rows.flatten(2), state.transpose(0, 1)
-        average[..., block] = rows[..., :length].permute(1, 2, 0)
-    if skip is None:
-        return average.to(x.dtype), taps.new_empty(0), last
-    average.addcmul_(skip, x)
-    return nn.functional.silu(average).to(x.dtype), average, last
+        average[..., block] = rows[..., : x.shape[1]].permute(1, 2, 0)
+    if skip is None or turn is not None:
+        result, average = average.to(x.dtype), taps.new_empty(0)
+    else:
+        average.addcmul_(skip, x)
+        result = nn.functional.silu(average).to(x.dtype)
+    return result, average, last, _keep(of, taps, maps, kept)
 
 
-_damped_ema = torch.library.custom_op(
-    "luna_mega::damped_ema", run, mutates_args=(), schema=f"({INPUTS}) -> (Tensor, Tensor, Tensor)"
+_moving_average = torch.library.custom_op(
+    "luna_mega::moving_average", _average, mutates_args=(), schema=f"({INPUTS}) -> (Tensor, Tensor, Tensor, Tensor[])"
 )
 
 
-@_damped_ema.register_fake
-def _(x, mask, skip, taps, center, inward, outward, decay, initial):
-    average = taps.new_empty(0 if skip is None else x.shape)
-    last = taps.new_empty(0 if inward is None else (x.shape[0], x.shape[2], inward.shape[1]))
-    return x.new_empty(x.shape), average, last
+@_moving_average.register_fake
+def _(x, mask, skip, log_decay, turn, weight_in, weight_out, initial, chunk, length, shift):
+    average = log_decay.new_empty(0 if skip is None or turn is not None else x.shape)
+    states, kept = weight_out.numel() // x.shape[2], []
+    if turn is None:
+        of = Coefficients(log_decay, turn, weight_in, weight_out)
+        kept = _keep(of, *_maps(of, None, x.shape[2], chunk, length, shift))
+    last = log_decay.new_empty((x.shape[0], x.shape[2], states) if chunk else 0)
+    return x.new_empty(x.shape), average, last, kept
 
 
-def run_backward(gradient, grad_last, average, x, mask, skip, taps, center, inward, outward, decay, initial):
-    """Return the gradients of x, skip, taps, inward, outward, decay and initial; empty where the input is None."""
-    length, dtype = x.shape[1], taps.dtype
-    chunk = 1 if inward is None else inward.shape[2]
-    grads = _empty_like(x, skip, taps, inward, outward, decay, initial)
-    grad_x, grad_skip, grad_taps, *grad_maps, grad_initial = grads
+def _average_backward(
+    gradient, grad_last, average, kept, x, mask, skip, log_decay, turn, weight_in, weight_out, initial,
+    chunk, length, shift,
+):  # fmt: skip
+    """Return the gradients of x, skip, the coefficients and initial; empty if the input is None."""
+    of, (channels, dtype) = Coefficients(log_decay, turn, weight_in, weight_out), (x.shape[2], log_decay.dtype)
+    if kept:
+        taps, *kept = kept
+        maps, kept = (kept[:3], kept[3:]) if chunk else ([None] * 3, kept)
+    else:
+        taps, maps, kept = _maps(of, skip, channels, chunk, length, shift)
+    center = tables.center(of, channels, chunk or length, shift)
+    gate = skip if turn is None else None
+    grad_x, grad_skip, grad_initial, grad_taps, *grad_maps = _empty_like(x, skip, initial, taps, *maps)
     for block in _blocks(x):
         inputs, grad_average = x[..., block].to(dtype), gradient[..., block].to(dtype)
-        if skip is not None:
+        if gate is not None:
             grad_average = torch.ops.aten.silu_backward(grad_average, average[..., block])
             grad_skip[block] = (grad_average * inputs).sum((0, 1))
-        rows, grad_rows = _rows(inputs, mask, chunk), _rows(grad_average, None, chunk)
-        if inward is None:
+        rows, grad_rows = (_rows(*pair, max(chunk, 1)) for pair in ((inputs, mask), (grad_average, None)))
+        if not chunk:
             through, grad_taps[block] = _convolve_backward(grad_rows, rows, taps[block], center)
         else:
             through, grad_taps[block], *of_maps, of_initial = _scan_backward(
@@ -317,61 +327,68 @@ def run_backward(gradient, grad_last, average, x, mask, skip, taps, center, inwa
                 rows.unflatten(-1, (-1, chunk)),
                 taps[block],
                 center,
-                *_of_block(block, inward, outward, decay, initial),
+                *_of_block(block, maps, initial),
             )
             for grad, value in zip(grad_maps, of_maps, strict=True):
                 grad[block] = value.view_as(grad[block])
             if initial is not None:
                 grad_initial[:, block] = of_initial.transpose(0, 1)
             through = through.flatten(2)
-        grad_block = through[..., :length].permute(1, 2, 0)
+        grad_block = through[..., : x.shape[1]].permute(1, 2, 0)
         if mask is not None:
             grad_block = grad_block.masked_fill(~mask[..., None], 0.0)
-        if skip is not None:
-            grad_block = torch.addcmul(grad_block, grad_average, skip[block])
-        grad_x[..., block] = grad_block
-    return grads
+        grad_x[..., block] = grad_block if gate is None else torch.addcmul(grad_block, grad_average, gate[block])
+    if chunk:
+        grads = tables.chunk_maps_backward(of, channels, chunk, shift, kept, grad_taps, *grad_maps)
+    else:
+        grads = tables.lags_backward(of, channels, length, shift, kept, grad_taps)
+    if turn is None:
+        grads[1] = taps.new_empty(0)
+    elif skip is not None:
+        grad_skip = grad_taps[:, 0].clone()
+    return [grad_x, grad_skip, *grads, grad_initial]
 
 
-_damped_ema_backward = torch.library.custom_op(
-    "luna_mega::damped_ema_backward",
-    run_backward,
+_moving_average_backward = torch.library.custom_op(
+    "luna_mega::moving_average_backward",
+    _average_backward,
     mutates_args=(),
-    schema=f"(Tensor gradient, Tensor? grad_last, Tensor average, {INPUTS}) -> Tensor[]",
+    schema=f"(Tensor gradient, Tensor? grad_last, Tensor average, Tensor[] kept, {INPUTS}) -> Tensor[]",
 )
 
 
-@_damped_ema_backward.register_fake
-def _(gradient, grad_last, average, x, mask, skip, taps, center, inward, outward, decay, initial):
-    return _empty_like(x, skip, taps, inward, outward, decay, initial)
+@_moving_average_backward.register_fake
+def _(gradient, grad_last, average, kept, x, mask, skip, log_decay, turn, weight_in, weight_out, initial, *_):
+    return _empty_like(x, skip, log_decay, turn, weight_in, weight_out, initial)
 
 
 def _empty_like(x, *inputs):
-    return [x.new_empty(x.shape), *(x.new_empty(0 if t is None else t.shape, dtype=inputs[1].dtype) for t in inputs)]
+    """Return a tensor for the gradient of each input, with 0 elements if it is None."""
+    return [x.new_empty(x.shape)] + [x.new_empty(0) if t is None else t.new_empty(t.shape) for t in inputs]
 
 
-def _of_block(block, inward, outward, decay, initial):
-    decay = decay[block]
+def _of_block(block, maps, initial):
+    inward, outward, decay = (table[block] for table in maps)
     decay = torch.view_as_complex(decay) if decay.dim() == 3 else decay
-    return inward[block], outward[block], decay, None if initial is None else initial[:, block]
+    return inward, outward, decay, None if initial is None else initial[:, block]
 
 
 def _save_for_backward(ctx, inputs, output):
-    x, mask, skip, taps, ctx.center, *rest = inputs
-    ctx.save_for_backward(x, mask, skip, taps, *rest, output[1])
+    *tensors, ctx.chunk, ctx.length, ctx.shift = inputs
+    ctx.save_for_backward(*tensors, output[1], *output[3])
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, gradient, _, grad_last):
-    x, mask, skip, taps, *rest, average = ctx.saved_tensors
+def _backward(ctx, gradient, _average, grad_last, _kept):
+    x, mask, *rest = ctx.saved_tensors
+    rest, (average, *kept) = rest[:6], rest[6:]
     if gradient is None:
         gradient = torch.zeros_like(x)
-    grads = torch.ops.luna_mega.damped_ema_backward(
-        gradient, grad_last, average, x, mask, skip, taps, ctx.center, *rest
+    grads = torch.ops.luna_mega.moving_average_backward(
+        gradient, grad_last, average, kept, x, mask, *rest, ctx.chunk, ctx.length, ctx.shift
     )
-    inputs = (x, skip, taps, *rest)
-    grad_x, *grads = (None if tensor is None else grad for tensor, grad in zip(inputs, grads, strict=True))
-    return grad_x, None, *grads[:2], None, *grads[2:]
+    grad_x, *grads = (None if tensor is None else grad for tensor, grad in zip((x, *rest), grads, strict=True))
+    return grad_x, None, *grads, None, None, None
 
 
-_damped_ema.register_autograd(_backward, setup_context=_save_for_backward)
+_moving_average.register_autograd(_backward, setup_context=_save_for_backward)

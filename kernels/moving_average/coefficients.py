@@ -1,0 +1,149 @@
+"""Coefficients of both averages from their parameters, and powers of q in real numbers.
+
+q = exp(log_decay + 2 pi i turn); `turn` is None if q is real. The number of turns is float64: over thousands of
+positions a float32 angle would be off by entire turns. The angle is rounded to float32 after removing them.
+
+Gradients of the coefficients are in closed form. Autograd would run some sixty operations on tensors of a few thousand
+numbers, which takes as long as the average of a short batch. Compiled, exported and traced programs use autograd.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch.autograd import Function
+
+from luna_mega.kernels._export import expm1, in_program
+from luna_mega.kernels._op import without_autocast
+from luna_mega.kernels.moving_average import reference
+
+LEAST = 1e-30  # of q; below it the gradient of log q is 0
+
+
+class Coefficients(NamedTuple):
+    """log |q|, its angle in turns (float64, None = real), and the weights of the input in the state and of the state.
+
+    `[R, N]` each. The last weight of a complex average is `[D, N, 2]`, real pairs.
+    """
+
+    log_decay: torch.Tensor
+    turn: torch.Tensor | None
+    weight_in: torch.Tensor
+    weight_out: torch.Tensor
+
+    @property
+    def parts(self) -> int:
+        """The real numbers in a state: 1 or 2."""
+        return 1 if self.turn is None else 2
+
+
+def damped_coefficients(*parameters: torch.Tensor) -> Coefficients:
+    """Return `reference.damped_coefficients`."""
+    compute = reference.damped_coefficients if in_program() else _Coefficients.apply
+    log_decay, weight_in, weight_out = compute(*parameters)
+    return Coefficients(log_decay, None, weight_in, weight_out)
+
+
+def complex_coefficients(
+    input_logit: torch.Tensor, damping_logit: torch.Tensor, phase_logit: torch.Tensor, projection: torch.Tensor
+) -> Coefficients:
+    """Return the coefficients of the recurrence; |q| and p are those of a damped average without expansion."""
+    states = input_logit.shape[1]
+    one = torch.ones_like(input_logit)
+    log_decay, _, weight_in, _ = damped_coefficients(input_logit, damping_logit, one, one)
+    number = torch.arange(1, states + 1, dtype=torch.float64, device=one.device) / states
+    turn = torch.sigmoid(phase_logit.double())[:, None] * number
+    return Coefficients(log_decay, turn, weight_in, projection / math.sqrt(states))
+
+
+def angle(turn: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the angle of a number of turns, without entire turns."""
+    return (turn - torch.round(turn)).to(dtype) * (2 * math.pi)
+
+
+def powers(log_decay: torch.Tensor, turn: torch.Tensor | None, exponents: torch.Tensor) -> torch.Tensor:
+    """Return q^t as numbers of P real parts, `[R, N, P, E]`, for the integers t `[E]`."""
+    size = torch.exp(log_decay[..., None] * exponents.to(log_decay.dtype))
+    if turn is None:
+        return size[..., None, :]
+    phase = angle(turn[..., None] * exponents.double(), log_decay.dtype)
+    return torch.stack((size * torch.cos(phase), size * torch.sin(phase)), -2)
+
+
+def powers_less_one(log_decay: torch.Tensor, turn: torch.Tensor | None, exponent: int) -> torch.Tensor:
+    """Return q^t - 1 for one exponent, `[R, N, P]`, accurate for q close to 1."""
+    loss = expm1(log_decay * exponent)
+    if turn is None:
+        return loss[..., None]
+    phase = angle(turn * exponent, log_decay.dtype)
+    real = loss * torch.cos(phase) - 2.0 * torch.sin(0.5 * phase).square()
+    return torch.stack((real, (loss + 1.0) * torch.sin(phase)), -1)
+
+
+def times(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return the product of numbers whose 1 or 2 real parts are the last dimension."""
+    if a.shape[-1] == 1:
+        return a * b
+    return b * a[..., :1] + torch.stack((-b[..., 1], b[..., 0]), -1) * a[..., 1:]
+
+
+def ema_coefficients(
+    input_logit: torch.Tensor,
+    damping_logit: torch.Tensor,
+    expansion: torch.Tensor,
+    projection: torch.Tensor,
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, ...]:
+    """Return the coefficients that `damped_ema_step` computes from the four parameters `[D, N]`.
+
+    They are valid until the parameters change: q - 1, the weight of the input in the state, and the weight of the state
+    in y. `dtype`: the dtype of the states.
+    """
+    with without_autocast(input_logit.device.type):
+        parameters = (x.to(dtype) for x in (input_logit, damping_logit, expansion, projection))
+        log_q, weight_in, weight_out = reference.damped_coefficients(*parameters)
+        return expm1(log_q), weight_in, weight_out
+
+
+def complex_ema_coefficients(
+    input_logit: torch.Tensor,
+    damping_logit: torch.Tensor,
+    phase_logit: torch.Tensor,
+    projection: torch.Tensor,
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, ...]:
+    """Return the coefficients that `complex_ema_step` computes from the four parameters, as real pairs `[D, N, 2]`.
+
+    They are valid until the parameters change: q - 1, the weight of the input in the state, and the weights of the real
+    and of the imaginary part of the state in y. `dtype`: the dtype of the states.
+    """
+    with without_autocast(input_logit.device.type):
+        parameters = (x.to(dtype) for x in (input_logit, damping_logit, phase_logit, projection))
+        log_decay, turn, weight_in, weight_out = complex_coefficients(*parameters)
+        entry = torch.stack((weight_in, torch.zeros_like(weight_in)), -1)
+        return powers_less_one(log_decay, turn, 1), entry, weight_out * weight_out.new_tensor((1.0, -1.0))
+
+
+class _Coefficients(Function):
+    @staticmethod
+    def forward(*parameters):
+        return reference.damped_coefficients(*parameters)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs[:3])
+
+    @staticmethod
+    def backward(ctx, grad_log_q, grad_in, grad_out):
+        input_logit, damping_logit, expansion = ctx.saved_tensors
+        weight, damping = torch.sigmoid(input_logit), torch.sigmoid(damping_logit)
+        rest, undamped = torch.sigmoid(-input_logit), torch.sigmoid(-damping_logit)
+        # Without cancellation: 1 - q is the product of two sigmoids, and q is a sum of their complements.
+        q = torch.addcmul(rest, weight, undamped)
+        # d log q / d logit = -(1 - sigmoid(logit)) (1 - q) / q
+        through = (grad_log_q * weight * damping / q).masked_fill(q < LEAST, 0.0)
+        grad_expansion = grad_in * weight
+        grad_input = torch.addcmul(-through, grad_expansion, expansion) * rest
+        return grad_input, -through * undamped, grad_expansion, grad_out / math.sqrt(grad_out.shape[-1])

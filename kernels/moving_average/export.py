@@ -1,0 +1,127 @@
+"""The averages in an exported program: chunks and groups of chunks by real matrices, without FFT and without a loop.
+
+One program serves every length. For B sequences of T positions and D channels it stores B T D numbers a few times, and
+D N (T / 2048)^2 for the decays between groups. A complex state is a pair of real numbers: P = 2 parts, else P = 1.
+"""
+
+import torch
+from torch import nn
+
+from luna_mega.kernels._export import chunk_positions
+from luna_mega.kernels.moving_average import tables
+from luna_mega.kernels.moving_average.coefficients import Coefficients, powers, times
+from luna_mega.kernels.moving_average.reference import finish
+from luna_mega.kernels.moving_average.torch_backend import CHUNK, toeplitz
+
+# Chunks in a group.
+GROUP = 32
+
+
+def average(
+    x, coefficients, skip=None, mask=None, shift=False, truncation=None, initial_state=None, return_state=False
+):  # fmt: skip
+    """Return `reference.damped_ema` or `reference.complex_ema`; the final state only on request."""
+    of, channels = coefficients, x.shape[2]
+    signal = (x if mask is None else x.masked_fill(~mask[..., None], 0.0)).to(of.log_decay.dtype)
+    if truncation is not None:
+        taps, _ = tables.lags(of, channels, truncation, shift)
+        center = tables.center(of, channels, truncation, shift)
+        return finish(_truncated(signal, taps, center), x, skip), None
+    taps, inward, outward = _chunk_maps(of, channels, shift)
+    center = tables.center(of, channels, CHUNK, shift)
+    if of.turn is not None and skip is not None:
+        taps, skip = torch.cat((taps[:, :1] + skip[:, None], taps[:, 1:]), 1), None
+    result, before, last, rest, since = _in_chunks(signal, taps, center, inward, outward, of, initial_state)
+    state = None
+    if return_state:
+        maps = of.weight_in[..., None, None] * powers(of.log_decay, of.turn, since)
+        gained = (maps.flatten(1, 2) @ last).unflatten(1, (-1, of.parts)).permute(3, 0, 1, 2)
+        decay = powers(of.log_decay, of.turn, rest[None]).squeeze(-1)
+        state = times(decay, before.permute(3, 0, 1, 2)) + gained
+        state = state if of.parts > 1 else state.squeeze(-1)
+    return finish(result, x, skip), state
+
+
+def _chunk_maps(of, channels, shift):
+    """Return `tables.chunk_maps` in real operators."""
+    if of.turn is None:
+        return tables.chunk_maps(of, channels, CHUNK, shift)[:3]
+    of_q = powers(of.log_decay, of.turn, torch.arange(CHUNK + 1, device=of.turn.device))
+    inward = of.weight_in[..., None, None] * of_q[..., :CHUNK].flip(-1)
+    outward = times(of.weight_out[:, :, None], of_q.mT).mT * of.weight_out.new_tensor((1.0, -1.0))[:, None]
+    taps = (of.weight_in[:, None] @ outward[:, :, 0, :CHUNK]).squeeze(1)
+    return taps, inward.flatten(1, 2), outward[..., 1:].flatten(1, 2)
+
+
+def _in_chunks(signal, taps, center, inward, outward, of, initial):
+    """Return the average of a signal `[B, T, D]`, the states before the last chunk `[D, N, P, B]`, and that chunk.
+
+    The chunk is `[D, C, B]`. Also return its length, and for every position the number of positions after it.
+    """
+    batch, length = signal.shape[:2]
+    position, real = chunk_positions(length, CHUNK, signal.device)
+    chunks = signal[:, position].masked_fill(~real[..., None], 0.0).permute(3, 0, 1, 2)
+    rows = chunks.flatten(1, 2)
+    gains = (inward @ rows.mT).unflatten(2, (batch, -1)).unflatten(1, (-1, of.parts))
+    states = _states(gains, of, initial)
+    rows = rows @ toeplitz(taps, center, CHUNK) + states.flatten(3).flatten(1, 2).mT @ outward
+    result = rows.unflatten(1, (batch, -1)).flatten(2).permute(1, 2, 0)
+    # The last chunk is empty, and the one before it may be short; zeros fill it up.
+    rest = real[-2].sum()
+    since = (rest - 1 - torch.arange(CHUNK, device=signal.device)).clamp(min=0)
+    result = result[:, torch.arange(length, device=signal.device)]
+    return result, states[..., -2], chunks[:, :, -2].mT, rest, since
+
+
+def _truncated(signal, taps, center):
+    """Apply all lags, the taps `[D, K]`, to a signal `[B, T, D]`."""
+    padded = nn.functional.pad(signal.mT, (taps.shape[1] - center - 1, center))
+    return nn.functional.conv1d(padded, taps.flip(1)[:, None], groups=len(taps)).mT
+
+
+def _states(gains, of: Coefficients, initial):
+    """Return the states before each chunk, `[D, N', P, B, M]` of the gains of the chunks."""
+    first = torch.zeros_like(gains[..., :1])
+    rate, turn = of.log_decay * CHUNK, None if of.turn is None else of.turn * CHUNK
+    if len(rate) == len(gains):
+        if initial is not None:
+            first = initial.unflatten(2, (gains.shape[1], -1)) if initial.dim() == 3 else initial
+            first = first.permute(1, 2, 3, 0)[..., None]
+        return _scan(torch.cat([first, gains[..., :-1]], dim=-1), rate, turn)
+    forward, backward = gains.chunk(2, dim=1)
+    gains = torch.cat([forward, backward.flip(-1)], dim=1)
+    states = _scan(torch.cat([first, gains[..., :-1]], dim=-1), torch.cat(rate.chunk(2), dim=1), turn)
+    forward, backward = states.chunk(2, dim=1)
+    return torch.cat([forward, backward.flip(-1)], dim=1)
+
+
+def _scan(x, rate, turn):
+    """Return s_i = q s_{i-1} + x_i along the last dimension of `[D, N, P, B, M]`; `rate`, `turn`: of q, `[D, N]`."""
+    # The values that fill up the last group follow all others.
+    position, _ = chunk_positions(x.shape[-1], GROUP, x.device)
+    within = _product(x[..., position], _lags(rate, turn, torch.arange(GROUP, device=x.device), 0))
+    groups, turns = torch.arange(position.shape[0], device=x.device), None if turn is None else turn * GROUP
+    before = _product(within[..., -1], _lags(rate * GROUP, turns, groups, 1))
+    since = powers(rate, turn, torch.arange(1, GROUP + 1, device=x.device))
+    # The parts are the last dimension in a product of numbers.
+    factor, states = since.mT[:, :, None, None], before[..., None].movedim(2, -1)
+    states = within + times(factor, states).movedim(-1, 2)
+    return states.flatten(4)[..., torch.arange(x.shape[-1], device=x.device)]
+
+
+def _product(x, matrix):
+    """Return the product of numbers `[D, N, P, B, ..., J]` and a matrix `[D, N, P, I, J]`."""
+    rows, parts = x.flatten(3, -2), matrix.mT.unbind(2)
+    if len(parts) == 1:
+        product = rows @ parts[0][:, :, None]
+    else:
+        (real, imaginary), (a, b) = parts, rows.unbind(2)
+        product = torch.stack((a @ real - b @ imaginary, a @ imaginary + b @ real), 2)
+    return product.unflatten(3, x.shape[3:-1])
+
+
+def _lags(rate, turn, index, least):
+    """Return q^(i - j - least), `[D, N, P, index, index]`, and 0 if the exponent is below 0."""
+    lag = index[:, None] - index - least
+    table = powers(rate, turn, lag.clamp(min=0).flatten()).unflatten(-1, lag.shape)
+    return table.masked_fill(lag < 0, 0.0)

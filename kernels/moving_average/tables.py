@@ -1,0 +1,253 @@
+"""Lags and chunk matrices of both averages for the PyTorch backend, with their gradients in closed form.
+
+All are made of tables of powers of q. The real functions also run in exported programs. A complex table has one row per
+power, so that a product of two rows is one of contiguous tensors; one matrix transposition converts it into real pairs
+`[D, 2 N, E]` of alternating real and imaginary parts. The complex functions run inside an operator, which hides complex
+numbers from compilers.
+"""
+
+import math
+
+import torch
+from torch import nn
+
+from luna_mega.kernels.moving_average.coefficients import Coefficients, angle, powers_less_one
+
+# Channels times positions of the tables in memory at the same time for gradients, and least number of channels.
+BLOCK, LEAST_CHANNELS = 1 << 12, 32
+
+
+def lags(of: Coefficients, channels: int, length: int, shift: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return the first lags of both directions, `[D, K]`, and tables for `lags_backward`."""
+    if of.turn is not None:
+        return complex_series(of, length), []
+    kept = _series_tables(of.log_decay, length)
+    return _join(series(of, length, *kept), channels, shift), kept
+
+
+def center(of: Coefficients, channels: int, length: int, shift: bool) -> int:
+    """Return the index of lag 0 among the lags of chunks or sequences of this length."""
+    if len(of.log_decay) == channels:
+        return 0
+    return length if shift else length - 1  # without shift lag 0 counts in both directions
+
+
+def lags_backward(
+    of: Coefficients, channels: int, length: int, shift: bool, kept: list, grad_taps: torch.Tensor
+) -> list:
+    """Return the gradients of the coefficients from that of `lags`; `kept`: its tables."""
+    if of.turn is not None:
+        return _complex_series_backward(of, grad_taps)
+    return _series_backward(of, *kept, _split(grad_taps, len(of.log_decay), channels, length, shift))
+
+
+def chunk_maps(
+    of: Coefficients, channels: int, chunk: int, shift: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """Return the taps of a chunk, the matrices to the states and back, q^C - 1, and tables for `chunk_maps_backward`.
+
+    The matrices are `[D, N', C]`, q^C - 1 is `[D, N']`, complex `[D, N, 2]`. N' = P N with P = 2 parts of complex
+    numbers, or 2 N with the states of the average from the end last.
+    """
+    if of.turn is not None:
+        return *_complex_chunk_maps(of, chunk), []
+    log_q, _, weight_in, weight_out = of
+    positions = torch.arange(chunk + 1, device=log_q.device, dtype=log_q.dtype)
+    powers = torch.exp(log_q[..., None] * positions)
+    now, later = powers[..., :chunk], powers[..., 1:]
+    taps = _join(((weight_in * weight_out)[:, None] @ now)[:, 0], channels, shift)
+    inward, outward = weight_in[..., None] * now, weight_out[..., None] * later
+    decay = torch.expm1(log_q * chunk)
+    if len(decay) == channels:
+        return taps, inward.flip(-1), outward, decay, [powers]
+    if shift:
+        outward = torch.cat([outward[:channels], weight_out[channels:, :, None] * now[channels:]])
+    inward = torch.cat([inward[:channels].flip(-1), inward[channels:]], dim=1)
+    outward = torch.cat([outward[:channels], outward[channels:].flip(-1)], dim=1)
+    return taps, inward, outward, torch.cat([decay[:channels], decay[channels:]], dim=1), [powers]
+
+
+def chunk_maps_backward(of: Coefficients, channels: int, chunk: int, shift: bool, kept: list, *gradients) -> list:
+    """Return the gradients of the coefficients from those of `chunk_maps`; `kept`: its tables."""
+    if of.turn is not None:
+        return _complex_chunk_maps_backward(of, chunk, *gradients)
+    grad_taps, grad_inward, grad_outward, grad_decay = gradients
+    log_q, _, weight_in, weight_out = of
+    grad_taps = _split(grad_taps, len(log_q), channels, chunk, shift)
+    (powers,), first = kept, log_q.new_ones(len(log_q), 1)
+    now, later = powers[..., :chunk], powers[..., 1:]
+    if len(log_q) == channels:
+        grad_inward, out = grad_inward.flip(-1), later
+    else:
+        forward, backward = grad_inward.chunk(2, 1)
+        grad_inward = torch.cat((forward.flip(-1), backward))
+        forward, backward = grad_outward.chunk(2, 1)
+        grad_outward = torch.cat((forward, backward.flip(-1)))
+        grad_decay = torch.cat(grad_decay.chunk(2, 1))
+        out = torch.cat((later[:channels], now[channels:])) if shift else later
+        first[channels:] = 0.0 if shift else 1.0
+    # Sums over the positions t of a chunk, of gradients times q^t and times t q^t.
+    ramp = torch.arange(chunk, device=log_q.device, dtype=log_q.dtype)
+    weights = torch.stack((torch.ones_like(ramp), ramp), -1)
+    in_sum, in_slope = ((grad_inward * now) @ weights).unbind(-1)
+    out_sum, out_slope = ((grad_outward * out) @ weights).unbind(-1)
+    tap_sum, tap_slope = (now @ (grad_taps[..., None] * weights)).unbind(-1)
+    grad_in, grad_out = in_sum + weight_out * tap_sum, out_sum + weight_in * tap_sum
+    slopes = weight_in * in_slope + weight_out * (out_slope + first * out_sum) + weight_in * weight_out * tap_slope
+    return [slopes + chunk * grad_decay * powers[..., chunk], None, grad_in, grad_out]
+
+
+def _join(kernel, channels, shift):
+    """Return the lags of both directions, `[D or 2 D, K]`, in one row per channel."""
+    length = kernel.shape[1]
+    if len(kernel) == channels:
+        return kernel
+    before = length if shift else length - 1
+    forward = nn.functional.pad(kernel[:channels], (before, 0))
+    return forward + nn.functional.pad(kernel[channels:].flip(1), (0, before))
+
+
+def _split(gradient, rows, channels, length, shift):
+    """Return the gradients of both directions, the transpose of `_join`."""
+    if rows == channels:
+        return gradient
+    return torch.cat((gradient[:, length if shift else length - 1 :], gradient[:, :length].flip(1)))
+
+
+def series(of: Coefficients, length: int, coarse: torch.Tensor, fine: torch.Tensor) -> torch.Tensor:
+    """Return sum_n p_n g_n q_n^t for t < length and real q, `[R, length]`: q^(i c + j) = q^(i c) q^j."""
+    weight = of.weight_in * of.weight_out
+    return ((coarse * weight[..., None]).mT @ fine).flatten(-2)[..., :length]
+
+
+def _series_tables(log_q, length):
+    inner = 16 if length <= 256 else 64
+    outer = torch.arange(-(-length // inner), device=log_q.device, dtype=log_q.dtype) * inner
+    fine = torch.exp(log_q[..., None] * torch.arange(inner, device=log_q.device, dtype=log_q.dtype))
+    return [torch.exp(log_q[..., None] * outer), fine]
+
+
+def _series_backward(of, coarse, fine, grad):
+    blocks, inner = coarse.shape[2], fine.shape[2]
+    grad = nn.functional.pad(grad, (0, blocks * inner - grad.shape[1])).unflatten(1, (blocks, inner))
+    position = torch.arange(blocks * inner, device=grad.device, dtype=grad.dtype).view(blocks, inner)
+    # Sums over the positions t within a block, of q^t and of t q^t.
+    plain, lagged = ((coarse * (fine @ x.mT)).sum(-1) for x in (grad, position * grad))
+    return [lagged * of.weight_in * of.weight_out, None, plain * of.weight_out, plain * of.weight_in]
+
+
+def _power(of: Coefficients, exponent: float) -> torch.Tensor:
+    log_decay, turn = of[:2]
+    return torch.polar(torch.exp(log_decay * exponent), angle(turn * exponent, log_decay.dtype))
+
+
+def _table(of: Coefficients, count: int, step: int = 1) -> torch.Tensor:
+    """Return q^(step t) for t < count, `[count, D, N]`, by doubling: a product has few factors and little error."""
+    first = torch.view_as_complex(of.weight_out)
+    rows = first.new_empty(count, *first.shape)
+    rows[0] = 1.0
+    done = 1
+    while done < count:
+        more = min(done, count - done)
+        torch.mul(rows[:more], _power(of, step * done), out=rows[done : done + more])
+        done += more
+    return rows
+
+
+def _pairs(rows: torch.Tensor) -> torch.Tensor:
+    """Return complex numbers `[E, D, N]` as real pairs `[D, 2 N, E]`."""
+    matrix = torch.view_as_real(rows).flatten(1).t().contiguous()
+    return matrix.view(rows.shape[1], -1, rows.shape[0])
+
+
+def _real(weight: torch.Tensor) -> torch.Tensor:
+    """Return real weights `[D, N]` as pairs `[D, 2 N]`."""
+    return torch.stack((weight, torch.zeros_like(weight)), -1).flatten(1)
+
+
+def _complex_chunk_maps(of, chunk):
+    rows = _table(of, chunk + 1)
+    inward = _pairs(rows[:chunk].flip(0).mul_(of.weight_in))
+    outward = _pairs(rows.mul_(torch.view_as_complex(of.weight_out)).conj_physical_())
+    taps = _real(of.weight_in)[:, None] @ outward[..., :chunk]
+    return taps[:, 0], inward, outward[..., 1:], powers_less_one(of.log_decay, of.turn, chunk)
+
+
+def _complex_chunk_maps_backward(of, chunk, *gradients):
+    """Compute the gradients of some channels at a time."""
+    parts, size = [], max(LEAST_CHANNELS, BLOCK // chunk)
+    for start in range(0, len(of.turn), size):
+        block = slice(start, start + size)
+        some = Coefficients(*(numbers[block] for numbers in of))
+        parts.append(_of_channels(some, chunk, *(gradient[block] for gradient in gradients)))
+    return [torch.cat(grads) for grads in zip(*parts, strict=True)]
+
+
+def _of_channels(of, chunk, grad_taps, grad_inward, grad_outward, grad_decay):
+    powers, weight_out = _table(of, chunk + 1), torch.view_as_complex(of.weight_out)
+    now, later = powers[:chunk], powers[1:]
+    # The derivative for a complex number x + i y is that for x, less i times that for y; the way out is conjugate.
+    sums, slopes = _sums(_rows(grad_inward).flip(0).conj_physical_().mul_(now))
+    out_sums, out_slopes = _sums(_rows(grad_outward).mul_(later))
+    tap_sums, tap_slopes = _sums(torch.view_as_complex(torch.view_as_real(now) * grad_taps.t()[..., None, None]))
+    grad_out = torch.addcmul(out_sums, of.weight_in, tap_sums)
+    grad_in = sums.real + (weight_out * tap_sums).real
+    out_slopes = out_slopes + out_sums + of.weight_in * tap_slopes  # the first way out is q, not 1
+    last = torch.view_as_complex(grad_decay).conj() * powers[chunk]
+    return _of_slopes(of.weight_in * slopes + weight_out * out_slopes + chunk * last, grad_in, grad_out)
+
+
+def complex_series(of: Coefficients, length: int) -> torch.Tensor:
+    """Return Re sum_n p_n g_n q_n^t for t < length and complex q, `[D, length]`: q^(i c + j) = q^(i c) q^j."""
+    inner, outer = _factors(length)
+    coarse = _table(of, outer, inner).mul_(of.weight_in * torch.view_as_complex(of.weight_out)).conj_physical_()
+    return (_pairs(coarse).mT @ _pairs(_table(of, inner))).flatten(1)[:, :length]
+
+
+def _complex_series_backward(of, grad_taps):
+    length = grad_taps.shape[1]
+    inner, outer = _factors(length)
+    grad = torch.nn.functional.pad(grad_taps, (0, outer * inner - length)).unflatten(1, (outer, inner))
+    position = torch.arange(outer * inner, device=grad.device, dtype=grad.dtype).view(outer, inner)
+    fine, coarse = _pairs(_table(of, inner)), _pairs(_table(of, outer, inner)).unflatten(1, (-1, 2))
+    weight_out = torch.view_as_complex(of.weight_out)
+    ones = grad.new_ones(outer)
+    signs, ones = torch.cat((ones, -ones)), torch.cat((ones, ones))
+    sums = []
+    for weighted in (grad, position * grad):
+        within = (fine @ weighted.mT).unflatten(1, (-1, 2))
+        # Sums as products: faster than sums of short rows.
+        real, imaginary = (coarse * within).flatten(2) @ signs, (coarse * within.flip(2)).flatten(2) @ ones
+        sums.append(torch.complex(real, imaginary))
+    plain, lagged = sums
+    slopes = of.weight_in * weight_out * lagged
+    return _of_slopes(slopes, (weight_out * plain).real, of.weight_in * plain)
+
+
+def _factors(length):
+    inner = 1 << (max(length - 1, 1).bit_length() + 1) // 2
+    return inner, -(-length // inner)
+
+
+def _rows(pairs: torch.Tensor) -> torch.Tensor:
+    """Return real pairs `[D, 2 N, E]` as complex numbers `[E, D, N]`."""
+    matrix = pairs.flatten(0, 1).t().contiguous()
+    return torch.view_as_complex(matrix.view(pairs.shape[2], pairs.shape[0], -1, 2))
+
+
+def _sums(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sums over t of complex numbers `[E, D, N]`, and of t times them, `[D, N]`, by a product."""
+    pairs = torch.view_as_real(rows)
+    ramp = torch.arange(len(rows), device=pairs.device, dtype=pairs.dtype)
+    sums = torch.stack((torch.ones_like(ramp), ramp)) @ pairs.flatten(1)
+    return torch.view_as_complex(sums.view(2, *pairs.shape[1:])).unbind()
+
+
+def _of_slopes(slopes, grad_in, grad_out):
+    """Return the gradients of the coefficients; `slopes`: of log q, the others as complex derivatives."""
+    return [
+        slopes.real.contiguous(),
+        slopes.imag.double() * (-2 * math.pi),
+        grad_in.contiguous(),
+        torch.view_as_real(grad_out.conj().resolve_conj()),
+    ]

@@ -1,0 +1,192 @@
+"""Both averages by Triton kernels, as custom operators."""
+
+import torch
+
+from luna_mega.kernels.common.triton_launch import contiguous
+from luna_mega.kernels.moving_average import (
+    triton_complex,
+    triton_damped_backward,
+    triton_damped_forward,
+    triton_damped_step,
+)
+from luna_mega.kernels.moving_average.coefficients import times
+
+TENSORS = "Tensor x, Tensor? mask, Tensor? skip, {}, Tensor? initial"
+COEFFICIENTS = {
+    "damped": "Tensor log_decay, Tensor weight_in, Tensor weight_out",
+    "complex": "Tensor log_decay, Tensor turn, Tensor weight_in, Tensor weight_out",
+}
+OPTIONS = {
+    "damped": "bool shift, Tensor? cu_seqlens, SymInt max_seqlen",
+    "complex": "Tensor? cu_seqlens, SymInt max_seqlen",
+}
+STEPS = {
+    "damped": "Tensor input_logit, Tensor damping_logit, Tensor expansion, Tensor projection",
+    "complex": "Tensor change, Tensor weight_in, Tensor weight_out",
+}
+
+
+def damped_ema(
+    x, coefficients, skip=None, mask=None, shift=False, initial_state=None, return_state=False,
+    cu_seqlens=None, max_seqlen=0,
+):  # fmt: skip
+    """Return `reference.damped_ema` without truncation, of padding-free sequences if `cu_seqlens` is given."""
+    log_decay, _, *weights = coefficients
+    # A program reads adjacent channels, so channels are the last dimension.
+    coefficients = (rows.mT.contiguous() for rows in (log_decay, *weights))
+    initial = None if initial_state is None else initial_state.mT.contiguous()
+    output, last = torch.ops.luna_mega.damped_ema_triton(
+        x, mask, skip, *coefficients, initial, return_state, shift, cu_seqlens, max_seqlen
+    )
+    return output, last.mT.contiguous() if return_state else None
+
+
+def complex_ema(
+    x, coefficients, skip=None, mask=None, initial_state=None, return_state=False, cu_seqlens=None, max_seqlen=0
+):
+    """Return `reference.complex_ema`, of padding-free sequences if `cu_seqlens` is given."""
+    output, last = torch.ops.luna_mega.complex_ema_triton(
+        x, mask, skip, *coefficients, initial_state, return_state, cu_seqlens, max_seqlen
+    )
+    return output, last if return_state else None
+
+
+def damped_step(x, state, parameters, skip, mask):
+    """Return `reference.damped_step` of the parameters: computing the coefficients would take longer than the step."""
+    return torch.ops.luna_mega.damped_ema_step_triton(x, state, *parameters, skip, mask)
+
+
+def complex_step(x, state, coefficients, skip, mask):
+    """Return `reference.complex_step`."""
+    return torch.ops.luna_mega.complex_ema_step_triton(x, state, *coefficients, skip, mask)
+
+
+def _register_average(name: str, kind: str, forward, backward) -> None:
+    """Register the operators of an average and of its gradient.
+
+    Both functions take the tensors of `TENSORS`, `forward` also `return_state`, then the options. `backward` takes the
+    gradients of the output and the last state first, and returns the gradients of all tensors except the mask.
+    """
+    tensors = TENSORS.format(COEFFICIENTS[kind])
+    count, options = tensors.count("Tensor"), OPTIONS[kind]
+
+    def run(x, *inputs):
+        return forward(x, *contiguous(*inputs[: count - 1]), *inputs[count - 1 :])
+
+    def run_backward(gradient, last_gradient, x, *inputs):
+        return backward(gradient, last_gradient, x, *contiguous(*inputs[: count - 1]), *inputs[count - 1 :])
+
+    schema = f"({tensors}, bool return_state, {options}) -> (Tensor, Tensor)"
+    average = torch.library.custom_op(name, run, mutates_args=(), schema=schema)
+    schema = f"(Tensor gradient, Tensor? last_gradient, {tensors}, {options}) -> Tensor[]"
+    average_backward = torch.library.custom_op(f"{name}_backward", run_backward, mutates_args=(), schema=schema)
+
+    @average.register_fake
+    def _(x, *inputs):
+        log_decay, weight_out, return_state, cu_seqlens = inputs[2], inputs[count - 3], inputs[count - 1], inputs[-2]
+        sequences = len(x) if cu_seqlens is None else len(cu_seqlens) - 1
+        # Both directions have a row in the weights of a damped average, but only a causal one has states.
+        shape = weight_out.shape if kind == "complex" else (weight_out.shape[0], x.shape[2])
+        return x.new_empty(x.shape), log_decay.new_empty((sequences, *shape) if return_state else 0)
+
+    @average_backward.register_fake
+    def _(gradient, last_gradient, x, mask, *inputs):
+        rest = (x, *inputs[: count - 2])
+        return [x.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape) for tensor in rest]
+
+    def save(ctx, inputs, output):
+        ctx.return_state, *ctx.options, cu_seqlens, ctx.max_seqlen = inputs[count:]
+        ctx.save_for_backward(*inputs[:count], cu_seqlens)
+        ctx.set_materialize_grads(False)
+
+    def differentiate(ctx, gradient, last_gradient):
+        *given, cu_seqlens = ctx.saved_tensors
+        if gradient is None:
+            gradient = torch.zeros_like(given[0])
+        last_gradient = last_gradient if ctx.return_state else None
+        grads = average_backward(gradient, last_gradient, *given, *ctx.options, cu_seqlens, ctx.max_seqlen)
+        x, _, *rest = given
+        grad_x, *grads = (None if tensor is None else grad for tensor, grad in zip((x, *rest), grads, strict=True))
+        return grad_x, None, *grads, *[None] * (3 + len(ctx.options))
+
+    average.register_autograd(differentiate, setup_context=save)
+
+
+def _damped_backward(gradient, last_gradient, *inputs):
+    return triton_damped_backward.backward(gradient, *contiguous(last_gradient), *inputs)
+
+
+_register_average("luna_mega::damped_ema_triton", "damped", triton_damped_forward.forward, _damped_backward)
+_register_average("luna_mega::complex_ema_triton", "complex", triton_complex.forward, triton_complex.backward)
+
+
+def _register_step(name: str, kind: str, forward, backward) -> None:
+    """Register the operator of a step; `backward` takes the inputs, the next state and the gradients of the results."""
+    schema = f"(Tensor x, Tensor state, {STEPS[kind]}, Tensor? skip, Tensor? mask) -> (Tensor, Tensor)"
+
+    def run(x, *inputs):
+        return forward(x, *contiguous(*inputs))
+
+    step = torch.library.custom_op(name, run, mutates_args=(), schema=schema)
+    step.register_fake(lambda x, state, *_: (x.new_empty(x.shape), state.new_empty(state.shape)))
+
+    def save(ctx, inputs, output):
+        ctx.save_for_backward(*inputs, output[1])
+
+    step.register_autograd(lambda ctx, *grads: backward(*ctx.saved_tensors, *grads), setup_context=save)
+
+
+def _damped_step_backward(x, state, *rest):
+    *parameters, skip, mask, after, gradient, next_gradient = rest
+    input_logit, damping_logit, expansion, projection = (parameter.float() for parameter in parameters)
+    value, gradient, scale = x.float(), gradient.float(), projection.shape[1] ** -0.5
+    gate, damping = torch.sigmoid(input_logit), torch.sigmoid(damping_logit)
+    grad_skip = None
+    if skip is not None:
+        average = torch.addcmul((scale * projection * after).sum(-1), skip.float(), value)
+        gradient = torch.ops.aten.silu_backward(gradient, average)
+        grad_skip = (gradient * value).sum(0).to(skip.dtype)
+    arriving = next_gradient + gradient[..., None] * (scale * projection)
+    received = arriving if mask is None else arriving.masked_fill(~mask[:, None, None], 0.0)  # dropped: the state holds
+    grad_x = (received * gate * expansion).sum(-1)
+    if skip is not None:
+        grad_x = grad_x + gradient * skip.float()
+    grad_entry = (received * value[..., None]).sum(0)
+    grad_loss = -(received * state).sum(0)  # of gate damping = 1 - q
+    grads = (
+        (grad_entry * expansion + grad_loss * damping) * gate * (1 - gate),
+        grad_loss * gate * damping * (1 - damping),
+        grad_entry * gate,
+        scale * (gradient[..., None] * after).sum(0),
+    )
+    grads = (grad.to(parameter.dtype) for grad, parameter in zip(grads, parameters, strict=True))
+    return grad_x.to(x.dtype), arriving - received * gate * damping, *grads, grad_skip, None
+
+
+def _complex_step_backward(
+    x, state, change, weight_in, weight_out, skip, mask, after, gradient, next_gradient
+):  # fmt: skip
+    gradient, value = gradient.float(), x.float()
+    kept = value if mask is None else value.masked_fill(~mask[:, None], 0.0)
+    arriving = next_gradient + gradient[..., None, None] * weight_out
+    received = arriving if mask is None else arriving.masked_fill(~mask[:, None, None, None], 0.0)
+    conjugate = received.new_tensor((1.0, -1.0))
+    grad_x = (received * weight_in).flatten(2).sum(-1)
+    grad_skip = None
+    if skip is not None:
+        grad_x, grad_skip = grad_x + gradient * skip, (gradient * kept).sum(0)
+    if mask is not None:
+        grad_x = grad_x.masked_fill(~mask[:, None], 0.0)
+    return (
+        grad_x.to(x.dtype),
+        arriving + times(change * conjugate, received),
+        times(state * conjugate, received).sum(0),
+        (received * kept[..., None, None]).sum(0),
+        (gradient[..., None, None] * after).sum(0),
+        grad_skip,
+        None,
+    )
+
+
+_register_step("luna_mega::damped_ema_step_triton", "damped", triton_damped_step.forward_step, _damped_step_backward)
+_register_step("luna_mega::complex_ema_step_triton", "complex", triton_complex.step, _complex_step_backward)
