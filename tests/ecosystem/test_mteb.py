@@ -57,4 +57,4 @@ def test_refusals(task, tokenizer, tmp_path, capsys):
     assert "mteb: " in (text := error("NoSuchTask", tmp_path / "encoder")) and "NoSuchTask" in text
     with pytest.raises(SystemExit, match="2"):
         cli.main(["eval", "--mteb", "STSBenchmark", str(tmp_path / "encoder"), "--tasks", "a"])
-    assert "with --mteb nothing follows FOLDER" in capsys.readouterr().err
+    assert "omit all arguments after FOLDER with --mteb" in capsys.readouterr().err
