@@ -1,4 +1,4 @@
-"""Align every row of a batch, so that chunks begin at multiples of their size and padding is out of the way."""
+"""Aligns the rows of a batch so that chunks start at multiples of their size and padding does not affect positions."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ from torch import nn
 
 
 def in_columns(run: Callable) -> Callable:
-    """Return a function that takes any call, from a `run` that needs chunks to begin at multiples of their size."""
+    """Return a function for any call, based on `run`, which requires chunks to start at multiples of their size."""
 
     def run_any(query, key, value, mask, chunk_size, offset, start, **rest):
         if start is not None:
@@ -28,13 +28,13 @@ def in_columns(run: Callable) -> Callable:
 
 
 def in_last_column(run: Callable) -> Callable:
-    """Return a step, whose query stands in the `column` `[B]` of the keys (None: the last), by a causal `run`."""
+    """Return a step whose query is in `column` `[B]` of the keys (None: the last), based on a causal `run`."""
 
     def run_step(key, value, mask, column, start, slots, **call):
         if slots is not None:
             key, value = key[slots], value[slots]
         if column is not None:
-            # What is behind the query goes to the beginning, before the first position.
+            # Keys after the query move to the start, before the first position.
             shift = column + 1 - key.shape[1]
             key, value, mask = (take(x, rotation(shift, key.shape[1])) for x in (key, value, mask))
             start = shift if start is None else shift + start
@@ -53,11 +53,11 @@ def with_chunks_in_columns(
     offset: int,
     start: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Move every row so that its chunks begin at multiples of `chunk_size`; the last result finds the queries again.
+    """Move every row so that its chunks start at multiples of `chunk_size`; return also where the queries are.
 
-    With offset 0 the first token goes to column 0, and the padding before it to the end. Else the first chunk may begin
-    before the first key, and the columns in between are at the end. Returns query, key, value, mask and the columns
-    `[B, T]` in which the queries stand now.
+    With offset 0 the first token moves to column 0, and the padding before it to the end. Otherwise the first chunk may
+    start before the first key; the columns in between move to the end. Returns query, key, value, mask and the new
+    columns `[B, T]` of the queries.
     """
     (batch, queries, _), keys = query.shape, key.shape[1]
     if start is None:
@@ -72,32 +72,32 @@ def with_chunks_in_columns(
 
 
 def rotation(shift: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the columns `[B, count]` to take so that every row of `count` columns moves left by its `shift` `[B]`."""
-    # As a tensor, because ONNX takes no remainder by a size of an exported program.
+    """Return the column indices `[B, count]` that rotate each row of `count` columns left by its `shift` `[B]`."""
+    # A tensor, because ONNX does not support the remainder of a dynamic size.
     return (torch.arange(count, device=shift.device) + shift[:, None]) % torch.full((), max(count, 1))
 
 
 def to_end(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Return `[B, T, ...]` with the first `lengths` `[B]` positions of each row at its end, after the others."""
+    """Return `[B, T, ...]` with the first `lengths` `[B]` positions of each row moved to its end."""
     return take(x, rotation(lengths - x.shape[1], x.shape[1]))
 
 
 def take(x: torch.Tensor | None, columns: torch.Tensor) -> torch.Tensor | None:
-    """Return the columns `[B, C]` of `[B, T]` or `[B, T, W]`; None of None."""
+    """Return the columns `[B, C]` of `[B, T]` or `[B, T, W]`; None for None."""
     if x is None or x.dim() == 2:
         return None if x is None else x.gather(1, columns)
-    # take_along_dim would fix the batch size of an exported program
+    # take_along_dim would fix the batch size of an exported program.
     return x.gather(1, columns[..., None].expand(-1, -1, x.shape[2]))
 
 
 def fill(x: torch.Tensor, before: int, count: int) -> torch.Tensor:
-    """Fill `[B, T]` or `[B, T, W]` up to `count` columns with zeros, `before` of them at the beginning."""
+    """Zero-pad `[B, T]` or `[B, T, W]` to `count` columns, with `before` of the new columns at the start."""
     after = count - before - x.shape[1]
     return x if before == after == 0 else nn.functional.pad(x, (*(0, 0) * (x.dim() - 2), before, after))
 
 
 def unless_zero(rows: torch.Tensor | None) -> torch.Tensor | None:
-    """Return None in place of rows that are all zero, where looking at them costs nothing."""
+    """Return None if all rows are zero and this can be checked without device synchronization, else the rows."""
     if type(rows) is not torch.Tensor or rows.device.type != "cpu" or torch.jit.is_tracing():
         return rows
     return rows if torch.compiler.is_compiling() or rows.any() else None

@@ -1,4 +1,4 @@
-"""Errors of `gated_attention` and its step for arguments that do not fit together."""
+"""Argument checks of `gated_attention` and its step."""
 
 import torch
 
@@ -28,13 +28,13 @@ def check_tensors(op, query, key, value, mask):
 def check_options(op, query, key, function, causal, chunk_size, offset, dropout):
     queries, keys = query.shape[1], key.shape[1]
     if function not in reference.FUNCTIONS:
-        raise ValueError(f"{op} has no function {function!r}; choose one of {', '.join(reference.FUNCTIONS)}")
+        raise ValueError(f"{op} does not support function {function!r}; choose one of {', '.join(reference.FUNCTIONS)}")
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"{op}: chunk_size must be at least 1, or None for full attention, got {chunk_size}")
     if offset < 0 or ((causal or chunk_size is not None) and offset + queries > keys):
         raise ValueError(
-            f"{op}: {queries} queries from position {offset} on do not lie among {keys} keys, as causal attention and "
-            "chunks need; every query needs a key at its own position, and offset cannot be negative"
+            f"{op}: {queries} queries from position {offset} on do not fit {keys} keys; causal attention and chunks "
+            "need a key at the position of every query, and offset must not be negative"
         )
     check_dropout(op, dropout)
 
@@ -46,14 +46,14 @@ def check_rows(op, query, causal, chunk_size, offset, row_offset, start, column=
                 f"{op} needs {name} [{query.shape[0]}] of int32 or int64, got {rows.dtype} {list(rows.shape)}"
             )
     if row_offset is not None and (causal or chunk_size is not None):
-        raise ValueError(f"{op}: row_offset is for cross-attention, neither causal nor in chunks; leave it out")
+        raise ValueError(f"{op}: row_offset is only for cross-attention without chunks; omit row_offset")
     if start is None or chunk_size in (None, 1) or offset > 0 or start.device.type != "cpu":
         return
-    # On a GPU looking at the values would wait for it.
+    # Reading the values on a GPU would synchronize the device.
     if not torch.compiler.is_compiling() and not torch.jit.is_tracing() and (start > 0).any():
         raise ValueError(
-            f"{op}: chunks whose first keys are missing, start {start.tolist()}, need the offset of the queries "
-            "behind the keys so far"
+            f"{op}: start is {start.tolist()}, so the first keys of a chunk are missing; pass the number of earlier "
+            "keys as offset"
         )
 
 
@@ -64,6 +64,6 @@ def check_bias(op, bias, positions):
         raise ValueError(f"{op} needs a floating-point bias of shape [2 M - 1], got {bias.dtype} {list(bias.shape)}")
     if (bias.shape[0] + 1) // 2 < positions:
         raise ValueError(
-            f"{op}: a bias of length {bias.shape[0]} serves {(bias.shape[0] + 1) // 2} positions, but {positions} are "
-            f"in use; it needs length {2 * positions - 1}"
+            f"{op}: a bias of length {bias.shape[0]} covers {(bias.shape[0] + 1) // 2} positions, but {positions} are "
+            f"in use; pass a bias of length {2 * positions - 1}"
         )

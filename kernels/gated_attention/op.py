@@ -1,4 +1,4 @@
-"""The attention of Mega's gated layer: one head, three attention functions, a relative bias, full or in chunks."""
+"""Attention of Mega's gated layer: one head, three attention functions, a relative bias, full or in chunks."""
 
 from functools import partial
 
@@ -16,17 +16,17 @@ def _reference(**call):
 
 
 def _triton(query, key, value, bias, mask, function, causal, chunk_size, offset, row_offset, start, dropout, **ragged):
-    # Imported where it is needed: the import decides whether kernels are interpreted.
+    # Imported lazily because Triton decides at import time whether kernels are interpreted.
     from luna_mega.kernels.gated_attention import triton_ops
 
     if start is not None and causal and function != "softmax":
-        # The kernels divide by the column of a query plus 1, not by its position plus 1.
+        # The kernels divide by the query's column plus 1, not by its position plus 1.
         seen = torch.arange(offset + 1, offset + query.shape[1] + 1, device=query.device)
         query = query * (seen / (seen + start[:, None]).clamp(min=1))[..., None].to(query.dtype)
     options = (function, causal, chunk_size, offset, dropout)
     if row_offset is None:
         return triton_ops.attend(query, key, value, bias, mask, *options, **ragged)
-    # The kernels know no offset by row, so padding goes to the end.
+    # The kernels do not support an offset per row, so padding moves to the end.
     query = take(query, rotation(-row_offset.clamp(max=0), query.shape[1]))
     key, value, mask = (take(x, rotation(row_offset.clamp(min=0), key.shape[1])) for x in (key, value, mask))
     attended = triton_ops.attend(query, key, value, bias, mask, *options)
@@ -34,13 +34,13 @@ def _triton(query, key, value, bias, mask, function, causal, chunk_size, offset,
 
 
 def _with_weights(query, key, value, bias, mask, chunk_size, dropout, heads=None, **rest):
-    """Return the output and the weights that it depends on, `[B, chunks, C, C]`, without chunks `[B, 1, T, S]`."""
+    """Return the output and the weights `[B, chunks, C, C]`, or `[B, 1, T, S]` without chunks."""
     batch, length, _ = query.shape
     if chunk_size is not None:
         size = max(min(chunk_size, length), 1)
         if mask is None:
             mask = torch.ones(query.shape[:2], dtype=torch.bool, device=query.device)
-        # A short last chunk is filled up.
+        # Pad an incomplete last chunk.
         query, key, value, mask = (
             fill(x, 0, length + -length % size).unflatten(1, (-1, size)).flatten(0, 1)
             for x in (query, key, value, mask)
@@ -55,21 +55,21 @@ def _with_weights(query, key, value, bias, mask, chunk_size, dropout, heads=None
 def _unsupported(query, value, offset, row_offset, **_):
     for name, dtype in (("query and key are", query.dtype), ("value is", value.dtype)):
         if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            return f"{name} {dtype}; the kernels take float32, float16 and bfloat16"
+            return f"{name} {dtype}; the kernels support float32, float16 and bfloat16"
     if query.shape[2] > 256:
-        return f"query and key have size {query.shape[2]}; the kernels take up to 256"
+        return f"query and key have size {query.shape[2]}; the kernels support up to 256"
     if row_offset is not None and offset > 0 and query.shape[1] > 1:
-        return f"row_offset comes with the offset {offset}; the kernels take it at 0"
+        return f"row_offset is combined with offset {offset}; the kernels support only offset 0"
     return None
 
 
 def _round(call):
-    # Tensor cores need operands of 16 bits, as autocast would make them.
+    # Tensor cores need 16-bit operands, as autocast would produce.
     return call | {name: call[name].to(call["value"].dtype) for name in ("query", "key")}
 
 
 def _fast(run):
-    """Return `run`, with the reference for single queries that have a row_offset, where `run` gains nothing."""
+    """Return `run`, except that single queries with a row_offset use the reference, because `run` is not faster."""
     run = in_columns(run)
 
     def run_any(**call):
@@ -131,47 +131,51 @@ def gated_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute f(Q K^T / divisor + bias) V with one head and a value of any width (Mega sections 3.2 to 3.5).
 
-    Chunks and the divisor of a causal attention count from the first token of a sequence (`start`), so that a sequence
-    gives the same with padding on its left or right, and in one call or, with its keys so far, in several.
+    Chunks and the divisor of causal attention count from the first token of a sequence (`start`). The result for a
+    sequence is therefore the same with left or right padding, and in one call or in several calls with cached keys.
 
     Args:
-        query, key, value: `[B, T, Z]`, `[B, S, Z]` and `[B, S, V]`; query and key of one dtype.
-        bias: `[2M - 1]`, any floating dtype; entry `M - 1 + (j - i)` is added to the score of a query in column i and
-            a key in column j. M must reach the largest distance in use, with chunks their size; more is allowed.
-        function: `"softmax"`, with divisor sqrt(Z); or `"laplace"` or `"relu2"`, with the number of real keys in the
-            chunk for divisor, or where the attention is causal the position of the query in the chunk, from 1 on
-            (padding counts), and weights that are not normalised.
-        causal: a query sees the keys up to its own column.
-        chunk_size: positions attend within chunks of this length; T may be any. None = full attention.
-        mask: `[B, S]` bool, True = a key that may be attended to; None = all.
-        offset: column of the first query among the keys, for cached decoding (S = the keys so far), or of
+        query: `[B, T, Z]`, in the dtype of `key`.
+        key: `[B, S, Z]`.
+        value: `[B, S, V]`.
+        bias: `[2M - 1]`, any floating-point dtype; entry `M - 1 + (j - i)` is added to the score of a query in column i
+            and a key in column j. M is at least the largest number of columns in use, or the chunk size.
+        function: `"softmax"`, with divisor sqrt(Z), or `"laplace"` or `"relu2"`, with unnormalized weights. The divisor
+            of the latter is the number of unmasked keys in the chunk or, if causal, the query's 1-based position in the
+            chunk, including padding.
+        causal: queries attend only to keys up to their own column.
+        chunk_size: positions attend within chunks of this length; T may be any length. None = full attention.
+        mask: `[B, S]` bool, True = attend to this key; None = all.
+        offset: column of the first query among the keys, for cached decoding (S = number of keys so far) or
             cross-attention.
-        row_offset: `[B]` integers that are added to `offset`, for cross-attention (neither causal nor in chunks) whose
-            queries and keys begin behind padding of different lengths: n is the length before the keys less the length
-            before the queries. With n > 0 its first n keys must be masked; with n < 0 its first -n queries are padding.
-        start: `[B]` integers, the position of the first column in its sequence: below 0 where padding comes before the
-            first token, above 0 where keys were forgotten; None = 0. Keys below position 0 are left out, and outputs of
-            queries below have no meaning. With chunks and offset 0 at most 0.
-        dropout: probability with which a weight is dropped (the caller passes 0 in evaluation).
-        return_weights: return (output, weights) computed step by step by the reference, whatever the backend: weights
-            `[B, 1, T, S]`, or within the chunks `[B, chunks, C, C]`, where the first chunk begins with the first token.
-            Not with `cu_seqlens`.
-        heads: with `return_weights`: the rows are the H heads of each sequence, one after the other, and the weights
-            `[B / H, H, chunks, C, C]`.
-        cu_seqlens: `[sequences + 1]` int32 or int64: B is 1, T = S, and sequence b lies at `[cu_seqlens[b],
-            cu_seqlens[b + 1])`; columns and chunks count from its beginning. Without offset, row_offset and start.
-        max_seqlen: length of the longest sequence, or more; None = looked up, which waits for the device.
-        backend: one of `"auto"`, `"reference"`, `"torch"`, `"triton"`; None = as `luna_mega.kernels.api.use_backend`
-            and `LUNA_MEGA_BACKEND` say. `"triton"` takes row_offset with offset 0.
+        row_offset: `[B]` integers added to `offset`, for cross-attention (not causal, no chunks) with left padding of
+            different lengths: n is the padding of the keys minus that of the queries. If n > 0, the first n keys must
+            be masked; if n < 0, the first -n queries are padding.
+        start: `[B]` integers, the position of the first column in its sequence; None = 0. It is negative for left
+            padding and positive if old keys were dropped. Keys before position 0 are masked, and outputs of queries
+            before position 0 are undefined. With chunks and offset 0 it must be at most 0.
+        dropout: dropout probability of the weights (pass 0 in evaluation).
+        return_weights: also return the weights, `[B, 1, T, S]`, or `[B, chunks, C, C]` with chunks, the first of which
+            starts at the first token. The reference computes them on every backend. Not supported with `cu_seqlens`.
+        heads: with `return_weights`: the rows are the H heads of each sequence, in order, and the weights are `[B / H,
+            H, chunks, C, C]`.
+        cu_seqlens: `[sequences + 1]` int32 or int64, for varlen sequences: B is 1, T = S, and sequence b is
+            `[cu_seqlens[b], cu_seqlens[b + 1])`. Columns and chunks count from the start of the sequence. Not supported
+            with offset, row_offset or start.
+        max_seqlen: upper bound of the sequence lengths; None = computed, which synchronizes the device.
+        backend: one of `"auto"`, `"reference"`, `"torch"`, `"triton"`; None = the setting of
+            `luna_mega.kernels.api.use_backend` or `LUNA_MEGA_BACKEND`. `"triton"` supports row_offset only with offset
+            0.
 
     Returns:
-        `[B, T, V]` in the dtype of `value`. Scores and weights are computed in float32, under autocast as well, where
-        `"triton"` rounds query and key to the dtype of `value` first. A query without any key is 0, with gradient 0.
-        For the backward pass `"torch"` keeps the scores where they take no more bytes than `value` and the output.
+        `[B, T, V]` in the dtype of `value`, or (output, weights) if `return_weights` is set. Scores and weights are
+        computed in float32, also under autocast, but `"triton"` first rounds query and key to the dtype of `value`.
+        The result of a query without visible keys is 0, with gradient 0. For the backward pass `"torch"` stores the
+        scores if they need no more bytes than `value` and the output.
 
     Raises:
-        ValueError: shapes, dtypes or options do not fit together, the function is unknown, the bias is too short, or
-            the backend does not exist.
+        ValueError: if shapes, dtypes or options do not match, the function is unknown, the bias is too short, or the
+            backend does not exist.
 
     Example:
         >>> import torch
@@ -186,8 +190,8 @@ def gated_attention(
     if cu_seqlens is not None:
         if query.shape[0] != 1 or length != key.shape[1] or offset != 0 or not (row_offset is start is None):
             raise ValueError(
-                f"{op} with cu_seqlens needs a batch of 1, queries and keys of one length, and neither offset, "
-                f"row_offset nor start, got query {list(query.shape)}, key {list(key.shape)} and offset {offset}"
+                f"{op} with cu_seqlens needs batch size 1, queries and keys of the same length, and no offset, "
+                f"row_offset or start, got query {list(query.shape)}, key {list(key.shape)} and offset {offset}"
             )
         max_seqlen = ragged.check(op, cu_seqlens, max_seqlen, length)
     call = _named(query, key, value, bias, mask, function, causal, chunk_size, offset, row_offset, start, dropout)
@@ -212,10 +216,10 @@ def gated_attention_step(
 ) -> torch.Tensor:
     """Compute the last position of a causal `gated_attention`, `[B, V]`, over the keys so far, including its own.
 
-    Arguments and errors as in `gated_attention`, with query `[B, Z]`. Only the last `chunk_size` of the keys
-    `[B, S, Z]` are read. `column` `[B]`, integers from 0 to S - 1, tells the column of the query's own key where it is
-    not the last; keys behind it are left out. The keys then belong to one chunk, and `chunk_size` is None. With
-    `slots` `[B]` there may be any number of rows of key and value: those of these numbers belong to the queries.
+    Arguments and errors are those of `gated_attention`, with query `[B, Z]`. Only the last `chunk_size` of the keys
+    `[B, S, Z]` are read. `column` `[B]` is the column of the query's own key, from 0 to S - 1, if it is not the last.
+    Later keys are ignored, the keys must belong to one chunk, and `chunk_size` must be None. With `slots` `[B]`, key
+    and value may have any number of rows; `slots` are the row indices of the queries.
     """
     op = STEP.name
     if query.dim() != 2 or key.dim() != 3 or key.shape[1] == 0:
@@ -225,17 +229,17 @@ def gated_attention_step(
         )
     query = query[:, None]
     if slots is not None and mask is not None:
-        raise ValueError(f"{op}: a mask has no slots; leave it out, or give the keys and values of the queries alone")
+        raise ValueError(f"{op} does not support mask with slots; omit mask, or select the rows of key and value first")
     rows = (x if slots is None else x[:1].expand(len(query), -1, -1) for x in (key, value))
     check_tensors(op, query, *rows, mask)
     check_options(op, query, key, function, True, chunk_size, 0, dropout)
     check_rows(op, query, True, chunk_size, 1, None, start, column, slots)
     if column is not None and chunk_size is not None:
-        raise ValueError(f"{op}: column is a place in one chunk; leave chunk_size={chunk_size} out")
+        raise ValueError(f"{op}: column does not support chunk_size={chunk_size}; omit chunk_size")
     if chunk_size is not None:
-        # The chunk's first position becomes position 0, so that the keys before it are left out.
+        # The chunk's first position becomes position 0, so earlier keys are masked.
         last = window = key.shape[1] - 1
-        if torch.compiler.is_exporting():  # where a cut would tie the program to keys like those of the example
+        if torch.compiler.is_exporting():  # slicing would fix the length of the keys
             start = torch.zeros_like(key[:, 0, 0], dtype=torch.int64) if start is None else start
         else:
             window = last % chunk_size if start is None else min(last, chunk_size - 1)
@@ -250,13 +254,13 @@ def gated_attention_step(
 def _run(op, backend, call, cu_seqlens=None, max_seqlen=None, return_weights=False):
     query, key, chunk_size, start = (call[name] for name in ("query", "key", "chunk_size", "start"))
     longest = max(call["offset"] + query.shape[1], key.shape[1]) if cu_seqlens is None else max_seqlen
-    # In an exported or compiled program the length may vary, so there a chunk that is too long is filled up.
+    # In an exported or compiled program the length may vary, so chunks longer than the input are padded.
     short = chunk_size is not None and not torch.compiler.is_compiling() and call["offset"] == 0
     short = short and longest <= chunk_size
     check_bias(op.name, call["bias"], longest if chunk_size is None or short else chunk_size)
     if short and not return_weights:
         chunk_size = None
-    if call["chunk_size"] == 1 and start is not None:  # chunks begin everywhere
+    if call["chunk_size"] == 1 and start is not None:  # chunks start at every position
         start = start.clamp(max=0)
     call |= {"chunk_size": chunk_size, "row_offset": unless_zero(call["row_offset"]), "start": unless_zero(start)}
     return op(backend, call, cu_seqlens, max_seqlen, return_weights)

@@ -1,7 +1,7 @@
-"""The attention of Mega's gated layer as the paper writes it (sections 3.2 to 3.5).
+"""Attention of Mega's gated layer as defined in the paper (sections 3.2 to 3.5).
 
-This file is the specification: every faster path is tested against it. Shapes: query `[B, T, Z]`, key `[B, S, Z]`,
-value `[B, S, V]`; one head. Masks are boolean, True = may be attended to.
+This file is the specification: all faster implementations are tested against it. Shapes: query `[B, T, Z]`, key `[B, S,
+Z]`, value `[B, S, V]`; one head. Masks are boolean, True = attend.
 """
 
 import math
@@ -10,8 +10,8 @@ import torch
 
 FUNCTIONS = ("softmax", "laplace", "relu2")
 
-# Mean and deviation of the normal distribution whose cumulative function approximates squared ReLU: sqrt(1/2) and
-# sqrt(1/(4 pi)), in the six digits of the original code.
+# Mean and standard deviation of the normal distribution whose CDF approximates squared ReLU: sqrt(1/2) and
+# sqrt(1/(4 pi)), with the six digits of the original code.
 LAPLACE_MEAN, LAPLACE_DEVIATION = 0.707107, 0.282095
 
 
@@ -39,9 +39,9 @@ def weights(
 ) -> torch.Tensor:
     """Return f(Q K^T / divisor + bias) for query `[..., T, Z]`, key `[..., S, Z]` and mask `[..., S]`: `[..., T, S]`.
 
-    Query i stands at the column offset + row_offset + i of the keys, and column 0 at the position start of its
-    sequence. The bias depends on the distance in columns; chunks and the divisor depend on positions. Everything is in
-    float32 (float64 for float64 inputs). A query with no key to attend to has weights of 0.
+    Query i is in column offset + row_offset + i of the keys; column 0 is position `start` of its sequence. The bias
+    depends on the distance in columns, chunks and the divisor depend on positions. The computation is in float32
+    (float64 for float64 inputs). A query without visible keys has weights of 0.
     """
     column = torch.arange(key.shape[-2], device=key.device)
     row = offset + torch.arange(query.shape[-2], device=query.device)[:, None]
@@ -77,8 +77,8 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return f(Q K^T / divisor + bias) V, `[B, T, V]`, and the weights before dropout, `[B, T, S]`.
 
-    `scoring` and `options` are the arguments of `weights` behind the key. The bias is a vector `[2M - 1]` with the
-    distance j - i = 0 at M - 1.
+    `scoring` and `options` are the arguments of `weights` after the key. The bias is a vector `[2M - 1]` with the entry
+    of distance j - i = 0 at index M - 1.
     """
     result = weights(query, key, *scoring, **options)
     return torch.dropout(result.to(value.dtype), dropout, train=True) @ value, result

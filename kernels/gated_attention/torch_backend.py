@@ -1,4 +1,4 @@
-"""Gated attention in PyTorch, one block of scores at a time; few scores are kept for the backward pass."""
+"""Gated attention in PyTorch, one block of scores at a time; only small scores are stored for the backward pass."""
 
 import math
 from collections.abc import Iterator
@@ -10,10 +10,10 @@ from luna_mega.kernels.dropout import dropout_factors
 from luna_mega.kernels.gated_attention import reference
 
 BLOCK_ROWS = 256
-# Scores of a block that covers several sequences or chunks: a CPU's cache holds the first number; the second keeps
-# another device busy.
+# Number of scores in a block of several sequences or chunks: the first fits the cache of a CPU, the second saturates
+# other devices.
 BLOCK_SCORES_CPU, BLOCK_SCORES = 2**20, 2**26
-# Scores are kept for the backward pass unless they have more bytes than this factor times value and output.
+# Scores are stored for the backward pass unless they need more bytes than this factor times value and output.
 KEPT = 1.0
 INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? mask, Tensor? start, str function, bool causal, "
@@ -24,8 +24,8 @@ INPUTS = (
 def attend(query, key, value, bias, mask, function, causal, chunk_size, offset, row_offset, start, dropout):
     """Return `reference.attend` without the weights.
 
-    With chunks there is a query for every key, and both begin at position 0.
-    `mask` must leave out the keys before position 0 as well.
+    With chunks, there must be one query per key, both starting at position 0. `mask` must also exclude keys before
+    position 0.
     """
     if chunk_size is None:
         options = (function, causal, offset, row_offset, start, dropout)
@@ -45,7 +45,7 @@ def attend(query, key, value, bias, mask, function, causal, chunk_size, offset, 
 
 
 def _attend_in_program(query, key, value, bias, mask, function, causal, chunk_size, dropout):
-    """Attend in chunks for any length in one program, also for a length that is no multiple of the chunk."""
+    """Attend in chunks for any length in one exported program, even if it is not a multiple of the chunk."""
     batch, length, _ = query.shape
     position, real = chunk_positions(length, chunk_size, query.device)
     mask = real.expand(batch, -1, -1) if mask is None else mask[:, position] & real
@@ -55,7 +55,7 @@ def _attend_in_program(query, key, value, bias, mask, function, causal, chunk_si
 
 
 def _attend_full(query, key, value, bias, mask, function, causal, offset, row_offset, start, dropout):
-    # An exported program must not need this package, so export sees PyTorch's own operators.
+    # Exported programs must not depend on this package, so export uses PyTorch's own operators.
     if torch.compiler.is_exporting():
         scoring = (bias, mask, function, causal, None, offset, row_offset, start)
         return reference.attend(query, key, value, *scoring, dropout=dropout)[0]
@@ -66,7 +66,7 @@ def _attend_full(query, key, value, bias, mask, function, causal, offset, row_of
         else:
             lag = torch.arange(1 - positions, positions, device=bias.device) - row_offset[:, None]
             bias = bias[(middle + lag).clamp(0, bias.shape[0] - 1)]
-    # The backward pass draws the dropped weights again from this seed.
+    # The backward pass regenerates the dropped weights from this seed.
     seed = torch.randint(2**63 - 1, ()) if dropout > 0.0 else None
     start = start if causal and function != "softmax" else None
     inputs = (query, key, value, bias, mask, start, function, causal, offset, dropout, seed)
@@ -79,7 +79,7 @@ def _scores_are_few(query, key, value):
     queries, keys = query.shape[1], key.shape[1]
     scores = queries * keys * _wide(query, value).itemsize
     few = scores <= KEPT * (queries + keys) * value.shape[2] * value.dtype.itemsize
-    if torch.compiler.is_compiling():  # where lengths vary, the answer must not be a condition of the program
+    if torch.compiler.is_compiling():  # comparing a dynamic length would add a guard to the program
         return torch.fx.experimental.symbolic_shapes.statically_known_true(few)
     return few
 
@@ -103,18 +103,18 @@ def _divisor(query, key, mask, start, function, causal, offset):
 
 
 class _Blocks:
-    """The scores and weights of N sequences or chunks, one block (some sequences, some queries) after the other."""
+    """The scores and weights of N sequences or chunks, iterated in blocks (some sequences, some queries)."""
 
     def __init__(self, query, key, value, bias, mask, start, function, causal, offset, dropout, seed):
         self.function, self.causal, self.offset, self.dropout = function, causal, offset, dropout
         self.wide = _wide(query, value)
-        # The products with the value take most of the time: they keep its dtype, unless it is slow (float16 on a CPU).
+        # The products with the value dominate: they use its dtype, unless it is slow (float16 on CPU).
         slow = value.dtype == torch.float16 and value.device.type == "cpu"
         self.narrow = self.wide if slow else value.dtype
         self.divisor = _divisor(query, key, mask, start, function, causal, offset)
         self.query, self.key, self.value = query.to(self.wide) / self.divisor, key.to(self.wide), value.to(self.narrow)
-        # Entry positions - 1 + lag; lags above 0 are keys after the query, so this is the causal mask, too.
-        # One row for all sequences, or one for each.
+        # Entry positions - 1 + lag; lags above 0 are keys after the query, so this is also the causal mask.
+        # One row for all sequences, or one per sequence.
         self.positions, self.row_bias = _positions(query, key, offset), bias is not None and bias.dim() == 2
         self.bias = query.new_zeros(len(query) if self.row_bias else 1, 2 * self.positions - 1, dtype=self.wide)
         if bias is not None:
@@ -130,7 +130,7 @@ class _Blocks:
         self.generator = None if seed is None else torch.Generator(query.device).manual_seed(int(seed))
 
     def __iter__(self) -> Iterator[tuple[slice, slice, slice]]:
-        """Yield (sequences, queries, keys) of every block, in an order on which the generator relies."""
+        """Yield (sequences, queries, keys) of every block, in a fixed order that the random generator depends on."""
         count, length, keys = self.query.shape[0], self.query.shape[1], self.key.shape[1]
         limit = BLOCK_SCORES_CPU if self.query.device.type == "cpu" else BLOCK_SCORES
         sequences = max(1, limit // max(1, min(BLOCK_ROWS, length) * keys))
@@ -148,13 +148,13 @@ class _Blocks:
     def scores(self, n: slice, rows: slice, keys: slice, out: torch.Tensor | None = None) -> torch.Tensor:
         bias = self.bias[self.lags(n, rows, keys)].unfold(1, keys.stop, 1).flip(1)
         scores = torch.baddbmm(bias, self.query[n, rows], self.key[n, keys].transpose(1, 2), out=out)
-        # The lowest number and not -inf: the softmax of a query without keys stays finite until it is set to 0.
+        # The lowest number instead of -inf: the softmax of a query without keys stays finite until it is set to 0.
         if self.masked is not None:
             scores.masked_fill_(self.masked[n, :, keys], torch.finfo(self.wide).min)
         return scores
 
     def weights(self, scores: torch.Tensor, n: slice, rows: slice, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the weights, bit for bit those of the reference; `out` is for those of softmax."""
+        """Return the weights, bitwise equal to the reference; `out` is used for softmax only."""
         if self.function == "relu2":
             return torch.relu(scores).square_()
         if self.function == "laplace":
@@ -213,7 +213,7 @@ def _attend_backward(
 ):  # fmt: skip
     with torch.autocast(query.device.type, enabled=False):
         blocks = _Blocks(query, key, value, bias, mask, start, function, causal, offset, dropout, seed)
-        # The first block of a sequence sets the gradients of keys and values, where it sees all of them.
+        # The first block of a sequence overwrites the gradients of keys and values if it sees all of them.
         set_first = 0 < query.shape[1] and (not causal or offset + min(query.shape[1], BLOCK_ROWS) == key.shape[1])
         make = torch.empty if set_first else torch.zeros
         grad_query, grad_key, grad_value = (
@@ -266,16 +266,16 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
 
 
 def _diagonal_sums(matrices: torch.Tensor) -> torch.Tensor:
-    """Return the sums over the diagonals of `[N, R, S]`, `[N, R + S - 1]`, from the lower left corner on."""
+    """Return the sums over the diagonals of `[N, R, S]`, `[N, R + S - 1]`, starting at the lower left corner."""
     _, rows, columns = matrices.shape
-    # Rows are one element longer than in the next view, so each moves one place to the right of the row above.
+    # Rows are one element longer than in the next view, so each shifts one column relative to the row above.
     skewed = torch.nn.functional.pad(matrices.flip(1), (0, rows)).flatten(1)
     return skewed[:, : rows * (rows + columns - 1)].view(-1, rows, rows + columns - 1).sum(dim=1)
 
 
 def _save_for_backward(ctx, inputs, output):
     *tensors, ctx.function, ctx.causal, ctx.offset, ctx.dropout, seed, ctx.keep = inputs
-    ctx.set_materialize_grads(False)  # those of the scores would be zeros
+    ctx.set_materialize_grads(False)  # the gradients of the scores would be zeros
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(output[1], *tensors, seed)
 

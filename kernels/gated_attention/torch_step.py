@@ -1,4 +1,4 @@
-"""One query of a causal gated attention in PyTorch: two products of a vector and a matrix, without blocks."""
+"""One query of causal gated attention in PyTorch: two vector-matrix products, without blocks."""
 
 import torch
 
@@ -7,12 +7,12 @@ from luna_mega.kernels.gated_attention import reference
 
 
 def step(query, key, value, bias, mask, function, column, start, slots, dropout):
-    """Return `reference.attend` of one query `[B, 1, Z]` in the column `column` `[B]` of the keys, None = the last."""
+    """Return `reference.attend` for one query `[B, 1, Z]` in `column` `[B]` of the keys, None = the last."""
     keys = key.shape[1]
     if slots is not None and (key.device.type != "cpu" or torch.is_grad_enabled() or in_program()):
         key, value, slots = key[slots], value[slots], None
     wide = torch.promote_types(torch.promote_types(query.dtype, value.dtype), torch.float32)
-    # The product with the value takes most of the time: it keeps its dtype, unless it is slow (float16 on a CPU).
+    # The product with the value dominates: it uses its dtype, unless it is slow (float16 on CPU).
     slow = value.dtype == torch.float16 and value.device.type == "cpu"
     narrow = wide if slow else value.dtype
     query, scale = query.to(wide).mT, 1.0
@@ -23,12 +23,12 @@ def step(query, key, value, bias, mask, function, column, start, slots, dropout)
     else:
         seen = keys if column is None else column + 1
         query = query / (seen if start is None else (seen + start).clamp(min=1))[:, None, None]
-    # [B, S, 1]: on a CPU many short rows times a column take half the time of one row times many columns.
+    # [B, S, 1]: on CPU, many short rows times a column take half the time of one row times many columns.
     bias = query.new_zeros(()) if bias is None else _select(bias, keys, column)
     if slots is None:
         scores = torch.baddbmm(bias.to(wide), key.to(wide), query, alpha=scale).mT
     else:
-        # A copy of the keys and values of all sequences would take more time than the attention.
+        # Copying the keys and values of all sequences would take longer than the attention.
         ends = [keys] * len(query) if column is None else (column + 1).tolist()
         places = list(zip(slots.tolist(), ends, strict=True))
         products = query.new_empty(len(query), keys, 1)
@@ -55,7 +55,7 @@ def step(query, key, value, bias, mask, function, column, start, slots, dropout)
 
 
 def _select(bias, keys, column):
-    """Return the bias between the query and each of the keys, `[S, 1]` or `[B, S, 1]`."""
+    """Return the bias between the query and each key, `[S, 1]` or `[B, S, 1]`."""
     middle = bias.shape[0] // 2
     if column is None:
         return bias[middle - keys + 1 : middle + 1, None]
@@ -64,7 +64,7 @@ def _select(bias, keys, column):
 
 
 def _keep(keys, mask, column, start, device):
-    """Return which keys the query sees, `[B, 1, S]`, or None: all."""
+    """Return the mask of the visible keys, `[B, 1, S]`, or None if all are visible."""
     keep = None if mask is None else mask[:, None]
     if column is None and start is None:
         return keep

@@ -1,7 +1,8 @@
 """The backward kernels of gated attention.
 
-One kernel writes the weights and the gradient of the scores, for several segments or some queries of a long one, into a
-buffer of fixed size; every gradient is then a product with one of the two, and each of its blocks has one owner.
+One kernel writes the weights and the gradient of the scores, for several segments or for some queries of a long one,
+to a buffer of fixed size. Every gradient is a product with one of the two, and each output block is written by one
+program.
 """
 
 from typing import NamedTuple
@@ -27,7 +28,7 @@ from luna_mega.kernels.gated_attention.triton_forward import (
     scales,
 )
 
-# The number of scores whose weights and gradients are in memory at one time.
+# The maximum number of scores whose weights and gradients are in memory at the same time.
 SCORES = 2**26
 
 
@@ -64,7 +65,7 @@ def _scores_kernel(
 ):  # fmt: skip
     """Write a tile of the weights that multiplied the values, and a tile of the gradient of the scores.
 
-    A tile in which no query sees a key is not written, and the other kernels do not read it.
+    Tiles without visible keys are neither written nor read by the other kernels.
     """
     program = tl.program_id(0)
     local = program // key_blocks // row_blocks
@@ -128,7 +129,7 @@ def _product_kernel(
 ):  # fmt: skip
     """Multiply `[queries, keys]` by rows of the keys; TRANSPOSED: `[keys, queries]` by rows of the queries.
 
-    SCALED: every score is divided as in the forward pass. ADD: the product is added to OUT.
+    SCALED: divide every score as in the forward pass. ADD: add the product to OUT.
     """
     program = tl.program_id(0)
     local = program // slices // blocks
@@ -137,7 +138,7 @@ def _product_kernel(
     n_queries = tl.minimum(n_queries, first_query + band)
     block = program // slices % blocks
     if not TRANSPOSED:
-        block = blocks - 1 - block  # the longest of a causal attention come first
+        block = blocks - 1 - block  # schedule the longest blocks of causal attention first
     column = program % slices * BLOCK_N + tl.arange(0, BLOCK_N)
     first = block * BLOCK_M
     low = first_query
@@ -156,7 +157,7 @@ def _product_kernel(
     if first >= rows:
         return
     outer = first + tl.arange(0, BLOCK_M)
-    # Dividing relative to the middle of the divisors i + 1 keeps fp16 from overflowing and from losing digits.
+    # Dividing relative to the midpoint of the divisors i + 1 avoids overflow and loss of precision in fp16.
     unit = tl.sqrt(tl.maximum(n_keys, 1).to(tl.float32))
     BY_QUERY: tl.constexpr = SCALED and TRANSPOSED and CAUSAL and FUNCTION != "softmax"
     scores = SCORES + (local.to(tl.int64) * band - first_query) * stride
@@ -195,9 +196,9 @@ def _bias_kernel(
     queries, keys, chunk, chunks, offset, first_segment, segments, first_query, band, stride,
     blocks, diagonals, share, CAUSAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the sum of the tiles on one diagonal of tiles, over a share of the segments."""
+    """Write the sum of the tiles on one diagonal of tiles, over some of the segments."""
     program = tl.program_id(0)
-    shift = program % diagonals - (blocks - 1)  # distance of a tile's block of keys from its block of queries
+    shift = program % diagonals - (blocks - 1)  # distance from a tile's block of queries to its block of keys
     first_local = program // diagonals * share
     a = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK, BLOCK], tl.float32)
@@ -218,7 +219,7 @@ def _bias_kernel(
 
 
 class Configuration(NamedTuple):
-    """The tiles of the kernels and their options; `inner` queries, keys or columns are read at a time."""
+    """The tiles of the kernels and their options; `inner` queries, keys or columns are read per iteration."""
 
     queries: int
     keys: int
@@ -229,7 +230,7 @@ class Configuration(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """The part of a call that is computed at one time: a band of queries of some segments, and their scores."""
+    """The part of a call that is computed at once: a band of queries of some segments, and their scores."""
 
     call: Call
     blocks: Configuration
@@ -249,11 +250,11 @@ class _Part(NamedTuple):
 
 
 def _configurations(call: Call) -> list[Configuration]:
-    """Return the configurations to choose from, the default first."""
+    """Return the candidate configurations, the default first."""
     hopper = triton_launch.target(call.query.device).large
     if not call.narrow:
         return [Configuration(block_of(call.queries, 64), block_of(call.keys, 64 if hopper else 32), 32, 64, 8, 2)]
-    # Random numbers take registers.
+    # Random numbers need registers.
     largest = 128 if hopper and call.seed is None else 64
     default = Configuration(block_of(call.queries, 128), block_of(call.keys, largest), 64, 128, 8, 3)
     return [default, default._replace(stages=2), default._replace(keys=block_of(call.keys, 64), warps=4)]
@@ -264,7 +265,7 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return the gradients of query, key, value and bias; `arguments` as in `forward`.
 
-    `output` and `lse` come from the forward pass and matter for softmax only.
+    `output` and `lse` come from the forward pass and are used for softmax only.
     """
     bias, call = arguments[3], prepare(*arguments)
     (grad_output,) = rows_contiguous(grad_output)
@@ -278,14 +279,14 @@ def backward(
 
 
 def _gradients(call: Call, blocks: Configuration, grad_output, lse, delta):
-    """Return the gradients; the bias has its gradient in float32."""
+    """Return the gradients; the gradient of the bias is float32."""
     query, key, value, bias = call.query, call.key, call.value, call.bias
     stride = _whole(call.keys, blocks.keys)
     band = min(_whole(call.queries, blocks.queries), _whole(SCORES // stride, blocks.queries))
     group = max(1, min(call.segments, SCORES // (band * stride)))
     banded = band < call.queries
     grad_query = query.new_empty(query.shape)
-    # A band adds to the gradients of the bands before it.
+    # Each band adds to the gradients of the previous bands.
     grad_key, grad_value = (
         x.new_zeros(x.shape, dtype=torch.float32) if banded else x.new_empty(x.shape) for x in (key, value)
     )
@@ -369,7 +370,7 @@ def _add_diagonals(grad_bias, part: _Part):
         blocks, diagonals, share,
         num_warps=4, num_stages=3, CAUSAL=call.constants["CAUSAL"], BLOCK=size,
     )  # fmt: skip
-    # Row a of a tile begins size - 1 - a places behind the diagonal of the lower left corner.
+    # Row a of a tile starts size - 1 - a entries after the diagonal of the lower left corner.
     skewed = torch.nn.functional.pad(tiles.sum(dim=0).flip(1), (0, size)).flatten(1)[:, : size * (2 * size - 1)]
     sums = skewed.view(diagonals, size, 2 * size - 1).sum(dim=1)
     sums = torch.nn.functional.pad(sums, (0, 1)).view(diagonals, 2, size)

@@ -1,7 +1,7 @@
-"""The forward kernel of gated attention, and functions that the backward kernels share.
+"""The forward kernel of gated attention, and functions shared with the backward kernels.
 
-A segment is a chunk of a sequence, or all of it; its queries see its keys. Queries i and keys j count from its
-beginning.
+A segment is a chunk of a sequence, or the complete sequence; its queries attend to its keys. Indices i of queries and j
+of keys are relative to the start of the segment.
 """
 
 import math
@@ -34,7 +34,7 @@ DENSITY = tl.constexpr(1.0 / (reference.LAPLACE_DEVIATION * math.sqrt(2.0 * math
 
 @triton.jit
 def find_segment(index, BOUNDS, queries, keys, chunk, chunks):
-    """Return the batch row and the first token of a segment, its numbers of queries and of keys."""
+    """Return the batch row and the first token of a segment, and its numbers of queries and keys."""
     if BOUNDS is None:
         row = index // chunks
         start = index % chunks * chunk
@@ -67,7 +67,7 @@ def multiply(
     q, q_first, i, q_token, n_queries, k_first, j, k_token, live,
     SIZE: tl.constexpr, BLOCK_Z: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return Q K^T `[i, j]`; the queries are loaded where `q` is None."""
+    """Return Q K^T `[i, j]`; the queries are loaded if `q` is None."""
     products = tl.zeros([i.shape[0], j.shape[0]], tl.float32)
     for first in tl.static_range(0, SIZE, BLOCK_Z):
         z = first + tl.arange(0, BLOCK_Z)
@@ -79,7 +79,7 @@ def multiply(
 
 @triton.jit
 def finish(products, scale, BIAS, center, i, j, live, n_queries, offset, CAUSAL: tl.constexpr):
-    """Return the scores `[i, j]`, and a mask of the scores that count."""
+    """Return the scores `[i, j]` and a mask of the visible scores."""
     kept = (i < n_queries)[:, None] & live[None, :]
     lag = j[None, :] - (i + offset)[:, None]
     if CAUSAL:
@@ -116,14 +116,14 @@ def _forward_kernel(
 ):  # fmt: skip
     """Compute a block of queries and one slice of the value, over blocks of keys, with an online softmax.
 
-    RESIDENT: BLOCK_N holds all keys. The weights are computed at once and multiplied slice by slice of the value;
-    `slices` programs share the slices.
+    RESIDENT: BLOCK_N covers all keys. The weights are computed at once and multiplied by one slice of the value at a
+    time; `slices` programs share the slices.
     """
     program = tl.program_id(0)
     segment = program // slices // blocks
     block = program // slices % blocks
     if not RESIDENT:
-        block = blocks - 1 - block  # the longest of a causal attention come first
+        block = blocks - 1 - block  # schedule the longest blocks of causal attention first
     row, start, n_queries, n_keys = find_segment(segment, BOUNDS, queries, keys, chunk, chunks)
     if block * BLOCK_M >= n_queries:
         return
@@ -196,7 +196,7 @@ def _forward_kernel(
 
 
 class Call(NamedTuple):
-    """The arguments of one call in the form that the kernels need."""
+    """The arguments of one call in the form required by the kernels."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -226,10 +226,10 @@ class Call(NamedTuple):
         return self.value.shape[2]
 
     def numbers(self, *gradients: torch.Tensor) -> tuple[tuple, int]:
-        """Return the arguments of the kernels from `BIAS` to the strides of query, key, value and gradients, and UNIT.
+        """Return the kernel arguments from `BIAS` to the strides of query, key, value and gradients, and UNIT.
 
-        Width and strides are in units of UNIT. Loads are vectors only where the compiler knows that rows begin, and
-        end, at multiples of 8; by itself it looks for multiples of 16.
+        Width and strides are in multiples of UNIT. The compiler only vectorizes loads if it knows that rows start and
+        end at multiples of 8; by itself it only detects multiples of 16.
         """
         lengths = strides(self.query, self.key, self.value, *gradients, number=2)
         unit = 8 if all(length % 8 == 0 for length in (self.width, *lengths)) else 1
@@ -240,7 +240,7 @@ class Call(NamedTuple):
 
     @property
     def sizes(self) -> tuple:
-        """Return the arguments of the kernels from `queries` to `center`, but for the width."""
+        """Return the kernel arguments from `queries` to `center`, except the width."""
         chunks = self.segments // max(1, self.query.shape[0]) if self.bounds is None else 1
         center = 0 if self.bias is None else self.bias.shape[0] // 2
         return self.query.shape[1], self.key.shape[1], self.chunk, chunks, self.offset, center
@@ -252,7 +252,7 @@ class Call(NamedTuple):
 
 
 def prepare(query, key, value, bias, mask, bounds, function, causal, chunk, offset, dropout, seed, precision) -> Call:
-    """Return the call of the operator's arguments."""
+    """Convert the operator's arguments to a `Call`."""
     query, key, value = rows_contiguous(query, key, value)
     batch, length, size = query.shape
     segments = batch * triton.cdiv(max(length, key.shape[1], 1), chunk) if bounds is None else bounds.shape[0]
@@ -270,7 +270,7 @@ def prepare(query, key, value, bias, mask, bounds, function, causal, chunk, offs
 
 
 def _count_live(mask, bounds, chunk, segments):
-    """Return the number of keys that the mask keeps, for every segment."""
+    """Return the number of keys kept by the mask, for every segment."""
     if bounds is not None:
         seen = torch.nn.functional.pad(mask[0].cumsum(0, dtype=torch.int32), (1, 0))
         return (seen[bounds[:, 1]] - seen[bounds[:, 0]]).contiguous()
@@ -290,16 +290,16 @@ class Configuration(NamedTuple):
 
 
 def _configurations(call: Call) -> list[Configuration]:
-    """Return the configurations that spill few or no registers and fit the shared memory, the default first."""
+    """Return candidate configurations with little register spilling that fit the shared memory, the default first."""
     target = triton_launch.target(call.query.device)
     hopper = target.large
     size, rows, columns = call.constants["SIZE"], block_of(call.queries, 64), block_of(call.width, 128)
     if not call.narrow:
         return [Configuration(rows, block_of(call.keys, 32 if hopper else 16), min(columns, 64), 8, 2)]
     if rows < 64:
-        # Few rows leave the tensor cores idle anyway; narrow slices of the value keep more processors busy.
+        # Few rows cannot saturate the tensor cores; narrow slices of the value occupy more multiprocessors.
         return [Configuration(rows, block_of(call.keys, 64), min(columns, 64), 4, 3 if hopper else 2)]
-    # Random numbers take registers.
+    # Random numbers need registers.
     if call.keys <= (256 if hopper and call.seed is None else 128):
         warps = 4 if call.keys <= 128 and call.seed is None else 8
         default = Configuration(rows, block_of(call.keys, 256), columns, warps, 2)
@@ -317,7 +317,7 @@ def _configurations(call: Call) -> list[Configuration]:
 
 
 def forward(*arguments) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output `[B, T, V]`, and for softmax log2 of its denominators, `[B, T]` float32."""
+    """Return the output `[B, T, V]` and, for softmax, log2 of its denominators, `[B, T]` float32."""
     call = prepare(*arguments)
     batch, length = call.query.shape[:2]
 
@@ -329,7 +329,7 @@ def forward(*arguments) -> tuple[torch.Tensor, torch.Tensor]:
         resident = call.keys <= c.keys
         blocks, slices = triton.cdiv(call.queries, c.rows), triton.cdiv(call.width, c.columns)
         if resident:
-            # A program takes several slices where every processor still has work.
+            # A program processes several slices if every multiprocessor is still occupied.
             wanted = triton.cdiv(2 * triton_launch.target(call.query.device).processors, max(1, call.segments * blocks))
             slices = max(1, min(slices, wanted))
         numbers, unit = call.numbers()
@@ -347,7 +347,7 @@ def forward(*arguments) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def choose(kernel, call: Call, configurations: list, run: Callable):
-    """Return the result of `run` for the configuration that is chosen from `configurations`."""
+    """Return the result of `run` for the configuration selected from `configurations`."""
     query, value = call.query, call.value
     kind = [query.dtype, *([value.dtype] if value.dtype != query.dtype else []), call.constants["FUNCTION"]]
     kind += [] if call.narrow else [call.constants["PRECISION"]]

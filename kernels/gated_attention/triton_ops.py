@@ -1,4 +1,4 @@
-"""Gated attention by Triton kernels, as custom operators."""
+"""Gated attention with Triton kernels, as custom operators."""
 
 import torch
 
@@ -15,7 +15,7 @@ INPUTS = (
 def attend(
     query, key, value, bias, mask, function, causal, chunk_size, offset, dropout, cu_seqlens=None, max_seqlen=None
 ) -> torch.Tensor:
-    """Return `reference.attend`, for ragged sequences where there are `cu_seqlens`."""
+    """Return `reference.attend`, for varlen sequences if `cu_seqlens` is given."""
     bounds = None
     if cu_seqlens is not None:
         bounds = segment_bounds(cu_seqlens, chunk_size, query.shape[1])
@@ -30,10 +30,10 @@ def attend(
 
 
 def segment_bounds(cu_seqlens: torch.Tensor, chunk_size: int | None, total: int) -> torch.Tensor:
-    """Return the first token of every chunk and the token behind its last, `[segments, 2]` int32.
+    """Return the start and the end (exclusive) of every chunk as tokens, `[segments, 2]` int32.
 
-    The table has room for the most chunks there can be, `total // chunk_size` and one more for each sequence; where
-    there are fewer, the rest is empty.
+    The table has the maximum possible number of rows, `total // chunk_size` plus one per sequence; unused rows are
+    empty segments.
     """
     cu_seqlens = cu_seqlens.to(torch.int32)
     if chunk_size is None:

@@ -1,14 +1,14 @@
-"""Autograd of causal Luna attention, for the operator of every backend."""
+"""Autograd of causal Luna attention, shared by the operators of all backends."""
 
 import torch
 
-# Inputs of an operator that are tensors: tokens and pack_query, count, masks, means and seen. The activation, the
+# Number of tensor inputs of an operator: tokens and pack_query, count, masks, means and seen. The activation, the
 # dropout, the seed and further options follow.
 _TENSORS = 11
 
 
 def register(attend, attend_backward) -> None:
-    """Let the operator `attend_backward` compute the gradients of the operator `attend`."""
+    """Register the operator `attend_backward` as the gradient of the operator `attend`."""
 
     def save(ctx, inputs, output):
         *ctx.options, seed = inputs[_TENSORS : _TENSORS + 3]
@@ -29,5 +29,5 @@ def register(attend, attend_backward) -> None:
 
 
 def empty_gradients(*inputs) -> list[torch.Tensor]:
-    """Return an empty tensor for every gradient: of tokens, pack_query and both means, where there are means."""
+    """Return an empty tensor for every gradient: of the tokens, pack_query and, if given, both means."""
     return [inputs[0].new_empty(0) if x is None else x.new_empty(x.shape) for x in (*inputs[:5], *inputs[8:10])]

@@ -1,4 +1,4 @@
-"""Luna's causal attention over a sequence or segment, and over one token (`luna_causal_attention_step`)."""
+"""Luna's causal attention for a sequence or segment, and for one token (`luna_causal_attention_step`)."""
 
 import torch
 
@@ -11,7 +11,7 @@ from luna_mega.kernels.luna_causal_attention.reference import LunaCausalState
 
 
 def _triton_attend(**call):
-    # Imported where it is needed: the import decides whether kernels are interpreted.
+    # Imported lazily because Triton decides at import time whether kernels are interpreted.
     from luna_mega.kernels.luna_causal_attention import triton_ops
 
     return triton_ops.attend(**call)
@@ -29,12 +29,12 @@ def _reference_step(inplace, **call):
 
 def _unsupported(query, pack_query, value, **_):
     if query.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return f"its kernels take float32, float16 and bfloat16, not {query.dtype}"
+        return f"the kernels support float32, float16 and bfloat16, not {query.dtype}"
     if max(query.shape[-1], value.shape[-1]) > 128:
-        return f"its kernels take heads up to 128, not {query.shape[-1]} (query) and {value.shape[-1]} (value)"
-    most = 128 if query.dtype == torch.float32 else 256  # more do not fit the registers
+        return f"the kernels support head sizes up to 128, not {query.shape[-1]} (query) and {value.shape[-1]} (value)"
+    most = 128 if query.dtype == torch.float32 else 256  # more rows do not fit the registers
     if pack_query.shape[1] > most:
-        return f"its kernels take up to {most} rows of pack_query in {query.dtype}, not {pack_query.shape[1]}"
+        return f"the kernels support up to {most} rows of pack_query in {query.dtype}, not {pack_query.shape[1]}"
     return None
 
 
@@ -84,48 +84,51 @@ def luna_causal_attention(
     backend: str | None = None,
     shard: ContextShard | None = None,
 ) -> torch.Tensor | tuple:
-    """Compute causal linear unified nested attention (Luna section 3.3), in time and memory linear in T.
+    """Compute causal linear unified nested attention (Luna section 3.3), with time and memory linear in T.
 
     With z = K^-1/2 and the pack weights a_t = act(z pack_query pack_key_t), every token t attends to the L rows of P,
     into which the tokens up to t have been packed:
 
         w_t = softmax(z query_t (1/t) sum_{j<=t} key_j^T a_j)        y_t = w_t (1/t) sum_{j<=t} a_j^T value_j
 
-    where t counts the tokens of its row that are not masked, so that padding, on either side, changes nothing.
+    t counts the unmasked tokens of a row, so padding on either side does not affect the results.
 
     Args:
-        query, pack_key, key: `[B, T, H, K]`, T at least 1, not yet scaled. key and value may be one tensor.
+        query: `[B, T, H, K]`, T at least 1, not scaled yet.
+        pack_query: projected P, `[B, L, H, K]`, the same for every token.
+        pack_key: `[B, T, H, K]`.
+        key: `[B, T, H, K]`; may be the same tensor as value.
         value: `[B, T, H, V]`.
-        pack_query: projected P, `[B, L, H, K]`, the same at every token.
-        mask: `[B, T]` bool, True = keep; None = all. The content of other positions, even NaN, does not matter to any
-            other token; their own output is what their query reads from the tokens before.
+        mask: `[B, T]` bool, True = keep; None = all. Masked tokens do not affect other tokens, even if they are NaN.
+            The output at a masked position is the attention of its query to the tokens before it.
         pack_mask: `[B, L]` bool, True = a row of P that is in use; None = all.
         activation: `"softplus"`: log2(1 + 2^s), or `"elu"`: elu(s) + 1.
-        state: the state that an earlier call returned, which this call continues; None = these are the first tokens.
-        return_state: return the state behind the last token as well.
-        return_weights: return the unpack weights w `[B, H, T, L]` as well. The reference computes them step by step,
-            whatever the backend, with T times the memory of the state. Not with `cu_seqlens`.
-        dropout: probability with which a pack weight and an unpack weight is dropped (the caller passes 0 in
-            evaluation); both sums see the same pack weights.
-        cu_seqlens: `[S + 1]` int32 or int64, ascending from 0 to T: B is 1, and S sequences lie end to end, each
-            attended to as if it were alone. pack_query, pack_mask and state have a row for every sequence, `[S, ...]`.
-        max_seqlen: length of the longest sequence, or more; None = computed, which waits for the device.
-        backend: one of `"auto"`, `"reference"`, `"torch"`, `"triton"`; None = as `luna_mega.kernels.api.use_backend`
-            and `LUNA_MEGA_BACKEND` say.
-        shard: each rank of a group has a part of the tokens, and their mask; pack_query and pack_mask are the same on
-            all. They exchange states, whatever the length, and the state that is returned is that behind a rank's last
-            token. Dropout draws the pack weights that later ranks see anew. Not with `state` nor `cu_seqlens`.
+        state: state returned by an earlier call, from which this call continues; None = start of the sequence.
+        return_state: also return the state after the last token.
+        return_weights: also return the unpack weights w `[B, H, T, L]`. The reference computes them on every backend,
+            with T times the memory of the state. Not supported with `cu_seqlens`.
+        dropout: dropout probability of pack and unpack weights (pass 0 in evaluation); both sums use the same pack
+            weights.
+        cu_seqlens: `[S + 1]` int32 or int64, ascending from 0 to T, for S varlen sequences with B = 1. Sequences do not
+            attend to each other. pack_query, pack_mask and state have one row per sequence, `[S, ...]`.
+        max_seqlen: upper bound of the sequence lengths; None = computed, which synchronizes the device.
+        backend: one of `"auto"`, `"reference"`, `"torch"`, `"triton"`; None = the setting of
+            `luna_mega.kernels.api.use_backend` or `LUNA_MEGA_BACKEND`.
+        shard: context-parallel shard; the tokens and their mask are this rank's part. pack_query and pack_mask are
+            equal on all ranks. The ranks exchange states, whose size is independent of the length. The returned state
+            is the state after this rank's last token. Dropout draws separate pack weights for the state that later
+            ranks receive. Not supported with `state` or `cu_seqlens`.
 
     Returns:
-        `[B, T, H, V]` in the dtype of the inputs; with `return_weights` or `return_state` a tuple of it, the weights
-        and the state, as requested. The state and all values before the result are float32, under autocast as well,
-        float64 where the inputs are. Gradients flow through both states. A token without any kept token up to it, and
-        a row whose P is masked throughout, give 0, with gradient 0.
+        `[B, T, H, V]` in the dtype of the inputs, or a tuple with the weights and the state, if requested. The state
+        and intermediate values are float32 (float64 for float64 inputs), also under autocast. Gradients flow through
+        both states. The output is 0, with gradient 0, for tokens without any kept token so far and for rows with all of
+        P masked.
 
     Raises:
-        ValueError: shapes, dtypes or options do not fit together, or the backend does not exist or cannot run them:
-            Triton kernels take float32, float16 and bfloat16, K and V up to 128 and L up to 256, in
-            float32 up to 128.
+        ValueError: if shapes, dtypes or options do not match, or the backend does not exist or does not support them.
+            The Triton kernels support float32, float16 and bfloat16, K and V up to 128, and L up to 256 (128 in
+            float32).
 
     Example:
         >>> import torch
@@ -167,11 +170,12 @@ def luna_causal_attention_step(
     inplace: bool = False,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, LunaCausalState]:
-    """Continue `luna_causal_attention` by one token: return y `[B, H, V]` and the next state.
+    """Apply `luna_causal_attention` to one further token; return y `[B, H, V]` and the next state.
 
-    Arguments and errors as there, but without the dimension T: query, pack_key and key `[B, H, K]`, value `[B, H, V]`,
-    mask `[B]`. The given state is not changed, but with `inplace`, which writes the next one over it and needs no
-    memory for another: only where no gradient is computed, and nothing else holds its tensors.
+    Arguments and errors are those of `luna_causal_attention` without the dimension T: query, pack_key and key are `[B,
+    H, K]`, value is `[B, H, V]`, mask is `[B]`. The given state is not modified unless `inplace` is set. `inplace`
+    overwrites it with the next state, which avoids an allocation. It requires that no gradient is computed and that
+    nothing else uses the tensors of the state.
     """
     if query.dim() != 3:
         raise ValueError(f"{STEP.name} needs query [batch, heads, size], got {list(query.shape)}")
@@ -200,8 +204,8 @@ def _check(op, batch, query, pack_query, pack_key, key, value, mask, pack_mask, 
     heads, size = query.shape[-2:]
     if pack_key.shape != query.shape or key.shape != query.shape or value.shape[:-1] != query.shape[:-1]:
         raise ValueError(
-            f"{op}: query {list(query.shape)}, pack_key {list(pack_key.shape)} and key {list(key.shape)} must have one "
-            f"shape, value {list(value.shape)} that shape but for the last dimension"
+            f"{op}: query {list(query.shape)}, pack_key {list(pack_key.shape)} and key {list(key.shape)} must have the "
+            f"same shape, and value {list(value.shape)} must match it except in the last dimension"
         )
     rows = pack_query.shape[1] if pack_query.dim() == 4 else 0
     if rows == 0 or list(pack_query.shape) != [batch, rows, heads, size]:
@@ -211,7 +215,7 @@ def _check(op, batch, query, pack_query, pack_key, key, value, mask, pack_mask, 
     same = query.dtype == pack_query.dtype == pack_key.dtype == key.dtype == value.dtype
     if not same or not query.is_floating_point():
         dtypes = ", ".join(str(x.dtype) for x in (query, pack_query, pack_key, key, value))
-        raise ValueError(f"{op} needs floating-point tensors of one dtype, got {dtypes}")
+        raise ValueError(f"{op} needs floating-point tensors of the same dtype, got {dtypes}")
     check_mask(op, mask, key.shape[:-2])
     check_mask(op, pack_mask, pack_query.shape[:2], "pack_mask")
     if activation not in reference.ACTIVATIONS:

@@ -1,7 +1,7 @@
-"""Luna's causal attention as the paper writes it (section 3.3), with the scales of the original code.
+"""Luna's causal attention as defined in the paper (section 3.3), with the scales of the original code.
 
-This file is the specification: every faster path is tested against it. Shapes: query, pack key, key `[B, T, H, K]`,
-value `[B, T, H, V]`, pack query `[B, L, H, K]`. Masks are boolean, True = keep.
+This file is the specification: all faster implementations are tested against it. Shapes: query, pack key, key `[B, T,
+H, K]`, value `[B, T, H, V]`, pack query `[B, L, H, K]`. Masks are boolean, True = keep.
 """
 
 import math
@@ -14,10 +14,10 @@ ACTIVATIONS = ("softplus", "elu")
 
 
 class LunaCausalState(NamedTuple):
-    """The state of causal attention after the tokens so far, whose size does not depend on their number.
+    """The recurrent state of causal attention, whose size does not depend on the number of tokens.
 
-    key_mean `[B, H, K, L]`: mean of k_j^T a_j; value_mean `[B, H, L, V]`: mean of a_j^T v_j; both float32 or float64.
-    count `[B]` int64: the number of tokens of the row, without masked ones, in these means.
+    `key_mean` `[B, H, K, L]` is the mean of k_j^T a_j and `value_mean` `[B, H, L, V]` the mean of a_j^T v_j, both
+    float32 or float64. `count` `[B]` int64 is the number of unmasked tokens of the row.
     """
 
     key_mean: torch.Tensor
@@ -26,15 +26,15 @@ class LunaCausalState(NamedTuple):
 
 
 def activate(scores: torch.Tensor, activation: str) -> torch.Tensor:
-    """Return log2(1 + 2^s), or elu(s) + 1; both keep their relative precision where s is very negative."""
+    """Return log2(1 + 2^s), or elu(s) + 1; both keep their relative precision if s is very negative."""
     if activation == "elu":
         return scores.clamp(max=0.0).exp() + scores.relu()
-    # PyTorch returns s itself above a threshold; at 40 that is exact in float64, at the default of 20 it is not.
+    # PyTorch returns s itself above a threshold. A threshold of 40 is exact in float64; the default of 20 is not.
     return nn.functional.softplus(scores, beta=math.log(2.0), threshold=40.0)
 
 
 def unpack_weights(scores: torch.Tensor, masked: torch.Tensor | None) -> torch.Tensor:
-    """Return the softmax over L of `[..., L]`, 0 where `masked`; all 0 where all are masked."""
+    """Return the softmax over L of `[..., L]`, 0 for masked entries and rows."""
     if masked is None:
         return scores.softmax(dim=-1)
     weights = scores.masked_fill(masked, torch.finfo(scores.dtype).min).softmax(dim=-1)
@@ -48,7 +48,7 @@ def pack_weights(
     pack_mask: torch.Tensor | None,
     activation: str,
 ) -> torch.Tensor:
-    """Return a_t, `[B, H, T, L]`, 0 for masked tokens and in masked rows of P."""
+    """Return a_t, `[B, H, T, L]`, 0 for masked tokens and masked rows of P."""
     scale = pack_key.shape[-1] ** -0.5
     weights = activate(torch.einsum("bthk,blhk->bhtl", pack_key, pack_query * scale), activation)
     if mask is not None:
@@ -59,7 +59,7 @@ def pack_weights(
 
 
 def token_count(mask: torch.Tensor | None, query: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
-    """Return the number of kept tokens up to and including each, `[B, T]`, after `seen` `[B]` earlier ones."""
+    """Return the number of kept tokens up to and including each, `[B, T]`, plus `seen` `[B]` earlier ones."""
     kept = torch.ones(query.shape[:2], dtype=torch.int64, device=query.device) if mask is None else mask
     count = kept.cumsum(dim=1)
     return count if seen is None else count + seen[:, None]
@@ -79,8 +79,8 @@ def attend_with_weights(
 ) -> tuple[torch.Tensor, torch.Tensor, LunaCausalState]:
     """Compute y_t = w_t (1/t) sum_{j<=t} a_j^T v_j with w_t = softmax(q_t / sqrt(K) (1/t) sum_{j<=t} k_j^T a_j).
 
-    Returns y `[B, T, H, V]`, w `[B, H, T, L]` and the state behind the last token, computed in float32, or float64 for
-    float64 inputs.
+    Returns y `[B, T, H, V]`, w `[B, H, T, L]` and the state after the last token, computed in float32 (float64 for
+    float64 inputs).
     """
     dtype, wide = query.dtype, torch.promote_types(query.dtype, torch.float32)
     query, pack_query, pack_key, key, value = (x.to(wide) for x in (query, pack_query, pack_key, key, value))
@@ -96,7 +96,7 @@ def attend_with_weights(
         seen = state.count.to(wide)[:, None, None, None, None]
         key_sum = key_sum + seen * state.key_mean.to(wide)[:, :, None]
         value_sum = value_sum + seen * state.value_mean.to(wide)[:, :, None]
-    # Before the first token the sums are 0, and so is the result.
+    # Before the first kept token the sums are 0, and so is the result.
     divisor = count.clamp(min=1).to(wide)[:, None, :, None, None]
     key_mean, value_mean = key_sum / divisor, value_sum / divisor
     scores = torch.einsum("bthk,bhtkl->bhtl", query * query.shape[-1] ** -0.5, key_mean)
@@ -120,7 +120,7 @@ def step(
     mask: torch.Tensor | None,
     **rest,
 ) -> tuple[torch.Tensor, LunaCausalState]:
-    """Attend with one token: query, pack key, key `[B, H, K]`, value `[B, H, V]`, mask `[B]`; y `[B, H, V]`.
+    """Attend with one token: query, pack key, key `[B, H, K]`, value `[B, H, V]`, mask `[B]`; return y `[B, H, V]`.
 
     `rest` as in `attend_with_weights`.
     """

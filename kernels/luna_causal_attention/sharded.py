@@ -1,7 +1,7 @@
-"""The state of causal attention before a rank's part of tokens that the ranks of a group share.
+"""Context-parallel causal attention: computes the state before a rank's shard.
 
-Neither of the two sums depends on the other: the pack weights, two products and one exchange give the state before each
-part, from which every backend goes on.
+The two sums are independent of each other. The pack weights, two products and one exchange therefore determine the
+state before each shard, from which any backend continues.
 """
 
 from collections.abc import Callable
@@ -15,15 +15,15 @@ from luna_mega.kernels.luna_causal_attention.reference import LunaCausalState
 
 
 def attend(run: Callable, shard: ContextShard, **call):
-    """Compute the attention of this rank's tokens, which goes on from the state behind the tokens before them."""
+    """Compute the attention of this rank's tokens, continuing from the state after the previous ranks' tokens."""
     return run(**call | {"state": _state_before(shard, **call)})
 
 
 def _state_before(
     shard: ContextShard, query, pack_query, pack_key, key, value, mask, pack_mask, activation, state, dropout
 ) -> LunaCausalState:
-    """Return the state behind the tokens of earlier ranks; the ranks exchange the sums over their tokens."""
-    # The weights of all tokens are as large as L / K keys: the backward pass computes them again.
+    """Return the state after the tokens of previous ranks; the ranks exchange the sums over their tokens."""
+    # The weights of all tokens are as large as L / K keys, so the backward pass recomputes them.
     key_sum, value_sum = checkpoint(
         _sums, pack_query, pack_key, key, value, mask, pack_mask, activation, dropout, use_reentrant=False
     )

@@ -1,4 +1,4 @@
-"""Causal Luna attention in PyTorch: chunks and prefix sums, computed again in the backward pass."""
+"""Causal Luna attention in PyTorch: chunks and prefix sums, recomputed in the backward pass."""
 
 import math
 from collections.abc import Iterator
@@ -14,8 +14,8 @@ from luna_mega.kernels.luna_causal_attention import autograd, reference
 from luna_mega.kernels.luna_causal_attention.reference import LunaCausalState
 
 CHUNK = 64
-SHORT = 16  # the tokens up to which calling costs more than computing
-# Tokens times heads in one block on a CPU. On a GPU one block has all: many small kernels would cost more.
+SHORT = 16  # up to this number of tokens, call overhead dominates
+# Tokens times heads in one block on CPU. On a GPU one block covers everything, because many small kernels are slower.
 BLOCK_TOKENS = 2048
 INPUTS = (
     "Tensor query, Tensor pack_key, Tensor key, Tensor value, Tensor pack_query, Tensor count, Tensor? mask, "
@@ -26,19 +26,19 @@ INPUTS = (
 def attend(query, pack_query, pack_key, key, value, mask, pack_mask, activation, state, dropout):
     """Return `reference.attend`."""
     tokens = (query, pack_key, key, value)
-    # An exported program must not need this package, so export sees PyTorch's own operators.
+    # Exported programs must not depend on this package, so export uses PyTorch's own operators.
     if torch.compiler.is_exporting():
         return _exported(tokens, pack_query, mask, pack_mask, activation, state, dropout)
     if query.shape[1] == 1:
         tokens = (query[:, 0], pack_query, pack_key[:, 0], key[:, 0], value[:, 0])
         output, state = step(*tokens, None if mask is None else mask[:, 0], pack_mask, activation, state, dropout)
         return output[:, None], state
-    # Asked in this order, as a length that is compared becomes a condition of a compiled program.
+    # Evaluated in this order, because comparing a length adds a guard to a compiled program.
     if state is None and not torch.compiler.is_compiling() and query.shape[1] <= SHORT:
         return _short(*tokens, pack_query, mask, pack_mask, activation, dropout)
     key_mean, value_mean, seen = (None, None, None) if state is None else state
     count = reference.token_count(mask, query, seen)
-    # The backward pass draws the dropped weights again from this seed.
+    # The backward pass regenerates the dropped weights from this seed.
     seed = torch.randint(2**63 - 1, ()) if dropout > 0.0 else None
     output, key_mean, value_mean = torch.ops.luna_mega.luna_causal_attention(
         *tokens, pack_query, count, mask, pack_mask, key_mean, value_mean, seen, activation, dropout, seed
@@ -47,9 +47,9 @@ def attend(query, pack_query, pack_key, key, value, mask, pack_mask, activation,
 
 
 def step(query, pack_query, pack_key, key, value, mask, pack_mask, activation, state, dropout, inplace=False):
-    """Return `reference.step`; each mean moves by 1 / count of the way to the new token.
+    """Return `reference.step`; each mean moves by 1 / count of the distance to the new token.
 
-    With `inplace` the means and the count of the state are written over, where they have the dtype of the result.
+    With `inplace`, the means and the count of the state are overwritten if they have the dtype of the result.
     """
     (batch, heads, size), dtype, wide, tied = query.shape, query.dtype, _wide(query), key is value
     if dtype != wide:
@@ -60,7 +60,7 @@ def step(query, pack_query, pack_key, key, value, mask, pack_mask, activation, s
     if pack_mask is not None:
         pack_query = pack_query.masked_fill(~pack_mask[:, :, None, None], 0.0)
         masked = ~pack_mask.repeat_interleave(heads, dim=0)[:, None]
-    # One product a head, [1, K] times [K, L]; it takes a pack query that lies in memory as [B, H, L, K] as it is.
+    # One product per head, [1, K] times [K, L]; a pack query stored as [B, H, L, K] is not copied.
     scores = torch.bmm(pack_key.reshape(-1, 1, size), pack_query.permute(0, 2, 3, 1).flatten(0, 1))
     packed = reference.activate(scores * size**-0.5, activation)
     if masked is not None:
@@ -86,7 +86,7 @@ def step(query, pack_query, pack_key, key, value, mask, pack_mask, activation, s
 
 
 def _rate(mask, batch, state, dtype, device, inplace):
-    """Return by how much a token moves the means, `[B, 1, 1, 1]`, and the count `[B]` of tokens with it."""
+    """Return the update rate of the means, `[B, 1, 1, 1]`, and the new token count `[B]`."""
     if state is None:
         count = torch.ones((batch,), dtype=torch.int64, device=device) if mask is None else mask.long()
     else:
@@ -95,12 +95,12 @@ def _rate(mask, batch, state, dtype, device, inplace):
     if mask is None:
         return count.to(dtype).reciprocal_().view(-1, 1, 1, 1), count
     rate = count.clamp(min=1).to(dtype).reciprocal_()
-    # A first token that is masked starts from 0.
+    # If the first token is masked, the state remains 0.
     return rate.masked_fill_(~mask & (count > 0), 0.0).view(-1, 1, 1, 1), count
 
 
 def _short(query, pack_key, key, value, pack_query, mask, pack_mask, activation, dropout):
-    """Attend from the first tokens by few calls, each of which autograd differentiates."""
+    """Attend from the start of the sequence with few calls, each differentiated by autograd."""
     (batch, length, heads, size), dtype, wide = query.shape, query.dtype, _wide(query)
     if mask is not None:
         pack_key, key, value = (x.masked_fill(~mask[:, :, None, None], 0.0) for x in (pack_key, key, value))
@@ -137,7 +137,7 @@ def _wide(x):
 
 
 def _exported(tokens, pack_query, mask, pack_mask, activation, state, dropout):
-    """Attend for any length in one program."""
+    """Attend for any length in one exported program."""
     batch, length = tokens[0].shape[:2]
     device = tokens[0].device
     position, kept = (x.flatten() for x in chunk_positions(length, CHUNK, device))
@@ -154,9 +154,10 @@ def _exported(tokens, pack_query, mask, pack_mask, activation, state, dropout):
 
 
 class _Block:
-    """The computation for some heads of all sequences, in R = heads * batch * chunks matrices of C tokens.
+    """The computation for some heads of all sequences, as R = heads * batch * chunks matrices of C tokens.
 
-    y_t = (1/t) w_t (sum over earlier chunks + sum over earlier tokens of the chunk), w_t likewise.
+    y_t = (1/t) w_t (sum over earlier chunks + sum over earlier tokens of the chunk); the scores of w_t have the same
+    form.
     """
 
     def __init__(self, tokens, pack_query, count, masks, state, activation, chunk):
@@ -164,13 +165,13 @@ class _Block:
         self.batch, _, self.heads, size = query.shape
         self.chunk, self.activation, self.scale = chunk, activation, size**-0.5
         self.dtype = torch.promote_types(query.dtype, torch.float32)
-        if mask is not None:  # without key and value a token adds nothing, whatever its pack weights are
+        if mask is not None:  # with zero key and value, a token contributes nothing for any pack weights
             pack_key, key, value = (x.masked_fill(~mask[:, :, None, None], 0.0) for x in (pack_key, key, value))
         self.query, self.pack_key, self.key, self.value = map(self.chunks, (query, pack_key, key, value))
         if pack_mask is not None:
             pack_query = pack_query.masked_fill(~pack_mask[:, :, None, None], 0.0)
         self.pack_query = pack_query.permute(2, 0, 1, 3).flatten(0, 1).to(self.dtype) * self.scale
-        # Before the first token the sums are 0, and so is the result.
+        # Before the first kept token the sums are 0, and so is the result.
         rate = count.clamp(min=1).to(self.dtype).reciprocal()
         self.last_rate = self.per_head(rate[:, -1, None, None, None])
         rate = nn.functional.pad(rate, (0, -rate.shape[1] % chunk))
@@ -183,12 +184,12 @@ class _Block:
             self.masked = masked.expand(-1, rate.shape[1] // chunk, -1, -1).flatten(0, 1)
 
     def chunks(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `[B, T, H, K]` as `[R, C, K]`, filled up with zeros."""
+        """Return `[B, T, H, K]` as `[R, C, K]`, padded with zeros."""
         x = x.permute(2, 0, 1, 3).to(self.dtype)
         return nn.functional.pad(x, (0, 0, 0, -x.shape[2] % self.chunk)).reshape(-1, self.chunk, x.shape[3])
 
     def tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `[R, C, K]` as `[B, T, H, K]`, the zeros at the end included."""
+        """Return `[R, C, K]` as `[B, T, H, K]`, including the padding."""
         return x.reshape(self.heads, self.batch, -1, x.shape[2]).permute(1, 2, 0, 3)
 
     def per_row(self, x: torch.Tensor) -> torch.Tensor:
@@ -200,7 +201,7 @@ class _Block:
         return x.expand(self.heads, *x.shape).flatten(0, 1)
 
     def state_sum(self, mean: torch.Tensor | None, factor: torch.Tensor) -> torch.Tensor | float:
-        """Return `[B, H, K, L]` as `[H B, 1, K, L]`, times the factor of every row."""
+        """Return `[B, H, K, L]` as `[H B, 1, K, L]`, times the factor of each row."""
         return 0.0 if mean is None else mean.transpose(0, 1).flatten(0, 1)[:, None].to(self.dtype) * factor
 
     def state(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
@@ -214,7 +215,7 @@ class _Block:
         return sums[:, :-1].flatten(0, 1), sums[:, -1:]
 
     def after(self, sums: torch.Tensor, last: torch.Tensor | float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the same as `before`, but against time."""
+        """Return the equivalent of `before` in reversed time."""
         turn = (self.heads * self.batch, -1)
         sums, total = self.before(sums.unflatten(0, turn).flip(1).flatten(0, 1), last)
         return sums.unflatten(0, turn).flip(1).flatten(0, 1), total
@@ -239,11 +240,11 @@ class _Block:
         return torch.baddbmm(torch.bmm(self.used, self.value_sum), self.blend, self.value) * self.rate
 
     def means(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the means behind the last token, `[B, H, K, L]` and `[B, H, L, V]`."""
+        """Return the means after the last token, `[B, H, K, L]` and `[B, H, L, V]`."""
         return tuple(self.state(total, self.last_rate) for total in (self.key_total, self.value_total))
 
     def backward(self, grad_output, grad_key_mean, grad_value_mean):
-        """Return the gradients of query, pack key, key and value `[R, C, K]`, pack query and of both initial sums."""
+        """Return the gradients of query, pack key, key and value `[R, C, K]`, pack query and both initial sums."""
         grad = self.chunks(grad_output) * self.rate
         after_key, after_value = (self.state_sum(x, self.last_rate) for x in (grad_key_mean, grad_value_mean))
         grad_blend = torch.bmm(grad, self.value.mT).tril_()
@@ -274,13 +275,13 @@ class _Block:
 def _prefix_sums(x):
     if x.device.type != "cpu" or torch.compiler.is_exporting():
         return x.cumsum(dim=1)
-    for before, row in pairwise(x.unbind(1)):  # takes a quarter of the time of cumsum, which has long strides here
+    for before, row in pairwise(x.unbind(1)):  # four times as fast as cumsum, whose access is strided here
         row += before
     return x
 
 
 def _dropped(weights, dropout, generator):
-    """Return the weights after dropout, and their factors."""
+    """Return the weights after dropout, and their dropout factors."""
     if dropout == 0.0:
         return weights, None
     factors = dropout_factors(weights, dropout, generator)
@@ -298,7 +299,7 @@ def _blocks(
     query, pack_key, key, value, pack_query, count, mask, pack_mask, key_mean, value_mean, seen, activation, dropout,
     seed,
 ) -> Iterator[tuple[slice, _Block]]:  # fmt: skip
-    """Yield slices of the heads and their blocks, in an order on which the generator relies."""
+    """Yield slices of the heads and their blocks, in a fixed order that the random generator depends on."""
     (batch, length, heads, _), device, tokens = query.shape, query.device, (query, pack_key, key, value)
     size = max(1, BLOCK_TOKENS // (batch * length)) if device.type == "cpu" else heads
     generator = None if seed is None else torch.Generator(device).manual_seed(int(seed))
@@ -315,7 +316,7 @@ def _blocks(
     "luna_mega::luna_causal_attention", mutates_args=(), schema=f"({INPUTS}) -> (Tensor, Tensor, Tensor)"
 )
 def _attend(query, pack_key, key, value, pack_query, *rest):
-    """Return the result, and the means behind the last token."""
+    """Return the result and the means after the last token."""
     output, *means = _empty(query, value, pack_query)
     with _op.without_autocast(query.device.type):
         for heads, block in _blocks(query, pack_key, key, value, pack_query, *rest):

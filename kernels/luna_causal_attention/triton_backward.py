@@ -1,4 +1,4 @@
-"""Triton backward of causal Luna attention, by the strategy of the forward pass."""
+"""Triton backward of causal Luna attention, with the strategy of the forward pass."""
 
 import torch
 import triton
@@ -30,7 +30,7 @@ def _query_kernel(
     ELU: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
-    """Compute, with time, the gradient of query, and unpack weights W and gradients DU of scores, `[B, H, T, L]`."""
+    """Compute, forward in time, the gradient of query, unpack weights W and score gradients DU, `[B, H, T, L]`."""
     segments, segment, head, b, h = place(1, T, H, S)
     Q, K, PK, V = Q + b * q_b + h * q_h, K + b * k_b + h * k_h, PK + b * pk_b + h * pk_h, V + b * v_b + h * v_h
     sum_k = load_sums(START_K, head * segments + segment, SIZE, L, BK, BL, False)
@@ -72,14 +72,16 @@ def _key_kernel(
     ELU: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
-    """Compute, against time, the gradient of value, and in a second launch, KEYS, the gradient of key. Both need a sum
-    over the tokens from j on; `sums` is the part over the tokens behind the chunk:
+    """Compute, backward in time, the gradient of value or, in a second launch (KEYS), the gradient of key.
+
+    Both need a sum over the tokens from j on; `sums` is the part over the tokens after the chunk:
 
         dy_j = a_j sum z_t^T x_t      da_j = y_j sum x_t^T z_t
 
-    with x the gradient of the result / t, y value, z unpack weights; KEYS: x query, y key, z the gradient of scores.
-    DA carries da from the first launch to the second, which turns it into the gradient of pack_key and the share of
-    this segment in the gradient of pack_query, `[B, H, segments, L, K]`. FIRST: the gradient of the sum before all.
+    First launch: x is the gradient of the result / t, y is value, z the unpack weights. KEYS: x is query, y is key, z
+    the gradient of scores. DA passes da from the first launch to the second, which converts it to the gradient of
+    pack_key and this segment's part of the gradient of pack_query, `[B, H, segments, L, K]`. FIRST is the gradient of
+    the initial sum.
     """
     segments, segment, head, b, h = place(1, T, H, S)
     number = head * segments + segment
@@ -188,7 +190,7 @@ def backward(
 ) -> list[torch.Tensor]:
     """Return the gradients of query, pack_key, key, value, pack_query, and of both means, empty for a mean of None.
 
-    `arguments`: as in `forward`.
+    `arguments` as in `forward`.
     """
     call = prepare(*arguments)
     of_outputs = *rows_contiguous(grad_output), grad_key_mean, grad_value_mean

@@ -1,11 +1,11 @@
-"""Triton forward of causal Luna attention, by one of two strategies.
+"""Triton forward of causal Luna attention, with one of two strategies.
 
-`Fused`, for L up to 64, keeps both sums in registers. The tokens of a head are divided into segments. A program walks
-through one in chunks of C tokens; the sums before a segment come from `_sums_kernel` and `_prefix_kernel`.
+`Fused`, for L up to 64, keeps both sums in registers. The tokens of a head are divided into segments. A program
+iterates over one segment in chunks of C tokens; `_sums_kernel` and `_prefix_kernel` compute the sums before a segment.
 Sums of `a^T value` are transposed in registers, `[V, L]`, so that tiles have 64 rows.
 
-`Scans`, for more rows of P, walks over the tokens once per sum, with a slice of it in registers. Pack weights, unpack
-weights and the gradients of both are in memory, `[B, H, T, L]`.
+`Scans`, for more rows of P, iterates over the tokens once per sum, with a slice of the sum in registers. Pack weights,
+unpack weights and the gradients of both are stored in memory, `[B, H, T, L]`.
 """
 
 from collections.abc import Callable
@@ -34,15 +34,15 @@ from luna_mega.kernels.luna_causal_attention.triton_weights import (
 )
 
 FUSED_ROWS = 64
-# Of heads, where weights and sums are float32.
+# Size of heads if weights and sums are float32.
 FUSED_SIZE = 64
-# In tokens: besides its chunks, a segment costs the reading and writing of its sums.
+# In tokens: in addition to its chunks, a segment has the cost of reading and writing its sums.
 MIN_SEGMENT = 256
 
 
 @triton.jit(do_not_specialize=["segments"])
 def _prefix_kernel(SUMS, FIRST, segments, N, REVERSE: tl.constexpr, BLOCK: tl.constexpr):
-    """Replace `[R, segments, N]` by the sums before each segment, REVERSE: behind it; `FIRST` `[R, N]` included."""
+    """Replace `[R, segments, N]` by the sums before (REVERSE: after) each segment, including `FIRST` `[R, N]`."""
     blocks = tl.cdiv(N, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -110,7 +110,7 @@ def _forward_kernel(
     ELU: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
-    """Compute Y; the last segment also writes the means behind the last token."""
+    """Compute Y; the program of the last segment also writes the means after the last token."""
     segments, segment, head, b, h = place(1, T, H, S)
     Q, K, PK, V = Q + b * q_b + h * q_h, K + b * k_b + h * k_h, PK + b * pk_b + h * pk_h, V + b * v_b + h * v_h
     sum_k = load_sums(START_K, head * segments + segment, SIZE, L, BK, BL, False)
@@ -143,7 +143,7 @@ def _pack_kernel(
     SIZE: tl.constexpr, L: tl.constexpr, ELU: tl.constexpr, PRECISION: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
-    """Compute the pack weights of C tokens, or, where their gradients DA are given, the gradients of their scores."""
+    """Compute the pack weights of C tokens or, if their gradients DA are given, the gradients of their scores."""
     _, chunk, head, b, h = place(1, T, H, C)
     t, row = chunk * C + tl.arange(0, C), tl.arange(0, BL)
     kept = load_kept(MASK, b * T, t, T)
@@ -163,7 +163,7 @@ def _softmax_kernel(
     SCORES, COUNT, PACK_MASK, SEED, DW, OUT, scale, threshold, rescale, T, H,
     L: tl.constexpr, C: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
-    """Compute the unpack weights of C tokens, or, where their gradients DW are given, the gradients of their scores."""
+    """Compute the unpack weights of C tokens or, if their gradients DW are given, the gradients of their scores."""
     _, chunk, head, b, _ = place(1, T, H, C)
     t, row = chunk * C + tl.arange(0, C), tl.arange(0, BL)
     ok = t < T
@@ -189,8 +189,8 @@ def _scan_kernel(
 ):  # fmt: skip
     """Compute F_t = X_t sum_{j<=t} Y_j^T Z_j, for BM columns of Z `[T, M]`; REVERSE: sum_{j>=t}.
 
-    RATE: times scale / t; RATE_INSIDE: Z_j / j (in counts of tokens); ADD: the result is added to F. END: the sum over
-    all tokens; SUMS: nothing but the sum over every segment.
+    RATE: multiply by scale / t. RATE_INSIDE: use Z_j / j (in counts of tokens). ADD: add the result to F. END: write
+    the sum over all tokens. SUMS: only write the sum over every segment.
     """
     blocks = tl.cdiv(M, BM)
     segments, segment, head, b, h = place(blocks, T, H, S)
@@ -233,7 +233,7 @@ def _scan_kernel(
 
 
 class Call:
-    """The arguments of one call in the form that the kernels need, with their sizes and dtypes."""
+    """The arguments of one call in the form required by the kernels, with their sizes and dtypes."""
 
     def __init__(
         self, query, pack_key, key, value, pack_query, count, mask, pack_mask, key_mean, value_mean, seen, activation,
@@ -274,7 +274,7 @@ class Configuration(NamedTuple):
 
 class Fused(Call):
     def configure(self, configuration: Configuration) -> None:
-        """Divide the call into programs of this configuration."""
+        """Divide the call into programs for this configuration."""
         chunk, warps = configuration
         self.segment = segment_length(self.batch * self.heads, self.length, chunk, self.device)
         self.segments = triton.cdiv(self.length, self.segment)
@@ -286,7 +286,7 @@ class Fused(Call):
         }  # fmt: skip
 
     def configurations(self) -> list[Configuration]:
-        """Return the configurations to choose from. The first keeps the kernels in registers."""
+        """Return the candidate configurations. The first keeps the kernels in registers."""
         hopper = triton_launch.target(self.device).large
         if self.dtype == torch.float32:
             return [Configuration(16, 8), Configuration(16, 4)]
@@ -300,7 +300,7 @@ class Fused(Call):
         return [few, many] if tile <= 64 * 64 else [many, few]
 
     def launch(self, kernel, *tensors, of: tuple[torch.Tensor, ...], **constants):
-        """Launch a kernel over all segments; it takes the strides of the tensors `of`."""
+        """Launch a kernel over all segments, with the strides of the tensors `of`."""
         numbers = (self.scale, *self.dropping, *strides(*of, number=3), self.length, self.heads, self.segment)
         triton_launch.launch(
             kernel, (self.batch * self.heads * self.segments,), *tensors, *numbers, **self.constants, **constants
@@ -321,7 +321,7 @@ class Fused(Call):
         return self.count, self.mask, self.pack_mask, self.seed
 
     def sums(self, x, z, y, w, first, pack: bool):
-        """Return the sums before each segment (`pack`) or behind it; `first` has the sums before or behind all."""
+        """Return the sums before (`pack`) or after each segment; `first` contains the sums before or after all."""
         if self.segments == 1:
             return first
         sums, of = self.empty_sums(self.segments), (x, z, y, w, self.pack_query)
@@ -339,7 +339,7 @@ class Fused(Call):
 
 
 class ScanConfiguration(NamedTuple):
-    """The largest tiles of a scan, tokens of a chunk and columns of the sum, and its warps."""
+    """The largest tiles of a scan (tokens of a chunk, columns of the sum) and its warps."""
 
     chunk: int
     columns: int
@@ -384,7 +384,7 @@ class Scans(Call):
     def scan(
         self, x, y, z, output, *, first=None, ends=False, scale=1.0, reverse=False, rate=False, inside=False, add=False
     ):
-        """Run `_scan_kernel` into `output`; if `ends`, return the sum over all tokens, or None."""
+        """Run `_scan_kernel` into `output`; if `ends`, return the sum over all tokens, else None."""
         n, m = y.shape[3], z.shape[3]
         # A tall sum leaves no registers for large tiles.
         wide, (chunk, columns, warps) = self.dtype == torch.float32, self.configuration
@@ -412,7 +412,7 @@ class Scans(Call):
         return end
 
     def configure(self, configuration: ScanConfiguration) -> None:
-        """Divide the scans of the call into programs of this configuration."""
+        """Divide the scans of the call into programs for this configuration."""
         self.configuration = configuration
 
     @property
@@ -420,7 +420,7 @@ class Scans(Call):
         return triton_launch.target(self.device).large
 
     def configurations(self) -> list[ScanConfiguration]:
-        """Return the configurations to choose from. The first keeps the kernels in registers."""
+        """Return the candidate configurations. The first keeps the kernels in registers."""
         if self.dtype == torch.float32:
             return [ScanConfiguration(16, 32, 8), ScanConfiguration(16, 32, 4)]
         default = ScanConfiguration(64 if self.hopper else 32, 64, 8)
@@ -436,9 +436,9 @@ class Scans(Call):
 
 
 def segment_length(heads: int, length: int, chunk: int, device: torch.device) -> int:
-    """Return the number of tokens in a segment, a multiple of the chunk, so that the segments fill the device.
+    """Return the number of tokens per segment, a multiple of the chunk, so that the segments fill the device.
 
-    Four programs of a processor run in two waves; one program more would start a third.
+    Four programs per multiprocessor run in two waves; one more program would start a third wave.
     """
     processors = triton_launch.target(device).processors
     segments = 1 if heads >= 2 * processors else max(1, 4 * processors // heads)
@@ -446,7 +446,7 @@ def segment_length(heads: int, length: int, chunk: int, device: torch.device) ->
 
 
 def prefix_sums(sums: torch.Tensor, first: torch.Tensor | None, reverse: bool = False) -> torch.Tensor:
-    """Return `sums` `[B, H, segments, K, L]`, overwritten with the sums before each segment (`reverse`: behind it)."""
+    """Overwrite `sums` `[B, H, segments, K, L]` with the sums before (`reverse`: after) each segment; return it."""
     batch, heads, segments, *size = sums.shape
     numbers = size[0] * size[1]
     grid = (batch * heads * triton.cdiv(numbers, 1024),)
@@ -456,7 +456,7 @@ def prefix_sums(sums: torch.Tensor, first: torch.Tensor | None, reverse: bool = 
 
 
 def prepare(*arguments) -> Fused | Scans:
-    """Return the call of the operator's arguments, by the strategy whose sums fit the registers."""
+    """Convert the operator's arguments to a call of the strategy whose sums fit the registers."""
     query, value, pack_query = arguments[0], arguments[3], arguments[4]
     fits = pack_query.shape[1] <= FUSED_ROWS
     if query.dtype != torch.bfloat16:
@@ -467,7 +467,7 @@ def prepare(*arguments) -> Fused | Scans:
 
 
 def choose(direction: str, call: Fused | Scans, run: Callable[[], tuple]) -> tuple:
-    """Return the result of `run`, the forward or backward pass, with the configuration that is chosen for the call."""
+    """Return the result of `run`, the forward or backward pass, with the configuration selected for the call."""
 
     def configured(configuration):
         call.configure(configuration)
@@ -483,6 +483,6 @@ def choose(direction: str, call: Fused | Scans, run: Callable[[], tuple]) -> tup
 
 
 def forward(*arguments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the result, and both means behind the last token, float32."""
+    """Return the result and both means after the last token, in float32."""
     call = prepare(*arguments)
     return choose("forward", call, call.forward)

@@ -1,4 +1,4 @@
-"""Causal Luna attention by Triton kernels, as custom operators."""
+"""Causal Luna attention with Triton kernels, as custom operators."""
 
 import torch
 
@@ -35,7 +35,7 @@ def step(
     query, pack_query, pack_key, key, value, mask, pack_mask, activation, state: LunaCausalState | None, dropout,
     inplace=False,
 ):  # fmt: skip
-    """Return `reference.step`; with `inplace` the means of a state in float32 are written over."""
+    """Return `reference.step`; with `inplace`, float32 means of the state are overwritten."""
     inputs = (query, pack_key, key, value, pack_query, mask, pack_mask, *(state or (None, None, None)), activation)
     options = (dropout, random_seed(dropout, query.device))
     if inplace and all(mean.dtype == torch.float32 and mean.is_contiguous() for mean in state[:2]):
@@ -86,7 +86,7 @@ autograd.register(_attend, _attend_backward)
     schema=f"({TOKENS}, {REST}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _step(*inputs):
-    *inputs, _ = inputs  # the precision is for the backward pass only
+    *inputs, _ = inputs  # the precision is used by the backward pass only
     return triton_step.forward_step(*inputs)
 
 

@@ -21,7 +21,7 @@ from luna_mega.kernels.luna_causal_attention.triton_weights import (
 def _move(
     MEAN, NEXT, head, new, rate, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
 ):  # fmt: skip
-    """Move the mean of a head by `rate` of the way to the product of the new token, write it to NEXT and return it."""
+    """Move the mean of a head by `rate` of the distance to the new token's product; store it in NEXT and return it."""
     offsets, inside = tile_of(ROWS, COLUMNS, BR, BC, False)
     if MEAN is not None:
         before = tl.load(MEAN + head * ROWS * COLUMNS + offsets, mask=inside, other=0.0)
@@ -39,7 +39,7 @@ def _step_kernel(
     SIZE: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, ELU: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
-    """Compute one token of one head; each mean moves by 1 / count of the way to the new token."""
+    """Compute one token of one head; each mean moves by 1 / count of the distance to the new token."""
     head = tl.program_id(0).to(tl.int64)
     b, h = head // H, head % H
     at_k, at_v = tl.arange(0, BK), tl.arange(0, BV)
@@ -48,7 +48,7 @@ def _step_kernel(
     count = kept.to(tl.int64)
     if SEEN is not None:
         count += tl.load(SEEN + b)
-    # A first token that is masked starts from 0.
+    # If the first token is masked, the state remains 0.
     rate = tl.where(kept | (count == 0), 1.0 / tl.maximum(count, 1).to(tl.float32), 0.0)[:, None]
     pack_query, used = load_pack_query(PQ + b * pq_b + h * pq_h, PACK_MASK, pq_l, b, SIZE, L, BK, BL)
     pack_key = tl.load(PK + b * pk_b + h * pk_h + at_k, mask=(at_k < SIZE) & kept, other=0.0).to(tl.float32)
@@ -75,7 +75,7 @@ def forward_step(
     query, pack_key, key, value, pack_query, mask, pack_mask, key_mean, value_mean, seen, activation, dropout, seed,
     into=None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the result and the next state, whose means are written to `into`, which may be those of this one."""
+    """Return the result and the next state, whose means are written to `into`; `into` may be the given means."""
     *tokens, pack_query = rows_contiguous(query, pack_key, key, value, pack_query)
     mask, pack_mask, seen = contiguous(mask, pack_mask, seen)
     means = (None if x is None else x.float().contiguous() for x in (key_mean, value_mean))
@@ -93,10 +93,10 @@ def forward_step(
 
 
 def empty_step(query, value, pack_query, means=None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return empty tensors for the result and the next state; means that are given take the place of new ones."""
+    """Return empty tensors for the result and the next state, using `means` if given."""
     (batch, heads, size), rows, width = query.shape, pack_query.shape[1], value.shape[2]
     if means is None:
         shapes = ((batch, heads, size, rows), (batch, heads, rows, width))
         means = (query.new_empty(shape, dtype=torch.float32) for shape in shapes)
-    # Every head reads the old count, so that the new one must not be written over it.
+    # Every head reads the old count, so the new count needs separate memory.
     return value.new_empty(value.shape), *means, query.new_empty((batch,), dtype=torch.int64)

@@ -1,8 +1,8 @@
-"""Pack and unpack weights and sums in the Triton kernels of causal Luna attention, forward and backward.
+"""Pack weights, unpack weights and sums in the Triton kernels of causal Luna attention, forward and backward.
 
-`INNER` is the dtype in which weights and their gradients enter matrix products: bfloat16 where the inputs are, float32
-otherwise, because float16 overflows. `PRECISION` is for products of float32. Tiles are filled up with zeros to powers
-of two: `BK`, `BV`, `BL` for the sizes `SIZE` of keys, `WIDTH` of values, `L` of P.
+`INNER` is the dtype of weights and their gradients in matrix products: bfloat16 for bfloat16 inputs, float32 otherwise,
+because float16 overflows. `PRECISION` applies to products of float32. Tiles are zero-padded to powers of two: `BK`,
+`BV`, `BL` for the sizes `SIZE` of keys, `WIDTH` of values, `L` of P.
 """
 
 import triton
@@ -13,7 +13,7 @@ from luna_mega.kernels.common.triton_tiles import dot, drop, load_kept, load_til
 
 @triton.jit
 def place(blocks, T, H, S):
-    """Return the number of segments of S tokens; this program's segment and head; row of the batch, head in the row.
+    """Return the number of segments of S tokens, and this program's segment, head, batch row, and head in the row.
 
     Programs are `(head, segment, block)`.
     """
@@ -25,7 +25,7 @@ def place(blocks, T, H, S):
 
 @triton.jit
 def tile_of(ROWS: tl.constexpr, COLUMNS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """Return offsets and mask of a contiguous tile `[BR, BC]`; TRANSPOSED: of a tile whose transpose is contiguous."""
+    """Return offsets and mask of a contiguous tile `[BR, BC]`, or (TRANSPOSED) of the transpose of one."""
     rows, columns = tl.arange(0, BR)[:, None], tl.arange(0, BC)[None, :]
     inside = (rows < ROWS) & (columns < COLUMNS)
     if TRANSPOSED:
@@ -39,7 +39,7 @@ def load_sums(
     SUMS, number, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Return sums `[BR, BC]`: the tile of this number, or 0 where SUMS is None."""
+    """Return the sums `[BR, BC]` at this tile index, or 0 if SUMS is None."""
     sums = tl.zeros([BR, BC], tl.float32)
     if SUMS is not None:
         offsets, inside = tile_of(ROWS, COLUMNS, BR, BC, TRANSPOSED)
@@ -58,19 +58,19 @@ def store_sums(
 
 @triton.jit
 def load_rate(COUNT, b, t, ok, T):
-    """Return 1 / t of the equations. Before the first token the sums are 0, and so is the result."""
+    """Return 1 / t of the equations. Before the first kept token the sums are 0, and so is the result."""
     count = tl.load(COUNT + b * T + t, mask=ok, other=1)
     return 1.0 / tl.maximum(count, 1).to(tl.float32)
 
 
 @triton.jit
 def activate(scores, ELU: tl.constexpr):
-    """Return log2(1 + 2^s), or elu(s) + 1, precise in both tails."""
+    """Return log2(1 + 2^s), or elu(s) + 1, accurate in both tails."""
     if ELU:
         return tl.exp(tl.minimum(scores, 0.0)) + tl.maximum(scores, 0.0)
     else:
         power = tl.exp2(-tl.abs(scores))
-        # log2(1 + z) = 2 / ln 2 atanh(z / (2 + z)); the device's own logarithm is imprecise near 1.
+        # log2(1 + z) = 2 / ln 2 atanh(z / (2 + z)); the device's logarithm is inaccurate near 1.
         ratio = power / (2.0 + power)
         square = ratio * ratio
         series = 1.0 / 9.0 + square * (1.0 / 11.0 + square * (1.0 / 13.0))
@@ -91,7 +91,7 @@ def slope(scores, ELU: tl.constexpr):
 
 @triton.jit
 def load_pack_query(PQ, PACK_MASK, pq_l, b, SIZE: tl.constexpr, L: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr):
-    """Return P `[BL, BK]` of a head, and a mask of its rows in use."""
+    """Return P `[BL, BK]` of a head, and a mask of the rows in use."""
     rows = tl.arange(0, BL)
     used = load_kept(PACK_MASK, b * L, rows, L)
     return load_tile(PQ, rows, pq_l, used, tl.arange(0, BK), SIZE), used
@@ -104,13 +104,13 @@ def pack_scores(pack_key, pack_query, scale, PRECISION: tl.constexpr):
 
 @triton.jit
 def pack_dropout(x, SEED, threshold, rescale, head, t, C: tl.constexpr, BL: tl.constexpr):
-    """Return pack weights `[C, BL]` of tokens t after dropout, or their gradients before it."""
+    """Return pack weights `[C, BL]` of tokens t after dropout, or the gradients before it."""
     return drop(x, SEED, threshold, rescale, 2 * head, t, 0, C, BL)
 
 
 @triton.jit
 def unpack_dropout(x, SEED, threshold, rescale, head, t, C: tl.constexpr, BL: tl.constexpr):
-    """Return unpack weights `[C, BL]` of tokens t after dropout, or their gradients before it."""
+    """Return unpack weights `[C, BL]` of tokens t after dropout, or the gradients before it."""
     return drop(x, SEED, threshold, rescale, 2 * head + 1, t, 0, C, BL)
 
 
@@ -119,7 +119,7 @@ def softmax(scores, used):
     """Return the softmax over the columns in use; 0 in the others."""
     scores = tl.where(used[None, :], scores, -float("inf"))
     largest = tl.max(scores, 1)
-    # Where no column is in use.
+    # If no column is in use.
     largest = tl.where(largest == -float("inf"), 0.0, largest)
     powers = tl.exp(scores - largest[:, None])
     total = tl.sum(powers, 1)
@@ -132,9 +132,9 @@ def weigh_chunk(
     SIZE: tl.constexpr, ELU: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
-    """Return, for C tokens: mask, 1 / t, keys, pack weights after dropout, unpack weights before it.
+    """Return, for C tokens: mask, 1 / t, keys, pack weights after dropout, unpack weights before dropout.
 
-    `sum_k` is the sum of key^T pack weights over the tokens before these.
+    `sum_k` is the sum of key^T pack weights over all earlier tokens.
     """
     ok = t < T
     kept = load_kept(MASK, b * T, t, T)

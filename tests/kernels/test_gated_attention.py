@@ -289,7 +289,7 @@ def test_keys_of_a_step_in_slots(function, backend, column, records, dtype):
 
 def test_a_mask_of_slots_is_refused():
     query, key, value, bias = (x.detach() for x in make_inputs(7, batch=2))
-    with pytest.raises(ValueError, match="a mask has no slots"):
+    with pytest.raises(ValueError, match="does not support mask with slots"):
         gated_attention_step(query[:, 0], key, value, mask=key[..., 0] > 0, slots=torch.tensor([1, 0]))
     with pytest.raises(ValueError, match=r"needs slots \[2\] of int32 or int64"):
         gated_attention_step(query[:, 0], key, value, slots=torch.tensor([1]))
@@ -420,26 +420,26 @@ def test_backend_choice():
         (lambda q, k, v, b: (q, k.float(), v, b), {}, "torch.float64, key torch.float32"),
         (lambda q, k, v, b: (q, k, v, b[None]), {}, r"shape \[2 M - 1\]"),
         (lambda q, k, v, b: (q, k, v, b[1:]), {}, r"shape \[2 M - 1\], got torch.float64 \[16\]"),
-        (lambda q, k, v, b: (q, k, v, b[1:-1]), {}, "length 15 serves 8 positions, but 9 are in use.*17"),
-        (lambda q, k, v, b: (q, k, v, b[6:-6]), {"chunk_size": 4}, "serves 3 positions, but 4"),
+        (lambda q, k, v, b: (q, k, v, b[1:-1]), {}, "length 15 covers 8 positions, but 9 are in use.*17"),
+        (lambda q, k, v, b: (q, k, v, b[6:-6]), {"chunk_size": 4}, "covers 3 positions, but 4"),
         (lambda *x: x, {"mask": torch.ones(2, 9)}, "bool mask"),
         (lambda *x: x, {"mask": torch.ones(2, 8, dtype=torch.bool)}, r"shape \[2, 9\]"),
-        (lambda *x: x, {"function": "gelu"}, "no function 'gelu'; choose one of softmax, laplace, relu2"),
+        (lambda *x: x, {"function": "gelu"}, "does not support function 'gelu'; choose one of softmax, laplace, relu2"),
         (lambda *x: x, {"chunk_size": 0}, "at least 1.*got 0"),
-        (lambda q, k, v, b: (q, k[:, :4], v[:, :4], b), {"chunk_size": 4}, "9 queries from position 0 on do not lie"),
+        (lambda q, k, v, b: (q, k[:, :4], v[:, :4], b), {"chunk_size": 4}, "9 queries from position 0 on do not fit"),
         (lambda *x: x, {"start": torch.zeros(2)}, r"needs start \[2\] of int32 or int64, got torch.float32 \[2\]"),
-        (lambda *x: x, {"start": torch.tensor([0, 1]), "chunk_size": 4}, r"start \[0, 1\], need the offset"),
-        (lambda *x: x, {"row_offset": torch.tensor([0, 1]), "causal": True}, "row_offset is for cross-attention"),
+        (lambda *x: x, {"start": torch.tensor([0, 1]), "chunk_size": 4}, r"start is \[0, 1\], so the first keys"),
+        (lambda *x: x, {"row_offset": torch.tensor([0, 1]), "causal": True}, "row_offset is only for cross-attention"),
         (lambda *x: x, {"row_offset": torch.tensor([1])}, r"needs row_offset \[2\]"),
-        (lambda *x: x, {"causal": True, "offset": 1}, "9 queries from position 1 on do not lie among 9 keys"),
-        (lambda *x: x, {"offset": -1}, "offset cannot be negative"),
+        (lambda *x: x, {"causal": True, "offset": 1}, "9 queries from position 1 on do not fit 9 keys"),
+        (lambda *x: x, {"offset": -1}, "offset must not be negative"),
         (lambda *x: x, {"dropout": 1.0}, "dropout must be in"),
-        (lambda *x: x, {"cu_seqlens": torch.tensor([0, 9])}, "batch of 1"),
+        (lambda *x: x, {"cu_seqlens": torch.tensor([0, 9])}, "batch size 1"),
         (lambda *x: (*(t[:1] for t in x[:3]), x[3]), {"cu_seqlens": torch.tensor([0, 8])}, "rise from 0 to 9"),
         (
             lambda *x: (*(t[:1] for t in x[:3]), x[3]),
             {"cu_seqlens": torch.tensor([0, 9]), "start": torch.tensor([0])},
-            "neither offset, row_offset nor start",
+            "no offset, row_offset or start",
         ),
         (
             lambda *x: (*(t[:1] for t in x[:3]), x[3]),

@@ -197,7 +197,7 @@ def test_offsets_by_row(triton_device, function):
     mask = torch.arange(33, device=triton_device) >= row_offset[:, None]
     kept = torch.arange(20, device=triton_device) >= -row_offset[:, None]
     check_kept(inputs, kept, function=function, mask=mask, row_offset=row_offset)
-    with pytest.raises(ValueError, match="row_offset comes with the offset 2; the kernels take it at 0"):
+    with pytest.raises(ValueError, match="row_offset is combined with offset 2; the kernels support only offset 0"):
         gated_attention(*inputs, function=function, mask=mask, row_offset=row_offset, offset=2, backend="triton")
 
 
@@ -347,7 +347,7 @@ def test_what_is_refused(triton_device):
     with pytest.raises(ValueError, match="gated_attention cannot run on 'triton': query and key have size 300"):
         gated_attention(*wide, backend="triton")
     double = make_inputs(triton_device, 3, dtype=torch.float64)
-    with pytest.raises(ValueError, match="query and key are torch.float64; the kernels take"):
+    with pytest.raises(ValueError, match="query and key are torch.float64; the kernels support"):
         gated_attention(*double, backend="triton")
     for inputs in (wide, double):
         torch.testing.assert_close(gated_attention(*inputs), gated_attention(*inputs, backend="torch"))

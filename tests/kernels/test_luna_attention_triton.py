@@ -296,7 +296,7 @@ def test_compile_fullgraph(device, ragged, tied):
 
 
 @pytest.mark.slow
-def test_a_choice_that_cannot_be_met(device):
+def test_unsupported_inputs_raise_if_triton_is_requested(device):
     for size, dtype, message in ((8, torch.float64, "not torch.float64"), (130, torch.float32, "128, not 130")):
         query, key = (torch.randn(1, 3, 1, size, dtype=dtype, device=device) for _ in range(2))
         with pytest.raises(ValueError, match=f"luna_unpack cannot run on 'triton'.*{message}"):

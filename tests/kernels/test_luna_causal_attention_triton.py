@@ -418,15 +418,15 @@ def test_compile_fullgraph(triton_device, length, rows, stateful):
 @pytest.mark.parametrize(
     "sizes, dtype, message",
     [
-        ({"size": 129}, torch.float32, r"heads up to 128, not 129 \(query\) and 6 \(value\)"),
+        ({"size": 129}, torch.float32, r"head sizes up to 128, not 129 \(query\) and 6 \(value\)"),
         ({"width": 130}, torch.float32, r"not 5 \(query\) and 130 \(value\)"),
         ({"rows": 257}, torch.float16, "up to 256 rows of pack_query in torch.float16, not 257"),
         ({"rows": 129}, torch.float32, "up to 128 rows of pack_query in torch.float32, not 129"),
-        ({}, torch.float64, "take float32, float16 and bfloat16, not torch.float64"),
+        ({}, torch.float64, "support float32, float16 and bfloat16, not torch.float64"),
     ],
 )
-def test_what_the_kernels_cannot_take(triton_device, sizes, dtype, message):
-    """Such a call is refused where Triton was named, and left to PyTorch where nothing was."""
+def test_unsupported_calls_raise_or_fall_back(triton_device, sizes, dtype, message):
+    """Unsupported calls raise if Triton was requested, and use PyTorch otherwise."""
     inputs = Inputs(3, heads=1, **sizes).to(dtype)
     with pytest.raises(ValueError, match=f"cannot run on 'triton': .*{message}"):
         on(triton_device, inputs)(*inputs.leaves)
