@@ -1,4 +1,4 @@
-"""The page of `luna-mega demo` through gradio's own client, and the Space."""
+"""Page of `luna-mega demo` through the client of gradio, and the Space."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The views of the page of `luna-mega demo`, computed without the page."""
+"""Weights and scores of the page of `luna-mega demo`."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Tiny models whose next token depends on the whole text, and requests of all lengths with what `generate` makes."""
+"""Tiny models whose next token depends on the entire text, and requests with the results of `generate`."""
 
 import copy
 from typing import NamedTuple
@@ -68,7 +68,7 @@ def make_requests(model, count: int, longest: int = 90, most: int = 40) -> list[
 
 @pytest.fixture(scope="session")
 def served():
-    """Return a function that makes a model and requests to it, each once."""
+    """Return a function that returns a model and requests to it, which are cached."""
     made = {}
 
     def get(family: str, count: int, **fields):
@@ -83,7 +83,7 @@ def served():
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Letters are tokens: those of ASCII that show."""
+    """Return a tokenizer of printable ASCII characters."""
     special = ["<s>", "<pad>", "</s>", "<unk>"]
     symbols = [*special, "\u0120", *(chr(code) for code in range(33, 33 + VOCABULARY - len(special) - 1))]
     vocabulary = {symbol: index for index, symbol in enumerate(symbols)}
@@ -95,7 +95,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="module")
 def folder(served, tokenizer, tmp_path_factory):
-    """Return a function: a new folder of a family with its tokenizer."""
+    """Return a function that saves a model of a family with its tokenizer to a new folder."""
 
     def save(family, template=None):
         path = tmp_path_factory.mktemp(family)
@@ -112,7 +112,7 @@ def folder(served, tokenizer, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def complete(served, tokenizer):
-    """Return a function: what `generate` makes of a text."""
+    """Return a function that returns the greedy continuation of a text."""
 
     def complete(family: str, prompt: str, count: int) -> str:
         ids = tokenizer(prompt, return_tensors="pt").input_ids

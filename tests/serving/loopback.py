@@ -1,4 +1,4 @@
-"""Servers of `luna-mega serve` in processes of their own, and questions to them over the loopback address."""
+"""`luna-mega serve` in separate processes, and requests to it over the loopback address."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ _SERVE = "import sys, luna_mega_cli; sys.exit(luna_mega_cli.main())"
 
 @contextmanager
 def serving(folder, *options, environment=None):
-    """Serve a folder, and give the port and the process; at the end the server is told to end, and must."""
+    """Serve a folder and yield the port and the process, which must stop on SIGTERM after the block."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -42,7 +42,7 @@ def serving(folder, *options, environment=None):
 
 
 def vllm_environment(path: Path) -> dict[str, str]:
-    """Return what a server of vLLM needs; on a CPU, a plugin in this folder brings what the wheel for GPUs lacks."""
+    """Return the environment of a vLLM server; on a CPU, a plugin in this folder defines missing operators."""
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     if os.environ.get("VLLM_TARGET_DEVICE") == "cpu":
         plugin = path / "vllm_cpu-0.dist-info"

@@ -1,4 +1,4 @@
-"""Servers under load: 500 requests, 20 at a time, some at fault or cut off. Every answer is right or an error."""
+"""Servers under load: 500 requests, 20 at a time, some invalid or canceled. Every answer is correct or an error."""
 
 import json
 import random
@@ -18,14 +18,14 @@ from tests.serving.loopback import client_of, serving, status_of, vllm_environme
 pytestmark = pytest.mark.slow
 COUNT, AT_ONCE, MOST = 500, 20, 12
 ENGINES = {
-    # A Luna has places for 512 tokens, and no place for the one behind them.
+    # Luna has 512 positions.
     "transformers": ("luna", (), is_serve_available()),
     "vllm": ("mega", ("--engine", "vllm", "--max-length", "512"), find_spec("vllm") is not None),
 }
 
 
 def draw_requests(complete, family: str) -> list[dict]:
-    """Return requests with what is expected of each: a text or an error."""
+    """Return requests with the expected result of each: a text or an error."""
     chosen, letters = random.Random(0), [chr(code) for code in range(33, 127)]
     prompts = []
     for _ in range(30):
@@ -39,7 +39,7 @@ def draw_requests(complete, family: str) -> list[dict]:
 
 
 def ask(client, port: int, path: str, request: dict) -> str | None:
-    """Return what is wrong with the answer, None = nothing."""
+    """Return an error message if the answer is wrong, otherwise None."""
     kind, prompt, count = request["kind"], request["prompt"], request["max_tokens"]
     options = {"model": path, "prompt": prompt, "max_tokens": count, "temperature": 0}
     if kind == "garbled":
@@ -64,14 +64,14 @@ def ask(client, port: int, path: str, request: dict) -> str | None:
 
 
 def belongings(process) -> tuple[int, int, int]:
-    """Return bytes of memory, open files and threads of a server and the processes that it started."""
+    """Return memory in bytes, open files and threads of a server and its child processes."""
     own = psutil.Process(process.pid)
     every = [own, *own.children(recursive=True)]
     return sum(p.memory_info().rss for p in every), sum(p.num_fds() for p in every), sum(p.num_threads() for p in every)
 
 
 def vllm_metrics(port: int) -> dict[str, float]:
-    """Return vLLM's own numbers of what is at work."""
+    """Return the metrics of vLLM about requests in progress."""
     text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60).read().decode()
     lines = (line for line in text.splitlines() if line.startswith("vllm:"))
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")

@@ -1,4 +1,4 @@
-"""The list of what `make test-serving` installs for vLLM is that of the wheel, without CUDA."""
+"""The packages that `make test-serving` installs for vLLM are those of its wheel, without CUDA."""
 
 import re
 from importlib import metadata

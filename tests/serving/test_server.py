@@ -10,7 +10,7 @@ from transformers.utils.import_utils import is_serve_available
 
 openai = pytest.importorskip("openai", reason="openai is not installed; make test-serving has an environment with it")
 if not is_serve_available():
-    pytest.skip("the server of transformers is not installed; see make test-serving", allow_module_level=True)
+    pytest.skip("the server of transformers is not installed; see `make test-serving`", allow_module_level=True)
 
 from tests.serving.loopback import ask, client_of, serving, status_of  # noqa: E402
 from tests.serving.test_requests import TEXTS, VALID, malformed  # noqa: E402

@@ -1,4 +1,4 @@
-"""States in slots: requests that come, go on, are left and share steps get what `generate` makes of each alone."""
+"""States in slots: scheduled, aborted and batched requests get the results of `generate` for each request."""
 
 import random
 
@@ -25,7 +25,7 @@ MODELS = {
 
 
 class Server:
-    """A scheduler that draws at random which requests go on, and how much of a prompt is read at once."""
+    """A scheduler that randomly selects requests and the number of prompt tokens per step."""
 
     def __init__(self, model, slots: int, most: int, seed: int = 0):
         self.family = FAMILIES[type(model).__name__](model.config, torch.float32)
@@ -40,7 +40,7 @@ class Server:
 
     @torch.inference_mode()
     def step(self, tokens: list[list[int]], slots: list[int], before: list[int]) -> torch.Tensor:
-        """Return the log-probabilities behind the last of the tokens of each; single ones that go on come first."""
+        """Return the log-probabilities after the last token of each request; decoding requests come first."""
         singles = sum(len(new) == 1 and seen > 0 for new, seen in zip(tokens, before, strict=True))
         lengths = torch.tensor([len(new) for new in tokens])
         slots, before = torch.tensor(slots), torch.tensor(before)
@@ -56,7 +56,7 @@ class Server:
         return self.family.score(self.family.finish(hidden)[lengths.cumsum(0) - 1]).log_softmax(-1)
 
     def serve(self, requests, leave=()):
-        """Return tokens and log-probabilities of each request; those of `leave` are given up half way."""
+        """Return tokens and log-probabilities of each request; those in `leave` are aborted half way."""
         waiting, running, results = list(range(len(requests))), {}, {}
         while waiting or running:
             while waiting and self.free:

@@ -1,4 +1,4 @@
-"""The plugin in vLLM: the tokens of `generate`, however requests share steps, slots and cached prefixes."""
+"""vLLM plugin: the tokens equal those of `generate` with continuous batching and prefix caching."""
 
 import copy
 import os
@@ -20,7 +20,7 @@ COUNT = 100
 
 @pytest.fixture(scope="module")
 def folders(served, tmp_path_factory):
-    """Return a function: the folder of a family, saved once."""
+    """Return a function that returns the folder of a family, which is saved once."""
     made = {}
 
     def get(family: str) -> str:
@@ -56,7 +56,7 @@ def ask(llm, requests):
 
 
 def compare(outputs, requests, whole=True):
-    """Return the requests whose tokens differ, and the largest difference of a log-probability before one does."""
+    """Return the requests with different tokens, and the largest difference of log-probabilities before."""
     wrong, worst = [], 0.0
     for number, (output, request) in enumerate(zip(outputs, requests, strict=True)):
         given = list(output.outputs[0].token_ids)
@@ -101,7 +101,7 @@ def test_bfloat16_is_as_exact_as_in_transformers(family, served, tmp_path):
     outputs = ask(start(str(tmp_path), dtype="bfloat16", max_num_batched_tokens=64), requests)
 
     def chances(dtype):
-        """Return the log-probabilities of vLLM's tokens in one call of the model for each text."""
+        """Return the log-probabilities of the tokens of vLLM, from one call of the model per text."""
         model, result = model_class.from_pretrained(tmp_path, dtype=dtype).eval(), []
         for output, request in zip(outputs, requests, strict=True):
             new = torch.tensor(output.outputs[0].token_ids)

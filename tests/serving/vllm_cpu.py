@@ -1,4 +1,4 @@
-"""What vLLM's wheel for GPUs lacks on a CPU (`VLLM_TARGET_DEVICE=cpu`) for models without attention, in PyTorch."""
+"""PyTorch versions of the operators that the GPU wheel of vLLM lacks on a CPU (`VLLM_TARGET_DEVICE=cpu`)."""
 
 import torch
 
@@ -6,7 +6,7 @@ _LIBRARY = torch.library.Library("_C", "FRAGMENT")
 
 
 def register():
-    """Define the operators that vLLM's CPU worker calls and that no native library has brought."""
+    """Define the operators that the CPU worker of vLLM calls and that no native library defines."""
     from vllm.triton_utils.dispatcher import register_kernels
 
     if not hasattr(torch.ops._C, "init_cpu_memory_env"):
