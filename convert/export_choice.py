@@ -5,8 +5,9 @@ converted for it.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from luna_mega.convert.formats.registry import find_format
 from luna_mega.convert.keymap import KeyMap, Reshape
 from luna_mega.convert.table import beyond, write_args
 from luna_mega.convert.target import Target, problem_type
-from luna_mega.convert.tensors import Mapping, few, map_tensors, weights_of
+from luna_mega.convert.tensors import Mapping, Weights, few, map_tensors, together, weights_of
 from luna_mega.errors import ConversionError, shown
 
 Tensors = dict[str, torch.Tensor]
@@ -63,10 +64,6 @@ class Candidate:
     error: ConversionError | None = None
     lost: list[tuple[str, Any, Any]] = field(default_factory=list)
     replaced: list[str] = field(default_factory=list)
-
-    def rank(self) -> tuple[bool, bool, int]:
-        """Return a key that sorts candidates: the best one comes first."""
-        return self.error is not None and not self.problems, self.read is None, len(self.problems)
 
     @property
     def layout(self) -> str:
@@ -117,19 +114,35 @@ def choose_export(
         raise ConversionError(_no_format(model_class, config, formats[0], given))
     if wanted is not None and not re.fullmatch(r"[\w-]+", wanted):
         raise ConversionError(f"--head {shown(wanted)}: a name has letters, digits, '_' and '-' only")
-    candidates = [_candidate(fmt, target, tensors, report) for fmt, target in targets]
-    best = min(candidates, key=Candidate.rank)
+    built = cache(lambda each: weights_of(each, config))
+    candidates = (_candidate(fmt, target, tensors, report, built) for fmt, target in targets)
+    best = _best(candidates)
     if best.problems:
         raise ConversionError(f"{best.layout} cannot express {'; '.join(best.problems)}")
     if head is not None and best.target.head is None:
         raise ConversionError(f"--head {head}: the original has no named head for a {model_class.__name__}")
     if best.error is not None:
         raise best.error
+    read, also = best.read, best.format.facts.also
+    if read.model_class is not model_class:  # a bare encoder becomes a model with a head
+        built = cache(lambda each: weights_of(each, read.config))
+    weights = together(built(each) for each in dict.fromkeys((read.model_class, *also)))
+    best.mapping = map_tensors(best.format.keymap(read), weights, best.tensors)
     return best
 
 
 def _known(revision: str, fmt: Format) -> str:
     return fmt.facts.written[0] if revision == "unknown" else revision
+
+
+def _best(candidates: Iterable[Candidate]) -> Candidate:
+    """Return the first candidate without a problem, or else the one that is closest to the original."""
+    tried = []
+    for one in candidates:
+        if one.error is None and not one.problems:
+            return one
+        tried.append(one)
+    return min(tried, key=lambda one: (one.error is not None and not one.problems, one.read is None, len(one.problems)))
 
 
 def _no_format(model_class: type, config: PreTrainedConfig, fmt: Format, given: dict[str, Any]) -> str:
@@ -142,33 +155,30 @@ def _no_format(model_class: type, config: PreTrainedConfig, fmt: Format, given: 
     )
 
 
-def _candidate(fmt: Format, target: Target, ours: Tensors, report: dict[str, Any]) -> Candidate:
+def _candidate(
+    fmt: Format, target: Target, ours: Tensors, report: dict[str, Any], built: Callable[[type], Weights]
+) -> Candidate:
     found = Candidate(fmt, target, problems=list(beyond(fmt.table, target)))
     if found.problems:
         return found
     try:
-        keymap = fmt.keymap(target)
-        unplaced = _rename(found, keymap, ours)
+        tied = together(built(each) for each in dict.fromkeys((target.model_class, *fmt.facts.also))).tied
+        unknown = _rename(found, ours | {copy: ours[original] for copy, original in tied.items() if original in ours})
+        unplaced = ConversionError(f"{found.layout} has no place for {few(unknown)}") if unknown else None
         try:
             _choose_args(found, report)
         except ConversionError as error:
             raise unplaced or error from error
-        if not found.problems:
-            if unplaced is not None:
-                raise unplaced
-            weights = weights_of(found.read.model_class, found.read.config, fmt.facts.also)
-            found.mapping = map_tensors(fmt.keymap(found.read), weights, found.tensors)
+        if not found.problems and unplaced is not None:
+            raise unplaced
     except ConversionError as error:
         found.error = error
     return found
 
 
-def _rename(found: Candidate, keymap: KeyMap, ours: Tensors) -> ConversionError | None:
-    """Set the tensors under the original's names, with those that only a file has; return what has no place."""
-    facts, target = found.format.facts, found.target
-    tied = weights_of(target.model_class, target.config, facts.also).tied
-    ours = ours | {copy: ours[original] for copy, original in tied.items() if original in ours}
-    tensors, unknown = {}, []
+def _rename(found: Candidate, ours: Tensors) -> list[str]:
+    """Set the tensors under the original's names, with those that only a file has; return names without a place."""
+    keymap, tensors, unknown = found.format.keymap(found.target), {}, []
     for name, tensor in ours.items():
         match = keymap.backward(name)
         if match is None:
@@ -178,7 +188,7 @@ def _rename(found: Candidate, keymap: KeyMap, ours: Tensors) -> ConversionError 
             tensors[match.key] = reshape.back(tensor) if isinstance(reshape, Reshape) else tensor
     found.notes += _fill(keymap, tensors)
     found.tensors = {key: tensors[key] for key in sorted(tensors, key=keymap.position)}
-    return ConversionError(f"{found.layout} has no place for {few(unknown)}") if unknown else None
+    return unknown
 
 
 def _fill(keymap: KeyMap, tensors: Tensors) -> list[str]:

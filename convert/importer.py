@@ -30,6 +30,7 @@ from luna_mega.convert.tensors import (
     non_finite,
     readable,
     save_source_norms,
+    together,
     weights_of,
     without_memory,
 )
@@ -155,7 +156,8 @@ def _understand(checkpoint: Checkpoint, head: str | None, layer_norm: str, ema_c
             decisions.append(decide_ema_convention(tensors, ema_convention))
             revision = decisions[0].convention
         target, evidence = read_model(fmt, tensors, checkpoint.args, revision, head)
-        weights = weights_of(target.model_class, target.config, facts.also)
+        classes = dict.fromkeys((target.model_class, *facts.also))
+        weights = together(weights_of(each, target.config) for each in classes)
         mapping = map_tensors(fmt.keymap(target), weights, tensors)
         if checkpoint.unchecked:
             check_unshared(mapping, tensors)

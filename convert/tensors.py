@@ -57,16 +57,20 @@ class Weights:
     tied: dict[str, str]
 
 
-def weights_of(
-    model_class: type[PreTrainedModel], config: PreTrainedConfig, also: Iterable[type[PreTrainedModel]] = ()
-) -> Weights:
-    """Return the weights of a class and of the classes `also`."""
-    models = [without_memory(each, config) for each in dict.fromkeys((model_class, *also))]
-    weights = Weights(model_class.__name__, {}, {})
-    for model in models:
-        weights.shapes.update(model.state_dict())
-        weights.tied.update(model.all_tied_weights_keys)
-    return weights
+def weights_of(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Weights:
+    """Return the weights of a model class."""
+    model = without_memory(model_class, config)
+    return Weights(model_class.__name__, model.state_dict(), model.all_tied_weights_keys)
+
+
+def together(weights: Iterable[Weights]) -> Weights:
+    """Return the weights of the first class and of the others, which load from the same folder."""
+    first, *others = weights
+    shapes, tied = dict(first.shapes), dict(first.tied)
+    for other in others:
+        shapes |= other.shapes
+        tied |= other.tied
+    return Weights(first.name, shapes, tied)
 
 
 def map_tensors(keymap: KeyMap, weights: Weights, tensors: dict[str, torch.Tensor]) -> Mapping:
