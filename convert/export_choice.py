@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from luna_mega.convert.evidence import Evidence
+from luna_mega.convert.evidence import Evidence, same_bits
 from luna_mega.convert.formats import Format, registered_formats
 from luna_mega.convert.formats.format import read_model
 from luna_mega.convert.formats.registry import find_format
@@ -115,6 +115,7 @@ def choose_export(
     if wanted is not None and not re.fullmatch(r"[\w-]+", wanted):
         raise ConversionError(f"--head {shown(wanted)}: a name has letters, digits, '_' and '-' only")
     built = cache(lambda each: weights_of(each, config))
+    _check_tied(built(model_class), tensors)
     candidates = (_candidate(fmt, target, tensors, report, built) for fmt, target in targets)
     best = _best(candidates)
     if best.problems:
@@ -133,6 +134,15 @@ def choose_export(
 
 def _known(revision: str, fmt: Format) -> str:
     return fmt.facts.written[0] if revision == "unknown" else revision
+
+
+def _check_tied(weights: Weights, tensors: Tensors) -> None:
+    """Raise `ConversionError` if tied weights are both in the folder and differ."""
+    for name, other in weights.tied.items():
+        if {name, other} <= tensors.keys() and not same_bits(tensors[name], tensors[other]):
+            raise ConversionError(
+                f"config.json ties {name} to {other}, but their weights differ; set tie_word_embeddings to false"
+            )
 
 
 def _best(candidates: Iterable[Candidate]) -> Candidate:

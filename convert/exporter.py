@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from luna_mega.convert.conventions import MINUS_ONE, NORMS
-from luna_mega.convert.evidence import same_bits
 from luna_mega.convert.export_choice import Candidate, choose_export
 from luna_mega.convert.formats.containers import Export
-from luna_mega.convert.tensors import DTYPES, lowered_norms, non_finite, store_tensors, weights_of
+from luna_mega.convert.tensors import DTYPES, lowered_norms, non_finite, store_tensors
 from luna_mega.errors import ConversionError
 from luna_mega.hub.folder import REPORT_NAME, ModelFolder, read_folder
 from luna_mega.hub.output import check_new_file, check_output
@@ -93,9 +92,7 @@ def export_checkpoint(
     source = read_folder(folder)
     report = _recorded(source)
     try:
-        ours = source.tensors()
-        _check_tied(source, ours)
-        chosen = choose_export(source.model_class, source.config, ours, head, report)
+        chosen = choose_export(source.model_class, source.config, source.tensors(), head, report)
         facts, target = chosen.format.facts, chosen.target
         if layer_norm is not None and "layer-norm" in facts.refused:
             raise ConversionError(f"--layer-norm {layer_norm}: {facts.refused['layer-norm']}; leave it out")
@@ -158,15 +155,6 @@ def _is_record(report: dict[str, Any]) -> bool:
         and all(isinstance(row, dict) and isinstance(row.get("source"), str) for row in dropped)
         and all(isinstance(getattr(torch, name, None), torch.dtype) for name in dtypes)
     )
-
-
-def _check_tied(source: ModelFolder, tensors: Tensors) -> None:
-    """Raise `ConversionError` if tied weights are both in the folder and differ."""
-    for name, other in weights_of(source.model_class, source.config).tied.items():
-        if {name, other} <= tensors.keys() and not same_bits(tensors[name], tensors[other]):
-            raise ConversionError(
-                f"config.json ties {name} to {other}, but their weights differ; set tie_word_embeddings to false"
-            )
 
 
 def _non_finite(folder: Path, chosen: Candidate, tensors: Tensors, dtype: str) -> list[str]:
