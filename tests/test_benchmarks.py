@@ -13,7 +13,7 @@ def runner(import_benchmark):
     return import_benchmark("run")
 
 
-def test_a_red_parity_test_means_no_figures(runner, monkeypatch, tmp_path, capsys):
+def test_failing_parity_test_prevents_figures(runner, monkeypatch, tmp_path, capsys):
     case = runner.CASES["damped_ema"]
     ours = case.variants[case.ours]
 
@@ -95,7 +95,7 @@ def test_models_of_unequal_size_are_not_measured(runner, monkeypatch, tmp_path, 
     assert "models differ by more than 5 %, so nothing is measured: decoders" in capsys.readouterr().err
 
 
-def test_what_takes_too_long_is_told(runner, tmp_path, capsys):
+def test_timeouts_are_reported(runner, tmp_path, capsys):
     arguments = ["images", "--quick", "--device", "cpu", "--time-limit", "0.01", "--output", str(tmp_path)]
     assert runner.main(arguments) == 0
     assert "more than 0.01 s" in capsys.readouterr().out
@@ -143,7 +143,7 @@ def test_every_parity_holds(runner):
             assert agree(case.name, size, "cpu", "float32") is None
 
 
-def test_a_variant_that_cannot_is_told(runner, monkeypatch):
+def test_unsupported_variant_is_reported(runner, monkeypatch):
     from measure import measure
 
     def refuse(*_, **__):

@@ -72,7 +72,7 @@ def test_completion(repo_root, tmp_path):
 @pytest.mark.parametrize(
     ("environment", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)]
 )
-def test_colours_are_for_terminals(environment, coloured, monkeypatch, capsys, tmp_path):
+def test_colors_are_only_for_terminals(environment, coloured, monkeypatch, capsys, tmp_path):
     for name, value in ({"NO_COLOR": "", "TERM": "xterm"} | environment).items():
         monkeypatch.setenv(name, value)
     _, output = run(["info", str(tmp_path)], capsys)
@@ -142,7 +142,7 @@ def test_reports_as_json(encoder, tmp_path, capsys):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_what_newcomers_give(argv, answer, encoder, tmp_path, capsys):
+def test_common_beginner_mistakes(argv, answer, encoder, tmp_path, capsys):
     pytest.importorskip("gradio", reason="gradio is not installed") if argv[0] == "demo" else None
     (tmp_path / "notes.txt").write_text("no checkpoint")
     for name in ("empty", "roberta"):
@@ -217,7 +217,7 @@ def test_a_command_gets_its_options_and_its_status_is_returned(monkeypatch):
     "error", [ConversionError("x.pt: not so\n  but so"), FileNotFoundError(2, "No such file", "x")]
 )
 @pytest.mark.parametrize("name", COMMANDS)
-def test_an_input_at_fault_is_one_line(name, error, monkeypatch, capsys):
+def test_invalid_input_is_one_line(name, error, monkeypatch, capsys):
     def fail(options):
         raise error
 

@@ -136,14 +136,14 @@ def inside_functions(source: str) -> list[str]:
     return [name for name in names if name.split(".")[0] not in OPTIONAL and "triton" not in name]
 
 
-def test_every_package_is_listed_and_has_a_room():
+def test_every_package_is_listed_and_has_a_layer():
     listed = set(setup()["packages"].split())
     packages = {module if file.name == "__init__.py" else module.rpartition(".")[0] for module, file in FILES.items()}
     assert packages - {""} == listed
     assert all(room_of(module) for module in FILES)
 
 
-def test_a_module_imports_only_from_rooms_above_it():
+def test_modules_import_only_from_lower_layers():
     assert {module: wrong for module, source in SOURCES.items() if (wrong := violations(module, source))} == {}
 
 
@@ -154,7 +154,7 @@ def exists(name: str) -> bool:
     return is_module or re.search(rf"\b{last}\b", SOURCES.get(home, "")) is not None
 
 
-def test_what_is_imported_of_the_package_exists():
+def test_imported_names_of_the_package_exist():
     """An editable install of another checkout would step in for a module that is gone."""
     ours = {(module, name) for module, source in SOURCES.items() for name in imports(source) if room_of(name)}
     assert {(module, name) for module, name in ours if not exists(name)} == set()
@@ -170,7 +170,7 @@ def test_only_the_registry_imports_formats_by_name():
             assert parts - {"register_format", "registered_formats"} <= public, module
 
 
-def test_no_circles():
+def test_no_import_cycles():
     graph = {}
     for module, source in SOURCES.items():
         names = {*imports(source), *targets(source)}

@@ -33,7 +33,7 @@ def test_public_name_resolves(name):
     assert name in dir(luna_mega)
 
 
-def test_unknown_name_is_refused():
+def test_unknown_name_raises():
     with pytest.raises(AttributeError, match="module 'luna_mega' has no attribute 'LunaForNothing'"):
         _ = luna_mega.LunaForNothing
 

@@ -95,13 +95,13 @@ def test_regression(convert, make):
     assert model.config.problem_type == "regression" and model.config.num_labels == 1
 
 
-def test_absent_head_lists_the_ones_there(convert, make):
+def test_missing_head_error_lists_available_heads(convert, make):
     message = convert.error(make.bert(heads=[("a_head", 3), ("b_head", 2)]), "--head", "c_head")
     assert "c_head" in message and "a_head, b_head" in message
     assert "no classification head" in convert.error(make.bert(), "--head", "c_head")
 
 
-def test_strange_head_name(convert, make):
+def test_unknown_head_name(convert, make):
     assert "'{layer}'" in convert.error(make.bert(heads=[("{layer}", 2)]))
 
 
@@ -140,7 +140,7 @@ def test_shapes_win_over_args(convert, make):
         ({"dropout": 1.5}, "dropout"),
     ],
 )
-def test_args_that_do_not_fit_together(convert, make, args, expected):
+def test_inconsistent_args(convert, make, args, expected):
     message = convert.error(make.bert(**args))
     assert expected in message and str(convert.file) in message
 

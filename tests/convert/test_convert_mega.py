@@ -329,7 +329,7 @@ def test_wrong_shape(convert, key, shape, expected):
         ({"dropout": 1.0}, "dropout_prob must be in [0, 1), got 1.0"),
     ],
 )
-def test_args_at_fault(convert, args, expected):
+def test_invalid_args(convert, args, expected):
     assert expected in convert.error(mega(**args))
 
 
@@ -350,7 +350,7 @@ def test_unexpected_tensor(convert, key):
         (["--bpe", "."], "LRA does not read GPT-2's pieces"),
     ],
 )
-def test_options_of_other_files(convert, options, expected):
+def test_options_for_other_formats(convert, options, expected):
     assert expected in convert.error(mega(), *options)
 
 

@@ -94,7 +94,7 @@ def test_info(convert, tmp_path, capsys):
         assert "image_size 12, patch_size 4" in printed and "ImageClassification: 5 classes, pooling mean" in printed
 
 
-def test_a_model_that_was_not_converted(tmp_path, capsys):
+def test_model_without_conversion_record(tmp_path, capsys):
     sizes = {"hidden_size": 192, "intermediate_size": 384, "shared_representation_size": 64}
     model = MegaForImageClassification(MegaConfig.image_base_patch16_224(**sizes, num_labels=3))
     model.save_pretrained(tmp_path / "model")
@@ -117,7 +117,7 @@ def test_a_model_that_was_not_converted(tmp_path, capsys):
         ({"relative_positional_bias": "rotary"}, "relative_positional_bias = 'rotary'"),
     ],
 )
-def test_a_model_that_the_original_cannot_express(tmp_path, capsys, fields, message):
+def test_model_unsupported_by_the_original(tmp_path, capsys, fields, message):
     sizes = {"hidden_size": 16, "shared_representation_size": 4, "num_hidden_layers": 1, "num_labels": 3}
     config = MegaConfig.image_base_patch16_224(**sizes | fields)
     MegaForImageClassification(config).save_pretrained(tmp_path / "model")
@@ -125,7 +125,7 @@ def test_a_model_that_the_original_cannot_express(tmp_path, capsys, fields, mess
     assert message in capsys.readouterr().err and not (tmp_path / "a.pth").exists()
 
 
-def test_a_file_of_weights_alone(convert, tmp_path):
+def test_state_dict_without_metadata(convert, tmp_path):
     state = mega_image(positions=False, hidden=HIDDEN)
     assert convert({"model": state["model"]}) == 0
     config = AutoConfig.from_pretrained(tmp_path / "model")
@@ -148,7 +148,7 @@ def test_names_of_classes(convert, tmp_path, capsys):
     "text, message",
     [("a\nb\n", "2 lines for 5 classes"), ("a\n\nb\nc\nd\n", "line 2 is empty"), (None, "no such file")],
 )
-def test_names_at_fault(convert, tmp_path, capsys, text, message):
+def test_invalid_label_names(convert, tmp_path, capsys, text, message):
     names = tmp_path / "names.txt"
     if text is not None:
         names.write_text(text)
@@ -177,7 +177,7 @@ TABLE = "blocks.0.mega_layer.rel_pos_bias.rel_pos_bias"
         (lambda model, args: args.update(drop="much"), "drop"),
     ],
 )
-def test_files_at_fault(convert, tmp_path, capsys, change, message):
+def test_invalid_files(convert, tmp_path, capsys, change, message):
     assert convert(faulty(change)) == 1
     error = capsys.readouterr().err
     assert message in error and len(error.splitlines()) == 1 and not (tmp_path / "model").exists()
@@ -191,7 +191,7 @@ def test_another_vision_model(convert, capsys):
 
 
 @pytest.mark.parametrize("option", [("--ema-convention", "main"), ("--layer-norm", "standard"), ("--head", "a")])
-def test_options_of_other_formats(convert, capsys, option):
+def test_options_for_other_formats(convert, capsys, option):
     assert convert(mega_image(), *option) == 1
     assert f"{option[0]} {option[1]}" in capsys.readouterr().err
 

@@ -146,7 +146,7 @@ def test_cutoffs_in_the_args(convert):
     assert "args.adaptive_softmax_cutoff = '12,21' but the tensors say '12,20'" in convert.screen
 
 
-def test_options_of_other_files(convert):
+def test_options_for_other_formats(convert):
     state = mega_lm()
     assert "only luna_bert files have heads" in convert.error(state, "--head", "a")
     assert "Mega stores norm weights as they are" in convert.error(state, "--layer-norm", "standard")

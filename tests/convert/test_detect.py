@@ -60,7 +60,7 @@ def test_signatures_are_disjoint():
     assert find_format("luna_seq2seq").facts.stacks == {("luna", "encoder"), ("luna", "decoder")}
 
 
-def test_a_second_format_of_the_same_stacks_is_an_error():
+def test_overlapping_formats_raise():
     class Other(type(find_format("mega_lra"))):
         facts = replace(find_format("mega_lra").facts, name="other")
 
@@ -84,7 +84,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("arch", REFUSED)
-def test_refused_with_a_reason(convert, make, arch):
+def test_unsupported_checkpoints_raise(convert, make, arch):
     keys, expected = REFUSED[arch]
     message = convert.error(make.checkpoint({key: torch.zeros(2) for key in keys}, arch=arch))
     assert expected in message and f"'{arch}'" in message and str(convert.file) in message

@@ -51,7 +51,7 @@ def test_byte_order_mark_is_not_part_of_the_first_symbol(tmp_path):
     assert read(tmp_path, "\ufeffthe 9\na 8\n").symbols == ("the", "a")
 
 
-def test_beside_the_checkpoint(convert, make):
+def test_dictionary_next_to_the_checkpoint(convert, make):
     vocabulary = make.dictionary(convert.source / "dict.txt")
     output = convert(make.bert())
     assert (output / "dict.txt").read_bytes() == vocabulary.read_bytes()
@@ -59,12 +59,12 @@ def test_beside_the_checkpoint(convert, make):
 
 
 @pytest.mark.parametrize("folder", ["src-bin", "input0"])
-def test_where_the_tasks_keep_it(convert, make, folder):
+def test_dictionary_in_the_task_directory(convert, make, folder):
     make.dictionary(convert.source / folder / "dict.txt")
     assert (convert(make.bert()) / "dict.txt").is_file()
 
 
-def test_conversion_goes_on_without_one(convert, make):
+def test_conversion_without_a_dictionary(convert, make):
     output = convert(make.bert())
     assert "no dictionary" in convert.screen
     assert not (output / "dict.txt").exists()
@@ -83,7 +83,7 @@ def test_given_files_in_any_order(convert, make, tmp_path):
     assert config["label2id"] == {"positive": 0, "negative": 1}
 
 
-def test_label_dictionary_beside_the_checkpoint(convert, make):
+def test_label_dictionary_next_to_the_checkpoint(convert, make):
     make.dictionary(convert.source / "label" / "dict.txt", symbols=3, prefix="label")
     output = convert(make.bert(heads=[("cls_head", 3)], task="sentence_prediction"))
     assert json.loads((output / "config.json").read_text())["id2label"]["2"] == "label2"
@@ -98,7 +98,7 @@ def test_wrong_vocabulary(convert, make, difference, given):
     assert f"{make.VOCABULARY} embeddings" in message and f"<mask> = {make.VOCABULARY + difference}" in message
 
 
-def test_labels_that_do_not_fit_are_left_out_with_a_warning(convert, make):
+def test_mismatched_labels_are_omitted_with_a_warning(convert, make):
     make.dictionary(convert.source / "label-bin" / "dict.txt", symbols=4)
     output = convert(make.lra21(classes=2))
     assert "4 labels for 2 classes: not used" in convert.screen

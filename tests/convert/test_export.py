@@ -212,7 +212,7 @@ MADE_HERE = {
 
 
 @pytest.mark.parametrize("name", MADE_HERE)
-def test_made_here(tmp_path, name):
+def test_models_without_conversion_record(tmp_path, name):
     model_class, fields, head = MADE_HERE[name]
     folder = save(tmp_path / "model", model_class, **fields)
     report, back = convert_again(tmp_path, folder, head=head)
@@ -242,7 +242,7 @@ def test_architectures(preset, arch):
     assert args["arch"] == arch and args["untie_luna_kv"] is not preset.tie_key_value
 
 
-def test_bare_encoder_gets_a_new_lm_head(tmp_path):
+def test_encoder_without_head_is_exported_with_a_new_lm_head(tmp_path):
     folder = save(tmp_path / "model", luna_mega.LunaModel)
     report = export_checkpoint(folder, tmp_path / "one.pt")
     assert any("new, untrained one" in note for note in report.notes)
@@ -293,7 +293,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_the_original_cannot_express(tmp_path, capsys, name):
+def test_models_unsupported_by_the_original(tmp_path, capsys, name):
     model_class, fields, expected = REFUSED[name]
     folder = save(tmp_path / "model", model_class, **fields)
     message = fails(capsys, folder, tmp_path / "new" / "model.pt")
@@ -312,7 +312,7 @@ def test_head_names(tmp_path, capsys, name, expected):
 
 
 @pytest.mark.parametrize(("model_class", "fields"), [(LunaForMaskedLM, {}), (LunaForSequenceClassification, LRA_2021)])
-def test_head_where_there_is_none(tmp_path, capsys, model_class, fields):
+def test_head_option_without_a_head(tmp_path, capsys, model_class, fields):
     folder = save(tmp_path / "model", model_class, **fields)
     assert "no named head" in fails(capsys, folder, tmp_path / "model.pt", "--head", "a")
 

@@ -115,13 +115,13 @@ def test_dictionaries_of_a_converted_folder(convert, make, tmp_path):
         assert (tmp_path / "out" / name).read_bytes() == (convert.source / name).read_bytes()
 
 
-def test_no_dictionary_is_said(tmp_path):
+def test_missing_dictionary_is_reported(tmp_path):
     report = export_checkpoint(save(tmp_path / "model", LunaForMaskedLM), tmp_path / "model.pt")
     assert report.files == ["model.pt"] and any("--dict adds it" in note for note in report.notes)
 
 
 @pytest.mark.parametrize("label", ["a\nb", " a", "", "<pad>", "yes"])
-def test_labels_that_no_dictionary_can_hold(tmp_path, capsys, label):
+def test_labels_that_a_dictionary_cannot_store(tmp_path, capsys, label):
     folder = save(tmp_path / "model", LunaForSequenceClassification, id2label={0: "yes", 1: label})
     assert "id2label" in fails(capsys, folder, tmp_path / "out" / "model.pt")
     assert not (tmp_path / "out").exists()
@@ -143,7 +143,7 @@ def test_nothing_is_overwritten(make, tmp_path, capsys):
 
 @pytest.mark.parametrize("error", [OSError("no space left"), KeyboardInterrupt()])
 @pytest.mark.parametrize("broken", ["save", "publish"])
-def test_nothing_half_written(make, tmp_path, monkeypatch, error, broken):
+def test_failed_write_leaves_no_files(make, tmp_path, monkeypatch, error, broken):
     folder = save(tmp_path / "model", LunaForSequenceClassification)
     make.dictionary(folder / "dict.txt")
     before = sorted(tmp_path.rglob("*"))

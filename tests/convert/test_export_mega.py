@@ -137,7 +137,7 @@ UNUSED = {"no-ffn": {"nffn_activation_dropout_prob"}, "no-classifier": {"classif
 
 
 @pytest.mark.parametrize("name", MADE_HERE)
-def test_made_here(tmp_path, name):
+def test_models_without_conversion_record(tmp_path, name):
     model_class, fields, arch = MADE_HERE[name]
     report, back = convert_again(tmp_path, save(tmp_path / "model", model_class, **fields))
     assert not report.warnings and report.args["arch"] == arch
@@ -178,7 +178,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_the_original_cannot_express(tmp_path, capsys, name):
+def test_models_unsupported_by_the_original(tmp_path, capsys, name):
     fields, expected = REFUSED[name]
     cannot_express(capsys, save(tmp_path / "model", **fields), "branch main", expected)
 

@@ -45,7 +45,7 @@ def save(folder, **fields):
 
 
 @pytest.mark.parametrize("name", MADE_HERE)
-def test_made_here(tmp_path, name):
+def test_models_without_conversion_record(tmp_path, name):
     fields = MADE_HERE[name]
     report, back = convert_again(tmp_path, save(tmp_path / "model", **fields))
     adaptive = "adaptive_softmax_cutoffs" in fields
@@ -71,7 +71,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_the_original_cannot_express(tmp_path, capsys, name):
+def test_models_unsupported_by_the_original(tmp_path, capsys, name):
     fields, expected = REFUSED[name]
     cannot_express(capsys, save(tmp_path / "model", **fields), "Mega LM of branch main", expected)
 

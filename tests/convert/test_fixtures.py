@@ -102,7 +102,7 @@ def test_half_precision_fixture(parity_folder, tmp_path):
         ("mega", "0[134]_*", "a Mega checkpoint, but of none of the kinds that are known"),
     ],
 )
-def test_other_models_are_refused(parity_folder, tmp_path, capsys, family, pattern, expected):
+def test_other_models_raise(parity_folder, tmp_path, capsys, family, pattern, expected):
     files = [folder / "checkpoint.pt" for folder in parity_folder.all(family, pattern)]
     assert files
     for file in files:

@@ -76,7 +76,7 @@ def test_sizes_strides_and_storages_that_contradict_each_other(convert, make, fo
 
 @pytest.mark.parametrize("form", ["zip", *FORMS])
 @pytest.mark.parametrize("rows", [1 << 28, (1 << 31) - 1, 1 << 40])
-def test_tensors_that_repeat_a_few_numbers_without_end(convert, make, rows, form):
+def test_expanded_tensors_are_rejected(convert, make, rows, form):
     """A file of some kB that asks for more memory than a machine has."""
     state = make.bert()
     for key, tensor in state["model"].items():
@@ -87,7 +87,7 @@ def test_tensors_that_repeat_a_few_numbers_without_end(convert, make, rows, form
     assert "bytes of memory and repeat" in message or form != "zip" and "does not fit its storage" in message
 
 
-def test_layers_that_share_all_their_weights_without_end(convert, make):
+def test_endlessly_shared_layers_are_rejected(convert, make):
     state, large = make.bert(), torch.zeros(1 << 20)
     state["model"] |= {f"encoder.layers.{layer}.weight": large for layer in range(2000)}
     save(state, convert.file, "zip")
@@ -106,7 +106,7 @@ def test_tensors_that_share_a_storage_without_being_tied(convert, make, form):
     assert f"tensor '{WEIGHT}' shares its storage with a value outside the model" in convert.error()
 
 
-def test_bytes_behind_the_last_storage_and_storages_without_bytes(convert, make):
+def test_trailing_bytes_and_empty_storages(convert, make):
     save(make.bert(), convert.file, "legacy")
     content = convert.file.read_bytes()
     convert.file.write_bytes(content + b"more")
@@ -203,7 +203,7 @@ def test_args_without_bounds_are_one_line(convert, make, kind):
 
 
 @pytest.mark.parametrize("legacy", [False, True])
-def test_a_key_that_takes_for_ever_to_hash(convert, legacy):
+def test_key_with_expensive_hash(convert, legacy):
     twice = b"".join(b"q" + bytes([index]) + b"h" + bytes([index]) + b"\x86" for index in range(60))
     content = pickled(b"}", b"K\x01", twice, b"N", b"s")
     if legacy:
@@ -295,7 +295,7 @@ def test_values_in_messages_are_cut(convert, make):
         assert len(message) < 700 and "long_long_" in message and "\x1b" not in message
 
 
-def test_the_attack_pickles_are_what_they_say(tmp_path):
+def test_attack_pickles_are_effective(tmp_path):
     save_pickle(tmp_path / "model.pt", HOSTILE["a call of a value"])
     with pytest.raises(pickle.UnpicklingError, match="weights_only"):
         torch.load(tmp_path / "model.pt", weights_only=True)

@@ -79,14 +79,14 @@ def test_names_sort_as_the_original_registers_them():
 @pytest.mark.parametrize(
     "key", ["encoder.layers.x.fc1.weight", "encoder.layers.1.fc1.scale", "a.encoder.layers.1.fc1.bias"]
 )
-def test_what_does_not_fit(key):
+def test_mismatched_names_and_shapes(key):
     found = KeyMap([Row("encoder.layers.{layer}.fc1.{part}", "layers.{layer}.up.{part}")])
     assert found.forward("encoder.layers.1.fc1.bias").key == "layers.1.up.bias"
     assert found.forward(key) is None
     assert found.backward(key) is None
 
 
-def test_dropped_rows_have_a_reason_and_no_way_back(make):
+def test_dropped_rows_state_a_reason_and_are_not_exported(make):
     state = make.bert(heads=[("a_head", 2)])
     luna_bert = find_format("luna_bert")
     target, _ = read_model(luna_bert, state["model"], vars(state["args"]), "r21")
@@ -97,7 +97,7 @@ def test_dropped_rows_have_a_reason_and_no_way_back(make):
     assert found.backward("classification_heads.a_head.dense.weight") is None
 
 
-def test_early_prefix(make):
+def test_prefix_of_early_checkpoints(make):
     state = make.bert()
     early = {key.replace("encoder.", "decoder.", 1): tensor for key, tensor in state["model"].items()}
     tensors, notes = renamed(find_format("luna_bert"), early)

@@ -24,7 +24,7 @@ def test_auto_decides_by_the_mean(mean, expected):
 
 
 @pytest.mark.parametrize("mean", [0.42, 0.5, 0.58, 1.5, -0.5, 40.0, float("nan")])
-def test_auto_refuses_what_is_near_neither(mean):
+def test_ambiguous_mean_raises_in_auto_mode(mean):
     with pytest.raises(ConversionError, match="--layer-norm standard or --layer-norm plus-one"):
         decide_layer_norm([torch.full((3,), mean)], "auto")
 

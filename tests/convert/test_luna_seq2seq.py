@@ -94,13 +94,13 @@ def change(path, edit):
         ),
     ],
 )
-def test_refused(tmp_path, edit, message):
+def test_unsupported_options_raise(tmp_path, edit, message):
     with pytest.raises(ConversionError, match=message):
         convert_checkpoint(change(exported(tmp_path), edit), tmp_path / "back")
     assert not (tmp_path / "back").exists()
 
 
-def test_other_sinusoids_are_refused(tmp_path):
+def test_other_sinusoids_raise(tmp_path):
     path = change(exported(tmp_path, **SINUSOIDAL), lambda model, args: model["encoder.projected_positions"].add_(0.1))
     with pytest.raises(ConversionError, match="is not the sinusoids of the original"):
         convert_checkpoint(path, tmp_path / "back")
@@ -120,7 +120,7 @@ def test_not_to_be_exported(tmp_path, fields, message):
         exported(tmp_path, **fields)
 
 
-def test_other_commands_know_it(tmp_path):
+def test_other_commands_support_the_format(tmp_path):
     path = exported(tmp_path)
     report = convert_checkpoint(path, tmp_path / "back")
     assert describe(path).parameters["total"] == report.parameters["model"]

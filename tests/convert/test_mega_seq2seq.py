@@ -141,7 +141,7 @@ def test_args_and_tensors(tmp_path, checkpoint):
 
 
 @pytest.mark.parametrize("language", ["../../x", "/etc/x", "a\nb", "..\\x", ["en"], 3, "\x1b"])
-def test_a_language_is_no_path(tmp_path, checkpoint, language):
+def test_language_name_is_not_a_path(tmp_path, checkpoint, language):
     """It becomes part of the name of a file that a conversion reads and an export writes."""
     torch.save(change(checkpoint, source_lang=language), tmp_path / "a.pt")
     with pytest.raises(ConversionError, match="args.source_lang = .* is not (a name|the name of a language)"):
@@ -166,19 +166,19 @@ def test_a_language_is_no_path(tmp_path, checkpoint, language):
     ],
     ids=str,
 )
-def test_what_the_original_cannot_express(tmp_path, fields, message):
+def test_models_unsupported_by_the_original(tmp_path, fields, message):
     model(**fields).save_pretrained(tmp_path / "ours")
     with pytest.raises(ConversionError, match=message):
         export_checkpoint(tmp_path / "ours", tmp_path / "model.pt")
 
 
-def test_a_body_alone_is_not_exported(tmp_path):
+def test_model_without_head_is_not_exported(tmp_path):
     MegaSeq2SeqModel(model().config).save_pretrained(tmp_path / "body")
     with pytest.raises(ConversionError, match="MegaForConditionalGeneration"):
         export_checkpoint(tmp_path / "body", tmp_path / "model.pt")
 
 
-def test_other_commands_know_it(tmp_path, checkpoint):
+def test_other_commands_support_the_format(tmp_path, checkpoint):
     report = convert_checkpoint(checkpoint, tmp_path / "folder")
     assert describe(checkpoint).parameters["total"] == report.parameters["model"]
     assert compare(checkpoint, tmp_path / "folder", tolerance=0.0, length=9).within

@@ -265,7 +265,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_one_line_and_nothing_is_written(tmp_path, capsys, name):
+def test_bad_input_is_one_line_and_writes_nothing(tmp_path, capsys, name):
     ranks, change, words = BAD[name]
     source = folder(tmp_path / "source", ranks=ranks)
     change(source)
@@ -286,7 +286,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(tmp_path, capsys, name):
         (["--ema-convention", "main"], "one form of its moving average"),
     ],
 )
-def test_options_that_do_not_suit(tmp_path, capsys, options, words):
+def test_inapplicable_options(tmp_path, capsys, options, words):
     source = folder(tmp_path / "source")
     assert main(["convert", str(source), "--output", str(tmp_path / "model"), *options]) == 1
     assert words in capsys.readouterr().err and not (tmp_path / "model").exists()
@@ -306,7 +306,7 @@ def test_shards_of_an_export_name_their_rank(tmp_path, capsys):
     assert "was saved as" in capsys.readouterr().err
 
 
-def test_a_folder_of_llama_is_no_megalodon(tmp_path, capsys):
+def test_llama_folder_is_not_megalodon(tmp_path, capsys):
     torch.save({"tok_embeddings.weight": torch.zeros(3, 2)}, tmp_path / "consolidated.00.pth")
     (tmp_path / "params.json").write_text('{"dim": 2}')
     assert main(["convert", str(tmp_path), "--output", str(tmp_path / "out")]) == 1

@@ -35,7 +35,7 @@ def test_occupied_output(convert, make):
 
 @pytest.mark.parametrize("error", [OSError("no space left"), KeyboardInterrupt(), RuntimeError("bug")])
 @pytest.mark.parametrize("there", [False, True])
-def test_nothing_half_written(convert, make, monkeypatch, error, there):
+def test_failed_write_leaves_no_files(convert, make, monkeypatch, error, there):
     """The failure comes after the weights are on the disk."""
     if there:
         convert.output.mkdir()
@@ -179,7 +179,7 @@ def test_no_text_of_the_report_keeps_a_path(convert, make):
     assert "home/me" not in convert.screen.replace(str(convert.output), "")
 
 
-def test_a_name_of_several_lines_is_refused(convert, make):
+def test_multi_line_name_raises(convert, make):
     assert r"args.task = 'masked\n_lm' is not a name" in convert.error(make.bert(task="masked\n_lm"))
 
 

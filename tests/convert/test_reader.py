@@ -34,7 +34,7 @@ def test_the_attack_of_the_next_test_works_on_an_ordinary_unpickler(tmp_path):
 
 @pytest.mark.parametrize("form", ["zip", "legacy", "pickle"])
 @pytest.mark.parametrize("place", ["args", "model", "extra_state"])
-def test_code_in_a_checkpoint_does_not_run(convert, make, tmp_path, monkeypatch, form, place):
+def test_code_in_a_checkpoint_is_not_executed(convert, make, tmp_path, monkeypatch, form, place):
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     attack = {place: Attack(f"touch {tmp_path}/touched")}
     if form == "pickle":
@@ -47,12 +47,12 @@ def test_code_in_a_checkpoint_does_not_run(convert, make, tmp_path, monkeypatch,
     assert not (tmp_path / "touched").exists()
 
 
-def test_hydra_checkpoints_are_refused(convert, make):
+def test_hydra_checkpoints_raise(convert, make):
     state = make.bert() | {"cfg": {"model": {"arch": "luna"}}}
     assert "'cfg'" in convert.error(state) and "hydra" in convert.error(state)
 
 
-def test_omegaconf_objects_are_refused_by_name(tmp_path):
+def test_omegaconf_objects_raise_with_their_name(tmp_path):
     # Protocol 2: GLOBAL omegaconf.dictconfig.DictConfig, empty tuple, REDUCE, STOP.
     content = b"\x80\x02comegaconf.dictconfig\nDictConfig\n)R."
     with zipfile.ZipFile(tmp_path / "model.pt", "w") as archive:
@@ -71,7 +71,7 @@ def test_omegaconf_objects_are_refused_by_name(tmp_path):
         (b"PK\x03\x04" + bytes(100), "truncated"),
     ],
 )
-def test_files_that_are_no_checkpoints(convert, content, expected):
+def test_files_that_are_not_checkpoints(convert, content, expected):
     convert.file.write_bytes(content)
     message = convert.error()
     assert str(convert.file) in message and expected in message
@@ -223,7 +223,7 @@ def test_compressed_and_moved_entries(convert, make):
     assert "is not where the zip directory says" in convert.error()
 
 
-def test_bytes_behind_the_end(tmp_path, make):
+def test_trailing_bytes(tmp_path, make):
     """The directory is found up to 64 KiB before the end, as in every zip file."""
     state, file = make.bert(), tmp_path / "model.pt"
     torch.save(state, file)
@@ -286,14 +286,14 @@ def test_args_become_plain_values(convert, make):
     assert report["source"]["num_updates"] == 7
 
 
-def test_args_that_hold_themselves(convert, make):
+def test_recursive_args(convert, make):
     loop = []
     loop.append(loop)
     assert "'args' holds itself" in convert.error(make.bert(loop=loop))
 
 
 @pytest.mark.parametrize("change", [torch.Tensor.to_sparse, lambda tensor: tensor.to("meta"), "nothing"])
-def test_entries_that_are_no_dense_tensors(convert, make, change):
+def test_non_dense_tensors(convert, make, change):
     state = make.bert()
     bias = state["model"]["encoder.lm_head.bias"]
     state["model"]["encoder.lm_head.bias"] = change(bias) if callable(change) else change
@@ -319,6 +319,6 @@ def test_numpy_numbers_of_numpy_1(tmp_path, make):
     assert read_checkpoint(tmp_path / "model.pt").args["lr"] == 0.5
 
 
-def test_numpy_arrays_are_refused_by_name(convert, make):
+def test_numpy_arrays_raise_with_their_name(convert, make):
     message = convert.error(make.bert(weights=numpy.zeros(3)))
     assert "numpy" in message and "_reconstruct" in message

@@ -155,14 +155,14 @@ def test_faults_name_the_argument(convert, make, kind, name, value):
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.int64, torch.bool, torch.uint8])
 @pytest.mark.parametrize("key", ["layers.0.mega_layer.v_proj.weight", "layers.1.nffn.norm.norm.bias"])
-def test_weights_that_are_no_real_numbers(convert, dtype, key):
+def test_complex_weights(convert, dtype, key):
     state = mega()
     key = f"{BODY}.{key}"
     state["model"][key] = state["model"][key].to(dtype)
     assert f"tensor {key!r} has dtype {str(dtype)[6:]}" in convert.error(state)
 
 
-def test_norm_weights_that_are_no_real_numbers(convert, make):
+def test_complex_norm_weights(convert, make):
     state = make.bert()
     key = "encoder.lm_head.layer_norm.weight"
     state["model"][key] = state["model"][key].to(torch.complex64)

@@ -147,7 +147,7 @@ def test_missing_piece_is_one_unknown(tmp_path, bpe, numbers, lacks):
         assert tokenizer(text).tokens()[1:-1] == reference.pieces(text)
 
 
-def test_nothing_but_unknown(tmp_path, bpe):
+def test_text_of_unknown_tokens_only(tmp_path, bpe):
     tokenizer, missing = build(tmp_path, bpe, ["madeupword0000"])
     assert len(missing) == 256 + len(MERGES) and len(tokenizer) == 6
     assert tokenizer("the abc").input_ids == [0, 3, 3, 3, 3, 2]  # t he Ġ abc
@@ -195,7 +195,7 @@ def test_thinned_tokenizer_takes_new_tokens(thinned, tmp_path):
     assert again("abc xyz<e> the").input_ids == ids and len(again) == size + 2
 
 
-def test_thinned_tokenizer_is_not_trained_anew(thinned):
+def test_thinned_tokenizer_cannot_be_retrained(thinned):
     with pytest.raises(NotImplementedError, match="RobertaTokenizer"):
         thinned.train_new_from_iterator([["the"]], 300)
 

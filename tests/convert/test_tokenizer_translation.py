@@ -150,7 +150,7 @@ def test_saved_folder_needs_only_its_own_file(tmp_path, lines, merges):
     assert result.stdout.strip() == str(expected[0])
 
 
-def test_pieces_all_there_need_no_class(tmp_path):
+def test_complete_vocabulary_needs_no_custom_class(tmp_path):
     """Merges whose every piece is a symbol."""
     symbols = ["a@@", "a", "b", "b@@", "ab", "ab@@"]
     tokenizer = translation_tokenizer(*write(tmp_path, symbols, [("a", "b</w>"), ("a", "b")]))

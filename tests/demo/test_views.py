@@ -20,7 +20,7 @@ def test_classes(folder, family):
 
 
 @pytest.mark.parametrize("family", ["Luna", "Mega"])
-def test_words_for_a_mask(folder, family):
+def test_mask_predictions(folder, family):
     demo = Demo(folder(f"{family}ForMaskedLM"))
     found = demo.score("a <mask> b")
     ids = demo.tokenizer("a <mask> b", return_tensors="pt").input_ids
@@ -129,7 +129,7 @@ def test_kernels_of_a_complex_average(folder):
     assert kernels.shape == (1, 16, 20)
 
 
-def test_what_has_no_page_is_one_line(folder, tokenizer, tmp_path):
+def test_unsupported_models_are_one_line(folder, tokenizer, tmp_path):
     def refused(path):
         with pytest.raises(ConversionError) as raised:
             Demo(path)

@@ -36,7 +36,7 @@ def test_copied_weights_are_equal(name, kind):
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_a_luna_differs_from_its_teacher_in_what_it_packs_alone(name):
+def test_luna_differs_from_its_teacher_only_in_packing(name):
     teacher = make_teacher(name)
     report = copy_weights(teacher, make_student(teacher, "luna"))
     assert all("pack" in key for key in report.new) and not report.left and not report.started
@@ -69,7 +69,7 @@ def test_embeddings_are_the_teachers(name):
 
 
 @pytest.mark.parametrize("name", ["bert", "roberta"])
-def test_a_mega_takes_token_types_whole(name):
+def test_mega_copies_token_type_embeddings(name):
     teacher = make_teacher(name)
     student = make_student(teacher, "mega")
     copy_weights(teacher, student)
@@ -102,14 +102,14 @@ def test_layers_of_another_number(layers, mapped):
     [{"hidden_act": "relu"}, {"intermediate_size": 20}, {"num_attention_heads": 4}, {"pre_norm": True}],
     ids=lambda options: next(iter(options)),
 )
-def test_layers_that_mean_something_else_are_left(options):
+def test_layers_with_another_role_are_not_copied(options):
     teacher = make_teacher("bert")
     report = copy_weights(teacher, make_student(teacher, "luna", **options))
     assert not any("layers" in key for key in report.copied)
 
 
 @pytest.mark.parametrize("name", ["bert", "roberta", "modernbert", "gpt2"])
-def test_a_table_of_positions_has_no_idle_rows(name):
+def test_position_embeddings_have_no_unused_rows(name):
     """Padding may be the last of 50,000 tokens, and Luna's positions begin behind it unless they are told."""
     teacher = make_teacher(name, pad_token_id=1 if name == "roberta" else 39)
     student = make_student(teacher, "luna")
@@ -170,7 +170,7 @@ def test_positions_beyond_the_teachers(how, length, rows):
     assert torch.equal(extend_positions(table, length, how), torch.tensor(rows)[:, None].expand(length, 4).float())
 
 
-def test_every_window_of_positions_has_a_mark_of_its_own():
+def test_every_window_of_positions_has_a_distinct_offset():
     table = torch.randn(5, 4096)
     marks = extend_positions(table, 18, "windows") - extend_positions(table, 18, "copy")
     assert not marks[:5].any()

@@ -40,7 +40,7 @@ def one_line(error) -> str:
 
 
 @pytest.mark.parametrize("case", OTHERS)
-def test_models_that_cannot_teach(case, tmp_path):
+def test_unsupported_teachers(case, tmp_path):
     config, message = OTHERS[case][0](), OTHERS[case][1]
     config.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=message) as error:
@@ -83,7 +83,7 @@ STUDENTS = {
 
 
 @pytest.mark.parametrize("case", STUDENTS)
-def test_students_that_do_not_fit(case):
+def test_incompatible_students(case):
     options, message = STUDENTS[case]
     teacher = make_teacher("bert")
     with pytest.raises(ValueError, match=message) as error:
@@ -239,7 +239,7 @@ def test_a_folder_is_loaded_with_its_head(name, head, tmp_path):
     assert all(torch.equal(*pair) for pair in zip(teacher.model.parameters(), model.parameters(), strict=True))
 
 
-def test_our_own_folders_teach(tmp_path):
+def test_folders_of_this_package_as_teachers(tmp_path):
     LunaForMaskedLM(
         LunaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
     ).save_pretrained(tmp_path)

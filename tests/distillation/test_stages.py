@@ -152,7 +152,7 @@ def test_codes_of_parts_are_linear_discriminants():
 
 
 @torch.no_grad()
-def test_packs_of_a_longer_student_tell_windows_apart():
+def test_packs_of_a_longer_student_distinguish_windows():
     model, shares = make_model("roberta", max_position_embeddings=20), {}
     model.roberta.embeddings.position_embeddings.weight.mul_(10.0)
     teacher = Teacher(model, window=18)
@@ -194,7 +194,7 @@ def test_a_step_of_alignment_lowers_its_loss(name, kind):
 
 
 @pytest.mark.parametrize(("name", "kind"), PAIRS)
-def test_layers_are_aligned_by_themselves(name, kind):
+def test_layers_are_aligned_independently(name, kind):
     teacher = make_teacher(name)
     student = make_student(teacher, kind)
     copy_weights(teacher, student)
@@ -206,7 +206,7 @@ def test_layers_are_aligned_by_themselves(name, kind):
 
 
 @pytest.mark.parametrize(("name", "kind"), [("bert", "luna"), ("roberta", "mega")])
-def test_padding_counts_nowhere(name, kind):
+def test_padding_does_not_affect_losses(name, kind):
     teacher = make_teacher(name)
     student, batch = make_student(teacher, kind), make_batch(teacher)
     copy_weights(teacher, student)
@@ -222,7 +222,7 @@ def test_padding_counts_nowhere(name, kind):
 
 @pytest.mark.parametrize("kind", ["luna", "mega"])
 @pytest.mark.parametrize("name", ["bert", "distilbert", "roberta", "modernbert", "gpt2", "llama"])
-def test_the_side_of_padding_counts_nowhere(name, kind):
+def test_padding_side_does_not_affect_losses(name, kind):
     """A teacher of transformers that is left to itself may count padding among the positions."""
     teacher = make_teacher(name)
     student, right = make_student(teacher, kind), make_batch(teacher)
@@ -239,7 +239,7 @@ def test_the_side_of_padding_counts_nowhere(name, kind):
 
 
 @pytest.mark.parametrize("kind", ["luna", "mega"])
-def test_a_batch_of_padding_teaches_nothing(kind):
+def test_batch_of_padding_has_zero_loss(kind):
     teacher = make_teacher("bert")
     student = make_student(teacher, kind)
     train_only(student, aligned_parameters(teacher, student))
@@ -250,7 +250,7 @@ def test_a_batch_of_padding_teaches_nothing(kind):
     assert all(tensor.grad is None or not tensor.grad.any() for tensor in student.parameters())
 
 
-def test_whole_layers_where_attention_would_do():
+def test_layer_matching_where_attention_matching_suffices():
     teacher = make_teacher("bert")
     student, batch = make_student(teacher, "luna"), make_batch(teacher)
     copy_weights(teacher, student)
@@ -387,7 +387,7 @@ def expected_losses(got, want, targets, temperature):
 
 @pytest.mark.parametrize("name", ["bert", "roberta", "distilbert", "modernbert", "gpt2", "llama"])
 @pytest.mark.parametrize("kind", ["luna", "mega"])
-def test_the_loss_is_the_formula(name, kind, monkeypatch):
+def test_loss_matches_the_formula(name, kind, monkeypatch):
     monkeypatch.setattr(distilling, "_ROWS", 3)  # of more positions
     teacher = Teacher(make_model(name).double())
     student, batch = make_student(teacher, kind).double(), make_batch(teacher)

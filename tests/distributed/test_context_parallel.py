@@ -17,7 +17,7 @@ def describe(lengths):
     return shard.lengths, shard.rank, shard.size, shard.start, shard.total
 
 
-def test_a_shard_knows_all_parts(ranks):
+def test_shards_know_the_lengths_of_all_ranks(ranks):
     expected = [((3, 1, 2), rank, 3, start, 6) for rank, start in enumerate((0, 3, 4))]
     assert ranks(3, describe, (3, 1, 2)) == expected
 
@@ -33,7 +33,7 @@ def refuse(lengths, batches):
     "lengths, batches, message",
     [((3, 0), (2, 2), r"no positions.*\[3, 0\]"), ((3, 3), (2, 1), r"one batch, got \[2, 1\]")],
 )
-def test_every_rank_refuses_what_one_cannot_do(ranks, lengths, batches, message):
+def test_every_rank_raises_if_one_fails(ranks, lengths, batches, message):
     for refused in ranks(2, refuse, lengths, batches):
         assert re.search(message, refused)
 
@@ -89,7 +89,7 @@ def cut(length, multiple):
 
 
 @pytest.mark.parametrize("length, multiple, lengths", [(10, 1, [3, 3, 4]), (3, 1, [1, 1, 1]), (21, 4, [8, 8, 5])])
-def test_a_batch_is_cut_into_parts_of_nearly_one_length(ranks, length, multiple, lengths):
+def test_batches_are_split_into_shards_of_nearly_equal_length(ranks, length, multiple, lengths):
     parts = ranks(3, cut, length, multiple)
     assert [part["input_ids"].shape[1] for part in parts] == lengths
     assert torch.equal(torch.cat([part["input_ids"] for part in parts], 1), torch.arange(2 * length).view(2, length))
@@ -99,5 +99,5 @@ def test_a_batch_is_cut_into_parts_of_nearly_one_length(ranks, length, multiple,
         assert part["labels"].shape == (2, length) and part["packed_states"].shape == (2, length, 3)
 
 
-def test_a_batch_that_is_too_short_is_refused(ranks):
+def test_too_short_batch_raises(ranks):
     assert all("length 8 has 2 parts of 4 positions, fewer than the 3 ranks" in text for text in ranks(3, cut, 8, 4))

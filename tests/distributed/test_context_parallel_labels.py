@@ -88,7 +88,7 @@ def refuse_labels():
     return refused
 
 
-def test_labels_that_one_rank_refuses(ranks):
+def test_labels_rejected_by_one_rank(ranks):
     """No rank waits for the others."""
     first, last = ranks(2, refuse_labels, timeout=60)
     assert first.keys() == last.keys() == CASES.keys()

@@ -147,7 +147,7 @@ def draw_alike():
     return output.loss.item(), output.logits.tolist(), output.packed_hidden_states[-1].tolist()
 
 
-def test_ranks_drop_the_same_of_what_they_all_have(ranks):
+def test_ranks_share_dropout_of_replicated_tensors(ranks):
     first, *others = ranks(4, draw_alike)
     assert all(other == first for other in others)
 
@@ -180,7 +180,7 @@ def refuse_all():
     return [*refused, str(error.value)]
 
 
-def test_refusals(ranks):
+def test_unsupported_inputs_raise(ranks):
     for rank, refused in enumerate(ranks(2, refuse_all)):
         for text, (*_, message) in zip(refused, [*REFUSALS, ("one batch, got [1, 2]",)], strict=True):
             assert message in text or (rank == 1 and "no positions" in text), text

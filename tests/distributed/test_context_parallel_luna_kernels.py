@@ -95,7 +95,7 @@ def attend_causally(dtype, backend, activation, masked):
     (attend_causally, 4, "reference", torch.float64, 1e-13, "elu", True),
     pytest.param(attend_causally, 2, "triton", torch.float32, 2e-6, "softplus", True, marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_parts_attend_as_whole_sequences(ranks, function, count, backend, dtype, tolerance, kind, masked):
+def test_shards_attend_like_complete_sequences(ranks, function, count, backend, dtype, tolerance, kind, masked):
     if backend == "triton":
         pytest.importorskip("triton", reason="Triton is not installed")
     for differences in ranks(count, function, dtype, backend, kind, masked):

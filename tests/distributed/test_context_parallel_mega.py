@@ -200,7 +200,7 @@ def measure(make, length):
 
 
 @pytest.mark.parametrize("overrides, rows", [(CHUNKS, 48), (CHUNKS | CAUSAL, 24)], ids=["both ways", "causal"])
-def test_what_a_layer_exchanges_does_not_grow_with_the_length(ranks, overrides, rows):
+def test_communication_does_not_grow_with_the_length(ranks, overrides, rows):
     states = 2 * rows * 4  # [B, R, N]; two of them arrive in the forward, their sum in the backward
     for length in (8, 64):
         assert ranks(2, measure, functools.partial(of_layers, overrides), length) == [3 * states] * 2
@@ -230,7 +230,7 @@ def refusals():
     return messages
 
 
-def test_every_rank_refuses_what_it_cannot_do(ranks):
+def test_unsupported_inputs_raise_on_every_rank(ranks):
     first, second = ranks(2, refusals)
     cut = "ends after 6 tokens of a sequence, inside an attention chunk of 4"
     assert cut in first[0] and "shard_sequence(batch, group, multiple=4)" in first[0] and first[0] == second[0]

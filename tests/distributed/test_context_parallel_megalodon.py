@@ -39,7 +39,7 @@ def parts(lengths, backend):
 
 
 @pytest.mark.parametrize("backend, lengths", [("reference", (9, 3)), ("torch", (1, 64, 130, 2))])
-def test_parts_give_what_the_whole_gives(ranks, backend, lengths):
+def test_shards_match_the_complete_sequence(ranks, backend, lengths):
     results = ranks(len(lengths), parts, lengths, backend)
     for case, *of_ranks in zip(CASES, *results, strict=True):
         outputs, *gradients = zip(*of_ranks, strict=True)
@@ -63,7 +63,7 @@ def refusals():
     return messages
 
 
-def test_what_a_shard_does_not_take_is_refused_on_every_rank(ranks):
+def test_unsupported_arguments_raise_on_every_rank(ranks):
     for messages in ranks(2, refusals):
         for (op, message), expected in zip(messages, 2 * ("return_state", "cu_seqlens", "x 5"), strict=True):
             assert op in message and expected in message

@@ -62,7 +62,7 @@ def compare_all(names, side, checkpointing):
     "count, side, checkpointing",
     [(2, "right", True), (2, "gaps", False), pytest.param(4, "left", False, marks=pytest.mark.slow)],
 )
-def test_parts_give_what_the_whole_gives(ranks, count, side, checkpointing):
+def test_shards_match_the_complete_sequence(ranks, count, side, checkpointing):
     for found in ranks(count, compare_all, list(SHAPES), side, checkpointing):
         for name, differences in zip(SHAPES, found, strict=True):
             worst = max(differences, key=differences.get)
@@ -73,7 +73,7 @@ def of_layers(layers):
     return make("Model", dtype=torch.float32, num_hidden_layers=layers)
 
 
-def test_what_a_layer_exchanges_does_not_grow_with_the_length(ranks):
+def test_communication_does_not_grow_with_the_length(ranks):
     config = tiny_config()
     average = 2 * config.hidden_size * config.ema_projection_size * 2  # [B, d, N, 2]
     norm = 3 * 2 * config.norm_num_groups  # weights, means and variances [B, G]

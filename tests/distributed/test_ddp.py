@@ -86,7 +86,7 @@ def empty_rank() -> str | None:
         return str(error)
 
 
-def test_a_process_without_a_row_is_told(ranks):
+def test_process_without_rows_raises(ranks):
     first, second = ranks(2, empty_rank)
     assert first is None and "the batch is empty: 0 sequences" in second
 
@@ -136,7 +136,7 @@ def test_the_others_end_when_a_process_dies(ranks):
     "refuse", [_attach_context_parallel_hooks, _refuse_recurrent_layers_under_sequence_parallelism]
 )
 @pytest.mark.parametrize("name", cases.CASES)
-def test_every_class_refuses_to_be_split_along_the_sequence(name, refuse):
+def test_every_class_rejects_ddp_across_the_sequence(name, refuse):
     with pytest.raises(ValueError, match="pass cp_group to the model's forward"):
         refuse(cases.make(name))
     assert not cases.make(name).supports_context_parallel

@@ -19,7 +19,7 @@ def outputs(model, name):
 
 
 @pytest.mark.parametrize("name", slow_but(cases.A_FEW, cases.CASES))
-def test_offloading_changes_nothing(name, tmp_path):
+def test_offloading_does_not_change_outputs(name, tmp_path):
     model = cases.make(name).eval()
     expected = outputs(model, name)
     for offloaded in (

@@ -207,7 +207,7 @@ def test_a_sharded_run_that_is_killed_resumes_exactly(ranks, tmp_path):
         assert type(AutoModelForMaskedLM.from_pretrained(output)).__name__ == "MegaForMaskedLM"
 
 
-def test_wrong_numbers_of_processes_end_in_one_line(ranks, tmp_path):
+def test_wrong_numbers_of_processes_are_one_line(ranks, tmp_path):
     corpus = killing.write_corpus(tmp_path / "corpus")
     options = [*killing.options(corpus, tmp_path / "out"), "--batch_size", "3"]
     (message,) = {answer["error"] for answer in ranks(2, call, "run_mlm_accelerate", options)}

@@ -254,7 +254,7 @@ def compare(folder, calls):
 
 
 @pytest.mark.parametrize("module", [luna, mega, megalodon_decoders])
-def test_ragged_batches_and_attention_weights_are_those_of_one_process(ranks, tmp_path, module):
+def test_padding_free_batches_and_attention_weights_are_those_of_one_process(ranks, tmp_path, module):
     inputs = luna.tokens((9, 4, 7), side="left")
     ids = inputs["input_ids"][inputs["attention_mask"].bool()][None]
     positions = torch.cat([torch.arange(length) for length in (9, 4, 7)])[None]
@@ -277,7 +277,7 @@ def test_attention_weights_of_a_translation_are_those_of_one_process(ranks, tmp_
 
 @pytest.mark.slow
 @merges_plans
-def test_a_plan_may_leave_layers_whole(ranks, tmp_path):
+def test_plan_may_leave_layers_unsharded(ranks, tmp_path):
     model = luna.make("ForMaskedLM", num_attention_heads=3, **NO_DROPOUT["luna"]).double()
     model.save_pretrained(tmp_path)
     inputs = luna.head_inputs("ForMaskedLM", (9, 4, 7))
@@ -310,7 +310,7 @@ def refuse(folder, plan):
         (megalodon_decoders, {"num_attention_heads": 1}, "tp_size=2 does not divide the 1 heads of layers.0.mega.wv"),
     ],
 )
-def test_sizes_that_the_ranks_do_not_divide_are_refused(ranks, tmp_path, module, fields, parts):
+def test_indivisible_sizes_raise(ranks, tmp_path, module, fields, parts):
     module.make("Model", **fields).save_pretrained(tmp_path)
     for (message,) in ranks(2, refuse, str(tmp_path), [{}]):
         assert parts in message
@@ -318,7 +318,7 @@ def test_sizes_that_the_ranks_do_not_divide_are_refused(ranks, tmp_path, module,
         assert "\n" not in message
 
 
-def test_plans_that_do_not_fit_are_refused(ranks, tmp_path):
+def test_incompatible_plans_raise(ranks, tmp_path):
     model = luna.make("Model")
     model.save_pretrained(tmp_path)
     rules = dict(model.tp_plan)
@@ -333,7 +333,7 @@ def test_plans_that_do_not_fit_are_refused(ranks, tmp_path):
 
 
 @merges_plans
-def test_rules_for_no_layer_are_refused(ranks, tmp_path):
+def test_unmatched_plan_rules_raise(ranks, tmp_path):
     mega.make("Model").save_pretrained(tmp_path)
     ((message,), _) = ranks(2, refuse, str(tmp_path), [{"tp_plan": {"layers.*.attention.query": "colwise"}}])
     assert "layers.*.attention.query" in message

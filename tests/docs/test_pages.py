@@ -99,7 +99,7 @@ def test_conversion_of_the_readme(folder, capsys):
     assert [words[0] for words in commands] == ["convert", "verify"]
 
 
-def test_what_does_not_run_says_why(capsys):
+def test_skipped_blocks_state_a_reason(capsys):
     """Blocks are of known languages; those that are not run have a reason, and are counted."""
     assert {block.language for block in BLOCKS} <= LANGUAGES
     left_out = [block for block in BLOCKS if block.reason]

@@ -108,7 +108,7 @@ def run(*arguments):
         return stop.code
 
 
-def test_every_kind_of_task_and_batches_change_nothing(folder, tasks):
+def test_all_task_types_are_independent_of_the_batch_size(folder, tasks):
     manager = TaskManager(include_path=str(tasks))
     found = []
     for batch_size in (1, 4):
@@ -172,7 +172,7 @@ def test_results_as_json(folder, tasks, tmp_path, capsys):
     assert run("--json", folder, *options, "--output_path", tmp_path) == 1
 
 
-def test_what_is_at_fault_is_one_line(folder, tasks, tmp_path, capsys, monkeypatch):
+def test_invalid_inputs_are_one_line(folder, tasks, tmp_path, capsys, monkeypatch):
     def error(*arguments):
         assert run(*arguments) == 1
         line = capsys.readouterr().err.strip().splitlines()

@@ -43,7 +43,7 @@ def test_score_is_the_correlation_of_the_cosines(family, task, tokenizer, tmp_pa
     assert score == pytest.approx(expected, abs=1e-4) and abs(expected) > 1e-3
 
 
-def test_refusals(task, tokenizer, tmp_path, capsys):
+def test_unsupported_inputs_raise(task, tokenizer, tmp_path, capsys):
     """A decoder, a task that is not there, arguments of lm-eval: one line each."""
 
     def error(*arguments, status=1):

@@ -67,7 +67,7 @@ def test_answers(tmp_path, capsys):
         assert (scores[~kept] == torch.finfo(torch.float32).min).all()
 
 
-def test_pictures(tmp_path, capsys):
+def test_images(tmp_path, capsys):
     sizes = {"hidden_size": 16, "intermediate_size": 24, "nffn_hidden_size": 20, "shared_representation_size": 8}
     config = MegaConfig.image_base_patch16_224(**sizes, num_hidden_layers=1, image_size=32, patch_size=8, num_labels=3)
     folder = saved(tmp_path / "model", MegaForImageClassification(config))
@@ -103,7 +103,7 @@ def test_decoders(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["mega chunks", "megalodon"])
-def test_steps_go_on_where_the_model_does(name, tmp_path):
+def test_steps_continue_from_the_model_cache(name, tmp_path):
     """From one position to beyond a chunk, and behind padded prompts, where the tokens are those of `generate`."""
     model = DECODERS[name]()
     with onnx._quiet():
@@ -167,7 +167,7 @@ def test_errors_leave_nothing(change, words, tmp_path, monkeypatch, capsys):
     assert {path.name for path in tmp_path.iterdir()} <= {"model", "encoder"}
 
 
-def test_adaptive_vocabularies_are_refused(tmp_path):
+def test_adaptive_vocabularies_raise(tmp_path):
     bands = {
         "adaptive_input_cutoffs": [10, 20],
         "adaptive_softmax_cutoffs": [10, 20],

@@ -156,7 +156,7 @@ def test_virtual_tokens(family, name, kind, tmp_path):
 
 
 @pytest.mark.parametrize(("family", "name"), TASK_CASES)
-def test_prefix_tuning_is_refused(family, name):
+def test_prefix_tuning_raises(family, name):
     """The tuned keys and values have no place in a state."""
     options = {"num_virtual_tokens": 3, "num_attention_heads": 1, "num_layers": 2, "token_dim": 12}
     model = peft.get_peft_model(make(family, name), peft.PrefixTuningConfig(task_type=TASKS[name], **options))

@@ -46,7 +46,7 @@ def arguments(data, output, *more):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_trains_and_is_judged(model, run, data, tmp_path):
+def test_trains_and_is_evaluated(model, run, data, tmp_path):
     given = arguments(data, tmp_path / "out", "--do_train", "--do_eval", "--model_type", model)
     options = ["--config_overrides", MODELS[model], "--learning_rate", 1e-2, "--num_train_epochs", 3]
     summary = run(*given, *options, "--per_device_train_batch_size", 4)

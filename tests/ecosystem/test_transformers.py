@@ -99,7 +99,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 @pytest.mark.parametrize(("family", "encoder_decoder"), PLAIN)
-def test_refused_in_one_line(family, encoder_decoder, case):
+def test_unsupported_inputs_are_one_line(family, encoder_decoder, case):
     """Continuous batching is in tests/modeling/test_generation.py, prefix tuning in test_peft.py."""
     model = make_plain(family, is_encoder_decoder=encoder_decoder)
     options, message = REFUSED[case]

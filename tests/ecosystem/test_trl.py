@@ -89,7 +89,7 @@ def test_sft(name, method, tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("fields", [{"add_lm_hidden_dense_layer": True}, {"adaptive_softmax_cutoffs": [20]}])
-def test_layers_that_trl_would_leave_out_are_refused(fields, tokenizer, tmp_path):
+def test_layers_ignored_by_trl_raise(fields, tokenizer, tmp_path):
     fields |= {"adaptive_input_cutoffs": fields.get("adaptive_softmax_cutoffs")}
     model = make("mega", **fields)
     with pytest.raises(ValueError, match="TRL .* lm_head.weight .* Trainer") as error:

@@ -60,6 +60,6 @@ def test_bare_roberta_files_load(script, tokenizer, tmp_path):
     assert again(" x the fox")["input_ids"] == tokenizer("x the fox")["input_ids"]
 
 
-def test_vocabulary_without_room_for_the_bytes(bpe):
+def test_vocabulary_too_small_for_all_bytes(bpe):
     with pytest.raises(ValueError, match=r"vocab_size \(260\) must be at least 261"):
         bpe.train_bpe(TEXTS, 260, 64)

@@ -11,7 +11,7 @@ def demo(script):
 
 
 @pytest.mark.slow
-def test_both_models_side_by_side(demo, tmp_path, capsys):
+def test_both_models_train(demo, tmp_path, capsys):
     output = tmp_path / "digits"
     summary = demo.main(["--epochs", "0.2", "--min_accuracy", "0", "--output_dir", str(output)])
     saved = json.loads((output / "all_results.json").read_text())
@@ -41,7 +41,7 @@ def test_too_low_an_accuracy_is_a_failure_and_the_folder_can_be_used_again(demo,
     assert not list(tmp_path.glob("*/checkpoint-*"))
 
 
-def test_folder_with_other_files_is_left_alone(demo, tmp_path):
+def test_folder_with_other_files_is_not_modified(demo, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(SystemExit, match="holds other files than an earlier run"):
         demo.main(["--output_dir", str(tmp_path)])

@@ -117,7 +117,7 @@ def test_files_without_text(run, roberta, tmp_path, kind, content):  # noqa: F81
 
 
 @pytest.mark.parametrize("name", ["a[b]", "[a", "a*b", "what?"])
-def test_names_of_folders_are_no_patterns(run, roberta, corpus, tmp_path, name):  # noqa: F811
+def test_folder_names_are_not_glob_patterns(run, roberta, corpus, tmp_path, name):  # noqa: F811
     shutil.copytree(corpus, tmp_path / name)
     options = ["--align_steps", 0, "--max_steps", 1]
     assert run(*command(roberta, tmp_path / name, tmp_path / "out"), *options)["steps"] == 1

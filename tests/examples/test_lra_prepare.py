@@ -272,7 +272,7 @@ def test_speech_in_parquet_files(prepare, tmp_path):
         (["listops", "--seed", -1], "--seed -1 must be at least 0"),
     ],
 )
-def test_options_at_fault(prepare, tmp_path, arguments, message):
+def test_invalid_options(prepare, tmp_path, arguments, message):
     with pytest.raises(SystemExit, match=message):
         prepare(*arguments, "--output", tmp_path / "out")
     assert not (tmp_path / "out").exists()

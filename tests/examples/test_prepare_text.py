@@ -55,7 +55,7 @@ def test_byte_order_mark_is_not_part_of_a_text(script, tmp_path, name):
         (["--source", "{tests}", "text"], "has no split train or unsupervised, only test"),
     ],
 )
-def test_refusals(script, sources, tmp_path, change, message):
+def test_unsupported_inputs_raise(script, sources, tmp_path, change, message):
     write([{"text": 7}], tmp_path / "numbers" / "train.jsonl")
     write([{"text": "a"}], tmp_path / "tests" / "test.jsonl")
     paths = {name: tmp_path / name for name in ("plain", "numbers", "tests")}

@@ -150,7 +150,7 @@ def test_all_stages(kind, run, script, roberta, corpus, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_stage_of_no_steps_is_left_out(run, script, roberta, corpus, tmp_path):
+def test_stage_with_zero_steps_is_skipped(run, script, roberta, corpus, tmp_path):
     run(*command(roberta, corpus, tmp_path / "out", 0, 0, 0), "--projection_length", 8)
     assert [row["stage"] for row in read_rows(tmp_path / "out")] == ["copy"]
     student, teacher = (AutoModelForMaskedLM.from_pretrained(folder) for folder in (tmp_path / "out", roberta))
@@ -397,7 +397,7 @@ def test_wrong_options_end_in_one_line(options, message, run, roberta, corpus, t
     assert_refused(run, message, *command(roberta, corpus, tmp_path / "out"), *options)
 
 
-def test_teachers_that_cannot_teach(run, roberta, corpus, tmp_path):
+def test_unsupported_teachers(run, roberta, corpus, tmp_path):
     T5Config().save_pretrained(tmp_path / "t5")
     DebertaV2Config(relative_attention=True).save_pretrained(tmp_path / "deberta")
     broken = AutoModelForMaskedLM.from_pretrained(roberta)

@@ -143,7 +143,7 @@ def test_fine_tuning_a_saved_model_on_another_task(run, sst2, tmp_path):
     assert "eval_pearson" in summary
 
 
-def test_evaluation_alone_gives_the_accuracy_of_the_training_run(run, sst2, tmp_path):
+def test_evaluation_only_reproduces_the_training_run_accuracy(run, sst2, tmp_path):
     trained = run(*scratch("sst2", sst2, tmp_path / "out"), "--do_eval", "--max_steps", 3, "--save_strategy", "no")
     again = ["--task_name", "sst2", "--dataset_path", sst2, "--output_dir", tmp_path / "again", "--do_eval"]
     summary = run(*again, "--model_name_or_path", tmp_path / "out")

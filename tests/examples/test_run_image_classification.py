@@ -73,7 +73,7 @@ def test_mega_from_scratch(run, script, folder, tmp_path):
 
 
 @pytest.mark.parametrize("kind", slow_but(["files"], ["files", "class folders", "image feature", "encoded bytes"]))
-def test_sources_in_colour(run, tmp_path, kind):
+def test_sources_in_color(run, tmp_path, kind):
     draw, path = np.random.default_rng(0), tmp_path / "data"
     path.mkdir()
     for split, size in (("train", 8), ("validation", 4)):
@@ -175,7 +175,7 @@ def test_options_that_do_not_fit(run, folder, tmp_path, arguments, message):
         ({"image": rows(1, 0)[0]["image"], "label": "middle"}, "split validation, row 0: label 'middle' is not one of"),
     ],
 )
-def test_rows_at_fault(run, folder, tmp_path, row, message):
+def test_invalid_rows(run, folder, tmp_path, row, message):
     pd.DataFrame([row]).to_parquet(folder / "validation-00000-of-00001.parquet")
     with pytest.raises(SystemExit, match=message):
         run(*options(folder, tmp_path / "out", "--do_eval", "--max_steps", 1))
@@ -227,7 +227,7 @@ class SwapHalves:
         return (pixels + pixels.flip(0)) / 2, (labels + labels.flip(0)) / 2
 
 
-def test_mixup_is_for_training_alone(run, folder, tmp_path, monkeypatch):
+def test_mixup_is_training_only(run, folder, tmp_path, monkeypatch):
     """Evaluation sees pictures and labels as they are, also during training, and no odd batch is mixed."""
     made = []
 

@@ -62,7 +62,7 @@ def cut_blocks(script, tokenizer, lines: list[str], block_size: int):
 
 
 @pytest.mark.parametrize("block_size", [2, 7, 33])
-def test_blocks_are_whole_and_in_order(block_size, script, tokenizer):
+def test_blocks_are_complete_and_in_order(block_size, script, tokenizer):
     lines = ["", *texts(40, seed=2), "   ", " = Title = \n"]
     stream = []
     for line in lines:
@@ -184,7 +184,7 @@ def test_text_files_bf16_and_accumulation(run, tmp_path):
 
 
 @pytest.mark.parametrize("half", [1e9, 4e9])
-def test_slow_bfloat16_is_said(half, run, script, corpus, tmp_path, monkeypatch, caplog):
+def test_slow_bfloat16_warns(half, run, script, corpus, tmp_path, monkeypatch, caplog):
     speeds = {torch.bfloat16: half, torch.float32: 2e9}
     monkeypatch.setattr("luna_mega.training.speed.measure_peak", lambda dtype, side=0: speeds[dtype])
     run(*scratch(corpus, tmp_path / "out"), "--bf16", "true", "--max_steps", 1, "--save_strategy", "no")

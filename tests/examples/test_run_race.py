@@ -236,7 +236,7 @@ def test_gradient_checkpointing_and_accumulation_change_nothing(run, race, tmp_p
     assert summary["eval_loss"] == pytest.approx(plain["eval_loss"], abs=1e-5)
 
 
-def test_evaluation_alone_gives_the_accuracy_of_the_training_run(run, race, tmp_path):
+def test_evaluation_only_reproduces_the_training_run_accuracy(run, race, tmp_path):
     trained = run(*scratch(race, tmp_path / "out"), "--do_eval", "--max_steps", 3, "--save_strategy", "no")
     again = ["--dataset_path", race, "--output_dir", tmp_path / "again", "--do_eval", "--model_name_or_path"]
     assert run(*again, tmp_path / "out")["eval_loss"] == pytest.approx(trained["eval_loss"], abs=1e-6)

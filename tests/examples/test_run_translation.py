@@ -199,7 +199,7 @@ def test_vocabularies_apart(run, script, corpus, tmp_path):
         run(*TRAIN, "--model_name_or_path", folder, "--output_dir", tmp_path / "other")
 
 
-def test_loss_alone_translates_nothing_while_training(run, tmp_path):
+def test_loss_only_evaluation_does_not_generate(run, tmp_path):
     options = ["--eval_strategy", "steps", "--eval_steps", 2, "--max_steps", 4, "--warmup_steps", 1]
     schedule = ["--lr_scheduler_type", "constant_with_warmup", "--milestones", 2, "--save_strategy", "no"]
     summary = run(*TRAIN, *options, *schedule, "--logging_steps", 1)

@@ -121,13 +121,13 @@ def test_language_models_stream_and_resume(name, call, corpus, tmp_path):
         ("run_audio", ["--max_steps", "2"], "the data of audio classification are read whole"),
     ],
 )
-def test_streaming_is_refused(name, options, message, call, corpus, tmp_path):
+def test_streaming_raises(name, options, message, call, corpus, tmp_path):
     stream = STREAM if name != "run_audio" else [STREAM[0], STREAM[1], STREAM[-1]]
     paths = ["--dataset_path", corpus, "--output_dir", tmp_path / "out"]
     assert_refused(call, message, name, *paths, *stream, *options, output=tmp_path / "out")
 
 
-def test_utilisation_is_left_out_with_the_reason(call, corpus, tmp_path):
+def test_utilization_is_omitted_with_a_reason(call, corpus, tmp_path):
     options = ["run_mlm", "--dataset_path", corpus, "--do_train", "--max_steps", 1, "--block_size", 32]
     options += ["--vocab_size", 300, "--model_type", "roberta"]
     options += ["--config_overrides", "hidden_size=16,num_hidden_layers=1,num_attention_heads=2,intermediate_size=16"]

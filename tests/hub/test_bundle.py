@@ -195,7 +195,7 @@ def test_through_the_hub(hub, stranger, saved):
     assert "trust_remote_code=True" in error
 
 
-def test_bundles_beside_each_other_and_the_package(client, tmp_path, saved):
+def test_bundles_next_to_each_other_and_the_package(client, tmp_path, saved):
     """Each runs operators of its own, forward, backward and compiled, also beside a version that computes otherwise."""
     folder, _, inputs = saved
     assert bundle(folder) == 0
@@ -223,7 +223,7 @@ def test_saved_again_it_is_still_a_bundle(stranger, tmp_path):
     assert bundle(tmp_path / "second") == 0
 
 
-def test_output_gets_what_belongs_to_a_model(saved, tmp_path):
+def test_output_contains_only_model_files(saved, tmp_path):
     folder, *_ = saved
     for name in ("training_args.bin", "optimizer.pt", ".hidden"):
         (folder / name).write_text("")
@@ -269,7 +269,7 @@ def break_config(folder, **changes):
         ),
     ],
 )
-def test_folder_at_fault(saved, capsys, harm, message):
+def test_invalid_folder(saved, capsys, harm, message):
     folder, *_ = saved
     harm(folder)
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
@@ -299,7 +299,7 @@ def test_disk_full(saved, tmp_path, monkeypatch, capsys):
     assert bundle(folder) == 0
 
 
-def test_output_at_fault(saved, tmp_path, capsys):
+def test_invalid_output(saved, tmp_path, capsys):
     folder, *_ = saved
     assert bundle(folder, "--output", folder) == 1
     assert "the output folder is not empty" in capsys.readouterr().err

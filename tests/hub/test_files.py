@@ -141,7 +141,7 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize(("field", "value"), CONFIGS, ids=lambda value: str(value)[:20])
-def test_a_configuration_at_fault_is_one_line(folder, field, value, capsys):
+def test_invalid_configuration_is_one_line(folder, field, value, capsys):
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
     for argv in (["info", folder], ["verify", folder, folder]):
@@ -167,7 +167,7 @@ def test_byte_order_mark_of_json(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["[" * 100_000, '{"a": ' * 50_000, "\\", '{"model_type": ' + "9" * 5000 + "}"])
-def test_json_at_fault_is_one_line(folder, content, capsys):
+def test_invalid_json_is_one_line(folder, content, capsys):
     (folder / "config.json").write_text(content)
     error(capsys, "info", folder)
 
@@ -177,7 +177,7 @@ def test_json_at_fault_is_one_line(folder, content, capsys):
     [{"source": []}, {"source": {}}, {"args": 5}, {"dropped": {}}, {"decisions": None}, {"format": []}],
     ids=str,
 )
-def test_a_report_at_fault_is_one_line(folder, change, capsys):
+def test_invalid_report_is_one_line(folder, change, capsys):
     source = {"file": "a.pt", "layout": "luna_bert", "revision": "2021", "arch": "x"}
     report = {"format": 1, "source": source, "decisions": {}, "dropped": [], "dtype_in": {}, "args": {}}
     (folder / "conversion_report.json").write_text(json.dumps(report | change))
@@ -214,7 +214,7 @@ OUTPUTS = ["a\0b", "caf\udce9", "\ud800", "loop", "loop/x", "file/x"]
 
 @pytest.mark.parametrize("name", OUTPUTS, ids=ascii)
 @pytest.mark.parametrize("command", ["convert", "export", "bundle"])
-def test_an_output_that_is_no_name(folder, name, command, capsys, monkeypatch):
+def test_output_without_a_file_name(folder, name, command, capsys, monkeypatch):
     monkeypatch.chdir(folder.parent)
     os.symlink("loop", "loop")
     (folder.parent / "file").write_text("")
@@ -236,7 +236,7 @@ WORDS = ["a\0b", "\udcff", "\ud800"]
     ],
     ids=" ".join,
 )  # fmt: skip
-def test_an_argument_that_is_no_text(folder, argv, word, capsys):
+def test_argument_that_is_not_a_string(folder, argv, word, capsys):
     names = {"MODEL": str(folder), "NEW": str(folder.parent / "new"), "WORD": word}
     error(capsys, *(names.get(argument, argument) for argument in argv))
 

@@ -195,7 +195,7 @@ def test_private_repository(hub, client, folder):
         ("model-index: [{name: x, results: [{task: {}}]}]", "model_index"),
     ],
 )
-def test_card_that_the_hub_refuses(hub, client, metadata, message):
+def test_card_rejected_by_the_hub(hub, client, metadata, message):
     """The loopback Hub checks cards, so that the tests of the cards can fail."""
     client(on_client.create, REPOSITORY)
     assert message in client.error(on_client.push_card, f"---\n{metadata}\n---\n\n# Small\n", REPOSITORY)

@@ -197,7 +197,7 @@ def test_training_activations_are_those_that_autograd_keeps(model_class, variant
     assert costs.training_activations(model, length) == pytest.approx(numbers, rel=0.04)
 
 
-def test_training_activations_of_pictures():
+def test_training_activations_of_images():
     fields = {"normalization_type": "layernorm", "dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
     model = luna_mega.MegaForImageClassification(MegaConfig(**SIZES | PICTURES | fields)).train()
     pictures = {"pixel_values": torch.randn(1, 3, 32, 32), "labels": torch.tensor([1])}

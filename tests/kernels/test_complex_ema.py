@@ -235,7 +235,7 @@ def test_coefficients_of_steps_hold():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ragged_sequences(form, kind):
+def test_varlen_sequences(form, kind):
     """Every sequence as if it were alone, and one of no positions keeps its state."""
     bounds = [0, 3, 3, 90, 91]
     inputs = Inputs(91, kind, "some", batch=1)
@@ -257,7 +257,7 @@ def test_ragged_sequences(form, kind):
     assert_same(inputs.run(cu_seqlens=torch.tensor(bounds)), inputs.run(alone))
 
 
-def test_padding_changes_nothing(any_form):
+def test_padding_does_not_affect_outputs(any_form):
     """Padding on either side: same results and gradients, whatever stands there; with it on the left, same state."""
     inputs = Inputs(90)
     expected = inputs.run()

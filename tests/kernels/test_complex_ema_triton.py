@@ -105,7 +105,7 @@ def test_padding_may_be_nan(device, kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_ragged_sequences(device, kind):
+def test_varlen_sequences(device, kind):
     """Every sequence as the reference, which takes them one after the other, has it."""
     bounds = torch.tensor([0, 3, 3, 13, 14, 32])
     inputs, _, low = exact_and_float32(32, kind, "some", batch=1)

@@ -281,7 +281,7 @@ def test_segments_and_steps_are_the_parallel_form(backend, masking):
 
 
 @pytest.mark.parametrize("kind", ["causal", "bidirectional", "shifted"])
-def test_padding_changes_nothing(any_form, kind):
+def test_padding_does_not_affect_outputs(any_form, kind):
     """Padding on either side: same results and gradients, whatever stands there; with it on the left, same state."""
     inputs = Inputs(90, kind)
     expected = inputs.run()

@@ -145,7 +145,7 @@ def test_a_row_of_padding(device, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["reference", "torch", "triton"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_ragged_sequences(device, backend, kind):
+def test_varlen_sequences(device, backend, kind):
     """Every sequence as if it were alone: results, states, gradients."""
     bounds = [0, 3, 3, 13, 14, 32]
     exact, _, inputs = exact_and_float32(32, kind, "some", batch=1)
@@ -181,7 +181,7 @@ def test_ragged_sequences(device, backend, kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["causal", "bidirectional"])
-def test_ragged_sequences_of_one_chunk_each(triton_device, kind):
+def test_varlen_sequences_of_one_chunk_each(triton_device, kind):
     exact, _, inputs = exact_and_float32(12, kind, batch=1, channels=2)
 
     def ragged(x, *parameters, **options):
@@ -348,7 +348,7 @@ def test_compile_step(device):
         ({"states": 65}, "65 states per channel are more than 64"),
     ],
 )
-def test_what_triton_refuses(triton_device, options, message):
+def test_unsupported_triton_calls_raise(triton_device, options, message):
     truncation = options.pop("truncation", None)
     inputs = Inputs(6, **{"dtype": torch.float32} | options)
     leaves = [leaf.detach().to(triton_device) for leaf in inputs.leaves]
@@ -364,7 +364,7 @@ def test_truncation_at_the_length_is_none(device):
 
 
 @pytest.mark.slow
-def test_bad_ragged_sequences():
+def test_invalid_cu_seqlens_raise():
     leaves = Inputs(6).leaves
     cu_seqlens = torch.tensor([0, 6])
     with pytest.raises(ValueError, match=r"\[1, total, channels\]"):

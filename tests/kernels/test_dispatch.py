@@ -72,7 +72,7 @@ FUNCTIONS = {name for name in api.__all__ if name.startswith(("luna", "damp", "g
 }
 
 
-def test_every_function_is_known():
+def test_every_public_op_is_registered():
     assert api._OPS.keys() == CALLS.keys() == FUNCTIONS
 
 
@@ -89,7 +89,7 @@ def test_a_gpu_runs_triton(op, gpu):
     assert decide(op, "torch") == ("torch", "chosen by its argument")
 
 
-def test_what_keeps_triton_away(op, gpu, monkeypatch):
+def test_reasons_against_triton(op, gpu, monkeypatch):
     assert decide(op, unsupported="of no reason") == ("torch", "no Triton kernel: of no reason")
     with pytest.raises(ValueError, match=f"{op} cannot run on 'triton': of no reason; choose 'torch' or 'auto'"):
         decide(op, "triton", unsupported="of no reason")
@@ -102,12 +102,12 @@ def test_what_keeps_triton_away(op, gpu, monkeypatch):
     assert "ROCm" in decide(op)[1]
 
 
-def test_an_exported_program_needs_no_triton(op, gpu, monkeypatch):
+def test_exported_programs_do_not_use_triton(op, gpu, monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
     assert decide(op)[0] == "torch"
 
 
-def test_a_fallback_on_a_gpu_is_told_once(op, gpu, monkeypatch, caplog):
+def test_gpu_fallback_warns_once(op, gpu, monkeypatch, caplog):
     """Once for a reason, not where the choice was the caller's or the tensors are elsewhere, nor while compiling."""
     monkeypatch.setattr(_op, "_told", set())
     choose = api._OPS[op].choose
@@ -190,7 +190,7 @@ luna_pack(x, x, x, backend="triton")
 
 
 @pytest.mark.slow
-def test_the_interpreter_is_not_chosen_by_itself(repo_root):
+def test_interpreter_is_not_selected_automatically(repo_root):
     pytest.importorskip("triton", reason="Triton is not installed")
     code = """
 from luna_mega.kernels.api import explain

@@ -176,7 +176,7 @@ def test_float32_inside(backend):
 
 @pytest.mark.parametrize("chunk", [None, CHUNK])
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_padding_and_batch_mates_change_nothing(function, chunk):
+def test_padding_and_other_rows_do_not_affect_outputs(function, chunk):
     query, key, value, bias = (x.detach() for x in make_inputs(40, batch=3))
     for causal in (False, True):
         options = {"function": function, "causal": causal, "chunk_size": chunk}
@@ -216,7 +216,7 @@ def shifted(x, by, total):
 @pytest.mark.parametrize("chunk", [None, CHUNK, 1])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_padding_on_the_left_changes_nothing(function, causal, chunk, backend):
+def test_left_padding_does_not_affect_outputs(function, causal, chunk, backend):
     """Nor does it matter in how many calls a causal attention is computed, from all keys or from the last ones."""
     query, key, value, bias = (x.detach() for x in make_inputs(19, batch=3, positions=24))
     options = {"function": function, "causal": causal, "chunk_size": chunk, "backend": backend}
@@ -287,7 +287,7 @@ def test_keys_of_a_step_in_slots(function, backend, column, records, dtype):
         assert torch.autograd.grad(actual.sum(), value)[0][slots].any()
 
 
-def test_a_mask_of_slots_is_refused():
+def test_mask_with_slots_raises():
     query, key, value, bias = (x.detach() for x in make_inputs(7, batch=2))
     with pytest.raises(ValueError, match="does not support mask with slots"):
         gated_attention_step(query[:, 0], key, value, mask=key[..., 0] > 0, slots=torch.tensor([1, 0]))
@@ -297,7 +297,7 @@ def test_a_mask_of_slots_is_refused():
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_cross_attention_behind_padding(function, backend, blocks):
+def test_cross_attention_with_left_padding(function, backend, blocks):
     """Rows of queries and of keys begin behind padding of different lengths; the queries come at once or in parts."""
     inputs = make_inputs(7, 11, batch=3, positions=15)
     query, key, value, bias = (x.detach() for x in inputs)

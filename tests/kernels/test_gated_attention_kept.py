@@ -49,7 +49,7 @@ def test_query_is_divided_before_the_product(function, causal, kept):
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_kept_scores_change_nothing(function, monkeypatch):
+def test_stored_scores_do_not_change_results(function, monkeypatch):
     """In ragged sequences, under autocast, and where a layer is computed again for its backward pass."""
     query, key, value, bias = make_inputs(40, dtype=torch.float32, batch=1)
     found = []

@@ -202,7 +202,7 @@ def test_offsets_by_row(triton_device, function):
 
 
 @pytest.mark.slow
-def test_what_is_masked_may_be_nan(triton_device):
+def test_masked_values_may_be_nan(triton_device):
     for function in FUNCTIONS:
         for length, chunk in ((20, CHUNK), (40, None)):
             inputs = make_inputs(triton_device, length)
@@ -239,7 +239,7 @@ def test_strides_no_bias_and_determinism(triton_device, function):
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["reference", "torch", "triton"])
 @pytest.mark.parametrize("chunk", [None, CHUNK, 64])
-def test_sequences_end_to_end(triton_device, chunk, backend):
+def test_varlen_sequences(triton_device, chunk, backend):
     """Each sequence gives the result that it gives alone; one is empty."""
     lengths = [17, 0, 1, 45, CHUNK]
     cu_seqlens = torch.tensor([0, *lengths], device=triton_device).cumsum(0).int()
@@ -342,7 +342,7 @@ def test_ieee_and_autocast(triton_device):
 
 
 @pytest.mark.slow
-def test_what_is_refused(triton_device):
+def test_unsupported_calls_raise(triton_device):
     wide = make_inputs(triton_device, 3, size=300)
     with pytest.raises(ValueError, match="gated_attention cannot run on 'triton': query and key have size 300"):
         gated_attention(*wide, backend="triton")

@@ -224,7 +224,7 @@ def make_ragged(heads=2, size=6):
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("max_seqlen", [None, 9])
-def test_ragged_sequences(backend, max_seqlen):
+def test_varlen_sequences(backend, max_seqlen):
     """Results and gradients of every sequence on its own."""
     x, key, value, p, cu_seqlens = make_ragged()
     mask, pack_mask = torch.rand(1, x.shape[1]) < 0.7, torch.rand(len(p), 5) < 0.7
@@ -247,7 +247,7 @@ def test_ragged_sequences(backend, max_seqlen):
     torch.testing.assert_close(*gradients)
 
 
-def test_ragged_sequences_that_do_not_fit():
+def test_invalid_cu_seqlens_raise():
     x, key, value, p, cu_seqlens = make_ragged()
     with pytest.raises(ValueError, match="needs key .1, total, heads, head size. and 4 rows in the other batch"):
         luna_pack(p[:3], key, value, cu_seqlens=cu_seqlens)

@@ -133,7 +133,7 @@ def test_large_scores(device):
 @pytest.mark.slow
 @pytest.mark.parametrize("queries, keys", [(5, 100), (100, 5)])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_masked_is_not_read(device, queries, keys, bad):
+def test_masked_values_are_not_read(device, queries, keys, bad):
     leaves = make_leaves(device, torch.float16, queries, keys, False)
     mask = make_mask(device, 2, keys)
     clean = [leaves[0], *(x.detach().masked_fill(~mask[:, :, None, None], 0).requires_grad_() for x in leaves[1:])]
@@ -207,7 +207,7 @@ def one_by_one(query, key, value, mask, ragged):
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("ragged", ["query", "key"])
-def test_ragged_sequences(device, cu_seqlens, ragged, dtype, tied):
+def test_varlen_sequences(device, cu_seqlens, ragged, dtype, tied):
     flat, rows = (1, sum(SEQUENCES)), (len(SEQUENCES), 5)
     query, key = (flat, rows) if ragged == "query" else (rows, flat)
     leaves = [torch.randn(*query, 2, 10), *(torch.randn(*key, 2, 10) for _ in range(1 if tied else 2))]
@@ -353,7 +353,7 @@ def test_large_gradients_in_float16(device):
 
 
 @pytest.mark.slow
-def test_what_is_left_to_pytorch():
+def test_calls_that_use_pytorch_attention():
     class On:
         """A CUDA tensor, as far as the choice looks at it."""
 

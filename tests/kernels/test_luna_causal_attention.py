@@ -261,7 +261,7 @@ def test_steps_in_place(backend, dtype):
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
-def test_padding_changes_nothing(backend, poison):
+def test_padding_does_not_affect_outputs(backend, poison):
     """Before, between and behind the tokens, whatever stands there: same results, gradients and state."""
     inputs = Inputs(90, pack_masked=True)
     expected = inputs.run(backend=backend)
@@ -316,7 +316,7 @@ def test_masked_rows_of_p_are_as_if_absent(backend, length):
     assert_same(inputs.run(masked), inputs.run(without))
 
 
-def test_the_past_does_not_see_the_future():
+def test_outputs_are_causal():
     inputs = Inputs(200)
     before = luna_causal_attention(*inputs.leaves)
     changed = [x.clone() if i == 1 else torch.cat([x[:, :100], -x[:, 100:]], 1) for i, x in enumerate(inputs.leaves)]

@@ -135,7 +135,7 @@ def test_configurations_of_sm_80(monkeypatch, triton_device, rows):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("heads", [1, 96, 200, 1000])
-def test_segments_fill_the_device_without_a_wave_more(triton_device, heads):
+def test_segments_fill_the_device_in_two_waves(triton_device, heads):
     from luna_mega.kernels.luna_causal_attention import triton_forward
 
     processors = triton_forward.triton_launch.target(triton_device).processors
@@ -161,7 +161,7 @@ def test_activations_in_both_tails(triton_device, activation):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("poison, rows", [(math.nan, FUSED), (math.inf, FUSED), (math.nan, SCANS)])
-def test_what_is_masked_does_not_matter(triton_device, poison, rows):
+def test_masked_values_do_not_affect_outputs(triton_device, poison, rows):
     """Tokens and rows of P; bit for bit, and their gradients are 0."""
     inputs = Inputs(20, "middle", stateful=True, pack_masked=True, heads=1, rows=rows).to(torch.float32)
     expected = inputs.run(on(triton_device, inputs))
@@ -255,7 +255,7 @@ def test_steps_in_place(triton_device):
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["reference", "torch", "triton"])
 @pytest.mark.parametrize("stateful", [False, True])
-def test_ragged_sequences(monkeypatch, triton_device, backend, stateful):
+def test_varlen_sequences(monkeypatch, triton_device, backend, stateful):
     """Each as if it were alone, over two segments too: outputs, states and gradients."""
     from luna_mega.kernels.luna_causal_attention import triton_forward
 
@@ -304,7 +304,7 @@ def test_ragged_sequences(monkeypatch, triton_device, backend, stateful):
 
 
 @pytest.mark.slow
-def test_ragged_sequences_need_one_row(triton_device):
+def test_varlen_sequences_need_batch_size_1(triton_device):
     leaves = [leaf.detach() for leaf in Inputs(9).leaves]
     with pytest.raises(ValueError, match=r"with cu_seqlens needs tokens and mask \[1, 9, ...\], got \[2, 9\]"):
         luna_causal_attention(*leaves, cu_seqlens=torch.tensor([0, 9]))

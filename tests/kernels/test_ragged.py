@@ -40,7 +40,7 @@ def test_a_compiled_program_checks_its_bounds(triton_device):
             compiled(torch.tensor([0, 4, 9]))
 
 
-def test_a_gpu_is_not_waited_for():
+def test_no_device_synchronization():
     """A tensor on meta has no values to read; every tensor is checked once, unless it is changed."""
 
     class Assertions(TorchDispatchMode):

@@ -218,7 +218,7 @@ def test_segments_and_steps_are_the_parallel_form(form, backend, masking):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ragged_sequences(form, kind):
+def test_varlen_sequences(form, kind):
     """Every sequence as if it were alone; one of no positions keeps its state."""
     bounds = [0, 3, 3, 40, 41]
     inputs = Inputs(41, kind, "some", batch=1)
@@ -241,7 +241,7 @@ def test_ragged_sequences(form, kind):
     assert_same(inputs.run(cu_seqlens=torch.tensor(bounds)), inputs.run(alone), 1e-11)
 
 
-def test_padding_changes_nothing(form):
+def test_padding_does_not_affect_outputs(form):
     """Padding on either side, whatever stands there: same results, gradients and statistics, and y = 0."""
     inputs = Inputs(30)
     expected = inputs.run()
@@ -256,7 +256,7 @@ def test_padding_changes_nothing(form):
     assert_same(inputs.run(padded), expected)
 
 
-def test_a_count_of_nothing_makes_a_state_nothing(form):
+def test_state_with_count_0_is_ignored(form):
     inputs = Inputs(11, "states")
     expected = Inputs(11).call(*inputs.leaves[:3])
     inputs.count.zero_()

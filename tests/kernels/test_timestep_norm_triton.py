@@ -69,7 +69,7 @@ def test_padding_may_be_nan(device):
 
 
 @pytest.mark.slow
-def test_ragged_sequences(device):
+def test_varlen_sequences(device):
     """As the reference, which fills them up as well."""
     exact, inputs = exact_and_float32(21, masking="some", batch=1)
     bounds = torch.tensor([0, 3, 3, 20, 21])

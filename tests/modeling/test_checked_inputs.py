@@ -46,7 +46,7 @@ def test_tokens_outside_adaptive_bands(token):
     ],
     ids=["no row", "shorter", "longer", "no integers", "list"],
 )
-def test_sequence_numbers_of_another_shape(make, seq_idx):
+def test_seq_idx_of_another_shape(make, seq_idx):
     model = make()
     options = {"use_cache": False} if model.config.is_decoder else {}
     with pytest.raises(ValueError, match=r"`seq_idx` must be integers of the shape \[1, 6\] of the input"):
@@ -55,7 +55,7 @@ def test_sequence_numbers_of_another_shape(make, seq_idx):
 
 @torch.no_grad()
 @make
-def test_hidden_states_of_a_padding_free_row(make):
+def test_hidden_states_of_a_padding_free_batch(make):
     """All have the shape of the input; if the mask drops some of it, the states of layers would be shorter."""
     model, seq_idx = make(), torch.tensor([[0, 0, 0, 1, 1, 1]])
     options = {"output_hidden_states": True} | ({"use_cache": False} if model.config.is_decoder else {})
@@ -103,7 +103,7 @@ def test_cache_of_another_projection_length():
 
 
 @torch.no_grad()
-def test_packed_sequence_beside_a_cache():
+def test_packed_sequence_with_a_cache():
     """It is not read, because the cache has it, but it must be the one that the cache was filled with."""
     model, packed = luna_decoders.make(), torch.randn(1, 3, 24, dtype=torch.float64)
     mask = torch.tensor([[1, 1, 0]])

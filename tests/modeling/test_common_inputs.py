@@ -96,7 +96,7 @@ def test_candidates_are_pairs_with_one_score(family):
 
 
 @family
-def test_candidates_that_do_not_fit(family):
+def test_invalid_candidates(family):
     first, pair = luna.tokens([9, 4]), luna.tokens([5, 12, 3])["input_ids"]
     with pytest.raises(ValueError, match=r"\[B, C, ...\], with one score each: set num_labels=1, got 3"):
         family.make("ForSequencePairClassification")(**first, pair_input_ids=torch.stack([pair, pair]))

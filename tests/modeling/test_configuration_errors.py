@@ -64,7 +64,7 @@ def test_configuration(family, fields, message):
         family.tiny_config(**fields)
 
 
-def test_the_folder_of_another_model_is_refused(tmp_path):
+def test_folder_of_another_model_raises(tmp_path):
     mega.tiny_config().save_pretrained(tmp_path)
     message = "holds a model of type 'mega', and LunaConfig is for 'luna': load it with an Auto class"
     for load in (LunaConfig.from_pretrained, LunaForMaskedLM.from_pretrained):

@@ -69,7 +69,7 @@ def test_a_sequence_does_not_depend_on_padding_and_batch_mates(model, side):
 
 
 @torch.no_grad()
-def test_no_position_sees_later_ones(model):
+def test_outputs_do_not_depend_on_later_positions(model):
     ids, _ = padded([12], 12, "none")
     given = source(model, 1)
     whole = model(**given, **target(model, ids)).logits
@@ -98,7 +98,7 @@ def test_gradients_flow_through_the_cache(model):
         assert name in unused or parameter.grad.abs().max() > 0 or relu2 or alone, name
 
 
-def test_detached_cache_gives_no_gradient_to_what_was_before():
+def test_detached_cache_stops_gradients():
     for family in FAMILIES:
         model, ids = make_plain(family), padded([9], 9, "none")[0]
         embeddings = model.get_input_embeddings()(ids).detach().requires_grad_()
@@ -202,7 +202,7 @@ def test_cache_operations(model):
 
 
 @pytest.mark.parametrize(("family", "with_encoder"), PLAIN)
-def test_use_cache_is_the_configurations(family, with_encoder):
+def test_use_cache_defaults_to_the_configuration(family, with_encoder):
     """Also where it is changed in a model that exists; not in training."""
     model = make_plain(family, is_encoder_decoder=with_encoder)
     inputs = source(model, 2) | target(model, padded([5, 5], 5, "none")[0])
@@ -213,7 +213,7 @@ def test_use_cache_is_the_configurations(family, with_encoder):
     assert model(**inputs, use_cache=True).past_key_values is not None
 
 
-def test_caches_that_do_not_fit(model):
+def test_incompatible_caches_raise(model):
     config, ids = model.config, torch.randint(3, 23, (2, 5))
     inputs = source(model, 2) | target(model, ids)
     past = model(**inputs, use_cache=True).past_key_values

@@ -346,7 +346,7 @@ def test_works(model, name, request):
 
 
 @torch.no_grad()
-def test_refused(model):
+def test_unsupported_options_raise(model):
     for name, (options, reason) in REFUSED.items():
         if reason == _ASSISTED and not options.keys() & {"use_mtp", "prompt_lookup_num_tokens", "assistant_early_exit"}:
             options = options | {"assistant_model": model}
@@ -393,7 +393,7 @@ def test_page_has_every_option():
     assert rows().keys() == fields | arguments | MORE_ARGUMENTS
 
 
-def test_page_says_what_was_tried():
+def test_page_lists_the_tested_options():
     for name, (alone, with_encoder) in rows().items():
         assert (alone == "error") == (name in REFUSED), name
         assert (with_encoder == "error") == (name in REFUSED or name in ALONE), name

@@ -93,7 +93,7 @@ def test_generate_continues_from_a_cache(decoder, cached):
 
 @torch.no_grad()
 @pytest.mark.parametrize("cached", [2, 6])
-def test_generate_goes_on_from_a_target_in_a_cache(seq2seq, cached):
+def test_generate_continues_from_a_target_in_a_cache(seq2seq, cached):
     given, options = source(seq2seq, 2), {"do_sample": False, "eos_token_id": None}
     whole = seq2seq.generate(**given, max_new_tokens=12, **options)
     past = seq2seq(**given, decoder_input_ids=whole[:, :cached], use_cache=True).past_key_values
@@ -117,7 +117,7 @@ def test_generate_after_a_prefix_of_the_target(seq2seq):
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", TRANSLATING)
-def test_generate_takes_what_seq2seq_trainer_passes(family):
+def test_generate_accepts_seq2seq_trainer_arguments(family):
     """The whole batch, also `labels`; `logits_to_keep` is the decoder's; encoded sources are taken as they are."""
     model = make_plain(family, is_encoder_decoder=True)
     given, options = source(model, 2, "left"), {"max_new_tokens": 6, "do_sample": False}
@@ -139,7 +139,7 @@ def test_generate_from_embeddings(decoder):
 
 
 @torch.no_grad()
-def test_generate_keeps_the_padding_token_where_the_mask_does(decoder):
+def test_generate_keeps_unmasked_padding_tokens(decoder):
     """transformers drops a mask of ones, `forward` takes the token for padding where there is no mask."""
     ids = torch.tensor([[5, 1, 9, 1, 1, 4], [1, 8, 8, 1, 7, 1]])
     mask = torch.ones_like(ids)
@@ -150,7 +150,7 @@ def test_generate_keeps_the_padding_token_where_the_mask_does(decoder):
 
 
 @pytest.mark.parametrize(("family", "with_encoder"), PLAIN)
-def test_refusals(family, with_encoder):
+def test_unsupported_inputs_raise(family, with_encoder):
     model = make_plain(family, is_encoder_decoder=with_encoder)
     ids, kind = torch.randint(3, 23, (2, 5)), "sources" if with_encoder else "prompts"
     width = model.config.hidden_size

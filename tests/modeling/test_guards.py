@@ -166,7 +166,7 @@ def warnings():
 @torch.no_grad()
 @pytest.mark.parametrize("case", CLASSES)
 @pytest.mark.parametrize("rows", [1, 2])
-def test_right_padding_is_told(case, rows, warnings):
+def test_right_padding_warns(case, rows, warnings):
     """Once for each call; not for padding on the left or in a source."""
     model = make(case)
     mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])[:rows]

@@ -56,7 +56,7 @@ def check_clean(make, name, values, mask, expand=None, **inputs):
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
 @pytest.mark.parametrize("case", ENCODERS)
-def test_dirt_in_vectors(case, training, side):
+def test_nan_in_masked_embeddings(case, training, side):
     module, fields = ENCODERS[case]
     mask = luna.tokens([9, 4, 1], side)["attention_mask"]
     vectors = torch.randn(3, 9, 24) * mask[..., None]  # where padding counts it is 0
@@ -66,7 +66,7 @@ def test_dirt_in_vectors(case, training, side):
 @pytest.mark.parametrize(
     "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int16, torch.bool], ids=str
 )
-def test_what_is_dropped_is_cleared_in_every_dtype(dtype):
+def test_masked_positions_are_zeroed_in_every_dtype(dtype):
     mask, values = torch.tensor([[True, False, False, True]]), torch.ones(1, 4, dtype=dtype)
     if dtype.is_floating_point:
         values[0, :3] = torch.tensor([float("inf"), float("inf"), float("nan")])
@@ -76,13 +76,13 @@ def test_what_is_dropped_is_cleared_in_every_dtype(dtype):
 
 
 @family
-def test_dirt_in_values(family):
+def test_nan_in_masked_values(family):
     mask = luna.tokens([9, 4], "left")["attention_mask"]
     make = lambda: family.make("ForSequenceClassification", **family.VALUES)  # noqa: E731
     check_clean(make, "input_values", torch.randn(2, 9), mask)
 
 
-def test_dirt_in_pictures():
+def test_nan_in_masked_pixels():
     """A patch that the mask drops may be anything."""
     fields = {"input_type": "patches", "image_size": 12, "patch_size": 4, "num_channels": 2, "pooling": "mean"}
     mask = torch.tensor([[1, 1, 0, 1, 1, 1, 0, 0, 1], [1, 0, 0, 0, 1, 1, 1, 1, 1]])
@@ -97,7 +97,7 @@ def test_dirt_in_pictures():
 
 
 @pytest.mark.parametrize("name", decoders.ALONE)
-def test_dirt_before_a_decoder(name):
+def test_nan_in_left_padding_of_a_decoder(name):
     ids, mask = decoders.padded([7, 3], 7, "left")
     make = lambda: decoders.make(name, dtype=torch.float32)  # noqa: E731
     model = make()
@@ -108,7 +108,7 @@ def test_dirt_before_a_decoder(name):
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("unpad", [False, True])
 @pytest.mark.parametrize("name", decoders.WITH_ENCODER)
-def test_dirt_in_sources_and_targets(name, unpad):
+def test_nan_in_masked_sources_and_targets(name, unpad):
     """In sources, targets, and in what an encoder has returned."""
     model = decoders.make(name, dtype=torch.float32, unpad_inputs=unpad)
     width, target_mask = model.config.hidden_size, decoders.padded([5, 3], 5, "left")[1]
@@ -139,7 +139,7 @@ MASKS = {
 
 @pytest.mark.parametrize("mask, message", MASKS.values(), ids=MASKS)
 @family
-def test_what_is_no_mask(family, mask, message):
+def test_invalid_masks_raise(family, mask, message):
     ids, mask = torch.tensor([[5, 6, 7, 8]]), torch.tensor([mask])
     for head in ("Model", "ForSequenceClassification"):
         with pytest.raises(ValueError, match=f"^attention_mask {message}"):
@@ -154,7 +154,7 @@ def test_what_is_no_mask(family, mask, message):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_no_side_takes_what_is_no_mask(family):
+def test_invalid_masks_raise_in_encoder_and_decoder(family):
     model = decoders.make_plain(family, is_encoder_decoder=True)
     ids, mask = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[0.0, 0.0, 0.0, float("-inf")]])
     for name in ("attention_mask", "decoder_attention_mask"):
@@ -174,7 +174,7 @@ def test_no_side_takes_what_is_no_mask(family):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_compiled_programs_do_not_look_at_masks(family):
+def test_compiled_programs_do_not_read_mask_values(family):
     """They keep every value but 0, as the docstring says; looking would cost a wait."""
     model, ids = FAMILIES[family].make("Model"), torch.tensor([[5, 6, 7, 8]])
     mask = torch.tensor([[2.0, 3.0, 0.0, 1.0]])

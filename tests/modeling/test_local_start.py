@@ -110,7 +110,7 @@ def test_heads_read_their_neighbours_among_other_tokens(tied):
 
 @torch.no_grad()
 @pytest.mark.parametrize("fields", [{}, {"tie_key_value": False}, {"share_layers": True}], ids=str)
-def test_masked_tokens_do_not_look_for_one_another(fields):
+def test_masked_tokens_do_not_attend_to_each_other(fields):
     """A masked token reads other masked ones twice as much as words, or as much where queries are blind."""
 
     def ratio(options):
@@ -128,7 +128,7 @@ def test_masked_tokens_do_not_look_for_one_another(fields):
 
 
 @torch.no_grad()
-def test_the_queries_alone_are_blind():
+def test_only_queries_ignore_the_token():
     def start(token):
         torch.manual_seed(3)
         model = LunaSeq2SeqModel(LunaSeq2SeqConfig(**FIELDS, initialization_options={"mask_token_id": token}))
@@ -175,7 +175,7 @@ def test_heads_of_a_decoder_read_earlier_tokens(tied, activation):
 
 @torch.no_grad()
 @pytest.mark.parametrize("positions, ratio", [("learned", 2.0), ("sinusoidal", 1.0)])
-def test_cross_attention_reads_the_source_around_the_place_of_the_target(positions, ratio):
+def test_cross_attention_is_local_around_the_target_position(positions, ratio):
     fields = FIELDS | {"position_embedding_type": positions, "max_target_positions": LENGTH + 8}
     model = LunaForConditionalGeneration(LunaSeq2SeqConfig(**fields, num_decoder_attention_heads=2)).eval()
     source, target = torch.randint(4, 60, (2, 8, LENGTH))
@@ -188,7 +188,7 @@ def test_cross_attention_reads_the_source_around_the_place_of_the_target(positio
 
 
 @pytest.mark.parametrize("fields", [{}, {"is_decoder": True}, {"tie_key_value": False}], ids=str)
-def test_all_else_begins_as_it_would(fields):
+def test_other_weights_have_the_default_initialization(fields):
     """The local start draws no random numbers: what it adds is known, and the rest is equal bit for bit."""
 
     def state(initialization):
@@ -209,7 +209,7 @@ def test_all_else_begins_as_it_would(fields):
     torch.testing.assert_close(added, 2 * 6 / 32**0.5 * torch.eye(128))
 
 
-def test_the_default_knows_nothing_of_it(monkeypatch):
+def test_default_initialization_is_unchanged(monkeypatch):
     for name in ("start_attention", "start_embeddings", "blind_queries"):
         monkeypatch.setattr(modeling_luna, name, None)
     fields = {name: value for name, value in FIELDS.items() if name != "initialization"}
@@ -283,7 +283,7 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize("fields, message", REFUSALS, ids=[message for _, message in REFUSALS])
-def test_refusals(fields, message):
+def test_unsupported_inputs_raise(fields, message):
     with pytest.raises(Exception, match=message):  # transformers 5.20 wraps the ValueError
         config(**fields)
 

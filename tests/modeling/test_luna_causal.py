@@ -63,7 +63,7 @@ def place(past):
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_steps_write_over_one_state():
+def test_steps_overwrite_one_state():
     """The same memory holds the state from the first token to the 2,000th; a graph keeps the tensors that it needs."""
     model = make(dtype=torch.float32)
     ids = torch.randint(3, 23, (2, 2000), generator=torch.Generator().manual_seed(0))
@@ -101,7 +101,7 @@ def test_attentions():
         )
 
 
-def test_errors_of_a_decoder_alone():
+def test_errors_specific_to_decoders():
     model = make()
     ids = torch.randint(3, 30, (2, 5))
     with pytest.raises(ValueError, match=r"`packed_states` must have the shape \[2, rows, 24\], got \[1, 3, 24\]"):

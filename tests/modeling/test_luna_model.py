@@ -175,7 +175,7 @@ def test_masked_lm_weights(tmp_path, tied):
     masked_lm_comes_back(tmp_path, model, head_inputs("ForMaskedLM", [9, 4]), words, "lm_head.decoder.weight")
 
 
-def test_every_parameter_is_initialised():
+def test_every_parameter_is_initialized():
     """Also the ones that a checkpoint lacks: built on the meta device, none may be left as it was in memory."""
     for overrides in (*VARIANTS.values(), VALUES):
         model = HEADS["ForSequenceClassification"].from_pretrained(

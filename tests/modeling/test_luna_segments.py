@@ -55,7 +55,7 @@ def test_gradient_reaches_the_chosen_segments(segments, reached):
     assert moved.any(dim=1).nonzero().flatten().tolist() == reached
 
 
-def test_a_late_segment_uses_what_an_early_one_said():
+def test_later_segments_depend_on_earlier_ones():
     """Only the first of three segments has the class, and only what comes out of the last is trained to tell it."""
     torch.manual_seed(0)
     model = LunaModel(

@@ -64,7 +64,7 @@ def test_generate_records(tmp_path):
 
 
 @torch.no_grad()
-def test_the_projection_depends_on_the_source_alone():
+def test_projection_depends_only_on_the_source():
     model = seq2seq()
     ids = padded([5, 5], 5, "right")[0]
     one, other = (
@@ -85,7 +85,7 @@ def test_positions_of_the_target():
 
 
 @torch.no_grad()
-def test_encoder_outputs_in_place_of_the_source():
+def test_encoder_outputs_instead_of_the_source():
     model = seq2seq()
     given, ids = source(model, 3, "left"), padded([5, 4, 2], 5, "right")[0]
     expected = model(**given, decoder_input_ids=ids).logits
@@ -102,7 +102,7 @@ def test_encoder_outputs_in_place_of_the_source():
         model(encoder_outputs=outputs.to_tuple()[:1], decoder_input_ids=ids)
 
 
-def test_word_dropout_leaves_out_whole_words():
+def test_word_dropout_removes_complete_words():
     embeddings = seq2seq(word_dropout=0.5, dropout=0.0, embedding_norm=False, position_embedding_type="none").train()
     embeddings = embeddings.get_encoder().embeddings
     words, _ = embeddings(torch.ones(4, 50, 24).double(), DENSE, None, with_packed=False)

@@ -49,7 +49,7 @@ def test_probabilities_and_loss(model):
     torch.testing.assert_close(2 * halved, output.loss)
 
 
-def test_the_original_leaves_one_word_of_a_tail_out():
+def test_original_omits_one_word_of_a_tail():
     model, legacy = make(**BANDS), make(**BANDS, legacy_adaptive_loss=True)
     legacy.load_state_dict(model.state_dict())
     ids = torch.tensor([[5, 11, 12, 21, 22, 7]])  # 11 and 21 are word 1, the padding's number, of their tails

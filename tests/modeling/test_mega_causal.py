@@ -10,7 +10,7 @@ from tests.modeling.mega_decoders import ALONE, make
 
 
 @torch.no_grad()
-def test_attention_in_chunks_remembers_one_chunk():
+def test_chunked_attention_caches_one_chunk():
     model, sizes = make(**ALONE["laplace chunks"]), []
     past = MegaCache(model.config)
     for _ in range(4):
@@ -42,7 +42,7 @@ def test_a_chunk_is_written_in_place(padded):
 
 
 @torch.no_grad()
-def test_without_chunks_the_memory_doubles():
+def test_cache_doubles_without_chunks():
     model, places = make(num_hidden_layers=1), set()
     past = MegaCache(model.config)
     for token in torch.randint(3, 30, (200, 2, 1)):
@@ -66,7 +66,7 @@ def test_beams_move_in_place():
 
 @torch.no_grad()
 @pytest.mark.parametrize("change", ["nothing", "in place", "new storage", "new parameter"])
-def test_what_depends_on_weights_is_kept_until_they_change(change):
+def test_derived_tensors_are_cached_until_weights_change(change):
     model, ids = make(**ALONE["laplace chunks"]), torch.randint(3, 30, (2, 1))
     past = model(ids.repeat(1, 3), use_cache=True).past_key_values
     model(ids, past_key_values=past)
@@ -89,7 +89,7 @@ def test_what_depends_on_weights_is_kept_until_they_change(change):
         assert (entry[-1] is kept[name]) == (change == "nothing")
 
 
-def test_what_autograd_has_seen_is_not_overwritten():
+def test_tensors_saved_by_autograd_are_not_overwritten():
     model, ids = make(**ALONE["laplace chunks"]), torch.randint(3, 30, (2, 8))
     output = model(ids, use_cache=True)
     with torch.no_grad():

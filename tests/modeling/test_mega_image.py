@@ -51,7 +51,7 @@ def test_parameters_of_the_tiny_model():
         assert MegaForImageClassification(MegaConfig.image_tiny_patch16_224()).num_parameters() == 6_209_596
 
 
-def test_initialisation():
+def test_initialization():
     torch.manual_seed(0)
     model = AutoModelForImageClassification.from_config(MegaConfig.image_tiny_patch16_224(num_hidden_layers=1))
     embeddings, bound = model.mega.embedding_layer, (3 * 16 * 16) ** -0.5
@@ -62,7 +62,7 @@ def test_initialisation():
     assert head.weight.abs().max() == pytest.approx((6 / (192 + 1000)) ** 0.5, rel=1e-3) and not head.bias.any()
 
 
-def test_a_picture_alone_and_in_a_batch_give_the_same(model):
+def test_single_image_matches_the_image_in_a_batch(model):
     pictures = torch.randn(3, 3, 32, 32)
     together = model(pixel_values=pictures).logits
     alone = torch.cat([model(pixel_values=picture[None]).logits for picture in pictures])
@@ -84,7 +84,7 @@ def test_patches_can_be_given_as_embeddings(model):
     torch.testing.assert_close(model.mega(inputs_embeds=patches).last_hidden_state, expected, atol=0, rtol=0)
 
 
-def test_pictures_of_another_size(model):
+def test_images_of_another_size(model):
     """Interpolation leaves the model's own size as it is, and takes any multiple of the patch."""
     own = torch.randn(2, 3, 32, 32)
     expected = model(pixel_values=own).logits
@@ -182,14 +182,14 @@ def test_bad_configurations(fields, message):
         small(**fields)
 
 
-def test_pictures_need_a_model_of_pictures():
+def test_image_inputs_need_an_image_model():
     with pytest.raises(ValueError, match="needs input_type='patches', got 'tokens'"):
         MegaForImageClassification(MegaConfig())
     with pytest.raises(ValueError, match="input_type='tokens': give exactly one of input_ids"):
         MegaModel(MegaConfig())(pixel_values=torch.zeros(2, 3, 32, 32))
 
 
-def test_stochastic_depth_drops_whole_sequences_and_keeps_the_mean():
+def test_stochastic_depth_drops_sequences_and_preserves_the_mean():
     drop_path = MegaDropPath(0.25)
     states = torch.ones(4000, 3, 2)
     dropped = drop_path(states, DENSE)

@@ -78,7 +78,7 @@ def test_real_values(head, variant):
 
 
 @pytest.mark.parametrize("head", ["Model", "ForMaskedLM", "ForMultipleChoice", "ForQuestionAnswering"])
-def test_embeddings_in_place_of_tokens(head):
+def test_embeddings_instead_of_tokens(head):
     model, inputs = make(head, use_chunking=True, chunk_size=CHUNK), head_inputs(head, [21, 5])
     expected = results(head, model(**inputs), inputs["attention_mask"])
     embedded = model.get_input_embeddings()(inputs.pop("input_ids"))

@@ -104,7 +104,7 @@ def test_masked_lm_weights(tmp_path, tied):
     masked_lm_comes_back(tmp_path, model, tokens([9, 4]), words, "mlm_head.weight")
 
 
-def test_every_parameter_is_initialised():
+def test_every_parameter_is_initialized():
     """Also the ones that a checkpoint lacks: built on the meta device, none may be left as it was in memory."""
     for overrides in (*VARIANTS.values(), VALUES):
         config = tiny_config(add_token_type_embeddings=True, **overrides)
@@ -234,7 +234,7 @@ def test_auto_classes_know_mega():
     assert type(AutoModelForSequenceClassification.from_config(config)) is MegaForSequenceClassification
 
 
-def test_evaluation_keeps_nothing_of_old_weights():
+def test_evaluation_does_not_use_old_weights():
     """The original caches the kernel of the moving average in evaluation mode, until it is wrong."""
     model, inputs = make("Model"), tokens([21])
     model(**inputs).last_hidden_state.sum().backward()

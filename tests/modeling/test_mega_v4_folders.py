@@ -301,7 +301,7 @@ class Payload:
         return os.system, (self.command,)
 
 
-def test_bin_is_read_by_the_safe_reader_alone(tmp_path):
+def test_bin_is_only_read_by_the_safe_reader(tmp_path):
     """Weights of a `.bin` file load, code in one does not run, and commands that read safetensors say what to do."""
     folder = tmp_path / "v4"
     write_folder(folder, "Bingsu/mega-150m-arch")

@@ -115,7 +115,7 @@ def test_states_in_half_precision(autocast):
         torch.testing.assert_close(getattr(steps.layers[0], name), getattr(whole.layers[0], name), rtol=0, atol=1e-6)
 
 
-def test_sensitive_parameters_stay_wide(tmp_path):
+def test_sensitive_parameters_stay_in_float32(tmp_path):
     model = make(dtype=torch.float32)
     model.megalodon.rope.freqs.mul_(1.01)  # a checkpoint's own numbers
     model.save_pretrained(tmp_path)
@@ -193,7 +193,7 @@ def test_without_a_padding_token_every_token_counts():
 
 
 @torch.no_grad()
-def test_windows_begin_behind_8_chunks():
+def test_windows_start_after_8_chunks():
     """Up to there, in training and without the option nothing changes; steps behind a prompt go on as they are."""
     plain, windowed = make(), make(windowed_statistics=True)
     short, long = padded([32], 32, "none")[0], padded([43], 43, "none")[0]
@@ -208,7 +208,7 @@ def test_windows_begin_behind_8_chunks():
     assert windowed(short[:, :1], past_key_values=past).logits.isfinite().all()
 
 
-def test_windows_refuse_what_they_cannot_do():
+def test_unsupported_window_options_raise():
     model = make(windowed_statistics=True)
     ids, mask = padded([43, 9], 43, "left")
     with pytest.raises(ValueError, match="no padding, no ragged batches .* beyond 8 chunks of 4 positions"):
@@ -249,7 +249,7 @@ def test_an_output_layer_of_another_size():
         ({"dropout_prob": 1.0}, r"dropout_prob must be in \[0, 1\)"),
     ],
 )
-def test_fields_that_do_not_fit(fields, message):
+def test_inconsistent_fields_raise(fields, message):
     with pytest.raises(Exception, match=message):  # transformers 5.20 wraps the ValueError
         tiny_config(**fields)
 
@@ -264,7 +264,7 @@ def test_fields_that_do_not_fit(fields, message):
         ({"attention_mask": torch.full((2, 9), 0.5)}, "attention_mask has values"),
     ],
 )
-def test_inputs_that_do_not_fit(options, message):
+def test_inconsistent_inputs_raise(options, message):
     for head in ("Model", "ForCausalLM"):
         with pytest.raises(ValueError, match=message):
             make(head)(**luna.tokens([9, 4]) | {"input_ids": padded([9, 4], 9, "right")[0]} | options)

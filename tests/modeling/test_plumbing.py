@@ -39,7 +39,7 @@ def names(tree):
 
 
 @pytest.mark.parametrize("path", EQUATIONS)
-def test_equations_name_no_other_process(repo_root, path):
+def test_equations_do_not_depend_on_process_groups(repo_root, path):
     tree = ast.parse((repo_root / path).read_text(encoding="utf-8"))
     found = [(name, line) for name, line in names(tree) if WORDS & set(name.replace(".", "_").split("_"))]
     # Imported for the annotations of whole models.

@@ -79,7 +79,7 @@ def assert_equal_gradients(actual, expected):
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("told_by", ["position_ids", "cu_seq_lens", "seq_idx", "two rows"])
-def test_ragged_equals_separate(language_model, told_by):
+def test_padding_free_equals_separate_sequences(language_model, told_by):
     items = sequences()
     expected, gradients = one_by_one(language_model, items)
     if told_by == "cu_seq_lens":
@@ -127,7 +127,7 @@ def test_unpadded_equals_padded(language_model, side):
 
 @pytest.mark.parametrize("family", [luna, mega])
 @pytest.mark.parametrize("head", ["Model", "ForSequenceClassification", "ForTokenClassification"])
-def test_heads_do_not_see_unpadding(family, head):
+def test_unpadding_does_not_affect_heads(family, head):
     inputs = luna.tokens(LENGTHS, "left")
     model = family.make(head).double()
     padded = model(**inputs)
@@ -155,7 +155,7 @@ def test_a_padding_free_batch_has_no_pooler_output(bounds):
 
 
 @pytest.mark.parametrize("family", [luna, mega])
-def test_padding_costs_nothing(family):
+def test_padding_adds_no_computation(family):
     """Three quarters of the batch are padding; the embeddings cost no multiplications."""
     inputs, flops = luna.tokens([40, 4, 3, 2, 1]), []
     for unpad in (False, True):
@@ -168,7 +168,7 @@ def test_padding_costs_nothing(family):
 
 
 @pytest.mark.parametrize("family", [luna, mega])
-def test_ragged_trains_as_separate_sequences_do(family):
+def test_padding_free_trains_like_separate_sequences(family):
     """Feature dropout takes a channel away from a sequence, not from a batch: of 6 sequences, some keep it."""
     model = family.make("Model", **({"use_feature_dropout": True} if family is mega else {})).train()
     batch = flattened([{"input_ids": torch.full((4,), 7)} for _ in range(6)])
@@ -177,7 +177,7 @@ def test_ragged_trains_as_separate_sequences_do(family):
     assert not torch.allclose(states[0], states[1])
 
 
-def test_ragged_batches_are_refused_where_they_cannot_be():
+def test_unsupported_padding_free_batches_raise():
     batch = flattened(sequences())
     batch.pop("labels")
     for family in (luna, mega):
@@ -226,14 +226,14 @@ BOUNDS = torch.tensor([0, 3, 9], dtype=torch.int32)
         ({"cu_seq_lens_q": BOUNDS, "seq_idx": torch.tensor([[0] * 4 + [1] * 5])}, "seq_idx or position_ids tell other"),
     ],
 )
-def test_contradictions_are_refused(family, options, message):
+def test_contradictory_inputs_raise(family, options, message):
     model, inputs = family.make("Model"), {"input_ids": luna.tokens([9])["input_ids"]}
     with pytest.raises(ValueError, match=message):
         model(**inputs, **options)
 
 
 @pytest.mark.parametrize("family", [luna, mega])
-def test_all_that_the_collator_can_tell(family):
+def test_all_outputs_of_the_collator(family):
     items = [{"input_ids": item["input_ids"]} for item in sequences()]
     batch = flattened(items, return_flash_attn_kwargs=True, return_seq_idx=True)
     batch.pop("labels")
@@ -264,7 +264,7 @@ def test_encoder_decoders_unpad_their_source(family):
 
 
 @pytest.mark.parametrize("name", decoders.WITH_ENCODER)
-def test_a_source_of_nothing_without_padding(name):
+def test_empty_padding_free_source(name):
     """`unpad_inputs` gives what the padded path gives, also where nothing is left."""
     ids, target = decoders.padded([5, 3], 5, "right")[0], torch.tensor([[2, 5, 6], [2, 7, 8]])
     for mask in (torch.zeros(2, 5), torch.tensor([[1, 1, 0, 0, 0], [0] * 5])):
@@ -279,7 +279,7 @@ def test_a_source_of_nothing_without_padding(name):
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", [name for name in decoders.ALONE if name.startswith("mega")])
 @torch.no_grad()
-def test_mega_takes_the_positions_of_a_mask(name, side):
+def test_mega_uses_positions_of_the_mask(name, side):
     """Positions as servers and trainers pass them; with a cache the last ones, with the whole mask or only its end."""
     model, (ids, mask) = decoders.make(name), decoders.padded([9, 4], 9, side)
     positions = mask.cumsum(dim=1) - 1

@@ -107,7 +107,7 @@ def test_labels(model):
 
 
 @torch.no_grad()
-def test_encoder_outputs_in_place_of_the_source(model):
+def test_encoder_outputs_instead_of_the_source(model):
     """Outputs as the encoder returns them, or as a tuple; embeddings in place of tokens."""
     given, ids = source(model, 3, "left"), padded([5, 4, 2], 5, "right")[0]
     expected, mask = model(**given, decoder_input_ids=ids).logits, given["attention_mask"]
@@ -135,7 +135,7 @@ def test_tuples(family):
 
 
 @torch.no_grad()
-def test_a_source_of_padding_is_nothing(model):
+def test_source_of_padding_is_ignored(model):
     given, ids = source(model, 3), padded([5, 4, 2], 5, "right")[0]
     given["attention_mask"][1] = 0
     logits = model(**given, decoder_input_ids=ids).logits
@@ -200,7 +200,7 @@ def test_bad_input(family):
 
 
 @torch.no_grad()
-def test_the_sides_know_what_they_are(model):
+def test_encoder_and_decoder_configurations_state_their_role(model):
     """transformers' generation suite sets `is_decoder` in every configuration of a model that writes."""
     config = model.config
     config.is_decoder = True

@@ -63,7 +63,7 @@ def with_encoder(family, **fields):
     return make_plain(family.name, is_encoder_decoder=True, dtype=torch.float32, **fields)
 
 
-def test_tables_of_transformers_tell_them_apart(family):
+def test_transformers_mappings_distinguish_the_types(family):
     """lm-eval and others ask for the type in the table of sequence-to-sequence models first."""
     seq2seq, causal = (
         getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES") for kind in ("SEQ_TO_SEQ_CAUSAL_LM", "CAUSAL_LM")
@@ -79,7 +79,7 @@ def test_tables_of_transformers_tell_them_apart(family):
         AutoModelForSeq2SeqLM.from_config(family.Config())
 
 
-def test_a_new_configuration_is_no_cause_of_warnings(family, warnings):
+def test_new_configuration_does_not_warn(family, warnings):
     for config in (family.Seq2SeqConfig(), PRESETS[family.name](family.Config)):
         assert type(config) is family.Seq2SeqConfig and config.is_encoder_decoder
         assert type(family.Seq2SeqConfig.from_dict(config.to_dict())) is family.Seq2SeqConfig
@@ -157,7 +157,7 @@ def test_the_command_line_takes_an_old_folder_as_the_new_one(family, tmp_path, c
     assert not (tmp_path / "old" / f"heads_{family.name}.py").exists()
 
 
-def test_a_side_is_a_model_of_its_own(family, tmp_path):
+def test_encoder_or_decoder_is_a_separate_model(family, tmp_path):
     model = with_encoder(family)
     model.config.auto_map = {"AutoModel": "auto_x.Seq2SeqModel"}
     for name, side in (("encoder", model.get_encoder()), ("decoder", model.get_decoder())):
@@ -167,7 +167,7 @@ def test_a_side_is_a_model_of_its_own(family, tmp_path):
         assert loaded.config.model_type == family.name and not getattr(loaded.config, "auto_map", None)
 
 
-def test_a_tokenizer_beside_it_loads(family, tmp_path, tokenizer):
+def test_tokenizer_in_the_same_folder_loads(family, tmp_path, tokenizer):
     with_encoder(family).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     classes = []
@@ -176,7 +176,7 @@ def test_a_tokenizer_beside_it_loads(family, tmp_path, tokenizer):
     assert classes[0] is classes[1]
 
 
-def test_a_subclass_of_the_user_stays_what_it_is(family, warnings):
+def test_user_subclass_keeps_its_type(family, warnings):
     own = type("OwnConfig", (family.Config,), {"model_type": "own"})
     sizes = {"vocab_size": 30, "hidden_size": 16, "num_hidden_layers": 1}
     config = own(is_encoder_decoder=True, **sizes | ({"num_attention_heads": 2} if family.name == "luna" else {}))

@@ -176,6 +176,6 @@ def lra_inputs(fixture, batch):
     return inputs
 
 
-def test_no_fixture_is_left_out(parity_folder):
+def test_every_fixture_is_tested(parity_folder):
     names = parity_folder.names("luna")
     assert {name for name in names if name.startswith(("bert_", "head_bert_", "lra"))} <= {*BERT, *LRA}

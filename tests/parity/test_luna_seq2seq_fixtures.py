@@ -160,5 +160,5 @@ def test_a_sentence_through_both_languages(fixture, model):
     assert target.batch_decode(tokens, skip_special_tokens=True)[0].split()
 
 
-def test_no_fixture_is_left_out(parity_folder):
+def test_every_fixture_is_tested(parity_folder):
     assert {name for name in parity_folder.names("luna") if name.startswith("s2s_")} <= set(CASES)

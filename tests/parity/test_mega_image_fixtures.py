@@ -115,7 +115,7 @@ def test_stochastic_depth(fixture, parity, monkeypatch):
     parity.check("droppath_logits", logits, io["droppath_logits"], atol=tolerance["atol"], rtol=tolerance["rtol"])
 
 
-def test_export_gives_the_file_back(fixture, tmp_path):
+def test_export_reproduces_the_file(fixture, tmp_path):
     folder, output, _, _ = fixture
     assert main(["export", str(output), "--output", str(tmp_path / "checkpoint.pt")]) == 0
     old, new = (torch.load(path / "checkpoint.pt", weights_only=False) for path in (folder, tmp_path))
@@ -124,6 +124,6 @@ def test_export_gives_the_file_back(fixture, tmp_path):
         assert tensor.dtype == new["model"][name].dtype and torch.equal(tensor, new["model"][name]), name
 
 
-def test_no_fixture_is_left_out(parity_folder):
+def test_every_fixture_is_tested(parity_folder):
     names = parity_folder.names("mega")
     assert {name for name in names if name.startswith("16")} <= set(CASES)

@@ -125,6 +125,6 @@ def test_streams(case, parity):
         parity.check(name, case.stream(segment), io[expected], **case.tight)
 
 
-def test_no_fixture_is_left_out(parity_folder):
+def test_every_fixture_is_tested(parity_folder):
     names = parity_folder.names("mega")
     assert {name for name in names if name[:2] in ("07", "08")} <= set(CASES)

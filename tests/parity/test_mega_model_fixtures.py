@@ -115,6 +115,6 @@ def test_flash_branch(parity_folder, parity, tmp_path):
         parity.check(name, states[-1][1], io[name].transpose(0, 1), keep=keep, **tolerance)
 
 
-def test_no_fixture_is_left_out(parity_folder):
+def test_every_fixture_is_tested(parity_folder):
     names = parity_folder.names("mega")
     assert {name for name in names if name[:2] in ("11", "12", "13", "14")} <= set(CASES)

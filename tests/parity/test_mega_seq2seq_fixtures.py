@@ -168,5 +168,5 @@ def dictionary(case, side):
     return [line.split()[0] for line in path.read_text().splitlines()]
 
 
-def test_no_fixture_is_left_out(parity_folder):
+def test_every_fixture_is_tested(parity_folder):
     assert {name for name in parity_folder.names("mega") if "_mt_" in name} <= set(CASES)

@@ -217,7 +217,7 @@ def test_greedy_tokens(case):
 
 
 @torch.no_grad()
-def test_half_precision_is_near_the_original(parity_folder):
+def test_half_precision_matches_the_original(parity_folder):
     """The original's own numbers in bf16 are no truth, and 1e-2 from float32; ours are not further away."""
     case = Case(parity_folder("megalodon", "06_bf16_checkpoint"))
     model, ids, expected = case.build().bfloat16(), case.io["C.ids"], case.io["C.logits"]
@@ -228,7 +228,7 @@ def test_half_precision_is_near_the_original(parity_folder):
 
 @torch.no_grad()
 @pytest.mark.parametrize("reading", ["one hop", "scales as stored"])
-def test_another_reading_is_seen(parity_folder, reading):
+def test_other_interpretations_fail(parity_folder, reading):
     """With the residual of most models, or without the 1 that is added to scales, results are off."""
     case = Case(parity_folder("megalodon", "02_swiglu_scaled_shared_eager"))
     block = case.model.megalodon.layers[0]

@@ -78,7 +78,7 @@ def test_a_missing_extra_is_named(folders, port, capsys, monkeypatch):
     assert "`pip install '.[vllm]'` in a clone" in refusal(capsys, folders / "luna", "--port", port, "--engine", "vllm")
 
 
-def test_an_address_that_is_taken_is_refused(folders, capsys):
+def test_address_in_use_raises(folders, capsys):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()

@@ -109,7 +109,7 @@ def test_pieces_of_any_size(name, most, served):
 
 @pytest.mark.parametrize("control", ["write", "new"])
 @pytest.mark.parametrize("family", ["mega", "megalodon", "luna"])
-def test_a_state_that_is_lost_or_of_another_is_noticed(family, control, served, monkeypatch):
+def test_lost_or_swapped_state_is_detected(family, control, served, monkeypatch):
     model, requests = served(family, 6)
     server = Server(model, slots=1, most=100)
     if control == "write":
@@ -123,7 +123,7 @@ def test_a_state_that_is_lost_or_of_another_is_noticed(family, control, served, 
 
 
 @pytest.mark.parametrize("family", ["mega", "megalodon", "luna"])
-def test_padding_behind_the_sequences_is_zero(family, served):
+def test_padding_after_the_sequences_is_zero(family, served):
     model, _ = served(family, 6)
     server = Server(model, slots=2, most=1)
     hidden = torch.randn(5, 32)
@@ -155,7 +155,7 @@ def test_weights_of_bfloat16_keep_the_average_exact(family, exact, served):
         ("megalodon", {"chunk_size": 26}, "chunk_size must be a multiple of 4.*got 26"),
     ],
 )
-def test_states_that_do_not_fit_a_slot_are_refused(family, fields, reason, served):
+def test_states_of_another_size_raise(family, fields, reason, served):
     model, _ = served(family, 6)
     config = type(model.config)(**model.config.to_dict() | fields)
     with pytest.raises(ValueError, match=reason):

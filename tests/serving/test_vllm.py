@@ -146,7 +146,7 @@ def test_requests_come_go_and_are_aborted(family, prefixes, folders, served):
 
 @pytest.mark.parametrize("control", ["write", "new"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_state_that_is_lost_or_of_another_is_noticed(family, control, folders, served, monkeypatch):
+def test_lost_or_swapped_state_is_detected(family, control, folders, served, monkeypatch):
     requests = served(family, COUNT)[1][:24]
     if control == "write":
         monkeypatch.setattr(Sequences, "write", lambda *_: None)
@@ -169,7 +169,7 @@ def test_a_state_that_is_lost_or_of_another_is_noticed(family, control, folders,
         ({"hf_overrides": {"use_chunking": False}}, "without chunks"),
     ],
 )
-def test_what_is_refused_is_named(options, reason, folders):
+def test_unsupported_calls_name_the_argument(options, reason, folders):
     with pytest.raises(Exception, match=reason):
         start(folders("mega"), **options)
 
@@ -180,7 +180,7 @@ def test_registering_again_changes_nothing():
     assert vllm_plugin.CompilationConfig._attention_ops == operators and operators.count(vllm_plugin.OPERATOR) == 1
 
 
-def test_rows_that_fill_a_captured_graph_up_have_no_position_before_the_first():
+def test_padding_rows_of_a_captured_graph_have_no_positions():
     filled = SimpleNamespace(
         num_decode_tokens=3,
         num_prefills=0,

@@ -61,7 +61,7 @@ def test_table(script, write, tmp_path, capsys):
     assert "plot" not in alone and "masked" not in Path(alone["report"]).read_text()
 
 
-def test_causal_models_have_losses_alone(script, write, tmp_path):
+def test_causal_models_have_only_losses(script, write, tmp_path):
     compare, causal = script("compare"), pretrained(4.0) | {"task": "causal language model"}
     write("runs/llama-0", causal, ((0, 0, 8.0), (2000, 60, 4.0)))
     write("runs/mega-0", causal, ((0, 0, 7.0), (1000, 30, 3.0)))
@@ -74,7 +74,7 @@ def test_causal_models_have_losses_alone(script, write, tmp_path):
     assert_refused(lambda: compare.main([str(tmp_path / "runs")]), "masked and of causal language models cannot be")
 
 
-def test_refusals(script, write, tmp_path):
+def test_unsupported_inputs_raise(script, write, tmp_path):
     compare = script("compare")
     folder = write("luna-0", pretrained(4.0))
     for content, message in (("[]", "holds no names"), ("{", "cannot be read"), ("{}", "no run was evaluated")):

@@ -100,7 +100,7 @@ def test_several_teachers(script, write, student, tmp_path):
     ]
 
 
-def test_refusals(script, write, student, tmp_path):
+def test_unsupported_inputs_raise(script, write, student, tmp_path):
     report = script("distill_report")
 
     def refused(message: str, folder: Path) -> None:

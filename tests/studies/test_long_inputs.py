@@ -115,7 +115,7 @@ def test_the_tokens_of_bert(script, save, data, tmp_path):
     assert ends.sum() == 40  # one behind each text
 
 
-def test_refusals(script, save, data, tmp_path):
+def test_unsupported_inputs_raise(script, save, data, tmp_path):
     study, luna = script("long_inputs"), save("luna", *MODELS["luna"])
 
     def refused(message, *models, options=()):

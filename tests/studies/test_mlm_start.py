@@ -35,7 +35,7 @@ def test_heads_of_roberta_read_their_neighbours(script):
 
 
 @torch.no_grad()
-def test_queries_of_roberta_are_blind_to_the_mask_token(script):
+def test_queries_of_roberta_ignore_the_mask_token(script):
     model = RobertaForMaskedLM(RobertaConfig(**SIZES, max_position_embeddings=34))
     script("mlm_start").start_roberta(model, LocalStart(mask_token_id=39))
     embeddings = model.roberta.embeddings.word_embeddings.weight
@@ -51,7 +51,7 @@ def test_queries_of_roberta_are_blind_to_the_mask_token(script):
         ("identity", {f"attention.{name}.weight" for name in ("query", "pack_query", "key_value", "pack_key_value")}),
     ],
 )
-def test_what_is_left_out_begins_at_random(part, random_again, script):
+def test_excluded_weights_are_random(part, random_again, script):
     model = LunaForMaskedLM(LunaConfig(**SIZES, projection_length=8, initialization="local"))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     script("mlm_start").leave_out(model, part)
@@ -79,7 +79,7 @@ def test_run(arguments, call, tmp_path):
     assert call("mlm_start", *data, *run, *arguments)["steps"] == 2
 
 
-def test_refusals(call, tmp_path):
+def test_unsupported_inputs_raise(call, tmp_path):
     write([{"text": sentence(True, random.Random(0))} for _ in range(30)], tmp_path / "train.jsonl")
 
     def refused(message, *arguments):
