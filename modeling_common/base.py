@@ -8,8 +8,9 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from luna_mega.compat import accept_cache_names
-from luna_mega.modeling_common.inputs import INPUT_NAMES, InputSpec
+from luna_mega.modeling_common.sharding import ShardedLayout
 from luna_mega.modeling_common.tensor_parallel import TensorParallelMixin, wildcard
+from luna_mega.modeling_common.validation import INPUT_NAMES
 
 # Fields of the configuration that belong to one kind of input and say nothing of a model that reads another.
 INPUT_OF_FIELD = {"vocab_size": "tokens", "image_size": "patches", "patch_size": "patches"}
@@ -110,9 +111,25 @@ class StateRecorder(nn.Module):
 
 
 class BodyMixin:
-    """Base of `LunaModel` and `MegaModel`, which are one side only and hold the embeddings."""
+    """Base of `LunaModel`, `MegaModel` and `MegalodonModel`: one side without a head, which contains the embeddings.
 
-    embeddings_name: str  # of the module that holds `word_embeddings` or `value_embeddings`
+    The attributes specify which inputs the model supports:
+
+    * `own_options`: keyword arguments of this model in addition to those of every model.
+    * `weight_options`: keyword arguments that request attention weights.
+    * `uses_positions`: whether the model uses `position_ids`; else they only mark boundaries of sequences.
+    * `returns_cached_weights`: whether attention to a filled cache returns its weights.
+    * `packs`: whether the model has a packed sequence P.
+    * `closes_gaps`: whether layers require the kept positions of a row to follow each other, as moving averages do.
+    """
+
+    own_options: frozenset[str] = frozenset({"position_ids"})
+    weight_options: tuple[str, ...] = ("output_attentions",)
+    uses_positions = False
+    returns_cached_weights = False
+    packs = False
+    closes_gaps = True
+    embeddings_name: str  # of the module that contains `word_embeddings` or `value_embeddings`
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config)
@@ -124,9 +141,12 @@ class BodyMixin:
             )
 
     @property
-    def input_spec(self) -> InputSpec:
-        """Return what `read_batch` must know of the model."""
-        raise NotImplementedError
+    def input_width(self) -> int:
+        """Return the width of `inputs_embeds`."""
+        return self.config.hidden_size
+
+    def check_shards(self, layout: ShardedLayout) -> None:
+        """Raise `ValueError` for context-parallel shards that the model does not support."""
 
     @property
     def _embeddings(self) -> nn.Module:

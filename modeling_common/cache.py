@@ -205,6 +205,15 @@ def split_cache(past: Cache | None) -> tuple[StateCache | None, StateCache | Non
     return past, None
 
 
+def layer_caches(
+    cache: StateCache | None, cross_cache: StateCache | None, count: int
+) -> list[tuple[StateLayer | None, StateLayer | None]]:
+    """Return the parts of both caches for each of `count` layers."""
+    none = [None] * count
+    parts = (none if cache is None else cache.layers, none if cross_cache is None else cross_cache.layers)
+    return list(zip(*parts, strict=True))
+
+
 def new_cache(model: Any) -> Cache:
     """Return an empty cache for the decoder of `model`, of its `cache_class` or `seq2seq_cache_class`."""
     config = _decoder_config(model)
@@ -238,15 +247,15 @@ def keeps_cache(model: Any) -> bool:
 
 
 def begin_cache(owner: Any, past: Cache | None, use_cache: bool | None) -> Cache | None:
-    """Return the cache that a pass through a decoder, or an encoder, reads and fills, or None.
+    """Return the cache that a forward pass of an encoder or a decoder reads and updates, or None.
 
     Args:
-        owner: the `InputSpec` of an encoder or a decoder.
-        past: the cache that the caller gave.
-        use_cache: whether to begin one where `past` is None; None = as `keeps_cache` says.
+        owner: the encoder or decoder without a head.
+        past: the cache that was passed, or None.
+        use_cache: whether to create a cache if `past` is None; None = see `keeps_cache`.
 
     Raises:
-        ValueError: a cache for an encoder, a cache of another class, or layers that do not run exactly once.
+        ValueError: An encoder has no cache, the cache is of another class, or a layer does not run exactly once.
     """
     config = owner.config
     if not config.is_decoder:
@@ -262,7 +271,8 @@ def begin_cache(owner: Any, past: Cache | None, use_cache: bool | None) -> Cache
     if past is None and use_cache:
         past = new_cache(owner)
     if past is not None and owner.training:
-        again = owner.checkpointing and torch.is_grad_enabled()
+        repeats = any(getattr(module, "gradient_checkpointing", False) for module in owner.modules())
+        again = repeats and torch.is_grad_enabled()
         if again or getattr(config, "layerdrop", 0):
             reason = "gradient checkpointing runs a layer twice" if again else "layerdrop leaves layers out"
             raise ValueError(f"{reason}, and a cache needs each to run once: pass use_cache=False")

@@ -13,9 +13,10 @@ from transformers.utils import ModelOutput
 
 from luna_mega.modeling_common.label_checks import validate_labels, validate_span
 from luna_mega.modeling_common.labels import count_kept, keep_positions, next_tokens
-from luna_mega.modeling_common.layout import find_starts
 from luna_mega.modeling_common.masks import drop_if_full, find_mask, read_mask
-from luna_mega.modeling_common.sequence_parts import WHOLE, Parts, find_parts
+from luna_mega.modeling_common.padding_free import find_starts
+from luna_mega.modeling_common.pooling import LOCAL, Reductions
+from luna_mega.modeling_common.sharding import find_reductions
 
 _RECORDED = ("hidden_states", "attentions", "packed_hidden_states", "packed_attentions")
 
@@ -74,12 +75,12 @@ class TokenHead(Head):
 
     def read_labels(
         self, inputs: dict[str, Any], labels: torch.LongTensor | None, outputs: ModelOutput, options: dict[str, Any]
-    ) -> tuple[torch.LongTensor | None, Parts]:
+    ) -> tuple[torch.LongTensor | None, Reductions]:
         """Return the labels that count, and the context-parallel shards; removes `cp_group` from `options`."""
         if labels is None:
-            return None, WHOLE
+            return None, LOCAL
         mask = find_kept(self.config, inputs, labels.shape[1])
-        return count_kept(labels, mask).contiguous(), find_parts(options, outputs.last_hidden_state)
+        return count_kept(labels, mask).contiguous(), find_reductions(options, outputs.last_hidden_state)
 
 
 class LMHead(Head):
@@ -113,14 +114,14 @@ class GenericForMaskedLM(LMHead, TokenHead):
             validate_labels(inputs, {"labels": labels}, kwargs)
         outputs = self.base_model(**inputs, **kwargs)
         hidden_states, loss = outputs.last_hidden_state, None
-        labels, parts = self.read_labels(inputs, labels, outputs, kwargs)
+        labels, reductions = self.read_labels(inputs, labels, outputs, kwargs)
         if labels is not None and self.config.sparse_prediction:
             predicted = labels != -100
             hidden_states, labels = hidden_states[predicted], labels[predicted]
         logits = self.score_tokens(hidden_states)
         if labels is not None:
             arguments = {"logits": logits, "labels": labels, "vocab_size": self.config.vocab_size}
-            loss = parts.mean_loss(self.loss_function, labels, **arguments, **kwargs)
+            loss = reductions.mean_loss(self.loss_function, labels, **arguments, **kwargs)
         return self.output_class(loss=loss, logits=logits, **recorded(outputs))
 
 
@@ -143,14 +144,14 @@ class GenericForCausalLM(LMHead):
             given = {"labels": labels} if shift_labels is None else {"shift_labels": shift_labels}
             validate_labels(inputs, given, kwargs, logits_to_keep)
         outputs = self.base_model(**inputs, **kwargs)
-        parts = find_parts(kwargs, outputs.last_hidden_state)
-        hidden_states, targets = keep_positions(outputs.last_hidden_state, logits_to_keep, parts), None
+        reductions = find_reductions(kwargs, outputs.last_hidden_state)
+        hidden_states, targets = keep_positions(outputs.last_hidden_state, logits_to_keep, reductions), None
         if labels is not None or shift_labels is not None:
             mask = find_kept(self.config, inputs, outputs.last_hidden_state.shape[1])
             starts = find_starts(outputs.last_hidden_state.shape[:2], inputs, kwargs)
             mask, starts = (None if x is None else keep_positions(x, logits_to_keep) for x in (mask, starts))
-            targets = next_tokens(labels, shift_labels, mask, starts, parts)
-        loss, logits = self.score_next(hidden_states, labels, targets, parts, **kwargs)
+            targets = next_tokens(labels, shift_labels, mask, starts, reductions)
+        loss, logits = self.score_next(hidden_states, labels, targets, reductions, **kwargs)
         return self.output_class(loss=loss, logits=logits, **carried_over(outputs, self.output_class))
 
     def score_next(
@@ -158,14 +159,14 @@ class GenericForCausalLM(LMHead):
         hidden_states: torch.Tensor,
         labels: torch.LongTensor | None,
         targets: torch.LongTensor | None,
-        parts: Parts,
+        reductions: Reductions,
         **kwargs,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return the loss of the kept states `[B, T, d]` against the next tokens `targets` `[B, T]`, and the logits."""
         logits, loss = self.score_tokens(hidden_states), None
         if targets is not None:
             arguments = {"labels": labels, "vocab_size": logits.shape[-1], "shift_labels": targets}
-            loss = parts.mean_loss(self.loss_function, targets, logits=logits, **arguments, **kwargs)
+            loss = reductions.mean_loss(self.loss_function, targets, logits=logits, **arguments, **kwargs)
         return loss, logits
 
 
@@ -181,11 +182,11 @@ class GenericForTokenClassification(TokenHead):
         if labels is not None:
             validate_labels(inputs, {"labels": labels}, kwargs)
         outputs = self.base_model(**inputs, **kwargs)
-        labels, parts = self.read_labels(inputs, labels, outputs, kwargs)
+        labels, reductions = self.read_labels(inputs, labels, outputs, kwargs)
         logits, loss = self.classifier(self.dropout(outputs.last_hidden_state)), None
         if labels is not None:
             arguments = {"logits": logits, "labels": labels, "config": self.config}
-            loss = parts.mean_loss(self.loss_function, labels, **arguments, **kwargs)
+            loss = reductions.mean_loss(self.loss_function, labels, **arguments, **kwargs)
         return self.output_class(loss=loss, logits=logits, **recorded(outputs))
 
 
@@ -221,6 +222,6 @@ class GenericForQuestionAnswering(TokenHead):
                     f"{type(self).__name__} has no loss for a padding-free batch; pad the batch, or omit "
                     "`start_positions` and `end_positions`"
                 )
-            parts = find_parts(kwargs, scores)
-            loss = parts.position_loss(self.loss_function, logits, positions, mask, **kwargs)
+            reductions = find_reductions(kwargs, scores)
+            loss = reductions.position_loss(self.loss_function, logits, positions, mask, **kwargs)
         return self.output_class(loss=loss, start_logits=logits[0], end_logits=logits[1], **recorded(outputs))

@@ -1,113 +1,93 @@
-"""Memory of attention between calls: keys and values, of constant size where attention is in chunks."""
-
-from typing import NamedTuple
+"""Cache of keys and values between calls. Its size is constant if attention is in chunks."""
 
 import torch
 from torch import nn
 
 from luna_mega.kernels.gated_attention.alignment import rotation, take
+from luna_mega.modeling_common.attention import KeyWindow
 from luna_mega.modeling_common.cache import StateLayer
-from luna_mega.modeling_common.layout import TokenLayout
 
 
-class Reach(NamedTuple):
-    """The keys `[B, S, Z]` and values `[B, S, V]` that new positions attend to, among them their own.
-
-    `mask` `[B, S]`: None = all. `start` `[B]`: the position of the first key; None = 0, or the first of a chunk.
-    `column` `[B]`: the column of a single new position, None = the last. `layout`: of ragged sequences `[1, S, ...]`,
-    which begin with a chunk, and the places of the new positions in them. `slots` `[B]`: the rows of keys and values
-    that belong to the sequences, None = there are no others.
-    """
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    mask: torch.Tensor | None = None
-    start: torch.Tensor | None = None
-    column: torch.Tensor | None = None
-    layout: TokenLayout | None = None
-    slots: torch.Tensor | None = None
-
-
-class KeyLayer(StateLayer):
-    """The keys and values that the attention of one block can still reach, over B sequences.
+class KeyValueCacheLayer(StateLayer):
+    """The keys and values of B sequences that remain visible to the attention of one block.
 
     `keys` `[B, S, Z]`, `values` `[B, S, V]`, `mask` `[B, S]`: position p of a sequence is in column p, or with chunks,
     whose size is S, in column p modulo S. Dropped tokens have no position. Columns after the last position have no
     meaning. `position` `[B]`: the number of positions so far.
     """
 
-    # `_even`: no sequence has had padding so far, so that all are at one position, a number. `_owned`: nobody else has
-    # the tensors, which may be written in place. `_used`: the columns that are in use.
-    __slots__ = ("_even", "_owned", "_used")
+    # `_aligned`: no sequence has had padding so far, so all are at one position. `_owned`: no other object uses the
+    # tensors, so they may be written in place. `_used`: the number of columns in use.
+    __slots__ = ("_aligned", "_owned", "_used")
 
     def reset(self):
-        """Forget everything."""
+        """Remove all keys and values."""
         super().reset()
-        self._even, self._owned = True, False
+        self._aligned, self._owned = True, False
 
     def extend(
         self, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, chunk_size: int | None
-    ) -> Reach:
-        """Add keys, values and mask (None: all are kept) of T positions, and return what these attend to."""
+    ) -> KeyWindow:
+        """Add keys, values and mask (None = all) of T positions, and return those visible to these positions."""
         exporting = torch.compiler.is_exporting()
-        self._even = even = mask is None and not exporting and getattr(self, "_even", False)
-        if not even and mask is None:
+        self._aligned = aligned = mask is None and not exporting and getattr(self, "_aligned", False)
+        if not aligned and mask is None:
             mask = torch.ones(keys.shape[:2], dtype=torch.bool, device=keys.device)
-        # Programs are to have no inputs that change, and autograd needs what it has seen unchanged.
+        # Inputs of exported programs and tensors that autograd has saved must not be changed in place.
         tensors = (keys, values) if self.keys is None else (keys, values, self.keys)
         records = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
         if keys.shape[1] == 1 and not records and not exporting:
-            return self._write_even(keys, values, chunk_size) if even else self._write(keys, values, mask, chunk_size)
+            return self._write(keys, values, mask, chunk_size)
         self._owned = not records
-        if even:
-            return self._extend_even(keys, values, chunk_size)
-        return self._extend(keys, values, mask, chunk_size)
+        if aligned:
+            return self._append_aligned(keys, values, chunk_size)
+        return self._append(keys, values, mask, chunk_size)
 
     def start(self, mask: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the position of the next column in each sequence, `[B]`: below 0 where padding comes first.
+        """Return the position of the next column in each sequence, `[B]`: below 0 with padding before it; None = 0.
 
-        `mask` `[B, T]` is that of the next columns, None = all are kept. The result None means 0.
+        `mask` `[B, T]` is that of the next columns; None = all are kept.
         """
         if mask is None:
             return self.position
         first = mask.int().argmax(dim=1)
         return -first if self.position is None else torch.where(self.position > 0, self.position, -first)
 
-    def _write_even(self, keys, values, chunk_size):
-        """Write one position of all sequences into the same column."""
-        column = self.seen if chunk_size is None else self.seen % chunk_size
-        self._make_room(keys, values, column + 1, chunk_size)
-        self.keys[:, column : column + 1] = keys
-        self.values[:, column : column + 1] = values
-        self.store(1, position=self.position + 1)
-        self._used = column + 1
-        return Reach(self.keys[:, : column + 1], self.values[:, : column + 1])
-
-    def _write(self, keys, values, mask, chunk_size):
-        """Write one position of each sequence into the column that is next for it."""
+    def _write(
+        self, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, chunk_size: int | None
+    ) -> KeyWindow:
+        """Write one position of each sequence into its next column; mask None = all are at one position."""
         self._make_room(keys, values, self.seen + 1, chunk_size)
-        row, position = torch.arange(len(keys), device=keys.device), self.position
-        column = position if chunk_size is None else position % chunk_size
-        for buffer, new in ((self.keys, keys), (self.values, values), (self.mask, mask)):
-            buffer[row, column] = new[:, 0]
-        count = self.seen + 1
-        self.store(1, position=position + mask[:, 0])
-        if chunk_size is not None:
-            # Looking at the columns is free on a CPU; elsewhere, and in programs, all are read.
-            free = keys.device.type == "cpu" and not torch.compiler.is_compiling()
-            count = int(column.max()) + 1 if free else chunk_size
-        self._used = count
-        return Reach(*(x[:, :count] for x in (self.keys, self.values, self.mask)), None, column)
+        column = self.seen if mask is None else self.position
+        column = column if chunk_size is None else column % chunk_size
+        rows = slice(None) if mask is None else torch.arange(len(keys), device=keys.device)
+        self.keys[rows, column], self.values[rows, column] = keys[:, 0], values[:, 0]
+        if mask is None:
+            self.store(1, position=self.position + 1)
+            self._used = column + 1
+            return KeyWindow(self.keys[:, : self._used], self.values[:, : self._used], offset=column, step=True)
+        self.mask[rows, column] = mask[:, 0]
+        self._used = self._count_used(column, chunk_size)
+        self.store(1, position=self.position + mask[:, 0])
+        keys, values, mask = (x[:, : self._used] for x in (self.keys, self.values, self.mask))
+        return KeyWindow(keys, values, mask, offset=self._used - 1, step=True, column=column)
+
+    def _count_used(self, column: torch.Tensor, chunk_size: int | None) -> int:
+        """Return the number of columns in use, or all columns if reading `column` `[B]` is not free."""
+        if chunk_size is None:
+            return self.seen + 1
+        free = column.device.type == "cpu" and not torch.compiler.is_compiling()
+        return int(column.max()) + 1 if free else chunk_size
 
     def _make_room(self, keys, values, columns, chunk_size):
-        """Make the buffers at least `columns` wide: as wide as a chunk, or twice their width whenever they grow."""
+        """Extend the buffers to `columns` at least: to the size of a chunk, or to twice their size."""
         columns = chunk_size or columns
         if self.keys is None:
             self.position = torch.zeros(len(keys), dtype=torch.int64, device=keys.device)
             old = (keys[:, :0], values[:, :0], keys.new_empty(len(keys), 0, dtype=torch.bool))
         else:
             owned = getattr(self, "_owned", False)
-            if owned and not torch.compiler.is_compiling():  # which knows no inference mode
+            if owned and not torch.compiler.is_compiling():  # which does not support inference mode
                 owned = self.keys.is_inference() == keys.is_inference()
             if owned and self.keys.shape[1] >= columns:
                 return
@@ -116,13 +96,13 @@ class KeyLayer(StateLayer):
         self.keys, self.values, self.mask = (_fill(x, count) for x in old)
         self._owned = True
 
-    def _extend_even(self, keys, values, chunk_size):
-        """Extend sequences that are at the same position."""
+    def _append_aligned(self, keys, values, chunk_size):
+        """Add positions of sequences that are all at the same position."""
         (batch, length, _), seen = keys.shape, self.seen
         before = seen if chunk_size is None else seen % chunk_size
         if before:
             keys, values = (torch.cat((x[:, :before], y), 1) for x, y in ((self.keys, keys), (self.values, values)))
-        reach, count = Reach(keys, values), before + length
+        window, count = KeyWindow(keys, values, offset=before, step=length == 1), before + length
         if chunk_size is not None:
             first, count = count - count % chunk_size, chunk_size
             keys, values = (_fill(x[:, first:], chunk_size) for x in (keys, values))
@@ -130,10 +110,10 @@ class KeyLayer(StateLayer):
         position = torch.full((batch,), seen + length, device=keys.device)
         self.store(length, keys=keys, values=values, mask=mask, position=position)
         self._used = count
-        return reach
+        return window
 
-    def _extend(self, keys, values, mask, chunk_size):
-        """Extend sequences at any positions: what they have moves to the columns before the new ones."""
+    def _append(self, keys, values, mask, chunk_size):
+        """Add positions of sequences at different positions, whose earlier columns move to before the new ones."""
         length, width, start = mask.shape[1], 0, self.start(mask)
         begun = torch.zeros_like(start) if self.position is None else self.position
         position = begun + mask.sum(dim=1)
@@ -151,10 +131,10 @@ class KeyLayer(StateLayer):
         kept = (take(x, columns.clamp(max=width + length - 1)) for x in new)
         self.store(length, position=position, **dict(zip(("keys", "values", "mask"), kept, strict=True)))
         self._used = None
-        return Reach(*new, start - width)
+        return KeyWindow(*new, start - width, offset=width, step=length == 1)
 
     def reorder_cache(self, beam_idx: torch.LongTensor):
-        """Put the sequences in the order of `beam_idx`; on a CPU only those that move, and columns that are in use."""
+        """Reorder the sequences by `beam_idx`. On a CPU, only sequences that move and columns in use are copied."""
         if not getattr(self, "_owned", False) or self.keys.device.type != "cpu" or len(beam_idx) != len(self.keys):
             super().reorder_cache(beam_idx)
             return

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from transformers.configuration_utils import PreTrainedConfig
 
-from luna_mega.modeling_common.inputs import refuse_together
 from luna_mega.modeling_common.labels import keep_positions
-from luna_mega.modeling_common.sequence_parts import Pair
+from luna_mega.modeling_common.pooling import Pair
+from luna_mega.modeling_common.sharding import raise_together
 
 
 def check_labels(name: str, labels: torch.Tensor, shape: tuple[int, ...]) -> None:
@@ -52,7 +52,7 @@ def validate_labels(
     given = given_input(inputs)
     if given is None or given.dim() < 2:
         return  # the body raises the error
-    with refuse_together(options.get("cp_group"), given.device):
+    with raise_together(options.get("cp_group"), given.device):
         kept = keep_positions(given, logits_to_keep)
         for name, value in labels.items():
             check_labels(name, value, kept.shape[:2])
@@ -68,7 +68,7 @@ def validate_span(
     given = given_input(inputs)
     if given is None or given.dim() < 2 or (start_positions is None and end_positions is None):
         return None
-    with refuse_together(options.get("cp_group"), given.device):
+    with raise_together(options.get("cp_group"), given.device):
         if start_positions is None or end_positions is None:
             name = "end_positions" if end_positions is None else "start_positions"
             raise ValueError(f"`{name}` is missing; pass `start_positions` and `end_positions`, or neither")
@@ -85,7 +85,7 @@ def validate_pooled(
     """Raise `ValueError` for labels of another shape than the sequences of `inputs` have."""
     given = given_input(inputs)
     if given is not None:
-        with refuse_together(options.get("cp_group"), given.device):
+        with raise_together(options.get("cp_group"), given.device):
             check_pooled_labels(config, labels, len(given))
 
 
@@ -93,5 +93,5 @@ def validate_choice(inputs: dict[str, torch.Tensor | None], labels: torch.Tensor
     """Raise `ValueError` for labels of other options `[B, C, ...]` than those of `inputs`."""
     given = given_input(inputs)
     if given is not None:
-        with refuse_together(options.get("cp_group"), given.device):
+        with raise_together(options.get("cp_group"), given.device):
             check_labels("labels", labels, given.shape[:1])

@@ -7,22 +7,22 @@ padding.
 import torch
 from torch import nn
 
-from luna_mega.modeling_common.sequence_parts import WHOLE, Parts
+from luna_mega.modeling_common.pooling import LOCAL, Reductions
 
 IGNORED = -100
 
 
 def shift_right(
-    labels: torch.LongTensor, start: int, pad: int, parts: Parts = WHOLE
+    labels: torch.LongTensor, start: int, pad: int, reductions: Reductions = LOCAL
 ) -> tuple[torch.LongTensor, torch.Tensor]:
     """Return decoder inputs for labels, and the bool mask of those that are no padding, `[B, T]` each.
 
     The input is the previous label, or `start` before the first one. Labels of -100 are padding on either side or
     between the others; their inputs are `pad`, except that the last label is also the input of the position after it.
-    `parts` are those of the labels.
+    `reductions` are those of the labels.
     """
-    here = _columns(labels, parts)
-    labels = parts.gather_columns(labels)
+    here = _columns(labels, reductions)
+    labels = reductions.gather_columns(labels)
     counted = labels != IGNORED
     columns = torch.arange(labels.shape[1], device=labels.device)
     last = torch.where(counted, columns, -1).cummax(dim=1).values
@@ -34,11 +34,11 @@ def shift_right(
 
 
 def keep_positions(
-    hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor, parts: Parts = WHOLE
+    hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor, reductions: Reductions = LOCAL
 ) -> torch.Tensor:
     """Return the last `logits_to_keep` positions of `[B, T, ...]` (0 = all), or the positions of these indices."""
     if not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
-        parts.refuse("`logits_to_keep` is not supported with `cp_group`; omit it")
+        reductions.refuse("`logits_to_keep` is not supported with `cp_group`; omit it")
     return hidden_states[:, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep]
 
 
@@ -52,7 +52,7 @@ def next_tokens(
     shift_labels: torch.LongTensor | None,
     mask: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
-    parts: Parts = WHOLE,
+    reductions: Reductions = LOCAL,
 ) -> torch.LongTensor | None:
     """Return the token `[B, T]` that each position of a language model predicts, -100 = none; None without labels.
 
@@ -61,17 +61,17 @@ def next_tokens(
         shift_labels: `[B, T]`, the targets themselves. They take precedence over `labels`.
         mask: `[B, T]` bool, True = keep; None = all. Positions that it drops predict nothing and are not predicted.
         starts: `[B, T]` bool, True = the first token of a sequence of a padding-free batch; it is not predicted.
-        parts: the context-parallel shards of the sequences.
+        reductions: the context-parallel shards of the sequences.
     """
     if shift_labels is not None:
         return count_kept(shift_labels, mask).contiguous()
     if labels is None:
         return None
-    here = _columns(labels, parts)
-    labels = parts.gather_columns(labels)
+    here = _columns(labels, reductions)
+    labels = reductions.gather_columns(labels)
     kept = mask
-    if not parts.is_whole():  # on other ranks the mask may drop positions
-        kept = parts.gather_columns(torch.ones_like(labels[:, here], dtype=torch.bool) if mask is None else mask)
+    if not reductions.is_local():  # on other ranks the mask may drop positions
+        kept = reductions.gather_columns(torch.ones_like(labels[:, here], dtype=torch.bool) if mask is None else mask)
     sequence = None if starts is None else starts.cumsum(dim=1)
     if kept is None:
         targets = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
@@ -86,9 +86,9 @@ def next_tokens(
     return count_kept(targets, kept)[:, here].contiguous()
 
 
-def _columns(x: torch.Tensor, parts: Parts) -> slice:
+def _columns(x: torch.Tensor, reductions: Reductions) -> slice:
     """Return the columns of this rank's shard `[B, T]` in the complete sequences."""
-    return slice(parts.offset(), parts.offset() + x.shape[1])
+    return slice(reductions.offset(), reductions.offset() + x.shape[1])
 
 
 def _next_kept(mask: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,8 @@ from luna_mega.modeling_common.heads import Head, recorded
 from luna_mega.modeling_common.inputs import read_sequences
 from luna_mega.modeling_common.label_checks import validate_choice, validate_pooled
 from luna_mega.modeling_common.masks import read_mask
-from luna_mega.modeling_common.sequence_parts import WHOLE, Parts, find_parts
+from luna_mega.modeling_common.pooling import LOCAL, Reductions
+from luna_mega.modeling_common.sharding import find_reductions
 
 
 class ClassificationHead(nn.Module):
@@ -38,11 +39,11 @@ class ClassificationHead(nn.Module):
         """Return the dense layers in their order."""
         return self.dense
 
-    def forward(self, features: torch.Tensor, parts: Parts = WHOLE) -> torch.Tensor:
+    def forward(self, features: torch.Tensor, reductions: Reductions = LOCAL) -> torch.Tensor:
         """Return logits `[B, num_labels]` for features `[B, ...]` of whole sequences."""
-        features = parts.dropout(self.dropout, features)
+        features = reductions.dropout(self.dropout, features)
         for dense in self.dense_layers():
-            features = parts.dropout(self.dropout, self.activation(dense(features)))
+            features = reductions.dropout(self.dropout, self.activation(dense(features)))
         return self.out_proj(features)
 
 
@@ -60,13 +61,15 @@ class PooledHead(Head):
         """Return the number of features that the classifier reads, and of its scores."""
         return config.hidden_size, config.num_labels
 
-    def summarize(self, outputs: ModelOutput, mask: torch.Tensor | None, parts: Parts = WHOLE) -> torch.Tensor:
+    def summarize(
+        self, outputs: ModelOutput, mask: torch.Tensor | None, reductions: Reductions = LOCAL
+    ) -> torch.Tensor:
         """Return the representation of sequences `[B, d]`; `mask` is `[B, T]` bool, True = keep, None = all."""
         raise NotImplementedError
 
     def pool(
         self, inputs: dict[str, Any], drop_first_token: bool = False, **kwargs
-    ) -> tuple[torch.Tensor, ModelOutput, Parts]:
+    ) -> tuple[torch.Tensor, ModelOutput, Reductions]:
         """Return the sentence representation `[B, d]`, the outputs of the body, and the context-parallel shards.
 
         `inputs` and `kwargs` are the arguments of the body. Raises `ValueError` for a padding-free batch: a row has one
@@ -75,12 +78,12 @@ class PooledHead(Head):
         others = inputs | kwargs
         mask = others.pop("attention_mask", None)
         given = {name: others.pop(name, None) for name in ("input_ids", "inputs_embeds", "input_values")}
-        spec, name = self.base_model.input_spec, type(self).__name__
-        mask, given = read_sequences(spec, name, mask, given, others, drop_first_token)
+        name = type(self).__name__
+        mask, given = read_sequences(self.base_model, name, mask, given, others, drop_first_token)
         given = {key: value for key, value in given.items() if value is not None}
         outputs = self.base_model(attention_mask=mask, **given, **others)
-        parts = find_parts(others, outputs.last_hidden_state)
-        return self.summarize(outputs, mask, parts), outputs, parts
+        reductions = find_reductions(others, outputs.last_hidden_state)
+        return self.summarize(outputs, mask, reductions), outputs, reductions
 
     def make_output(self, logits: torch.Tensor, outputs: ModelOutput, labels: torch.Tensor | None) -> ModelOutput:
         """Return the output with the logits `[B, num_labels]` and their loss."""
@@ -97,8 +100,8 @@ class GenericForSequenceClassification(PooledHead):
         """Return the output for the `inputs` of the body, with logits `[B, num_labels]`."""
         if labels is not None:
             validate_pooled(self.config, inputs, labels, kwargs)
-        features, outputs, parts = self.pool(inputs, **kwargs)
-        return self.make_output(self.classifier(features, parts), outputs, labels)
+        features, outputs, reductions = self.pool(inputs, **kwargs)
+        return self.make_output(self.classifier(features, reductions), outputs, labels)
 
 
 class GenericForMultipleChoice(PooledHead):
@@ -114,12 +117,12 @@ class GenericForMultipleChoice(PooledHead):
         if labels is not None:
             validate_choice(inputs, labels, kwargs)
         options, inputs = flatten_options(**inputs)
-        features, outputs, parts = self.pool(inputs, **kwargs)
-        return self.output_class(**choose_option(self.score_options(features, parts), options, outputs, labels))
+        features, outputs, reductions = self.pool(inputs, **kwargs)
+        return self.output_class(**choose_option(self.score_options(features, reductions), options, outputs, labels))
 
-    def score_options(self, features: torch.Tensor, parts: Parts) -> torch.Tensor:
+    def score_options(self, features: torch.Tensor, reductions: Reductions) -> torch.Tensor:
         """Return the scores `[B C, 1]` of options."""
-        return self.classifier(features, parts)
+        return self.classifier(features, reductions)
 
 
 def pair_features(config: PreTrainedConfig, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
@@ -187,14 +190,16 @@ class GenericForSequencePairClassification(PooledHead):
         elif labels is not None:
             validate_pooled(self.config, first, labels, kwargs)
         drop_first_token = getattr(self.config, "drop_first_token", False)
-        one, outputs, parts = self.pool(first | {"attention_mask": attention_mask}, drop_first_token, **kwargs)
+        one, outputs, reductions = self.pool(first | {"attention_mask": attention_mask}, drop_first_token, **kwargs)
         shared = {name: value for name, value in kwargs.items() if name == "cp_group"}
         if not candidates:
             other, *_ = self.pool(second, **shared)
-            return self.make_output(self.classifier(pair_features(self.config, one, other), parts), outputs, labels)
+            return self.make_output(
+                self.classifier(pair_features(self.config, one, other), reductions), outputs, labels
+            )
         count, flat = self.flatten_candidates(len(one), second)
         other, *_ = self.pool(flat, **shared)
-        scores = self.classifier(pair_features(self.config, one.repeat_interleave(count, dim=0), other), parts)
+        scores = self.classifier(pair_features(self.config, one.repeat_interleave(count, dim=0), other), reductions)
         return self.output_class(**choose_option(scores, count, outputs, labels))
 
     def flatten_candidates(

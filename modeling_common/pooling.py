@@ -1,12 +1,82 @@
-"""The first and the last token of a sequence, and the mean over its tokens.
+"""Reductions over the positions of sequences: first and last token, mean, and losses.
 
-Masks are bool, `[B, T]`, True = keep; None = all. States and mask may be parts of sequences; the results are those of
-whole sequences.
+Masks are bool, `[B, T]`, True = keep; None = all. With context parallelism, states and masks are those of shards, and
+`reductions` returns the results of the complete sequences.
 """
 
-import torch
+from collections.abc import Callable
+from typing import Any
 
-from luna_mega.modeling_common.sequence_parts import WHOLE, Parts
+import torch
+from torch import nn
+
+Loss = Callable[..., torch.Tensor]
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class Reductions:
+    """Reductions over the positions of complete sequences `[B, T, ...]`."""
+
+    def is_local(self) -> bool:
+        """Return whether the sequences are complete."""
+        return True
+
+    def refuse(self, what: str) -> None:
+        """Raise `ValueError` unless the sequences are complete."""
+
+    def offset(self) -> int:
+        """Return the number of columns before the first one."""
+        return 0
+
+    def total(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of `x` over all shards."""
+        return x
+
+    def dropout(self, dropout: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """Return `x`, which is the same for all shards, after the same dropout for all."""
+        return dropout(x)
+
+    def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
+        """Return labels or a mask `[B, T]` of the complete sequences."""
+        return x
+
+    def mean(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the mean over all positions of `[B, T, d]`."""
+        return x.mean(dim=1)
+
+    def first(self, first: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """Return the first token of each sequence; `first` `[B, d]` are those of the shards with the masks `[B, T]`."""
+        return first
+
+    def last(self, last: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """Return the last token of each sequence; `last` `[B, d]` are those of the shards with the masks `[B, T]`."""
+        return last
+
+    def mean_loss(self, loss_function: Loss, counted: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        """Return the mean loss over the labels `counted` that are not -100.
+
+        `loss_function` is one of transformers', which divide by `num_items_in_batch` if it is given.
+        """
+        return loss_function(**arguments)
+
+    def position_loss(
+        self, loss_function: Loss, logits: Pair, positions: Pair, mask: torch.Tensor | None, **arguments: Any
+    ) -> torch.Tensor:
+        """Return the mean cross-entropy of the two labels `positions`, `[B]` each, for the two `logits` `[B, T]`.
+
+        Labels after the end of the sequences, or at positions that the bool `mask` `[B, T]` drops, do not count.
+        """
+        if mask is not None:
+            length = mask.shape[1]
+            padded = nn.functional.pad(mask, (0, 1))
+            first, second = (
+                x.masked_fill(~padded.gather(1, x.clamp(0, length)[:, None])[:, 0], length) for x in positions
+            )
+            positions = first, second
+        return loss_function(*logits, *positions, **arguments)
+
+
+LOCAL = Reductions()
 
 
 def first_position(mask: torch.Tensor) -> torch.Tensor:
@@ -19,18 +89,18 @@ def take(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return states.gather(1, index if states.dim() == 2 else index[..., None].expand(-1, -1, states.shape[2]))
 
 
-def first_token(states: torch.Tensor, mask: torch.Tensor | None, parts: Parts = WHOLE) -> torch.Tensor:
+def first_token(states: torch.Tensor, mask: torch.Tensor | None, reductions: Reductions = LOCAL) -> torch.Tensor:
     """Return the first position of `[B, T, d]` that the mask keeps, `[B, d]`."""
     first = states[:, 0] if mask is None else take(states, first_position(mask)[:, None])[:, 0]
-    return parts.first(first, mask)
+    return reductions.first(first, mask)
 
 
-def last_token(states: torch.Tensor, mask: torch.Tensor | None, parts: Parts = WHOLE) -> torch.Tensor:
+def last_token(states: torch.Tensor, mask: torch.Tensor | None, reductions: Reductions = LOCAL) -> torch.Tensor:
     """Return the last position of `[B, T, d]` that the mask keeps, `[B, d]`; the last of all where it keeps none."""
     if mask is None:
-        return parts.last(states[:, -1], mask)
+        return reductions.last(states[:, -1], mask)
     position = states.shape[1] - 1 - first_position(mask.flip(1))
-    return parts.last(take(states, position[:, None])[:, 0], mask)
+    return reductions.last(take(states, position[:, None])[:, 0], mask)
 
 
 def without_first(states: torch.Tensor | None, mask: torch.Tensor | None) -> torch.Tensor | None:
@@ -41,9 +111,9 @@ def without_first(states: torch.Tensor | None, mask: torch.Tensor | None) -> tor
     return take(states, index + (index >= first_position(mask)[:, None]).long())
 
 
-def masked_mean(states: torch.Tensor, mask: torch.Tensor | None, parts: Parts = WHOLE) -> torch.Tensor:
+def masked_mean(states: torch.Tensor, mask: torch.Tensor | None, reductions: Reductions = LOCAL) -> torch.Tensor:
     """Return the mean over the rows of `[B, T, d]` that the mask `[B or 1, T]` keeps; 0 where it keeps none."""
     if mask is None:
-        return parts.mean(states)
+        return reductions.mean(states)
     kept, count = states.masked_fill(~mask[..., None], 0.0).sum(dim=1), mask.sum(dim=1, keepdim=True)
-    return parts.total(kept) / parts.total(count).clamp(min=1)
+    return reductions.total(kept) / reductions.total(count).clamp(min=1)

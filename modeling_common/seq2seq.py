@@ -12,12 +12,12 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 
 from luna_mega.modeling_common.cache import keeps_cache
 from luna_mega.modeling_common.heads import LMHead, carried_over, find_kept
-from luna_mega.modeling_common.inputs import refuse_together
 from luna_mega.modeling_common.label_checks import given_input, validate_labels
 from luna_mega.modeling_common.labels import count_kept, keep_positions, shift_right
 from luna_mega.modeling_common.masks import drop_if_full, find_mask, read_mask
 from luna_mega.modeling_common.outputs import Seq2SeqLMOutput, Seq2SeqModelOutput
-from luna_mega.modeling_common.sequence_parts import WHOLE, Parts, find_parts
+from luna_mega.modeling_common.pooling import LOCAL, Reductions
+from luna_mega.modeling_common.sharding import find_reductions, raise_together
 from luna_mega.modeling_common.tensor_parallel import known_rules
 
 
@@ -216,9 +216,11 @@ class Seq2SeqLM(EncoderDecoder, LMHead):
     def make_head(self, config: PreTrainedConfig):
         self.lm_head = nn.Linear(config.decoder_config.hidden_size, config.decoder_config.vocab_size, bias=False)
 
-    def prepare_decoder_input_ids_from_labels(self, labels: torch.LongTensor, parts: Parts = WHOLE) -> torch.LongTensor:
+    def prepare_decoder_input_ids_from_labels(
+        self, labels: torch.LongTensor, reductions: Reductions = LOCAL
+    ) -> torch.LongTensor:
         """Return decoder inputs `[B, T]` for labels `[B, T]`, see `shift_right`."""
-        return shift_right(labels, self.config.decoder_start_token_id, self.config.pad_token_id, parts)[0]
+        return shift_right(labels, self.config.decoder_start_token_id, self.config.pad_token_id, reductions)[0]
 
     @can_return_tuple
     def forward(
@@ -255,7 +257,7 @@ class Seq2SeqLM(EncoderDecoder, LMHead):
             "attention_mask": decoder_attention_mask,
             "inputs_embeds": decoder_inputs_embeds,
         }
-        parts = WHOLE if labels is None else self.read_target(target, labels, logits_to_keep, kwargs)
+        reductions = LOCAL if labels is None else self.read_target(target, labels, logits_to_keep, kwargs)
         outputs = self.base_model(
             input_ids,
             attention_mask,
@@ -270,15 +272,15 @@ class Seq2SeqLM(EncoderDecoder, LMHead):
             **kwargs,
         )
         if labels is None:
-            parts = find_parts(dict(kwargs), outputs.last_hidden_state)
-        hidden_states, loss = keep_positions(outputs.last_hidden_state, logits_to_keep, parts), None
+            reductions = find_reductions(dict(kwargs), outputs.last_hidden_state)
+        hidden_states, loss = keep_positions(outputs.last_hidden_state, logits_to_keep, reductions), None
         logits = self.lm_head(hidden_states)
         if labels is not None:
             mask = find_kept(self.get_decoder().config, target, outputs.last_hidden_state.shape[1])
             labels = count_kept(labels, None if mask is None else keep_positions(mask, logits_to_keep)).contiguous()
             arguments = {"logits": logits, "labels": labels, "vocab_size": logits.shape[-1]}
             kwargs.pop("cp_group", None)
-            loss = parts.mean_loss(self.loss_function, labels, **arguments, **kwargs)
+            loss = reductions.mean_loss(self.loss_function, labels, **arguments, **kwargs)
         return self.output_class(loss=loss, logits=logits, **carried_over(outputs, self.output_class))
 
     def read_target(
@@ -287,7 +289,7 @@ class Seq2SeqLM(EncoderDecoder, LMHead):
         labels: torch.LongTensor,
         logits_to_keep: int | torch.Tensor,
         options: dict[str, Any],
-    ) -> Parts:
+    ) -> Reductions:
         """Check the labels, fill in the target that they are if none is given, and return its context-parallel shards.
 
         Args:
@@ -296,14 +298,14 @@ class Seq2SeqLM(EncoderDecoder, LMHead):
         """
         is_given = given_input(target) is not None
         if not is_given:
-            with refuse_together(options.get("cp_group"), labels.device):
+            with raise_together(options.get("cp_group"), labels.device):
                 if labels.dim() != 2:
                     raise ValueError(f"`labels` must have the shape [B, T] of a target, got {list(labels.shape)}")
         validate_labels(target if is_given else {"input_ids": labels}, {"labels": labels}, options, logits_to_keep)
-        parts = find_parts(dict(options), labels)
+        reductions = find_reductions(dict(options), labels)
         if not is_given:
             start, config = self.config.decoder_start_token_id, self.get_decoder().config
-            target["input_ids"], kept = shift_right(labels, start, config.pad_token_id, parts)
+            target["input_ids"], kept = shift_right(labels, start, config.pad_token_id, reductions)
             if target["attention_mask"] is None and find_mask(target["input_ids"], config) is None:
                 target["attention_mask"] = kept
-        return parts
+        return reductions

@@ -29,8 +29,7 @@ from luna_mega.modeling_common.pooled_heads import (
     GenericForSequencePairClassification,
     PooledHead,
 )
-from luna_mega.modeling_common.pooling import first_token, masked_mean
-from luna_mega.modeling_common.sequence_parts import WHOLE, Parts
+from luna_mega.modeling_common.pooling import LOCAL, Reductions, first_token, masked_mean
 from luna_mega.modeling_luna.configuration_luna import LunaConfig
 from luna_mega.modeling_luna.modeling_luna import LunaModel, LunaModelOutput, LunaPreTrainedModel
 
@@ -156,12 +155,14 @@ class LunaPooler(nn.Module):
             self.attention = LunaPoolerAttention(config)
             self.layer_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
-    def forward(self, outputs: LunaModelOutput, mask: torch.Tensor | None, parts: Parts = WHOLE) -> torch.Tensor:
+    def forward(
+        self, outputs: LunaModelOutput, mask: torch.Tensor | None, reductions: Reductions = LOCAL
+    ) -> torch.Tensor:
         """`mask` is `[B, T]` bool, True = keep; None = all."""
         tokens, packed = outputs.last_hidden_state, outputs.packed_last_hidden_state
         packed_mask = None if outputs.packed_mask is None else outputs.packed_mask.bool()
         if self.pooling == "mean":
-            return masked_mean(tokens, None if self.pool_padding else mask, parts)
+            return masked_mean(tokens, None if self.pool_padding else mask, reductions)
         if self.pooling == "packed_mean":
             # The original averages over the rows that the longest sequence of the batch uses.
             return masked_mean(packed, self._used_by_any(packed_mask) if self.pool_padding else packed_mask)
@@ -171,7 +172,7 @@ class LunaPooler(nn.Module):
                 return packed.amax(dim=1)
             packed = packed.masked_fill(~packed_mask[..., None], torch.finfo(packed.dtype).min).amax(dim=1)
             return packed.masked_fill(~packed_mask.any(dim=1, keepdim=True), 0.0)
-        first = first_token(tokens, mask, parts)
+        first = first_token(tokens, mask, reductions)
         if self.pooling == "cls":
             return first
         return self.layer_norm(self.attention(first, packed, packed_mask))
@@ -190,8 +191,10 @@ class LunaPooledHead(LunaHead, PooledHead):
         self.pooler = LunaPooler(config)
         super().make_head(config)
 
-    def summarize(self, outputs: LunaModelOutput, mask: torch.Tensor | None, parts: Parts = WHOLE) -> torch.Tensor:
-        return self.pooler(outputs, mask, parts)
+    def summarize(
+        self, outputs: LunaModelOutput, mask: torch.Tensor | None, reductions: Reductions = LOCAL
+    ) -> torch.Tensor:
+        return self.pooler(outputs, mask, reductions)
 
     def unread_parameters(self) -> Iterable[nn.Parameter]:
         """Return the parameters that no loss depends on, by what the pooler reads."""

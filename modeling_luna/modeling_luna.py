@@ -10,7 +10,6 @@ bottom: outputs, embeddings, attention, causal attention, layers, encoder, decod
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,14 +32,15 @@ from luna_mega.kernels.api import (
 )
 from luna_mega.kernels.dropout import Dropout
 from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel
-from luna_mega.modeling_common.inputs import InputSpec, ValueEmbeddings, read_batch
-from luna_mega.modeling_common.layout import DENSE, TokenLayout
-from luna_mega.modeling_common.outputs import selected_hidden_states
+from luna_mega.modeling_common.inputs import Inputs, ValueEmbeddings, embed, prepare
+from luna_mega.modeling_common.layout import DENSE, Layout
+from luna_mega.modeling_common.masks import can_look
 from luna_mega.modeling_common.processes import has_peers
 from luna_mega.modeling_common.tensor_parallel import RankBoundary
 from luna_mega.modeling_luna.cache_luna import LunaCache, LunaCacheLayer, LunaSeq2SeqCache
 from luna_mega.modeling_luna.configuration_luna import LunaConfig
 from luna_mega.modeling_luna.initialization_luna import blind_queries, start_attention, start_embeddings
+from luna_mega.modeling_luna.packed_luna import keep_of_empty_rows, read_packed, select_layers
 
 
 @with_cache_alias
@@ -104,14 +104,14 @@ class LunaEmbeddings(nn.Module):
         self.scale = math.sqrt(width) if config.scale_embedding else 1.0
 
     def forward(
-        self, inputs_embeds: torch.Tensor, layout: TokenLayout, position_ids: torch.Tensor, with_packed: bool
+        self, inputs_embeds: torch.Tensor, layout: Layout, position_ids: torch.Tensor, with_packed: bool
     ) -> tuple[torch.Tensor, tuple[list[torch.Tensor], torch.Tensor | None] | None]:
         """Add positions `[B or 1, T]`, the first token at 0, to embeddings `[B, T, d]`; then norm and dropout.
 
         Returns these and, with `with_packed`, what `packed` returns: both in one call, for FSDP and offloading bring
         the weights of a module for the time of its `forward` alone.
         """
-        hidden_states = inputs_embeds * self.scale
+        hidden_states = inputs_embeds if self.scale == 1.0 else inputs_embeds * self.scale
         if self.training and self.config.word_dropout:
             hidden_states = hidden_states * self.word_dropout(hidden_states.new_ones((*hidden_states.shape[:2], 1)))
         if self.config.position_embedding_type != "none":
@@ -128,9 +128,7 @@ class LunaEmbeddings(nn.Module):
             return self.position_embeddings(position_ids)
         return sinusoids(position_ids, self.config.hidden_size)
 
-    def packed(
-        self, inputs_embeds: torch.Tensor, layout: TokenLayout
-    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    def packed(self, inputs_embeds: torch.Tensor, layout: Layout) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """Return the initial P `[B, L, d]`, one tensor or one a layer where P is not contextual, and its mask `[B, L]`.
 
         P is cut to min(l, T) rows, and a sequence of n tokens uses n of them. T is known to the host, so
@@ -154,7 +152,7 @@ class LunaEmbeddings(nn.Module):
             packed = self.packed_layer_norm(packed)
         layers = [packed] if self.config.contextual_projection else packed.unbind()
         # Expanded before dropout: every sequence draws a mask of its own.
-        layers = [layout.parts.dropout(self.dropout, packed.expand(batch, -1, -1)) for packed in layers]
+        layers = [layout.drop_shared(self.dropout, packed.expand(batch, -1, -1)) for packed in layers]
         if packed_mask is not None:
             layers = [packed.masked_fill(~packed_mask[..., None], 0.0) for packed in layers]
         return layers, packed_mask
@@ -185,7 +183,7 @@ class LunaAttention(nn.Module):
         self,
         hidden_states: torch.Tensor,
         packed: torch.Tensor | None,
-        layout: TokenLayout = DENSE,
+        layout: Layout = DENSE,
         packed_mask: torch.Tensor | None = None,
         output_weights: bool = False,
         context: torch.Tensor | None = None,
@@ -211,7 +209,7 @@ class LunaAttention(nn.Module):
         return output, packed_context, weights, pack_weights
 
     def pack(
-        self, packed: torch.Tensor, context: torch.Tensor, layout: TokenLayout, output_weights: bool
+        self, packed: torch.Tensor, context: torch.Tensor, layout: Layout, output_weights: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the packed context `[B, L, d]`, to which P attends (eq. 3), and the weights or None."""
         query = _split(self.pack_query(packed), self.pack_head_size)
@@ -237,7 +235,7 @@ class LunaAttention(nn.Module):
         key: torch.Tensor,
         value: torch.Tensor,
         packed_mask: torch.Tensor | None,
-        layout: TokenLayout,
+        layout: Layout,
         output_weights: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return what queries `[B, T, heads, K]` read of the packed context (eq. 4), `[B, T, d]`, and the weights."""
@@ -279,7 +277,7 @@ class LunaCausalAttention(nn.Module):
         self,
         hidden_states: torch.Tensor,
         packed: torch.Tensor | None,
-        layout: TokenLayout = DENSE,
+        layout: Layout = DENSE,
         packed_mask: torch.Tensor | None = None,
         output_weights: bool = False,
         past: LunaCacheLayer | None = None,
@@ -319,7 +317,7 @@ class LunaCausalAttention(nn.Module):
         return _split(self.pack_query(packed), self.head_size)
 
     def step(
-        self, hidden_states: torch.Tensor, layout: TokenLayout, packed_mask: torch.Tensor | None, past: LunaCacheLayer
+        self, hidden_states: torch.Tensor, layout: Layout, packed_mask: torch.Tensor | None, past: LunaCacheLayer
     ) -> torch.Tensor:
         """Return what `forward` returns for one token, `[B, 1, d]`, after those of a filled `past`."""
         shape = (hidden_states.shape[0], -1, self.head_size)
@@ -404,7 +402,7 @@ class LunaLayer(LunaBlock):
         self,
         hidden_states: torch.Tensor,
         packed: torch.Tensor,
-        layout: TokenLayout = DENSE,
+        layout: Layout = DENSE,
         packed_mask: torch.Tensor | None = None,
         output_weights: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -414,7 +412,7 @@ class LunaLayer(LunaBlock):
             self.before(norm, hidden_states), self.before(packed_norm, packed), layout, packed_mask, output_weights
         )
         hidden_states = self.after(norm, hidden_states, self.dropout(output))
-        packed = self.after(packed_norm, packed, layout.parts.dropout(self.dropout, packed_output))
+        packed = self.after(packed_norm, packed, layout.drop_shared(self.dropout, packed_output))
         return self.feed_forward(hidden_states), packed
 
 
@@ -432,11 +430,11 @@ class LunaDecoderLayer(LunaBlock):
         self,
         hidden_states: torch.Tensor,
         packed: torch.Tensor | None,
-        layout: TokenLayout = DENSE,
+        layout: Layout = DENSE,
         packed_mask: torch.Tensor | None = None,
         output_weights: bool = False,
         context: torch.Tensor | None = None,
-        context_layout: TokenLayout = DENSE,
+        context_layout: Layout = DENSE,
         past: LunaCacheLayer | None = None,
         cross_past: LunaCacheLayer | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -461,7 +459,7 @@ class LunaDecoderLayer(LunaBlock):
             )
             hidden_states = self.after(norm, hidden_states, self.dropout(output))
             if packed_output is not None:
-                packed_output = context_layout.parts.dropout(self.dropout, packed_output)
+                packed_output = context_layout.drop_shared(self.dropout, packed_output)
                 packed = self.after(packed_norm, packed, packed_output)
         return self.feed_forward(hidden_states), packed
 
@@ -482,7 +480,7 @@ class LunaStack(nn.Module):
                 self.packed_layer_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.gradient_checkpointing = False
 
-    def used_layers(self, layout: TokenLayout) -> Iterator[tuple[int, LunaBlock, bool]]:
+    def used_layers(self, layout: Layout) -> Iterator[tuple[int, LunaBlock, bool]]:
         """Yield the index and the layer of every step, and whether layerdrop leaves it out.
 
         Where there are several processes, layers that are left out run all the same, see `choose`.
@@ -490,7 +488,7 @@ class LunaStack(nn.Module):
         probability = self.config.layerdrop if self.training else 0.0
         layers = [*self.layers] * (self.config.num_hidden_layers if self.config.share_layers else 1)
         for index, layer in enumerate(layers):
-            dropped = probability > 0.0 and layout.parts.draw() < probability
+            dropped = probability > 0.0 and layout.draw() < probability
             if not dropped or has_peers():
                 yield index, layer, dropped
 
@@ -544,7 +542,7 @@ class LunaEncoder(LunaStack):
         self,
         hidden_states: torch.Tensor,
         packed_inputs: list[torch.Tensor],
-        layout: TokenLayout,
+        layout: Layout,
         packed_mask: torch.Tensor | None,
         output_weights: bool,
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -570,11 +568,11 @@ class LunaDecoder(LunaStack):
         self,
         hidden_states: torch.Tensor,
         packed_inputs: list[torch.Tensor | None],
-        layout: TokenLayout,
+        layout: Layout,
         packed_mask: torch.Tensor | None,
         output_weights: bool,
         context: torch.Tensor | None,
-        context_layout: TokenLayout,
+        context_layout: Layout,
         past: LunaCache | None,
         cross_past: LunaCache | None,
     ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
@@ -667,6 +665,10 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
     """Luna without a head: the encoder, or with `is_decoder` a decoder."""
 
     embeddings_name = "embeddings"
+    own_options = frozenset({"output_packed_attentions"})
+    weight_options = ("output_attentions", "output_packed_attentions")
+    uses_positions = returns_cached_weights = packs = True
+    closes_gaps = False
 
     def __init__(self, config: LunaConfig):
         super().__init__(config)
@@ -676,24 +678,6 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
         else:
             self.encoder = LunaEncoder(config)
         self.post_init()
-
-    @property
-    def input_spec(self) -> InputSpec:
-        """Return what `read_batch` must know of the model."""
-        stack = self.decoder if self.config.is_decoder else self.encoder
-        return InputSpec(
-            config=self.config,
-            width=self.config.hidden_size,
-            cache_class=self.cache_class,
-            seq2seq_cache_class=self.seq2seq_cache_class,
-            training=self.training,
-            checkpointing=stack.gradient_checkpointing,
-            ranks=self.ranks,
-            options=frozenset({"output_packed_attentions"}),
-            weights=("output_attentions", "output_packed_attentions"),
-            counts_positions=True,
-            packs=True,
-        )
 
     @capture_outputs
     def forward(
@@ -752,16 +736,13 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
                 0 and 1, positions below 0 or behind the learned ones, a cache of another model or batch, an argument
                 that Luna does not have.
         """
-        batch = read_batch(
-            self.input_spec,
-            self.get_input_embeddings(),
+        inputs = prepare(
+            self,
             input_ids=input_ids,
             attention_mask=attention_mask,
             inputs_embeds=inputs_embeds,
             input_values=input_values,
             position_ids=position_ids,
-            packed_states=packed_states,
-            packed_mask=packed_mask,
             encoder_hidden_states=encoder_hidden_states,
             encoder_attention_mask=encoder_attention_mask,
             past_key_values=past_key_values,
@@ -769,38 +750,56 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
             options=options,
             cp_group=cp_group,
         )
-        layout = batch.layout
-        hidden_states, learned = self.embeddings(
-            batch.embeddings, layout, batch.position_ids, with_packed=batch.packed is None
-        )
-        packed, packed_mask = learned if batch.packed is None else batch.packed
-        states = (hidden_states, packed, layout, packed_mask, batch.output_weights)
+        layout, weights, given = inputs.layout, inputs.output_weights, None
+        if packed_states is not None or packed_mask is not None or self.config.is_decoder:
+            given = read_packed(self.config, inputs, packed_states, packed_mask)
+        positions = self.number_positions(inputs)
+        # One call: FSDP and offloading load the weights of a module only during its `forward`.
+        hidden_states, learned = self.embeddings(embed(self, inputs), layout, positions, with_packed=given is None)
+        packed, packed_mask = learned if given is None else given
         if self.config.is_decoder:
-            hidden_states, packed = self.decoder(
-                *states, batch.context, batch.context_layout, batch.target, batch.source
-            )
+            source, caches = (inputs.encoder_hidden_states, inputs.encoder_layout), (inputs.cache, inputs.cross_cache)
+            hidden_states, packed = self.decoder(hidden_states, packed, layout, packed_mask, weights, *source, *caches)
         else:
-            hidden_states, packed = self.encoder(*states)
-            if packed_states is not None and (counts := layout.counts()) is not None:
-                packed[-1] = torch.where(counts[..., None] > 0, packed[-1], packed_states)
+            hidden_states, packed = self.encoder(hidden_states, packed, layout, packed_mask, weights)
+            if packed_states is not None:
+                packed[-1] = keep_of_empty_rows(packed[-1], packed_states, layout.counts())
+        returns_packed = inputs.output_states and packed[-1] is not None
         return LunaModelOutput(
             last_hidden_state=layout.scatter(hidden_states),
             packed_last_hidden_state=packed[-1],
             packed_mask=None if packed_mask is None else packed_mask.long(),
-            attention_mask=None if batch.mask is None or self.config.is_decoder else batch.mask.long(),
-            cache=batch.past,
-            packed_hidden_states=_select(packed, options) if batch.output_states and packed[-1] is not None else None,
+            attention_mask=None if inputs.mask is None or self.config.is_decoder else inputs.mask.long(),
+            cache=inputs.past,
+            packed_hidden_states=select_layers(packed, options) if returns_packed else None,
         )
 
-
-def _select(packed: list[torch.Tensor], options: dict[str, Any]) -> tuple[torch.Tensor | None, ...]:
-    """Return P of the layers that `output_hidden_states` selects, and None for the others, as transformers does."""
-    selected = selected_hidden_states(options.get("output_hidden_states"))
-    if selected is None:
-        return tuple(packed)
-    count = len(packed)
-    kept = {index % count for index in selected if -count <= index < count}
-    return tuple(states if index in kept else None for index, states in enumerate(packed))
+    def number_positions(self, inputs: Inputs) -> torch.Tensor:
+        """Return the position of every token in the layout, `[B or 1, T]`: the number of kept tokens before it."""
+        layout, given, table = inputs.layout, inputs.given, self.config.max_position_embeddings
+        learned, length = self.config.position_embedding_type == "learned", layout.sizes(given)[1] + inputs.seen()
+        if inputs.position_ids is not None:
+            positions = layout.gather(inputs.position_ids.expand(given.shape[:2]))
+            # Positions of padding have no effect and may be invalid.
+            positions = positions if layout.mask is None else positions.masked_fill(~layout.mask, 0)
+        else:
+            positions = layout.positions(given)
+            if inputs.seen():
+                positions = positions + inputs.cache.layers[0].tensors["count"][:, None]
+        # With a cache the length includes padding, which has no positions.
+        if learned and length > table and (inputs.past is None or (length := int(positions.max()) + 1) > table):
+            raise ValueError(
+                f"the sequence length {length} exceeds the {table} learned positions of the model; truncate the input "
+                "or train with a larger `max_position_embeddings` (`max_target_positions` of a decoder)"
+            )
+        if inputs.position_ids is not None and can_look(positions):
+            first, last = (x.item() for x in positions.aminmax())
+            if first < 0 or (learned and last >= table):
+                raise ValueError(
+                    f"`position_ids` are from {first} to {last}; they must be at least 0, and less than the {table} "
+                    "learned positions (`max_position_embeddings`)"
+                )
+        return positions
 
 
 __all__ = ["LunaModel", "LunaPreTrainedModel"]

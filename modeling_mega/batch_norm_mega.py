@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
+from luna_mega.modeling_common.pooling import LOCAL, Reductions
 from luna_mega.modeling_common.processes import are_joined, sum_over_processes
-from luna_mega.modeling_common.sequence_parts import WHOLE, Parts
 
 
 def _widen(x: torch.Tensor) -> torch.Tensor:
@@ -32,16 +32,18 @@ class MegaBatchNorm(nn.BatchNorm1d):
             self.running_mean, self.running_var = (x.to(self.running_mean.device) for x in statistics)
         return self
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, parts: Parts = WHOLE) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, mask: torch.Tensor | None = None, reductions: Reductions = LOCAL
+    ) -> torch.Tensor:
         wide = _widen(x)
         mean, variance = self.running_mean, self.running_var
         if self.training:
             # Gradient checkpointing repeats the step in the backward pass, which must not update the statistics again.
             counts = torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1
             mask = None if self.padded_statistics else mask
-            if mask is None and parts.is_whole() and not self._is_shared() and self._fits_pytorch(wide):
+            if mask is None and reductions.is_local() and not self._is_shared() and self._fits_pytorch(wide):
                 return self._normalize_at_once(wide, counts).to(x.dtype)
-            mean, variance, count = self._batch_statistics(wide, mask, parts)
+            mean, variance, count = self._batch_statistics(wide, mask, reductions)
             if counts:
                 self._update(mean, variance, count)
         normed = (wide - mean) * torch.rsqrt(variance + self.eps)
@@ -67,13 +69,15 @@ class MegaBatchNorm(nn.BatchNorm1d):
                 self.num_batches_tracked.add_(1)
         return output.view(x.shape)
 
-    def _batch_statistics(self, x, mask, parts):
+    def _batch_statistics(self, x, mask, reductions):
         x = x.flatten(0, 1)
         keep = x.new_ones(x.shape[0], 1) if mask is None else mask.reshape(-1, 1).to(x.dtype)
-        sums, count = self._total(torch.cat(((x * keep).sum(dim=0), keep.sum(dim=0))), parts).split([x.shape[1], 1])
+        sums, count = self._total(torch.cat(((x * keep).sum(dim=0), keep.sum(dim=0))), reductions).split(
+            [x.shape[1], 1]
+        )
         some = count.clamp(min=1.0)
         mean = sums / some
-        return mean, self._total(((x - mean).square() * keep).sum(dim=0), parts) / some, count
+        return mean, self._total(((x - mean).square() * keep).sum(dim=0), reductions) / some, count
 
     @torch.no_grad()
     def _update(self, mean, variance, count):
@@ -87,9 +91,9 @@ class MegaBatchNorm(nn.BatchNorm1d):
         """Return whether the statistics are computed over all processes of the default group."""
         return False
 
-    def _total(self, sums: torch.Tensor, parts: Parts) -> torch.Tensor:
+    def _total(self, sums: torch.Tensor, reductions: Reductions) -> torch.Tensor:
         """Return the sums over all processes over which the statistics are computed."""
-        return parts.total(sums)
+        return reductions.total(sums)
 
 
 class MegaSyncBatchNorm(MegaBatchNorm):
@@ -98,5 +102,5 @@ class MegaSyncBatchNorm(MegaBatchNorm):
     def _is_shared(self) -> bool:
         return are_joined()
 
-    def _total(self, sums: torch.Tensor, parts: Parts) -> torch.Tensor:
+    def _total(self, sums: torch.Tensor, reductions: Reductions) -> torch.Tensor:
         return sum_over_processes(sums) if self._is_shared() else sums

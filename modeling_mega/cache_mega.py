@@ -7,10 +7,10 @@ import torch
 from transformers.configuration_utils import PreTrainedConfig
 
 from luna_mega.modeling_common.cache import StateCache, StateLayer, StateSeq2SeqCache
-from luna_mega.modeling_common.key_cache import KeyLayer
+from luna_mega.modeling_common.key_cache import KeyValueCacheLayer
 
 
-class MegaCacheLayer(KeyLayer):
+class MegaCacheLayer(KeyValueCacheLayer):
     """The memory of one block over B sequences: beside keys and values, states of the moving average.
 
     `average` `[B, D, N]`; with a truncated moving average also `inputs` `[B, truncation, D]`, the last of its inputs,

@@ -9,7 +9,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from luna_mega.kernels.api import gated_attention
-from luna_mega.modeling_common.layout import TokenLayout
+from luna_mega.modeling_common.layout import DenseLayout, Layout
 from luna_mega.modeling_common.tensor_parallel import RankBoundary
 from luna_mega.modeling_mega.cache_mega import MegaCacheLayer, MegaCrossCacheLayer
 from luna_mega.modeling_mega.configuration_mega import MegaConfig
@@ -47,9 +47,9 @@ class MegaGatedCrossAttention(nn.Module):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        layout: TokenLayout,
+        layout: Layout,
         encoder_hidden_states: torch.Tensor | None,
-        encoder_layout: TokenLayout,
+        encoder_layout: Layout,
         output_weights: bool = False,
         past: MegaCacheLayer | None = None,
         source: MegaCrossCacheLayer | None = None,
@@ -64,7 +64,7 @@ class MegaGatedCrossAttention(nn.Module):
         update, reset, query = self.q_proj(hidden_states).split(self.sizes, dim=-1)
         reset, query = self.own_columns(nn.functional.silu(reset)), self.whole(query)
         if source is not None and source.is_initialized:
-            key, value, encoder_layout = source.keys, source.values, TokenLayout(source.mask)
+            key, value, encoder_layout = source.keys, source.values, DenseLayout(source.mask)
         else:
             key = self.whole(self.k_proj(encoder_hidden_states))
             value = self.activation(self.v_proj(encoder_hidden_states))

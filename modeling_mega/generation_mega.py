@@ -102,10 +102,10 @@ class MegaForCausalLM(GenericForCausalLM, StateGenerationMixin, MegaPreTrainedMo
         """Return logits for states `[..., d]`."""
         return self.lm_head(self.dropout(self._project(hidden_states)))
 
-    def score_next(self, hidden_states, labels, targets, parts, **kwargs):
+    def score_next(self, hidden_states, labels, targets, reductions, **kwargs):
         """Return the loss and the logits; with an adaptive softmax None and log-probabilities, or the loss and None."""
         if self.config.adaptive_softmax_cutoffs is None:
-            return super().score_next(hidden_states, labels, targets, parts, **kwargs)
+            return super().score_next(hidden_states, labels, targets, reductions, **kwargs)
         hidden_states = self._project(hidden_states)
         # The call of the module, not the module: accelerate moves modules among the arguments, and cannot move one
         # whose weights are offloaded.
@@ -114,7 +114,7 @@ class MegaForCausalLM(GenericForCausalLM, StateGenerationMixin, MegaPreTrainedMo
             return None, self.lm_head(hidden_states.flatten(0, 1), embedding).unflatten(0, hidden_states.shape[:2])
         counted = targets != -100
         total, count = self.lm_head.loss(hidden_states[counted], targets[counted], embedding), counted.sum()
-        total, count = parts.total(total), parts.total(count)
+        total, count = reductions.total(total), reductions.total(count)
         items = kwargs.get("num_items_in_batch")
         return total / (count if items is None else items), None
 

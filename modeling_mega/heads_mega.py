@@ -30,8 +30,7 @@ from luna_mega.modeling_common.pooled_heads import (
     GenericForSequencePairClassification,
     PooledHead,
 )
-from luna_mega.modeling_common.pooling import first_token, masked_mean
-from luna_mega.modeling_common.sequence_parts import WHOLE, Parts
+from luna_mega.modeling_common.pooling import LOCAL, Reductions, first_token, masked_mean
 from luna_mega.modeling_mega.configuration_mega import MegaConfig, check_tied_widths
 from luna_mega.modeling_mega.modeling_mega import MegaModel, MegaPreTrainedModel
 
@@ -110,11 +109,11 @@ class MegaPooledHead(MegaHead, PooledHead):
             init.xavier_uniform_(module.weight)
 
     def summarize(
-        self, outputs: BaseModelOutputWithPooling, mask: torch.Tensor | None, parts: Parts = WHOLE
+        self, outputs: BaseModelOutputWithPooling, mask: torch.Tensor | None, reductions: Reductions = LOCAL
     ) -> torch.Tensor:
         """Return the sentence representation `[B, d]`."""
         pool = first_token if self.config.pooling == "cls" else masked_mean
-        return pool(outputs.last_hidden_state, mask, parts)
+        return pool(outputs.last_hidden_state, mask, reductions)
 
 
 class MegaForSequenceClassification(MegaPooledHead, GenericForSequenceClassification, MegaPreTrainedModel):
@@ -202,13 +201,13 @@ class MegaForMultipleChoice(GenericForMultipleChoice, MegaPreTrainedModel):
         self.classifier = nn.Linear(config.hidden_size, 1)
 
     def summarize(
-        self, outputs: BaseModelOutputWithPooling, mask: torch.Tensor | None, parts: Parts = WHOLE
+        self, outputs: BaseModelOutputWithPooling, mask: torch.Tensor | None, reductions: Reductions = LOCAL
     ) -> torch.Tensor:
         """Return the sentence representation `[B, d]`."""
         return outputs.pooler_output
 
-    def score_options(self, features: torch.Tensor, parts: Parts) -> torch.Tensor:
-        return self.classifier(parts.dropout(self.dropout, features))
+    def score_options(self, features: torch.Tensor, reductions: Reductions) -> torch.Tensor:
+        return self.classifier(reductions.dropout(self.dropout, features))
 
     @can_return_tuple
     def forward(

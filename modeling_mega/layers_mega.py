@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from luna_mega.kernels.dropout import dropout
-from luna_mega.modeling_common.layout import DENSE, TokenLayout
+from luna_mega.modeling_common.layout import DENSE, Layout
 from luna_mega.modeling_mega.batch_norm_mega import MegaBatchNorm, MegaSyncBatchNorm
 from luna_mega.modeling_mega.configuration_mega import MegaConfig
 from luna_mega.modeling_mega.patches_mega import interpolate_raster_bias
@@ -96,8 +96,8 @@ class MegaSequenceNorm(nn.Module):
             legacy_rms_norm=config.legacy_rms_norm,
         )
 
-    def forward(self, hidden_states: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
-        statistics = (layout.mask, layout.parts) if isinstance(self.norm, MegaBatchNorm) else ()
+    def forward(self, hidden_states: torch.Tensor, layout: Layout) -> torch.Tensor:
+        statistics = (layout.mask, layout.reductions) if isinstance(self.norm, MegaBatchNorm) else ()
         return self.norm(hidden_states, *statistics)
 
 
@@ -108,15 +108,12 @@ class MegaDropout(nn.Module):
         super().__init__()
         self.probability, self.features = probability, features
 
-    def forward(self, states: torch.Tensor, layout: TokenLayout = DENSE) -> torch.Tensor:
+    def forward(self, states: torch.Tensor, layout: Layout = DENSE) -> torch.Tensor:
         if not self.training:
             return states
         if not self.features or self.probability == 0.0:
             return dropout(states, self.probability)
-        if layout.is_ragged() or not layout.parts.is_whole():
-            factors = states.new_ones(layout.sizes(states)[0], states.shape[2])
-            return states * layout.spread(nn.functional.dropout(factors, self.probability), states.shape[1])
-        return nn.functional.dropout1d(states.transpose(1, 2), self.probability).transpose(1, 2)
+        return layout.drop_features(states, self.probability)
 
 
 class MegaDropPath(nn.Module):
@@ -126,7 +123,7 @@ class MegaDropPath(nn.Module):
         super().__init__()
         self.probability = probability
 
-    def forward(self, states: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
+    def forward(self, states: torch.Tensor, layout: Layout) -> torch.Tensor:
         if not self.training or self.probability == 0.0:
             return states
         return states * layout.spread(self.draw(states, layout.sizes(states)[0]), states.shape[1])
@@ -218,8 +215,8 @@ def restore_columns(
     attended: torch.Tensor,
     weights: torch.Tensor,
     value: torch.Tensor,
-    layout: TokenLayout,
-    key_layout: TokenLayout,
+    layout: Layout,
+    key_layout: Layout,
     dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `attended` `[B, T, V]` and attention weights `[B, 1, T, S]` in the columns of the batch.

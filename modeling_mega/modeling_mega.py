@@ -26,14 +26,15 @@ from luna_mega.kernels.api import (
     damped_ema,
     damped_ema_step,
     ema_coefficients,
-    gated_attention,
-    gated_attention_step,
 )
+from luna_mega.modeling_common.attention import KeyWindow, attend
 from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel, StateRecorder, exact_dtype
-from luna_mega.modeling_common.inputs import Batch, InputSpec, ValueEmbeddings, read_batch
-from luna_mega.modeling_common.layout import DENSE, TokenLayout
+from luna_mega.modeling_common.cache import layer_caches
+from luna_mega.modeling_common.inputs import ValueEmbeddings, embed, prepare
+from luna_mega.modeling_common.layout import DENSE, Layout
 from luna_mega.modeling_common.outputs import BaseModelOutputWithPoolingAndCrossAttentions
 from luna_mega.modeling_common.pooling import first_token
+from luna_mega.modeling_common.sharding import ShardedLayout, check_shards, raise_together
 from luna_mega.modeling_common.tensor_parallel import RankBoundary
 from luna_mega.modeling_mega.adaptive import MegaAdaptiveEmbedding, MegaBandProjection
 from luna_mega.modeling_mega.cache_mega import MegaCache, MegaCacheLayer, MegaCrossCacheLayer, MegaSeq2SeqCache
@@ -82,7 +83,7 @@ class MegaEmbeddings(nn.Module):
         token_type_ids: torch.Tensor | None,
         grid: tuple[int, int] | None = None,
     ) -> torch.Tensor:
-        hidden_states = inputs_embeds * self.scale
+        hidden_states = inputs_embeds if self.scale == 1.0 else inputs_embeds * self.scale
         if hasattr(self, "projection"):
             hidden_states = self.projection(hidden_states)
         if hasattr(self, "position_embeddings"):
@@ -116,9 +117,7 @@ class MegaMovingAverage(nn.Module):
         self.residual_weight = nn.Parameter(torch.empty(config.hidden_size, dtype=dtype))
         self.shift, self.truncation = config.ema_shift, config.truncation
 
-    def forward(
-        self, hidden_states: torch.Tensor, layout: TokenLayout, past: MegaCacheLayer | None = None
-    ) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, layout: Layout, past: MegaCacheLayer | None = None) -> torch.Tensor:
         # The names of transformers v4 and of the paper cross.
         options = {
             "input_logit": self.damping_factor.squeeze(-1),
@@ -161,7 +160,7 @@ class MegaGatedAttention(nn.Module):
 
     def __init__(self, config: MegaConfig, drop_path_rate: float = 0.0):
         super().__init__()
-        self.config = config
+        self.config, self.chunk_size = config, config.attention_chunk
         width, values, shared = config.hidden_size, config.intermediate_size, config.shared_representation_size
         self.sizes = (width, shared, values, width)
         self.norm = MegaSequenceNorm(config, config.norm_affine)
@@ -181,7 +180,7 @@ class MegaGatedAttention(nn.Module):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        layout: TokenLayout,
+        layout: Layout,
         output_weights: bool = False,
         past: MegaCacheLayer | None = None,
         grid: tuple[int, int] | None = None,
@@ -199,13 +198,13 @@ class MegaGatedAttention(nn.Module):
         update, shared, reset, candidate = self.mx_proj(smoothed).split(self.sizes, dim=-1)
         shared, reset = nn.functional.silu(shared), self.own_columns(nn.functional.silu(reset))
         query, key = (self.whole(shared * self.qk_weight[row] + self.qk_bias[row]) for row in (0, 1))
-        if past is not None:
-            attended, weights = self.attend_cached(query, key, value, layout.mask, output_weights, past)
-        else:
-            key, value, keys, start, offset = self.reach(key, value, layout)
-            attended, weights = self.attend(query, key, value, keys, start, offset, output_weights, grid)
-        if weights is not None and self.config.attention_chunk is None:
-            dropout = self.config.attention_probs_dropout_prob if self.training else 0.0
+        chunk = self.chunk_size
+        window = layout.key_window(key, value, chunk) if past is None else past.extend(key, value, layout.mask, chunk)
+        dropout = self.config.attention_probs_dropout_prob if self.training else 0.0
+        options = {"bias": self.bias(window, output_weights, past, grid), "dropout": dropout}
+        options |= {"function": self.config.attention_activation, "causal": self.config.is_decoder}
+        attended, weights = attend(query, window, chunk, return_weights=output_weights, **options)
+        if weights is not None and chunk is None:
             attended, weights = restore_columns(attended, weights, value, layout, layout, dropout)
         attended = self.dropout(self.activation(candidate + self.h_proj(attended * reset)), layout)
         # Before the gate, as the original has it: a sequence that is left out becomes (1 - update) * residual.
@@ -216,81 +215,34 @@ class MegaGatedAttention(nn.Module):
             output = self.norm(output, layout)
         return output, weights
 
-    def reach(self, key, value, layout):
-        """Return keys and values for the queries here, their layout and start, and the column of the first query.
+    def bias(
+        self, window: KeyWindow, output_weights: bool, cache: MegaCacheLayer | None, grid: tuple[int, int] | None
+    ) -> torch.Tensor:
+        """Return the bias of a chunk, or of all positions, a vector over their differences.
 
-        Where this is a part of the sequences, attention to all positions needs those of the other parts.
+        A step reuses the bias of the cache: of more positions than necessary, so that it is rarely computed again.
         """
-        if layout.parts.is_whole():
-            return key, value, layout, layout.start(), 0
-        if self.config.attention_chunk is not None:
-            return key, value, TokenLayout(layout.mask), None, 0  # chunks begin with the shard
-        return layout.reach(key, value)
-
-    def attend(self, query, key, value, layout, start, offset, output_weights, grid=None):
-        """Attend from the column `offset` on to keys: their layout, and the position `start` `[B]` of the first."""
-        chunk = self.config.attention_chunk
-        # Later columns of a chunk may stand anywhere in it.
-        length = layout.sizes(key)[1] if offset == 0 or chunk is None else chunk
-        options = {
-            "bias": self.whole(self.relative_bias(length, grid)),
-            "function": self.config.attention_activation,
-            "chunk_size": chunk,
-            "start": start,
-            "dropout": self.config.attention_probs_dropout_prob if self.training else 0.0,
-            **layout.options(),
-        }
-        options |= {"causal": self.config.is_decoder, "offset": offset, "return_weights": output_weights}
-        attended = gated_attention(query, key, value, **options)
-        return attended if output_weights else (attended, None)
-
-    def attend_cached(self, query, key, value, mask, output_weights, past):
-        """Add keys to `past`, and attend to what it has."""
-        chunk_size, single = self.config.attention_chunk, query.shape[1] == 1 and not output_weights
-        reach = past.extend(key, value, mask, chunk_size)
-        if (ragged := reach.layout) is not None:
-            keys = (reach.keys, reach.values, ragged, None)
-            attended, weights = self.attend(ragged.scatter(query), *keys, 0, output_weights)
-            return ragged.gather(attended), weights
-        length, offset = reach.keys.shape[1], reach.keys.shape[1] - query.shape[1]
-        if not single:
-            keys = (reach.keys, reach.values, TokenLayout(reach.mask), reach.start)
-            return self.attend(query, *keys, offset, output_weights)
-        if reach.column is not None or reach.start is None:
-            chunk_size = None  # the keys belong to one chunk
-        return gated_attention_step(
-            query[:, 0],
-            reach.keys,
-            reach.values,
-            self.kept_bias(past, length),
-            function=self.config.attention_activation,
-            chunk_size=chunk_size,
-            mask=reach.mask,
-            start=reach.start,
-            column=reach.column,
-            slots=reach.slots,
-            dropout=self.config.attention_probs_dropout_prob if self.training else 0.0,
-        )[:, None], None
-
-    def kept_bias(self, past: MegaCacheLayer, length: int) -> torch.Tensor:
-        """Return the bias of the positions of a chunk, or of all, kept in `past`."""
-        if self.config.attention_chunk is not None:
-            length = self.chunk_positions(2 ** max(6, (length - 1).bit_length()))  # a new table whenever it has doubled
+        length, chunk = window.length(), self.chunk_size
+        if not window.step or output_weights:
+            # Later queries of a chunk may be at any position of it.
+            length = length if window.offset == 0 or chunk is None else chunk
+            return self.whole(self.relative_bias(length, grid))
+        if chunk is not None:
+            length = self.chunk_positions(2 ** max(6, (length - 1).bit_length()))
         elif isinstance(self.rel_pos_bias, MegaRotaryRelativeBias):
-            length = max(length, past.keys.shape[1])  # it grows with the memory
-        weights = tuple(self.rel_pos_bias.parameters(recurse=False))
-        return past.constants.get("bias", weights, lambda: self.whole(self.relative_bias(length)), length)
+            length = max(length, cache.keys.shape[1])
+        weights = tuple(self.rel_pos_bias._parameters.values())
+        return cache.constants.get("bias", weights, lambda: self.whole(self.relative_bias(length)), length)
 
     def chunk_positions(self, length: int) -> int:
-        """Return the positions of a chunk whose bias is in use where sequences have up to `length`."""
-        chunk = self.config.attention_chunk
+        """Return the number of positions of a chunk whose bias sequences of up to `length` positions use."""
         if isinstance(self.rel_pos_bias, MegaSimpleRelativeBias) or torch.compiler.is_compiling():
-            return chunk  # a table has them all, and a program serves every length
-        return min(chunk, length)
+            return self.chunk_size  # a table has them all, and a program supports every length
+        return min(self.chunk_size, length)
 
     def relative_bias(self, length: int, grid: tuple[int, int] | None = None) -> torch.Tensor:
-        """Return the bias of `length` positions, with chunks of those in one, a vector over their differences."""
-        if self.config.attention_chunk is not None:
+        """Return the bias of `length` positions, or with chunks of those in one chunk."""
+        if self.chunk_size is not None:
             length, grid = self.chunk_positions(length), None
         return relative_bias(self.config, self.rel_pos_bias, length, grid)
 
@@ -309,7 +261,7 @@ class MegaNormalizedFeedForwardNetwork(nn.Module):
         self.hidden_dropout = MegaDropout(config.nffn_activation_dropout_prob, config.use_feature_dropout)
         self.drop_path = MegaDropPath(drop_path_rate)
 
-    def forward(self, hidden_states: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, layout: Layout) -> torch.Tensor:
         residual = hidden_states
         if self.pre_norm:
             hidden_states = self.norm(hidden_states, layout)
@@ -330,11 +282,11 @@ class MegaBlock(GradientCheckpointingLayer):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        layout: TokenLayout,
+        layout: Layout,
         output_weights: bool = False,
         past: MegaCacheLayer | None = None,
         encoder_hidden_states: torch.Tensor | None = None,
-        encoder_layout: TokenLayout = DENSE,
+        encoder_layout: Layout = DENSE,
         source: MegaCrossCacheLayer | None = None,
         grid: tuple[int, int] | None = None,
     ) -> torch.Tensor:
@@ -459,25 +411,19 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
         self.post_init()
 
     @property
-    def input_spec(self) -> InputSpec:
-        """Return what `read_batch` must know of the model."""
+    def input_width(self) -> int:
         config = self.config
-        projected = config.input_type == "tokens" and config.adaptive_input_cutoffs is None
-        return InputSpec(
-            config=config,
-            width=config.embedding_size if projected else config.hidden_size,
-            cache_class=self.cache_class,
-            seq2seq_cache_class=self.seq2seq_cache_class,
-            training=self.training,
-            checkpointing=self.gradient_checkpointing,
-            ranks=self.ranks,
-            options=frozenset({"position_ids"}),
-            weights_from_cache=False,
-            chunk=config.attention_chunk,
-            horizon=config.truncation,
-            counts_padding=config.padded_batch_statistics,
-            aligns=config.input_type != "patches",  # the places of patches are in the picture
-        )
+        projects = config.input_type == "tokens" and config.adaptive_input_cutoffs is None
+        return config.embedding_size if projects else config.hidden_size
+
+    @property
+    def closes_gaps(self) -> bool:
+        """Return whether layers require kept positions to follow each other: patches keep their place in the image."""
+        return self.config.input_type != "patches"
+
+    def check_shards(self, layout: ShardedLayout) -> None:
+        config = self.config
+        check_shards(layout, config.attention_chunk, config.truncation, config.padded_batch_statistics)
 
     @capture_outputs
     def forward(
@@ -540,15 +486,18 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
             ValueError: not exactly one kind of input, an empty batch, a mask of another shape, a mask with other values
                 than 0 and 1, a sequence longer than the bias table, an argument that Mega does not have.
         """
-        batch = read_batch(
-            self.input_spec,
-            self.get_input_embeddings(),
+        grid = None
+        if pixel_values is not None:
+            with raise_together(cp_group, pixel_values.device):
+                grid = self.find_grid(pixel_values, interpolate_pos_encoding)
+        inputs = prepare(
+            self,
             input_ids=input_ids,
             attention_mask=attention_mask,
             inputs_embeds=inputs_embeds,
             input_values=input_values,
             pixel_values=pixel_values,
-            interpolate=interpolate_pos_encoding,
+            grid=grid,
             position_ids=options.get("position_ids"),
             token_type_ids=token_type_ids,
             encoder_hidden_states=encoder_hidden_states,
@@ -558,45 +507,50 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
             options=options,
             cp_group=cp_group,
         )
-        layout, past, source = batch.layout, batch.target, batch.source
-        hidden_states = self.embed_tokens(batch)
-        recorded = layout.scatter(hidden_states) if batch.output_states else None
-        for index, layer in enumerate(self.layers):
+        layout, source = inputs.layout, (inputs.encoder_hidden_states, inputs.encoder_layout)
+        if token_type_ids is not None:
+            token_type_ids = layout.gather(token_type_ids)
+        hidden_states = self.start(embed(self, inputs), layout, token_type_ids, grid)
+        recorded = layout.scatter(hidden_states) if inputs.output_states else None
+        caches = layer_caches(inputs.cache, inputs.cross_cache, len(self.layers))
+        for layer, (cache, cross_cache) in zip(self.layers, caches, strict=True):
             if recorded is not None:
                 hidden_states = layout.gather(recorded)
-            hidden_states = layer(
-                hidden_states,
-                layout,
-                batch.output_weights,
-                None if past is None else past.layers[index],
-                batch.context,
-                batch.context_layout,
-                None if source is None else source.layers[index],
-                batch.grid,
-            )
+            hidden_states = layer(hidden_states, layout, inputs.output_weights, cache, *source, cross_cache, grid)
             if recorded is not None:
                 recorded = self.recorder(recorded, layout.scatter(hidden_states))
-        hidden_states = self.finish(hidden_states, layout)
-        hidden_states, pooled = layout.scatter(hidden_states), None
+        hidden_states = layout.scatter(self.finish(hidden_states, layout))
+        pooled = None
         if self.pooler is not None and layout.has_rows():
-            pooled = self.pooler(first_token(hidden_states, batch.mask, layout.parts))
+            pooled = self.pooler(first_token(hidden_states, inputs.mask, layout.reductions))
         return BaseModelOutputWithPoolingAndCrossAttentions(
             last_hidden_state=hidden_states,
-            cache=batch.past,
+            cache=inputs.past,
             pooler_output=pooled,
         )
 
-    def embed_tokens(self, batch: Batch) -> torch.Tensor:
-        """Return embeddings `[B, T, d]` as the first layer takes them."""
-        layout = batch.layout
-        hidden_states = self.embedding_layer(batch.embeddings, batch.token_type_ids, batch.grid)
+    def find_grid(self, pixel_values: torch.Tensor, interpolate: bool) -> tuple[int, int]:
+        """Return the rows and columns of patches of images; raise `ValueError` unless the model supports them."""
+        if self.config.input_type != "patches":
+            raise ValueError(f"`pixel_values` require input_type='patches', got {self.config.input_type!r}; omit them")
+        return self.get_input_embeddings().find_grid(pixel_values, interpolate)
+
+    def start(
+        self,
+        embeddings: torch.Tensor,
+        layout: Layout,
+        token_type_ids: torch.Tensor | None = None,
+        grid: tuple[int, int] | None = None,
+    ) -> torch.Tensor:
+        """Return the input `[B, T, d]` of the first layer."""
+        hidden_states = self.embedding_layer(embeddings, token_type_ids, grid)
         if self.embedding_norm is not None:
             hidden_states = self.embedding_norm(hidden_states, layout)
         hidden_states = self.embedding_dropout(hidden_states, layout)
-        # What the original's batch norm counts at padding.
+        # The batch norm of the original includes padding, whose states are then 0.
         return layout.clear_padding(hidden_states) if self.config.padded_batch_statistics else hidden_states
 
-    def finish(self, hidden_states: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
+    def finish(self, hidden_states: torch.Tensor, layout: Layout) -> torch.Tensor:
         """Return the states behind the last layer, `[B, T, d]`, as heads read them."""
         if self.final_norm is not None:
             hidden_states = self.final_norm(hidden_states, layout)

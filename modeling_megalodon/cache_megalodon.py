@@ -5,10 +5,10 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from luna_mega.kernels.api import TimestepNormState
 from luna_mega.modeling_common.cache import StateCache
-from luna_mega.modeling_common.key_cache import KeyLayer
+from luna_mega.modeling_common.key_cache import KeyValueCacheLayer
 
 
-class MegalodonCacheLayer(KeyLayer):
+class MegalodonCacheLayer(KeyValueCacheLayer):
     """The memory of one block over B sequences: beside the rotated keys and the values of the open chunk, states.
 
     `average` `[B, D, N, 2]`: states of the moving average, real and imaginary part. `norm_count` `[B]`, `norm_mean`,

@@ -6,8 +6,7 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
 from luna_mega.modeling_common.pooled_heads import GenericForSequenceClassification
-from luna_mega.modeling_common.pooling import last_token, masked_mean
-from luna_mega.modeling_common.sequence_parts import WHOLE, Parts
+from luna_mega.modeling_common.pooling import LOCAL, Reductions, last_token, masked_mean
 from luna_mega.modeling_megalodon.configuration_megalodon import MegalodonConfig
 from luna_mega.modeling_megalodon.modeling_megalodon import MegalodonModel, MegalodonPreTrainedModel
 
@@ -21,11 +20,11 @@ class MegalodonForSequenceClassification(GenericForSequenceClassification, Megal
         return MegalodonModel(config)
 
     def summarize(
-        self, outputs: BaseModelOutputWithPast, mask: torch.Tensor | None, parts: Parts = WHOLE
+        self, outputs: BaseModelOutputWithPast, mask: torch.Tensor | None, reductions: Reductions = LOCAL
     ) -> torch.Tensor:
         """Return the representation of sequences `[B, d]`."""
         pool = last_token if self.config.pooling == "last" else masked_mean
-        return pool(outputs.last_hidden_state, mask, parts)
+        return pool(outputs.last_hidden_state, mask, reductions)
 
     @can_return_tuple
     def forward(

@@ -31,9 +31,10 @@ from luna_mega.kernels.api import (
 )
 from luna_mega.kernels.dropout import Dropout
 from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel, StateRecorder, exact_dtype
-from luna_mega.modeling_common.inputs import InputSpec, read_batch
-from luna_mega.modeling_common.layout import TokenLayout
+from luna_mega.modeling_common.inputs import Inputs, embed, prepare
+from luna_mega.modeling_common.layout import Layout
 from luna_mega.modeling_common.outputs import BaseModelOutputWithPast
+from luna_mega.modeling_common.sharding import ShardedLayout, check_shards
 from luna_mega.modeling_common.tensor_parallel import RankBoundary
 from luna_mega.modeling_megalodon.attention_megalodon import (
     MegalodonChunkAttention,
@@ -63,7 +64,7 @@ class MegalodonTimestepNorm(nn.Module):
         self.register_buffer("prior_mean", torch.zeros(self.groups))
         self.register_buffer("prior_logv", torch.zeros(self.groups))
 
-    def forward(self, x: torch.Tensor, layout: TokenLayout, past: MegalodonCacheLayer | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, layout: Layout, past: MegalodonCacheLayer | None = None) -> torch.Tensor:
         """Return `[B, T, d]`; with `past` the statistics go on from there, and it is brought up to date."""
         affine = (self.groups, widen(self.weight) + 1.0, self.bias)
         if past is None:
@@ -92,7 +93,7 @@ class MegalodonMovingAverage(nn.Module):
         self.gamma = nn.Parameter(torch.empty(width, states, 2, dtype=dtype))
         self.omega = nn.Parameter(torch.empty(width, 1, dtype=dtype))
 
-    def forward(self, x: torch.Tensor, layout: TokenLayout, past: MegalodonCacheLayer | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, layout: Layout, past: MegalodonCacheLayer | None = None) -> torch.Tensor:
         parameters = (self.alpha[..., 0], self.delta[..., 0], self.theta[:, 0, 0], self.gamma)
         skip = self.omega[:, 0]
         if past is None:
@@ -154,7 +155,7 @@ class MegalodonGatedAttention(nn.Module):
     def forward(
         self,
         x: torch.Tensor,
-        layout: TokenLayout,
+        layout: Layout,
         rotation: Rotation,
         output_weights: bool = False,
         past: MegalodonCacheLayer | None = None,
@@ -223,7 +224,7 @@ class MegalodonBlock(GradientCheckpointingLayer):
     def forward(
         self,
         x: torch.Tensor,
-        layout: TokenLayout,
+        layout: Layout,
         rotation: Rotation,
         output_weights: bool = False,
         past: MegalodonCacheLayer | None = None,
@@ -288,22 +289,8 @@ class MegalodonModel(BodyMixin, MegalodonPreTrainedModel):
         """Replace the embedding of tokens."""
         self.embed_tokens = value
 
-    @property
-    def input_spec(self) -> InputSpec:
-        """Return what `read_batch` must know of the model."""
-        return InputSpec(
-            config=self.config,
-            width=self.config.hidden_size,
-            cache_class=self.cache_class,
-            seq2seq_cache_class=self.cache_class,  # there is no encoder
-            training=self.training,
-            checkpointing=self.gradient_checkpointing,
-            ranks=self.ranks,
-            options=frozenset({"position_ids"}),
-            weights_from_cache=False,
-            chunk=self.config.chunk_size,
-            aligns=True,
-        )
+    def check_shards(self, layout: ShardedLayout) -> None:
+        check_shards(layout, self.config.chunk_size)
 
     @capture_outputs
     def forward(
@@ -339,30 +326,41 @@ class MegalodonModel(BodyMixin, MegalodonPreTrainedModel):
             ValueError: not exactly one kind of input, an empty batch, a mask of another shape or with other values than
                 0 and 1, an argument that Megalodon does not have.
         """
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
-        inputs |= {"past_key_values": past_key_values, "use_cache": use_cache, "cp_group": cp_group}
-        spec, position_ids = self.input_spec, options.get("position_ids")
-        batch = read_batch(spec, self.embed_tokens, **inputs, position_ids=position_ids, options=options)
-        states = self.dropout(batch.embeddings * self.scale)
-        records = batch.output_states or spec.is_asked("output_attentions", options)
-
-        def run(states: torch.Tensor, past: MegalodonCache | None) -> torch.Tensor:
-            memory = [None] * len(self.layers) if past is None else past.layers
-            layout, rotation = batch.layout, self.rope(states, batch.layout, memory[0])
-            recorded = layout.scatter(states) if batch.output_states else None
-            for layer, own in zip(self.layers, memory, strict=True):
-                if recorded is not None:
-                    states = layout.gather(recorded)
-                states = layer(states, layout, rotation, batch.output_weights, own)
-                if recorded is not None:
-                    recorded = self.recorder(recorded, layout.scatter(states))
-            return self.final_norm(states, layout, memory[-1])
-
-        if needs_windows(self.config, batch, self.training, records):
-            states = run_in_windows(self.config, states, batch.target, run)
+        inputs = prepare(
+            self,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            position_ids=options.get("position_ids"),
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            options=options,
+            cp_group=cp_group,
+        )
+        windowed = self.config.windowed_statistics and not self.training and needs_windows(self, inputs, options)
+        hidden_states = self.scale_embeddings(embed(self, inputs))
+        if windowed:
+            hidden_states = run_in_windows(self, hidden_states, inputs)
         else:
-            states = run(states, batch.target)
-        return BaseModelOutputWithPast(last_hidden_state=batch.layout.scatter(states), cache=batch.past)
+            hidden_states = self.run_layers(hidden_states, inputs, inputs.cache)
+        return BaseModelOutputWithPast(last_hidden_state=inputs.layout.scatter(hidden_states), cache=inputs.past)
+
+    def scale_embeddings(self, embeddings: torch.Tensor) -> torch.Tensor:
+        """Return the input of the first layer."""
+        return self.dropout(embeddings if self.scale == 1.0 else embeddings * self.scale)
+
+    def run_layers(self, hidden_states: torch.Tensor, inputs: Inputs, cache: MegalodonCache | None) -> torch.Tensor:
+        """Return the states after all layers and the last norm; `cache` is updated in place."""
+        layout, caches = inputs.layout, [None] * len(self.layers) if cache is None else cache.layers
+        rotation = self.rope(hidden_states, layout, caches[0])
+        recorded = layout.scatter(hidden_states) if inputs.output_states else None
+        for layer, layer_cache in zip(self.layers, caches, strict=True):
+            if recorded is not None:
+                hidden_states = layout.gather(recorded)
+            hidden_states = layer(hidden_states, layout, rotation, inputs.output_weights, layer_cache)
+            if recorded is not None:
+                recorded = self.recorder(recorded, layout.scatter(hidden_states))
+        return self.final_norm(hidden_states, layout, caches[-1])
 
 
 __all__ = ["MegalodonModel", "MegalodonPreTrainedModel"]

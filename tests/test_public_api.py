@@ -148,7 +148,7 @@ def test_tokens_of_another_model_are_named(name):
         vocab_size=11, hidden_size=12, num_hidden_layers=1, intermediate_size=8
     )
     ids = torch.tensor([[3, 11, 4]])
-    with pytest.raises(ValueError, match="numbers from 3 to 11, and the vocabulary of this model 11 tokens"):
+    with pytest.raises(ValueError, match="are from 3 to 11, but the vocabulary of this model has 11 tokens"):
         getattr(luna_mega, name)(config)(ids)
 
 

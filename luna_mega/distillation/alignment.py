@@ -12,7 +12,11 @@ from luna_mega.distillation.families import Parts
 from luna_mega.distillation.students import check_pair, match_layers, same_layers
 from luna_mega.distillation.teachers import Observed, Teacher, inputs_of
 from luna_mega.hub.folder import position_limit
-from luna_mega.modeling_common.layout import TokenLayout
+from luna_mega.modeling_common.layout import DenseLayout
+from luna_mega.modeling_common.padding_free import PaddingFreeLayout
+from luna_mega.modeling_common.sharding import ShardedLayout
+
+LAYOUTS = (DenseLayout, PaddingFreeLayout, ShardedLayout)
 
 
 @dataclass(frozen=True)
@@ -144,7 +148,7 @@ class _Alignment:
 
         def hook(module, args):
             hidden, *others = args
-            self.layout = next(arg for arg in others if isinstance(arg, TokenLayout))
+            self.layout = next(arg for arg in others if isinstance(arg, LAYOUTS))
             if index == 0:
                 self.shift = (hidden - self.state(0, hidden)).detach() if self.plan.shifts else 0.0
             if index > 0 or self.plan.attention:

@@ -19,7 +19,7 @@ from luna_mega.distillation.families import Parts
 from luna_mega.distillation.students import check_pair
 from luna_mega.distillation.teachers import Teacher, inputs_of, positions_of
 from luna_mega.errors import reason
-from luna_mega.modeling_common.layout import TokenLayout
+from luna_mega.modeling_common.layout import DenseLayout
 from luna_mega.modeling_common.masks import drop_if_full
 
 _BOUND = 0.99  # of tanh in a Mega's head
@@ -268,7 +268,7 @@ def _solve_queries(own: Parts, samples: list[_Sample], queries: list[torch.Tenso
     """Write the pack queries `[L, d]` of all layers, which read P as the layers before have left it."""
     embeddings, states = own.model.luna.embeddings, []
     for sample in samples:
-        layout, words = TokenLayout(drop_if_full(sample.kept)), embeddings.word_embeddings(sample.ids)
+        layout, words = DenseLayout(drop_if_full(sample.kept)), embeddings.word_embeddings(sample.ids)
         packed, used = embeddings(words, layout, sample.positions, with_packed=True)[1]
         used = torch.ones_like(packed[0][..., 0], dtype=torch.bool) if used is None else used
         states.append((layout, packed, used))
@@ -325,7 +325,7 @@ def _sample(teacher: Teacher, own: Parts, plan: AlignmentPlan, batch: dict[str, 
     ids, kept = inputs["input_ids"], inputs["attention_mask"].bool()
     positions, states = positions_of(kept), teacher.show(batch).states
     first, _ = embeddings(
-        embeddings.word_embeddings(ids), TokenLayout(drop_if_full(kept)), positions, with_packed=False
+        embeddings.word_embeddings(ids), DenseLayout(drop_if_full(kept)), positions, with_packed=False
     )
     shift = first - states[0].to(first.dtype) if plan.shifts else 0.0
     return _Sample(ids, positions, kept, [states[index].to(first.dtype) + shift for index, _ in plan.pairs])

@@ -10,8 +10,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, initialization as init
 
 from luna_mega.modeling_common.cache import Constants, StateLayer
-from luna_mega.modeling_common.inputs import Batch
-from luna_mega.modeling_common.layout import DENSE, TokenLayout
+from luna_mega.modeling_common.layout import DENSE, Layout
+from luna_mega.modeling_common.padding_free import PaddingFreeLayout
 from luna_mega.modeling_luna.generation_luna import LunaForCausalLM
 from luna_mega.modeling_mega.generation_mega import MegaForCausalLM
 from luna_mega.modeling_megalodon.generation_megalodon import MegalodonForCausalLM
@@ -60,7 +60,7 @@ class ServedModel(nn.Module):
         """Return the cache layer of these sequences, backed by `states`."""
         raise NotImplementedError
 
-    def run_layer(self, index: int, hidden_states: torch.Tensor, layout: TokenLayout, past: StateLayer) -> torch.Tensor:
+    def run_layer(self, index: int, hidden_states: torch.Tensor, layout: Layout, past: StateLayer) -> torch.Tensor:
         """Return the output of a layer for `[B, T, d]`, and update its states."""
         raise NotImplementedError
 
@@ -83,9 +83,10 @@ class ServedModel(nn.Module):
         for sequences in groups:
             layout = sequences.layout
             # Not read from `cu_seqlens`, which would synchronize with the device.
-            end = layout.shape[1] + begin if layout.is_ragged() else begin + len(sequences.slots)
+            padding_free = isinstance(layout, PaddingFreeLayout)
+            end = layout.shape[1] + begin if padding_free else begin + len(sequences.slots)
             rows = hidden_states[begin:end]
-            rows = rows[None] if layout.is_ragged() else rows[:, None]
+            rows = rows[None] if padding_free else rows[:, None]
             parts.append(self.run_layer(index, rows, layout, self.past(index, states, sequences)).flatten(0, 1))
             begin = end
         if begin < len(hidden_states):
@@ -132,8 +133,7 @@ class ServedMega(ServedModel):
         return torch.float32, dtype, dtype
 
     def embed(self, embeddings, positions):
-        batch = Batch(embeddings[None], None, DENSE, None, None, None, False, False)
-        return self.model.mega.embed_tokens(batch)[0]
+        return self.model.mega.start(embeddings[None], DENSE)[0]
 
     def past(self, index, states, sequences):
         return MegaSlots(states, sequences, self.constants[index])

@@ -13,10 +13,12 @@ import torch
 
 from luna_mega.kernels.api import LunaCausalState, TimestepNormState
 from luna_mega.kernels.ragged import locate
+from luna_mega.modeling_common.attention import KeyWindow
 from luna_mega.modeling_common.cache import Constants
-from luna_mega.modeling_common.key_cache import KeyLayer, Reach
-from luna_mega.modeling_common.layout import DENSE, TokenLayout
+from luna_mega.modeling_common.key_cache import KeyValueCacheLayer
+from luna_mega.modeling_common.layout import DENSE, Layout
 from luna_mega.modeling_common.masks import can_look
+from luna_mega.modeling_common.padding_free import PaddingFreeLayout
 from luna_mega.modeling_luna.cache_luna import LunaCacheLayer
 from luna_mega.modeling_mega.cache_mega import MegaCacheLayer
 from luna_mega.modeling_megalodon.cache_megalodon import MegalodonCacheLayer
@@ -36,7 +38,7 @@ class Sequences:
 
     slots: torch.Tensor
     before: torch.Tensor
-    layout: TokenLayout = DENSE
+    layout: Layout = DENSE
     kept: dict[str, Any] = field(default_factory=dict, init=False)
 
     def once(self, name: str, compute: Callable[[], Any]) -> Any:
@@ -60,7 +62,7 @@ class Sequences:
         state[self.slots] = rows.to(state.dtype)
 
 
-class ChunkSlots(KeyLayer):
+class ChunkSlots(KeyValueCacheLayer):
     """Cache of one block with chunked attention: moving averages `[slots, D, ...]`, and the current chunk.
 
     Keys and values are `[slots, C, Z]` and `[slots, C, V]`; position p of a sequence is in column p modulo C.
@@ -75,16 +77,16 @@ class ChunkSlots(KeyLayer):
         """Write the moving averages to the slots."""
         self.sequences.write(self.states[0], average)
 
-    def extend(self, keys, values, mask, chunk_size) -> Reach:
-        """Add keys and values, and return what the new positions attend to, all of which are kept (no mask)."""
-        if self.sequences.layout.is_ragged():
-            return self._extend_ragged(keys, values, chunk_size)
+    def extend(self, keys, values, mask, chunk_size) -> KeyWindow:
+        """Add keys and values of positions that are all kept, and return those visible to these positions."""
+        if isinstance(self.sequences.layout, PaddingFreeLayout):
+            return self._extend_varlen(keys, values, chunk_size)
         slots = self.sequences.slots
         column, count = self.sequences.once("columns", lambda: self._columns(chunk_size))
         for state, new in zip(self.states[1:3], (keys, values), strict=True):
             state[slots, column] = new[:, 0].to(state.dtype)
-        reach = (state[:, :count] for state in self.states[1:3])
-        return Reach(*reach, column=column, slots=slots)
+        keys, values = (state[:, :count] for state in self.states[1:3])
+        return KeyWindow(keys, values, offset=count - 1, step=True, column=column, slots=slots)
 
     def _columns(self, chunk_size):
         """Return the columns of the new positions, and an upper bound of the columns in use."""
@@ -92,16 +94,16 @@ class ChunkSlots(KeyLayer):
         # Reading the maximum would synchronize with a GPU, so all columns are used there.
         return column, int(column.max()) + 1 if can_look(column) else chunk_size
 
-    def _extend_ragged(self, keys, values, chunk_size):
+    def _extend_varlen(self, keys, values, chunk_size):
         """Insert the cached keys before the new keys of each sequence, so that it starts with a chunk."""
         places = self.sequences.once("places", lambda: self._places(keys.shape[1], chunk_size))
-        slots, column, is_kept, source, following, is_open, layout = places
-        reach = []
+        slots, column, is_kept, source, following, is_open, varlen, columns = places
+        tensors = []
         for state, new in zip(self.states[1:3], (keys, values), strict=True):
             whole = torch.where(is_kept, state[slots, column], new[0, source].to(state.dtype))
             self.sequences.write(state, whole[following].masked_fill_(~is_open, 0.0))
-            reach.append(whole[None])
-        return Reach(*reach, layout=layout)
+            tensors.append(whole[None])
+        return KeyWindow(*tensors, varlen=varlen, places=columns)
 
     def _places(self, total, chunk_size):
         """Return the indices of all keys: slot and column of cached ones, index of new ones, and destinations."""
@@ -122,8 +124,7 @@ class ChunkSlots(KeyLayer):
         opened = ((before + lengths) % chunk_size)[:, None]  # positions of the current chunk after the new ones
         following = ((joined[:-1] + kept + lengths)[:, None] - opened + columns).clamp(max=total + room - 1)
         is_open, column = (columns < opened)[..., None], column.clamp(max=chunk_size - 1)
-        layout = TokenLayout(None, joined, longest, places, (1, total + room))
-        return slots[row], column, is_kept, source, following, is_open, layout
+        return slots[row], column, is_kept, source, following, is_open, (joined, longest), places
 
 
 class MegaSlots(ChunkSlots, MegaCacheLayer):

@@ -25,7 +25,7 @@ from vllm.v1.attention.backends.linear_attn import LinearAttentionBackend
 from vllm.v1.attention.backends.mamba_attn import BaseMambaAttentionMetadata, BaseMambaAttentionMetadataBuilder
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
-from luna_mega.modeling_common.layout import TokenLayout
+from luna_mega.modeling_common.padding_free import PaddingFreeLayout
 from luna_mega.serving.families import FAMILIES, ServedModel
 from luna_mega.serving.slots import Sequences
 
@@ -83,7 +83,7 @@ class SlotMetadata(BaseMambaAttentionMetadata):
             bounds = self.query_start_loc_p
             end = self.num_reqs
             before = self.seq_lens[end - self.num_prefills : end].long() - bounds.diff().long()
-            layout = TokenLayout(None, bounds, self.longest, shape=(1, self.num_prefill_tokens))
+            layout = PaddingFreeLayout(bounds, self.longest, shape=(1, self.num_prefill_tokens))
             groups.append(Sequences(self.state_indices_tensor_p.long(), before, layout))
         return groups
 
@@ -143,7 +143,7 @@ class LayerSlots(nn.Module, MambaBase):
             total, device = len(hidden_states), hidden_states.device
             kinds = zip(self.shapes, self.dtypes, strict=True)
             states = tuple(torch.zeros(1, *shape, dtype=dtype, device=device) for shape, dtype in kinds)
-            layout = TokenLayout(None, torch.tensor([0, total], device=device), total, shape=(1, total))
+            layout = PaddingFreeLayout(torch.tensor([0, total], device=device), total, shape=(1, total))
             zero = torch.zeros(1, dtype=torch.long, device=device)
             groups = [Sequences(zero, zero, layout)]
         else:

@@ -133,7 +133,7 @@ def test_lengths():
     teacher = make_teacher("bert")
     short, batch = make_student(teacher, "luna", max_position_embeddings=10), make_batch(teacher)
     for stage in (align, distill):
-        with pytest.raises(ValueError, match="exceed the 10 learned positions"):
+        with pytest.raises(ValueError, match="exceeds the 10 learned positions"):
             stage(teacher, short, batch)
     long = {key: tensor.repeat(1, 2) for key, tensor in batch.items()}
     for stage in (align, distill, lambda teacher, student, batch: calibrate(teacher, student, [batch])):

@@ -8,8 +8,7 @@ import torch.distributed as dist
 
 from luna_mega import shard_sequence
 from luna_mega.kernels.context_parallel import ContextShard
-from luna_mega.modeling_common.layout import TokenLayout
-from luna_mega.modeling_common.sequence_parts import SharedParts
+from luna_mega.modeling_common.sharding import ShardedLayout
 
 
 def describe(lengths):
@@ -60,22 +59,21 @@ def test_gradients_are_those_of_the_sum_of_all_losses(ranks, count):
 
 def lay_out(mask, lengths):
     rank = dist.get_rank()
-    shard = ContextShard.of(dist.group.WORLD, lengths[rank], torch.device("cpu"))
-    part = mask[:, shard.start : shard.start + lengths[rank]]
-    kept = None if part.all() else part
-    layout = TokenLayout(kept, parts=SharedParts.count(shard, kept, len(mask), mask.device))
-    return layout.sizes(part), layout.counts(), layout.start(), layout.parts.before()
+    start = sum(lengths[:rank])
+    part = mask[:, start : start + lengths[rank]]
+    layout = ShardedLayout.of(dist.group.WORLD, None if part.all() else part, part)
+    return layout.sizes(part), layout.counts(), layout.start()
 
 
 def test_layouts_count_tokens_over_all_ranks(ranks):
     # whole, padded on the left over the border of two ranks, padded on the right, without any token
     mask = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 1, 1], [1, 1, 1, 0, 0, 0], [0, 0, 0, 0, 0, 0]]).bool()
     starts = (0, 3, 4)
-    for start, (sizes, counts, position, before) in zip(starts, ranks(3, lay_out, mask, (3, 1, 2)), strict=True):
+    for start, (sizes, counts, position) in zip(starts, ranks(3, lay_out, mask, (3, 1, 2)), strict=True):
         assert sizes == (4, 6) and counts.tolist() == [[6], [2], [3], [0]]
-        assert position.tolist() == before.tolist() == mask[:, :start].sum(dim=1).tolist()
-    for start, (_, counts, position, before) in zip(starts, ranks(3, lay_out, mask[:1], (3, 1, 2)), strict=True):
-        assert counts is None and position.tolist() == before.tolist() == [start]
+        assert position.tolist() == mask[:, :start].sum(dim=1).tolist()
+    for start, (_, counts, position) in zip(starts, ranks(3, lay_out, mask[:1], (3, 1, 2)), strict=True):
+        assert counts is None and position.tolist() == [start]
 
 
 def cut(length, multiple):

@@ -8,7 +8,8 @@ from transformers.loss.loss_utils import ForQuestionAnsweringLoss
 import luna_mega
 from luna_mega.kernels.context_parallel import ContextShard
 from luna_mega.modeling_common.labels import count_kept, next_tokens, shift_right
-from luna_mega.modeling_common.sequence_parts import WHOLE, SharedParts
+from luna_mega.modeling_common.pooling import LOCAL
+from luna_mega.modeling_common.sharding import ShardedReductions
 from tests.modeling.luna import tiny_config
 
 LENGTHS = {2: (5, 7), 4: (3, 1, 2, 6)}
@@ -32,7 +33,7 @@ def compare_labels(seed):
     positions = torch.randint(-1, 15, (2, len(MASK)), generator=generator)
     positions[:, 1] = 4  # one that counts
     shard = ContextShard(dist.group.WORLD, LENGTHS[dist.get_world_size()])
-    parts, here = SharedParts(shard), slice(shard.start, shard.start + shard.lengths[shard.rank])
+    parts, here = ShardedReductions(shard), slice(shard.start, shard.start + shard.lengths[shard.rank])
     own, hidden = labels[:, here], count_kept(labels, MASK)
     expected = [
         next_tokens(labels, None),
@@ -41,14 +42,14 @@ def compare_labels(seed):
         *shift_right(hidden, 2, 1),
     ]
     actual = [
-        next_tokens(own, None, parts=parts),
-        next_tokens(own, None, MASK[:, here], parts=parts),
-        next_tokens(own, own, MASK[:, here], parts=parts),
+        next_tokens(own, None, reductions=parts),
+        next_tokens(own, None, MASK[:, here], reductions=parts),
+        next_tokens(own, own, MASK[:, here], reductions=parts),
         *shift_right(hidden[:, here], 2, 1, parts),
     ]
     same = [torch.equal(x[:, here], y) for x, y in zip(expected, actual, strict=True)]
     for options in ({}, {"num_items_in_batch": 3}):
-        loss = WHOLE.position_loss(ForQuestionAnsweringLoss, scores, positions, MASK, **options)
+        loss = LOCAL.position_loss(ForQuestionAnsweringLoss, scores, positions, MASK, **options)
         parted = parts.position_loss(ForQuestionAnsweringLoss, scores[..., here], positions, MASK[:, here], **options)
         same.append(torch.allclose(loss, parted))
     return same

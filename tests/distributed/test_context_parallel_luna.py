@@ -153,12 +153,12 @@ def test_ranks_share_dropout_of_replicated_tensors(ranks):
 
 
 REFUSALS = [
-    ("Model", {}, {"position_ids": torch.arange(9)[None]}, "leave position_ids out"),
+    ("Model", {}, {"position_ids": torch.arange(9)[None]}, "`position_ids` are not supported with `cp_group`"),
     ("Model", {}, {"output_attentions": True}, "output_attentions=False"),
     ("Model", {}, {"seq_idx": None}, "pad the batch"),
     ("Model", {"unpad_inputs": True}, {}, "unpad_inputs=False"),
-    ("Model", {"max_position_embeddings": 20}, {}, "length 23 exceed the 20 learned positions"),
-    ("ForCausalLM", CAUSAL, {"use_cache": True}, "pass use_cache=False"),
+    ("Model", {"max_position_embeddings": 20}, {}, "length 23 exceeds the 20 learned positions"),
+    ("ForCausalLM", CAUSAL, {"use_cache": True}, "`use_cache=False`"),
     ("ForCausalLM", CAUSAL, {"logits_to_keep": 1}, "`logits_to_keep` is not supported with `cp_group`"),
     ("ForSequenceClassification", {"drop_first_token": True, "pooling": "cls"}, {}, "drop_first_token=False"),
 ]
@@ -175,7 +175,7 @@ def refuse_all():
         refused.append(str(error.value))
     with pytest.raises(ValueError) as error:  # of another batch size on the last rank, which the others learn
         build("Model")(torch.ones(1 + dist.get_rank(), 5, dtype=torch.long), cp_group=dist.group.WORLD)
-    with pytest.raises(Exception, match="no positions|input_ids has numbers"):  # refused by the last rank alone
+    with pytest.raises(Exception, match="no positions|`input_ids` are from"):  # refused by the last rank alone
         build("ForMaskedLM")(torch.full((1, 5), 99 * dist.get_rank()), cp_group=dist.group.WORLD)
     return [*refused, str(error.value)]
 

@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 import luna_mega
 from luna_mega.kernels.context_parallel import ContextShard
-from luna_mega.modeling_common.layout import TokenLayout
-from luna_mega.modeling_common.sequence_parts import SharedParts
+from luna_mega.modeling_common.sharding import ShardedLayout
 from luna_mega.modeling_mega.layers_mega import MegaDropout
 from tests.modeling.luna import enlarged, head_inputs, labels, tokens
 from tests.modeling.mega import HEADS, NO_DROPOUT, tiny_config
@@ -153,8 +152,7 @@ def test_every_kind_of_layer(ranks, count, side, checkpointing):
 
 
 def drop_features():
-    shard = ContextShard.of(dist.group.WORLD, 2, torch.device("cpu"))
-    layout = TokenLayout(parts=SharedParts.count(shard, None, 3, torch.device("cpu")))
+    layout = ShardedLayout.of(dist.group.WORLD, None, torch.ones(3, 2))
     torch.manual_seed(dist.get_rank())
     return MegaDropout(0.5, features=True).train()(torch.ones(3, 2, 8), layout)
 
@@ -237,8 +235,8 @@ def test_unsupported_inputs_raise_on_every_rank(ranks):
     assert "ends after 3 tokens of a sequence, inside an attention chunk of 2" in first[1]
     assert "padded_batch_statistics=True" in first[2] and "pad on the right" in first[2]
     assert "truncation=11 is below the length 12" in first[3]
-    assert "a rank has no positions, or its inputs were invalid" in first[4] and "leave token_type_ids out" in second[4]
-    assert "attention weights" in first[5] and "goes without a cache" in first[6] and "cross_attention" in first[7]
+    assert "a rank has no positions, or its inputs were invalid" in first[4] and "`token_type_ids` require" in second[4]
+    assert "attention weights" in first[5] and "a cache is not supported" in first[6] and "cross_attention" in first[7]
     assert first[1:4] == second[1:4] and first[5:] == second[5:]
 
 

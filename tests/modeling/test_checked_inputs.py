@@ -29,7 +29,7 @@ def test_tokens_outside_adaptive_bands(token):
     model = mega_decoders.make(**BANDS, adaptive_softmax_factor=2)
     vocabulary = torch.arange(30)[None]
     assert model.get_input_embeddings()(vocabulary).abs().sum(dim=-1).gt(0).sum() >= 29  # all but the padding token
-    with pytest.raises(ValueError, match="the vocabulary of this model 30 tokens"):
+    with pytest.raises(ValueError, match="the vocabulary of this model has 30 tokens"):
         model(torch.cat([vocabulary, torch.tensor([[token]])], dim=1))
 
 

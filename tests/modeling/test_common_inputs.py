@@ -23,18 +23,18 @@ family = pytest.mark.parametrize("family", FAMILIES, ids=["luna", "mega"])
         ({"input_ids": None}, "exactly one of input_ids and inputs_embeds"),
         ({"inputs_embeds": torch.zeros(2, 9, 24)}, "exactly one of input_ids and inputs_embeds"),
         ({"input_values": torch.zeros(2, 9)}, "input_type='tokens'"),
-        ({"input_ids": torch.zeros(9, dtype=torch.long)}, r"takes input_ids \[B, T\] or .* got the shape \[9\]"),
-        ({"input_ids": torch.tensor(9)}, r"takes input_ids \[B, T\] or .* got the shape \[\]"),
-        ({"input_ids": torch.zeros(2, 9, 3, dtype=torch.long)}, r"got the shape \[2, 9, 3\]"),
+        ({"input_ids": torch.zeros(9, dtype=torch.long)}, r"input_ids` must have the shape \[B, T\], or .* got \[9\]"),
+        ({"input_ids": torch.tensor(9)}, r"input_ids` must have the shape \[B, T\], or .* got \[\]"),
+        ({"input_ids": torch.zeros(2, 9, 3, dtype=torch.long)}, r"got \[2, 9, 3\]"),
         ({"input_ids": None, "inputs_embeds": torch.zeros(2, 9, 23)}, r"inputs_embeds \[B, T, 24\], got .* 23\]"),
-        ({"input_ids": None, "inputs_embeds": torch.zeros(2, 24)}, r"got the shape \[2, 24\]"),
+        ({"input_ids": None, "inputs_embeds": torch.zeros(2, 24)}, r"got \[2, 24\]"),
         (
             {"attention_mask": torch.ones(2, 8)},
             r"attention_mask must have the shape \[2, 9\] of the input, got \[2, 8\]",
         ),
         ({"attention_mask": torch.ones(2, 1, 9, 9)}, "attention_mask must have the shape"),
-        ({"head_mask": torch.zeros(2, 9)}, "(Luna|Mega) models take no head_mask; leave the argument out"),
-        ({"is_causal": True}, "(Luna|Mega) models take no is_causal"),
+        ({"head_mask": torch.zeros(2, 9)}, "(Luna|Mega) models do not support head_mask; omit the argument"),
+        ({"is_causal": True}, "(Luna|Mega) models do not support is_causal"),
         ({"use_cache": True}, "need a decoder"),
     ],
 )
@@ -60,7 +60,7 @@ def test_values_have_no_vocabulary(family):
             change()
     with pytest.raises(ValueError, match="exactly one of input_values and inputs_embeds"):
         model(**luna.head_inputs("Model", [9]))
-    with pytest.raises(ValueError, match=r"takes input_values \[B, T\] or .* got the shape \[2, 9, 1\]"):
+    with pytest.raises(ValueError, match=r"input_values` must have the shape \[B, T\], or .* got \[2, 9, 1\]"):
         model(input_values=torch.zeros(2, 9, 1))
 
 

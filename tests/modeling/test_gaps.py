@@ -28,7 +28,7 @@ CUTS = [[LENGTH], [5, 7], [3, 1, 8], [4, 1, 1, 6], [1] * LENGTH]
 def place(request, monkeypatch):
     """Where masks are: on a host, whose values decide, or where looking at them would wait."""
     if request.param == "device":
-        for module in ("layout", "inputs", "masks"):
+        for module in ("layout", "padding_free", "validation", "masks"):
             monkeypatch.setattr(f"luna_mega.modeling_common.{module}.can_look", lambda x: False)
 
 

@@ -361,7 +361,7 @@ def test_unsupported_options_raise(model):
         with pytest.raises(ValueError, match="guidance_scale with num_beams=2: .*; leave one out"):
             Run(model, {"guidance_scale": 1.5, "num_beams": 2})
         if model.config.model_type.startswith("mega"):
-            with pytest.raises(ValueError, match="output_attentions=True goes with a new cache only"):
+            with pytest.raises(ValueError, match="`output_attentions=True` requires a new cache"):
                 Run(model, {"output_attentions": True})
 
 

@@ -95,18 +95,18 @@ FORWARD = {
         lambda m: run(m, mask=ones(2, 12), past_key_values=filled(m)),
     ),
     "an additive mask": ("attention_mask has values from", lambda m: run(m, mask=-1.0 * ones(2, 5))),
-    "an unknown argument": ("take no foo", lambda m: run(m, foo=1)),
-    "tokens beyond the vocabulary": ("numbers from 102 to 108", lambda m: run(m, IDS + 100)),
-    "tokens below 0": ("numbers from -98 to -92", lambda m: run(m, IDS - 100)),
+    "an unknown argument": ("do not support foo", lambda m: run(m, foo=1)),
+    "tokens beyond the vocabulary": ("are from 102 to 108", lambda m: run(m, IDS + 100)),
+    "tokens below 0": ("are from -98 to -92", lambda m: run(m, IDS - 100)),
     "no token": ("the batch is empty", lambda m: run(m, IDS[:, :0])),
     "labels of another shape": (r"`labels` must have the shape \[2, 5\]", lambda m: run(m, labels=IDS.T)),
     "positions of another length": ("position_ids", lambda m: run(m, position_ids=torch.arange(4))),
     "a cache of a padding-free batch": (
-        "a ragged batch has no cache",
+        "a padding-free batch has no cache",
         lambda m: run(m, seq_idx=torch.tensor([[0, 0, 1, 1, 1]] * 2), use_cache=True),
     ),
     "states of an encoder": (
-        "(take|has) no .*encoder_hidden_states|encoder_hidden_states need a decoder",
+        "(do not support|has no) .*encoder_hidden_states|encoder_hidden_states need a decoder",
         lambda m: run(m, encoder_hidden_states=torch.randn(2, 4, 12)),
     ),
     "a cache with checkpoints": (

@@ -108,7 +108,7 @@ def test_errors_specific_to_decoders():
         model(ids, packed_states=torch.zeros(1, 3, 24).double())
     with pytest.raises(ValueError, match=r"`packed_mask` must have the shape \[2, 3\] .* got \[2, 4\]"):
         model(ids, packed_states=torch.zeros(2, 3, 24).double(), packed_mask=torch.ones(2, 4))
-    with pytest.raises(ValueError, match="packed_mask is the mask of packed_states"):
+    with pytest.raises(ValueError, match="`packed_states` is missing; pass it with its `packed_mask`"):
         model(ids, packed_mask=torch.ones(2, 6))
     with pytest.raises(ValueError, match="is_decoder=True"):
         LunaForCausalLM(LunaConfig())
@@ -116,5 +116,5 @@ def test_errors_specific_to_decoders():
         LunaForMaskedLM(LunaConfig(vocab_size=30))(ids, use_cache=True)
     with pytest.raises(StrictDataclassError, match="contextual_projection=True needs an encoder"):
         LunaConfig(is_decoder=True, contextual_projection=True)
-    with pytest.raises(ValueError, match="sequences of length 45 exceed the 40 learned positions"):
+    with pytest.raises(ValueError, match="sequence length 45 exceeds the 40 learned positions"):
         make(position_embedding_type="learned")(torch.randint(3, 30, (1, 45)))

@@ -14,12 +14,12 @@ def test_configuration_checks_types():
 
 
 def test_no_token_types():
-    with pytest.raises(ValueError, match="Luna models take no token_type_ids"):
+    with pytest.raises(ValueError, match="Luna models do not support token_type_ids"):
         make("Model")(**head_inputs("Model", [9, 4]), token_type_ids=torch.zeros(2, 9))
 
 
 def test_sequence_longer_than_the_positions():
-    with pytest.raises(ValueError, match="length 49 exceed the 48 learned positions.*truncate"):
+    with pytest.raises(ValueError, match="length 49 exceeds the 48 learned positions.*truncate"):
         make("Model")(**head_inputs("Model", [49]))
     make("Model", position_embedding_type="sinusoidal")(**head_inputs("Model", [49]))
 

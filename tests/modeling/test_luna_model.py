@@ -9,7 +9,7 @@ from transformers import (
 )
 
 from luna_mega import LunaConfig, LunaForMaskedLM, LunaForSequenceClassification, LunaForSequencePairClassification
-from luna_mega.modeling_common.layout import DENSE, TokenLayout
+from luna_mega.modeling_common.layout import DENSE, DenseLayout
 
 from .luna import HEADS, POOLINGS, VALUES, VARIANTS, head_inputs, labels, make, tiny_config
 from .saving import comes_back, masked_lm_comes_back
@@ -207,7 +207,7 @@ def test_layerdrop():
 def test_dropout_is_drawn_for_every_sequence():
     model = make("Model", dropout=0.5).train()
     twice = {name: value.expand(2, -1) for name, value in head_inputs("Model", [9]).items()}
-    embeds, layout = model.get_input_embeddings()(twice["input_ids"]), TokenLayout(twice["attention_mask"].bool())
+    embeds, layout = model.get_input_embeddings()(twice["input_ids"]), DenseLayout(twice["attention_mask"].bool())
     tokens, ((packed,), _) = model.embeddings(embeds, layout, torch.arange(9)[None], with_packed=True)
     assert not torch.equal(tokens[0], tokens[1]) and not torch.equal(packed[0], packed[1])
 

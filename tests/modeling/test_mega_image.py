@@ -8,7 +8,8 @@ from transformers import AutoModelForImageClassification, ViTConfig, pipeline
 from transformers.models.vit.modeling_vit import ViTEmbeddings
 
 from luna_mega import MegaConfig, MegaForImageClassification, MegaModel
-from luna_mega.modeling_common.layout import DENSE, TokenLayout
+from luna_mega.modeling_common.layout import DENSE
+from luna_mega.modeling_common.padding_free import PaddingFreeLayout
 from luna_mega.modeling_mega.layers_mega import MegaDropPath
 from luna_mega.modeling_mega.patches_mega import interpolate_positions, interpolate_raster_bias
 
@@ -148,7 +149,7 @@ def test_the_table_of_its_own_grid_stays():
         ),
         (
             {"pixel_values": torch.zeros(1, 3, 32, 32), "position_ids": torch.tensor([[0, 1] * 8])},
-            "not laid end to end",
+            "images do not support padding-free batches",
         ),
         ({}, "exactly one of pixel_values and inputs_embeds"),
         ({"pixel_values": torch.zeros(2, 3, 32, 32), "inputs_embeds": torch.zeros(2, 16, 16)}, "exactly one of"),
@@ -185,7 +186,7 @@ def test_bad_configurations(fields, message):
 def test_image_inputs_need_an_image_model():
     with pytest.raises(ValueError, match="needs input_type='patches', got 'tokens'"):
         MegaForImageClassification(MegaConfig())
-    with pytest.raises(ValueError, match="input_type='tokens': give exactly one of input_ids"):
+    with pytest.raises(ValueError, match="`pixel_values` require input_type='patches', got 'tokens'"):
         MegaModel(MegaConfig())(pixel_values=torch.zeros(2, 3, 32, 32))
 
 
@@ -195,7 +196,7 @@ def test_stochastic_depth_drops_sequences_and_preserves_the_mean():
     dropped = drop_path(states, DENSE)
     assert dropped.unique().tolist() == pytest.approx([0.0, 4 / 3])
     assert (dropped == dropped[:, :1, :1]).all() and dropped.mean() == pytest.approx(1.0, abs=0.03)
-    ragged = drop_path(torch.ones(1, 60, 2), TokenLayout(None, torch.tensor([0, 20, 25, 60]), 35))
+    ragged = drop_path(torch.ones(1, 60, 2), PaddingFreeLayout(torch.tensor([0, 20, 25, 60]), 35))
     assert all((part == part[0, 0]).all() for part in ragged[0].split([20, 5, 35]))
     assert drop_path.eval()(states, DENSE) is states
 

@@ -66,7 +66,7 @@ def test_bad_input():
         model(source[:, :5], mask[:, :5], target, past_key_values=past)
     with pytest.raises(ValueError, match="does not fit this model and batch"):
         make(truncation=3)(**inputs, past_key_values=past)
-    with pytest.raises(ValueError, match="Mega models take no decoder_position_ids"):
+    with pytest.raises(ValueError, match="Mega models do not support decoder_position_ids"):
         model(**inputs, decoder_position_ids=target)
     with pytest.raises(ValueError, match="output_attentions"):
         model(**inputs, past_key_values=past, output_attentions=True)

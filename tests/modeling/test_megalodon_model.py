@@ -211,7 +211,9 @@ def test_windows_start_after_8_chunks():
 def test_unsupported_window_options_raise():
     model = make(windowed_statistics=True)
     ids, mask = padded([43, 9], 43, "left")
-    with pytest.raises(ValueError, match="no padding, no ragged batches .* beyond 8 chunks of 4 positions"):
+    with pytest.raises(
+        ValueError, match="does not support padding, padding-free batches .* after 8 chunks of 4 positions"
+    ):
         model(ids, mask)
     past = model(ids[:, :9], use_cache=True).past_key_values
     with pytest.raises(ValueError, match="takes the first 33 positions, more than 8 chunks of 4, in one call"):
@@ -257,9 +259,9 @@ def test_inconsistent_fields_raise(fields, message):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"token_type_ids": torch.zeros(2, 9)}, "leave token_type_ids out|take no token_type_ids"),
-        ({"encoder_hidden_states": torch.zeros(2, 9, 12)}, "take no encoder_hidden_states"),
-        ({"input_values": torch.zeros(2, 9)}, "take no input_values"),
+        ({"token_type_ids": torch.zeros(2, 9)}, "omit them|do not support token_type_ids"),
+        ({"encoder_hidden_states": torch.zeros(2, 9, 12)}, "encoder_hidden_states"),
+        ({"input_values": torch.zeros(2, 9)}, "do not support input_values"),
         ({"cu_seq_lens_q": BOUNDS, "attention_mask": None, "use_cache": True}, "has no cache"),
         ({"attention_mask": torch.full((2, 9), 0.5)}, "attention_mask has values"),
     ],

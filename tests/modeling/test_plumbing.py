@@ -23,7 +23,7 @@ EQUATIONS = (
     "modeling_megalodon/heads_megalodon.py",
     "modeling_megalodon/modeling_megalodon.py",
 )
-# The arguments of a model say how it is called: its group of processes goes to `read_batch`.
+# The arguments of a model include its group of processes, which is passed to `prepare`.
 MODELS = {"LunaModel", "MegaModel", "MegalodonModel"}
 
 

@@ -181,10 +181,10 @@ def test_unsupported_padding_free_batches_raise():
     batch = flattened(sequences())
     batch.pop("labels")
     for family in (luna, mega):
-        with pytest.raises(ValueError, match="ForSequenceClassification needs one sequence a row"):
+        with pytest.raises(ValueError, match="ForSequenceClassification does not support padding-free batches"):
             family.make("ForSequenceClassification")(**batch)
         choices = {name: value[:, None] for name, value in batch.items() if name == "input_ids"}
-        with pytest.raises(ValueError, match="ForMultipleChoice needs one sequence a row"):
+        with pytest.raises(ValueError, match="ForMultipleChoice does not support padding-free batches"):
             family.make("ForMultipleChoice")(**choices, cu_seq_lens_q=torch.tensor([0, 5, 54], dtype=torch.int32))
         with pytest.raises(ValueError, match="no attention weights"):
             family.make("Model", attn_implementation="eager")(**batch, output_attentions=True)
@@ -214,16 +214,22 @@ BOUNDS = torch.tensor([0, 3, 9], dtype=torch.int32)
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"cu_seq_lens_k": BOUNDS}, "cu_seq_lens_k without cu_seq_lens_q: pass that as well"),
-        ({"max_length_q": 6}, "max_length_q without cu_seq_lens_q"),
-        ({"seq_idx": None, "max_length_k": 6}, "max_length_k without cu_seq_lens_q"),
-        ({"cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": BOUNDS + 1}, "cu_seq_lens_k differs from cu_seq_lens_q"),
-        ({"cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": BOUNDS[:2]}, "cu_seq_lens_k differs from cu_seq_lens_q"),
-        ({"cu_seq_lens_q": BOUNDS, "max_length_q": 6, "max_length_k": 7}, "max_length_k is 7 and max_length_q 6"),
-        ({"cu_seq_lens_q": BOUNDS, "max_length_k": 6}, "max_length_k is 6 and max_length_q None"),
+        ({"cu_seq_lens_k": BOUNDS}, "`cu_seq_lens_q` is missing; pass it with cu_seq_lens_k, or omit"),
+        ({"max_length_q": 6}, "`cu_seq_lens_q` is missing; pass it with max_length_q"),
+        ({"seq_idx": None, "max_length_k": 6}, "`cu_seq_lens_q` is missing; pass it with max_length_k"),
+        ({"cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": BOUNDS + 1}, "`cu_seq_lens_k` differs from `cu_seq_lens_q`"),
+        ({"cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": BOUNDS[:2]}, "`cu_seq_lens_k` differs from `cu_seq_lens_q`"),
+        (
+            {"cu_seq_lens_q": BOUNDS, "max_length_q": 6, "max_length_k": 7},
+            "`max_length_k` is 7, but `max_length_q` is 6",
+        ),
+        ({"cu_seq_lens_q": BOUNDS, "max_length_k": 6}, "`max_length_k` is 6, but `max_length_q` is None"),
         ({"cu_seq_lens_q": BOUNDS, "max_length_q": 5}, "max_seqlen is 5, but a sequence has length 6"),
-        ({"cu_seq_lens_q": BOUNDS, "attention_mask": torch.ones(1, 9)}, "attention_mask with cu_seq_lens_q"),
-        ({"cu_seq_lens_q": BOUNDS, "seq_idx": torch.tensor([[0] * 4 + [1] * 5])}, "seq_idx or position_ids tell other"),
+        (
+            {"cu_seq_lens_q": BOUNDS, "attention_mask": torch.ones(1, 9)},
+            "`attention_mask` is not supported with `cu_seq_lens_q`",
+        ),
+        ({"cu_seq_lens_q": BOUNDS, "seq_idx": torch.tensor([[0] * 4 + [1] * 5])}, "disagree about sequence boundaries"),
     ],
 )
 def test_contradictory_inputs_raise(family, options, message):
@@ -245,7 +251,7 @@ def test_position_ids_of_mega():
     """They tell where sequences begin; with a mask they may only say what it says."""
     inputs = luna.tokens([9, 4])
     positions = torch.arange(1, 10).expand(2, -1)
-    with pytest.raises(ValueError, match="position_ids of ragged sequences only.*no attention_mask"):
+    with pytest.raises(ValueError, match="`position_ids` differ from the positions of `attention_mask`"):
         mega.make("Model")(**inputs, position_ids=positions)
     ids = inputs["input_ids"]
     torch.testing.assert_close(mega.make("Model")(ids, position_ids=positions)[0], mega.make("Model")(ids)[0])
@@ -285,7 +291,7 @@ def test_mega_uses_positions_of_the_mask(name, side):
     positions = mask.cumsum(dim=1) - 1
     for given in (positions, positions.masked_fill(mask == 0, 1), positions.masked_fill(mask == 0, -7)):
         assert model(ids, mask, position_ids=given).logits.equal(model(ids, mask).logits)
-    with pytest.raises(ValueError, match="position_ids of ragged sequences only, .* attention_mask.cumsum"):
+    with pytest.raises(ValueError, match="`position_ids` differ from the positions of `attention_mask`"):
         model(ids, mask, position_ids=positions + 1)
     if side == "right":
         return
@@ -297,5 +303,5 @@ def test_mega_uses_positions_of_the_mask(name, side):
                 expected = model(ids, mask).logits[:, 6:]
                 torch.testing.assert_close(model(ids[:, 6:], second, **inputs).logits, expected)
             else:
-                with pytest.raises(ValueError, match="position_ids of ragged sequences only"):
+                with pytest.raises(ValueError, match="`position_ids` differ from the positions of `attention_mask`"):
                     model(ids[:, 6:], second, **inputs)

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from luna_mega import LunaConfig
 from luna_mega.convert.formats._luna import ATTENTION
 from luna_mega.kernels.api import use_backend
-from luna_mega.modeling_common.layout import TokenLayout
+from luna_mega.modeling_common.layout import DenseLayout
 from luna_mega.modeling_luna.modeling_luna import LunaAttention
 
 CASES = ["self_tied", "self_untied_pheads2", "cross_tied_pheads2", "cross_untied"]
@@ -65,7 +65,7 @@ def _compare(parity, attention, io, batch, masking, output_weights):
     context_mask = packed_mask = None
     if masking == "masked":
         context_mask, packed_mask = (io[f"{batch}.{name}"] == 0 for name in ("context_mask", "pmask"))
-    layout, options = TokenLayout(context_mask), {"output_weights": output_weights, "context": inputs.get("context")}
+    layout, options = DenseLayout(context_mask), {"output_weights": output_weights, "context": inputs.get("context")}
     output, packed, weights, _ = attention(inputs["query"], inputs["pquery"], layout, packed_mask, **options)
     parity.check(f"{prefix}.out", output.transpose(0, 1), io[f"{prefix}.out"])
     parity.check(f"{prefix}.pout", packed.transpose(0, 1), io[f"{prefix}.pout"])

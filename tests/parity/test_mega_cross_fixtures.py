@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from luna_mega import MegaConfig, MegaForCausalLM
-from luna_mega.modeling_common.layout import DENSE, TokenLayout
+from luna_mega.modeling_common.layout import DENSE, DenseLayout
 from luna_mega.modeling_mega.cache_mega import MegaCacheLayer, MegaCrossCacheLayer
 from luna_mega.modeling_mega.cross_attention import MegaGatedCrossAttention
 
@@ -49,7 +49,7 @@ class Module:
         self.layer = MegaGatedCrossAttention(config).eval()
         self.layer.load_state_dict({ours(key): value for key, value in weights.items() if "_float_tensor" not in key})
         self.query, self.key, self.cot = (self.io[name].transpose(0, 1) for name in ("query", "key", "cot"))
-        self.layouts = {"": DENSE, "_padded": TokenLayout(self.io["key_padding_mask"] == 0)}
+        self.layouts = {"": DENSE, "_padded": DenseLayout(self.io["key_padding_mask"] == 0)}
 
 
 @pytest.fixture(params=MODULES)

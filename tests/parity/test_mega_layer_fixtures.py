@@ -15,8 +15,8 @@ from torch import nn
 from luna_mega import MegaConfig
 from luna_mega.kernels.api import use_backend
 from luna_mega.kernels.gated_attention.reference import laplace, relu2
-from luna_mega.modeling_common.layout import DENSE, TokenLayout
-from luna_mega.modeling_mega import modeling_mega
+from luna_mega.modeling_common import attention
+from luna_mega.modeling_common.layout import DENSE, DenseLayout
 from luna_mega.modeling_mega.cache_mega import MegaCacheLayer
 from luna_mega.modeling_mega.layers_mega import build_norm
 from luna_mega.modeling_mega.modeling_mega import MegaGatedAttention, MegaNormalizedFeedForwardNetwork
@@ -118,7 +118,7 @@ def gated_attention(fixture: Fixture, **fields) -> MegaGatedAttention:
 @pytest.fixture
 def padding_attends(monkeypatch):
     """Attend over the padding where a chunk has nothing else, as the original does; here the result would be 0."""
-    original = modeling_mega.gated_attention
+    original = attention.gated_attention
 
     def attend(query, key, value, *, mask, chunk_size, **options):
         if mask is not None and options["function"] == "softmax":
@@ -126,7 +126,7 @@ def padding_attends(monkeypatch):
             mask = torch.cat([chunk | ~chunk.any(dim=1, keepdim=True) for chunk in chunks], dim=1)
         return original(query, key, value, mask=mask, chunk_size=chunk_size, **options)
 
-    monkeypatch.setattr(modeling_mega, "gated_attention", attend)
+    monkeypatch.setattr(attention, "gated_attention", attend)
 
 
 @pytest.mark.parametrize("fixture", MODULES, indirect=True)
@@ -137,12 +137,12 @@ def test_gated_attention(fixture, parity, padding_attends):
         "rel_pos_bias", toeplitz(layer, fixture.io["rel_pos_bias"]), fixture.io["rel_pos_bias"], **fixture.tight
     )
     if "raises" in fixture.meta:  # what the original cannot do must run here
-        assert torch.isfinite(layer(fixture.time_major("x"), TokenLayout(mask))[0]).all()
+        assert torch.isfinite(layer(fixture.time_major("x"), DenseLayout(mask))[0]).all()
         return
     for padded, given in (("", None), ("_padded", mask)):
         x = fixture.time_major("x").requires_grad_()
-        output, _ = layer(x, TokenLayout(given))
-        _, weights = layer(x, TokenLayout(given), output_weights=True)
+        output, _ = layer(x, DenseLayout(given))
+        _, weights = layer(x, DenseLayout(given), output_weights=True)
         parity.check(f"out{padded}", output.transpose(0, 1), fixture.io[f"out{padded}"], **fixture.tight)
         # Rows of weights at padding are meaningless: the model never passes them on.
         keep = None if given is None else given.view(weights.shape[:-1])
@@ -171,7 +171,7 @@ def test_steps_and_segments(fixture, parity):
     assert {name for name, _ in recorded} == fixture.io.keys() & {"step_out", "segment_out"}
     for name, length in [*recorded, ("out", 5)]:  # the original has no segments that end within a chunk
         past = MegaCacheLayer()
-        parts = ((part, TokenLayout(torch.ones(part.shape[:2]).bool())) for part in x.split(length, dim=1))
+        parts = ((part, DenseLayout(torch.ones(part.shape[:2]).bool())) for part in x.split(length, dim=1))
         outputs = [layer(part, layout, past=past)[0] for part, layout in parts]
         # The original's steps never truncate the average: here they give what the parallel form gives.
         expected = fixture.io[name if layer.config.truncation is None else "out"]
@@ -200,7 +200,7 @@ def check_gradients(fixture: Fixture, parity, module: nn.Module, prefix: str):
 def test_batch_norm_in_training(fixture, parity):
     """The statistics that a step leaves behind count padding, as `padded_batch_statistics` asks for."""
     layer = gated_attention(fixture).train()
-    output, _ = layer(fixture.time_major("x"), TokenLayout(fixture.io["padding_mask"] == 0))
+    output, _ = layer(fixture.time_major("x"), DenseLayout(fixture.io["padding_mask"] == 0))
     parity.check("train_out_padded", output.transpose(0, 1), fixture.io["train_out_padded"], **fixture.tight)
     for name in ("running_mean", "running_var"):
         parity.check(name, getattr(layer.norm.norm, name), fixture.io[f"train_{name}"], **fixture.tight)

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from luna_mega.modeling_common.layout import TokenLayout
+from luna_mega.modeling_common.padding_free import PaddingFreeLayout
 from luna_mega.serving.families import FAMILIES
 from luna_mega.serving.slots import Sequences
 
@@ -47,7 +47,7 @@ class Server:
         groups = [Sequences(slots[:singles], before[:singles])] if singles else []
         if singles < len(tokens):
             bounds = torch.nn.functional.pad(lengths[singles:].cumsum(0, dtype=torch.int32), (1, 0))
-            layout = TokenLayout(None, bounds, int(lengths.max()), shape=(1, int(bounds[-1])))
+            layout = PaddingFreeLayout(bounds, int(lengths.max()), shape=(1, int(bounds[-1])))
             groups.append(Sequences(slots[singles:], before[singles:], layout))
         positions = torch.cat([torch.arange(n) + b for n, b in zip(lengths.tolist(), before.tolist(), strict=True)])
         hidden = self.family.embed(self.family.look_up(torch.tensor(sum(tokens, []))), positions)

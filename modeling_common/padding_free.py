@@ -1,0 +1,203 @@
+"""Padding-free batches: the arguments of transformers' collator, and the layout of all sequences in one row."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from luna_mega.kernels.ragged import check, locate
+from luna_mega.modeling_common.attention import KeyWindow
+from luna_mega.modeling_common.layout import DenseLayout
+from luna_mega.modeling_common.masks import can_look, is_program
+from luna_mega.modeling_common.pooling import LOCAL
+
+# Keyword arguments of a padding-free batch, as `DataCollatorWithFlattening` returns them.
+VARLEN_OPTIONS = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})
+
+
+class PaddingFreeLayout(NamedTuple):
+    """S sequences in one row, `[1, total]`, without padding.
+
+    Args:
+        cu_seqlens: `[S + 1]`, the bounds of the sequences.
+        max_seqlen: the length of the longest sequence.
+        places: `[total]`, the position of each token in the flattened batch; None = the same.
+        shape: `(B, T)` of the batch.
+        unpadded: whether the sequences are the rows of the batch.
+    """
+
+    cu_seqlens: torch.Tensor
+    max_seqlen: int
+    places: torch.Tensor | None = None
+    shape: tuple[int, int] = (0, 0)
+    unpadded: bool = False
+    reductions = LOCAL
+    mask = None
+    lengths = None
+
+    def has_rows(self) -> bool:
+        return self.unpadded
+
+    def options(self) -> dict[str, Any]:
+        return {"cu_seqlens": self.cu_seqlens, "max_seqlen": self.max_seqlen}
+
+    bounds = options
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.flatten(0, 1)
+        return (x if self.places is None else x[self.places])[None]
+
+    def scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `[1, total, ...]` as `[B, T, ...]`, with zeros at positions without a token."""
+        if self.places is None:
+            return x[0].unflatten(0, self.shape)
+        batch, length = self.shape
+        rows = x.new_zeros(batch * length, *x.shape[2:])
+        return rows.index_copy(0, self.places, x[0]).unflatten(0, self.shape)
+
+    def scatter_weights(self, weights: torch.Tensor, *dims: int) -> torch.Tensor:
+        return weights
+
+    def clear_padding(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def sizes(self, x: torch.Tensor) -> tuple[int, int]:
+        return len(self.cu_seqlens) - 1, self.max_seqlen
+
+    def counts(self) -> torch.Tensor:
+        return self.cu_seqlens.diff()[:, None]
+
+    def start(self) -> None:
+        return None
+
+    def positions(self, x: torch.Tensor) -> torch.Tensor:
+        total = self.shape[0] * self.shape[1] if self.places is None else len(self.places)
+        return locate(self.cu_seqlens, total)[1][None]
+
+    def columns_from(self, start: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+        row, position = locate(self.cu_seqlens, x.shape[1])
+        return (position if start is None else position + start[row])[None]
+
+    def spread(self, factors: torch.Tensor, length: int) -> torch.Tensor:
+        return factors[locate(self.cu_seqlens, length)[0]][None]
+
+    def drop_features(self, x: torch.Tensor, probability: float) -> torch.Tensor:
+        factors = x.new_ones(len(self.cu_seqlens) - 1, x.shape[2])
+        return x * self.spread(nn.functional.dropout(factors, probability), x.shape[1])
+
+    drop_shared = DenseLayout.drop_shared
+    draw = DenseLayout.draw
+
+    def key_window(self, key: torch.Tensor, value: torch.Tensor, chunk_size: int | None) -> KeyWindow:
+        return KeyWindow(key, value, varlen=(self.cu_seqlens, self.max_seqlen))
+
+    def of_source(self, states: torch.Tensor, mask: torch.Tensor | None) -> DenseLayout:
+        return DenseLayout(mask)
+
+
+def find_padding_free(
+    shape: tuple[int, int], mask: torch.Tensor | None, position_ids: torch.Tensor | None, options: dict[str, Any]
+) -> PaddingFreeLayout | None:
+    """Return the layout of a padding-free batch `[B, T]`; None = the batch is dense.
+
+    A batch is padding-free if `options` contains `cu_seq_lens_q` or `seq_idx`, or if `position_ids` do not increase
+    within a row. Compiled programs only read `cu_seq_lens_q`, because the other arguments require values.
+
+    Raises:
+        ValueError: `cu_seq_lens_q` does not increase from 0 to B T, or another argument contradicts it.
+    """
+    cu_seqlens, starts = _bounds(options), None
+    if not is_program():
+        if options.get("seq_idx") is not None:
+            check_seq_idx(options["seq_idx"], shape)
+            starts = options["seq_idx"].diff(dim=1) != 0
+        elif position_ids is not None:
+            starts = position_ids.diff(dim=1) <= 0
+    if cu_seqlens is not None:
+        longest = check("a padding-free batch", cu_seqlens, options.get("max_length_q"), shape[0] * shape[1])
+        if starts is not None and starts.device.type == "cpu" and (starts != _starts(cu_seqlens, shape)[:, 1:]).any():
+            raise ValueError(
+                "`seq_idx` or `position_ids` and `cu_seq_lens_q` disagree about sequence boundaries; pass only one"
+            )
+        return PaddingFreeLayout(cu_seqlens, longest, None, (shape[0], shape[1]))
+    if starts is not None and starts.any():
+        return _flatten(mask, nn.functional.pad(starts, (1, 0), value=True).expand(shape))
+    return None
+
+
+def unpad(mask: torch.Tensor | None) -> PaddingFreeLayout | None:
+    """Return the layout of the tokens that a bool mask `[B, T]` keeps; None = the batch remains dense.
+
+    A batch without any kept token remains dense, because ops require a token.
+    """
+    if mask is None or is_program() or not mask.any():
+        return None
+    first = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape) == 0
+    return _flatten(mask, first)._replace(unpadded=True)
+
+
+def check_seq_idx(seq_idx: torch.Tensor, shape: tuple[int, int]) -> None:
+    """Raise `ValueError` unless `seq_idx` has an integer for every position of a batch `[B, T]`."""
+    if not isinstance(seq_idx, torch.Tensor) or seq_idx.is_floating_point() or seq_idx.shape != tuple(shape):
+        found = f"{list(seq_idx.shape)} of {seq_idx.dtype}" if isinstance(seq_idx, torch.Tensor) else type(seq_idx)
+        raise ValueError(f"`seq_idx` must be integers of the shape {list(shape)} of the input, got {found}")
+
+
+def find_starts(shape: tuple[int, int], inputs: dict[str, Any], options: dict[str, Any]) -> torch.Tensor | None:
+    """Return `[B, T]` bool, True = the first token of a sequence, for the arguments of a padding-free batch, or None.
+
+    Args:
+        shape: `(B, T)`.
+        inputs, options: the arguments of a `forward`; either contains `position_ids`.
+    """
+    if options.get("cu_seq_lens_q") is not None:
+        return _starts(options["cu_seq_lens_q"], shape)
+    if is_program():
+        return None
+    positions = inputs.get("position_ids", options.get("position_ids"))
+    if options.get("seq_idx") is not None:
+        starts = options["seq_idx"].diff(dim=1) != 0
+    elif positions is not None and inputs.get("attention_mask") is None:
+        starts = positions.view(-1, positions.shape[-1]).diff(dim=1) <= 0
+    else:
+        return None
+    return nn.functional.pad(starts, (1, 0), value=True).expand(shape) if starts.any() else None
+
+
+def _bounds(options: dict[str, Any]) -> torch.Tensor | None:
+    """Return `cu_seq_lens_q` or None; raise `ValueError` for other bounds of keys, and for lengths without bounds."""
+    cu_seqlens, longest = options.get("cu_seq_lens_q"), options.get("max_length_q")
+    others = {name: options.get(name) for name in ("cu_seq_lens_k", "max_length_q", "max_length_k")}
+    if cu_seqlens is None:
+        if named := [name for name, value in others.items() if value is not None]:
+            raise ValueError(f"`cu_seq_lens_q` is missing; pass it with {', '.join(named)}, or omit them")
+        return None
+    keys = others["cu_seq_lens_k"]
+    if keys is not None and keys is not cu_seqlens:
+        differ = can_look(keys) and can_look(cu_seqlens) and keys.shape == cu_seqlens.shape
+        if keys.shape != cu_seqlens.shape or (differ and (keys != cu_seqlens).any()):
+            raise ValueError("`cu_seq_lens_k` differs from `cu_seq_lens_q`; pass the same, as in self-attention")
+    if (keys := others["max_length_k"]) not in (None, longest):
+        raise ValueError(f"`max_length_k` is {keys}, but `max_length_q` is {longest}; pass the same")
+    return cu_seqlens
+
+
+def _starts(cu_seqlens: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """Return `[B, T]` bool, True at the first token of each sequence."""
+    starts = cu_seqlens.new_zeros(shape[0] * shape[1] + 1, dtype=torch.bool)
+    return starts.index_fill(0, cu_seqlens.long(), True)[:-1].view(shape)
+
+
+def _flatten(mask: torch.Tensor | None, starts: torch.Tensor) -> PaddingFreeLayout:
+    """Return the layout of the tokens that `mask` `[B, T]` keeps; `starts` `[B, T]` marks the first of each sequence.
+
+    This waits for the device, which counts the tokens.
+    """
+    sequence, places = starts.flatten().cumsum(dim=0) - 1, None
+    count = int(sequence[-1]) + 1
+    if mask is not None:
+        places = mask.flatten().nonzero()[:, 0]
+        sequence = sequence[places]
+    lengths = torch.bincount(sequence, minlength=count)
+    cu_seqlens = nn.functional.pad(lengths.cumsum(dim=0, dtype=torch.int32), (1, 0))
+    return PaddingFreeLayout(cu_seqlens, int(lengths.max()), places, (starts.shape[0], starts.shape[1]))

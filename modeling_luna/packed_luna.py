@@ -1,0 +1,64 @@
+"""The packed sequence P that a caller or a cache provides in place of the learned one, and the P of selected layers."""
+
+from typing import Any
+
+import torch
+from transformers.configuration_utils import PreTrainedConfig
+
+from luna_mega.modeling_common.inputs import Inputs
+from luna_mega.modeling_common.masks import drop_if_full, is_sound, read_mask
+from luna_mega.modeling_common.outputs import selected_hidden_states
+
+Packed = tuple[list[torch.Tensor | None], torch.Tensor | None]
+
+
+def read_packed(
+    config: PreTrainedConfig, inputs: Inputs, states: torch.Tensor | None, mask: torch.Tensor | None
+) -> Packed | None:
+    """Return P for every layer, None with a filled cache, and the bool mask of its rows; None = P is learned."""
+    layers, width, cache = config.num_hidden_layers, config.hidden_size, inputs.cache
+    if inputs.seen():
+        kept = cache.layers[0].tensors
+        _check(states, mask, (inputs.given.shape[0], kept["key_mean"].shape[3], width))
+        return [None] * layers, kept.get("pack_mask")
+    if cache is not None:
+        for layer in cache.layers:
+            layer.learned = states is None
+    if states is None:
+        if mask is not None:
+            raise ValueError("`packed_states` is missing; pass it with its `packed_mask`, or neither")
+        if config.add_cross_attention:
+            raise ValueError("`packed_states` is missing; a decoder with `add_cross_attention=True` requires it")
+        return None
+    _check(states, mask, (inputs.layout.sizes(inputs.given)[0], "rows", width))
+    mask = drop_if_full(read_mask("packed_mask", mask))
+    if mask is not None:  # unused rows may contain NaN, and pass through the layers
+        states = states.masked_fill(~mask[..., None] & ~is_sound(states), 0.0)
+    return [states] * layers, mask
+
+
+def _check(states: torch.Tensor | None, mask: torch.Tensor | None, shape: tuple[int, int | str, int]) -> None:
+    """Raise `ValueError` unless `packed_states` and its mask have this shape; any number of rows if it has a name."""
+    batch, rows, width = shape
+    if states is not None:
+        given = list(states.shape)
+        if len(given) != 3 or given[::2] != [batch, width] or rows not in ("rows", given[1]):
+            raise ValueError(f"`packed_states` must have the shape [{batch}, {rows}, {width}], got {given}")
+        rows = given[1]
+    if mask is not None and tuple(mask.shape) != (batch, rows):
+        raise ValueError(f"`packed_mask` must have the shape [{batch}, {rows}] of P, got {list(mask.shape)}")
+
+
+def keep_of_empty_rows(packed: torch.Tensor, packed_states: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor:
+    """Return P, except for sequences without a token, whose `packed_states` remain; `counts` `[B, 1]`, None = none."""
+    return packed if counts is None else torch.where(counts[..., None] > 0, packed, packed_states)
+
+
+def select_layers(packed: list[torch.Tensor], options: dict[str, Any]) -> tuple[torch.Tensor | None, ...]:
+    """Return P of the layers that `output_hidden_states` selects, and None for the others, as transformers does."""
+    selected = selected_hidden_states(options.get("output_hidden_states"))
+    if selected is None:
+        return tuple(packed)
+    count = len(packed)
+    kept = {index % count for index in selected if -count <= index < count}
+    return tuple(states if index in kept else None for index, states in enumerate(packed))
