@@ -93,7 +93,7 @@ def _columns(x: torch.Tensor, reductions: Reductions) -> slice:
 
 def _next_kept(mask: torch.Tensor) -> torch.Tensor:
     """Return the column of the next position that `mask` `[B, T]` keeps after each one; T after the last."""
-    length = mask.shape[1]
-    columns = torch.arange(length, device=mask.device)
-    kept = torch.where(mask, columns, length).flip(1).cummin(dim=1).values.flip(1)
-    return nn.functional.pad(kept[:, 1:], (0, 1), value=length)
+    columns = torch.arange(mask.shape[1] + 1, device=mask.device)
+    # The column after the last one is a tensor: torch.compile would specialize on a Python number.
+    kept = torch.where(nn.functional.pad(mask, (0, 1)), columns, columns[-1:]).flip(1).cummin(dim=1).values.flip(1)
+    return kept[:, 1:]
