@@ -91,7 +91,7 @@ def refuse_labels():
 
 def test_labels_rejected_by_one_rank(ranks):
     """No rank waits for the others."""
-    first, last = ranks(2, refuse_labels, timeout=60)
+    first, last = ranks(2, refuse_labels)
     assert first.keys() == last.keys() == CASES.keys()
     assert all("a rank has no positions, or its inputs were invalid" in text for text in first.values())
     assert all("must have the shape" in text for text in last.values())

@@ -3,6 +3,7 @@
 The table of docs/generation.md says which; a field that a new transformers adds fails here until it has a row.
 """
 
+import copy
 import inspect
 import re
 from pathlib import Path
@@ -43,7 +44,7 @@ TOKENIZER = byte_tokenizer()
 
 
 class Run:
-    """One call of `generate` with an option, and how it is judged."""
+    """One call of `generate` with an option, and checks of its result."""
 
     def __init__(self, model, options):
         self.model, options = model, {"max_new_tokens": 5, **options}
@@ -52,10 +53,14 @@ class Run:
         self.inputs = prompt(model, ids, mask) | options
         if "streamer" in options:
             self.inputs["streamer"] = Shown()
+        settings = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+        if "generation_config" in options:  # transformers deprecates other options next to it
+            settings |= {name: self.inputs.pop(name) for name in ("max_new_tokens", "use_cache")}
+            self.inputs["generation_config"] = copy.deepcopy(options["generation_config"])
+            self.inputs["generation_config"].update(**settings)
+            settings = {}
         torch.manual_seed(0)
-        self.output = model.generate(
-            **self.inputs, return_dict_in_generate=True, output_scores=True, output_logits=True
-        )
+        self.output = model.generate(**self.inputs, **settings)
         self.sequences = self.output.sequences
         self.new = self.sequences[:, 1 if model.config.is_encoder_decoder else ids.shape[1] :]
 

@@ -109,7 +109,7 @@ def test_errors():
         with pytest.raises(ValueError, match="does not fit this model and batch"):
             make(**other)(ids, past_key_values=past)
     with pytest.raises(ValueError, match="does not fit this model and batch"):
-        model.generate(ids[:1], past_key_values=past)
+        model.generate(ids[:1].repeat(1, 2), past_key_values=past)
     with pytest.raises(ValueError, match="length 0"):
         model(ids[:, :0])
     with pytest.raises(ValueError, match="output_attentions"):

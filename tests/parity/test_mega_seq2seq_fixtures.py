@@ -55,7 +55,7 @@ def test_model(case, parity):
         modules |= {f"{side}_hidden.{index}": layer for index, layer in layers}
     hooks = [module.register_forward_hook(keep(name)) for name, module in modules.items()]
     source, target = io["src_tokens"], io["prev_output_tokens"]
-    output = model(source, decoder_input_ids=target)
+    output = model(source, decoder_input_ids=target, use_cache=False)
     for hook in hooks:
         hook.remove()
     real = {"encoder": source != PAD, "decoder": target != PAD}
