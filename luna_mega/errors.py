@@ -1,4 +1,4 @@
-"""The error of the converter and of the other commands, and the form in which its messages show a value."""
+"""Error of the converter and of the other commands, and helpers for its messages."""
 
 import reprlib
 from typing import Any
@@ -13,10 +13,10 @@ _REPR.maxlist = _REPR.maxtuple = _REPR.maxset = _REPR.maxfrozenset = _REPR.maxdi
 
 
 class ConversionError(ValueError):
-    """The input is at fault. The message is one line: the file or field, what is wrong with it, and the way out."""
+    """Invalid input. The message is one line: the file or field, what is wrong with it, and how to fix it."""
 
     def __init__(self, message: str):
-        # A file name, a value or the error of another library may bring lines of its own.
+        # File names, values and errors of other libraries may contain line breaks.
         super().__init__(" ".join(filter(None, map(str.strip, message.splitlines()))))
 
 
@@ -26,9 +26,9 @@ def install(extra: str) -> str:
 
 
 def reason(error: Exception) -> str:
-    """Return the message of another library's error as one line, without control characters, which may quote a value.
+    """Return the message of another library's error as one line without control characters.
 
-    It has at most 600 characters, and is the name of the error's type where that says nothing.
+    It is truncated to 600 characters. If the message is empty, the name of the type is returned.
     """
     text = terminal(" ".join(str(error).split()))
     return (text if len(text) <= _LONGEST_REASON else f"{text[: _LONGEST_REASON - 3]}...") or type(error).__name__

@@ -1,7 +1,4 @@
-"""Escaping of text from files, names and arguments for a terminal, for YAML and for Markdown.
-
-A stranger may have written such text. It is shown, and has no effect on a terminal or on the layout of a page.
-"""
+"""Escaping of untrusted text from files, names and arguments for a terminal, for YAML and for Markdown."""
 
 import os
 import re
@@ -9,7 +6,7 @@ import sys
 from typing import Any
 
 LONGEST = 200
-# Text that every Markdown parser takes for plain words: nothing in it looks like a link, a list or emphasis.
+# Text without Markdown syntax, such as links, lists or emphasis.
 _WORDS = re.compile(r"[^\W_]+(?:(?:[ /_+-]|, |[.,](?=\d))[^\W_]+)*")
 
 
@@ -21,14 +18,14 @@ def terminal(text: str) -> str:
 def one_line(value: Any) -> str:
     """Return a value as one line for YAML, without control characters and of at most 200 characters.
 
-    The YAML writer adds quotes itself, but would keep line ends and invisible characters.
+    The YAML writer adds quotes, but keeps line breaks and invisible characters.
     """
     text = terminal(" ".join(str(value).split()))
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
 
 def markdown(value: Any) -> str:
-    """Return a value for Markdown: plain words as they are, anything else as code."""
+    """Return a value for Markdown: plain words unchanged, anything else as code."""
     text = one_line(value)
     return text if _WORDS.fullmatch(text) and "www." not in text.lower() else code(text)
 
@@ -40,7 +37,7 @@ def code(value: Any) -> str:
 
 
 def code_block(text: str, language: str = "") -> str:
-    """Return lines as a block of code in Markdown, whose fence is longer than any row of backticks in them."""
+    """Return a Markdown code block, whose fence is longer than any sequence of backticks in the text."""
     fence = "`" * max([3, *(len(row) + 1 for row in re.findall("`+", text))])
     return f"{fence}{language}\n{terminal(text)}\n{fence}"
 

@@ -32,7 +32,7 @@ def draw_requests(complete, family: str) -> list[dict]:
         prompt, count = "".join(chosen.choices(letters, k=chosen.randint(1, 60))), chosen.randint(2, MOST)
         prompts.append({"prompt": prompt, "max_tokens": count, "expected": complete(family, prompt, count)})
     assert len({request["expected"] for request in prompts}) > 20
-    kinds = ["whole"] * 11 + ["stream"] * 5 + ["cut"] * 2 + ["long", "garbled"]
+    kinds = ["plain"] * 11 + ["stream"] * 5 + ["cut"] * 2 + ["long", "garbled"]
     requests = [chosen.choice(prompts) | {"kind": kinds[number % len(kinds)]} for number in range(COUNT)]
     chosen.shuffle(requests)
     return requests
@@ -51,7 +51,7 @@ def ask(client, port: int, path: str, request: dict) -> str | None:
         except openai.BadRequestError:
             return None
         return "a prompt that is too long gets an answer"
-    if kind == "whole":
+    if kind == "plain":
         text = client.completions.create(**options).choices[0].text
     else:
         chunks = client.completions.create(**options | {"max_tokens": 200 if kind == "cut" else count}, stream=True)
@@ -90,7 +90,7 @@ def test_no_answer_is_wrong_and_nothing_is_left_behind(engine, folder, complete,
         def run(requests):
             with client_of(port) as client, ThreadPoolExecutor(AT_ONCE) as pool:
                 wrong = [result for result in pool.map(lambda r: ask(client, port, path, r), requests) if result]
-                client.completions.create(model=path, prompt="x", max_tokens=1)  # behind all that was cut off
+                client.completions.create(model=path, prompt="x", max_tokens=1)  # after the canceled requests
             time.sleep(2.0)  # connections close
             return wrong, belongings(process)
 
