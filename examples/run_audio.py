@@ -21,7 +21,7 @@ from transformers import (
     Wav2Vec2FeatureExtractor,
 )
 
-from luna_mega.training.arguments import RunArguments, check_least, explain_out_of_memory, fail, parse_arguments
+from luna_mega.training.arguments import RunArguments, check_least, fail, parse_arguments
 from luna_mega.training.classification import accuracy, class_names, class_numbers, write_predictions
 from luna_mega.training.data import (
     ClassifierArguments,
@@ -213,7 +213,6 @@ def load_data(
     return splits, extractor, make_config(model, None, longest, **fields)
 
 
-@explain_out_of_memory
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     data, model, training, run = parse(argv)
     begin_run(__file__, argv, data, model, training, run)

@@ -17,14 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedToken
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from luna_mega.compat import CACHE_NAME
-from luna_mega.training.arguments import (
-    RunArguments,
-    check_choice,
-    check_least,
-    explain_out_of_memory,
-    fail,
-    parse_arguments,
-)
+from luna_mega.training.arguments import RunArguments, check_choice, check_least, fail, parse_arguments
 from luna_mega.training.data import SourceArguments, check_source, choose_splits, load_splits
 from luna_mega.training.language_modeling import Score, Streams, Windows, cut_stream, encode, score_stream
 from luna_mega.training.models import ModelArguments, make_config, make_model, make_tokenizer
@@ -204,7 +197,6 @@ def make_collator(data: DataArguments, config: PreTrainedConfig) -> BlockCollato
     return BlockCollator(length, shortest, chunk)
 
 
-@explain_out_of_memory
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     data, model, training, run = parse(argv)
     training.remove_unused_columns = False

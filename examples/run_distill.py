@@ -45,13 +45,7 @@ from luna_mega.distillation.stages import (
     plan_alignment,
     some_batches,
 )
-from luna_mega.training.arguments import (
-    RunArguments,
-    check_choice,
-    explain_out_of_memory,
-    fail,
-    parse_arguments,
-)
+from luna_mega.training.arguments import RunArguments, check_choice, fail, parse_arguments
 from luna_mega.training.classification import class_numbers
 from luna_mega.training.data import check_columns, check_texts
 from luna_mega.training.language_modeling import Windows, cut_stream, encode
@@ -237,7 +231,6 @@ def align_student(
     trainer.accelerator.wait_for_everyone()
 
 
-@explain_out_of_memory
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     data, model, training, run = parse(argv)
     first = plan_alignment(model, training)

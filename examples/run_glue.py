@@ -15,7 +15,7 @@ import numpy as np
 from datasets import Dataset
 from transformers import EvalPrediction, PreTrainedTokenizerBase, Trainer, TrainingArguments
 
-from luna_mega.training.arguments import RunArguments, check_choice, explain_out_of_memory, fail, parse_arguments
+from luna_mega.training.arguments import RunArguments, check_choice, fail, parse_arguments
 from luna_mega.training.data import check_labels, check_texts, choose_splits, load_splits
 from luna_mega.training.models import ModelArguments, label_fields, make_config, make_model, make_tokenizer
 from luna_mega.training.report import describe, finish
@@ -152,7 +152,6 @@ def predict(trainer: Trainer, splits: dict[str, Dataset], task: Task) -> dict[st
     return paths
 
 
-@explain_out_of_memory
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     data, model, training, run = parse(argv)
     task = TASKS[data.task_name]

@@ -17,7 +17,7 @@ from datasets.exceptions import DatasetsError
 from transformers import AutoConfig, AutoModelForImageClassification, PreTrainedConfig, TrainingArguments
 from transformers.image_processing_utils import BaseImageProcessor
 
-from luna_mega.training.arguments import RunArguments, check_least, explain_out_of_memory, fail, parse_arguments
+from luna_mega.training.arguments import RunArguments, check_least, fail, parse_arguments
 from luna_mega.training.classification import (
     accuracy,
     class_names,
@@ -225,7 +225,6 @@ def load_data(
     return splits, processor, config
 
 
-@explain_out_of_memory
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     data, model, training, run = parse(argv)
     begin_run(__file__, argv, data, model, training, run)

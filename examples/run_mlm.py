@@ -21,7 +21,7 @@ from transformers import (
     default_data_collator,
 )
 
-from luna_mega.training.arguments import RunArguments, explain_out_of_memory, fail, parse_arguments
+from luna_mega.training.arguments import RunArguments, fail, parse_arguments
 from luna_mega.training.masking import (
     MaskedTextArguments as DataArguments,
     Masking,
@@ -115,7 +115,6 @@ def head_share(data: DataArguments, config: PreTrainedConfig) -> float:
     return data.mlm_probability if getattr(config, "sparse_prediction", False) else 1.0
 
 
-@explain_out_of_memory
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     data, model, training, run = parse(argv)
     begin_run(__file__, argv, data, model, training, run)

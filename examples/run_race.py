@@ -21,7 +21,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from luna_mega.training.arguments import RunArguments, check_choice, explain_out_of_memory, fail, parse_arguments
+from luna_mega.training.arguments import RunArguments, check_choice, fail, parse_arguments
 from luna_mega.training.data import ClassifierArguments, check_columns, check_texts, choose_splits, load_splits
 from luna_mega.training.models import ModelArguments, boundary_ids, make_config, make_model, make_tokenizer
 from luna_mega.training.report import describe, finish
@@ -296,7 +296,6 @@ def predict(trainer: Trainer, split: Dataset, task: Task) -> dict[str, Any]:
     return scores | {"predictions": write_lines(trainer, "predictions.tsv", lines)}
 
 
-@explain_out_of_memory
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     data, model, training, run = parse(argv)
     task, towers = TASKS[data.task], data.two_towers

@@ -13,7 +13,7 @@ from typing import Any
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 
-from luna_mega.training.arguments import RunArguments, explain_out_of_memory, fail, parse_arguments
+from luna_mega.training.arguments import RunArguments, fail, parse_arguments
 from luna_mega.training.classification import accuracy, class_names, class_numbers, write_predictions
 from luna_mega.training.data import (
     SourceArguments,
@@ -95,7 +95,6 @@ def load_data(
     return splits, tokenizer, names
 
 
-@explain_out_of_memory
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     data, model, training, run = parse(argv)
     begin_run(__file__, argv, data, model, training, run)

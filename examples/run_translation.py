@@ -23,14 +23,7 @@ from transformers import (
     Seq2SeqTrainingArguments,
 )
 
-from luna_mega.training.arguments import (
-    RunArguments,
-    check_choice,
-    check_least,
-    explain_out_of_memory,
-    fail,
-    parse_arguments,
-)
+from luna_mega.training.arguments import RunArguments, check_choice, check_least, fail, parse_arguments
 from luna_mega.training.data import (
     LimitArguments,
     SourceArguments,
@@ -277,7 +270,6 @@ def write_translations(trainer: TranslationTrainer, split: Dataset, name: str) -
     return write_lines(trainer, f"translations.{name}.{trainer.data.target_lang}", (text for _, text in ordered))
 
 
-@explain_out_of_memory
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     data, model, training, run = parse(argv)
     # The collator chooses the columns; the score needs the texts, and batches by length need the lengths.

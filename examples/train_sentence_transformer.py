@@ -16,14 +16,7 @@ from typing import Any
 from datasets import Dataset
 from transformers import AutoModel, PreTrainedTokenizerBase
 
-from luna_mega.training.arguments import (
-    RunArguments,
-    check_choice,
-    check_least,
-    explain_out_of_memory,
-    fail,
-    parse_arguments,
-)
+from luna_mega.training.arguments import RunArguments, check_choice, check_least, fail, parse_arguments
 from luna_mega.training.data import (
     LimitArguments,
     SourceArguments,
@@ -155,7 +148,6 @@ def pairs_per_second(trainer: SentenceTransformerTrainer) -> dict[str, float | N
     return {"tokens_per_second": None, "pairs_per_second": speeds[-1] if speeds else None}
 
 
-@explain_out_of_memory
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     data, model, training, run = parse(argv)
     begin_run(__file__, argv, data, model, training, run)

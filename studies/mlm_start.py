@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 import run_mlm
 
-from luna_mega.training.arguments import check_choice, explain_out_of_memory, fail
+from luna_mega.training.arguments import check_choice, fail
 from luna_mega.training.models import ModelArguments, make_model, parse_fields
 from luna_mega.training.report import describe, finish
 from luna_mega.training.runs import begin_run, score, train
@@ -101,7 +101,6 @@ def read_start(model: StudyArguments, config: PreTrainedConfig, block_size: int)
         fail(f"--local_options: {error}")
 
 
-@explain_out_of_memory
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     data, model, training, run = run_mlm.parse(argv, StudyArguments)
     check_study(model)

@@ -43,14 +43,7 @@ from lra.tasks import (
     make_tokenizer,
     name_variant,
 )
-from luna_mega.training.arguments import (
-    RunArguments,
-    check_choice,
-    check_least,
-    explain_out_of_memory,
-    fail,
-    parse_arguments,
-)
+from luna_mega.training.arguments import RunArguments, check_choice, check_least, fail, parse_arguments
 from luna_mega.training.classification import accuracy, examples_per_second, write_predictions
 from luna_mega.training.data import (
     ClassifierArguments,
@@ -263,7 +256,6 @@ def describe_setting(data: DataArguments, model: ModelArguments, training: Train
     }
 
 
-@explain_out_of_memory
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     data, model, training, run = parse(argv)
     task = TASKS[data.task]

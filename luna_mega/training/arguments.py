@@ -1,11 +1,10 @@
 """Command lines made of dataclasses, with recipes: YAML files whose values are defaults of the options."""
 
 import argparse
-import functools
 import math
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,12 +17,6 @@ from luna_mega.escaping import terminal
 
 # Names that torchrun, accelerate and the launchers of MPI give to the number of processes.
 WORLD_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-
-MEMORY_HINT = (
-    "What helps: a smaller --per_device_train_batch_size (or --per_device_eval_batch_size) with more "
-    "--gradient_accumulation_steps; --gradient_checkpointing true; --bf16 true; --config_overrides unpad_inputs=true "
-    "where batches are padded; attention in chunks in a Mega (use_chunking=true,chunk_size=128)"
-)
 
 
 @dataclass
@@ -63,20 +56,6 @@ class RunArguments:
 def fail(message: object) -> NoReturn:
     """End the script with one line without control characters, and exit status 1."""
     raise SystemExit(f"error: {terminal(' '.join(str(message).split()))}")
-
-
-def explain_out_of_memory(main: Callable) -> Callable:
-    """Let the function `main` of a script end with one line where memory runs out."""
-
-    @functools.wraps(main)
-    def explained(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return main(*args, **kwargs)
-        except torch.OutOfMemoryError as error:
-            reason = str(error).strip().partition(". ")[0]
-            fail(f"{reason}. {MEMORY_HINT}")
-
-    return explained
 
 
 def read_recipe(path: str, options: set[str], readers: tuple[Path, ...] = ()) -> dict[str, Any]:

@@ -27,7 +27,8 @@ from transformers import (
 from luna_mega import LunaConfig, LunaForMaskedLM, MegaConfig, MegaForMaskedLM
 from luna_mega.distillation import extend_positions, stages
 from luna_mega.distillation.stages import AlignTrainer
-from luna_mega.training import language_modeling
+from luna_mega.training import language_modeling, masking
+from luna_mega.training.data import load_splits
 from luna_mega.training.tokenizers import train_bpe
 from tests.examples import runs
 from tests.examples.runs import assert_complete, assert_refused
@@ -103,10 +104,9 @@ def read_rows(output: Path) -> list[dict]:
 
 def masked_scores(script, model, corpus: Path, folder: Path, block: int = 32, window: int = 32) -> dict[str, float]:
     """Return loss and accuracy of a model of transformers' own, in windows of blocks, at the tokens that are masked."""
-    module = script("run_mlm")
-    tokenizer, data = AutoTokenizer.from_pretrained(folder), module.DataArguments(block_size=block)
-    split = module.load_splits({"validation": None}, str(corpus), None, None)["validation"]
-    masked = module.mask_once(module.cut_blocks(split, "validation", tokenizer, data), tokenizer, data, seed=42)
+    tokenizer, data = AutoTokenizer.from_pretrained(folder), masking.MaskedTextArguments(block_size=block)
+    split = load_splits({"validation": None}, str(corpus), None, None)["validation"]
+    masked = masking.mask_once(masking.cut_blocks(split, "validation", tokenizer, data), tokenizer, data, seed=42)
     ids, labels = (torch.tensor(masked[name]).reshape(-1, window) for name in ("input_ids", "labels"))
     with torch.no_grad():
         logits = model.eval()(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[labels != -100]
@@ -188,7 +188,7 @@ def test_causal(name, kind, run, script, make_teacher, corpus, tmp_path):
     summary = run(*command(teacher, corpus, tmp_path / "out"), "--student", kind, "--per_device_eval_batch_size", 2)
     assert [row["stage"] for row in read_rows(tmp_path / "out")] == ["copy", "align", "distill"]
     tokenizer, module = AutoTokenizer.from_pretrained(tmp_path / "out"), language_modeling
-    split = script("run_mlm").load_splits({"validation": None}, str(corpus), None, None)["validation"]
+    split = load_splits({"validation": None}, str(corpus), None, None)["validation"]
     stream = module.encode(split["text"], tokenizer, "eos")
     for folder, key in ((tmp_path / "out", "eval"), (teacher, "teacher")):
         model, total, right, count = AutoModelForCausalLM.from_pretrained(folder).eval(), 0.0, 0, 0

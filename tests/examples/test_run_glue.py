@@ -188,15 +188,6 @@ def test_wrong_options_end_in_one_line(options, message, run, sst2, tmp_path):
     assert_refused(run, message, *scratch("sst2", sst2, tmp_path / "out"), *options, output=tmp_path / "out")
 
 
-def test_out_of_memory_is_one_line_that_says_what_helps(run, script, sst2, tmp_path, monkeypatch):
-    def make_model(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
-
-    monkeypatch.setattr(script("run_glue"), "make_model", make_model)
-    helps = "CUDA out of memory. What helps: .*--gradient_checkpointing true; .*unpad_inputs=true"
-    assert_refused(run, helps, *scratch("sst2", sst2, tmp_path / "out"), "--do_train")
-
-
 def test_unknown_option(run, sst2, tmp_path, capsys):
     with pytest.raises(SystemExit) as error:
         run(*scratch("sst2", sst2, tmp_path / "out"), "--learning_rat", "1")
