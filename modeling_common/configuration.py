@@ -8,15 +8,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from transformers.activations import ACT2FN
-from transformers.utils import logging
 
 # Sizes of tensors are at most this; the kernels count in 32 bits.
 MOST = 2**31 - 1
 # Positions of an attention chunk: every query of a chunk has a score for each of them.
 MOST_IN_CHUNK = 2**20
 MOST_LAYERS = 2**16
-
-logger = logging.get_logger(__name__)
 
 
 class _RecurrentLayer(str):
@@ -51,15 +48,8 @@ class SharedConfig:
     code_writer = None
 
     def __post_init__(self, **kwargs):
-        kwargs.pop("model_type", None)  # a file may have an old type; the class has its own
+        kwargs.pop("model_type", None)  # of a file; a user's subclass has a different one than the folders it reads
         super().__post_init__(**kwargs)
-
-    def __setattr__(self, name: str, value: Any):
-        """Set a field; where `is_encoder_decoder` becomes true, the object becomes one of `seq2seq_class`."""
-        if name == "is_encoder_decoder" and value and (own := self.with_encoder()) is not type(self):
-            self._warn_of_old_type()
-            self.__class__ = own
-        super().__setattr__(name, value)
 
     def save_pretrained(self, save_directory, push_to_hub: bool = False, **kwargs):
         """Save the configuration, and the code of its models if a model is registered for its Auto class.
@@ -104,36 +94,35 @@ class SharedConfig:
 
     @classmethod
     def with_encoder(cls) -> type["SharedConfig"]:
-        """Return the class of an encoder-decoder's configuration: another one, or of a user's subclass the same."""
-        return vars(cls).get("seq2seq_class", cls)
+        """Return the class of the configuration of an encoder-decoder, which is this class if it has two sides."""
+        return cls.seq2seq_class if cls.side_class is None else cls
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Read a folder; one of an encoder-decoder that has the `model_type` of a side is an old one.
+        """Read config.json of a folder or repository.
 
         Raises:
-            ValueError: the folder holds another model, of which this one would take hardly a weight.
+            ValueError: the model has another type. Most of its weights would not be loaded.
         """
         fields, others = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
-        related = {getattr(kind, "model_type", None) for kind in (*cls.__mro__, cls.seq2seq_class, cls.side_class)}
-        if (given := fields.get("model_type")) and given not in related:
-            named = ", ".join(fields.get("architectures") or ["none"])
-            raise ValueError(
-                f"{pretrained_model_name_or_path} holds a model of type {given!r}, and {cls.__name__} is for "
-                f"{cls.model_type!r}: load it with an Auto class, or the class that its config.json names ({named})"
-            )
-        if cls.side_class is not None and fields.get("model_type") == cls.side_class.model_type:
-            if fields.setdefault("is_encoder_decoder", False):
-                cls._warn_of_old_type()
-                fields["model_type"] = cls.model_type
-        return fields, others
+        side = getattr(cls.side_class, "model_type", None)
+        supported = {getattr(kind, "model_type", None) for kind in cls.__mro__} - {side}
+        if not (given := fields.get("model_type")) or given in supported:
+            return fields, others
+        if given == side and fields.get("is_encoder_decoder"):
+            raise ValueError(f"{pretrained_model_name_or_path}: {cls._wrong_side_message()}")
+        named = ", ".join(fields.get("architectures") or ["none"])
+        raise ValueError(
+            f"{pretrained_model_name_or_path} has `model_type` {given!r}, but {cls.__name__} requires "
+            f"{cls.model_type!r}; load it with an Auto class or the class in its config.json ({named})"
+        )
 
     @classmethod
-    def _warn_of_old_type(cls):
-        new, old = cls.seq2seq_class, cls.seq2seq_class.side_class
-        logger.warning_once(
-            f"{old.__name__} (model_type {old.model_type!r}) with is_encoder_decoder=True is now {new.__name__} "
-            f"(model_type {new.model_type!r}): it is taken for that, and saved as that"
+    def _wrong_side_message(cls) -> str:
+        new = cls.seq2seq_class
+        return (
+            f"`is_encoder_decoder=True` requires {new.__name__}, not {new.side_class.__name__}; in a config.json, set "
+            f'"model_type": "{new.model_type}"'
         )
 
     @property
@@ -224,11 +213,13 @@ class SharedConfig:
             raise ValueError("add_cross_attention=True needs is_decoder=True")
         if self.side_class is not None and not self.is_encoder_decoder:
             raise ValueError(
-                f"{type(self).__name__} configures an encoder-decoder, got is_encoder_decoder=False: use "
+                f"{type(self).__name__} configures an encoder-decoder, got `is_encoder_decoder=False`; use "
                 f"{self.side_class.__name__}"
             )
         if not self.is_encoder_decoder:
             return
+        if self.side_class is None:
+            raise ValueError(self._wrong_side_message())
         if self.is_decoder:
             raise ValueError("is_encoder_decoder=True has a decoder: leave is_decoder and add_cross_attention out")
         self._check_counts(self.decoder_fields)

@@ -25,8 +25,9 @@ class EncoderDecoder:
     """A model of an encoder and a decoder, with a head or without."""
 
     def __init__(self, config: PreTrainedConfig):
-        if not config.is_encoder_decoder:
-            raise ValueError(f"{type(self).__name__} needs a configuration with is_encoder_decoder=True")
+        if getattr(config, "side_class", None) is None:
+            name = type(self).__name__
+            raise ValueError(f"{name} requires a {self.config_class.__name__}, got a {type(config).__name__}")
         super().__init__(config)
 
     def share_modules(self):

@@ -24,7 +24,7 @@ import luna_mega
 from luna_mega._register import CONFIGS, auto_classes
 from luna_mega.errors import ConversionError
 from luna_mega.hub.files import copy_model
-from luna_mega.hub.folder import read_config, weight_files
+from luna_mega.hub.folder import build_config, read_config, weight_files
 from luna_mega.hub.output import check_output, complete_folder, temporary_folder
 from luna_mega.modeling_luna import tokenization_luna
 
@@ -85,8 +85,7 @@ def _add_code_after_save(folder: str | Path) -> None:
 def _read_config(folder: str | Path) -> dict[str, Any]:
     config = read_config(folder)
     weight_files(Path(folder))
-    if config.get("is_encoder_decoder"):  # folders of old versions have the model type of the encoder
-        config["model_type"] = CONFIGS[config["model_type"]].seq2seq_class.model_type
+    build_config(folder, config)
     return config
 
 

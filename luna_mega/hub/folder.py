@@ -190,6 +190,18 @@ def read_config(path: str | Path) -> dict[str, Any]:
     return content
 
 
+def build_config(path: str | Path, content: dict[str, Any]) -> PreTrainedConfig:
+    """Return the configuration with the content of the config.json of a folder.
+
+    Raises:
+        ConversionError: a field has an unsupported value.
+    """
+    try:
+        return CONFIGS[content["model_type"]].from_dict(dict(content))
+    except Exception as error:  # transformers raises many types of errors for a value of a wrong type
+        raise ConversionError(f"{Path(path) / 'config.json'}: {reason(error)}") from error
+
+
 def read_folder(path: str | Path) -> ModelFolder:
     """Open a folder with a model of this package.
 
@@ -198,10 +210,7 @@ def read_folder(path: str | Path) -> ModelFolder:
     """
     content, path = read_config(path), Path(path)
     files, file = weight_files(path), path / "config.json"
-    try:
-        config = CONFIGS[content["model_type"]].from_dict(content)
-    except Exception as error:  # fields of another type cause exceptions of any type
-        raise ConversionError(f"{file}: {reason(error)}") from error
+    config = build_config(path, content)
     names, classes = content.get("architectures") or [None], model_classes(type(config))
     name = names[0] if isinstance(names, list) else names
     if not isinstance(name, str) or name not in classes:

@@ -177,14 +177,14 @@ def test_training_learns_resumes_averages_and_loads(run, script, corpus, tmp_pat
 
 def test_vocabularies_apart(run, script, corpus, tmp_path):
     """A checkpoint with a tokenizer for each language, as the converter writes it, is trained and saved as one."""
-    from luna_mega import LunaConfig, LunaForConditionalGeneration
+    from luna_mega import LunaForConditionalGeneration, LunaSeq2SeqConfig
 
     train_bpe = train_joint_bpe
     tokenizers = [train_bpe(words, size, 99) for words, size in ((WORDS, 264), (WORDS.values(), 261))]
     fields = dict(item.split("=") for item in TINY["luna"].split(","))
     fields = {name: float(value) if "." in value else int(value) for name, value in fields.items()}
     fields |= {"vocab_size": len(tokenizers[0]), "decoder_vocab_size": len(tokenizers[1])}
-    config = LunaConfig(is_encoder_decoder=True, share_encoder_decoder_embeddings=False, **fields)
+    config = LunaSeq2SeqConfig(share_encoder_decoder_embeddings=False, **fields)
     folder = tmp_path / "apart"
     LunaForConditionalGeneration(config).save_pretrained(folder)
     tokenizers[0].save_pretrained(folder)

@@ -38,7 +38,8 @@ def tiny_config(**overrides):
         "max_position_embeddings": 48,
         "classifier_hidden_size": 20,
     }
-    return luna_mega.LunaConfig(**SIZES | fields | overrides)
+    config = luna_mega.LunaSeq2SeqConfig if overrides.get("is_encoder_decoder") else luna_mega.LunaConfig
+    return config(**SIZES | fields | overrides)
 
 
 def enlarged(model_class, config, size=lambda name: 0.1):

@@ -38,7 +38,8 @@ VALUES = {"input_type": "values", "pooling": "mean"}
 
 def tiny_config(**overrides):
     fields = {"ema_projection_size": 4, "shared_representation_size": 12, "nffn_hidden_size": 20, "max_positions": 48}
-    return luna_mega.MegaConfig(**luna.SIZES | fields | overrides)
+    config = luna_mega.MegaSeq2SeqConfig if overrides.get("is_encoder_decoder") else luna_mega.MegaConfig
+    return config(**luna.SIZES | fields | overrides)
 
 
 def make(head, **overrides):

@@ -66,7 +66,7 @@ def test_configuration(family, fields, message):
 
 def test_folder_of_another_model_raises(tmp_path):
     mega.tiny_config().save_pretrained(tmp_path)
-    message = "holds a model of type 'mega', and LunaConfig is for 'luna': load it with an Auto class"
+    message = "has `model_type` 'mega', but LunaConfig requires 'luna'; load it with an Auto class"
     for load in (LunaConfig.from_pretrained, LunaForMaskedLM.from_pretrained):
         with pytest.raises(ValueError, match=message):
             load(tmp_path)

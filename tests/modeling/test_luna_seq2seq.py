@@ -5,7 +5,14 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from luna_mega import LunaConfig, LunaForCausalLM, LunaForConditionalGeneration, LunaModel, LunaSeq2SeqModel
+from luna_mega import (
+    LunaConfig,
+    LunaForCausalLM,
+    LunaForConditionalGeneration,
+    LunaModel,
+    LunaSeq2SeqConfig,
+    LunaSeq2SeqModel,
+)
 from luna_mega.modeling_common.layout import DENSE
 from tests.modeling.decoders import padded, source, target
 from tests.modeling.luna_decoders import make
@@ -156,7 +163,7 @@ def test_errors():
         model(**inputs, token_type_ids=ids)
     with pytest.raises(ValueError, match="is one side only"):
         LunaModel(model.config)
-    with pytest.raises(ValueError, match="is_encoder_decoder=True"):
+    with pytest.raises(ValueError, match="requires a LunaSeq2SeqConfig, got a LunaConfig"):
         LunaForConditionalGeneration(LunaConfig())
     decoder = model.get_decoder()
     with pytest.raises(ValueError, match="`packed_states` is missing"):
@@ -198,4 +205,4 @@ def test_errors():
 )
 def test_configuration_errors(fields, message):
     with pytest.raises(StrictDataclassError, match=message):
-        LunaConfig(**fields)
+        (LunaSeq2SeqConfig if fields.get("is_encoder_decoder") else LunaConfig)(**fields)

@@ -102,7 +102,7 @@ def test_classes_and_configurations_that_do_not_fit():
     with pytest.raises(ValueError, match="needs a configuration with is_decoder=True"):
         MegaForCausalLM(config)
     for cls in (MegaSeq2SeqModel, MegaForConditionalGeneration):
-        with pytest.raises(ValueError, match="is_encoder_decoder=True"):
+        with pytest.raises(ValueError, match="requires a MegaSeq2SeqConfig, got a MegaConfig"):
             cls(MegaConfig())
     with pytest.raises(ValueError, match="encoder_hidden_states need a decoder"):
         MegaModel(config.encoder_config)(torch.tensor([[4]]), encoder_hidden_states=torch.zeros(1, 2, 12))

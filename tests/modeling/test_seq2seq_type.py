@@ -1,9 +1,9 @@
-"""Encoder-decoders have a `model_type` of their own; what was written before they had it is read, and saved as new."""
+"""Encoder-decoders have a separate `model_type` and configuration class; the type of one side is an error."""
 
 import copy
 import json
-import logging
 import pickle
+import re
 
 import pytest
 import torch
@@ -16,11 +16,9 @@ from transformers import (
     AutoTokenizer,
 )
 from transformers.models.auto import modeling_auto
-from transformers.utils.logging import warning_once
 
 import luna_mega
 from luna_mega import cli
-from luna_mega.hub.folder import read_folder
 from tests.modeling.decoders import TRANSLATING, make_plain, padded, source, target
 
 PRESETS = {"luna": lambda config: config.wmt(30), "mega": lambda config: config.wmt_en_de(30)}
@@ -41,17 +39,8 @@ def family(request):
     return Family(request.param)
 
 
-@pytest.fixture
-def warnings(caplog):
-    """Function that returns the logged warnings; a warning that was given once is given again."""
-    warning_once.cache_clear()
-    caplog.set_level(logging.WARNING)
-    yield lambda: [record.getMessage() for record in caplog.records if "model_type" in record.getMessage()]
-    warning_once.cache_clear()
-
-
-def age(folder, family):
-    """Write into config.json what earlier versions wrote."""
+def with_old_type(folder, family):
+    """Write the `model_type` of luna-mega 0.1.0 into config.json; return the folder."""
     file = folder / "config.json"
     config = json.loads(file.read_text())
     assert config["model_type"] == f"{family.name}_seq2seq" and config["is_encoder_decoder"] is True
@@ -79,82 +68,78 @@ def test_transformers_mappings_distinguish_the_types(family):
         AutoModelForSeq2SeqLM.from_config(family.Config())
 
 
-def test_new_configuration_does_not_warn(family, warnings):
-    for config in (family.Seq2SeqConfig(), PRESETS[family.name](family.Config)):
+def test_configuration_classes(family):
+    for config in (family.Seq2SeqConfig(), *map(PRESETS[family.name], (family.Config, family.Seq2SeqConfig))):
         assert type(config) is family.Seq2SeqConfig and config.is_encoder_decoder
         assert type(family.Seq2SeqConfig.from_dict(config.to_dict())) is family.Seq2SeqConfig
         for same in (copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
             assert type(same) is family.Seq2SeqConfig and same.to_dict() == config.to_dict()
         for side in (config.encoder_config, config.decoder_config):
             assert type(side) is family.Config and side.model_type == family.name and not side.is_encoder_decoder
-    assert not warnings()
 
 
-@pytest.mark.parametrize("way", ["constructor", "for_model", "assignment", "keyword", "dictionary"])
-def test_an_encoder_decoder_of_the_old_configuration_becomes_a_new_one(family, way, warnings, tmp_path):
-    if way == "constructor":
-        config = family.Config(is_encoder_decoder=True)
-    elif way == "for_model":
-        config = AutoConfig.for_model(family.name, is_encoder_decoder=True)
-    elif way == "assignment":
-        config = family.Config()
-        config.is_encoder_decoder = True
-    elif way == "keyword":
-        family.Config().save_pretrained(tmp_path)
-        config = AutoConfig.from_pretrained(tmp_path, is_encoder_decoder=True)
-    else:
-        config = family.Config.from_dict({"model_type": family.name, "is_encoder_decoder": True})
-    assert type(config) is family.Seq2SeqConfig and config.model_type == f"{family.name}_seq2seq"
-    assert config.to_dict() == family.Seq2SeqConfig().to_dict() | {"_name_or_path": config.name_or_path}
-    family.Config(is_encoder_decoder=True)
-    assert len(warnings()) == 1 and f"'{family.name}_seq2seq'" in warnings()[0]
+def wrong_type(family):
+    return (
+        f"`is_encoder_decoder=True` requires {family.prefix}Seq2SeqConfig, not {family.prefix}Config; "
+        f'in a config.json, set "model_type": "{family.name}_seq2seq"'
+    )
+
+
+def test_is_encoder_decoder_requires_the_class_of_encoder_decoders(family, tmp_path):
+    make_plain(family.name).config.save_pretrained(tmp_path)
+    for make in (
+        lambda: family.Config(is_encoder_decoder=True),
+        lambda: AutoConfig.for_model(family.name, is_encoder_decoder=True),
+        lambda: family.Config.from_dict({"model_type": family.name, "is_encoder_decoder": True}),
+    ):
+        with pytest.raises(StrictDataclassError, match=re.escape(wrong_type(family))):
+            make()
+    # transformers validates these only before saving.
+    assigned = family.Config()
+    assigned.is_encoder_decoder = True
+    own = type("OwnConfig", (family.Config,), {"model_type": "own"})(is_encoder_decoder=True)
+    for config in (assigned, own, AutoConfig.from_pretrained(tmp_path, is_encoder_decoder=True)):
+        with pytest.raises(StrictDataclassError, match=re.escape(wrong_type(family))):
+            config.save_pretrained(tmp_path)
+        for cls in (family.ForConditionalGeneration, family.Seq2SeqModel):
+            with pytest.raises(ValueError, match=f"{cls.__name__} requires a {family.prefix}Seq2SeqConfig"):
+                cls(config)
+        with pytest.raises(ValueError, match=f"is one side only.*{family.prefix}Seq2SeqModel"):
+            family.Model(config)
 
 
 @torch.no_grad()
-def test_an_old_folder_loads_and_is_saved_as_new(family, warnings, tmp_path):
+def test_a_folder_with_the_type_of_one_side_loads_after_an_edit(family, tmp_path, capsys):
     model = with_encoder(family)
     inputs = source(model, 2) | target(model, padded([5, 4], 5, "left")[0])
-    expected = model(**inputs).logits
-    old = tmp_path / "old"
-    model.save_pretrained(old)
-    new = old.rename(tmp_path / "new")
-    model.save_pretrained(old)
-    age(old, family)
-    for cls in (AutoConfig, family.Config, family.Seq2SeqConfig):
-        assert type(cls.from_pretrained(old)) is family.Seq2SeqConfig
-    for cls, loaded in (
-        (AutoModelForSeq2SeqLM, family.ForConditionalGeneration),
-        (family.ForConditionalGeneration, family.ForConditionalGeneration),
-        (AutoModel, family.Seq2SeqModel),
-        (family.Seq2SeqModel, family.Seq2SeqModel),
-    ):
-        found, info = cls.from_pretrained(old, output_loading_info=True)
-        assert type(found) is loaded and not info["missing_keys"]
-        if loaded is family.ForConditionalGeneration:
-            assert torch.equal(found(**inputs).logits, expected)
-    assert len(warnings()) == 1 and f"'{family.name}_seq2seq'" in warnings()[0]
-    family.ForConditionalGeneration.from_pretrained(old).save_pretrained(tmp_path / "again")
-    written = [json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "again", new)]
-    assert written[0] == written[1]
+    model.save_pretrained(tmp_path)
+    content = (tmp_path / "config.json").read_text()
+    with_old_type(tmp_path, family)
+    capsys.readouterr()
+    classes = (AutoConfig, family.Config, family.Seq2SeqConfig, AutoModelForSeq2SeqLM, AutoModel)
+    for cls in (*classes, family.ForConditionalGeneration, family.Seq2SeqModel):
+        with pytest.raises((ValueError, StrictDataclassError), match=re.escape(wrong_type(family))):
+            cls.from_pretrained(tmp_path)
+    for command in ("info", "bundle"):
+        assert cli.main([command, str(tmp_path)]) == 1
+        message = capsys.readouterr().err
+        assert wrong_type(family) in message and message.count("\n") == 1
+    assert not list(tmp_path.glob("*.py"))
+    (tmp_path / "config.json").write_text(content)
+    found = AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
+    assert torch.equal(found(**inputs).logits, model(**inputs).logits)
 
 
-def test_the_command_line_takes_an_old_folder_as_the_new_one(family, tmp_path, capsys):
-    for name in ("old", "new"):
-        with_encoder(family).save_pretrained(tmp_path / name)
-    old, new = str(age(tmp_path / "old", family)), str(tmp_path / "new")
-    assert read_folder(old).config.to_dict() == read_folder(new).config.to_dict()
-    assert cli.main(["verify", old, new]) == cli.main(["info", old]) == 0
-    assert "equal in every number" in capsys.readouterr().out
-    assert cli.main(["bundle", old]) == 0
-    config = json.loads((tmp_path / "old" / "config.json").read_text())
-    assert config["model_type"] == f"{family.name}_seq2seq"
+def test_bundle_of_an_encoder_decoder(family, tmp_path):
+    with_encoder(family).save_pretrained(tmp_path)
+    assert cli.main(["bundle", str(tmp_path)]) == 0
     entry = f"auto_{family.name}_seq2seq"
-    assert config["auto_map"] == {
+    assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == {
         "AutoConfig": f"{entry}.{family.Seq2SeqConfig.__name__}",
         "AutoModel": f"{entry}.{family.Seq2SeqModel.__name__}",
         "AutoModelForSeq2SeqLM": f"{entry}.{family.ForConditionalGeneration.__name__}",
     }
-    assert not (tmp_path / "old" / f"heads_{family.name}.py").exists()
+    assert not (tmp_path / f"heads_{family.name}.py").exists()
 
 
 def test_encoder_or_decoder_is_a_separate_model(family, tmp_path):
@@ -170,26 +155,28 @@ def test_encoder_or_decoder_is_a_separate_model(family, tmp_path):
 def test_tokenizer_in_the_same_folder_loads(family, tmp_path, tokenizer):
     with_encoder(family).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    classes = []
-    for folder in (tmp_path, age(tmp_path, family)):
-        classes.append(type(AutoTokenizer.from_pretrained(folder)))
-    assert classes[0] is classes[1]
+    assert AutoTokenizer.from_pretrained(tmp_path).get_vocab() == tokenizer.get_vocab()
 
 
-def test_user_subclass_keeps_its_type(family, warnings):
-    own = type("OwnConfig", (family.Config,), {"model_type": "own"})
+def test_subclass_of_a_user(family):
+    own = type("OwnConfig", (family.Seq2SeqConfig,), {"model_type": "own"})
     sizes = {"vocab_size": 30, "hidden_size": 16, "num_hidden_layers": 1}
-    config = own(is_encoder_decoder=True, **sizes | ({"num_attention_heads": 2} if family.name == "luna" else {}))
-    assert type(config) is type(config.encoder_config) is own
-    model = family.ForConditionalGeneration(config)
-    assert model.config.model_type == "own" and not warnings()
+    config = own(**sizes | ({"num_attention_heads": 2} if family.name == "luna" else {}))
+    assert type(config) is own and type(config.encoder_config) is family.Config
+    assert type(PRESETS[family.name](own)) is own
+    assert family.ForConditionalGeneration(config).config.model_type == "own"
 
 
 def test_bad_input(family, tmp_path):
-    with pytest.raises(StrictDataclassError, match=rf"is_encoder_decoder=False: use {family.prefix}Config"):
+    with pytest.raises(StrictDataclassError, match=f"got `is_encoder_decoder=False`; use {family.prefix}Config"):
         family.Seq2SeqConfig(is_encoder_decoder=False)
-    make_plain(family.name).save_pretrained(tmp_path)
-    with pytest.raises(StrictDataclassError, match=rf"is_encoder_decoder=False: use {family.prefix}Config"):
-        family.ForConditionalGeneration.from_pretrained(tmp_path)
+    make_plain(family.name).save_pretrained(tmp_path / "side")
+    message = f"has `model_type` '{family.name}', but {family.prefix}Seq2SeqConfig requires '{family.name}_seq2seq'"
+    with pytest.raises(ValueError, match=message):
+        family.ForConditionalGeneration.from_pretrained(tmp_path / "side")
+    with_encoder(family).save_pretrained(tmp_path / "both")
+    message = f"has `model_type` '{family.name}_seq2seq', but {family.prefix}Config requires '{family.name}'"
+    with pytest.raises(ValueError, match=message):
+        family.Model.from_pretrained(tmp_path / "both")
     with pytest.raises(ValueError, match=f"is one side only.*{family.prefix}Seq2SeqModel"):
         family.Model(family.Seq2SeqConfig())
