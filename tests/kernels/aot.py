@@ -1,12 +1,12 @@
-"""Compile the launches of every Triton backend for several targets, without a GPU, and report what they use.
+"""Compile the launches of every Triton backend for several targets, without a GPU, and report their resource usage.
 
-A script, because a process that interprets kernels cannot compile them:
+This is a script because a process that interprets kernels cannot compile them:
 `TRITON_INTERPRET=0 python tests/kernels/aot.py [op ...] [--arch 90] [--json FILE] [--budgets]`.
 
-The launches come from `cases()` of `aot_<op>.py` beside this file, which yields (name, function without arguments); the
-function calls the op's Python functions with tensors on meta, and their launches are compiled exactly as they are, for
-sm_80 and sm_90. `edges()` yields (name, targets, function): sizes, dtypes and targets with least room. `of_length()`
-launches what must not be compiled again for another of `LENGTHS`.
+The launches come from `cases()` of `aot_<op>.py` in this directory, which yields (name, function without arguments).
+The function calls the op's Python functions with meta tensors, and their launches are compiled without changes for
+sm_80 and sm_90. `edges()` yields (name, targets, function): sizes, dtypes and targets with the tightest limits.
+`of_length()` launches kernels that must not be recompiled for another of `LENGTHS`.
 """
 
 import argparse
@@ -44,9 +44,9 @@ TYPES = {
     torch.int64: "i64",
 }
 TYPES |= {torch.bool: "i1", torch.uint8: "u8"}
-# The most a kernel may use, in the newest and in the oldest Triton: `test_aot.py` fails where it uses more.
+# Resource limits of the kernels in the newest and the oldest Triton; `test_aot.py` fails if a kernel exceeds them.
 BUDGETS = HERE / "aot_budgets.csv"
-# Instructions for tensor cores, and how they begin in PTX.
+# Tensor core instructions and their prefixes in PTX.
 INSTRUCTIONS = {"wgmma": r"wgmma\.mma_async", "mma": r"mma\.sync"}
 COLUMNS = ("registers", "stack", "spills", "shared", *INSTRUCTIONS)
 KEY = ("op", "kernel", "case", "arch")
@@ -73,7 +73,7 @@ def launches(op: str, arch: int):
 
 
 def keys_of_lengths(op: str) -> list[list[str]]:
-    """Return what is compiled for each of `LENGTHS`."""
+    """Return the kernels compiled for each of `LENGTHS`."""
     keys = []
     for length in _cases(op).LENGTHS:
         with triton_launch.recording(TARGETS[90]) as recorded:
@@ -83,8 +83,10 @@ def keys_of_lengths(op: str) -> list[list[str]]:
 
 
 def compile_launch(launch: triton_launch.Launch, arch: int):
-    """Return what tells a launch from others, and a function that compiles it as Triton's launcher would: None and 1
-    are constants; pointers and multiples of 16 are known to be such."""
+    """Return a key that distinguishes launches, and a function that compiles the launch as Triton's launcher does.
+
+    None and 1 are constants, and pointers and multiples of 16 are specialized.
+    """
     names, signature, constants, attributes = launch.kernel.arg_names, {}, {}, {}
     values = dict(zip(names, launch.arguments, strict=False)) | launch.constants
     for index, name in enumerate(names):
@@ -106,10 +108,10 @@ def compile_launch(launch: triton_launch.Launch, arch: int):
 
 
 def report(compiled) -> dict[str, int]:
-    """Return registers and bytes of stack of a thread, spills, bytes of shared memory, tensor-core instructions.
+    """Return registers and stack bytes per thread, spills, shared memory bytes, tensor core instructions.
 
-    Disassembling takes as long as compiling, so it is left out where there is nothing to find: spills go to the stack,
-    and `ptxas` makes one instruction or more for tensor cores of each that PTX has.
+    Disassembly takes as long as compilation, so it is skipped if there is nothing to find: spills use the stack, and
+    `ptxas` emits at least one tensor core instruction for each one in PTX.
     """
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -137,7 +139,7 @@ def read_budgets() -> dict[tuple[str, ...], dict[str, int]]:
 
 
 def widen_budgets(rows: list[dict]) -> None:
-    """Allow what these reports say, besides what the table allows. Rows of other kernels of their ops are removed."""
+    """Raise the limits to the values of these reports. Rows of removed kernels of the same ops are deleted."""
     table = read_budgets() if BUDGETS.exists() else {}
     ops, reported = {row["op"] for row in rows}, {tuple(str(row[name]) for name in KEY): row for row in rows}
     table = {key: limits for key, limits in table.items() if key[0] not in ops or key in reported}

@@ -1,8 +1,8 @@
-"""Compile the configurations that tuning may choose for an H100, without a GPU, and check that they fit its memory.
+"""Compile the configurations that tuning may select for an H100, without a GPU, and check that they fit its memory.
 
-A script, as `aot.py` is: `TRITON_INTERPRET=0 python tests/kernels/aot_candidates.py [part of the name of a case ...]`.
-It leaves out the defaults, which `aot.py` compiles. The exit status is 1 where a configuration asks for more shared
-memory than a block can have: it has to be taken from the list of its kernel.
+A script like `aot.py`: `TRITON_INTERPRET=0 python tests/kernels/aot_candidates.py [part of the name of a case ...]`.
+It skips the defaults, which `aot.py` compiles. The exit status is 1 if a configuration needs more shared memory than a
+block can have; remove such a configuration from the list of its kernel.
 """
 
 import importlib
@@ -37,7 +37,7 @@ def main(words: list[str]) -> int:
                     key, compile_it = aot.compile_launch(launch, ARCH)
                     if every is run_all and key not in compiled:
                         shared, seen = compile_it().metadata.shared, seen + 1
-                        fits = shared + 1024 <= aot.TARGETS[ARCH].shared_memory  # the driver keeps 1 KB
+                        fits = shared + 1024 <= aot.TARGETS[ARCH].shared_memory  # the driver reserves 1 KB
                         too_large += not fits
                         print(
                             f"{op} {case}: {launch.kernel.fn.__name__} {launch.num_warps} warps, {shared} bytes", fits

@@ -37,7 +37,7 @@ LENGTHS = 4000, 4096
 
 
 def of_length(length):
-    """Launch what a change of the length must not compile again: chunks, full attention, steps."""
+    """Launch kernels that must not be recompiled for another length: chunks, full attention, steps."""
     for batch, chunk, causal in ((4, 128, False), (4, length, True)):
         shape = batch, length, length, chunk, 128, 1024, "softmax", causal, True, torch.bfloat16
         run(*shape)

@@ -45,19 +45,19 @@ def cases():
     yield "unpack l=16 untied head size 128", partial(_run, "unpack", 16, tied=False, head_size=128)
 
 
-# Vectors of float32 begin at multiples of the length, so two kinds are compiled: for multiples of 16, and others.
+# Rows of float32 start at multiples of the length, so two variants are compiled: for multiples of 16, and others.
 LENGTHS = 4000, 4096
 
 
 def of_length(length):
-    """Launch what a change of the length must not compile again."""
+    """Launch kernels that must not be recompiled for another length."""
     for op in ("pack", "unpack"):
         _run(op, 128, length=length)
         _run(op, 128, ragged=True, length=length)
 
 
 def edges():
-    """Yield (name, targets, function): heads that fill no tile, on the targets with least room."""
+    """Yield (name, targets, function): heads smaller than a tile, on the targets with the least memory."""
     fp32, fp16 = torch.float32, torch.float16
     yield "pack l=128 fp32 head size 80", (80,), partial(_run, "pack", 128, dtype=fp32, head_size=80)
     yield "pack l=128 untied fp16 head size 96", (89,), partial(_run, "pack", 128, tied=False, dtype=fp16, head_size=96)

@@ -56,7 +56,7 @@ LENGTHS = 4000, 4096
 
 
 def of_length(length):
-    """Launch what a change of the length must not compile again."""
+    """Launch kernels that must not be recompiled for another length."""
     both(8, 32, torch.bfloat16, stateful=True, length=length)
     both(8, 128, torch.bfloat16, length=length)
 

@@ -18,7 +18,7 @@ WIDE = {"bias", "state", "key_mean", "value_mean", "mean", "variance"}
 
 
 class Call(NamedTuple):
-    """A call of an op: float64 tensors that bfloat16 can hold, and a function of them and of the backend."""
+    """A call of an op: float64 tensors that are exact in bfloat16, and a function of them and of the backend."""
 
     leaves: dict[str, torch.Tensor]
     run: Callable[..., tuple[torch.Tensor, ...]]
@@ -79,7 +79,7 @@ def _randoms(**shapes):
 
 
 def _mask(batch, n, device):
-    """Keep all of the first row, and of the last one all but the first eighth; rows of one token keep it."""
+    """Keep all of the first row, and all of the last row except its first eighth; rows of one token are kept."""
     return torch.arange(n, device=device) >= torch.linspace(0, n // 8, batch, device=device)[:, None].long()
 
 
@@ -192,7 +192,7 @@ def _gated(n, toy, function, chunk=None, causal=False, masked=False, padding_fre
     batch, shared, values = (1, 16, 32) if toy else (1 if padding_free else 2, 64, 192)
     positions = n if chunk is None else chunk
     leaves = _randoms(query=(batch, n, shared), key=(batch, n, shared), value=(batch, n, values))
-    # Scores of Mega are small: its queries and keys are scaled by parameters that begin near zero.
+    # Scores of Mega are small: its queries and keys are scaled by parameters that are initialized near zero.
     leaves["query"] = (0.25 * leaves["query"]).bfloat16().double()
     leaves |= _randoms(bias=(2 * positions - 1,))
 

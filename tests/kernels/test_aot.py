@@ -1,4 +1,4 @@
-"""Every kernel as it is shipped compiles for several targets, and uses no more than `aot_budgets.csv` allows."""
+"""Every kernel with its default configuration compiles for several targets within the limits of `aot_budgets.csv`."""
 
 import csv
 import json
@@ -45,7 +45,7 @@ def test_budgets(op, tmp_path, repo_root):
 
 
 def test_the_limits_of_a_device_are_its_own(monkeypatch):
-    """An RTX 5090 has a higher compute capability than an H100, and less than half of its shared memory."""
+    """An RTX 5090 has a higher compute capability than an H100, but less than half of its shared memory."""
     import torch
 
     from luna_mega.kernels.common import triton_launch

@@ -1,4 +1,4 @@
-"""Averages of rows whose last positions are dropped: states after the others, over which nothing decays."""
+"""Averages of rows whose last positions are dropped: the state does not decay over dropped positions."""
 
 import pytest
 import torch

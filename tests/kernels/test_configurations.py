@@ -25,7 +25,7 @@ SECONDS = {A: 3.0, B: 2.0, C: 1.0, TOO_LARGE: 0.1, WRONG: 0.2}
 
 
 class Kernel:
-    """Stands in for a kernel, whose source is a part of the autotuner's key on disk."""
+    """A mock kernel, whose source is part of the autotuner's cache key on disk."""
 
     @staticmethod
     def fn():
@@ -34,7 +34,7 @@ class Kernel:
 
 @pytest.fixture
 def choice(monkeypatch):
-    """Return the module as on a GPU in a new process, where configurations take `SECONDS` and nothing is on disk."""
+    """Return the module as on a GPU in a new process, with mocked times `SECONDS` and an empty disk cache."""
     from luna_mega.kernels.common import triton_choice
 
     def do_bench(launch, quantiles, **options):
@@ -48,7 +48,7 @@ def choice(monkeypatch):
     choice = SimpleNamespace(module=triton_choice, ran=[], keys=[], last=None)
     triton_choice._tuner.cache_clear()
     monkeypatch.setenv("LUNA_MEGA_AUTOTUNE", "1")
-    monkeypatch.setattr(triton_choice.triton.knobs.runtime, "interpret", False)  # else nothing is kept on disk
+    monkeypatch.setattr(triton_choice.triton.knobs.runtime, "interpret", False)  # otherwise the disk cache is unused
     monkeypatch.setattr(triton_choice.triton.testing, "do_bench", do_bench)
     monkeypatch.setattr(triton_choice.Autotuner, "check_disk_cache", check_disk_cache)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -59,7 +59,7 @@ def choice(monkeypatch):
 
 
 def pick(choice, kind="bfloat16", length=500, tiles=tuple(SECONDS), device=GPU):
-    """Return the configuration of a call, whose result tells the wrong one from the others."""
+    """Return the configuration of a call, whose result differs for the wrong configuration."""
     from triton.runtime.errors import OutOfResources
 
     def run(tiles):
@@ -76,7 +76,7 @@ def pick(choice, kind="bfloat16", length=500, tiles=tuple(SECONDS), device=GPU):
 
 
 def test_the_fastest_that_is_right_and_fits(choice):
-    """A call is timed once for what `kind` and `sizes` say; wrong and oversized configurations are left out."""
+    """A call is benchmarked once per `kind` and `sizes`; wrong and oversized configurations are excluded."""
     assert pick(choice) == C and {TOO_LARGE, WRONG} < set(choice.ran)
     assert pick(choice, length=512) == C and choice.ran == [C]
     assert pick(choice, tiles=(A, B)) == B and pick(choice, tiles=(A, WRONG)) == A
@@ -84,7 +84,7 @@ def test_the_fastest_that_is_right_and_fits(choice):
 
 
 def test_the_cache_on_disk(choice):
-    """Times are kept by the kind of call and the device; a tuner asks for them, and no result is kept in memory."""
+    """Times are stored by kind of call and device; a tuner reads them, and no result is kept in memory."""
     pick(choice)
     assert choice.keys == [("bfloat16 length=512 on NVIDIA H100 80GB HBM3",)]
     tuner = choice.module._tuner(Kernel, tuple(SECONDS))

@@ -108,7 +108,7 @@ def test_exported_programs_do_not_use_triton(op, gpu, monkeypatch):
 
 
 def test_gpu_fallback_warns_once(op, gpu, monkeypatch, caplog):
-    """Once for a reason, not where the choice was the caller's or the tensors are elsewhere, nor while compiling."""
+    """Once per reason; not if the caller chose the backend, for tensors on other devices, or while compiling."""
     monkeypatch.setattr(_op, "_told", set())
     choose = api._OPS[op].choose
     for backend, device in ((None, "cpu"), ("torch", "cuda"), ("reference", "cuda")):
@@ -170,7 +170,7 @@ def run(code, **environment):
 
 @pytest.mark.slow
 def test_without_triton(repo_root):
-    """Everything but the kernels works, and the reason is told."""
+    """Everything except the kernels works, and the reason is reported."""
     code = """
 import sys
 sys.modules["triton"] = None

@@ -1,4 +1,4 @@
-"""Every operator returns what its fake promises, strides included: Inductor compiles for the promise and checks it."""
+"""Every operator returns the metadata of its fake, including strides: Inductor relies on it and checks it."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from luna_mega.kernels.api import (
 
 
 def described(x):
-    """Return what a compiler takes for granted of a tensor; the stride of a dimension of size 1 is not."""
+    """Return the metadata that a compiler relies on; the stride of a dimension of size 1 is not included."""
     strides = [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1 and x.numel()]
     return x.dtype, x.shape, strides, x.storage_offset()
 

@@ -46,7 +46,7 @@ def run(inputs, **options):
 
 
 def relative_error(actual, exact):
-    """Return the norm of the error relative to the exact norm; absolute where that is below 1."""
+    """Return the norm of the error relative to the exact norm; absolute if that is below 1."""
     return ((actual.double() - exact).norm() / exact.norm().clamp(min=1.0)).item()
 
 
@@ -166,7 +166,7 @@ def test_float32_inside(backend):
     expected = run(inputs, backend=backend)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         inside = run(inputs, backend=backend)
-    # A plain operator's backward pass is not what autocast is meant for; the custom one is safe there, too.
+    # Backward passes of plain operators are not designed for autocast; the custom one also supports that.
     for actual, right in list(zip(inside, expected, strict=True))[: 1 if backend == "reference" else None]:
         assert torch.equal(actual, right)
     mixed = gated_attention(*inputs[:2], inputs[2].bfloat16(), inputs[3], backend=backend)
@@ -205,7 +205,7 @@ def test_steps_are_rows_of_the_parallel_form(function):
 
 
 def shifted(x, by, total):
-    """Rows of `[B, T, W]`, each behind as much padding as `by` says, in `total` columns; random numbers elsewhere."""
+    """Rows of `[B, T, W]` with `by` columns of left padding each, in `total` columns; other entries are random."""
     rows = torch.randn(x.shape[0], total, x.shape[2], dtype=x.dtype)
     for row, first in enumerate(by):
         rows[row, first : first + x.shape[1]] = x[row]
@@ -271,7 +271,7 @@ def test_left_padding_does_not_affect_outputs(function, causal, chunk, backend):
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_keys_of_a_step_in_slots(function, backend, column, records, dtype):
-    """Keys and values are those of the slots; what other slots have is not read."""
+    """Keys and values are selected by `slots`; other rows are not read."""
     query, key, value, bias = (x.detach().to(dtype) for x in make_inputs(7, batch=6))
     slots, query = torch.tensor([4, 1, 3]), query[:3, 0]
     options = {"function": function, "column": column, "backend": backend}
@@ -298,7 +298,7 @@ def test_mask_with_slots_raises():
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_cross_attention_with_left_padding(function, backend, blocks):
-    """Rows of queries and of keys begin behind padding of different lengths; the queries come at once or in parts."""
+    """Queries and keys have left padding of different lengths; the queries come in one call or several."""
     inputs = make_inputs(7, 11, batch=3, positions=15)
     query, key, value, bias = (x.detach() for x in inputs)
     options = {"function": function, "backend": backend}

@@ -1,4 +1,4 @@
-"""The tensors that `gated_attention` in PyTorch keeps for its backward pass: they change no number."""
+"""The tensors that the torch backend of `gated_attention` stores for the backward pass do not change results."""
 
 import math
 from functools import partial
@@ -50,7 +50,7 @@ def test_query_is_divided_before_the_product(function, causal, kept):
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_stored_scores_do_not_change_results(function, monkeypatch):
-    """In ragged sequences, under autocast, and where a layer is computed again for its backward pass."""
+    """For varlen sequences, under autocast, and with gradient checkpointing."""
     query, key, value, bias = make_inputs(40, dtype=torch.float32, batch=1)
     found = []
     for most in (math.inf, 0.0):
@@ -109,7 +109,7 @@ def test_compile_fullgraph(chunk, kept):
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_gradients_with_dropout(function, kept, monkeypatch):
-    """The backward pass drops what the forward pass dropped."""
+    """The backward pass drops the same weights as the forward pass."""
     monkeypatch.setattr(torch_backend, "BLOCK_ROWS", 2)
 
     def attend(*tensors):

@@ -1,4 +1,4 @@
-"""`gated_attention` on Triton against the reference in float64; interpreted where there is no GPU."""
+"""`gated_attention` on Triton against the reference in float64; interpreted if there is no GPU."""
 
 import pytest
 import torch
@@ -58,7 +58,7 @@ def check(inputs, tolerance=None, **options):
     exact = run([x.detach().double().requires_grad_() for x in inputs], backend="reference", **options)
     for name, x, result, right in zip(NAMES, [inputs[2], *inputs], results, exact, strict=True):
         assert result.dtype == x.dtype and result.shape == right.shape, name
-        # A softmax over one key has gradients of 0, but for rounding.
+        # A softmax over one key has zero gradients, up to rounding.
         size = right.norm().clamp(min=1e-2 * right.numel() ** 0.5)
         assert (result.double() - right).norm() <= (tolerance or TOLERANCE[x.dtype]) * size, name
     return results
@@ -120,7 +120,7 @@ def test_half_precision(triton_device, function, dtype):
 
 @pytest.mark.slow
 def test_small_numbers_in_float16(triton_device):
-    """Divisors of thousands take a causal query neither below float16's range nor above it."""
+    """With divisors in the thousands, causal queries neither underflow nor overflow float16."""
     for size in (0.02, 50.0):
         inputs = make_inputs(triton_device, 500, dtype=torch.float16, batch=1)
         with torch.no_grad():
@@ -144,7 +144,7 @@ def test_mixed_dtypes_and_wide_bias(triton_device, function):
     [(True, 1, 20, 19), (True, 5, 30, 7), (False, 7, 4, 0), (False, 4, 90, 9), (False, 3, 0, 0), (False, 0, 3, 0)],
 )
 def test_other_keys_than_queries(triton_device, function, causal, queries, keys, offset):
-    """Steps and segments of cached decoding, cross-attention, nothing to attend to, nobody who attends."""
+    """Steps and segments of cached decoding, cross-attention, queries without keys, keys without queries."""
     inputs = make_inputs(triton_device, queries, keys, positions=100)
     check(inputs, function=function, causal=causal, offset=offset)
     options = {"function": function, "causal": causal, "offset": offset}
@@ -180,7 +180,7 @@ def check_kept(inputs, kept, **options):
     [("softmax", True, CHUNK), ("laplace", True, None), ("laplace", True, CHUNK), ("relu2", False, CHUNK)],
 )
 def test_positions_count_from_the_first_token(triton_device, function, causal, chunk):
-    """Padding on the left, and the same with the last queries alone, whose chunk began before the first key."""
+    """Left padding, and the same with only the last queries, whose chunk started before the first key."""
     inputs, start = make_inputs(triton_device, 40), torch.tensor([-5, -19], device=triton_device)
     mask = torch.arange(40, device=triton_device) + start[:, None] >= 0
     options = {"function": function, "causal": causal, "chunk_size": chunk}
@@ -240,12 +240,12 @@ def test_strides_no_bias_and_determinism(triton_device, function):
 @pytest.mark.parametrize("backend", ["reference", "torch", "triton"])
 @pytest.mark.parametrize("chunk", [None, CHUNK, 64])
 def test_varlen_sequences(triton_device, chunk, backend):
-    """Each sequence gives the result that it gives alone; one is empty."""
+    """Each sequence has the result of a separate call; one is empty."""
     lengths = [17, 0, 1, 45, CHUNK]
     cu_seqlens = torch.tensor([0, *lengths], device=triton_device).cumsum(0).int()
     inputs = make_inputs(triton_device, sum(lengths), batch=1, positions=45)
     some = torch.rand(1, sum(lengths), generator=torch.Generator().manual_seed(2)).to(triton_device) < 0.7
-    some[:, 17] = False  # all there is of a sequence
+    some[:, 17] = False  # the only token of a sequence
     for function, causal, mask in (("laplace", False, some), ("softmax", True, None), ("relu2", False, None)):
         options = {"function": function, "causal": causal, "chunk_size": chunk, "backend": backend}
         ragged = gated_attention(*inputs, mask=mask, cu_seqlens=cu_seqlens, max_seqlen=45, **options)
@@ -266,7 +266,7 @@ def test_varlen_sequences(triton_device, chunk, backend):
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_dropout(triton_device, function, ragged):
-    """An identity for a value shows what was dropped; outputs and gradients follow from it."""
+    """With an identity as value, the output shows which weights were dropped; compare outputs and gradients."""
     length, rate = 72, 0.3
     inputs = make_inputs(triton_device, length, batch=1 if ragged else 2)
     options = {"function": function, "chunk_size": 24}

@@ -211,7 +211,7 @@ RAGGED_LENGTHS = [3, 0, 7, 1]
 
 
 def make_ragged(heads=2, size=6):
-    """Four sequences end to end, one of them empty, with what belongs to each, and `cu_seqlens`."""
+    """Four varlen sequences, one of them empty, with their inputs and `cu_seqlens`."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape):

@@ -26,7 +26,7 @@ def device(triton_device):
 
 
 def attend(query, key, value, mask=None, dropout=0.0, **ragged):
-    """Run the kernels, whatever the sizes."""
+    """Run the kernels for any size."""
     from luna_mega.kernels.luna_attention import triton_ops
 
     return triton_ops.attend(query, key, value, mask, query.shape[-1] ** -0.5, dropout, **ragged)
@@ -42,7 +42,7 @@ def make_leaves(device, dtype, queries, keys, tied, batch=2, heads=2, size=10):
 
 
 def make_mask(device, batch, keys):
-    """Return a mask whose last row keeps nothing."""
+    """Return a mask whose last row is fully masked."""
     mask = torch.rand(batch, keys, device=device) < 0.7
     mask[:, 0] = True
     mask[-1] = False
@@ -61,7 +61,7 @@ def doubled(leaves):
 
 
 def check(actual, expected, tolerance):
-    """Bound the error of the norm, absolute where it is below 1 (with one key, the gradient of the query is 0)."""
+    """Bound the error of the norm, absolute if it is below 1 (with one key, the gradient of the query is 0)."""
     for name, a, e in zip(("output", "query", "key", "value"), actual, expected, strict=False):
         assert torch.isfinite(a).all(), name
         error = ((a.double() - e.double()).norm() / e.double().norm().clamp(min=1.0)).item()
@@ -100,7 +100,7 @@ def test_forward_and_gradients(device, queries, keys, dtype, tied):
 @pytest.mark.parametrize("queries, keys", [(5, 500), (500, 5)])
 @pytest.mark.parametrize("dtype, tied", [(torch.float32, False), (torch.float16, True)], ids=str)
 def test_splits(device, launches, queries, keys, dtype, tied):
-    """The long side is cut into partial results, of which two runs give the same sum."""
+    """The long side is split into partial results; their sum is the same in two runs."""
     leaves = make_leaves(device, dtype, queries, keys, tied, heads=1)
     mask = make_mask(device, 2, keys)
     actual = run(attend, leaves, mask)
@@ -122,7 +122,7 @@ def test_head_sizes_without_mask(device, size, dtype):
 
 @pytest.mark.slow
 def test_large_scores(device):
-    """The maximum is taken off in every split: scores reach 500, and exp(500) no float32."""
+    """The maximum is subtracted in every split: scores reach 500, and exp(500) overflows float32."""
     leaves = make_leaves(device, torch.float32, 5, 200, False, batch=1)
     leaves[0] = leaves[0].detach().mul(200).requires_grad_()
     scores = torch.einsum("bthk,bmhk->bhtm", leaves[0], leaves[1]) * 10**-0.5
@@ -193,7 +193,7 @@ def cu_seqlens(device):
 
 
 def one_by_one(query, key, value, mask, ragged):
-    """Run the reference on each sequence; `ragged` tells which side is cut up."""
+    """Run the reference on each sequence; `ragged` specifies the varlen side."""
     outputs, first = [], 0
     for i, length in enumerate(SEQUENCES):
         rows, row = slice(first, first := first + length), slice(i, i + 1)
@@ -325,7 +325,7 @@ def write_offsets(OUT, queries, heads, stride):
 
 @pytest.mark.slow
 def test_offsets_of_heads_have_64_bits(device, monkeypatch):
-    """Views of large tensors have heads that lie 2**30 elements apart."""
+    """Views of large tensors with heads that are 2**30 elements apart."""
     import triton
 
     from luna_mega.kernels.luna_attention.triton_forward import place
@@ -339,7 +339,7 @@ def test_offsets_of_heads_have_64_bits(device, monkeypatch):
 
 @pytest.mark.slow
 def test_large_gradients_in_float16(device):
-    """The gradient of a score that is too large for float16 before it is divided by sqrt(K), not behind it."""
+    """A score gradient that overflows float16 only before it is divided by sqrt(K)."""
     query, key = (torch.rand(1, 4, 1, 64, device=device) for _ in range(2))
     value = 30.0 * torch.randn(1, 4, 1, 64, device=device).sign()
     gradient = (10.0 * value[:, :1]).expand(1, 4, 1, 64).half()

@@ -55,7 +55,7 @@ class Inputs:
         return self
 
     def call(self, *leaves, **options):
-        """Output and both means behind the last token."""
+        """Output and both means after the last token."""
         state = None if self.count is None else LunaCausalState(*leaves[5:], self.count)
         options = {"mask": self.mask, "pack_mask": self.pack_mask, "state": state, **options}
         output, state = luna_causal_attention(*leaves[:5], return_state=True, **options)
@@ -71,7 +71,7 @@ class Inputs:
 
 
 def relative_error(actual, exact):
-    """Return the norm of the error relative to the exact norm; absolute where that is below 1."""
+    """Return the norm of the error relative to the exact norm; absolute if that is below 1."""
     return ((actual.double() - exact).norm() / exact.norm().clamp(min=1.0)).item()
 
 
@@ -229,7 +229,7 @@ def test_thousands_of_steps_in_float32():
 
 
 def check_steps_in_place(backend, dtype, device="cpu"):
-    """One memory holds the state from the first step to the last, and has what separate states have."""
+    """The state stays at the same address in all steps and matches separate states."""
     inputs = Inputs(6, "middle", pack_masked=True).to(dtype)
     query, pack_query, pack_key, key, value = (leaf.detach().to(device) for leaf in inputs.leaves)
     options = {"pack_mask": inputs.pack_mask.to(device), "backend": backend}
@@ -262,7 +262,7 @@ def test_steps_in_place(backend, dtype):
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_padding_does_not_affect_outputs(backend, poison):
-    """Before, between and behind the tokens, whatever stands there: same results, gradients and state."""
+    """Padding with any content before, between and after the tokens: same results, gradients and state."""
     inputs = Inputs(90, pack_masked=True)
     expected = inputs.run(backend=backend)
     mask = torch.tensor([False] * 7 + [True] * 50 + [False] * 70 + [True] * 40 + [False] * 3)
@@ -281,7 +281,7 @@ def test_padding_does_not_affect_outputs(backend, poison):
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("length", [1, 90])
 def test_rows_without_tokens_and_without_p(backend, length):
-    """0 with gradient 0, also behind a state of no tokens."""
+    """0 with gradient 0, also after a state of zero tokens."""
     inputs = Inputs(length, "all of one row", stateful=True)
     inputs.count = torch.tensor([4, 0])
     inputs.pack_mask = torch.tensor([[False] * 4, [True] * 4])
@@ -299,7 +299,7 @@ def test_rows_without_tokens_and_without_p(backend, length):
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("length", [1, 70])
 def test_masked_rows_of_p_are_as_if_absent(backend, length):
-    """Whatever stands there: same results and gradients without them, and 0 in the state."""
+    """Results and gradients equal those without the masked rows, for any content; their state is 0."""
     inputs = Inputs(length)
     keep = torch.tensor([True, False, True, True])
 
@@ -382,7 +382,7 @@ def test_determinism_and_strides(blocks):
 
 
 def test_memory_is_linear(monkeypatch):
-    """Nothing but the inputs is kept for the backward pass, and no tensor has T x K x L elements."""
+    """Only the inputs are stored for the backward pass, and no tensor has T x K x L elements."""
     sizes, kept = [], []
     product = torch.bmm
     monkeypatch.setattr(torch, "bmm", lambda *x: sizes.append((out := product(*x)).numel()) or out)
@@ -471,7 +471,7 @@ def test_dropout(backend, length):
 @pytest.mark.slow
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gradients_with_dropout(monkeypatch, activation, blocks):
-    """The backward pass drops what the forward pass dropped."""
+    """The backward pass drops the same weights as the forward pass."""
     monkeypatch.setattr(torch_backend, "CHUNK", 2)
     inputs = Inputs(5, "left", stateful=True, heads=2, size=2, width=2, rows=3)
 

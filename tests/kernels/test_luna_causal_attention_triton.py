@@ -1,6 +1,6 @@
-"""`luna_causal_attention` in Triton against its reference in float64; interpreted where there is no GPU.
+"""`luna_causal_attention` in Triton against its reference in float64; interpreted if there is no GPU.
 
-Leaves are on the CPU; `on` takes them to the device of the kernels and back.
+Leaves are on CPU; `on` moves them to the device of the kernels and back.
 """
 
 import copy
@@ -20,8 +20,8 @@ from luna_mega.kernels.api import (
 from luna_mega.kernels.luna_causal_attention import reference
 from tests.kernels.test_luna_causal_attention import Inputs, assert_same, check_steps_in_place, relative_error
 
-# Largest error of the norm. The interpreter cuts float32 off to bfloat16 where a GPU rounds; a GPU multiplies what of
-# float16 inputs has become float32 in TF32, cut off to 10 bits, where the interpreter does in float32.
+# Maximum error of the norm. The interpreter truncates float32 to bfloat16; a GPU rounds. For float16 inputs, a GPU
+# multiplies converted float32 operands in TF32, truncated to 10 bits; the interpreter multiplies in float32.
 GPU = torch.cuda.is_available()
 BOUNDS = {torch.float32: 1e-5, torch.float16: 5e-3 if GPU else 1e-3, torch.bfloat16: 1e-2 if GPU else 3e-2}
 DTYPES = tuple(BOUNDS)
@@ -146,7 +146,7 @@ def test_segments_fill_the_device_in_two_waves(triton_device, heads):
 @pytest.mark.slow
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 def test_activations_in_both_tails(triton_device, activation):
-    """The mean of values of 1 behind one token is the pack weight."""
+    """The mean of values of 1 after one token is the pack weight."""
     numbers = [-90.0, -80.0, -40.0, -9.0, -1.0, -1e-3, 0.0, 1e-3, 1.0, 9.0, 29.0, 58.0, 100.0, 1e4]
     scores = torch.tensor(numbers).view(1, -1, 1, 1)
     one = torch.ones(1, 1, 1, 1)
@@ -178,7 +178,7 @@ def test_masked_values_do_not_affect_outputs(triton_device, poison, rows):
 @pytest.mark.parametrize("rows", [FUSED, SCANS])
 @pytest.mark.parametrize("length", [1, 20])
 def test_rows_without_tokens_and_without_p(triton_device, length, rows):
-    """0 with gradient 0, also behind a state of no tokens."""
+    """0 with gradient 0, also after a state of zero tokens."""
     inputs = Inputs(length, "all of one row", stateful=True, heads=1, rows=rows).to(torch.float32)
     inputs.count = torch.tensor([4, 0])
     inputs.pack_mask = torch.tensor([[False] * rows, [True] * rows])
@@ -256,7 +256,7 @@ def test_steps_in_place(triton_device):
 @pytest.mark.parametrize("backend", ["reference", "torch", "triton"])
 @pytest.mark.parametrize("stateful", [False, True])
 def test_varlen_sequences(monkeypatch, triton_device, backend, stateful):
-    """Each as if it were alone, over two segments too: outputs, states and gradients."""
+    """Outputs, states and gradients equal those of separate calls, also over two segments."""
     from luna_mega.kernels.luna_causal_attention import triton_forward
 
     monkeypatch.setattr(triton_forward, "MIN_SEGMENT", 32)
@@ -313,7 +313,7 @@ def test_varlen_sequences_need_batch_size_1(triton_device):
 @pytest.mark.slow
 @pytest.mark.parametrize("length, rows", [(1, 24), (40, 24), (20, 100)])
 def test_dropout(monkeypatch, triton_device, length, rows):
-    """The reference gives the same outputs and gradients with the dropped weights, over two segments too."""
+    """The reference has the same outputs and gradients with the dropped weights, also over two segments."""
     from luna_mega.kernels.luna_causal_attention import triton_forward
 
     monkeypatch.setattr(triton_forward, "MIN_SEGMENT", 32)
@@ -354,7 +354,7 @@ def test_dropout(monkeypatch, triton_device, length, rows):
 @pytest.mark.parametrize("precision", _op.FLOAT32_PRECISIONS)
 @pytest.mark.parametrize("rows", [FUSED, SCANS])
 def test_float32_precision(monkeypatch, triton_device, rows, precision):
-    """The kernels are told, those of the backward pass outside of the block as well."""
+    """The precision is passed to the kernels, also in a backward pass outside of the block."""
     from luna_mega.kernels.common import triton_launch
 
     told, launch = set(), triton_launch.launch

@@ -10,7 +10,7 @@ from tests.kernels.test_luna_causal_attention import Inputs
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 def test_pack_and_unpack_weights(backend):
-    """Asking for weights changes no output, and the weights applied to the values give it."""
+    """Returning weights does not change the output, and the weights applied to the values reproduce it."""
     (x, context, _), mask = make_inputs(7, 11, "some")
     (p, _, _), pack_mask = make_inputs(5, 11, "some")[0], torch.rand(2, 5) < 0.8
     options = {"context_mask": mask, "pack_mask": pack_mask, "backend": backend}
@@ -27,7 +27,7 @@ def test_pack_and_unpack_weights(backend):
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 def test_causal_weights(backend):
-    """Whatever the backend, weights over the rows of P that are in use come beside the same output and state."""
+    """On every backend, weights over the rows of P in use are returned with the same output and state."""
     inputs = Inputs(9, "middle", stateful=True, pack_masked=True)
     state = LunaCausalState(*inputs.leaves[5:], inputs.count)
     options = {"mask": inputs.mask, "pack_mask": inputs.pack_mask, "state": state, "backend": backend}

@@ -1,4 +1,4 @@
-"""`cu_seqlens` that do not fit their tokens: an error at once on a CPU, an assertion on the device elsewhere."""
+"""`cu_seqlens` that do not match their tokens: an error on CPU, an assertion on other devices."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def test_a_compiled_program_checks_its_bounds(triton_device):
 
 
 def test_no_device_synchronization():
-    """A tensor on meta has no values to read; every tensor is checked once, unless it is changed."""
+    """A meta tensor has no values to read; every tensor is checked once, unless it is modified."""
 
     class Assertions(TorchDispatchMode):
         count = 0

@@ -86,7 +86,7 @@ def form(request, monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("masking", MASKS)
 def test_reference_is_the_norm_of_all_so_far(kind, masking):
-    """Mean and variance anew at every position, of all features of a group at all kept positions."""
+    """Compute mean and variance at every position from all features of a group at all kept positions."""
     inputs = Inputs(9, kind, masking)
     (x, groups, weight, bias), state = inputs.arguments(*(leaf.detach() for leaf in inputs.leaves))
     actual = timestep_norm(x, groups, weight, bias, mask=inputs.mask, initial_state=state, backend="reference")
@@ -154,7 +154,7 @@ def test_low_precision(form, kind, dtype):
 
 
 def test_values_far_from_zero(form):
-    """A mean of 1e4 deviations costs digits of x, and none besides: 1e-3 is what float32 leaves of x itself."""
+    """A mean of 1e4 standard deviations only loses the digits that x itself loses in float32: 1e-3."""
     inputs = Inputs(100, offset=1e4).to(torch.float32).to(torch.float64)
     exact = inputs.run(backend="reference")
     for actual, expected in zip(inputs.to(torch.float32).run(), exact, strict=True):
@@ -219,7 +219,7 @@ def test_segments_and_steps_are_the_parallel_form(form, backend, masking):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_varlen_sequences(form, kind):
-    """Every sequence as if it were alone; one of no positions keeps its state."""
+    """Every sequence matches a separate call; an empty sequence keeps its state."""
     bounds = [0, 3, 3, 40, 41]
     inputs = Inputs(41, kind, "some", batch=1)
     if kind == "states":
@@ -242,7 +242,7 @@ def test_varlen_sequences(form, kind):
 
 
 def test_padding_does_not_affect_outputs(form):
-    """Padding on either side, whatever stands there: same results, gradients and statistics, and y = 0."""
+    """Padding on either side, with any content: same results, gradients and statistics, and y = 0."""
     inputs = Inputs(30)
     expected = inputs.run()
     before = torch.full((2, 7, 12), float("nan"), dtype=torch.float64)
@@ -265,7 +265,7 @@ def test_state_with_count_0_is_ignored(form):
 
 
 def test_a_group_of_equal_features(form):
-    """A variance of 0 gives 0, not NaN, and finite gradients."""
+    """For a variance of 0 the result is 0, not NaN, and the gradients are finite."""
     x = torch.full((1, 50, 6), 3.3, requires_grad=True)
     output = timestep_norm(x, 2)
     assert output.abs().max() <= 1e-3

@@ -1,4 +1,4 @@
-"""`timestep_norm` and its step in Triton against the reference in float64; interpreted where there is no GPU."""
+"""`timestep_norm` and its step in Triton against the reference in float64; interpreted if there is no GPU."""
 
 import copy
 
@@ -70,7 +70,7 @@ def test_padding_may_be_nan(device):
 
 @pytest.mark.slow
 def test_varlen_sequences(device):
-    """As the reference, which fills them up as well."""
+    """Compared with the reference, which also pads the sequences."""
     exact, inputs = exact_and_float32(21, masking="some", batch=1)
     bounds = torch.tensor([0, 3, 3, 20, 21])
     double = copy.copy(inputs).to(torch.float64)

@@ -13,7 +13,7 @@ WITH_ENCODER = {
     f"{family} seq2seq: {name}": (family, name) for family, module in FAMILIES.items() for name in module.WITH_ENCODER
 }
 DECODERS = ALONE | WITH_ENCODER
-# What fast tests run that are the same for all of them.
+# Cases of the fast tests, shared by all families.
 SOME = [
     *("luna: elu, untied", "luna: pre-norm", "luna seq2seq: translation"),
     *("mega: laplace chunks", "mega: truncated", "mega seq2seq: softmax", "megalodon: one head, gated, tied"),
@@ -40,7 +40,7 @@ def make_plain(family, **fields):
 
 
 def padded(lengths, total, side, seed=0):
-    """Tokens and mask `[B, total]` of sequences of these lengths, padded on the `side` or behind the first two."""
+    """Tokens and mask `[B, total]` of sequences of these lengths, padded on `side` or after the first two tokens."""
     ids, mask = torch.ones(len(lengths), total, dtype=torch.long), torch.zeros(len(lengths), total, dtype=torch.long)
     for row, length in enumerate(lengths):
         mask[row, total - length if side == "left" else 0 : total if side == "left" else length] = 1
@@ -52,7 +52,7 @@ def padded(lengths, total, side, seed=0):
 
 
 def source(model, batch, side="right"):
-    """The arguments of the source: one for each of a batch of targets; none for a decoder alone."""
+    """The source arguments of a batch of targets, one per row; empty for a decoder-only model."""
     if not model.config.is_encoder_decoder:
         return {}
     ids, mask = padded([13, 4, 9, 1][:batch], 13, side, seed=7)

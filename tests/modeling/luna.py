@@ -1,4 +1,4 @@
-"""Small Luna models and inputs for the tests, and what those of Mega take from here."""
+"""Small Luna models and inputs for the tests, partly shared with Mega."""
 
 import torch
 
@@ -90,7 +90,7 @@ def labels(head, inputs):
 
 
 def results(head, output, mask):
-    """Return the results that must not depend on padding or batch mates: one tensor per sequence."""
+    """Return the results that must not depend on padding or other rows: one tensor per sequence."""
     if head == "Model":
         tensors, kept = output.last_hidden_state, mask
     elif head in ("ForMaskedLM", "ForTokenClassification"):
@@ -103,7 +103,7 @@ def results(head, output, mask):
 
 
 def check_invariance(head, model, lengths=(21, 1, 5, 13)):
-    """The results of sequences alone and without padding are those in a batch, padded on either side."""
+    """Single sequences without padding have the same results as in a batch padded on either side."""
     lengths, alone = list(lengths), []
     with torch.no_grad():
         for row, length in enumerate(lengths):

@@ -40,6 +40,6 @@ def tiny_config(**overrides):
 
 
 def make(head="ForCausalLM", dtype=torch.float64, **fields):
-    """A model whose scales and shifts are not what they begin with."""
+    """A model whose scales and shifts differ from their initial values."""
     model = luna.enlarged(getattr(luna_mega, f"Megalodon{head}"), tiny_config(**fields), lambda name: 0.2)
     return model.to(dtype)

@@ -15,7 +15,7 @@ def comes_back(folder, model, inputs):
 
 
 def masked_lm_comes_back(folder, model, inputs, words, decoder):
-    """The model and its encoder alone load and resize; parameters `words` and `decoder` are one if they are tied."""
+    """The model and its encoder can be loaded and resized; parameters `words` and `decoder` are identical if tied."""
     model.save_pretrained(folder)
     loaded = AutoModelForMaskedLM.from_pretrained(folder, device_map="auto")
     assert (loaded.get_parameter(words) is loaded.get_parameter(decoder)) == model.config.tie_word_embeddings

@@ -1,7 +1,7 @@
 """Public surface of the models as tables in `surface.json`; `python -m tests.modeling.surface` writes them.
 
-The tables record what a change of the code inside the models must preserve: signatures, configuration fields, weights
-and their initialization, outputs in every layout, and the path of a dense forward pass.
+The tables record what must not change when the models are refactored: signatures, configuration fields, weights and
+their initialization, outputs in every layout, and the path of a dense forward pass.
 """
 
 import gc
@@ -150,7 +150,7 @@ def _decode(name):
 def paths():
     """Return files and functions of `modeling_*` in a dense forward pass, and the live `[B, T, d]` tensors in it.
 
-    Functions are counted without comprehensions, which are functions before Python 3.12.
+    Comprehensions are not counted, because they are functions before Python 3.12.
     """
     return {name: _trace(make()) for name, make in PATHS.items()}
 

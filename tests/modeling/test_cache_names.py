@@ -45,7 +45,7 @@ def step(model, **options):
 
 
 def same_cache(output):
-    """Return the cache of an output after comparing every way to read it."""
+    """Return the cache of an output after comparing all accessors."""
     cache = output[CACHE_NAME]
     assert cache is not None
     assert CACHE_NAME in list(output.keys())
@@ -78,7 +78,7 @@ def test_forward(model):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("family", [luna, mega], ids=["luna", "mega"])
 def test_models_without_a_cache(family, name):
-    """Every class reads both names, also one whose `forward` passes them on."""
+    """Every class accepts both names, including subclasses whose `forward` passes them on."""
     cache = first_pass(make_plain(family.__name__.split(".")[-1]))[CACHE_NAME]
     for head in ("Model", "ForMaskedLM", "ForSequenceClassification"):
         with pytest.raises(ValueError, match="need a decoder"):

@@ -1,4 +1,4 @@
-"""Arguments that were used, or ignored, with wrong results: they raise an error that names the value."""
+"""Arguments that used to be ignored or to cause wrong results now raise an error that names the value."""
 
 import copy
 import pickle
@@ -104,7 +104,7 @@ def test_cache_of_another_projection_length():
 
 @torch.no_grad()
 def test_packed_sequence_with_a_cache():
-    """It is not read, because the cache has it, but it must be the one that the cache was filled with."""
+    """The cache already contains P, so a new P is ignored, but it must equal the one that filled the cache."""
     model, packed = luna_decoders.make(), torch.randn(1, 3, 24, dtype=torch.float64)
     mask = torch.tensor([[1, 1, 0]])
     for given in ({"packed_states": packed}, {"packed_states": packed, "packed_mask": mask}):

@@ -1,4 +1,4 @@
-"""Luna and Mega take the same inputs, and refuse what does not fit with the same words."""
+"""Luna and Mega accept the same inputs and raise the same errors for invalid ones."""
 
 from itertools import product
 
@@ -39,7 +39,7 @@ family = pytest.mark.parametrize("family", FAMILIES, ids=["luna", "mega"])
     ],
 )
 def test_inputs(family, change, message):
-    """Also where a head reads them before the model without one."""
+    """Also if a head reads the inputs before the base model does."""
     fields = {"drop_first_token": True} if family is luna else {}
     for model in (family.make("Model"), family.make("ForSequenceClassification", **fields)):
         with pytest.raises(ValueError, match=message):
@@ -76,7 +76,7 @@ def test_pairs_and_choices(family):
 
 @family
 def test_candidates_are_pairs_with_one_score(family):
-    """Candidates `[B, C, T]` get the scores of pairs taken one by one, whatever the padding."""
+    """Candidates `[B, C, T]` have the scores of separate pairs, for any padding."""
     model = family.make("ForSequencePairClassification", num_labels=1, pair_features="interaction", pooling="mean")
     first, longest = luna.tokens([9, 4]), 12
     candidates = [luna.tokens([5, 12, 3], seed=seed, width=longest) for seed in (10, 20)]
@@ -156,7 +156,7 @@ def test_decoders_that_are_eager(family, fields):
 
 @pytest.mark.parametrize("name", ["Luna", "Mega"])
 def test_auto_model_builds_both_sides(name, tmp_path):
-    """The class without a head, for a configuration of an encoder-decoder; said by its own name, that is refused."""
+    """AutoModel selects the encoder-decoder class without head; instantiating the encoder class directly raises."""
     config = (luna if name == "Luna" else mega).tiny_config(is_encoder_decoder=True)
     both, body = (getattr(luna_mega, name + suffix) for suffix in ("Seq2SeqModel", "Model"))
     model = AutoModel.from_config(config)

@@ -1,4 +1,4 @@
-"""How often a model is compiled: at most twice for any lengths, once for batches and once for a sequence alone."""
+"""Number of compilations: at most two for all lengths, one for batches and one for single sequences."""
 
 import pytest
 import torch

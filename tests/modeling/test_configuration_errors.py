@@ -1,4 +1,4 @@
-"""A configuration that does not fit is refused in one sentence that names the field and the way out."""
+"""Invalid configurations raise a one-sentence error that names the field and how to fix it."""
 
 import pytest
 from huggingface_hub.errors import StrictDataclassError

@@ -1,4 +1,4 @@
-"""Decoders of all families: a cached sequence gives what the whole gives, however it is cut and padded."""
+"""Decoders of all families: cached segments match the complete sequence, for any split and padding."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def test_cached_is_uncached(name, cuts, side):
     past, start, logits = None, 0, []
     for index, length in enumerate(cuts):
         end = start + length
-        # The mask of the segment, or of all so far, as `generate` gives it. What came of the source is in the cache.
+        # The mask of the segment or of all positions so far, as in `generate`. The source states are in the cache.
         segment = target(model, ids[:, start:end], mask[:, start:end] if index % 2 else mask[:, :end])
         output = model(**given if index % 3 == 0 else {}, **segment, past_key_values=past, use_cache=True)
         past, start = output.past_key_values, end
@@ -78,7 +78,7 @@ def test_outputs_do_not_depend_on_later_positions(model):
 
 
 def test_gradients_flow_through_the_cache(model):
-    """Back-propagation through segments gives the gradients of the whole, also of the encoder."""
+    """Backpropagation through segments matches the gradients of the complete sequence, including the encoder."""
     ids, mask = padded([13, 8], 13, "left")
     given = source(model, 2, "left")
     model(**given, **target(model, ids, mask), use_cache=False).logits[mask.bool()].sin().sum().backward()
@@ -158,7 +158,7 @@ def test_shift_labels(family):
 @torch.no_grad()
 @pytest.mark.parametrize("name", EXPORTED)
 def test_compile_and_export(name):
-    torch.compiler.reset()  # code that was compiled often in this process is refused
+    torch.compiler.reset()  # avoids the recompile limit, which earlier tests of this process may have reached
     model = make(name, num_hidden_layers=1)
     inputs = source(model, 2) | target(model, *padded([17, 5], 17, "left"))
     compiled = torch.compile(model, fullgraph=True, backend="eager")
@@ -185,7 +185,7 @@ def test_cache_operations(model):
     ids, mask = torch.cat([ids[order], next_ids], 1), torch.cat([mask[order], torch.ones(3, 1).long()], 1)
     whole = {name: value[order] for name, value in given.items()} | target(model, ids, mask)
     expected = model(**whole).logits
-    # The decoder does without the source, which the cache has.
+    # The decoder does not need the source, because the cache contains its states.
     output = model(**target(model, next_ids), past_key_values=past, use_cache=True)
     torch.testing.assert_close(output.logits[:, -1], expected[:, -1])
     past.batch_repeat_interleave(2)
@@ -203,7 +203,7 @@ def test_cache_operations(model):
 
 @pytest.mark.parametrize(("family", "with_encoder"), PLAIN)
 def test_use_cache_defaults_to_the_configuration(family, with_encoder):
-    """Also where it is changed in a model that exists; not in training."""
+    """Also if the field is changed on an existing model; not in training."""
     model = make_plain(family, is_encoder_decoder=with_encoder)
     inputs = source(model, 2) | target(model, padded([5, 5], 5, "none")[0])
     assert type(model(**inputs).past_key_values) is type(new_cache(model))

@@ -1,4 +1,4 @@
-"""Exported encoders as AOTInductor packages; export itself is tested beside each model."""
+"""Exported encoders as AOTInductor packages; export itself is tested with each model."""
 
 import shutil
 import warnings
@@ -19,7 +19,7 @@ MAKERS = {
 @pytest.mark.skipif(COMPILER is None, reason="AOTInductor needs a C++ compiler")
 def test_ahead_of_time_package(tmp_path):
     """One package serves every batch and length."""
-    for name, make in MAKERS.items():  # one after the other: the second reuses what was compiled of torch's headers
+    for name, make in MAKERS.items():  # sequentially, because the second reuses the precompiled torch headers
         check_package(make(), str(tmp_path / f"{name}.pt2"))
 
 
@@ -29,7 +29,7 @@ def check_package(model, path):
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program = torch.export.export(model, (), inputs, dynamic_shapes=dict.fromkeys(inputs, shape), strict=False)
-        quickly = {"aot_inductor.compile_wrapper_opt_level": "O0"}  # the compiler takes nearly all of the time
+        quickly = {"aot_inductor.compile_wrapper_opt_level": "O0"}  # C++ compilation dominates the run time
         torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=quickly)
         package = torch._inductor.aoti_load_package(path)
         for lengths in ([21, 9], [3, 2], [30, 17, 8]):

@@ -26,14 +26,14 @@ CUTS = [[LENGTH], [5, 7], [3, 1, 8], [4, 1, 1, 6], [1] * LENGTH]
 
 @pytest.fixture(params=["host", "device"])
 def place(request, monkeypatch):
-    """Where masks are: on a host, whose values decide, or where looking at them would wait."""
+    """Masks on the host, whose values are read, or on a device, whose values are not read."""
     if request.param == "device":
         for module in ("layout", "padding_free", "validation", "masks"):
             monkeypatch.setattr(f"luna_mega.modeling_common.{module}.can_look", lambda x: False)
 
 
 def batch(model):
-    """Return token ids with arbitrary tokens where the mask drops, and the mask, as the arguments of a target."""
+    """Return token ids with arbitrary tokens at masked positions, and the mask, as arguments of a target."""
     ids = torch.randint(3, 23, MASK.shape, generator=torch.Generator().manual_seed(0))
     sources = {}
     if model.config.is_encoder_decoder:  # with other gaps, and one of them without a token
@@ -49,7 +49,7 @@ def expected(model, sources, ids, mask):
         source = {}
         if sources:
             of_source = sources["attention_mask"][row].bool()
-            of_source = of_source if of_source.any() else slice(None)  # nothing else to say of it
+            of_source = of_source if of_source.any() else slice(None)  # a fully masked source is ignored
             source = {name: value[row : row + 1, of_source] for name, value in sources.items()}
         own = decoders.target(model, ids[row : row + 1, kept], mask[row : row + 1, kept])
         yield model(**source, **own, use_cache=False).logits[0] if kept.any() else None
@@ -106,7 +106,7 @@ def test_gradients_through_a_cache(name):
     "name", slow_but(["luna: softplus", "mega: laplace chunks", "megalodon: heads"], decoders.ALONE)
 )
 def test_generate_continues_a_batch_of_turns(name):
-    """A second turn after a cache, padded on the left: the tokens of each row alone."""
+    """A second turn after a cache, left-padded: the result for each row equals that of its unpadded tokens."""
     model = decoders.make(name)
     turns = [[[5, 6, 7, 8, 9], [10, 11]], [[12, 13], [14, 15, 16, 17, 18, 19]]]
     ids = torch.tensor([[0, 0, 0, 5, 6, 7, 8, 9, 0, 0, 0, 0, 10, 11], [0] * 6 + [12, 13, 14, 15, 16, 17, 18, 19]])
@@ -200,7 +200,7 @@ def test_programs(name):
 @torch.no_grad()
 @pytest.mark.parametrize("family", [luna, mega])
 def test_padding_at_the_ends_moves_nothing(family, monkeypatch):
-    """On a host, where that is free to see, a batch with padding at its ends is computed as it is."""
+    """On the host, a batch with padding only at its ends is not rearranged."""
 
     def fail(*args, **kwargs):
         raise AssertionError("columns were moved")

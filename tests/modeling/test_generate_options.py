@@ -1,6 +1,7 @@
-"""Every option of `generate` with every model, alone and with an encoder: it works, has no effect or is refused.
+"""Every option of `generate` with every model, decoder-only or encoder-decoder: it works, has no effect or raises.
 
-The table of docs/generation.md says which; a field that a new transformers adds fails here until it has a row.
+The expected results are the table of docs/generation.md. Options added by a new transformers version fail here until
+they have a row.
 """
 
 import copy
@@ -25,7 +26,7 @@ from tests.modeling.decoders import PLAIN, make_plain, padded, prompt
 
 PAGE = Path(__file__).parents[2] / "docs" / "generation.md"
 KINDS = ["decoders", "encoder-decoders"]
-# Arguments that `generate` reads from its keywords.
+# Arguments that `generate` takes as keyword arguments.
 MORE_ARGUMENTS = {"tokenizer", "assistant_tokenizer", "trust_remote_code"}
 STOPS = {"eos_token_id": [*range(5), *range(7, 262)]}  # all tokens but two
 
@@ -70,7 +71,7 @@ class Run:
         return not torch.equal(torch.stack(self.output.scores), torch.stack(self.output.logits))
 
     def check_logits(self):
-        """Compare the logits of every step with those of the whole in one call."""
+        """Compare the logits of every step with those of one call on the complete sequence."""
         inputs = {name: self.inputs[name] for name in ("input_ids", "attention_mask")}
         rows = len(self.sequences) // len(inputs["input_ids"])
         inputs = {name: value.repeat_interleave(rows, 0) for name, value in inputs.items()}
@@ -86,7 +87,7 @@ class Run:
 
 
 def guided(run):
-    """Return whether scores are those of the prompt, away from those of its last token alone."""
+    """Return whether the scores depend on the complete prompt, not only on its last token."""
     ids, mask = run.inputs["input_ids"], torch.ones(2, 1).long()
     bare = torch.cat([ids[:, -1:], run.new[:, :-1]], 1)
     without = run.model(bare, mask.expand_as(bare)).logits.log_softmax(-1)
@@ -97,7 +98,7 @@ def guided(run):
 
 
 def healed(run):
-    """Return whether the last token of the prompt is one of those that begin with "a"."""
+    """Return whether the last token of the prompt was replaced by one that starts with "a"."""
     assert run.inputs["input_ids"][0, -1] == TOKENIZER.convert_tokens_to_ids("a")
     return TOKENIZER.convert_ids_to_tokens(run.sequences[0, 3].item()) in ("ab", "abc", "a")
 
@@ -109,13 +110,13 @@ def began(run):
 
 
 def attended(run):
-    """Return whether there are weights of each step and layer; Mega gives them without a cache alone."""
+    """Return whether there are weights for each step and layer; Mega only returns them without a cache."""
     weights = run.output.get("decoder_attentions") or run.output.attentions
     return len(weights) == 5 and len(weights[0]) == run.model.config.num_hidden_layers and weights[0][0].dim() >= 4
 
 
 class Shown(TextStreamer):
-    """A streamer that keeps what it is given."""
+    """A streamer that stores its inputs."""
 
     def __init__(self):
         self.shown = []
@@ -133,7 +134,7 @@ def streamed(run):
 
 
 def own_loop(run):
-    """Return whether a loop of one step, which gets the prompt and the model's own cache, begins like the run."""
+    """Return whether a custom one-step loop, which receives the prompt and the model's cache, matches the run."""
 
     def step(model, input_ids, logits_processor, stopping_criteria, generation_config, **given):
         inputs = model.prepare_inputs_for_generation(input_ids, **given)
@@ -145,7 +146,7 @@ def own_loop(run):
 
 SAMPLED = {"do_sample": True}
 BEAMS = {"num_beams": 3}
-# Option -> what is passed, and what the result shows; None: equal with and without a cache is enough.
+# Option -> argument and check of the result; None: equality with and without a cache is sufficient.
 WORKS = {
     "max_length": ({"max_length": 12, "max_new_tokens": None}, lambda run: run.sequences.shape[1] == 12),
     "max_new_tokens": ({"max_new_tokens": 3}, lambda run: run.new.shape[1] == 3),
@@ -265,7 +266,7 @@ _ASSISTED = "assisted generation is not supported with stateful models"
 _FETCHED = "requires `trust_remote_code=True`"
 _OWN = "keeps a cache of its own; leave the argument out"
 _ALONE = "is for decoders without an encoder"
-# Option -> what is passed, and the reason of the refusal, of decoders and of encoder-decoders.
+# Option -> argument and error message, for decoders and encoder-decoders.
 REFUSED = {
     "cache_implementation": ({"cache_implementation": "static"}, _OWN),
     "cache_config": ({"cache_config": {"nbits": 4}}, _OWN),
@@ -320,7 +321,7 @@ def model(request):
 
 @pytest.fixture
 def process_group():
-    """A group of this process alone, which `synced_gpus` asks."""
+    """A process group of only this process, which `synced_gpus` requires."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -334,13 +335,13 @@ def is_refused(model, name):
 @torch.no_grad()
 @pytest.mark.parametrize("name", WORKS)
 def test_works(model, name, request):
-    """The option shows in the result, which is the same with and without a cache; every step has the model's logits."""
+    """The option changes the result, equally with and without a cache; every step has the model's logits."""
     if is_refused(model, name) or name in NO_EFFECT and not model.config.is_encoder_decoder:
         return
     if name == "synced_gpus":
         request.getfixturevalue("process_group")
     options, shows = WORKS[name]
-    uncached = name != "prefill_chunk_size"  # which transformers has for caches alone
+    uncached = name != "prefill_chunk_size"  # transformers supports it only with a cache
     cached = not (name == "output_attentions" and model.config.model_type.startswith("mega"))
     runs = [Run(model, options | {"use_cache": use}) for use in (True, False) if (cached if use else uncached)]
     for run in runs:
@@ -392,7 +393,7 @@ def rows():
 
 
 def test_page_has_every_option():
-    """A new option of transformers has no row yet, an old one that is gone has one too many."""
+    """A new option of transformers has no row yet; a removed option has a stale row."""
     fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
     arguments = {*inspect.signature(GenerationMixin.generate).parameters} - {"self", "kwargs"}
     assert rows().keys() == fields | arguments | MORE_ARGUMENTS

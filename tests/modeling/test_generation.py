@@ -1,4 +1,4 @@
-"""`generate` with the decoders of all families: with and without a cache, from any prompt, and what it refuses."""
+"""`generate` with the decoders of all families: with and without a cache, from any prompt, and its errors."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def seq2seq(request):
 )
 @pytest.mark.parametrize("name", DECODERS)
 def test_generate(name, options):
-    """Tokens are the same with and without a cache, padded on either side, with a mask given or found, and alone."""
+    """Tokens do not depend on the cache, the padding side, an explicit or inferred mask, or other rows."""
     model = make(name)
     ids, mask = padded([7, 3], 7, "left")
     given, results = [(prompt(model, ids, mask), True), (prompt(model, ids, mask), False)], []
@@ -118,7 +118,7 @@ def test_generate_after_a_prefix_of_the_target(seq2seq):
 @torch.no_grad()
 @pytest.mark.parametrize("family", TRANSLATING)
 def test_generate_accepts_seq2seq_trainer_arguments(family):
-    """The whole batch, also `labels`; `logits_to_keep` is the decoder's; encoded sources are taken as they are."""
+    """The complete batch including `labels`; `logits_to_keep` applies to the decoder; encoder outputs are accepted."""
     model = make_plain(family, is_encoder_decoder=True)
     given, options = source(model, 2, "left"), {"max_new_tokens": 6, "do_sample": False}
     expected = model.generate(**given, **options)
@@ -140,7 +140,7 @@ def test_generate_from_embeddings(decoder):
 
 @torch.no_grad()
 def test_generate_keeps_unmasked_padding_tokens(decoder):
-    """transformers drops a mask of ones, `forward` takes the token for padding where there is no mask."""
+    """transformers drops a mask of ones; `forward` then treats the token as padding because there is no mask."""
     ids = torch.tensor([[5, 1, 9, 1, 1, 4], [1, 8, 8, 1, 7, 1]])
     mask = torch.ones_like(ids)
     options = {"max_new_tokens": 1, "output_logits": True, "return_dict_in_generate": True}
@@ -184,7 +184,7 @@ def test_unsupported_inputs_raise(family, with_encoder):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_trains_with_the_defaults(tmp_path, family, checkpointing):
-    """Trainer passes no use_cache; evaluation makes a cache, which must not be gathered."""
+    """Trainer does not pass use_cache; the cache created in evaluation must not be gathered."""
     model = make_plain(family, dtype=torch.float32)
     data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(3, 30, (8, 11))]
     arguments = TrainingArguments(
@@ -206,7 +206,7 @@ def test_trains_with_the_defaults(tmp_path, family, checkpointing):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_text_generation_pipeline(family, tokenizer):
-    """A prompt alone and in a batch with longer ones gives the same text."""
+    """A single prompt generates the same text as in a batch with longer prompts."""
     tokenizer.padding_side = "left"
     model = make_plain(family, vocab_size=len(tokenizer))
     generator = pipeline("text-generation", model, tokenizer=tokenizer, device="cpu")

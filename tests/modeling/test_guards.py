@@ -1,4 +1,4 @@
-"""Checks of arguments, by class: what one class with a cache refuses, the others refuse with the same message."""
+"""Argument checks of all classes with a cache: invalid inputs raise the same message in every class."""
 
 import logging
 
@@ -18,7 +18,7 @@ CLASSES = {
     "LunaForConditionalGeneration": ("luna", {"is_encoder_decoder": True}),
     "MegaForConditionalGeneration": ("mega", {"is_encoder_decoder": True}),
 }
-IDS = torch.tensor([[2, 5, 6, 7, 8], [2, 8, 7, 6, 5]])  # 2 begins a target
+IDS = torch.tensor([[2, 5, 6, 7, 8], [2, 8, 7, 6, 5]])  # 2 is the decoder start token
 
 
 def make(case, **fields):

@@ -1,4 +1,4 @@
-"""Hostile values in an input harm nobody: they are cleared at the door, used, or refused by name."""
+"""NaN and infinite values in inputs are masked, used, or rejected with an error that names the argument."""
 
 import pytest
 import torch
@@ -19,18 +19,18 @@ ENCODERS = {
     "mega, padding counts": (mega, PADDED),
     "mega, padding counts, norm on embeddings": (mega, PADDED | {"embedding_norm": True, **mega.NO_DROPOUT}),
 }
-# Infinities may also come of finite numbers, as memory holds that nobody has written to.
+# Infinities may also result from finite numbers, for example from uninitialized memory.
 DIRT = [float("nan"), float("inf"), float("-inf"), 3e38, -1e15]
 
 
 def soiled(x, mask):
-    """`x` with NaN and infinities where the mask drops."""
+    """Return `x` with NaN and infinities at masked positions."""
     dirt = torch.tensor(DIRT, dtype=x.dtype)[torch.arange(x.numel()) % len(DIRT)].view(x.shape)
     return torch.where(mask[(..., *(None,) * (x.dim() - mask.dim()))].bool(), x, dirt)
 
 
 def run(model, name, values, mask, **inputs):
-    """The outputs where the mask keeps, the gradient of the input and of all parameters, and the buffers."""
+    """Return the outputs at kept positions, the gradients of the input and of all parameters, and the buffers."""
     values = values.detach().requires_grad_()
     model.zero_grad()
     torch.manual_seed(1)
@@ -43,7 +43,7 @@ def run(model, name, values, mask, **inputs):
 
 
 def check_clean(make, name, values, mask, expand=None, **inputs):
-    """Dirt at padding changes no bit of the outputs, gradients and statistics; the gradient there is 0."""
+    """NaN at padding does not change outputs, gradients and statistics, bitwise; the gradient there is 0."""
     place = mask if expand is None else expand(mask)
     clean, dirty = (run(make(), name, x, mask, **inputs) for x in (values, soiled(values, place)))
     assert clean[0].isfinite().all() and dirty[0].equal(clean[0]) and dirty[1].equal(clean[1])
@@ -59,7 +59,7 @@ def check_clean(make, name, values, mask, expand=None, **inputs):
 def test_nan_in_masked_embeddings(case, training, side):
     module, fields = ENCODERS[case]
     mask = luna.tokens([9, 4, 1], side)["attention_mask"]
-    vectors = torch.randn(3, 9, 24) * mask[..., None]  # where padding counts it is 0
+    vectors = torch.randn(3, 9, 24) * mask[..., None]  # models that count padding treat it as 0
     check_clean(lambda: module.make("Model", **fields).train(training), "inputs_embeds", vectors, mask)
 
 
@@ -109,7 +109,7 @@ def test_nan_in_left_padding_of_a_decoder(name):
 @pytest.mark.parametrize("unpad", [False, True])
 @pytest.mark.parametrize("name", decoders.WITH_ENCODER)
 def test_nan_in_masked_sources_and_targets(name, unpad):
-    """In sources, targets, and in what an encoder has returned."""
+    """In sources, targets and encoder outputs."""
     model = decoders.make(name, dtype=torch.float32, unpad_inputs=unpad)
     width, target_mask = model.config.hidden_size, decoders.padded([5, 3], 5, "left")[1]
     mask, source = decoders.padded([7, 3], 7, "right")[1], torch.randn(2, 7, width)
@@ -175,7 +175,7 @@ def test_invalid_masks_raise_in_encoder_and_decoder(family):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_compiled_programs_do_not_read_mask_values(family):
-    """They keep every value but 0, as the docstring says; looking would cost a wait."""
+    """Every value except 0 is kept, as documented; checking the values would synchronize the device."""
     model, ids = FAMILIES[family].make("Model"), torch.tensor([[5, 6, 7, 8]])
     mask = torch.tensor([[2.0, 3.0, 0.0, 1.0]])
     program = torch.compile(model, backend="eager", fullgraph=True)

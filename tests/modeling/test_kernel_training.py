@@ -1,4 +1,4 @@
-"""Models train with the Triton kernels as without them, and give the same whatever the batch looks like."""
+"""Models train with the Triton kernels as without them, independently of the batch layout."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def test_losses_do_not_depend_on_the_backend(make, dtype, triton_device):
 
 @pytest.mark.slow
 def test_one_sequence_is_the_same_in_every_batch(make, triton_device):
-    """Padding, its side, the batch mates and packing do not show in what the kernels give."""
+    """Padding, its side, other rows and padding-free layout do not affect the results of the kernels."""
     model = make().to(triton_device).eval()
     decoder = {"use_cache": False} if model.config.is_decoder else {}
     alone = luna.tokens([21])

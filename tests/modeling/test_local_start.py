@@ -1,4 +1,4 @@
-"""The local start: before any training every head reads its neighbour; the rest of the weights is as it would be."""
+"""Local initialization: before training every head attends to a neighbor; other weights are initialized as usual."""
 
 import json
 import math
@@ -61,16 +61,16 @@ def config(**fields):
 
 
 def alike(fields, batch=1, length=LENGTH):
-    """Sequences of one token, or value, again and again: what attention tells apart are positions alone."""
+    """Sequences of one repeated token or value, so that attention depends only on positions."""
     if fields.input_type == "values":
         return {"input_values": torch.full((batch, length), 0.3)}
     return {"input_ids": torch.full((batch, length), 7)}
 
 
 def nearest(weights):
-    """Return the offset that each head reads most, by the mean over tokens and sequences.
+    """Return the offset to which each head attends most, averaged over tokens and sequences.
 
-    `weights`: `[B, H, T, M]`.
+    `weights` is `[B, H, T, M]`.
     """
     reach = range(-8, 9)
     means = torch.stack([weights.diagonal(offset, 2, 3).mean((0, 2)) for offset in reach])
@@ -89,7 +89,7 @@ def test_heads_of_an_encoder_read_their_neighbours(variant):
     offsets = cycle(LocalStart.of(model.config).offsets, model.config.num_attention_heads)
     unpack, pack = output.attentions[0], output.packed_attentions[0]
     found = nearest(unpack @ (pack if unpack.shape[1] == pack.shape[1] else pack.mean(1, keepdim=True)))
-    if model.config.position_embedding_type == "sinusoidal":  # of which few frequencies tell neighbours apart
+    if model.config.position_embedding_type == "sinusoidal":  # few of its frequencies distinguish neighbors
         assert [math.copysign(1, offset) for offset in found] == [math.copysign(1, offset) for offset in offsets]
     else:
         assert found == offsets
@@ -111,7 +111,7 @@ def test_heads_read_their_neighbours_among_other_tokens(tied):
 @torch.no_grad()
 @pytest.mark.parametrize("fields", [{}, {"tie_key_value": False}, {"share_layers": True}], ids=str)
 def test_masked_tokens_do_not_attend_to_each_other(fields):
-    """A masked token reads other masked ones twice as much as words, or as much where queries are blind."""
+    """Masked tokens attend to each other twice as much as to words, or equally if queries ignore the mask token."""
 
     def ratio(options):
         torch.manual_seed(0)
@@ -164,7 +164,7 @@ def causal_weights(model, ids):
 @pytest.mark.parametrize("activation", ["softplus", "elu"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_heads_of_a_decoder_read_earlier_tokens(tied, activation):
-    """Among other tokens what a head weighs most is, in the median, within one place of its offset."""
+    """Among random tokens the position with the largest weight is, in the median, within 1 of a head's offset."""
     fields = {"is_decoder": True, "hidden_size": 256, "tie_key_value": tied, "causal_activation": activation}
     model = LunaModel(config(**fields)).eval()
     weights = next(causal_weights(model, torch.randint(4, 60, (16, LENGTH))))
@@ -189,7 +189,7 @@ def test_cross_attention_is_local_around_the_target_position(positions, ratio):
 
 @pytest.mark.parametrize("fields", [{}, {"is_decoder": True}, {"tie_key_value": False}], ids=str)
 def test_other_weights_have_the_default_initialization(fields):
-    """The local start draws no random numbers: what it adds is known, and the rest is equal bit for bit."""
+    """Local initialization draws no random numbers: the added terms are known and the rest is bitwise equal."""
 
     def state(initialization):
         torch.manual_seed(3)
@@ -218,7 +218,7 @@ def test_default_initialization_is_unchanged(monkeypatch):
 
 
 def test_folders(tmp_path):
-    """Saved weights stay as they are, missing ones begin at the local start, and options come back."""
+    """Saved weights are unchanged, missing ones are initialized locally, and the options are saved."""
     options = {"length": 20, "base": 50, "strength": 4, "offsets": [1, -1], "mask_token_id": 59}
     model = LunaForMaskedLM(config(initialization_options=options))
     model.save_pretrained(tmp_path)

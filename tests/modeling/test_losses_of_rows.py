@@ -55,7 +55,7 @@ def make(case, option):
 
 
 def draw(kind, row, length):
-    """Return what a row has at its tokens: token ids, values, or labels of which some are not counted."""
+    """Return the inputs of a row: token ids, values, or labels, some of which are ignored."""
     generator = torch.Generator().manual_seed(10 * row + len(kind))
     if kind == "input_values":
         return torch.randn(length, generator=generator, dtype=torch.float64)

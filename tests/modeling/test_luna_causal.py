@@ -39,7 +39,7 @@ def test_gradient_checkpointing_and_eager_attention_change_nothing(model, checkp
 
 @torch.no_grad()
 def test_prefix_as_projection():
-    """`packed_states` takes the place of the learned P, in every layer, also with a cache and in `generate`."""
+    """`packed_states` replaces the learned P in every layer, also with a cache and in `generate`."""
     model = make()
     reader = LunaModel(make(is_encoder_decoder=True).config.encoder_config).double().eval()
     read = reader(*padded([8, 3], 8, "right"))
@@ -64,7 +64,7 @@ def place(past):
 @pytest.mark.slow
 @torch.no_grad()
 def test_steps_overwrite_one_state():
-    """The same memory holds the state from the first token to the 2,000th; a graph keeps the tensors that it needs."""
+    """The state stays at the same address from token 1 to 2,000; autograd keeps the tensors that it needs."""
     model = make(dtype=torch.float32)
     ids = torch.randint(3, 23, (2, 2000), generator=torch.Generator().manual_seed(0))
     with torch.enable_grad():

@@ -1,4 +1,4 @@
-"""Fields and inputs that do not fit are refused in one sentence that names the field and the way out."""
+"""Invalid fields and inputs raise a one-sentence error that names the field and how to fix it."""
 
 import pytest
 import torch

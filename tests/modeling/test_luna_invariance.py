@@ -1,4 +1,4 @@
-"""A sequence's result depends on nothing but the sequence: not on batch mates, side or amount of padding."""
+"""The result for a sequence does not depend on other rows, or on the side or amount of padding."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def test_dropping_the_first_token(pooling):
     [(head, "cls") for head in HEADS] + [("ForSequenceClassification", pooling) for pooling in POOLINGS[1:]],
 )
 def test_a_row_of_padding(head, pooling):
-    """It gives finite results and gradients, and leaves its batch mates alone."""
+    """It has finite results and gradients and does not affect other rows."""
     model = make(head, pooling=pooling)
     inputs = head_inputs(head, [7, 7])
     expected = model(**inputs)[0][0].detach()

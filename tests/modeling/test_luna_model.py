@@ -14,7 +14,7 @@ from luna_mega.modeling_common.layout import DENSE, DenseLayout
 from .luna import HEADS, POOLINGS, VALUES, VARIANTS, head_inputs, labels, make, tiny_config
 from .saving import comes_back, masked_lm_comes_back
 
-COUNTS = {  # counted in the original: masked LM, encoder alone
+COUNTS = {  # counted in the original: masked LM, encoder only
     "base_512": (131_902_041, 131_259_648),
     "base_512 untied": (146_076_249, 145_433_856),
     "base_2048": (133_179_993, 132_537_600),
@@ -104,7 +104,7 @@ def test_recorded_states(variant):
 @pytest.mark.slow
 @pytest.mark.parametrize("head", HEADS)
 def test_compile_fullgraph(head):
-    torch.compiler.reset()  # code that was compiled often in this process is refused
+    torch.compiler.reset()  # avoids the recompile limit, which earlier tests of this process may have reached
     model = make(head, num_hidden_layers=1)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     inputs = head_inputs(head, [21, 5])
@@ -114,7 +114,7 @@ def test_compile_fullgraph(head):
 
 @pytest.mark.slow
 def test_compile_trains():
-    torch.compiler.reset()  # code that was compiled often in this process is refused
+    torch.compiler.reset()  # avoids the recompile limit, which earlier tests of this process may have reached
     inputs = head_inputs("ForMaskedLM", [21, 5])
     gradients = []
     for compiling in (False, True):
@@ -131,7 +131,7 @@ def test_compile_trains():
 @pytest.mark.slow
 @pytest.mark.parametrize("head", ["Model", "ForMaskedLM", "ForSequenceClassification"])
 def test_export(head):
-    """One exported program serves every batch size and length, and needs nothing of this package."""
+    """One exported program supports every batch size and length and does not depend on this package."""
     model = make(head)
     inputs = head_inputs(head, [21, 9])
     shape = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
@@ -153,7 +153,7 @@ def test_gradient_checkpointing(variant, reentrant):
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
         torch.manual_seed(1)
         model(**inputs, **labels("ForMaskedLM", inputs)).loss.backward()
-        # A reentrant checkpoint gives zeros where a parameter takes no part in the loss.
+        # A reentrant checkpoint returns zero gradients for parameters that do not contribute to the loss.
         gradients.append({n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()})
     for name, plain in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], plain, msg=name)

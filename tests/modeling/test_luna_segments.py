@@ -12,7 +12,7 @@ FIXED = {"dynamic_projection_length": False}
 
 
 def last(model, *args, **options):
-    """P behind the last segment."""
+    """Return P after the last segment."""
     *_, output = read_segments(model, *args, **options)
     return output.packed_last_hidden_state
 
@@ -20,7 +20,7 @@ def last(model, *args, **options):
 @torch.no_grad()
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "P not contextual"])
 def test_a_document_does_not_depend_on_its_batch(variant):
-    """Not on longer batch mates, nor on the padding behind it."""
+    """It depends neither on longer rows nor on right padding."""
     model = make("Model", **VARIANTS[variant] | FIXED).double()
     lengths = [23, 9, 16]
     ids, mask = padded(lengths, 23, "right")
@@ -48,7 +48,7 @@ def test_in_two_calls():
 @pytest.mark.parametrize(("segments", "reached"), [(None, [0, 1, 2, 3]), (1, [3]), (2, [2, 3]), (3, [3])])
 def test_gradient_reaches_the_chosen_segments(segments, reached):
     model = make("Model", **FIXED)
-    ids = torch.arange(4, 20).view(1, 16)  # every token once, so that its gradient says where it came from
+    ids = torch.arange(4, 20).view(1, 16)  # distinct tokens, so that gradients identify their position
     last(model, ids, segment_length=4, gradient_segments=segments).square().sum().backward()
     moved = model.get_input_embeddings().weight.grad[4:20].abs().sum(dim=1).view(4, 4) > 0
     assert moved.all(dim=1).nonzero().flatten().tolist() == reached
@@ -56,7 +56,7 @@ def test_gradient_reaches_the_chosen_segments(segments, reached):
 
 
 def test_later_segments_depend_on_earlier_ones():
-    """Only the first of three segments has the class, and only what comes out of the last is trained to tell it."""
+    """Only the first of three segments contains the class, and only the output of the last is trained to predict it."""
     torch.manual_seed(0)
     model = LunaModel(
         tiny_config(num_hidden_layers=1, projection_length=4, dropout=0.0, attention_dropout=0.0, **FIXED)
@@ -81,7 +81,7 @@ def test_later_segments_depend_on_earlier_ones():
     ids, labels = batch()
     with torch.no_grad():
         assert (score(ids).argmax(1) == labels).float().mean() > 0.95
-        # The last segment alone does not know.
+        # The last segment by itself does not contain the class.
         forgotten = classifier(model(ids[:, 8:]).packed_last_hidden_state.mean(dim=1))
         assert 0.2 < (forgotten.argmax(1) == labels).float().mean() < 0.8
 

@@ -98,7 +98,7 @@ def test_encoder_outputs_instead_of_the_source():
     expected = model(**given, decoder_input_ids=ids).logits
     outputs = model.get_encoder()(**given)
     assert torch.equal(model(encoder_outputs=outputs, decoder_input_ids=ids).logits, expected)
-    # Without a mask, what is padding among the tokens is left out, and so it is by the decoder.
+    # Without a mask, padding tokens are masked, also by the decoder.
     outputs = model.get_encoder()(given["input_ids"])
     assert torch.equal(model(encoder_outputs=outputs, decoder_input_ids=ids).logits, expected)
     embeds = model.get_input_embeddings()(given["input_ids"])

@@ -1,4 +1,4 @@
-"""Adaptive embeddings and softmax: probabilities, the loss, what is tied, what is refused."""
+"""Adaptive embeddings and softmax: probabilities, loss, tied weights, errors."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""MegaForCausalLM: how long its memory is, and what it refuses."""
+"""MegaForCausalLM: size of the cache, and errors."""
 
 import copy
 
@@ -26,7 +26,7 @@ def test_chunked_attention_caches_one_chunk():
 @torch.no_grad()
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_chunk_is_written_in_place(padded):
-    """Over 2,000 steps the buffers stay where they are, also where sequences are at different positions."""
+    """Over 2,000 steps the buffers stay at the same address, also if sequences are at different positions."""
     model, past = make(**ALONE["laplace chunks"], num_hidden_layers=1), None
     ids, mask = torch.randint(3, 30, (2, 2003)), torch.ones(2, 2003, dtype=torch.long)
     mask[1, :2] = 1 - int(padded)

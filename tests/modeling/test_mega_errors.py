@@ -1,4 +1,4 @@
-"""Fields and inputs that do not fit are refused in one sentence that names the field and the way out."""
+"""Invalid fields and inputs raise a one-sentence error that names the field and how to fix it."""
 
 import json
 
@@ -15,7 +15,7 @@ from .mega import make, tiny_config
 
 
 def test_a_decoder_has_one_direction(tmp_path):
-    """`bidirectional` follows from `is_decoder`, and the two contradict each other where a saved encoder says so."""
+    """`bidirectional` follows from `is_decoder`; a saved encoder that sets both inconsistently raises."""
     assert tiny_config().bidirectional and not tiny_config(is_decoder=True).bidirectional
     tiny_config(is_decoder=True).save_pretrained(tmp_path / "decoder")
     assert json.loads((tmp_path / "decoder" / "config.json").read_text())["bidirectional"] is False
@@ -34,7 +34,7 @@ def test_odd_queries_need_the_simple_bias():
 
 @pytest.mark.parametrize("truncation", [0, -1])
 def test_no_truncation(truncation):
-    """A number below 1 stands for no truncation, as in v4."""
+    """A value below 1 disables truncation, as in v4."""
     config, inputs = tiny_config(truncation=truncation), tokens([21])
     assert config.truncation is None
     expected = make("Model")(**inputs).last_hidden_state
@@ -47,7 +47,7 @@ def test_no_token_types():
 
 
 def test_narrow_word_vectors():
-    """`inputs_embeds` are what the embedding of tokens makes, before the projection to the width of the model."""
+    """`inputs_embeds` are the outputs of the token embedding, before the projection to the model width."""
     model, inputs = make("Model", embedding_size=16), tokens([9, 4])
     embedded = model.get_input_embeddings()(inputs.pop("input_ids"))
     assert embedded.shape[2] == 16
@@ -86,7 +86,7 @@ def test_pairs_have_no_token_types():
 
 @pytest.fixture
 def v4_folder(tmp_path):
-    """A folder as transformers v4 wrote it, with a field that nobody knows."""
+    """A folder saved by transformers v4, with an unknown field."""
     make("ForMaskedLM").save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     config = json.loads(path.read_text()) | {"transformers_version": "4.40.0", "house_style": "gothic"}
@@ -114,7 +114,7 @@ def test_v4_folder_with_a_wrong_field(v4_folder):
 
 
 def test_v4_folder_without_a_tensor(v4_folder):
-    """The loading report names it; it is initialised as in a new model."""
+    """The loading report lists the missing weight, which is initialized as in a new model."""
     missing = "mega.layers.1.mega_layer.ema_gate.ema_expansion_matrix"
     tensors = load_file(v4_folder / "model.safetensors")
     kept = tensors.pop(missing)

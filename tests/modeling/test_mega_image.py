@@ -1,4 +1,4 @@
-"""Mega for pictures: sizes, inputs, pictures of another size, stochastic depth, pipeline, compile and export."""
+"""Mega for images: sizes, inputs, interpolation, stochastic depth, pipeline, compile and export."""
 
 import pytest
 import torch
@@ -86,7 +86,7 @@ def test_patches_can_be_given_as_embeddings(model):
 
 
 def test_images_of_another_size(model):
-    """Interpolation leaves the model's own size as it is, and takes any multiple of the patch."""
+    """Interpolation does not change images of the configured size and supports any multiple of the patch."""
     own = torch.randn(2, 3, 32, 32)
     expected = model(pixel_values=own).logits
     torch.testing.assert_close(model(pixel_values=own, interpolate_pos_encoding=True).logits, expected, atol=0, rtol=0)
@@ -108,7 +108,7 @@ def test_positions_are_interpolated_as_vit_does():
 
 @pytest.mark.parametrize("grid", [(6, 5), (2, 3), (8, 8), (1, 4)])
 def test_the_bias_table_is_interpolated_step_by_step(grid):
-    """The same by loops over all pairs of patches: a pair reads the table at its step on the table's own picture."""
+    """Compare with loops over all pairs of patches: a pair uses the entry of its step in the configured image."""
     side, (rows, columns) = 4, grid
     table = torch.randn(2 * side * side - 1, dtype=torch.float64)
 

@@ -1,4 +1,4 @@
-"""A sequence's result depends on nothing but the sequence: not on batch mates, side or amount of padding."""
+"""The result for a sequence does not depend on other rows, or on the side or amount of padding."""
 
 import pytest
 import torch
@@ -26,14 +26,14 @@ def test_mean_pooling(head):
 @pytest.mark.parametrize("bias", ["simple", "rotary"])
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_chunk_boundaries(function, bias):
-    """Sequences that fill a chunk not at all, but for one position, exactly, and by one position too many."""
+    """Sequences much shorter than a chunk, one position shorter, of equal length, and one position longer."""
     options = {"attention_activation": function, "relative_positional_bias": bias}
     check_invariance("Model", make("Model", use_chunking=True, chunk_size=CHUNK, **options), BOUNDARIES)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_one_chunk_is_full_attention(function):
-    """Chunks only matter to what is longer."""
+    """Chunks only affect longer sequences."""
     full = make("Model", attention_activation=function)
     inputs = tokens([CHUNK, 3])
     for chunk in (CHUNK, 3 * CHUNK):
@@ -61,7 +61,7 @@ def test_gradients(variant):
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("head", ["ForSequenceClassification", "ForTokenClassification"])
 def test_real_values(head, variant):
-    """Padding may hold any number."""
+    """Padding may have any value."""
     model = make(head, **VALUES | VARIANTS[variant])
     lengths, width = [21, 1, 5, 13], 25
     rows = [torch.randn(length) for length in lengths]
@@ -97,7 +97,7 @@ def test_tokens_without_mask_are_masked_at_the_padding_token():
     [("ForSequenceClassification", variant) for variant in VARIANTS] + [(head, "laplace chunks") for head in HEADS],
 )
 def test_a_row_of_padding(head, variant):
-    """It gives finite results and gradients, in training as well, and leaves its batch mates alone."""
+    """It has finite results and gradients, also in training, and does not affect other rows."""
     model = make(head, pooling="mean", **VARIANTS[variant])
     inputs = head_inputs(head, [9, 9])
     expected = model(**inputs)[0][0].detach()

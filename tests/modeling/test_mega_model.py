@@ -28,7 +28,7 @@ def gradients(model):
 @pytest.mark.slow
 @pytest.mark.parametrize("head", HEADS)
 def test_compile_fullgraph(head):
-    torch.compiler.reset()  # code that was compiled often in this process is refused
+    torch.compiler.reset()  # avoids the recompile limit, which earlier tests of this process may have reached
     model = make(head, num_hidden_layers=1, **VARIANTS["laplace chunks"])
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     inputs = head_inputs(head, [21, 5])
@@ -41,7 +41,7 @@ def test_compile_fullgraph(head):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_compile_trains(variant):
     """Outputs, gradients and batch statistics of a training step."""
-    torch.compiler.reset()  # code that was compiled often in this process is refused
+    torch.compiler.reset()  # avoids the recompile limit, which earlier tests of this process may have reached
     inputs = head_inputs("ForMaskedLM", [21, 5])
     states = []
     for compiling in (False, True):
@@ -58,7 +58,7 @@ def test_compile_trains(variant):
     "head, variant", [("ForMaskedLM", "rotary scalenorm"), *(("ForSequenceClassification", v) for v in VARIANTS)]
 )
 def test_export(head, variant):
-    """One exported program serves every batch size and length, and needs nothing of this package."""
+    """One exported program supports every batch size and length and does not depend on this package."""
     model = make(head, num_hidden_layers=1, **VARIANTS[variant])
     inputs = head_inputs(head, [21, 9])
     shape = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
@@ -179,7 +179,7 @@ def test_feature_dropout_drops_channels():
 
 @pytest.mark.parametrize("features", [False, True])
 def test_where_dropout_is(features):
-    """Every dropout of the configuration acts in training alone, and differently for two equal sequences."""
+    """Every dropout of the configuration is active only in training and differs between two equal sequences."""
     inputs = {name: value.expand(2, -1) for name, value in tokens([9]).items()}
     for field in NO_DROPOUT:
         model = make(
@@ -196,7 +196,7 @@ def test_where_dropout_is(features):
 
 
 def test_sublayers_of_a_block(monkeypatch):
-    """Feature dropout acts on values, moving average, both outputs and the hidden layer; pointwise on the weights."""
+    """Feature dropout applies to values, moving average, both outputs and the hidden layer; weights are pointwise."""
     seen = []
 
     def record(states, *options):
@@ -211,7 +211,7 @@ def test_sublayers_of_a_block(monkeypatch):
 
 
 def test_pipelines(tmp_path, tokenizer):
-    """A pipeline needs the folder alone, and a text gives the same alone and in a padded batch."""
+    """A pipeline only needs the folder, and a single text has the same result as in a padded batch."""
     texts = ["w1 w2 <mask> w3 w4 w5 w6 w7 w8", "w5 <mask>"]
     options = {"use_chunking": True, "chunk_size": 4}
     for task, head in (

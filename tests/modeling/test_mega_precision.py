@@ -68,7 +68,7 @@ def test_autocast(variant, dtype):
 @pytest.mark.parametrize("damping", [-40.0, 40.0])
 @pytest.mark.parametrize("weight", [-40.0, 40.0])
 def test_saturated_logits(weight, damping, dtype):
-    """An average that forgets everything at once, never forgets, or takes in nothing."""
+    """An average with decay 0, with decay 1, or with input weight 0."""
     model = make("ForMaskedLM")
     with torch.no_grad():
         for layer in model.mega.layers:

@@ -34,7 +34,7 @@ def batch(source_side="right", target_side="right"):
 
 @torch.no_grad()
 def test_weights_are_those_of_the_output(model):
-    """Asking for attention takes another path through cross-attention."""
+    """`output_attentions=True` uses another code path of cross-attention."""
     inputs = batch("left", "left")
     keep = inputs["decoder_attention_mask"].bool()
     plain, recorded = (

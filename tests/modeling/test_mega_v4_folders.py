@@ -1,6 +1,6 @@
-"""The Mega folders of transformers v4 that were published, rebuilt small: their options, v4's names, files and quirks.
+"""The published Mega folders of transformers v4 as small copies: their options, v4's names, files and peculiarities.
 
-`tests/parity/test_mega_v4_fixtures.py` compares with v4's own results; here every published combination loads, whole.
+`tests/parity/test_mega_v4_fixtures.py` compares with v4's results; here every published combination is loaded.
 """
 
 import json
@@ -17,7 +17,7 @@ from luna_mega.errors import ConversionError
 from luna_mega.hub.folder import read_folder
 from tests.modeling.decoders import padded
 
-# What v4 wrote into config.json; the widths of the folders below are a 32nd, lengths a 128th, and they have two layers.
+# Contents of v4's config.json. The folders below have 1/32 of the widths, 1/128 of the lengths, and two layers.
 V4 = {
     "activation": "silu",
     "add_lm_hidden_dense_layer": False,
@@ -62,12 +62,12 @@ V4 = {
     "vocab_size": 96,
 }
 DECODER = {"is_decoder": True, "bidirectional": False}
-NO_DROPOUT = dict.fromkeys(  # whole numbers, as in the folder
+NO_DROPOUT = dict.fromkeys(  # integers, as in the folder
     ("dropout_prob", "hidden_dropout_prob", "attention_probs_dropout_prob", "nffn_activation_dropout_prob"), 0
 )
 LONG = {"use_chunking": True, "chunk_size": 8}
 ENCODER_16K = {"relative_positional_bias": "simple", "intermediate_size": 72, "ema_projection_size": 32, **LONG}
-# The tiny ones of transformers' own tests are as they are.
+# The tiny models of transformers' tests are unchanged.
 TINY = {
     "add_lm_hidden_dense_layer": True,
     "add_token_type_embeddings": True,
@@ -164,7 +164,7 @@ def layer_shapes(config):
     average = {"damping_factor": (channels, n, 1), "decay_factor": (channels, n, 1), "residual_weight": (d,)}
     average |= {"ema_expansion_matrix": (channels, n, 1), "kernel_projection_matrix": (channels, n)}
     if config["relative_positional_bias"] == "simple":
-        bias = {"rel_pos_bias": (2 * config["max_positions"] - 1,)}  # v4 reads 2 * chunk_size - 1 of them
+        bias = {"rel_pos_bias": (2 * config["max_positions"] - 1,)}  # v4 uses 2 * chunk_size - 1 of the entries
     else:
         bias = {"alpha": (1, z), "b_param": (1, z)}
     norm = {"scalar": (1,)} if config["normalization_type"] == "scalenorm" else {"weight": (d,), "bias": (d,)}
@@ -266,7 +266,7 @@ def test_folder(tmp_path, name):
 
 @pytest.mark.parametrize("name", [name for name, (kind, *_) in FOLDERS.items() if kind == "MegaForCausalLM"])
 def test_decoder_generates(tmp_path, name):
-    """With v4's generation_config.json, with and without a cache; also where there is no padding token."""
+    """With v4's generation_config.json, with and without a cache; also without a padding token."""
     write_folder(tmp_path / "v4", name)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "v4")
     ids, mask = padded([7, 3], 7, "left")
@@ -292,7 +292,7 @@ def test_auto_classes_and_types(tmp_path):
 
 
 class Payload:
-    """An object that runs a command where it is unpickled as any object is."""
+    """An object that executes a command when it is unpickled by an ordinary unpickler."""
 
     def __init__(self, command):
         self.command = command
@@ -302,7 +302,7 @@ class Payload:
 
 
 def test_bin_is_only_read_by_the_safe_reader(tmp_path):
-    """Weights of a `.bin` file load, code in one does not run, and commands that read safetensors say what to do."""
+    """Weights of a `.bin` file load, code in it is not executed, and commands for safetensors say how to convert it."""
     folder = tmp_path / "v4"
     write_folder(folder, "Bingsu/mega-150m-arch")
     with pytest.raises(ConversionError, match=r"pytorch_model.bin.*from_pretrained\(FOLDER\).save_pretrained\(NEW\)"):

@@ -1,4 +1,4 @@
-"""What is Megalodon's own: sizes, residuals, attention weights, precision, windows, and what it refuses."""
+"""Features specific to Megalodon: sizes, residuals, attention weights, precision, windows, and errors."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def test_the_residual_is_the_input_of_the_block():
 
 
 def test_scales_begin_at_one():
-    """They are stored less 1, so that new norms only normalize."""
+    """They are stored minus 1, so that new norms only normalize."""
     model = MegalodonForCausalLM(tiny_config())
     block, states = model.megalodon.layers[0], torch.randn(2, 3, 12)
     assert not any(x.any() for name, x in model.named_parameters() if "norm." in name or name.endswith("beta"))
@@ -64,7 +64,7 @@ def test_attention_weights(fields):
     for weights in given.attentions:
         assert weights.shape == (2, config.num_attention_heads, -(-13 // size), size, size)
         assert not weights.triu(1).any()
-        sums = weights.sum(-1)[1].flatten(1)  # chunks begin with the first token
+        sums = weights.sum(-1)[1].flatten(1)  # chunks start at the first token
         torch.testing.assert_close(sums[:, :6], torch.ones_like(sums[:, :6]))
 
 
@@ -86,7 +86,7 @@ def test_dropout_on_attention_drops_weights():
 
 @pytest.mark.parametrize("logit", [40.0, 20.0, -40.0])
 def test_rates_near_one_and_zero_give_numbers(logit):
-    """The kernel of the original takes the logarithm of a decay of 0."""
+    """The kernel of the original computes the logarithm of a decay of 0."""
     model = make(dtype=torch.float32)
     for block in model.megalodon.layers:
         block.mega.cema.alpha.data.fill_(logit)
@@ -111,7 +111,7 @@ def test_states_in_half_precision(autocast):
     for cache in (whole, steps):
         assert {x.dtype for layer in cache.layers for x in (layer.norm_mean, layer.norm_variance)} == {torch.float64}
         assert {layer.average.dtype for layer in cache.layers} == {torch.float32}
-    for name in ("norm_mean", "norm_variance"):  # of embeddings, which are the same
+    for name in ("norm_mean", "norm_variance"):  # statistics of the embeddings, which are equal
         torch.testing.assert_close(getattr(steps.layers[0], name), getattr(whole.layers[0], name), rtol=0, atol=1e-6)
 
 
@@ -128,7 +128,7 @@ def test_sensitive_parameters_stay_in_float32(tmp_path):
 @torch.no_grad()
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_cache_splits_a_sequence_anywhere(side):
-    """Within chunks and at their ends, which are elsewhere in every row with padding on the left."""
+    """Within chunks and at their boundaries, which differ between rows with left padding."""
     model, (ids, mask) = make(), padded([13, 11, 2], 13, side)
     expected = model(ids, mask, use_cache=False).logits
     for split in range(1, 13):
@@ -153,7 +153,7 @@ def test_auto_classes(tmp_path, auto, head):
 
 @torch.no_grad()
 def test_steps_follow_weights_that_change():
-    """What a cache keeps of the weights is computed anew, where the original goes on with the old."""
+    """Coefficients in the cache are recomputed if weights change; the original continues with the old ones."""
     model, ids = make(), padded([6], 6, "none")[0]
     past = model(ids[:, :4], use_cache=True).past_key_values
     model(ids[:, 4:5], past_key_values=past)
@@ -194,7 +194,7 @@ def test_without_a_padding_token_every_token_counts():
 
 @torch.no_grad()
 def test_windows_start_after_8_chunks():
-    """Up to there, in training and without the option nothing changes; steps behind a prompt go on as they are."""
+    """Up to 8 chunks, in training and without the option nothing changes; steps after a prompt are not affected."""
     plain, windowed = make(), make(windowed_statistics=True)
     short, long = padded([32], 32, "none")[0], padded([43], 43, "none")[0]
     assert torch.equal(windowed(short).logits, plain(short).logits)

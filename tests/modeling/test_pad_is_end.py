@@ -16,7 +16,7 @@ ENCODED = pytest.mark.parametrize("family", decoders.TRANSLATING)
 
 @pytest.fixture
 def messages():
-    """The messages of the module that infers masks, which logs each of them once."""
+    """The messages of the module that infers masks, which are logged once each."""
     records, handler = [], logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
     warning_once.cache_clear()
@@ -29,7 +29,7 @@ def messages():
 @FAMILIES
 @pytest.mark.parametrize("end", [1, [7, 1]])
 def test_end_tokens_are_read(family, end, messages):
-    """Without a mask, as with a mask of ones; the message that says so comes once."""
+    """Without a mask the result equals that with a mask of ones; the message about it is logged once."""
     model = decoders.make_plain(family, pad_token_id=1, eos_token_id=end)
     ids = torch.tensor([[4, 1, 5, 6, 1, 7], [1, 8, 9, 1, 1, 4]])
     expected = model(ids, torch.ones_like(ids), labels=ids)
@@ -42,7 +42,7 @@ def test_end_tokens_are_read(family, end, messages):
 @torch.no_grad()
 @FAMILIES
 def test_training_equals_generation(family):
-    """The logits of the next token are those by which `generate` chooses it."""
+    """The logits of the next token are those from which `generate` selects it."""
     model = decoders.make_plain(family, pad_token_id=2, eos_token_id=2)
     ids = torch.tensor([[4, 2, 5, 6, 2, 7]])
     chosen = model.generate(ids, max_new_tokens=1, do_sample=False)[0, -1]
@@ -66,7 +66,7 @@ def test_encoders_find_padding(messages):
 @torch.no_grad()
 @ENCODED
 def test_targets_with_end_tokens(family):
-    """Targets made of labels keep their end tokens and none of the padding on the left."""
+    """Targets made from labels keep their end tokens and drop left padding."""
     model = decoders.make_plain(family, is_encoder_decoder=True, eos_token_id=1, decoder_start_token_id=2)
     labels = torch.tensor([[5, 1, 6, 1, -100, -100], [-100, -100, 5, 1, 6, 1]])
     source = {name: value[:1].expand(2, -1) for name, value in decoders.source(model, 1).items()}

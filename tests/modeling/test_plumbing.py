@@ -1,4 +1,4 @@
-"""The equations know of no other process: a rule over the syntax trees of layers, norms, heads and pooling."""
+"""Equations do not use process groups: a rule for the syntax trees of layers, norms, heads and pooling."""
 
 import ast
 
@@ -28,7 +28,7 @@ MODELS = {"LunaModel", "MegaModel", "MegalodonModel"}
 
 
 def names(tree):
-    """Yield the identifiers of a tree and their lines, without those in the classes of whole models."""
+    """Yield the identifiers of a tree and their lines, except in the classes of complete models."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.ClassDef) and node.name in MODELS:
             continue
@@ -42,5 +42,5 @@ def names(tree):
 def test_equations_do_not_depend_on_process_groups(repo_root, path):
     tree = ast.parse((repo_root / path).read_text(encoding="utf-8"))
     found = [(name, line) for name, line in names(tree) if WORDS & set(name.replace(".", "_").split("_"))]
-    # Imported for the annotations of whole models.
+    # Imported for annotations of complete models.
     assert [entry for entry in found if entry[0] != "torch.distributed"] == []

@@ -1,4 +1,4 @@
-"""Ragged batches, sequences laid end to end, and `unpad_inputs`, which makes a padded batch ragged within the model."""
+"""Padding-free batches, and `unpad_inputs`, which converts a padded batch to a padding-free one inside the model."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def language_model(request):
 
 
 def sequences():
-    """Tokens and labels, of which the first is not counted: the collator puts a separator there."""
+    """Tokens and labels; the first label is ignored, because the collator inserts a separator there."""
     items = [luna.tokens([length])["input_ids"][0] for length in LENGTHS]
     return [{"input_ids": ids, "labels": torch.cat([ids.new_full((1,), -100), ids[1:]])} for ids in items]
 
@@ -88,7 +88,7 @@ def test_padding_free_equals_separate_sequences(language_model, told_by):
         batch = flattened(items, return_position_ids=False, return_seq_idx=True)
     else:
         batch = flattened(items)
-    if told_by == "two rows":  # 26 + 28 tokens, of which the last row gets two of padding in front
+    if told_by == "two rows":  # 26 + 28 tokens; the last row has two tokens of left padding
         first, second = flattened(items[:3]), flattened(items[3:])
         batch = {name: torch.cat([first[name][:, :26], second[name][:, :26]]) for name in first}
         expected, gradients = one_by_one(language_model, [*items[:3], items[3], cut(items[4], 3)])
@@ -107,7 +107,7 @@ def cut(item, length):
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_unpadded_equals_padded(language_model, side):
-    """Also where a whole row is padding; in training, so that batch norm takes its statistics."""
+    """Also if an entire row is padding; in training, so that batch norm computes its statistics."""
     inputs = luna.tokens(LENGTHS, side)
     inputs["attention_mask"][1] = 0
     kept, results = inputs["attention_mask"].bool(), []
@@ -121,7 +121,7 @@ def test_unpadded_equals_padded(language_model, side):
         results.append((output.logits[kept].detach(), taken_gradients(language_model)))
     (padded, gradients), (unpadded, actual) = results
     torch.testing.assert_close(unpadded, padded, rtol=1e-7, atol=1e-9)
-    # What padding alone reads has no gradient to get.
+    # Parameters that only affect padding have no gradient.
     assert_equal_gradients(actual, {name: gradient for name, gradient in gradients.items() if name in actual})
 
 
@@ -148,7 +148,7 @@ def test_unpadding_does_not_affect_heads(family, head):
 
 @pytest.mark.parametrize("bounds", [[0, 4, 14], [0, 7, 14]])
 def test_a_padding_free_batch_has_no_pooler_output(bounds):
-    """As many sequences as rows are not the rows: the first column of a row need not begin a sequence."""
+    """An equal number of sequences and rows does not imply that each row starts a sequence."""
     model, inputs = mega.make("Model"), luna.tokens([7, 7])["input_ids"]
     assert model(inputs).pooler_output is not None
     assert model(inputs, cu_seq_lens_q=torch.tensor(bounds), max_length_q=10).pooler_output is None
@@ -164,12 +164,12 @@ def test_padding_adds_no_computation(family):
             model(**inputs)
         linear = [count for op, count in counter.get_flop_counts()["Global"].items() if op.__name__ in ("addmm", "mm")]
         flops.append(sum(linear))
-    assert flops[1] < 0.45 * flops[0]  # Luna's P keeps its rows
+    assert flops[1] < 0.45 * flops[0]  # Luna's P still has one entry per row
 
 
 @pytest.mark.parametrize("family", [luna, mega])
 def test_padding_free_trains_like_separate_sequences(family):
-    """Feature dropout takes a channel away from a sequence, not from a batch: of 6 sequences, some keep it."""
+    """Feature dropout drops a channel of a sequence, not of a batch: some of 6 sequences keep it."""
     model = family.make("Model", **({"use_feature_dropout": True} if family is mega else {})).train()
     batch = flattened([{"input_ids": torch.full((4,), 7)} for _ in range(6)])
     batch.pop("labels")
@@ -248,7 +248,7 @@ def test_all_outputs_of_the_collator(family):
 
 
 def test_position_ids_of_mega():
-    """They tell where sequences begin; with a mask they may only say what it says."""
+    """They define where sequences start; if a mask is given, they must agree with it."""
     inputs = luna.tokens([9, 4])
     positions = torch.arange(1, 10).expand(2, -1)
     with pytest.raises(ValueError, match="`position_ids` differ from the positions of `attention_mask`"):
@@ -259,7 +259,7 @@ def test_position_ids_of_mega():
 
 @pytest.mark.parametrize("family", decoders.TRANSLATING)
 def test_encoder_decoders_unpad_their_source(family):
-    """The target stays as it is: its decoder attends to the rows of another batch."""
+    """The target is not unpadded: its decoder attends to the rows of another batch."""
     ids, mask = decoders.padded([7, 3], 7, "right")
     results = []
     for unpad in (False, True):
@@ -271,7 +271,7 @@ def test_encoder_decoders_unpad_their_source(family):
 
 @pytest.mark.parametrize("name", decoders.WITH_ENCODER)
 def test_empty_padding_free_source(name):
-    """`unpad_inputs` gives what the padded path gives, also where nothing is left."""
+    """`unpad_inputs` matches the padded path, also if all positions are masked."""
     ids, target = decoders.padded([5, 3], 5, "right")[0], torch.tensor([[2, 5, 6], [2, 7, 8]])
     for mask in (torch.zeros(2, 5), torch.tensor([[1, 1, 0, 0, 0], [0] * 5])):
         padded, unpadded = (
@@ -286,7 +286,7 @@ def test_empty_padding_free_source(name):
 @pytest.mark.parametrize("name", [name for name in decoders.ALONE if name.startswith("mega")])
 @torch.no_grad()
 def test_mega_uses_positions_of_the_mask(name, side):
-    """Positions as servers and trainers pass them; with a cache the last ones, with the whole mask or only its end."""
+    """Positions as passed by servers and trainers; with a cache the last ones, with a complete or partial mask."""
     model, (ids, mask) = decoders.make(name), decoders.padded([9, 4], 9, side)
     positions = mask.cumsum(dim=1) - 1
     for given in (positions, positions.masked_fill(mask == 0, 1), positions.masked_fill(mask == 0, -7)):

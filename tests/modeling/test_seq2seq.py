@@ -40,7 +40,7 @@ def words(model):
 
 @pytest.mark.parametrize(("fields", "count"), [({}, 1), (OWN, 2), (SEPARATE, 2), (UNTIED, 3)], ids=str)
 def test_embeddings(family, fields, count, tmp_path):
-    """One for all, one for each language, and an output weight of its own; also in a model that was loaded."""
+    """Shared, per language, and a separate output weight; also in a loaded model."""
     model = plain(family, **fields)
     model.save_pretrained(tmp_path)
     for loaded in (model, AutoModelForSeq2SeqLM.from_pretrained(tmp_path)):
@@ -88,7 +88,7 @@ def test_resize_of_two_vocabularies(family):
 
 
 def test_labels(model):
-    """Padding on either side: the target begins right before the first label."""
+    """Padding on either side: the target starts directly before the first label."""
     labels = torch.tensor([[7, 8, 9, 2], [5, 2, -100, -100]])
     shifted = model.prepare_decoder_input_ids_from_labels(labels)
     assert shifted.tolist() == [[2, 7, 8, 9], [2, 5, 2, 1]]
@@ -108,7 +108,7 @@ def test_labels(model):
 
 @torch.no_grad()
 def test_encoder_outputs_instead_of_the_source(model):
-    """Outputs as the encoder returns them, or as a tuple; embeddings in place of tokens."""
+    """Encoder outputs as an object or a tuple; embeddings instead of tokens."""
     given, ids = source(model, 3, "left"), padded([5, 4, 2], 5, "right")[0]
     expected, mask = model(**given, decoder_input_ids=ids).logits, given["attention_mask"]
     encoder = model.get_encoder()
@@ -126,7 +126,7 @@ def test_encoder_outputs_instead_of_the_source(model):
 
 @torch.no_grad()
 def test_tuples(family):
-    """`return_dict=False`, by argument and by configuration, of which the encoder and the decoder have copies."""
+    """`return_dict=False`, as an argument and in the configuration, of which encoder and decoder have copies."""
     model = plain(family)
     inputs = source(model, 2) | target(model, padded([5, 4], 5, "left")[0])
     expected = model(**inputs).logits

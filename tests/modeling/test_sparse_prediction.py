@@ -1,4 +1,4 @@
-"""`sparse_prediction`: the masked-LM heads project the predicted positions alone, and nothing else changes."""
+"""`sparse_prediction`: masked-LM heads only project the predicted positions; results are unchanged."""
 
 import pytest
 import torch

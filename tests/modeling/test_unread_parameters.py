@@ -1,4 +1,4 @@
-"""Parameters that no loss of a head depends on do not require gradients, and stay where they are in checkpoints."""
+"""Parameters that do not affect any loss of a head do not require gradients and remain in checkpoints."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ CASES = {
 
 
 def assert_frozen_are_unread(model, loss):
-    """`loss` reaches exactly what requires a gradient."""
+    """`loss` reaches exactly the parameters that require a gradient."""
     named = dict(model.named_parameters())
     frozen = {name for name, parameter in named.items() if not parameter.requires_grad}
     model.requires_grad_(True)
@@ -61,7 +61,7 @@ def test_encoder_decoder(fields):
 
 
 def test_layerdrop_makes_any_layer_the_last():
-    """P of a layer that is not the last is read where the last is left out, and no layer hands it on."""
+    """With layerdrop any layer may be the last, whose P is used by the pooling; layers do not pass P on."""
     fields = {"contextual_projection": False, "pooling": "packed_attention", "num_hidden_layers": 3}
     frozen = {name for name, p in luna.make(POOLED, **fields).named_parameters() if not p.requires_grad}
     assert len(frozen) == 4
