@@ -148,15 +148,11 @@ class BodyMixin:
     def check_shards(self, layout: ShardedLayout) -> None:
         """Raise `ValueError` for context-parallel shards that the model does not support."""
 
-    @property
-    def _embeddings(self) -> nn.Module:
-        return getattr(self, self.embeddings_name)
-
     def get_input_embeddings(self) -> nn.Module:
         """Return the embedding of tokens, of real values or of patches."""
-        return getattr(self._embeddings, _EMBEDDINGS[self.config.input_type])
+        return getattr(getattr(self, self.embeddings_name), _EMBEDDINGS[self.config.input_type])
 
     def set_input_embeddings(self, value: nn.Module):
         """Replace the embedding of tokens."""
         self.require_tokens()
-        self._embeddings.word_embeddings = value
+        getattr(self, self.embeddings_name).word_embeddings = value

@@ -144,8 +144,12 @@ class GenericForCausalLM(LMHead):
             given = {"labels": labels} if shift_labels is None else {"shift_labels": shift_labels}
             validate_labels(inputs, given, kwargs, logits_to_keep)
         outputs = self.base_model(**inputs, **kwargs)
-        reductions = find_reductions(kwargs, outputs.last_hidden_state)
-        hidden_states, targets = keep_positions(outputs.last_hidden_state, logits_to_keep, reductions), None
+        reductions, hidden_states, targets = LOCAL, outputs.last_hidden_state, None
+        if kwargs.get("cp_group") is not None:
+            reductions = find_reductions(kwargs, hidden_states)
+        kwargs.pop("cp_group", None)
+        if not isinstance(logits_to_keep, int) or logits_to_keep != 0:
+            hidden_states = keep_positions(hidden_states, logits_to_keep, reductions)
         if labels is not None or shift_labels is not None:
             mask = find_kept(self.config, inputs, outputs.last_hidden_state.shape[1])
             starts = find_starts(outputs.last_hidden_state.shape[:2], inputs, kwargs)

@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache
 from luna_mega.modeling_common.cache import StateCache, begin_cache, split_cache
 from luna_mega.modeling_common.layout import DENSE, DenseLayout, Layout, close_gaps
 from luna_mega.modeling_common.masks import clean, drop_if_full, find_mask, read_mask
-from luna_mega.modeling_common.padding_free import PaddingFreeLayout, find_padding_free, unpad
+from luna_mega.modeling_common.padding_free import VARLEN_OPTIONS, PaddingFreeLayout, find_padding_free, unpad
 from luna_mega.modeling_common.pooling import without_first
 from luna_mega.modeling_common.sharding import prepare_sharded, raise_together
 from luna_mega.modeling_common.validation import (
@@ -107,8 +107,10 @@ def read(
     **given: torch.Tensor | None,
 ) -> Inputs:
     """Return the inputs of a forward pass in one process, after all checks."""
-    past = begin_cache(model, past_key_values, use_cache)
-    cache, cross_cache = split_cache(past)
+    past = cache = cross_cache = None
+    if model.config.is_decoder or past_key_values is not None or use_cache:
+        past = begin_cache(model, past_key_values, use_cache)
+        cache, cross_cache = split_cache(past)
     given, mask, output_weights = validate(model, given, grid, attention_mask, token_type_ids, cache, options)
     shape = (given.shape[0], given.shape[1] if grid is None else grid[0] * grid[1])
     if mask is not None:
@@ -121,10 +123,13 @@ def read(
     if position_ids is not None:
         position_ids, boundaries = find_boundaries(model, position_ids, shape, attention_mask, cache, options)
         inputs = inputs._replace(position_ids=position_ids)
-    if (layout := find_padding_free(shape, mask, boundaries, options)) is not None:
+    declared = boundaries is not None or not VARLEN_OPTIONS.isdisjoint(options)
+    if declared and (layout := find_padding_free(shape, mask, boundaries, options)) is not None:
         check_padding_free(model, inputs, layout, past_key_values is not None or bool(use_cache))
         return inputs._replace(layout=layout, past=None, cache=None, cross_cache=None)
-    return inputs._replace(layout=_choose_layout(model, inputs))
+    if model.config.unpad_inputs and (layout := _unpad(model, inputs)) is not None:
+        return inputs._replace(layout=layout)
+    return inputs._replace(layout=close_gaps(mask, cache) if model.closes_gaps else DenseLayout(mask))
 
 
 def is_requested(model: Any, name: str, options: dict[str, Any]) -> bool:
@@ -132,12 +137,11 @@ def is_requested(model: Any, name: str, options: dict[str, Any]) -> bool:
     return bool(options.get(name, getattr(model.config, name, False)))
 
 
-def _choose_layout(model: Any, inputs: Inputs) -> DenseLayout | PaddingFreeLayout:
-    config = model.config
-    if config.unpad_inputs and inputs.past is None and not config.add_cross_attention:
-        if not inputs.output_weights and not inputs.output_states and (layout := unpad(inputs.mask)) is not None:
-            return layout
-    return close_gaps(inputs.mask, inputs.cache) if model.closes_gaps else DenseLayout(inputs.mask)
+def _unpad(model: Any, inputs: Inputs) -> PaddingFreeLayout | None:
+    """Return the layout of a batch whose padding can be removed, else None."""
+    if inputs.past is not None or model.config.add_cross_attention or inputs.output_weights or inputs.output_states:
+        return None
+    return unpad(inputs.mask)
 
 
 def _read_source(

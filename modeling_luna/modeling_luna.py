@@ -101,7 +101,7 @@ class LunaEmbeddings(nn.Module):
                 self.packed_layer_norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
         self.dropout = Dropout(config.dropout)
         self.word_dropout = nn.Dropout(config.word_dropout)
-        self.scale = math.sqrt(width) if config.scale_embedding else 1.0
+        self.scale, self.offset = math.sqrt(width) if config.scale_embedding else 1.0, config.position_offset
 
     def forward(
         self, inputs_embeds: torch.Tensor, layout: Layout, position_ids: torch.Tensor, with_packed: bool
@@ -123,7 +123,7 @@ class LunaEmbeddings(nn.Module):
 
     def positions(self, position_ids: torch.Tensor) -> torch.Tensor:
         """Return position embeddings, `[B or 1, T, d]`."""
-        position_ids = position_ids + self.config.position_offset
+        position_ids = position_ids + self.offset
         if self.config.position_embedding_type == "learned":
             return self.position_embeddings(position_ids)
         return sinusoids(position_ids, self.config.hidden_size)
@@ -220,7 +220,7 @@ class LunaAttention(nn.Module):
         options = {"dropout": self.dropout if self.training else 0.0, "return_weights": output_weights}
         heads = luna_pack(query, key, value, **options, **layout.options())
         heads, weights = heads if output_weights else (heads, None)
-        return self.all_heads(heads).flatten(2), self.all_heads.join_heads(weights)
+        return self.all_heads(heads).flatten(2), self.all_heads.join_heads(weights) if output_weights else None
 
     def project(self, packed_context: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the unpack key and value of the packed context `[B, L, d]`, `[B, L, heads, K]` each."""
@@ -242,7 +242,7 @@ class LunaAttention(nn.Module):
         options = {"dropout": self.dropout if self.training else 0.0, "return_weights": output_weights}
         heads = luna_unpack(query, key, value, packed_mask, **options, **layout.bounds())
         heads, weights = heads if output_weights else (heads, None)
-        return self.output(heads.flatten(2)), self.all_heads.join_heads(weights)
+        return self.output(heads.flatten(2)), self.all_heads.join_heads(weights) if output_weights else None
 
 
 def _split(projected: torch.Tensor, head_size: int) -> torch.Tensor:

@@ -512,7 +512,9 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
             token_type_ids = layout.gather(token_type_ids)
         hidden_states = self.start(embed(self, inputs), layout, token_type_ids, grid)
         recorded = layout.scatter(hidden_states) if inputs.output_states else None
-        caches = layer_caches(inputs.cache, inputs.cross_cache, len(self.layers))
+        caches = [(None, None)] * len(self.layers)
+        if inputs.past is not None:
+            caches = layer_caches(inputs.cache, inputs.cross_cache, len(self.layers))
         for layer, (cache, cross_cache) in zip(self.layers, caches, strict=True):
             if recorded is not None:
                 hidden_states = layout.gather(recorded)

@@ -167,7 +167,7 @@ def test_errors():
         LunaForConditionalGeneration(LunaConfig())
     decoder = model.get_decoder()
     with pytest.raises(ValueError, match="`packed_states` is missing"):
-        decoder(ids)
+        decoder(ids, encoder_hidden_states=torch.zeros(2, 9, 24).double())
     with pytest.raises(ValueError, match="needs encoder_hidden_states"):
         decoder(ids, packed_states=torch.zeros(2, 6, 24).double())
     context = {"packed_states": torch.zeros(2, 6, 24).double(), "encoder_hidden_states": torch.zeros(2, 9, 24).double()}
