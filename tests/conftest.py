@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow what the product of a `covering` test has beyond a covering array of the marker's strength."""
+    """Mark cases of a `covering` test as slow if a covering array of the marker's strength does not need them."""
     products: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("covering"):
@@ -52,7 +52,7 @@ def repo_root() -> Path:
 
 @pytest.fixture(scope="module")
 def import_benchmark() -> Iterator[Callable[[str], ModuleType]]:
-    """Function that imports a script of the folder `benchmarks`, which is on the path meanwhile."""
+    """Function that imports a script of the folder `benchmarks`, which is added to the path temporarily."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT / "benchmarks")
         yield importlib.import_module
@@ -160,7 +160,7 @@ def deprecation_errors() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def seed() -> None:
-    """Same random numbers in every test, whatever ran before it."""
+    """Seed the random numbers of every test independently of earlier tests."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Marks for a parameter of which a few values are fast tests, and the others slow."""
+"""Marks for parameters with a few fast values; the other values are slow."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""The benchmark runner: a wrong op gets no figures, every size has a floor, and what is written can be read."""
+"""The benchmark runner: an incorrect op has no figures, every size has a lower bound, and the output can be parsed."""
 
 import csv
 import dataclasses

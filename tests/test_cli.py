@@ -157,7 +157,7 @@ def test_common_beginner_mistakes(argv, answer, encoder, tmp_path, capsys):
 
 @pytest.mark.parametrize("argv", [[], *([name] for name in COMMANDS)], ids=" ".join)
 def test_help_waits_for_no_package(argv, repo_root):
-    """The processor time counts what other work on the machine does not change."""
+    """CPU time does not depend on other work on the machine."""
     code = f"""
 import contextlib, sys, time
 from luna_mega_cli import main

@@ -1,4 +1,4 @@
-"""Who may import whom (the rules are in docs/development.md), read from the source without running it."""
+"""Import rules (see docs/development.md), checked in the source without running it."""
 
 import ast
 import configparser
@@ -88,7 +88,7 @@ SOURCES = {module: file.read_text(encoding="utf-8") for module, file in sorted(F
 
 
 def imports(source: str) -> Iterator[str]:
-    """Dotted names that the source imports anywhere, inside functions too; a relative import keeps its dots."""
+    """Dotted names that the source imports anywhere, including in functions; a relative import keeps its dots."""
     yield from imported_names(ast.walk(ast.parse(source)))
 
 
@@ -192,7 +192,7 @@ def test_an_import_by_a_string_is_seen():
 
 
 def test_no_import_inside_a_function():
-    """Except in the command line, which imports what runs a command when it runs."""
+    """Except in the command line, which imports the modules of a command when it runs."""
     modules = {module for module, source in SOURCES.items() if inside_functions(source)}
     assert {module for module in modules if room_of(module) != "luna_mega_cli"} == set()
 
@@ -204,14 +204,14 @@ def test_nothing_imports_tests_nor_scripts():
 
 @pytest.mark.parametrize("folder", sorted(NEVER_IMPORTED - {"tests"}))
 def test_scripts_import_nothing_of_each_other(folder):
-    """Scripts may import within their own folder; nothing but a test imports another one's."""
+    """Scripts may import within their own folder; only tests import scripts from other folders."""
     for file in (ROOT / folder).rglob("*.py"):
         tops = {name.split(".")[0] for name in imports(file.read_text(encoding="utf-8"))}
         assert not tops & (NEVER_IMPORTED - {folder}), file
 
 
 def test_no_postponed_annotations():
-    """transformers reads the annotation `config: LunaConfig` as a class; postponed it is a string and Auto* fails."""
+    """transformers reads the annotation `config: LunaConfig` as a class; as a postponed string it breaks Auto*."""
     assert {module for module, source in SOURCES.items() if "__future__" in imports(source)} == set()
 
 

@@ -1,4 +1,4 @@
-"""The built package holds everything and nothing else, and works however and wherever it is installed."""
+"""The built package is complete and minimal, and works for every installation method and working directory."""
 
 import configparser
 import functools
@@ -82,7 +82,7 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> str:
 
 @pytest.fixture(scope="session")
 def checkout(tmp_path_factory) -> Path:
-    """A copy of what git holds of the checkout as far as packaging goes: builds leave their traces there."""
+    """A copy of the tracked files of the checkout that packaging needs, because builds leave files there."""
     copy = tmp_path_factory.mktemp("packaging") / "checkout"
     copy.mkdir()
     for file in filter(Path.is_file, ROOT.iterdir()):
@@ -112,7 +112,7 @@ def installed(checkout, built) -> Callable[[str], Path]:
         folder = checkout.parent / way
         venv.create(folder, symlinks=True)
         python = folder / "bin" / "python"
-        # Bare paths: the .pth files found there are not read, so the editable install of this environment stays out.
+        # Plain paths: .pth files there are not processed, so the editable install of this environment is not used.
         own_site = next(folder.glob("lib/python*/site-packages"))
         (own_site / "shared.pth").write_text("\n".join(site.getsitepackages()))
         if arguments := ways[way]:

@@ -59,7 +59,7 @@ def test_config_is_registered_and_registering_again_changes_nothing():
 
 
 def test_another_model_of_the_same_type_is_named():
-    """A package may have registered a `luna` of its own, or transformers may get one."""
+    """Another package may register a model type `luna`, or transformers may add one."""
     others = type("LunaConfig", (transformers.PreTrainedConfig,), {"model_type": "luna", "__module__": "speech.luna"})
     copy = type("LunaConfig", (luna_mega.LunaConfig,), {"__module__": "transformers_modules.x.configuration_luna"})
     try:
@@ -99,7 +99,7 @@ def test_supported_versions_are_no_warning(monkeypatch, caplog):
 
 
 def version_checks(source):
-    """Return the lines that compare a version, or import what compares versions."""
+    """Return the lines that compare a version, or import functions that compare versions."""
     lines = []
     for node in ast.walk(ast.parse(source)):
         imported = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
@@ -114,7 +114,7 @@ def version_checks(source):
 
 
 def test_only_compat_checks_versions(repo_root):
-    """Other modules import what depends on a version from `compat`."""
+    """Other modules import version-dependent names from `compat`."""
     listed = subprocess.run(["git", "ls-files", "*.py"], cwd=repo_root, capture_output=True, text=True, check=True)
     files = set(listed.stdout.split()) - {"luna_mega/compat.py", "tests/test_public_api.py"}
     found = {name: version_checks((repo_root / name).read_text(encoding="utf-8")) for name in files}

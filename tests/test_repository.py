@@ -66,7 +66,7 @@ def test_commands_of_workflows_exist(repo_root):
 
 
 def test_text_is_read_without_its_byte_order_mark(repo_root):
-    """Editors on Windows start a file with U+FEFF, which plain UTF-8 keeps as a part of the first word."""
+    """Editors on Windows start a file with U+FEFF, which plain UTF-8 keeps as part of the first word."""
     folders = ["benchmarks", "convert", "examples", "kernels", "luna_mega", "studies", *repo_root.glob("modeling_*")]
     files = [file for folder in folders for file in (repo_root / folder).rglob("*.py")]
     reads = re.compile(r"\.read_text\((?:encoding=[^()]*)?\)|open\([^()\n]*encoding=[^()\n]*\)")
@@ -121,7 +121,7 @@ def test_a_release_is_published_after_all_tests(repo_root):
         "./.github/workflows/full.yml",
     }
     for name in ("ci.yml", "full.yml"):
-        assert "workflow_call" in workflow(repo_root, name)[True]  # YAML reads the key `on` as true
+        assert "workflow_call" in workflow(repo_root, name)[True]  # YAML parses the key `on` as true
 
 
 def test_newest_versions_are_installed_without_upper_bounds(repo_root):

@@ -1,4 +1,4 @@
-"""Code of a user, which `make typing` checks: what the public names are for a type checker. It is not run."""
+"""User code that `make typing` checks: the types of the public names. It is not run."""
 
 from typing import assert_type
 

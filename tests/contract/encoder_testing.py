@@ -1,4 +1,4 @@
-"""Base of the testers of the Luna and the Mega classes; `run_contract.py` puts it beside transformers' tests."""
+"""Base of the testers of the Luna and Mega classes; `run_contract.py` copies it next to transformers' tests."""
 
 import inspect
 import unittest
@@ -15,7 +15,7 @@ from .test_training_mixin import TrainingTesterMixin
 
 
 class EncoderTester:
-    """Small configuration and inputs, in the form the common tests ask for. `config_class`, `small`: the model's."""
+    """Small configuration and inputs for the common tests. `config_class` and `small` are those of the model."""
 
     batch_size = 13
     seq_length = 7
@@ -46,7 +46,7 @@ class EncoderTester:
 class EncoderTests(ModelTesterMixin, TrainingTesterMixin):
     """The common tests, with the second input of pair classifiers. `model_tester_class`: a kind of `EncoderTester`."""
 
-    # Older transformers unfreeze every parameter in this test, and then want a gradient of those that nothing reads.
+    # Older transformers unfreeze every parameter in this test and then require gradients of unused ones.
     test_all_params_have_gradient = "frozen" in inspect.getsource(
         ModelTesterMixin.check_training_gradient_checkpointing
     )
@@ -116,10 +116,10 @@ class EncoderDecoderTests:
 
 
 class PipelineTests:
-    """Every pipeline that an encoder's heads serve: a text alone and in a padded batch give the same.
+    """Every pipeline supported by an encoder's heads: a single text has the same result as in a padded batch.
 
-    `model_classes`: the classes by what comes behind `Luna` or `Mega` in their names. `PipelineTesterMixin` cannot be
-    used: what it runs is in `tests/pipelines`, which the source distribution lacks, on checkpoints from the Hub.
+    `model_classes`: the classes by the part of their names after `Luna` or `Mega`. `PipelineTesterMixin` cannot be
+    used: its tests are in `tests/pipelines`, which the source distribution lacks, and use checkpoints from the Hub.
     """
 
     texts = ("the cat sat on the <mask>", "a <mask>", "the mat was red and the <mask> was not", "<mask> sat")

@@ -1,14 +1,15 @@
 """The Luna classes under transformers' common model tests; `run_contract.py` runs this file inside their package.
 
-What is switched off, and why:
+Disabled tests, and the reasons:
 
 * tests of a vocabulary, for the model of real values.
-* `test_bc_cache_name_forward`: it passes `use_cache=True` to encoders, which raise `ValueError`, and skips other cache
-  classes than those of transformers. `tests/modeling/test_cache_names.py` tests both names.
+* `test_bc_cache_name_forward`: it passes `use_cache=True` to encoders, which raise `ValueError`, and skips cache
+classes
+  that are not from transformers. `tests/modeling/test_cache_names.py` tests both names.
 
-Of the generation tests transformers itself skips, apart from those that need a GPU or a package, what a Luna decoder
-declares not to have: assisted decoding (`_is_stateful`), a static cache (`_can_compile_fullgraph`), 4D masks, other
-attention functions.
+transformers itself skips generation tests that need a GPU or a package, and tests of features that a Luna decoder does
+not declare: assisted decoding (`_is_stateful`), a static cache (`_can_compile_fullgraph`), 4D masks, other attention
+functions.
 """
 
 import unittest
@@ -94,7 +95,7 @@ class LunaSharedLayersModelTest(LunaModelTest):
 
 
 class LunaValuesModelTest(WithoutVocabulary, LunaModelTest):
-    """Real values in place of tokens, classification by the mean."""
+    """Real values instead of tokens, classification with mean pooling."""
 
     all_model_classes = (
         LunaModel,
@@ -145,12 +146,12 @@ class LunaDecoderTests(GenerationTesterMixin, EncoderTests):
 class LunaCausalModelTester(LunaModelTester):
     num_hidden_states_types = 2
     causal_lm_class = LunaForCausalLM
-    # test_training_overfit prompts with token 1, which must not be the padding.
+    # test_training_overfit prompts with token 1, which must not be the padding token.
     small = LunaModelTester.small | {"is_decoder": True, "pad_token_id": 0, "bos_token_id": 1}
 
 
 class LunaCausalModelTest(LunaDecoderTests, unittest.TestCase):
-    """The decoder alone with the defaults, and what it generates."""
+    """The decoder-only model with the default configuration, and generation."""
 
     model_tester_class = LunaCausalModelTester
     all_model_classes = (LunaForCausalLM,)
@@ -172,7 +173,7 @@ class LunaParallelModelTester(LunaCausalModelTester):
 
 
 class LunaTensorParallelTest(TensorParallelTests, unittest.TestCase):
-    """The decoder alone on two processes, and the plans of the classes for text."""
+    """The decoder-only model on two processes, and the plans of the classes for text."""
 
     model_tester_class = LunaParallelModelTester
     all_model_classes = (LunaModel, LunaForCausalLM)

@@ -1,18 +1,18 @@
 """The Mega classes under transformers' common model tests; `run_contract.py` runs this file inside their package.
 
-What is switched off, and why:
+Disabled tests, and the reasons:
 
-* tests of a vocabulary, for the model of real values; for the adaptive model those that resize it or take it for a
-  single `nn.Embedding`.
-* `test_keep_in_fp32_modules` of transformers below 5.23, for the model with batch norm: it wants the integer
-  `num_batches_tracked` in half precision. `tests/modeling/test_mega_precision.py` has what it is about.
+* tests of a vocabulary, for the model of real values; for the adaptive model, tests that resize the vocabulary or
+  require a single `nn.Embedding`.
+* `test_keep_in_fp32_modules` of transformers below 5.23, for the model with batch norm: it requires the integer
+  `num_batches_tracked` in half precision. `tests/modeling/test_mega_precision.py` covers the feature.
 * `test_bc_cache_name_forward`, see `luna_tester.py`.
-* attention maps of generation with a cache, which a Mega decoder refuses; without a cache they are asked for.
+* attention maps of generation with a cache, which a Mega decoder does not support; they are tested without a cache.
 
-Of the generation tests transformers itself skips, apart from those that need a GPU or a package, what a Mega decoder
-declares not to have: assisted decoding (`_is_stateful`), a static cache (`_can_compile_fullgraph`), position ids and 4D
-masks, other attention functions. Padding within a continued sequence, which is only tested on models with
-`layer_types`, is in `tests/modeling/test_decoders.py`.
+transformers itself skips generation tests that need a GPU or a package, and tests of features that a Mega decoder does
+not declare: assisted decoding (`_is_stateful`), a static cache (`_can_compile_fullgraph`), position ids and 4D masks,
+other attention functions. Padding within a continued sequence is only tested on models with `layer_types`;
+`tests/modeling/test_decoders.py` covers it.
 """
 
 import unittest
@@ -58,12 +58,12 @@ class MegaModelTester(EncoderTester):
         "ema_projection_size": 4,
         "nffn_hidden_size": 37,
         "max_positions": 64,
-        "initializer_range": 0.2,  # with v4's 0.02 next to nothing comes through layers this narrow
+        "initializer_range": 0.2,  # with v4's 0.02 the signal vanishes in layers this narrow
     }
 
 
 class MegaModelTest(EncoderTests, unittest.TestCase):
-    """Softmax attention over the whole sequence, rotary bias, ScaleNorm before the sub-layers: the defaults."""
+    """The defaults: softmax attention over the complete sequence, rotary bias, ScaleNorm before the sublayers."""
 
     model_tester_class = MegaModelTester
     all_model_classes = (
@@ -79,13 +79,13 @@ class MegaModelTest(EncoderTests, unittest.TestCase):
     training_overfit_learning_rate = 1e-2
 
     def test_training_overfit(self):
-        # Dropout makes the gradient of the last step, which the test looks at, a matter of luck.
+        # Dropout would make the gradient of the last step, which the test checks, random.
         self.model_tester.fields = self.fields | NO_DROPOUT
         super().test_training_overfit()
 
 
 class MegaChunkModelTest(MegaModelTest):
-    """Laplace attention in chunks that the length is no multiple of, simple bias, LayerNorm behind the sub-layers."""
+    """Laplace attention in chunks that do not divide the length, simple bias, LayerNorm after the sublayers."""
 
     fields = {
         "attention_activation": "laplace",
@@ -106,7 +106,7 @@ class MegaChunkModelTest(MegaModelTest):
 
 
 class MegaValuesModelTest(WithoutVocabulary, MegaModelTest):
-    """Real values in place of tokens, batch norm, feature dropout, classification by the mean: the paper's speech."""
+    """Real values instead of tokens, batch norm, feature dropout, mean pooling: the paper's speech model."""
 
     all_model_classes = (
         MegaModel,
@@ -141,7 +141,7 @@ class MegaPicturesTester(MegaModelTester):
 
 
 class MegaPicturesModelTest(WithoutVocabulary, EncoderTests, unittest.TestCase):
-    """Pictures, the configuration of the paper's ImageNet model."""
+    """Images, with the configuration of the paper's ImageNet model."""
 
     model_tester_class = MegaPicturesTester
     all_model_classes = (MegaModel, MegaForImageClassification)
@@ -149,12 +149,12 @@ class MegaPicturesModelTest(WithoutVocabulary, EncoderTests, unittest.TestCase):
 
 class MegaCausalModelTester(MegaModelTester):
     causal_lm_class = MegaForCausalLM
-    # test_training_overfit prompts with token 1, which must not be the padding.
+    # test_training_overfit prompts with token 1, which must not be the padding token.
     small = MegaModelTester.small | {"is_decoder": True, "bidirectional": False, "pad_token_id": 0, "bos_token_id": 1}
 
 
 class MegaCausalModelTest(GenerationTesterMixin, MegaModelTest):
-    """The language model with the defaults, and what it generates."""
+    """The language model with the default configuration, and generation."""
 
     model_tester_class = MegaCausalModelTester
     all_model_classes = (MegaForCausalLM,)
@@ -239,7 +239,7 @@ class MegaSeq2SeqModelTester(MegaModelTester):
 
 
 class MegaSeq2SeqModelTest(EncoderDecoderTests, MegaCausalModelTest):
-    """The encoder-decoder with one vocabulary, and what it generates."""
+    """The encoder-decoder with one vocabulary, and generation."""
 
     model_tester_class = MegaSeq2SeqModelTester
     all_model_classes = (MegaForConditionalGeneration,)
@@ -252,7 +252,7 @@ class MegaSeq2SeqModelTest(EncoderDecoderTests, MegaCausalModelTest):
         )
 
     def _check_encoder_attention_for_generate(self, attentions, **expected):
-        if attentions is not None:  # with a cache they are not asked for
+        if attentions is not None:  # they are not returned with a cache
             super()._check_encoder_attention_for_generate(attentions, **expected)
 
     def _check_past_key_values_for_generate(self, batch_size, past_key_values, seq_length, config):
@@ -268,7 +268,7 @@ class MegaSeq2SeqModelTest(EncoderDecoderTests, MegaCausalModelTest):
 
 
 class MegaSeparateSeq2SeqModelTest(MegaSeq2SeqModelTest):
-    """Three matrices of words, a narrower decoder, Laplace attention, simple bias, LayerNorm behind the sub-layers."""
+    """Three embedding matrices, a narrower decoder, Laplace attention, simple bias, LayerNorm after the sublayers."""
 
     fields = {
         "attention_activation": "laplace",

@@ -1,9 +1,9 @@
 """The Megalodon classes under transformers' common model tests; `run_contract.py` runs this file inside their package.
 
-What is switched off: attention maps of generation with a cache, which a Megalodon refuses; without a cache they are
-asked for. And `test_keep_in_fp32_modules` of transformers below 5.23, which wants the integer `prior_count` in half
-precision; `tests/modeling/test_megalodon_model.py` has what it is about. transformers skips by itself what it skips for
-a Mega decoder, see `mega_tester.py`.
+Disabled tests: attention maps of generation with a cache, which Megalodon does not support (they are tested without a
+cache), and `test_keep_in_fp32_modules` of transformers below 5.23, which requires the integer `prior_count` in half
+precision; `tests/modeling/test_megalodon_model.py` covers the feature. transformers skips the same tests as for a Mega
+decoder, see `mega_tester.py`.
 """
 
 import unittest
@@ -34,15 +34,15 @@ class MegalodonModelTester(EncoderTester):
         "value_size": 48,
         "intermediate_size": 36,
         "ema_projection_size": 4,
-        "norm_num_groups": 4,  # also of the tensor parallel test, which has no further fields
+        "norm_num_groups": 4,  # also used by the tensor parallel test, which has no additional fields
         "chunk_size": 16,
-        "pad_token_id": 0,  # test_training_overfit prompts with token 1, which must not be the padding
+        "pad_token_id": 0,  # test_training_overfit prompts with token 1, which must not be the padding token
     }
     num_attention_heads = 1  # of the recorded attention [B, H, chunks, C, C]: the chunks
 
 
 class MegalodonModelTest(GenerationTesterMixin, EncoderTests, unittest.TestCase):
-    """One chunk that is not full; what it generates goes beyond it."""
+    """One incomplete chunk; generation continues past its end."""
 
     model_tester_class = MegalodonModelTester
     all_model_classes = (MegalodonModel, MegalodonForCausalLM, MegalodonForSequenceClassification)

@@ -1,4 +1,4 @@
-"""transformers' tests of tensor parallelism for all model types; `run_contract.py` puts it beside them."""
+"""transformers' tensor parallelism tests for all model types; `run_contract.py` copies this file next to them."""
 
 from . import test_tensor_parallel_mixin as original
 from .distributed_testing_utils import run_distributed

@@ -2,15 +2,15 @@
 
     python tests/contract/run_contract.py [--workers N] [pytest arguments]      # -k "" runs those in LEFT_OUT too
 
-The tests are those of exactly the installed transformers: `tests/*.py` of its source distribution, fetched once with
-pip into a cache folder and run from a temporary one together with the files `*_tester.py` here. The source
-distribution carries no sub-folder of `tests/`, so the few names that the common tests import from there get stand-ins
-(`STAND_INS`). The generation tests, `tests/generation/test_utils.py`, come from the repository at that version; where
-it cannot be reached, the run says so and goes on without them.
+The tests are those of exactly the installed transformers: `tests/*.py` of its source distribution, downloaded once with
+pip to a cache folder and run from a temporary folder together with the files `*_tester.py` of this directory. The
+source distribution has no subfolders of `tests/`, so the few names that the common tests import from there are replaced
+by stand-ins (`STAND_INS`). The generation tests, `tests/generation/test_utils.py`, are downloaded from the repository
+at that version. If it cannot be reached, the run reports this and continues without them.
 
-Exit status: that of pytest, or 77 when the source distribution cannot be obtained. Without a network, put
-`transformers-X.Y.Z.tar.gz` into the cache folder, `$LUNA_MEGA_CONTRACT_CACHE`, else `luna-mega/contract` below
-`$XDG_CACHE_HOME` or `~/.cache`, and the generation tests below its `transformers-X.Y.Z`.
+The exit status is that of pytest, or 77 if the source distribution cannot be obtained. Without a network, put
+`transformers-X.Y.Z.tar.gz` into the cache folder, `$LUNA_MEGA_CONTRACT_CACHE`, else `luna-mega/contract` in
+`$XDG_CACHE_HOME` or `~/.cache`, and the generation tests into its `transformers-X.Y.Z`.
 """
 
 import argparse
@@ -52,11 +52,11 @@ def run_distributed(world_size):
 def run(function, arguments):
     function(dist.get_rank(), *arguments)
 """,
-    # All of the original's export tests are marked slow, which the default run leaves out.
+    # All of the original's export tests are marked slow, so the default run excludes them.
     "exporters/__init__.py": "",
     "exporters/test_export.py": "class ExportTesterMixin:\n    pass\n\n\nclass ExportGenerateTesterMixin:\n    pass\n",
     "generation/__init__.py": "",
-    # For want of the real one, see `add_generation_tests`.
+    # Used if the real one is missing, see `add_generation_tests`.
     GENERATION_TESTS: "class GenerationTesterMixin:\n    pass\n",
     # Every field of the base configuration with a value that is not its default.
     "utils/__init__.py": "",
@@ -73,7 +73,7 @@ def run(function, arguments):
 }
 """,
 }
-# What takes a third of the time and can tell nothing about a model of ours on a CPU.
+# Tests that take a third of the time and do not cover the models of this package on CPU.
 LEFT_OUT = {
     "test_bc_torch_dtype": "loads each class in seven dtypes, twice: `torch_dtype` is still read as `dtype`",
     "sdpa_kernels": "the same comparison again, with other kernels of SDPA allowed; a CPU has one",
@@ -85,17 +85,17 @@ class SourceUnavailableError(Exception):
 
 
 def cache_folder() -> Path:
-    """Return the folder where source distributions and their unpacked tests are kept between runs."""
+    """Return the folder in which source distributions and their unpacked tests are cached."""
     if "LUNA_MEGA_CONTRACT_CACHE" in os.environ:
         return Path(os.environ["LUNA_MEGA_CONTRACT_CACHE"])
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "luna-mega" / "contract"
 
 
 def download_sdist(version: str, archive: Path) -> None:
-    """Let pip fetch the source distribution of transformers `version` to `archive`.
+    """Download the source distribution of transformers `version` to `archive` with pip.
 
-    pip reads the metadata of what it downloads, for which it needs setuptools: that of this environment, or else one
-    that pip brings into an environment of its own.
+    pip reads the metadata of its downloads, for which it needs setuptools: that of this environment, or one that pip
+    installs into an isolated environment.
     """
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--no-binary", "transformers", f"transformers=={version}"]
@@ -134,7 +134,7 @@ def common_tests(version: str) -> Path:
 
 
 def add_generation_tests(version: str, tests: Path) -> bool:
-    """Put the generation tests of transformers `version` beside the others in the cache; False = out of reach."""
+    """Add the generation tests of transformers `version` to the cache; False = not reachable."""
     target = tests / GENERATION_TESTS
     if not target.exists():
         try:
@@ -148,7 +148,7 @@ def add_generation_tests(version: str, tests: Path) -> bool:
 
 
 def assemble(tests: Path, folder: Path) -> list[Path]:
-    """Lay out the package `tests` in `folder`: common tests, stand-ins and our testers, whose paths are returned."""
+    """Create the package `tests` in `folder`: common tests, stand-ins and our testers, whose paths are returned."""
     package = folder / "tests"
     shutil.copytree(tests, package)
     for path, text in STAND_INS.items():

@@ -30,7 +30,7 @@ class Convert:
         return self.output
 
     def error(self, state=None, *options):
-        """Returns the one line of a conversion that must fail, and leave nothing behind."""
+        """Returns the one-line error of a conversion that must fail without leaving files."""
         if state is not None:
             self.save(state)
         before = sorted(self.output.parent.iterdir())

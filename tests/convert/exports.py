@@ -1,4 +1,4 @@
-"""Share what tests of conversions and exports do: load and save models, edit folders, let an export fail."""
+"""Helpers of conversion and export tests: load and save models, edit folders, check that an export fails."""
 
 import argparse
 import json
@@ -21,7 +21,7 @@ def load(folder, model_class=None):
 
 
 def save(folder, model):
-    """Saves a model made here, with weights that tell all rows and columns apart."""
+    """Saves a model without conversion record, with weights that are distinct in all rows and columns."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
@@ -41,7 +41,7 @@ def edit(folder, name="config.json", **changes):
 
 
 def fails(capsys, folder, output, *options):
-    """Returns the one line of an export that must fail, and leave nothing new behind."""
+    """Returns the one-line error of an export that must fail without leaving new files."""
     capsys.readouterr()
     there = output.exists()
     assert main(["export", str(folder), "--output", str(output), *map(str, options)]) == 1
@@ -52,13 +52,13 @@ def fails(capsys, folder, output, *options):
 
 
 def cannot_express(capsys, folder, layout, field):
-    """The export fails, as the original's `layout` has not what `field` says."""
+    """Asserts that the export fails because the original's `layout` does not support `field`."""
     message = fails(capsys, folder, folder.with_name("model.pt"))
     assert field in message and f"{layout} cannot express" in message
 
 
 def read(path):
-    """Returns what is in a checkpoint."""
+    """Returns the content of a checkpoint."""
     with torch.serialization.safe_globals([argparse.Namespace]):
         return torch.load(path, weights_only=True)
 
@@ -78,7 +78,7 @@ TRANSLATION = {
 
 
 def translation_comes_back(fixture, tmp_path):
-    """Converts a translation model of the original and exports it. Returns what is in both files."""
+    """Converts a translation model of the original and exports it. Returns the content of both files."""
     convert_checkpoint(fixture / "checkpoint.pt", tmp_path / "folder")
     export_checkpoint(tmp_path / "folder", tmp_path / "out" / "checkpoint.pt")
     expected, actual = read(fixture / "checkpoint.pt"), read(tmp_path / "out" / "checkpoint.pt")

@@ -1,4 +1,4 @@
-"""Damage small checkpoints of every format, and check that a conversion fails in one line or gives a sound model."""
+"""Damage small checkpoints of every format, and check that a conversion fails in one line or returns a valid model."""
 
 import argparse
 import json
@@ -18,7 +18,7 @@ from tests.convert.test_convert_mega_image import mega_image
 
 
 def megalodon_folder():
-    """Return what a Megalodon folder has in the form of a file of fairseq; `save` writes the folder."""
+    """Return the content of a Megalodon folder in the form of a fairseq file; `save` writes the folder."""
     args = argparse.Namespace(**megalodon.MODEL, **{TOKENIZER: {"path": None}, SHARDS: 1})
     return {"args": args, "model": megalodon.state()}
 
@@ -66,7 +66,7 @@ def save(state, folder):
 
 
 def _json(content):
-    """Return the text of a file; what JSON has no form for is its description, and 5,000 digits stay digits."""
+    """Return the text of a file; values without JSON form are replaced by a description, long numbers are kept."""
 
     def plain(value):
         if isinstance(value, dict):
@@ -77,7 +77,7 @@ def _json(content):
 
 
 def survives(state, folder, told):
-    """Convert the checkpoint; return whether there is a model. `told` says in a failure what was damaged."""
+    """Convert the checkpoint; return whether there is a model. `told` describes the damage in failure messages."""
     place, output = save(state, folder), folder / "output"
     try:
         report = convert_checkpoint(place, output)

@@ -1,4 +1,4 @@
-"""Small Luna checkpoints in fairseq's layout, made here: their tests need nothing from outside the repository."""
+"""Small synthetic Luna checkpoints in fairseq's layout, so that their tests need no external files."""
 
 import argparse
 
@@ -38,7 +38,7 @@ def encoder(name, tied, layers=LAYERS, embedding=None, positions=POSITIONS + 2):
 
 
 def checkpoint(model, **args):
-    """The dict that fairseq saves, without what only training needs."""
+    """The dict saved by fairseq, without entries needed only for training."""
     history = [{"num_updates": 500}, {"num_updates": 1000}]
     return {"args": argparse.Namespace(**args), "model": model, "optimizer_history": history}
 
@@ -70,7 +70,7 @@ def bert_head(name, classes=3, inner=WIDTH):
 
 
 def bert(heads=(), tied=True, tied_lm=True, **args):
-    """A luna_bert checkpoint; `heads` are `(name, classes)`, an argument that is None is left out."""
+    """A luna_bert checkpoint; `heads` are `(name, classes)`, arguments that are None are omitted."""
     model = encoder("encoder.sentence_encoder", tied)
     embedding = model["encoder.sentence_encoder.embed_tokens.weight"]
     model["encoder.lm_head.weight"] = embedding if tied_lm else torch.randn_like(embedding)

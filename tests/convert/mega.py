@@ -1,4 +1,4 @@
-"""Small Mega checkpoints in fairseq's layout, with the tensors in the order in which the original registers them."""
+"""Small Mega checkpoints in fairseq's layout, with the tensors in the original's registration order."""
 
 import argparse
 
@@ -35,7 +35,7 @@ def norm(name, kind):
     return tensors | {
         f"{name}.norm.running_mean": torch.randn(WIDTH),
         f"{name}.norm.running_var": 1 + torch.rand(WIDTH),
-        f"{name}.norm.num_batches_tracked": torch.tensor(70001),  # float16 has no such number
+        f"{name}.norm.num_batches_tracked": torch.tensor(70001),  # not representable in float16
     }
 
 
@@ -79,7 +79,7 @@ def mega(
     depth=1,
     **args,
 ):
-    """A checkpoint of LRA or, with an arch of it, of raw speech. An argument that is None is left out."""
+    """A checkpoint of LRA or, with such an arch, of raw speech. Arguments that are None are omitted."""
     model = {f"{BODY}.embed_tokens.embed.weight": torch.randn(VOCABULARY, WIDTH)}
     if values:
         model = {f"{BODY}.embed_tokens.{part}": torch.randn(WIDTH) for part in ("weight", "bias")}

@@ -68,7 +68,7 @@ def mega_lm(
 ):
     """A checkpoint of a language model. `cutoffs` of an adaptive input, `softmax` of an adaptive softmax.
 
-    An argument that is None is left out.
+    Arguments that are None are omitted.
     """
     model = {"decoder.version": torch.tensor([3.0])} | _embedding(size, cutoffs, factor)
     if embed_norm:

@@ -20,7 +20,7 @@ MODEL = {
 }
 PIECES = [("<unk>", 0.0, 2), ("<s>", 0.0, 3), ("</s>", 0.0, 3), ("\u2581a", -0.0, 1), ("bc", -1.0, 1)]
 PIECES += [(letter, -2.0 - index, 1) for index, letter in enumerate("\u2581abc")]
-# The dimensions along which ranks of the original split a tensor, by the end of its name; others are equal in all.
+# The dimensions along which ranks of the original shard a tensor, by the end of its name; others are replicated.
 SPLIT = {
     0: ("wz.weight", "wz.bias", "wv.weight", "wv.bias", "wr.weight", "wr.bias", "wh1.weight", "wh1.bias", "fc1.weight",
         "fc3.weight", "cema.alpha", "cema.delta", "cema.theta", "cema.gamma", "cema.omega", "timenorm.weight",
@@ -87,7 +87,7 @@ def pieces(*, kinds=PIECES, model_type=2, byte_fallback=0, normalizer=b""):
 
 
 def folder(path, *, tensors=None, ranks=1, dtype="fp32", extra=0, tokenizer="tokenizer.model", **settings):
-    """Writes a folder as the original's loader reads it."""
+    """Writes a folder in the format of the original's loader."""
     path.mkdir(parents=True)
     tensors = state(len(PIECES) + extra, **settings) if tensors is None else tensors
     if dtype == "bf16":

@@ -35,7 +35,7 @@ def test_masked_lm(convert, make, tied, tied_lm, legacy):
     assert (config.tie_key_value, config.tie_word_embeddings) == (tied, tied_lm)
     assert (config.vocab_size, config.hidden_size, config.intermediate_size) == (17, 16, 24)
     assert (config.projection_length, config.max_position_embeddings, config.num_hidden_layers) == (6, 20, 2)
-    assert convert.screen.count("\nwarning ") == legacy  # which has no checksums
+    assert convert.screen.count("\nwarning ") == legacy  # legacy files have no checksums
     ours = model.state_dict()
     for row in report(folder)["mapped"]:
         assert torch.equal(ours[row["target"]], state["model"][row["source"]]), row
@@ -200,7 +200,7 @@ def test_wrong_shape(convert, make, key, shape, expected):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_lm_weight_against_its_flag(convert, make, tied):
-    """A weight unlike the embedding is kept whatever the flag says; an equal one is tied unless the flag says no."""
+    """A weight different from the embedding stays untied for any flag; an equal one is tied unless the flag is off."""
     config = AutoConfig.from_pretrained(convert(make.bert(tied_lm=tied, untie_weights_luna=tied)))
     assert config.tie_word_embeddings is False
     assert ("args.untie_weights_luna" in convert.screen) is not tied

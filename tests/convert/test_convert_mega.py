@@ -1,4 +1,4 @@
-"""Mega files of LRA and raw speech: what is read from tensors and args, the two branches, files at fault."""
+"""Mega files of LRA and raw speech: values read from tensors and args, the two branches, invalid files."""
 
 import json
 
@@ -188,7 +188,7 @@ def test_shapes_win_over_args(convert):
 
 @pytest.mark.parametrize("legacy", [False, True])
 def test_branches(convert, legacy):
-    """The same names and shapes, told apart by their order."""
+    """The names and shapes are equal; the order distinguishes the branches."""
     for branch, weight, damping in (("main", "delta", "alpha"), ("flash", "alpha", "delta")):
         state = mega(branch=branch)
         convert.output = convert.output.with_name(branch)

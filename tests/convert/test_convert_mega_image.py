@@ -1,4 +1,4 @@
-"""Checkpoints of Mega for pictures: what a file tells, names of classes, the way back, and files at fault."""
+"""Checkpoints of Mega for images: detected fields, class names, export, and invalid files."""
 
 import argparse
 import json
@@ -16,7 +16,7 @@ PATCH, SIDE, CLASSES, HIDDEN = 4, 3, 5, 6
 
 
 def mega_image(norm_type="layernorm", *, linear_patches=False, positions=True, hidden=None, **args):
-    """A checkpoint as the training script saves it. An argument that is None is left out."""
+    """A checkpoint in the format of the training script. Arguments that are None are omitted."""
     patches = SIDE * SIDE
     model = {"pos_embed": torch.randn(1, patches, WIDTH)} if positions else {}
     weight = torch.randn(WIDTH, 3, PATCH, PATCH)

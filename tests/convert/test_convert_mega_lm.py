@@ -1,4 +1,4 @@
-"""Mega language models: what is read from tensors and args, what is tied, files at fault, dictionaries."""
+"""Mega language models: values read from tensors and args, tied weights, invalid files, dictionaries."""
 
 import json
 
@@ -84,7 +84,7 @@ def test_activation_dropout_that_the_original_asks_for(convert, arch):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_args_of_the_architecture(convert, kind):
-    """Nothing but the name of the architecture and what tensors cannot tell."""
+    """Only the name of the architecture and fields that tensors do not determine."""
     state = mega_lm(**KINDS[kind])
     keep = ("arch", "task", "decoder_chunk_size", "normalize_before", "no_affine_final_norm", "no_scale_embedding")
     keep += ("adaptive_input_factor", "adaptive_softmax_factor", "truncation_length", "attention_activation_fn")
@@ -99,7 +99,7 @@ def test_args_of_the_architecture(convert, kind):
 
 
 def test_copies_that_are_not_tied(convert):
-    """Equal numbers, but the args say that they are trained apart; numbers that differ, and args that deny it."""
+    """Equal values with args that specify separate training, and different values with args that specify tying."""
     state = mega_lm(tied=True, share_decoder_input_output_embed=False)
     assert load(convert(state)).config.tie_word_embeddings is False
     state = mega_lm(share_decoder_input_output_embed=True)

@@ -1,4 +1,4 @@
-"""The files of `luna-mega export`: what it reads, what it writes beside the checkpoint, and what it leaves alone."""
+"""The files of `luna-mega export`: inputs, files written next to the checkpoint, and files that are not modified."""
 
 import pytest
 import torch
@@ -86,7 +86,7 @@ def test_absent_folder(tmp_path, capsys):
 
 
 def test_dictionaries(make, tmp_path):
-    """Dictionaries are written where the task of the original looks for them."""
+    """Dictionaries are written to the location expected by the task of the original."""
     dictionary = make.dictionary(tmp_path / "given.txt")
     fields = {"id2label": {0: "no", 1: "not at all", 2: "yes"}}
     folder = save(tmp_path / "model", LunaForSequenceClassification, **fields)

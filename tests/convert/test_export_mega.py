@@ -84,7 +84,7 @@ def test_half_precision_comes_back(convert, tmp_path, kind):
 
 @pytest.mark.parametrize("convention", ["main", "flash"])
 def test_convention_that_was_given(convert, tmp_path, convention):
-    """The file was sorted; the export has the order that tells the branch."""
+    """The input file is sorted; the export has the order that identifies the branch."""
     state = mega(branch="main")
     state["model"] = dict(sorted(state["model"].items()))
     convert_again(tmp_path, convert(state, "--ema-convention", convention))

@@ -1,4 +1,4 @@
-"""`luna-mega export` of Mega language models that were made here, and what the original cannot express."""
+"""`luna-mega export` of Mega language models without conversion record, and models the original does not support."""
 
 import pytest
 import torch

@@ -24,30 +24,30 @@ from tests.convert.test_hostile import save
 pytestmark = pytest.mark.slow
 TRIES = 1000
 UNCHECKED = ("its zip entries have no CRC-32", "it has torch's legacy format")
-# What a message must never say or carry on.
+# Strings that messages must not contain.
 FORBIDDEN = ("weights_only", "add_safe_globals", "\x1b", "\n", "Traceback")
 
 
 @pytest.fixture
 def watched():
-    """Returns the calls that would run a program, of which there must be none."""
+    """Returns the calls that would execute a program; the list must stay empty."""
     calls, active = [], [True]
     running = {"os.system", "os.exec", "os.posix_spawn", "os.spawn", "subprocess.Popen", "pty.spawn"}
-    # A hook cannot be taken back; it looks at nothing once the test is over.
+    # An audit hook cannot be removed; it does nothing after the test.
     sys.addaudithook(lambda event, _: calls.append(event) if active and event in running else None)
     yield calls
     active.clear()
 
 
 def understood(file):
-    """The tensors that a conversion would write, its configuration, and its warnings; nothing is written."""
+    """The tensors that a conversion would write, its configuration, and its warnings; no files are written."""
     source = _understand(read_checkpoint(file), None, "auto", "auto")
     tensors = convert_tensors(source.mapping, source.checkpoint.tensors, source.minus_one, torch.float32)
     return tensors, source.target.config.to_dict(), [*source.checkpoint.warnings, *source.warnings]
 
 
 def outcome(file, folder, original):
-    """ "error" with one line and nothing written, "equal" to the original, or "warned"."""
+    """ "error" with one line and no files, "equal" to the original, or "warned"."""
     try:
         tensors, config, warnings = understood(file)
     except ConversionError as error:
@@ -62,7 +62,7 @@ def outcome(file, folder, original):
 
 
 def flip(content, choose, head):
-    """One to three bits, two of three times among the first bytes, where the structure is."""
+    """One to three bits, two of three times in the first bytes, which contain the structure."""
     content = bytearray(content)
     for _ in range(choose.choice((1, 1, 1, 3))):
         place = choose.randrange(min(head, len(content)) if choose.random() < 2 / 3 else len(content))
@@ -106,7 +106,7 @@ def test_conversions_of_flipped_files_leave_nothing_behind(tmp_path, form, watch
     "damaged", ["consolidated.01.pth", "config.json", "consolidate_config.json", "tokenizer.model"]
 )
 def test_flipped_bits_in_a_folder(tmp_path, watched, damaged):
-    """Settings have no checksum: a flipped digit may make another model. Weights are as they were, or refused."""
+    """Settings have no checksum: a flipped digit may result in another model. Weights are unchanged or rejected."""
     source, output, choose = megalodon.folder(tmp_path / "source", ranks=2), tmp_path / "output", random.Random(damaged)
     convert_checkpoint(source, output)
     expected, outcomes = load_file(output / "model.safetensors"), collections.Counter()

@@ -77,7 +77,7 @@ def test_sizes_strides_and_storages_that_contradict_each_other(convert, make, fo
 @pytest.mark.parametrize("form", ["zip", *FORMS])
 @pytest.mark.parametrize("rows", [1 << 28, (1 << 31) - 1, 1 << 40])
 def test_expanded_tensors_are_rejected(convert, make, rows, form):
-    """A file of some kB that asks for more memory than a machine has."""
+    """A file of a few kB that requests more memory than a machine has."""
     state = make.bert()
     for key, tensor in state["model"].items():
         if key.endswith(("embed_tokens.weight", "lm_head.weight")):
@@ -123,7 +123,7 @@ def test_trailing_bytes_and_empty_storages(convert, make):
 @pytest.mark.parametrize("build", ["bert", "lra21", "lra23"])
 def test_sound_files_without_checksums_are_converted(convert, make, form, build):
     state = getattr(make, build)()
-    if build == "bert":  # as in a file of fairseq
+    if build == "bert":  # as in a fairseq file
         state["last_optimizer_state"] = {"state": {0: {"exp_avg": torch.zeros(3)}}, "param_groups": [{"lr": 0.1}]}
     save(state, convert.file, form)
     tensors = read_checkpoint(convert.file).tensors

@@ -1,4 +1,4 @@
-"""Luna translation models: from fairseq's file to a folder and back, and what is refused."""
+"""Luna translation models: conversion of fairseq's file to a folder, export, and errors."""
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ def test_a_model_goes_there_and_back(tmp_path, kind):
 
 
 def test_norms_stored_minus_one(tmp_path):
-    """A file of the 2023 code: norm weights around 0, told by the option."""
+    """A file of the 2023 code: norm weights around 0, specified by the option."""
     path = exported(tmp_path)
     content = read(path)
     norms = [key for key in content["model"] if "norm" in key and key.endswith(".weight")]

@@ -1,4 +1,4 @@
-"""Mega translation models: from fairseq's file to a folder and back, dictionaries of two languages, what is refused."""
+"""Mega translation models: conversion of fairseq's file to a folder, export, dictionaries of two languages, errors."""
 
 import json
 
@@ -72,7 +72,7 @@ def test_a_model_goes_there_and_back(tmp_path, kind):
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """A file of two vocabularies, without dictionaries beside it."""
+    """A file of two vocabularies, without dictionaries in its directory."""
     model(**KINDS["two vocabularies"]).save_pretrained(tmp_path / "ours")
     export_checkpoint(tmp_path / "ours", tmp_path / "out" / "model.pt")
     return tmp_path / "out" / "model.pt"
@@ -82,7 +82,7 @@ def test_dictionaries(tmp_path, checkpoint):
     report = convert_checkpoint(checkpoint, tmp_path / "none")
     assert report.tokenizer is None and any("dict.source.txt or dict.target.txt" in note for note in report.notes)
     source, target = dictionary(tmp_path / "dict.en.txt", 19), dictionary(tmp_path / "dict.de.txt", 14)
-    convert_checkpoint(checkpoint, tmp_path / "both", dictionaries=[target, source])  # told apart by their sizes
+    convert_checkpoint(checkpoint, tmp_path / "both", dictionaries=[target, source])  # identified by their sizes
     tokenizers = [AutoTokenizer.from_pretrained(tmp_path / "both", subfolder=name) for name in ("", "target")]
     assert [len(tokenizer) for tokenizer in tokenizers] == [19, 14]
     for given, message in (
@@ -119,7 +119,7 @@ def change(checkpoint, **args):
 
 
 def test_args_and_tensors(tmp_path, checkpoint):
-    """The tensors win over the arguments; features that the encoder-decoder here does not have are refused."""
+    """Tensors take precedence over args; features that this encoder-decoder does not support raise."""
     state = change(checkpoint, share_all_embeddings=True, decoder_z_dim=99)
     torch.save(state, tmp_path / "a.pt")
     warnings = "\n".join(convert_checkpoint(tmp_path / "a.pt", tmp_path / "a").warnings)
@@ -142,7 +142,7 @@ def test_args_and_tensors(tmp_path, checkpoint):
 
 @pytest.mark.parametrize("language", ["../../x", "/etc/x", "a\nb", "..\\x", ["en"], 3, "\x1b"])
 def test_language_name_is_not_a_path(tmp_path, checkpoint, language):
-    """It becomes part of the name of a file that a conversion reads and an export writes."""
+    """The language name becomes part of a file name that conversions read and exports write."""
     torch.save(change(checkpoint, source_lang=language), tmp_path / "a.pt")
     with pytest.raises(ConversionError, match="args.source_lang = .* is not (a name|the name of a language)"):
         convert_checkpoint(tmp_path / "a.pt", tmp_path / "a")

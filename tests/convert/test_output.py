@@ -128,7 +128,7 @@ def test_model_card(convert, make):
 
 
 def test_no_file_names_a_folder_of_this_machine(convert, make):
-    """Dictionaries, labels that do not fit, a tokenizer, and args of a training on this machine."""
+    """Dictionaries, mismatched labels, a tokenizer, and args of a training run on this machine."""
     here = str(convert.source.parent)
     make.dictionary(convert.source / "dict.txt")
     make.dictionary(convert.source / "label-bin" / "dict.txt", symbols=9)
@@ -213,7 +213,7 @@ def test_module_and_console_command_agree(convert, make, repo_root):
 
 @pytest.mark.parametrize("locale", ["POSIX", "C.UTF-8"])
 def test_locale_without_utf8_is_named(convert, make, repo_root, locale):
-    """The name of the file is read through a link, but the libraries that write weights need UTF-8."""
+    """A link avoids reading the file name, but the libraries that write weights need UTF-8."""
     convert.save(make.bert())
     environment = os.environ | {"LC_ALL": locale, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     program = [sys.executable, "-m", "luna_mega.convert"]

@@ -194,7 +194,7 @@ def test_an_archive_without_crcs_is_read_with_a_warning(convert, make):
 
 
 def test_one_entry_without_a_crc_is_damage(convert, make):
-    """0 is the CRC-32 of nothing, so that it is no excuse where other entries have one."""
+    """0 is the CRC-32 of empty data, so it is not exempt if other entries have a CRC."""
     convert.save(make.bert())
     with zipfile.ZipFile(convert.file) as archive:
         info = next(info for info in archive.infolist() if info.filename.endswith("/data/3"))
@@ -218,7 +218,7 @@ def test_compressed_and_moved_entries(convert, make):
     with pytest.raises(ConversionError, match="entry 'model/data.pkl' is compressed"):
         read_checkpoint(again)
     content = convert.file.read_bytes()
-    # In the directory alone the name of an entry stands before the signature of the next.
+    # Only in the directory the name of an entry is followed by the signature of the next.
     convert.file.write_bytes(content.replace(b"model/data/1PK", b"model/data/2PK"))
     assert "is not where the zip directory says" in convert.error()
 

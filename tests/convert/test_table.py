@@ -1,4 +1,4 @@
-"""The tables of arguments: read in both directions, and what a value that means nothing ends in."""
+"""The argument tables: both directions, and errors for meaningless values."""
 
 import numpy
 import pytest
@@ -60,7 +60,7 @@ def test_an_activation_that_means_nothing(value):
 
 @pytest.mark.parametrize("found", registered_formats(), ids=lambda found: found.facts.name)
 def test_every_argument_stands_once(found):
-    """Rows of one name are of different revisions, or all but one only read what another one writes."""
+    """Rows with the same name belong to different revisions, or all except one only read what that one writes."""
     for revision in found.facts.written:
         rows = [row for row in found.table if row.revision in (None, revision)]
         names = [row.name for row in rows if row.when is not never]

@@ -86,7 +86,7 @@ def bpe(tmp_path):
 
 @pytest.fixture
 def numbers():
-    """All GPT-2 ids of the small files, in an order of their own, and two fillers."""
+    """All GPT-2 ids of the small files, in another order, and two fillers."""
     symbols = [str(number) for number in range(256 + len(MERGES) + 1)]
     random.shuffle(symbols)
     return [*symbols, "madeupword0000", "madeupword0001"]
@@ -237,7 +237,7 @@ def test_both_kinds_of_folder(tmp_path, bpe, numbers):
 
 
 def checkpoint_with_dictionary(convert, make, symbols):
-    """A luna_bert checkpoint of 12 symbols, and its dictionary beside it."""
+    """A luna_bert checkpoint of 12 symbols, and its dictionary in the same directory."""
     assert len(symbols) == make.SYMBOLS
     (convert.source / "dict.txt").write_text("".join(f"{symbol} 1\n" for symbol in symbols))
     return make.bert()

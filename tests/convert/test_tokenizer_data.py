@@ -182,7 +182,7 @@ def test_equals_transformers_roberta(texts, complete, robertas):
 
 
 def test_special_tokens_in_text(complete, symbols, gpt2):
-    """Special tokens in a text are recognised, as transformers does; one option leaves them text, as in fairseq."""
+    """Special tokens in a text are recognized, as in transformers; one option treats them as text, as in fairseq."""
     texts = ["a <unk> in WikiText</s>"]
     assert complete[0](texts).input_ids[0].count(3) == 1
     assert complete[0](texts, split_special_tokens=True).input_ids == remap(gpt2, symbols, texts)

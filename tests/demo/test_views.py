@@ -119,7 +119,7 @@ def test_kernels_are_what_an_impulse_gives(folder, name):
 
 
 def test_kernels_of_a_complex_average(folder):
-    """They are the weights with which tokens count, found by linearity: a sum over distances is the average."""
+    """The kernel contains the weights of tokens, by linearity: a weighted sum over distances is the average."""
     demo = Demo(folder("MegalodonForCausalLM"))
     kernels, states = demo.kernels(1, 20), torch.randn(1, 20, 16)
     average = demo.model.base_model.layers[1].mega.cema

@@ -68,7 +68,7 @@ def make_student(teacher: Teacher, kind: str, **options: Any) -> transformers.Pr
 
 
 def make_batch(teacher: Teacher, length: int = 12, labels: bool = True) -> dict[str, torch.Tensor]:
-    """Return three sequences: one whole, one padded, one of a single token; every third token is predicted."""
+    """Return three sequences: one unpadded, one padded, one of a single token; every third token is predicted."""
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(3, teacher.config.vocab_size, (3, length), generator=generator)
     mask = torch.arange(length) < torch.tensor([[length], [length - 4], [1]])

@@ -1,4 +1,4 @@
-"""Weights that are copied: bit for bit, for every pair of families, with a report that leaves nothing out."""
+"""Copied weights are bitwise equal for every pair of families, and the report is complete."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def test_copied_weights_are_equal(name, kind):
         elif source in theirs and "c_attn" not in source:
             turned = name == "gpt2" and source.endswith(("c_fc.weight", "c_proj.weight"))  # Conv1D
             expected = theirs[source].T if turned else theirs[source]
-            assert torch.equal(ours[mine][-len(expected) :], expected), mine  # behind the row of padding
+            assert torch.equal(ours[mine][-len(expected) :], expected), mine  # after the row of padding
     assert sorted([*report.copied, *report.started, *report.new]) == sorted(ours)
     assert all(torch.equal(before[key], ours[key]) for key in report.new)
     used = [source.split(" + ")[0].split("[")[0] for source in (report.copied | report.started).values()]
@@ -110,7 +110,7 @@ def test_layers_with_another_role_are_not_copied(options):
 
 @pytest.mark.parametrize("name", ["bert", "roberta", "modernbert", "gpt2"])
 def test_position_embeddings_have_no_unused_rows(name):
-    """Padding may be the last of 50,000 tokens, and Luna's positions begin behind it unless they are told."""
+    """Padding may be the last of 50,000 tokens, and Luna's positions start after it by default."""
     teacher = make_teacher(name, pad_token_id=1 if name == "roberta" else 39)
     student = make_student(teacher, "luna")
     assert len(student.luna.embeddings.position_embeddings.weight) == 20

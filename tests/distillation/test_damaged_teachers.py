@@ -94,7 +94,7 @@ def test_states_that_do_not_vary():
 
 @pytest.mark.parametrize("largest", [40, 10**6])
 def test_the_largest_id_of_a_tokenizer_counts(largest):
-    """Not the number of tokens, which is small here."""
+    """Not the number of tokens, which is small in this test."""
     words = {"<mask>": 0, "<pad>": 1, "a": 2, "b": largest}
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="a"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, mask_token="<mask>", pad_token="<pad>")

@@ -1,4 +1,4 @@
-"""Models that cannot teach or learn are refused in one line with the way out. Then how teachers are loaded."""
+"""Unsupported teachers and students raise a one-line error with a fix. Then the loading of teachers."""
 
 import json
 import re
@@ -281,7 +281,7 @@ def test_weights_of_a_bin_file(name, head, how, tmp_path):
 
 
 class Payload:
-    """An object that makes a file where it is unpickled as any object is."""
+    """An object that creates a file when it is unpickled by an ordinary unpickler."""
 
     def __init__(self, file):
         self.file = file
@@ -335,7 +335,7 @@ def test_a_head_that_is_missing(tmp_path):
 @pytest.mark.parametrize("kind", ["luna", "mega"])
 @pytest.mark.parametrize("name", [*ENCODERS, *DECODERS])
 def test_a_student_is_saved_and_loaded(name, kind, tmp_path):
-    """A configuration that is made of a teacher's has nothing that a file cannot hold."""
+    """A configuration derived from a teacher's can be serialized."""
     teacher = make_teacher(name)
     config = student_config(teacher, kind)
     config.save_pretrained(tmp_path)

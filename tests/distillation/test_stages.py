@@ -1,4 +1,4 @@
-"""Calibration, alignment and distillation: what each stage reaches, reads and leaves alone."""
+"""Calibration, alignment and distillation: the accuracy, inputs and effects of each stage."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ PAIRS += [("gpt2", "mega"), ("qwen2", "mega")]
 
 
 def told_apart(model):
-    """Give a teacher positions that stand in dimensions of their own, and layers that change little of them."""
+    """Give a teacher positions in separate dimensions, and layers that hardly change them."""
     embeddings = model.base_model.embeddings
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -35,7 +35,7 @@ def told_apart(model):
                 parameter.fill_(1.0 if name.endswith("weight") else 0.0)
         embeddings.word_embeddings.weight[:, :8] = 0.0
         embeddings.position_embeddings.weight.zero_()
-        rows = embeddings.position_embeddings.weight[-18:]  # behind the row of padding
+        rows = embeddings.position_embeddings.weight[-18:]  # after the row of padding
         rows[:8, :8] = 4 * torch.eye(8)
         if hasattr(embeddings, "token_type_embeddings"):
             embeddings.token_type_embeddings.weight[:, :8] = 0.0
@@ -45,7 +45,7 @@ def told_apart(model):
 @pytest.mark.parametrize("pre_norm", [False, True])
 @pytest.mark.parametrize("kind", ["luna", "mega"])
 def test_a_luna_and_a_mega_teach_each_other(kind, pre_norm):
-    """A Mega mixes its attention into the input by a gate, so that whole layers are aligned in both directions."""
+    """A Mega adds its attention to the input through a gate, so complete layers are aligned in both directions."""
     sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 3, "initializer_range": 0.3}
     torch.manual_seed(0)
     if kind == "luna":
@@ -106,7 +106,7 @@ def test_a_head_of_a_row_packs_its_part_of_a_stretch(pre_norm):
     assert len(explained) == 2 and min(explained) > 0.9
     for weights in student(**batch, output_packed_attentions=True).packed_attentions:
         most = weights.mean(dim=0).argmax(dim=-1)
-        first, last = most.T.unbind(dim=-1)  # of a stretch of three positions one head reads two, and one the last
+        first, last = most.T.unbind(dim=-1)  # of three positions, one head attends to two, and one to the last
         assert torch.equal(first // 3, torch.arange(4)) and (first % 3 < 2).all()
         assert torch.equal(last, torch.arange(4) * 3 + 2)
 
@@ -119,7 +119,7 @@ def test_a_head_of_a_row_packs_its_part_of_a_stretch(pre_norm):
         ([9] * 13, 5, [2, 2, 3, 3, 3]),
         ([9] * 9, 8, [1] * 7 + [2]),
         ([99] * 11 + [98], 4, [3] * 4),  # nearly even
-        ([8, 8, 4, 4, 2, 2, 2, 1, 1], 4, [1, 1, 2, 5]),  # inputs of many lengths: short ones are read token by token
+        ([8, 8, 4, 4, 2, 2, 2, 1, 1], 4, [1, 1, 2, 5]),  # inputs of many lengths: short ones have one token per row
     ],
 )
 def test_stretches_have_about_as_many_tokens(tokens, rows, sizes):
@@ -135,7 +135,7 @@ def test_codes_of_parts_are_linear_discriminants():
     torch.manual_seed(0)
     places = torch.randint(5, (400,))
     states = torch.randn(400, 8).double() @ torch.randn(8, 8).double() + torch.randn(5, 8).double()[places]
-    analysis = calibration._Discriminant(6)  # none of the states stands in the last one
+    analysis = calibration._Discriminant(6)  # no state belongs to the last one
     for rows, parts in zip(states.split(150), places.split(150), strict=True):
         analysis.add(rows, parts)
     weight, bias, means = analysis.solve(7, ridge=1e-12)
@@ -214,7 +214,7 @@ def test_padding_does_not_affect_losses(name, kind):
     if kind == "luna":
         assert calibrate(teacher, student, [batch]) == pytest.approx(calibrate(teacher, student, [other]), abs=1e-5)
     expected = align(teacher, student, batch)
-    if name != "roberta":  # it reads positions from tokens that are not padding
+    if name != "roberta":  # it derives positions from tokens that are not padding
         torch.testing.assert_close(align(teacher, student, other), expected)
     student.config.unpad_inputs = True
     torch.testing.assert_close(align(teacher, student, batch), expected)
@@ -291,7 +291,7 @@ def test_a_teacher_reads_longer_inputs_in_windows(name):
 
 @pytest.mark.parametrize("kind", [pytest.param("luna", marks=pytest.mark.slow), "mega"])
 def test_a_run_that_is_resumed_equals_one_that_was_not(kind, tmp_path):
-    """In Trainer, with what a script has to write for it: one line of `compute_loss`."""
+    """With Trainer, as a script does it: one line of `compute_loss`."""
 
     class Distiller(Trainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -343,7 +343,7 @@ def test_a_copy_is_aligned_already():
 @pytest.mark.parametrize("name", ["bert", "roberta", "distilbert", "modernbert"])
 @torch.no_grad()
 def test_the_head_of_a_mega_is_solved(name):
-    """Where as many states as unknowns are told apart, it gives what the teacher's head gives, up to the bound."""
+    """With as many distinct states as unknowns, it reproduces the teacher's head, up to the bound."""
     teacher = make_teacher(name)
     student, batch = make_student(teacher, "mega"), make_batch(teacher)
     copy_weights(teacher, student)

@@ -62,7 +62,7 @@ CASES |= {
     "megalodon: causal LM, tied": ("ForCausalLM", {"vocab_size": 41, "tie_word_embeddings": True, "swiglu": True}),
     "megalodon: pooling mean": ("ForSequenceClassification", {"vocab_size": 41, "pooling": "mean"}),
 }
-# What FSDP meets in another way than DDP: every class, but not every variant of a layer.
+# Cases that FSDP handles differently from DDP: every class, but not every variant of a layer.
 CLASSES = [name for name in CASES if "masked LM" not in name or name.endswith(("tied", "sparse", "odd vocabulary"))]
 A_FEW = ["luna: masked LM, tied", "luna: seq2seq", "mega: masked LM, synchronised batch norm", "mega: causal LM"]
 
@@ -113,14 +113,14 @@ def own_rows(whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     kept += [value != -100 for name, value in own.items() if name == "labels" and value.dim() == 2]
     longest = WIDTH if "start_positions" in own else max(int(value.sum(dim=-1).max()) for value in kept)
     own = {name: value[..., :longest] if value.shape[-1] == WIDTH else value for name, value in own.items()}
-    return {name: value.contiguous() for name, value in own.items()}  # as transformers' losses take labels
+    return {name: value.contiguous() for name, value in own.items()}  # required by the losses of transformers
 
 
 def loss_of(model: nn.Module, inputs: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the loss of the rows `inputs` of a batch `whole`, of which DDP and FSDP take the mean over processes.
+    """Return the loss of the rows `inputs` of a batch `whole`; DDP and FSDP average it over processes.
 
-    The loss of a text is a mean over labels, whose number differs from process to process: each divides by the labels
-    of all, times what DDP will divide by. Other losses are means over rows, and all processes have the same number.
+    The loss of a text is a mean over labels, whose number differs between processes. Each process divides by the number
+    of labels of all processes, times the divisor of DDP. Other losses are means over rows, whose number is equal.
     """
     labels = whole.get("labels")
     if labels is not None and labels.dim() == 2:
@@ -176,7 +176,7 @@ def is_checkpointing(model: PreTrainedModel) -> bool:
 
 def train(name: str, wrap: Callable | None, steps: int, checkpointing: bool = False) -> list[tuple[float, dict]]:
     """Return the loss, and the gradients by name, of every step."""
-    # The one process is one of a group, whose other processes synchronised batch norm would wait for.
+    # A process group exists, and synchronized batch norm would wait for its other processes.
     alone = {"normalization_type": "batchnorm"} if wrap is None and "syncbatchnorm" in CASES[name][1].values() else {}
     model = make(name, checkpointing, **alone)
     wrapped = model if wrap is None else wrap(model)
@@ -199,9 +199,9 @@ def train(name: str, wrap: Callable | None, steps: int, checkpointing: bool = Fa
 
 
 def compare(names: Iterable[str], wrap: Callable, steps: int, checkpointings: tuple[bool, ...] = (False, True)):
-    """Return, of rank 0, the largest differences from one process of each case, and other faults as text.
+    """Return, on rank 0, the maximum differences from one process for each case, and other faults as text.
 
-    A difference of gradients is divided by the largest gradient where that is above 1.
+    A difference of gradients is divided by the largest gradient if that is above 1.
     """
     results = {}
     for name in names:

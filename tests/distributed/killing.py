@@ -30,7 +30,7 @@ def write_corpus(folder: Path) -> Path:
 
 
 def options(corpus: Path, output: Path, steps: int = STEPS) -> list[str]:
-    """Return the command line of `run_mlm_accelerate.py`, which resumes whatever is in `output`."""
+    """Return the command line of `run_mlm_accelerate.py`, which resumes from any state of `output`."""
     return [
         *("--dataset_path", str(corpus), "--output_dir", str(output), "--resume", "true", "--use_cpu", "true"),
         *("--fsdp", "true", "--timeout", str(PATIENCE), "--max_steps", str(steps), "--save_steps", "2"),
@@ -40,7 +40,7 @@ def options(corpus: Path, output: Path, steps: int = STEPS) -> list[str]:
 
 
 def launch(processes: int, arguments: list[str]) -> list[subprocess.Popen]:
-    """Start the script as `processes` processes without a launcher, which would end the others when one dies."""
+    """Start the script as `processes` processes without a launcher, because a launcher stops the others if one dies."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -59,7 +59,7 @@ def launch(processes: int, arguments: list[str]) -> list[subprocess.Popen]:
 
 
 def kill_one(processes: list[subprocess.Popen], output: Path, step: int, delay: float) -> None:
-    """Kill the last process `delay` seconds after `step`; the others have to end with an error of their own."""
+    """Kill the last process `delay` seconds after `step`; the others must exit with an error."""
     losses = output / "losses.jsonl"
     while not losses.is_file() or len(losses.read_text().splitlines()) < step:
         if any(process.poll() is not None for process in processes):
@@ -74,7 +74,7 @@ def kill_one(processes: list[subprocess.Popen], output: Path, step: int, delay: 
 
 
 def read_losses(output: Path) -> list[float]:
-    """Return the losses of all steps, which have to be in order."""
+    """Return the losses of all steps, which must be in order."""
     rows = [json.loads(line) for line in (output / "losses.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1)), "steps are missing or doubled"
     return [row["loss"] for row in rows]
@@ -88,7 +88,7 @@ def finish(processes: int, corpus: Path, output: Path) -> list[float]:
 
 
 def start_trainer(corpus: Path, output: Path) -> subprocess.Popen:
-    """Start run_mlm.py on one process, from the newest checkpoint of `output` if there is one."""
+    """Start run_mlm.py on one process, from the latest checkpoint of `output` if there is one."""
     model = MODEL.replace("dropout_prob=0.0", "dropout_prob=0.1")
     resume = ["--resume_from_checkpoint", "last"] if any(output.glob("checkpoint-*")) else []
     command = [
@@ -111,7 +111,7 @@ def finish_trainer(corpus: Path, output: Path) -> list[float]:
 
 
 def kill_trainer(corpus: Path, output: Path, delay: float) -> bool:
-    """Start a run and kill it `delay` seconds after its first checkpoint has begun; return whether it still ran."""
+    """Start a run and kill it `delay` seconds after its first checkpoint started; return whether it still ran."""
     process = start_trainer(corpus, output)
     while not any(output.glob("checkpoint-*")):
         if process.poll() is not None:

@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-# Seconds until a process that says nothing counts as dead. One that ends or fails is noticed at once in any case; a
-# busy one may be silent for many minutes on a loaded machine, and must not fail because of that.
+# Seconds without a response until a process is considered dead. A process that exits or fails is detected immediately.
+# A process on a loaded machine may be silent for many minutes and must not fail because of that.
 PATIENCE = 1800
 
 
 class Ranks:
     """Up to `most` processes; calling the object runs a function on the first `count` of them.
 
-    Functions are named at the top level of a module of tests, and take and return what can be pickled. A call in which
-    a rank fails or hangs ends all processes; the next call starts new ones.
+    Functions are defined at the top level of a test module; arguments and results are pickled. A call in which a rank
+    fails or hangs stops all processes; the next call starts new ones.
     """
 
     def __init__(self, most: int = 4):
@@ -34,11 +34,11 @@ class Ranks:
     ) -> list:
         """Run `function(*arguments)` on `count` ranks and return their results in the order of the ranks.
 
-        With `may_fail` the text of its fault is the result of a rank that fails or ends, and the others go on.
+        With `may_fail`, the result of a rank that fails or exits is the text of its error, and the others continue.
 
         Raises:
-            AssertionError: a rank raised an error, ended or said nothing for `timeout` seconds; the text is the first
-                rank's traceback.
+            AssertionError: if a rank raised an error, exited or did not respond for `timeout` seconds; the text is the
+                traceback of the first such rank.
         """
         self._start()
         with tempfile.TemporaryDirectory() as folder:
@@ -66,7 +66,7 @@ class Ranks:
     def _start(self):
         if self.processes:
             return
-        # One process imports what the tests need, and the others are copies of it.
+        # One process imports the required modules, and the others are forked from it.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.distributed.cases"])
         for _ in range(self.most):
@@ -95,7 +95,7 @@ def _serve(pipe: Connection):
             rank, count, store, timeout, function, arguments = pipe.recv()
         except EOFError:
             return
-        # Accelerate and others read these where no launcher has made a process group.
+        # Accelerate and other libraries read these if no launcher has created a process group.
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
         torch.manual_seed(0)
         try:

@@ -66,7 +66,7 @@ def lay_out(mask, lengths):
 
 
 def test_layouts_count_tokens_over_all_ranks(ranks):
-    # whole, padded on the left over the border of two ranks, padded on the right, without any token
+    # unpadded, left padding across a shard boundary, right padding, fully masked
     mask = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 1, 1], [1, 1, 1, 0, 0, 0], [0, 0, 0, 0, 0, 0]]).bool()
     starts = (0, 3, 4)
     for start, (sizes, counts, position) in zip(starts, ranks(3, lay_out, mask, (3, 1, 2)), strict=True):

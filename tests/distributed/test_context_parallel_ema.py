@@ -1,4 +1,4 @@
-"""`damped_ema` of sequences whose parts lie on several ranks against one process, in float64."""
+"""`damped_ema` on context-parallel shards against one process, in float64."""
 
 import pytest
 import torch

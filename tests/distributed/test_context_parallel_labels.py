@@ -1,4 +1,4 @@
-"""Labels of sequences that ranks share: what counts, what is predicted, and errors that all ranks raise."""
+"""Labels of context-parallel shards: which labels count, what is predicted, and errors raised on all ranks."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from luna_mega.modeling_common.sharding import ShardedReductions
 from tests.modeling.luna import tiny_config
 
 LENGTHS = {2: (5, 7), 4: (3, 1, 2, 6)}
-# With gaps, one that a rank has nothing of, padding on either side, and nothing at all.
+# With gaps, one without tokens on one rank, padding on either side, and a fully masked one.
 MASK = torch.tensor(
     [
         [1, 1, 0, 0, 0, 0, 1, 0, 1, 1, 0, 1],

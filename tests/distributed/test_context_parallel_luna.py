@@ -1,4 +1,4 @@
-"""Luna over sequences that ranks share against the same model over whole sequences, in one process."""
+"""Luna on context-parallel shards against the same model on complete sequences in one process."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.modeling.luna import HEADS, POOLINGS, VARIANTS, enlarged, head_inputs
 
 LENGTHS = {2: (9, 14), 4: (3, 10, 1, 9)}
 TOTAL = 23
-SEQUENCES = [23, 5, 14]  # the last two end, or with padding on the left begin, on different ranks
+SEQUENCES = [23, 5, 14]  # the last two end, or with left padding start, on different ranks
 NO_DROPOUT = dict.fromkeys(("dropout", "attention_dropout", "classifier_dropout"), 0.0)
 SEQ2SEQ = {"is_encoder_decoder": True}
 CAUSAL = {"is_decoder": True, "use_cache": True}
@@ -30,7 +30,7 @@ def whole_batch(head, side):
     batch = head_inputs(head, SEQUENCES, side)
     batch |= labels(head, batch)
     if head in ("ForMaskedLM", "ForTokenClassification"):
-        batch["labels"][:, 4:11] = -100  # a rank of 4 has nothing to predict
+        batch["labels"][:, 4:11] = -100  # one of 4 ranks has nothing to predict
     if head == "ForQuestionAnswering":
         batch |= {"start_positions": torch.tensor([10, 0, 40]), "end_positions": torch.tensor([22, 13, 3])}
     return batch
@@ -48,10 +48,10 @@ def differences(expected, actual, model, losses, lengths):
     start = sum(lengths[: dist.get_rank()])
     found = {}
     for name, x in expected.items():
-        if isinstance(x, torch.Tensor) and name != "attention_mask":  # None on a rank that keeps all of its part
+        if isinstance(x, torch.Tensor) and name != "attention_mask":  # None on a rank without padding
             part = x[:, start : start + lengths[dist.get_rank()]] if x.dim() > 1 and x.shape[1] == TOTAL else x
             if part.shape[:1] != actual[name].shape[:1]:
-                continue  # logits of predicted positions alone: each rank has its own
+                continue  # logits of predicted positions only: they differ between ranks
             assert part.shape == actual[name].shape, (name, part.shape, actual[name].shape)
             found[name] = (part - actual[name]).abs().max().item()
     parameters = {name: x for name, x in model.named_parameters() if x.requires_grad}
@@ -66,7 +66,7 @@ def differences(expected, actual, model, losses, lengths):
 
 
 def loss_of(head, output, mask, shared):
-    """Return the loss of an output; without a head it is the sum of what its tokens and its P weigh."""
+    """Return the loss of an output; without a head it is a weighted sum of the tokens and of P."""
     if head != "Model":
         return output.loss
     tokens_, packed = output.last_hidden_state, output.packed_last_hidden_state
@@ -119,7 +119,7 @@ def test_every_head(ranks, count, side, checkpointing):
 
 @pytest.mark.slow
 def test_every_variant(ranks):
-    """Positions, norms, P's kinds and poolings; in float64 what is left of the differences is rounding."""
+    """Positions, norms, kinds of P and poolings; in float64 the remaining differences are rounding errors."""
     poolings = [{"pooling": pooling} for pooling in POOLINGS]
     poolings += [{"pooling": pooling, "pool_padding": True} for pooling in ("mean", "packed_mean")]
     cases = [("Model", overrides) for overrides in VARIANTS.values()]
@@ -136,7 +136,7 @@ def test_every_language_model(ranks):
 
 
 def draw_alike():
-    """Return what ranks have in common in training with all kinds of dropout."""
+    """Return the replicated tensors of ranks in training with all kinds of dropout."""
     dropout = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout", "word_dropout"), 0.3)
     model = build("ForSequenceClassification", **dropout, classifier_dropout=0.3, layerdrop=0.5, num_hidden_layers=6)
     model.train().gradient_checkpointing_enable()

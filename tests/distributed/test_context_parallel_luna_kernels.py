@@ -1,4 +1,4 @@
-"""Luna's ops over the parts of sequences that ranks share against the same ops over whole sequences."""
+"""Luna's ops on context-parallel shards against the same ops on complete sequences."""
 
 import pytest
 import torch
@@ -26,13 +26,14 @@ def part_of(shard, x):
 
 
 def compare(shard, function, whole, parts, same):
-    """Return the largest differences of the outputs and the gradients of a rank's sharded call from the whole one's.
+    """Return the maximum differences of outputs and gradients between a rank's sharded call and the complete call.
 
     Args:
-        function: called with the tensors of `parts`, those of `same` and keyword arguments, returns tensors `[B, T,
-            ...]` in parts and others that are the same on all ranks.
-        whole: keyword arguments of the whole call and of the sharded call.
-        parts, same: tensors of which a rank has a part, and which all have.
+        function: called with the tensors of `parts`, those of `same` and keyword arguments; returns sharded tensors
+            `[B, T, ...]` and tensors that are equal on all ranks.
+        whole: keyword arguments of the complete call and of the sharded call.
+        parts: tensors that are sharded.
+        same: tensors that are equal on all ranks.
     """
     leaves = [x.clone().requires_grad_() for x in (*parts, *same)]
     cut = [part_of(shard, x).clone().requires_grad_() for x in parts] + [x.clone().requires_grad_() for x in same]

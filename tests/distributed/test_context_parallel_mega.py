@@ -1,4 +1,4 @@
-"""Mega over sequences that ranks share against the same model over whole sequences, in one process."""
+"""Mega on context-parallel shards against the same model on complete sequences in one process."""
 
 import copy
 import functools
@@ -15,7 +15,7 @@ from tests.modeling.luna import enlarged, head_inputs, labels, tokens
 from tests.modeling.mega import HEADS, NO_DROPOUT, tiny_config
 
 TOTAL, LENGTHS = 23, {2: (8, 15), 4: (4, 8, 4, 7)}
-# The second ends, or with padding on the left begins, on another rank; the third begins at a chunk.
+# The second ends, or with left padding starts, on another rank; the third starts at a chunk.
 SEQUENCES = [23, 5, 15]
 CHUNKS = {"use_chunking": True, "chunk_size": 4}
 CAUSAL = {"is_decoder": True, "bidirectional": False, "use_cache": True}
@@ -48,7 +48,7 @@ def build(head, **overrides):
 
 
 def drop_some(batch):
-    """Return the batch with masks that also drop positions between others; chunks of 4 begin at shards all the same."""
+    """Return the batch with masks that also have gaps; chunks of 4 still start at shards."""
     mask = torch.ones(3, TOTAL, dtype=torch.long)
     mask[1, [1, 2, 5, 6, 9, 10, 14, 22]] = mask[2, :8] = mask[2, [8, 11, 12]] = 0
     masks = {
@@ -64,7 +64,7 @@ def whole_batch(head, side, model):
     batch |= labels(head, batch)
     if head in ("ForMaskedLM", "ForTokenClassification"):
         batch["labels"][batch["attention_mask"] == 0] = -100
-        batch["labels"][:, 4:12] = -100  # a rank of 4 has nothing to predict
+        batch["labels"][:, 4:12] = -100  # one of 4 ranks has nothing to predict
     if head == "ForQuestionAnswering":
         batch |= {"start_positions": torch.tensor([10, 0, 40]), "end_positions": torch.tensor([22, 13, 3])}
     if model.config.input_type == "values":
@@ -89,12 +89,12 @@ def total_loss(head, output, mask, shard=None):
 
 
 def distance(x, y):
-    """Return the largest difference, by the largest element of `x` where that is above 1."""
+    """Return the maximum difference, relative to the largest element of `x` if that is above 1."""
     return 0.0 if x.numel() == 0 else ((x - y).abs().max() / x.abs().max().clamp(min=1.0)).item()
 
 
 def compare(head, overrides, side, dtype, checkpointing):
-    """Return the distances of outputs, buffers and mean gradients between the whole and this rank's part, by name."""
+    """Return the differences of this rank's outputs, buffers and mean gradients from the complete sequence, by name."""
     lengths, group = LENGTHS[dist.get_world_size()], dist.group.WORLD
     model = build(head, **overrides).to(dtype)
     shared = copy.deepcopy(model)
@@ -171,7 +171,7 @@ def of_layers(overrides, layers):
 def measure(make, length):
     """Return the number of elements that this rank receives in the forward and the backward of one layer.
 
-    `make` gives a model of so many layers.
+    `make` returns a model with the given number of layers.
     """
     received, originals = [0], {name: getattr(dist, name) for name in ("all_gather", "reduce_scatter", "all_reduce")}
 

@@ -1,4 +1,4 @@
-"""`complex_ema` and `timestep_norm` of sequences whose parts lie on several ranks against one process, in float64."""
+"""`complex_ema` and `timestep_norm` on context-parallel shards against one process, in float64."""
 
 import pytest
 import torch

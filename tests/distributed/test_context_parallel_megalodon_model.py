@@ -1,4 +1,4 @@
-"""Megalodon over sequences that ranks share against the same model over whole sequences, in one process."""
+"""Megalodon on context-parallel shards against the same model on complete sequences in one process."""
 
 import copy
 
@@ -21,7 +21,7 @@ SHAPES = {
 
 
 def compare(name, side, checkpointing):
-    """Return the distances of outputs and mean gradients between the whole and this rank's part, by name."""
+    """Return the differences of outputs and mean gradients from the complete sequence on this rank, by name."""
     (head, fields), lengths, group = SHAPES[name], LENGTHS[dist.get_world_size()], dist.group.WORLD
     model = make(head, vocab_size=40, **fields).train()
     shared = copy.deepcopy(model)
@@ -29,14 +29,14 @@ def compare(name, side, checkpointing):
     if checkpointing:
         shared.gradient_checkpointing_enable()
     if head == "ForCausalLM":
-        # The first token would be predicted at padding, if that is on the left, where states are arbitrary.
+        # With left padding the first token would be predicted at padding, where states are undefined.
         predicted = (batch["attention_mask"].cumsum(dim=1) > 1) & batch["attention_mask"].bool()
         batch["labels"] = batch["input_ids"].masked_fill(~predicted, -100)
     else:
         batch["labels"] = torch.tensor([2, 0, 1])
     part = cut(batch, lengths)
     expected, actual = model(**batch), shared(**part, cp_group=group)
-    assert distance(expected.loss, actual.loss) < 1e-6  # which transformers rounds to float32
+    assert distance(expected.loss, actual.loss) < 1e-6  # transformers rounds the loss to float32
     logits = expected.logits, actual.logits
     if head == "ForCausalLM":
         kept = part["attention_mask"].bool()

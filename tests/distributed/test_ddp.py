@@ -35,7 +35,7 @@ def test_four_processes(ranks):
 
 
 def layerdrop_step(name: str, wrap) -> list[bool]:
-    """Take two steps in which every process leaves out layers of its own."""
+    """Take two steps in which every process drops different layers."""
     model = wrap(cases.make(name, layerdrop=0.5))
     torch.manual_seed(dist.get_rank())
     finite = []
@@ -92,8 +92,8 @@ def test_process_without_rows_raises(ranks):
 
 
 def accelerate_small_data() -> list[float]:
-    """Train on one row with accelerate, which hands it to every process."""
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # asked for, and not used: there is a group
+    """Train on one row with accelerate, which passes it to every process."""
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # required but unused: the process group exists
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(cpu=True)
     whole = cases.batch("mega: causal LM", 0)
@@ -127,7 +127,7 @@ def die_at_second_step():
 def test_the_others_end_when_a_process_dies(ranks):
     survivor, dead = ranks(2, die_at_second_step, may_fail=True)
     assert dead == "the process ended"
-    # The closed connection tells it, and not a limit of time.
+    # Detected by the closed connection, not by a timeout.
     assert re.search("Connection (closed|reset)", survivor), survivor
 
 

@@ -1,8 +1,8 @@
 """transformers' own FSDP2 tests (`tests/test_fsdp_mixin.py` of the installed version) on both causal language models.
 
-Their bodies run on ranks that are there already; the mixin itself starts new processes for each. It knows causal models
-only. Not run: expert parallelism, which there are no experts for, and the comparison with a single device, of which
-`test_fsdp.py` has more.
+The tests run on existing ranks; the mixin itself starts new processes for each test. It only supports causal models.
+Not run: expert parallelism, because there are no experts, and the comparison with a single device, which `test_fsdp.py`
+covers more thoroughly.
 """
 
 import importlib
@@ -19,7 +19,7 @@ from tests.contract.run_contract import SourceUnavailableError, common_tests
 from tests.distributed import cases
 
 PACKAGE = "tests_of_transformers"
-# What newer versions import from a file that the source distribution does not have.
+# Newer versions import these from a file that is missing in the source distribution.
 HELPERS = {
     "_get_distributed_backend": lambda: "gloo",
     "_get_distributed_device_type": lambda: "cpu",
@@ -39,7 +39,7 @@ BODIES = {
 
 
 def run_bodies(folder: str, config_class: type, fields: dict) -> dict[str, bool]:
-    """Run the tests that this version has, and return which these are."""
+    """Run the tests that this version provides, and return their names."""
     package, helpers = types.ModuleType(PACKAGE), types.ModuleType(f"{PACKAGE}.distributed_testing_utils")
     package.__path__ = [folder]
     vars(helpers).update(HELPERS)

@@ -1,4 +1,4 @@
-"""Pretraining that is killed by `kill -9` at random points and resumed has the losses of a run that nothing stopped."""
+"""Pretraining that is killed with `kill -9` at random points and resumed has the losses of an uninterrupted run."""
 
 import random
 import shutil
@@ -23,7 +23,7 @@ def sharded(corpus, tmp_path_factory):
 
 @pytest.mark.parametrize("point", range(1))
 def test_one_of_two_processes_is_killed(point, corpus, sharded, tmp_path):
-    """The other ends with an error; one process, or two, go on from what is left."""
+    """The other process exits with an error; one or two processes continue from the remaining checkpoint."""
     draw, killed = random.Random(point), tmp_path / "killed"
     step, delay = draw.randrange(1, killing.STEPS - 1), draw.uniform(0, 0.2)
     killing.kill_one(killing.launch(2, killing.options(corpus, killed)), killed, step, delay)

@@ -1,4 +1,4 @@
-"""Models whose weights wait on the host or on disk, and the names of layers and modules that tools read."""
+"""Models with weights offloaded to CPU or disk, and the names of layers and modules that tools read."""
 
 import pytest
 import torch
@@ -44,9 +44,9 @@ def test_device_map_with_weights_on_disk(name, tmp_path):
 
 @pytest.mark.parametrize("name", cases.CASES)
 def test_names_are_of_this_instance(name, caplog):
-    """accelerate raises an error for a class that a model has not, transformers warns of a rule for nothing."""
+    """accelerate raises an error for an unknown class, transformers warns about an unused rule."""
     model = cases.make(name)
-    caplog.clear()  # the first configuration of an old kind is told about
+    caplog.clear()  # the first configuration of a deprecated kind logs a message
     classes = {type(module).__name__ for module in model.modules()}
     assert model._no_split_modules and set(model._no_split_modules) <= classes
     assert model._fsdp_plan and len(set(model._fsdp_plan.values())) == 1

@@ -1,4 +1,4 @@
-"""The training scripts on two processes: what they write, and that one process with the same batch does the same."""
+"""The training scripts on two processes: their files, and equality with one process on the same batch."""
 
 import importlib
 import json
@@ -120,7 +120,7 @@ def test_two_processes_do_what_one_does(name, ranks, tmp_path):
         output = outputs[processes] = tmp_path / str(processes)
         batches = ["--per_device_train_batch_size", str(8 // processes), "--per_device_eval_batch_size", "4"]
         paths = ["--dataset_path", str(data), "--output_dir", str(output), "--save_strategy", "no"]
-        # Adam would turn the rounding of gradients that are all but 0 into whole steps.
+        # Adam would amplify the rounding of near-zero gradients to full steps.
         steps = ["--max_steps", "3", "--optim", "sgd", "--learning_rate", "0.1", "--do_train", "--do_eval"]
         found = ranks(processes, call, name, [*QUIET, *paths, *steps, *batches, *options])
         assert "error" not in found[0], found
@@ -233,6 +233,6 @@ def test_wrong_numbers_of_processes_are_one_line(ranks, tmp_path):
     large = [*options, "--use_cpu", "--per_device_train_batch_size", "1000"]
     (message,) = {answer["error"] for answer in ranks(2, call, "run_mlm", large)}
     assert "2 processes with --per_device_train_batch_size 1000 need 2000 examples for a batch" in message
-    first, second = ranks(2, call, "run_mlm", options)  # without --use_cpu each would train alone
+    first, second = ranks(2, call, "run_mlm", options)  # without --use_cpu each process would train separately
     assert "2 processes were launched, but each would train alone: on CPUs pass --use_cpu true" in first["error"]
     assert second["error"] == "1" and not (tmp_path / "out").exists()

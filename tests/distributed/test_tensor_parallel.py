@@ -15,12 +15,12 @@ from tests.modeling import decoders, luna, mega, megalodon_decoders
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks are a gloo group on CPUs")
 
-# What transformers has learnt since 5.17.
+# Features added to transformers after 5.17.
 MERGES_PLANS = hasattr(DistributedMixin, "_resolve_parallel_plans")
 SPLITS_UNEVENLY = hasattr(TensorParallelLayer, "_from_local_last_dim_shard")
 merges_plans = pytest.mark.skipif(not MERGES_PLANS, reason="this transformers takes a plan in place of the model's own")
 NO_DROPOUT = {"luna": {"dropout": 0.0, "attention_dropout": 0.0}, "mega": mega.NO_DROPOUT, "megalodon": {}}
-# What the test of encoders runs: head, fields.
+# Cases of the encoder test: head, fields.
 ENCODERS = {
     "luna Model": ("Model", {}),
     "luna masked, untied, 2 pack heads": ("ForMaskedLM", {"tie_key_value": False, "num_pack_attention_heads": 2}),
@@ -39,7 +39,7 @@ ENCODERS = {
 }
 ADAPTIVE = dict.fromkeys(("adaptive_input_cutoffs", "adaptive_softmax_cutoffs"), [10, 20])
 ADAPTIVE |= dict.fromkeys(("adaptive_input_factor", "adaptive_softmax_factor"), 2)
-# What the test of decoders runs: name in DECODERS, fields.
+# Cases of the decoder test: name in DECODERS, fields.
 DECODERS = {
     "luna": ("luna: softplus", {}),
     "luna untied": ("luna: elu, untied", {"num_pack_attention_heads": 2, "tie_word_embeddings": False}),
@@ -76,7 +76,7 @@ def make_decoder(name, **more):
 
 
 def load(folder, **plan):
-    """The model of the folder, split over all ranks, and whole."""
+    """Return the model of the folder, tensor-parallel and on one process."""
     model_class = getattr(luna_mega, transformers.AutoConfig.from_pretrained(folder).architectures[0])
     config = DistributedConfig(tp_size=dist.get_world_size(), **plan)
     return model_class.from_pretrained(folder, distributed_config=config), model_class.from_pretrained(folder)
@@ -88,7 +88,7 @@ def full(tensor):
 
 
 def train(folder, inputs, checkpointing, plan=None):
-    """Five steps of a model split over the ranks and whole: the greatest differences of losses and gradients."""
+    """Train five steps with and without tensor parallelism; return the maximum differences of losses and gradients."""
     pair = load(folder, **({} if plan is None else {"tp_plan": plan}))
     losses, differences = [], []
     for model in pair:
@@ -157,7 +157,7 @@ def test_a_vocabulary_that_the_ranks_do_not_divide(ranks, tmp_path, name):
 
 
 def train_with_dropout(folder, inputs):
-    """A step; the loss and the gradients of what every rank has whole."""
+    """Run a step; return the loss and the gradients of replicated parameters."""
     model, _ = load(folder)
     loss = model.train()(**inputs).loss
     loss.backward()
@@ -179,9 +179,9 @@ def test_ranks_with_one_seed_drop_the_same(ranks, tmp_path, name):
 
 
 def answer(folder, inputs, options):
-    """Generate greedily and with beams, split and whole, and compare.
+    """Generate greedily and with beams, with and without tensor parallelism, and compare.
 
-    Returns the tokens, the bytes of both caches, and the names of the parameters that the ranks have parts of.
+    Returns the tokens, the bytes of both caches, and the names of the sharded parameters.
     """
     pair, results = load(folder), []
     for model in pair:
@@ -209,7 +209,7 @@ def test_generation_is_that_of_one_process(ranks, tmp_path, name):
     options = {"max_new_tokens": 5, "min_new_tokens": 5, "output_scores": True, "return_dict_in_generate": True}
     (tokens, part, whole, split), other = ranks(2, answer, str(tmp_path), decoders.prompt(model, ids, mask), options)
     assert torch.equal(tokens, other[0])
-    assert part < whole  # a rank remembers what is its own
+    assert part < whole  # a rank only caches its own heads
     assert ("lm_head.weight" in split or any("word_embeddings" in name for name in split)) == ("adaptive" not in name)
 
 
@@ -244,7 +244,7 @@ def test_a_saved_folder_is_that_of_one_process(ranks, tmp_path, name):
 
 
 def compare(folder, calls):
-    """Every tensor of the outputs of calls, split and whole."""
+    """Return every tensor of the outputs of calls, with and without tensor parallelism."""
     for model in (pair := load(folder)):
         model.eval()
     for call in calls:

@@ -1,7 +1,7 @@
-"""The code blocks of the pages, as a reader pastes them.
+"""The code blocks of the pages, as pasted by a reader.
 
-A block that no test can run has a comment before it, `<!-- not run: the reason -->`. Python blocks of a page share one
-session. A shell block is run by bash with stubs in place of the programs, which write down how they were called.
+A block that cannot be tested has a comment before it, `<!-- not run: the reason -->`. Python blocks of a page share one
+session. A shell block is run by bash with stubs instead of the programs, which record their command lines.
 """
 
 import re
@@ -28,7 +28,7 @@ case "${0##*/} $1 $2" in "python -m zipfile") exec "$PYTHON" "$@";; "git clone "
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: its page, the line its code begins in, and why it is not run (None: it is)."""
+    """A fenced block: its page, the line where its code starts, and why it is not run (None: it is)."""
 
     page: str
     line: int

@@ -20,7 +20,7 @@ class Understood(Exception):
 
 @contextmanager
 def only_parse() -> Iterator[None]:
-    """Let every program end with `Understood` where it has parsed its command line, or with an error that says why."""
+    """Make every program exit with `Understood` after parsing its command line, or with the parser's error."""
     parse = argparse.ArgumentParser.parse_known_args
 
     def parse_and_leave(self, *arguments, **options):
@@ -62,7 +62,7 @@ def check_python(words: list[str]) -> None:
 
 
 def check_launcher(words: list[str]) -> None:
-    """`torchrun` and `accelerate launch`: the script behind their own options, whose files exist."""
+    """`torchrun` and `accelerate launch`: the script after their own options, whose files exist."""
     at = next(index for index, word in enumerate(words) if word.endswith(".py"))
     files = [word for word in words[:at] if word.endswith(".yaml")]
     assert all((ROOT / file).is_file() for file in files), files

@@ -1,4 +1,4 @@
-"""Every code block of README, docs, examples and studies runs, offline and on small data, or says why it does not."""
+"""Every code block of README, docs, examples and studies runs offline on small data, or states why it does not."""
 
 import sys
 
@@ -27,7 +27,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def offline(folder, monkeypatch):
-    """The names of the Hub are folders of the working directory, and nothing else is there."""
+    """The names of the Hub are folders of the working directory; nothing else is available."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
@@ -35,7 +35,7 @@ def offline(folder, monkeypatch):
 
 
 def session(page: str) -> dict:
-    """Return what the text of a page takes as given: a model, its tokenizer and inputs."""
+    """Return the variables that a page assumes: a model, its tokenizer and inputs."""
     if page == "README.md":
         return {}
     name = {"docs/tokenizers.md": "wmt16"}.get(page, "luna-base")

@@ -1,6 +1,6 @@
-"""A small copy of the models, data and files that the pages name, as they are called on the Hub or in the text.
+"""Small copies of the models, data and files that the pages use, with their names on the Hub or in the text.
 
-transformers and datasets take a folder of the working directory for a name on the Hub, if there is one.
+transformers and datasets use a folder of the working directory instead of a name on the Hub, if there is one.
 """
 
 import shutil
@@ -90,7 +90,7 @@ def make_data(folder: Path) -> None:
 
 
 def make_files(folder: Path) -> None:
-    """Recipes, of which one is made small, and the download of a checkpoint."""
+    """Recipes, one of which is made small, and the download of a checkpoint."""
     for scripts in ("examples", "studies"):
         shutil.copytree(ROOT / scripts / "recipes", folder / scripts / "recipes")
     recipe = folder / "examples" / "recipes" / "clm" / "wikitext2_words_mega_adaptive.yaml"

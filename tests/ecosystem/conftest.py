@@ -5,7 +5,7 @@ from transformers import PreTrainedTokenizerFast
 
 @pytest.fixture
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer in which a word is a token: w0 to w34 and the special tokens."""
+    """A word-level tokenizer: w0 to w34 and the special tokens."""
     words = ["<s>", "<pad>", "</s>", "<unk>", *(f"w{number}" for number in range(35)), "<mask>"]
     backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -1,4 +1,4 @@
-"""lm-eval takes causal folders for what they are, through its Python interface and `luna-mega eval`."""
+"""lm-eval loads causal folders, through its Python interface and `luna-mega eval`."""
 
 import functools
 import json
@@ -95,7 +95,7 @@ def tasks(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def without_its_own_tasks(monkeypatch):
-    """lm-eval would read its own thousands of tasks, and log to the standard error of an earlier test."""
+    """lm-eval would load its thousands of tasks, and log to the standard error of an earlier test."""
     monkeypatch.setattr(TaskManager, "__init__", functools.partialmethod(TaskManager.__init__, include_defaults=False))
     monkeypatch.setattr(logging, "raiseExceptions", False)
 

@@ -1,4 +1,4 @@
-"""`luna-mega eval --mteb`: a task of mteb for encoders, with rows of its own in place of the Hub's."""
+"""`luna-mega eval --mteb`: a task of mteb for encoders, with local rows instead of the Hub's."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""ONNX: what onnxruntime computes is what the model computes, for lengths and batches that the export has not seen."""
+"""ONNX: the results of onnxruntime equal those of the model, for lengths and batch sizes not used in the export."""
 
 import json
 import re
@@ -104,7 +104,7 @@ def test_decoders(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["mega chunks", "megalodon"])
 def test_steps_continue_from_the_model_cache(name, tmp_path):
-    """From one position to beyond a chunk, and behind padded prompts, where the tokens are those of `generate`."""
+    """From one position to more than a chunk, and after padded prompts, with the tokens of `generate`."""
     model = DECODERS[name]()
     with onnx._quiet():
         exported = onnx._export(model, onnx.read_folder(saved(tmp_path / "model", model)), None)

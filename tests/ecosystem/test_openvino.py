@@ -17,12 +17,12 @@ MODELS = {
     "luna causal": lambda: make("luna: softplus", num_hidden_layers=1),
     "mega causal, chunks": lambda: make("mega: laplace chunks", num_hidden_layers=1),
 }
-# By itself OpenVINO multiplies in bfloat16 where the processor can.
+# By default OpenVINO multiplies in bfloat16 if the processor supports it.
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": 1}
 
 
 class Runner:
-    """A program that copies its inputs: an output that is an input would lie in memory that may be gone."""
+    """A program that copies its inputs, because an output that aliases an input may point to freed memory."""
 
     def __init__(self, runner):
         self.runner, self.metadata = runner, runner.metadata

@@ -1,4 +1,4 @@
-"""PEFT with every class of all models: what trains, what a folder brings back, what a merged model computes."""
+"""PEFT with every class of all models: trainable parameters, saved adapters, merged models."""
 
 import copy
 
@@ -13,13 +13,13 @@ peft = pytest.importorskip("peft", reason="peft is not installed")
 other = pytest.importorskip("peft.utils.other", reason="peft is not installed")
 
 FAMILIES = {"luna": luna, "mega": mega, "megalodon": megalodon_decoders}
-# The linear layers, as docs/peft.md names them. A causal Luna packs keys alone; a decoder of Mega also has `k_proj`.
+# The linear layers listed in docs/peft.md. Causal Luna only packs keys; a Mega decoder also has `k_proj`.
 TARGETS = {
     "luna": ["query", "pack_query", "key_value", "pack_key_value", "output", "fc1", "fc2"],
     "mega": ["v_proj", "mx_proj", "h_proj", "fc1", "fc2"],
     "megalodon": ["wz", "wv", "wr", "wh1", "wh2", "fc1", "fc2"],
 }
-# Parameters that are no linear layers, and what an adapter of theirs is called.
+# Parameters that are not linear layers, and the names of their adapters.
 PARAMETERS = {"mega": "mega_layer.qk_weight", "megalodon": "mega.gamma"}
 HEADS = [head for head in luna.HEADS if head != "Model"]
 CLASSES = {
@@ -93,7 +93,7 @@ def check(model, base, config, inputs, folder, merged=True):
 
 @pytest.mark.parametrize(("family", "name"), CASES)
 def test_lora_on_every_linear_layer(family, name, tmp_path):
-    """Heads that PEFT trains whole are no targets: it excludes that of SEQ_CLS by itself."""
+    """Heads that PEFT trains completely are not targets: PEFT excludes the head of SEQ_CLS."""
     heads = {"ForTokenClassification": ["classifier"], "ForQuestionAnswering": ["qa_outputs"]}
     config = lora(family, target_modules="all-linear", task_type=TASKS.get(name), exclude_modules=heads.get(name))
     check(make(family, name), make(family, name), config, batch(name), tmp_path)

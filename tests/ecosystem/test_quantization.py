@@ -1,4 +1,4 @@
-"""Linear layers in 8 and 4 bits, by torchao, torch and bitsandbytes: which layers, and how far the results move."""
+"""Linear layers in 8 and 4 bits, with torchao, torch and bitsandbytes: which layers, and the change of the results."""
 
 import pytest
 import torch
@@ -59,7 +59,7 @@ def test_torch_dynamic(model):
 def test_bitsandbytes(model, bits, tmp_path):
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     model.save_pretrained(tmp_path)
-    # On CPUs layers of 4 bits need widths of whole blocks, which a head of 3 classes has not.
+    # On CPU, 4-bit layers need widths that are multiples of the block size; a head of 3 classes is too narrow.
     fields = {"load_in_8bit": True} if bits == 8 else {"load_in_4bit": True} | NF4
     config = BitsAndBytesConfig(**fields, llm_int8_skip_modules=["classifier"])
     quantized = AutoModelForSequenceClassification.from_pretrained(

@@ -56,7 +56,7 @@ def test_trains_and_is_evaluated(model, run, data, tmp_path):
     assert ModelCard(card).data.library_name == "sentence-transformers"
     assert "/tmp" not in card.replace(str(tmp_path), "")
 
-    # The folder alone embeds, and the script judges it as after training.
+    # The folder by itself can embed, and the script evaluates it as after training.
     trained = sentence_transformers.SentenceTransformer(str(tmp_path / "out"), device="cpu")
     assert trained.max_seq_length == 24
     assert torch.as_tensor(trained.encode(["the film was so so so fine"])).isfinite().all()

@@ -41,7 +41,7 @@ def arguments(kind, folder, **options):
 
 
 def expected_loss(model, tokenizer):
-    """The mean over the tokens of all texts, each alone."""
+    """The mean over the tokens of all texts, each evaluated separately."""
     total = count = 0
     with torch.no_grad():
         for text in TEXTS:
@@ -67,7 +67,7 @@ def sft(model, tokenizer, folder, peft_config=None, **options):
 @pytest.mark.parametrize("method", ["padded", "packing", "padding_free", "LoRA", "checkpointing", "by name"])
 @pytest.mark.parametrize("name", MODELS)
 def test_sft(name, method, tokenizer, tmp_path):
-    """The loss is that of each text alone, before and after training, whichever way texts share a batch."""
+    """The loss equals that of separate texts, before and after training, for any batching."""
     model, options, given = make(name), {"gradient_checkpointing": method == "checkpointing"}, tokenizer
     if method == "packing":
         options |= {"packing": True, "eval_packing": True}

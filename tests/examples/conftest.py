@@ -33,9 +33,9 @@ def script() -> Iterator[Callable[[str], ModuleType]]:
 
 @pytest.fixture
 def call(script, monkeypatch) -> Callable[..., dict]:
-    """Calls a script in this process: quiet, and on the CPU; returns its summary, which is also what it has saved.
+    """Calls a script in this process, quietly and on CPU; returns its summary, which must equal the saved one.
 
-    The peak of the CPU is measured by small products: large ones take many seconds in bfloat16.
+    The peak throughput of the CPU is measured with small products, because large ones take many seconds in bfloat16.
     """
 
     def main(name: str, *arguments: object) -> dict:

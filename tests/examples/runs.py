@@ -9,18 +9,18 @@ import pytest
 import torch
 
 QUIET = ["--use_cpu", "--disable_tqdm", "true", "--logging_steps", "1"]
-# A Luna that an error or a file needs, and nothing learns with.
+# A Luna for tests of errors and files that need no training.
 TINY = "hidden_size=16,num_hidden_layers=1,num_attention_heads=2,intermediate_size=16,projection_length=4"
 
 
 def sentence(good: bool, draw: random.Random) -> str:
-    """Return a review in the words of which the last says whether it is good."""
+    """Return a review whose last word determines its class."""
     words = ["the", draw.choice(["film", "book", "play"]), "was", *["so"] * draw.randrange(6)]
     return " ".join([*words, draw.choice(["fine", "lovely", "superb"] if good else ["poor", "awful", "dull"])])
 
 
 def write(examples: list[dict], path: Path) -> Path:
-    """Write a split as the suffix says and return its folder."""
+    """Write a split in the format of the suffix and return its folder."""
     path.parent.mkdir(exist_ok=True)
     frame = pd.DataFrame(examples)
     if path.suffix == ".parquet":
@@ -59,6 +59,6 @@ def assert_resumes(run: Callable, arguments: Callable[[Path], list], auto_class:
 
 
 def assert_complete(output: Path, summary: dict) -> None:
-    """Assert that a run has left what every run leaves."""
+    """Assert that a run has written all common files."""
     assert summary["tokens_per_second"] > 0 and summary["peak_memory_gb"] > 0
     assert (output / "README.md").read_text().startswith("---\n")

@@ -1,4 +1,4 @@
-"""Answers Pathfinder from a picture: finds the discs, and follows the snakes that begin at them paddle by paddle."""
+"""Solves Pathfinder from an image: finds the discs and follows the snakes that start at them, paddle by paddle."""
 
 import math
 
@@ -29,7 +29,7 @@ def find_discs(pixels: np.ndarray, sizes: Drawing) -> list[np.ndarray]:
 
 
 def follow(pixels: np.ndarray, sizes: Drawing) -> int:
-    """Return 1 where a snake of `contour_length` paddles leads from one disc to the other, else 0."""
+    """Return 1 if a snake of `contour_length` paddles connects the discs, else 0."""
     discs = find_discs(pixels, sizes)
     return int(
         any(_leads(pixels / 255, sizes, margin, *ends) for margin in sizes.margins for ends in (discs, discs[::-1]))

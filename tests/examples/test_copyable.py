@@ -1,4 +1,4 @@
-"""A script is one file: copied alone into an empty folder it trains for two steps with the installed package."""
+"""Scripts are self-contained: a copy in an empty folder trains for two steps with the installed package."""
 
 import ast
 import importlib.util

@@ -1,4 +1,4 @@
-"""A script is one file that one reads from top to bottom, and few beside it."""
+"""Scripts are single files that can be read from top to bottom, with few helper modules."""
 
 import ast
 from pathlib import Path
@@ -25,12 +25,12 @@ def test_sizes(path):
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_main_is_visible(path):
-    """The script's own `main` calls what it needs, in order; nothing in `common` calls back."""
+    """The script's own `main` calls its functions in order; `common` does not call back."""
     main = next(node for node in parse(path).body if isinstance(node, ast.FunctionDef) and node.name == "main")
     calls = [node for node in ast.walk(main) if isinstance(node, ast.Call)]
     calls.sort(key=lambda node: (node.lineno, node.col_offset))
     names = [getattr(node.func, "attr", getattr(node.func, "id", "")) for node in calls]
-    if path.stem == "run_mlm_accelerate":  # a loop of its own
+    if path.stem == "run_mlm_accelerate":  # it has its own training loop
         steps = ["parse_arguments", "make_tokenizer", "Loop", "update", "save_model"]
     elif path.stem == "run_distill":
         steps = ["parse", "begin_run", "make_teacher", "load_data", "make_student", "copy_student", "calibrate_student"]

@@ -1,4 +1,4 @@
-"""The data of Long Range Arena: generated rows are right, files are whole, the same for a seed, and resumed."""
+"""The data of Long Range Arena: generated rows are correct, complete, reproducible for a seed, and resumable."""
 
 import io
 import shutil
@@ -56,7 +56,7 @@ def test_listops(prepare, tmp_path):
 
 
 def test_shape_of_the_trees(script):
-    """The benchmark's limits: depth, arguments, and which operations."""
+    """The benchmark's limits: depth, arguments, and operations."""
     listops = script("lra.listops")
     trees = listops.trees(0, listops.Shape())
     for source in [next(trees)["source"].split() for _ in range(20)]:
@@ -75,7 +75,7 @@ def test_shape_of_the_trees(script):
 @pytest.mark.slow
 @pytest.mark.parametrize("size, count", [(32, 24), (128, 2)])
 def test_pathfinder(script, size, count):
-    """Labels follow from the geometry that made the picture, and from the picture alone."""
+    """Labels match the geometry used to draw the image, and can be determined from the image."""
     pathfinder = script("lra.pathfinder")
     from tests.examples import snakes  # needs the folder of the examples on the path
 
@@ -93,7 +93,7 @@ def test_pathfinder(script, size, count):
     "task, options", [("listops", SHORT), pytest.param("pathfinder", ["--contour_length", 6], marks=pytest.mark.slow)]
 )
 def test_processes_and_interruptions(prepare, script, tmp_path, monkeypatch, task, options):
-    """The files are the same, byte for byte; an interrupted run leaves whole files only and goes on after them."""
+    """The files are bitwise equal; an interrupted run leaves only complete files and can be resumed."""
     monkeypatch.setattr(script("lra.shards"), "SHARD_ROWS", 16)
     options = [task, *options, "--train", 20, "--validation", 3, "--test", 5, "--processes"]
     prepare(*options, 1 if task == "listops" else 2, "--output", tmp_path / "whole")
@@ -119,7 +119,7 @@ def test_processes_and_interruptions(prepare, script, tmp_path, monkeypatch, tas
 
 
 def test_released_listops(prepare, script, tmp_path):
-    """All brackets are kept; a copy without them, another value, and an absent file are refused."""
+    """All brackets are kept; a copy without them, another value, and a missing file raise."""
     source, output = tmp_path / "listops-1000", tmp_path / "out"
     source.mkdir()
     line = "( ( ( ( [MAX 2 ) ( ( ( [MIN 4 ) 7 ) ] ) ) 0 ) ] )\t4"
@@ -231,7 +231,7 @@ def test_speech(prepare, tmp_path):
 
 
 def test_speech_in_parquet_files(prepare, tmp_path):
-    """Files as the Hub has them, with a word that is not asked for, and the folder made of them, made once more."""
+    """Files in the format of the Hub, with one unused word; the folder is created from them and then updated."""
     file = io.BytesIO()
     with wave.open(file, "wb") as clip:
         clip.setparams((1, 2, 16_000, 0, "NONE", None))

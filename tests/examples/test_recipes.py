@@ -1,4 +1,4 @@
-"""The recipes: every option exists and is taken, every field of the model too; and every script answers --help."""
+"""The recipes: every option and model field exists and is used; every script supports --help."""
 
 import runpy
 import sys
@@ -29,7 +29,7 @@ class Parsed(NamedTuple):
 
 @pytest.fixture
 def parsed(script, tmp_path, monkeypatch):
-    """Parses a recipe with its script; without timm as well, which one of them needs."""
+    """Parses a recipe with its script, also without timm, which one of them needs."""
 
     def parse(path: Path):
         monkeypatch.setattr("luna_mega.training.images._timm", lambda: None)

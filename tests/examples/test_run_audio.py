@@ -63,7 +63,7 @@ def test_mega_from_scratch_with_held_out_takes(run, script, folder, tmp_path):
     assert_complete(output, summary)
     assert "accuracy" in (output / "README.md").read_text()
 
-    # The saved folder alone gives the predictions that were written.
+    # The saved folder by itself reproduces the written predictions.
     model = AutoModelForSequenceClassification.from_pretrained(output).eval()
     extractor = AutoFeatureExtractor.from_pretrained(output)
     assert (extractor.sampling_rate, model.config.id2label) == (RATE, {0: "0", 1: "1"})
@@ -162,7 +162,7 @@ def test_augmentation(script):
 
 
 def test_audio_files(run, tmp_path):
-    """Files that the data set holds are decoded where there is a decoder, else the error says what to install."""
+    """Embedded files are decoded if a decoder is installed, else the error says what to install."""
     files = []
     for row in rows(8, seed=0):
         file = io.BytesIO()

@@ -79,7 +79,7 @@ def test_streams_go_on_where_the_batch_before_ended(script):
 @torch.no_grad()
 @pytest.mark.parametrize(("context", "batch_size"), [(20, 1), (20, 3), (7, 2), (1000, 4)])
 def test_score(script, context, batch_size):
-    """Blocks read by segments score as blocks read whole; every token but the first counts once."""
+    """Blocks evaluated by segments have the score of complete blocks; every token except the first counts once."""
     from luna_mega import MegaConfig, MegaForCausalLM
 
     torch.manual_seed(0)
@@ -142,7 +142,7 @@ def test_luna(run, carry):
 
 @pytest.mark.parametrize("model_type", slow_but(["megalodon"], ["megalodon", "llama"]))
 def test_other_models(run, model_type, tmp_path):
-    """A context has the same score whether it is read in one segment or in several."""
+    """A context has the same score in one segment or in several."""
     fields = "hidden_size=16,num_hidden_layers=1,intermediate_size=24,num_attention_heads=2"
     if model_type == "megalodon":
         fields += ",shared_representation_size=8,value_size=24,ema_projection_size=2,norm_num_groups=4,chunk_size=8"

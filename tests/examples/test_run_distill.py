@@ -273,7 +273,7 @@ def test_options_of_teacher_student_and_data(run, make_teacher, corpus, tmp_path
 
 @pytest.mark.parametrize("how", slow_but(["windows"], ["windows", "copy", "mirror", "interpolate"]))
 def test_a_longer_student(how, run, script, roberta, corpus, tmp_path):
-    """Its table of positions goes on as asked, and the teacher reads its blocks in windows."""
+    """Its position embeddings are extended as configured, and the teacher processes its blocks in windows."""
     options = ["--block_size", 48, "--teacher_window", 16, "--max_length", 80, "--positions", how]
     summary = run(*command(roberta, corpus, tmp_path / "out", 0, 0, 0), *options)
     teacher, student = (AutoModelForMaskedLM.from_pretrained(folder) for folder in (roberta, tmp_path / "out"))
@@ -331,7 +331,7 @@ def begin(case: str, make_teacher, corpus: Path, tmp_path: Path) -> tuple[list, 
     ],
 )
 def test_a_killed_run_is_resumed_exactly(case, trainer, step, run, script, make_teacher, corpus, tmp_path, monkeypatch):
-    """Killed in its first step, or behind its first checkpoint: a finished alignment is not repeated."""
+    """Killed in its first step or after its first checkpoint: a finished alignment is not repeated."""
     arguments, options, model_class = begin(case, make_teacher, corpus, tmp_path)
     run(*arguments, *options)
     kind = getattr(stages, trainer)

@@ -59,7 +59,7 @@ def test_single_sentences_from_scratch(run, sst2, tmp_path):
     assert_complete(output, summary)
     assert json.loads((output / "trainer_state.json").read_text())["best_metric"] == 1.0
 
-    # The saved folder alone gives the predictions that were written, with the names of the labels.
+    # The saved folder by itself reproduces the written predictions, with the label names.
     model = AutoModelForSequenceClassification.from_pretrained(output).eval()
     tokenizer = AutoTokenizer.from_pretrained(output)
     assert model.config.id2label == {0: "negative", 1: "positive"}
@@ -101,7 +101,7 @@ def test_regression(run, tmp_path):
 
 
 def test_two_towers(run, tmp_path):
-    """The texts of a pair are read, and counted, one by one; the saved model gives the scores that were written."""
+    """The texts of a pair are encoded and counted separately; the saved model reproduces the written scores."""
     for split, size in (("train", 16), ("validation", 16), ("test", 5)):
         write(rows("stsb", size, seed=size), tmp_path / "data" / f"{split}.jsonl")
     output = tmp_path / "out"
@@ -250,7 +250,7 @@ def test_missing_split_mixed_files_and_hub_without_network(run, sst2, tmp_path):
 
 
 def test_hidden_tokens(script):
-    """About the share that is asked for, never a special token, and others in every epoch."""
+    """Close to the specified share, never a special token, and different tokens in every epoch."""
     tokenizer = train_bpe(["a b c d e f"] * 9, 300, 64)
     plain = Dataset.from_dict({"input_ids": [tokenizer("a b c d e f " * 9)["input_ids"]] * 40, "label": [0] * 40})
     hidden = hide_tokens(plain, tokenizer, 0.3, 0)

@@ -216,7 +216,7 @@ def test_pixels_that_begin_like_a_file(run, tmp_path):
 
 
 class SwapHalves:
-    """Stand-in for timm's Mixup: mixes every picture with the one at the other end of the batch."""
+    """Mock of timm's Mixup: mixes every image with the one at the other end of the batch."""
 
     def __init__(self, mixup_alpha: float, cutmix_alpha: float, label_smoothing: float, num_classes: int):
         self.classes, self.batches = num_classes, []
@@ -228,7 +228,7 @@ class SwapHalves:
 
 
 def test_mixup_is_training_only(run, folder, tmp_path, monkeypatch):
-    """Evaluation sees pictures and labels as they are, also during training, and no odd batch is mixed."""
+    """Evaluation uses unmodified images and labels, also during training, and odd batches are not mixed."""
     made = []
 
     def mixup(*arguments, **options) -> SwapHalves:

@@ -82,7 +82,7 @@ def test_every_task_with_every_model(run, script, folder, tmp_path, task, model)
     values = task in ("image", "pathfinder", "pathx")
     assert body.config.input_type == ("values" if values else "tokens") and body.config.pooling == "mean"
 
-    # What is saved gives the predictions that were written.
+    # The saved model reproduces the written predictions.
     if task == "retrieval" and model != "transformer":
         trained = getattr(luna_mega, f"{model.capitalize()}ForSequencePairClassification").from_pretrained(output)
     else:
@@ -119,7 +119,7 @@ def encode(script, task: str, convention: str, **fields) -> dict:
 
 
 def test_conventions_of_sequences(script):
-    """`</s>` survives truncation in ours only, `<CLS>` is there in Luna's, which cuts the last pixel of a picture."""
+    """`</s>` survives truncation only in ours; `<CLS>` is in Luna's, which cuts the last pixel of an image."""
     cls, end, a = 0, 2, encode(script, "text", "ours", value="a", max_length=9)["input_ids"][0]
     full, long = {"value": "aaa", "max_length": 9}, {"value": "a" * 9, "max_length": 4}
     for convention, first in (("ours", []), ("luna", [cls]), ("mega", [])):
@@ -136,7 +136,7 @@ def test_conventions_of_sequences(script):
 
 @pytest.mark.parametrize("convention", ["ours", "luna"])
 def test_bytes_are_those_of_the_tokenizer(script, convention):
-    """A text of two-byte and four-byte characters, whole and cut within one of them."""
+    """A text of two-byte and four-byte characters, complete and cut within a character."""
     module, text = script("lra.tasks"), "Größe \n 🦀 <s>"
     tokenizer = module.make_tokenizer("bytes", module.CONVENTIONS[convention], 99)
     expected = tokenizer(text)["input_ids"]
@@ -149,7 +149,7 @@ def test_bytes_are_those_of_the_tokenizer(script, convention):
 
 
 def test_convention_of_the_luna_paper(run, folder, tmp_path):
-    """Text is validated on the test rows; the paper's model reads the first token and decays all parameters."""
+    """Text is validated on the test rows; the paper's model uses the first token and decays all parameters."""
     output = tmp_path / "out"
     arguments = options("text", folder("text"), output, "--do_eval", "--do_predict", *TWO_STEPS, model="luna")
     summary = run(*arguments, "--convention", "luna", "--paper_model", "true")
@@ -197,7 +197,7 @@ def test_pixels_as_tokens(run, folder, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("task, model", [("image", "mega"), ("retrieval", "luna")])
 def test_self_pretraining(run, folder, tmp_path, task, model):
-    """The body learns before the labels are read; with a learning rate of 0 it stays as it was made."""
+    """The body is trained before the labels are used; with a learning rate of 0 it does not change."""
     path = folder(task)
 
     def body(name: str, *more) -> dict:
@@ -274,7 +274,7 @@ def test_bad_options(run, folder, tmp_path, case):
 
 
 def test_bad_data(run, folder, tmp_path):
-    """A label out of range, a picture of another size, one that is damaged, a damaged file, a split that is absent."""
+    """A label out of range, an image of another size, a damaged image, a damaged file, a missing split."""
     output = tmp_path / "out"
 
     def refused(task: str, path: Path, message: str, *more):

@@ -22,7 +22,7 @@ BOS, EOS = 0, 2
 
 
 def texts(size: int, seed: int) -> list[str]:
-    """Lines that count: a hidden word follows from its neighbours."""
+    """Lines with counting sequences: a masked word follows from its neighbors."""
     draw = random.Random(seed)
     words = ["one", "two", "three", "four", "five", "six"]
     starts = [draw.randrange(6) for _ in range(size)]
@@ -135,7 +135,7 @@ def test_masking_is_dynamic_in_training_and_fixed_in_evaluation(script, tokenize
     assert (chosen.sum() / (~special).sum()).item() == pytest.approx(0.15, abs=0.02)
     shown = first["input_ids"][chosen]
     assert (shown == tokenizer.mask_token_id).float().mean().item() == pytest.approx(0.8, abs=0.03)
-    # A tenth stays as it is, and so does one random token in the size of the vocabulary.
+    # A tenth is unchanged, and so is one random token in the size of the vocabulary.
     assert (shown == original[chosen]).float().mean().item() == pytest.approx(0.1, abs=0.03)
 
     data = module.MaskedTextArguments()

@@ -155,7 +155,7 @@ def test_race_from_scratch_with_both_levels(run, script, race, tmp_path):
     card = (output / "README.md").read_text()
     assert "pipeline_tag: multiple-choice" in card and "on middle and high" in card and "high_accuracy" in card
 
-    # The saved folder alone gives the predictions that were written, in the order of the test set.
+    # The saved folder by itself reproduces the written predictions, in the order of the test set.
     examples = race_rows(9, seed=9) + race_rows(5, seed=5, level="high")
     model, tokenizer = AutoModelForMultipleChoice.from_pretrained(output).eval(), AutoTokenizer.from_pretrained(output)
     predicted = []
@@ -175,7 +175,7 @@ def test_race_from_scratch_with_both_levels(run, script, race, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["race", "csqa"])
 def test_two_towers(task, run, script, race, csqa, tmp_path):
-    """The text is encoded once, each option by itself; the saved folder gives the written predictions, one by one."""
+    """The text is encoded once, and each option separately; the saved folder reproduces the written predictions."""
     output = tmp_path / "out"
     summary = run(
         *scratch({"race": race, "csqa": csqa}[task], output, task),

@@ -48,7 +48,7 @@ def test_names_as_labels_and_rows_held_out(run, folder, tmp_path):
     classify = pipeline("text-classification", model=str(output))
     assert [found["label"] for found in classify([row["text"] for row in rows(12, 12)])] == lines[1::2]
 
-    # The trained model alone, on labels that are numbers of its classes, one of them unknown.
+    # The trained model by itself, on labels that are class indices, one of them unknown.
     test = pd.DataFrame(rows(12, 12)).replace({"label": {"good": "good", "bad": None}})
     test.to_csv(folder / "test.csv", index=False)
     again = run(

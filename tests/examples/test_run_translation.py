@@ -77,7 +77,7 @@ def test_bpe_gives_the_text_back(script):
 
 
 def test_encode(script):
-    """Training leaves out what does not fit; elsewhere it is cut, keeps </s>, and comes longest first."""
+    """Training omits sentences that are too long; evaluation truncates them, keeps </s>, and sorts by length."""
     translation = script("run_translation")
     tokenizer = train_joint_bpe(["a b c"], 260, 99)
     columns = {"source": ["a", "abcd", " ", "ab", "abc"], "target": ["b", "b", "b", "abcdef", "  "]}
@@ -119,7 +119,7 @@ def test_milestones(script):
 
 @pytest.fixture
 def checkpoints(tmp_path):
-    """Four, of which those of steps 5 and 100 have the lowest loss."""
+    """Four checkpoints, of which those of steps 5 and 100 have the lowest loss."""
     losses = {5: 1.0, 20: 3.0, 30: 4.0, 100: 2.0}
     for step in losses:
         (tmp_path / f"checkpoint-{step}").mkdir()
@@ -210,7 +210,7 @@ def test_loss_only_evaluation_does_not_generate(run, tmp_path):
 
 
 def test_apollo_follows_the_schedule_and_clips_each_gradient(run, script, monkeypatch, tmp_path):
-    """Apollo begins with the gradient itself, over eps where the curvature is 0: a parameter moves by lr / eps |g|."""
+    """Apollo starts with the gradient divided by eps, because the curvature is 0: a parameter moves by lr / eps |g|."""
     norms, apollo = [], pytest.importorskip("pytorch_optimizer").ApolloDQN
 
     class Watched(apollo):

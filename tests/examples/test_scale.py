@@ -1,4 +1,4 @@
-"""Files for `accelerate launch`, streamed data, and what is refused."""
+"""Files for `accelerate launch`, streamed data, and errors."""
 
 import itertools
 import json
@@ -51,7 +51,7 @@ def test_launch_on_gpus(name, corpus, tmp_path):
 
 @pytest.mark.slow
 def test_launch_on_cpus(corpus, tmp_path):
-    """The summary says so where accelerate cannot shard and runs DDP."""
+    """The summary reports it if accelerate cannot shard and runs DDP."""
     parallel = launch("fsdp2", corpus, tmp_path / "out", "--use_cpu", "true")["parallel"]
     assert parallel == "DDP, not FSDP: accelerate does not shard on CPUs"
 
@@ -70,7 +70,7 @@ def launch(config: str, corpus: Path, output: Path, *more: str) -> dict:
 
 
 def streamed(script, folder: Path, rank: int, count: int, files: int = 3) -> list[int]:
-    """Return twelve rows of a stream of ten, as a process reads them."""
+    """Return twelve rows of a stream of ten, as iterated by a process."""
     folder.mkdir(exist_ok=True)
     rows = [{"number": number} for number in range(10)]
     names = [write(rows[file::files], folder / f"{file}.jsonl") / f"{file}.jsonl" for file in range(files)]

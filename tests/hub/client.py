@@ -1,5 +1,7 @@
-"""Processes for the client's side: huggingface_hub reads its settings when it is imported, and a bundle is to be loaded
-where `luna_mega` cannot be. Below `Client`, what they run."""
+"""Client processes: huggingface_hub reads its settings at import, and bundles must load without `luna_mega`.
+
+The functions after `Client` run in these processes.
+"""
 
 import importlib
 import multiprocessing
@@ -23,7 +25,7 @@ from tests.hub.loopback import TOKEN
 
 
 class Client:
-    """A Python process with a Hub cache and token of its own, with or without `luna_mega`."""
+    """A Python process with a separate Hub cache and token, with or without `luna_mega`."""
 
     def __init__(self, url: str, home: Path, package: bool = True):
         self.settings = {
@@ -46,7 +48,7 @@ class Client:
         return value
 
     def error(self, function: Callable, *args: Any, **kwargs: Any) -> str:
-        """The exception that `function` must raise there, as "Type: message"."""
+        """The exception that `function` must raise in the process, as "Type: message"."""
         value, error = self.attempt(function, *args, **kwargs)
         assert error is not None, value
         return error
@@ -90,7 +92,7 @@ def create(repository: str) -> None:
 
 
 def push_card(content: str, repository: str) -> None:
-    # ModelCard.push_to_hub of huggingface_hub 1.x validates at huggingface.co, whatever HF_ENDPOINT says.
+    # ModelCard.push_to_hub of huggingface_hub 1.x validates at huggingface.co, regardless of HF_ENDPOINT.
     HfApi().upload_file(path_or_fileobj=content.encode(), path_in_repo="README.md", repo_id=repository)
 
 

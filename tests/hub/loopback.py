@@ -30,7 +30,7 @@ class Repository:
 
 
 def metadata_errors(content: str) -> list[str]:
-    """Return why the Hub would refuse a model card, as far as the client's own code and these lines know."""
+    """Return why the Hub would reject a model card, as far as the client's code and this function can determine."""
     try:
         data = ModelCard(content).data
     except ValueError as error:
@@ -106,8 +106,10 @@ class Handler(BaseHTTPRequestHandler):
         return False
 
     def repository(self, name: str, writes: bool = False) -> Repository | None:
-        """The repository, or None after the reply that says why not. The Hub does not tell a stranger whether a
-        private repository is there."""
+        """Return the repository, or None after an error reply.
+
+        The Hub does not reveal to unauthorized clients whether a private repository exists.
+        """
         repository = self.hub.repositories.get(name)
         if writes and not self.authorised():
             return None
@@ -164,7 +166,7 @@ class Handler(BaseHTTPRequestHandler):
         self.reply({}, 200 if oid in self.hub.objects else 404)
 
     def commit(self, body, name):
-        """All of a commit or nothing of it."""
+        """Apply a commit atomically."""
         repository = self.repository(name, writes=True)
         if not repository:
             return
@@ -220,7 +222,7 @@ ROUTES = [
 
 
 class LoopbackHub:
-    """The server, in a thread. `repositories` and `requests` are what it holds and what it was asked."""
+    """The server, in a thread. `repositories` are its contents and `requests` the received requests."""
 
     def __init__(self):
         self.repositories: dict[str, Repository] = {}

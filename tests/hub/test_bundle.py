@@ -1,4 +1,4 @@
-"""`luna-mega bundle`: what it writes loads where luna_mega is not, and gives the same numbers bit for bit."""
+"""`luna-mega bundle`: bundles load without luna_mega and have bitwise equal results."""
 
 import errno
 import json
@@ -48,7 +48,7 @@ def lists(inputs):
 
 
 def on_remote_code(result):
-    """Takes class and module out of a client's result, and checks that the code came from the bundle."""
+    """Removes class and module from a client's result, and checks that the code came from the bundle."""
     assert result.pop("module").startswith("transformers_modules.")
     return result.pop("class"), result
 
@@ -184,7 +184,7 @@ def test_package_wins_where_it_is_imported(client, saved):
 
 
 def test_through_the_hub(hub, stranger, saved):
-    """Model, tokenizer and code in one push; without consent to run the code an error says what to do."""
+    """Model, tokenizer and code in one push; without trust_remote_code an error says what to do."""
     folder, model, inputs = saved
     assert bundle(folder) == 0
     stranger(on_client.push_folder, folder, "tester/bundle")
@@ -196,7 +196,7 @@ def test_through_the_hub(hub, stranger, saved):
 
 
 def test_bundles_next_to_each_other_and_the_package(client, tmp_path, saved):
-    """Each runs operators of its own, forward, backward and compiled, also beside a version that computes otherwise."""
+    """Each runs separate operators, forward, backward and compiled, also next to a version with other results."""
     folder, _, inputs = saved
     assert bundle(folder) == 0
     assert bundle(folder, "--output", tmp_path / "other") == 0
@@ -210,7 +210,7 @@ def test_bundles_next_to_each_other_and_the_package(client, tmp_path, saved):
 
 
 def test_saved_again_it_is_still_a_bundle(stranger, tmp_path):
-    """transformers copies what the class of the saved model imports: that must be the code of all heads."""
+    """transformers copies the imports of the saved model's class: this must be the code of all heads."""
     model, inputs = make("ForSequenceClassification"), head_inputs("ForSequenceClassification", [7, 3])
     model.save_pretrained(tmp_path / "first")
     assert bundle(tmp_path / "first") == 0
@@ -342,7 +342,7 @@ def test_optional_package_in_a_try_is_allowed(monkeypatch, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["luna", "mega", "megalodon"])
 def test_kernels_are_part_of_it(model_type, tmp_path, repo_root):
-    """Also where the bundle is made on a machine without Triton."""
+    """Also if the bundle is created on a machine without Triton."""
     code = f"""
 import sys
 sys.modules["triton"] = None

@@ -1,4 +1,4 @@
-"""Model cards of converter and training: what they say, and that the Hub takes their metadata."""
+"""Model cards of converter and training: their content, and the validity of their metadata on the Hub."""
 
 import re
 from pathlib import Path
@@ -158,7 +158,7 @@ FOREIGN = {
 
 @pytest.mark.parametrize("task", FOREIGN)
 def test_training_of_a_model_of_transformers(tmp_path, tokenizer, task):
-    """Baselines that the example scripts train get a card that says what is known of them, and loads them."""
+    """Baselines trained by the example scripts have a card with the known facts and code that loads them."""
     arguments = TrainingArguments(output_dir=str(tmp_path / "baseline"), report_to="none")
     trainer = Trainer(model=FOREIGN[task](), args=arguments, processing_class=tokenizer)
     trainer.save_model()

@@ -68,7 +68,7 @@ METADATA = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
 
 
 def anatomy(card: str) -> tuple[list, Counter]:
-    """The blocks of a page in their order, and what is alive within their lines."""
+    """The blocks of a page in order, and the active elements within their lines."""
     tokens = MarkdownIt().enable("table").parse(METADATA.sub("", card, count=1))
     inner = [child for token in tokens if token.type == "inline" for child in token.children]
     assert not [text for text in inner if text.type == "text" and re.search(r"://|www\.|@", text.content, re.I)]
@@ -94,7 +94,7 @@ def trained(trainer, words, license="mit"):
 
 @pytest.mark.slow
 def test_card_injection(tmp_path):
-    """A thousand cards of hostile words: the page keeps its blocks and links, the metadata say what was meant."""
+    """A thousand cards with malicious strings: the page keeps its blocks and links, the metadata keep the strings."""
     trainer = Trainer(make("ForSequenceClassification"), TrainingArguments(str(tmp_path / "x"), report_to="none"))
     draw = random.Random(0)
     plain = [f"word{index}" for index in range(7)]

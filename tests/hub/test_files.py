@@ -1,4 +1,4 @@
-"""Files of a model folder: what is copied, what a link may lead to, and what an index may name."""
+"""Files of a model folder: which are copied, and what links and indices may refer to."""
 
 import json
 import os

@@ -130,7 +130,7 @@ def test_training_script_that_cannot_push_does_not_train(hub, client, folder, tm
     ],
 )
 def test_upload_that_breaks(hub, client, folder, tokenizer, tmp_path, request_, kind, message):
-    """The client says so, the repository stays as it was, and the next push succeeds."""
+    """The client reports it, the repository does not change, and the next push succeeds."""
     client(on_client.push_model, folder, REPOSITORY)
     repository = hub.repositories[REPOSITORY]
     before = dict(repository.files), list(repository.commits)

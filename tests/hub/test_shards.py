@@ -1,4 +1,4 @@
-"""Safetensors in several files: every command reads them, and finds the model of the single file."""
+"""Sharded safetensors: every command loads them and produces the results of the single file."""
 
 import pytest
 from transformers import AutoModelForMaskedLM

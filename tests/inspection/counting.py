@@ -1,4 +1,4 @@
-"""Counts of the numbers that a model keeps, and has at a time."""
+"""Counts of stored numbers and of peak memory of a model."""
 
 import weakref
 
@@ -8,14 +8,14 @@ from torch.utils._pytree import tree_leaves
 
 
 def padded(ids):
-    """A mask that the model cannot leave out."""
+    """A mask that the model cannot drop."""
     mask = torch.ones_like(ids)
     mask[:, -1] = 0
     return mask
 
 
 def numbers_kept(model, inputs):
-    """Numbers that a forward pass keeps for the backward pass, and in the logits."""
+    """Numbers stored by a forward pass for the backward pass, and in the logits."""
     own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     kept = {}
 
@@ -34,7 +34,7 @@ def numbers_kept(model, inputs):
 
 
 class Peak(TorchDispatchMode):
-    """The most bytes that results of operations hold at a time."""
+    """The peak number of bytes of simultaneous operation results."""
 
     def __init__(self):
         super().__init__()

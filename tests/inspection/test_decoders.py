@@ -1,4 +1,4 @@
-"""`luna-mega info` and `luna-mega verify` of decoders and encoder-decoders; formulas against what PyTorch counts."""
+"""`luna-mega info` and `luna-mega verify` for decoders and encoder-decoders; formulas against PyTorch's counts."""
 
 import json
 
@@ -76,7 +76,7 @@ def make(name, **fields):
 
 
 def inputs_of(model, length, labels=False):
-    """Inputs of one sequence, or of a source and a target, with padding that the model cannot leave out."""
+    """Inputs of one sequence, or of a source and a target, with padding that the model cannot drop."""
     ids = torch.randint(4, 30, (1, length))
     inputs = {"input_ids": ids, "attention_mask": padded(ids)}
     if model.config.is_encoder_decoder:
@@ -92,9 +92,9 @@ def inputs_of(model, length, labels=False):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_flops_are_those_that_pytorch_counts(name):
-    """The moving average, and the outer products of causal attention, are no operations that the counter knows.
+    """The counter ignores the moving average and the outer products of causal attention.
 
-    The reference attends to whole sequences, so that a model with chunks is counted over one of them.
+    The reference attends to complete sequences, so a model with chunks is counted over one chunk.
     """
     model = make(name).eval()
     length = MODELS[name][1].get("chunk_size", 24)
@@ -208,7 +208,7 @@ def test_a_model_equals_itself_and_no_other(name, tmp_path):
 
 @pytest.mark.parametrize("family", ["luna", "mega"])
 def test_differences_start_at_their_layer(family, tmp_path, capsys):
-    """A change in the decoder is not seen in the encoder; one in the encoder is seen in the whole decoder."""
+    """A change in the decoder does not affect the encoder; a change in the encoder affects the entire decoder."""
     model = make(f"{family} seq2seq")
     folder = tmp_path / "a"
     model.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""`luna-mega info`: counts against the published ones, formulas against what PyTorch counts."""
+"""`luna-mega info`: counts against published ones, formulas against PyTorch's counts."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""`luna-mega verify` and `luna-mega info` for Mega; the formulas against what PyTorch counts and keeps."""
+"""`luna-mega verify` and `luna-mega info` for Mega; formulas against PyTorch's counts."""
 
 import json
 
@@ -98,7 +98,7 @@ def test_genuine_language_models(parity_folder, tmp_path, capsys, name):
 
 
 def test_checkpoints_of_the_two_branches(convert, tmp_path):
-    """The numbers of one file, read as those of either branch."""
+    """The tensors of one file, loaded with the convention of either branch."""
     state = mega(rotary=True)
     folder = convert(state)
     assert compare(folder, convert.file).largest == 0
@@ -129,9 +129,9 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_flops_are_those_that_pytorch_counts(name):
-    """But for the moving average, whose operations the counter does not know.
+    """Except for the moving average, whose operations the counter ignores.
 
-    The reference attends to whole sequences, so that a model with chunks is counted over one of them.
+    The reference attends to complete sequences, so a model with chunks is counted over one chunk.
     """
     model_class, fields = MODELS[name]
     length = fields.get("chunk_size", 24)
@@ -190,7 +190,7 @@ def test_training_activations_are_those_that_autograd_keeps(model_class, variant
     fields = {"normalization_type": "layernorm"} | VARIANTS[variant]
     model = model_class(MegaConfig(**SIZES | fields)).train()
     ids = torch.randint(4, 40, (1, length))
-    ids = ids % 26 + 4  # all of the first band, where there are bands
+    ids = ids % 26 + 4  # all in the first band, if there are bands
     labels = {"labels": ids} if model_class is not MegaModel else {}
     numbers = numbers_kept(model, {"input_ids": ids, "attention_mask": padded(ids)} | labels)
     assert costs.training_activations(model, length) == pytest.approx(numbers, rel=0.04)
@@ -277,7 +277,7 @@ def test_length_that_the_table_does_not_have(tmp_path):
 
 
 def test_v4_folders(parity_folder):
-    """Folders of transformers v4 are read as they are."""
+    """Folders of transformers v4 are supported without conversion."""
     folder = parity_folder("mega", "hf_mlm_softmax_rotary_scalenorm")
     found = info.describe(folder)
     assert found.heads == ["masked LM"] and "transformers 4." in found.written_by

@@ -1,4 +1,4 @@
-"""`luna-mega info` and `luna-mega verify` for Megalodon; the formulas against what PyTorch counts and keeps."""
+"""`luna-mega info` and `luna-mega verify` for Megalodon; formulas against PyTorch's counts."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def inputs(length):
 
 @pytest.mark.parametrize("fields", [{}, ALL, {"output_size": 30}])
 def test_flops_are_those_that_pytorch_counts(fields):
-    """But for the moving average, whose operations the counter does not know, over one chunk."""
+    """Except for the moving average, whose operations the counter ignores; over one chunk."""
     model = make(**fields).eval()
     with torch.no_grad(), use_backend("reference"), FlopCounterMode(display=False) as counter:
         model(**inputs(32), use_cache=False)

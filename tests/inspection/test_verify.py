@@ -34,7 +34,7 @@ def save(folder, model_class=LunaForMaskedLM, **fields):
 
 
 def change(folder, new, name, edit):
-    """A copy of the model in which one tensor is edited."""
+    """A copy of the model with one edited tensor."""
     new.mkdir()
     (new / "config.json").write_bytes((folder / "config.json").read_bytes())
     tensors = load_file(folder / "model.safetensors")
@@ -164,7 +164,7 @@ def test_wrong_inputs(tmp_path, capsys, tensors, expected):
 
 
 def fails(capsys, *arguments):
-    """The one line of a comparison whose input is at fault."""
+    """The one-line error of a comparison with invalid input."""
     capsys.readouterr()
     assert main(["verify", *map(str, arguments)]) == 1
     printed = capsys.readouterr()

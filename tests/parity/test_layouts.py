@@ -1,7 +1,7 @@
-"""The results of the original code, whatever the layout of the batch.
+"""The results of the original code for any layout of the batch.
 
-The original reads rows that are padded on the right. Here the same rows are read padded on the left, with gaps, alone,
-in one padding-free sequence, with `unpad_inputs`, by eager attention, and in pieces with a cache.
+The original code uses right-padded rows. Here the same rows are left-padded, with gaps, unbatched, padding-free, with
+`unpad_inputs`, with eager attention, and in segments with a cache.
 """
 
 import json
@@ -28,7 +28,7 @@ PAD = 1
 
 
 class Case:
-    """Rows of tokens `[B, T]`, their mask, and what the original computes for them: logits or log-probabilities."""
+    """Rows of tokens `[B, T]`, their mask, and the original's results for them: logits or log-probabilities."""
 
     def __init__(self, folder, output):
         self.io, meta = load_file(folder / "io.safetensors"), json.loads((folder / "meta.json").read_text())

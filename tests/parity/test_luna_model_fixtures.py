@@ -138,7 +138,7 @@ def test_bert(fixture, parity):
 def bert_objective(fixture, model, head):
     """The masked-LM part of `meta.json["objective"]`; its gradients are added to the fixture's."""
     io = fixture.io
-    model.requires_grad_()  # this objective reads P behind the last layer, which the model's own loss does not
+    model.requires_grad_()  # this objective uses P after the last layer, unlike the model's own loss
     output = model(io["A.src_tokens"], output_hidden_states=True)
     masked = io["A.obj.masked"].bool()
     tokens = (io["A.obj.wx"] * output.hidden_states[-1])[io["A.x_padding_mask"] == 0].sum() / 10

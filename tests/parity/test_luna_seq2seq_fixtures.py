@@ -1,7 +1,7 @@
 """Converted Luna translation models against the original, by command line and Auto classes.
 
-Hidden and packed states of every layer, logits, cross-attention, the label-smoothed loss, gradients, decoding in steps
-with its states, and what fairseq's own generator finds. To the tolerance of each `meta.json`.
+Hidden and packed states of every layer, logits, cross-attention, the label-smoothed loss, gradients, stepwise decoding
+with its states, and the outputs of fairseq's generator, to the tolerance of each `meta.json`.
 """
 
 import pytest
@@ -44,11 +44,11 @@ def test_model(fixture, model, parity):
             ("enc", output.encoder_hidden_states, output.encoder_packed_hidden_states, real),
             ("dec", output.decoder_hidden_states, output.packed_hidden_states, real_target),
         ):
-            # Here the last state is behind the final norm, there before it.
+            # Here the last state is after the final norm, in the original before it.
             layers = len(states) - (model.config.pre_norm and 1)
             for index in range(layers):
                 name = f"{batch}.{side}.hidden.{index}"
-                if index or side == "dec":  # the original leaves something at padding, which is masked anyway
+                if index or side == "dec":  # the original has nonzero values at padding, which is masked anyway
                     parity.check(f"{name}.x", states[index], io[f"{name}.x"], keep=keep, **tolerance)
                 if f"{name}.p" in io:
                     parity.check(f"{name}.p", packed[index], io[f"{name}.p"], keep=rows, **tolerance)
@@ -84,7 +84,7 @@ def test_loss_and_gradients(fixture, model, parity):
 
 @torch.no_grad()
 def test_steps(fixture, model, parity):
-    """One token at a time; batch C also with the states of the original, which are sums where ours are means."""
+    """One token at a time; batch C also with the states of the original, which are sums instead of means."""
     io, tolerance = fixture.io, fixture.tolerance
     for batch in fixture.meta["incremental_vs_teacher_forced_max_abs_diff"]:
         source, target = io[f"{batch}.src_tokens"], io[f"{batch}.prev_output_tokens"]

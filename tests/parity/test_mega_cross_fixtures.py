@@ -58,7 +58,7 @@ def module(request, parity_folder):
 
 
 def test_cross_attention(module, parity):
-    """Output, weights and every gradient, by the op and where the weights are asked for."""
+    """Output, weights and every gradient, with the op and with `return_weights`."""
     for (padded, source), output_weights in ((pair, flag) for pair in module.layouts.items() for flag in (False, True)):
         module.layer.zero_grad()
         query, key = (x.clone().requires_grad_() for x in (module.query, module.key))

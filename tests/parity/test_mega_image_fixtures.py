@@ -1,4 +1,4 @@
-"""Converted Mega models of pictures against the original's, by command line and Auto classes.
+"""Converted Mega image models against the original's, by command line and Auto classes.
 
 Patches, every hidden state, moving averages, features, logits, losses and the gradient of every parameter in
 evaluation and in training, stochastic depth with the original's draws, and the export back.
@@ -102,7 +102,7 @@ def test_training(fixture, parity):
 
 
 def test_stochastic_depth(fixture, parity, monkeypatch):
-    """The factors that the original drew, in place of random ones."""
+    """Replace the random factors by those that the original drew."""
     _, output, io, tolerance = fixture
     model = load(output, drop_path_rate=0.5).train()
     for index, layer in enumerate(model.mega.layers):

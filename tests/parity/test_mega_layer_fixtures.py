@@ -117,7 +117,7 @@ def gated_attention(fixture: Fixture, **fields) -> MegaGatedAttention:
 
 @pytest.fixture
 def padding_attends(monkeypatch):
-    """Attend over the padding where a chunk has nothing else, as the original does; here the result would be 0."""
+    """Attend to padding if a chunk contains nothing else, as the original does; here the result would be 0."""
     original = attention.gated_attention
 
     def attend(query, key, value, *, mask, chunk_size, **options):
@@ -136,7 +136,7 @@ def test_gated_attention(fixture, parity, padding_attends):
     parity.check(
         "rel_pos_bias", toeplitz(layer, fixture.io["rel_pos_bias"]), fixture.io["rel_pos_bias"], **fixture.tight
     )
-    if "raises" in fixture.meta:  # what the original cannot do must run here
+    if "raises" in fixture.meta:  # cases that fail in the original must work here
         assert torch.isfinite(layer(fixture.time_major("x"), DenseLayout(mask))[0]).all()
         return
     for padded, given in (("", None), ("_padded", mask)):
@@ -173,7 +173,7 @@ def test_steps_and_segments(fixture, parity):
         past = MegaCacheLayer()
         parts = ((part, DenseLayout(torch.ones(part.shape[:2]).bool())) for part in x.split(length, dim=1))
         outputs = [layer(part, layout, past=past)[0] for part, layout in parts]
-        # The original's steps never truncate the average: here they give what the parallel form gives.
+        # The original's steps never truncate the average; here they match the parallel form.
         expected = fixture.io[name if layer.config.truncation is None else "out"]
         parity.check(f"{name} by {length}", torch.cat(outputs, dim=1).transpose(0, 1), expected, **fixture.tight)
 
@@ -198,7 +198,7 @@ def check_gradients(fixture: Fixture, parity, module: nn.Module, prefix: str):
     "fixture", [case for case in MODULES if "bidir" in case and "batchnorm" in case], indirect=True
 )
 def test_batch_norm_in_training(fixture, parity):
-    """The statistics that a step leaves behind count padding, as `padded_batch_statistics` asks for."""
+    """The statistics after a step count padding, as configured by `padded_batch_statistics`."""
     layer = gated_attention(fixture).train()
     output, _ = layer(fixture.time_major("x"), DenseLayout(fixture.io["padding_mask"] == 0))
     parity.check("train_out_padded", output.transpose(0, 1), fixture.io["train_out_padded"], **fixture.tight)

@@ -45,7 +45,7 @@ class Case:
 
     @torch.no_grad()
     def stream(self, length=None):
-        """The features of the streams, read in segments of `length` (None: in one piece) that carry the state on."""
+        """The features of the streams, processed in segments of `length` with a cache (None: at once)."""
         past, features = None, []
         for segment in self.io["stream_tokens"].split(length or self.io["stream_tokens"].shape[1], dim=1):
             output = self.model.mega(segment, past_key_values=past)
@@ -79,7 +79,7 @@ def test_model(case, parity):
         parity.check("logits", logits, io["logits"], keep=keep, **case.tight)
     parity.check("lprobs", logits.log_softmax(-1), io["lprobs"], keep=keep, **case.tight)
     labels = target.masked_fill(target == PAD, -100)
-    one = torch.tensor(1)  # a sum in place of a mean
+    one = torch.tensor(1)  # results in a sum instead of a mean
     nll = model(tokens, shift_labels=labels, num_items_in_batch=one).loss
     parity.check("nll", nll, io["nll_sum_from_lprobs"], **case.tight)
     if case.adaptive:
@@ -119,7 +119,7 @@ def test_streams(case, parity):
     recorded = {name for name in io if name.startswith("stream_features_")}
     assert recorded <= segments.keys()
     for name in recorded:
-        # The original's steps never truncate the average: here they give what the parallel form gives.
+        # The original's steps never truncate the average; here they match the parallel form.
         expected = name if config.truncation >= length else "stream_features_parallel"
         config.chunk_size, segment = segments[name][0] or -1, segments[name][1]
         parity.check(name, case.stream(segment), io[expected], **case.tight)

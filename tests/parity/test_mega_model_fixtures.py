@@ -39,7 +39,7 @@ def convert(folder, output):
 
 
 def record(model):
-    """The states of every encoder call, `[embeddings, after each layer, ..., last]`, and what the classifier reads."""
+    """The states of every encoder call, `[embeddings, after each layer, ..., last]`, and the classifier's input."""
     states, features = [], []
     model.mega.embedding_dropout.register_forward_hook(lambda module, args, output: states.append([output]))
     for layer in model.mega.layers:
@@ -86,7 +86,7 @@ def check_gradients(parity, model, report, io, tolerance):
 
 
 def test_flash_branch(parity_folder, parity, tmp_path):
-    """There is no model of this branch, but a layer: as the only one of a checkpoint, in the order of its tensors."""
+    """This branch has only a layer, not a model: test it as the only layer of a checkpoint, in its tensor order."""
     folder = parity_folder("mega", "15_flash_mega_bidir_laplace_simple")
     io, meta = load_file(folder / "io.safetensors"), json.loads((folder / "meta.json").read_text())
     layer, width = read_checkpoint(folder / "checkpoint.pt").tensors, meta["args"]["embed_dim"]

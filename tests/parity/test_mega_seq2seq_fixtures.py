@@ -1,7 +1,7 @@
 """Converted Mega translation models against the original, by command line and Auto classes.
 
-Every hidden state, logits, cross-attention, the label-smoothed loss, gradients, step by step decoding, and what
-fairseq's own generator finds. To the tolerance of each `meta.json`.
+Every hidden state, logits, cross-attention, the label-smoothed loss, gradients, stepwise decoding, and the outputs of
+fairseq's generator, to the tolerance of each `meta.json`.
 """
 
 import json
@@ -133,7 +133,7 @@ def test_generate(case, parity, name):
 
 
 def score(model, source, sequences):
-    """Mean log-probability of what a greedy search found, which gives no scores."""
+    """Mean log-probability of the result of greedy search, which returns no scores."""
     tokens = sequences[:, 1:]
     with torch.no_grad():
         lprobs = model(source, decoder_input_ids=sequences[:, :-1]).logits.log_softmax(-1)

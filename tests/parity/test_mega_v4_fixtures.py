@@ -1,4 +1,4 @@
-"""Mega folders of transformers v4, loaded as they are through the Auto classes: states, logits, losses, gradients."""
+"""Mega folders of transformers v4, loaded without conversion by Auto classes: states, logits, losses, gradients."""
 
 import json
 
@@ -115,7 +115,7 @@ def check_gradients(parity, model, io):
         return
     given = {name: io[name] for name in ("labels", "token_type_ids") if name in io}
     if "start_positions" in io:
-        # v4 also normalizes over the scores of padding, which our loss does not count.
+        # v4 also normalizes over the scores of padding, which our loss ignores.
         states = model.mega(io["input_ids"], io["attention_mask"], **given).last_hidden_state
         pairs = zip(model.qa_outputs(states).unbind(-1), (io["start_positions"], io["end_positions"]), strict=True)
         loss = sum(F.cross_entropy(*pair) for pair in pairs) / 2
@@ -131,10 +131,10 @@ def check_gradients(parity, model, io):
 
 @pytest.mark.parametrize("case", DECODERS)
 def test_v4_decoder_with_cache(parity_folder, parity, case):
-    """Position by position with a cache: the logits that v4 gives without one.
+    """One position at a time with a cache: the logits equal those of v4 without a cache.
 
-    With a cache, which its `generate` always uses, v4 is wrong: its laplace and relu2 divide by 1, it forgets the
-    truncation and cannot do chunks. So its greedy tokens are those of the rest alone.
+    With a cache, which its `generate` always uses, v4 is wrong: its laplace and relu2 divide by 1, truncation is
+    ignored and chunks are not supported. Therefore only the greedy tokens of the other cases are compared.
     """
     folder = parity_folder("mega", f"hf_{case}")
     io, model = load_file(folder / "io.safetensors"), load(folder, "MegaForCausalLM")

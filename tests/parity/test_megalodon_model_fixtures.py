@@ -1,7 +1,7 @@
-"""Megalodon against the original's models: what every layer computes, gradients, caches, generated tokens, windows.
+"""Megalodon against the original's models: outputs of every layer, gradients, caches, generated tokens, windows.
 
-The tolerances are absolute: 1e-5 of the largest value where that is above 1, and for gradients 2e-5 of the tensor's
-largest. The weights come out of the consolidated files by the few names that differ.
+The tolerances are absolute: 1e-5 times the largest value if that is above 1, and for gradients 2e-5 times the tensor's
+largest. The weights are loaded from the consolidated files by name; a few names differ.
 """
 
 import json
@@ -47,7 +47,7 @@ FIELDS = {
     "init_mode": "initializer",
     "vocab_size": "vocab_size",
 }
-# How model-parallel ranks hold a tensor: parts along a dimension, else all the same.
+# How model-parallel ranks store a tensor: sharded along a dimension, or replicated.
 ROWS = r"(mega\.(wz|wv|wr|wh1|timenorm|cema)\.|nffn\.(fc1|fc3)\.|final_norm\.)(?!.*prior_count)"
 COLUMNS = r"(^embed\.|^output\.output\.|mega\.wh2\.|nffn\.fc2\.|mega\.(gamma|beta)$)"
 
@@ -107,7 +107,7 @@ def losses(logits, targets):
 
 
 def traced(model, ids, **options):
-    """The output, and by the fixtures' names what the parts of the layers got and gave."""
+    """The output, and the inputs and outputs of submodules by the fixtures' names."""
     seen, body = {}, model.megalodon
     attention = body.layers[0].mega.attention
 
@@ -151,7 +151,7 @@ def test_states_losses_and_gradients(case, parity, attention):
 
 
 def check_cache(case, parity, past, read):
-    """Compare the tensors that the original keeps after `read` tokens."""
+    """Compare the cached tensors of the original after `read` tokens."""
     prefix, held = f"stream.cache.{read}", read % case.chunk
     for index, layer in enumerate(past.layers):
         expected = {name: case.io[f"{prefix}.{index}.{name}"] for name in ("k", "v", "norm_mean", "norm_var", "h")}
@@ -205,7 +205,7 @@ def test_windowed_statistics(case, parity):
 
 @torch.no_grad()
 def test_greedy_tokens(case):
-    """Prompts of different lengths stand in one batch, padded on the left; one prompt reaches beyond a window."""
+    """Prompts of different lengths are left-padded in one batch; one prompt is longer than a window."""
     for kind, greedy in case.meta["greedy"].items():
         model = case.build(windowed_statistics=True) if kind == "long_windowed" else case.model
         prompts, expected = greedy["prompt_ids"], torch.tensor(greedy["tokens"])
@@ -244,7 +244,7 @@ def test_other_interpretations_fail(parity_folder, reading):
 
 @pytest.mark.parametrize("initializer", ["he", "bert", "xavier", "gaussian"])
 def test_initial_values(parity_folder, parity, initializer):
-    """Deviation and bounds of every tensor as far as samples tell; frequencies exactly, in a random order."""
+    """Standard deviation and bounds of every tensor, estimated from samples; frequencies exactly, in a random order."""
     folder = parity_folder("megalodon", "14_initial_values")
     meta = json.loads((folder / "meta.json").read_text())
     sizes = {ours: meta["config"][theirs] for theirs, ours in FIELDS.items() if theirs in meta["config"]}

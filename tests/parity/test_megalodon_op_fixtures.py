@@ -43,7 +43,7 @@ def cases(folder, numbers):
 
 @pytest.mark.parametrize("fixture", cases("10_op_cema", range(5)), indirect=True)
 def test_cema(fixture, parity, backend):
-    """The original has channels before time, and its last state where a case says so."""
+    """The original has channels before time; it returns its last state in some cases."""
     names = [f"weights.{name}" for name in ("alpha", "delta", "theta", "gamma", "omega")]
     x, *weights = fixture.leaves("x", *names)
     alpha, delta, theta, gamma, omega = weights
@@ -81,7 +81,7 @@ def test_cema_in_steps(fixture, parity):
 @pytest.mark.parametrize("fixture", cases("11_op_timestep_norm", range(9)), indirect=True)
 @pytest.mark.parametrize("norm_backend", ["reference", "torch"])
 def test_timestep_norm(fixture, parity, norm_backend):
-    """The gradients behind masked positions are left out: those of the original are wrong there."""
+    """Gradients after masked positions are not compared, because those of the original are wrong."""
     sizes, io = fixture.sizes, fixture.io
     x, weight, bias = fixture.leaves("x", "weights.weight", "weights.bias")
     leaves, state = {"grad_x": x, "grad.weight": weight, "grad.bias": bias}, None

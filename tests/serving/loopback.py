@@ -33,7 +33,7 @@ def serving(folder, *options, environment=None):
             time.sleep(0.5)
         yield port, process
     finally:
-        process.send_signal(signal.SIGTERM)  # with which vLLM ends its own processes
+        process.send_signal(signal.SIGTERM)  # vLLM then stops its own processes
         try:
             status = process.wait(60)
         finally:

@@ -41,7 +41,7 @@ def refusal(capsys, *argv):
 def test_a_mega_with_chunks_takes_texts_of_any_length(folders, port, capsys, monkeypatch):
     monkeypatch.setattr(engines, "find_spec", lambda name: name)
     monkeypatch.setattr(os, "execv", lambda program, command: None)
-    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "")  # which is so put back at the end
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "")  # so that it is restored at the end
     for name, allowed in (("luna", None), ("chunks", "1")):  # a Luna has a table of positions
         monkeypatch.delenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", raising=False)
         assert run(capsys, folders / name, "--engine", "vllm", "--port", port, "--max-length", 9000)[0] == 0

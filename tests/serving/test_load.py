@@ -94,7 +94,7 @@ def test_no_answer_is_wrong_and_nothing_is_left_behind(engine, folder, complete,
             time.sleep(2.0)  # connections close
             return wrong, belongings(process)
 
-        wrong, before = run(requests[:100])  # what is made once is there now
+        wrong, before = run(requests[:100])  # warms up, so one-time allocations are included
         again, after = run(requests[100:])
         assert not wrong + again
         assert after[0] < before[0] + 8 * 2**20, (before, after)

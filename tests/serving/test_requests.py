@@ -1,4 +1,4 @@
-"""Validation of requests: each field is served and checked, or rejected unless its value changes nothing."""
+"""Validation of requests: each field is supported and checked, or rejected unless its value has no effect."""
 
 import json
 

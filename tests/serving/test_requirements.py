@@ -5,7 +5,7 @@ from importlib import metadata
 
 import pytest
 
-WITHOUT = {  # what needs CUDA, or is for other kinds of models
+WITHOUT = {  # packages that need CUDA, or are for other kinds of models
     "apache-tvm-ffi", "fastsafetensors", "flashinfer-python", "humming-kernels", "instanttensor",
     "nvidia-cudnn-frontend", "nvidia-cutlass-dsl", "nvtx", "pynvvideocodec", "quack-kernels", "setuptools", "six",
     "tilelang", "tokenspeed-mla", "torchaudio", "torchcodec", "torchvision",

@@ -133,7 +133,7 @@ def test_malformed_requests_are_errors_before_a_stream_starts(server):
 
 
 def test_the_last_position_can_be_used(server, complete):
-    """512 positions: the last new token is not read."""
+    """512 positions: the last new token is not an input."""
     request = {"model": server[1], "prompt": "x" * 510, "max_tokens": 3, "temperature": 0}
     with client_of(server[0]) as client:
         answer = client.completions.create(**request)

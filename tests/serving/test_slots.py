@@ -31,7 +31,7 @@ class Server:
         self.family = FAMILIES[type(model).__name__](model.config, torch.float32)
         self.family.load(model.state_dict())
         shapes, dtypes = self.family.state_shapes(model.config), self.family.state_dtypes(torch.float32)
-        # Another sequence's state is there before anything is, and nothing of it must be read.
+        # Slots contain the state of another sequence, which must not be used.
         self.states = [
             tuple(torch.full((slots, *shape), 1e4, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
             for _ in range(model.config.num_hidden_layers)
@@ -114,7 +114,7 @@ def test_lost_or_swapped_state_is_detected(family, control, served, monkeypatch)
     server = Server(model, slots=1, most=100)
     if control == "write":
         monkeypatch.setattr(Sequences, "write", lambda *_: None)
-    else:  # what a slot has of another sequence is taken for one's own
+    else:  # the state of another sequence is used
         made = Sequences.__init__
         monkeypatch.setattr(Sequences, "__init__", lambda self, a, b, *rest: made(self, a, b.clamp(min=1), *rest))
     results = server.serve([request._replace(tokens=request.tokens[:2]) for request in requests])

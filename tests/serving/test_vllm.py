@@ -63,7 +63,7 @@ def compare(outputs, requests, whole=True):
         if given != (request.tokens if whole else request.tokens[: len(given)]):
             wrong.append(number)
         for at, (token, known) in enumerate(zip(given, request.tokens, strict=False)):
-            if token != known:  # whose log-probability vLLM does not tell
+            if token != known:  # vLLM does not return its log-probability
                 break
             worst = max(worst, abs(output.outputs[0].logprobs[at][known].logprob - request.chances[at]))
     return wrong, worst
@@ -150,7 +150,7 @@ def test_lost_or_swapped_state_is_detected(family, control, folders, served, mon
     requests = served(family, COUNT)[1][:24]
     if control == "write":
         monkeypatch.setattr(Sequences, "write", lambda *_: None)
-    else:  # what a slot has of another sequence is taken for one's own
+    else:  # the state of another sequence is used
         made = Sequences.__init__
         monkeypatch.setattr(Sequences, "__init__", lambda self, a, b, *rest: made(self, a, b.clamp(min=1), *rest))
     wrong, worst = compare(ask(start(folders(family)), requests), requests)

@@ -16,7 +16,7 @@ def register():
         _LIBRARY.impl("greedy_argmax", lambda logits: logits.argmax(dim=-1).view(-1), "CPU")
         _LIBRARY.define("fused_gumbel_argmax(Tensor logits, Tensor seeds) -> Tensor")
         _LIBRARY.impl("fused_gumbel_argmax", _sample, "CPU")
-    # Slots of tokens are those of keys and values, which a model without attention does not have.
+    # vLLM counts slots of keys and values, which a model without attention does not have.
     register_kernels({"vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel": _no_slots})
 
 

@@ -10,7 +10,7 @@ from tests.examples.runs import assert_refused
 
 @pytest.fixture
 def write(tmp_path):
-    """Writes what a run leaves: its summary and, of pretraining, evaluations (tokens, seconds, loss, accuracy)."""
+    """Writes the files of a run: its summary and, for pretraining, evaluations (tokens, seconds, loss, accuracy)."""
 
     def files(name: str, summary: dict, points: tuple = ()) -> Path:
         folder = tmp_path / name

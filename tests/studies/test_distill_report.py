@@ -1,4 +1,4 @@
-"""The table of students beside their teachers, checked against figures worked out by hand."""
+"""The table of students and their teachers, checked against figures computed by hand."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ def write(tmp_path):
 
 @pytest.fixture
 def student(write):
-    """Writes a run of run_distill.py with two seeds, of which the second is 0.2 worse in all but its teacher."""
+    """Writes a run of run_distill.py with two seeds; all results of the second except the teacher's are 0.2 worse."""
 
     def runs(name: str, teacher: str, rows: list[dict]) -> None:
         for seed in (1, 2):
@@ -82,7 +82,7 @@ def test_table(script, write, student, tmp_path, capsys):
 
 
 def test_several_teachers(script, write, student, tmp_path):
-    """One of them is on the Hub, which tells nothing of its training; models from nothing then have no teacher."""
+    """One of them is on the Hub, without training details; models trained from scratch then have no teacher."""
     report = script("distill_report")
     write("other-1", ALONE | {"model": "roberta from scratch", "seed": 1, "eval_loss": 4.0})
     student("luna", "FacebookAI/roberta-base", [ALIGNED[0]])

@@ -1,4 +1,4 @@
-"""Scores at several lengths: of the same tokens, in blocks that the models read one by one."""
+"""Scores at several lengths: of the same tokens, in blocks evaluated separately."""
 
 import random
 
@@ -112,7 +112,7 @@ def test_the_tokens_of_bert(script, save, data, tmp_path):
     parsed = study.parse(arguments(data, tmp_path / "out", folder))
     ids, labels = study.read_text(parsed, study.load(parsed)[1])
     ends = (ids == 2) & (labels == -100)
-    assert ends.sum() == 40  # one behind each text
+    assert ends.sum() == 40  # one after each text
 
 
 def test_unsupported_inputs_raise(script, save, data, tmp_path):

@@ -23,7 +23,7 @@ def test_report(call, script, folder, tmp_path, capsys):  # noqa: F811
     assert table[3][1] == "Mega-chunk" and " ± " in table[3][3] and table[3][4] == "0, 1" and "2 x 4" in table[3]
     assert Path(paths["plot"]).read_bytes().startswith(b"\x89PNG") and capsys.readouterr().out
 
-    # The paper's figure stands beside runs of the whole task alone.
+    # The paper's figure is only compared with runs of the complete task.
     report, whole = script("lra_report"), {"variant": "Mega", "task": "text", "train_samples": 25_000}
     assert report.paper_figure(whole | {"max_length": 4096}) == 90.43
     assert report.paper_figure(whole | {"max_length": 1024}) is None

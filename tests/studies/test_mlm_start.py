@@ -1,4 +1,4 @@
-"""The study of the local start: what is left out begins at random, and RoBERTa's heads begin by reading neighbours."""
+"""The study of local initialization: excluded weights are random, and RoBERTa's heads attend to neighbors."""
 
 import random
 
@@ -28,7 +28,7 @@ def test_heads_of_roberta_read_their_neighbours(script):
     config = RobertaConfig(**SIZES, max_position_embeddings=34, attn_implementation="eager")
     model = RobertaForMaskedLM(config).eval()
     script("mlm_start").start_roberta(model, LocalStart())
-    # Of one token again and again, so that positions alone tell places apart.
+    # One repeated token, so that attention depends only on positions.
     (weights,) = model(torch.full((1, 32), 7), output_attentions=True).attentions
     means = [weights.diagonal(offset, 2, 3).mean((0, 2)) for offset in range(-4, 5)]
     assert (torch.stack(means).argmax(0) - 4).tolist() == [-1, 1, -2, 2]
