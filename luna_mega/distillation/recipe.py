@@ -1,4 +1,4 @@
-"""Teacher and student of a distillation: their options, and how they are made."""
+"""Options of a distillation, and creation of teacher and student."""
 
 import contextlib
 import time
@@ -105,7 +105,7 @@ class DistillArguments:
 
 @contextlib.contextmanager
 def one_line(about: str) -> Iterator[None]:
-    """End the script with one line about an option where the library refuses something."""
+    """End the script with one line about an option if the library raises an error."""
     try:
         yield
     except (ValueError, OSError, StrictDataclassError, yaml.YAMLError) as error:

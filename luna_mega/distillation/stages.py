@@ -1,4 +1,4 @@
-"""Training stages of a distillation: their options and Trainers, and scores beside the teacher's."""
+"""Training stages of a distillation: their options and Trainers, and evaluation against the teacher."""
 
 import copy
 import itertools
@@ -53,7 +53,7 @@ def targets_of(teacher: Teacher, labels: torch.Tensor) -> torch.Tensor:
 
 
 class Judge:
-    """Scores of a student on the validation split, beside the teacher's on the same examples.
+    """Evaluation of student and teacher on the validation split.
 
     Args:
         split: None = nothing is scored.
@@ -71,7 +71,7 @@ class Judge:
         size, rank, count = training.eval_batch_size, training.process_index, training.world_size
         groups = [range(start, min(start + size, len(self.split))) for start in range(0, len(self.split), size)]
         self.groups = [(group, True) for group in groups[rank::count]]
-        # All processes call the student equally often, as shards ask for.
+        # All processes call the student equally often, which sharded models require.
         self.groups += [(group, False) for group in groups[:1]] * (math.ceil(len(groups) / count) - len(self.groups))
         self.guesses: list[torch.Tensor] = []
         self.teacher_scores = self.score(self.ask_teacher) if agrees else {}
@@ -126,7 +126,7 @@ class Judge:
 
 
 class StageBar(ProgressCallback):
-    """Progress bar that says which stage runs."""
+    """Progress bar with the name of the stage."""
 
     def __init__(self, stage: str):
         super().__init__()
@@ -186,7 +186,7 @@ class DistillTrainer(StageTrainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         share, temperature = self.options.distill_share, self.options.distill_temperature
         loss = distill(self.teacher, model, inputs, share, temperature, num_items_in_batch).loss
-        # DDP takes the mean over processes of what is divided by the number of all.
+        # The loss is divided by the items of all processes, and DDP averages over processes.
         shared = num_items_in_batch is not None and self.args.average_tokens_across_devices
         return loss * self.accelerator.num_processes if shared else loss
 

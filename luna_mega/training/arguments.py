@@ -15,13 +15,13 @@ from transformers import HfArgumentParser
 
 from luna_mega.escaping import terminal
 
-# Names that torchrun, accelerate and the launchers of MPI give to the number of processes.
+# Environment variables in which torchrun, accelerate and MPI launchers store the number of processes.
 WORLD_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
 @dataclass
 class RunArguments:
-    """Options of every training script beside the options of task, model and Trainer; and where the run began.
+    """Options of every training script in addition to those of task, model and Trainer, and the state of the run.
 
     Attributes:
         title: the task, for messages and headlines.
@@ -108,7 +108,7 @@ def parse_arguments(dataclasses: tuple[type, ...], argv: list[str] | None, **def
 
 
 def check_finite(arguments: object) -> None:
-    """End the script when a number among the options is NaN or infinite."""
+    """End the script if an option is NaN or infinite."""
     for name, value in vars(arguments).items():
         for number in value if isinstance(value, list | tuple) else [value]:
             if isinstance(number, float) and not math.isfinite(number):
@@ -116,7 +116,7 @@ def check_finite(arguments: object) -> None:
 
 
 def check_launch(processes: int) -> None:
-    """End the script when a launcher started several processes but each would train alone, on the same data."""
+    """End the script if a launcher started several processes, but each would train separately on the same data."""
     launched = max(int(os.environ.get(name) or 1) for name in WORLD_SIZES)
     if launched > 1 and processes == 1:
         if int(os.environ.get("RANK") or 0):  # the first one says it
@@ -125,7 +125,7 @@ def check_launch(processes: int) -> None:
 
 
 def check_least(arguments: object, least: float, *names: str) -> None:
-    """End the script when one of the options `names`, numbers or lists of numbers, is below `least`."""
+    """End the script if one of the options `names`, numbers or lists of numbers, is below `least`."""
     for name in names:
         value = getattr(arguments, name)
         if any(number < least for number in (value if isinstance(value, list) else [value])):
@@ -133,6 +133,6 @@ def check_least(arguments: object, least: float, *names: str) -> None:
 
 
 def check_choice(arguments: object, name: str, choices: Iterable[str]) -> None:
-    """End the script when the option `name` is none of `choices`."""
+    """End the script if the option `name` is not one of `choices`."""
     if (value := getattr(arguments, name)) not in choices:
         fail(f"--{name} {value} must be one of {', '.join(choices)}")

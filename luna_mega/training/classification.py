@@ -1,4 +1,4 @@
-"""Classes of examples: their names, the metric, and predictions for test data."""
+"""Class names and numbers, accuracy, and predictions for test data."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def class_names(train: Dataset | None, column: str, model: str | None) -> list[s
 
 
 def class_numbers(split: Dataset, column: str, names: list[str], name: str) -> list[int]:
-    """Return the class of every row by its number in `names`; the script ends where it is none of them.
+    """Return the index of every label in `names`; the script ends at a label that is not in it.
 
     In the split `name` "test" None and -1 are unknown classes, -100, and so are all where the column is missing.
     """
@@ -39,14 +39,14 @@ def class_numbers(split: Dataset, column: str, names: list[str], name: str) -> l
 
 
 def accuracy(prediction: EvalPrediction) -> dict[str, float]:
-    """Return the share of right classes among the rows whose class is known (not -100)."""
+    """Return the accuracy over the rows whose label is known (not -100)."""
     known = prediction.label_ids != -100
     right = prediction.predictions.argmax(-1) == prediction.label_ids
     return {"accuracy": float(right[known].mean())} if known.any() else {}
 
 
 def examples_per_second(trainer: OrderedTrainer, name: str) -> dict[str, float]:
-    """Return the speed of training as the entry `name` of the summary; nothing where no step was taken."""
+    """Return the training speed as the result `name`, or nothing if no step was taken."""
     callbacks = trainer.callback_handler.callbacks
     seconds = sum(callback.seconds for callback in callbacks if isinstance(callback, SpeedCallback))
     (examples,) = total([trainer.sequences], trainer.args)
@@ -54,7 +54,7 @@ def examples_per_second(trainer: OrderedTrainer, name: str) -> dict[str, float]:
 
 
 def write_predictions(trainer: Trainer, splits: dict[str, Dataset]) -> dict[str, Any]:
-    """Write the predicted classes of the test split where `--do_predict` asks for it.
+    """Write the predicted classes of the test split if `--do_predict` is set.
 
     Return their path, and the accuracy if labels are known.
     """

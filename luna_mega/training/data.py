@@ -1,4 +1,4 @@
-"""Data sets from the Hub or from a local folder, checked before a model sees them."""
+"""Datasets from the Hub or a local folder, and checks of their columns."""
 
 import glob
 import math
@@ -18,7 +18,7 @@ READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "cs
 
 @dataclass
 class SourceArguments:
-    """Options that say where the data are."""
+    """Options that specify the dataset."""
 
     dataset_name: str | None = field(default=None, metadata={"help": "Hub name: Salesforce/wikitext"})
     dataset_config: str | None = field(
@@ -31,7 +31,7 @@ class SourceArguments:
 
 @dataclass
 class LimitArguments:
-    """Options that cut the splits."""
+    """Options that limit the number of rows."""
 
     max_train_samples: int | None = field(default=None, metadata={"help": "use only the first N"})
     max_eval_samples: int | None = field(default=None, metadata={"help": "use only the first N"})
@@ -48,13 +48,13 @@ class ClassifierArguments(LimitArguments):
 
 
 def check_source(data: SourceArguments) -> None:
-    """End the script unless the data have exactly one source."""
+    """End the script unless exactly one dataset is specified."""
     if (data.dataset_name is None) == (data.dataset_path is None):
         fail("pass one of --dataset_name and --dataset_path")
 
 
 def name_source(data: object) -> dict[str, str | None]:
-    """Return the data set as `training_card` takes it: one path as it is, several by their names, else the Hub's."""
+    """Return the arguments of `training_card` for the dataset: a path, the names of several folders, or a Hub name."""
     paths = getattr(data, "train_files", None) or data.dataset_path
     if isinstance(paths, list):
         paths = paths[0] if len(paths) == 1 else " and ".join(Path(path).name for path in paths)

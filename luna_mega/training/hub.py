@@ -1,4 +1,4 @@
-"""Output folders on the Hub, and their model cards."""
+"""Model cards of training runs, and pushes to the Hub."""
 
 import sys
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from luna_mega.training.arguments import fail
 
 
 def check_hub(training: TrainingArguments, license: str | None = None) -> None:
-    """End the script before it trains a model that it could not push or describe."""
+    """End the script before training if the model could not be pushed or described."""
     try:
         license_metadata(license)
     except ValueError as error:
@@ -28,7 +28,7 @@ def check_hub(training: TrainingArguments, license: str | None = None) -> None:
 
 
 def check_login() -> None:
-    """End the script where the Hub does not know who pushes."""
+    """End the script if there is no valid token for the Hub."""
     try:
         HfApi().whoami()
     except (HTTPError, OSError) as error:
@@ -44,7 +44,7 @@ def push_folder(name: str, folder: Path) -> None:
 
 @contextmanager
 def one_line(name: str, folder: Path) -> Iterator[None]:
-    """End the script with one line where a push of `folder` to the repository `name` fails."""
+    """End the script with one line if the push of `folder` to the repository `name` fails."""
     try:
         yield
     except (HTTPError, OSError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""Pictures: reading, evaluation transform, and augmentation for training."""
+"""Images: decoding, evaluation transform, and augmentation for training."""
 
 import math
 from collections.abc import Callable
@@ -28,7 +28,7 @@ Transform = Callable[[Image.Image], torch.Tensor]
 
 @dataclass
 class AugmentArguments:
-    """Options that change pictures in training. All but crop and flip need the extra `vision` (timm)."""
+    """Options of augmentation. All but crop and flip require the extra `vision` (timm)."""
 
     crop_padding: int = field(default=0, metadata={"help": "shift pictures by up to N pixels, reflected at the border"})
     horizontal_flip: bool = field(default=False, metadata={"help": "mirror half of the pictures"})
@@ -69,7 +69,7 @@ def _timm():
 
 
 def undecoded(splits: dict[str, Dataset]) -> dict[str, Dataset]:
-    """Leave the reading of pictures to `read_picture`, whose error names the damage of a picture."""
+    """Disable decoding by datasets; `read_picture` reports damaged images."""
     for name, split in splits.items():
         for column in [column for column, feature in split.features.items() if isinstance(feature, DatasetImage)]:
             splits[name] = splits[name].cast_column(column, DatasetImage(decode=False))
@@ -92,7 +92,7 @@ def holds_pixels(split: Dataset, column: str) -> bool:
 
 
 def read_picture(value: Any, channels: int | None = None, pixels: bool = False) -> Image.Image:
-    """Return a picture in grey (1 channel) or colour (3), None = as it is.
+    """Return an image in gray (1 channel) or color (3); None keeps its mode.
 
     `value` is a file: its bytes, or a dict of these or its path, as `datasets` has it. With `pixels` it has the numbers
     0 to 255 of a square grey picture, row after row, as bytes or in a list. The script ends where it is no picture.
@@ -117,7 +117,7 @@ def read_picture(value: Any, channels: int | None = None, pixels: bool = False) 
 
 
 def make_processor(size: int, channels: int, mean: list[float], std: list[float], crop: bool) -> BaseImageProcessor:
-    """Make the evaluation transform: shorter side to 256/224 of `size` and centre crop, or resizing alone."""
+    """Return the evaluation transform: resize the shorter side to 256/224 of `size` and crop, or only resize."""
     if len(mean) != channels or len(std) != channels:
         fail(f"--image_mean and --image_std must have {channels} numbers, got {len(mean)} and {len(std)}")
     options = {"image_mean": mean, "image_std": std, "do_convert_rgb": channels == 3}
@@ -138,7 +138,7 @@ def load_processor(model: str) -> BaseImageProcessor:
 
 
 def evaluation_transform(processor: BaseImageProcessor) -> Transform:
-    """Return the function from a picture to pixels `[C, H, W]`."""
+    """Return the function from an image to pixels `[C, H, W]`."""
 
     def transform(picture: Image.Image) -> torch.Tensor:
         pixels = np.asarray(picture)
@@ -149,7 +149,7 @@ def evaluation_transform(processor: BaseImageProcessor) -> Transform:
 
 
 def training_transform(data: AugmentArguments, processor: BaseImageProcessor, size: int) -> Transform:
-    """Return the function from a picture to pixels `[C, H, W]`: timm's, or the transform of the evaluation."""
+    """Return the training transform to pixels `[C, H, W]`: that of timm, or the evaluation transform."""
     if data.auto_augment is not None:
         return _timm().create_transform(
             size,
@@ -165,7 +165,7 @@ def training_transform(data: AugmentArguments, processor: BaseImageProcessor, si
 
 
 def augment_split(split: Dataset, data: AugmentArguments, seed: int) -> Dataset | Redrawn:
-    """Shift and mirror the pictures of `split`, drawn anew in every epoch."""
+    """Shift and flip the images of `split`, drawn again in every epoch."""
     most, flips = data.crop_padding, data.horizontal_flip
     if not (most or flips):
         return split
@@ -198,5 +198,5 @@ def make_mix(data: AugmentArguments, classes: int, smoothing: float) -> Callable
 
 
 def make_sampler(dataset: Dataset, repeats: int) -> Sampler:
-    """Return the sampler that draws every picture `repeats` times in a row, of a part of the pictures in an epoch."""
+    """Return a sampler that draws every image `repeats` times in a row, and a part of the images per epoch."""
     return _timm().distributed_sampler.RepeatAugSampler(dataset, num_replicas=1, rank=0, num_repeats=repeats)

@@ -25,7 +25,7 @@ def load_language_model(source: str, device: str) -> tuple[PreTrainedModel, PreT
 
 
 def encode(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, line_end: str) -> torch.LongTensor:
-    """Encode `texts` as one stream `[N]`; each ends with a newline or, where not empty, with `</s>`."""
+    """Encode `texts` as one stream `[N]`; each ends with a newline or, if it is not empty, with `</s>`."""
     if line_end == "newline":
         lines, tail = [text + "\n" for text in texts], []
     else:
@@ -41,7 +41,7 @@ def cut_stream(
 ) -> IterableDataset:
     """Cut texts, as they are read, into blocks of `length` tokens and those that follow.
 
-    A thousand texts are strung together at a time; a rest shorter than a block is dropped.
+    A thousand texts are concatenated at a time; a remainder shorter than a block is dropped.
     """
 
     def cut(batch: dict[str, list[str]]) -> dict[str, list[torch.Tensor]]:

@@ -22,7 +22,7 @@ from luna_mega.training.streams import check_split
 @dataclass
 class MaskedTextArguments(SourceArguments):
     train_files: list[str] | None = field(default=None, metadata={"help": "local files instead of a folder"})
-    validation_files: list[str] | None = field(default=None, metadata={"help": "local files beside --train_files"})
+    validation_files: list[str] | None = field(default=None, metadata={"help": "local files of the validation split"})
     text_column: str = field(default="text", metadata={"help": "column with the text; a txt file has one text a line"})
     block_size: int = field(default=512, metadata={"help": "tokens of an input, <s> among them"})
     short_seq_prob: float = field(
@@ -35,7 +35,7 @@ class MaskedTextArguments(SourceArguments):
 
 
 class Masking:
-    """Choice of the tokens of a block that are predicted, made by the numbers that are given."""
+    """Selection of the predicted tokens of a block by a given random generator."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, probability: float):
         self.collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=probability)
@@ -55,7 +55,7 @@ def cut_blocks(
 ) -> Dataset | IterableDataset:
     """Cut the texts, each followed by `</s>`, into blocks of `<s>` and `block_size - 1` tokens.
 
-    Empty texts are skipped. A thousand texts are strung together at a time, and a rest shorter than a block is dropped.
+    Empty texts are skipped. A thousand texts are concatenated at a time; a remainder shorter than a block is dropped.
     A share `short` of the blocks has from 1 to `block_size - 1` tokens instead, by numbers drawn from the texts.
     """
     bos, eos = boundary_ids(tokenizer)
@@ -82,7 +82,7 @@ def cut_blocks(
 
 
 def mask_once(blocks: Dataset, tokenizer: PreTrainedTokenizerBase, data: MaskedTextArguments, seed: int) -> Dataset:
-    """Mask the validation blocks, so that every evaluation sees the same ones."""
+    """Mask the validation blocks once, so that all evaluations use the same masks."""
     collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=data.mlm_probability)
     collator.generator = torch.Generator().manual_seed(seed)
 
@@ -126,7 +126,7 @@ def make_blocks(
     data: MaskedTextArguments,
     seed: int,
 ) -> dict[str, Dataset | IterableDataset]:
-    """Cut the splits into blocks, of which those of validation are masked."""
+    """Cut the splits into blocks, and mask those of the validation split."""
     short = {"train": data.short_seq_prob}
     blocks = {name: cut_blocks(split, name, tokenizer, data, short.get(name, 0.0)) for name, split in splits.items()}
     if "validation" in blocks:

@@ -1,4 +1,4 @@
-"""Model and tokenizer of a run: loaded, or made from scratch."""
+"""Configuration, model and tokenizer of a run: loaded or created."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -48,12 +48,12 @@ class CheckpointArguments:
 class ModelArguments(CheckpointArguments):
     tokenizer_name: str | None = field(default=None, metadata={"help": "folder or Hub name of another tokenizer"})
     vocab_size: int = field(
-        default=8000, metadata={"help": "size of the BPE that is trained where no tokenizer is named"}
+        default=8000, metadata={"help": "size of the BPE that is trained if no tokenizer is specified"}
     )
 
 
 def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
-    """Load a tokenizer from the Hub, from a saved folder, or from RoBERTa's `vocab.json` and `merges.txt` alone."""
+    """Load a tokenizer from the Hub, a saved folder, or a folder with only RoBERTa's `vocab.json` and `merges.txt`."""
     names = {path.name for path in Path(source).glob("*")}
     bare = {"vocab.json", "merges.txt"} <= names and not names & {"tokenizer.json", "tokenizer_config.json"}
     try:
@@ -76,7 +76,7 @@ def make_tokenizer(model: ModelArguments, texts: Iterable[str], max_length: int)
 
 
 class Tokenizers(NamedTuple):
-    """Tokenizers of the two languages; the same one twice where they share a vocabulary."""
+    """Tokenizers of source and target; the same object if they share a vocabulary."""
 
     source: PreTrainedTokenizerBase
     target: PreTrainedTokenizerBase
@@ -173,7 +173,7 @@ def first_position(model_type: str, pad_token_id: int) -> int:
 
 
 def longest_input(config: PreTrainedConfig) -> float:
-    """Return how long an input may be: of any length where there is no table of positions, as in Mega with chunks."""
+    """Return the maximum input length; infinite without a table of positions, as for Mega with chunks."""
     mega = config.model_type in ("mega", "mega_seq2seq")
     any_length = mega and (config.use_chunking or config.relative_positional_bias == "rotary")
     positions = float("inf") if any_length else getattr(config, "max_position_embeddings", float("inf"))

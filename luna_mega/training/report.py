@@ -107,7 +107,7 @@ def describe(trainer: Trainer, run: RunArguments) -> dict[str, Any]:
 
 
 def finish(trainer: Trainer, run: RunArguments, summary: dict[str, Any]) -> dict[str, Any]:
-    """Complete, print, save and return the summary; after a training, write the model card and push if asked to."""
+    """Print, save and return the results; after training, write the model card and push if requested."""
     summary = save_summary(trainer, run, summary)
     if trainer.args.do_train:
         publish(trainer, run.command, summary, run.card)

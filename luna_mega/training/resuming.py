@@ -1,4 +1,4 @@
-"""Runs that go on from a checkpoint of Trainer."""
+"""Checkpoints that a run resumes from."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -28,9 +28,9 @@ def find_checkpoint(training: TrainingArguments, *files: str) -> str | None:
 
 
 def choose_checkpoint(training: TrainingArguments, found: Sequence[Path], files: Sequence[str]) -> str:
-    """Return the checkpoint that `--resume_from_checkpoint` names, or with `last` the newest whole one of `found`.
+    """Return the checkpoint of `--resume_from_checkpoint`; with `last`, the newest complete one of `found`.
 
-    A checkpoint without one of `files` was being written when the run was killed.
+    A checkpoint without one of `files` is incomplete, because the run was killed while it was written.
     """
     wanted = training.resume_from_checkpoint
     tried: Iterable[Path] = reversed(found) if wanted == "last" else [Path(wanted)]

@@ -58,7 +58,7 @@ class OrderedTrainer(Trainer):
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
         dataset = train_dataset or self.train_dataset
-        # Lengths are read from the examples as they are: to alter all of them takes as long as an epoch of reading.
+        # Lengths are those of the unchanged examples: changing all of them takes as long as reading an epoch.
         sampler = super()._get_train_sampler(getattr(dataset, "examples", dataset))
         # Trainer's own order by length depends on all random numbers that were drawn before it.
         if not isinstance(sampler, LengthGroupedSampler):
@@ -128,7 +128,7 @@ def check_run(
     """
     run.title = title
     check_launch(training.world_size)
-    if training.world_size > 1 and training.device.type == "cpu":  # Trainer tells accelerators alone how long to wait
+    if training.world_size > 1 and training.device.type == "cpu":  # Trainer sets ddp_timeout only for accelerators
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=training.ddp_timeout))
     if training.do_predict and not predicts:
         fail(f"--do_predict: a {title} has no test predictions to write; pass --do_eval")
@@ -236,7 +236,7 @@ def total(values: list[float], training: TrainingArguments) -> list[float]:
 
 
 def train(trainer: Trainer, run: RunArguments, head_share: float = 1.0) -> dict[str, Any]:
-    """Train and save the model where `--do_train` asks for it; return entries of the summary.
+    """Train and save the model if `--do_train` is set; return the results.
 
     The head scores `head_share` of the tokens.
     """
@@ -248,7 +248,7 @@ def train(trainer: Trainer, run: RunArguments, head_share: float = 1.0) -> dict[
     trainer.add_callback(speed)
     metrics = resume(trainer, speed, run.checkpoint) if run.checkpoint else trainer.train().metrics
     check_model(trainer)
-    if trainer.is_fsdp_enabled:  # shards are for checkpoints; the model is saved whole
+    if trainer.is_fsdp_enabled:  # the final model is saved unsharded
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model(_internal_call=True)  # pushed at the end, with its card
     trainer.save_state()
@@ -275,7 +275,7 @@ def train(trainer: Trainer, run: RunArguments, head_share: float = 1.0) -> dict[
 
 
 def score(trainer: Trainer) -> dict[str, float]:
-    """Evaluate where `--do_eval` asks for it, and save the metrics; return entries of the summary."""
+    """Evaluate if `--do_eval` is set, and save the metrics; return the results."""
     if not trainer.args.do_eval:
         return {}
     metrics = trainer.evaluate()

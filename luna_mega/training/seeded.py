@@ -1,4 +1,4 @@
-"""Examples that are changed anew whenever they are read, by numbers that depend on no process and no worker."""
+"""Random changes of examples that depend only on seed, epoch and index, not on processes or workers."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,13 +12,13 @@ Change = Callable[[Example, torch.Generator], Example]
 
 
 def draw(seed: int, epoch: int, index: int) -> torch.Generator:
-    """Return random numbers that depend on nothing but the example: on no other, on no process and no worker."""
+    """Return a generator that is seeded by the example, and does not depend on other examples or processes."""
     state = np.random.SeedSequence((seed, epoch, index)).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(state[0] >> np.uint64(1)))
 
 
 class Redrawn(Dataset):
-    """Examples that `change` alters whenever they are read, by numbers drawn from seed, epoch and index."""
+    """Dataset that applies `change` to each example, with a generator seeded by seed, epoch and index."""
 
     def __init__(self, examples: Dataset, change: Change, seed: int):
         self.examples, self.change, self.seed = examples, change, seed

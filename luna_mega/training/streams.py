@@ -1,4 +1,4 @@
-"""Training data that do not fit: they are read as they are needed, and shared out among the processes."""
+"""Training data that do not fit into memory, and their distribution over processes."""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -44,7 +44,7 @@ def some_texts(split: Dataset | datasets.IterableDataset, column: str) -> Iterab
 
 
 class Stream(IterableDataset):
-    """Examples that are read as they are needed, without end: after the last one they begin anew in another order.
+    """Endless stream of examples; after the last one it starts again in another order.
 
     Where the files of `examples` divide among the processes each reads its own. Otherwise each reads all of them and
     keeps its share, so that the batches do not depend on the number of processes.
@@ -73,7 +73,7 @@ class Stream(IterableDataset):
 
 
 class StreamingTrainer(OrderedTrainer):
-    """Trainer that takes a `Stream` as training data as well."""
+    """Trainer that also accepts a `Stream` as training data."""
 
     def get_train_dataloader(self) -> DataLoader:
         if not isinstance(self.train_dataset, Stream):

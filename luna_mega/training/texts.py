@@ -29,12 +29,12 @@ class TextArguments(ClassifierArguments):
         metadata={"help": "encode the two texts of a pair one by one, and classify the pair of their vectors"},
     )
     token_dropout: float = field(
-        default=0.0, metadata={"help": "hide this share of the training tokens, drawn anew in each epoch"}
+        default=0.0, metadata={"help": "hide this share of the training tokens, drawn again in each epoch"}
     )
 
 
 def check_pairs(data: TextArguments, columns: Sequence[str]) -> None:
-    """End the script when it is asked for two towers for the texts of one column."""
+    """End the script if `--two_towers` is set for a single column of texts."""
     if data.two_towers and len(columns) == 1:
         fail(f"--two_towers: {columns[0]} is one column of texts, and pairs have two")
 
@@ -51,7 +51,7 @@ def encode_texts(
 
 
 def hide_tokens(split: Dataset, tokenizer: PreTrainedTokenizerBase, share: float, seed: int) -> TorchDataset:
-    """Replace `share` of the tokens, drawn anew in every epoch, by `<mask>`; special tokens stay."""
+    """Replace `share` of the tokens, drawn again in every epoch, with `<mask>`; special tokens are kept."""
     if not share:
         return split
     if not 0.0 <= share < 1.0:

@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, kept beside a training run."""
+"""Averages of weights: an exponential moving average during training, and the mean of checkpoints."""
 
 import json
 from collections.abc import Iterator
