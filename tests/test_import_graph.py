@@ -211,7 +211,7 @@ def test_scripts_import_nothing_of_each_other(folder):
 
 
 def test_no_postponed_annotations():
-    """transformers reads the annotation `config: LunaConfig` as a class; as a postponed string it breaks Auto*."""
+    """The annotation `config: LunaConfig` must be a class for Auto*; a postponed one is a string."""
     assert {module for module, source in SOURCES.items() if "__future__" in imports(source)} == set()
 
 

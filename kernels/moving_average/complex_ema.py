@@ -1,4 +1,4 @@
-"""Megalodon's moving average: `complex_ema` over a sequence or a segment, `complex_ema_step` over one position."""
+"""Megalodon's moving average: `complex_ema` for a sequence or a segment, `complex_ema_step` for one position."""
 
 import torch
 
@@ -26,7 +26,7 @@ def _torch(x, **call):
 
 
 def _triton(x, **call):
-    # Imported by the first call: the import decides whether kernels are interpreted.
+    # Imported lazily because Triton decides at import time whether kernels are interpreted.
     from luna_mega.kernels.moving_average import triton_ops
 
     return triton_ops.complex_ema(x, **call)
@@ -88,7 +88,7 @@ def complex_ema(
     shard: ContextShard | None = None,
     backend: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Compute the complex exponential moving average of every channel (Megalodon section 3.2, as its code has it).
+    """Compute the complex exponential moving average of every channel (Megalodon section 3.2, as in its code).
 
     With p = sigmoid(input_logit) and q_n = (1 - p sigmoid(damping_logit)) exp(2 pi i n sigmoid(phase_logit) / N), n =
     1..N, the N complex states of a channel follow h_t = q h_{t-1} + p x_t, and the result is
@@ -96,35 +96,35 @@ def complex_ema(
 
     Args:
         x: `[B, T, D]`, T at least 1.
-        input_logit, damping_logit: `[D, N]`; alpha and delta of the paper, as logits.
+        input_logit: `[D, N]`; logit of the paper's alpha.
+        damping_logit: `[D, N]`; logit of the paper's delta.
         phase_logit: `[D]`; theta.
         projection: `[D, N, 2]`, real and imaginary part; gamma (eta of the paper).
         skip: `[D]`; omega. None = no skip.
-        mask: `[B, T]` bool, True = keep; None = all. Other positions enter as 0, the average and the skip; the states
-            still decay there.
+        mask: `[B, T]` bool, True = keep; None = all. Masked positions contribute 0 to the average and the skip; the
+            states still decay there.
         initial_state: `[B, D, N, 2]` float32 or float64, real and imaginary part: the states before the first
             position; None = 0.
         return_state: also return the states after the last position.
-        lengths: `[B]` integers: the states are returned after so many positions of each row. The mask must drop the
+        lengths: `[B]` integers: the states are returned after this many positions of each row. The mask must drop the
             positions that follow. None = T.
-        cu_seqlens: `[S + 1]` int32 or int64: x is S sequences laid end to end, `[1, total, D]`, the mask `[1, total]`,
-            sequence s is `[cu_seqlens[s], cu_seqlens[s+1])`; states are then `[S, D, N, 2]`, and each sequence has the
-            same result as alone.
-        max_seqlen: length of the longest sequence; None = read from `cu_seqlens`, which waits for the device.
-        shard: x and the mask are this process's part of longer sequences, and the result is the average of the whole
-            at these positions; the processes exchange their states, `[B, D, N, 2]`. None = x is all. Without states
-            and `cu_seqlens`.
-        backend: one of `"auto"`, `"reference"`, `"torch"`, `"triton"`; None = as `luna_mega.kernels.api.use_backend`
-            and `LUNA_MEGA_BACKEND` say. Triton has kernels for up to 32 states per channel, not for float64. The other
-            backends fill ragged sequences up, or, with states, run one after the other.
+        cu_seqlens: `[S + 1]` int32 or int64, for S varlen sequences: x is `[1, total, D]`, the mask `[1, total]`, and
+            sequence s is `[cu_seqlens[s], cu_seqlens[s+1])`. States are `[S, D, N, 2]`. Each result equals that of a
+            separate call.
+        max_seqlen: length of the longest sequence; None = computed from `cu_seqlens`, which synchronizes the device.
+        shard: context-parallel shard; x and the mask are this rank's part of longer sequences. The ranks exchange
+            their states, `[B, D, N, 2]`. None = x is complete. Not supported with states or `cu_seqlens`.
+        backend: one of `"auto"`, `"reference"`, `"torch"`, `"triton"`; None = the setting of
+            `luna_mega.kernels.api.use_backend` or `LUNA_MEGA_BACKEND`. Triton supports up to 32 states per channel, and
+            no float64. The other backends pad varlen sequences, or process them sequentially if there are states.
 
     Returns:
-        `[B, T, D]` in the dtype of `x`; with `return_state` (that, states `[B, D, N, 2]`). States and everything up to
-        the result are computed in float32, also under autocast, in float64 where x or a parameter is float64.
-        Gradients flow through both states.
+        `[B, T, D]` in the dtype of `x`, or (output, states `[B, D, N, 2]`) if `return_state` is set. States and
+        intermediate values are float32, also under autocast, or float64 if x or a parameter is float64. Gradients flow
+        through both states.
 
     Raises:
-        ValueError: shapes or dtypes do not fit together, or the backend does not exist or cannot run the call.
+        ValueError: if shapes or dtypes do not match, or the backend does not exist or does not support the call.
 
     Example:
         >>> import torch
@@ -168,11 +168,11 @@ def complex_ema_step(
     coefficients: tuple[torch.Tensor, ...] | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Continue `complex_ema` by one position x `[B, D]`: return y `[B, D]` and the next state `[B, D, N, 2]`.
+    """Apply `complex_ema` to one further position x `[B, D]`; return y `[B, D]` and the next state `[B, D, N, 2]`.
 
-    Arguments and errors as in `complex_ema`, with `mask` `[B]`: rows that it drops keep their states, and their y is
-    meaningless. The given state is not changed. `coefficients`: the `complex_ema_coefficients` of the four parameters,
-    which save most of the step; None = computed.
+    Arguments and errors are those of `complex_ema`, with `mask` `[B]`. Masked rows keep their states, and their y is
+    undefined. The given state is not modified. `coefficients` are the `complex_ema_coefficients` of the four
+    parameters; None = computed, which takes most of the time of a step.
     """
     check_position("complex_ema_step", x, mask, "channels")
     parameters = (input_logit, damping_logit, phase_logit, projection)

@@ -1,4 +1,4 @@
-"""Mega's moving average: `damped_ema` over a sequence or a segment of one, `damped_ema_step` over one position."""
+"""Mega's moving average: `damped_ema` for a sequence or a segment, `damped_ema_step` for one position."""
 
 import torch
 
@@ -27,7 +27,7 @@ def _torch(x, **call):
 
 
 def _triton(x, truncation, **call):
-    # Imported by the first call: the import decides whether kernels are interpreted.
+    # Imported lazily because Triton decides at import time whether kernels are interpreted.
     from luna_mega.kernels.moving_average import triton_ops
 
     return triton_ops.damped_ema(x, **call)
@@ -40,10 +40,10 @@ def _triton_step(x, state, coefficients, **call):
 
 
 def _unsupported(x, parameters, truncation=None, max_seqlen=None, **_):
-    # Comparing with the length would tie an exported program to lengths on one side of it.
+    # Comparing with the length would restrict an exported program to lengths on one side of it.
     length = max_seqlen or x.shape[1]
     if truncation is not None and (torch.compiler.is_exporting() or truncation < length):
-        return f"its average never forgets, and truncation={truncation} is below the length {length}"
+        return f"its average has no truncation, and truncation={truncation} is below the length {length}"
     return refuse(x, parameters, MAX_STATES)
 
 
@@ -100,38 +100,42 @@ def damped_ema(
 
     Args:
         x: `[B, T, D]`, T at least 1.
-        input_logit, damping_logit, expansion, projection: `[R, N]`; alpha and delta (as logits), beta and eta of the
-            paper. R = D: causal. R = 2 D: bidirectional; rows from D on are the average that runs from the end.
-        skip: `[D]`; with it the result is silu(y + skip x), without it y.
-        mask: `[B, T]` bool, True = keep; None = all. Other positions enter the average as 0 (the states still decay
-            there); the skip sees x as it is.
-        shift: bidirectional only. The average from the end starts at the next position, so that a position counts
-            once; without it the position itself counts in both directions.
-        truncation: the average forgets inputs that are this many positions away or more; None or below 1: none.
+        input_logit: `[R, N]`; logit of the paper's alpha. R = D: causal. R = 2 D: bidirectional; rows from D on belong
+            to the average from the end.
+        damping_logit: `[R, N]`; logit of the paper's delta.
+        expansion: `[R, N]`; beta of the paper.
+        projection: `[R, N]`; eta of the paper.
+        skip: `[D]`; if given, the result is silu(y + skip x), otherwise y.
+        mask: `[B, T]` bool, True = keep; None = all. Masked positions contribute 0 to the average (the states still
+            decay there); the skip uses x unmasked.
+        shift: bidirectional only. The average from the end starts at the next position, so that every position counts
+            once; otherwise the position itself counts in both directions.
+        truncation: inputs that are at least this many positions away are excluded; None or below 1: no truncation.
         initial_state: `[B, D, N]` float32 or float64, causal only: the states before the first position; None = 0. With
-            a truncation it is a `TruncatedEmaState` that an earlier call has returned.
+            a truncation it is a `TruncatedEmaState` returned by an earlier call.
         return_state: causal only: also return the states after the last position.
-        lengths: `[B]` integers: the states are returned after so many positions of each row. The mask must drop the
+        lengths: `[B]` integers: the states are returned after this many positions of each row. The mask must drop the
             positions that follow. None = T.
-        cu_seqlens: `[S + 1]` int32 or int64: x is S sequences laid end to end, `[1, total, D]`, the mask `[1, total]`,
-            sequence s is `[cu_seqlens[s], cu_seqlens[s+1])`; states are then `[S, D, N]`, and each sequence has the
-            same result as alone.
-        max_seqlen: length of the longest sequence; None = read from `cu_seqlens`, which waits for the device.
-        shard: x and the mask are this process's part of longer sequences, and the result is the average of the whole
-            at these positions; the processes exchange their states, `[B, R, N]`. None = x is all. Without states,
-            truncation (below the length of the whole) and `cu_seqlens`.
-        backend: one of `"auto"`, `"reference"`, `"torch"`, `"triton"`; None = as `luna_mega.kernels.api.use_backend`
-            and `LUNA_MEGA_BACKEND` say. Triton has kernels for up to 64 states per channel, without truncation and not
-            for float64. The other backends fill ragged sequences up, or, with states, run one after the other.
+        cu_seqlens: `[S + 1]` int32 or int64, for S varlen sequences: x is `[1, total, D]`, the mask `[1, total]`, and
+            sequence s is `[cu_seqlens[s], cu_seqlens[s+1])`. States are `[S, D, N]`. Each result equals that of a
+            separate call.
+        max_seqlen: length of the longest sequence; None = computed from `cu_seqlens`, which synchronizes the device.
+        shard: context-parallel shard; x and the mask are this rank's part of longer sequences. The ranks exchange
+            their states, `[B, R, N]`. None = x is complete. Not supported with states, `cu_seqlens`, or a truncation
+            below the length of the complete sequence.
+        backend: one of `"auto"`, `"reference"`, `"torch"`, `"triton"`; None = the setting of
+            `luna_mega.kernels.api.use_backend` or `LUNA_MEGA_BACKEND`. Triton supports up to 64 states per channel, and
+            neither truncation nor float64. The other backends pad varlen sequences, or process them sequentially if
+            there are states.
 
     Returns:
-        `[B, T, D]` in the dtype of `x`; with `return_state` (that, states `[B, D, N]`). States and everything up to
-        the result are computed in float32, also under autocast, in float64 where x or a parameter is float64.
-        Gradients flow through both states.
+        `[B, T, D]` in the dtype of `x`, or (output, states `[B, D, N]`) if `return_state` is set. States and
+        intermediate values are float32, also under autocast, or float64 if x or a parameter is float64. Gradients flow
+        through both states.
 
     Raises:
-        ValueError: shapes or dtypes do not fit together, `shift` without a second direction, states with one, or the
-            backend does not exist or cannot run the call.
+        ValueError: if shapes or dtypes do not match, `shift` is set without a second direction, states are used with
+            two directions, or the backend does not exist or does not support the call.
 
     Example:
         >>> import torch

@@ -1,6 +1,7 @@
-"""Both moving averages as their papers define them: Mega (section 3.1) and Megalodon (section 3.2, as its code has it).
+"""Both moving averages as defined in their papers: Mega (section 3.1) and Megalodon (section 3.2, as in its code).
 
-This file is the specification: every faster backend is tested against it. Shapes: input `[B, T, D]`; real parameters
+This file is the specification: all faster implementations are tested against it. Shapes: input `[B, T, D]`; real
+parameters
 `[R, N]` with R = D (causal) or R = 2 D (bidirectional, rows D on average from the end), states `[B, D, N]`; complex
 projections and states are real pairs, `[D, N, 2]` and `[B, D, N, 2]`. Masks are boolean, True = keep.
 """

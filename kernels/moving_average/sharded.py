@@ -20,8 +20,8 @@ def average(
     shard.check(name, x.shape[1])
     if truncation is not None and truncation < shard.total:
         raise ValueError(
-            f"{name}: truncation={truncation} is below the {shard.total} positions of the whole sequence, and an "
-            "average over several ranks never forgets; leave truncation out"
+            f"{name}: truncation={truncation} is below the {shard.total} positions of the complete sequence, but "
+            "averages over several ranks do not support truncation; omit truncation"
         )
     call |= {"x": x, "parameters": parameters, "skip": skip, "mask": mask}
     dtype, channels = working_dtype(x, parameters), x.shape[2]

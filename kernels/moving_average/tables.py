@@ -186,13 +186,13 @@ def _complex_chunk_maps_backward(of, chunk, *gradients):
 def _of_channels(of, chunk, grad_taps, grad_inward, grad_outward, grad_decay):
     powers, weight_out = _table(of, chunk + 1), torch.view_as_complex(of.weight_out)
     now, later = powers[:chunk], powers[1:]
-    # The derivative for a complex number x + i y is that for x, less i times that for y; the way out is conjugate.
+    # The derivative for a complex number x + i y is that for x, less i times that for y; the output side is conjugate.
     sums, slopes = _sums(_rows(grad_inward).flip(0).conj_physical_().mul_(now))
     out_sums, out_slopes = _sums(_rows(grad_outward).mul_(later))
     tap_sums, tap_slopes = _sums(torch.view_as_complex(torch.view_as_real(now) * grad_taps.t()[..., None, None]))
     grad_out = torch.addcmul(out_sums, of.weight_in, tap_sums)
     grad_in = sums.real + (weight_out * tap_sums).real
-    out_slopes = out_slopes + out_sums + of.weight_in * tap_slopes  # the first way out is q, not 1
+    out_slopes = out_slopes + out_sums + of.weight_in * tap_slopes  # the first output power is q, not 1
     last = torch.view_as_complex(grad_decay).conj() * powers[chunk]
     return _of_slopes(of.weight_in * slopes + weight_out * out_slopes + chunk * last, grad_in, grad_out)
 

@@ -43,7 +43,7 @@ def average(
 def chunk_length(x, stateful):
     """Return the positions in a chunk of x `[B, T, D]`; 0 = no chunks, an FFT of all positions is faster."""
     if torch.compiler.is_compiling():
-        return CHUNK  # a compiled program does not look at the length: one serves all
+        return CHUNK  # a compiled program must not depend on the length
     positions, length = x.shape[0] * x.shape[1], x.shape[1]
     if positions < MANY_POSITIONS and not stateful:
         return 0
@@ -51,7 +51,7 @@ def chunk_length(x, stateful):
 
 
 def damped_step(x, state, coefficients, skip, mask):
-    """Return `reference.damped_step`, but add (q - 1) h: over thousands of steps the rounding error of q adds up."""
+    """Return `reference.damped_step`, but add (q - 1) h: rounding errors of q would accumulate over many steps."""
     change, weight_in, weight_out = coefficients
     kept = x if mask is None else x.masked_fill(~mask[:, None], 0.0)
     after = torch.addcmul(state, state, change).addcmul_(weight_in, kept[..., None].to(change.dtype))
@@ -142,10 +142,10 @@ def _lag_sums(products, center):
 
 
 def _carry(gains, decay, first, forward, backward):
-    """Return the states before each chunk, s_i = q^C s_{i-1} + gains_{i-1}, `[D, B, chunks, N']`, in place of `gains`.
+    """Return the states before each chunk, s_i = q^C s_{i-1} + gains_{i-1}, `[D, B, chunks, N']`, stored in `gains`.
 
-    `decay`: q^C - 1; where it is complex, pairs of states are complex numbers. `first`: the states to begin with, `[D,
-    B, N']`. `forward`, `backward`: the slices of the states that run with time and against it.
+    `decay` is q^C - 1; if it is complex, pairs of states are complex numbers. `first` contains the initial states, `[D,
+    B, N']`. `forward` and `backward` are the slices of the states of each time direction.
     """
     carried = gains.new_empty(gains.shape[2], *gains.shape[:2], gains.shape[3])
     carried[0] = first
@@ -160,7 +160,7 @@ def _carry(gains, decay, first, forward, backward):
 
 
 def _numbers(states, decay):
-    """Return states as the numbers that `decay` multiplies: pairs as complex numbers where it is complex."""
+    """Return states in the form that `decay` multiplies: pairs as complex numbers if it is complex."""
     return torch.view_as_complex(states.unflatten(-1, (-1, 2))) if decay.is_complex() else states
 
 
@@ -209,9 +209,9 @@ def _scan_backward(gradient, grad_last, chunks, taps, center, inward, outward, d
 
 
 def _decay_gradient(gradients, states):
-    """Return the sums of complex gradients times conjugate states, all as pairs `[D, R, 2 N]`: pairs `[D, 2 N]`.
+    """Return the sums of complex gradients times conjugate states: `[D, R, 2 N]` to `[D, 2 N]`, all as pairs.
 
-    A product of all states with all takes less time and memory than one of complex tensors and its sum.
+    A matrix product of all states takes less time and memory than a product of complex tensors and a sum.
     """
     products = (gradients.mT @ states).unflatten(2, (-1, 2)).unflatten(1, (-1, 2)).diagonal(0, 1, 3)
     real, imaginary = products[:, 0, 0] + products[:, 1, 1], products[:, 1, 0] - products[:, 0, 1]
@@ -219,7 +219,7 @@ def _decay_gradient(gradients, states):
 
 
 def _blocks(x):
-    """Return slices of the channels on a CPU; elsewhere many small kernels cost more than the memory they save."""
+    """Return slices of the channels on CPU; on other devices many small kernels cost more than the memory they save."""
     batch, length, channels = x.shape
     size = channels
     if x.device.type == "cpu":
@@ -237,7 +237,7 @@ def _rows(x, mask, multiple):
 
 
 def _maps(of, skip, channels, chunk, length, shift):
-    """Return the lags, the maps of chunks, without chunks 3 times None, and tables for the backward pass.
+    """Return the lags, the maps of chunks (None without chunks), and tables for the backward pass.
 
     The skip of a complex average is added to lag 0.
     """
@@ -252,7 +252,7 @@ def _maps(of, skip, channels, chunk, length, shift):
 
 
 def _keep(of, taps, maps, kept):
-    """Return the results of `_maps` that the backward pass does not compute again: those of a real average."""
+    """Return the results of `_maps` that the backward pass does not recompute: those of a real average."""
     return [taps, *(table for table in maps if table is not None), *kept] if of.turn is None else []
 
 

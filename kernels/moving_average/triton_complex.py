@@ -1,11 +1,11 @@
-"""The complex average in Triton: a scan in registers, in chunks that run side by side, forward and backward.
+"""The complex average in Triton: a scan in registers, in chunks that run in parallel, forward and backward.
 
-The division into programs is that of `damped_ema`: a program of one warp walks through one chunk with the states of
-BLOCK_D channels in two tiles `[BLOCK_N, BLOCK_D]`, real and imaginary parts. States are laid out `[..., 2, N, D]`.
+The division into programs is that of `damped_ema`: a program of one warp processes one chunk with the states of BLOCK_D
+channels in two tiles `[BLOCK_N, BLOCK_D]`, real and imaginary parts. The layout of states is `[..., 2, N, D]`.
 
-The backward pass stores no states. One more scan of x carries, beside every state, its derivative with respect to q,
-s_t = q s_{t-1} + h_{t-1}. The gradient of x is a scan of the gradient against the time: r_t = g dy_t + q r_{t+1}, where
-r is a complex derivative, dL = Re(r dh); what arrives at a position, q r_{t+1}, is what is carried.
+The backward pass stores no states. A second scan of x computes each state and its derivative with respect to q,
+s_t = q s_{t-1} + h_{t-1}. The gradient of x is a scan of the gradient in reversed time: r_t = g dy_t + q r_{t+1}, where
+r is a complex derivative, dL = Re(r dh); the carried value is q r_{t+1}.
 """
 
 import math
@@ -31,7 +31,7 @@ def _load(pointer, rows, states, tile):
 
 @triton.jit
 def _rate(factors, rows, states, tile, UNROLL: tl.constexpr):
-    """Return q, and the share of a state that is lost to the rounding of q in UNROLL steps."""
+    """Return q, and the part of a state that is lost to the rounding of q in UNROLL steps."""
     q_real, q_imaginary = _load(factors, rows, states, tile)
     lost_real, lost_imaginary = _load(factors + 2 * states, rows, states, tile)
     return q_real, q_imaginary, lost_real * UNROLL, lost_imaginary * UNROLL
@@ -44,9 +44,10 @@ def _ends_kernel(
     N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr, SLOPE: tl.constexpr,
     GRADIENT: tl.constexpr,
 ):  # fmt: skip
-    """Write the states with which a chunk ends if it starts from zero, the first one from `starts`.
+    """Write the states at the end of a chunk with zero initial states; the first chunk starts from `starts`.
 
-    SLOPE: with their derivatives with respect to q. GRADIENT: against the time. Program `(block, chunk, sequence)`.
+    SLOPE: also write their derivatives with respect to q. GRADIENT: run in reversed time. Program `(block, chunk,
+    sequence)`.
     """
     block, sequence, row, first, size, number, slot, begin, count = place(cu_seqlens, length, chunk, chunks, blocks)
     if count <= 0:
@@ -107,7 +108,7 @@ def _carry_kernel(
     ends, factors, starts, own_blocks, cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,
     N: tl.constexpr, BLOCK: tl.constexpr, SLOPE: tl.constexpr, GRADIENT: tl.constexpr,
 ):  # fmt: skip
-    """Replace the states with which chunks end by those before them, in the direction of the scan.
+    """Replace the states at the ends of chunks by those before the chunks, in the direction of the scan.
 
     Program `(block of states, sequence)`.
     """
@@ -138,7 +139,7 @@ def _carry_kernel(
             slope_end_real, slope_end_imaginary = _load(values + 2 * states, 0, states, tile)
             tl.store(values + 2 * states, slope_real, tile)
             tl.store(values + 3 * states, slope_imaginary, tile)
-            # The end of the first chunk has what its start, if any, becomes.
+            # The end of the first chunk includes the decayed initial states.
             turned_real, turned_imaginary = _times(slope_real, slope_imaginary, power_real, power_imaginary)
             gained_real, gained_imaginary = _times(real, imaginary, by_real, by_imaginary)
             slope_real = slope_end_real + tl.where(step == 0, 0.0, slope_real + turned_real + gained_real)
@@ -156,10 +157,10 @@ def _scan_kernel(
     stride_b, stride_t, stride_d, x_stride_b, x_stride_t, x_stride_d,
     N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr, GRADIENT: tl.constexpr,
 ):  # fmt: skip
-    """Write the average with the skip, and the states behind the last step to `last`.
+    """Write the average with the skip, and the states after the last step to `last`.
 
-    GRADIENT: `signal` is the gradient of the result, the scan runs against the time, the result is the gradient of x,
-    and `sums` get the sum of the real part of the states times x.
+    GRADIENT: `signal` is the gradient of the result, the scan runs in reversed time, the result is the gradient of x,
+    and `sums` receives the sum of the real part of the states times x.
     """
     block, sequence, row, first, size, number, slot, begin, count = place(cu_seqlens, length, chunk, chunks, blocks)
     if (count <= 0) & (number > 0):
@@ -232,8 +233,10 @@ def _gradient_kernel(
     stride_b, stride_t, stride_d, x_stride_b, x_stride_t, x_stride_d,
     N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr, CARRIED: tl.constexpr,
 ):  # fmt: skip
-    """Write the sums of gradient times state and the gradient of q over a chunk, `[slots, 4, N, D]`, as real and
-    imaginary parts of complex derivatives; and the gradient of the skip."""
+    """Write the sums of gradient times state, and the gradients of q and of the skip, over a chunk.
+
+    The sums are `[slots, 4, N, D]`, as real and imaginary parts of complex derivatives.
+    """
     block, sequence, row, first, size, number, slot, begin, count = place(cu_seqlens, length, chunk, chunks, blocks)
     if (count <= 0) & (number > 0):
         return
@@ -306,7 +309,10 @@ def _step_kernel(
     x, state, change, weight_in, weight_out, skip, mask, output, next_state, channels, blocks, stride_b, stride_d,
     N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Take one position; all but x and the skip are real pairs `[..., D, N, 2]`. Program `(block, row)`."""
+    """Process one position; all arguments except x and the skip are real pairs `[..., D, N, 2]`.
+
+    Program `(block, row)`.
+    """
     program = tl.program_id(0).to(tl.int64)
     row = program // blocks
     n, d = tl.arange(0, BLOCK_N)[None, :], program % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -319,10 +325,10 @@ def _step_kernel(
     value = tl.load(x + row * stride_b + d * stride_d, inside, other=0.0).to(tl.float32)
     if mask is not None:
         value = tl.where(tl.load(mask + row), value, 0.0)
-    # q - 1, not q: thousands of steps add up the rounding error of q.
+    # q - 1, not q: rounding errors of q would accumulate over many steps.
     gain_real, gain_imaginary = _times(real, imaginary, change_real, change_imaginary)
     gain_real += tl.load(weight_in + rows, tile, other=0.0) * value[:, None]
-    if mask is not None:  # a dropped position leaves the state as it is
+    if mask is not None:  # masked positions do not change the state
         keep = tl.load(mask + row)
         gain_real, gain_imaginary = tl.where(keep, gain_real, 0.0), tl.where(keep, gain_imaginary, 0.0)
     real += gain_real
@@ -338,7 +344,7 @@ def _step_kernel(
 
 
 def _factors(log_decay, turn, chunk):
-    """Return q, the share of it that is lost to rounding, q^C - 1 and C q^(C-1), `[4, 2, N, D]` float32."""
+    """Return q, the part of it that is lost to rounding, q^C - 1 and C q^(C-1), `[4, 2, N, D]` float32."""
     log_q = torch.complex(log_decay.double(), (turn - torch.round(turn)) * (2 * math.pi))
     q = torch.exp(log_q)
     rounded = q.to(torch.complex64)
@@ -349,12 +355,12 @@ def _factors(log_decay, turn, chunk):
 
 
 def planes(states):
-    """Return pairs `[..., D, N, 2]` as `[..., 2, N, D]`, and the other way round."""
+    """Convert pairs `[..., D, N, 2]` to `[..., 2, N, D]`, or back."""
     return None if states is None else states.transpose(-1, -3).contiguous()
 
 
 def _fitting(plan):
-    """Return the plan with 8 complex states for a thread."""
+    """Return the plan with 8 complex states per thread."""
     return plan._replace(block=max(1, min(32, 256 // triton.next_power_of_2(plan.states))))
 
 
@@ -401,7 +407,7 @@ def _scan(plan, signal, mask, factors, weights, skip, starts, output, last, x=No
 
 
 def forward(x, mask, skip, log_decay, turn, weight_in, weight_out, initial, return_state, cu_seqlens, max_seqlen):
-    """Return the result and the final states `[S, D, N, 2]`, empty unless asked for."""
+    """Return the result and the final states `[S, D, N, 2]`, empty unless requested."""
     weights, initial = (planes(weight_in[..., None]), planes(weight_out)), planes(initial)
 
     def run(plan):
@@ -427,7 +433,7 @@ def backward(
         plan = _fitting(plan)
         factors, options = _factors(log_decay, turn, plan.chunk), {"num_warps": 1, "num_stages": 1}
         starts = _states_before(plan, x, mask, factors, weights, planes(initial), slope=True)
-        # Ragged sequences leave slots unused.
+        # Varlen sequences leave slots unused.
         sums = factors.new_zeros(plan.slots, 4, plan.states, plan.channels)
         skip_sums = factors.new_zeros(plan.slots, plan.channels)
         triton_launch.launch(

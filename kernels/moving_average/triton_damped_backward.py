@@ -1,8 +1,8 @@
 """Backward pass of the damped EMA in Triton: no states are stored.
 
-The gradients of the parameters come from one more scan of x that carries, beside every state, its derivative with
-respect to q, which follows s_t = q s_{t-1} + h_{t-1}. The gradient of x is the scan of the result's gradient against
-the direction, with the two weights exchanged.
+The gradients of the parameters come from a second scan of x, which computes each state and its derivative with respect
+to q, s_t = q s_{t-1} + h_{t-1}. The gradient of x is the scan of the result's gradient in reversed time with the two
+weights exchanged.
 """
 
 import torch
@@ -162,13 +162,13 @@ def _parameter_sums(plan, gradient, last_gradient, x, mask, skip, coefficients, 
     """Return the gradient of the average, both sums of `_gradient_kernel`, `[N, R]`, and the gradient of the skip."""
     log_q, weight_in, _ = coefficients
     starts = states_before(plan, x, mask, log_q, weight_in if scaled else None, initial_state, slope=True)
-    # Ragged sequences leave slots unused.
+    # Varlen sequences leave slots unused.
     sums = log_q.new_zeros(plan.directions, plan.slots, 2, plan.states, plan.channels)
     received, other, skip_sums = gradient, None, log_q.new_zeros(plan.slots if skip is not None else 0, plan.channels)
     if skip is not None:
         gradient = log_q.new_empty(x.shape)
         if plan.directions == 2:
-            # The forward pass does not keep it: it is as large as x in float32, and quick to compute again.
+            # The forward pass does not store it: it is as large as x in float32, and fast to recompute.
             other = scan(plan, 1, x, mask, coefficients, starts, log_q.new_empty(x.shape))
     finish = (None,) * 4 if skip is None else (skip, other, gradient, skip_sums)
     for direction in range(plan.directions):

@@ -1,11 +1,11 @@
-"""Forward pass of the damped EMA in Triton: a scan in registers, in chunks that run side by side.
+"""Forward pass of the damped EMA in Triton: a scan in registers, in chunks that run in parallel.
 
-A program walks through one chunk of one sequence with the states of BLOCK_D channels in a tile `[BLOCK_N, BLOCK_D]`.
-The states before each chunk come from two small kernels: one computes the states with which each chunk would end if it
-started from zero, the other carries them from chunk to chunk. Everything per state is laid out `[..., N, D]`.
+A program processes one chunk of one sequence with the states of BLOCK_D channels in a tile `[BLOCK_N, BLOCK_D]`. Two
+small kernels compute the states before each chunk: one computes the states at the end of each chunk with zero initial
+states, the other carries them from chunk to chunk. The layout of per-state values is `[..., N, D]`.
 
-`tl.multiple_of(d, 1)` hides from the compiler that blocks start at larger multiples: it would let a thread load four
-channels of every fourth state at once. This way a thread holds columns of the tile, and sums over states need no other.
+`tl.multiple_of(d, 1)` hides from the compiler that blocks start at larger multiples. Otherwise a thread would load four
+channels of every fourth state at once. With it, a thread holds columns of the tile, and sums over states stay in it.
 """
 
 from collections.abc import Callable
@@ -17,9 +17,9 @@ import triton.language as tl
 
 from luna_mega.kernels.common import triton_choice, triton_launch
 
-# Chunks are no shorter.
+# Minimum length of chunks.
 SHORTEST_CHUNK = 64
-# States that decay faster are as good as forgotten, and a quotient by q must not overflow.
+# States with faster decay are negligible, and a quotient by q must not overflow.
 LOWEST_LOG_Q = tl.constexpr(-46.0)
 
 
@@ -34,9 +34,9 @@ def _minus_one(log_q):
 
 @triton.jit
 def decay(log_q, STEPS: tl.constexpr):
-    """Return q, and the share of a state that is lost to the rounding of q in STEPS steps.
+    """Return q, and the part of a state that is lost to the rounding of q in STEPS steps.
 
-    Over thousands of steps this error would add up where q is close to 1.
+    If q is close to 1, this error would accumulate over thousands of steps.
     """
     log_q = tl.maximum(log_q, LOWEST_LOG_Q)
     near, slow = _minus_one(log_q), log_q > -0.5
@@ -46,8 +46,11 @@ def decay(log_q, STEPS: tl.constexpr):
 
 @triton.jit
 def place(cu_seqlens, length, chunk, chunks, blocks):
-    """Return the place of this program: the block of channels; the sequence, its row of the batch, its first position
-    there and its length; the chunk, its slot among the values kept per chunk, its first position and its length."""
+    """Return the block of channels, the sequence and the chunk of this program.
+
+    The sequence is given by its index, batch row, first position and length; the chunk by its index, its slot among the
+    values stored per chunk, its first position and its length.
+    """
     program = tl.program_id(0).to(tl.int64)
     item = program // blocks
     sequence, number = item // chunks, item % chunks
@@ -56,7 +59,7 @@ def place(cu_seqlens, length, chunk, chunks, blocks):
     else:
         row, first = sequence * 0, tl.load(cu_seqlens + sequence).to(tl.int64)
         size = tl.load(cu_seqlens + sequence + 1).to(tl.int64) - first
-        # The slots are distinct: a sequence has at most one chunk more than whole chunks fit into its positions.
+        # The slots are distinct: a sequence has at most one chunk more than complete chunks fit into its positions.
         slot = tl.where(chunks == 1, sequence, first // chunk + sequence + number)
     begin = number * chunk
     return program % blocks, sequence, row, first, size, number, slot, begin, tl.minimum(size - begin, chunk)
@@ -64,7 +67,7 @@ def place(cu_seqlens, length, chunk, chunks, blocks):
 
 @triton.jit
 def tile_of(block, channels, N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return the states and channels of a block, which of the channels exist, and which states of channels."""
+    """Return the states and channels of a block, a mask of existing channels, and a mask of existing states."""
     n, d = tl.arange(0, BLOCK_N)[:, None], tl.multiple_of(block * BLOCK_D + tl.arange(0, BLOCK_D), 1)
     inside = d < channels
     return n, d, inside, (n < N) & inside[None, :]
@@ -72,7 +75,7 @@ def tile_of(block, channels, N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl
 
 @triton.jit
 def position(step, count, UNROLL: tl.constexpr, REVERSED: tl.constexpr):
-    """Return the position of a step in its chunk; REVERSED: positions behind the last one come first."""
+    """Return the position of a step in its chunk; REVERSED: positions after the last one come first."""
     return tl.cdiv(count, UNROLL) * UNROLL - 1 - step if REVERSED else step
 
 
@@ -83,7 +86,7 @@ def _ends_kernel(
     N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr, FLIPPED: tl.constexpr,
     SLOPE: tl.constexpr,
 ):  # fmt: skip
-    """Write the states with which a chunk ends if it starts from zero; SLOPE: with their derivatives with respect to q.
+    """Write the states at the end of a chunk with zero initial states; SLOPE: also their derivatives with respect to q.
 
     Program `(block of channels, chunk, sequence; direction)`. FLIPPED: direction 0 runs from the end, 1 from the start.
     """
@@ -102,7 +105,7 @@ def _ends_kernel(
     slope = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     values = signal + row * stride_b + (first + begin) * stride_t + d * stride_d
     token = row * length + first + begin
-    # From the end, positions behind the last come first, and leave the states 0.
+    # From the end, positions after the last come first and keep the states at 0.
     start_at = tl.where(from_end, tl.cdiv(count, UNROLL) * UNROLL - 1, 0)
     step = tl.where(from_end, -1, 1)
     for start in range(0, count, UNROLL):
@@ -134,7 +137,7 @@ def _carry_kernel(
     ends, log_q, starts, own_blocks, cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,
     N: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, FLIPPED: tl.constexpr, SLOPE: tl.constexpr,
 ):  # fmt: skip
-    """Replace the states with which each chunk would end from zero by the states before it, in its direction.
+    """Replace the states at the end of each chunk by the states before it, in its direction.
 
     The first states are `starts` `[S, N, D]`; their slope is 0. Program `(block of states, sequence; direction)`.
     """
@@ -197,7 +200,7 @@ def _scan_kernel(
     """Write one direction of the average of `signal` plus `other`, finished: silu(average + skip signal).
 
     GRADIENT: `signal` is the gradient of an average, the two weights are exchanged, and the result is the gradient of
-    x, masked average + skip signal; `sums` get the sum of state times x. The states after the last step go to `last`.
+    x, masked average + skip signal; `sums` receives the sum of state times x. The final states are written to `last`.
     """
     block, sequence, row, first, size, number, slot, begin, count = place(cu_seqlens, length, chunk, chunks, blocks)
     if (count <= 0) & (number > 0):
@@ -274,7 +277,7 @@ def _scan_kernel(
 
 
 class Configuration(NamedTuple):
-    """The programs of one warp that a pass should have per processor, and the positions that are loaded together."""
+    """The number of single-warp programs per multiprocessor for a pass, and the positions that are loaded together."""
 
     programs: int
     unroll: int
@@ -284,7 +287,7 @@ CONFIGURATIONS = tuple(Configuration(*numbers) for numbers in ((8, 8), (4, 8), (
 
 
 class Plan(NamedTuple):
-    """The division of a call into programs. `slots`: places for values per chunk; ragged calls leave some unused."""
+    """The division of a call into programs. `slots` store values per chunk; varlen calls leave some unused."""
 
     cu_seqlens: torch.Tensor | None
     sequences: int
@@ -320,7 +323,7 @@ class Plan(NamedTuple):
 
 
 def make_plan(configuration: Configuration, x, log_q, shift, cu_seqlens, max_seqlen) -> Plan:
-    """Return the division of a call into programs of one configuration."""
+    """Return the division of a call into programs for one configuration."""
     batch, length, channels = x.shape
     states, width = log_q.shape
     sequences, longest = (batch, length) if cu_seqlens is None else (len(cu_seqlens) - 1, max_seqlen)
@@ -337,7 +340,7 @@ def make_plan(configuration: Configuration, x, log_q, shift, cu_seqlens, max_seq
 
 
 def choose(kernel, run: Callable[[Plan], tuple], x, log_q, shift, cu_seqlens, max_seqlen) -> tuple:
-    """Return the result of `run` for the plan of the configuration that is chosen."""
+    """Return the result of `run` for the plan of the selected configuration."""
     (batch, length, channels), (states, width) = x.shape, log_q.shape
     sequences, longest = (batch, length) if cu_seqlens is None else (len(cu_seqlens) - 1, max_seqlen)
     kind = [x.dtype, f"{states} states", *(["bidirectional"] if width > channels else [])]
@@ -352,7 +355,7 @@ def choose(kernel, run: Callable[[Plan], tuple], x, log_q, shift, cu_seqlens, ma
 def states_before(plan, signal, mask, log_q, weight, initial, *, flipped=False, slope=False):
     """Return the states before every chunk, `[directions, slots, N, D]`; with slopes `[directions, 2, slots, N, D]`.
 
-    The signal enters them times `weight`, None = 1. With one chunk per sequence they are `initial`.
+    The signal is multiplied by `weight`, None = 1. With one chunk per sequence the states are `initial`.
     """
     if plan.chunks == 1:
         return [initial] * plan.directions
@@ -405,7 +408,7 @@ def scan(
 
 
 def forward(x, mask, skip, log_q, weight_in, weight_out, initial_state, return_state, shift, cu_seqlens, max_seqlen):
-    """Return the result and the final states `[S, N, D]`, empty unless asked for."""
+    """Return the result and the final states `[S, N, D]`, empty unless requested."""
     coefficients, scaled = (log_q, weight_in, weight_out), initial_state is not None
 
     def run(plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,7 +13,7 @@ def _step_kernel(
     stride_b, stride_d, scale,
     N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Take one position of the causal average, from the logits on. Program `(block of channels, row of the batch)`."""
+    """Process one position of the causal average, from the logits. Program `(block of channels, batch row)`."""
     program = tl.program_id(0).to(tl.int64)
     row = program // blocks
     n, d = tl.arange(0, BLOCK_N)[None, :], program % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -26,7 +26,7 @@ def _step_kernel(
     exit = scale * tl.load(projection + rows, tile, other=0.0).to(tl.float32)
     value = tl.load(x + row * stride_b + d * stride_d, inside, other=0.0).to(tl.float32)
     before = tl.load(state + row * channels * N + rows, tile, other=0.0)
-    # q - 1, not q: thousands of steps add up the rounding error of q.
+    # q - 1, not q: rounding errors of q would accumulate over many steps.
     after = before - gate * damping * before + entry * value[:, None]
     if mask is not None:
         after = tl.where(tl.load(mask + row), after, before)

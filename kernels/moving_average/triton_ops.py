@@ -1,4 +1,4 @@
-"""Both averages by Triton kernels, as custom operators."""
+"""Both averages with Triton kernels, as custom operators."""
 
 import torch
 
@@ -30,7 +30,7 @@ def damped_ema(
     x, coefficients, skip=None, mask=None, shift=False, initial_state=None, return_state=False,
     cu_seqlens=None, max_seqlen=0,
 ):  # fmt: skip
-    """Return `reference.damped_ema` without truncation, of padding-free sequences if `cu_seqlens` is given."""
+    """Return `reference.damped_ema` without truncation, for varlen sequences if `cu_seqlens` is given."""
     log_decay, _, *weights = coefficients
     # A program reads adjacent channels, so channels are the last dimension.
     coefficients = (rows.mT.contiguous() for rows in (log_decay, *weights))
@@ -44,7 +44,7 @@ def damped_ema(
 def complex_ema(
     x, coefficients, skip=None, mask=None, initial_state=None, return_state=False, cu_seqlens=None, max_seqlen=0
 ):
-    """Return `reference.complex_ema`, of padding-free sequences if `cu_seqlens` is given."""
+    """Return `reference.complex_ema`, for varlen sequences if `cu_seqlens` is given."""
     output, last = torch.ops.luna_mega.complex_ema_triton(
         x, mask, skip, *coefficients, initial_state, return_state, cu_seqlens, max_seqlen
     )
@@ -52,7 +52,7 @@ def complex_ema(
 
 
 def damped_step(x, state, parameters, skip, mask):
-    """Return `reference.damped_step` of the parameters: computing the coefficients would take longer than the step."""
+    """Return `reference.damped_step` from the parameters: computing coefficients would take longer than the step."""
     return torch.ops.luna_mega.damped_ema_step_triton(x, state, *parameters, skip, mask)
 
 

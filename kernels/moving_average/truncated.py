@@ -1,4 +1,4 @@
-"""The truncated average of a segment, and the state that it hands on."""
+"""The truncated average of a segment, and its state."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -11,10 +11,10 @@ from luna_mega.kernels.moving_average import reference
 
 
 class TruncatedEmaState(NamedTuple):
-    """The state of a truncated average: the states of all positions and of the forgotten ones, and recent inputs.
+    """The state of a truncated average: the states of all and of truncated positions, and recent inputs.
 
-    average `[B, D, N]`: states of all positions; forgotten `[B, D, N]`: states of the positions that are `truncation`
-    away or more; inputs `[B, truncation, D]`: the last inputs, which will be forgotten next.
+    `average` `[B, D, N]` contains the states of all positions, `forgotten` `[B, D, N]` those of positions at least
+    `truncation` away, and `inputs` `[B, truncation, D]` the last inputs, which will be truncated next.
     """
 
     average: torch.Tensor
@@ -32,7 +32,7 @@ def truncated(
     state: TruncatedEmaState | None,
     lengths: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, TruncatedEmaState]:
-    """Return the average of the last `truncation` inputs; `run` averages all inputs and returns its state too.
+    """Return the average of the last `truncation` inputs; `run` averages all inputs and also returns its state.
 
     The average of the older inputs is subtracted from the average of all inputs: it is the average `truncation`
     positions earlier, decayed by q^truncation. `lengths` `[B]`: the positions of each row until the state; None = all.

@@ -65,7 +65,7 @@ def from_coefficients(run: Callable, compute: Callable) -> Callable:
 
 
 def state_after(op: Op, coefficients: Callable, backend: str | None, call: dict, lengths: torch.Tensor) -> torch.Tensor:
-    """Return the states after the first `lengths` `[B]` positions of each row: they do not decay at dropped ones."""
+    """Return the states after the first `lengths` `[B]` positions of each row, without decay at dropped positions."""
     rows = {name: to_end(call[name], lengths) for name in ("x", "mask")}
     _, state = op(backend, call | rows | {"skip": None, "initial_state": None, "return_state": True})
     initial, dtype = call["initial_state"], working_dtype(call["x"], call["parameters"])

@@ -47,7 +47,7 @@ def understood(file):
 
 
 def outcome(file, folder, original):
-    """ "error" with one line and no files, "equal" to the original, or "warned"."""
+    """Return "error" with one line and no files, "equal" to the original, or "warned"."""
     try:
         tensors, config, warnings = understood(file)
     except ConversionError as error:

@@ -310,7 +310,7 @@ def test_numpy_numbers_are_values(tmp_path, make):
 
 
 def test_numpy_numbers_of_numpy_1(tmp_path, make):
-    """numpy before 2.0 pickles the same function under another module name."""
+    """NumPy before 2.0 pickles the same function under another module name."""
     state = make.bert(lr=numpy.float64(0.5))
     torch.save(state, tmp_path / "model.pt", _use_new_zipfile_serialization=False)
     content = (tmp_path / "model.pt").read_bytes()

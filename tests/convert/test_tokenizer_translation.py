@@ -62,7 +62,7 @@ def reference(text, symbols, merges):
 
 
 def remove_bpe(sentence):
-    """fairseq's `process_bpe_symbol` for `@@ `."""
+    """The `process_bpe_symbol` of fairseq for `@@ `."""
     return (sentence + " ").replace("@@ ", "").rstrip()
 
 

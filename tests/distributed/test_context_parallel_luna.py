@@ -129,7 +129,7 @@ def test_every_variant(ranks):
 
 @pytest.mark.slow
 def test_every_language_model(ranks):
-    """transformers computes losses of tokens in float32."""
+    """Token losses of transformers are float32."""
     cases = [("ForCausalLM", CAUSAL | more) for more in ({"causal_activation": "elu"}, {"pre_norm": True})]
     cases += [("ForMaskedLM", {"sparse_prediction": True}), ("ForConditionalGeneration", SEQ2SEQ | {"pre_norm": True})]
     check(ranks, 4, [(*case, side, torch.float64, False) for case in cases for side in ("left", "right")], 2e-6)

@@ -29,6 +29,7 @@ def compare(shard, function, whole, parts, same):
     """Return the maximum differences of outputs and gradients between a rank's sharded call and the complete call.
 
     Args:
+        shard: shard of this rank.
         function: called with the tensors of `parts`, those of `same` and keyword arguments; returns sharded tensors
             `[B, T, ...]` and tensors that are equal on all ranks.
         whole: keyword arguments of the complete call and of the sharded call.

@@ -44,7 +44,7 @@ def test_device_map_with_weights_on_disk(name, tmp_path):
 
 @pytest.mark.parametrize("name", cases.CASES)
 def test_names_are_of_this_instance(name, caplog):
-    """accelerate raises an error for an unknown class, transformers warns about an unused rule."""
+    """An unknown class raises an error in accelerate; an unused rule causes a warning of transformers."""
     model = cases.make(name)
     caplog.clear()  # the first configuration of a deprecated kind logs a message
     classes = {type(module).__name__ for module in model.modules()}

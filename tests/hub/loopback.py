@@ -244,8 +244,10 @@ class LoopbackHub:
         self.server.server_close()
 
     def fail(self, request: str, kind: int | str, times: int = 1000):
-        """The next `times` requests that match, as "PUT /lfs/.*", get an error status or, if `kind` is "cut", lose the
-        connection while they send the body. `faults.clear()` ends this."""
+        """Make the next `times` matching requests, such as "PUT /lfs/.*", fail with an error status.
+
+        If `kind` is "cut", the connection is closed while the body is sent. `faults.clear()` ends the failures.
+        """
         self.faulty, self.faults = request, [kind] * times
 
     def take_fault(self, request: str) -> int | str | None:

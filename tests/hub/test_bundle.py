@@ -210,7 +210,7 @@ def test_bundles_next_to_each_other_and_the_package(client, tmp_path, saved):
 
 
 def test_saved_again_it_is_still_a_bundle(stranger, tmp_path):
-    """transformers copies the imports of the saved model's class: this must be the code of all heads."""
+    """The imports of the saved model's class, which transformers copies, must be the code of all heads."""
     model, inputs = make("ForSequenceClassification"), head_inputs("ForSequenceClassification", [7, 3])
     model.save_pretrained(tmp_path / "first")
     assert bundle(tmp_path / "first") == 0

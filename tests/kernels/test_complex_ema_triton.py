@@ -131,7 +131,7 @@ def test_one_of_two_outputs(device, output):
 
 @pytest.mark.slow
 def test_views(device):
-    """x and the gradient of the result in any strides."""
+    """Non-contiguous x and gradients of the result."""
     _, exact, inputs = exact_and_float32(10, masking="some")
 
     def call(x, *rest, **options):

@@ -197,7 +197,7 @@ def test_varlen_sequences_of_one_chunk_each(triton_device, kind):
 
 @pytest.mark.slow
 def test_views(device):
-    """x and the gradient of the result in any strides."""
+    """Non-contiguous x and gradients of the result."""
     _, exact, inputs = exact_and_float32(10, "bidirectional", "some")
 
     def call(x, *rest, **options):

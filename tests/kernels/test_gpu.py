@@ -1,5 +1,7 @@
-"""Checks of the kernels on a GPU: `make gpu`, or `PYTHONPATH=. python3 -m pytest -m gpu`. Without a GPU the kernels are
-interpreted, with few tokens."""
+"""Tests of the kernels on a GPU: `make gpu`, or `PYTHONPATH=. python3 -m pytest -m gpu`.
+
+Without a GPU the kernels are interpreted, with few tokens.
+"""
 
 import os
 import shutil

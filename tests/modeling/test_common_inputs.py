@@ -106,7 +106,7 @@ def test_invalid_candidates(family):
 
 @family
 def test_attention_implementations(family, tmp_path):
-    """ "sdpa" is the kernels, "eager" the same step by step; another one is no reason to change a model."""
+    """Only "sdpa" (the kernels) and "eager" (the reference) are supported; other values do not change the model."""
     model, inputs = family.make("ForMaskedLM"), luna.tokens([9, 4])
     assert model.config._attn_implementation == "sdpa"
     expected = model(**inputs).logits

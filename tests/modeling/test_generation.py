@@ -140,7 +140,7 @@ def test_generate_from_embeddings(decoder):
 
 @torch.no_grad()
 def test_generate_keeps_unmasked_padding_tokens(decoder):
-    """transformers drops a mask of ones; `forward` then treats the token as padding because there is no mask."""
+    """A mask of ones is dropped by transformers; `forward` then treats the token as padding."""
     ids = torch.tensor([[5, 1, 9, 1, 1, 4], [1, 8, 8, 1, 7, 1]])
     mask = torch.ones_like(ids)
     options = {"max_new_tokens": 1, "output_logits": True, "return_dict_in_generate": True}

@@ -201,7 +201,7 @@ def test_bad_input(family):
 
 @torch.no_grad()
 def test_encoder_and_decoder_configurations_state_their_role(model):
-    """transformers' generation suite sets `is_decoder` in every configuration of a model that writes."""
+    """The generation tests of transformers set `is_decoder` in every generative model's configuration."""
     config = model.config
     config.is_decoder = True
     again = type(model)(config).to(torch.float64).eval()

@@ -19,6 +19,10 @@ class Parity:
 
         Args:
             name: Name of the tensor; names with `grad` are gradients.
+            actual: Result of this package.
+            expected: Result of the original code.
+            atol: Absolute tolerance.
+            rtol: Relative tolerance.
             keep: Bool tensor over the leading dimensions, True = compare.
             scaled: Multiply `atol` by the largest expected value if that is above 1, as for the outputs of Mega models.
                 Float32 sums depend on the CPU, and with an absolute tolerance the original would fail itself: its

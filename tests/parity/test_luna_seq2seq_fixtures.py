@@ -124,7 +124,7 @@ def test_reordering(fixture, model, parity):
 @torch.no_grad()
 @pytest.mark.parametrize("search", SEARCHES)
 def test_generate(fixture, model, parity, search):
-    """fairseq's generator, with the settings of docs/checkpoint_formats.md; `generation_config.json` has the others."""
+    """The generator of fairseq, with the settings of docs/checkpoint_formats.md and `generation_config.json`."""
     io, words = fixture.io, [token for token in range(model.lm_head.out_features) if token != PAD]
     batches = {key.split(".")[0] for key in io if f".{search}.tokens" in key}
     assert batches

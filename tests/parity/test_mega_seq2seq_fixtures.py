@@ -108,7 +108,7 @@ def test_steps(case, parity):
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("name", BEAMS)
 def test_generate(case, parity, name):
-    """fairseq's beams, with the settings of docs/checkpoint_formats.md; `generation_config.json` has the others."""
+    """Beam search of fairseq, with the settings of docs/checkpoint_formats.md and `generation_config.json`."""
     io, (beams, penalty) = case.io, BEAMS[name]
     assert set(BEAMS) == {key.rpartition(".")[0] for key in io if key.startswith("gen_")}
     longest = case.meta["generation"]["max_len_b"]
