@@ -158,7 +158,7 @@ class Op:
             return ragged.unpad(result, cu_seqlens, total)
         return ragged.unpad(result[0], cu_seqlens, total), *result[1:]
 
-    def refuse_beside(self, shard: ContextShard | None, **arguments) -> None:
+    def check_shard_options(self, shard: ContextShard | None, **arguments) -> None:
         """Raise `ValueError` if the shard is combined with one of the arguments."""
         given = [name for name, value in arguments.items() if value is not None and value is not False]
         if shard is not None and given:
@@ -174,10 +174,10 @@ class Op:
         """
         chosen, reason = self.decide(backend, device, unsupported)
         if device.type == "cuda" and reason.startswith(_FALLBACK) and not torch.compiler.is_compiling():
-            told = f"{self.name} runs on {chosen!r}: {reason}"
-            if told not in _told:
-                _told.add(told)
-                logger.warning(told)
+            message = f"{self.name} runs on {chosen!r}: {reason}"
+            if message not in _warned:
+                _warned.add(message)
+                logger.warning(message)
         return chosen
 
     def decide(self, backend: str | None, device: torch.device, unsupported: str | None = None) -> tuple[str, str]:
@@ -205,7 +205,7 @@ def for_ranks(compute: Callable, backends: dict[str, Callable]) -> dict[str, Cal
 
 
 _FALLBACK = "no Triton kernel: "
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
 @torch.compiler.assume_constant_result

@@ -175,7 +175,7 @@ def luna_attention(
 
 
 def _attend(op, query, key, value, mask, dropout, return_weights, backend, cu_seqlens, max_seqlen, shard=None):
-    op.refuse_beside(shard, return_weights=return_weights, cu_seqlens=cu_seqlens)
+    op.check_shard_options(shard, return_weights=return_weights, cu_seqlens=cu_seqlens)
     _check(op, query, key, value, mask, dropout, cu_seqlens)
     if cu_seqlens is not None:
         total = (query if op is UNPACK else key).shape[1]

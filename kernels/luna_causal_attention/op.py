@@ -147,7 +147,7 @@ def luna_causal_attention(
         _check_ragged(ATTEND.name, query, (pack_key, key, value), mask)
         max_seqlen = ragged.check(ATTEND.name, cu_seqlens, max_seqlen, query.shape[1])
         batch = cu_seqlens.numel() - 1
-    ATTEND.refuse_beside(shard, state=state, cu_seqlens=cu_seqlens)
+    ATTEND.check_shard_options(shard, state=state, cu_seqlens=cu_seqlens)
     call = _named(query, pack_query, pack_key, key, value, mask, pack_mask, activation, state, dropout)
     _check(ATTEND.name, batch, **call)
     *result, state = ATTEND(backend, call, cu_seqlens, max_seqlen, return_weights, shard)

@@ -12,8 +12,8 @@ from luna_mega.kernels.moving_average.wiring import (
     from_coefficients,
     from_parameters,
     make_average,
-    refuse,
     state_after,
+    unsupported_reason,
 )
 
 # The limit of the Triton kernels, which store the states of a channel in registers.
@@ -39,7 +39,7 @@ def _triton_step(x, state, coefficients, skip, mask):
 
 
 def _unsupported(x, parameters, **_):
-    return refuse(x, parameters, MAX_STATES)
+    return unsupported_reason(x, parameters, MAX_STATES)
 
 
 def _reference_step(x, state, parameters, coefficients, skip, mask):
@@ -137,7 +137,7 @@ def complex_ema(
     """
     check_sequences("complex_ema", x, mask, "channels")
     parameters = (input_logit, damping_logit, phase_logit, projection)
-    EMA.refuse_beside(shard, initial_state=initial_state, return_state=return_state, cu_seqlens=cu_seqlens)
+    EMA.check_shard_options(shard, initial_state=initial_state, return_state=return_state, cu_seqlens=cu_seqlens)
     check_lengths("complex_ema", lengths, x, mask, return_state, cu_seqlens)
     sequences, max_seqlen = count_sequences("complex_ema", x, cu_seqlens, max_seqlen, "channels")
     _check("complex_ema", x, parameters, skip, initial_state, sequences)

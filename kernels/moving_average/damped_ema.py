@@ -13,8 +13,8 @@ from luna_mega.kernels.moving_average.wiring import (
     from_coefficients,
     from_parameters,
     make_average,
-    refuse,
     state_after,
+    unsupported_reason,
 )
 
 # The limit of the Triton kernels, which store the states of a channel in registers.
@@ -44,7 +44,7 @@ def _unsupported(x, parameters, truncation=None, max_seqlen=None, **_):
     length = max_seqlen or x.shape[1]
     if truncation is not None and (torch.compiler.is_exporting() or truncation < length):
         return f"its average has no truncation, and truncation={truncation} is below the length {length}"
-    return refuse(x, parameters, MAX_STATES)
+    return unsupported_reason(x, parameters, MAX_STATES)
 
 
 def _unsupported_step(x, parameters, **_):
@@ -149,7 +149,7 @@ def damped_ema(
         truncation = None
     _check_sequence(x, input_logit, mask, shift, truncation, initial_state, return_state)
     parameters = (input_logit, damping_logit, expansion, projection)
-    EMA.refuse_beside(shard, initial_state=initial_state, return_state=return_state, cu_seqlens=cu_seqlens)
+    EMA.check_shard_options(shard, initial_state=initial_state, return_state=return_state, cu_seqlens=cu_seqlens)
     check_lengths("damped_ema", lengths, x, mask, return_state, cu_seqlens)
     if truncation is not None and (return_state or initial_state is not None):
         if cu_seqlens is not None:

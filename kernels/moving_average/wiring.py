@@ -77,7 +77,7 @@ def state_after(op: Op, coefficients: Callable, backend: str | None, call: dict,
         return state + times(decays, initial.to(dtype).reshape(decays.shape)).reshape(state.shape)
 
 
-def refuse(x: torch.Tensor, parameters: tuple[torch.Tensor, ...], most: int) -> str | None:
+def unsupported_reason(x: torch.Tensor, parameters: tuple[torch.Tensor, ...], most: int) -> str | None:
     """Return the reason why Triton kernels for up to `most` states per channel cannot compute a call, else None."""
     if working_dtype(x, parameters) == torch.float64:
         return "x or a parameter is float64"

@@ -102,7 +102,7 @@ def timestep_norm(
         True
     """
     check_sequences("timestep_norm", x, mask, "features")
-    NORM.refuse_beside(shard, initial_state=initial_state, return_state=return_state, cu_seqlens=cu_seqlens)
+    NORM.check_shard_options(shard, initial_state=initial_state, return_state=return_state, cu_seqlens=cu_seqlens)
     sequences, max_seqlen = count_sequences("timestep_norm", x, cu_seqlens, max_seqlen, "features")
     _check("timestep_norm", x, groups, weight, bias)
     call = {
