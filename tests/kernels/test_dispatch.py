@@ -109,7 +109,7 @@ def test_exported_programs_do_not_use_triton(op, gpu, monkeypatch):
 
 def test_gpu_fallback_warns_once(op, gpu, monkeypatch, caplog):
     """Once per reason; not if the caller chose the backend, for tensors on other devices, or while compiling."""
-    monkeypatch.setattr(_op, "_told", set())
+    monkeypatch.setattr(_op, "_warned", set())
     choose = api._OPS[op].choose
     for backend, device in ((None, "cpu"), ("torch", "cuda"), ("reference", "cuda")):
         choose(backend, torch.device(device), "of one reason")
@@ -118,7 +118,7 @@ def test_gpu_fallback_warns_once(op, gpu, monkeypatch, caplog):
     monkeypatch.undo()
     assert not caplog.records
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(_op, "_told", set())
+    monkeypatch.setattr(_op, "_warned", set())
     for reason in ("of one reason", "of one reason", "of another", None):
         assert choose(None, CUDA, reason) == ("torch" if reason else "triton")
     assert [(record.name, record.getMessage()) for record in caplog.records] == [
