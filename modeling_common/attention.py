@@ -63,11 +63,12 @@ def attend(
     else:
         options |= {"mask": window.mask, "start": window.start}
     options |= {"chunk_size": chunk_size, "offset": window.offset, "return_weights": return_weights}
+    result: Any
     if heads is not None:
-        attended = attend_by_head(query, window, heads, options)
+        result = attend_by_head(query, window, heads, options)
     else:
-        attended = gated_attention(query, window.keys, window.values, **options)
-    attended, weights = attended if return_weights else (attended, None)
+        result = gated_attention(query, window.keys, window.values, **options)
+    attended, weights = result if return_weights else (result, None)
     return (attended if window.places is None else attended[:, window.places]), weights
 
 
@@ -98,8 +99,8 @@ def attend_by_head(
         rows = {name: options[name] for name in ("mask", "start")}
         options |= {name: None if x is None else x.repeat_interleave(heads, 0) for name, x in rows.items()}
     tensors = (by_head(x, heads, varlen) for x in (query, window.keys, window.values))
-    attended = gated_attention(*tensors, heads=heads, **options)
-    attended, weights = attended if options["return_weights"] else (attended, None)
+    result: Any = gated_attention(*tensors, heads=heads, **options)
+    attended, weights = result if options["return_weights"] else (result, None)
     attended = attended.view(-1, heads, length, attended.shape[-1]).transpose(1, 2).flatten(2)
     return attended if weights is None else (attended, weights)
 

@@ -104,14 +104,14 @@ def read(
     past_key_values: Cache | None = None,
     use_cache: bool | None = None,
     grid: tuple[int, int] | None = None,
-    **given: torch.Tensor | None,
+    **values: torch.Tensor | None,
 ) -> Inputs:
     """Return the inputs of a forward pass in one process, after all checks."""
     past = cache = cross_cache = None
     if model.config.is_decoder or past_key_values is not None or use_cache:
         past = begin_cache(model, past_key_values, use_cache)
         cache, cross_cache = split_cache(past)
-    given, mask, output_weights = validate(model, given, grid, attention_mask, token_type_ids, cache, options)
+    given, mask, output_weights = validate(model, values, grid, attention_mask, token_type_ids, cache, options)
     shape = (given.shape[0], given.shape[1] if grid is None else grid[0] * grid[1])
     if mask is not None:
         mask = drop_if_full(mask)
@@ -150,7 +150,7 @@ def _read_source(
     """Return the inputs with the output of an encoder, unless the cache contains it already."""
     cached = check_source(model, inputs, states, attention_mask)
     mask = drop_if_full(read_mask("encoder_attention_mask", attention_mask))
-    layout = DenseLayout(mask)
+    layout: Layout = DenseLayout(mask)
     if states is not None and not cached:
         states = clean(states, mask)
         layout = close_gaps(mask) if model.closes_gaps else inputs.layout.of_source(states, mask)
@@ -194,7 +194,7 @@ def read_sequences(
     group = options.get("cp_group")
     with raise_together(group, torch.device("cpu") if given is None else given.device):
         mask = read_mask("attention_mask", attention_mask)
-        check_inputs(model, mask, **inputs)
+        check_inputs(model, mask, inputs)
         positions = options.get("position_ids") if mask is None else None
         shape = (0, 0) if given is None else (given.shape[0], given.shape[1])
         if find_padding_free(shape, None, positions, options) is not None:

@@ -10,11 +10,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from luna_mega.kernels.gated_attention.alignment import take
 from luna_mega.modeling_common.attention import KeyWindow
 from luna_mega.modeling_common.cache import StateCache
 from luna_mega.modeling_common.masks import can_look
-from luna_mega.modeling_common.pooling import LOCAL, Reductions
+from luna_mega.modeling_common.pooling import LOCAL, Reductions, take
 
 
 class Layout(Protocol):
@@ -101,7 +100,10 @@ class DenseLayout(NamedTuple):
     columns: torch.Tensor | None = None
     back: torch.Tensor | None = None
     lengths: torch.Tensor | None = None
-    reductions = LOCAL
+
+    @property
+    def reductions(self) -> Reductions:
+        return LOCAL
 
     def has_rows(self) -> bool:
         return True
@@ -119,10 +121,12 @@ class DenseLayout(NamedTuple):
         return x if self.back is None else take(x, self.back)
 
     def scatter_weights(self, weights: torch.Tensor, *dims: int) -> torch.Tensor:
-        for dim in dims if self.back is not None else ():
+        if (back := self.back) is None:
+            return weights
+        for dim in dims:
             shape = [1] * weights.dim()
-            shape[0], shape[dim] = self.back.shape
-            weights = weights.gather(dim, self.back.view(shape).expand(*weights.shape))
+            shape[0], shape[dim] = back.shape
+            weights = weights.gather(dim, back.view(shape).expand(*weights.shape))
         return weights
 
     def clear_padding(self, x: torch.Tensor) -> torch.Tensor:

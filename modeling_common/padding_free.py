@@ -7,9 +7,9 @@ from torch import nn
 
 from luna_mega.kernels.ragged import check, locate
 from luna_mega.modeling_common.attention import KeyWindow
-from luna_mega.modeling_common.layout import DenseLayout
+from luna_mega.modeling_common.layout import DENSE, DenseLayout
 from luna_mega.modeling_common.masks import can_look, is_program
-from luna_mega.modeling_common.pooling import LOCAL
+from luna_mega.modeling_common.pooling import LOCAL, Reductions
 
 # Keyword arguments of a padding-free batch, as `DataCollatorWithFlattening` returns them.
 VARLEN_OPTIONS = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})
@@ -31,9 +31,18 @@ class PaddingFreeLayout(NamedTuple):
     places: torch.Tensor | None = None
     shape: tuple[int, int] = (0, 0)
     unpadded: bool = False
-    reductions = LOCAL
-    mask = None
-    lengths = None
+
+    @property
+    def mask(self) -> None:
+        return None
+
+    @property
+    def lengths(self) -> None:
+        return None
+
+    @property
+    def reductions(self) -> Reductions:
+        return LOCAL
 
     def has_rows(self) -> bool:
         return self.unpadded
@@ -41,7 +50,8 @@ class PaddingFreeLayout(NamedTuple):
     def options(self) -> dict[str, Any]:
         return {"cu_seqlens": self.cu_seqlens, "max_seqlen": self.max_seqlen}
 
-    bounds = options
+    def bounds(self) -> dict[str, Any]:
+        return self.options()
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         x = x.flatten(0, 1)
@@ -85,8 +95,11 @@ class PaddingFreeLayout(NamedTuple):
         factors = x.new_ones(len(self.cu_seqlens) - 1, x.shape[2])
         return x * self.spread(nn.functional.dropout(factors, probability), x.shape[1])
 
-    drop_shared = DenseLayout.drop_shared
-    draw = DenseLayout.draw
+    def drop_shared(self, dropout: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return DENSE.drop_shared(dropout, x)
+
+    def draw(self) -> float:
+        return DENSE.draw()
 
     def key_window(self, key: torch.Tensor, value: torch.Tensor, chunk_size: int | None) -> KeyWindow:
         return KeyWindow(key, value, varlen=(self.cu_seqlens, self.max_seqlen))

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import nn
 
 from luna_mega.kernels.context_parallel import ContextShard
-from luna_mega.kernels.gated_attention.alignment import rotation, take
+from luna_mega.kernels.gated_attention.alignment import rotation
 from luna_mega.modeling_common.attention import KeyWindow
 from luna_mega.modeling_common.layout import DenseLayout, align
 from luna_mega.modeling_common.masks import can_look
-from luna_mega.modeling_common.pooling import LOCAL, Loss, Pair, Reductions
+from luna_mega.modeling_common.pooling import LOCAL, Loss, Pair, Reductions, take
 
 
 def shard_sequence(batch: dict[str, Any], group: "dist.ProcessGroup", multiple: int = 1) -> dict[str, Any]:
@@ -73,7 +73,10 @@ class ShardedLayout(NamedTuple):
     before: Any = None
     columns: torch.Tensor | None = None
     back: torch.Tensor | None = None
-    lengths = None
+
+    @property
+    def lengths(self) -> None:
+        return None
 
     @classmethod
     def of(cls, group: "dist.ProcessGroup", mask: torch.Tensor | None, states: torch.Tensor) -> "ShardedLayout":
@@ -158,10 +161,30 @@ class ShardedLayout(NamedTuple):
     def of_source(self, states: torch.Tensor, mask: torch.Tensor | None) -> "ShardedLayout":
         return ShardedLayout(mask, ContextShard.of(self.shard.group, states.shape[1], states.device))
 
-    # A shard has rows of positions as a dense batch.
-    has_rows, bounds, columns_from = DenseLayout.has_rows, DenseLayout.bounds, DenseLayout.columns_from
-    gather, scatter, clear_padding = DenseLayout.gather, DenseLayout.scatter, DenseLayout.clear_padding
-    scatter_weights = DenseLayout.scatter_weights
+    def rows(self) -> DenseLayout:
+        """Return the layout of the positions on this rank."""
+        return DenseLayout(self.mask, self.columns, self.back)
+
+    def has_rows(self) -> bool:
+        return True
+
+    def bounds(self) -> dict[str, Any]:
+        return {}
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rows().gather(x)
+
+    def scatter(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rows().scatter(x)
+
+    def scatter_weights(self, weights: torch.Tensor, *dims: int) -> torch.Tensor:
+        return self.rows().scatter_weights(weights, *dims)
+
+    def clear_padding(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rows().clear_padding(x)
+
+    def columns_from(self, start: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+        return self.rows().columns_from(start, x)
 
 
 def gather_shards(shard: ContextShard, x: torch.Tensor) -> torch.Tensor:

@@ -42,7 +42,7 @@ def validate(
             raise ValueError("`attention_mask` is not supported with `cu_seq_lens_q`; pass only one of them")
         attention_mask = _cut_mask(attention_mask, given, seen)
     mask = read_mask("attention_mask", attention_mask)
-    value = check_inputs(model, mask, grid, **given)
+    value = check_inputs(model, mask, given, grid)
     if cache is not None:
         cache.check(config, value.shape[0], model.ranks)
     requested = any(options.get(name, getattr(config, name, False)) for name in model.weight_options)
@@ -66,10 +66,8 @@ def _cut_mask(mask: torch.Tensor, given: dict[str, torch.Tensor | None], seen: i
 def check_inputs(
     model: Any,
     mask: torch.Tensor | None,
+    inputs: dict[str, torch.Tensor | None],
     grid: tuple[int, int] | None = None,
-    *,
-    inputs_embeds: torch.Tensor | None = None,
-    **inputs: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return the only input; raise `ValueError` for several, for an empty one, or for a mask of another shape.
 
@@ -77,10 +75,9 @@ def check_inputs(
     """
     kind = model.config.input_type
     name = INPUT_NAMES[kind]
-    given, others = inputs.pop(name, None), [inputs_embeds, *inputs.values()]
-    if given is None:
-        given, others = inputs_embeds, [*inputs.values()]
-    if given is None or any(other is not None for other in others):
+    inputs_embeds, found = inputs.get("inputs_embeds"), [x for x in inputs.values() if x is not None]
+    given = inputs_embeds if inputs.get(name) is None else inputs[name]
+    if given is None or len(found) > 1:
         raise ValueError(f"this model has input_type={kind!r}; pass exactly one of {name} and inputs_embeds")
     shape = (given.shape[0], grid[0] * grid[1]) if grid is not None else tuple(given.shape[:2])
     width = [] if given is not inputs_embeds else [model.input_width]

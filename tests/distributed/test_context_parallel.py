@@ -30,7 +30,7 @@ def refuse(lengths, batches):
 
 @pytest.mark.parametrize(
     "lengths, batches, message",
-    [((3, 0), (2, 2), r"no positions.*\[3, 0\]"), ((3, 3), (2, 1), r"one batch, got \[2, 1\]")],
+    [((3, 0), (2, 2), r"no positions.*\[3, 0\]"), ((3, 3), (2, 1), r"batch must be equal .*, got \[2, 1\]")],
 )
 def test_every_rank_raises_if_one_fails(ranks, lengths, batches, message):
     for refused in ranks(2, refuse, lengths, batches):

@@ -218,7 +218,7 @@ def test_unsupported_window_options_raise():
     past = model(ids[:, :9], use_cache=True).past_key_values
     with pytest.raises(ValueError, match="requires the first 33 positions, more than 8 chunks of 4, in one call"):
         model(ids[:1].expand(2, -1)[:, 9:33], past_key_values=past)
-    with pytest.raises(ValueError, match="output_hidden_states .* out, or set it to False"):
+    with pytest.raises(ValueError, match="`output_hidden_states` .*, or set it to False"):
         model(ids[:1], output_hidden_states=True)
 
 
