@@ -1,5 +1,5 @@
 # Copyright 2026 The luna-mega authors. Licensed under the Apache License, Version 2.0.
-"""The shared part of both configurations: checks of fields, and the two sides of an encoder-decoder."""
+"""Base of the configurations of all families: checks of fields, and configurations of encoder and decoder."""
 
 import copy
 import dataclasses
@@ -9,22 +9,22 @@ from typing import Any
 
 from transformers.activations import ACT2FN
 
-# Sizes of tensors are at most this; the kernels count in 32 bits.
+# Largest size of a tensor dimension: the kernels index with 32 bits.
 MOST = 2**31 - 1
-# Positions of an attention chunk: every query of a chunk has a score for each of them.
+# Largest attention chunk: memory grows with the square of the chunk size.
 MOST_IN_CHUNK = 2**20
 MOST_LAYERS = 2**16
 
 
 class _RecurrentLayer(str):
-    """The type of a layer that the context parallelism of other tools has to refuse, printed with the way out."""
+    """Layer type for which the context parallelism of other tools raises an error; the `repr` says what to use."""
 
     def __repr__(self) -> str:
-        return f"{str(self)!r} (leave cp_size and sp_size at 1, and pass cp_group to the model's forward)"
+        return f"{str(self)!r} (set cp_size and sp_size to 1, and pass cp_group to the forward of the model)"
 
 
 class _NoCode(dict):
-    """The `auto_map` of configurations whose code is installed."""
+    """`auto_map` of a configuration class of the installed package."""
 
     def __setitem__(self, name: str, code: str):
         raise ValueError(
@@ -35,14 +35,16 @@ class _NoCode(dict):
 
 
 class SharedConfig:
-    """A part of `LunaConfig` and `MegaConfig`, and of the two classes of encoder-decoders that are made from them.
+    """Base of all configurations of this package.
 
-    `decoder_fields` names the decoder's own fields and the encoder's field that each one replaces where it is not None.
-    `seq2seq_class` is the class of an encoder-decoder's configuration, `side_class` the class for each of its sides.
+    Attributes:
+        decoder_fields: for each field of the decoder, the field of the encoder that it replaces unless it is None.
+        seq2seq_class: class of the configuration of an encoder-decoder of the family, or None.
+        side_class: class of the configurations of encoder and decoder; None unless the class has both.
     """
 
     decoder_fields = {}
-    auto_map = _NoCode()  # TRL reads it of every configuration
+    auto_map = _NoCode()  # TRL requires the attribute
     seq2seq_class = side_class = None
     # Adds the code of the model to a saved folder; set by `luna_mega.hub.bundle.register_for_auto_class`.
     code_writer = None
@@ -127,13 +129,13 @@ class SharedConfig:
 
     @property
     def layer_types(self) -> list[str]:
-        """The type of every layer: all carry states along the sequence, by which accelerate tells what it can split."""
-        self._check_counts(["num_hidden_layers"], most=MOST_LAYERS)  # transformers reads this before our own checks
+        """Types of the layers, all recurrent. Accelerate checks them before context parallelism."""
+        self._check_counts(["num_hidden_layers"], most=MOST_LAYERS)  # transformers reads this before validation
         return [_RecurrentLayer("linear_attention")] * self.num_hidden_layers
 
     @property
     def shares_embeddings(self) -> bool:
-        """Tell whether source and target have one embedding."""
+        """Whether source and target share an embedding matrix."""
         if self.share_encoder_decoder_embeddings is not None:
             return self.share_encoder_decoder_embeddings
         return self.tie_word_embeddings and self.decoder_vocab_size in (None, self.vocab_size)
@@ -144,7 +146,7 @@ class SharedConfig:
         config = copy.deepcopy(self)
         config.__class__ = self.side_class or type(self)
         config.is_encoder_decoder = config.is_decoder = config.add_cross_attention = False
-        vars(config).pop("auto_map", None)  # the code of a bundle is for the whole model
+        vars(config).pop("auto_map", None)  # the code of a bundle is that of the encoder-decoder
         return config
 
     @property
@@ -158,9 +160,10 @@ class SharedConfig:
         return config
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None):
-        """Return the configuration of the side of an encoder-decoder that is asked for, else the whole.
+        """Return the configuration of the encoder or the decoder, or unless one is selected the entire configuration.
 
-        The whole has the `vocab_size` of the target: `generate` and `compute_transition_scores` count by it.
+        The entire configuration has the `vocab_size` of the target, which `generate` and `compute_transition_scores`
+        read.
         """
         if self.is_encoder_decoder and decoder != encoder:
             return self.decoder_config if decoder else self.encoder_config
@@ -178,10 +181,10 @@ class SharedConfig:
     def _check_activations(self, *fields: str):
         for field in fields:
             if getattr(self, field) not in ACT2FN:
-                raise ValueError(f"{field} is {getattr(self, field)!r}, which transformers' ACT2FN does not have")
+                raise ValueError(f"{field} must be an activation of transformers' ACT2FN, got {getattr(self, field)!r}")
 
     def _check_counts(self, fields: Iterable[str], least: int = 1, most: int = MOST):
-        """Refuse whole numbers below `least` or above `most`; a field may be None or of another type."""
+        """Raise `ValueError` for integers below `least` or above `most`; ignore values of other types, such as None."""
         for field in fields:
             if _is_number(value := getattr(self, field)) and not least <= value <= most:
                 limit = f"at least {least}" if value < least else f"at most {most}"
@@ -198,19 +201,18 @@ class SharedConfig:
                 raise ValueError(f"{field} must be a number of at least 0, got {getattr(self, field)}")
 
     def _check_padding(self, needed: bool = True):
-        """Refuse a token of padding that the vocabulary lacks, or where it is `needed` none."""
+        """Raise `ValueError` if `pad_token_id` is outside the vocabulary, or if it is `needed` but None."""
         if self.input_type != "tokens" or self.pad_token_id is None and not needed:
             return
         if self.pad_token_id is None or not 0 <= self.pad_token_id < self.vocab_size:
             raise ValueError(
-                f"pad_token_id ({self.pad_token_id}) must be a token of the vocabulary (0 to {self.vocab_size - 1}): "
-                "it marks padding"
+                f"pad_token_id must be a token of the vocabulary (0 to {self.vocab_size - 1}), got {self.pad_token_id}"
             )
 
     def _check_sides(self):
-        """Refuse fields of a decoder, or of an encoder-decoder, that do not fit together."""
+        """Raise `ValueError` for invalid combinations of the fields of decoders and encoder-decoders."""
         if self.add_cross_attention and not self.is_decoder:
-            raise ValueError("add_cross_attention=True needs is_decoder=True")
+            raise ValueError("add_cross_attention=True requires is_decoder=True")
         if self.side_class is not None and not self.is_encoder_decoder:
             raise ValueError(
                 f"{type(self).__name__} configures an encoder-decoder, got `is_encoder_decoder=False`; use "
@@ -221,24 +223,26 @@ class SharedConfig:
         if self.side_class is None:
             raise ValueError(self._wrong_side_message())
         if self.is_decoder:
-            raise ValueError("is_encoder_decoder=True has a decoder: leave is_decoder and add_cross_attention out")
+            raise ValueError(
+                "an encoder-decoder does not support is_decoder=True; omit is_decoder and add_cross_attention"
+            )
         self._check_counts(self.decoder_fields)
         vocabulary = self.decoder_config.vocab_size
         if self.shares_embeddings and not (self.tie_word_embeddings and vocabulary == self.vocab_size):
             raise ValueError(
-                "share_encoder_decoder_embeddings=True needs tie_word_embeddings=True and equal vocabularies, got "
+                "share_encoder_decoder_embeddings=True requires tie_word_embeddings=True and equal vocabularies, got "
                 f"tie_word_embeddings={self.tie_word_embeddings}, vocab_size={self.vocab_size} and "
                 f"decoder_vocab_size={vocabulary}"
             )
         start = self.decoder_start_token_id
         if start is None or not 0 <= start < vocabulary:
             raise ValueError(
-                f"decoder_start_token_id ({start}) must be a token of the target vocabulary (0 to {vocabulary - 1})"
+                f"decoder_start_token_id must be a token of the target vocabulary (0 to {vocabulary - 1}), got {start}"
             )
         if start == self.pad_token_id:
             raise ValueError(
-                f"decoder_start_token_id and pad_token_id are both {start}: padding is masked, so a target would have "
-                "no first token"
+                f"decoder_start_token_id and pad_token_id are both {start}, and the mask drops padding; use another "
+                "decoder_start_token_id"
             )
 
 

@@ -1,4 +1,4 @@
-"""The processes of a training run, beside those that share sequences: whether there are others, and sums over all."""
+"""Data-parallel processes of a training run, and sums over them."""
 
 import torch
 import torch.distributed as dist
@@ -6,12 +6,12 @@ from torch.autograd import Function
 
 
 def are_joined() -> bool:
-    """Return whether a default group of processes exists."""
+    """Return whether the default process group is initialized."""
     return dist.is_available() and dist.is_initialized()
 
 
 def has_peers() -> bool:
-    """Return whether there are other processes."""
+    """Return whether the default process group has more than one process."""
     return are_joined() and dist.get_world_size() > 1
 
 
@@ -28,5 +28,5 @@ class _SumOverProcesses(Function):
 
 
 def sum_over_processes(x: torch.Tensor) -> torch.Tensor:
-    """Return the sum of `x` over all processes of the default group; its gradient is summed as well."""
+    """Return the sum of `x` over the default process group; the backward pass sums the gradient in the same way."""
     return _SumOverProcesses.apply(x)

@@ -1,7 +1,7 @@
-"""Tensor parallelism: the styles that the plans of both models need beside those of transformers, and their checks.
+"""Styles and checks of tensor parallelism plans, in addition to those of transformers.
 
-A `base_model_tp_plan` names modules and the style in which transformers splits each over the ranks. A linear layer has
-a style of transformers' own. Where tensors pass from whole to split between two layers, models have a `RankBoundary`.
+A `base_model_tp_plan` maps names of modules to the styles in which transformers distributes them over the ranks. Linear
+layers have the styles of transformers. A `RankBoundary` is where a tensor changes between replicated and sharded.
 """
 
 import re
@@ -16,17 +16,19 @@ from transformers.modeling_utils import PreTrainedModel
 
 
 class RankBoundary(nn.Identity):
-    """A place where tensor parallelism changes how a tensor is spread over the ranks; in one process it does nothing.
+    """Boundary where tensor parallelism redistributes a tensor. In a single process it is the identity.
 
-    `ranks` is the number of ranks that it is spread over.
+    Attributes:
+        ranks (`int`): number of ranks that share the tensor.
     """
 
     ranks = 1
 
     def join_heads(self, weights: torch.Tensor | None) -> torch.Tensor | None:
-        """Return attention weights `[B, heads, ...]` of all heads; in one process the tensor itself, for its gradient.
+        """Return the attention weights of all heads from those of this rank, `[B, heads, ...]`; None for None.
 
-        None stays None. The boundary is one that joins `[..., heads, K]`.
+        The style of the boundary must join `[..., heads, K]`. In a single process the result is the same tensor, so
+        that it has a gradient.
         """
         if weights is None or self.ranks == 1:
             return weights
@@ -34,11 +36,11 @@ class RankBoundary(nn.Identity):
 
 
 class Redistribute(TensorParallelLayer):
-    """Take a tensor from one placement to another, and bring its gradient back.
+    """Style that redistributes a tensor, and its gradient in the backward pass.
 
     Args:
-        source, target: how the ranks hold the tensor before and after.
-        gradient: how they hold the gradient that comes back; None = as `target`.
+        source, target: placements of the tensor before and after.
+        gradient: placement of the gradient of the result; None = `target`.
     """
 
     def __init__(self, source: Placement, target: Placement, gradient: Placement | None = None):
@@ -60,7 +62,7 @@ STYLES = {
     "luna_all_heads": Redistribute(Shard(-2), Replicate()),
     # [..., columns] -> [..., columns of this rank]
     "mega_own_columns": Redistribute(Replicate(), Shard(-1)),
-    # Every rank has the whole tensor and uses it for its own columns, and so for a part of the gradient.
+    # Each rank computes the part of the gradient that belongs to its own columns.
     "mega_whole": Redistribute(Replicate(), Replicate(), gradient=Partial()),
 }
 for _name, _style in STYLES.items():
@@ -68,9 +70,9 @@ for _name, _style in STYLES.items():
 
 
 def known_rules(model: PreTrainedModel, plan: dict[str, str]) -> dict[str, str]:
-    """Return the rules of `plan` for linear layers, embeddings and boundaries that the model has.
+    """Return the rules of `plan` that match a linear layer, an embedding or a boundary of the model.
 
-    One plan serves encoders and decoders, all kinds of attention, and vocabularies that are adaptive and stay whole.
+    All models of a family share one plan, and each has only some of its modules.
     """
     kinds = (nn.Linear, nn.Embedding, RankBoundary)
     names = {wildcard(name) for name, module in model.named_modules() if isinstance(module, kinds)}
@@ -78,17 +80,20 @@ def known_rules(model: PreTrainedModel, plan: dict[str, str]) -> dict[str, str]:
 
 
 def wildcard(name: str) -> str:
-    """Return the rule of a plan for a module: its name with `*` in place of the number of a layer."""
+    """Return the rule of a plan for a module: its name with `*` in place of each layer index."""
     return re.sub(r"\.\d+\b", ".*", name)
 
 
 def check_plan(model: PreTrainedModel, planned: dict[str, str], size: int):
-    """Refuse the plan of a model where `size` ranks cannot have equal parts, or where rules are changed one by one.
+    """Check that the plan of a model gives correct results with `size` ranks.
 
-    `planned` has the rules of the model before the caller's own.
+    Args:
+        model: model with the plan of the caller.
+        planned: rules of the model without those of the caller.
+        size: number of ranks.
 
     Raises:
-        ValueError: the message has the numbers and the way out.
+        ValueError: If `size` does not divide a layer, or the caller changes only some rules of a group.
     """
     plan = model._tp_plan
     groups = {}
@@ -98,8 +103,8 @@ def check_plan(model: PreTrainedModel, planned: dict[str, str], size: int):
         if len(set(kept.values())) > 1:
             changed = ", ".join(rule for rule, same in kept.items() if not same)
             raise ValueError(
-                f"tp_plan changes {changed} alone, and the {len(kept)} rules of {group} are exact together only: "
-                "change all of them, or none"
+                f"`tp_plan` changes only {changed}, but the {len(kept)} rules of {group} are correct only together; "
+                "change all or none of them"
             )
     for name, module, style in _planned_linears(model, plan):
         width = module.out_features if style == "colwise" else module.in_features
@@ -108,8 +113,8 @@ def check_plan(model: PreTrainedModel, planned: dict[str, str], size: int):
         part = getattr(model.get_submodule(parent), attribute, 1)
         if width // part % size:
             raise ValueError(
-                f"tp_size={size} does not divide the {width // part} {'columns' if part == 1 else 'heads'} of {name}: "
-                f"choose a tp_size that does, or a tp_plan that leaves the layers of {wildcard(parent)} whole"
+                f"`tp_size={size}` does not divide the {width // part} {'columns' if part == 1 else 'heads'} of {name}; "
+                f"change `tp_size`, or pass a `tp_plan` without the layers of {wildcard(parent)}"
             )
 
 
@@ -121,27 +126,29 @@ def _planned_linears(model: PreTrainedModel, plan: dict[str, str]) -> Iterator[t
 
 
 class TensorParallelMixin:
-    """The plans of `CommonPreTrainedModel`, and what splits it by them.
+    """Tensor parallelism of `CommonPreTrainedModel`.
 
-    `ranks` is the number of ranks that the heads or columns of a layer are spread over.
+    Attributes:
+        ranks (`int`): number of ranks that share the heads or columns of a layer.
     """
 
     ranks = 1
 
     def init_parallel_plans(self):
-        """Collect the plans of configuration and classes, without the rules that are for other models of the family."""
+        """Collect the plans of the configuration and the classes, and remove rules that match no module."""
         super().init_parallel_plans()
         self._tp_plan = known_rules(self, self._tp_plan)
 
     @classmethod
     def maybe_distribute_model(cls, model: PreTrainedModel, distributed_config, mesh) -> PreTrainedModel:
-        """Split a model over the ranks of `mesh` (None: do not), and refuse a plan that would not be exact.
+        """Distribute a model over `mesh`, None = a single process; `from_pretrained` calls this before loading.
 
-        transformers calls this in `from_pretrained` before it loads weights.
+        Raises:
+            ValueError: If the plan would give wrong results.
         """
         plan = None if distributed_config is None else distributed_config.tp_plan
         if isinstance(plan, str) and plan != "auto":
-            raise ValueError(f"tp_plan must be 'auto' or a dictionary of modules and styles, got {plan!r}")
+            raise ValueError(f"`tp_plan` must be 'auto' or a dictionary from modules to styles, got {plan!r}")
         planned = model._tp_plan
         model = super().maybe_distribute_model(model, distributed_config, mesh)
         if mesh is not None and distributed_config.tp_size > 1:

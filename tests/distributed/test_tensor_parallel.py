@@ -302,19 +302,23 @@ def refuse(folder, plan):
 @pytest.mark.parametrize(
     ("module", "fields", "parts"),
     [
-        (luna, {"num_attention_heads": 3}, "tp_size=2 does not divide the 3 heads of encoder.layers.0.attention."),
-        (luna, {"num_pack_attention_heads": 1}, "tp_size=2 does not divide the 1 heads of encoder.layers.0.attention."),
-        (luna, {"intermediate_size": 33}, "tp_size=2 does not divide the 33 columns of encoder.layers.0.fc1"),
-        (mega, {"intermediate_size": 31}, "tp_size=2 does not divide the 31 columns of layers.0.mega_layer.v_proj"),
-        (mega, {"nffn_hidden_size": 21}, "tp_size=2 does not divide the 21 columns of layers.0.nffn.fc1"),
-        (megalodon_decoders, {"num_attention_heads": 1}, "tp_size=2 does not divide the 1 heads of layers.0.mega.wv"),
+        (luna, {"num_attention_heads": 3}, "`tp_size=2` does not divide the 3 heads of encoder.layers.0.attention."),
+        (
+            luna,
+            {"num_pack_attention_heads": 1},
+            "`tp_size=2` does not divide the 1 heads of encoder.layers.0.attention.",
+        ),
+        (luna, {"intermediate_size": 33}, "`tp_size=2` does not divide the 33 columns of encoder.layers.0.fc1"),
+        (mega, {"intermediate_size": 31}, "`tp_size=2` does not divide the 31 columns of layers.0.mega_layer.v_proj"),
+        (mega, {"nffn_hidden_size": 21}, "`tp_size=2` does not divide the 21 columns of layers.0.nffn.fc1"),
+        (megalodon_decoders, {"num_attention_heads": 1}, "`tp_size=2` does not divide the 1 heads of layers.0.mega.wv"),
     ],
 )
 def test_indivisible_sizes_raise(ranks, tmp_path, module, fields, parts):
     module.make("Model", **fields).save_pretrained(tmp_path)
     for (message,) in ranks(2, refuse, str(tmp_path), [{}]):
         assert parts in message
-        assert "choose a tp_size that does" in message
+        assert "change `tp_size`, or pass a `tp_plan` without" in message
         assert "\n" not in message
 
 
@@ -324,11 +328,11 @@ def test_incompatible_plans_raise(ranks, tmp_path):
     rules = dict(model.tp_plan)
     plans = ["all", {"encoder.layers.*.fc1": "rows"}, {**rules, "encoder.layers.*.fc2": "colwise"}]
     name, style, alone = ranks(2, refuse, str(tmp_path), [{"tp_plan": plan} for plan in plans])[0]
-    assert name == "tp_plan must be 'auto' or a dictionary of modules and styles, got 'all'"
+    assert name == "`tp_plan` must be 'auto' or a dictionary from modules to styles, got 'all'"
     assert "rows" in style
     assert alone == (
-        "tp_plan changes encoder.layers.*.fc2 alone, and the 2 rules of encoder.layers.* are exact together only: "
-        "change all of them, or none"
+        "`tp_plan` changes only encoder.layers.*.fc2, but the 2 rules of encoder.layers.* are correct only together; "
+        "change all or none of them"
     )
 
 

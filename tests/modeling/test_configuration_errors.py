@@ -15,7 +15,7 @@ BOTH = [
     ({"pair_features": "sum"}, "pair_features must be one of"),
     ({"classifier_activation": "tanhh"}, "classifier_activation is 'tanhh'"),
     ({"pad_token_id": None}, r"pad_token_id \(None\) must be a token"),
-    ({"pad_token_id": 40}, r"pad_token_id \(40\) must be a token of the vocabulary \(0 to 39\)"),
+    ({"pad_token_id": 40}, r"pad_token_id must be a token of the vocabulary \(0 to 39\), got 40"),
     ({"classifier_num_layers": -1}, "classifier_num_layers must be at least 0, got -1"),
 ]
 LUNA = [
@@ -45,7 +45,7 @@ MEGA = [
     ({"num_attention_heads": 2}, "num_attention_heads must be 1, got 2"),
     ({"ema_shift": True, "bidirectional": False}, "ema_shift=True needs bidirectional=True"),
     ({"is_decoder": True, "bidirectional": True}, "is_decoder=True needs bidirectional=False"),
-    ({"add_cross_attention": True}, "add_cross_attention=True needs is_decoder=True"),
+    ({"add_cross_attention": True}, "add_cross_attention=True requires is_decoder=True"),
     ({"dropout_prob": 1.0}, r"dropout_prob must be in \[0, 1\), got 1.0"),
     ({"ema_projection_size": 0}, "ema_projection_size must be at least 1, got 0"),
     ({"classifier_dropout": -0.1}, r"classifier_dropout must be in \[0, 1\), got -0.1"),

@@ -180,8 +180,8 @@ def test_errors():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"is_encoder_decoder": True, "is_decoder": True}, "leave is_decoder and add_cross_attention out"),
-        ({"add_cross_attention": True}, "add_cross_attention=True needs is_decoder=True"),
+        ({"is_encoder_decoder": True, "is_decoder": True}, "omit is_decoder and add_cross_attention"),
+        ({"add_cross_attention": True}, "add_cross_attention=True requires is_decoder=True"),
         ({"is_decoder": True, "input_type": "values"}, "a decoder needs input_type='tokens'"),
         ({"is_encoder_decoder": True, "input_type": "values"}, "a decoder needs input_type='tokens'"),
         (
@@ -190,7 +190,7 @@ def test_errors():
         ),
         (
             {"is_encoder_decoder": True, "tie_word_embeddings": False, "share_encoder_decoder_embeddings": True},
-            "needs tie_word_embeddings=True",
+            "requires tie_word_embeddings=True",
         ),
         ({"is_encoder_decoder": True, "decoder_start_token_id": 1}, "are both 1"),
         (
