@@ -223,9 +223,7 @@ class SharedConfig:
         if self.side_class is None:
             raise ValueError(self._wrong_side_message())
         if self.is_decoder:
-            raise ValueError(
-                "an encoder-decoder does not support is_decoder=True; omit is_decoder and add_cross_attention"
-            )
+            raise ValueError("an encoder-decoder has no is_decoder=True; omit is_decoder and add_cross_attention")
         self._check_counts(self.decoder_fields)
         vocabulary = self.decoder_config.vocab_size
         if self.shares_embeddings and not (self.tie_word_embeddings and vocabulary == self.vocab_size):

@@ -113,8 +113,8 @@ def check_plan(model: PreTrainedModel, planned: dict[str, str], size: int):
         part = getattr(model.get_submodule(parent), attribute, 1)
         if width // part % size:
             raise ValueError(
-                f"`tp_size={size}` does not divide the {width // part} {'columns' if part == 1 else 'heads'} of {name}; "
-                f"change `tp_size`, or pass a `tp_plan` without the layers of {wildcard(parent)}"
+                f"`tp_size={size}` does not divide the {width // part} {'columns' if part == 1 else 'heads'} of {name}"
+                f"; change `tp_size`, or pass a `tp_plan` without the layers of {wildcard(parent)}"
             )
 
 

@@ -79,7 +79,9 @@ class LunaForCausalLM(GenericForCausalLM, StateGenerationMixin, LunaPreTrainedMo
 
     def check_config(self, config: LunaConfig):
         if not config.learns_causal_projection:
-            raise ValueError("LunaForCausalLM needs a configuration with is_decoder=True and add_cross_attention=False")
+            raise ValueError(
+                "LunaForCausalLM requires a configuration with is_decoder=True and add_cross_attention=False"
+            )
 
     def make_body(self, config: LunaConfig) -> LunaModel:
         return LunaModel(config)

@@ -1,8 +1,8 @@
 """Adaptive input embeddings (Baevski and Auli 2019) and adaptive softmax (Grave et al. 2017) of the language models.
 
-The vocabulary, sorted by frequency, falls into bands at the cutoffs. Words of band b have vectors of width
-`embedding_size / factor^b`; those of the first band, the head, are scored together with one class per other band, the
-tails.
+The cutoffs divide the vocabulary, sorted by frequency, into bands. Tokens of band b have embeddings of size
+`embedding_size / factor^b`. The softmax scores the tokens of the first band (head) together with one class for each
+other band (tail).
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 
 def check_bands(config: PreTrainedConfig):
-    """Raise `ValueError` for cutoffs, factors or ties of a `MegaConfig` that no bands can have."""
+    """Raise `ValueError` for invalid cutoffs, factors or ties of a `MegaConfig`."""
     cutoffs = {"adaptive_input": config.adaptive_input_cutoffs, "adaptive_softmax": config.adaptive_softmax_cutoffs}
     widths = {"adaptive_input": config.embedding_size, "adaptive_softmax": config.hidden_size}
     for field, given in cutoffs.items():
@@ -24,25 +24,25 @@ def check_bands(config: PreTrainedConfig):
         edges = [0, *given, config.vocab_size]
         if len(edges) < 3 or sorted(set(edges)) != edges:
             raise ValueError(
-                f"{field}_cutoffs must rise strictly between 0 and vocab_size={config.vocab_size}, got {given}"
+                f"{field}_cutoffs must increase strictly between 0 and vocab_size={config.vocab_size}, got {given}"
             )
         factor, width = getattr(config, f"{field}_factor"), widths[field]
         if factor < 1 or width // factor ** len(given) < 1:
             raise ValueError(
-                f"{field}_factor {factor} leaves the last of {len(given) + 1} bands nothing of a width of {width}"
+                f"{field}_factor must leave the last of {len(given) + 1} bands one of {width} features, got {factor}"
             )
     adaptive = any(given is not None for given in cutoffs.values())
     if adaptive and config.tie_word_embeddings and cutoffs["adaptive_input"] != cutoffs["adaptive_softmax"]:
         raise ValueError(
-            f"tie_word_embeddings=True needs the same cutoffs on both sides, got {cutoffs['adaptive_input']} for the "
-            f"input and {cutoffs['adaptive_softmax']} for the softmax; or pass tie_word_embeddings=False"
+            f"tie_word_embeddings=True requires equal cutoffs, got adaptive_input_cutoffs={cutoffs['adaptive_input']} "
+            f"and adaptive_softmax_cutoffs={cutoffs['adaptive_softmax']}; pass tie_word_embeddings=False to untie them"
         )
     if config.tie_adaptive_projections and not (adaptive and config.tie_word_embeddings):
-        raise ValueError("tie_adaptive_projections=True needs an adaptive softmax with tie_word_embeddings=True")
+        raise ValueError("tie_adaptive_projections=True requires an adaptive softmax and tie_word_embeddings=True")
 
 
 def _bands(cutoffs: list[int], vocab_size: int, width: int, factor: float) -> tuple[list[int], list[int]]:
-    """Return the first word of every band and the size of the vocabulary, and the width of every band's vectors."""
+    """Return the bounds of the bands, `[0, ..., vocab_size]`, and the embedding size of each band."""
     edges = [0, *cutoffs, vocab_size]
     return edges, [int(width // factor**band) for band in range(len(edges) - 1)]
 
@@ -52,9 +52,9 @@ def _wide(scores: torch.Tensor) -> torch.Tensor:
 
 
 class _Words(nn.Embedding):
-    """The vectors of a band: those of tokens, or the scores `[M, words]` of states `[M, width]` by all of them.
+    """Embedding matrix of a band: embeddings of tokens, or the scores `[M, words]` of states `[M, width]`.
 
-    FSDP and offloading bring the weights of a module for the time of its `forward` alone; so both are in it.
+    One `forward` computes both, because FSDP and offloading load the weights of a module only during its `forward`.
     """
 
     def forward(self, tokens: torch.LongTensor | None = None, states: torch.Tensor | None = None) -> torch.Tensor:
@@ -62,11 +62,9 @@ class _Words(nn.Embedding):
 
 
 class MegaBandProjection(nn.Module):
-    """A projection of vectors from the width of a band to the width of the model, or `back`.
+    """Projection from the embedding size of a band to the hidden size, or `back`.
 
-    `_init_weights` of the model fills `weight`.
-
-    It is no `nn.Linear`, which tools would adapt or quantise for one of the two directions alone.
+    Not an `nn.Linear`: adapters and quantization would change only one of the two directions.
     """
 
     def __init__(self, width: int, model_width: int):
@@ -78,7 +76,7 @@ class MegaBandProjection(nn.Module):
 
 
 class MegaAdaptiveEmbedding(nn.Module):
-    """Tokens `[B, T]` to `[B, T, d]`: a vector of the width of the token's band, then that band's projection."""
+    """Adaptive embedding of tokens, `[B, T]` to `[B, T, d]`: the embedding of a band, then its projection."""
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__()
@@ -97,9 +95,13 @@ class MegaAdaptiveEmbedding(nn.Module):
         band: int = 0,
         dropout: nn.Module | None = None,
     ) -> torch.Tensor:
-        """Return the vectors of tokens, or the scores of the words of a band for `states` `[M, width of the band]`.
+        """Return the embeddings of tokens, or the scores of all words of a band.
 
-        With `dropout`, `states` are `[M, d]` and go back through the band's projection, and through that, first.
+        Args:
+            tokens: `[B, T]` token ids.
+            states: `[M, width of the band]` in place of tokens, or with `dropout` `[M, d]`.
+            band: the band whose words are scored.
+            dropout: if given, `states` are first projected back to the width of the band, then dropped out.
         """
         if states is not None:
             if dropout is not None:
@@ -108,7 +110,7 @@ class MegaAdaptiveEmbedding(nn.Module):
         embedded = tokens.new_zeros(*tokens.shape, self.width, dtype=self.projections[0].weight.dtype)
         bands = zip(pairwise(self.edges), self.words, self.projections, strict=True)
         for band, ((start, end), words, projection) in enumerate(bands):
-            # Tokens outside the vocabulary belong to the first or last band, whose `nn.Embedding` raises the error.
+            # Invalid ids are in the first or last band, so that `nn.Embedding` raises the error.
             inside = torch.ones_like(tokens, dtype=torch.bool) if band == 0 else tokens >= start
             if band < len(self.words) - 1:
                 inside = inside & (tokens < end)
@@ -117,10 +119,11 @@ class MegaAdaptiveEmbedding(nn.Module):
 
 
 class MegaAdaptiveSoftmax(nn.Module):
-    """Log-probabilities or loss of hidden states `[M, d]`.
+    """Adaptive softmax over hidden states `[M, d]`.
 
-    With `tie_word_embeddings` the word vectors are those of the `MegaAdaptiveEmbedding` whose call is passed in, with
-    `tie_adaptive_projections` the projections of the tails as well (transposed); what is tied has no parameters here.
+    If `tie_word_embeddings` is True, the word embeddings are those of the `MegaAdaptiveEmbedding` whose `__call__` is
+    passed as `embedding`. If `tie_adaptive_projections` is True, so are the transposed projections of the tails. Tied
+    weights are not parameters of this module.
     """
 
     def __init__(self, config: PreTrainedConfig):
@@ -131,7 +134,7 @@ class MegaAdaptiveSoftmax(nn.Module):
         else:
             factor, inner = config.adaptive_softmax_factor, width
         self.edges, widths = _bands(config.adaptive_softmax_cutoffs, config.vocab_size, inner, factor)
-        # The original's loss leaves out the word of a tail that has the number of the padding there.
+        # The original loss ignores the token of each tail whose index within the tail equals `pad_token_id`.
         self.left_out = config.pad_token_id if config.legacy_adaptive_loss else -100
         self.dropout = nn.Dropout(config.adaptive_softmax_dropout)
         first, *sizes = (end - start for start, end in pairwise(self.edges))
@@ -146,14 +149,14 @@ class MegaAdaptiveSoftmax(nn.Module):
             self.words = nn.ModuleList(nn.Linear(tail, size, bias=False) for tail, size in shapes)
 
     def score_head(self, states: torch.Tensor, embedding: Callable) -> torch.Tensor:
-        """Return the scores of the words of the first band and of the tails, `[M, size + tails]` float32."""
+        """Return the float32 scores of the words of the first band and of the tails, `[M, size + tails]`."""
         if not self.tied:
             return _wide(self.head(states))
         projected = states if self.head_projection is None else self.head_projection(states)
         return _wide(torch.cat((embedding(states=projected), self.head(states)), dim=-1))
 
     def score_tail(self, tail: int, states: torch.Tensor, embedding: Callable) -> torch.Tensor:
-        """Return the scores of the words of a tail, `[M, size]` float32."""
+        """Return the float32 scores of the words of a tail, `[M, size]`."""
         if self.projections is None:
             return _wide(embedding(states=states, band=tail + 1, dropout=self.dropout))
         projected = self.dropout(self.projections[tail](states))
@@ -162,7 +165,7 @@ class MegaAdaptiveSoftmax(nn.Module):
         return _wide(self.words[tail](projected))
 
     def forward(self, states: torch.Tensor, embedding: Callable) -> torch.Tensor:
-        """Return the log-probabilities of the whole vocabulary, `[M, vocab_size]` float32."""
+        """Return the float32 log-probabilities of all tokens, `[M, vocab_size]`."""
         states, first = self.dropout(states), self.edges[1]
         head = self.score_head(states, embedding).log_softmax(dim=-1)
         tails = (
@@ -172,7 +175,7 @@ class MegaAdaptiveSoftmax(nn.Module):
         return torch.cat((head[:, :first], *tails), dim=-1)
 
     def loss(self, states: torch.Tensor, targets: torch.LongTensor, embedding: Callable) -> torch.Tensor:
-        """Return the summed negative log-probabilities of `targets` `[M]`; a tail costs only what its words need."""
+        """Return the summed negative log-likelihood of `targets` `[M]`. A tail is computed only for its own targets."""
         states, first = self.dropout(states), self.edges[1]
         classes, total = targets, 0.0
         for tail, (start, end) in enumerate(pairwise(self.edges[1:])):

@@ -1,7 +1,7 @@
-"""Gated cross-attention: how a Mega decoder reads the source.
+"""Gated cross-attention of a Mega decoder.
 
-The paper evaluates it on WMT'16 (section 4.4) but does not write it down. This is the attention of the original code,
-from which the Mega of transformers v4 has its names and parameters.
+The paper evaluates it on WMT'16 (section 4.4) but does not define it. This implementation follows the original code,
+with the names and parameters of transformers v4.
 """
 
 import torch
@@ -25,7 +25,7 @@ from luna_mega.modeling_mega.layers_mega import (
 class MegaGatedCrossAttention(nn.Module):
     """Compute u * act(W_h(A V * r)) + (1 - u) * x: gates u, r and queries from x, keys and values from the source.
 
-    The relative bias counts positions on both sides from the first token, wherever padding has put that.
+    In the relative bias, positions of source and target count from the first token after padding.
     """
 
     def __init__(self, config: MegaConfig):
@@ -54,9 +54,14 @@ class MegaGatedCrossAttention(nn.Module):
         past: MegaCacheLayer | None = None,
         source: MegaCrossCacheLayer | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return `[B, T, d]` of targets and a source `[B, S, d]`, with `output_weights` also weights `[B, 1, T, S]`.
+        """Attend from target states `[B, T, d]` to a source `[B, S, d]`.
 
-        `past`, brought up to date already, tells where the sequences are; `source` keeps keys and values.
+        Args:
+            past: cache of the self-attention, which contains the T positions already.
+            source: cache of keys and values of the source.
+
+        Returns:
+            States `[B, T, d]`, and with `output_weights` attention weights `[B, 1, T, S]`, else None.
         """
         residual = hidden_states
         if self.config.normalize_before_mega:
@@ -73,14 +78,14 @@ class MegaGatedCrossAttention(nn.Module):
         value = self.hidden_dropout(value)
         attended, weights = self.attend(query, key, value, layout, encoder_layout, output_weights, past)
         attended = self.dropout(self.activation(self.h_proj(attended * reset)))
-        # Under autocast the residual is wider than the other two, and lerp wants one dtype.
+        # Under autocast, the residual has a wider dtype, but lerp requires equal dtypes.
         output = torch.lerp(residual, attended.to(residual.dtype), update.to(residual.dtype).sigmoid())
         if not self.config.normalize_before_mega:
             output = self.norm(output, layout)
         return output, weights
 
     def attend(self, query, key, value, layout, encoder_layout, output_weights, past):
-        """Attend to the source from where the queries are; with `past` they are the last positions of the sequences."""
+        """Attend to the source. If `past` is given, the queries are the last positions of the sequences."""
         seen, target, source_start = query.shape[1], layout.start(), encoder_layout.start()
         offset, positions = 0, max(seen, key.shape[1])
         if past is not None:
@@ -111,7 +116,7 @@ class MegaGatedCrossAttention(nn.Module):
         return restore_columns(*attended, value, layout, encoder_layout, dropout)
 
     def exported_positions(self, past: MegaCacheLayer, key: torch.Tensor) -> int:
-        """Return a number of positions that covers source and target, which an exported program does not know."""
+        """Return a bound on the lengths of source and target for exported programs, whose lengths are symbolic."""
         if self.config.relative_positional_bias == "simple":
             return self.config.cross_positions
         seen = past.position.max().item()

@@ -1,4 +1,4 @@
-"""Mega models that write: `MegaForCausalLM`, and with an encoder `MegaForConditionalGeneration` (section 4.4)."""
+"""Mega models for text generation: `MegaForCausalLM` and the encoder-decoder (section 4.4)."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ class MegaForCausalLM(GenericForCausalLM, StateGenerationMixin, MegaPreTrainedMo
 
     def check_config(self, config: MegaConfig):
         if not config.is_decoder:
-            raise ValueError("MegaForCausalLM needs a configuration with is_decoder=True and bidirectional=False")
+            raise ValueError("MegaForCausalLM requires a configuration with is_decoder=True and bidirectional=False")
 
     def make_body(self, config: MegaConfig) -> MegaModel:
         return MegaModel(config, add_pooling_layer=False)
@@ -45,20 +45,20 @@ class MegaForCausalLM(GenericForCausalLM, StateGenerationMixin, MegaPreTrainedMo
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.lm_head_bias)
         else:
             self.lm_head = MegaAdaptiveSoftmax(config)
-            self._tied_weights_keys = {}  # what is tied has no second name
+            self._tied_weights_keys = {}  # tied weights of an adaptive softmax have a single name
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """Return None for an adaptive softmax, which is several."""
+        """Return the output layer, or None for an adaptive softmax, which has several."""
         return None if self.config.adaptive_softmax_cutoffs is not None else super().get_output_embeddings()
 
     def __setattr__(self, name: str, value: Any):
-        """Refuse the `forward` that TRL puts in place where it would leave out what stands before `lm_head.weight`."""
+        """Set an attribute; raise `ValueError` for a `forward` of TRL that would skip layers of the head."""
         code = getattr(value, "__code__", None)
         if name == "forward" and code is not None and "fused_lm_head" in code.co_varnames:
             adaptive = self.config.adaptive_softmax_cutoffs is not None
             if adaptive or self.dense is not None:
                 what = "an adaptive softmax" if adaptive else "a dense layer (add_lm_hidden_dense_layer=True)"
-                raise ValueError(f"TRL scores tokens by lm_head.weight alone, and this model has {what}: use Trainer")
+                raise ValueError(f"TRL computes logits from lm_head.weight, but this model has {what}; use Trainer")
         super().__setattr__(name, value)
 
     @can_return_tuple
@@ -76,15 +76,20 @@ class MegaForCausalLM(GenericForCausalLM, StateGenerationMixin, MegaPreTrainedMo
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithCrossAttentions:
-        """Predict the next tokens from the inputs of `MegaModel.forward`.
+        """Predict the next token of each position.
 
-        `labels`: `[B, T]`, the tokens themselves (the loss shifts them), -100 = not counted. The keyword `shift_labels`
-        `[B, T]` takes their place: it has the token that follows each position, also the last.
-        `logits`: `[B, T, vocab_size]`, or those of the last `logits_to_keep` positions, or of these positions. With an
-        adaptive softmax they are log-probabilities, and None where there are labels, as the loss needs no more than the
-        bands of these.
+        Args:
+            labels: `[B, T]` token ids, usually `input_ids`; the loss shifts them. -100 = ignored.
+            logits_to_keep: return only the logits of the last positions (`int`), or of these positions (tensor).
+            kwargs: other arguments of `MegaModel.forward`, and `shift_labels` `[B, T]` in place of `labels`: the token
+                that follows each position, including the last.
 
-        Raises `ValueError` as `MegaModel.forward`, and for labels of other positions than those kept.
+        Returns:
+            `logits` `[B, T, vocab_size]` and `loss`. With an adaptive softmax, `logits` are log-probabilities, or None
+            if labels are given.
+
+        Raises:
+            ValueError: As `MegaModel.forward`, and if labels do not match the positions of `logits_to_keep`.
         """
         inputs = {
             "input_ids": input_ids,
@@ -103,12 +108,11 @@ class MegaForCausalLM(GenericForCausalLM, StateGenerationMixin, MegaPreTrainedMo
         return self.lm_head(self.dropout(self._project(hidden_states)))
 
     def score_next(self, hidden_states, labels, targets, reductions, **kwargs):
-        """Return the loss and the logits; with an adaptive softmax None and log-probabilities, or the loss and None."""
+        """Return the loss and the logits. An adaptive softmax returns only one of the two, the loss if labels exist."""
         if self.config.adaptive_softmax_cutoffs is None:
             return super().score_next(hidden_states, labels, targets, reductions, **kwargs)
         hidden_states = self._project(hidden_states)
-        # The call of the module, not the module: accelerate moves modules among the arguments, and cannot move one
-        # whose weights are offloaded.
+        # Not the module itself: accelerate moves modules in arguments, and fails if the weights are offloaded.
         embedding = self.mega.get_input_embeddings().__call__
         if targets is None:
             return None, self.lm_head(hidden_states.flatten(0, 1), embedding).unflatten(0, hidden_states.shape[:2])
@@ -125,7 +129,7 @@ class MegaForCausalLM(GenericForCausalLM, StateGenerationMixin, MegaPreTrainedMo
 class MegaSeq2SeqModel(Seq2SeqBody, MegaPreTrainedModel):
     """A Mega encoder and a Mega decoder with gated cross-attention, without a head.
 
-    Of N layers `cross_attentions` are `[B, 1, T, S]`, other weights as in `MegaModel`.
+    `cross_attentions` has one tensor `[B, 1, T, S]` per layer. Other attention weights are as in `MegaModel`.
     """
 
     config_class = MegaSeq2SeqConfig
@@ -136,7 +140,7 @@ class MegaSeq2SeqModel(Seq2SeqBody, MegaPreTrainedModel):
 
 
 class MegaForConditionalGeneration(Seq2SeqLM, Seq2SeqGenerationMixin, MegaPreTrainedModel):
-    """The Mega encoder-decoder with an output layer: translation and other sequence-to-sequence tasks."""
+    """Mega encoder-decoder with a language-modeling head, for translation and other sequence-to-sequence tasks."""
 
     config_class = MegaSeq2SeqConfig
     _tied_weights_keys = {"lm_head.weight": f"mega.encoder.{_WORDS}"}
@@ -156,13 +160,13 @@ class MegaForConditionalGeneration(Seq2SeqLM, Seq2SeqGenerationMixin, MegaPreTra
             init.normal_(module.weight, std=self.config.hidden_size**-0.5)
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, mode, batch_size, max_cache_length):
-        """Refuse targets that are longer than a table of biases."""
+        """Prepare the cache; raise `ValueError` if targets could exceed the relative bias tables."""
         decoder = self.mega.decoder.config
         tables = [decoder.cross_positions, *([] if decoder.use_chunking else [decoder.max_positions])]
         if decoder.relative_positional_bias == "simple" and max_cache_length > min(tables):
             raise ValueError(
-                f"max_length={max_cache_length + 1} needs {max_cache_length} positions of the decoder, whose bias "
-                f"serves {min(tables)}: generate fewer tokens"
+                f"max_length={max_cache_length + 1} requires {max_cache_length} positions of the decoder, but its "
+                f"relative bias has {min(tables)}; reduce max_length"
             )
         super()._prepare_cache_for_generation(generation_config, model_kwargs, mode, batch_size, max_cache_length)
 

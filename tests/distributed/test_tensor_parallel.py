@@ -306,7 +306,7 @@ def refuse(folder, plan):
         (
             luna,
             {"num_pack_attention_heads": 1},
-            "`tp_size=2` does not divide the 1 heads of encoder.layers.0.attention.",
+            "`tp_size=2` does not divide the 1 heads of encoder.layers.0",
         ),
         (luna, {"intermediate_size": 33}, "`tp_size=2` does not divide the 33 columns of encoder.layers.0.fc1"),
         (mega, {"intermediate_size": 31}, "`tp_size=2` does not divide the 31 columns of layers.0.mega_layer.v_proj"),

@@ -13,7 +13,7 @@ BOTH = [
     ({"input_type": "pixels"}, "input_type must be one of tokens, values"),
     ({"pooling": "max"}, "pooling must be one of cls, mean"),
     ({"pair_features": "sum"}, "pair_features must be one of"),
-    ({"classifier_activation": "tanhh"}, "classifier_activation is 'tanhh'"),
+    ({"classifier_activation": "tanhh"}, "classifier_activation must be .*, got 'tanhh'"),
     ({"pad_token_id": None}, r"pad_token_id \(None\) must be a token"),
     ({"pad_token_id": 40}, r"pad_token_id must be a token of the vocabulary \(0 to 39\), got 40"),
     ({"classifier_num_layers": -1}, "classifier_num_layers must be at least 0, got -1"),

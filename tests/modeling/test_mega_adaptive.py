@@ -82,10 +82,13 @@ def test_every_parameter_gets_a_gradient(model):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"adaptive_softmax_cutoffs": [20, 10], "tie_word_embeddings": False}, "must rise strictly"),
-        ({"adaptive_softmax_cutoffs": [40], "tie_word_embeddings": False}, "must rise strictly"),
-        ({"adaptive_softmax_cutoffs": [], "tie_word_embeddings": False}, "must rise strictly"),
-        ({"adaptive_softmax_cutoffs": [10, 20, 30], "tie_word_embeddings": False}, "nothing of a width"),
+        ({"adaptive_softmax_cutoffs": [20, 10], "tie_word_embeddings": False}, "must increase strictly"),
+        ({"adaptive_softmax_cutoffs": [40], "tie_word_embeddings": False}, "must increase strictly"),
+        ({"adaptive_softmax_cutoffs": [], "tie_word_embeddings": False}, "must increase strictly"),
+        (
+            {"adaptive_softmax_cutoffs": [10, 20, 30], "tie_word_embeddings": False},
+            "must leave the last of 4 bands",
+        ),
         ({"adaptive_softmax_cutoffs": [10]}, "tie_word_embeddings=False"),
         (BANDS | {"tie_word_embeddings": False, "tie_adaptive_projections": True}, "tie_adaptive_projections"),
     ],
