@@ -78,8 +78,8 @@ def test_bad_input():
     ("fields", "message"),
     [
         ({"decoder_start_token_id": 1}, "are both 1"),
-        ({"decoder_start_token_id": 30}, r"decoder_start_token_id \(30\).*\(0 to 29\)"),
-        ({"is_decoder": True, "bidirectional": False}, "leave is_decoder"),
+        ({"decoder_start_token_id": 30}, r"decoder_start_token_id .*\(0 to 29\), got 30"),
+        ({"is_decoder": True, "bidirectional": False}, "omit is_decoder"),
         ({"input_type": "values"}, "needs input_type='tokens'"),
         ({"adaptive_input_cutoffs": [9], "adaptive_softmax_cutoffs": [9]}, "no adaptive vocabulary"),
         ({"embedding_size": 7}, "needs embedding_size=12"),
