@@ -59,7 +59,7 @@ class LunaSeq2SeqModelOutput(Seq2SeqModelOutput):
 @with_cache_alias
 @dataclass
 class LunaSeq2SeqLMOutput(Seq2SeqLMOutput):
-    """`Seq2SeqLMOutput` with what was recorded of P, see `LunaSeq2SeqModelOutput`."""
+    """`Seq2SeqLMOutput` with the recorded states and attention weights of P, as in `LunaSeq2SeqModelOutput`."""
 
     packed_hidden_states: tuple[torch.FloatTensor, ...] | None = None
     encoder_packed_hidden_states: tuple[torch.FloatTensor, ...] | None = None
@@ -67,10 +67,10 @@ class LunaSeq2SeqLMOutput(Seq2SeqLMOutput):
 
 
 class LunaForCausalLM(GenericForCausalLM, StateGenerationMixin, LunaPreTrainedModel):
-    """Luna with a language-modelling head; generates at constant memory. Needs `is_decoder=True`.
+    """Luna with a language-modeling head; generates at constant memory. Requires `is_decoder=True`.
 
-    P is a parameter of every layer (section 3.3), or given as `packed_states`, such as the `packed_last_hidden_state`
-    of a `LunaModel` that has read a prefix.
+    P is a parameter of each layer (section 3.3), unless `packed_states` is given, such as the
+    `packed_last_hidden_state` of a `LunaModel` for a prefix.
     """
 
     _tied_weights_keys = {"lm_head.weight": "luna.embeddings.word_embeddings.weight"}
@@ -104,13 +104,16 @@ class LunaForCausalLM(GenericForCausalLM, StateGenerationMixin, LunaPreTrainedMo
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Unpack[TransformersKwargs],
     ) -> LunaCausalLMOutput:
-        """Predict the next tokens from the inputs of `LunaModel.forward`.
+        """Predict the next token of each position from the inputs of `LunaModel.forward`.
 
-        `labels`: `[B, T]`, the tokens themselves (the loss shifts them), -100 = not counted. The keyword `shift_labels`
-        `[B, T]` takes their place: it has the token that follows each position, also the last.
-        `logits`: `[B, T, vocab_size]`, or those of the last `logits_to_keep` positions, or of these positions.
+        `labels` `[B, T]` are token ids, usually `input_ids`; the loss shifts them and ignores -100. The keyword
+        argument `shift_labels` `[B, T]` replaces them: the token that follows each position, including the last.
 
-        Raises `ValueError` as `LunaModel.forward`, and for labels of other positions than those kept.
+        `logits` are `[B, T, vocab_size]`, or those of the last `logits_to_keep` positions, or of the positions in
+        `logits_to_keep` if it is a tensor.
+
+        Raises:
+            ValueError: As in `LunaModel.forward`, and if labels do not match the positions of `logits_to_keep`.
         """
         inputs = {
             "input_ids": input_ids,
@@ -126,11 +129,11 @@ class LunaForCausalLM(GenericForCausalLM, StateGenerationMixin, LunaPreTrainedMo
 
 
 class LunaSeq2SeqModel(Seq2SeqBody, LunaPreTrainedModel):
-    """Luna encoder-decoder without a head: the decoder's P is the encoder's, and goes on through its layers.
+    """Luna encoder-decoder without a head. The layers of the decoder continue from the P of the encoder.
 
-    Besides the arguments of every encoder-decoder (see `Seq2SeqBody`), it takes `decoder_position_ids` `[B, T]`, the
-    first token at 0, and `output_packed_attentions`. A tuple as `encoder_outputs` has the states of the tokens and of
-    P, and behind them the masks of P and of the tokens, or the latter alone.
+    In addition to the arguments of `Seq2SeqBody`, `forward` accepts `decoder_position_ids` `[B, T]`, which start at 0,
+    and `output_packed_attentions`. If `encoder_outputs` is a tuple, it contains
+    `(token states, P, P mask, token mask)`; one or both masks can be omitted, first the P mask.
     """
 
     config_class = LunaSeq2SeqConfig
@@ -148,8 +151,8 @@ class LunaSeq2SeqModel(Seq2SeqBody, LunaPreTrainedModel):
         states = [value for value in outputs if isinstance(value, torch.Tensor)]
         if not 2 <= len(states) <= 4:
             raise ValueError(
-                "encoder_outputs must be the LunaModelOutput of the encoder, or a tuple with the states of the tokens "
-                f"and of P, got a {type(outputs).__name__} with {len(states)} tensors"
+                "`encoder_outputs` must be the LunaModelOutput of the encoder, or a tuple with the states of the "
+                f"tokens and P, got a {type(outputs).__name__} with {len(states)} tensors"
             )
         names = ["last_hidden_state", "packed_last_hidden_state", "packed_mask", "attention_mask"]
         if len(states) == 3:
@@ -178,7 +181,7 @@ class LunaSeq2SeqModel(Seq2SeqBody, LunaPreTrainedModel):
 
 
 class LunaForConditionalGeneration(Seq2SeqLM, Seq2SeqGenerationMixin, LunaPreTrainedModel):
-    """Luna encoder-decoder with a language-modelling head, for translation and the like."""
+    """Luna encoder-decoder with a language-modeling head, for translation and other sequence-to-sequence tasks."""
 
     config_class = LunaSeq2SeqConfig
     _tied_weights_keys = {"lm_head.weight": "luna.decoder.embeddings.word_embeddings.weight"}

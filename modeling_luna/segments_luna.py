@@ -1,4 +1,4 @@
-"""A document of any length at constant memory: P runs through its segments (section 6 names it as future work)."""
+"""Encoding of documents of any length at constant memory: P is passed from segment to segment (section 6)."""
 
 from collections.abc import Iterator
 
@@ -17,37 +17,37 @@ def read_segments(
     gradient_segments: int | None = None,
     packed_states: torch.FloatTensor | None = None,
 ) -> Iterator[LunaModelOutput]:
-    """Read B documents segment by segment; every segment starts from the P that the one before left.
+    """Encode B documents segment by segment; each segment starts from the P after the previous one.
 
-    Positions start anew in every segment, so that learned ones need not be more than `segment_length`. Nothing of a
-    segment but P outlives it: the memory of a loop that drops the outputs does not grow with the document.
+    Positions restart at 0 in each segment, so that `max_position_embeddings` can be as low as `segment_length`. Only P
+    is passed on. If the outputs are discarded, memory is independent of the length of the documents.
 
     Args:
-        model: an encoder with `dynamic_projection_length=False`: all rows of P are in use from the first segment on.
-        input_ids: `[B, T]` tokens.
-        attention_mask: `[B, T]`, 1 = keep, with padding on the right only; None = all that are not `pad_token_id`. A
-            document that has ended keeps its P, whatever its batch mates go on with.
-        segment_length: tokens a segment; the last may be shorter.
-        gradient_segments: P is cut from the graph before every segment whose index is a multiple of this, so that a
-            loss of segment i reaches back to the last of these; None = never.
-        packed_states: `[B, l, d]`, the P to begin with, such as the last one of an earlier part; None = learned.
+        model: an encoder with `dynamic_projection_length=False`, so that each segment uses all rows of P.
+        input_ids: `[B, T]` token ids.
+        attention_mask: `[B, T]`, 1 = keep, with padding only on the right; None = all tokens except `pad_token_id`. P
+            of a document does not change after its end.
+        segment_length: tokens per segment; the last one can be shorter.
+        gradient_segments: detach P from the graph before each segment whose index is a multiple of this; None = never.
+        packed_states: `[B, l, d]`, initial P, such as that of an earlier part of the documents; None = the parameter.
 
     Yields:
-        The output of each segment; `packed_last_hidden_state` of the last one is the memory of the document.
+        The output of each segment. `packed_last_hidden_state` of the last one represents the document.
 
     Raises:
-        ValueError: a decoder, a P of dynamic length, lengths below 1, or padding before a token.
+        ValueError: If the model is a decoder or has a dynamic length of P, a length is below 1, or padding precedes a
+            token.
     """
     if model.config.is_decoder or model.config.dynamic_projection_length:
-        raise ValueError("reading in segments needs an encoder with dynamic_projection_length=False")
+        raise ValueError("`read_segments` requires an encoder with dynamic_projection_length=False")
     for name, value in (("segment_length", segment_length), ("gradient_segments", gradient_segments)):
         if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+            raise ValueError(f"`{name}` must be at least 1, got {value}")
     mask = read_mask("attention_mask", attention_mask)
     if mask is None:
         mask = input_ids != model.config.pad_token_id
     if (~mask[:, :-1] & mask[:, 1:]).any():
-        raise ValueError("documents are read from the left: put the padding behind them (padding_side='right')")
+        raise ValueError("`attention_mask` has padding before a token; pad on the right (padding_side='right')")
     for index, start in enumerate(range(0, input_ids.shape[1], segment_length)):
         if packed_states is not None and gradient_segments is not None and index % gradient_segments == 0:
             packed_states = packed_states.detach()

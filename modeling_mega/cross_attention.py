@@ -54,9 +54,14 @@ class MegaGatedCrossAttention(nn.Module):
         past: MegaCacheLayer | None = None,
         source: MegaCrossCacheLayer | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend from target states `[B, T, d]` to a source `[B, S, d]`.
+        """Attend from target states to a source.
 
         Args:
+            hidden_states: states of the target, `[B, T, d]`.
+            layout: layout of the target.
+            encoder_hidden_states: states of the source, `[B, S, d]`; None if `source` contains its keys and values.
+            encoder_layout: layout of the source.
+            output_weights: return the attention weights.
             past: cache of the self-attention, which contains the T positions already.
             source: cache of keys and values of the source.
 

@@ -76,20 +76,17 @@ class MegaForCausalLM(GenericForCausalLM, StateGenerationMixin, MegaPreTrainedMo
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithCrossAttentions:
-        """Predict the next token of each position.
+        """Predict the next token of each position from the inputs of `MegaModel.forward`.
 
-        Args:
-            labels: `[B, T]` token ids, usually `input_ids`; the loss shifts them. -100 = ignored.
-            logits_to_keep: return only the logits of the last positions (`int`), or of these positions (tensor).
-            kwargs: other arguments of `MegaModel.forward`, and `shift_labels` `[B, T]` in place of `labels`: the token
-                that follows each position, including the last.
+        `labels` `[B, T]` are token ids, usually `input_ids`; the loss shifts them and ignores -100. The keyword
+        argument `shift_labels` `[B, T]` replaces them: the token that follows each position, including the last.
 
-        Returns:
-            `logits` `[B, T, vocab_size]` and `loss`. With an adaptive softmax, `logits` are log-probabilities, or None
-            if labels are given.
+        `logits` are `[B, T, vocab_size]`, or those of the last `logits_to_keep` positions, or of the positions in
+        `logits_to_keep` if it is a tensor. With an adaptive softmax they are log-probabilities, or None if labels are
+        given.
 
         Raises:
-            ValueError: As `MegaModel.forward`, and if labels do not match the positions of `logits_to_keep`.
+            ValueError: As in `MegaModel.forward`, and if labels do not match the positions of `logits_to_keep`.
         """
         inputs = {
             "input_ids": input_ids,

@@ -91,9 +91,9 @@ def test_errors():
     with pytest.raises(ValueError, match="dynamic_projection_length=False"):
         last(make("Model"), ids, segment_length=4)
     model = make("Model", **FIXED)
-    with pytest.raises(ValueError, match="segment_length must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="`segment_length` must be at least 1, got 0"):
         last(model, ids, segment_length=0)
-    with pytest.raises(ValueError, match="gradient_segments must be at least 1, got -1"):
+    with pytest.raises(ValueError, match="`gradient_segments` must be at least 1, got -1"):
         last(model, ids, segment_length=4, gradient_segments=-1)
     with pytest.raises(ValueError, match="padding_side='right'"):
         last(model, *padded([9, 5], 9, "left"), segment_length=4)
