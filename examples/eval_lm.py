@@ -63,12 +63,14 @@ def load(arguments: Arguments) -> tuple[PreTrainedModel, torch.LongTensor]:
     return model, stream[-round(len(stream) * arguments.last_share) :]
 
 
-def set_chunk(model: PreTrainedModel, chunk: int) -> None:
-    """Give the model another length of its attention chunks."""
+def with_chunk(model: PreTrainedModel, chunk: int) -> PreTrainedModel:
+    """Return a copy of the model with another length of its attention chunks."""
     config = model.config
     if not getattr(config, "use_chunking", False) or config.relative_positional_bias != "rotary":
         fail("--chunk needs a model with attention in chunks and a rotary bias; a table of biases has a fixed length")
-    config.chunk_size = chunk
+    changed = type(model)(type(config).from_dict(config.to_dict() | {"chunk_size": chunk}))
+    changed.load_state_dict(model.state_dict())
+    return changed.to(model.device, model.dtype).eval()
 
 
 def plot(results: list[tuple[int | None, int, Score]], path: Path) -> None:
@@ -98,7 +100,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     results = []
     for chunk in arguments.chunk or [getattr(model.config, "attention_chunk", None)]:
         if arguments.chunk:
-            set_chunk(model, chunk)
+            model = with_chunk(model, chunk)
         for context in arguments.context:
             result = score_stream(model, stream, context, arguments.segment, arguments.batch_size, progress=True)
             results.append((chunk, context, result))
