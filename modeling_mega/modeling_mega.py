@@ -160,7 +160,7 @@ class MegaGatedAttention(nn.Module):
 
     def __init__(self, config: MegaConfig, drop_path_rate: float = 0.0):
         super().__init__()
-        self.config, self.chunk_size = config, config.attention_chunk
+        self.config = config
         width, values, shared = config.hidden_size, config.intermediate_size, config.shared_representation_size
         self.sizes = (width, shared, values, width)
         self.norm = MegaSequenceNorm(config, config.norm_affine)
@@ -176,6 +176,11 @@ class MegaGatedAttention(nn.Module):
         self.hidden_dropout = MegaDropout(config.hidden_dropout_prob, config.use_feature_dropout)
         self.whole, self.own_columns = RankBoundary(), RankBoundary()
         self.drop_path = MegaDropPath(drop_path_rate)
+
+    @property
+    def chunk_size(self) -> int | None:
+        """Positions of a chunk, which may be changed in the configuration after construction; None without chunks."""
+        return self.config.attention_chunk
 
     def forward(
         self,
