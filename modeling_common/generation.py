@@ -16,10 +16,12 @@ logger = logging.get_logger(__name__)
 
 
 class StateGenerationMixin(GenerationMixin):
-    """Generation with the cache of the model's own class. List it among the bases of a model, as transformers reads
-    from their names that a class generates."""
+    """Generation with the cache class of the model.
 
-    _is_stateful = True  # states cannot go back, so no assisted decoding
+    It must be a direct base of a model: transformers checks the names of the bases.
+    """
+
+    _is_stateful = True  # recurrent states cannot be rolled back, so assisted decoding is not supported
 
     @accept_cache_names
     @wraps(GenerationMixin.generate)
@@ -28,14 +30,14 @@ class StateGenerationMixin(GenerationMixin):
         return generated(output) if isinstance(output, ModelOutput) else output
 
     def _prepare_model_inputs(self, *args, **kwargs):
-        """Check prompts or sources, mask and cache, which transformers does not; find padding in sources."""
+        """Check prompts or sources with their mask and cache, and infer the mask of sources."""
         inputs, name, model_kwargs = super()._prepare_model_inputs(*args, **kwargs)
         check_class(self, model_kwargs.get(CACHE_NAME))
         if inputs.shape[1] == 0:
-            way_out = "give each a token, such as eos_token_id"
+            fix = "pass at least one token, such as eos_token_id"
             if not self.config.is_encoder_decoder:
-                way_out = "give each a token, or no input_ids to begin with bos_token_id"
-            raise ValueError(f"the {self._inputs_name} have length 0: {way_out}")
+                fix = "pass at least one token, or omit input_ids to start from bos_token_id"
+            raise ValueError(f"the {self._inputs_name} have length 0; {fix}")
         if not self.config.is_encoder_decoder:
             mask, past = model_kwargs.get("attention_mask"), model_kwargs.get(CACHE_NAME)
             check_prompt(inputs, mask, past, "attention_mask", name)
@@ -47,7 +49,7 @@ class StateGenerationMixin(GenerationMixin):
         return inputs, name, model_kwargs
 
     def _warn_of_right_padding(self, inputs: torch.Tensor, mask: torch.Tensor | None):
-        """Warn of padding at the end of a prompt, in the cases in which transformers does not."""
+        """Warn about padding at the end of a prompt in the cases in which transformers does not."""
         if inputs.dim() == 2 and len(inputs) > 1 and not self.config.is_encoder_decoder:
             return
         if mask is None and inputs.dim() == 2:
@@ -59,34 +61,33 @@ class StateGenerationMixin(GenerationMixin):
             )
 
     def _validate_generation_mode(self, generation_mode, generation_config: GenerationConfig, generation_mode_kwargs):
-        """Refuse options that transformers would ignore here, or follow with wrong results."""
+        """Raise `ValueError` for options that would have no effect or give wrong results."""
         super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)
         for name in ("cache_implementation", "cache_config", "max_cache_len"):
             if (value := getattr(generation_config, name)) not in (None, "dynamic"):
                 raise ValueError(
-                    f"{name}={value!r}: {type(self).__name__} keeps a cache of its own; leave the argument out"
+                    f"{name}={value!r} is not supported: {type(self).__name__} has its own cache; omit the argument"
                 )
         if generation_config.compile_config is not None:
             raise ValueError(
-                "compile_config: generate compiles with static caches alone; leave the argument out, or compile the "
-                "model itself (torch.compile)"
+                "`compile_config` requires a static cache, which is not supported; omit the argument, or compile "
+                "the model with torch.compile"
             )
         if generation_config.is_assistant:
             raise ValueError(
-                f"{type(self).__name__} cannot draft for another model: its state cannot forget tokens that are taken "
-                "back"
+                f"{type(self).__name__} cannot be an assistant model: rejected tokens cannot be removed from its state"
             )
         guided = generation_config.guidance_scale not in (None, 1)
         if guided and generation_config.num_beams > 1:
             raise ValueError(
-                f"guidance_scale with num_beams={generation_config.num_beams}: the pass without the prompt, as "
-                "transformers makes it, does not follow the beams; leave one out"
+                f"`guidance_scale` is not supported with num_beams={generation_config.num_beams}: transformers does "
+                "not reorder the unconditional pass; omit one of them"
             )
         if self.config.is_encoder_decoder:
             chunked, healed = generation_config.prefill_chunk_size is not None, generation_config.token_healing
             for name, asked in (("guidance_scale", guided), ("prefill_chunk_size", chunked), ("token_healing", healed)):
                 if asked:
-                    raise ValueError(f"{name} is for decoders without an encoder; leave the argument out")
+                    raise ValueError(f"`{name}` is not supported by encoder-decoders; omit the argument")
 
     @property
     def _prompts_name(self) -> str:
@@ -100,9 +101,9 @@ class StateGenerationMixin(GenerationMixin):
     def prepare_inputs_for_generation(
         self, input_ids, attention_mask=None, inputs_embeds=None, tokenizer=None, **kwargs
     ):
-        """Bring back the mask of a prompt that keeps everything, without which `forward` leaves padding tokens out.
+        """Add a mask of ones if none is given: `forward` would infer one from padding tokens.
 
-        `tokenizer`: for stop strings and healed tokens, which are done by then; `forward` refuses it.
+        `tokenizer` is accepted and ignored, because `generate` passes it for stop strings and token healing.
         """
         inputs = super().prepare_inputs_for_generation(
             input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs
@@ -115,16 +116,16 @@ class StateGenerationMixin(GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict, mode, batch_size: int, max_cache_length: int
     ):
-        """Begin a cache of the model's own class; refuse another, and inputs that are nothing but padding."""
+        """Create a cache; raise `ValueError` for a cache of another class and for inputs that are only padding."""
         mask = read_mask("attention_mask", model_kwargs.get("attention_mask"))
         if mask is None:
             mask = getattr(model_kwargs.get("encoder_outputs"), "attention_mask", None)
         if mask is not None:
-            filled = mask[:: len(mask) // batch_size].any(dim=1)  # every beam has the same
+            filled = mask[:: len(mask) // batch_size].any(dim=1)  # all beams of an input have the same mask
             if not filled.all():
                 raise ValueError(
-                    f"nothing but padding in the {self._inputs_name} {(~filled).nonzero().flatten().tolist()}: give "
-                    "each a token, such as bos_token_id or eos_token_id"
+                    f"the {self._inputs_name} {(~filled).nonzero().flatten().tolist()} contain only padding; pass at "
+                    "least one token each, such as bos_token_id or eos_token_id"
                 )
         if model_kwargs.get(CACHE_NAME) is None and generation_config.use_cache is not False:
             model_kwargs[CACHE_NAME] = new_cache(self)
@@ -132,8 +133,8 @@ class StateGenerationMixin(GenerationMixin):
             super()._prepare_cache_for_generation(generation_config, model_kwargs, mode, batch_size, max_cache_length)
 
     def init_continuous_batching(self, *args, **kwargs):
-        """Refuse what needs a cache of keys and values alone; `generate` batches inputs of any lengths."""
-        raise NotImplementedError("continuous batching needs attention caches; call generate with a padded batch")
+        """Raise `NotImplementedError`: continuous batching of transformers requires a cache of only keys and values."""
+        raise NotImplementedError("continuous batching requires a key-value cache; call generate with a padded batch")
 
     generate_batch = init_continuous_batching
 
@@ -166,7 +167,7 @@ class Seq2SeqGenerationMixin(StateGenerationMixin):
     """Generation of encoder-decoders."""
 
     def _prepare_decoder_input_ids_for_generation(self, *args, **kwargs):
-        """Check the target, its mask and the cache, and make the mask by which transformers finds the new tokens."""
+        """Check the target, its mask and the cache, and create the mask that marks new tokens for transformers."""
         given = kwargs.get("model_kwargs", {}).get("decoder_input_ids")
         if given is not None and given.shape[1] == 0:
             raise ValueError("`decoder_input_ids` has length 0; pass at least one token, or omit the argument")
@@ -180,9 +181,9 @@ class Seq2SeqGenerationMixin(StateGenerationMixin):
         return target, model_kwargs
 
     def _update_finished_beams(self, *, topk_log_probs, next_token_hits_stopping_criteria, early_stopping, **state):
-        """Keep, with `early_stopping=True`, the first `num_beams` that are complete, as fairseq does.
+        """With `early_stopping=True`, keep the first `num_beams` finished beams, as fairseq does.
 
-        transformers lets those that complete last, where more do than there is room for, displace others.
+        In transformers, beams that finish in the last step can replace others.
         """
         if early_stopping is True:
             complete = next_token_hits_stopping_criteria & state["top_num_beam_mask"]

@@ -80,14 +80,14 @@ def test_streaming(family, encoder_decoder, tokenizer, capsys):
 REFUSED = {
     "an assistant": ({"assistant_model": None}, "assisted generation is not supported"),
     "lookup in the prompt": ({"prompt_lookup_num_tokens": 2}, "assisted generation is not supported"),
-    "static cache": ({"cache_implementation": "static"}, "'static': .* keeps a cache of its own; leave the argument"),
+    "static cache": ({"cache_implementation": "static"}, "'static' .* has its own cache; omit the argument"),
     "quantised cache": (
         {"cache_implementation": "quantized"},
-        "'quantized': .* keeps a cache of its own; leave the arg",
+        "'quantized' .* has its own cache; omit the argument",
     ),
     "offloaded cache": (
         {"cache_implementation": "offloaded"},
-        "'offloaded': .* keeps a cache of its own; leave the arg",
+        "'offloaded' .* has its own cache; omit the argument",
     ),
     "a cache of another class": (
         {"past_key_values": DynamicCache},

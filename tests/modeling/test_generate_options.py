@@ -264,8 +264,8 @@ WORKS = {
 }
 _ASSISTED = "assisted generation is not supported with stateful models"
 _FETCHED = "requires `trust_remote_code=True`"
-_OWN = "keeps a cache of its own; leave the argument out"
-_ALONE = "is for decoders without an encoder"
+_OWN = "has its own cache; omit the argument"
+_ALONE = "is not supported by encoder-decoders"
 # Option -> argument and error message, for decoders and encoder-decoders.
 REFUSED = {
     "cache_implementation": ({"cache_implementation": "static"}, _OWN),
@@ -273,11 +273,11 @@ REFUSED = {
     "max_cache_len": ({"max_cache_len": 40}, _OWN),
     "compile_config": (
         {"compile_config": CompileConfig()},
-        "compile_config: generate compiles with static caches alone",
+        "`compile_config` requires a static cache",
     ),
     "continuous_batching_config": ({"cache_implementation": "paged"}, "continuous batching"),
     "use_mtp": ({"use_mtp": True}, _ASSISTED),
-    "is_assistant": ({"is_assistant": True}, "cannot draft for another model"),
+    "is_assistant": ({"is_assistant": True}, "cannot be an assistant model"),
     "prompt_lookup_num_tokens": ({"prompt_lookup_num_tokens": 2}, _ASSISTED),
     "max_matching_ngram_size": ({"prompt_lookup_num_tokens": 2, "max_matching_ngram_size": 2}, _ASSISTED),
     "assistant_early_exit": ({"assistant_early_exit": 1}, _ASSISTED),
@@ -364,7 +364,7 @@ def test_unsupported_options_raise(model):
             with pytest.raises(ValueError, match=_ALONE):
                 Run(model, WORKS[name][0] | {"input_ids": torch.full((2, 3), 5)})
     else:
-        with pytest.raises(ValueError, match="guidance_scale with num_beams=2: .*; leave one out"):
+        with pytest.raises(ValueError, match="`guidance_scale` is not supported with num_beams=2: .*; omit one"):
             Run(model, {"guidance_scale": 1.5, "num_beams": 2})
         if model.config.model_type.startswith("mega"):
             with pytest.raises(ValueError, match="`output_attentions=True` requires a new cache"):

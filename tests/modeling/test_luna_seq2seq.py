@@ -148,7 +148,7 @@ def test_errors():
         model.generate(torch.ones(2, 0, dtype=torch.long))
     padding = torch.tensor([[4, 5], [1, 1]])
     for mask in ({}, {"attention_mask": torch.tensor([[1, 1], [0, 0]])}):
-        with pytest.raises(ValueError, match=r"nothing but padding in the sources \[1\]"):
+        with pytest.raises(ValueError, match=r"the sources \[1\] contain only padding"):
             model.generate(padding, **mask)
     past = model(**inputs, use_cache=True).past_key_values
     with pytest.raises(ValueError, match="contains 5 positions already, and `decoder_input_ids` has 1"):
