@@ -16,7 +16,7 @@ def average(
     run: Callable, shard: ContextShard, name: str, coefficients: Callable, x, parameters, skip, mask,
     shift=False, truncation=None, **call,
 ):  # fmt: skip
-    """Return the average at this process's positions of the complete sequence, and None; `run` averages one shard."""
+    """Return the average at this rank's positions of the complete sequence, and None; `run` averages one shard."""
     shard.check(name, x.shape[1])
     if truncation is not None and truncation < shard.total:
         raise ValueError(

@@ -130,22 +130,22 @@ def test_kernels_of_a_complex_average(folder):
 
 
 def test_unsupported_models_are_one_line(folder, tokenizer, tmp_path):
-    def refused(path):
+    def fails(path):
         with pytest.raises(ConversionError) as raised:
             Demo(path)
         return str(raised.value)
 
-    assert "no such folder" in refused(tmp_path / "nowhere")
+    assert "no such folder" in fails(tmp_path / "nowhere")
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 24}
     config = MegaConfig(vocab_size=40, **sizes)
     MegaModel(config).save_pretrained(tmp_path / "body")
-    assert "contains a MegaModel; the demo supports the tasks fill-mask" in refused(tmp_path / "body")
+    assert "contains a MegaModel; the demo supports the tasks fill-mask" in fails(tmp_path / "body")
     MegaForMaskedLM(config).save_pretrained(tmp_path / "small")
-    assert "no tokenizer" in refused(tmp_path / "small")
+    assert "no tokenizer" in fails(tmp_path / "small")
     tokenizer.save_pretrained(tmp_path / "small")
     bare = copy.deepcopy(tokenizer)
     bare.mask_token = None
     MegaForMaskedLM(MegaConfig(vocab_size=261, **sizes)).save_pretrained(tmp_path / "bare")
     bare.save_pretrained(tmp_path / "bare")
-    assert "the tokenizer has no mask token" in refused(tmp_path / "bare")
-    assert "the tokenizer has token id 260" in refused(tmp_path / "small")
+    assert "the tokenizer has no mask token" in fails(tmp_path / "bare")
+    assert "the tokenizer has token id 260" in fails(tmp_path / "small")

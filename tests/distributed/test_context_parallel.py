@@ -21,11 +21,11 @@ def test_shards_know_the_lengths_of_all_ranks(ranks):
     assert ranks(3, describe, (3, 1, 2)) == expected
 
 
-def refuse(lengths, batches):
+def error_of(lengths, batches):
     rank = dist.get_rank()
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError) as error:
         ContextShard.of(dist.group.WORLD, lengths[rank], torch.device("cpu"), batch=batches[rank])
-    return str(refused.value)
+    return str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -33,8 +33,8 @@ def refuse(lengths, batches):
     [((3, 0), (2, 2), r"no positions.*\[3, 0\]"), ((3, 3), (2, 1), r"batch must be equal .*, got \[2, 1\]")],
 )
 def test_every_rank_raises_if_one_fails(ranks, lengths, batches, message):
-    for refused in ranks(2, refuse, lengths, batches):
-        assert re.search(message, refused)
+    for error in ranks(2, error_of, lengths, batches):
+        assert re.search(message, error)
 
 
 def exchange():

@@ -152,7 +152,7 @@ def test_ranks_share_dropout_of_replicated_tensors(ranks):
     assert all(other == first for other in others)
 
 
-REFUSALS = [
+UNSUPPORTED = [
     ("Model", {}, {"position_ids": torch.arange(9)[None]}, "`position_ids` are not supported with `cp_group`"),
     ("Model", {}, {"output_attentions": True}, "output_attentions=False"),
     ("Model", {}, {"seq_idx": None}, "pad the batch"),
@@ -164,25 +164,24 @@ REFUSALS = [
 ]
 
 
-def refuse_all():
-    refused = []
-    for head, overrides, options, _ in REFUSALS:
+def collect_errors():
+    errors = []
+    for head, overrides, options, _ in UNSUPPORTED:
         batch = {"input_ids": cut(tokens([23]), LENGTHS[2])["input_ids"]}
         if "seq_idx" in options:
             options = {"seq_idx": torch.arange(batch["input_ids"].shape[1])[None] // 4}
         with pytest.raises(ValueError) as error:
             build(head, **overrides)(**batch, **options, cp_group=dist.group.WORLD)
-        refused.append(str(error.value))
+        errors.append(str(error.value))
     with pytest.raises(ValueError) as error:  # of another batch size on the last rank, which the others learn
         build("Model")(torch.ones(1 + dist.get_rank(), 5, dtype=torch.long), cp_group=dist.group.WORLD)
-    with pytest.raises(Exception, match="no positions|`input_ids` are from"):  # refused by the last rank alone
+    with pytest.raises(Exception, match="no positions|`input_ids` are from"):  # raised only on the last rank
         build("ForMaskedLM")(torch.full((1, 5), 99 * dist.get_rank()), cp_group=dist.group.WORLD)
-    return [*refused, str(error.value)]
+    return [*errors, str(error.value)]
 
 
 def test_unsupported_inputs_raise(ranks):
-    for rank, refused in enumerate(ranks(2, refuse_all)):
-        for text, (*_, message) in zip(
-            refused, [*REFUSALS, ("batch must be equal on all ranks of the group, got [1, 2]",)], strict=True
-        ):
+    for rank, errors in enumerate(ranks(2, collect_errors)):
+        last = ("batch must be equal on all ranks of the group, got [1, 2]",)
+        for text, (*_, message) in zip(errors, [*UNSUPPORTED, last], strict=True):
             assert message in text or (rank == 1 and "no positions" in text), text

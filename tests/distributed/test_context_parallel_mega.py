@@ -221,9 +221,9 @@ def refusals():
     messages = []
     for overrides, arguments in cases:
         model = luna_mega.MegaModel(tiny_config(**overrides))
-        with pytest.raises(ValueError) as refused:
+        with pytest.raises(ValueError) as error:
             model(ids, **arguments, cp_group=group)
-        messages.append(str(refused.value))
+        messages.append(str(error.value))
     model(ids, cp_group=group) if not model.config.add_cross_attention else dist.barrier()
     return messages
 

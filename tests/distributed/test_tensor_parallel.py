@@ -152,7 +152,7 @@ def test_a_vocabulary_that_the_ranks_do_not_divide(ranks, tmp_path, name):
         for differences in ranks(2, train, str(tmp_path), inputs | {"use_cache": False}, False):
             assert max(differences) < 1e-11
     else:
-        for (message,) in ranks(2, refuse, str(tmp_path), [{}]):
+        for (message,) in ranks(2, error_of, str(tmp_path), [{}]):
             assert "`lm_head` (33) must be divisible by the tensor parallel size (2)" in message
 
 
@@ -287,7 +287,7 @@ def test_plan_may_leave_layers_unsharded(ranks, tmp_path):
         assert max(differences) < 1e-11
 
 
-def refuse(folder, plan):
+def error_of(folder, plan):
     """The errors of loading with plans, one for each."""
     messages = []
     for options in plan:
@@ -316,7 +316,7 @@ def refuse(folder, plan):
 )
 def test_indivisible_sizes_raise(ranks, tmp_path, module, fields, parts):
     module.make("Model", **fields).save_pretrained(tmp_path)
-    for (message,) in ranks(2, refuse, str(tmp_path), [{}]):
+    for (message,) in ranks(2, error_of, str(tmp_path), [{}]):
         assert parts in message
         assert "change `tp_size`, or pass a `tp_plan` without" in message
         assert "\n" not in message
@@ -327,7 +327,7 @@ def test_incompatible_plans_raise(ranks, tmp_path):
     model.save_pretrained(tmp_path)
     rules = dict(model.tp_plan)
     plans = ["all", {"encoder.layers.*.fc1": "rows"}, {**rules, "encoder.layers.*.fc2": "colwise"}]
-    name, style, alone = ranks(2, refuse, str(tmp_path), [{"tp_plan": plan} for plan in plans])[0]
+    name, style, alone = ranks(2, error_of, str(tmp_path), [{"tp_plan": plan} for plan in plans])[0]
     assert name == "`tp_plan` must be 'auto' or a dictionary from modules to styles, got 'all'"
     assert "rows" in style
     assert alone == (
@@ -339,7 +339,7 @@ def test_incompatible_plans_raise(ranks, tmp_path):
 @merges_plans
 def test_unmatched_plan_rules_raise(ranks, tmp_path):
     mega.make("Model").save_pretrained(tmp_path)
-    ((message,), _) = ranks(2, refuse, str(tmp_path), [{"tp_plan": {"layers.*.attention.query": "colwise"}}])
+    ((message,), _) = ranks(2, error_of, str(tmp_path), [{"tp_plan": {"layers.*.attention.query": "colwise"}}])
     assert "layers.*.attention.query" in message
 
 

@@ -23,7 +23,7 @@ LONGEST = 340
 
 
 def lines(folder: Path, *columns: str) -> Path:
-    """Write splits of sentences, one a row in each of the columns, with labels from 0 to 1."""
+    """Write splits with one sentence per column and row, and labels from 0 to 1."""
     for split, size in (("train", 40), ("validation", 12)):
         rows = [
             {"label": index % 2} | dict.fromkeys(columns, text) for index, text in enumerate(texts(size, seed=size))

@@ -1,4 +1,4 @@
-"""Runs that must end with one line: numbers that are not finite, diverged models, unreadable recipes and data."""
+"""Runs that must fail with one line: non-finite numbers, diverged models, unreadable recipes and data."""
 
 import shutil
 

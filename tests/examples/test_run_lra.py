@@ -108,7 +108,7 @@ def test_every_task_with_every_model(run, script, folder, tmp_path, task, model)
 
 
 def encode(script, task: str, convention: str, **fields) -> dict:
-    """Return the first row of a task as the convention has it."""
+    """Return the first row of a task in the given convention."""
     module = script("lra.tasks")
     chosen, task = module.CONVENTIONS[convention], module.TASKS[task]
     tokenizer = module.make_tokenizer(task.kind, chosen, fields["max_length"])
@@ -277,19 +277,19 @@ def test_bad_data(run, folder, tmp_path):
     """A label out of range, an image of another size, a damaged image, a damaged file, a missing split."""
     output = tmp_path / "out"
 
-    def refused(task: str, path: Path, message: str, *more):
+    def fails(task: str, path: Path, message: str, *more):
         assert_refused(run, message, *options(task, path, output, *TWO_STEPS, *more), output=output)
 
-    refused("text", folder("text", label=2), "row 0: label 2 is not one of 0 to 1")
-    refused("text", folder("pathfinder"), "split train has no column text, only image, label")
-    refused("image", tmp_path / "pathfinder", "the labels have 2 classes; this task has 10")
-    refused("image", folder("image"), "a picture of 8 x 8 pixels; 256 positions are 16 x 16", "--max_length", 256)
-    refused("pathx", folder("pathx", image={"bytes": b"\x89PNG", "path": None}), "a picture cannot be read")
+    fails("text", folder("text", label=2), "row 0: label 2 is not one of 0 to 1")
+    fails("text", folder("pathfinder"), "split train has no column text, only image, label")
+    fails("image", tmp_path / "pathfinder", "the labels have 2 classes; this task has 10")
+    fails("image", folder("image"), "a picture of 8 x 8 pixels; 256 positions are 16 x 16", "--max_length", 256)
+    fails("pathx", folder("pathx", image={"bytes": b"\x89PNG", "path": None}), "a picture cannot be read")
     file = tmp_path / "text" / "train-00000-of-00001.parquet"
     file.write_bytes(file.read_bytes()[:-30])
-    refused("text", tmp_path / "text", "cannot load")
+    fails("text", tmp_path / "text", "cannot load")
     file.unlink()
-    refused("text", tmp_path / "text", "has no split train")
+    fails("text", tmp_path / "text", "has no split train")
 
 
 def test_a_pair_model_that_is_not_there(run, folder, tmp_path):

@@ -45,7 +45,7 @@ LENGTHS = 4000, 4096, 4009
 
 
 def of_length(length):
-    """Launch what a change of the length must not compile again."""
+    """Launch kernels that must not be recompiled for another length."""
     call(length=length)
     call(length=length, ragged=True)
 

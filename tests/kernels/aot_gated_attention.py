@@ -46,7 +46,7 @@ def of_length(length):
 
 
 def edges():
-    """Yield (name, targets, function): consumer cards with least shared memory, sizes that are no powers of two."""
+    """Yield (name, targets, function): consumer GPUs with the least shared memory, sizes that are not powers of two."""
     bfloat16, shape = torch.bfloat16, (4, 4096, 4096)
     yield "wt103 bf16", (120,), functools.partial(run, *WT103)
     yield (

@@ -32,7 +32,7 @@ class Inputs:
             return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
         logits = [normal(channels, states) - 1.0, normal(channels, states), normal(channels)]
-        # Every other channel forgets slowly.
+        # Every second channel decays slowly.
         logits[0][::2] -= 5.0
         tensors = [normal(batch, length, channels), *logits, normal(channels, states, 2)]
         tensors += [normal(channels)] if skip else []
@@ -78,7 +78,7 @@ class Inputs:
 
 
 def saturated(length, kind):
-    """Inputs whose logits reach far below and far above those that a sigmoid tells from 0 and 1."""
+    """Inputs with logits far beyond the values at which a sigmoid saturates at 0 or 1."""
     inputs = Inputs(length, kind, "some", states=9)
     extremes = torch.tensor([-1e4, -100.0, -30.0, 0.0, 20.0, 30.0, 90.0, 100.0, 1e4], dtype=torch.float64)
     with torch.no_grad():
@@ -157,14 +157,14 @@ def test_torch_backend(any_form, length, states, kind, masking):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_long(any_form, kind):
-    """5000 positions: exact in float64; in float32 to 5e-6, also where a state lives, and turns, for all of them.
+    """5000 positions: exact in float64; within 5e-6 in float32, also if a state persists and rotates over all of them.
 
-    The rounding of a phase to float32 is left out: it alone would turn the states by more.
+    The phase is exact in float32, because its rounding would rotate the states by more than the tolerance.
     """
     inputs = Inputs(5000, kind, channels=2, states=2, batch=1)
     with torch.no_grad():
         inputs.leaves[1][0] -= 4.0
-        inputs.leaves[3].copy_(torch.tensor([0.0, 1e4]))  # half a turn, whole turns
+        inputs.leaves[3].copy_(torch.tensor([0.0, 1e4]))  # half a turn, complete turns
     inputs.to(torch.float32).to(torch.float64)
     exact = inputs.run(backend="reference")
     assert_same(inputs.run(), exact, 1e-11)
@@ -210,7 +210,7 @@ def test_segments_and_steps_are_the_parallel_form(backend, masking):
         for length in lengths:
             mask = None if inputs.mask is None else inputs.mask[:, start : start + length]
             part = x[:, start : start + length]
-            if length > 1 or (mask is not None and not mask.all()):  # a step does not decay where it is masked
+            if length > 1 or (mask is not None and not mask.all()):  # a masked step does not decay the state
                 options = {"mask": mask, "initial_state": state, "return_state": True, "backend": backend}
                 output, state = complex_ema(part, *parameters, **options)
             else:
@@ -236,7 +236,7 @@ def test_coefficients_of_steps_hold():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_varlen_sequences(form, kind):
-    """Every sequence as if it were alone, and one of no positions keeps its state."""
+    """Every sequence matches a separate call, and an empty sequence keeps its state."""
     bounds = [0, 3, 3, 90, 91]
     inputs = Inputs(91, kind, "some", batch=1)
     if kind == "states":
@@ -258,7 +258,7 @@ def test_varlen_sequences(form, kind):
 
 
 def test_padding_does_not_affect_outputs(any_form):
-    """Padding on either side: same results and gradients, whatever stands there; with it on the left, same state."""
+    """Padding on either side, with any content: same results and gradients; with left padding also the same state."""
     inputs = Inputs(90)
     expected = inputs.run()
     before = torch.full((2, 7, 5), math.inf, dtype=torch.float64)
@@ -276,7 +276,7 @@ def test_padding_does_not_affect_outputs(any_form):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_of_padding(form, kind):
-    """The average of nothing is 0, with gradient 0; a state decays."""
+    """The average of masked inputs is 0, with gradient 0; a state decays."""
     inputs = Inputs(70, kind, "all of one row")
     output, *rest = inputs.run()
     assert (rest[1 if kind == "states" else 0][-1] == 0).all()
@@ -292,7 +292,7 @@ def test_a_row_of_padding(form, kind):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_saturated_logits(any_form, backend, dtype, kind):
-    """Also where the original's power of a rate of 0 is NaN."""
+    """Also if the original computes NaN as the power of a decay of 0."""
     inputs = saturated(130, kind)
     for tensor in inputs.to(dtype).run(backend=backend):
         assert torch.isfinite(tensor).all()

@@ -1,4 +1,4 @@
-"""`complex_ema` and its step in Triton against the reference in float64; interpreted where there is no GPU."""
+"""`complex_ema` and its step in Triton against the reference in float64; interpreted if there is no GPU."""
 
 import copy
 
@@ -66,7 +66,7 @@ def test_blocks_of_channels(device, channels, states):
 
 @pytest.mark.slow
 def test_long(triton_device):
-    """500 positions in chunks of 64, decays from 1 - q = 1e-5 on, whole turns: within 4e-6; one gradient 2e-5."""
+    """500 positions in chunks of 64, decays from 1 - q = 1e-5, complete turns: within 4e-6; one gradient 2e-5."""
     inputs = Inputs(500, "states", states=4, channels=3, batch=1)
     with torch.no_grad():
         inputs.leaves[1].copy_(torch.linspace(-12.0, -1.0, 12).view(3, 4))
@@ -76,7 +76,7 @@ def test_long(triton_device):
     exact = run(inputs, backend="reference")
     actual = run(inputs.to(torch.float32), triton_device, backend="triton")
     for index, (a, b) in enumerate(zip(actual, exact, strict=True)):
-        # The rounding of a phase in float32 turns what lives for all positions.
+        # Rounding a phase to float32 rotates states that persist for all positions.
         assert (a - b).abs().max() <= (2e-5 if index == 5 else 4e-6) * b.abs().max(), index
 
 
@@ -106,7 +106,7 @@ def test_padding_may_be_nan(device, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_varlen_sequences(device, kind):
-    """Every sequence as the reference, which takes them one after the other, has it."""
+    """Every sequence matches the reference, which processes the sequences one at a time."""
     bounds = torch.tensor([0, 3, 3, 13, 14, 32])
     inputs, _, low = exact_and_float32(32, kind, "some", batch=1)
     if kind == "states":
@@ -119,7 +119,7 @@ def test_varlen_sequences(device, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("output", [0, 1])
 def test_one_of_two_outputs(device, output):
-    """The gradient of the result alone, and of the states alone, with none given."""
+    """The gradient of only the result and of only the states, without initial states."""
     _, _, inputs = exact_and_float32(10, masking="some")
     gradients = []
     for leaves, backend in ((inputs.leaves, "triton"), ([leaf.double() for leaf in inputs.leaves], "reference")):

@@ -30,7 +30,7 @@ class Inputs:
 
         rows = channels if kind in ("causal", "states") else 2 * channels
         x, logits = normal(batch, length, channels), [normal(rows, states) - 1.0, normal(rows, states)]
-        # Every other row forgets slowly.
+        # Every second row decays slowly.
         logits[0][::2] -= 5.0
         tensors = [x, *logits, normal(rows, states), normal(rows, states)]
         skip, initial = normal(channels) if skip else None, normal(batch, channels, states)
@@ -77,7 +77,7 @@ class Inputs:
 
 
 def saturated(length, kind):
-    """Inputs whose logits reach far below and far above those that a sigmoid tells from 0 and 1."""
+    """Inputs with logits far beyond the values at which a sigmoid saturates at 0 or 1."""
     inputs = Inputs(length, kind, "some", states=9)
     extremes = torch.tensor([-1e4, -100.0, -30.0, 0.0, 20.0, 30.0, 90.0, 100.0, 1e4], dtype=torch.float64)
     with torch.no_grad():
@@ -198,7 +198,7 @@ def test_torch_backend(any_form, length, states, kind, masking):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["causal", "shifted"])
 def test_long(any_form, kind):
-    """5000 positions: exact in float64; in float32 to 5e-6, also where a state lives for all of them."""
+    """5000 positions: exact in float64; within 5e-6 in float32, also if a state persists over all of them."""
     inputs = Inputs(5000, kind, channels=2, states=2, batch=1)
     with torch.no_grad():
         inputs.leaves[1][0] -= 4.0
@@ -268,7 +268,7 @@ def test_segments_and_steps_are_the_parallel_form(backend, masking):
         for length in lengths:
             mask = None if inputs.mask is None else inputs.mask[:, start : start + length]
             part = x[:, start : start + length]
-            if length > 1 or (mask is not None and not mask.all()):  # a step does not decay where it is masked
+            if length > 1 or (mask is not None and not mask.all()):  # a masked step does not decay the state
                 options = {"mask": mask, "initial_state": state, "return_state": True, "backend": backend}
                 output, state = damped_ema(part, *parameters, **options)
             else:
@@ -284,7 +284,7 @@ def test_segments_and_steps_are_the_parallel_form(backend, masking):
 
 @pytest.mark.parametrize("kind", ["causal", "bidirectional", "shifted"])
 def test_padding_does_not_affect_outputs(any_form, kind):
-    """Padding on either side: same results and gradients, whatever stands there; with it on the left, same state."""
+    """Padding on either side, with any content: same results and gradients; with left padding also the same state."""
     inputs = Inputs(90, kind)
     expected = inputs.run()
     before = torch.full((2, 7, 5), 1e3, dtype=torch.float64)
@@ -310,7 +310,7 @@ def test_padding_may_be_infinite(any_form):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_of_padding(form, kind):
-    """The average of nothing is 0, with gradient 0; a state decays."""
+    """The average of masked inputs is 0, with gradient 0; a state decays."""
     inputs = Inputs(70, kind, "all of one row", skip=False)
     output, *rest = inputs.run()
     gradient = rest[1] if kind == "states" else rest[0]
@@ -410,7 +410,7 @@ def truncated(inputs):
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("truncation", [1, 4, 30])
 def test_truncated_average_in_segments_and_steps(truncation, backend):
-    """A truncated average continues from its state, whose inputs are those that the mask keeps."""
+    """A truncated average continues from its state, whose inputs are masked."""
     inputs = Inputs(23, masking="some")
     inputs.mask[:, 19:] = True
     x, *parameters = inputs.leaves

@@ -1,4 +1,4 @@
-"""`damped_ema` and its step in Triton against the reference in float64; interpreted where there is no GPU."""
+"""`damped_ema` and its step in Triton against the reference in float64; interpreted if there is no GPU."""
 
 import copy
 
@@ -146,7 +146,7 @@ def test_a_row_of_padding(device, kind):
 @pytest.mark.parametrize("backend", ["reference", "torch", "triton"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_varlen_sequences(device, backend, kind):
-    """Every sequence as if it were alone: results, states, gradients."""
+    """Every sequence matches a separate call: results, states, gradients."""
     bounds = [0, 3, 3, 13, 14, 32]
     exact, _, inputs = exact_and_float32(32, kind, "some", batch=1)
     if kind == "states":
@@ -217,7 +217,7 @@ def test_views(device):
 @pytest.mark.slow
 @pytest.mark.parametrize("output", [0, 1])
 def test_one_of_two_outputs(device, output):
-    """The gradient of the result alone, and of the states alone."""
+    """The gradient of only the result, and of only the states."""
     _, _, inputs = exact_and_float32(10, "states", "some")
     gradients = []
     for leaves, backend in ((inputs.leaves, "triton"), ([leaf.double() for leaf in inputs.leaves], "reference")):
@@ -231,7 +231,7 @@ def test_one_of_two_outputs(device, output):
 
 @pytest.mark.slow
 def test_first_segment(device):
-    """A state asked for, but none given."""
+    """Return a state without an initial state."""
     _, _, inputs = exact_and_float32(10)
     gradients = []
     for leaves, backend in ((inputs.leaves, "triton"), ([leaf.double() for leaf in inputs.leaves], "reference")):
