@@ -236,7 +236,7 @@ class MegaGatedAttention(nn.Module):
             length = self.chunk_positions(2 ** max(6, (length - 1).bit_length()))
         elif isinstance(self.rel_pos_bias, MegaRotaryRelativeBias):
             length = max(length, cache.keys.shape[1])
-        weights = tuple(self.rel_pos_bias._parameters.values())
+        weights = tuple(self.rel_pos_bias.parameters())
         return cache.constants.get("bias", weights, lambda: self.whole(self.relative_bias(length)), length)
 
     def chunk_positions(self, length: int) -> int:
