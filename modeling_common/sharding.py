@@ -266,9 +266,10 @@ def check_shards(
         )
     kept = lengths if layout.shard.kept is None else layout.shard.kept
     borders = kept.cumsum(dim=0)  # in positions of the sequences
-    if counts_padding and ((kept < lengths) & (borders < borders[-1])).any():
+    if counts_padding and (kept < lengths).any():
         raise ValueError(
-            "padded_batch_statistics=True with cp_group counts padding only after the sequences; pad on the right"
+            "padded_batch_statistics=True is not supported with `cp_group` and padding; set it to False in the "
+            "configuration, or pass sequences of one length"
         )
     if chunk_size is not None and (cut := (borders % chunk_size != 0) & (borders < borders[-1])).any():
         raise ValueError(

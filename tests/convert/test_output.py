@@ -1,5 +1,6 @@
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -74,7 +75,14 @@ def test_signals_leave_nothing_behind(convert, make, repo_root, name, status, sc
     convert.save(make.bert())
     argv = ["convert", str(convert.file), "--output", str(convert.output)]
     command = [sys.executable, "-c", STOPPED_HALFWAY, name, *argv]
-    done = subprocess.run(command, cwd=repo_root, capture_output=True, text=True)
+    # A process in the background may inherit an ignored SIGINT.
+    done = subprocess.run(
+        command,
+        cwd=repo_root,
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     assert (done.returncode, done.stderr, done.stdout) == (status, screen, "")
     left = list(convert.output.parent.glob(".*"))
     assert len(left) == (name == "SIGKILL")

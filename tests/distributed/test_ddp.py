@@ -137,6 +137,6 @@ def test_the_others_end_when_a_process_dies(ranks):
 )
 @pytest.mark.parametrize("name", cases.CASES)
 def test_every_class_rejects_ddp_across_the_sequence(name, refuse):
-    with pytest.raises(ValueError, match="pass cp_group to the model's forward"):
+    with pytest.raises(ValueError, match="pass cp_group to the forward of the model"):
         refuse(cases.make(name))
     assert not cases.make(name).supports_context_parallel

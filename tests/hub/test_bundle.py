@@ -356,7 +356,7 @@ write_code({model_type!r}, Path({str(tmp_path / "without")!r}))
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": str(repo_root)})
     files = {file.name: file.read_text() for file in (tmp_path / "with").iterdir()}
     assert files == {file.name: file.read_text() for file in (tmp_path / "without").iterdir()}
-    op = {"luna": "luna_attention", "mega": "damped_ema", "megalodon": "complex_ema"}[model_type]
+    op = {"luna": "luna_attention", "mega": "moving_average", "megalodon": "moving_average"}[model_type]
     assert "try:\n    import triton\nexcept ImportError:\n    raise\n" in files["kernels_common_triton_launch.py"]
     assert f"kernels_{op}_triton_ops.py" in files
 
