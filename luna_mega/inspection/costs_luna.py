@@ -25,8 +25,8 @@ FORMULAS = {
     "it is computed; cross-attention as an encoder's projections and attention. Head: 2 for each weight, for every "
     "token (language models, tokens, spans) or once a sequence. Norms, softmax and activations are not counted. A "
     "training step takes about three times the FLOPs. Source and target of an encoder-decoder have n positions each.",
-    "inference": "n max(5d + 2f, 7d) + 5 L d numbers, of a decoder of N layers n max(5d + 2f, 8d) + (N + 3) L d; "
-    "untied keys and values add d to 7d or 8d, pre-norm adds n d; with a masked-LM head at "
+    "inference": "n max(4d + 2f, 6d) + 5 L d numbers, of a decoder of N layers n max(4d + 2f, 7d) + (N + 3) L d; "
+    "untied keys and values add d to 6d or 7d, pre-norm adds n d; with a masked-LM head at "
     "least n (V + 2d), with a causal one n (V + d). A decoder with an encoder adds the n d of its output. Causal "
     "attention works in blocks of some MB, which are not counted.",
     "training": "In each layer n ((7 + 2m + u) d + (2 + a) f + h + 4) + L ((5 + m + u) d + h + 2) numbers, in the "
@@ -78,8 +78,8 @@ def head_flops(model: PreTrainedModel, length: int) -> dict[str, float]:
 def inference_activations(config: LunaConfig, length: int) -> int:
     """Return the numbers alive at the peak of the stack."""
     width, ffn = config.hidden_size, config.intermediate_size
-    attention = 7 + config.is_decoder + (not config.tie_key_value)
-    of_token = max(5 * width + 2 * ffn, attention * width) + config.pre_norm * width
+    attention = 6 + config.is_decoder + (not config.tie_key_value)
+    of_token = max(4 * width + 2 * ffn, attention * width) + config.pre_norm * width
     of_row = (config.num_hidden_layers + 3 if config.is_decoder else 5) * width
     return length * of_token + _rows(config, length) * of_row
 

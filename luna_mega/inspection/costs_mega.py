@@ -36,7 +36,7 @@ FORMULAS = {
     "2 n (z + d); feed-forward 4 d f. Head: 2 for each weight, for every token (language models; an adaptive softmax "
     "scores all words) or once a sequence. Norms, softmax and activations are not counted. A training step takes about "
     "three times the FLOPs. Source and target of an encoder-decoder have n positions each.",
-    "inference": "n max(7d + 5v + 4z, 4d + 2f) numbers; at least n (V + 2d) with a masked-LM head, n (V + d) with "
+    "inference": "n max(6d + 5v + 4z, 3d + 2f) numbers; at least n (V + 2d) with a masked-LM head, n (V + d) with "
     "a causal one, n (2V + d) with an adaptive softmax. A decoder with an encoder adds the n d of its output. "
     "Attention works in blocks of some MB, which are not counted.",
     "training": "In each layer n ((11 + 3m + 2k) d + (6 + b) v + 5z + (2 + a) f + 6) numbers, and for the kernels "
@@ -120,8 +120,8 @@ def _adaptive_weights(model: MegaForCausalLM) -> int:
 def inference_activations(config: MegaConfig, length: int) -> int:
     """Return the numbers alive at the peak of the stack."""
     width, values, shared = config.hidden_size, config.intermediate_size, config.shared_representation_size
-    feed_forward = (4 * width + 2 * config.nffn_hidden_size) * config.use_normalized_ffn
-    return length * max(7 * width + 5 * values + 4 * shared, feed_forward)
+    feed_forward = (3 * width + 2 * config.nffn_hidden_size) * config.use_normalized_ffn
+    return length * max(6 * width + 5 * values + 4 * shared, feed_forward)
 
 
 def training_activations(config: MegaConfig, length: int) -> float:

@@ -25,7 +25,7 @@ FORMULAS = {
     "norm over time, S scores of the output layer. Per layer: projections 2 d (3v + z + d), attention 2 c (z + v), "
     "moving average 14 N d, counted as the recurrence, feed-forward 4 d f, with swiglu 6 d f. Head: 2 d S for every "
     "token. Norms, rotations and activations are not counted. A training step takes about three times as many.",
-    "inference": "n max(7d + 4v + 2z + z / H, 8d + 3v + 2z + z / H, 5d + 2f + z / H) numbers, 3f in place of 2f with "
+    "inference": "n max(6d + 4v + 2z + z / H, 7d + 3v + 2z + z / H, 4d + 2f + z / H) numbers, 3f in place of 2f with "
     "swiglu, and with an output layer at least n (S + d). Attention works in blocks of some MB, which are not counted.",
     "training": "In each layer n ((6 + a + 2m + b + r) d + (6 + b) v + 4z + (2 + 2g + b) f + 4G + 1.25H + 3) numbers, "
     "and once a batch 7 N d + 5d + 2N + 2z + 4G for the moving average. In the embeddings and the last norm n ((1 + m) "
@@ -71,8 +71,8 @@ def inference_activations(config: MegalodonConfig, length: int) -> int:
     """Return the numbers alive at the peak of the stack."""
     width, values, shared = config.hidden_size, config.value_size, config.shared_representation_size
     rotation = shared // config.num_attention_heads
-    attention = max(7 * width + 4 * values, 8 * width + 3 * values) + 2 * shared
-    return length * (max(attention, 5 * width + (2 + config.swiglu) * config.intermediate_size) + rotation)
+    attention = max(6 * width + 4 * values, 7 * width + 3 * values) + 2 * shared
+    return length * (max(attention, 4 * width + (2 + config.swiglu) * config.intermediate_size) + rotation)
 
 
 def training_activations(config: MegalodonConfig, length: int) -> float:
