@@ -137,7 +137,7 @@ def test_folder(tmp_path, capsys):
     assert found["weights"] == {"dtype": "float32", "bytes": 4 * size}
     assert found["training_state_bytes"] == 16 * size
     assert found["config"]["vocab_size"] == 40 and "2 for each multiply-add" in found["formulas"]["FLOPs/token"]
-    assert found["activation_bytes"]["inference"] == 4 * (10 * max(5 * 32 + 2 * 56, 7 * 32) + 5 * 8 * 32)
+    assert found["activation_bytes"]["inference"] == 4 * (10 * max(4 * 32 + 2 * 56, 6 * 32) + 5 * 8 * 32)
 
 
 @pytest.mark.parametrize("family", [costs_luna, costs_mega, costs_megalodon])
