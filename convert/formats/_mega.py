@@ -174,7 +174,7 @@ class Stack:
         return Arg(name, field, default=-1, read=read, write=write, kind=whole)
 
     def positions(self, name: str, chunk: str, field: str = "max_positions", **options: Any) -> Arg:
-        """Return the row of the number of positions: that of the table, unless there are chunks (argument `chunk`)."""
+        """Return the argument for the number of positions: the size of the table, unless `chunk` is positive."""
 
         def measure(evidence: Evidence) -> int:
             positions, entries = evidence.arg(name), self._entries(evidence)

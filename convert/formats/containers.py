@@ -22,7 +22,7 @@ Files = dict[str, bytes | Tensors]
 
 @dataclass(frozen=True)
 class Export:
-    """The content of a checkpoint to write; `beside` are dictionaries, `shards` the option `--shards`."""
+    """The content of a checkpoint to write. `beside`: dictionary files by name; `shards`: the option `--shards`."""
 
     target: Target
     args: dict[str, Any]
@@ -119,7 +119,7 @@ class FairseqFile(Container):
         }
 
     def write(self, output: Path, export: Export, progress: bool) -> list[str]:
-        """Write the file, and those files of `beside` that do not exist yet."""
+        """Write the file, and the files of `beside` that do not exist yet."""
         beside = export.beside
         _check_beside(output, beside)
         parent = next(folder for folder in output.parents if folder.is_dir())
