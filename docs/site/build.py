@@ -31,6 +31,7 @@ PAGES = [
     "studies/README.md",
 ]
 PAGES += ["kernels/*/README.md"]
+SOURCE_LINK = re.compile(r"\((?:\.\./)+([\w/]+(?:\.py)?)\)")
 EQUATION = re.compile(
     r'<(?P<tag>span|div) class="arithmatex">\\(?P<open>[(\[])(?P<latex>.*?)\\[)\]]</(?P=tag)>', re.DOTALL
 )
@@ -49,6 +50,10 @@ def stage(folder: Path) -> None:
     source = re.search(r"Source = (\S+)", setup["metadata"]["project_urls"])[1]
     # Links of the README are absolute for the package index.
     start.write_text(start.read_text(encoding="utf-8").replace(f"({source}/blob/main/", "("), encoding="utf-8")
+    # The site has no page for source files and their folders.
+    for page in (folder / "pages").rglob("*.md"):
+        text = page.read_text(encoding="utf-8")
+        page.write_text(SOURCE_LINK.sub(rf"({source}/blob/main/\1)", text), encoding="utf-8")
     for row in setup["options"]["package_dir"].strip().split("\n"):
         package, source = row.split(" = ")
         for file in (ROOT / source).rglob("*.py"):
