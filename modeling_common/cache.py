@@ -198,11 +198,11 @@ class StateSeq2SeqCache(EncoderDecoderCache):
         """Refuse nothing: both caches have every method, or say why not."""
 
 
-def split_cache(past: Cache | None) -> tuple[StateCache | None, StateCache | None]:
+def split_cache(cache: Cache | None) -> tuple[StateCache | None, StateCache | None]:
     """Return the parts of a cache that are about the positions so far and about an encoder's output."""
-    if isinstance(past, EncoderDecoderCache):
-        return past.self_attention_cache, past.cross_attention_cache
-    return past, None
+    if isinstance(cache, EncoderDecoderCache):
+        return cache.self_attention_cache, cache.cross_attention_cache
+    return cache, None
 
 
 def layer_caches(
@@ -228,12 +228,12 @@ def _kind(model: Any, config: PreTrainedConfig) -> type[Cache]:
     return model.seq2seq_cache_class if config.add_cross_attention else model.cache_class
 
 
-def check_class(model: Any, past: Cache | None):
+def check_class(model: Any, cache: Cache | None):
     """Refuse a cache that is not of the class of `model`'s decoder."""
     kind = _kind(model, _decoder_config(model))
-    if past is not None and not isinstance(past, kind):
+    if cache is not None and not isinstance(cache, kind):
         raise ValueError(
-            f"past_key_values must be a {kind.__name__}, got a {type(past).__name__}; leave it out to begin; "
+            f"past_key_values must be a {kind.__name__}, got a {type(cache).__name__}; leave it out to begin; "
             f"{_PREFIX_TUNING}"
         )
 
@@ -246,34 +246,34 @@ def keeps_cache(model: Any) -> bool:
     return model.config.use_cache and not model.training and not torch.compiler.is_exporting()
 
 
-def begin_cache(owner: Any, past: Cache | None, use_cache: bool | None) -> Cache | None:
+def begin_cache(owner: Any, cache: Cache | None, use_cache: bool | None) -> Cache | None:
     """Return the cache that a forward pass of an encoder or a decoder reads and updates, or None.
 
     Args:
         owner: the encoder or decoder without a head.
-        past: the cache that was passed, or None.
-        use_cache: whether to create a cache if `past` is None; None = see `keeps_cache`.
+        cache: the cache that was passed, or None.
+        use_cache: whether to create a cache if `cache` is None; None = see `keeps_cache`.
 
     Raises:
         ValueError: An encoder has no cache, the cache is of another class, or a layer does not run exactly once.
     """
     config = owner.config
     if not config.is_decoder:
-        if past is not None or use_cache:
+        if cache is not None or use_cache:
             raise ValueError(
                 "past_key_values and use_cache=True need a decoder (is_decoder=True): an encoder's output depends on "
                 f"what is yet to come; {_PREFIX_TUNING}"
             )
         return None
-    check_class(owner, past)
+    check_class(owner, cache)
     if use_cache is None:
         use_cache = keeps_cache(owner)
-    if past is None and use_cache:
-        past = new_cache(owner)
-    if past is not None and owner.training:
+    if cache is None and use_cache:
+        cache = new_cache(owner)
+    if cache is not None and owner.training:
         repeats = any(getattr(module, "gradient_checkpointing", False) for module in owner.modules())
         again = repeats and torch.is_grad_enabled()
         if again or getattr(config, "layerdrop", 0):
             reason = "gradient checkpointing runs a layer twice" if again else "layerdrop leaves layers out"
             raise ValueError(f"{reason}, and a cache needs each to run once: pass use_cache=False")
-    return past
+    return cache

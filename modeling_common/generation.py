@@ -39,8 +39,8 @@ class StateGenerationMixin(GenerationMixin):
                 fix = "pass at least one token, or omit input_ids to start from bos_token_id"
             raise ValueError(f"the {self._inputs_name} have length 0; {fix}")
         if not self.config.is_encoder_decoder:
-            mask, past = model_kwargs.get("attention_mask"), model_kwargs.get(CACHE_NAME)
-            check_prompt(inputs, mask, past, "attention_mask", name)
+            mask, cache = model_kwargs.get("attention_mask"), model_kwargs.get(CACHE_NAME)
+            check_prompt(inputs, mask, cache, "attention_mask", name)
             self._warn_of_right_padding(inputs, mask)
         elif name == "input_ids":
             known = (model_kwargs.get(key) for key in ("attention_mask", "encoder_outputs"))
@@ -140,7 +140,7 @@ class StateGenerationMixin(GenerationMixin):
 
 
 def check_prompt(
-    prompt: torch.Tensor, mask: torch.Tensor | None, past: Cache | None, mask_name: str, name: str | None
+    prompt: torch.Tensor, mask: torch.Tensor | None, cache: Cache | None, mask_name: str, name: str | None
 ) -> None:
     """Raise `ValueError` for a prompt that the cache contains already, or a mask that does not fit to them.
 
@@ -148,7 +148,7 @@ def check_prompt(
     columns for the cached text and the prompt.
     """
     batch, length = prompt.shape[:2]
-    seen = 0 if past is None else past.get_seq_length()
+    seen = 0 if cache is None else cache.get_seq_length()
     if mask is not None and tuple(mask.shape) not in ((batch, length), (batch, seen + length)):
         raise ValueError(
             f"`{mask_name}` must have the shape {[batch, length]} of `{name}`"
@@ -175,8 +175,8 @@ class Seq2SeqGenerationMixin(StateGenerationMixin):
         if model_kwargs.get("decoder_attention_mask") is None:
             mask = find_mask(target, self.get_decoder().config)
             model_kwargs["decoder_attention_mask"] = torch.ones_like(target) if mask is None else mask.long()
-        mask, past = model_kwargs["decoder_attention_mask"], model_kwargs.get(CACHE_NAME)
-        check_prompt(target, mask, past, "decoder_attention_mask", "decoder_input_ids")
+        mask, cache = model_kwargs["decoder_attention_mask"], model_kwargs.get(CACHE_NAME)
+        check_prompt(target, mask, cache, "decoder_attention_mask", "decoder_input_ids")
         self._warn_of_right_padding(target, mask)
         return target, model_kwargs
 

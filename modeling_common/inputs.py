@@ -41,7 +41,7 @@ class Inputs(NamedTuple):
         given: token ids or values `[B, T]`, embeddings `[B, T, d]` or images `[B, C, H, W]`.
         mask: `[B, T]` bool of the batch, True = keep; None = all.
         layout: the positions of the tokens.
-        past: the cache to read and to update, or None.
+        past_key_values: the cache to read and to update, or None.
         cache, cross_cache: its parts for the positions so far and for the encoder's output, or None.
         output_weights: whether attention is computed in steps that return its weights.
         output_states: whether the hidden states of all layers are returned.
@@ -53,7 +53,7 @@ class Inputs(NamedTuple):
     given: torch.Tensor
     mask: torch.Tensor | None
     layout: Layout
-    past: Cache | None
+    past_key_values: Cache | None
     cache: StateCache | None
     cross_cache: StateCache | None
     output_weights: bool
@@ -107,10 +107,10 @@ def read(
     **values: torch.Tensor | None,
 ) -> Inputs:
     """Return the inputs of a forward pass in one process, after all checks."""
-    past = cache = cross_cache = None
+    updated = cache = cross_cache = None
     if model.config.is_decoder or past_key_values is not None or use_cache:
-        past = begin_cache(model, past_key_values, use_cache)
-        cache, cross_cache = split_cache(past)
+        updated = begin_cache(model, past_key_values, use_cache)
+        cache, cross_cache = split_cache(updated)
     given, mask, output_weights = validate(model, values, grid, attention_mask, token_type_ids, cache, options)
     shape = (given.shape[0], given.shape[1] if grid is None else grid[0] * grid[1])
     if mask is not None:
@@ -118,7 +118,7 @@ def read(
     elif given.dim() == 2 and not given.is_floating_point():
         mask = drop_if_full(find_mask(given, model.config))
     output_states = is_requested(model, "output_hidden_states", options)
-    inputs = Inputs(given, mask, DENSE, past, cache, cross_cache, output_weights, output_states, None)
+    inputs = Inputs(given, mask, DENSE, updated, cache, cross_cache, output_weights, output_states, None)
     boundaries = None
     if position_ids is not None:
         position_ids, boundaries = find_boundaries(model, position_ids, shape, attention_mask, cache, options)
@@ -126,7 +126,7 @@ def read(
     declared = boundaries is not None or not VARLEN_OPTIONS.isdisjoint(options)
     if declared and (layout := find_padding_free(shape, mask, boundaries, options)) is not None:
         check_padding_free(model, inputs, layout, past_key_values is not None or bool(use_cache))
-        return inputs._replace(layout=layout, past=None, cache=None, cross_cache=None)
+        return inputs._replace(layout=layout, past_key_values=None, cache=None, cross_cache=None)
     if model.config.unpad_inputs and (layout := _unpad(model, inputs)) is not None:
         return inputs._replace(layout=layout)
     return inputs._replace(layout=close_gaps(mask, cache) if model.closes_gaps else DenseLayout(mask))
@@ -139,7 +139,12 @@ def is_requested(model: Any, name: str, options: dict[str, Any]) -> bool:
 
 def _unpad(model: Any, inputs: Inputs) -> PaddingFreeLayout | None:
     """Return the layout of a batch whose padding can be removed, else None."""
-    if inputs.past is not None or model.config.add_cross_attention or inputs.output_weights or inputs.output_states:
+    if (
+        inputs.past_key_values is not None
+        or model.config.add_cross_attention
+        or inputs.output_weights
+        or inputs.output_states
+    ):
         return None
     return unpad(inputs.mask)
 

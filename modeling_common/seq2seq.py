@@ -156,7 +156,7 @@ class Seq2SeqBody(EncoderDecoder):
         self,
         source: dict[str, torch.Tensor | None],
         outputs: ModelOutput | tuple[torch.Tensor, ...] | None,
-        past: EncoderDecoderCache | None,
+        cache: EncoderDecoderCache | None,
         options: dict[str, Any],
     ) -> tuple[ModelOutput, torch.Tensor | None]:
         """Return the outputs of the encoder, and the mask of the source for the decoder, `[B, S]` or None = all.
@@ -164,14 +164,14 @@ class Seq2SeqBody(EncoderDecoder):
         Args:
             source: `input_ids`, `attention_mask` and `inputs_embeds`.
             outputs: the outputs of the encoder, instead of a source.
-            past: the cache of the decoder; if it is filled, the outputs may be empty.
+            cache: the cache of the decoder; if it is filled, the outputs may be empty.
             options: see `read_options`.
         """
         mask = source["attention_mask"] = read_mask("attention_mask", source["attention_mask"])
         given = source["input_ids"] is not None or source["inputs_embeds"] is not None
         if outputs is not None:
             encoded = outputs
-        elif not given and isinstance(past, EncoderDecoderCache) and past.get_seq_length() > 0:
+        elif not given and isinstance(cache, EncoderDecoderCache) and cache.get_seq_length() > 0:
             encoded = self.encoder_output_class()
         else:
             asked = {name: value for name, value in options.items() if name.startswith("output_") or name == "cp_group"}

@@ -212,7 +212,7 @@ def prepare_sharded(model: Any, read: Callable[..., Any], group: "dist.ProcessGr
 
 def _check_sharded(model: Any, inputs: Any) -> None:
     """Raise `ValueError` for arguments that are not supported with shards."""
-    if inputs.past is not None:
+    if inputs.past_key_values is not None:
         raise ValueError(
             "a cache is not supported with `cp_group`; omit `past_key_values`, pass `use_cache=False`, and generate "
             "without `cp_group`"

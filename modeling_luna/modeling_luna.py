@@ -186,25 +186,27 @@ class LunaAttention(nn.Module):
         layout: Layout = DENSE,
         packed_mask: torch.Tensor | None = None,
         output_weights: bool = False,
-        context: torch.Tensor | None = None,
-        past: LunaCacheLayer | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        cache: LunaCacheLayer | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Attend from queries `[B, T, d]` through P `[B, L, d]` to a context `[B, M, d]`, None = the queries.
+        """Attend from queries `[B, T, d]` through P `[B, L, d]` to a context `[B, M, d]`.
+
+        The context is `encoder_hidden_states`, or `hidden_states` if it is None.
 
         Returns the output `[B, T, d]`, the packed context `[B, L, d]`, and with `output_weights` the unpack weights
         `[B, heads, T, L]` and pack weights `[B, pack heads, L, M]` (else None). `layout` tells where
         the tokens of the context are, in a ragged batch also the queries; `packed_mask` `[B, L]` is bool, True = keep.
-        With a filled `past` the context is packed already: P, context and the packed context are None.
+        With a filled `cache` the context is packed already: P, the encoder states and the packed context are None.
         """
         query, packed_context, pack_weights = _split(self.query(hidden_states), self.head_size), None, None
-        if past is not None and past.is_initialized:
-            key, value, layout = past.key, past.value, DENSE
+        if cache is not None and cache.is_initialized:
+            key, value, layout = cache.key, cache.value, DENSE
         else:
-            context = hidden_states if context is None else context
+            context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
             packed_context, pack_weights = self.pack(packed, context, layout, output_weights)
             key, value = self.project(packed_context)
-            if past is not None:
-                past.store(key.shape[1], key=key, value=value)
+            if cache is not None:
+                cache.store(key.shape[1], key=key, value=value)
         output, weights = self.unpack(query, key, value, packed_mask, layout, output_weights)
         return output, packed_context, weights, pack_weights
 
@@ -280,18 +282,18 @@ class LunaCausalAttention(nn.Module):
         layout: Layout = DENSE,
         packed_mask: torch.Tensor | None = None,
         output_weights: bool = False,
-        past: LunaCacheLayer | None = None,
+        cache: LunaCacheLayer | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend from tokens `[B, T, d]` to those before them, weighed by P `[B, L, d]` (None with a filled `past`).
+        """Attend from tokens `[B, T, d]` to those before them, weighed by P `[B, L, d]` (None with a filled `cache`).
 
         Returns `[B, T, d]` and, with `output_weights`, the unpack weights `[B, heads, T, L]`. `packed_mask` `[B, L]` is
         bool, True = keep.
         """
         state = None
-        if past is not None and past.is_initialized:
+        if cache is not None and cache.is_initialized:
             if hidden_states.shape[1] == 1 and not output_weights:
-                return self.step(hidden_states, layout, packed_mask, past), None
-            pack_query, state = past.pack_query, past.state
+                return self.step(hidden_states, layout, packed_mask, cache), None
+            pack_query, state = cache.pack_query, cache.state
         else:
             pack_query = self.project_packed(packed)
         if self.tied:
@@ -304,12 +306,12 @@ class LunaCausalAttention(nn.Module):
         output, *weights, following = luna_causal_attention(
             query, pack_query, pack_key, key, value, state=state, return_state=True, **options
         )
-        if past is not None:
+        if cache is not None:
             if state is None:
                 # In memory as the steps multiply it, `[B, H, L, K]`.
                 pack_query = pack_query.transpose(1, 2).contiguous().transpose(1, 2)
-                past.store(pack_query=pack_query, pack_mask=packed_mask)
-            past.store_state(following, hidden_states.shape[1])
+                cache.store(pack_query=pack_query, pack_mask=packed_mask)
+            cache.store_state(following, hidden_states.shape[1])
         return self.output(output.flatten(2)), self.all_heads.join_heads(weights[0] if weights else None)
 
     def project_packed(self, packed: torch.Tensor) -> torch.Tensor:
@@ -317,9 +319,9 @@ class LunaCausalAttention(nn.Module):
         return _split(self.pack_query(packed), self.head_size)
 
     def step(
-        self, hidden_states: torch.Tensor, layout: Layout, packed_mask: torch.Tensor | None, past: LunaCacheLayer
+        self, hidden_states: torch.Tensor, layout: Layout, packed_mask: torch.Tensor | None, cache: LunaCacheLayer
     ) -> torch.Tensor:
-        """Return what `forward` returns for one token, `[B, 1, d]`, after those of a filled `past`."""
+        """Return what `forward` returns for one token, `[B, 1, d]`, after those of a filled `cache`."""
         shape = (hidden_states.shape[0], -1, self.head_size)
         query, pack_key = (linear(hidden_states).view(shape) for linear in (self.query, self.pack_key))
         if self.tied:
@@ -328,18 +330,18 @@ class LunaCausalAttention(nn.Module):
             key, value = (linear(hidden_states).view(shape) for linear in (self.key, self.value))
         output, state = luna_causal_attention_step(
             query,
-            past.pack_query,
+            cache.pack_query,
             pack_key,
             key,
             value,
-            past.state,
+            cache.state,
             mask=None if layout.mask is None else layout.mask[:, 0],
             pack_mask=packed_mask,
             activation=self.activation,
             dropout=self.dropout if self.training else 0.0,
-            inplace=past.writes_over(),
+            inplace=cache.writes_over(),
         )
-        past.store_state(state, 1)
+        cache.store_state(state, 1)
         return self.output(output.reshape(hidden_states.shape[0], 1, -1))
 
 
@@ -433,33 +435,33 @@ class LunaDecoderLayer(LunaBlock):
         layout: Layout = DENSE,
         packed_mask: torch.Tensor | None = None,
         output_weights: bool = False,
-        context: torch.Tensor | None = None,
-        context_layout: Layout = DENSE,
-        past: LunaCacheLayer | None = None,
-        cross_past: LunaCacheLayer | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        encoder_layout: Layout = DENSE,
+        cache: LunaCacheLayer | None = None,
+        cross_cache: LunaCacheLayer | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return tokens `[B, T, d]` and P `[B, L, d]` as the next layer gets them.
 
         P does not depend on the tokens. Therefore filled caches take its place, and the place of the encoder's output
-        `context` `[B, M, d]`.
+        `encoder_hidden_states` `[B, M, d]`.
         """
         norm = self.attention_layer_norm
-        output, _ = self.attention(self.before(norm, hidden_states), packed, layout, packed_mask, output_weights, past)
+        output, _ = self.attention(self.before(norm, hidden_states), packed, layout, packed_mask, output_weights, cache)
         hidden_states = self.after(norm, hidden_states, self.dropout(output))
         if self.cross_attention is not None:
             norm, packed_norm = self.cross_attention_layer_norm, self.packed_layer_norm
             output, packed_output, *_ = self.cross_attention(
                 self.before(norm, hidden_states),
                 None if packed is None else self.before(packed_norm, packed),
-                context_layout,
+                encoder_layout,
                 packed_mask,
                 output_weights,
-                context,
-                cross_past,
+                encoder_hidden_states,
+                cross_cache,
             )
             hidden_states = self.after(norm, hidden_states, self.dropout(output))
             if packed_output is not None:
-                packed_output = context_layout.drop_shared(self.dropout, packed_output)
+                packed_output = encoder_layout.drop_shared(self.dropout, packed_output)
                 packed = self.after(packed_norm, packed, packed_output)
         return self.feed_forward(hidden_states), packed
 
@@ -571,14 +573,14 @@ class LunaDecoder(LunaStack):
         layout: Layout,
         packed_mask: torch.Tensor | None,
         output_weights: bool,
-        context: torch.Tensor | None,
-        context_layout: Layout,
-        past: LunaCache | None,
-        cross_past: LunaCache | None,
+        encoder_hidden_states: torch.Tensor | None,
+        encoder_layout: Layout,
+        cache: LunaCache | None,
+        cross_cache: LunaCache | None,
     ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-        """Run `LunaEncoder.forward` with the encoder's output `context` `[B, M, d]`, its layout, and both caches."""
+        """Run `LunaEncoder.forward` with encoder states `[B, M, d]`, their layout, and both caches."""
         empty = [None] * self.config.num_hidden_layers
-        pasts, cross_pasts = (empty if cache is None else cache.layers for cache in (past, cross_past))
+        caches, cross_caches = (empty if cache is None else cache.layers for cache in (cache, cross_cache))
         packed_states, contextual = [packed_inputs[0]], self.config.contextual_projection
         for index, layer, dropped in self.used_layers(layout):
             packed = packed_states[-1] if contextual else packed_inputs[index]
@@ -588,10 +590,10 @@ class LunaDecoder(LunaStack):
                 layout,
                 packed_mask,
                 output_weights,
-                context,
-                context_layout,
-                pasts[index],
-                cross_pasts[index],
+                encoder_hidden_states,
+                encoder_layout,
+                caches[index],
+                cross_caches[index],
             )
             hidden_states, packed = self.choose(dropped, (hidden_states, packed_states[-1]), states)
             packed_states.append(packed)
@@ -758,8 +760,8 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
         hidden_states, learned = self.embeddings(embed(self, inputs), layout, positions, with_packed=given is None)
         packed, packed_mask = learned if given is None else given
         if self.config.is_decoder:
-            source, caches = (inputs.encoder_hidden_states, inputs.encoder_layout), (inputs.cache, inputs.cross_cache)
-            hidden_states, packed = self.decoder(hidden_states, packed, layout, packed_mask, weights, *source, *caches)
+            encoder, caches = (inputs.encoder_hidden_states, inputs.encoder_layout), (inputs.cache, inputs.cross_cache)
+            hidden_states, packed = self.decoder(hidden_states, packed, layout, packed_mask, weights, *encoder, *caches)
         else:
             hidden_states, packed = self.encoder(hidden_states, packed, layout, packed_mask, weights)
             if packed_states is not None:
@@ -770,7 +772,7 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
             packed_last_hidden_state=packed[-1],
             packed_mask=None if packed_mask is None else packed_mask.long(),
             attention_mask=None if inputs.mask is None or self.config.is_decoder else inputs.mask.long(),
-            cache=inputs.past,
+            cache=inputs.past_key_values,
             packed_hidden_states=select_layers(packed, options) if returns_packed else None,
         )
 
@@ -787,7 +789,9 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
             if inputs.seen():
                 positions = positions + inputs.cache.layers[0].tensors["count"][:, None]
         # With a cache the length includes padding, which has no positions.
-        if learned and length > table and (inputs.past is None or (length := int(positions.max()) + 1) > table):
+        if learned and length > table and inputs.past_key_values is not None:
+            length = int(positions.max()) + 1
+        if learned and length > table:
             raise ValueError(
                 f"the sequence length {length} exceeds the {table} learned positions of the model; truncate the input "
                 "or train with a larger `max_position_embeddings` (`max_target_positions` of a decoder)"

@@ -47,7 +47,7 @@ def _bands(cutoffs: list[int], vocab_size: int, width: int, factor: float) -> tu
     return edges, [int(width // factor**band) for band in range(len(edges) - 1)]
 
 
-def _wide(scores: torch.Tensor) -> torch.Tensor:
+def _upcast(scores: torch.Tensor) -> torch.Tensor:
     return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
 
@@ -151,18 +151,18 @@ class MegaAdaptiveSoftmax(nn.Module):
     def score_head(self, states: torch.Tensor, embedding: Callable) -> torch.Tensor:
         """Return the float32 scores of the words of the first band and of the tails, `[M, size + tails]`."""
         if not self.tied:
-            return _wide(self.head(states))
+            return _upcast(self.head(states))
         projected = states if self.head_projection is None else self.head_projection(states)
-        return _wide(torch.cat((embedding(states=projected), self.head(states)), dim=-1))
+        return _upcast(torch.cat((embedding(states=projected), self.head(states)), dim=-1))
 
     def score_tail(self, tail: int, states: torch.Tensor, embedding: Callable) -> torch.Tensor:
         """Return the float32 scores of the words of a tail, `[M, size]`."""
         if self.projections is None:
-            return _wide(embedding(states=states, band=tail + 1, dropout=self.dropout))
+            return _upcast(embedding(states=states, band=tail + 1, dropout=self.dropout))
         projected = self.dropout(self.projections[tail](states))
         if self.words is None:
-            return _wide(embedding(states=projected, band=tail + 1))
-        return _wide(self.words[tail](projected))
+            return _upcast(embedding(states=projected, band=tail + 1))
+        return _upcast(self.words[tail](projected))
 
     def forward(self, states: torch.Tensor, embedding: Callable) -> torch.Tensor:
         """Return the float32 log-probabilities of all tokens, `[M, vocab_size]`."""

@@ -7,7 +7,7 @@ from luna_mega.modeling_common.pooling import LOCAL, Reductions
 from luna_mega.modeling_common.processes import are_joined, sum_over_processes
 
 
-def _widen(x: torch.Tensor) -> torch.Tensor:
+def _upcast(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -22,7 +22,7 @@ class MegaBatchNorm(nn.BatchNorm1d):
     def __init__(self, width: int, eps: float, affine: bool, padded_statistics: bool):
         super().__init__(width, eps=eps, affine=affine)
         self.padded_statistics = padded_statistics
-        self.running_mean, self.running_var = (_widen(x) for x in (self.running_mean, self.running_var))
+        self.running_mean, self.running_var = (_upcast(x) for x in (self.running_mean, self.running_var))
 
     def _apply(self, fn, recurse=True):
         """Convert the module, but keep running statistics in float32: half precision would round small updates away."""
@@ -35,7 +35,7 @@ class MegaBatchNorm(nn.BatchNorm1d):
     def forward(
         self, x: torch.Tensor, mask: torch.Tensor | None = None, reductions: Reductions = LOCAL
     ) -> torch.Tensor:
-        wide = _widen(x)
+        wide = _upcast(x)
         mean, variance = self.running_mean, self.running_var
         if self.training:
             # Gradient checkpointing repeats the step in the backward pass, which must not update the statistics again.
@@ -57,7 +57,7 @@ class MegaBatchNorm(nn.BatchNorm1d):
 
     def _normalize_at_once(self, x, counts):
         """Normalize by PyTorch's batch norm: one call instead of twenty."""
-        affine = (_widen(self.weight), _widen(self.bias)) if self.affine else (None, None)
+        affine = (_upcast(self.weight), _upcast(self.bias)) if self.affine else (None, None)
         flat, options = x.flatten(0, 1), (True, self.momentum, self.eps)
         # Without the running statistics: autograd would save them, and a later update would be an error.
         output, mean, scale = torch.native_batch_norm(flat, *affine, None, None, *options)

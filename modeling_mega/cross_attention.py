@@ -51,19 +51,19 @@ class MegaGatedCrossAttention(nn.Module):
         encoder_hidden_states: torch.Tensor | None,
         encoder_layout: Layout,
         output_weights: bool = False,
-        past: MegaCacheLayer | None = None,
-        source: MegaCrossCacheLayer | None = None,
+        cache: MegaCacheLayer | None = None,
+        cross_cache: MegaCrossCacheLayer | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend from target states to a source.
 
         Args:
             hidden_states: states of the target, `[B, T, d]`.
             layout: layout of the target.
-            encoder_hidden_states: states of the source, `[B, S, d]`; None if `source` contains its keys and values.
+            encoder_hidden_states: states of the source, `[B, S, d]`; None if `cross_cache` is filled.
             encoder_layout: layout of the source.
             output_weights: return the attention weights.
-            past: cache of the self-attention, which contains the T positions already.
-            source: cache of keys and values of the source.
+            cache: cache of the self-attention, which contains the T positions already.
+            cross_cache: cache of keys and values of the source.
 
         Returns:
             States `[B, T, d]`, and with `output_weights` attention weights `[B, 1, T, S]`, else None.
@@ -73,15 +73,15 @@ class MegaGatedCrossAttention(nn.Module):
             hidden_states = self.norm(hidden_states, layout)
         update, reset, query = self.q_proj(hidden_states).split(self.sizes, dim=-1)
         reset, query = self.own_columns(nn.functional.silu(reset)), self.whole(query)
-        if source is not None and source.is_initialized:
-            key, value, encoder_layout = source.keys, source.values, DenseLayout(source.mask)
+        if cross_cache is not None and cross_cache.is_initialized:
+            key, value, encoder_layout = cross_cache.keys, cross_cache.values, DenseLayout(cross_cache.mask)
         else:
             key = self.whole(self.k_proj(encoder_hidden_states))
             value = self.activation(self.v_proj(encoder_hidden_states))
-            if source is not None:
-                source.store(keys=key, values=value, mask=encoder_layout.mask)
+            if cross_cache is not None:
+                cross_cache.store(keys=key, values=value, mask=encoder_layout.mask)
         value = self.hidden_dropout(value)
-        attended, weights = self.attend(query, key, value, layout, encoder_layout, output_weights, past)
+        attended, weights = self.attend(query, key, value, layout, encoder_layout, output_weights, cache)
         attended = self.dropout(self.activation(self.h_proj(attended * reset)))
         # Under autocast, the residual has a wider dtype, but lerp requires equal dtypes.
         output = torch.lerp(residual, attended.to(residual.dtype), update.to(residual.dtype).sigmoid())
@@ -89,20 +89,20 @@ class MegaGatedCrossAttention(nn.Module):
             output = self.norm(output, layout)
         return output, weights
 
-    def attend(self, query, key, value, layout, encoder_layout, output_weights, past):
-        """Attend to the source. If `past` is given, the queries are the last positions of the sequences."""
-        seen, target, source_start = query.shape[1], layout.start(), encoder_layout.start()
+    def attend(self, query, key, value, layout, encoder_layout, output_weights, cache):
+        """Attend to the source. If `cache` is given, the queries are the last positions of the sequences."""
+        seen, start, source_start = query.shape[1], layout.start(), encoder_layout.start()
         offset, positions = 0, max(seen, key.shape[1])
-        if past is not None:
-            target = past.position - (query.shape[1] if layout.lengths is None else layout.lengths)
-        if past is not None and torch.compiler.is_exporting():
-            positions = self.exported_positions(past, key)
-        elif past is not None:
-            seen, offset = past.seen, past.seen - query.shape[1]
-            target, positions = target - offset, max(seen, key.shape[1])
-        row_offset = target
+        if cache is not None:
+            start = cache.position - (query.shape[1] if layout.lengths is None else layout.lengths)
+        if cache is not None and torch.compiler.is_exporting():
+            positions = self.exported_positions(cache, key)
+        elif cache is not None:
+            seen, offset = cache.seen, cache.seen - query.shape[1]
+            start, positions = start - offset, max(seen, key.shape[1])
+        row_offset = start
         if source_start is not None:
-            row_offset = -source_start if target is None else target - source_start
+            row_offset = -source_start if start is None else start - source_start
         dropout = self.config.attention_probs_dropout_prob if self.training else 0.0
         attended = gated_attention(
             query,
@@ -120,10 +120,10 @@ class MegaGatedCrossAttention(nn.Module):
             return attended, None
         return restore_columns(*attended, value, layout, encoder_layout, dropout)
 
-    def exported_positions(self, past: MegaCacheLayer, key: torch.Tensor) -> int:
+    def exported_positions(self, cache: MegaCacheLayer, key: torch.Tensor) -> int:
         """Return a bound on the lengths of source and target for exported programs, whose lengths are symbolic."""
         if self.config.relative_positional_bias == "simple":
             return self.config.cross_positions
-        seen = past.position.max().item()
+        seen = cache.position.max().item()
         torch._check(seen >= 1)
         return seen + key.shape[1]

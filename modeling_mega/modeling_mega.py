@@ -117,7 +117,7 @@ class MegaMovingAverage(nn.Module):
         self.residual_weight = nn.Parameter(torch.empty(config.hidden_size, dtype=dtype))
         self.shift, self.truncation = config.ema_shift, config.truncation
 
-    def forward(self, hidden_states: torch.Tensor, layout: Layout, past: MegaCacheLayer | None = None) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, layout: Layout, cache: MegaCacheLayer | None = None) -> torch.Tensor:
         # The names of transformers v4 and of the paper cross.
         options = {
             "input_logit": self.damping_factor.squeeze(-1),
@@ -126,15 +126,15 @@ class MegaMovingAverage(nn.Module):
             "projection": self.kernel_projection_matrix,
             "skip": self.residual_weight,
         }
-        if past is None:
+        if cache is None:
             options |= {"shift": self.shift, "truncation": self.truncation, **layout.options()}
             return damped_ema(hidden_states, **options)
-        state = past.average
+        state = cache.average
         if self.truncation is not None and state is not None:
-            state = TruncatedEmaState(past.average, past.forgotten, past.inputs)
+            state = TruncatedEmaState(cache.average, cache.forgotten, cache.inputs)
         if state is not None and hidden_states.shape[1] == 1:
             if self.truncation is None:
-                options["coefficients"] = self.coefficients(past, state.dtype)
+                options["coefficients"] = self.coefficients(cache, state.dtype)
             mask = None if layout.mask is None else layout.mask[:, 0]
             output, state = damped_ema_step(hidden_states[:, 0], state, mask=mask, **options)
             output = output[:, None]
@@ -142,17 +142,17 @@ class MegaMovingAverage(nn.Module):
             options |= {"truncation": self.truncation, "initial_state": state, "return_state": True}
             options |= {"lengths": layout.lengths}
             output, state = damped_ema(hidden_states, **layout.options(), **options)
-        past.store(**({"average": state} if self.truncation is None else state._asdict()))
+        cache.store(**({"average": state} if self.truncation is None else state._asdict()))
         return output
 
-    def coefficients(self, past: MegaCacheLayer, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Return what a step with states of this dtype needs of the parameters, kept in `past`."""
+    def coefficients(self, cache: MegaCacheLayer, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """Return what a step with states of this dtype needs of the parameters, kept in `cache`."""
         weights = (self.damping_factor, self.decay_factor, self.ema_expansion_matrix, self.kernel_projection_matrix)
 
         def compute():
             return ema_coefficients(*(x.squeeze(-1) for x in weights[:3]), weights[3], dtype=dtype)
 
-        return past.constants.get("average", weights, compute, dtype)
+        return cache.constants.get("average", weights, compute, dtype)
 
 
 class MegaGatedAttention(nn.Module):
@@ -187,26 +187,26 @@ class MegaGatedAttention(nn.Module):
         hidden_states: torch.Tensor,
         layout: Layout,
         output_weights: bool = False,
-        past: MegaCacheLayer | None = None,
+        cache: MegaCacheLayer | None = None,
         grid: tuple[int, int] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return `[B, T, d]`, and with `output_weights` the attention weights `[B, chunks, C, C]`.
 
-        With `past` the sequences go on from there, and it is brought up to date. `grid`: rows and columns of patches of
-        pictures that have another size than the model's.
+        If `cache` is given, the sequences continue from it, and it is updated. `grid`: rows and columns of patches of
+        images of another size than `image_size`.
         """
         residual = hidden_states
         if self.config.normalize_before_mega:
             hidden_states = self.norm(hidden_states, layout)
         value = self.hidden_dropout(self.activation(self.v_proj(hidden_states)), layout)
-        smoothed = self.dropout(self.ema_gate(hidden_states, layout, past), layout)
+        smoothed = self.dropout(self.ema_gate(hidden_states, layout, cache), layout)
         update, shared, reset, candidate = self.mx_proj(smoothed).split(self.sizes, dim=-1)
         shared, reset = nn.functional.silu(shared), self.own_columns(nn.functional.silu(reset))
         query, key = (self.whole(shared * self.qk_weight[row] + self.qk_bias[row]) for row in (0, 1))
         chunk = self.chunk_size
-        window = layout.key_window(key, value, chunk) if past is None else past.extend(key, value, layout.mask, chunk)
+        window = layout.key_window(key, value, chunk) if cache is None else cache.extend(key, value, layout.mask, chunk)
         dropout = self.config.attention_probs_dropout_prob if self.training else 0.0
-        options = {"bias": self.bias(window, output_weights, past, grid), "dropout": dropout}
+        options = {"bias": self.bias(window, output_weights, cache, grid), "dropout": dropout}
         options |= {"function": self.config.attention_activation, "causal": self.config.is_decoder}
         attended, weights = attend(query, window, chunk, return_weights=output_weights, **options)
         if weights is not None and chunk is None:
@@ -289,16 +289,16 @@ class MegaBlock(GradientCheckpointingLayer):
         hidden_states: torch.Tensor,
         layout: Layout,
         output_weights: bool = False,
-        past: MegaCacheLayer | None = None,
+        cache: MegaCacheLayer | None = None,
         encoder_hidden_states: torch.Tensor | None = None,
         encoder_layout: Layout = DENSE,
-        source: MegaCrossCacheLayer | None = None,
+        cross_cache: MegaCrossCacheLayer | None = None,
         grid: tuple[int, int] | None = None,
     ) -> torch.Tensor:
-        hidden_states, _ = self.mega_layer(hidden_states, layout, output_weights, past, grid)
+        hidden_states, _ = self.mega_layer(hidden_states, layout, output_weights, cache, grid)
         if self.cross_attn is not None:
             hidden_states, _ = self.cross_attn(
-                hidden_states, layout, encoder_hidden_states, encoder_layout, output_weights, past, source
+                hidden_states, layout, encoder_hidden_states, encoder_layout, output_weights, cache, cross_cache
             )
         return hidden_states if self.nffn is None else self.nffn(hidden_states, layout)
 
@@ -512,18 +512,18 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
             options=options,
             cp_group=cp_group,
         )
-        layout, source = inputs.layout, (inputs.encoder_hidden_states, inputs.encoder_layout)
+        layout, encoder = inputs.layout, (inputs.encoder_hidden_states, inputs.encoder_layout)
         if token_type_ids is not None:
             token_type_ids = layout.gather(token_type_ids)
         hidden_states = self.start(embed(self, inputs), layout, token_type_ids, grid)
         recorded = layout.scatter(hidden_states) if inputs.output_states else None
         caches = [(None, None)] * len(self.layers)
-        if inputs.past is not None:
+        if inputs.past_key_values is not None:
             caches = layer_caches(inputs.cache, inputs.cross_cache, len(self.layers))
         for layer, (cache, cross_cache) in zip(self.layers, caches, strict=True):
             if recorded is not None:
                 hidden_states = layout.gather(recorded)
-            hidden_states = layer(hidden_states, layout, inputs.output_weights, cache, *source, cross_cache, grid)
+            hidden_states = layer(hidden_states, layout, inputs.output_weights, cache, *encoder, cross_cache, grid)
             if recorded is not None:
                 recorded = self.recorder(recorded, layout.scatter(hidden_states))
         hidden_states = layout.scatter(self.finish(hidden_states, layout))
@@ -532,7 +532,7 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
             pooled = self.pooler(first_token(hidden_states, inputs.mask, layout.reductions))
         return BaseModelOutputWithPoolingAndCrossAttentions(
             last_hidden_state=hidden_states,
-            cache=inputs.past,
+            cache=inputs.past_key_values,
             pooler_output=pooled,
         )
 

@@ -14,7 +14,7 @@ from luna_mega.modeling_megalodon.configuration_megalodon import MegalodonConfig
 Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
-def widen(x: torch.Tensor) -> torch.Tensor:
+def upcast(x: torch.Tensor) -> torch.Tensor:
     """Return a tensor in float32, or float64 where it is that."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
@@ -33,13 +33,13 @@ class MegalodonRotary(nn.Module):
         """Return the angles per position of `width / 2` pairs of features."""
         return 1.0 / self.base ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
 
-    def forward(self, x: torch.Tensor, layout: Layout, past: MegalodonCacheLayer | None) -> Rotation:
-        """Return what `rotate` needs, `[B or 1, T, 1, z / 2 H, 2]`, for positions of `x`, which follow those in `past`.
+    def forward(self, x: torch.Tensor, layout: Layout, cache: MegalodonCacheLayer | None) -> Rotation:
+        """Return what `rotate` needs, `[B or 1, T, 1, z / 2 H, 2]`, for the positions of `x` after `cache`.
 
         Two factors for both features of a pair: of the features themselves, and of the pair the other way around.
         """
-        start = layout.start() if past is None else past.start(layout.mask)
-        freqs, positions = widen(self.freqs), layout.columns_from(start, x)
+        start = layout.start() if cache is None else cache.start(layout.mask)
+        freqs, positions = upcast(self.freqs), layout.columns_from(start, x)
         angles = (positions % self.chunk_size)[..., None, None].to(freqs.dtype) * freqs
         cosine, sine = angles.cos(), angles.sin()
         return torch.stack((cosine, cosine), -1), torch.stack((-sine, sine), -1)
@@ -48,7 +48,7 @@ class MegalodonRotary(nn.Module):
 def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     """Rotate neighbouring features of every head of `[B, T, z]`."""
     cosine, sine = rotation
-    pairs = widen(x).unflatten(-1, (-1, *cosine.shape[-2:]))
+    pairs = upcast(x).unflatten(-1, (-1, *cosine.shape[-2:]))
     return torch.addcmul(pairs * cosine, pairs.flip(-1), sine).flatten(-3).to(x.dtype)
 
 
@@ -69,13 +69,13 @@ class MegalodonChunkAttention(nn.Module):
         layout: Layout,
         rotation: Rotation,
         output_weights: bool = False,
-        past: MegalodonCacheLayer | None = None,
+        cache: MegalodonCacheLayer | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return `[B, T, v]`, and with `output_weights` the weights `[B, H, chunks, C, C]`."""
         # The op divides scores by the root of the width, which normalized attention does not.
         query, key = rotate(query, rotation) * math.sqrt(self.size), rotate(key, rotation)
         chunk, heads = self.chunk_size, query.shape[-1] // self.size
-        window = layout.key_window(key, value, chunk) if past is None else past.extend(key, value, layout.mask, chunk)
+        window = layout.key_window(key, value, chunk) if cache is None else cache.extend(key, value, layout.mask, chunk)
         dropout = self.dropout if self.training else 0.0
         attended, weights = attend(
             query, window, chunk, heads, return_weights=output_weights, causal=True, dropout=dropout

@@ -40,7 +40,7 @@ from luna_mega.modeling_megalodon.attention_megalodon import (
     MegalodonChunkAttention,
     MegalodonRotary,
     Rotation,
-    widen,
+    upcast,
 )
 from luna_mega.modeling_megalodon.cache_megalodon import MegalodonCache, MegalodonCacheLayer
 from luna_mega.modeling_megalodon.configuration_megalodon import MegalodonConfig
@@ -64,12 +64,12 @@ class MegalodonTimestepNorm(nn.Module):
         self.register_buffer("prior_mean", torch.zeros(self.groups))
         self.register_buffer("prior_logv", torch.zeros(self.groups))
 
-    def forward(self, x: torch.Tensor, layout: Layout, past: MegalodonCacheLayer | None = None) -> torch.Tensor:
-        """Return `[B, T, d]`; with `past` the statistics go on from there, and it is brought up to date."""
-        affine = (self.groups, widen(self.weight) + 1.0, self.bias)
-        if past is None:
+    def forward(self, x: torch.Tensor, layout: Layout, cache: MegalodonCacheLayer | None = None) -> torch.Tensor:
+        """Return `[B, T, d]`; with `cache` the statistics go on from there, and it is brought up to date."""
+        affine = (self.groups, upcast(self.weight) + 1.0, self.bias)
+        if cache is None:
             return timestep_norm(x, *affine, eps=self.eps, **layout.options())
-        state = past.statistics(self.name)
+        state = cache.statistics(self.name)
         if x.shape[1] == 1:
             mask = None if layout.mask is None else layout.mask[:, 0]
             normed, state = timestep_norm_step(x[:, 0], state, *affine, eps=self.eps, mask=mask)
@@ -77,7 +77,7 @@ class MegalodonTimestepNorm(nn.Module):
         else:
             options = {"eps": self.eps, "initial_state": state, "return_state": True, **layout.options()}
             normed, state = timestep_norm(x, *affine, **options)
-        past.store_statistics(self.name, state)
+        cache.store_statistics(self.name, state)
         return normed
 
 
@@ -93,12 +93,12 @@ class MegalodonMovingAverage(nn.Module):
         self.gamma = nn.Parameter(torch.empty(width, states, 2, dtype=dtype))
         self.omega = nn.Parameter(torch.empty(width, 1, dtype=dtype))
 
-    def forward(self, x: torch.Tensor, layout: Layout, past: MegalodonCacheLayer | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, layout: Layout, cache: MegalodonCacheLayer | None = None) -> torch.Tensor:
         parameters = (self.alpha[..., 0], self.delta[..., 0], self.theta[:, 0, 0], self.gamma)
         skip = self.omega[:, 0]
-        if past is None:
+        if cache is None:
             return complex_ema(x, *parameters, skip, **layout.options())
-        state = past.average
+        state = cache.average
         if state is not None and x.shape[1] == 1:
             mask = None if layout.mask is None else layout.mask[:, 0]
             weights = (self.alpha, self.delta, self.theta, self.gamma)
@@ -106,14 +106,14 @@ class MegalodonMovingAverage(nn.Module):
             def compute():
                 return complex_ema_coefficients(*parameters, dtype=state.dtype)
 
-            coefficients = past.constants.get("average", weights, compute, state.dtype)
+            coefficients = cache.constants.get("average", weights, compute, state.dtype)
             options = {"mask": mask, "coefficients": coefficients}
             average, state = complex_ema_step(x[:, 0], state, *parameters, skip, **options)
             average = average[:, None]
         else:
             options = {"initial_state": state, "return_state": True, "lengths": layout.lengths, **layout.options()}
             average, state = complex_ema(x, *parameters, skip, **options)
-        past.store(average=state)
+        cache.store(average=state)
         return average
 
 
@@ -126,8 +126,8 @@ class MegalodonRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.hidden_size)) if config.norm_affine else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = None if self.weight is None else widen(self.weight) + 1.0
-        return rms_norm(widen(x), x.shape[-1:], weight, self.eps).to(x.dtype)
+        weight = None if self.weight is None else upcast(self.weight) + 1.0
+        return rms_norm(upcast(x), x.shape[-1:], weight, self.eps).to(x.dtype)
 
 
 class MegalodonGatedAttention(nn.Module):
@@ -158,23 +158,23 @@ class MegalodonGatedAttention(nn.Module):
         layout: Layout,
         rotation: Rotation,
         output_weights: bool = False,
-        past: MegalodonCacheLayer | None = None,
+        cache: MegalodonCacheLayer | None = None,
     ) -> torch.Tensor:
-        normed = self.timestep_norm(x, layout, past)
-        smoothed = self.hidden_dropout(self.rmsnorm(self.cema(normed, layout, past)))
+        normed = self.timestep_norm(x, layout, cache)
+        smoothed = self.hidden_dropout(self.rmsnorm(self.cema(normed, layout, cache)))
         query, key = self.own_heads(self.query_and_key(smoothed)).unbind()
         value, reset = silu(self.wv(normed)), silu(self.wr(smoothed))
-        attended, _ = self.attention(query, key, value, layout, rotation, output_weights, past)
+        attended, _ = self.attention(query, key, value, layout, rotation, output_weights, cache)
         candidate = self.wh1(smoothed) + self.wh2(self.hidden_dropout(attended * reset))
         return x + self.dropout(candidate)
 
     def query_and_key(self, smoothed: torch.Tensor) -> torch.Tensor:
         """Return queries and keys, `[2, B, T, z]`: of unit length but for the learned scale and shift of a feature."""
-        shared = widen(self.wz(smoothed)).unflatten(-1, (self.heads, -1))
+        shared = upcast(self.wz(smoothed)).unflatten(-1, (self.heads, -1))
         width = shared.shape[-1]
         shared = rms_norm(shared, (width,), eps=self.eps).flatten(2)
-        scale = (widen(self.gamma) + 1.0) * width**-0.5
-        return torch.addcmul(widen(self.beta)[:, None, None], shared, scale[:, None, None]).to(smoothed.dtype)
+        scale = (upcast(self.gamma) + 1.0) * width**-0.5
+        return torch.addcmul(upcast(self.beta)[:, None, None], shared, scale[:, None, None]).to(smoothed.dtype)
 
 
 class MegalodonLayerNorm(nn.Module):
@@ -187,8 +187,8 @@ class MegalodonLayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.empty(config.hidden_size)) if self.affine else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        affine = (widen(self.weight) + 1.0, widen(self.bias)) if self.affine else (None, None)
-        return layer_norm(widen(x), x.shape[-1:], *affine, self.eps).to(x.dtype)
+        affine = (upcast(self.weight) + 1.0, upcast(self.bias)) if self.affine else (None, None)
+        return layer_norm(upcast(x), x.shape[-1:], *affine, self.eps).to(x.dtype)
 
 
 class MegalodonNormalizedFFN(nn.Module):
@@ -227,9 +227,9 @@ class MegalodonBlock(GradientCheckpointingLayer):
         layout: Layout,
         rotation: Rotation,
         output_weights: bool = False,
-        past: MegalodonCacheLayer | None = None,
+        cache: MegalodonCacheLayer | None = None,
     ) -> torch.Tensor:
-        return self.nffn(self.mega(x, layout, rotation, output_weights, past), residual=x)
+        return self.nffn(self.mega(x, layout, rotation, output_weights, cache), residual=x)
 
 
 class MegalodonPreTrainedModel(CommonPreTrainedModel):
@@ -343,7 +343,9 @@ class MegalodonModel(BodyMixin, MegalodonPreTrainedModel):
             hidden_states = run_in_windows(self, hidden_states, inputs)
         else:
             hidden_states = self.run_layers(hidden_states, inputs, inputs.cache)
-        return BaseModelOutputWithPast(last_hidden_state=inputs.layout.scatter(hidden_states), cache=inputs.past)
+        return BaseModelOutputWithPast(
+            last_hidden_state=inputs.layout.scatter(hidden_states), cache=inputs.past_key_values
+        )
 
     def scale_embeddings(self, embeddings: torch.Tensor) -> torch.Tensor:
         """Return the input of the first layer."""

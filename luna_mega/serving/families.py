@@ -56,11 +56,11 @@ class ServedModel(nn.Module):
         """Return the input `[tokens, d]` of the first layer for embeddings `[tokens, E]` and positions `[tokens]`."""
         raise NotImplementedError
 
-    def past(self, index: int, states: tuple[torch.Tensor, ...], sequences: Sequences) -> StateLayer:
+    def layer_cache(self, index: int, states: tuple[torch.Tensor, ...], sequences: Sequences) -> StateLayer:
         """Return the cache layer of these sequences, backed by `states`."""
         raise NotImplementedError
 
-    def run_layer(self, index: int, hidden_states: torch.Tensor, layout: Layout, past: StateLayer) -> torch.Tensor:
+    def run_layer(self, index: int, hidden_states: torch.Tensor, layout: Layout, cache: StateLayer) -> torch.Tensor:
         """Return the output of a layer for `[B, T, d]`, and update its states."""
         raise NotImplementedError
 
@@ -87,7 +87,7 @@ class ServedModel(nn.Module):
             end = layout.shape[1] + begin if padding_free else begin + len(sequences.slots)
             rows = hidden_states[begin:end]
             rows = rows[None] if padding_free else rows[:, None]
-            parts.append(self.run_layer(index, rows, layout, self.past(index, states, sequences)).flatten(0, 1))
+            parts.append(self.run_layer(index, rows, layout, self.layer_cache(index, states, sequences)).flatten(0, 1))
             begin = end
         if begin < len(hidden_states):
             parts.append(torch.zeros_like(hidden_states[begin:]))
@@ -135,11 +135,11 @@ class ServedMega(ServedModel):
     def embed(self, embeddings, positions):
         return self.model.mega.start(embeddings[None], DENSE)[0]
 
-    def past(self, index, states, sequences):
+    def layer_cache(self, index, states, sequences):
         return MegaSlots(states, sequences, self.constants[index])
 
-    def run_layer(self, index, hidden_states, layout, past):
-        return self.model.mega.layers[index](hidden_states, layout, past=past)
+    def run_layer(self, index, hidden_states, layout, cache):
+        return self.model.mega.layers[index](hidden_states, layout, cache=cache)
 
     def finish(self, hidden_states):
         return self.model.mega.finish(hidden_states[None], DENSE)[0]
@@ -163,7 +163,7 @@ class ServedLuna(ServedModel):
     def embed(self, embeddings, positions):
         return self.model.luna.embeddings(embeddings[None], DENSE, positions[None], with_packed=False)[0][0]
 
-    def past(self, index, states, sequences):
+    def layer_cache(self, index, states, sequences):
         return LunaSlots(states, sequences, sequences.once("pack_queries", self.pack_queries)[index])
 
     def layer(self, index: int) -> nn.Module:
@@ -183,8 +183,8 @@ class ServedLuna(ServedModel):
         weights = (w for x in (embeddings, *(x.pack_query for x in attentions)) for w in x.parameters())
         return self.constants[0].get("pack_queries", tuple(weights), compute)
 
-    def run_layer(self, index, hidden_states, layout, past):
-        return self.layer(index)(hidden_states, None, layout, past=past)[0]
+    def run_layer(self, index, hidden_states, layout, cache):
+        return self.layer(index)(hidden_states, None, layout, cache=cache)[0]
 
     def finish(self, hidden_states):
         return self.model.luna.decoder.final_norm(hidden_states[None], [None])[0][0]
@@ -216,15 +216,15 @@ class ServedMegalodon(ServedModel):
     def embed(self, embeddings, positions):
         return embeddings * self.model.megalodon.scale
 
-    def past(self, index, states, sequences):
+    def layer_cache(self, index, states, sequences):
         return MegalodonSlots(states, sequences, self.constants[index])
 
-    def run_layer(self, index, hidden_states, layout, past):
+    def run_layer(self, index, hidden_states, layout, cache):
         body = self.model.megalodon
-        rotation = past.sequences.once("rotation", lambda: body.rope(hidden_states, layout, past))
-        hidden_states = body.layers[index](hidden_states, layout, rotation, past=past)
+        rotation = cache.sequences.once("rotation", lambda: body.rope(hidden_states, layout, cache))
+        hidden_states = body.layers[index](hidden_states, layout, rotation, cache=cache)
         # The statistics of the final norm are in the slots of the last block.
-        return body.final_norm(hidden_states, layout, past) if body.layers[index] is body.layers[-1] else hidden_states
+        return body.final_norm(hidden_states, layout, cache) if body.layers[index] is body.layers[-1] else hidden_states
 
     def finish(self, hidden_states):
         return hidden_states

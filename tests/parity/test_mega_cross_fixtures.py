@@ -87,7 +87,7 @@ def test_steps(module, parity, length):
             past.seen += part.shape[1]
             past.store(position=torch.full((len(part),), past.seen))
             key = module.key if not source.is_initialized else None
-            outputs.append(module.layer(part, DENSE, key, layout, past=past, source=source)[0])
+            outputs.append(module.layer(part, DENSE, key, layout, cache=past, cross_cache=source)[0])
         expected = module.io[f"step_out{padded}"]
         parity.check(f"step_out{padded}", torch.cat(outputs, 1).transpose(0, 1), expected, **module.tight)
 

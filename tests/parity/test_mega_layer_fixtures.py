@@ -172,7 +172,7 @@ def test_steps_and_segments(fixture, parity):
     for name, length in [*recorded, ("out", 5)]:  # the original has no segments that end within a chunk
         past = MegaCacheLayer()
         parts = ((part, DenseLayout(torch.ones(part.shape[:2]).bool())) for part in x.split(length, dim=1))
-        outputs = [layer(part, layout, past=past)[0] for part, layout in parts]
+        outputs = [layer(part, layout, cache=past)[0] for part, layout in parts]
         # The original's steps never truncate the average; here they match the parallel form.
         expected = fixture.io[name if layer.config.truncation is None else "out"]
         parity.check(f"{name} by {length}", torch.cat(outputs, dim=1).transpose(0, 1), expected, **fixture.tight)
