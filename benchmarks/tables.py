@@ -9,7 +9,7 @@ def key(row, without=()):
 
 def print_table(case, rows):
     ours = {key(row): row for row in rows if row["variant"] == case.ours}
-    print(f"\n{case.name}: median ms and peak MB; ratios: {case.ours} against the row's variant (above 1: we win)")
+    print(f"\n{case.name}: median ms and peak MB; ratios: {case.ours} compared with the variant of the row (above 1: {case.ours} is better)")
     columns = " ".join(f"{name + ' ms':>11} {'MB':>7}" for name in case.passes)
     print(
         f"{'size':40} {'variant':18} {columns}   ratios{'' if case.floor is None else 31 * ' ' + 'GB/s TFLOP/s %floor'}"
@@ -50,7 +50,7 @@ def markdown(case, rows):
     passes = ", ".join(case.passes)
     head = [*fields, f"{case.ours}: {passes} (ms), peak (MB)"] + ["of the floor"] * (case.floor is not None)
     for other in others:
-        head += [other, f"{case.ours} wins: {passes}, memory"]
+        head += [other, f"{other} / {case.ours}: {passes}, memory"]
     lines = [head, ["---"] * len(head)]
     for size in dict.fromkeys(key(row) for row in rows):
         found = {row["variant"]: row for row in rows if key(row) == size}
