@@ -9,7 +9,7 @@ def key(row, without=()):
 
 def print_table(case, rows):
     ours = {key(row): row for row in rows if row["variant"] == case.ours}
-    print(f"\n{case.name}: median ms and peak MB; ratios: {case.ours} compared with the variant of the row (above 1: {case.ours} is better)")
+    print(f"\n{case.name}: median ms and peak MB; ratios: variant of the row / {case.ours}")
     columns = " ".join(f"{name + ' ms':>11} {'MB':>7}" for name in case.passes)
     print(
         f"{'size':40} {'variant':18} {columns}   ratios{'' if case.floor is None else 31 * ' ' + 'GB/s TFLOP/s %floor'}"
@@ -29,7 +29,7 @@ def print_table(case, rows):
 
 
 def _ratios(case, row, mine):
-    """Return how much more a row takes than ours: time of every pass, memory of the last."""
+    """Return the time of every pass and the memory of the last pass, relative to ours."""
     if row is mine or "error" in mine or "error" in row:
         return []
     fields = [*(f"{name}_ms" for name in case.passes), "both_mb"]
@@ -37,9 +37,9 @@ def _ratios(case, row, mine):
 
 
 def markdown(case, rows):
-    """Return a table of one line for each size, or, of models, of one line for each and a table for each pass.
+    """Return a Markdown table with one row per size, or for models one table per pass with one row per model.
 
-    Where the case has baselines there is a table for each of them.
+    If the case has baselines, return one table per baseline.
     """
     if case.baselines:
         return "\n".join(_relative(case, rows, baseline) for baseline in case.baselines)
