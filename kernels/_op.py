@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from luna_mega.kernels import ragged
+from luna_mega.kernels import varlen
 from luna_mega.kernels.context_parallel import ContextShard
 
 NAMES = ("auto", "reference", "torch", "triton")
@@ -92,7 +92,7 @@ class Op:
         native: names of the backends that support varlen calls, with `cu_seqlens` and `max_seqlen`.
         with_weights: computes the output, the weights and further results with the reference.
         under_autocast: converts a call under autocast to the call that the Triton kernels compute.
-        ragged: runs a varlen call on a backend that is not in `native`; None = pad the tokens.
+        run_varlen: runs a varlen call on a backend that is not in `native`; None = pad the tokens.
         on_ranks: maps backend names, or "weights" for `with_weights`, to the functions that compute a context-parallel
             call. Their first argument is the `ContextShard` of this rank.
     """
@@ -106,7 +106,7 @@ class Op:
     native: tuple[str, ...] = ("triton",)
     with_weights: Callable | None = None
     under_autocast: Callable[[dict], dict] | None = None
-    ragged: Callable | None = None
+    run_varlen: Callable | None = None
     on_ranks: dict[str, Callable] = field(default_factory=dict)
 
     def __call__(
@@ -139,24 +139,24 @@ class Op:
                 return run(**call)
             if chosen in self.native:
                 return run(**call, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
-            return (self.ragged or self.fill_up)(run, call, cu_seqlens, max_seqlen)
+            return (self.run_varlen or self.run_padded)(run, call, cu_seqlens, max_seqlen)
 
-    def fill_up(self, run: Callable, call: dict, cu_seqlens: torch.Tensor, max_seqlen: int):
+    def run_padded(self, run: Callable, call: dict, cu_seqlens: torch.Tensor, max_seqlen: int):
         """Compute a varlen call with a backend that requires padded input."""
         total, filled = call[self.tokens[0]].shape[1], {}
         for name in self.tokens:
             same = next((other for other in filled if call[other] is call[name]), None)
-            filled[name] = ragged.pad(call[name], cu_seqlens, max_seqlen) if same is None else filled[same]
+            filled[name] = varlen.pad(call[name], cu_seqlens, max_seqlen) if same is None else filled[same]
         if self.mask is not None:
             mask = call[self.mask]
-            kept = ragged.keep(cu_seqlens, max_seqlen)
-            filled[self.mask] = kept if mask is None else ragged.pad(mask, cu_seqlens, max_seqlen)
+            kept = varlen.keep(cu_seqlens, max_seqlen)
+            filled[self.mask] = kept if mask is None else varlen.pad(mask, cu_seqlens, max_seqlen)
         result = run(**call | filled)
         if not self.tokens_out:
             return result
         if isinstance(result, torch.Tensor):
-            return ragged.unpad(result, cu_seqlens, total)
-        return ragged.unpad(result[0], cu_seqlens, total), *result[1:]
+            return varlen.unpad(result, cu_seqlens, total)
+        return varlen.unpad(result[0], cu_seqlens, total), *result[1:]
 
     def check_shard_options(self, shard: ContextShard | None, **arguments) -> None:
         """Raise `ValueError` if the shard is combined with one of the arguments."""

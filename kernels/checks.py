@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import torch
 
-from luna_mega.kernels import ragged
+from luna_mega.kernels.varlen import check_cu_seqlens
 
 
 def check_mask(op: str, mask: torch.Tensor | None, shape: torch.Size, name: str = "mask") -> None:
@@ -45,7 +45,7 @@ def count_sequences(
         return x.shape[0], None
     if x.shape[0] != 1:
         raise ValueError(f"{op} needs x [1, total, {features}] with cu_seqlens, got {list(x.shape)}")
-    max_seqlen = ragged.check(op, cu_seqlens, max_seqlen, x.shape[1])
+    max_seqlen = check_cu_seqlens(op, cu_seqlens, max_seqlen, x.shape[1])
     return len(cu_seqlens) - 1, max_seqlen
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Function
 
-from luna_mega.kernels.gated_attention.alignment import to_end
+from luna_mega.kernels.gated_attention.columns import to_end
 
 
 class ContextShard(NamedTuple):

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from luna_mega.kernels.gated_attention.alignment import rotation, take
+from luna_mega.kernels.gated_attention.columns import roll_columns, take_columns
 from luna_mega.modeling_common.attention import KeyWindow
 from luna_mega.modeling_common.cache import StateLayer
 
@@ -123,12 +123,12 @@ class KeyValueCacheLayer(StateLayer):
             width = self.keys.shape[1] if chunk_size is None else chunk_size - 1
             if not torch.compiler.is_exporting():
                 width = min(width, self.seen)
-            columns = rotation(before - width, width)
-            old = (take(x[:, :width], columns) for x in (self.keys, self.values, self.mask))
+            columns = roll_columns(before - width, width)
+            old = (take_columns(x[:, :width], columns) for x in (self.keys, self.values, self.mask))
             new = [torch.cat(pair, dim=1) for pair in zip(old, new, strict=True)]
         opened = 0 if chunk_size is None else position - position % chunk_size  # the position of column 0
         columns = torch.arange(chunk_size or width + length, device=keys.device) + (width + opened - start)[:, None]
-        kept = (take(x, columns.clamp(max=width + length - 1)) for x in new)
+        kept = (take_columns(x, columns.clamp(max=width + length - 1)) for x in new)
         self.store(length, position=position, **dict(zip(("keys", "values", "mask"), kept, strict=True)))
         self._used = None
         return KeyWindow(*new, start - width, offset=width, step=length == 1)

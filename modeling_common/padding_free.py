@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from luna_mega.kernels.ragged import check, locate
+from luna_mega.kernels.varlen import check_cu_seqlens, locate
 from luna_mega.modeling_common.attention import KeyWindow
 from luna_mega.modeling_common.layout import DENSE, DenseLayout
 from luna_mega.modeling_common.masks import can_look, is_program
@@ -127,7 +127,7 @@ def find_padding_free(
         elif position_ids is not None:
             starts = position_ids.diff(dim=1) <= 0
     if cu_seqlens is not None:
-        longest = check("a padding-free batch", cu_seqlens, options.get("max_length_q"), shape[0] * shape[1])
+        longest = check_cu_seqlens("a padding-free batch", cu_seqlens, options.get("max_length_q"), shape[0] * shape[1])
         if starts is not None and starts.device.type == "cpu" and (starts != _starts(cu_seqlens, shape)[:, 1:]).any():
             raise ValueError(
                 "`seq_idx` or `position_ids` and `cu_seq_lens_q` disagree about sequence boundaries; pass only one"

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from luna_mega.kernels.context_parallel import ContextShard
-from luna_mega.kernels.gated_attention.alignment import rotation
+from luna_mega.kernels.gated_attention.columns import roll_columns
 from luna_mega.modeling_common.attention import KeyWindow
 from luna_mega.modeling_common.layout import DenseLayout, align
 from luna_mega.modeling_common.masks import can_look
@@ -145,7 +145,7 @@ class ShardedLayout(NamedTuple):
         if mask is not None:
             # The positions of all shards follow each other, and those of this one begin in the column `offset`.
             columns, _, mask = align(mask)
-            shift = rotation(start, mask.shape[1])
+            shift = roll_columns(start, mask.shape[1])
             columns, mask = columns.gather(1, shift), mask.gather(1, shift)
             key, value = take(key, columns), take(value, columns)
         return KeyWindow(key, value, mask, start, offset)

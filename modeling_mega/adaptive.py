@@ -13,6 +13,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy, linear
 from transformers.configuration_utils import PreTrainedConfig
 
+from luna_mega.kernels.upcast import upcast
+
 
 def check_bands(config: PreTrainedConfig):
     """Raise `ValueError` for invalid cutoffs, factors or ties of a `MegaConfig`."""
@@ -45,10 +47,6 @@ def _bands(cutoffs: list[int], vocab_size: int, width: int, factor: float) -> tu
     """Return the bounds of the bands, `[0, ..., vocab_size]`, and the embedding size of each band."""
     edges = [0, *cutoffs, vocab_size]
     return edges, [int(width // factor**band) for band in range(len(edges) - 1)]
-
-
-def _upcast(scores: torch.Tensor) -> torch.Tensor:
-    return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
 
 class _Words(nn.Embedding):
@@ -151,18 +149,18 @@ class MegaAdaptiveSoftmax(nn.Module):
     def score_head(self, states: torch.Tensor, embedding: Callable) -> torch.Tensor:
         """Return the float32 scores of the words of the first band and of the tails, `[M, size + tails]`."""
         if not self.tied:
-            return _upcast(self.head(states))
+            return upcast(self.head(states))
         projected = states if self.head_projection is None else self.head_projection(states)
-        return _upcast(torch.cat((embedding(states=projected), self.head(states)), dim=-1))
+        return upcast(torch.cat((embedding(states=projected), self.head(states)), dim=-1))
 
     def score_tail(self, tail: int, states: torch.Tensor, embedding: Callable) -> torch.Tensor:
         """Return the float32 scores of the words of a tail, `[M, size]`."""
         if self.projections is None:
-            return _upcast(embedding(states=states, band=tail + 1, dropout=self.dropout))
+            return upcast(embedding(states=states, band=tail + 1, dropout=self.dropout))
         projected = self.dropout(self.projections[tail](states))
         if self.words is None:
-            return _upcast(embedding(states=projected, band=tail + 1))
-        return _upcast(self.words[tail](projected))
+            return upcast(embedding(states=projected, band=tail + 1))
+        return upcast(self.words[tail](projected))
 
     def forward(self, states: torch.Tensor, embedding: Callable) -> torch.Tensor:
         """Return the float32 log-probabilities of all tokens, `[M, vocab_size]`."""

@@ -3,12 +3,9 @@
 import torch
 from torch import nn
 
+from luna_mega.kernels.upcast import upcast
 from luna_mega.modeling_common.pooling import LOCAL, Reductions
 from luna_mega.modeling_common.processes import are_joined, sum_over_processes
-
-
-def _upcast(x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class MegaBatchNorm(nn.BatchNorm1d):
@@ -22,7 +19,7 @@ class MegaBatchNorm(nn.BatchNorm1d):
     def __init__(self, width: int, eps: float, affine: bool, padded_statistics: bool):
         super().__init__(width, eps=eps, affine=affine)
         self.padded_statistics = padded_statistics
-        self.running_mean, self.running_var = (_upcast(x) for x in (self.running_mean, self.running_var))
+        self.running_mean, self.running_var = (upcast(x) for x in (self.running_mean, self.running_var))
 
     def _apply(self, fn, recurse=True):
         """Convert the module, but keep running statistics in float32: half precision would round small updates away."""
@@ -35,18 +32,18 @@ class MegaBatchNorm(nn.BatchNorm1d):
     def forward(
         self, x: torch.Tensor, mask: torch.Tensor | None = None, reductions: Reductions = LOCAL
     ) -> torch.Tensor:
-        wide = _upcast(x)
+        values = upcast(x)
         mean, variance = self.running_mean, self.running_var
         if self.training:
             # Gradient checkpointing repeats the step in the backward pass, which must not update the statistics again.
             counts = torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1
             mask = None if self.padded_statistics else mask
-            if mask is None and reductions.is_local() and not self._is_shared() and self._fits_pytorch(wide):
-                return self._normalize_at_once(wide, counts).to(x.dtype)
-            mean, variance, count = self._batch_statistics(wide, mask, reductions)
+            if mask is None and reductions.is_local() and not self._is_shared() and self._fits_pytorch(values):
+                return self._normalize_at_once(values, counts).to(x.dtype)
+            mean, variance, count = self._batch_statistics(values, mask, reductions)
             if counts:
                 self._update(mean, variance, count)
-        normed = (wide - mean) * torch.rsqrt(variance + self.eps)
+        normed = (values - mean) * torch.rsqrt(variance + self.eps)
         if self.affine:
             normed = normed * self.weight + self.bias
         return normed.to(x.dtype)
@@ -57,7 +54,7 @@ class MegaBatchNorm(nn.BatchNorm1d):
 
     def _normalize_at_once(self, x, counts):
         """Normalize by PyTorch's batch norm: one call instead of twenty."""
-        affine = (_upcast(self.weight), _upcast(self.bias)) if self.affine else (None, None)
+        affine = (upcast(self.weight), upcast(self.bias)) if self.affine else (None, None)
         flat, options = x.flatten(0, 1), (True, self.momentum, self.eps)
         # Without the running statistics: autograd would save them, and a later update would be an error.
         output, mean, scale = torch.native_batch_norm(flat, *affine, None, None, *options)

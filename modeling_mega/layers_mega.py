@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from luna_mega.kernels.dropout import dropout
+from luna_mega.kernels.upcast import upcast, upcast_dtype
 from luna_mega.modeling_common.layout import DENSE, Layout
 from luna_mega.modeling_mega.batch_norm_mega import MegaBatchNorm, MegaSyncBatchNorm
 from luna_mega.modeling_mega.configuration_mega import MegaConfig
@@ -158,7 +159,7 @@ class MegaSimpleRelativeBias(nn.Module):
                 f"{longest} positions, got {length}; shorten the input or raise max_positions (chunk_size with chunks)"
             )
         bias = self.rel_pos_bias[centre - length + 1 : centre + length]
-        return bias.to(torch.promote_types(bias.dtype, torch.float32))
+        return upcast(bias)
 
 
 class MegaRotaryRelativeBias(nn.Module):
@@ -177,7 +178,7 @@ class MegaRotaryRelativeBias(nn.Module):
 
     def forward(self, length: int) -> torch.Tensor:
         """Return the biases of the distances j - i from `1 - length` to `length - 1`, `[2 length - 1]` float32."""
-        dtype = torch.promote_types(self.alpha.dtype, torch.float32)
+        dtype = upcast_dtype(self.alpha)
         (alpha_1, alpha_2), (beta_1, beta_2) = (x[0].to(dtype).chunk(2) for x in (self.alpha, self.b_param))
         pairs, device = alpha_1.shape[0], alpha_1.device
         frequency = torch.exp(torch.arange(pairs, dtype=dtype, device=device) * -(math.log(10000.0) / pairs))

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import nn
 
+from luna_mega.kernels.upcast import upcast
 from luna_mega.modeling_common.attention import attend
 from luna_mega.modeling_common.layout import Layout
 from luna_mega.modeling_common.tensor_parallel import RankBoundary
@@ -12,11 +13,6 @@ from luna_mega.modeling_megalodon.cache_megalodon import MegalodonCacheLayer
 from luna_mega.modeling_megalodon.configuration_megalodon import MegalodonConfig
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
-
-
-def upcast(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in float32, or float64 where it is that."""
-    return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 class MegalodonRotary(nn.Module):

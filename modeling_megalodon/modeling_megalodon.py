@@ -30,6 +30,7 @@ from luna_mega.kernels.api import (
     timestep_norm_step,
 )
 from luna_mega.kernels.dropout import Dropout
+from luna_mega.kernels.upcast import upcast
 from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel, StateRecorder, exact_dtype
 from luna_mega.modeling_common.inputs import Inputs, embed, prepare
 from luna_mega.modeling_common.layout import Layout
@@ -40,7 +41,6 @@ from luna_mega.modeling_megalodon.attention_megalodon import (
     MegalodonChunkAttention,
     MegalodonRotary,
     Rotation,
-    upcast,
 )
 from luna_mega.modeling_megalodon.cache_megalodon import MegalodonCache, MegalodonCacheLayer
 from luna_mega.modeling_megalodon.configuration_megalodon import MegalodonConfig

@@ -4,18 +4,25 @@ from functools import partial
 
 import torch
 
-from luna_mega.kernels import ragged
 from luna_mega.kernels._op import Op
 from luna_mega.kernels.gated_attention import reference, torch_backend, torch_step
-from luna_mega.kernels.gated_attention.alignment import fill, in_columns, in_last_column, rotation, take, unless_zero
 from luna_mega.kernels.gated_attention.checks import check_bias, check_options, check_rows, check_tensors
+from luna_mega.kernels.gated_attention.columns import (
+    in_columns,
+    in_last_column,
+    pad_columns,
+    roll_columns,
+    take_columns,
+    unless_zero,
+)
+from luna_mega.kernels.varlen import check_cu_seqlens
 
 
 def _reference(**call):
     return reference.attend(**call)[0]
 
 
-def _triton(query, key, value, bias, mask, function, causal, chunk_size, offset, row_offset, start, dropout, **ragged):
+def _triton(query, key, value, bias, mask, function, causal, chunk_size, offset, row_offset, start, dropout, **varlen):
     # Imported lazily because Triton decides at import time whether kernels are interpreted.
     from luna_mega.kernels.gated_attention import triton_ops
 
@@ -25,12 +32,13 @@ def _triton(query, key, value, bias, mask, function, causal, chunk_size, offset,
         query = query * (seen / (seen + start[:, None]).clamp(min=1))[..., None].to(query.dtype)
     options = (function, causal, chunk_size, offset, dropout)
     if row_offset is None:
-        return triton_ops.attend(query, key, value, bias, mask, *options, **ragged)
+        return triton_ops.attend(query, key, value, bias, mask, *options, **varlen)
     # The kernels do not support an offset per row, so padding moves to the end.
-    query = take(query, rotation(-row_offset.clamp(max=0), query.shape[1]))
-    key, value, mask = (take(x, rotation(row_offset.clamp(min=0), key.shape[1])) for x in (key, value, mask))
+    query = take_columns(query, roll_columns(-row_offset.clamp(max=0), query.shape[1]))
+    columns = roll_columns(row_offset.clamp(min=0), key.shape[1])
+    key, value, mask = (take_columns(x, columns) for x in (key, value, mask))
     attended = triton_ops.attend(query, key, value, bias, mask, *options)
-    return take(attended, rotation(row_offset.clamp(max=0), query.shape[1]))
+    return take_columns(attended, roll_columns(row_offset.clamp(max=0), query.shape[1]))
 
 
 def _with_weights(query, key, value, bias, mask, chunk_size, dropout, heads=None, **rest):
@@ -42,7 +50,7 @@ def _with_weights(query, key, value, bias, mask, chunk_size, dropout, heads=None
             mask = torch.ones(query.shape[:2], dtype=torch.bool, device=query.device)
         # Pad an incomplete last chunk.
         query, key, value, mask = (
-            fill(x, 0, length + -length % size).unflatten(1, (-1, size)).flatten(0, 1)
+            pad_columns(x, 0, length + -length % size).unflatten(1, (-1, size)).flatten(0, 1)
             for x in (query, key, value, mask)
         )
     weights = reference.weights(query, key, bias, mask, chunk_size=None, **rest).unflatten(0, (batch, -1))
@@ -193,7 +201,7 @@ def gated_attention(
                 f"{op} with cu_seqlens needs batch size 1, queries and keys of the same length, and no offset, "
                 f"row_offset or start, got query {list(query.shape)}, key {list(key.shape)} and offset {offset}"
             )
-        max_seqlen = ragged.check(op, cu_seqlens, max_seqlen, length)
+        max_seqlen = check_cu_seqlens(op, cu_seqlens, max_seqlen, length)
     call = _named(query, key, value, bias, mask, function, causal, chunk_size, offset, row_offset, start, dropout)
     call |= {"heads": heads} if return_weights else {}
     return _run(ATTEND, backend, call, cu_seqlens, max_seqlen, return_weights)

@@ -8,6 +8,8 @@ import math
 
 import torch
 
+from luna_mega.kernels.upcast import upcast
+
 FUNCTIONS = ("softmax", "laplace", "relu2")
 
 # Mean and standard deviation of the normal distribution whose CDF approximates squared ReLU: sqrt(1/2) and
@@ -61,10 +63,10 @@ def weights(
         divisor = math.sqrt(query.shape[-1])
     else:
         divisor = (row + 1 if causal else keep.sum(dim=-1, keepdim=True)).clamp(min=1)
-    wide = torch.promote_types(query.dtype, torch.float32)
-    scores = query.to(wide) @ key.to(wide).transpose(-1, -2) / divisor
+    query, key = upcast(query), upcast(key)
+    scores = query @ key.transpose(-1, -2) / divisor
     if bias is not None:
-        scores = scores + bias.to(wide)[(bias.shape[0] // 2 + lag).clamp(0, bias.shape[0] - 1)]
+        scores = scores + bias.to(scores.dtype)[(bias.shape[0] // 2 + lag).clamp(0, bias.shape[0] - 1)]
     if function == "softmax":
         result = scores.masked_fill(~keep, torch.finfo(scores.dtype).min).softmax(dim=-1)
     else:

@@ -8,6 +8,7 @@ import torch
 from luna_mega.kernels._export import chunk_positions
 from luna_mega.kernels.dropout import dropout_factors
 from luna_mega.kernels.gated_attention import reference
+from luna_mega.kernels.upcast import upcast_dtype
 
 BLOCK_ROWS = 256
 # Number of scores in a block of several sequences or chunks: the first fits the cache of a CPU, the second saturates
@@ -33,9 +34,9 @@ def attend(query, key, value, bias, mask, function, causal, chunk_size, offset, 
     if torch.compiler.is_compiling():
         return _attend_in_program(query, key, value, bias, mask, function, causal, chunk_size, dropout)
     batch, length, _ = query.shape
-    whole = length - length % chunk_size
+    complete = length - length % chunk_size
     parts = []
-    for start, stop, size in ((0, whole, chunk_size), (whole, length, length - whole)):
+    for start, stop, size in ((0, complete, chunk_size), (complete, length, length - complete)):
         if start < stop:
             q, k, v = (x[:, start:stop].reshape(-1, size, x.shape[2]) for x in (query, key, value))
             m = None if mask is None else mask[:, start:stop].reshape(-1, size)
@@ -77,15 +78,11 @@ def _attend_full(query, key, value, bias, mask, function, causal, offset, row_of
 
 def _scores_are_few(query, key, value):
     queries, keys = query.shape[1], key.shape[1]
-    scores = queries * keys * _wide(query, value).itemsize
+    scores = queries * keys * upcast_dtype(query, value).itemsize
     few = scores <= KEPT * (queries + keys) * value.shape[2] * value.dtype.itemsize
     if torch.compiler.is_compiling():  # comparing a dynamic length would add a guard to the program
         return torch.fx.experimental.symbolic_shapes.statically_known_true(few)
     return few
-
-
-def _wide(query, value):
-    return torch.promote_types(torch.promote_types(query.dtype, value.dtype), torch.float32)
 
 
 def _positions(query, key, offset):
@@ -107,16 +104,17 @@ class _Blocks:
 
     def __init__(self, query, key, value, bias, mask, start, function, causal, offset, dropout, seed):
         self.function, self.causal, self.offset, self.dropout = function, causal, offset, dropout
-        self.wide = _wide(query, value)
+        self.dtype = upcast_dtype(query, value)
         # The products with the value dominate: they use its dtype, unless it is slow (float16 on CPU).
         slow = value.dtype == torch.float16 and value.device.type == "cpu"
-        self.narrow = self.wide if slow else value.dtype
+        self.value_dtype = self.dtype if slow else value.dtype
         self.divisor = _divisor(query, key, mask, start, function, causal, offset)
-        self.query, self.key, self.value = query.to(self.wide) / self.divisor, key.to(self.wide), value.to(self.narrow)
+        self.query, self.key = query.to(self.dtype) / self.divisor, key.to(self.dtype)
+        self.value = value.to(self.value_dtype)
         # Entry positions - 1 + lag; lags above 0 are keys after the query, so this is also the causal mask.
         # One row for all sequences, or one per sequence.
         self.positions, self.row_bias = _positions(query, key, offset), bias is not None and bias.dim() == 2
-        self.bias = query.new_zeros(len(query) if self.row_bias else 1, 2 * self.positions - 1, dtype=self.wide)
+        self.bias = query.new_zeros(len(query) if self.row_bias else 1, 2 * self.positions - 1, dtype=self.dtype)
         if bias is not None:
             self.bias += bias
         if causal:
@@ -150,7 +148,7 @@ class _Blocks:
         scores = torch.baddbmm(bias, self.query[n, rows], self.key[n, keys].transpose(1, 2), out=out)
         # The lowest number instead of -inf: the softmax of a query without keys stays finite until it is set to 0.
         if self.masked is not None:
-            scores.masked_fill_(self.masked[n, :, keys], torch.finfo(self.wide).min)
+            scores.masked_fill_(self.masked[n, :, keys], torch.finfo(self.dtype).min)
         return scores
 
     def weights(self, scores: torch.Tensor, n: slice, rows: slice, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -166,7 +164,7 @@ class _Blocks:
     def through_function(self, grad: torch.Tensor, scores: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Return the gradient of the scores from the gradient of the weights."""
         if self.function == "softmax":
-            return torch._softmax_backward_data(grad, weights, -1, self.wide)
+            return torch._softmax_backward_data(grad, weights, -1, self.dtype)
         if self.function == "relu2":
             return torch.relu(scores).mul_(2.0).mul_(grad)
         deviation = reference.LAPLACE_DEVIATION
@@ -184,7 +182,7 @@ def _attend(query, key, value, bias, mask, start, function, causal, offset, drop
     with torch.autocast(query.device.type, enabled=False):
         blocks = _Blocks(query, key, value, bias, mask, start, function, causal, offset, dropout, seed)
         output = value.new_empty(*query.shape[:2], value.shape[2])
-        kept = query.new_empty((*query.shape[:2], key.shape[1]) if keep else 0, dtype=blocks.wide)
+        kept = query.new_empty((*query.shape[:2], key.shape[1]) if keep else 0, dtype=blocks.dtype)
         for n, rows, keys in blocks:
             place = kept[n, rows, keys] if keep else None
             if function == "softmax":
@@ -193,13 +191,13 @@ def _attend(query, key, value, bias, mask, start, function, causal, offset, drop
                 weights = blocks.weights(blocks.scores(n, rows, keys, place), n, rows)
             if dropout > 0.0:
                 weights = weights * blocks.dropped(weights)
-            _set_product(output[n, rows], weights.to(blocks.narrow), blocks.value[n, keys])
+            _set_product(output[n, rows], weights.to(blocks.value_dtype), blocks.value[n, keys])
         return output, kept
 
 
 @_attend.register_fake
 def _(query, key, value, bias, mask, start, function, causal, offset, dropout, seed, keep):
-    kept = query.new_empty((*query.shape[:2], key.shape[1]) if keep else 0, dtype=_wide(query, value))
+    kept = query.new_empty((*query.shape[:2], key.shape[1]) if keep else 0, dtype=upcast_dtype(query, value))
     return value.new_empty(query.shape[0], query.shape[1], value.shape[2]), kept
 
 
@@ -217,22 +215,22 @@ def _attend_backward(
         set_first = 0 < query.shape[1] and (not causal or offset + min(query.shape[1], BLOCK_ROWS) == key.shape[1])
         make = torch.empty if set_first else torch.zeros
         grad_query, grad_key, grad_value = (
-            make(x.shape, dtype=blocks.wide, device=x.device) for x in (query, key, value)
+            make(x.shape, dtype=blocks.dtype, device=x.device) for x in (query, key, value)
         )
         grad_bias = torch.zeros_like(blocks.bias)
-        grad_output = grad_output.to(blocks.narrow)
+        grad_output = grad_output.to(blocks.value_dtype)
         for n, rows, keys in blocks:
             write = _set_product if set_first and rows.start == 0 else _add_product
             scores = weights = kept[n, rows, keys] if keep else blocks.scores(n, rows, keys)
             if not keep or function != "softmax":
                 weights = blocks.weights(scores, n, rows)
-            grad = torch.bmm(grad_output[n, rows], blocks.value[n, keys].transpose(1, 2)).to(blocks.wide)
+            grad = torch.bmm(grad_output[n, rows], blocks.value[n, keys].transpose(1, 2)).to(blocks.dtype)
             used = weights
             if dropout > 0.0:
                 dropped = blocks.dropped(weights)
                 grad *= dropped
                 used = weights * dropped
-            write(grad_value[n, keys], used.to(blocks.narrow).transpose(1, 2), grad_output[n, rows])
+            write(grad_value[n, keys], used.to(blocks.value_dtype).transpose(1, 2), grad_output[n, rows])
             grad = blocks.through_function(grad, scores, weights)
             _set_product(grad_query[n, rows], grad, blocks.key[n, keys])
             write(grad_key[n, keys], grad.transpose(1, 2), blocks.query[n, rows])

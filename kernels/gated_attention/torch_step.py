@@ -4,6 +4,7 @@ import torch
 
 from luna_mega.kernels._export import in_program
 from luna_mega.kernels.gated_attention import reference
+from luna_mega.kernels.upcast import upcast_dtype
 
 
 def step(query, key, value, bias, mask, function, column, start, slots, dropout):
@@ -11,11 +12,11 @@ def step(query, key, value, bias, mask, function, column, start, slots, dropout)
     keys = key.shape[1]
     if slots is not None and (key.device.type != "cpu" or torch.is_grad_enabled() or in_program()):
         key, value, slots = key[slots], value[slots], None
-    wide = torch.promote_types(torch.promote_types(query.dtype, value.dtype), torch.float32)
+    dtype = upcast_dtype(query, value)
     # The product with the value dominates: it uses its dtype, unless it is slow (float16 on CPU).
     slow = value.dtype == torch.float16 and value.device.type == "cpu"
-    narrow = wide if slow else value.dtype
-    query, scale = query.to(wide).mT, 1.0
+    value_dtype = dtype if slow else value.dtype
+    query, scale = query.to(dtype).mT, 1.0
     if function == "softmax":
         scale = query.shape[1] ** -0.5
     elif column is None and start is None:
@@ -26,31 +27,31 @@ def step(query, key, value, bias, mask, function, column, start, slots, dropout)
     # [B, S, 1]: on CPU, many short rows times a column take half the time of one row times many columns.
     bias = query.new_zeros(()) if bias is None else _select(bias, keys, column)
     if slots is None:
-        scores = torch.baddbmm(bias.to(wide), key.to(wide), query, alpha=scale).mT
+        scores = torch.baddbmm(bias.to(dtype), key.to(dtype), query, alpha=scale).mT
     else:
         # Copying the keys and values of all sequences would take longer than the attention.
         ends = [keys] * len(query) if column is None else (column + 1).tolist()
         places = list(zip(slots.tolist(), ends, strict=True))
         products = query.new_empty(len(query), keys, 1)
         for row, (slot, end) in enumerate(places):
-            torch.mm(key[slot, :end].to(wide), query[row], out=products[row, :end])
-        scores = torch.add(bias.to(wide), products, alpha=scale).mT
+            torch.mm(key[slot, :end].to(dtype), query[row], out=products[row, :end])
+        scores = torch.add(bias.to(dtype), products, alpha=scale).mT
     keep = _keep(keys, mask, column, start, key.device)
     if function != "softmax":
         weights = getattr(reference, function)(scores)
     elif keep is None:
         weights = torch.softmax(scores, dim=-1)
     else:
-        weights = torch.softmax(scores.masked_fill(~keep, torch.finfo(wide).min), dim=-1)
+        weights = torch.softmax(scores.masked_fill(~keep, torch.finfo(dtype).min), dim=-1)
     if keep is not None:
         weights = weights.masked_fill(~keep, 0.0)
     weights = torch.dropout(weights, dropout, train=True) if dropout > 0.0 else weights
-    weights = weights.to(narrow)
+    weights = weights.to(value_dtype)
     if slots is None:
-        return torch.bmm(weights, value.to(narrow)).to(value.dtype)
+        return torch.bmm(weights, value.to(value_dtype)).to(value.dtype)
     attended = weights.new_empty(len(query), 1, value.shape[2])
     for row, (slot, end) in enumerate(places):
-        torch.mm(weights[row, :, :end], value[slot, :end].to(narrow), out=attended[row])
+        torch.mm(weights[row, :, :end], value[slot, :end].to(value_dtype), out=attended[row])
     return attended.to(value.dtype)
 
 
@@ -70,9 +71,9 @@ def _keep(keys, mask, column, start, device):
         return keep
     place = torch.arange(keys, device=device)
     if column is not None:
-        behind = place > column[:, None, None]
-        keep = ~behind if keep is None else keep & ~behind
+        later = place > column[:, None, None]
+        keep = ~later if keep is None else keep & ~later
     if start is not None:
-        begun = place >= -start[:, None, None]
-        keep = begun if keep is None else keep & begun
+        started = place >= -start[:, None, None]
+        keep = started if keep is None else keep & started
     return keep

@@ -5,22 +5,22 @@ from functools import partial
 
 import torch
 
-from luna_mega.kernels import ragged
 from luna_mega.kernels._op import Op
 from luna_mega.kernels.checks import check_dropout, check_mask
 from luna_mega.kernels.context_parallel import ContextShard
 from luna_mega.kernels.luna_attention import reference, sharded, torch_backend
+from luna_mega.kernels.varlen import check_cu_seqlens
 
 
-def _triton(ragged, query, key, value, mask, scale, dropout, cu_seqlens=None, max_seqlen=0):
+def _triton(varlen_side, query, key, value, mask, scale, dropout, cu_seqlens=None, max_seqlen=0):
     # Imported lazily because Triton decides at import time whether kernels are interpreted.
     from luna_mega.kernels.luna_attention import triton_ops
 
     if cu_seqlens is None:
-        ragged = None
+        varlen_side = None
         if _sdpa_is_best(query, key, value, mask):
             return torch_backend.sdpa(query, key, value, mask, scale, dropout)
-    return triton_ops.attend(query, key, value, mask, scale, dropout, cu_seqlens, ragged, max_seqlen)
+    return triton_ops.attend(query, key, value, mask, scale, dropout, cu_seqlens, varlen_side, max_seqlen)
 
 
 def _reference(**call):
@@ -35,8 +35,8 @@ def _unsupported(query, **_):
     return None
 
 
-def _op(name, ragged, **options):
-    backends = {"reference": _reference, "torch": torch_backend.attend, "triton": partial(_triton, ragged)}
+def _op(name, varlen_side, **options):
+    backends = {"reference": _reference, "torch": torch_backend.attend, "triton": partial(_triton, varlen_side)}
     return Op(name, backends, _unsupported, with_weights=reference.attend, **options)
 
 
@@ -165,7 +165,7 @@ def luna_attention(
                 f"{list(query.shape)} and {list(pack_key.shape)}"
             )
         if max_seqlen is None:
-            max_seqlen = ragged.check("luna_attention", cu_seqlens, None, query.shape[1])
+            max_seqlen = check_cu_seqlens("luna_attention", cu_seqlens, None, query.shape[1])
         options |= {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
     packed = luna_pack(pack_query, pack_key, pack_value, context_mask, **options, shard=shard)
     if return_weights:
@@ -179,7 +179,7 @@ def _attend(op, query, key, value, mask, dropout, return_weights, backend, cu_se
     _check(op, query, key, value, mask, dropout, cu_seqlens)
     if cu_seqlens is not None:
         total = (query if op is UNPACK else key).shape[1]
-        max_seqlen = ragged.check(op.name, cu_seqlens, max_seqlen, total)
+        max_seqlen = check_cu_seqlens(op.name, cu_seqlens, max_seqlen, total)
     scale = query.shape[-1] ** -0.5
     call = {"query": query, "key": key, "value": value, "mask": mask, "scale": scale, "dropout": dropout}
     return op(backend, call, cu_seqlens, max_seqlen, return_weights, shard)
@@ -201,7 +201,7 @@ def _sdpa_is_best(query, key, value, mask) -> bool:
 
 
 def _check(op, query, key, value, mask, dropout, cu_seqlens):
-    op, ragged = op.name, op.tokens[0]
+    op, varlen_side = op.name, op.tokens[0]
     if query.dim() != 4 or key.dim() != 4:
         raise ValueError(
             f"{op} needs [batch, length, heads, head size] tensors, got {list(query.shape)} and {list(key.shape)}"
@@ -215,10 +215,10 @@ def _check(op, query, key, value, mask, dropout, cu_seqlens):
         if query.shape[0] != key.shape[0]:  # len() would fix the batch size of an exported program
             raise ValueError(f"{op}: query {list(query.shape)} and key {list(key.shape)} differ in batch size")
     else:
-        flat, other = (query, key) if ragged == "query" else (key, query)
+        flat, other = (query, key) if varlen_side == "query" else (key, query)
         if len(flat) != 1 or len(other) != cu_seqlens.numel() - 1:
             raise ValueError(
-                f"{op} with cu_seqlens {list(cu_seqlens.shape)} needs {ragged} [1, total, heads, head size] and "
+                f"{op} with cu_seqlens {list(cu_seqlens.shape)} needs {varlen_side} [1, total, heads, head size] and "
                 f"{cu_seqlens.numel() - 1} rows in the other batch, got {list(flat.shape)} and {list(other.shape)}"
             )
     if not query.dtype == key.dtype == value.dtype:

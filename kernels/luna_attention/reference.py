@@ -6,6 +6,8 @@ sequence P `[B, L, H, K]`, query `[B, T, H, K]`. Masks are boolean, True = atten
 
 import torch
 
+from luna_mega.kernels.upcast import upcast
+
 
 def attend(
     query: torch.Tensor,
@@ -19,8 +21,7 @@ def attend(
 
     The softmax is computed in float32 (float64 for float64 inputs). The result of a query without visible keys is 0.
     """
-    scores = torch.einsum("bthk,bmhk->bhtm", query * scale, key)
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    scores = upcast(torch.einsum("bthk,bmhk->bhtm", query * scale, key))
     if mask is not None:
         masked = ~mask[:, None, None, :]
         scores = scores.masked_fill(masked, torch.finfo(scores.dtype).min)

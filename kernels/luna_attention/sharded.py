@@ -17,6 +17,7 @@ from luna_mega.kernels import _op
 from luna_mega.kernels.context_parallel import ContextShard
 from luna_mega.kernels.dropout import dropout_factors
 from luna_mega.kernels.luna_attention import torch_backend
+from luna_mega.kernels.upcast import upcast
 
 
 class Kernels(NamedTuple):
@@ -77,8 +78,7 @@ class _Pack(Function):
 
 
 def _scores(query, key, mask, scale):
-    scores = torch.einsum("blhk,bmhk->bhlm", query * scale, key)
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    scores = upcast(torch.einsum("blhk,bmhk->bhlm", query * scale, key))
     return scores if mask is None else scores.masked_fill(~mask[:, None, None], float("-inf"))
 
 
@@ -100,14 +100,14 @@ def _step_forward(query, key, value, mask, scale, dropout, seed):
 
 def _step_backward(grad_output, output, log_sum_exp, query, key, value, mask, scale, dropout, seed):
     weights = (_scores(query, key, mask, scale) - log_sum_exp[..., None]).exp()
-    kept, wide = _kept(weights, dropout, seed), weights.dtype
-    grad_wide = grad_output.to(wide)
-    grad_value = torch.einsum("bhlm,blhk->bmhk", weights * kept, grad_wide)
-    grad_weights = torch.einsum("blhk,bmhk->bhlm", grad_wide, value.to(wide)) * kept
-    mean = (grad_wide * output.to(wide)).sum(dim=-1).transpose(1, 2)[..., None]
+    kept, dtype = _kept(weights, dropout, seed), weights.dtype
+    grad_output = grad_output.to(dtype)
+    grad_value = torch.einsum("bhlm,blhk->bmhk", weights * kept, grad_output)
+    grad_weights = torch.einsum("blhk,bmhk->bhlm", grad_output, value.to(dtype)) * kept
+    mean = (grad_output * output.to(dtype)).sum(dim=-1).transpose(1, 2)[..., None]
     grad_scores = weights * (grad_weights - mean) * scale
-    grad_query = torch.einsum("bhlm,bmhk->blhk", grad_scores, key.to(wide))
-    grad_key = torch.einsum("bhlm,blhk->bmhk", grad_scores, query.to(wide))
+    grad_query = torch.einsum("bhlm,bmhk->blhk", grad_scores, key.to(dtype))
+    grad_key = torch.einsum("bhlm,blhk->bmhk", grad_scores, query.to(dtype))
     return tuple(x.to(query.dtype) for x in (grad_query, grad_key, grad_value))
 
 

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from luna_mega.kernels.dropout import dropout as drop
+from luna_mega.kernels.upcast import upcast_dtype
 
 
 def attend(
@@ -30,11 +31,11 @@ def _in_steps(query, key, value, mask, scale, dropout):
     query, key = (x.transpose(1, 2).flatten(0, 1) for x in (query, key))
     value = key if tied else value.transpose(1, 2).flatten(0, 1)
     scores = torch.baddbmm(query.new_empty(()), query, key.mT, beta=0, alpha=scale)
-    wide = torch.promote_types(scores.dtype, torch.float32)
+    dtype = upcast_dtype(scores)
     if mask is not None:
         masked = ~mask[:, None].expand(-1, heads, -1).flatten(0, 1)[:, None]
-        scores = scores.to(wide).masked_fill(masked, torch.finfo(wide).min)
-    weights = torch.softmax(scores, dim=-1, dtype=wide)
+        scores = scores.to(dtype).masked_fill(masked, torch.finfo(dtype).min)
+    weights = torch.softmax(scores, dim=-1, dtype=dtype)
     if mask is not None:
         weights = weights.masked_fill(masked, 0.0)
     output = torch.bmm(drop(weights.to(value.dtype), dropout), value)
@@ -117,8 +118,7 @@ def _attend_cpu(*inputs):
 @_attend_cpu.register_fake
 def _(query, key, value, mask, scale):
     batch, length, heads, _ = query.shape
-    statistics = torch.promote_types(query.dtype, torch.float32)
-    return query.new_empty(query.shape), query.new_empty((batch, heads, length), dtype=statistics)
+    return query.new_empty(query.shape), query.new_empty((batch, heads, length), dtype=upcast_dtype(query))
 
 
 @torch.library.custom_op(

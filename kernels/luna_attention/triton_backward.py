@@ -15,14 +15,14 @@ def _query_kernel(
     queries, keys, heads, blocks, split_rows, scale, threshold, rescale,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     HEAD_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr,
-    QUERY_RAGGED: tl.constexpr, KEY_RAGGED: tl.constexpr, PRECISION: tl.constexpr,
+    QUERY_VARLEN: tl.constexpr, KEY_VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of the queries, and DELTA = <OUT, DO> for the other kernel.
 
     Grid (query blocks * sequences * heads, splits of the keys), DQ `[splits, B, T, H, K]`.
     """
     matrix, head, batch, first, count, key_batch, first_key, key_count = place(
-        CU_SEQLENS, queries, keys, heads, blocks, QUERY_RAGGED, KEY_RAGGED
+        CU_SEQLENS, queries, keys, heads, blocks, QUERY_VARLEN, KEY_VARLEN
     )
     split = tl.program_id(1).to(tl.int64)
     begin_query = tl.program_id(0) % blocks * BLOCK_Q
@@ -68,14 +68,14 @@ def _key_kernel(
     queries, keys, heads, blocks, split_rows, scale, threshold, rescale,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     HEAD_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr,
-    QUERY_RAGGED: tl.constexpr, KEY_RAGGED: tl.constexpr, PRECISION: tl.constexpr,
+    QUERY_VARLEN: tl.constexpr, KEY_VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of keys and values; without V, DK is their sum. Tiles are transposed, `[BLOCK_M, BLOCK_Q]`.
 
     Grid (key blocks * sequences * heads, splits of the queries), DK and DV `[splits, B, M, H, K]`.
     """
     matrix, head, batch, first, count, key_batch, first_key, key_count = place(
-        CU_SEQLENS, queries, keys, heads, blocks, QUERY_RAGGED, KEY_RAGGED
+        CU_SEQLENS, queries, keys, heads, blocks, QUERY_VARLEN, KEY_VARLEN
     )
     split = tl.program_id(1).to(tl.int64)
     begin_key = tl.program_id(0) % blocks * BLOCK_M

@@ -1,6 +1,6 @@
 """Triton forward of pack and unpack: one kernel over splits of the keys and one that merges the splits.
 
-`ragged` names the varlen side, `"query"` or `"key"` (see `kernels/ragged.py`); None = neither. A varlen tensor has
+`varlen_side` names the varlen side, `"query"` or `"key"` (see `kernels/varlen.py`); None = neither. A varlen tensor has
 batch size 1, and `cu_seqlens` bounds its sequences.
 """
 
@@ -25,9 +25,9 @@ from luna_mega.kernels.common.triton_tiles import (
 
 
 @triton.jit
-def _span(CU_SEQLENS, sequence, length, RAGGED: tl.constexpr):
+def _span(CU_SEQLENS, sequence, length, VARLEN: tl.constexpr):
     """Return the batch index, first row and number of rows of a sequence, on a side of `length` rows."""
-    if RAGGED:
+    if VARLEN:
         first = tl.load(CU_SEQLENS + sequence).to(tl.int64)
         return sequence * 0, first, (tl.load(CU_SEQLENS + sequence + 1).to(tl.int64) - first).to(tl.int32)
     else:
@@ -35,12 +35,12 @@ def _span(CU_SEQLENS, sequence, length, RAGGED: tl.constexpr):
 
 
 @triton.jit
-def place(CU_SEQLENS, queries, keys, heads, blocks, QUERY_RAGGED: tl.constexpr, KEY_RAGGED: tl.constexpr):
+def place(CU_SEQLENS, queries, keys, heads, blocks, QUERY_VARLEN: tl.constexpr, KEY_VARLEN: tl.constexpr):
     """Return this program's weight matrix and head, then batch index, first row and row count of queries and keys."""
     matrix = tl.program_id(0) // blocks
     sequence = (matrix // heads).to(tl.int64)
-    batch, first, count = _span(CU_SEQLENS, sequence, queries, QUERY_RAGGED)
-    key_batch, first_key, key_count = _span(CU_SEQLENS, sequence, keys, KEY_RAGGED)
+    batch, first, count = _span(CU_SEQLENS, sequence, queries, QUERY_VARLEN)
+    key_batch, first_key, key_count = _span(CU_SEQLENS, sequence, keys, KEY_VARLEN)
     # 64-bit, because a head times its stride may overflow 32 bits.
     return matrix, (matrix % heads).to(tl.int64), batch, first, count, key_batch, first_key, key_count
 
@@ -59,14 +59,14 @@ def _forward_kernel(
     queries, keys, heads, blocks, split_rows, scale, threshold, rescale,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, o_batch, o_row, o_head,
     HEAD_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr,
-    QUERY_RAGGED: tl.constexpr, KEY_RAGGED: tl.constexpr, PRECISION: tl.constexpr,
+    QUERY_VARLEN: tl.constexpr, KEY_VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend over a split of the keys. If V is None, K is used for both and loaded once.
 
     Grid (query blocks * sequences * heads, splits of the keys).
     """
     matrix, head, batch, first, count, key_batch, first_key, key_count = place(
-        CU_SEQLENS, queries, keys, heads, blocks, QUERY_RAGGED, KEY_RAGGED
+        CU_SEQLENS, queries, keys, heads, blocks, QUERY_VARLEN, KEY_VARLEN
     )
     split = tl.program_id(1).to(tl.int64)
     begin_query = tl.program_id(0) % blocks * BLOCK_Q
@@ -186,23 +186,23 @@ class Call(NamedTuple):
         return triton_choice.choose(kernel, kind, sizes, configurations(self), run, self.query.device)
 
 
-def prepare(query, key, value, mask, cu_seqlens, seed, ragged, max_seqlen, scale, dropout, precision) -> Call:
+def prepare(query, key, value, mask, cu_seqlens, seed, varlen_side, max_seqlen, scale, dropout, precision) -> Call:
     """Convert the operator's arguments to a `Call`."""
     query, key, value = rows_contiguous(query, key, value)
     _, queries, heads, head_size = query.shape
     plan = Plan(
-        len(query) if ragged is None else len(cu_seqlens) - 1,
+        len(query) if varlen_side is None else len(cu_seqlens) - 1,
         heads,
         head_size,
         block_of(head_size),
-        max_seqlen if ragged == "query" else queries,
-        max_seqlen if ragged == "key" else key.shape[1],
+        max_seqlen if varlen_side == "query" else queries,
+        max_seqlen if varlen_side == "key" else key.shape[1],
         triton_launch.target(query.device).processors,
         {
             "HEAD_SIZE": head_size,
             "BLOCK_K": block_of(head_size),
-            "QUERY_RAGGED": ragged == "query",
-            "KEY_RAGGED": ragged == "key",
+            "QUERY_VARLEN": varlen_side == "query",
+            "KEY_VARLEN": varlen_side == "key",
             "PRECISION": precision,
         },
     )
@@ -235,8 +235,8 @@ def _configurations(call: Call) -> list[Configuration]:
         if not small:
             return [Configuration(16, 32, 8 if call.plan.constants["PRECISION"] == "ieee" else 4, 1)]
         hopper = triton_launch.target(call.query.device).large
-        wide = hopper and call.plan.constants["PRECISION"] == "tf32x3"
-        return [Configuration(64, 32, 4, 2) if wide else Configuration(32, 32, 4, 2)]
+        large = hopper and call.plan.constants["PRECISION"] == "tf32x3"
+        return [Configuration(64, 32, 4, 2) if large else Configuration(32, 32, 4, 2)]
     if small:
         return [Configuration(64, 64, 4, 3), Configuration(128, 64, 8, 3), Configuration(64, 128, 4, 2)]
     return [Configuration(64, 64, 4, 2), Configuration(128, 64, 8, 2)]

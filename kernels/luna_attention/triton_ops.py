@@ -7,24 +7,24 @@ from luna_mega.kernels.common.triton_launch import random_seed
 from luna_mega.kernels.luna_attention import triton_backward, triton_forward
 
 INPUTS = (
-    "Tensor query, Tensor key, Tensor? value, Tensor? mask, Tensor? cu_seqlens, Tensor? seed, str? ragged, "
+    "Tensor query, Tensor key, Tensor? value, Tensor? mask, Tensor? cu_seqlens, Tensor? seed, str? varlen_side, "
     "SymInt max_seqlen, float scale, float dropout, str precision"
 )
 
 
 def attend(
-    query, key, value, mask, scale, dropout, cu_seqlens=None, ragged: str | None = None, max_seqlen=0
+    query, key, value, mask, scale, dropout, cu_seqlens=None, varlen_side: str | None = None, max_seqlen=0
 ) -> torch.Tensor:
     """Return `reference.attend` without the weights, computed with the kernels for all sizes.
 
-    Shapes are `[B, T, H, K]`, mask `[B, M]`. With `cu_seqlens`, the side named by `ragged` (`"query"` or `"key"`) is
-    `[1, total, H, K]` (a mask of keys `[1, total]`), and the other side has one batch row per sequence.
+    Shapes are `[B, T, H, K]`, mask `[B, M]`. With `cu_seqlens`, `varlen_side` (`"query"` or `"key"`) is `[1, total, H,
+    K]` (a mask of keys `[1, total]`), and the other side has one batch row per sequence.
     """
     precision = _op.float32_precision() if query.dtype == torch.float32 else "tf32"
     value = None if key is value else value
     seed = random_seed(dropout, query.device)
     return torch.ops.luna_mega.luna_attention_triton(
-        query, key, value, mask, cu_seqlens, seed, ragged, max_seqlen, scale, dropout, precision
+        query, key, value, mask, cu_seqlens, seed, varlen_side, max_seqlen, scale, dropout, precision
     )[0]
 
 
@@ -72,13 +72,13 @@ def _(grad_output, output, log_sum_exp, query, key, value, *_):
 
 
 def _save_for_backward(ctx, inputs, output):
-    *tensors, ctx.ragged, ctx.max_seqlen, ctx.scale, ctx.dropout, ctx.precision = inputs
+    *tensors, ctx.varlen_side, ctx.max_seqlen, ctx.scale, ctx.dropout, ctx.precision = inputs
     ctx.save_for_backward(*output, *tensors)
 
 
 def _backward(ctx, grad_output, grad_log_sum_exp):
     gradients = torch.ops.luna_mega.luna_attention_triton_backward(
-        grad_output, *ctx.saved_tensors, ctx.ragged, ctx.max_seqlen, ctx.scale, ctx.dropout, ctx.precision
+        grad_output, *ctx.saved_tensors, ctx.varlen_side, ctx.max_seqlen, ctx.scale, ctx.dropout, ctx.precision
     )
     return (*gradients, *(None,) * (11 - len(gradients)))
 

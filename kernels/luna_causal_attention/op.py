@@ -2,12 +2,12 @@
 
 import torch
 
-from luna_mega.kernels import ragged
 from luna_mega.kernels._op import Op, for_ranks
 from luna_mega.kernels.checks import check_dropout, check_mask
 from luna_mega.kernels.context_parallel import ContextShard
 from luna_mega.kernels.luna_causal_attention import reference, sharded, torch_backend
 from luna_mega.kernels.luna_causal_attention.reference import LunaCausalState
+from luna_mega.kernels.varlen import check_cu_seqlens
 
 
 def _triton_attend(**call):
@@ -144,8 +144,8 @@ def luna_causal_attention(
         )
     batch = query.shape[0]
     if cu_seqlens is not None:
-        _check_ragged(ATTEND.name, query, (pack_key, key, value), mask)
-        max_seqlen = ragged.check(ATTEND.name, cu_seqlens, max_seqlen, query.shape[1])
+        _check_varlen(ATTEND.name, query, (pack_key, key, value), mask)
+        max_seqlen = check_cu_seqlens(ATTEND.name, cu_seqlens, max_seqlen, query.shape[1])
         batch = cu_seqlens.numel() - 1
     ATTEND.check_shard_options(shard, state=state, cu_seqlens=cu_seqlens)
     call = _named(query, pack_query, pack_key, key, value, mask, pack_mask, activation, state, dropout)
@@ -192,7 +192,7 @@ def luna_causal_attention_step(
     return output, following
 
 
-def _check_ragged(op, query, rest, mask):
+def _check_varlen(op, query, rest, mask):
     shapes = [list(x.shape[:2]) for x in (query, *rest, *(() if mask is None else (mask,)))]
     if any(shape != [1, query.shape[1]] for shape in shapes):
         raise ValueError(
@@ -231,8 +231,8 @@ def _check_state(op, state, sizes):
     if (key_mean.shape, value_mean.shape, count.shape) != needed:
         got, needed = (dict(zip(state._fields, map(list, x), strict=True)) for x in ([x.shape for x in state], needed))
         raise ValueError(f"{op}: a state of shapes {got} does not fit these inputs, which need {needed}")
-    wide = (torch.float32, torch.float64)
-    if count.dtype != torch.int64 or key_mean.dtype not in wide or value_mean.dtype not in wide:
+    means = {key_mean.dtype, value_mean.dtype}
+    if count.dtype != torch.int64 or not means <= {torch.float32, torch.float64}:
         raise ValueError(
             f"{op} needs means of float32 or float64 and an int64 count in the state, got "
             f"{', '.join(str(x.dtype) for x in state)}"

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from luna_mega.kernels.upcast import upcast
+
 ACTIVATIONS = ("softplus", "elu")
 
 
@@ -82,8 +84,8 @@ def attend_with_weights(
     Returns y `[B, T, H, V]`, w `[B, H, T, L]` and the state after the last token, computed in float32 (float64 for
     float64 inputs).
     """
-    dtype, wide = query.dtype, torch.promote_types(query.dtype, torch.float32)
-    query, pack_query, pack_key, key, value = (x.to(wide) for x in (query, pack_query, pack_key, key, value))
+    dtype = query.dtype
+    query, pack_query, pack_key, key, value = (upcast(x) for x in (query, pack_query, pack_key, key, value))
     if mask is not None:
         pack_key, key, value = (x.masked_fill(~mask[..., None, None], 0.0) for x in (pack_key, key, value))
     if pack_mask is not None:
@@ -93,11 +95,11 @@ def attend_with_weights(
     key_sum = torch.einsum("bthk,bhtl->bhtkl", key, packed).cumsum(dim=2)
     value_sum = torch.einsum("bhtl,bthv->bhtlv", packed, value).cumsum(dim=2)
     if state is not None:
-        seen = state.count.to(wide)[:, None, None, None, None]
-        key_sum = key_sum + seen * state.key_mean.to(wide)[:, :, None]
-        value_sum = value_sum + seen * state.value_mean.to(wide)[:, :, None]
+        seen = state.count.to(query.dtype)[:, None, None, None, None]
+        key_sum = key_sum + seen * state.key_mean.to(query.dtype)[:, :, None]
+        value_sum = value_sum + seen * state.value_mean.to(query.dtype)[:, :, None]
     # Before the first kept token the sums are 0, and so is the result.
-    divisor = count.clamp(min=1).to(wide)[:, None, :, None, None]
+    divisor = count.clamp(min=1).to(query.dtype)[:, None, :, None, None]
     key_mean, value_mean = key_sum / divisor, value_sum / divisor
     scores = torch.einsum("bthk,bhtkl->bhtl", query * query.shape[-1] ** -0.5, key_mean)
     masked = None if pack_mask is None else ~pack_mask[:, None, None]

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from luna_mega.kernels.context_parallel import ContextShard
 from luna_mega.kernels.luna_causal_attention import reference
 from luna_mega.kernels.luna_causal_attention.reference import LunaCausalState
+from luna_mega.kernels.upcast import upcast
 
 
 def attend(run: Callable, shard: ContextShard, **call):
@@ -37,8 +38,7 @@ def _state_before(
 
 def _sums(pack_query, pack_key, key, value, mask, pack_mask, activation, dropout):
     """Return the sums of k_t^T a_t `[B, H, K, L]` and of a_t^T v_t `[B, H, L, V]` over the tokens."""
-    wide = torch.promote_types(key.dtype, torch.float32)
-    pack_query, pack_key, key, value = (x.to(wide) for x in (pack_query, pack_key, key, value))
+    pack_query, pack_key, key, value = (upcast(x) for x in (pack_query, pack_key, key, value))
     if mask is not None:
         pack_key, key, value = (x.masked_fill(~mask[..., None, None], 0.0) for x in (pack_key, key, value))
     if pack_mask is not None:

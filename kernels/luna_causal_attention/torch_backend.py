@@ -12,6 +12,7 @@ from luna_mega.kernels._export import chunk_positions, lerp
 from luna_mega.kernels.dropout import dropout_factors
 from luna_mega.kernels.luna_causal_attention import autograd, reference
 from luna_mega.kernels.luna_causal_attention.reference import LunaCausalState
+from luna_mega.kernels.upcast import upcast_dtype
 
 CHUNK = 64
 SHORT = 16  # up to this number of tokens, call overhead dominates
@@ -51,9 +52,9 @@ def step(query, pack_query, pack_key, key, value, mask, pack_mask, activation, s
 
     With `inplace`, the means and the count of the state are overwritten if they have the dtype of the result.
     """
-    (batch, heads, size), dtype, wide, tied = query.shape, query.dtype, _wide(query), key is value
-    if dtype != wide:
-        query, pack_query, pack_key, key, value = (x.to(wide) for x in (query, pack_query, pack_key, key, value))
+    (batch, heads, size), dtype, working, tied = query.shape, query.dtype, upcast_dtype(query), key is value
+    if dtype != working:
+        query, pack_query, pack_key, key, value = (x.to(working) for x in (query, pack_query, pack_key, key, value))
     if mask is not None:
         pack_key, key, value = (x.masked_fill(~mask[:, None, None], 0.0) for x in (pack_key, key, value))
     masked = None
@@ -70,13 +71,13 @@ def step(query, pack_query, pack_key, key, value, mask, pack_mask, activation, s
     packed = packed.view(batch, heads, 1, -1)
     key_mean = key.unsqueeze(3) * packed
     value_mean = key_mean.mT if tied else packed.mT * value.unsqueeze(2)
-    rate, count = _rate(mask, batch, state, wide, query.device, inplace)
+    rate, count = _rate(mask, batch, state, working, query.device, inplace)
     if state is None:
         key_mean, value_mean = key_mean * rate, value_mean * rate
     else:
         move = torch.Tensor.lerp_ if inplace else lerp
-        key_mean = move(state.key_mean.to(wide), key_mean, rate)
-        value_mean = move(state.value_mean.to(wide), value_mean, rate)
+        key_mean = move(state.key_mean.to(working), key_mean, rate)
+        value_mean = move(state.value_mean.to(working), value_mean, rate)
     scores = torch.bmm(query.reshape(-1, 1, size), key_mean.flatten(0, 1))
     weights = reference.unpack_weights(scores * size**-0.5, masked)
     if dropout > 0.0:
@@ -101,12 +102,12 @@ def _rate(mask, batch, state, dtype, device, inplace):
 
 def _short(query, pack_key, key, value, pack_query, mask, pack_mask, activation, dropout):
     """Attend from the start of the sequence with few calls, each differentiated by autograd."""
-    (batch, length, heads, size), dtype, wide = query.shape, query.dtype, _wide(query)
+    (batch, length, heads, size), dtype, working = query.shape, query.dtype, upcast_dtype(query)
     if mask is not None:
         pack_key, key, value = (x.masked_fill(~mask[:, :, None, None], 0.0) for x in (pack_key, key, value))
     if pack_mask is not None:
         pack_query = pack_query.masked_fill(~pack_mask[:, :, None, None], 0.0)
-    rows = (x.to(wide).transpose(1, 2).flatten(0, 1) for x in (query, pack_key, key, value, pack_query))
+    rows = (x.to(working).transpose(1, 2).flatten(0, 1) for x in (query, pack_key, key, value, pack_query))
     query, pack_key, key, value, pack_query = rows
     packed = reference.activate(torch.bmm(pack_key, pack_query.mT) * size**-0.5, activation)
     masked = None
@@ -117,10 +118,10 @@ def _short(query, pack_key, key, value, pack_query, mask, pack_mask, activation,
         packed = torch.dropout(packed, dropout, train=True)
     if mask is None:
         count = torch.arange(1, length + 1, device=query.device).expand(batch, -1)
-        rate = count[:1, :, None].to(wide).reciprocal()
+        rate = count[:1, :, None].to(working).reciprocal()
     else:
         count = mask.cumsum(dim=1)
-        rate = count.clamp(min=1).to(wide).reciprocal().repeat_interleave(heads, dim=0)[..., None]
+        rate = count.clamp(min=1).to(working).reciprocal().repeat_interleave(heads, dim=0)[..., None]
     scores = torch.bmm(torch.bmm(query, key.mT).tril(), packed) * (rate * size**-0.5)
     weights = reference.unpack_weights(scores, masked)
     if dropout > 0.0:
@@ -130,10 +131,6 @@ def _short(query, pack_key, key, value, pack_query, mask, pack_mask, activation,
     means = (x.unflatten(0, (batch, heads)) for x in ((packed_mean @ key).mT, packed_mean @ value))
     output = output.unflatten(0, (batch, heads)).transpose(1, 2).to(dtype)
     return output, LunaCausalState(*means, count[:, -1].clone())
-
-
-def _wide(x):
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _exported(tokens, pack_query, mask, pack_mask, activation, state, dropout):
@@ -164,7 +161,7 @@ class _Block:
         (query, pack_key, key, value), (mask, pack_mask), (key_mean, value_mean, seen) = tokens, masks, state
         self.batch, _, self.heads, size = query.shape
         self.chunk, self.activation, self.scale = chunk, activation, size**-0.5
-        self.dtype = torch.promote_types(query.dtype, torch.float32)
+        self.dtype = upcast_dtype(query)
         if mask is not None:  # with zero key and value, a token contributes nothing for any pack weights
             pack_key, key, value = (x.masked_fill(~mask[:, :, None, None], 0.0) for x in (pack_key, key, value))
         self.query, self.pack_key, self.key, self.value = map(self.chunks, (query, pack_key, key, value))
@@ -328,9 +325,9 @@ def _attend(query, pack_key, key, value, pack_query, *rest):
 
 def _empty(query, value, pack_query):
     batch, _, heads, size = query.shape
-    rows, wide = pack_query.shape[1], _wide(query)
-    key_mean = query.new_empty((batch, heads, size, rows), dtype=wide)
-    return value.new_empty(value.shape), key_mean, query.new_empty((batch, heads, rows, value.shape[3]), dtype=wide)
+    rows, working = pack_query.shape[1], upcast_dtype(query)
+    key_mean = query.new_empty((batch, heads, size, rows), dtype=working)
+    return value.new_empty(value.shape), key_mean, query.new_empty((batch, heads, rows, value.shape[3]), dtype=working)
 
 
 @_attend.register_fake

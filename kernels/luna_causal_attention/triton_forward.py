@@ -292,8 +292,8 @@ class Fused(Call):
             return [Configuration(16, 8), Configuration(16, 4)]
         tile = block_of(max(self.size, self.width)) * block_of(self.rows)
         if tile <= 64 * 32 and (hopper or self.dtype == torch.bfloat16):
-            wide = hopper and self.dtype == torch.bfloat16
-            return [Configuration(64, 4) if wide else Configuration(32, 4), Configuration(64 if wide else 32, 8)]
+            large = hopper and self.dtype == torch.bfloat16
+            return [Configuration(64, 4) if large else Configuration(32, 4), Configuration(64 if large else 32, 8)]
         if hopper:
             return [Configuration(32, 8), Configuration(16, 4)]
         few, many = Configuration(16, 4), Configuration(16, 8)
@@ -387,9 +387,9 @@ class Scans(Call):
         """Run `_scan_kernel` into `output`; if `ends`, return the sum over all tokens, else None."""
         n, m = y.shape[3], z.shape[3]
         # A tall sum leaves no registers for large tiles.
-        wide, (chunk, columns, warps) = self.dtype == torch.float32, self.configuration
-        if block_of(n) > (64 if wide else 128):
-            chunk, columns = min(chunk, 32), columns if self.hopper and not wide else 16
+        (chunk, columns, warps), full_precision = self.configuration, self.dtype == torch.float32
+        if block_of(n) > (64 if full_precision else 128):
+            chunk, columns = min(chunk, 32), columns if self.hopper and not full_precision else 16
         columns = block_of(m, columns)
         blocks = triton.cdiv(m, columns)
         segment = segment_length(self.batch * self.heads * blocks, self.length, chunk, self.device)

@@ -7,7 +7,6 @@ from luna_mega.kernels.checks import check_average, check_lengths, check_positio
 from luna_mega.kernels.context_parallel import ContextShard
 from luna_mega.kernels.moving_average import export, reference, torch_backend
 from luna_mega.kernels.moving_average.coefficients import complex_coefficients, complex_ema_coefficients
-from luna_mega.kernels.moving_average.reference import working_dtype
 from luna_mega.kernels.moving_average.wiring import (
     from_coefficients,
     from_parameters,
@@ -15,6 +14,7 @@ from luna_mega.kernels.moving_average.wiring import (
     state_after,
     unsupported_reason,
 )
+from luna_mega.kernels.upcast import upcast_dtype
 
 # The limit of the Triton kernels, which store the states of a channel in registers.
 MAX_STATES = 32
@@ -43,7 +43,7 @@ def _unsupported(x, parameters, **_):
 
 
 def _reference_step(x, state, parameters, coefficients, skip, mask):
-    dtype = working_dtype(x, parameters)
+    dtype = upcast_dtype(x, *parameters)
     made = reference.complex_coefficients(*(parameter.to(dtype) for parameter in parameters))
     return reference.complex_step(x, state.to(dtype), made, None if skip is None else skip.to(dtype), mask)
 

@@ -7,7 +7,6 @@ from luna_mega.kernels.checks import check_average, check_lengths, check_mask, c
 from luna_mega.kernels.context_parallel import ContextShard
 from luna_mega.kernels.moving_average import export, reference, torch_backend
 from luna_mega.kernels.moving_average.coefficients import damped_coefficients, ema_coefficients
-from luna_mega.kernels.moving_average.reference import working_dtype
 from luna_mega.kernels.moving_average.truncated import TruncatedEmaState, truncated
 from luna_mega.kernels.moving_average.wiring import (
     from_coefficients,
@@ -16,6 +15,7 @@ from luna_mega.kernels.moving_average.wiring import (
     state_after,
     unsupported_reason,
 )
+from luna_mega.kernels.upcast import upcast_dtype
 
 # The limit of the Triton kernels, which store the states of a channel in registers.
 MAX_STATES = 64
@@ -48,7 +48,7 @@ def _unsupported(x, parameters, truncation=None, max_seqlen=None, **_):
 
 
 def _unsupported_step(x, parameters, **_):
-    return "x or a parameter is float64" if working_dtype(x, parameters) == torch.float64 else None
+    return "x or a parameter is float64" if upcast_dtype(x, *parameters) == torch.float64 else None
 
 
 EMA = make_average(
@@ -153,7 +153,7 @@ def damped_ema(
     check_lengths("damped_ema", lengths, x, mask, return_state, cu_seqlens)
     if truncation is not None and (return_state or initial_state is not None):
         if cu_seqlens is not None:
-            raise ValueError("damped_ema: ragged sequences have no truncated state; leave truncation or cu_seqlens out")
+            raise ValueError("damped_ema: truncation with states does not support cu_seqlens; omit one of them")
 
         def run_again(x, state, parameters):
             options = {"initial_state": state, "return_state": True, "lengths": lengths, "backend": backend}

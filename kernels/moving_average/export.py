@@ -27,17 +27,17 @@ def average(
         taps, _ = tables.lags(of, channels, truncation, shift)
         center = tables.center(of, channels, truncation, shift)
         return finish(_truncated(signal, taps, center), x, skip), None
-    taps, inward, outward = _chunk_maps(of, channels, shift)
+    taps, input_map, output_map = _chunk_maps(of, channels, shift)
     center = tables.center(of, channels, CHUNK, shift)
     if of.turn is not None and skip is not None:
         taps, skip = torch.cat((taps[:, :1] + skip[:, None], taps[:, 1:]), 1), None
-    result, before, last, rest, since = _in_chunks(signal, taps, center, inward, outward, of, initial_state)
+    result, before, last, rest, since = _in_chunks(signal, taps, center, input_map, output_map, of, initial_state)
     state = None
     if return_state:
         maps = of.weight_in[..., None, None] * powers(of.log_decay, of.turn, since)
-        gained = (maps.flatten(1, 2) @ last).unflatten(1, (-1, of.parts)).permute(3, 0, 1, 2)
+        last_chunk = (maps.flatten(1, 2) @ last).unflatten(1, (-1, of.parts)).permute(3, 0, 1, 2)
         decay = powers(of.log_decay, of.turn, rest[None]).squeeze(-1)
-        state = times(decay, before.permute(3, 0, 1, 2)) + gained
+        state = times(decay, before.permute(3, 0, 1, 2)) + last_chunk
         state = state if of.parts > 1 else state.squeeze(-1)
     return finish(result, x, skip), state
 
@@ -47,13 +47,13 @@ def _chunk_maps(of, channels, shift):
     if of.turn is None:
         return tables.chunk_maps(of, channels, CHUNK, shift)[:3]
     of_q = powers(of.log_decay, of.turn, torch.arange(CHUNK + 1, device=of.turn.device))
-    inward = of.weight_in[..., None, None] * of_q[..., :CHUNK].flip(-1)
-    outward = times(of.weight_out[:, :, None], of_q.mT).mT * of.weight_out.new_tensor((1.0, -1.0))[:, None]
-    taps = (of.weight_in[:, None] @ outward[:, :, 0, :CHUNK]).squeeze(1)
-    return taps, inward.flatten(1, 2), outward[..., 1:].flatten(1, 2)
+    input_map = of.weight_in[..., None, None] * of_q[..., :CHUNK].flip(-1)
+    output_map = times(of.weight_out[:, :, None], of_q.mT).mT * of.weight_out.new_tensor((1.0, -1.0))[:, None]
+    taps = (of.weight_in[:, None] @ output_map[:, :, 0, :CHUNK]).squeeze(1)
+    return taps, input_map.flatten(1, 2), output_map[..., 1:].flatten(1, 2)
 
 
-def _in_chunks(signal, taps, center, inward, outward, of, initial):
+def _in_chunks(signal, taps, center, input_map, output_map, of, initial):
     """Return the average of a signal `[B, T, D]`, the states before the last chunk `[D, N, P, B]`, and that chunk.
 
     The chunk is `[D, C, B]`. Also return its length, and for every position the number of positions after it.
@@ -62,9 +62,9 @@ def _in_chunks(signal, taps, center, inward, outward, of, initial):
     position, real = chunk_positions(length, CHUNK, signal.device)
     chunks = signal[:, position].masked_fill(~real[..., None], 0.0).permute(3, 0, 1, 2)
     rows = chunks.flatten(1, 2)
-    gains = (inward @ rows.mT).unflatten(2, (batch, -1)).unflatten(1, (-1, of.parts))
-    states = _states(gains, of, initial)
-    rows = rows @ toeplitz(taps, center, CHUNK) + states.flatten(3).flatten(1, 2).mT @ outward
+    chunk_states = (input_map @ rows.mT).unflatten(2, (batch, -1)).unflatten(1, (-1, of.parts))
+    states = _states(chunk_states, of, initial)
+    rows = rows @ toeplitz(taps, center, CHUNK) + states.flatten(3).flatten(1, 2).mT @ output_map
     result = rows.unflatten(1, (batch, -1)).flatten(2).permute(1, 2, 0)
     # The last chunk is empty, and the one before it may be short; zeros fill it up.
     rest = real[-2].sum()
@@ -79,18 +79,18 @@ def _truncated(signal, taps, center):
     return nn.functional.conv1d(padded, taps.flip(1)[:, None], groups=len(taps)).mT
 
 
-def _states(gains, of: Coefficients, initial):
-    """Return the states before each chunk, `[D, N', P, B, M]` of the gains of the chunks."""
-    first = torch.zeros_like(gains[..., :1])
+def _states(chunk_states, of: Coefficients, initial):
+    """Return the states before each chunk, `[D, N', P, B, M]` of the chunk_states of the chunks."""
+    first = torch.zeros_like(chunk_states[..., :1])
     rate, turn = of.log_decay * CHUNK, None if of.turn is None else of.turn * CHUNK
-    if len(rate) == len(gains):
+    if len(rate) == len(chunk_states):
         if initial is not None:
-            first = initial.unflatten(2, (gains.shape[1], -1)) if initial.dim() == 3 else initial
+            first = initial.unflatten(2, (chunk_states.shape[1], -1)) if initial.dim() == 3 else initial
             first = first.permute(1, 2, 3, 0)[..., None]
-        return _scan(torch.cat([first, gains[..., :-1]], dim=-1), rate, turn)
-    forward, backward = gains.chunk(2, dim=1)
-    gains = torch.cat([forward, backward.flip(-1)], dim=1)
-    states = _scan(torch.cat([first, gains[..., :-1]], dim=-1), torch.cat(rate.chunk(2), dim=1), turn)
+        return _scan(torch.cat([first, chunk_states[..., :-1]], dim=-1), rate, turn)
+    forward, backward = chunk_states.chunk(2, dim=1)
+    chunk_states = torch.cat([forward, backward.flip(-1)], dim=1)
+    states = _scan(torch.cat([first, chunk_states[..., :-1]], dim=-1), torch.cat(rate.chunk(2), dim=1), turn)
     forward, backward = states.chunk(2, dim=1)
     return torch.cat([forward, backward.flip(-1)], dim=1)
 

@@ -48,11 +48,6 @@ def complex_coefficients(
     return p, q, torch.view_as_complex(projection.contiguous()) / math.sqrt(states)
 
 
-def working_dtype(x: torch.Tensor, parameters: tuple[torch.Tensor, ...]) -> torch.dtype:
-    """Return the dtype of states and intermediate values: float64 if any tensor is float64, else float32."""
-    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in (x, *parameters)) else torch.float32
-
-
 def finish(average: torch.Tensor, x: torch.Tensor, skip: torch.Tensor | None) -> torch.Tensor:
     """Return silu(average + skip x) in the dtype of x, or the average if there is no skip."""
     if skip is not None:

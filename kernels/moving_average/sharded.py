@@ -7,7 +7,8 @@ from torch import nn
 
 from luna_mega.kernels.context_parallel import ContextShard
 from luna_mega.kernels.moving_average.coefficients import Coefficients, powers, times
-from luna_mega.kernels.moving_average.reference import finish, working_dtype
+from luna_mega.kernels.moving_average.reference import finish
+from luna_mega.kernels.upcast import upcast_dtype
 
 BLOCK = 64
 
@@ -24,24 +25,24 @@ def average(
             "averages over several ranks do not support truncation; omit truncation"
         )
     call |= {"x": x, "parameters": parameters, "skip": skip, "mask": mask}
-    dtype, channels = working_dtype(x, parameters), x.shape[2]
+    dtype, channels = upcast_dtype(x, *parameters), x.shape[2]
     of = coefficients(*(parameter.to(dtype) for parameter in parameters))
     if of.turn is None:
         call |= {"shift": shift, "truncation": None}
-    wide = x.to(dtype)
-    kept = wide if mask is None else wide.masked_fill(~mask[..., None], 0.0)
-    gained = [_decayed_sum(_rows(shard.to_end(kept)), _part(of, 0, channels), from_end=True)]
+    values = x.to(dtype)
+    kept = values if mask is None else values.masked_fill(~mask[..., None], 0.0)
+    own_states = [_decayed_sum(_rows(shard.to_end(kept)), _part(of, 0, channels), from_end=True)]
     if len(of.log_decay) > channels:
-        gained.append(_decayed_sum(_rows(kept), _part(of, channels, None), from_end=False))
-    states = shard.all_gather(torch.cat(gained).transpose(0, 1) * of.weight_in[..., None])
+        own_states.append(_decayed_sum(_rows(kept), _part(of, channels, None), from_end=False))
+    states = shard.all_gather(torch.cat(own_states).transpose(0, 1) * of.weight_in[..., None])
     gaps_before, gaps_after = shard.gaps(x.device)
     before = _arriving(states[: shard.rank, :, :channels], _part(of, 0, channels), gaps_before)
-    if len(gained) == 1:
+    if len(own_states) == 1:
         return run(**call | {"initial_state": before if of.parts > 1 else before.squeeze(-1)})
     backward = _part(of, channels, None)
     after = _arriving(states[shard.rank + 1 :, :, channels:], backward, gaps_after)
     # The states of the other processes add to the average of this shard.
-    result, _ = run(**call | {"x": wide, "skip": None})
+    result, _ = run(**call | {"x": values, "skip": None})
     added = _response(before, _part(of, 0, channels), x.shape[1], 1)
     later = _response(after, backward, x.shape[1], 0 if shift else 1)
     # Backwards, so that column 0 is at the last position of the sequences in this shard.

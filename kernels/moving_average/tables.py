@@ -56,41 +56,41 @@ def chunk_maps(
     powers = torch.exp(log_q[..., None] * positions)
     now, later = powers[..., :chunk], powers[..., 1:]
     taps = _join(((weight_in * weight_out)[:, None] @ now)[:, 0], channels, shift)
-    inward, outward = weight_in[..., None] * now, weight_out[..., None] * later
+    input_map, output_map = weight_in[..., None] * now, weight_out[..., None] * later
     decay = torch.expm1(log_q * chunk)
     if len(decay) == channels:
-        return taps, inward.flip(-1), outward, decay, [powers]
+        return taps, input_map.flip(-1), output_map, decay, [powers]
     if shift:
-        outward = torch.cat([outward[:channels], weight_out[channels:, :, None] * now[channels:]])
-    inward = torch.cat([inward[:channels].flip(-1), inward[channels:]], dim=1)
-    outward = torch.cat([outward[:channels], outward[channels:].flip(-1)], dim=1)
-    return taps, inward, outward, torch.cat([decay[:channels], decay[channels:]], dim=1), [powers]
+        output_map = torch.cat([output_map[:channels], weight_out[channels:, :, None] * now[channels:]])
+    input_map = torch.cat([input_map[:channels].flip(-1), input_map[channels:]], dim=1)
+    output_map = torch.cat([output_map[:channels], output_map[channels:].flip(-1)], dim=1)
+    return taps, input_map, output_map, torch.cat([decay[:channels], decay[channels:]], dim=1), [powers]
 
 
 def chunk_maps_backward(of: Coefficients, channels: int, chunk: int, shift: bool, kept: list, *gradients) -> list:
     """Return the gradients of the coefficients from those of `chunk_maps`; `kept`: its tables."""
     if of.turn is not None:
         return _complex_chunk_maps_backward(of, chunk, *gradients)
-    grad_taps, grad_inward, grad_outward, grad_decay = gradients
+    grad_taps, grad_input_map, grad_output_map, grad_decay = gradients
     log_q, _, weight_in, weight_out = of
     grad_taps = _split(grad_taps, len(log_q), channels, chunk, shift)
     (powers,), first = kept, log_q.new_ones(len(log_q), 1)
     now, later = powers[..., :chunk], powers[..., 1:]
     if len(log_q) == channels:
-        grad_inward, out = grad_inward.flip(-1), later
+        grad_input_map, out = grad_input_map.flip(-1), later
     else:
-        forward, backward = grad_inward.chunk(2, 1)
-        grad_inward = torch.cat((forward.flip(-1), backward))
-        forward, backward = grad_outward.chunk(2, 1)
-        grad_outward = torch.cat((forward, backward.flip(-1)))
+        forward, backward = grad_input_map.chunk(2, 1)
+        grad_input_map = torch.cat((forward.flip(-1), backward))
+        forward, backward = grad_output_map.chunk(2, 1)
+        grad_output_map = torch.cat((forward, backward.flip(-1)))
         grad_decay = torch.cat(grad_decay.chunk(2, 1))
         out = torch.cat((later[:channels], now[channels:])) if shift else later
         first[channels:] = 0.0 if shift else 1.0
     # Sums over the positions t of a chunk, of gradients times q^t and times t q^t.
     ramp = torch.arange(chunk, device=log_q.device, dtype=log_q.dtype)
     weights = torch.stack((torch.ones_like(ramp), ramp), -1)
-    in_sum, in_slope = ((grad_inward * now) @ weights).unbind(-1)
-    out_sum, out_slope = ((grad_outward * out) @ weights).unbind(-1)
+    in_sum, in_slope = ((grad_input_map * now) @ weights).unbind(-1)
+    out_sum, out_slope = ((grad_output_map * out) @ weights).unbind(-1)
     tap_sum, tap_slope = (now @ (grad_taps[..., None] * weights)).unbind(-1)
     grad_in, grad_out = in_sum + weight_out * tap_sum, out_sum + weight_in * tap_sum
     slopes = weight_in * in_slope + weight_out * (out_slope + first * out_sum) + weight_in * weight_out * tap_slope
@@ -167,10 +167,10 @@ def _real(weight: torch.Tensor) -> torch.Tensor:
 
 def _complex_chunk_maps(of, chunk):
     rows = _table(of, chunk + 1)
-    inward = _pairs(rows[:chunk].flip(0).mul_(of.weight_in))
-    outward = _pairs(rows.mul_(torch.view_as_complex(of.weight_out)).conj_physical_())
-    taps = _real(of.weight_in)[:, None] @ outward[..., :chunk]
-    return taps[:, 0], inward, outward[..., 1:], powers_less_one(of.log_decay, of.turn, chunk)
+    input_map = _pairs(rows[:chunk].flip(0).mul_(of.weight_in))
+    output_map = _pairs(rows.mul_(torch.view_as_complex(of.weight_out)).conj_physical_())
+    taps = _real(of.weight_in)[:, None] @ output_map[..., :chunk]
+    return taps[:, 0], input_map, output_map[..., 1:], powers_less_one(of.log_decay, of.turn, chunk)
 
 
 def _complex_chunk_maps_backward(of, chunk, *gradients):
@@ -183,12 +183,12 @@ def _complex_chunk_maps_backward(of, chunk, *gradients):
     return [torch.cat(grads) for grads in zip(*parts, strict=True)]
 
 
-def _of_channels(of, chunk, grad_taps, grad_inward, grad_outward, grad_decay):
+def _of_channels(of, chunk, grad_taps, grad_input_map, grad_output_map, grad_decay):
     powers, weight_out = _table(of, chunk + 1), torch.view_as_complex(of.weight_out)
     now, later = powers[:chunk], powers[1:]
     # The derivative for a complex number x + i y is that for x, less i times that for y; the output side is conjugate.
-    sums, slopes = _sums(_rows(grad_inward).flip(0).conj_physical_().mul_(now))
-    out_sums, out_slopes = _sums(_rows(grad_outward).mul_(later))
+    sums, slopes = _sums(_rows(grad_input_map).flip(0).conj_physical_().mul_(now))
+    out_sums, out_slopes = _sums(_rows(grad_output_map).mul_(later))
     tap_sums, tap_slopes = _sums(torch.view_as_complex(torch.view_as_real(now) * grad_taps.t()[..., None, None]))
     grad_out = torch.addcmul(out_sums, of.weight_in, tap_sums)
     grad_in = sums.real + (weight_out * tap_sums).real

@@ -79,13 +79,13 @@ def _final_state(x, mask, of, last, chunk):
     """Return the state after the last position, from the state before the last chunk, which may be short."""
     rest = (x.shape[1] - 1) % chunk + 1
     exponents = torch.arange(rest - 1, -1, -1, device=x.device)
-    inward = (of.weight_in[..., None, None] * powers(of.log_decay, of.turn, exponents)).flatten(1, 2)
+    input_map = (of.weight_in[..., None, None] * powers(of.log_decay, of.turn, exponents)).flatten(1, 2)
     x = x[:, -rest:]
     if mask is not None:
         x = x.masked_fill(~mask[:, -rest:, None], 0.0)
-    gained = torch.einsum("dnt,btd->bdn", inward, x.to(inward.dtype))
-    last, gained = (states.unflatten(2, (-1, of.parts)) for states in (last, gained))
-    state = last + times(powers_less_one(of.log_decay, of.turn, rest), last) + gained
+    of_chunk = torch.einsum("dnt,btd->bdn", input_map, x.to(input_map.dtype))
+    last, of_chunk = (states.unflatten(2, (-1, of.parts)) for states in (last, of_chunk))
+    state = last + times(powers_less_one(of.log_decay, of.turn, rest), last) + of_chunk
     return state if of.parts > 1 else state.squeeze(-1)
 
 
@@ -141,22 +141,22 @@ def _lag_sums(products, center):
     return nn.functional.pad(sums, (center - chunk + 1, 0))
 
 
-def _carry(gains, decay, first, forward, backward):
-    """Return the states before each chunk, s_i = q^C s_{i-1} + gains_{i-1}, `[D, B, chunks, N']`, stored in `gains`.
+def _scan_chunks(chunk_states, decay, first, forward, backward):
+    """Return the states before each chunk, s_i = q^C s_{i-1} + chunk_states_{i-1}, stored in `chunk_states`.
 
-    `decay` is q^C - 1; if it is complex, pairs of states are complex numbers. `first` contains the initial states, `[D,
-    B, N']`. `forward` and `backward` are the slices of the states of each time direction.
+    `chunk_states` is `[D, B, chunks, N']`. `decay` is q^C - 1; if it is complex, pairs of states are complex numbers.
+    `first` contains the initial states, `[D, B, N']`, `forward` and `backward` the slices of each time direction.
     """
-    carried = gains.new_empty(gains.shape[2], *gains.shape[:2], gains.shape[3])
+    carried = chunk_states.new_empty(chunk_states.shape[2], *chunk_states.shape[:2], chunk_states.shape[3])
     carried[0] = first
-    carried[1:, ..., forward] = gains[:, :, :-1, forward].permute(2, 0, 1, 3)
-    carried[1:, ..., backward] = gains[:, :, 1:, backward].flip(2).permute(2, 0, 1, 3)
+    carried[1:, ..., forward] = chunk_states[:, :, :-1, forward].permute(2, 0, 1, 3)
+    carried[1:, ..., backward] = chunk_states[:, :, 1:, backward].flip(2).permute(2, 0, 1, 3)
     rows, decay = _numbers(carried, decay).unbind(0), decay[:, None]
     for before, row in zip(rows[:-1], rows[1:], strict=True):
         row.add_(before).addcmul_(before, decay)
-    gains[..., forward] = carried[..., forward].permute(1, 2, 0, 3)
-    gains[..., backward] = carried[..., backward].flip(0).permute(1, 2, 0, 3)
-    return gains
+    chunk_states[..., forward] = carried[..., forward].permute(1, 2, 0, 3)
+    chunk_states[..., backward] = carried[..., backward].flip(0).permute(1, 2, 0, 3)
+    return chunk_states
 
 
 def _numbers(states, decay):
@@ -169,43 +169,43 @@ def _pairs(numbers):
     return torch.view_as_real(numbers).flatten(-2) if numbers.is_complex() else numbers
 
 
-def _directions(inward, center):
-    count = inward.shape[1] if center == 0 else inward.shape[1] // 2
+def _directions(input_map, center):
+    count = input_map.shape[1] if center == 0 else input_map.shape[1] // 2
     return slice(0, count), slice(count, None)
 
 
-def _states(chunks, inward, decay, initial, directions):
-    gains = (chunks.flatten(1, 2) @ inward.mT).unflatten(1, chunks.shape[1:3])
+def _states(chunks, input_map, decay, initial, directions):
+    chunk_states = (chunks.flatten(1, 2) @ input_map.mT).unflatten(1, chunks.shape[1:3])
     first = 0.0 if initial is None else initial.transpose(0, 1)
-    return _carry(gains, decay, first, *directions)
+    return _scan_chunks(chunk_states, decay, first, *directions)
 
 
-def _scan(chunks, taps, center, inward, outward, decay, initial):
+def _scan(chunks, taps, center, input_map, output_map, decay, initial):
     """Return the average of chunks `[D, B, chunks, C]`, in the same shape, and the state before the last chunk."""
-    states = _states(chunks, inward, decay, initial, _directions(inward, center))
+    states = _states(chunks, input_map, decay, initial, _directions(input_map, center))
     rows = chunks.flatten(1, 2) @ toeplitz(taps, center, chunks.shape[-1])
-    rows.baddbmm_(states.flatten(1, 2), outward)
+    rows.baddbmm_(states.flatten(1, 2), output_map)
     return rows.view(chunks.shape), states[:, :, -1]
 
 
-def _scan_backward(gradient, grad_last, chunks, taps, center, inward, outward, decay, initial):
-    forward, backward = _directions(inward, center)
-    states = _states(chunks, inward, decay, initial, (forward, backward))
+def _scan_backward(gradient, grad_last, chunks, taps, center, input_map, output_map, decay, initial):
+    forward, backward = _directions(input_map, center)
+    states = _states(chunks, input_map, decay, initial, (forward, backward))
     rows, grad_rows = chunks.flatten(1, 2), gradient.flatten(1, 2)
-    from_output = (grad_rows @ outward.mT).view(states.shape)
+    from_output = (grad_rows @ output_map.mT).view(states.shape)
     if grad_last is not None:
         from_output[:, :, -1] += grad_last.transpose(0, 1)
     decay, from_first = decay.conj().resolve_conj(), from_output[:, :, 0].clone()
-    grad_gains = _carry(from_output, decay, 0.0, backward, forward)
-    first = _numbers(grad_gains[:, :, 0], decay)
+    grad_states = _scan_chunks(from_output, decay, 0.0, backward, forward)
+    first = _numbers(grad_states[:, :, 0], decay)
     grad_initial = from_first + _pairs(torch.addcmul(first, first, decay[:, None]))
-    states, grad_gains = states.flatten(1, 2), grad_gains.flatten(1, 2)
-    grad_decay = _decay_gradient(grad_gains, states) if decay.is_complex() else (grad_gains * states).sum(1)
+    states, grad_states = states.flatten(1, 2), grad_states.flatten(1, 2)
+    grad_decay = _decay_gradient(grad_states, states) if decay.is_complex() else (grad_states * states).sum(1)
     grad_chunks = grad_rows @ toeplitz(taps, center, chunks.shape[-1]).mT
-    grad_chunks.baddbmm_(grad_gains, inward)
+    grad_chunks.baddbmm_(grad_states, input_map)
     grad_taps = _lag_sums(rows.mT @ grad_rows, center)
-    grad_inward, grad_outward = grad_gains.mT @ rows, states.mT @ grad_rows
-    return grad_chunks.view(chunks.shape), grad_taps, grad_inward, grad_outward, grad_decay, grad_initial
+    grad_input_map, grad_output_map = grad_states.mT @ rows, states.mT @ grad_rows
+    return grad_chunks.view(chunks.shape), grad_taps, grad_input_map, grad_output_map, grad_decay, grad_initial
 
 
 def _decay_gradient(gradients, states):
@@ -368,9 +368,9 @@ def _empty_like(x, *inputs):
 
 
 def _of_block(block, maps, initial):
-    inward, outward, decay = (table[block] for table in maps)
+    input_map, output_map, decay = (table[block] for table in maps)
     decay = torch.view_as_complex(decay) if decay.dim() == 3 else decay
-    return inward, outward, decay, None if initial is None else initial[:, block]
+    return input_map, output_map, decay, None if initial is None else initial[:, block]
 
 
 def _save_for_backward(ctx, inputs, output):

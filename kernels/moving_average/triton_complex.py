@@ -38,7 +38,7 @@ def _rate(factors, rows, states, tile, UNROLL: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["length", "chunks", "slots"])
-def _ends_kernel(
+def _chunk_state_kernel(
     signal, mask, factors, weight_in, weight_out, starts, ends, cu_seqlens, length, chunk, chunks, channels, blocks,
     width, slots, stride_b, stride_t, stride_d,
     N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr, SLOPE: tl.constexpr,
@@ -104,7 +104,7 @@ def _ends_kernel(
 
 
 @triton.jit(do_not_specialize=["length", "chunks", "slots"])
-def _carry_kernel(
+def _state_passing_kernel(
     ends, factors, starts, own_blocks, cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,
     N: tl.constexpr, BLOCK: tl.constexpr, SLOPE: tl.constexpr, GRADIENT: tl.constexpr,
 ):  # fmt: skip
@@ -371,7 +371,7 @@ def _states_before(plan, signal, mask, factors, weights, starts, *, slope=False,
     ends = factors.new_empty(plan.slots, 4 if slope else 2, plan.states, plan.channels)
     options = {"SLOPE": slope, "GRADIENT": gradient}
     triton_launch.launch(
-        _ends_kernel,
+        _chunk_state_kernel,
         (plan.programs,),
         *(signal, mask, factors, *weights, starts, ends, *plan.sizes, *signal.stride()),
         **plan.constants,
@@ -381,7 +381,7 @@ def _states_before(plan, signal, mask, factors, weights, starts, *, slope=False,
     )
     blocks = triton.cdiv(plan.states * plan.channels, 128)
     triton_launch.launch(
-        _carry_kernel,
+        _state_passing_kernel,
         (blocks * plan.sequences,),
         *(ends, factors, starts, blocks, *plan.sizes),
         **options,

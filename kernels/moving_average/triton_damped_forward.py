@@ -80,7 +80,7 @@ def position(step, count, UNROLL: tl.constexpr, REVERSED: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["length", "chunks", "slots"])
-def _ends_kernel(
+def _chunk_state_kernel(
     signal, mask, log_q, weight, ends, cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,
     stride_b, stride_t, stride_d,
     N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr, FLIPPED: tl.constexpr,
@@ -133,7 +133,7 @@ def _ends_kernel(
 
 
 @triton.jit(do_not_specialize=["length", "chunks", "slots"])
-def _carry_kernel(
+def _state_passing_kernel(
     ends, log_q, starts, own_blocks, cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,
     N: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, FLIPPED: tl.constexpr, SLOPE: tl.constexpr,
 ):  # fmt: skip
@@ -344,7 +344,7 @@ def choose(kernel, run: Callable[[Plan], tuple], x, log_q, shift, cu_seqlens, ma
     (batch, length, channels), (states, width) = x.shape, log_q.shape
     sequences, longest = (batch, length) if cu_seqlens is None else (len(cu_seqlens) - 1, max_seqlen)
     kind = [x.dtype, f"{states} states", *(["bidirectional"] if width > channels else [])]
-    kind += [] if cu_seqlens is None else ["ragged"]
+    kind += [] if cu_seqlens is None else ["varlen"]
     sizes = {"sequences": sequences, "length": longest, "channels": channels}
     return triton_choice.choose(
         kernel, kind, sizes, CONFIGURATIONS,
@@ -362,7 +362,7 @@ def states_before(plan, signal, mask, log_q, weight, initial, *, flipped=False, 
     ends = log_q.new_empty(plan.directions, *(2,) * slope, plan.slots, plan.states, plan.channels)
     options = {"FLIPPED": flipped, "SLOPE": slope}
     triton_launch.launch(
-        _ends_kernel,
+        _chunk_state_kernel,
         (plan.programs, plan.directions),
         *(signal, mask, log_q, weight, ends, *plan.sizes, *signal.stride()),
         **plan.constants,
@@ -372,7 +372,7 @@ def states_before(plan, signal, mask, log_q, weight, initial, *, flipped=False, 
     )
     blocks = triton.cdiv(plan.states * plan.channels, 128)
     triton_launch.launch(
-        _carry_kernel,
+        _state_passing_kernel,
         (blocks * plan.sequences, plan.directions),
         *(ends, log_q, initial, blocks, *plan.sizes),
         **options,

@@ -6,8 +6,9 @@ from typing import NamedTuple
 import torch
 
 from luna_mega.kernels._op import without_autocast
-from luna_mega.kernels.gated_attention.alignment import take
+from luna_mega.kernels.gated_attention.columns import take_columns
 from luna_mega.kernels.moving_average import reference
+from luna_mega.kernels.upcast import upcast_dtype
 
 
 class TruncatedEmaState(NamedTuple):
@@ -40,7 +41,7 @@ def truncated(
     batch, length, channels = x.shape
     if state is None:
         state = TruncatedEmaState(
-            None, None, x.new_zeros(batch, truncation, channels, dtype=reference.working_dtype(x, parameters))
+            None, None, x.new_zeros(batch, truncation, channels, dtype=upcast_dtype(x, *parameters))
         )
     needed = [batch, truncation, channels]
     if not isinstance(state, TruncatedEmaState) or list(state.inputs.shape) != needed:
@@ -49,7 +50,7 @@ def truncated(
             f"{list(state.inputs.shape) if isinstance(state, TruncatedEmaState) else type(state).__name__}"
         )
     with without_autocast(x.device.type):
-        dtype = reference.working_dtype(x, parameters)
+        dtype = upcast_dtype(x, *parameters)
         kept = x.to(dtype) if mask is None else x.to(dtype).masked_fill(~mask[..., None], 0.0)
         recent = torch.cat((state.inputs, kept), dim=1)
         average, now = run(kept, state.average, parameters)
@@ -58,7 +59,7 @@ def truncated(
         late, forgotten = run(recent[:, :length], state.forgotten, (*rest, projection))
         skip = None if skip is None else skip.to(dtype)
         # A copy, so that the older inputs are freed.
-        recent = recent[:, length:].clone() if lengths is None else take(recent, _window(lengths, truncation))
+        recent = recent[:, length:].clone() if lengths is None else take_columns(recent, _window(lengths, truncation))
         state = TruncatedEmaState(now, forgotten, recent)
         return reference.finish(average - late, x, skip), state
 

@@ -6,14 +6,14 @@ import torch
 
 from luna_mega.kernels.context_parallel import ContextShard
 from luna_mega.kernels.timestep_norm.reference import TimestepNormState
+from luna_mega.kernels.upcast import upcast
 
 
 def norm(run: Callable, shard: ContextShard, x, groups, mask, initial_state, **call):
     """Return the norm of the complete sequence at this rank's positions, and the statistics so far."""
     shard.check("timestep_norm", x.shape[1])
     kept = x if mask is None else x.masked_fill(~mask[..., None], 0.0)
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    variances, means = torch.var_mean(kept.to(dtype).unflatten(2, (groups, -1)), -1, correction=0)
+    variances, means = torch.var_mean(upcast(kept).unflatten(2, (groups, -1)), -1, correction=0)
     weights = torch.ones_like(means[..., :1]) if mask is None else mask[..., None]
     part = _pooled(weights.double().expand_as(means), means.double(), variances.double(), 1)
     weights, means, variances = shard.all_gather(torch.stack(part)).unbind(1)

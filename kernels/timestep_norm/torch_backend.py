@@ -8,6 +8,7 @@ import torch
 
 from luna_mega.kernels.timestep_norm.reference import TimestepNormState
 from luna_mega.kernels.timestep_norm.statistics import counts, distances, over_time
+from luna_mega.kernels.upcast import upcast_dtype
 
 # Elements of x in one block; several tensors of this size must fit the processor's cache together.
 BLOCK = 1 << 19
@@ -28,7 +29,7 @@ def timestep_norm(x, groups, weight=None, bias=None, eps=1e-5, mask=None, initia
 
 def step(x, state, groups, weight, bias, eps, mask):
     """Return `reference.step` in few operations, because call overhead dominates for one position."""
-    dtype, count = _dtype(x, weight), state.count + (1 if mask is None else mask)
+    dtype, count = upcast_dtype(x, weight), state.count + (1 if mask is None else mask)
     share = count.double().reciprocal()[:, None]
     rows = x.to(dtype)
     if mask is not None:
@@ -47,7 +48,7 @@ def step(x, state, groups, weight, bias, eps, mask):
 def _in_program(x, weight, bias, mask, count, mean, variance, groups, eps):
     """Compute the operator with native PyTorch operators, for exported programs."""
     number = counts(count, mask, x.shape[1])
-    rows = x.to(_dtype(x, weight))
+    rows = x.to(upcast_dtype(x, weight))
     rows = rows if mask is None else rows.masked_fill(~mask[..., None], 0.0)
     rows = rows.unflatten(2, (groups, -1))
     middle = rows.mean(-1)
@@ -61,11 +62,6 @@ def _in_program(x, weight, bias, mask, count, mean, variance, groups, eps):
     if mask is not None:
         y = y.masked_fill(~mask[..., None], 0.0)
     return y, None, None, None, means[:, -1], variances[:, -1]
-
-
-def _dtype(x, weight):
-    """Return float32, or float64 if one of them is float64."""
-    return torch.promote_types(torch.float32, x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype))
 
 
 def _affine(y, weight, bias, into=None):
@@ -139,18 +135,18 @@ class Passes(NamedTuple):
 def _moments(rows, kept, groups, dtype):
     own, spread = (torch.empty(len(rows), groups, dtype=dtype, device=rows.device) for _ in range(2))
     for block, (around,) in _blocks(rows, groups, dtype, 1):
-        wide = _of_block(rows, kept, block, around)
-        own[block] = _means(wide)
-        torch.sub(wide, own[block, :, None], out=around)
+        values = _of_block(rows, kept, block, around)
+        own[block] = _means(values)
+        torch.sub(values, own[block, :, None], out=around)
         spread[block] = _means(around.mul_(around))
     return own, spread
 
 
 def _apply(rows, kept, means, rstds, weight, bias):
     y, groups = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device), means.shape[1]
-    wide = rows.dtype == means.dtype  # intermediate values of a block are then stored in the result
-    for block, scratch in _blocks(rows, groups, means.dtype, 0 if wide else 1):
-        around = y[block].unflatten(1, (groups, -1)) if wide else scratch[0]
+    same = rows.dtype == means.dtype  # intermediate values of a block are then stored in the result
+    for block, scratch in _blocks(rows, groups, means.dtype, 0 if same else 1):
+        around = y[block].unflatten(1, (groups, -1)) if same else scratch[0]
         torch.sub(_of_block(rows, kept, block, around), means[block], out=around)
         _affine(around.mul_(rstds[block]).flatten(1), weight, bias, y[block])
         if kept is not None:
@@ -193,7 +189,7 @@ def _forward(passes, x, weight, bias, mask, count, mean, variance, groups, eps):
 
     The statistics `[B, T, G]` are the means of single positions, the means of all positions so far and their rstd.
     """
-    dtype, shape = _dtype(x, weight), (*x.shape[:2], groups)
+    dtype, shape = upcast_dtype(x, weight), (*x.shape[:2], groups)
     rows, kept = _rows(x, mask)
     own, spread = passes.moments(rows, kept, groups, dtype)
     number = counts(count, mask, x.shape[1])
@@ -208,7 +204,7 @@ def _forward(passes, x, weight, bias, mask, count, mean, variance, groups, eps):
 
 def _forward_fake(x, weight, bias, mask, count, mean, variance, groups, eps):
     means = mean.new_empty(*x.shape[:2], groups)
-    own, rstd = (torch.empty_like(means, dtype=_dtype(x, weight)) for _ in range(2))
+    own, rstd = (torch.empty_like(means, dtype=upcast_dtype(x, weight)) for _ in range(2))
     return x.new_empty(x.shape), own, means, rstd, torch.empty_like(mean), torch.empty_like(mean)
 
 

@@ -8,7 +8,7 @@ from luna_mega.kernels.moving_average import triton_complex
 
 
 def call(
-    dtype=torch.bfloat16, channels=1024, masked=False, stateful=False, ragged=False, skip=True, batch=8, length=2048,
+    dtype=torch.bfloat16, channels=1024, masked=False, stateful=False, varlen=False, skip=True, batch=8, length=2048,
     states=16, step=False,
 ):  # fmt: skip
     def meta(*shape, dtype=torch.float32):
@@ -21,8 +21,8 @@ def call(
         maps = (meta(channels, states, 2) for _ in range(3))
         triton_complex.step(x, state, *maps, weight, mask)
         return
-    cu_seqlens = meta(batch + 1, dtype=torch.int32) if ragged else None
-    x = meta(*((1, batch * length) if ragged else (batch, length)), channels, dtype=dtype)
+    cu_seqlens = meta(batch + 1, dtype=torch.int32) if varlen else None
+    x = meta(*((1, batch * length) if varlen else (batch, length)), channels, dtype=dtype)
     mask = meta(*x.shape[:2], dtype=torch.bool) if masked else None
     initial = state if stateful else None
     inputs = (x, mask, weight, numbers, turn, numbers, meta(channels, states, 2), initial)
@@ -35,7 +35,7 @@ def cases():
     yield "bf16 D=1024", call
     yield "bf16 D=4096 states", partial(call, channels=4096, stateful=True)
     yield "fp32 D=1024 mask", partial(call, torch.float32, masked=True)
-    yield "ragged fp16 D=1024", partial(call, torch.float16, ragged=True)
+    yield "varlen fp16 D=1024", partial(call, torch.float16, varlen=True)
     yield "one of everything", partial(call, batch=1, length=1, channels=1, states=1, stateful=True)
     yield "bf16 N=32 plain", partial(call, states=32, skip=False)
     yield "step bf16 D=1024 mask", partial(call, masked=True, step=True)
@@ -47,7 +47,7 @@ LENGTHS = 4000, 4096, 4009
 def of_length(length):
     """Launch kernels that must not be recompiled for another length."""
     call(length=length)
-    call(length=length, ragged=True)
+    call(length=length, varlen=True)
 
 
 def edges():

@@ -8,7 +8,7 @@ from luna_mega.kernels.moving_average import triton_damped_backward, triton_damp
 
 
 def call(
-    dtype=torch.bfloat16, channels=512, directions=1, masked=False, stateful=False, ragged=False, skip=True,
+    dtype=torch.bfloat16, channels=512, directions=1, masked=False, stateful=False, varlen=False, skip=True,
     shift=False, batch=8, length=4096, states=16, step=False,
 ):  # fmt: skip
     def meta(*shape, dtype=torch.float32):
@@ -22,8 +22,8 @@ def call(
             x, state, *parameters, weight, meta(batch, dtype=torch.bool) if masked else None
         )
         return
-    cu_seqlens = meta(batch + 1, dtype=torch.int32) if ragged else None
-    x = meta(*((1, batch * length) if ragged else (batch, length)), channels, dtype=dtype)
+    cu_seqlens = meta(batch + 1, dtype=torch.int32) if varlen else None
+    x = meta(*((1, batch * length) if varlen else (batch, length)), channels, dtype=dtype)
     mask = meta(*x.shape[:2], dtype=torch.bool) if masked else None
     initial = state if stateful else None
     inputs, options = (x, mask, weight, *parameters[1:], initial), (shift, cu_seqlens, length)
@@ -37,12 +37,12 @@ def cases():
     yield "causal bf16 D=1024 states", partial(call, channels=1024, stateful=True)
     yield "bidirectional bf16 D=512 mask", partial(call, directions=2, masked=True)
     yield "step bf16 D=1024 mask", partial(call, channels=1024, masked=True, step=True)
-    yield "ragged fp32 D=512", partial(call, torch.float32, ragged=True)
+    yield "varlen fp32 D=512", partial(call, torch.float32, varlen=True)
     yield "causal fp16 D=512 mask", partial(call, torch.float16, masked=True)
     yield "one of everything", partial(call, batch=1, length=1, channels=1, states=1, stateful=True)
     yield (
-        "ragged of one chunk, N=64",
-        partial(call, batch=4, length=50, states=64, ragged=True, directions=2, shift=True),
+        "varlen of one chunk, N=64",
+        partial(call, batch=4, length=50, states=64, varlen=True, directions=2, shift=True),
     )
 
 
@@ -52,7 +52,7 @@ LENGTHS = 4000, 4096, 4009
 def of_length(length):
     """Launch kernels that must not be recompiled for another length."""
     call(length=length)
-    call(length=length, ragged=True)
+    call(length=length, varlen=True)
 
 
 def edges():

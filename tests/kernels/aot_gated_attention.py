@@ -29,7 +29,7 @@ def cases():
         yield name, functools.partial(run, *shape)
         if name in ("LRA text bf16", "LRA text fp32", "wt103 bf16"):
             yield f"{name} backward", functools.partial(run, *shape, backward=True)
-    yield "ragged, dropout, bf16", functools.partial(run, *LRA, torch.bfloat16, ragged=True)
+    yield "varlen, dropout, bf16", functools.partial(run, *LRA, torch.bfloat16, varlen=True)
 
 
 # The mask is loaded in vectors, so two kinds are compiled: for multiples of 16, and others.
@@ -63,19 +63,19 @@ def edges():
 
 
 def run(
-    batch, queries, keys, chunk, size, width, function, causal, masked, dtype, backward=False, ragged=False
+    batch, queries, keys, chunk, size, width, function, causal, masked, dtype, backward=False, varlen=False
 ):  # fmt: skip
     def empty(*shape, dtype=dtype):
         return torch.empty(shape, dtype=dtype, device="meta")
 
     bounds = seed = None
-    if ragged:
+    if varlen:
         bounds, seed = empty(batch * keys // chunk + 100, 2, dtype=torch.int32), empty(dtype=torch.int64)
         batch, queries, keys = 1, batch * queries, batch * keys
     query, key, value = empty(batch, queries, size), empty(batch, keys, size), empty(batch, keys, width)
     bias = empty(2 * chunk - 1, dtype=torch.float32)
     mask = empty(batch, keys, dtype=torch.bool) if masked else None
-    offset, dropout = keys - queries, 0.1 if ragged else 0.0
+    offset, dropout = keys - queries, 0.1 if varlen else 0.0
     arguments = query, key, value, bias, mask, bounds, function, causal, chunk, offset, dropout, seed, "tf32x3"
     output = empty(batch, queries, width)
     if backward:

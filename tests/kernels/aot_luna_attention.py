@@ -9,7 +9,7 @@ from luna_mega.kernels.luna_attention import triton_backward, triton_forward
 BATCH, TOKENS, HEADS, HEAD_SIZE = 8, 4096, 12, 64
 
 
-def _run(op, rows, tied=True, masked=True, ragged=False, dropout=0.0, dtype=torch.bfloat16, head_size=None,
+def _run(op, rows, tied=True, masked=True, varlen=False, dropout=0.0, dtype=torch.bfloat16, head_size=None,
          length=TOKENS, precision="tf32x3"):  # fmt: skip
     """Forward and backward of `op`, "pack" or "unpack", on meta."""
 
@@ -17,19 +17,19 @@ def _run(op, rows, tied=True, masked=True, ragged=False, dropout=0.0, dtype=torc
         return torch.empty(shape, dtype=dtype, device="meta")
 
     rest = HEADS, head_size or HEAD_SIZE
-    tokens, few = (1, BATCH * length) if ragged else (BATCH, length), (BATCH, rows)
+    tokens, few = (1, BATCH * length) if varlen else (BATCH, length), (BATCH, rows)
     queries, keys = (few, tokens) if op == "pack" else (tokens, few)
-    side = ("key" if op == "pack" else "query") if ragged else None
+    side = ("key" if op == "pack" else "query") if varlen else None
     tensors = (
         empty(*queries, *rest),
         empty(*keys, *rest),
         None if tied else empty(*keys, *rest),
         empty(*keys, dtype=torch.bool) if masked else None,
-        empty(BATCH + 1, dtype=torch.int32) if ragged else None,
+        empty(BATCH + 1, dtype=torch.int32) if varlen else None,
         empty(1, dtype=torch.int64) if dropout else None,
     )
     precision = precision if dtype == torch.float32 else "tf32"
-    options = side, length if ragged else 0, rest[1] ** -0.5, dropout, precision
+    options = side, length if varlen else 0, rest[1] ** -0.5, dropout, precision
     output = triton_forward.forward(*tensors, *options)
     triton_backward.backward(output[0], *output, *tensors, *options)
 
@@ -37,11 +37,11 @@ def _run(op, rows, tied=True, masked=True, ragged=False, dropout=0.0, dtype=torc
 def cases():
     yield "pack l=16 fp16", partial(_run, "pack", 16, dtype=torch.float16)
     yield "pack l=128", partial(_run, "pack", 128)
-    yield "pack l=256 ragged", partial(_run, "pack", 256, masked=False, ragged=True)
+    yield "pack l=256 varlen", partial(_run, "pack", 256, masked=False, varlen=True)
     yield "pack l=128 untied dropout", partial(_run, "pack", 128, tied=False, dropout=0.1)
     yield "pack l=128 fp32", partial(_run, "pack", 128, dtype=torch.float32)
     yield "unpack l=128", partial(_run, "unpack", 128)
-    yield "unpack l=128 ragged", partial(_run, "unpack", 128, ragged=True)
+    yield "unpack l=128 varlen", partial(_run, "unpack", 128, varlen=True)
     yield "unpack l=16 untied head size 128", partial(_run, "unpack", 16, tied=False, head_size=128)
 
 
@@ -53,7 +53,7 @@ def of_length(length):
     """Launch kernels that must not be recompiled for another length."""
     for op in ("pack", "unpack"):
         _run(op, 128, length=length)
-        _run(op, 128, ragged=True, length=length)
+        _run(op, 128, varlen=True, length=length)
 
 
 def edges():

@@ -184,14 +184,14 @@ def test_varlen_sequences(device, backend, kind):
 def test_varlen_sequences_of_one_chunk_each(triton_device, kind):
     exact, _, inputs = exact_and_float32(12, kind, batch=1, channels=2)
 
-    def ragged(x, *parameters, **options):
+    def varlen(x, *parameters, **options):
         cu_seqlens = torch.tensor([0, 7, 12], device=x.device)
         return damped_ema(x, *parameters, cu_seqlens=cu_seqlens, **options)
 
     def alone(x, *parameters):
         return torch.cat([damped_ema(part, *parameters, backend="reference") for part in x.split([7, 5], 1)], 1)
 
-    actual = run(inputs, triton_device, ragged, backend="triton")
+    actual = run(inputs, triton_device, varlen, backend="triton")
     assert_same(actual, run(exact, function=alone), FLOAT32)
 
 

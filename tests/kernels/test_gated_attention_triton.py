@@ -248,29 +248,29 @@ def test_varlen_sequences(triton_device, chunk, backend):
     some[:, 17] = False  # the only token of a sequence
     for function, causal, mask in (("laplace", False, some), ("softmax", True, None), ("relu2", False, None)):
         options = {"function": function, "causal": causal, "chunk_size": chunk, "backend": backend}
-        ragged = gated_attention(*inputs, mask=mask, cu_seqlens=cu_seqlens, max_seqlen=45, **options)
+        varlen = gated_attention(*inputs, mask=mask, cu_seqlens=cu_seqlens, max_seqlen=45, **options)
         found = gated_attention(*inputs, mask=mask, cu_seqlens=cu_seqlens.long(), **options)
-        assert torch.equal(ragged, found)
+        assert torch.equal(varlen, found)
         parts = []
         for start, stop in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
             part = None if mask is None else mask[:, start:stop]
             parts.append(gated_attention(*(x[:, start:stop] for x in inputs[:3]), inputs[3], mask=part, **options))
         expected = torch.cat(parts, dim=1)
-        weight = torch.randn(ragged.shape, device=triton_device)
-        gradients = (torch.autograd.grad(x, inputs, weight) for x in (ragged, expected))
-        torch.testing.assert_close(ragged, expected, rtol=2e-5, atol=2e-5)
+        weight = torch.randn(varlen.shape, device=triton_device)
+        gradients = (torch.autograd.grad(x, inputs, weight) for x in (varlen, expected))
+        torch.testing.assert_close(varlen, expected, rtol=2e-5, atol=2e-5)
         torch.testing.assert_close(*gradients, rtol=5e-5, atol=5e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("varlen", [False, True])
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_dropout(triton_device, function, ragged):
+def test_dropout(triton_device, function, varlen):
     """With an identity as value, the output shows which weights were dropped; compare outputs and gradients."""
     length, rate = 72, 0.3
-    inputs = make_inputs(triton_device, length, batch=1 if ragged else 2)
+    inputs = make_inputs(triton_device, length, batch=1 if varlen else 2)
     options = {"function": function, "chunk_size": 24}
-    cu_seqlens = {"cu_seqlens": torch.tensor([0, 48, 72], device=triton_device)} if ragged else {}
+    cu_seqlens = {"cu_seqlens": torch.tensor([0, 48, 72], device=triton_device)} if varlen else {}
     on_triton = {**options, **cu_seqlens, "dropout": rate, "backend": "triton"}
     identity = torch.eye(length, device=triton_device).expand(len(inputs[0]), -1, -1)
 
@@ -316,11 +316,11 @@ def test_registration(triton_device, function):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ragged", [False, True])
-def test_compile_fullgraph(triton_device, ragged):
+@pytest.mark.parametrize("varlen", [False, True])
+def test_compile_fullgraph(triton_device, varlen):
     inputs = make_inputs(triton_device, 40, batch=1)
     options = {"function": "softmax", "chunk_size": CHUNK, "backend": "triton"}
-    if ragged:
+    if varlen:
         options |= {"cu_seqlens": torch.tensor([0, 7, 40], device=triton_device), "max_seqlen": 33}
     compiled = torch.compile(lambda *x: gated_attention(*x, **options), fullgraph=True, backend="aot_eager")
     output, expected = compiled(*inputs), gated_attention(*inputs, **options)

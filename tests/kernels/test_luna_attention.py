@@ -207,18 +207,18 @@ def test_bad_dropout():
         luna_pack(*inputs, dropout=1.0)
 
 
-RAGGED_LENGTHS = [3, 0, 7, 1]
+VARLEN_LENGTHS = [3, 0, 7, 1]
 
 
-def make_ragged(heads=2, size=6):
+def make_varlen(heads=2, size=6):
     """Four varlen sequences, one of them empty, with their inputs and `cu_seqlens`."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape):
         return torch.randn(*shape, heads, size, generator=generator, dtype=torch.float64).requires_grad_()
 
-    total, sequences = sum(RAGGED_LENGTHS), len(RAGGED_LENGTHS)
-    cu_seqlens = torch.tensor([0, *RAGGED_LENGTHS]).cumsum(0)
+    total, sequences = sum(VARLEN_LENGTHS), len(VARLEN_LENGTHS)
+    cu_seqlens = torch.tensor([0, *VARLEN_LENGTHS]).cumsum(0)
     return normal(1, total), normal(1, total), normal(1, total), normal(sequences, 5), cu_seqlens
 
 
@@ -226,7 +226,7 @@ def make_ragged(heads=2, size=6):
 @pytest.mark.parametrize("max_seqlen", [None, 9])
 def test_varlen_sequences(backend, max_seqlen):
     """Results and gradients of every sequence on its own."""
-    x, key, value, p, cu_seqlens = make_ragged()
+    x, key, value, p, cu_seqlens = make_varlen()
     mask, pack_mask = torch.rand(1, x.shape[1]) < 0.7, torch.rand(len(p), 5) < 0.7
     pack_mask[:, 0] = True
     options = {"backend": backend, "context_mask": mask, "pack_mask": pack_mask}
@@ -248,7 +248,7 @@ def test_varlen_sequences(backend, max_seqlen):
 
 
 def test_invalid_cu_seqlens_raise():
-    x, key, value, p, cu_seqlens = make_ragged()
+    x, key, value, p, cu_seqlens = make_varlen()
     with pytest.raises(ValueError, match="needs key .1, total, heads, head size. and 4 rows in the other batch"):
         luna_pack(p[:3], key, value, cu_seqlens=cu_seqlens)
     with pytest.raises(ValueError, match="needs query .1, total"):

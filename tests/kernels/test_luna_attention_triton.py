@@ -25,11 +25,11 @@ def device(triton_device):
     return triton_device
 
 
-def attend(query, key, value, mask=None, dropout=0.0, **ragged):
+def attend(query, key, value, mask=None, dropout=0.0, **varlen):
     """Run the kernels for any size."""
     from luna_mega.kernels.luna_attention import triton_ops
 
-    return triton_ops.attend(query, key, value, mask, query.shape[-1] ** -0.5, dropout, **ragged)
+    return triton_ops.attend(query, key, value, mask, query.shape[-1] ** -0.5, dropout, **varlen)
 
 
 def exact(query, key, value, mask=None):
@@ -192,30 +192,30 @@ def cu_seqlens(device):
     return torch.tensor([0, *SEQUENCES], device=device).cumsum(0, dtype=torch.int32)
 
 
-def one_by_one(query, key, value, mask, ragged):
-    """Run the reference on each sequence; `ragged` specifies the varlen side."""
+def one_by_one(query, key, value, mask, varlen_side):
+    """Run the reference on each sequence; `varlen_side` specifies the varlen side."""
     outputs, first = [], 0
     for i, length in enumerate(SEQUENCES):
         rows, row = slice(first, first := first + length), slice(i, i + 1)
-        q = query[:, rows] if ragged == "query" else query[row]
-        k, v, m = (x[:, rows] if ragged == "key" else x[row] for x in (key, value, mask))
+        q = query[:, rows] if varlen_side == "query" else query[row]
+        k, v, m = (x[:, rows] if varlen_side == "key" else x[row] for x in (key, value, mask))
         outputs.append(exact(q, k, v, m))
-    return torch.cat(outputs, 1 if ragged == "query" else 0)
+    return torch.cat(outputs, 1 if varlen_side == "query" else 0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("ragged", ["query", "key"])
-def test_varlen_sequences(device, cu_seqlens, ragged, dtype, tied):
+@pytest.mark.parametrize("varlen_side", ["query", "key"])
+def test_varlen_sequences(device, cu_seqlens, varlen_side, dtype, tied):
     flat, rows = (1, sum(SEQUENCES)), (len(SEQUENCES), 5)
-    query, key = (flat, rows) if ragged == "query" else (rows, flat)
+    query, key = (flat, rows) if varlen_side == "query" else (rows, flat)
     leaves = [torch.randn(*query, 2, 10), *(torch.randn(*key, 2, 10) for _ in range(1 if tied else 2))]
     leaves = [x.to(device, dtype).requires_grad_() for x in leaves]
-    mask = make_mask(device, *key) if ragged == "query" else torch.rand(key, device=device) < 0.7
-    options = {"cu_seqlens": cu_seqlens, "ragged": ragged, "max_seqlen": 260}
+    mask = make_mask(device, *key) if varlen_side == "query" else torch.rand(key, device=device) < 0.7
+    options = {"cu_seqlens": cu_seqlens, "varlen_side": varlen_side, "max_seqlen": 260}
     actual = run(attend, leaves, mask, **options)
-    check(actual, run(one_by_one, doubled(leaves), mask, ragged), DTYPES[dtype])
+    check(actual, run(one_by_one, doubled(leaves), mask, varlen_side), DTYPES[dtype])
     assert all(torch.equal(a, b) for a, b in zip(actual, run(attend, leaves, mask, **options), strict=True))
 
 
@@ -270,25 +270,25 @@ def test_dropout(device, dtype, tied):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("ragged", [None, "query", "key"])
-def test_registration(device, ragged, tied):
+@pytest.mark.parametrize("varlen_side", [None, "query", "key"])
+def test_registration(device, varlen_side, tied):
     query, key, *value = make_leaves(device, torch.float32, 9, 9, tied, batch=1)
-    mask = make_mask(device, 1, 9) if ragged is None else None
-    cu_seqlens = None if ragged is None else torch.tensor([0, 9], device=device)
+    mask = make_mask(device, 1, 9) if varlen_side is None else None
+    cu_seqlens = None if varlen_side is None else torch.tensor([0, 9], device=device)
     attend(query, key, key)
     seed = torch.ones(1, dtype=torch.int64, device=device)
-    arguments = query, key, value[0] if value else None, mask, cu_seqlens, seed, ragged, 9, 0.3, 0.1, "tf32x3"
+    arguments = query, key, value[0] if value else None, mask, cu_seqlens, seed, varlen_side, 9, 0.3, 0.1, "tf32x3"
     tests = "test_schema", "test_faketensor", "test_autograd_registration"
     opcheck(torch.ops.luna_mega.luna_attention_triton, arguments, test_utils=tests)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("ragged", [False, True], ids=["mask", "ragged"])
-def test_compile_fullgraph(device, ragged, tied):
+@pytest.mark.parametrize("varlen", [False, True], ids=["mask", "varlen"])
+def test_compile_fullgraph(device, varlen, tied):
     leaves = make_leaves(device, torch.float16, 8, 40, tied, batch=1)
     options = {"backend": "triton", "mask": make_mask(device, 1, 40)}
-    if ragged:
+    if varlen:
         options = {"backend": "triton", "cu_seqlens": torch.tensor([0, 40], device=device), "max_seqlen": 40}
     compiled = torch.compile(luna_pack, fullgraph=True, backend="aot_eager")
     actual, expected = run(compiled, leaves, **options), run(luna_pack, leaves, **options)

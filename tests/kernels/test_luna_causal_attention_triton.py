@@ -271,7 +271,7 @@ def test_varlen_sequences(monkeypatch, triton_device, backend, stateful):
     mask = (torch.arange(total) % 3 != 1)[None].to(triton_device)
     count = torch.tensor([3, 0, 8, 1]).to(triton_device)
 
-    def ragged(query, pack_query, *rest):
+    def varlen(query, pack_query, *rest):
         state = LunaCausalState(*rest[3:], count) if stateful else None
         options = {"mask": mask, "pack_mask": pack_mask, "state": state, "return_state": True, "backend": backend}
         options |= {"cu_seqlens": bounds.to(triton_device, torch.int32), "max_seqlen": 44 if stateful else None}
@@ -296,7 +296,7 @@ def test_varlen_sequences(monkeypatch, triton_device, backend, stateful):
             states.append(after[:2])
         return torch.cat(outputs, 1), *map(torch.cat, zip(*states, strict=True))
 
-    outputs = ragged(*leaves), alone(*leaves)
+    outputs = varlen(*leaves), alone(*leaves)
     weights = [torch.randn(x.shape, generator=generator).to(triton_device) for x in outputs[0]]
     gradients = [torch.autograd.grad(x, leaves, weights) for x in outputs]
     for actual, right in zip((*outputs[0], *gradients[0]), (*outputs[1], *gradients[1]), strict=True):

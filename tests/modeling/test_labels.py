@@ -142,9 +142,9 @@ def test_labels_of_choices(family):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("told_by", ["position_ids", "cu_seq_lens_q", "seq_idx"])
+@pytest.mark.parametrize("marker", ["position_ids", "cu_seq_lens_q", "seq_idx"])
 @pytest.mark.parametrize("family", decoders.FAMILIES)
-def test_no_prediction_crosses_sequences(family, told_by):
+def test_no_prediction_crosses_sequences(family, marker):
     """The last token of a sequence of a padding-free batch does not predict the first of the next one."""
     model, ids = decoders.make_plain(family), torch.randint(3, 20, (1, 9))
     bounds = torch.tensor([0, 4, 5, 9], dtype=torch.int32)
@@ -152,7 +152,7 @@ def test_no_prediction_crosses_sequences(family, told_by):
         "position_ids": {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 0, 1, 2, 3]])},
         "cu_seq_lens_q": {"cu_seq_lens_q": bounds, "max_length_q": 4},
         "seq_idx": {"seq_idx": torch.tensor([[0, 0, 0, 0, 1, 2, 2, 2, 2]])},
-    }[told_by]
+    }[marker]
     output = model(ids, labels=ids, use_cache=False, **options)
     targets = torch.tensor([[*ids[0, 1:4], IGNORED, IGNORED, *ids[0, 6:], IGNORED]])
     expected = cross_entropy(output.logits.flatten(0, 1), targets.flatten())

@@ -196,8 +196,8 @@ def test_stochastic_depth_drops_sequences_and_preserves_the_mean():
     dropped = drop_path(states, DENSE)
     assert dropped.unique().tolist() == pytest.approx([0.0, 4 / 3])
     assert (dropped == dropped[:, :1, :1]).all() and dropped.mean() == pytest.approx(1.0, abs=0.03)
-    ragged = drop_path(torch.ones(1, 60, 2), PaddingFreeLayout(torch.tensor([0, 20, 25, 60]), 35))
-    assert all((part == part[0, 0]).all() for part in ragged[0].split([20, 5, 35]))
+    padding_free = drop_path(torch.ones(1, 60, 2), PaddingFreeLayout(torch.tensor([0, 20, 25, 60]), 35))
+    assert all((part == part[0, 0]).all() for part in padding_free[0].split([20, 5, 35]))
     assert drop_path.eval()(states, DENSE) is states
 
 

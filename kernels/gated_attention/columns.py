@@ -11,8 +11,8 @@ def in_columns(run: Callable) -> Callable:
 
     def run_any(query, key, value, mask, chunk_size, offset, start, **rest):
         if start is not None:
-            begun = torch.arange(key.shape[1], device=key.device) + start[:, None] >= 0
-            mask = begun if mask is None else mask & begun
+            started = torch.arange(key.shape[1], device=key.device) + start[:, None] >= 0
+            mask = started if mask is None else mask & started
         columns = None
         if chunk_size is not None and (start is not None or query.shape[1] != key.shape[1]):
             tokens = with_chunks_in_columns(query, key, value, mask, chunk_size, offset, start)
@@ -22,7 +22,9 @@ def in_columns(run: Callable) -> Callable:
         )
         if columns is None:
             return result
-        return take(result, columns) if isinstance(result, torch.Tensor) else (take(result[0], columns), *result[1:])
+        if isinstance(result, torch.Tensor):
+            return take_columns(result, columns)
+        return take_columns(result[0], columns), *result[1:]
 
     return run_any
 
@@ -36,7 +38,7 @@ def in_last_column(run: Callable) -> Callable:
         if column is not None:
             # Keys after the query move to the start, before the first position.
             shift = column + 1 - key.shape[1]
-            key, value, mask = (take(x, rotation(shift, key.shape[1])) for x in (key, value, mask))
+            key, value, mask = (take_columns(x, roll_columns(shift, key.shape[1])) for x in (key, value, mask))
             start = shift if start is None else shift + start
         tokens = {"key": key, "value": value, "mask": mask, "start": start, "offset": key.shape[1] - 1}
         return run(**tokens, causal=True, chunk_size=None, row_offset=None, **call)
@@ -64,14 +66,16 @@ def with_chunks_in_columns(
         start = torch.zeros(batch, dtype=torch.int64, device=key.device)
     shift, count = (start, keys) if offset == 0 else (start % chunk_size, keys + chunk_size - 1)
     place = torch.arange(count, device=key.device) - shift[:, None]
-    inside, columns = (place >= 0) & (place < keys), rotation(-shift, count)
-    query, key, value = (take(fill(x, before, count), columns) for x, before in ((query, offset), (key, 0), (value, 0)))
-    mask = inside if mask is None else inside & take(fill(mask, 0, count), columns)
-    back = rotation(shift, count)[:, offset : offset + queries]
+    inside, columns = (place >= 0) & (place < keys), roll_columns(-shift, count)
+    query, key, value = (
+        take_columns(pad_columns(x, before, count), columns) for x, before in ((query, offset), (key, 0), (value, 0))
+    )
+    mask = inside if mask is None else inside & take_columns(pad_columns(mask, 0, count), columns)
+    back = roll_columns(shift, count)[:, offset : offset + queries]
     return query, key, value, mask, back
 
 
-def rotation(shift: torch.Tensor, count: int) -> torch.Tensor:
+def roll_columns(shift: torch.Tensor, count: int) -> torch.Tensor:
     """Return the column indices `[B, count]` that rotate each row of `count` columns left by its `shift` `[B]`."""
     # A tensor, because ONNX does not support the remainder of a dynamic size.
     return (torch.arange(count, device=shift.device) + shift[:, None]) % torch.full((), max(count, 1))
@@ -79,10 +83,10 @@ def rotation(shift: torch.Tensor, count: int) -> torch.Tensor:
 
 def to_end(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """Return `[B, T, ...]` with the first `lengths` `[B]` positions of each row moved to its end."""
-    return take(x, rotation(lengths - x.shape[1], x.shape[1]))
+    return take_columns(x, roll_columns(lengths - x.shape[1], x.shape[1]))
 
 
-def take(x: torch.Tensor | None, columns: torch.Tensor) -> torch.Tensor | None:
+def take_columns(x: torch.Tensor | None, columns: torch.Tensor) -> torch.Tensor | None:
     """Return the columns `[B, C]` of `[B, T]` or `[B, T, W]`; None for None."""
     if x is None or x.dim() == 2:
         return None if x is None else x.gather(1, columns)
@@ -90,7 +94,7 @@ def take(x: torch.Tensor | None, columns: torch.Tensor) -> torch.Tensor | None:
     return x.gather(1, columns[..., None].expand(-1, -1, x.shape[2]))
 
 
-def fill(x: torch.Tensor, before: int, count: int) -> torch.Tensor:
+def pad_columns(x: torch.Tensor, before: int, count: int) -> torch.Tensor:
     """Zero-pad `[B, T]` or `[B, T, W]` to `count` columns, with `before` of the new columns at the start."""
     after = count - before - x.shape[1]
     return x if before == after == 0 else nn.functional.pad(x, (*(0, 0) * (x.dim() - 2), before, after))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from luna_mega.kernels import ragged
+from luna_mega.kernels import varlen
 from luna_mega.kernels.api import luna_pack
 
 WRONG = {
@@ -21,9 +21,9 @@ def test_wrong_bounds(bounds, longest, message):
     """A compiled program sees no values; it checks them as a GPU does, when it runs."""
     bounds = torch.tensor(bounds)
     with pytest.raises(ValueError, match=message):
-        ragged.check("an op", bounds, longest, 10)
+        varlen.check_cu_seqlens("an op", bounds, longest, 10)
     with pytest.raises(RuntimeError, match="cu_seqlens must rise from 0 to the length, by at most max_seqlen"):
-        ragged._assert_on_device("an op", bounds, bounds.diff(), longest, 10)
+        varlen._assert_on_device("an op", bounds, bounds.diff(), longest, 10)
 
 
 def test_a_compiled_program_checks_its_bounds(triton_device):
@@ -54,8 +54,8 @@ def test_no_device_synchronization():
         cu_seqlens = torch.empty(3, dtype=torch.int32, device="meta")
         counts = []
         for total, longest in ((10, 6), (10, 6), (12, 6), (12, 7)):
-            assert ragged.check("an op", cu_seqlens, longest, total) == longest
+            assert varlen.check_cu_seqlens("an op", cu_seqlens, longest, total) == longest
             counts.append(assertions.count)
         cu_seqlens.add_(1)
-        ragged.check("an op", cu_seqlens, 7, 12)
+        varlen.check_cu_seqlens("an op", cu_seqlens, 7, 12)
     assert counts == [1, 1, 2, 3] and assertions.count == 4

@@ -78,17 +78,17 @@ def assert_equal_gradients(actual, expected):
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("told_by", ["position_ids", "cu_seq_lens", "seq_idx", "two rows"])
-def test_padding_free_equals_separate_sequences(language_model, told_by):
+@pytest.mark.parametrize("marker", ["position_ids", "cu_seq_lens", "seq_idx", "two rows"])
+def test_padding_free_equals_separate_sequences(language_model, marker):
     items = sequences()
     expected, gradients = one_by_one(language_model, items)
-    if told_by == "cu_seq_lens":
+    if marker == "cu_seq_lens":
         batch = flattened(items, return_position_ids=False, return_flash_attn_kwargs=True)
-    elif told_by == "seq_idx":
+    elif marker == "seq_idx":
         batch = flattened(items, return_position_ids=False, return_seq_idx=True)
     else:
         batch = flattened(items)
-    if told_by == "two rows":  # 26 + 28 tokens; the last row has two tokens of left padding
+    if marker == "two rows":  # 26 + 28 tokens; the last row has two tokens of left padding
         first, second = flattened(items[:3]), flattened(items[3:])
         batch = {name: torch.cat([first[name][:, :26], second[name][:, :26]]) for name in first}
         expected, gradients = one_by_one(language_model, [*items[:3], items[3], cut(items[4], 3)])

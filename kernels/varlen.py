@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 
 
-def check(op: str, cu_seqlens: torch.Tensor, max_seqlen: int | None, total: int) -> int:
+def check_cu_seqlens(op: str, cu_seqlens: torch.Tensor, max_seqlen: int | None, total: int) -> int:
     """Check `cu_seqlens` and return `max_seqlen`; if it is None, compute it, which synchronizes with the device.
 
     On a GPU and in compiled programs the values are checked on the device, without synchronization. Invalid values stop
