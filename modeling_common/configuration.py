@@ -173,10 +173,10 @@ class SharedConfig:
         config.vocab_size = self.decoder_vocab_size
         return config
 
-    def _check_choices(self, choices: dict[str, tuple[str, ...]]):
+    def _check_choices(self, choices: dict[str, tuple[str | None, ...]]):
         for field, allowed in choices.items():
             if getattr(self, field) not in allowed:
-                raise ValueError(f"{field} must be one of {', '.join(allowed)}, got {getattr(self, field)!r}")
+                raise ValueError(f"{field} must be one of {', '.join(map(str, allowed))}, got {getattr(self, field)!r}")
 
     def _check_activations(self, *fields: str):
         for field in fields:

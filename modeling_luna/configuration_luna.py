@@ -13,6 +13,8 @@ from luna_mega.modeling_luna.presets_luna import LunaPresets
 _CHOICES = {
     "input_type": ("tokens", "values"),
     "position_embedding_type": ("learned", "sinusoidal", "none"),
+    "position_extension": (None, "interpolate", "wrap"),
+    "pack_method": ("attention", "importance"),
     "pooling": ("cls", "mean", "packed_max", "packed_mean", "packed_attention"),
     "pair_features": ("concat", "interaction"),
     "causal_activation": ("softplus", "elu"),
@@ -34,7 +36,7 @@ DECODER_FIELDS = {
 # columns, the vocabulary by rows.
 _ATTENTION = dict.fromkeys(
     ("query", "key", "value", "key_value", "pack_query", "pack_key", "pack_value", "pack_key_value"), "colwise"
-) | {"output": "rowwise", "all_heads": "luna_all_heads"}
+) | {"output": "rowwise", "all_heads": "luna_all_heads", "entropy": "mega_whole"}
 _LAYER = {"fc1": "colwise", "fc2": "rowwise"} | {
     f"{attention}.{name}": style for attention in ("attention", "cross_attention") for name, style in _ATTENTION.items()
 }
@@ -63,6 +65,12 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
         contextual_projection: P is updated from layer to layer (paper section 3.1); False = every layer has a learned P
             of its own (the ablation of Table 5, and section 3.3 for a decoder without an encoder). None = True, but
             for such a decoder.
+        pack_method: `"attention"`: P attends to the tokens (section 3.1). `"importance"`, encoders only: every layer
+            assigns its input states to min(n, `projection_length`) rows of neighboring tokens. A row is their mean,
+            weighted by the softmax of a learned `salience`; tokens of high weight share their row with fewer others.
+            Tokens attend to the rows, with the entropy of the weights added to the logits. This is full softmax
+            attention for n <= `projection_length`. P, its projections and norms do not exist;
+            `packed_last_hidden_state` are the rows of the last layer.
         tie_key_value: one projection serves as key and value (section 4.2).
         hidden_act: activation of the feed-forward layers.
         dropout: probability on embeddings and on the outputs of attention and feed-forward layers.
@@ -72,6 +80,9 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
         input_type: `"tokens"` (`input_ids`) or `"values"` (`input_values`, one real number a position).
         max_position_embeddings: longest sequence with learned positions.
         position_embedding_type: `"learned"`, `"sinusoidal"` (any length; P gets sinusoids as well) or `"none"`.
+        position_extension: learned positions of texts longer than `max_position_embeddings` (encoders only).
+            `"interpolate"` squeezes the positions of such a text into the table, by its own length; `"wrap"` counts
+            0 to `max_position_embeddings` - 1, then again from 1. None = such a text is an error.
         scale_embedding: multiply embeddings and P by sqrt(d); None = with sinusoidal positions only, as the original.
         embedding_norm: LayerNorm on the embeddings and on P.
         pre_norm: LayerNorm before attention and feed-forward, and once at the end; False = after each (section 3.1).
@@ -145,6 +156,7 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
     projection_length: int = 128
     dynamic_projection_length: bool | None = None
     contextual_projection: bool | None = None
+    pack_method: str = "attention"
     tie_key_value: bool = True
     hidden_act: str = "gelu"
     dropout: float | int = 0.1
@@ -154,6 +166,7 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
     input_type: str = "tokens"
     max_position_embeddings: int = 512
     position_embedding_type: str = "learned"
+    position_extension: str | None = None
     scale_embedding: bool | None = None
     embedding_norm: bool = True
     pre_norm: bool = False
@@ -264,6 +277,7 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
                 raise ValueError(
                     f"hidden_size ({self.hidden_size}) must be divisible by {field} ({getattr(self, field)})"
                 )
+        self._check_pack_method()
         if self.position_embedding_type == "sinusoidal" and self.hidden_size < 4:
             raise ValueError(f"sinusoidal positions need a hidden_size of at least 4, got {self.hidden_size}")
         check_initialization(self)
@@ -271,6 +285,34 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
             raise ValueError(f"pool_padding applies to pooling 'mean' and 'packed_mean', not to {self.pooling!r}")
         if self.pool_padding and self.unpad_inputs and self.pooling == "mean":
             raise ValueError("pool_padding=True counts states at padding, which unpad_inputs=True does not compute")
+
+    def _check_pack_method(self):
+        encoder = {"is_decoder": False, "is_encoder_decoder": False}
+        required = {}
+        if self.position_extension is not None:
+            required["position_extension"] = encoder | {"position_embedding_type": "learned"}
+            if self.max_position_embeddings < 2:
+                raise ValueError(
+                    f"position_extension={self.position_extension!r} requires max_position_embeddings of at least 2, "
+                    f"got {self.max_position_embeddings}"
+                )
+        if self.pack_method == "importance":
+            required["pack_method"] = encoder | {
+                "dynamic_projection_length": True,
+                "contextual_projection": True,
+                "num_pack_attention_heads": self.num_attention_heads,
+            }
+            if self.pooling.startswith("packed"):
+                raise ValueError(
+                    f"pooling={self.pooling!r} reads the packed sequence P, which pack_method='importance' does not "
+                    "have; set pooling to 'cls' or 'mean'"
+                )
+        for name, fields in required.items():
+            for field, value in fields.items():
+                if getattr(self, field) != value:
+                    raise ValueError(
+                        f"{name}={getattr(self, name)!r} requires {field}={value!r}, got {getattr(self, field)!r}"
+                    )
 
 
 @strict

@@ -208,6 +208,7 @@ def start_attention(attention: nn.Module, config: PreTrainedConfig, causal: bool
     Positions reach keys and the query of P in pairs, the query of the tokens also rotated by the offset of each head.
     Packed context has the pairs already where one projection makes both it and its keys.
     """
+    paired = causal or config.pack_method == "importance"  # keys are projections of states, and not of packed context
     start, width = LocalStart.of(config), config.hidden_size
     heads = config.num_attention_heads
     pack_heads = heads if causal else config.num_pack_attention_heads
@@ -217,7 +218,7 @@ def start_attention(attention: nn.Module, config: PreTrainedConfig, causal: bool
     gain, pack_gain = (2 * start.strength / math.sqrt(width // count) for count in (heads, pack_heads))
     added = {
         "pack_query": pack_gain * pairs, "pack_key_value": pairs, "pack_key": pairs, "pack_value": identity,
-        "query": gain * turn @ pairs, "key_value": pairs if causal else identity, "key": pairs, "value": identity,
+        "query": gain * turn @ pairs, "key_value": pairs if paired else identity, "key": pairs, "value": identity,
     }  # fmt: skip
     for name, matrix in added.items():
         if hasattr(attention, name) and not is_loaded(weight := getattr(attention, name).weight):

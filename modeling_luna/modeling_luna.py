@@ -32,15 +32,17 @@ from luna_mega.kernels.api import (
 )
 from luna_mega.kernels.dropout import Dropout
 from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel
-from luna_mega.modeling_common.inputs import Inputs, ValueEmbeddings, embed, prepare
+from luna_mega.modeling_common.inputs import ValueEmbeddings, embed, prepare
 from luna_mega.modeling_common.layout import DENSE, Layout
-from luna_mega.modeling_common.masks import can_look
 from luna_mega.modeling_common.processes import has_peers
+from luna_mega.modeling_common.sharding import ShardedLayout
 from luna_mega.modeling_common.tensor_parallel import RankBoundary
 from luna_mega.modeling_luna.cache_luna import LunaCache, LunaCacheLayer, LunaSeq2SeqCache
 from luna_mega.modeling_luna.configuration_luna import LunaConfig
+from luna_mega.modeling_luna.importance_luna import pack_by_importance, rows_in_use
 from luna_mega.modeling_luna.initialization_luna import blind_queries, start_attention, start_embeddings
 from luna_mega.modeling_luna.packed_luna import keep_of_empty_rows, read_packed, select_layers
+from luna_mega.modeling_luna.positions_luna import interpolate, number_positions, sinusoids
 
 
 @with_cache_alias
@@ -50,11 +52,13 @@ class LunaModelOutput(BaseModelOutputWithPastAndCrossAttentions):
 
     Args:
         last_hidden_state: `[B, T, d]`.
-        packed_last_hidden_state: `[B, L, d]`; rows that `packed_mask` excludes are meaningless.
+        packed_last_hidden_state: `[B, L, d]`; rows that `packed_mask` excludes are meaningless. With
+            `pack_method="importance"`, the rows that the last layer reads.
         packed_mask: `[B, L]`, 1 = a row of P that is in use; None = all are.
         attention_mask: `[B, T]`, 1 = a position that was kept; None = all were. Not set by a decoder.
         cache: of a decoder, with `use_cache`; also available as `past_key_values`.
-        hidden_states, packed_hidden_states: with `output_hidden_states=True`, N + 1 tensors each, the embeddings first.
+        hidden_states, packed_hidden_states: with `output_hidden_states=True`, N + 1 tensors each, the embeddings first;
+            with `pack_method="importance"`, N `packed_hidden_states`, the rows of each layer.
         attentions: with `output_attentions=True`, the unpack weights of every layer, `[B, heads, T, L]`.
         cross_attentions: the same of a decoder's attention to the encoder.
         packed_attentions: with `output_packed_attentions=True`, the pack weights, `[B, pack heads, L, T]`; of a decoder
@@ -66,14 +70,6 @@ class LunaModelOutput(BaseModelOutputWithPastAndCrossAttentions):
     attention_mask: torch.LongTensor | None = None
     packed_hidden_states: tuple[torch.FloatTensor, ...] | None = None
     packed_attentions: tuple[torch.FloatTensor, ...] | None = None
-
-
-def sinusoids(positions: torch.Tensor, width: int) -> torch.Tensor:
-    """Return the sinusoids of positions `[...]`, `[..., width]` in float32: sines, then cosines, as in fairseq."""
-    half = width // 2
-    index = torch.arange(half, device=positions.device, dtype=torch.float32)
-    angle = positions[..., None].float() * torch.exp(index * (-math.log(10000.0) / (half - 1)))
-    return nn.functional.pad(torch.cat([angle.sin(), angle.cos()], dim=-1), (0, width % 2))
 
 
 class LunaEmbeddings(nn.Module):
@@ -91,7 +87,8 @@ class LunaEmbeddings(nn.Module):
             rows = config.max_position_embeddings + config.position_offset
             padding_row = config.position_offset - 1 if config.position_offset else None
             self.position_embeddings = nn.Embedding(rows, width, padding_idx=padding_row)
-        self.has_projection = not config.add_cross_attention  # else P comes from the encoder
+        # A decoder has the P of its encoder.
+        self.has_projection = config.pack_method == "attention" and not config.add_cross_attention
         if self.has_projection:
             layers = () if config.contextual_projection else (config.num_hidden_layers,)
             self.packed_embeddings = nn.Parameter(torch.empty(*layers, config.projection_length, width))
@@ -123,6 +120,8 @@ class LunaEmbeddings(nn.Module):
 
     def positions(self, position_ids: torch.Tensor) -> torch.Tensor:
         """Return position embeddings, `[B or 1, T, d]`."""
+        if position_ids.is_floating_point():
+            return interpolate(self.position_embeddings, position_ids, self.offset)
         position_ids = position_ids + self.offset
         if self.config.position_embedding_type == "learned":
             return self.position_embeddings(position_ids)
@@ -166,15 +165,21 @@ class LunaAttention(nn.Module):
         width = config.hidden_size
         self.head_size = width // config.num_attention_heads
         self.pack_head_size = width // config.num_pack_attention_heads
-        self.dropout = config.attention_dropout
-        self.pack_query = nn.Linear(width, width)
+        self.dropout, self.projection_length = config.attention_dropout, config.projection_length
+        self.by_importance, self.tied = config.pack_method == "importance", config.tie_key_value
+        if self.by_importance:
+            self.salience = nn.Parameter(torch.empty(width))
+            self.entropy = RankBoundary()
+        else:
+            self.pack_query = nn.Linear(width, width)
         self.query = nn.Linear(width, width)
-        self.tied = config.tie_key_value
         if self.tied:
-            self.pack_key_value = nn.Linear(width, width)
+            if not self.by_importance:
+                self.pack_key_value = nn.Linear(width, width)
             self.key_value = nn.Linear(width, width)
         else:
-            self.pack_key, self.pack_value = nn.Linear(width, width), nn.Linear(width, width)
+            if not self.by_importance:
+                self.pack_key, self.pack_value = nn.Linear(width, width), nn.Linear(width, width)
             self.key, self.value = nn.Linear(width, width), nn.Linear(width, width)
         self.output = nn.Linear(width, width)
         self.all_heads = RankBoundary()
@@ -198,16 +203,23 @@ class LunaAttention(nn.Module):
         the tokens of the context are, in a ragged batch also the queries; `packed_mask` `[B, L]` is bool, True = keep.
         With a filled `cache` the context is packed already: P, the encoder states and the packed context are None.
         """
-        query, packed_context, pack_weights = _split(self.query(hidden_states), self.head_size), None, None
+        query = _split(self.query(hidden_states), self.head_size)
+        packed_context = pack_weights = bias = None
         if cache is not None and cache.is_initialized:
             key, value, layout = cache.key, cache.value, DENSE
         else:
             context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
-            packed_context, pack_weights = self.pack(packed, context, layout, output_weights)
+            if self.by_importance:
+                packed_context, entropy, packed_mask = pack_by_importance(
+                    context, self.salience, layout, self.projection_length
+                )
+                bias = self.entropy(entropy)
+            else:
+                packed_context, pack_weights = self.pack(packed, context, layout, output_weights)
             key, value = self.project(packed_context)
             if cache is not None:
                 cache.store(key.shape[1], key=key, value=value)
-        output, weights = self.unpack(query, key, value, packed_mask, layout, output_weights)
+        output, weights = self.unpack(query, key, value, packed_mask, layout, output_weights, bias)
         return output, packed_context, weights, pack_weights
 
     def pack(
@@ -239,10 +251,11 @@ class LunaAttention(nn.Module):
         packed_mask: torch.Tensor | None,
         layout: Layout,
         output_weights: bool,
+        bias: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return what queries `[B, T, heads, K]` read of the packed context (eq. 4), `[B, T, d]`, and the weights."""
         options = {"dropout": self.dropout if self.training else 0.0, "return_weights": output_weights}
-        heads = luna_unpack(query, key, value, packed_mask, **options, **layout.bounds())
+        heads = luna_unpack(query, key, value, packed_mask, bias=bias, **options, **layout.bounds())
         heads, weights = heads if output_weights else (heads, None)
         return self.output(heads.flatten(2)), self.all_heads.join_heads(weights) if output_weights else None
 
@@ -398,7 +411,7 @@ class LunaLayer(LunaBlock):
     """An encoder layer (Figure 2): attention and a feed-forward network for the tokens; P has a norm of its own."""
 
     def __init__(self, config: LunaConfig):
-        super().__init__(config, LunaAttention(config), packs=True)
+        super().__init__(config, LunaAttention(config), packs=config.pack_method == "attention")
 
     def forward(
         self,
@@ -411,9 +424,15 @@ class LunaLayer(LunaBlock):
         """Return tokens `[B, T, d]` and P `[B, L, d]` as the next layer gets them."""
         norm, packed_norm = self.attention_layer_norm, self.packed_layer_norm
         output, packed_output, *_ = self.attention(
-            self.before(norm, hidden_states), self.before(packed_norm, packed), layout, packed_mask, output_weights
+            self.before(norm, hidden_states),
+            packed if packed_norm is None else self.before(packed_norm, packed),
+            layout,
+            packed_mask,
+            output_weights,
         )
         hidden_states = self.after(norm, hidden_states, self.dropout(output))
+        if packed_norm is None:
+            return self.feed_forward(hidden_states), packed_output
         packed = self.after(packed_norm, packed, layout.drop_shared(self.dropout, packed_output))
         return self.feed_forward(hidden_states), packed
 
@@ -478,7 +497,7 @@ class LunaStack(nn.Module):
         self.layers = nn.ModuleList(self.layer_class(config) for _ in range(layers))
         if config.pre_norm:
             self.layer_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-            if not config.learns_causal_projection:
+            if config.pack_method == "attention" and not config.learns_causal_projection:
                 self.packed_layer_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.gradient_checkpointing = False
 
@@ -504,13 +523,13 @@ class LunaStack(nn.Module):
             return after
         dropped = torch.tensor(dropped, device=after[0].device)
         pairs = zip(before, after, strict=True)
-        return tuple(None if new is None else torch.where(dropped, old, new) for old, new in pairs)
+        return tuple(new if old is None or new is None else torch.where(dropped, old, new) for old, new in pairs)
 
     def final_norm(self, hidden_states, packed_states):
         """Apply the norms behind the last layer, which there are where every layer begins with one."""
         if self.config.pre_norm:
             hidden_states = self.layer_norm(hidden_states)
-            if packed_states[-1] is not None and not self.config.learns_causal_projection:
+            if packed_states[-1] is not None and hasattr(self, "packed_layer_norm"):
                 packed_states[-1] = self.packed_layer_norm(packed_states[-1])
         return hidden_states, packed_states
 
@@ -647,6 +666,8 @@ class LunaPreTrainedModel(CommonPreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, LunaEmbeddings) and module.has_projection:
             init.normal_(module.packed_embeddings, std=self.embedding_range)
+        elif isinstance(module, LunaAttention) and module.by_importance:
+            init.zeros_(module.salience)
         elif isinstance(module, nn.Embedding) and self.config.scale_embedding:
             init.normal_(module.weight, std=self.embedding_range)
             if module.padding_idx is not None:
@@ -753,9 +774,11 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
             cp_group=cp_group,
         )
         layout, weights, given = inputs.layout, inputs.output_weights, None
-        if packed_states is not None or packed_mask is not None or self.config.is_decoder:
+        if self.config.pack_method == "importance":
+            given = rows_in_use(self, inputs, packed_states, packed_mask, options)
+        elif packed_states is not None or packed_mask is not None or self.config.is_decoder:
             given = read_packed(self.config, inputs, packed_states, packed_mask)
-        positions = self.number_positions(inputs)
+        positions = number_positions(self.config, inputs)
         # One call: FSDP and offloading load the weights of a module only during its `forward`.
         hidden_states, learned = self.embeddings(embed(self, inputs), layout, positions, with_packed=given is None)
         packed, packed_mask = learned if given is None else given
@@ -776,34 +799,11 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
             packed_hidden_states=select_layers(packed, options) if returns_packed else None,
         )
 
-    def number_positions(self, inputs: Inputs) -> torch.Tensor:
-        """Return the position of every token in the layout, `[B or 1, T]`: the number of kept tokens before it."""
-        layout, given, table = inputs.layout, inputs.given, self.config.max_position_embeddings
-        learned, length = self.config.position_embedding_type == "learned", layout.sizes(given)[1] + inputs.seen()
-        if inputs.position_ids is not None:
-            positions = layout.gather(inputs.position_ids.expand(given.shape[:2]))
-            # Positions of padding have no effect and may be invalid.
-            positions = positions if layout.mask is None else positions.masked_fill(~layout.mask, 0)
-        else:
-            positions = layout.positions(given)
-            if inputs.seen():
-                positions = positions + inputs.cache.layers[0].tensors["count"][:, None]
-        # With a cache the length includes padding, which has no positions.
-        if learned and length > table and inputs.past_key_values is not None:
-            length = int(positions.max()) + 1
-        if learned and length > table:
+    def check_shards(self, layout: ShardedLayout) -> None:
+        if self.config.pack_method == "importance":
             raise ValueError(
-                f"the sequence length {length} exceeds the {table} learned positions of the model; truncate the input "
-                "or train with a larger `max_position_embeddings` (`max_target_positions` of a decoder)"
+                "pack_method='importance' does not support `cp_group`, because rows would extend over shards"
             )
-        if inputs.position_ids is not None and can_look(positions):
-            first, last = (x.item() for x in positions.aminmax())
-            if first < 0 or (learned and last >= table):
-                raise ValueError(
-                    f"`position_ids` are from {first} to {last}; they must be at least 0, and less than the {table} "
-                    "learned positions (`max_position_embeddings`)"
-                )
-        return positions
 
 
 __all__ = ["LunaModel", "LunaPreTrainedModel"]

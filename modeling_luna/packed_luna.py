@@ -57,8 +57,7 @@ def keep_of_empty_rows(packed: torch.Tensor, packed_states: torch.Tensor, counts
 def select_layers(packed: list[torch.Tensor], options: dict[str, Any]) -> tuple[torch.Tensor | None, ...]:
     """Return P of the layers that `output_hidden_states` selects, and None for the others, as transformers does."""
     selected = selected_hidden_states(options.get("output_hidden_states"))
-    if selected is None:
-        return tuple(packed)
     count = len(packed)
-    kept = {index % count for index in selected if -count <= index < count}
-    return tuple(states if index in kept else None for index, states in enumerate(packed))
+    kept = set(range(count)) if selected is None else {index % count for index in selected if -count <= index < count}
+    states = tuple(states if index in kept else None for index, states in enumerate(packed))
+    return states[1:] if packed[0] is None else states

@@ -12,7 +12,7 @@ from luna_mega.convert.keymap import LAYER_NORM, Row
 from luna_mega.convert.table import ACTIVATION, COMMON, FAIRSEQ_ACTIVATIONS, NOT, Arg, Table, fixed, limited, written
 from luna_mega.convert.target import Target
 from luna_mega.errors import ConversionError
-from luna_mega.modeling_luna.modeling_luna import sinusoids
+from luna_mega.modeling_luna.positions_luna import sinusoids
 
 SINUSOIDS = "sinusoids of P: checked against the formula, not stored"
 PLACEHOLDER = "placeholder buffer of the original, no content"

@@ -4,9 +4,10 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch import nn
 
 from luna_mega.kernels._op import Op
-from luna_mega.kernels.checks import check_dropout, check_mask
+from luna_mega.kernels.checks import check_dropout, check_mask, check_shape
 from luna_mega.kernels.context_parallel import ContextShard
 from luna_mega.kernels.luna_attention import reference, sharded, torch_backend
 from luna_mega.kernels.varlen import check_cu_seqlens
@@ -93,20 +94,31 @@ def luna_unpack(
     value: torch.Tensor,
     mask: torch.Tensor | None = None,
     *,
+    bias: torch.Tensor | None = None,
     dropout: float = 0.0,
     return_weights: bool = False,
     backend: str | None = None,
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Unpack for every query: softmax(Q K^T / sqrt(K)) V over the L packed rows (Luna eq. 4).
+    """Unpack for every query: softmax(Q K^T / sqrt(K) + bias) V over the L packed rows (Luna eq. 4).
 
     Arguments, result and errors are those of `luna_pack`, with `query` `[B, T, H, K]`, `key` and `value` `[B, L, H,
     K]`, `mask` `[B, L]` and weights `[B, H, T, L]`. With `cu_seqlens`, queries and result are varlen, `[1, total, H,
-    K]`.
+    K]`. `bias` `[B, L]` is added to the logits of all heads, and has a gradient; None = 0. It adds one feature to the
+    heads, so Triton then supports head sizes up to 127.
     """
     options = (dropout, return_weights, backend, cu_seqlens, max_seqlen)
-    return _attend(UNPACK, query, key, value, mask, *options)
+    if bias is None:
+        return _attend(UNPACK, query, key, value, mask, *options)
+    check_shape("luna_unpack", "bias", bias, key.shape[:2])
+    scale = query.shape[-1] ** -0.5
+    # A feature, because fused kernels have no gradient of a bias: 1 in queries and bias / scale in keys.
+    feature = (bias / scale).to(key.dtype)[..., None, None].expand(-1, -1, key.shape[2], 1)
+    biased = torch.cat([key, feature], dim=-1)
+    value = biased if value is key else nn.functional.pad(value, (0, 1))
+    output = _attend(UNPACK, nn.functional.pad(query, (0, 1), value=1.0), biased, value, mask, *options, scale=scale)
+    return (output[0][..., :-1], output[1]) if return_weights else output[..., :-1]
 
 
 def luna_attention(
@@ -174,13 +186,15 @@ def luna_attention(
     return (output[0], packed, output[1], pack_weights) if return_weights else (output, packed)
 
 
-def _attend(op, query, key, value, mask, dropout, return_weights, backend, cu_seqlens, max_seqlen, shard=None):
+def _attend(
+    op, query, key, value, mask, dropout, return_weights, backend, cu_seqlens, max_seqlen, shard=None, scale=None
+):
     op.check_shard_options(shard, return_weights=return_weights, cu_seqlens=cu_seqlens)
     _check(op, query, key, value, mask, dropout, cu_seqlens)
     if cu_seqlens is not None:
         total = (query if op is UNPACK else key).shape[1]
         max_seqlen = check_cu_seqlens(op.name, cu_seqlens, max_seqlen, total)
-    scale = query.shape[-1] ** -0.5
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
     call = {"query": query, "key": key, "value": value, "mask": mask, "scale": scale, "dropout": dropout}
     return op(backend, call, cu_seqlens, max_seqlen, return_weights, shard)
 

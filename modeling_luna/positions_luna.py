@@ -1,0 +1,79 @@
+"""Positions of tokens: their numbers, sinusoids, and learned positions of texts longer than the table."""
+
+import math
+
+import torch
+from torch import nn
+from transformers.configuration_utils import PreTrainedConfig
+
+from luna_mega.modeling_common.inputs import Inputs
+from luna_mega.modeling_common.layout import Layout
+from luna_mega.modeling_common.masks import can_look, is_program
+
+
+def sinusoids(positions: torch.Tensor, width: int) -> torch.Tensor:
+    """Return the sinusoids of positions `[...]`, `[..., width]` in float32: sines, then cosines, as in fairseq."""
+    half = width // 2
+    index = torch.arange(half, device=positions.device, dtype=torch.float32)
+    angle = positions[..., None].float() * torch.exp(index * (-math.log(10000.0) / (half - 1)))
+    return nn.functional.pad(torch.cat([angle.sin(), angle.cos()], dim=-1), (0, width % 2))
+
+
+def number_positions(config: PreTrainedConfig, inputs: Inputs) -> torch.Tensor:
+    """Return the position of every token in the layout, `[B or 1, T]`: the number of kept tokens before it."""
+    layout, given, table = inputs.layout, inputs.given, config.max_position_embeddings
+    extension, length = config.position_extension, layout.sizes(given)[1] + inputs.seen()
+    learned = config.position_embedding_type == "learned"
+    if inputs.position_ids is not None:
+        positions = layout.gather(inputs.position_ids.expand(given.shape[:2]))
+        # Positions of padding have no effect and may be invalid.
+        positions = positions if layout.mask is None else positions.masked_fill(~layout.mask, 0)
+    else:
+        positions = layout.positions(given)
+        if inputs.seen():
+            positions = positions + inputs.cache.layers[0].tensors["count"][:, None]
+    limited = learned and extension is None
+    # With a cache the length includes padding, which has no positions.
+    if limited and length > table and inputs.past_key_values is not None:
+        length = int(positions.max()) + 1
+    if limited and length > table:
+        raise ValueError(
+            f"the sequence length {length} exceeds the {table} learned positions of the model; truncate the input "
+            "or train with a larger `max_position_embeddings` (`max_target_positions` of a decoder), or set "
+            "`position_extension` of an encoder"
+        )
+    if inputs.position_ids is not None and can_look(positions):
+        first, last = (x.item() for x in positions.aminmax())
+        limit = table if extension is None else max(table, length)
+        if first < 0 or (learned and last >= limit):
+            raise ValueError(
+                f"`position_ids` are from {first} to {last}; they must be at least 0, and less than the {limit} "
+                "learned positions (`max_position_embeddings`)"
+            )
+    if extension is not None and (is_program() or length > table):
+        positions = extend_positions(positions, layout, length, config)
+    return positions
+
+
+def extend_positions(positions: torch.Tensor, layout: Layout, length: int, config: PreTrainedConfig) -> torch.Tensor:
+    """Return positions `[B or 1, T]` within the table: integers for "wrap", real numbers for "interpolate".
+
+    `length` is that of sequences of which the layout keeps all tokens.
+    """
+    last = config.max_position_embeddings - 1
+    if config.position_extension == "wrap":
+        return torch.where(positions <= last, positions, 1 + (positions - 1) % last)
+    count = layout.counts()
+    if count is None:
+        count = positions.new_full((1, 1), length)
+    else:
+        count = layout.spread(count, positions.shape[1])[..., 0]
+    # By the length of the sequence itself, so that padding moves no position.
+    return (positions * (last / (count - 1).clamp(min=1)).clamp(max=1.0)).clamp(max=last)
+
+
+def interpolate(table: nn.Embedding, places: torch.Tensor, offset: int) -> torch.Tensor:
+    """Return position embeddings at real numbers `[B or 1, T]`, `[B or 1, T, d]`; exact at integers."""
+    low = places.long().clamp(max=table.num_embeddings - offset - 2)
+    weight = (places - low)[..., None].to(table.weight.dtype)
+    return torch.lerp(table(low + offset), table(low + offset + 1), weight)
