@@ -21,7 +21,7 @@ from baselines import (
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import RobertaConfig, RobertaModel
 
-from luna_mega import LunaConfig, LunaModel, MegaConfig, MegaModel
+from luna_mega import LunaConfig, LunaModel, MegaConfig, MegalodonConfig, MegaModel
 from luna_mega.kernels.api import (
     complex_ema,
     damped_ema,
@@ -32,7 +32,9 @@ from luna_mega.kernels.api import (
     use_backend,
 )
 from luna_mega.modeling_common.layout import DENSE
-from luna_mega.modeling_mega.modeling_mega import MegaGatedAttention, MegaPreTrainedModel
+from luna_mega.modeling_luna.modeling_luna import LunaLayer, LunaPreTrainedModel
+from luna_mega.modeling_mega.modeling_mega import MegaBlock, MegaGatedAttention, MegaPreTrainedModel
+from luna_mega.modeling_megalodon.modeling_megalodon import MegalodonBlock, MegalodonPreTrainedModel, MegalodonRotary
 
 Size = dict[str, int | str]
 
@@ -190,6 +192,45 @@ def _mega_layer(run, device, dtype, n, function, chunk, d=512, values=1024, shar
     return Work(lambda: (run(layer, x),), [x, *layer.parameters()])
 
 
+def _long_layer(make, device, dtype, n, d=128):
+    """Time one encoder layer with a feed-forward network of 2 d units."""
+    torch.manual_seed(0)
+    layer, others = make(d)
+    layer = layer.to(device, dtype)
+    x = torch.randn(1, n, d, generator=torch.Generator().manual_seed(0)).to(device, dtype).requires_grad_()
+
+    def forward():
+        output = layer(x, *others(x))
+        return output[:1] if isinstance(output, tuple) else (output,)
+
+    return Work(forward, [x, *layer.parameters()])
+
+
+def _long_luna(d):
+    sizes = {"hidden_size": d, "intermediate_size": 2 * d, "num_attention_heads": d // 64, "projection_length": 32}
+    config = LunaConfig(dropout=0.0, attention_dropout=0.0, **sizes)
+    layer, packed = LunaLayer(config), torch.randn(1, 32, d, requires_grad=True)
+    return layer.apply(LunaPreTrainedModel(config)._init_weights), lambda x: (packed.to(x),)
+
+
+def _long_mega(d):
+    config = _mega_config(use_chunking=True, chunk_size=128, nffn_hidden_size=2 * d, **_long_sizes(d))
+    return MegaBlock(config).apply(MegaPreTrainedModel(config)._init_weights), lambda x: (DENSE,)
+
+
+def _long_megalodon(d):
+    config = MegalodonConfig(
+        value_size=2 * d, norm_num_groups=8, num_attention_heads=1, chunk_size=128, **_long_sizes(d)
+    )
+    rope = MegalodonRotary(config)
+    layer = MegalodonBlock(config, 0).apply(MegalodonPreTrainedModel(config)._init_weights)
+    return layer, lambda x: (DENSE, rope(x, DENSE, None))
+
+
+def _long_sizes(d):
+    return {"hidden_size": d, "intermediate_size": 2 * d, "shared_representation_size": 64}
+
+
 def _model(make, device, dtype, n, b=1, within=nullcontext):
     torch.manual_seed(0)
     model = make(n).to(device, dtype)
@@ -285,6 +326,8 @@ def _mega_base(n):
 _TOKENS = ((512, 128), (4096, 16), (32768, 2))  # (n, b): 65,536 tokens
 _MODEL_TOKENS = tuple({"n": n, "b": 65536 // n} for n in (512, 1024, 2048, 4096, 16384, 32768))
 _TRAINING = {"both": "Training step (forward and backward)"}
+
+_LONG = {"luna_32": _long_luna, "mega_chunk_128": _long_mega, "megalodon_chunk_128": _long_megalodon}
 
 CASES = {
     case.name: case
@@ -386,7 +429,7 @@ CASES = {
             floor=floors.complex_ema,
         ),
         Case(
-            "complex_ema_and_damped",  # the complex average beside the causal real one
+            "complex_ema_and_damped",  # the complex average compared with the causal real one
             {"luna_mega": partial(_complex_ema, complex_ema), "damped_ema": _damped_for_complex},
             sizes=tuple({"b": b, "n": n} for b, n in ((1, 1024), (1, 4096), (8, 1024))),
             quick=(),
@@ -453,6 +496,14 @@ CASES = {
             gpu=({"n": 4096, "b": 8, "function": "laplace", "chunk": 128},),
             gpu_variants={"torch": partial(_mega_layer, _by_torch(lambda layer, x: layer(x, DENSE)[0]))},
             compiled={"original_compiled": partial(_mega_layer, _compiled(original_mega_layer))},
+        ),
+        Case(
+            "long",
+            {name: partial(_long_layer, make) for name, make in _LONG.items()},
+            sizes=tuple({"n": n} for n in (16_384, 65_536, 262_144, 1_048_576)),
+            quick=({"n": 16_384},),
+            repeats=1,
+            passes={name: name for name in ("forward", "both")},
         ),
         Case(
             "base_model",

@@ -17,86 +17,23 @@ compiles.
 import argparse
 import json
 import statistics
-import time
-from collections.abc import Callable
 
+import models
 import torch
+from measure import clock
 from torch import nn
-from transformers import (
-    DynamicCache,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    logging,
-)
+from transformers import DynamicCache, PreTrainedModel, logging
 
-from luna_mega import (
-    LunaConfig,
-    LunaForCausalLM,
-    MegaConfig,
-    MegaForCausalLM,
-    MegalodonConfig,
-    MegalodonForCausalLM,
-)
 from luna_mega.compat import CACHE_NAME
 
-VOCABULARY, WIDTH, LAYERS, HEADS, CHUNK, ROWS = 8000, 512, 6, 8, 512, 32
-LONGEST_PROMPT, PREFILL, ORDER = 1024, 512, (0, 0, 1, 2)
-
-
-def mega(inner: int, longest: int) -> PreTrainedModel:
-    """Return Mega as the paper has it for language, with `inner` units in the feed-forward layers."""
-    sizes = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "intermediate_size": 2 * WIDTH}
-    sizes |= {"shared_representation_size": 128, "nffn_hidden_size": inner, "chunk_size": CHUNK, "use_chunking": True}
-    kind = {"attention_activation": "laplace", "normalization_type": "layernorm"}
-    return MegaForCausalLM(
-        MegaConfig(vocab_size=VOCABULARY, is_decoder=True, bidirectional=False, pad_token_id=0, **sizes, **kind)
-    )
-
-
-def megalodon(inner: int, longest: int) -> PreTrainedModel:
-    """Return Megalodon as its code has it for 200 million parameters, in small."""
-    sizes = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 1, "value_size": 2 * WIDTH}
-    sizes |= {"shared_representation_size": 128, "intermediate_size": inner, "chunk_size": CHUNK}
-    return MegalodonForCausalLM(MegalodonConfig(vocab_size=VOCABULARY, tie_word_embeddings=True, **sizes))
-
-
-def luna(inner: int, longest: int) -> PreTrainedModel:
-    """Return Luna with a P of 32 rows."""
-    sizes = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
-    sizes |= {"intermediate_size": inner, "projection_length": ROWS, "max_position_embeddings": longest}
-    return LunaForCausalLM(LunaConfig(vocab_size=VOCABULARY, is_decoder=True, pad_token_id=0, **sizes))
-
-
-def llama(inner: int, longest: int) -> PreTrainedModel:
-    """Return Llama as transformers has it."""
-    sizes = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
-    sizes |= {"intermediate_size": inner, "max_position_embeddings": longest, "tie_word_embeddings": True}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes))
-
-
-def gpt2(inner: int, longest: int) -> PreTrainedModel:
-    """Return GPT-2 as transformers has it."""
-    sizes = {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "n_inner": inner, "n_positions": longest}
-    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes))
-
-
-# The units that make them equal.
+CHUNK, LONGEST_PROMPT, PREFILL, ORDER = 512, 1024, 512, (0, 0, 1, 2)
 MODELS = {
-    "mega": (mega, 1024),
-    "megalodon": (megalodon, 1344),
-    "luna": (luna, 2048),
-    "llama": (llama, 1472),
-    "gpt2": (gpt2, 2176),
+    "mega": models.mega_lm,
+    "megalodon": models.megalodon_lm,
+    "luna": models.luna_lm,
+    "llama": models.llama,
+    "gpt2": models.gpt2,
 }
-
-
-def parameters(model: PreTrainedModel) -> int:
-    """Return the number of parameters, without a table of positions."""
-    positions = sum(x.numel() for name, x in model.named_parameters() if "wpe" in name or "position_embed" in name)
-    return sum(x.numel() for x in model.parameters()) - positions
 
 
 def matrices(model: PreTrainedModel) -> list[torch.Tensor]:
@@ -109,13 +46,14 @@ def fill(model: PreTrainedModel, batch: int, context: int):
     config = model.config
     if config.model_type in ("llama", "gpt2"):
         past = DynamicCache(config=config)
-        for layer in range(LAYERS):
-            past.update(*torch.randn(2, batch, HEADS, context, WIDTH // HEADS), layer)
+        heads = config.num_attention_heads
+        for layer in range(config.num_hidden_layers):
+            past.update(*torch.randn(2, batch, heads, context, config.hidden_size // heads), layer)
         return past
     length = min(context, LONGEST_PROMPT)
     if config.model_type in ("mega", "megalodon"):
         length += (CHUNK // 2 - length) % CHUNK if context >= CHUNK else 0
-    return model(torch.randint(1, VOCABULARY, (batch, length)), use_cache=True, logits_to_keep=1).cache
+    return model(torch.randint(1, models.VOCABULARY, (batch, length)), use_cache=True, logits_to_keep=1).cache
 
 
 def state_bytes(past) -> int:
@@ -125,25 +63,14 @@ def state_bytes(past) -> int:
     return past.nbytes
 
 
-def clock(run: Callable[[], object]) -> float:
-    """Return the seconds of a call: processor time with one CPU thread, else wall time, on a GPU until it is idle."""
-    on_gpu = torch.cuda.is_initialized()
-    now = time.process_time if torch.get_num_threads() == 1 and not on_gpu else time.perf_counter
-    start = now()
-    run()
-    if on_gpu:
-        torch.cuda.synchronize()
-    return now() - start
-
-
 def measure(
-    models: dict[str, PreTrainedModel], batch: int, beams: bool, context: int, rounds: int, compiled: bool
+    decoders: dict[str, PreTrainedModel], batch: int, beams: bool, context: int, rounds: int, compiled: bool
 ) -> list[dict]:
     """Return a row for each model: milliseconds a step and of the floor, bytes of the cache."""
     runs, caches, bytes_read = {}, {}, {}
-    token, order = torch.randint(1, VOCABULARY, (batch, 1)), torch.tensor(ORDER)
-    vectors = {x.shape[1]: torch.randn(x.shape[1]) for model in models.values() for x in matrices(model)}
-    for name, model in models.items():
+    token, order = torch.randint(1, models.VOCABULARY, (batch, 1)), torch.tensor(ORDER)
+    vectors = {x.shape[1]: torch.randn(x.shape[1]) for model in decoders.values() for x in matrices(model)}
+    for name, model in decoders.items():
         caches[name] = past = fill(model, batch, context)
         weights = matrices(model)
         bytes_read[name] = sum(x.nbytes for x in weights), state_bytes(past)
@@ -168,7 +95,7 @@ def measure(
         for name, run in runs.items():
             seconds[name].append(clock(run))
     rows = []
-    for name in models:
+    for name in decoders:
         weights, state = bytes_read[name]
         floor = min(seconds[name, "floor"]) * (weights + state) / weights
         row = {"model": name, "context": context, "batch": "4 beams" if beams else str(batch)}
@@ -179,7 +106,7 @@ def measure(
 
 def prefill(model: PreTrainedModel, rounds: int = 3) -> float:
     """Return tokens a second of a prompt."""
-    ids = torch.randint(1, VOCABULARY, (1, PREFILL))
+    ids = torch.randint(1, models.VOCABULARY, (1, PREFILL))
     return PREFILL / min(clock(lambda: model(ids, use_cache=True)) for _ in range(rounds))
 
 
@@ -200,11 +127,11 @@ def main(arguments: list[str] | None = None) -> None:
     if options.device == "cuda":
         torch.set_default_device("cuda")
     longest = max(*options.contexts, LONGEST_PROMPT) + CHUNK + options.rounds + 4
-    models = {name: build(inner, longest).eval() for name, (build, inner) in MODELS.items() if name in options.models}
-    sizes = {name: parameters(model) for name, model in models.items()}
+    decoders = {name: MODELS[name](longest).eval() for name in options.models}
+    sizes = {name: models.count_parameters(model) for name, model in decoders.items()}
     if max(sizes.values()) > 1.05 * min(sizes.values()):
         raise ValueError(f"the models differ by more than 5 % in their parameters: {sizes}")
-    for name, model in models.items():
+    for name, model in decoders.items():
         print(f"{name}: {sizes[name] / 1e6:.1f} M parameters, prefill of {PREFILL}: {prefill(model):.0f} tokens/s")
     print("\n| batch | context | model | step, ms | floor, ms | times the floor | cache, MiB |")
     print("|---|---|---|---|---|---|---|")
@@ -213,8 +140,8 @@ def main(arguments: list[str] | None = None) -> None:
         for context in options.contexts:
             beams = batch == "beams"
             size = len(ORDER) if beams else int(batch)
-            rows += measure(models, size, beams, context, options.rounds, options.compile)
-            for row in rows[-len(models) :]:
+            rows += measure(decoders, size, beams, context, options.rounds, options.compile)
+            for row in rows[-len(decoders) :]:
                 share, size = row["step_ms"] / row["floor_ms"], row["cache_bytes"] / 2**20
                 print(
                     f"| {row['batch']} | {context} | {row['model']} | {row['step_ms']:.2f} | {row['floor_ms']:.2f} | "

@@ -3,10 +3,11 @@
 import resource
 import statistics
 import time
+from collections.abc import Callable
 from functools import partial
 
 import torch
-from cases import CASES, Size
+from cases import CASES, Case, Size
 
 if torch.cuda.is_available():
     from triton.testing import do_bench
@@ -81,6 +82,21 @@ def _pass(name, function, repeats, device):
     return {**result, f"{name}_ms": median, f"{name}_min_ms": least}
 
 
+def take_turns(case: Case, variants: list[str], size: Size, dtype: str, rounds: int) -> dict[str, list[float]]:
+    """Return the median milliseconds of each pass for `variants`, which alternate in this process on the CPU."""
+
+    def step(work):
+        outputs = work.forward()
+        _gradients(outputs, work, [torch.ones_like(output) for output in outputs])
+
+    works = [case.make(variant, torch.device("cpu"), getattr(torch, dtype), size) for variant in variants]
+    result = {}
+    for name, run in {"forward": _forward, "both": step}.items():
+        times = [[1000 * clock(partial(run, work)) for work in works] for _ in range(rounds + 1)]
+        result[name] = [statistics.median(values) for values in zip(*times[1:], strict=True)]  # the first warms up
+    return result
+
+
 @torch.no_grad()
 def _forward(work):
     return work.forward()
@@ -94,6 +110,17 @@ def _milliseconds(function):
     start = time.perf_counter()
     function()
     return 1000 * (time.perf_counter() - start)
+
+
+def clock(run: Callable[[], object]) -> float:
+    """Return the seconds of a call: processor time with one CPU thread, else wall time, on a GPU until it is idle."""
+    on_gpu = torch.cuda.is_initialized()
+    now = time.process_time if torch.get_num_threads() == 1 and not on_gpu else time.perf_counter
+    start = now()
+    run()
+    if on_gpu:
+        torch.cuda.synchronize()
+    return now() - start
 
 
 def reset_peak(device):

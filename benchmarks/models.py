@@ -24,7 +24,8 @@ _LUNA = {"num_attention_heads": 8, "intermediate_size": 1792, "dropout": 0.0, "a
 _MEGA = {"normalization_type": "layernorm", "use_chunking": True, "dropout_prob": 0.0, **_NO_DROPOUT}
 _MEGA |= {"intermediate_size": 1024, "nffn_hidden_size": 1024, "shared_representation_size": 128}
 _MEGA |= {"nffn_activation_dropout_prob": 0.0}
-_SIZE = {"vocab_size": 8000, "hidden_size": 512, "num_hidden_layers": 6}
+VOCABULARY = 8000
+_SIZE = {"vocab_size": VOCABULARY, "hidden_size": 512, "num_hidden_layers": 6}
 
 # Fields of the models of bytes, about 3.2 million parameters: Luna's own size for Text of Long Range Arena.
 _BYTES = {"vocab_size": 262, "hidden_size": 256, "num_hidden_layers": 4}

@@ -4,6 +4,7 @@
     python benchmarks/run.py --quick                      a few sizes
     python benchmarks/run.py luna_attention               one case
     python benchmarks/run.py encoders --lengths 512 16384 --time-limit 120
+    python benchmarks/run.py timestep_norm --turns 21     alternating variants, for machines whose speed drifts
     python benchmarks/run.py --device cuda --dtype bfloat16    on a GPU, with the Triton kernels
 
 Prints a table and writes results.json, results.csv, results.md (tables to paste) and one plot for each case into
@@ -24,7 +25,7 @@ from pathlib import Path
 import torch
 from cases import CASES
 from floors import rates
-from measure import agree, limit_memory, measure, parameters
+from measure import agree, limit_memory, measure, parameters, take_turns
 from tables import SIZES, markdown, plot, print_table
 from tqdm import tqdm
 from transformers import __version__ as transformers_version
@@ -41,6 +42,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 = as PyTorch chooses")
     parser.add_argument("--lengths", type=int, nargs="+", help="measure these lengths n only")
     parser.add_argument("--time-limit", type=float, help="on a CPU, seconds a row may take; beyond, it is left out")
+    parser.add_argument(
+        "--turns", type=int, metavar="N", help="alternate the variants N times on the CPU; print times only"
+    )
+    parser.add_argument(
+        "--variants", nargs="+", help="variants for --turns, the baseline of the ratios first; default all"
+    )
     parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks"))
     arguments = parser.parse_args(argv)
     if unknown := set(arguments.cases) - set(CASES):
@@ -48,6 +55,8 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.time_limit is not None and arguments.device == "cuda":
         parser.error("--time-limit works on a CPU, where every row has a process of its own: leave it out")
     cases = [CASES[name] for name in arguments.cases or CASES]
+    if arguments.turns:
+        return _print_turns(cases, arguments)
     rows = _rows(cases, arguments)
     if not rows:
         parser.error(f"no case has a length of {arguments.lengths}")
@@ -80,6 +89,23 @@ def _rows(cases, arguments):
         for size, variant in case.measurements(arguments.device, arguments.quick)
         if arguments.lengths is None or size.get("n") in arguments.lengths
     ]
+
+
+def _print_turns(cases, arguments):
+    """Print the medians of alternating variants, and their ratios to the first variant."""
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    for case in cases:
+        variants = arguments.variants or list(case.variants)
+        print(f"\n| {case.name} | pass (ms) | {' | '.join(variants)} |\n{'|---' * (2 + len(variants))}|")
+        for size in case.quick if arguments.quick else case.sizes:
+            if arguments.lengths and size.get("n") not in arguments.lengths:
+                continue
+            label = " ".join(f"{field} = {value:,}" for field, value in size.items())
+            for name, medians in take_turns(case, variants, size, arguments.dtype, arguments.turns).items():
+                cells = [f"{median:,.1f} ({median / medians[0]:.2f})" for median in medians]
+                print(f"| {label} | {name} | {' | '.join(cells)} |", flush=True)
+    return 0
 
 
 def _measure_all(rows, arguments):

@@ -20,7 +20,7 @@ OPERATIONS = {
 CLOSE, DIGITS = "]", tuple("0123456789")
 TOKENS = (*OPERATIONS, CLOSE, *DIGITS)
 OPERATION_PROBABILITY = 0.25
-_BATCH = 32
+BATCH = 32
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def read_released(source: str) -> str:
 
 def make_batch(seed: int, shape: Shape, split: int, number: int) -> list[dict[str, str | int]]:
     """Return the rows of one batch."""
-    return list(islice(trees(f"{seed} {split} {number}", shape), _BATCH))
+    return list(islice(trees(f"{seed} {split} {number}", shape), BATCH))
 
 
 def trees(seed: int | str, shape: Shape) -> Iterator[dict[str, str | int]]:

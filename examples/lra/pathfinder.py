@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from io import BytesIO
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from PIL import Image
 
 from lra.drawing import Canvas, Drawing, direction, draw_disc, moved, offsets
 
-_BATCH = 16
+BATCH = 16
 _PADDLE_TRIES, _SNAKE_TRIES = 3, 5
 _TAKEN, _OVERLAP = 0.3, 1.8
 
@@ -41,13 +40,11 @@ class Picture:
 
 
 def make_batch(seed: int, sizes: Drawing, split: int, number: int) -> list[dict[str, Any]]:
-    """Return the rows of one batch: PNG files and labels."""
+    """Return the rows of one batch: images and labels."""
     rows = []
-    for index in range(number * _BATCH, (number + 1) * _BATCH):
+    for index in range(number * BATCH, (number + 1) * BATCH):
         picture = draw_picture(np.random.default_rng([seed, split, index]), sizes)
-        file = BytesIO()
-        Image.fromarray(picture.pixels).save(file, "PNG")
-        rows.append({"image": {"bytes": file.getvalue(), "path": None}, "label": picture.label})
+        rows.append({"image": Image.fromarray(picture.pixels), "label": picture.label})
     return rows
 
 

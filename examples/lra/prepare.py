@@ -1,4 +1,4 @@
-"""Makes the data of Long Range Arena (Tay et al. 2021), as parquet files that `datasets` loads with their splits.
+"""Generate or convert the data of Long Range Arena (Tay et al. 2021) as parquet files with a dataset card.
 
     python examples/lra/prepare.py listops --output data/listops
     python examples/lra/prepare.py pathfinder --output data/pathfinder --processes 16
@@ -8,60 +8,76 @@
     python examples/lra/prepare.py retrieval --source lra_release/tsv_data --output data/retrieval
     python examples/lra/prepare.py speech --source speech_commands_v0.02 --output data/speech
 
-ListOps and Pathfinder are generated where no --source is given: the same files for a seed, whatever the number of
-processes. Interrupted, the command goes on where it stopped. The folder has a data set card and can be pushed to the
-Hub as it is.
+ListOps and Pathfinder are generated unless --source is given. The rows depend on --seed only, not on the number of
+processes. `load_dataset(FOLDER)` loads the splits, and the folder can be pushed to the Hub.
 """
 
 import argparse
+import math
 import os
 import shlex
 import sys
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from tempfile import TemporaryDirectory
+from typing import Any
 
-from datasets import ClassLabel, Features, Image, Value
-from tqdm import tqdm
+import numpy as np
+from datasets import ClassLabel, Dataset, Features, Image, Value, concatenate_datasets
+from datasets.exceptions import DatasetsError
+from huggingface_hub import DatasetCard, DatasetCardData
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as for the scripts beside this folder
-
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from lra import drawing, listops, pathfinder, released
-from lra.card import draw_sheet, write_card
-from lra.shards import SHARD_ROWS, Folder, make_splits
+from lra.released import SPLITS
+
+from luna_mega.errors import reason
+from luna_mega.training.arguments import fail
 
 TEXT, TWO = Value("string"), ClassLabel(num_classes=2)
 OBJECTS = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
-PICTURE = {"image": Image(), "label": ClassLabel(names=["two snakes", "one snake"])}
-# Of every task the columns, the title and text of its card.
+SNAKES = {"image": Image(), "label": ClassLabel(names=["two snakes", "one snake"])}
+# Columns, title and description of each task.
 TASKS = {
     "listops": (
         {"source": TEXT, "label": ClassLabel(names=list(listops.DIGITS))},
         "ListOps",
-        "Trees of operations on digits (`source`: tokens with spaces between them, all brackets among them) and their "
-        "values (`label`).",
+        "Trees of operations on digits (`source`: tokens and brackets separated by spaces) and their values (`label`).",
     ),
-    "text": ({"text": TEXT, "label": ClassLabel(names=["neg", "pos"])}, "Text", "Film reviews, to be read as bytes."),
-    "retrieval": ({"text1": TEXT, "text2": TEXT, "label": TWO}, "Retrieval", "Pairs of texts, to be read as bytes."),
-    "image": ({"image": Image(), "label": ClassLabel(names=OBJECTS)}, "Image", "CIFAR-10 in grey."),
-    "pathfinder": (PICTURE, "Pathfinder", "Dashed snakes; `label` 1: the two discs are the ends of one snake."),
-    "pathx": (PICTURE, "Path-X", "Dashed snakes; `label` 1: the two discs are the ends of one snake."),
+    "text": ({"text": TEXT, "label": ClassLabel(names=["neg", "pos"])}, "Text", "Movie reviews, read as bytes."),
+    "retrieval": ({"text1": TEXT, "text2": TEXT, "label": TWO}, "Retrieval", "Pairs of texts, read as bytes."),
+    "image": ({"image": Image(), "label": ClassLabel(names=OBJECTS)}, "Image", "CIFAR-10 in gray."),
+    "pathfinder": (SNAKES, "Pathfinder", "Dashed snakes; `label` 1: the two discs are the ends of one snake."),
+    "pathx": (SNAKES, "Path-X", "Dashed snakes; `label` 1: the two discs are the ends of one snake."),
     "speech": (
         {"audio": Value("binary"), "sampling_rate": Value("int64"), "label": ClassLabel(names=list(released.SC10))},
         "Raw speech",
-        "Spoken words: 16-bit samples, and how many make a second.",
+        "Spoken words: 16-bit samples and their rate in Hz.",
     ),
 }
 GENERATED = {"listops": (96_000, 2_000, 2_000), "pathfinder": (160_000, 20_000, 20_000)}
 GENERATED["pathx"] = GENERATED["pathfinder"]
 VALIDATION = {"text": 2_500, "image": 5_000}
-SPLITS = ("train", "validation", "test")
+CARD = """---
+{{ card_data }}
+---
 
+# {{ title }}
 
-def fail(message: object) -> NoReturn:
-    """End the script with one line and exit status 1."""
-    raise SystemExit(f"error: {message}")
+{{ text }}
+
+Created by an example of luna-mega:
+
+```bash
+{{ command }}
+```
+
+| split | rows |
+|---|---|
+{% for split, rows in sizes.items() %}| {{ split }} | {{ "{:,}".format(rows) }} |
+{% endfor %}"""
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -69,20 +85,20 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     tasks = parser.add_subparsers(dest="task", required=True, metavar="TASK", help=", ".join(TASKS))
     for task in TASKS:
         options = tasks.add_parser(task, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-        options.add_argument("--output", type=Path, required=True, help="folder for the files")
+        options.add_argument("--output", type=Path, required=True, help="output folder")
         made, add = task in GENERATED, partial(options.add_argument, type=int, metavar="N")
-        where = "Hub name or folder" if task in (*VALIDATION, "speech") else "folder"
+        place = "Hub name or folder" if task in (*VALIDATION, "speech") else "folder"
         options.add_argument(
-            "--source", required=not made, help=f"{where} to convert" + "; without it rows are made" * made
+            "--source", required=not made, help=f"{place} to convert" + "; default: generate the rows" * made
         )
         if made or task in VALIDATION:
             add("--seed", default=0, help="seed of all random draws")
         if made:
-            add("--processes", default=os.cpu_count(), help="that make rows")
+            add("--processes", default=os.cpu_count(), help="number of processes that generate rows")
             for split, size in zip(SPLITS, GENERATED[task], strict=True):
                 add(f"--{split}", default=size, help="rows of this split")
         elif task in VALIDATION:
-            add("--validation", default=VALIDATION[task], help="rows drawn from those to train on")
+            add("--validation", default=VALIDATION[task], help="training rows that form the validation split")
         if task == "listops":
             for name, value in vars(listops.Shape()).items():
                 add(f"--{name}", default=value, help="limit of the trees")
@@ -91,7 +107,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             add("--contour_length", default=14, help=f"paddles: {drawing.CONTOUR_LENGTHS}")
         elif task == "speech":
             options.add_argument("--words", nargs="+", default=list(released.SC10), help="classes")
-            add("--sampling_rate", default=16_000, help="samples a second of the clips")
+            add("--sampling_rate", default=16_000, help="sampling rate of the clips in Hz")
     arguments = parser.parse_args(argv)
     for name, least in (("seed", 0), ("processes", 1), *((split, 0) for split in SPLITS)):
         if getattr(arguments, name, least) < least:
@@ -99,63 +115,111 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def generate(arguments: argparse.Namespace, features: Features) -> tuple[Folder, dict[str, int]]:
-    """Make the rows of ListOps or Pathfinder."""
-    sizes = {split: getattr(arguments, split) for split in SPLITS}
-    if not any(sizes.values()):
+def make_rows(make: Callable[[int], list[dict[str, Any]]], batches: list[int]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of some batches; `datasets` distributes the list over processes."""
+    for batch in batches:
+        yield from make(batch)
+
+
+def generate(arguments: argparse.Namespace, features: Features, cache: str) -> dict[str, Dataset]:
+    """Generate the rows of ListOps, without duplicates, or of Pathfinder."""
+    if not any(getattr(arguments, split) for split in SPLITS):
         fail("one of --train, --validation and --test must be above 0")
     if arguments.task == "listops":
-        limits = {name: getattr(arguments, name) for name in vars(listops.Shape())}
-        make, unique = partial(listops.make_batch, arguments.seed, listops.Shape(**limits)), "source"
+        limits, unique = listops.Shape(**{name: getattr(arguments, name) for name in vars(listops.Shape())}), "source"
     else:
-        limits = {"size": arguments.size, "contour_length": arguments.contour_length}
-        make, unique = partial(pathfinder.make_batch, arguments.seed, drawing.find_drawing(**limits)), None
-    folder = Folder(arguments.output, {"task": arguments.task, "seed": arguments.seed, **sizes, **limits})
-    make_splits(folder, sizes, make, features, unique, arguments.processes)
-    return folder, sizes
+        limits, unique = drawing.find_drawing(arguments.size, arguments.contour_length), None
+    module = listops if arguments.task == "listops" else pathfinder
+    splits, seen = {}, set()
+    # The number of a split is part of its seed. The test rows come first, so that they do not depend on the others.
+    for number, split in enumerate(reversed(SPLITS)):
+        make, size = partial(module.make_batch, arguments.seed, limits, number), getattr(arguments, split)
+        parts, rows, done = [], 0, 0
+        while rows < size:
+            batches = list(range(done, done + math.ceil((size - rows) / module.BATCH)))
+            part = Dataset.from_generator(
+                make_rows,
+                features,
+                cache,
+                gen_kwargs={"make": make, "batches": batches},
+                num_proc=min(arguments.processes, len(batches)),
+                split=split,
+            )
+            if unique:
+                sources = enumerate(part[unique])
+                part = part.select([index for index, row in sources if row not in seen and not seen.add(row)])
+            parts, rows, done = [*parts, part], rows + len(part), done + len(batches)
+        if parts:
+            splits[split] = concatenate_datasets(parts).take(size)
+    return splits
 
 
-def convert(arguments: argparse.Namespace, features: Features) -> tuple[Folder, dict[str, int]]:
+def convert(arguments: argparse.Namespace, features: Features, cache: str) -> dict[str, Dataset]:
     """Convert the rows of a source."""
     task, source = arguments.task, arguments.source
-    request = {"task": task, "source": source}
     if task in VALIDATION:
-        request |= {"validation": arguments.validation, "seed": arguments.seed}
-        read = {"text": released.read_reviews, "image": released.read_objects}[task]
-        splits = read(source, arguments.validation, arguments.seed)
-    elif task == "speech":
-        request |= {"words": arguments.words, "sampling_rate": arguments.sampling_rate}
-        splits = released.read_speech(source, arguments.words, arguments.sampling_rate)
+        column = {"text": "text", "image": "img"}[task]
+        splits = released.load(source, column, "label", splits=("train", "test"))
+        validation, train = arguments.validation, splits["train"]
+        if not 0 <= validation < len(train):
+            raise ValueError(f"--validation {validation} must be below the {len(train)} training rows")
+        # Sources are often sorted by label.
+        order = np.random.default_rng(arguments.seed).permutation(len(train))
+        splits |= {"train": train.select(order[validation:]), "validation": train.select(order[:validation])}
+        if task == "text":
+            return {name: splits[name].select_columns([column, "label"]).cast(features) for name in SPLITS}
+        gray = lambda row: {"image": row[column].convert("L"), "label": row["label"]}  # noqa: E731
+        return {
+            name: splits[name].map(gray, remove_columns=splits[name].column_names, features=features) for name in SPLITS
+        }
+    readers: dict[str, Callable[..., released.Rows]] = {
+        "listops": released.read_listops,
+        "retrieval": released.read_pairs,
+        "pathfinder": partial(released.read_pathfinder, size=getattr(arguments, "size", None)),
+        "speech": partial(
+            released.read_speech,
+            words=getattr(arguments, "words", None),
+            rate=getattr(arguments, "sampling_rate", None),
+        ),
+    }
+    if task == "speech":
         features["label"] = ClassLabel(names=arguments.words)
-    elif task == "listops":
-        splits = released.read_listops(Path(source))
-    elif task == "retrieval":
-        splits = released.read_pairs(Path(source))
-    else:
-        request["size"] = arguments.size
-        splits = released.read_pathfinder(Path(source), arguments.size)
-    folder = Folder(arguments.output, request)
-    for split, (count, row) in splits.items():
-        shards = -(-count // SHARD_ROWS)
-        for shard in tqdm(range(shards), desc=split, unit="file"):
-            name = f"{split}-{shard:05d}-of-{shards:05d}.parquet"
-            if not folder.whole(name):
-                numbers = range(shard * SHARD_ROWS, min((shard + 1) * SHARD_ROWS, count))
-                folder.write(name, [row(number) for number in numbers], features)
-    return folder, {split: count for split, (count, _) in splits.items()}
+    reader = readers["pathfinder" if task == "pathx" else task]
+    return {
+        split: Dataset.from_generator(
+            reader, features, cache, gen_kwargs={"source": source, "split": split}, split=split
+        )
+        for split in SPLITS
+    }
+
+
+def save(splits: dict[str, Dataset], task: str, command: str, output: Path) -> None:
+    """Write the splits and a dataset card."""
+    _, title, text = TASKS[task]
+    for split, rows in splits.items():
+        rows.to_parquet(output / f"{split}-00000-of-00001.parquet")
+    sizes = {split: len(splits[split]) for split in SPLITS if split in splits}
+    files = [{"split": split, "path": f"{split}-*.parquet"} for split in sizes]
+    data = DatasetCardData(
+        configs=[{"config_name": "default", "data_files": files}], tags=["long-range-arena", task], pretty_name=title
+    )
+    card = DatasetCard.from_template(data, template_str=CARD, title=title, text=text, command=command, sizes=sizes)
+    card.save(output / "README.md")
 
 
 def main(argv: list[str] | None = None) -> None:
     arguments = parse(argv)
-    columns, title, text = TASKS[arguments.task]
-    try:
-        folder, sizes = (convert if arguments.source else generate)(arguments, Features(columns))
-        if "image" in columns:
-            text = f"{text}\n\n{draw_sheet(folder, Features(columns)['label'].names)}"
-    except (OSError, ValueError) as error:
-        fail(error)
+    output, features = arguments.output, Features(TASKS[arguments.task][0])
+    if output.is_dir() and any(output.iterdir()):
+        fail(f"{output} contains other files; choose another --output")
     command = shlex.join(["python", "examples/lra/prepare.py", *(argv or sys.argv[1:])])
-    write_card(folder, arguments.task, title, text, command, sizes)
+    try:
+        with TemporaryDirectory() as cache:
+            splits = (convert if arguments.source else generate)(arguments, features, cache)
+            output.mkdir(parents=True, exist_ok=True)
+            save(splits, arguments.task, command, output)
+    except (DatasetsError, OSError, ValueError) as error:
+        fail(reason(error.__cause__ or error) if isinstance(error, DatasetsError) else error)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ r"""Trains a classifier on a task of Long Range Arena: Luna, Mega, or a Transfor
         --dataset_path data/text --output_dir outputs/text
 
 `--dataset_path` is a folder that `prepare.py` made, or another with its columns; `--dataset_name` the same on the Hub.
-`studies/lra_report.py` makes a table of several runs.
+`studies/report.py lra` writes a table of several runs.
 Every field of TrainingArguments is an option; the values of a recipe are defaults that the command line overrides.
 """
 

@@ -1,7 +1,6 @@
-"""The data of Long Range Arena: generated rows are correct, complete, reproducible for a seed, and resumable."""
+"""The data of Long Range Arena: generated rows are correct, complete, and reproducible for a seed."""
 
 import io
-import shutil
 import wave
 from pathlib import Path
 
@@ -92,30 +91,12 @@ def test_pathfinder(script, size, count):
 @pytest.mark.parametrize(
     "task, options", [("listops", SHORT), pytest.param("pathfinder", ["--contour_length", 6], marks=pytest.mark.slow)]
 )
-def test_processes_and_interruptions(prepare, script, tmp_path, monkeypatch, task, options):
-    """The files are bitwise equal; an interrupted run leaves only complete files and can be resumed."""
-    monkeypatch.setattr(script("lra.shards"), "SHARD_ROWS", 16)
-    options = [task, *options, "--train", 20, "--validation", 3, "--test", 5, "--processes"]
-    prepare(*options, 1 if task == "listops" else 2, "--output", tmp_path / "whole")
-    expected = files(tmp_path / "whole")
-    assert len(expected) == 4
-
-    module, calls = script(f"lra.{task}"), []
-    make = module.make_batch
-
-    def interrupted(*arguments):
-        calls.append(arguments)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return make(*arguments)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(module, "make_batch", interrupted)
-        prepare(*options, 1, "--output", tmp_path / "parts")
-    assert files(tmp_path / "parts").items() < expected.items()
-    (tmp_path / "parts" / "test-00000-of-00001.parquet").write_bytes(b"half")  # is made again
-    prepare(*options, 1, "--output", tmp_path / "parts")
-    assert files(tmp_path / "parts") == expected
+def test_rows_do_not_depend_on_processes(prepare, tmp_path, task, options):
+    options = [task, *options, "--train", 70, "--validation", 3, "--test", 5]
+    for processes in (1, 2):
+        prepare(*options, "--processes", processes, "--output", tmp_path / str(processes))
+    assert files(tmp_path / "1") == files(tmp_path / "2") and len(files(tmp_path / "1")) == 3
+    assert load_dataset(str(tmp_path / "1"))["train"].num_rows == 70
 
 
 def test_released_listops(prepare, script, tmp_path):
@@ -150,9 +131,7 @@ def test_released_pathfinder(prepare, tmp_path, capsys):
         Image.fromarray(np.full((32, 32), index, np.uint8)).save(source / "imgs" / "0" / f"sample_{index}.png")
     (source / "imgs" / "0" / "sample_3.png").write_bytes(b"")
     prepare("pathfinder", "--source", source, "--output", tmp_path / "out")
-    assert "left out, it is empty" in capsys.readouterr().out
-    assert Image.open(tmp_path / "out" / "sheet.png").height == 68
-    assert "(sheet.png)" in (tmp_path / "out" / "README.md").read_text()
+    assert "skipped, it is empty" in capsys.readouterr().out
     rows = [row for split in load_dataset(str(tmp_path / "out")).values() for row in split]
     assert len(rows) == 9 and all(np.asarray(row["image"])[0, 0] % 2 == row["label"] for row in rows)
     with pytest.raises(SystemExit, match="has 32 x 32 pixels, not 128 x 128"):
@@ -222,7 +201,7 @@ def test_speech(prepare, tmp_path):
         with pytest.raises(SystemExit, match=message):
             prepare(*options, *more, "--output", tmp_path / more[0])
     (source / "yes" / "0.wav").write_bytes(b"half")
-    with pytest.raises(SystemExit, match="0.wav is no WAV file"):
+    with pytest.raises(SystemExit, match="0.wav is not a WAV file"):
         prepare(*options, "--output", tmp_path / "half")
     with wave.open(str(source / "yes" / "0.wav"), "wb") as clip:
         clip.setparams((1, 2, 16_000, 0, "NONE", None))
@@ -252,10 +231,10 @@ def test_speech_in_parquet_files(prepare, tmp_path):
     assert [np.frombuffer(row["audio"], "<i2").tolist() for row in once] == [[0, 1, 2, 3]] * 3
     assert once.to_list() == twice.to_list()
     for folder, more, message in (
-        (write("broken", b"no clip"), [], "broken, train, row 0 is no WAV file"),
-        (write("empty", b""), [], "empty, train, row 0: audio is .* neither a WAV file nor 16-bit samples at 16000 Hz"),
+        (write("broken", b"no clip"), [], "broken, train, row 0 is not a WAV file"),
+        (write("empty", b""), [], "empty, train, row 0 is not a WAV file"),
         (tmp_path / "hub", ["--sampling_rate", 8000], "row 0 has 1 channels of 2 bytes at 16000 Hz, not 1, 2 and 8000"),
-        (tmp_path / "once", ["--sampling_rate", 8000], "row 0: audio is .* 16-bit samples at 8000 Hz"),
+        (tmp_path / "once", ["--sampling_rate", 8000], "row 0 is not a WAV file at 8000 Hz"),
         (tmp_path / "hub", ["--words", "yes", "maybe"], "has no clips of the word 'maybe' in the split train"),
     ):
         with pytest.raises(SystemExit, match=message):
@@ -279,12 +258,6 @@ def test_invalid_options(prepare, tmp_path, arguments, message):
 
 
 def test_another_folder(prepare, tmp_path):
-    prepare("listops", "--output", tmp_path / "out", "--processes", 1, *ROWS, *SHORT)
-    with pytest.raises(SystemExit, match="was begun with seed 0 and not 1; choose another --output"):
-        prepare("listops", "--output", tmp_path / "out", "--processes", 1, "--seed", 1, *ROWS, *SHORT)
-    (tmp_path / "out" / "prepare.json").write_text("{")
-    with pytest.raises(SystemExit, match="prepare.json cannot be read"):
-        prepare("listops", "--output", tmp_path / "out", *ROWS, *SHORT)
-    shutil.copytree(tmp_path / "out", tmp_path / "other", ignore=shutil.ignore_patterns("prepare.json"))
-    with pytest.raises(SystemExit, match="holds other files"):
-        prepare("listops", "--output", tmp_path / "other", *ROWS, *SHORT)
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.raises(SystemExit, match="contains other files; choose another --output"):
+        prepare("listops", "--output", tmp_path, *ROWS, *SHORT)

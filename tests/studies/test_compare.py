@@ -30,7 +30,7 @@ def pretrained(loss: float, speed: float = 1000.0) -> dict:
 
 
 def test_table(script, write, tmp_path, capsys):
-    compare = script("compare")
+    main = script("report").main
     write("pretrained/luna-0", pretrained(4.0), ((0, 0, 8.0, 0.0), (2000, 60, 4.0, 0.4)))
     write("pretrained/luna-1", pretrained(5.0, 3000.0), ((0, 0, 8.0, 0.0), (2000, 60, 5.0, 0.2)))
     write("pretrained/mega-0", pretrained(3.0), ((0, 0, 8.0, 0.0), (1000, 120, 3.0, 0.5)))  # half the tokens
@@ -44,7 +44,7 @@ def test_table(script, write, tmp_path, capsys):
     write("tuned/unfinished-0", {"task": "rte", "metric": "eval_accuracy", "model": "runs/luna-0"})
 
     folders = [str(tmp_path / name) for name in ("pretrained", "tuned")]
-    paths = compare.main([*folders, "--output_dir", str(tmp_path / "report")])
+    paths = main(["models", *folders, "--output_dir", str(tmp_path / "report")])
     assert "left out, it has no evaluation at the end: " in capsys.readouterr().out
     lines = Path(paths["report"]).read_text().splitlines()
     cells = {line.split(" | ")[0].strip("| "): line.strip("| ").split(" | ")[1:] for line in lines[:5]}
@@ -57,29 +57,29 @@ def test_table(script, write, tmp_path, capsys):
     assert cells["mega from scratch"] == ["1,234", "–", "–", "–", "50.0"]
     assert Path(paths["plot"]).read_bytes().startswith(b"\x89PNG")
 
-    alone = compare.main([folders[1], "--output_dir", str(tmp_path / "tasks")])
+    alone = main(["models", folders[1], "--output_dir", str(tmp_path / "tasks")])
     assert "plot" not in alone and "masked" not in Path(alone["report"]).read_text()
 
 
 def test_causal_models_have_only_losses(script, write, tmp_path):
-    compare, causal = script("compare"), pretrained(4.0) | {"task": "causal language model"}
+    main, causal = script("report").main, pretrained(4.0) | {"task": "causal language model"}
     write("runs/llama-0", causal, ((0, 0, 8.0), (2000, 60, 4.0)))
     write("runs/mega-0", causal, ((0, 0, 7.0), (1000, 30, 3.0)))
-    paths = compare.main([str(tmp_path / "runs"), "--output_dir", str(tmp_path / "report")])
+    paths = main(["models", str(tmp_path / "runs"), "--output_dir", str(tmp_path / "report")])
     header, _, *rows = Path(paths["report"]).read_text().splitlines()[:4]
     assert header.split(" | ")[3:] == ["next tokens after 1,000 tokens", "after 0.5 minutes |"]
     assert [row.split(" | ")[3:] for row in rows] == [["6.00", "6.00 |"], ["3.00", "3.00 |"]]
 
     write("runs/roberta-0", pretrained(4.0), ((0, 0, 8.0, 0.0), (2000, 60, 4.0, 0.4)))
-    assert_refused(lambda: compare.main([str(tmp_path / "runs")]), "masked and of causal language models cannot be")
+    assert_refused(lambda: main(["models", str(tmp_path / "runs")]), "masked and of causal language models cannot be")
 
 
 def test_unsupported_inputs_raise(script, write, tmp_path):
-    compare = script("compare")
+    main = script("report").main
     folder = write("luna-0", pretrained(4.0))
-    for content, message in (("[]", "holds no names"), ("{", "cannot be read"), ("{}", "no run was evaluated")):
+    for content, message in (("[]", "contains no names"), ("{", "cannot be read"), ("{}", "no run was evaluated")):
         (folder / "all_results.json").write_text(content)
-        assert_refused(lambda: compare.main([str(folder)]), message)
+        assert_refused(lambda: main(["models", str(folder)]), message)
     (folder / "all_results.json").write_text(json.dumps(pretrained(4.0)))
-    assert_refused(lambda: compare.main([str(folder)]), "has no evaluations: pretrain with --eval_strategy steps")
-    assert_refused(lambda: compare.main([str(tmp_path / "nowhere")]), "there is no all_results.json of a run")
+    assert_refused(lambda: main(["models", str(folder)]), "has no evaluations: pretrain with --eval_strategy steps")
+    assert_refused(lambda: main(["models", str(tmp_path / "nowhere")]), "there is no all_results.json of a run")

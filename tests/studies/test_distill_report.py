@@ -51,12 +51,12 @@ ALIGNED = [{"stage": "align", "step": step, "tokens": 400 * step, "loss": 4.5 - 
 
 
 def read(report, folder: Path, output: Path) -> list[list[str]]:
-    path = report.main([str(folder), "--output_dir", str(output)])["report"]
+    path = report.main(["students", str(folder), "--output_dir", str(output)])["report"]
     return [line.strip("|\n ").split(" | ") for line in Path(path).read_text().splitlines()]
 
 
 def test_table(script, write, student, tmp_path, capsys):
-    report = script("distill_report")
+    report = script("report")
     for seed in (1, 2):
         alone = ALONE | {"model": "roberta from scratch", "seed": seed, "eval_loss": 4.0}
         write(f"out/teacher-{seed}", alone, [(20, 2000, 35.0, 4.1, 0.3)])
@@ -66,24 +66,24 @@ def test_table(script, write, student, tmp_path, capsys):
     write("out/tuned-1", ALONE | {"model": "out/luna-64-1", "seed": 1, "eval_loss": 1.0})
     write("out/unfinished-1", ALONE | {"seed": 1})
     table = read(report, tmp_path / "out", tmp_path / "report")
-    assert table[0][:2] == ["model", "stage"] and table[0][2:] == [*report.COLUMNS, "seeds"]
+    assert table[0][:2] == ["model", "stage"] and table[0][2:] == [*report.STUDENT_COLUMNS, "seeds"]
     assert table[2:] == [
         ["teacher", "teacher", "2,000", "", "40", "4.000 ± 0.000", "", "30.0 ± 0.0 %", "", "1, 2"],
         ["luna-64", "copy", "0", "0 %", "15", "7.100 ± 0.141", "3.100 ± 0.141", "10.0 ± 0.0 %", "20.0 ± 0.0 %", "1, 2"],
         ["luna-64", "calibrate", "10", "0.5 %", "15", "5.100 ± 0.141", "1.100 ± 0.141", "", "", "1, 2"],
         ["luna-64", "align", "400", "20 %", "15", "4.350 ± 0.141", "0.350 ± 0.141", "", "", "1, 2"],
         ["luna-64", "align", "800", "40 %", "15", "4.100 ± 0.141", "0.100 ± 0.141", "", "", "1, 2"],
-        ["luna-nothing", "from nothing", "1,000", "50 %", "15", "6.500", "2.500", "20.0 %", "", "2"],
-        ["luna-nothing", "from nothing", "2,000", "100 %", "40", "6.000", "2.000", "25.0 %", "", "2"],
+        ["luna-nothing", "from scratch", "1,000", "50 %", "15", "6.500", "2.500", "20.0 %", "", "2"],
+        ["luna-nothing", "from scratch", "2,000", "100 %", "40", "6.000", "2.000", "25.0 %", "", "2"],
     ]
     said = capsys.readouterr().out
-    assert f"left out, it began neither from a teacher nor from nothing: {tmp_path / 'out' / 'tuned-1'}" in said
+    assert f"left out, it has no teacher and was not trained from scratch: {tmp_path / 'out' / 'tuned-1'}" in said
     assert f"left out, it has no evaluation at the end: {tmp_path / 'out' / 'unfinished-1'}" in said
 
 
 def test_several_teachers(script, write, student, tmp_path):
     """One of them is on the Hub, without training details; models trained from scratch then have no teacher."""
-    report = script("distill_report")
+    report = script("report")
     write("other-1", ALONE | {"model": "roberta from scratch", "seed": 1, "eval_loss": 4.0})
     student("luna", "FacebookAI/roberta-base", [ALIGNED[0]])
     student("mega", str(tmp_path / "other-1"), [ALIGNED[1]])
@@ -94,20 +94,20 @@ def test_several_teachers(script, write, student, tmp_path):
         ["luna of FacebookAI/roberta-base", "align", "400", ""],
         ["other", "teacher", "2,000", ""],
         ["mega of other", "align", "800", "40 %"],
-        ["other-1", "teacher", "2,000", ""],
-        ["mega of other-1", "align", "800", "40 %"],
-        ["alone", "from nothing", "2,000", ""],
+        ["alone", "from scratch", "2,000", ""],
     ]
 
 
 def test_unsupported_inputs_raise(script, write, student, tmp_path):
-    report = script("distill_report")
+    report = script("report")
 
     def refused(message: str, folder: Path) -> None:
-        assert_refused(lambda: report.main([str(folder)]), message)
+        assert_refused(lambda: report.main(["students", str(folder)]), message)
 
     refused("there is no all_results.json of a run", tmp_path / "nowhere")
-    refused("there is no student that run_distill.py has scored", write("alone-1", ALONE | {"seed": 1, "eval_loss": 1}))
+    refused(
+        "there is no student that run_distill.py has evaluated", write("alone-1", ALONE | {"seed": 1, "eval_loss": 1})
+    )
     folder = write("luna-1", DISTILLED | {"model": "luna from x", "seed": 1}, stages={"teacher": {}, "rows": []})
     refused("stages.json has no scores of the teacher, or none of the student", folder)
     (folder / "stages.json").unlink()
