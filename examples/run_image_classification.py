@@ -1,4 +1,4 @@
-r"""Trains a classifier of pictures: Mega on patches, or any other vision model of transformers.
+r"""Trains a classifier of images: Mega on patches, or any other vision model of transformers.
 
     python examples/run_image_classification.py --recipe examples/recipes/image_classification/cifar10_gray_mega.yaml \
         --dataset_path DIR --output_dir outputs/cifar10
@@ -44,7 +44,7 @@ from luna_mega.training.images import (
     make_mix,
     make_processor,
     make_sampler,
-    read_picture,
+    read_image,
     training_transform,
     undecoded,
 )
@@ -54,31 +54,29 @@ from luna_mega.training.runs import OrderedTrainer, begin_run, check_run, make_c
 from luna_mega.training.seeded import Redrawn
 
 TITLE, METRIC = "image classification", "eval_accuracy"
-_OF_COLOUR = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])  # ImageNet's mean and deviation
-_OF_GREY = ([0.5], [0.25])
+_COLOR = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])  # ImageNet's mean and deviation
+_GRAY = ([0.5], [0.25])
 
 
 @dataclass
 class DataArguments(SourceArguments, ClassifierArguments, AugmentArguments):
     image_column: str = field(
-        default="image", metadata={"help": "column of pictures, of files, or of the pixels of square grey pictures"}
+        default="image", metadata={"help": "column of images, of files, or of the pixels of square gray images"}
     )
     label_column: str = field(default="label", metadata={"help": "column with the classes: their names, or numbers"})
     image_size: int | None = field(
-        default=None, metadata={"help": "side of a picture in pixels; default: as in the first picture"}
+        default=None, metadata={"help": "side of an image in pixels; default: as in the first image"}
     )
-    channels: int | None = field(
-        default=None, metadata={"help": "1 = grey, 3 = colour; default: as in the first picture"}
-    )
+    channels: int | None = field(default=None, metadata={"help": "1 = gray, 3 = color; default: as in the first image"})
     image_mean: list[float] | None = field(
-        default=None, metadata={"help": "mean that is subtracted; default: ImageNet's, 0.5 for grey"}
+        default=None, metadata={"help": "mean that is subtracted; default: ImageNet's, 0.5 for gray"}
     )
     image_std: list[float] | None = field(
-        default=None, metadata={"help": "deviation to divide by; default: ImageNet's, 0.25 for grey"}
+        default=None, metadata={"help": "deviation to divide by; default: ImageNet's, 0.25 for gray"}
     )
     center_crop: bool = field(
         default=True,
-        metadata={"help": "evaluate on the centre, the shorter side resized to 256/224 of it; false: only resize"},
+        metadata={"help": "evaluate on the center, the shorter side resized to 256/224 of it; false: only resize"},
     )
 
 
@@ -87,7 +85,7 @@ class ModelArguments(CheckpointArguments):
     patch_size: int = field(default=16, metadata={"help": "side of a patch in pixels, in a new model"})
 
 
-class PictureTrainer(OrderedTrainer):
+class ImageTrainer(OrderedTrainer):
     """Trainer without weight decay for biases, norms and positions, with repeated augmentation."""
 
     repeats = 1
@@ -114,7 +112,7 @@ class PictureTrainer(OrderedTrainer):
         return super()._get_train_sampler(train_dataset)
 
 
-def load_pictures(data: DataArguments, limits: dict[str, int | None]) -> dict[str, Dataset]:
+def load_images(data: DataArguments, limits: dict[str, int | None]) -> dict[str, Dataset]:
     """Load the splits from files, from the Hub, or from a folder of splits with a folder for every class."""
     path = data.dataset_path
     if path is None or not any(Path(path, name).is_dir() for name in limits):
@@ -124,7 +122,7 @@ def load_pictures(data: DataArguments, limits: dict[str, int | None]) -> dict[st
     except (DatasetsError, OSError, ValueError) as error:
         fail(f"cannot load {path}: {error}")
     if missing := [name for name in limits if name not in splits]:
-        fail(f"{path} has no folder {', '.join(missing)} with pictures")
+        fail(f"{path} has no folder {', '.join(missing)} with images")
     splits = {name: splits[name] if limit is None else splits[name].take(limit) for name, limit in limits.items()}
     return undecoded(splits)
 
@@ -134,14 +132,14 @@ def encode_split(
 ) -> Dataset:
     """Return the split with `pixel_values`, made anew whenever a row is read, and `labels`; -100 = not known."""
     labels = class_numbers(split, data.label_column, names, name)
-    pictures = split.select_columns([data.image_column]).add_column("labels", labels)
+    images = split.select_columns([data.image_column]).add_column("labels", labels)
     pixels = holds_pixels(split, data.image_column)
 
     def encode(batch: dict[str, list]) -> dict[str, list]:
-        read = [read_picture(value, channels, pixels) for value in batch[data.image_column]]
-        return {"pixel_values": [transform(picture) for picture in read], "labels": batch["labels"]}
+        read = [read_image(value, channels, pixels) for value in batch[data.image_column]]
+        return {"pixel_values": [transform(image) for image in read], "labels": batch["labels"]}
 
-    return pictures.with_transform(encode)
+    return images.with_transform(encode)
 
 
 def make_loss(smoothing: float) -> Callable:
@@ -160,7 +158,7 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, Traini
     defaults = {"metric_for_best_model": "accuracy", "remove_unused_columns": False}
     data, model, training, run = parse_arguments(kinds, argv, **defaults)
     check_run(TITLE, data, model, training, run)
-    training.include_num_input_tokens_seen = "no"  # pictures are counted
+    training.include_num_input_tokens_seen = "no"  # images are counted
     check_source(data)
     check_augmentation(data)
     if data.mixup or data.cutmix:
@@ -178,18 +176,18 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, Traini
 def choose_config(
     data: DataArguments, model: ModelArguments, side: int, channels: int, names: list[str]
 ) -> tuple[PreTrainedConfig, int]:
-    """Return the configuration and the size of its pictures: by the options, the model, or the data's `side`."""
+    """Return the configuration and the size of its images: by the options, the model, or the data's `side`."""
     size, patch, fields = data.image_size or side, model.patch_size, {"num_channels": channels}
     if model.model_name_or_path:
         loaded = AutoConfig.from_pretrained(model.model_name_or_path)
         size, patch = loaded.image_size, loaded.patch_size
         if data.image_size not in (None, size) or loaded.num_channels != channels:
             fail(
-                f"{model.model_name_or_path} takes pictures of {size} x {size} in {loaded.num_channels} "
+                f"{model.model_name_or_path} takes images of {size} x {size} in {loaded.num_channels} "
                 f"channels, not of {data.image_size or size} in {channels} (--image_size, --channels)"
             )
     if size % patch:
-        fail(f"--patch_size {patch} does not divide the size of the pictures, {size} (--image_size)")
+        fail(f"--patch_size {patch} does not divide the size of the images, {size} (--image_size)")
     fields |= {"image_size": size, "patch_size": patch, **label_fields(names)}
     fields["problem_type"] = "single_label_classification"
     return make_config(model, None, (size // patch) ** 2, "patches", **fields), size
@@ -199,7 +197,7 @@ def choose_processor(data: DataArguments, model: ModelArguments, size: int, chan
     """Load the evaluation transform from the model, or make it."""
     if model.model_name_or_path:
         return load_processor(model.model_name_or_path)
-    mean, std = _OF_GREY if channels == 1 else _OF_COLOUR
+    mean, std = _GRAY if channels == 1 else _COLOR
     mean, std = data.image_mean or mean, data.image_std or std
     return make_processor(size, channels, mean, std, data.center_crop)
 
@@ -208,12 +206,12 @@ def load_data(
     data: DataArguments, model: ModelArguments, training: TrainingArguments
 ) -> tuple[dict[str, Dataset | Redrawn], BaseImageProcessor, PreTrainedConfig]:
     """Return the encoded splits that the run needs, the evaluation transform, and the configuration of the model."""
-    splits = load_pictures(data, choose_splits(training, data))
+    splits = load_images(data, choose_splits(training, data))
     for name, split in splits.items():
         check_columns(split, name, [data.image_column] + [data.label_column] * (name != "test"))
     names = class_names(splits.get("train"), data.label_column, model.model_name_or_path)
     split = next(iter(splits.values()))
-    first = read_picture(split[0][data.image_column], pixels=holds_pixels(split, data.image_column))
+    first = read_image(split[0][data.image_column], pixels=holds_pixels(split, data.image_column))
     channels = data.channels or (1 if first.mode == "L" else 3)
     config, size = choose_config(data, model, min(first.size), channels, names)
     processor = choose_processor(data, model, size, channels)
@@ -233,7 +231,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         splits, processor, config = load_data(data, model, training)
 
     smoothing, training.label_smoothing_factor = training.label_smoothing_factor, 0.0  # our loss has it
-    trainer = PictureTrainer(
+    trainer = ImageTrainer(
         make_model(AutoModelForImageClassification, model, config),
         training,
         train_dataset=splits.get("train"),

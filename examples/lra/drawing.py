@@ -1,4 +1,4 @@
-"""The parts of a Pathfinder picture: its sizes, the canvas, paddles and discs.
+"""The parts of a Pathfinder image: its sizes, the canvas, paddles and discs.
 
 An angle is in radians, a point is (row, column) in pixels.
 """
@@ -12,18 +12,18 @@ import numpy as np
 from PIL import Image, ImageDraw
 from scipy.ndimage import grey_dilation
 
-_SCALE = 2  # pictures are drawn at this multiple of their size, then reduced
+_SCALE = 2  # images are drawn at this multiple of their size, then reduced
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """Sizes of a picture, in pixels where nothing else is said.
+    """Sizes of an image, in pixels where nothing else is said.
 
     Attributes:
-        size: side of the picture.
+        size: side of the image.
         contour_length: paddles of each of the two long snakes; 6, 9 and 14 are the benchmark's grades.
         paddle_length, thickness: of a stroke.
-        margins: choices for half the gap between two paddles; every picture draws one of them.
+        margins: choices for half the gap between two paddles; every image draws one of them.
         padding: border in which nothing of the long snakes lies.
         seed_distance: from the beginning of the first snake to the beginning of the second.
         marker_radius: of the discs.
@@ -58,7 +58,7 @@ SIZES, CONTOUR_LENGTHS = tuple(_DRAWINGS), (6, 9, 14)
 
 
 def find_drawing(size: int, contour_length: int = 14) -> Drawing:
-    """Return the parameters of pictures of `size` x `size` pixels; `ValueError` where there are none."""
+    """Return the parameters of images of `size` x `size` pixels; `ValueError` where there are none."""
     if size not in _DRAWINGS or contour_length not in CONTOUR_LENGTHS:
         raise ValueError(
             f"no Pathfinder of {size} x {size} pixels with contours of {contour_length} paddles: sizes are "
@@ -83,7 +83,7 @@ class Canvas:
         return other
 
     def inner(self, wide: np.ndarray) -> np.ndarray:
-        """Return the picture without the border, `[size, size]`."""
+        """Return the image without the border, `[size, size]`."""
         return wide[self.border : -self.border, self.border : -self.border]
 
     def around(self, wide: np.ndarray, point: np.ndarray) -> np.ndarray:

@@ -23,8 +23,8 @@ _TAKEN, _OVERLAP = 0.3, 1.8
 
 
 @dataclass
-class Picture:
-    """One picture and how it was made.
+class Sample:
+    """One image and how it was made.
 
     Attributes:
         pixels: `[size, size]` uint8.
@@ -43,13 +43,13 @@ def make_batch(seed: int, sizes: Drawing, split: int, number: int) -> list[dict[
     """Return the rows of one batch: images and labels."""
     rows = []
     for index in range(number * BATCH, (number + 1) * BATCH):
-        picture = draw_picture(np.random.default_rng([seed, split, index]), sizes)
-        rows.append({"image": Image.fromarray(picture.pixels), "label": picture.label})
+        image = draw_image(np.random.default_rng([seed, split, index]), sizes)
+        rows.append({"image": Image.fromarray(image.pixels), "label": image.label})
     return rows
 
 
-def draw_picture(numbers: np.random.Generator, sizes: Drawing) -> Picture:
-    """Draw a picture with the random numbers of `numbers`, which alone decide what it shows."""
+def draw_image(numbers: np.random.Generator, sizes: Drawing) -> Sample:
+    """Draw an image with the random numbers of `numbers`, which alone decide what it shows."""
     label, margin = int(numbers.integers(2)), int(numbers.choice(sizes.margins))
     while (drawn := _two_snakes(numbers, sizes, margin)) is None:
         pass
@@ -61,7 +61,7 @@ def draw_picture(numbers: np.random.Generator, sizes: Drawing) -> Picture:
     light = np.max([canvas.inner(canvas.light), *(draw_disc(sizes, disc) for disc in discs)], axis=0)
     low, high = light.min(), light.max()
     pixels = np.round((light - low) / (high - low) * 255).astype(np.uint8)
-    return Picture(pixels, label, np.array([snake.ends for snake in snakes]), discs)
+    return Sample(pixels, label, np.array([snake.ends for snake in snakes]), discs)
 
 
 @dataclass

@@ -32,7 +32,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from lra import drawing, listops, pathfinder, released
 from lra.released import SPLITS
-
 from luna_mega.errors import reason
 from luna_mega.training.arguments import fail
 

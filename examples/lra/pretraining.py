@@ -8,13 +8,13 @@ from datasets import Dataset
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, TrainingArguments
 
-from lra.tasks import GREYS, Task, grey_levels, make_collator
+from lra.tasks import GRAYS, Task, gray_levels, make_collator
 from luna_mega.training.runs import OrderedTrainer
 from luna_mega.training.seeded import Redrawn
 
 
 class Reconstruction(nn.Module):
-    """The body of a classifier and a linear layer that predicts tokens or grey levels at the masked positions."""
+    """The body of a classifier and a linear layer that predicts tokens or gray levels at the masked positions."""
 
     def __init__(self, model: PreTrainedModel, classes: int):
         super().__init__()
@@ -40,7 +40,7 @@ def mask_split(
         if tokenizer is None:
             return {
                 "input_values": inputs.masked_fill(masked, 0.0),
-                "labels": grey_levels(inputs, task).masked_fill(~masked, -100),
+                "labels": gray_levels(inputs, task).masked_fill(~masked, -100),
             }
         ids = inputs.masked_fill(masked, tokenizer.mask_token_id)
         return {"input_ids": ids, "labels": inputs.masked_fill(~masked, -100)}
@@ -65,7 +65,7 @@ def pretrain(
     options.max_steps, options.load_best_model_at_end = steps, False
     options.eval_strategy = options.save_strategy = "no"
     trainer = OrderedTrainer(
-        Reconstruction(model, GREYS if tokenizer is None else len(tokenizer)),
+        Reconstruction(model, GRAYS if tokenizer is None else len(tokenizer)),
         options,
         train_dataset=mask_split(split, task, tokenizer, share, training.seed),
         data_collator=make_masked_collator(0 if tokenizer is None else tokenizer.pad_token_id),

@@ -36,7 +36,7 @@ from lra.tasks import (
     Convention,
     Task,
     choose_splits as choose_conventional_splits,
-    encode_pictures,
+    encode_images,
     encode_texts,
     label_names,
     make_collator,
@@ -212,7 +212,7 @@ def load_data(
     config = choose_config(data, model, tokenizer, labels)
     for name, split in splits.items():
         if task.kind == "pixels":
-            splits[name] = encode_pictures(split, name, task, tokenizer, convention, data.max_length)
+            splits[name] = encode_images(split, name, task, tokenizer, convention, data.max_length)
         else:
             options = {"keep_in_memory": training.world_size == 1, "desc": name}
             splits[name] = encode_texts(split, task, tokenizer, convention, data.max_length, **options)

@@ -15,10 +15,10 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lra.listops import TOKENS
 from luna_mega.training.arguments import fail
-from luna_mega.training.images import holds_pixels, read_picture
+from luna_mega.training.images import holds_pixels, read_image
 from luna_mega.training.tokenizers import MASK_TOKEN, NAMED_TOKENS, make_bytes, make_words
 
-GREYS = 256
+GRAYS = 256
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,8 @@ def label_names(split: Dataset, classes: int) -> tuple[str, ...]:
 
 
 def make_tokenizer(kind: str, convention: Convention, max_length: int) -> PreTrainedTokenizerFast:
-    """Make the tokenizer of words, bytes or grey levels, which writes `</s>` at the end of a sequence."""
-    words = {"words": TOKENS, "pixels": map(str, range(GREYS))}
+    """Make the tokenizer of words, bytes or gray levels, which writes `</s>` at the end of a sequence."""
+    words = {"words": TOKENS, "pixels": map(str, range(GRAYS))}
     made = make_bytes() if kind == "bytes" else make_words(words[kind])
     # A text has no special tokens, whatever stands in it.
     options = {"mask_token": MASK_TOKEN, "model_max_length": max_length, "split_special_tokens": True}
@@ -153,7 +153,7 @@ def encode_texts(
     return split.map(encode, batched=True, remove_columns=split.column_names, **options)
 
 
-def encode_pictures(
+def encode_images(
     split: Dataset,
     name: str,
     task: Task,
@@ -168,14 +168,14 @@ def encode_pictures(
         zero, first, last = tokenizer.convert_tokens_to_ids(["0", "<s>", "</s>"])
 
     def encode_one(value: Any) -> torch.Tensor:
-        picture = read_picture(value, 1, pixels)
-        if picture.size != (side, side):
-            size = " x ".join(map(str, picture.size))
-            fail(f"split {name}: a picture of {size} pixels; {max_length} positions are {side} x {side}")
-        greys = torch.from_numpy(np.array(picture).reshape(-1))
+        image = read_image(value, 1, pixels)
+        if image.size != (side, side):
+            size = " x ".join(map(str, image.size))
+            fail(f"split {name}: an image of {size} pixels; {max_length} positions are {side} x {side}")
+        grays = torch.from_numpy(np.array(image).reshape(-1))
         if tokenizer is None:
-            return (greys / (GREYS - 1) - mean) / deviation
-        ids = greys.long() + zero
+            return (grays / (GRAYS - 1) - mean) / deviation
+        ids = grays.long() + zero
         if convention.first_token:
             ids = torch.nn.functional.pad(torch.nn.functional.pad(ids, (1, 0), value=first), (0, 1), value=last)
         return ids[:max_length]
@@ -197,10 +197,10 @@ def name_variant(config: PreTrainedConfig) -> str:
     return config.model_type.capitalize()
 
 
-def grey_levels(values: torch.Tensor, task: Task) -> torch.Tensor:
-    """Return the grey levels, 0 to 255, of input values."""
+def gray_levels(values: torch.Tensor, task: Task) -> torch.Tensor:
+    """Return the gray levels, 0 to 255, of input values."""
     mean, deviation = task.scale
-    return ((values * deviation + mean) * (GREYS - 1)).round().long()
+    return ((values * deviation + mean) * (GRAYS - 1)).round().long()
 
 
 def make_collator(pad_token_id: int) -> Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]]:

@@ -30,8 +30,8 @@ Transform = Callable[[Image.Image], torch.Tensor]
 class AugmentArguments:
     """Options of augmentation. All but crop and flip require the extra `vision` (timm)."""
 
-    crop_padding: int = field(default=0, metadata={"help": "shift pictures by up to N pixels, reflected at the border"})
-    horizontal_flip: bool = field(default=False, metadata={"help": "mirror half of the pictures"})
+    crop_padding: int = field(default=0, metadata={"help": "shift images by up to N pixels, reflected at the border"})
+    horizontal_flip: bool = field(default=False, metadata={"help": "mirror half of the images"})
     auto_augment: str | None = field(
         default=None,
         metadata={"help": "timm's training transform (random resized crop and flip) with rand-m9-mstd0.5-inc1 or none"},
@@ -44,7 +44,7 @@ class AugmentArguments:
     )
     cutmix: float = field(default=0.0, metadata={"help": "alpha of cutmix"})
     repeated_augmentation: int = field(
-        default=1, metadata={"help": "draw each picture N times in a row; an epoch has 1/N of them"}
+        default=1, metadata={"help": "draw each image N times in a row; an epoch has 1/N of them"}
     )
 
 
@@ -69,7 +69,7 @@ def _timm():
 
 
 def undecoded(splits: dict[str, Dataset]) -> dict[str, Dataset]:
-    """Disable decoding by datasets; `read_picture` reports damaged images."""
+    """Disable decoding by datasets; `read_image` reports damaged images."""
     for name, split in splits.items():
         for column in [column for column, feature in split.features.items() if isinstance(feature, DatasetImage)]:
             splits[name] = splits[name].cast_column(column, DatasetImage(decode=False))
@@ -77,9 +77,9 @@ def undecoded(splits: dict[str, Dataset]) -> dict[str, Dataset]:
 
 
 def holds_pixels(split: Dataset, column: str) -> bool:
-    """Return whether a column has grey pixels, not files: lists, or bytes whose number is the same square in all rows.
+    """Return whether a column has gray pixels, not files: lists, or bytes whose number is the same square in all rows.
 
-    The bytes themselves do not tell: some pictures begin like a file of a rare format.
+    The bytes themselves do not tell: some images begin like a file of a rare format.
     """
     kind = split.features.arrow_schema.field(column).type
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
@@ -91,29 +91,29 @@ def holds_pixels(split: Dataset, column: str) -> bool:
     return len(lengths) == 1 and lengths[0] is not None and math.isqrt(lengths[0]) ** 2 == lengths[0]
 
 
-def read_picture(value: Any, channels: int | None = None, pixels: bool = False) -> Image.Image:
+def read_image(value: Any, channels: int | None = None, pixels: bool = False) -> Image.Image:
     """Return an image in gray (1 channel) or color (3); None keeps its mode.
 
     `value` is a file: its bytes, or a dict of these or its path, as `datasets` has it. With `pixels` it has the numbers
-    0 to 255 of a square grey picture, row after row, as bytes or in a list. The script ends where it is no picture.
+    0 to 255 of a square gray image, row after row, as bytes or in a list. The script ends where it is not an image.
     """
     if pixels:
         numbers = np.frombuffer(value, np.uint8) if isinstance(value, bytes) else np.asarray(value, np.uint8)
         side = math.isqrt(numbers.size)
         if side * side != numbers.size or not side:
-            fail(f"{numbers.size} pixels are no square picture")
-        picture = Image.fromarray(numbers.reshape(side, side))
+            fail(f"{numbers.size} pixels are not a square image")
+        image = Image.fromarray(numbers.reshape(side, side))
     elif not isinstance(value, bytes | dict):
-        fail(f"{str(value)[:40]!r} is no picture")
+        fail(f"{str(value)[:40]!r} is not an image")
     try:
         if not pixels:
             file = value["bytes"] or Path(value["path"]).read_bytes() if isinstance(value, dict) else value
-            picture = Image.open(BytesIO(file))
+            image = Image.open(BytesIO(file))
         if channels is None:
-            channels = 1 if picture.mode in ("1", "L", "I", "I;16", "F") else 3
-        return picture.convert("L" if channels == 1 else "RGB")
+            channels = 1 if image.mode in ("1", "L", "I", "I;16", "F") else 3
+        return image.convert("L" if channels == 1 else "RGB")
     except (OSError, SyntaxError, ValueError) as error:  # a damaged file shows when it is opened, or its pixels read
-        fail(f"a picture cannot be read: {error}")
+        fail(f"an image cannot be read: {error}")
 
 
 def make_processor(size: int, channels: int, mean: list[float], std: list[float], crop: bool) -> BaseImageProcessor:
@@ -140,8 +140,8 @@ def load_processor(model: str) -> BaseImageProcessor:
 def evaluation_transform(processor: BaseImageProcessor) -> Transform:
     """Return the function from an image to pixels `[C, H, W]`."""
 
-    def transform(picture: Image.Image) -> torch.Tensor:
-        pixels = np.asarray(picture)
+    def transform(image: Image.Image) -> torch.Tensor:
+        pixels = np.asarray(image)
         pixels = pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
         return processor(pixels, input_data_format="channels_first", return_tensors="pt")["pixel_values"][0]
 

@@ -80,12 +80,12 @@ def test_pathfinder(script, size, count):
 
     sizes = script("lra.drawing").find_drawing(size)
     for index in range(count):
-        picture = pathfinder.draw_picture(np.random.default_rng([7, index]), sizes)
-        ends = [(snake[0].tolist(), snake[-1].tolist()) for snake in picture.snakes]
-        assert picture.label == (tuple(picture.discs.tolist()) in ends)
-        assert picture.snakes.shape == (2, sizes.contour_length + 1, 2)
-        assert picture.pixels.shape == (size, size) and picture.pixels.min() == 0 and picture.pixels.max() == 255
-        assert snakes.follow(picture.pixels, sizes) == picture.label
+        image = pathfinder.draw_image(np.random.default_rng([7, index]), sizes)
+        ends = [(snake[0].tolist(), snake[-1].tolist()) for snake in image.snakes]
+        assert image.label == (tuple(image.discs.tolist()) in ends)
+        assert image.snakes.shape == (2, sizes.contour_length + 1, 2)
+        assert image.pixels.shape == (size, size) and image.pixels.min() == 0 and image.pixels.max() == 255
+        assert snakes.follow(image.pixels, sizes) == image.label
 
 
 @pytest.mark.parametrize(
@@ -146,8 +146,8 @@ def test_text_and_image(prepare, tmp_path):
     for name, size in (("train", 10), ("test", 3)):
         rows = [{"text": f"{name} {index}", "label": index % 2} for index in range(size)]
         runs.write(rows, tmp_path / "reviews" / f"{name}-00000-of-00001.parquet")
-        picture = Image.fromarray(np.full((32, 32, 3), (255, 0, 0), np.uint8))
-        Dataset.from_list([{"img": picture, "label": index} for index in range(size)]).to_parquet(
+        image = Image.fromarray(np.full((32, 32, 3), (255, 0, 0), np.uint8))
+        Dataset.from_list([{"img": image, "label": index} for index in range(size)]).to_parquet(
             tmp_path / "objects" / f"{name}-00000-of-00001.parquet"
         )
     prepare("text", "--source", tmp_path / "reviews", "--output", tmp_path / "text", "--validation", 4)

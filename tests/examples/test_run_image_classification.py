@@ -25,7 +25,7 @@ VIT = "hidden_size=16,num_hidden_layers=1,intermediate_size=16,num_attention_hea
 SIDE, NAMES = 8, ["left", "right"]
 
 
-def picture(label: int, draw: np.random.Generator) -> np.ndarray:
+def image(label: int, draw: np.random.Generator) -> np.ndarray:
     """Bright on its left or on its right half."""
     pixels = draw.integers(0, 90, (SIDE, SIDE))
     pixels[:, SIDE // 2 * label :][:, : SIDE // 2] += 120
@@ -34,12 +34,12 @@ def picture(label: int, draw: np.random.Generator) -> np.ndarray:
 
 def rows(size: int, seed: int) -> list[dict]:
     draw = np.random.default_rng(seed)
-    return [{"image": picture(index % 2, draw).tobytes(), "label": NAMES[index % 2]} for index in range(size)]
+    return [{"image": image(index % 2, draw).tobytes(), "label": NAMES[index % 2]} for index in range(size)]
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """Raw grey pixels in parquet files, labels as words."""
+    """Raw gray pixels in parquet files, labels as words."""
     return write_splits(rows, tmp_path / "halves", train=48, validation=16, test=8)
 
 
@@ -65,7 +65,7 @@ def test_mega_from_scratch(run, script, folder, tmp_path):
     assert (model.config.image_size, model.config.max_positions, model.config.num_channels) == (SIDE, 4, 1)
     processor = load_processor(output)
     classify = pipeline("image-classification", model=model, image_processor=processor)
-    bright = Image.fromarray(picture(1, np.random.default_rng(3)))
+    bright = Image.fromarray(image(1, np.random.default_rng(3)))
     pixels = processor(np.asarray(bright)[None], input_data_format="channels_first", return_tensors="pt")
     assert classify.model(**pixels).logits.argmax().item() == 1
     first = (output / "predictions.tsv").read_text().splitlines()
@@ -77,7 +77,7 @@ def test_sources_in_color(run, tmp_path, kind):
     draw, path = np.random.default_rng(0), tmp_path / "data"
     path.mkdir()
     for split, size in (("train", 8), ("validation", 4)):
-        images = [Image.fromarray(np.repeat(picture(index % 2, draw)[..., None], 3, 2)) for index in range(size)]
+        images = [Image.fromarray(np.repeat(image(index % 2, draw)[..., None], 3, 2)) for index in range(size)]
         labels = [NAMES[index % 2] for index in range(size)]
         if kind in ("files", "class folders"):
             for index, (image, label) in enumerate(zip(images, labels, strict=True)):
@@ -111,7 +111,7 @@ def test_a_trained_model_again(run, folder, tmp_path):
     assert summary["eval_accuracy"] == 1.0
     assert_refused(
         run,
-        r"takes pictures of 8 x 8 in 1 channels, not of 12",
+        r"takes images of 8 x 8 in 1 channels, not of 12",
         *source,
         *("--output_dir", tmp_path / "third", "--do_eval", "--image_size", 12),
         output=tmp_path / "third",
@@ -152,7 +152,7 @@ def test_resume_gives_the_same_weights(run, folder, tmp_path):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--patch_size", 3], "--patch_size 3 does not divide the size of the pictures, 8"),
+        (["--patch_size", 3], "--patch_size 3 does not divide the size of the images, 8"),
         (["--channels", 2], "--channels 2 must be 1 or 3"),
         (["--random_erasing", 0.2], "--random_erasing 0.2 is a part of timm's transform"),
         (["--ema_decay", 1.0], r"--ema_decay 1.0 must be in \[0, 1\)"),
@@ -171,7 +171,7 @@ def test_options_that_do_not_fit(run, folder, tmp_path, arguments, message):
 @pytest.mark.parametrize(
     "row, message",
     [
-        ({"image": b"12345", "label": "left"}, "a picture cannot be read"),
+        ({"image": b"12345", "label": "left"}, "an image cannot be read"),
         ({"image": rows(1, 0)[0]["image"], "label": "middle"}, "split validation, row 0: label 'middle' is not one of"),
     ],
 )
@@ -188,7 +188,7 @@ def test_lists_of_pixels(run, tmp_path):
     folder = write_splits(listed, tmp_path / "halves", train=64, validation=64)
     run(*options(folder, tmp_path / "out", "--do_eval", "--max_steps", 1))
     folder = write_splits(listed, tmp_path / "uneven", train=5)
-    with pytest.raises(SystemExit, match="5 pixels are no square picture"):
+    with pytest.raises(SystemExit, match="5 pixels are not a square image"):
         run(*options(folder, tmp_path / "second", "--max_steps", 1))
 
 
@@ -196,7 +196,7 @@ def test_a_damaged_file(run, tmp_path):
     for index in range(4):
         target = tmp_path / "data" / "train" / NAMES[index % 2] / f"{index}.png"
         target.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(picture(index % 2, np.random.default_rng(index))).save(target)
+        Image.fromarray(image(index % 2, np.random.default_rng(index))).save(target)
     target.write_bytes(target.read_bytes()[:60])
     with pytest.raises(SystemExit, match="cannot be read"):
         run(*options(tmp_path / "data", tmp_path / "out", "--max_steps", 2))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import ClassLabel, Dataset, Features, Image, Value
-from PIL import Image as Picture
+from PIL import Image as PILImage
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 import luna_mega
@@ -25,8 +25,8 @@ MODELS = {
 LENGTHS = {"listops": 40, "text": 32, "retrieval": 24, "image": SIDE**2, "pathfinder": SIDE**2, "pathx": SIDE**2}
 
 
-def picture(side: int, draw: random.Random) -> Picture.Image:
-    return Picture.fromarray(np.array([[draw.randrange(256) for _ in range(side)] for _ in range(side)], np.uint8))
+def image(side: int, draw: random.Random) -> PILImage.Image:
+    return PILImage.fromarray(np.array([[draw.randrange(256) for _ in range(side)] for _ in range(side)], np.uint8))
 
 
 def rows(task: str, size: int, script) -> list[dict]:
@@ -41,7 +41,7 @@ def rows(task: str, size: int, script) -> list[dict]:
         return [
             {"text1": sentence(True, draw), "text2": sentence(label == 1, draw), "label": label} for label in labels
         ]
-    return [{"image": picture(SIDE, draw), "label": label} for label in labels]
+    return [{"image": image(SIDE, draw), "label": label} for label in labels]
 
 
 @pytest.fixture
@@ -90,8 +90,8 @@ def test_every_task_with_every_model(run, script, folder, tmp_path, task, model)
     table = rows(task, 5, script)
     if values:
         mean, deviation = (0.48, 0.24) if task == "image" else (0.5, 0.5)
-        greys = np.stack([np.asarray(row["image"], np.float32).ravel() for row in table])
-        inputs = {"input_values": torch.from_numpy((greys / 255 - mean) / deviation)}
+        grays = np.stack([np.asarray(row["image"], np.float32).ravel() for row in table])
+        inputs = {"input_values": torch.from_numpy((grays / 255 - mean) / deviation)}
     else:
         tokenizer, cut = AutoTokenizer.from_pretrained(output), {"padding": True, "return_tensors": "pt"}
         cut |= {"truncation": True, "max_length": LENGTHS[task]}
@@ -114,7 +114,7 @@ def encode(script, task: str, convention: str, **fields) -> dict:
     tokenizer = module.make_tokenizer(task.kind, chosen, fields["max_length"])
     split = Dataset.from_dict({column: [fields["value"]] for column in task.columns} | {"label": [0]})
     if task.kind == "pixels":
-        return module.encode_pictures(split, "train", task, tokenizer, chosen, fields["max_length"])[0]
+        return module.encode_images(split, "train", task, tokenizer, chosen, fields["max_length"])[0]
     return module.encode_texts(split, task, tokenizer, chosen, fields["max_length"])[0]
 
 
@@ -127,11 +127,11 @@ def test_conventions_of_sequences(script):
         assert len(encode(script, "text", convention, **long)["input_ids"]) == 4
     assert encode(script, "text", "ours", **long)["input_ids"] == [a, a, a, end]
     assert encode(script, "text", "mega", **long)["input_ids"] == [a] * 4
-    greys = [4 + grey for grey in (7, 0, 255, 1)]
-    picture = {"value": bytes([7, 0, 255, 1])}
-    assert encode(script, "image", "luna", **picture, max_length=4)["input_ids"].tolist() == [cls, *greys[:3]]
-    assert encode(script, "image", "luna", **picture, max_length=6)["input_ids"].tolist() == [cls, *greys, end]
-    assert encode(script, "image", "mega", **picture, max_length=4)["input_ids"].tolist() == greys
+    grays = [4 + gray for gray in (7, 0, 255, 1)]
+    image = {"value": bytes([7, 0, 255, 1])}
+    assert encode(script, "image", "luna", **image, max_length=4)["input_ids"].tolist() == [cls, *grays[:3]]
+    assert encode(script, "image", "luna", **image, max_length=6)["input_ids"].tolist() == [cls, *grays, end]
+    assert encode(script, "image", "mega", **image, max_length=4)["input_ids"].tolist() == grays
 
 
 @pytest.mark.parametrize("convention", ["ours", "luna"])
@@ -215,11 +215,11 @@ def test_self_pretraining(run, folder, tmp_path, task, model):
 
 def test_masks_of_self_pretraining(script):
     module, task = script("lra.pretraining"), script("lra.tasks").TASKS["image"]
-    greys = torch.arange(200, dtype=torch.uint8)
-    values = (greys / 255 - 0.48) / 0.24
+    grays = torch.arange(200, dtype=torch.uint8)
+    values = (grays / 255 - 0.48) / 0.24
     row = module.mask_split([{"input_values": values, "labels": 3}], task, None, 0.25, 0)[0]
     masked = row["labels"] != -100
-    assert 20 < masked.sum() < 80 and torch.equal(row["labels"][masked], greys[masked].long())
+    assert 20 < masked.sum() < 80 and torch.equal(row["labels"][masked], grays[masked].long())
     assert torch.equal(row["input_values"][~masked], values[~masked]) and not row["input_values"][masked].any()
 
 
@@ -283,8 +283,8 @@ def test_bad_data(run, folder, tmp_path):
     fails("text", folder("text", label=2), "row 0: label 2 is not one of 0 to 1")
     fails("text", folder("pathfinder"), "split train has no column text, only image, label")
     fails("image", tmp_path / "pathfinder", "the labels have 2 classes; this task has 10")
-    fails("image", folder("image"), "a picture of 8 x 8 pixels; 256 positions are 16 x 16", "--max_length", 256)
-    fails("pathx", folder("pathx", image={"bytes": b"\x89PNG", "path": None}), "a picture cannot be read")
+    fails("image", folder("image"), "an image of 8 x 8 pixels; 256 positions are 16 x 16", "--max_length", 256)
+    fails("pathx", folder("pathx", image={"bytes": b"\x89PNG", "path": None}), "an image cannot be read")
     file = tmp_path / "text" / "train-00000-of-00001.parquet"
     file.write_bytes(file.read_bytes()[:-30])
     fails("text", tmp_path / "text", "cannot load")
