@@ -1,19 +1,18 @@
-"""Trains, saves, reloads and judges a small Luna and a small Mega on handwritten digits, in two minutes.
+"""Train, save, reload and evaluate a small Luna and a small Mega on handwritten digits, in two minutes.
 
     python examples/digits_demo.py
 
-The 1,797 images of 8 x 8 pixels ship inside scikit-learn, so nothing is downloaded. Each one is a sequence of 64 real
-numbers (`input_values`), as in the image task of the Long Range Arena.
+scikit-learn contains the 1,797 images of 8x8 pixels, so nothing is downloaded. Each image is a sequence of 64 real
+numbers (`input_values`), as in the image task of Long Range Arena.
 """
 
 import argparse
-import itertools
 import time
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
+import pandas as pd
 import torch
 from datasets import Dataset
 from sklearn.datasets import load_digits
@@ -34,38 +33,12 @@ from luna_mega.training.arguments import fail
 from luna_mega.training.hub import check_login, publish
 from luna_mega.training.report import save_json, show
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-plt.rcParams["text.parse_math"] = False  # names of folders may contain $
-
-
-def plot_curve(histories: dict[str, list[dict[str, float]]], metrics: list[str], title: str, path: Path) -> None:
-    """Draw the losses and the evaluated `metrics` (as Trainer logs them, "eval_accuracy") over the steps.
-
-    `histories` holds the Trainer's `log_history` of each run by its name in the legend ("" for a single run).
-    """
-    figure, (loss_axis, metric_axis) = plt.subplots(1, 2, figsize=(10, 4), constrained_layout=True)
-    for axis, keys in ((loss_axis, ["loss", "eval_loss"]), (metric_axis, metrics)):
-        for (name, history), key in itertools.product(histories.items(), keys):
-            points = [(entry["step"], entry[key]) for entry in history if key in entry]
-            if points:
-                axis.plot(*zip(*points, strict=True), marker=".", label=f"{name} {key}".strip())
-        axis.set_xlabel("step")
-        axis.grid(alpha=0.3)
-        if axis.lines:
-            axis.legend()
-    figure.suptitle(title)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
 CLASSES, PIXELS = 10, 64
 CONFIGS = {
     "luna": {
         "max_position_embeddings": PIXELS,
         "hidden_size": 64,
-        "initializer_range": 0.1,  # 0.02 is made for widths around 768 and starts a narrow model too flat
+        "initializer_range": 0.1,  # the default, 0.02, is too small for a narrow model
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "intermediate_size": 128,
@@ -73,7 +46,7 @@ CONFIGS = {
         "pooling": "mean",
         "dropout": 0.25,
     },
-    # As the image models of the paper: batch norm before every sub-layer, Laplace attention in chunks, no dropout.
+    # Like the image models of the paper: batch norm before every sub-layer, Laplace attention in chunks, no dropout.
     "mega": {
         "hidden_size": 64,
         "initializer_range": 0.1,
@@ -104,10 +77,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter, description=__doc__)
     parser.add_argument("--model_type", choices=[*CONFIGS, "both"], default="both", help="model to train")
     parser.add_argument(
-        "--output_dir", type=Path, default=Path("outputs/digits"), help="folder for models, curve and summary"
+        "--output_dir", type=Path, default=Path("outputs/digits"), help="folder for the models and all_results.json"
     )
-    parser.add_argument("--epochs", type=float, help=f"passes over the training images; None: {EPOCHS}")
-    parser.add_argument("--learning_rate", type=float, help=f"peak of the schedule; None: {LEARNING_RATES}")
+    parser.add_argument("--epochs", type=float, help=f"number of epochs; None: {EPOCHS}")
+    parser.add_argument("--learning_rate", type=float, help=f"peak learning rate; None: {LEARNING_RATES}")
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of the split, the weights and the order of the images"
     )
@@ -118,12 +91,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         check_login()
     if arguments.output_dir.exists() and not (arguments.output_dir / "all_results.json").is_file():
         if not arguments.output_dir.is_dir() or any(arguments.output_dir.iterdir()):
-            fail(f"{arguments.output_dir} holds other files than an earlier run: pass another --output_dir")
+            fail(f"{arguments.output_dir} contains files of other programs; pass another --output_dir")
     return arguments
 
 
 def load_data(seed: int) -> tuple[Dataset, Dataset]:
-    """Split the images, 80 % of each class to train on and 20 % to test; `input_values` are `[64]`, -1 (white) to 1."""
+    """Return 80 % of each class for training and 20 % for the test; `input_values` `[64]` are from -1 (white) to 1."""
     digits = load_digits()
     values = (digits.data.astype(np.float32) / 16 - 0.5) / 0.5
     parts = train_test_split(values, digits.target, test_size=0.2, stratify=digits.target, random_state=seed)
@@ -164,34 +137,31 @@ def train(model_type: str, arguments: argparse.Namespace, train_set: Dataset, te
         compute_metrics=compute_metrics,
     )
     trainer.train()
-    trainer.save_model(_internal_call=True)  # pushed at the end, with its card
+    trainer.save_model(_internal_call=True)  # `publish` pushes the model with its card
     return trainer
 
 
 @torch.no_grad()
 def predict(model: PreTrainedModel, test_set: Dataset) -> np.ndarray:
-    """Return the logits `[N, 10]` of all test images, read in one batch."""
+    """Return the logits `[N, 10]` of all test images."""
     return model.eval()(input_values=torch.tensor(test_set["input_values"][:])).logits.numpy()
 
 
-def run(
-    model_type: str, arguments: argparse.Namespace, argv: list[str] | None
-) -> tuple[dict[str, Any], list[dict[str, float]]]:
-    """Train, save, reload and judge one model; return its summary and the log of Trainer."""
+def run(model_type: str, arguments: argparse.Namespace, argv: list[str] | None) -> dict[str, Any]:
+    """Train, save, reload and evaluate one model; return its results."""
     start = time.perf_counter()
     set_seed(arguments.seed)
     train_set, test_set = load_data(arguments.seed)
     trainer = train(model_type, arguments, train_set, test_set)
     trained = trainer.predict(test_set)
-    # A fresh model from the files alone has to predict as the trained one did.
     folder = trainer.args.output_dir
     reloaded = predict(AutoModelForSequenceClassification.from_pretrained(folder), test_set)
     difference = float(np.abs(reloaded - trained.predictions).max())
     if difference > 1e-4 or (reloaded.argmax(-1) != trained.predictions.argmax(-1)).any():
-        fail(f"the model reloaded from {folder} predicts differently (logits by {difference:.2g})")
+        fail(f"the logits of the model reloaded from {folder} differ by {difference:.2g}")
     scores = {"eval_accuracy": trained.metrics["test_accuracy"]}
     publish(trainer, (__file__, argv), scores, {"dataset": "digits of scikit-learn"})
-    summary = {
+    return {
         "parameters": trainer.model.num_parameters(),
         "train_images": len(train_set),
         "test_images": len(test_set),
@@ -202,32 +172,18 @@ def run(
         "seconds": time.perf_counter() - start,
         "model": folder,
     }
-    return summary, trainer.state.log_history
-
-
-def print_columns(title: str, columns: dict[str, dict[str, Any]]) -> None:
-    """Print `columns`, which have the same keys, side by side below `title`."""
-    first = next(iter(columns.values()))
-    table = [
-        ["", *columns],
-        *([name.replace("_", " "), *(show(column[name]) for column in columns.values())] for name in first),
-    ]
-    widths = [max(map(len, cells)) for cells in zip(*table, strict=True)]
-    print(f"\n{title}")
-    for cells in table:
-        print("  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip())
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     arguments = parse(argv)
-    summaries, histories = {}, {}
-    for model_type in CONFIGS if arguments.model_type == "both" else [arguments.model_type]:
-        summaries[model_type], histories[model_type] = run(model_type, arguments, argv)
-    title, output = "Handwritten digits, pixel by pixel", arguments.output_dir
-    plot_curve(histories, ["eval_accuracy"], title, output / "curve.png")
-    save_json({"luna_mega": luna_mega.__version__, **summaries}, output / "all_results.json")
-    print_columns(title, summaries)
-    print(f"\n  {output / 'all_results.json'}\n  {output / 'curve.png'}")
+    types = CONFIGS if arguments.model_type == "both" else [arguments.model_type]
+    summaries = {model_type: run(model_type, arguments, argv) for model_type in types}
+    path = arguments.output_dir / "all_results.json"
+    save_json({"luna_mega": luna_mega.__version__, **summaries}, path)
+    shown = {
+        name: {key.replace("_", " "): show(value) for key, value in row.items()} for name, row in summaries.items()
+    }
+    print(f"\nHandwritten digits, pixel by pixel\n{pd.DataFrame(shown).to_string()}\n\n{path}")
     for model_type, summary in summaries.items():
         if summary["test_accuracy"] < arguments.min_accuracy:
             fail(f"{model_type}: test accuracy {summary['test_accuracy']:.4f} is below {arguments.min_accuracy}")

@@ -19,10 +19,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from luna_mega.compat import CACHE_NAME
 from luna_mega.training.arguments import RunArguments, check_choice, check_least, fail, parse_arguments
 from luna_mega.training.data import SourceArguments, check_source, choose_splits, load_splits
-from luna_mega.training.language_modeling import Score, Streams, Windows, cut_stream, encode, score_stream
+from luna_mega.training.language_modeling import Score, Streams, cut_stream, draw_windows, encode, score_stream
 from luna_mega.training.models import ModelArguments, make_config, make_model, make_tokenizer
 from luna_mega.training.report import describe, finish
 from luna_mega.training.runs import begin_run, check_run, make_callbacks, score, total, train
+from luna_mega.training.seeded import Redrawn
 from luna_mega.training.streams import Stream, StreamingTrainer, check_split, check_streaming, some_texts
 from luna_mega.training.tokenizers import make_bytes, train_characters, train_words
 
@@ -177,7 +178,7 @@ def cut_training(
     data: DataArguments,
     training: TrainingArguments,
     run: RunArguments,
-) -> Stream | Streams | Windows:
+) -> Stream | Streams | Redrawn:
     """Cut the training stream into blocks: as it is read, in order, or at random places."""
     if run.streaming:
         blocks = cut_stream(stream, data.text_column, tokenizer, data.line_end, data.block_size)
@@ -185,7 +186,7 @@ def cut_training(
         return Stream(shuffled, lambda block, _: block, training)
     if data.carry_state:
         return Streams(stream, data.block_size, training.train_batch_size)
-    return Windows(stream, data.block_size, training.seed)
+    return draw_windows(stream, data.block_size, training.seed)
 
 
 def make_collator(data: DataArguments, config: PreTrainedConfig) -> BlockCollator:

@@ -48,7 +48,7 @@ from luna_mega.distillation.stages import (
 from luna_mega.training.arguments import RunArguments, check_choice, fail, parse_arguments
 from luna_mega.training.classification import class_numbers
 from luna_mega.training.data import check_columns, check_texts
-from luna_mega.training.language_modeling import Windows, cut_stream, encode
+from luna_mega.training.language_modeling import cut_stream, draw_windows, encode
 from luna_mega.training.masking import (
     MaskedTextArguments as TextArguments,
     Masking,
@@ -183,7 +183,7 @@ def draw_examples(task: Task, training: TrainingArguments) -> Any:
         return split
     if task.teacher.family.is_decoder:
         if not task.run.streaming:
-            return Windows(split, data.block_size, training.seed)
+            return draw_windows(split, data.block_size, training.seed)
         split = cut_stream(split, data.text_column, task.tokenizer, data.line_end, data.block_size)
         change: Callable = keep
     else:

@@ -202,7 +202,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         parts = f"{processes} processes x {options.gradient_accumulation_steps} parts"
         fail(f"--batch_size {options.batch_size} does not divide among {parts}")
     if (found := find_checkpoints(output)) and not options.resume:
-        fail(f"{found[-1]} is there already: pass --resume true, or another --output_dir")
+        fail(f"{found[-1]} already exists: pass --resume true, or another --output_dir")
     set_seed(options.seed)
     with accelerator.main_process_first():
         remove_half_written(output)

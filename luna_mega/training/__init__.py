@@ -1,1 +1,1 @@
-"""Parts of training scripts: options and recipes, data, models, tokenizers, Trainer, results and model cards."""
+"""Components of training scripts: options and recipes, data, models, tokenizers, Trainer, results and model cards."""

@@ -1,4 +1,4 @@
-"""Command lines made of dataclasses, with recipes: YAML files whose values are defaults of the options."""
+"""Command lines from dataclasses, and recipes: YAML files with defaults for the options."""
 
 import argparse
 import math
@@ -21,29 +21,28 @@ WORLD_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD
 
 @dataclass
 class RunArguments:
-    """Options of every training script in addition to those of task, model and Trainer, and the state of the run.
+    """Options of all training scripts, and the state of the run.
 
     Attributes:
-        title: the task, for messages and headlines.
-        command: the script and its arguments, None = the arguments of the process.
-        start: time at which the run began.
-        model: the name of the model, for the summary.
-        checkpoint: the folder that is resumed.
-        card: entries of the model card: the data set, the model that training began from, the license.
+        title: Name of the task in messages.
+        command: Script and its arguments; None stands for the arguments of the process.
+        start: Start time of the run.
+        model: Name of the model in the results.
+        checkpoint: Checkpoint from which the run resumes.
+        card: Entries of the model card: dataset, base model and license.
     """
 
     streaming: bool = field(
-        default=False, metadata={"help": "read the training data as they are needed, with --max_steps"}
+        default=False, metadata={"help": "stream the training data instead of loading it; requires --max_steps"}
     )
-    shuffle_buffer: int = field(
-        default=10_000, metadata={"help": "number of blocks from which --streaming draws the next one"}
-    )
+    shuffle_buffer: int = field(default=10_000, metadata={"help": "buffer size of the shuffling with --streaming"})
     peak_flops: float | None = field(
-        default=None, metadata={"help": "peak FLOPs a second of one device, for the utilisation; a CPU is measured"}
+        default=None,
+        metadata={"help": "peak FLOP/s of one device, for the MFU; default: measured on a CPU"},
     )
     ema_decay: float = field(
         default=0.0,
-        metadata={"help": "decay of an average of weights and batch statistics, which is evaluated and saved: 0.99"},
+        metadata={"help": "decay of the moving average of weights that is evaluated and saved: 0.99; 0 = none"},
     )
     title: str = field(default="", init=False)
     command: tuple[str, list[str] | None] = field(default=("", None), init=False)
@@ -54,24 +53,28 @@ class RunArguments:
 
 
 def fail(message: object) -> NoReturn:
-    """End the script with one line without control characters, and exit status 1."""
+    """Exit with status 1 and a one-line message without control characters."""
     raise SystemExit(f"error: {terminal(' '.join(str(message).split()))}")
 
 
 def read_recipe(path: str, options: set[str], readers: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Read `option: value` lines; an option that is not in `options` is an error.
+    """Return the options of a recipe, a YAML file with `option: value` lines.
 
-    The option `recipe` names another file, relative to this one, whose values this one overrides. `readers` are the
-    recipes that are being read, none of which can be its own base.
+    The option `recipe` specifies a base recipe, relative to the file, whose values are overridden.
+
+    Args:
+        path: The recipe.
+        options: Names of the valid options.
+        readers: Recipes that have this one as a base, to detect cycles.
     """
     if (file := Path(path).resolve()) in readers:
-        fail(f"recipe {path} is its own base: change the option `recipe` in it")
+        fail(f"recipe {path} is its own base: change its option `recipe`")
     try:
         recipe = yaml.safe_load(file.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         fail(f"recipe {path}: {error}")
     if not isinstance(recipe, dict):
-        fail(f"recipe {path}: must hold 'option: value' lines")
+        fail(f"recipe {path}: must contain `option: value` lines")
     base = recipe.pop("recipe", None)
     if unknown := recipe.keys() - options:
         fail(f"recipe {path}: unknown option {', '.join(sorted(map(str, unknown)))}")
@@ -79,15 +82,15 @@ def read_recipe(path: str, options: set[str], readers: tuple[Path, ...] = ()) ->
 
 
 def parse_arguments(dataclasses: tuple[type, ...], argv: list[str] | None, **defaults: Any) -> tuple[Any, ...]:
-    """Parse `argv` into `dataclasses`, TrainingArguments among them.
+    """Parse `argv` into `dataclasses`.
 
-    The command line wins over `--recipe FILE`, the recipe over `defaults`.
+    The command line overrides `--recipe FILE`, and the recipe overrides `defaults`.
     """
     recipe_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     recipe_parser.add_argument("--recipe", help="YAML file with defaults for the other options")
     usage = "%(prog)s [--recipe FILE] [--OPTION VALUE ...] (--help lists the options)"
     parser = HfArgumentParser(dataclasses, usage=usage, parents=[recipe_parser], allow_abbrev=False)
-    # Pinned memory serves an accelerator; without one PyTorch only warns.
+    # Without an accelerator, pinned memory only causes a warning.
     parser.set_defaults(dataloader_pin_memory=torch.accelerator.is_available(), **defaults)
     known, _ = recipe_parser.parse_known_args(argv)
     if known.recipe:
@@ -108,7 +111,7 @@ def parse_arguments(dataclasses: tuple[type, ...], argv: list[str] | None, **def
 
 
 def check_finite(arguments: object) -> None:
-    """End the script if an option is NaN or infinite."""
+    """Exit if an option is NaN or infinite."""
     for name, value in vars(arguments).items():
         for number in value if isinstance(value, list | tuple) else [value]:
             if isinstance(number, float) and not math.isfinite(number):
@@ -116,16 +119,16 @@ def check_finite(arguments: object) -> None:
 
 
 def check_launch(processes: int) -> None:
-    """End the script if a launcher started several processes, but each would train separately on the same data."""
+    """Exit if a launcher started several processes that would train independently on the same data."""
     launched = max(int(os.environ.get(name) or 1) for name in WORLD_SIZES)
     if launched > 1 and processes == 1:
-        if int(os.environ.get("RANK") or 0):  # the first one says it
+        if int(os.environ.get("RANK") or 0):  # only the first process prints the message
             raise SystemExit(1)
-        fail(f"{launched} processes were launched, but each would train alone: on CPUs pass --use_cpu true")
+        fail(f"{launched} processes were launched, but they would train independently; on CPUs, pass --use_cpu true")
 
 
 def check_least(arguments: object, least: float, *names: str) -> None:
-    """End the script if one of the options `names`, numbers or lists of numbers, is below `least`."""
+    """Exit if one of the options `names`, numbers or lists of numbers, is below `least`."""
     for name in names:
         value = getattr(arguments, name)
         if any(number < least for number in (value if isinstance(value, list) else [value])):
@@ -133,6 +136,6 @@ def check_least(arguments: object, least: float, *names: str) -> None:
 
 
 def check_choice(arguments: object, name: str, choices: Iterable[str]) -> None:
-    """End the script if the option `name` is not one of `choices`."""
+    """Exit if the option `name` is not one of `choices`."""
     if (value := getattr(arguments, name)) not in choices:
         fail(f"--{name} {value} must be one of {', '.join(choices)}")

@@ -1,4 +1,4 @@
-"""Class names and numbers, accuracy, and predictions for test data."""
+"""Labels, accuracy and test predictions of classifiers."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from luna_mega.training.runs import OrderedTrainer, total, write_lines
 
 
 def class_names(train: Dataset | None, column: str, model: str | None) -> list[str]:
-    """Return the classes of the training rows or, without these, of the `model`."""
+    """Return the label names of the training split or, if it is None, of the configuration of `model`."""
     if train is None:
         return list(AutoConfig.from_pretrained(model).id2label.values())
     feature = train.features[column]
@@ -21,9 +21,15 @@ def class_names(train: Dataset | None, column: str, model: str | None) -> list[s
 
 
 def class_numbers(split: Dataset, column: str, names: list[str], name: str) -> list[int]:
-    """Return the index of every label in `names`; the script ends at a label that is not in it.
+    """Return the label ids of a split; exit if a label is not in `names`.
 
-    In the split `name` "test" None and -1 are unknown classes, -100, and so are all where the column is missing.
+    Missing labels are -100: all of them if there is no such column, and None and -1 in the split "test".
+
+    Args:
+        split: The split.
+        column: Column with the labels: names, or ids of a `ClassLabel`.
+        names: Label names of the model.
+        name: Name of the split.
     """
     if column not in split.column_names:
         return [-100] * len(split)
@@ -39,14 +45,14 @@ def class_numbers(split: Dataset, column: str, names: list[str], name: str) -> l
 
 
 def accuracy(prediction: EvalPrediction) -> dict[str, float]:
-    """Return the accuracy over the rows whose label is known (not -100)."""
+    """Return the accuracy over the rows with a label."""
     known = prediction.label_ids != -100
     right = prediction.predictions.argmax(-1) == prediction.label_ids
     return {"accuracy": float(right[known].mean())} if known.any() else {}
 
 
 def examples_per_second(trainer: OrderedTrainer, name: str) -> dict[str, float]:
-    """Return the training speed as the result `name`, or nothing if no step was taken."""
+    """Return the training speed without evaluation as the result `name`; empty if no step was taken."""
     callbacks = trainer.callback_handler.callbacks
     seconds = sum(callback.seconds for callback in callbacks if isinstance(callback, SpeedCallback))
     (examples,) = total([trainer.sequences], trainer.args)
@@ -54,9 +60,10 @@ def examples_per_second(trainer: OrderedTrainer, name: str) -> dict[str, float]:
 
 
 def write_predictions(trainer: Trainer, splits: dict[str, Dataset]) -> dict[str, Any]:
-    """Write the predicted classes of the test split if `--do_predict` is set.
+    """With `--do_predict`, write the predicted labels of the test split.
 
-    Return their path, and the accuracy if labels are known.
+    Returns:
+        Path of the file, and the accuracy if the split has labels.
     """
     if not trainer.args.do_predict:
         return {}

@@ -1,4 +1,4 @@
-"""Datasets from the Hub or a local folder, and checks of their columns."""
+"""Loading of datasets from the Hub or a local folder, and checks of their columns."""
 
 import glob
 import math
@@ -20,12 +20,12 @@ READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "cs
 class SourceArguments:
     """Options that specify the dataset."""
 
-    dataset_name: str | None = field(default=None, metadata={"help": "Hub name: Salesforce/wikitext"})
+    dataset_name: str | None = field(default=None, metadata={"help": "dataset on the Hub: Salesforce/wikitext"})
     dataset_config: str | None = field(
-        default=None, metadata={"help": "configuration of that data set: wikitext-103-raw-v1"}
+        default=None, metadata={"help": "configuration of the dataset: wikitext-103-raw-v1"}
     )
     dataset_path: str | None = field(
-        default=None, metadata={"help": "local folder instead: parquet, json(l), csv or txt files, named by split"}
+        default=None, metadata={"help": "local folder with parquet, json(l), csv or txt files named by split"}
     )
 
 
@@ -40,21 +40,21 @@ class LimitArguments:
 
 @dataclass
 class ClassifierArguments(LimitArguments):
-    """Options of tasks whose best checkpoint is chosen by a metric."""
+    """Options of tasks that select the best checkpoint by a metric."""
 
     early_stopping_patience: int | None = field(
-        default=None, metadata={"help": "stop after N evaluations without a better metric_for_best_model"}
+        default=None, metadata={"help": "stop after N evaluations without an improvement of metric_for_best_model"}
     )
 
 
 def check_source(data: SourceArguments) -> None:
-    """End the script unless exactly one dataset is specified."""
+    """Exit unless exactly one dataset is specified."""
     if (data.dataset_name is None) == (data.dataset_path is None):
         fail("pass one of --dataset_name and --dataset_path")
 
 
 def name_source(data: object) -> dict[str, str | None]:
-    """Return the arguments of `training_card` for the dataset: a path, the names of several folders, or a Hub name."""
+    """Return the arguments of `training_card` for the dataset: a path, names of folders, or a Hub name."""
     paths = getattr(data, "train_files", None) or data.dataset_path
     if isinstance(paths, list):
         paths = paths[0] if len(paths) == 1 else " and ".join(Path(path).name for path in paths)
@@ -67,7 +67,7 @@ def choose_splits(
     validation: tuple[str, ...] = ("validation",),
     test: tuple[str, ...] = ("test",),
 ) -> dict[str, int | None]:
-    """Return the splits that the run reads, with the number of rows to use of each (None = all)."""
+    """Return the required splits with their maximum numbers of rows (None = all)."""
     splits: dict[str, int | None] = {}
     for needed, names, limit in (
         (training.do_train, ("train",), "max_train_samples"),
@@ -79,9 +79,9 @@ def choose_splits(
 
 
 def find_files(folder: str) -> dict[str, list[str]]:
-    """Return the data files of a folder by split: `train.jsonl`, or shards `train-00000-of-00001.parquet`.
+    """Return the data files of a folder by split.
 
-    A text or json file may be compressed: `train.txt.gz`.
+    Names are `train.jsonl`, `train-00000-of-00001.parquet` for shards, or `train.txt.gz` for compressed files.
     """
     files: dict[str, list[str]] = {}
     for file in sorted(Path(folder).iterdir()):
@@ -92,7 +92,7 @@ def find_files(folder: str) -> dict[str, list[str]]:
 
 
 def load_files(files: dict[str, list[str]], streaming: bool = False) -> dict[str, Dataset]:
-    """Load the splits from their files, which must be of one kind; a text file has one row a line."""
+    """Load splits from files of one format; a text file has one row per line."""
     suffixes = {Path(file.removesuffix(".gz")).suffix for shards in files.values() for file in shards}
     if unknown := suffixes - READERS.keys():
         fail(f"cannot read {' or '.join(sorted(unknown))} files, only {', '.join(READERS)}")
@@ -102,9 +102,9 @@ def load_files(files: dict[str, list[str]], streaming: bool = False) -> dict[str
     if not files:
         return {}
     reader = readers.pop()
-    # datasets skips a byte order mark in csv and json files, but not in text files.
+    # datasets removes a byte order mark from csv and json files, but not from text files.
     options = {"encoding": "utf-8-sig"} if reader == "text" else {}
-    files = {name: [glob.escape(file) for file in shards] for name, shards in files.items()}  # datasets takes patterns
+    files = {name: [glob.escape(file) for file in shards] for name, shards in files.items()}  # for glob
     return load_dataset(reader, data_files=files, streaming=streaming, **options)
 
 
@@ -117,11 +117,15 @@ def load_splits(
     files: dict[str, list[str]] | None = None,
     streaming: bool = False,
 ) -> dict[str, Dataset | IterableDataset]:
-    """Load splits from the folder `path`, from `files` or, without both, from the Hub.
+    """Load splits from a folder, from files or from the Hub.
 
     Args:
-        limits: the splits by name; the first rows of each that are used (None = all).
-        streaming: whether the split `train` is read as it is needed; the others are in memory.
+        limits: Maximum number of rows of each split (None = all).
+        path: Folder with files named by split.
+        hub_name: Dataset on the Hub, if `path` and `files` are None.
+        hub_config: Configuration of that dataset.
+        files: Files of each split.
+        streaming: Whether to stream the split `train`; the others are loaded.
     """
     source = path or ("the files" if files else hub_name)
     try:
@@ -143,7 +147,7 @@ def load_splits(
 
 
 def check_columns(split: Dataset, name: str, columns: Iterable[str]) -> None:
-    """End the script unless `split` has rows and all of `columns`."""
+    """Exit unless `split` has rows and all of `columns`."""
     if len(split) == 0:
         fail(f"split {name} is empty")
     if missing := [column for column in columns if column not in split.column_names]:
@@ -151,7 +155,7 @@ def check_columns(split: Dataset, name: str, columns: Iterable[str]) -> None:
 
 
 def check_texts(split: Dataset, name: str, columns: tuple[str, ...]) -> None:
-    """End the script unless `split` has text in `columns`."""
+    """Exit unless `split` has text in all of `columns`."""
     check_columns(split, name, columns)
     for column in columns:
         for row, text in enumerate(split[column]):
@@ -160,14 +164,11 @@ def check_texts(split: Dataset, name: str, columns: tuple[str, ...]) -> None:
 
 
 def check_labels(split: Dataset, name: str, labels: tuple[str, ...]) -> None:
-    """End the script unless `split` has a usable `label` in every row: the number of one of `labels`.
-
-    Without `labels` any finite number will do (regression).
-    """
+    """Exit unless all labels of `split` are ids of `labels` or, for regression without `labels`, finite numbers."""
     check_columns(split, name, ["label"])
     feature = split.features["label"]
     if isinstance(feature, ClassLabel) and tuple(feature.names) != labels:
-        fail(f"split {name}: labels mean {', '.join(feature.names)} instead of {', '.join(labels)}")
+        fail(f"split {name}: the labels are {', '.join(feature.names)} instead of {', '.join(labels)}")
     for row, label in enumerate(split["label"]):
         if labels and not (isinstance(label, int) and 0 <= label < len(labels)):
             fail(f"split {name}, row {row}: label {label!r} is not one of 0 to {len(labels) - 1}")

@@ -1,4 +1,4 @@
-"""Model cards of training runs, and pushes to the Hub."""
+"""Model cards of training runs, and uploads to the Hub."""
 
 import sys
 from collections.abc import Iterator
@@ -16,19 +16,19 @@ from luna_mega.training.arguments import fail
 
 
 def check_hub(training: TrainingArguments, license: str | None = None) -> None:
-    """End the script before training if the model could not be pushed or described."""
+    """Exit if the license is invalid or the model cannot be pushed."""
     try:
         license_metadata(license)
     except ValueError as error:
         fail(f"--{error}")
     if training.hub_token:
-        fail("--hub_token: Trainer writes it into training_args.bin and pushes that; use `hf auth login` or HF_TOKEN")
+        fail("--hub_token: Trainer would push it with training_args.bin; use `hf auth login` or HF_TOKEN instead")
     if training.push_to_hub:
         check_login()
 
 
 def check_login() -> None:
-    """End the script if there is no valid token for the Hub."""
+    """Exit if there is no valid token for the Hub."""
     try:
         HfApi().whoami()
     except (HTTPError, OSError) as error:
@@ -36,7 +36,7 @@ def check_login() -> None:
 
 
 def push_folder(name: str, folder: Path) -> None:
-    """Push a folder, without its checkpoints, to the repository `name`, which is made if there is none."""
+    """Upload a folder without its checkpoints to the repository `name`, which is created if it does not exist."""
     with one_line(name, folder):
         repository = HfApi().create_repo(name, exist_ok=True).repo_id
         HfApi().upload_folder(repo_id=repository, folder_path=folder, ignore_patterns="checkpoint-*")
@@ -44,12 +44,12 @@ def push_folder(name: str, folder: Path) -> None:
 
 @contextmanager
 def one_line(name: str, folder: Path) -> Iterator[None]:
-    """End the script with one line if the push of `folder` to the repository `name` fails."""
+    """Exit with a one-line message if the upload of `folder` to the repository `name` fails."""
     try:
         yield
     except (HTTPError, OSError, RuntimeError) as error:
         again = f'hf upload {name} {folder} . --exclude "checkpoint-*"'
-        fail(f"the push failed: {error} {error.__cause__ or ''} Nothing is lost: `{again}` sends {folder}")
+        fail(f"the push failed: {error} {error.__cause__ or ''} {folder} is complete; push it with `{again}`")
 
 
 def publish(
@@ -58,12 +58,13 @@ def publish(
     summary: dict[str, Any],
     card: dict[str, Any],
 ) -> None:
-    """Write README.md and push the output folder, which stays complete whatever happens to the push.
+    """Write README.md and, with `--push_to_hub`, push the output folder.
 
     Args:
+        trainer: The Trainer, after training.
         command: `__file__` and the arguments of `main`, for the command in the card.
-        summary: the summary; its entries that begin with "eval_" are the results.
-        card: data set, base model, license and further sections, as `training_card` takes them.
+        summary: Results; entries with the prefix "eval_" are listed in the card.
+        card: Further arguments of `training_card`: dataset, base model, license and sections.
     """
     script, argv = command
     text = training_card(
@@ -73,7 +74,7 @@ def publish(
         **card,
     )
     output = Path(trainer.args.output_dir)
-    # Trainer writes a card before it pushes, which would replace this one.
+    # Trainer.push_to_hub would replace the card by its own.
     trainer.create_model_card = lambda **_: text.save(output / FILE_NAME)
     if trainer.is_world_process_zero():
         trainer.create_model_card()

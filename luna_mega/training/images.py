@@ -1,4 +1,4 @@
-"""Images: decoding, evaluation transform, and augmentation for training."""
+"""Decoding, evaluation transforms and augmentation of images."""
 
 import math
 from collections.abc import Callable
@@ -28,34 +28,35 @@ Transform = Callable[[Image.Image], torch.Tensor]
 
 @dataclass
 class AugmentArguments:
-    """Options of augmentation. All but crop and flip require the extra `vision` (timm)."""
+    """Options of augmentation; all except crop and flip require timm (extra `vision`)."""
 
-    crop_padding: int = field(default=0, metadata={"help": "shift images by up to N pixels, reflected at the border"})
+    crop_padding: int = field(default=0, metadata={"help": "shift images by up to N pixels, with reflected borders"})
     horizontal_flip: bool = field(default=False, metadata={"help": "mirror half of the images"})
     auto_augment: str | None = field(
         default=None,
-        metadata={"help": "timm's training transform (random resized crop and flip) with rand-m9-mstd0.5-inc1 or none"},
+        metadata={"help": "timm's training transform, with a policy such as rand-m9-mstd0.5-inc1 or none"},
     )
     random_erasing: float = field(
-        default=0.0, metadata={"help": "probability of erasing a rectangle, with --auto_augment"}
+        default=0.0, metadata={"help": "probability of erasing a rectangle; requires --auto_augment"}
     )
     mixup: float = field(
-        default=0.0, metadata={"help": "alpha of mixup; with --cutmix each batch gets one of the two at even odds"}
+        default=0.0,
+        metadata={"help": "alpha of mixup; with --cutmix, each batch uses one of the two at random"},
     )
     cutmix: float = field(default=0.0, metadata={"help": "alpha of cutmix"})
     repeated_augmentation: int = field(
-        default=1, metadata={"help": "draw each image N times in a row; an epoch has 1/N of them"}
+        default=1, metadata={"help": "draw each image N times in succession; an epoch contains 1/N of the images"}
     )
 
 
 def check_augmentation(data: AugmentArguments) -> None:
-    """End the script when options contradict each other or need a package that is not there."""
+    """Exit if options contradict each other or require a package that is not installed."""
     check_least(data, 0, "crop_padding", "random_erasing", "mixup", "cutmix")
     check_least(data, 1, "repeated_augmentation")
     if data.random_erasing and data.auto_augment is None:
-        fail(f"--random_erasing {data.random_erasing} is a part of timm's transform: pass --auto_augment (or none)")
+        fail(f"--random_erasing {data.random_erasing} is a part of timm's transform; pass --auto_augment (or none)")
     if data.auto_augment is not None and (data.crop_padding or data.horizontal_flip):
-        fail("--auto_augment crops and flips: leave --crop_padding and --horizontal_flip out")
+        fail("--auto_augment crops and flips; remove --crop_padding and --horizontal_flip")
     if data.auto_augment or data.mixup or data.cutmix or data.repeated_augmentation > 1:
         _timm()
 
@@ -77,9 +78,10 @@ def undecoded(splits: dict[str, Dataset]) -> dict[str, Dataset]:
 
 
 def holds_pixels(split: Dataset, column: str) -> bool:
-    """Return whether a column has gray pixels, not files: lists, or bytes whose number is the same square in all rows.
+    """Return whether a column contains gray pixels instead of files.
 
-    The bytes themselves do not tell: some images begin like a file of a rare format.
+    Pixels are lists, or bytes whose number is the same square in all rows. The first bytes are not sufficient, because
+    pixels can look like the header of a file.
     """
     kind = split.features.arrow_schema.field(column).type
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
@@ -92,10 +94,12 @@ def holds_pixels(split: Dataset, column: str) -> bool:
 
 
 def read_image(value: Any, channels: int | None = None, pixels: bool = False) -> Image.Image:
-    """Return an image in gray (1 channel) or color (3); None keeps its mode.
+    """Return an image in gray (1 channel) or color (3 channels); exit if `value` is not an image.
 
-    `value` is a file: its bytes, or a dict of these or its path, as `datasets` has it. With `pixels` it has the numbers
-    0 to 255 of a square gray image, row after row, as bytes or in a list. The script ends where it is not an image.
+    Args:
+        value: An image file, as bytes or as the dictionary of `datasets.Image(decode=False)`.
+        channels: Number of channels; None keeps that of the file.
+        pixels: Whether `value` contains the pixels 0 to 255 of a square gray image instead, as bytes or a list.
     """
     if pixels:
         numbers = np.frombuffer(value, np.uint8) if isinstance(value, bytes) else np.asarray(value, np.uint8)
@@ -112,12 +116,12 @@ def read_image(value: Any, channels: int | None = None, pixels: bool = False) ->
         if channels is None:
             channels = 1 if image.mode in ("1", "L", "I", "I;16", "F") else 3
         return image.convert("L" if channels == 1 else "RGB")
-    except (OSError, SyntaxError, ValueError) as error:  # a damaged file shows when it is opened, or its pixels read
+    except (OSError, SyntaxError, ValueError) as error:  # raised by open or by convert
         fail(f"an image cannot be read: {error}")
 
 
 def make_processor(size: int, channels: int, mean: list[float], std: list[float], crop: bool) -> BaseImageProcessor:
-    """Return the evaluation transform: resize the shorter side to 256/224 of `size` and crop, or only resize."""
+    """Return the evaluation transform: resize the shorter side to `size` * 256 / 224 and crop, or only resize."""
     if len(mean) != channels or len(std) != channels:
         fail(f"--image_mean and --image_std must have {channels} numbers, got {len(mean)} and {len(std)}")
     options = {"image_mean": mean, "image_std": std, "do_convert_rgb": channels == 3}
@@ -128,7 +132,7 @@ def make_processor(size: int, channels: int, mean: list[float], std: list[float]
 
 
 def load_processor(model: str) -> BaseImageProcessor:
-    """Load the evaluation transform of a model; those that `make_processor` makes, without torchvision."""
+    """Load the image processor of a model; processors of `make_processor` do not require torchvision."""
     ours = {"LevitImageProcessor": LevitImageProcessorPil, "ViTImageProcessor": ViTImageProcessorPil}
     try:
         fields, _ = BaseImageProcessor.get_image_processor_dict(model)
@@ -138,7 +142,7 @@ def load_processor(model: str) -> BaseImageProcessor:
 
 
 def evaluation_transform(processor: BaseImageProcessor) -> Transform:
-    """Return the function from an image to pixels `[C, H, W]`."""
+    """Return a function that converts an image to pixels `[C, H, W]`."""
 
     def transform(image: Image.Image) -> torch.Tensor:
         pixels = np.asarray(image)
@@ -149,7 +153,7 @@ def evaluation_transform(processor: BaseImageProcessor) -> Transform:
 
 
 def training_transform(data: AugmentArguments, processor: BaseImageProcessor, size: int) -> Transform:
-    """Return the training transform to pixels `[C, H, W]`: that of timm, or the evaluation transform."""
+    """Return timm's training transform to pixels `[C, H, W]` or, without `auto_augment`, the evaluation transform."""
     if data.auto_augment is not None:
         return _timm().create_transform(
             size,
@@ -165,7 +169,7 @@ def training_transform(data: AugmentArguments, processor: BaseImageProcessor, si
 
 
 def augment_split(split: Dataset, data: AugmentArguments, seed: int) -> Dataset | Redrawn:
-    """Shift and flip the images of `split`, drawn again in every epoch."""
+    """Shift and flip the images of `split` differently in each epoch."""
     most, flips = data.crop_padding, data.horizontal_flip
     if not (most or flips):
         return split
@@ -185,7 +189,7 @@ def augment_split(split: Dataset, data: AugmentArguments, seed: int) -> Dataset 
 
 
 def make_mix(data: AugmentArguments, classes: int, smoothing: float) -> Callable | None:
-    """Return mixup and cutmix, from pixels and labels `[B]` to pixels and labels `[B, classes]`; None without them."""
+    """Return a function that applies mixup or cutmix to pixels and labels `[B]`, or None."""
     if not (data.mixup or data.cutmix):
         return None
     mix = _timm().Mixup(data.mixup, data.cutmix, label_smoothing=smoothing, num_classes=classes)
@@ -198,5 +202,5 @@ def make_mix(data: AugmentArguments, classes: int, smoothing: float) -> Callable
 
 
 def make_sampler(dataset: Dataset, repeats: int) -> Sampler:
-    """Return a sampler that draws every image `repeats` times in a row, and a part of the images per epoch."""
+    """Return a sampler that draws each image `repeats` times, and 1 / `repeats` of the images per epoch."""
     return _timm().distributed_sampler.RepeatAugSampler(dataset, num_replicas=1, rank=0, num_repeats=repeats)

@@ -1,4 +1,4 @@
-"""Text as one stream of tokens: training windows, streams whose state is carried on, and their scores."""
+"""Text as one stream of tokens: training blocks, streams with a recurrent state, and scores."""
 
 import math
 from collections.abc import Iterable
@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from luna_mega.compat import CACHE_NAME
 from luna_mega.training.arguments import fail
 from luna_mega.training.models import load_tokenizer
-from luna_mega.training.seeded import draw
+from luna_mega.training.seeded import Redrawn
 
 
 def load_language_model(source: str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a causal language model, for evaluation, and its tokenizer."""
+    """Load a causal language model in evaluation mode, and its tokenizer."""
     try:
         return AutoModelForCausalLM.from_pretrained(source).to(device).eval(), load_tokenizer(source)
     except (OSError, ValueError) as error:
@@ -25,13 +25,13 @@ def load_language_model(source: str, device: str) -> tuple[PreTrainedModel, PreT
 
 
 def encode(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, line_end: str) -> torch.LongTensor:
-    """Encode `texts` as one stream `[N]`; each ends with a newline or, if it is not empty, with `</s>`."""
+    """Encode `texts` as one stream `[N]`, each followed by a newline or, if it is not empty, by `</s>`."""
     if line_end == "newline":
         lines, tail = [text + "\n" for text in texts], []
     else:
         lines, tail = [text.strip() for text in texts if text.strip()], [tokenizer.eos_token_id]
         if tail == [None]:
-            fail("the tokenizer has no eos_token; --line_end newline does without")
+            fail("the tokenizer has no eos_token; pass --line_end newline")
     encoded = tokenizer(lines, add_special_tokens=False, verbose=False)["input_ids"] if lines else []
     return torch.tensor([token for ids in encoded for token in [*ids, *tail]], dtype=torch.long)
 
@@ -39,9 +39,9 @@ def encode(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, line_end: s
 def cut_stream(
     texts: IterableDataset, column: str, tokenizer: PreTrainedTokenizerBase, line_end: str, length: int
 ) -> IterableDataset:
-    """Cut texts, as they are read, into blocks of `length` tokens and those that follow.
+    """Cut streamed texts into blocks of `length` tokens, with the tokens that follow each token.
 
-    A thousand texts are concatenated at a time; a remainder shorter than a block is dropped.
+    Each batch of 1,000 texts is concatenated; a remainder shorter than a block is dropped.
     """
 
     def cut(batch: dict[str, list[str]]) -> dict[str, list[torch.Tensor]]:
@@ -52,34 +52,21 @@ def cut_stream(
     return texts.map(cut, batched=True, remove_columns=list(next(iter(texts)))).with_format("torch")
 
 
-class Windows(Dataset):
-    """Windows of `length` tokens at random places of a stream, and the tokens that follow each.
+def draw_windows(stream: torch.LongTensor, length: int, seed: int) -> Redrawn:
+    """Return blocks of `length` tokens at random positions of a stream, with the tokens that follow each token."""
+    if len(stream) <= length:
+        fail(f"the text has {len(stream)} tokens, too few for blocks of {length}")
 
-    A place is drawn from seed, epoch and index.
-    """
+    def cut(_: int, numbers: torch.Generator) -> dict[str, torch.Tensor]:
+        return _segment(stream, int(torch.randint(len(stream) - length, (), generator=numbers)), length)
 
-    def __init__(self, stream: torch.LongTensor, length: int, seed: int):
-        if len(stream) <= length:
-            fail(f"the text has {len(stream)} tokens, too few for blocks of {length}")
-        self.stream, self.length, self.seed = stream, length, seed
-        self.epoch = torch.zeros((), dtype=torch.long).share_memory_()  # workers that stay alive see it as well
-
-    def __len__(self) -> int:
-        return len(self.stream) // self.length
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        numbers = draw(self.seed, int(self.epoch), index)
-        start = int(torch.randint(len(self.stream) - self.length, (), generator=numbers))
-        return _segment(self.stream, start, self.length)
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch.fill_(epoch)
+    return Redrawn(range(len(stream) // length), cut, seed)
 
 
 class Streams(Dataset):
-    """The stream cut into `batch_size` parts that are read side by side, a block of each in every batch.
+    """Stream that is cut into `batch_size` consecutive parts; each batch contains the next block of all parts.
 
-    Item `step * batch_size + part` is the block `step` of a part.
+    Item `step * batch_size + part` is block `step` of a part.
     """
 
     def __init__(self, stream: torch.LongTensor, length: int, batch_size: int):
@@ -106,7 +93,7 @@ def _segment(stream: torch.LongTensor, start: int, length: int) -> dict[str, tor
 
 @dataclass
 class Score:
-    """Sum of the negative log-likelihoods in nats of `tokens` tokens."""
+    """Sum of the negative log-likelihoods of `tokens` tokens, in nats."""
 
     total: float
     tokens: int
@@ -134,20 +121,26 @@ def score_stream(
     progress: bool = False,
     ranks: tuple[int, int] = (0, 1),
 ) -> Score:
-    """Score the stream in blocks of `context` tokens, each read from nothing by segments that carry the state on.
+    """Score a stream of tokens.
 
-    `batch_size` blocks are read side by side. A token's score depends on all that comes before it in its block, so that
-    shorter blocks make the score worse (the first tokens of each know little), and shorter segments do not.
+    Each token is predicted from all earlier tokens of its block. Shorter blocks therefore increase the loss, shorter
+    segments do not. All processes call the model equally often, because sharded models require it.
 
-    Of several processes (`ranks`: which one, of how many) each scores its share, and the scores are added up by the
-    caller. All of them call the model equally often, as shards ask for.
+    Args:
+        model: Causal language model with a cache.
+        stream: Tokens `[N]`.
+        context: Number of tokens of a block; each block starts without a cache.
+        segment: Number of tokens of a forward pass.
+        batch_size: Number of blocks of a forward pass.
+        progress: Whether to show a progress bar.
+        ranks: Rank of this process and number of processes; each scores its share of the blocks.
     """
     training, device, count = model.training, model.device, len(stream) - 1
     if count < 1:
-        fail("the text to score has fewer than two tokens")
+        fail("the text has fewer than two tokens")
     model.eval()
-    whole = list(range(0, count - context + 1, context))
-    groups = [whole[i : i + batch_size] for i in range(0, len(whole), batch_size)]
+    starts = list(range(0, count - context + 1, context))
+    groups = [starts[i : i + batch_size] for i in range(0, len(starts), batch_size)]
     rank, processes = ranks
     own = [(group, True) for group in groups[rank::processes]]
     own += [(group, False) for group in groups[:1]] * (math.ceil(len(groups) / processes) - len(own))
@@ -163,7 +156,7 @@ def score_stream(
             output = model(
                 inputs,
                 attention_mask=torch.ones_like(block[:, :end]),
-                labels=targets,  # for transformers' own models, which have no loss without them
+                labels=targets,  # transformers' models compute no loss without labels
                 shift_labels=targets,
                 use_cache=True,
                 **{CACHE_NAME: past},

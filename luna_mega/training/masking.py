@@ -21,21 +21,25 @@ from luna_mega.training.streams import check_split
 
 @dataclass
 class MaskedTextArguments(SourceArguments):
-    train_files: list[str] | None = field(default=None, metadata={"help": "local files instead of a folder"})
+    train_files: list[str] | None = field(default=None, metadata={"help": "local training files instead of a folder"})
     validation_files: list[str] | None = field(default=None, metadata={"help": "local files of the validation split"})
-    text_column: str = field(default="text", metadata={"help": "column with the text; a txt file has one text a line"})
-    block_size: int = field(default=512, metadata={"help": "tokens of an input, <s> among them"})
-    short_seq_prob: float = field(
-        default=0.0, metadata={"help": "share of the training inputs that end early, at a random length"}
+    text_column: str = field(
+        default="text", metadata={"help": "column with the text; a txt file has one text per line"}
     )
-    mlm_probability: float = field(default=0.15, metadata={"help": "share of the tokens that is predicted"})
-    max_train_samples: int | None = field(default=None, metadata={"help": "use only the first N texts"})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "use only the first N texts"})
-    preprocessing_num_workers: int | None = field(default=None, metadata={"help": "number of processes that tokenize"})
+    block_size: int = field(default=512, metadata={"help": "tokens of an input, including <s>"})
+    short_seq_prob: float = field(
+        default=0.0, metadata={"help": "share of the training inputs with a random shorter length"}
+    )
+    mlm_probability: float = field(default=0.15, metadata={"help": "share of the tokens to predict"})
+    max_train_samples: int | None = field(default=None, metadata={"help": "maximum number of texts"})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "maximum number of texts"})
+    preprocessing_num_workers: int | None = field(
+        default=None, metadata={"help": "number of processes for tokenization"}
+    )
 
 
 class Masking:
-    """Selection of the predicted tokens of a block by a given random generator."""
+    """Function that masks tokens of a block with a given random generator."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, probability: float):
         self.collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=probability)
@@ -55,8 +59,14 @@ def cut_blocks(
 ) -> Dataset | IterableDataset:
     """Cut the texts, each followed by `</s>`, into blocks of `<s>` and `block_size - 1` tokens.
 
-    Empty texts are skipped. A thousand texts are concatenated at a time; a remainder shorter than a block is dropped.
-    A share `short` of the blocks has from 1 to `block_size - 1` tokens instead, by numbers drawn from the texts.
+    Empty texts are skipped. Each batch of 1,000 texts is concatenated; a remainder shorter than a block is dropped.
+
+    Args:
+        split: Split with the texts.
+        name: Name of the split.
+        tokenizer: The tokenizer.
+        data: Text column, block size and number of processes.
+        short: Share of the blocks with a random number of 1 to `block_size - 1` tokens, seeded by the text.
     """
     bos, eos = boundary_ids(tokenizer)
     step = data.block_size - 1
@@ -82,7 +92,7 @@ def cut_blocks(
 
 
 def mask_once(blocks: Dataset, tokenizer: PreTrainedTokenizerBase, data: MaskedTextArguments, seed: int) -> Dataset:
-    """Mask the validation blocks once, so that all evaluations use the same masks."""
+    """Mask the validation blocks in advance, so that all evaluations use the same masks."""
     collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=data.mlm_probability)
     collator.generator = torch.Generator().manual_seed(seed)
 
@@ -94,7 +104,7 @@ def mask_once(blocks: Dataset, tokenizer: PreTrainedTokenizerBase, data: MaskedT
 
 
 def check_data(data: MaskedTextArguments) -> None:
-    """End the script when the options of the data contradict each other."""
+    """Exit if the data options contradict each other."""
     if sum(map(bool, (data.dataset_name, data.dataset_path, data.train_files or data.validation_files))) != 1:
         fail("pass one of --dataset_name, --dataset_path, or --train_files and --validation_files")
     if not 0 < data.mlm_probability < 1:
@@ -107,7 +117,7 @@ def check_data(data: MaskedTextArguments) -> None:
 def load_texts(
     data: MaskedTextArguments, training: TrainingArguments, run: RunArguments
 ) -> dict[str, Dataset | IterableDataset]:
-    """Return the splits that the run needs, with text in place."""
+    """Return the required splits, with checked text."""
     limits, files = choose_splits(training, data), None
     if not (data.dataset_name or data.dataset_path):
         files = {"train": data.train_files, "validation": data.validation_files}
@@ -126,7 +136,7 @@ def make_blocks(
     data: MaskedTextArguments,
     seed: int,
 ) -> dict[str, Dataset | IterableDataset]:
-    """Cut the splits into blocks, and mask those of the validation split."""
+    """Cut the splits into blocks, and mask the validation blocks."""
     short = {"train": data.short_seq_prob}
     blocks = {name: cut_blocks(split, name, tokenizer, data, short.get(name, 0.0)) for name, split in splits.items()}
     if "validation" in blocks:

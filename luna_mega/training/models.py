@@ -1,4 +1,4 @@
-"""Configuration, model and tokenizer of a run: loaded or created."""
+"""Loading and creation of configuration, model and tokenizer."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -23,56 +23,52 @@ from luna_mega.hub.folder import largest_id
 from luna_mega.training.arguments import fail
 from luna_mega.training.tokenizers import train_bpe, train_joint_bpe
 
-# Models of transformers whose positions begin after the number of the padding token.
+# Models of transformers whose position ids start after the padding id.
 COUNT_FROM_PADDING = ("camembert", "longformer", "mpnet", "roberta", "xlm-roberta")
 
 
 @dataclass
 class CheckpointArguments:
     model_name_or_path: str | None = field(
-        default=None, metadata={"help": "converted checkpoint or Hub name; without it training starts from scratch"}
+        default=None, metadata={"help": "folder or Hub name of a model; default: train from scratch"}
     )
-    model_type: str = field(
-        default="luna", metadata={"help": "type of a new model: luna, mega or, to compare, roberta, bart, ..."}
-    )
-    config_overrides: str = field(
-        default="", metadata={"help": "fields of the configuration: hidden_size=128,pooling=mean"}
-    )
-    ignore_mismatched_sizes: bool = field(default=False, metadata={"help": "replace a head whose size does not fit"})
-    license: str | None = field(
-        default=None, metadata={"help": "license of the weights, for the model card: apache-2.0"}
-    )
+    model_type: str = field(default="luna", metadata={"help": "type of a new model: luna, mega, roberta, bart, ..."})
+    config_overrides: str = field(default="", metadata={"help": "configuration fields: hidden_size=128,pooling=mean"})
+    ignore_mismatched_sizes: bool = field(default=False, metadata={"help": "replace heads of another size"})
+    license: str | None = field(default=None, metadata={"help": "license of the weights in the model card: apache-2.0"})
 
 
 @dataclass
 class ModelArguments(CheckpointArguments):
-    tokenizer_name: str | None = field(default=None, metadata={"help": "folder or Hub name of another tokenizer"})
+    tokenizer_name: str | None = field(
+        default=None, metadata={"help": "folder or Hub name of the tokenizer; default: that of the model"}
+    )
     vocab_size: int = field(
-        default=8000, metadata={"help": "size of the BPE that is trained if no tokenizer is specified"}
+        default=8000, metadata={"help": "vocabulary size of the BPE that is trained if there is no tokenizer"}
     )
 
 
 def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
-    """Load a tokenizer from the Hub, a saved folder, or a folder with only RoBERTa's `vocab.json` and `merges.txt`."""
+    """Load a tokenizer from the Hub or a folder; RoBERTa's `vocab.json` and `merges.txt` are sufficient."""
     names = {path.name for path in Path(source).glob("*")}
     bare = {"vocab.json", "merges.txt"} <= names and not names & {"tokenizer.json", "tokenizer_config.json"}
     try:
         return (RobertaTokenizer if bare else AutoTokenizer).from_pretrained(source)
     except OSError:
         raise
-    except Exception as error:  # transformers and tokenizers raise many types for damaged files
+    except Exception as error:  # damaged files raise many types of errors
         raise ValueError(f"{source}: the tokenizer cannot be read ({type(error).__name__}: {reason(error)})") from error
 
 
 def make_tokenizer(model: ModelArguments, texts: Iterable[str], max_length: int) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that `model` names, or train a BPE on `texts`, which are not looked at otherwise."""
+    """Load the tokenizer of `model`, or train a BPE on `texts`."""
     source = model.tokenizer_name or model.model_name_or_path
     try:
         if source:
             return load_tokenizer(source)
         return train_bpe(texts, model.vocab_size, max_length)
     except (OSError, ValueError) as error:
-        fail(f"no tokenizer in {source} (--tokenizer_name names another): {error}" if source else error)
+        fail(f"no tokenizer in {source} (pass another --tokenizer_name): {error}" if source else error)
 
 
 class Tokenizers(NamedTuple):
@@ -83,7 +79,7 @@ class Tokenizers(NamedTuple):
 
 
 def make_both_tokenizers(model: ModelArguments, texts: Iterable[str], max_length: int) -> Tokenizers:
-    """Load the tokenizers that `model` names (a subfolder `target` may hold the target's), or train one on `texts`."""
+    """Load the tokenizers of `model` (the subfolder `target` contains the target's), or train one on `texts`."""
     source = model.tokenizer_name or model.model_name_or_path
     try:
         if not source:
@@ -93,7 +89,7 @@ def make_both_tokenizers(model: ModelArguments, texts: Iterable[str], max_length
         if cached_file(source, "target/tokenizer_config.json", _raise_exceptions_for_missing_entries=False):
             second = AutoTokenizer.from_pretrained(source, subfolder="target")
     except (OSError, ValueError) as error:
-        fail(f"no tokenizer in {source} (--tokenizer_name names another): {error}")
+        fail(f"no tokenizer in {source} (pass another --tokenizer_name): {error}")
     for tokenizer in (first, second):
         if tokenizer("a")["input_ids"][-1] != tokenizer.eos_token_id:
             fail(f"the tokenizer of {source} does not end a sentence with its eos_token {tokenizer.eos_token}")
@@ -101,7 +97,11 @@ def make_both_tokenizers(model: ModelArguments, texts: Iterable[str], max_length
 
 
 def parse_fields(text: str) -> dict[str, Any]:
-    """Read `hidden_size=128,pooling=mean`; values are YAML. Raises `yaml.YAMLError` for other text."""
+    """Parse `hidden_size=128,pooling=mean`, with YAML values.
+
+    Raises:
+        yaml.YAMLError: The text is not valid.
+    """
     return yaml.safe_load(f"{{{text.replace('=', ': ')}}}")
 
 
@@ -112,11 +112,14 @@ def make_config(
     kind: str | None = None,
     **values: Any,
 ) -> PreTrainedConfig:
-    """Make the configuration of the model for inputs of up to `max_length` tokens, real numbers or patches.
+    """Load or create the configuration; exit if the tokenizer or the length is not supported.
 
-    `kind` is "tokens" (with a tokenizer the default), "values" (without) or "patches". The task sets the fields
-    `values` where the model has them; `--config_overrides` wins over them. The script ends where the tokenizer or the
-    length does not fit.
+    Args:
+        model: Options of the model; `--config_overrides` override `values`.
+        tokenizer: Tokenizer of the model, None for other inputs.
+        max_length: Maximum length of the inputs.
+        kind: Type of the inputs: "tokens", "values" or "patches"; None = "tokens" with a tokenizer, else "values".
+        values: Fields of the task, set if the configuration has them.
     """
     kind = kind or ("values" if tokenizer is None else "tokens")
     try:
@@ -126,7 +129,7 @@ def make_config(
             config = AutoConfig.from_pretrained(model.model_name_or_path)
             loaded = config.to_dict()
         else:
-            seq2seq = f"{model.model_type}_seq2seq"  # Luna and Mega have a type of their own for it
+            seq2seq = f"{model.model_type}_seq2seq"  # a separate model type of Luna and Mega
             own = values.get("is_encoder_decoder") and seq2seq in CONFIG_MAPPING
             config = AutoConfig.for_model(seq2seq if own else model.model_type)
             values |= {"input_type": kind, "max_position_embeddings": max_length}
@@ -137,7 +140,7 @@ def make_config(
         if unknown := [name for name in overrides if not hasattr(config, name)]:
             fail(f"--config_overrides: {config.model_type} has no field {', '.join(unknown)}")
         values = {name: value for name, value in values.items() if hasattr(config, name)}
-        # A field can have two names, max_position_embeddings and Mega's own max_positions; the last value has to win.
+        # A field can have two names, such as max_position_embeddings and Mega's max_positions; the last value is used.
         pairs = [*loaded.items(), *values.items(), *overrides.items()]
         config = type(config).from_dict({config.attribute_map.get(name, name): value for name, value in pairs})
     except (OSError, ValueError, TypeError, StrictDataclassError, yaml.YAMLError) as error:
@@ -150,13 +153,13 @@ def make_config(
         fail(f"inputs of {max_length} {kind} do not fit in the {positions} positions of the model")
     if tokenizer is not None:
         check_tokenizer(tokenizer, config)
-        # That of a tokenizer from run_mlm.py is the length of its blocks.
+        # A tokenizer of run_mlm.py has the block size as its maximum.
         tokenizer.model_max_length = max(tokenizer.model_max_length, max_length)
     return config
 
 
 def label_fields(names: Sequence[str]) -> dict[str, Any]:
-    """Return the fields of a configuration that name its classes."""
+    """Return the configuration fields of the label names."""
     return {"id2label": dict(enumerate(names)), "label2id": {name: index for index, name in enumerate(names)}}
 
 
@@ -168,12 +171,12 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig
 
 
 def first_position(model_type: str, pad_token_id: int) -> int:
-    """Return the number of the first token's position, which in RoBERTa's family is the one after the padding's."""
+    """Return the position id of the first token; for RoBERTa and similar models, it follows the padding id."""
     return pad_token_id + 1 if model_type in COUNT_FROM_PADDING else 0
 
 
 def longest_input(config: PreTrainedConfig) -> float:
-    """Return the maximum input length; infinite without a table of positions, as for Mega with chunks."""
+    """Return the maximum input length; infinite without position embeddings, such as for Mega with chunks."""
     mega = config.model_type in ("mega", "mega_seq2seq")
     any_length = mega and (config.use_chunking or config.relative_positional_bias == "rotary")
     positions = float("inf") if any_length else getattr(config, "max_position_embeddings", float("inf"))
@@ -181,7 +184,7 @@ def longest_input(config: PreTrainedConfig) -> float:
 
 
 def make_model(model_class: type, model: CheckpointArguments, config: PreTrainedConfig) -> PreTrainedModel:
-    """Make the model of `config`, of an Auto class or another, with the weights that `model` names, or new ones."""
+    """Load the model, or create a new one from `config`; `model_class` may be an Auto class."""
     if not model.model_name_or_path:
         return getattr(model_class, "from_config", model_class)(config)
     return model_class.from_pretrained(
@@ -194,5 +197,7 @@ def boundary_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
     bos, eos, cls, sep = (getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "cls", "sep"))
     ids = cls if bos is None else bos, sep if eos is None else eos
     if None in ids:
-        fail(f"the tokenizer has bos_token {tokenizer.bos_token} and eos_token {tokenizer.eos_token}; both are needed")
+        fail(
+            f"the tokenizer has bos_token {tokenizer.bos_token} and eos_token {tokenizer.eos_token}; both are required"
+        )
     return ids

@@ -1,4 +1,4 @@
-"""Optimizers, clipping and learning-rate schedules that transformers does not have."""
+"""Optimizers, gradient clipping and learning-rate schedules that transformers does not provide."""
 
 from bisect import bisect_right
 from typing import Any
@@ -14,10 +14,7 @@ from luna_mega.training.arguments import fail
 def milestone_schedule(
     optimizer: Optimizer, warmup_steps: int, milestones: list[int], factor: float, start: float = 0.0
 ) -> LambdaLR:
-    """Warm up linearly, then stay constant, multiplied by `factor` at each of `milestones` (steps in order).
-
-    The warm-up begins at the share `start` of the learning rate.
-    """
+    """Return a schedule with linear warmup from `start`, multiplied by `factor` at each milestone."""
 
     def share(step: int) -> float:
         warm = min(1.0, start + (1 - start) * step / max(1, warmup_steps))
@@ -27,7 +24,7 @@ def milestone_schedule(
 
 
 def power_warmup_schedule(optimizer: Optimizer, warmup_steps: int, total_steps: int, power: float) -> LambdaLR:
-    """Warm up from 0 with the `power` of the step, then fall linearly to 0 at `total_steps`."""
+    """Return a schedule with warmup by the `power` of the step, then linear decay to 0 at `total_steps`."""
 
     def factor(step: int) -> float:
         if step < warmup_steps:
@@ -38,20 +35,20 @@ def power_warmup_schedule(optimizer: Optimizer, warmup_steps: int, total_steps: 
 
 
 def apollo(training: TrainingArguments) -> tuple[type[Optimizer], dict[str, Any]]:
-    """Return Apollo (Ma 2020) and its options, as Trainer takes them. It is not transformers' `apollo_adamw`.
+    """Return the class and the options of the optimizer Apollo (Ma 2020), which is not transformers' `apollo_adamw`.
 
-    `adam_beta1` and `adam_epsilon` are its beta and epsilon; the weight decay is L2, as in its code.
+    `adam_beta1` and `adam_epsilon` are its beta and epsilon. Weight decay is L2, as in its code.
     """
     try:
         from pytorch_optimizer import ApolloDQN
     except ImportError:
         fail("--apollo needs the package pytorch_optimizer: pip install 'pytorch_optimizer>=4.1'")
     options = {"lr": training.learning_rate, "beta": training.adam_beta1, "eps": training.adam_epsilon}
-    return ApolloDQN, options | {"warmup_steps": 0}  # its own warm-up would win over the schedule
+    return ApolloDQN, options | {"warmup_steps": 0}  # its warmup would replace the schedule
 
 
 class ClipEach(TrainerCallback):
-    """Clipping of every parameter's gradient to the norm `limit`, each by itself."""
+    """Clip the gradient of each parameter separately to the norm `limit`."""
 
     def __init__(self, limit: float):
         self.limit = limit

@@ -1,4 +1,4 @@
-"""The results of a run: speed and memory, and a summary as table and JSON."""
+"""Results of a run: speed, memory, and a summary as a table and as JSON."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from luna_mega.escaping import terminal
 from luna_mega.training.arguments import RunArguments
 from luna_mega.training.hub import publish
 
-NOT_SHARDED = ", not FSDP: accelerate does not shard on CPUs"
+NOT_SHARDED = ", not FSDP: Accelerate does not shard on CPUs"
 PARALLEL = {
     DistributedType.NO: "none",
     DistributedType.MULTI_CPU: "DDP",
@@ -32,7 +32,7 @@ PARALLEL = {
 
 
 def peak_memory_gb(device: torch.device) -> float | None:
-    """Return the peak memory so far in GB: on CUDA the accelerator's, else the process's own (None where unknown)."""
+    """Return the peak memory in GB: of the GPU with CUDA, else of the process (None on Windows)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     if resource is None:
@@ -42,10 +42,10 @@ def peak_memory_gb(device: torch.device) -> float | None:
 
 
 class SpeedCallback(TrainerCallback):
-    """Counter of the seconds and the tokens of one call of `Trainer.train`, without evaluation and saving.
+    """Counter of the seconds and tokens of `Trainer.train`, without evaluation and saving.
 
-    Trainer counts the tokens, if `include_num_input_tokens_seen` is "non_padding" or "all". `total_seconds` are with
-    those of the calls whose checkpoint was resumed, and every entry of the log gets them as `train_seconds`.
+    Tokens are counted if `include_num_input_tokens_seen` is "non_padding" or "all". Each log entry contains
+    `total_seconds` as `train_seconds`, which includes the seconds before a resumed checkpoint.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class SpeedCallback(TrainerCallback):
         self.tokens = 0
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
-        self._tokens_before = state.num_input_tokens_seen  # above 0 when a checkpoint is resumed
+        self._tokens_before = state.num_input_tokens_seen  # above 0 if the run resumes
         self._seconds_before = max((entry.get("train_seconds", 0.0) for entry in state.log_history), default=0.0)
 
     @property
@@ -72,14 +72,14 @@ class SpeedCallback(TrainerCallback):
 
 
 def show(value: Any) -> str:
-    """Format a value for a table: four digits, thousands separated."""
+    """Format a value for a table, with four digits and separated thousands."""
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     return f"{value:,}" if type(value) is int else terminal(str(value))
 
 
 def print_table(title: str, values: dict[str, Any]) -> None:
-    """Print `values` by name below `title`; None is left out."""
+    """Print the `values` that are not None below `title`."""
     values = {name.replace("_", " "): value for name, value in values.items() if value is not None}
     width = max(map(len, values))
     print(f"\n{title}")
@@ -92,22 +92,22 @@ def save_json(content: dict[str, Any], path: Path) -> None:
 
 
 def describe(trainer: Trainer, run: RunArguments) -> dict[str, Any]:
-    """Return the first entries of the summary."""
-    asked = trainer.args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    asked = asked and not trainer.is_fsdp_enabled
+    """Return the entries of the summary that describe model and hardware."""
+    requested = trainer.args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    requested = requested and not trainer.is_fsdp_enabled
     return {
         "model": run.model,
         "seed": trainer.args.seed,
         "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
         "device": str(trainer.args.device),
         "processes": trainer.args.world_size,
-        "parallel": PARALLEL[trainer.accelerator.distributed_type] + (NOT_SHARDED if asked else ""),
+        "parallel": PARALLEL[trainer.accelerator.distributed_type] + (NOT_SHARDED if requested else ""),
         "luna_mega": luna_mega.__version__,
     }
 
 
 def finish(trainer: Trainer, run: RunArguments, summary: dict[str, Any]) -> dict[str, Any]:
-    """Print, save and return the results; after training, write the model card and push if requested."""
+    """Print, save and return the results; after training, write the model card and, if requested, push the model."""
     summary = save_summary(trainer, run, summary)
     if trainer.args.do_train:
         publish(trainer, run.command, summary, run.card)

@@ -1,4 +1,4 @@
-"""Checkpoints that a run resumes from."""
+"""Resuming from checkpoints."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -13,35 +13,36 @@ from luna_mega.training.arguments import fail
 
 
 def find_checkpoint(training: TrainingArguments, *files: str) -> str | None:
-    """Return the folder to resume from: `--resume_from_checkpoint PATH`, or with `last` the newest one of the output.
+    """Return the checkpoint of `--resume_from_checkpoint`, or None; exit if the output has unexpected checkpoints.
 
-    A checkpoint has to have `files`. A new training run is refused when the output folder holds checkpoints of an
-    earlier one.
+    Args:
+        training: Options of the Trainer.
+        files: Names of files that a checkpoint must contain.
     """
     found = [Path(path) for path in glob(f"{escape(training.output_dir)}/{PREFIX_CHECKPOINT_DIR}-*[0-9]")]
     found.sort(key=lambda path: int(path.name.rpartition("-")[2]))
     if training.resume_from_checkpoint:
         return choose_checkpoint(training, found, files)
     if found and training.do_train:
-        fail(f"{found[-1]} is there already: pass --resume_from_checkpoint last, or another --output_dir")
+        fail(f"{found[-1]} already exists: pass --resume_from_checkpoint last, or another --output_dir")
     return None
 
 
 def choose_checkpoint(training: TrainingArguments, found: Sequence[Path], files: Sequence[str]) -> str:
-    """Return the checkpoint of `--resume_from_checkpoint`; with `last`, the newest complete one of `found`.
+    """Return the checkpoint of `--resume_from_checkpoint`; `last` is the newest complete one of `found`.
 
-    A checkpoint without one of `files` is incomplete, because the run was killed while it was written.
+    If the run was killed while it saved, the newest checkpoint is incomplete.
     """
-    wanted = training.resume_from_checkpoint
-    tried: Iterable[Path] = reversed(found) if wanted == "last" else [Path(wanted)]
-    whole = next((path for path in tried if is_whole(path, files)), None)
-    if whole is None:
-        fail(f"--resume_from_checkpoint {wanted}: no checkpoint there" + f" with {' and '.join(files)}" * bool(files))
-    return str(whole)
+    source = training.resume_from_checkpoint
+    candidates: Iterable[Path] = reversed(found) if source == "last" else [Path(source)]
+    complete = next((path for path in candidates if is_complete(path, files)), None)
+    if complete is None:
+        fail(f"--resume_from_checkpoint {source}: no checkpoint there" + f" with {' and '.join(files)}" * bool(files))
+    return str(complete)
 
 
-def is_whole(checkpoint: Path, files: Sequence[str]) -> bool:
-    """Return whether a checkpoint has `files`, and the state that Trainer writes last."""
+def is_complete(checkpoint: Path, files: Sequence[str]) -> bool:
+    """Return whether a checkpoint has `files` and the state, which Trainer writes last."""
     try:
         json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8-sig"))
     except (OSError, ValueError):
@@ -50,21 +51,21 @@ def is_whole(checkpoint: Path, files: Sequence[str]) -> bool:
 
 
 def resume(trainer: Trainer, speed: TrainerCallback, checkpoint: str) -> dict[str, float]:
-    """Train on from a checkpoint, or load its state if it has all steps; return the metrics of the training.
+    """Resume from a checkpoint, or only load its state if it is the last one; return the training metrics.
 
-    `speed` is a callback of the trainer.
+    Args:
+        trainer: The Trainer.
+        speed: A callback of the Trainer.
+        checkpoint: The checkpoint.
     """
-    if take_finished(trainer, checkpoint):
+    if load_finished(trainer, checkpoint):
         speed.on_train_begin(trainer.args, trainer.state, trainer.control)
         return {}
     return trainer.train(resume_from_checkpoint=checkpoint).metrics
 
 
-def take_finished(trainer: Trainer, checkpoint: str) -> bool:
-    """Take the state of a checkpoint, whose weights the model has, if it has all steps; return whether it has.
-
-    Trainer would train one step more.
-    """
+def load_finished(trainer: Trainer, checkpoint: str) -> bool:
+    """Load the state of a checkpoint that has all steps; return whether it has. Trainer would train another step."""
     args, state = trainer.args, TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
     if not 0 < args.max_steps <= state.global_step:
         return False

@@ -1,4 +1,4 @@
-"""Steps of a training script: check the options, train, evaluate, write files."""
+"""Steps of a training script: checks of the options, training, evaluation and output files."""
 
 import math
 from collections.abc import Iterable
@@ -29,15 +29,15 @@ DIVERGED = "Lower --learning_rate, raise --warmup_steps, or train in float32"
 
 
 class OrderedTrainer(Trainer):
-    """Trainer whose predictions are in the order of the data set, and whose losses do not depend on the processes.
+    """Trainer with predictions in the order of the dataset, and losses independent of the number of processes.
 
-    Trainer itself groups the evaluation by length as well as training, and predictions then no longer match their rows.
-    Its `eval_loss` is the mean over batches, in which the last examples are doubled where processes share them.
+    transformers' Trainer also groups the evaluation set by length, so that predictions do not match their rows. Its
+    `eval_loss` is the mean over batches and counts padded examples of the last batch twice.
 
     Attributes:
-        sequences: how many this process was trained on; a pair is one.
-        pair_tokens: tokens of the second sequences of pairs among them, which Trainer does not count.
-        weight_average: a `WeightAverage`, which is evaluated in place of the weights.
+        sequences: Number of training sequences of this process; a pair counts once.
+        pair_tokens: Number of tokens in second sequences, which Trainer does not count.
+        weight_average: `WeightAverage` that is evaluated instead of the weights.
     """
 
     sequences = 0
@@ -48,19 +48,19 @@ class OrderedTrainer(Trainer):
         if args.do_train and has_length(options.get("train_dataset")):
             check_batch(args, options["train_dataset"])
         if args.push_to_hub:
-            with suppress(ValueError):  # other models, and classes that no Auto class loads
+            with suppress(ValueError):  # other models, and classes without an Auto class
                 register_for_auto_class(model)
         super().__init__(model, args, **options)
 
     def averaged(self) -> AbstractContextManager:
-        """Return a context in which the model has the average of the weights, if there is one."""
+        """Return a context in which the model has the averaged weights, if they exist."""
         return nullcontext() if self.weight_average is None else self.weight_average.in_place(self.model)
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
         dataset = train_dataset or self.train_dataset
-        # Lengths are those of the unchanged examples: changing all of them takes as long as reading an epoch.
+        # Lengths of the unchanged examples: changing all of them would take as long as an epoch.
         sampler = super()._get_train_sampler(getattr(dataset, "examples", dataset))
-        # Trainer's own order by length depends on all random numbers that were drawn before it.
+        # The order by length of Trainer depends on all random numbers drawn before.
         if not isinstance(sampler, LengthGroupedSampler):
             return sampler
         return SeededSampler(sampler, self.args.seed)
@@ -75,7 +75,7 @@ class OrderedTrainer(Trainer):
         return super().training_step(model, inputs, *args, **kwargs)
 
     def evaluation_loop(self, *args, metric_key_prefix="eval", **kwargs):
-        self.losses = [0.0, 0.0]  # their sum, and of how many
+        self.losses = [0.0, 0.0]  # sum and count
         averages, self.args.average_tokens_across_devices = self.args.average_tokens_across_devices, False
         try:
             with self.averaged():
@@ -93,7 +93,7 @@ class OrderedTrainer(Trainer):
         regression = labels is not None and labels.is_floating_point()
         if labels is not None and not regression:
             inputs["labels"] = labels = labels.clone()
-            labels[kept:] = -100  # the loss leaves them out
+            labels[kept:] = -100  # ignored by the loss
             count = int((labels != -100).sum())
         loss, logits, found = super().prediction_step(model, inputs, *args, **kwargs)
         if count and loss is not None:
@@ -103,7 +103,7 @@ class OrderedTrainer(Trainer):
         return loss, logits, found
 
     def _kept(self, labels: torch.Tensor | None) -> int:
-        """Return how many examples of a batch are this process's own: the last batch is filled with the first ones."""
+        """Return the number of examples of a batch without those that Accelerate repeats to fill the last batch."""
         state, size = self.accelerator.gradient_state, 0 if labels is None else len(labels)
         if self.args.world_size == 1 or not state.end_of_dataloader or state.remainder <= 0:
             return size
@@ -119,19 +119,23 @@ def check_run(
     streams: bool = False,
     predicts: bool = True,
 ) -> None:
-    """Prepare the processes, and end the script when its options contradict each other; nothing has been read yet.
+    """Prepare the processes, and exit if options contradict each other.
 
     Args:
-        title: the task, for messages and headlines.
-        streams: whether the task knows `--streaming`.
-        predicts: whether the task knows `--do_predict`.
+        title: Name of the task in messages.
+        data: Options of the data.
+        model: Options of the model.
+        training: Options of the Trainer.
+        run: Options and state of the run.
+        streams: Whether the task supports `--streaming`.
+        predicts: Whether the task supports `--do_predict`.
     """
     run.title = title
     check_launch(training.world_size)
     if training.world_size > 1 and training.device.type == "cpu":  # Trainer sets ddp_timeout only for accelerators
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=training.ddp_timeout))
     if training.do_predict and not predicts:
-        fail(f"--do_predict: a {title} has no test predictions to write; pass --do_eval")
+        fail(f"--do_predict: a {title} has no test predictions; pass --do_eval")
     if not (training.do_train or training.do_eval or training.do_predict):
         fail("nothing to do: pass --do_train, --do_eval or --do_predict")
     if not (training.do_train or model.model_name_or_path):
@@ -141,13 +145,13 @@ def check_run(
     if training.push_to_hub or training.hub_token or model.license:
         check_hub(training, model.license)
     if run.streaming and not streams:
-        fail(f"--streaming: the data of {title} are read whole; only texts for language models can be streamed")
+        fail(f"--streaming: {title} loads its data; only texts of language models can be streamed")
     if not 0.0 <= run.ema_decay < 1.0:
         fail(f"--ema_decay {run.ema_decay} must be in [0, 1)")
     if run.ema_decay and not training.do_train:
-        fail("--ema_decay averages weights over the steps of --do_train: leave it out")
+        fail("--ema_decay requires --do_train")
     if run.ema_decay and training.load_best_model_at_end:
-        fail("--ema_decay leaves the average of the last step in the model: leave --load_best_model_at_end out")
+        fail("--ema_decay saves the average of the last step; remove --load_best_model_at_end")
     if training.include_num_input_tokens_seen == "no":
         training.include_num_input_tokens_seen = "non_padding"
     if training.bf16 and training.device.type == "cpu" and training.process_index == 0:
@@ -155,13 +159,13 @@ def check_run(
 
 
 def count_broken(state: dict[str, torch.Tensor]) -> int:
-    """Return how many tensors, or this process's shards of them, are not finite."""
+    """Return the number of tensors, or of their local shards, with values that are not finite."""
     local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in state.values()]
     return sum(not torch.isfinite(tensor).all() for tensor in local if tensor.is_floating_point())
 
 
 def check_model(trainer: Trainer) -> None:
-    """End the script unless the training loss and all weights are finite; nothing has been saved or pushed yet."""
+    """Exit unless the training loss and all weights are finite."""
     losses = [entry["train_loss"] for entry in trainer.state.log_history if "train_loss" in entry]
     (broken,) = total([float(count_broken(trainer.model.state_dict()))], trainer.args)
     if broken or not all(map(math.isfinite, losses[-1:])):
@@ -172,15 +176,17 @@ def check_model(trainer: Trainer) -> None:
 
 
 class DivergenceCallback(TrainerCallback):
-    """Ends a run at the first logged gradient that is NaN, which makes all weights NaN."""
+    """Exit at the first logged gradient norm that is NaN."""
 
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
-        if math.isnan(float((logs or {}).get("grad_norm", 0.0))) and not args.fp16:  # with fp16 such steps are skipped
+        if (
+            math.isnan(float((logs or {}).get("grad_norm", 0.0))) and not args.fp16
+        ):  # the gradient scaler skips such steps
             fail(f"the gradients are NaN at step {state.global_step}; no model was saved. {DIVERGED}")
 
 
 class EpochCallback(TrainerCallback):
-    """Tell data set and sampler the epoch: accelerate does not on several processes, nor in a resumed epoch."""
+    """Set the epoch of dataset and sampler, which Accelerate omits with several processes and in a resumed epoch."""
 
     def on_epoch_begin(self, args, state, control, train_dataloader=None, **kwargs) -> None:
         epoch = int(state.epoch + 1e-6)
@@ -190,7 +196,7 @@ class EpochCallback(TrainerCallback):
 
 
 def check_batch(training: TrainingArguments, split: Dataset) -> None:
-    """End the script when the processes could not fill one batch without counting an example twice."""
+    """Exit if the split has fewer examples than one batch of all processes."""
     needed = training.train_batch_size * training.world_size
     if training.world_size > 1 and len(split) < needed:
         fail(
@@ -207,9 +213,17 @@ def begin_run(
     training: TrainingArguments,
     run: RunArguments,
 ) -> None:
-    """Find the checkpoint that is resumed, and set the seed; `script` is `__file__`, and `argv` the argument of `main`.
+    """Find the checkpoint to resume from, and set the seed.
 
-    A resumed run takes configuration and tokenizer from its checkpoint, even when it began from scratch.
+    A resumed run loads configuration and tokenizer from its checkpoint, even if it was started from scratch.
+
+    Args:
+        script: `__file__` of the script.
+        argv: Argument of `main`.
+        data: Options of the data.
+        model: Options of the model.
+        training: Options of the Trainer.
+        run: Options and state of the run.
     """
     files = ["weight_average.pt"] if run.ema_decay else []
     base_model, run.command = model.model_name_or_path, (script, argv)
@@ -221,7 +235,7 @@ def begin_run(
 
 
 def make_callbacks(data: object) -> list[TrainerCallback]:
-    """Return the callbacks of a Trainer: one for the epochs and, with `--early_stopping_patience`, one that stops."""
+    """Return the callbacks for epochs, divergence and, with `--early_stopping_patience`, early stopping."""
     patience = getattr(data, "early_stopping_patience", None)
     return [EpochCallback(), DivergenceCallback(), *([EarlyStoppingCallback(patience)] if patience else [])]
 
@@ -236,9 +250,15 @@ def total(values: list[float], training: TrainingArguments) -> list[float]:
 
 
 def train(trainer: Trainer, run: RunArguments, head_share: float = 1.0) -> dict[str, Any]:
-    """Train and save the model if `--do_train` is set; return the results.
+    """With `--do_train`, train and save the model.
 
-    The head scores `head_share` of the tokens.
+    Args:
+        trainer: The Trainer.
+        run: Options and state of the run.
+        head_share: Share of the tokens for which the head computes logits.
+
+    Returns:
+        The results.
     """
     if not trainer.args.do_train:
         return {}
@@ -248,9 +268,9 @@ def train(trainer: Trainer, run: RunArguments, head_share: float = 1.0) -> dict[
     trainer.add_callback(speed)
     metrics = resume(trainer, speed, run.checkpoint) if run.checkpoint else trainer.train().metrics
     check_model(trainer)
-    if trainer.is_fsdp_enabled:  # the final model is saved unsharded
+    if trainer.is_fsdp_enabled:  # for the final model
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
-    trainer.save_model(_internal_call=True)  # pushed at the end, with its card
+    trainer.save_model(_internal_call=True)  # `publish` pushes the model with its card
     trainer.save_state()
     args = trainer.args
     speeds = {}
@@ -275,7 +295,7 @@ def train(trainer: Trainer, run: RunArguments, head_share: float = 1.0) -> dict[
 
 
 def score(trainer: Trainer) -> dict[str, float]:
-    """Evaluate if `--do_eval` is set, and save the metrics; return the results."""
+    """With `--do_eval`, evaluate and save the metrics; return them."""
     if not trainer.args.do_eval:
         return {}
     metrics = trainer.evaluate()
@@ -286,7 +306,7 @@ def score(trainer: Trainer) -> dict[str, float]:
 
 
 def write_lines(trainer: Trainer, name: str, lines: Iterable[str]) -> str:
-    """Write `lines` to the file `name` of the output folder and return its path."""
+    """Write `lines` to the file `name` in the output folder, and return its path."""
     path = Path(trainer.args.output_dir, name)
     if trainer.is_world_process_zero():
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Random changes of examples that depend only on seed, epoch and index, not on processes or workers."""
+"""Random changes of examples that depend only on seed, epoch and index, not on processes and workers."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +12,7 @@ Change = Callable[[Example, torch.Generator], Example]
 
 
 def draw(seed: int, epoch: int, index: int) -> torch.Generator:
-    """Return a generator that is seeded by the example, and does not depend on other examples or processes."""
+    """Return a generator for one example that does not depend on other examples and processes."""
     state = np.random.SeedSequence((seed, epoch, index)).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(state[0] >> np.uint64(1)))
 
@@ -22,7 +22,7 @@ class Redrawn(Dataset):
 
     def __init__(self, examples: Dataset, change: Change, seed: int):
         self.examples, self.change, self.seed = examples, change, seed
-        self.epoch = torch.zeros((), dtype=torch.long).share_memory_()  # workers that stay alive see it as well
+        self.epoch = torch.zeros((), dtype=torch.long).share_memory_()  # visible to persistent workers
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -35,7 +35,7 @@ class Redrawn(Dataset):
 
 
 class SeededSampler(Sampler):
-    """The order of another sampler, drawn from seed and epoch: a run that is resumed finds it again."""
+    """Sampler that draws the order of another sampler from seed and epoch, so that resumed runs reproduce it."""
 
     def __init__(self, sampler: Sampler, seed: int):
         self.sampler, self.seed, self.epoch = sampler, seed, 0

@@ -1,4 +1,4 @@
-"""The model FLOPs utilisation of a run, and the peak of a CPU."""
+"""Model FLOPs utilization (MFU), and the peak FLOP/s of a CPU."""
 
 import logging
 import time
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 def measure_peak(dtype: torch.dtype, side: int = 1024) -> float:
-    """Return the FLOPs a second of the fastest of five matrix products on this CPU."""
+    """Return the FLOP/s of the fastest of five matrix products on this CPU."""
     left, times = torch.randn(side, side).to(dtype), []
     for _ in range(6):
         start = time.perf_counter()
@@ -31,17 +31,24 @@ def throughput(
     peak: float | None,
     head_share: float = 1.0,
 ) -> dict[str, float | str]:
-    """Return the speed in all and of a process, and the model FLOPs utilisation `mfu`, or why it is not known.
+    """Return the total speed, the speed per process and the MFU, or the reason why it is not known.
 
-    It is the share of `peak` (FLOPs a second of a process; None = measured on a CPU) that the forward pass takes, times
-    three for the backward pass, for sequences of `length` tokens. The head scores `head_share` of them.
+    Args:
+        model: The model.
+        length: Mean length of the sequences.
+        tokens_per_second: Total speed.
+        processes: Number of processes.
+        device: Device of this process.
+        dtype: Data type of the matrix products.
+        peak: Peak FLOP/s of a device; None = measured on a CPU.
+        head_share: Share of the tokens for which the head computes logits.
     """
     speeds = {
         "tokens_per_second": tokens_per_second,
         "tokens_per_second_per_process": tokens_per_second / processes,
     }
     if model.config.is_encoder_decoder:
-        return speeds | {"mfu": "not known: the formulas take a source and a target of one length"}
+        return speeds | {"mfu": "not known: the formulas require source and target of equal length"}
     if model.config.model_type not in ("luna", "mega"):
         return speeds | {"mfu": f"not known: there are no formulas for {model.config.model_type}"}
     if peak is None and device.type != "cpu":
@@ -53,7 +60,9 @@ def throughput(
 
 
 def warn_of_slow_bfloat16() -> None:
-    """Log a warning on a CPU that has no instructions for bfloat16."""
+    """Log a warning if bfloat16 products are slower than float32 products on this CPU."""
     half, full = (measure_peak(dtype, side=512) for dtype in (torch.bfloat16, torch.float32))
     if half < full:
-        logger.warning("--bf16 is slow here: products take %.1fx as long as with --bf16 false", full / half)
+        logger.warning(
+            "--bf16 is slow on this CPU: matrix products take %.1fx as long as with --bf16 false", full / half
+        )

@@ -1,4 +1,4 @@
-"""Training data that do not fit into memory, and their distribution over processes."""
+"""Streamed training data, and their distribution over processes."""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -16,18 +16,18 @@ from luna_mega.training.seeded import Change, Example, draw
 
 
 def check_streaming(training: TrainingArguments, run: RunArguments) -> None:
-    """End the script when the options for streaming contradict others."""
+    """Exit if options of streaming contradict others."""
     if not run.streaming:
         return
     if training.do_train and training.max_steps <= 0:
-        fail("--streaming needs --max_steps: how long the data are is not known")
+        fail("--streaming needs --max_steps, because the length of the data is unknown")
     if training.dataloader_num_workers > 1:
-        fail(f"--dataloader_num_workers {training.dataloader_num_workers}: --streaming reads in at most 1 worker")
+        fail(f"--dataloader_num_workers {training.dataloader_num_workers}: --streaming supports at most 1 worker")
     check_least(run, 1, "shuffle_buffer")
 
 
 def check_split(split: Dataset | datasets.IterableDataset, name: str, column: str) -> None:
-    """End the script unless `split` has text in `column`; of a stream the first row is looked at."""
+    """Exit unless `split` has text in `column`; only the first row of a stream is checked."""
     if not isinstance(split, datasets.IterableDataset):
         check_texts(split, name, (column,))
         return
@@ -37,17 +37,17 @@ def check_split(split: Dataset | datasets.IterableDataset, name: str, column: st
 
 
 def some_texts(split: Dataset | datasets.IterableDataset, column: str) -> Iterable[str]:
-    """Return the texts that a tokenizer is made from: of a stream the first hundred thousand, else all."""
+    """Return the texts for training a tokenizer: all, or the first 100,000 of a stream."""
     if isinstance(split, datasets.IterableDataset):
         return [row[column] for row in split.take(100_000)]
     return split[column]
 
 
 class Stream(IterableDataset):
-    """Endless stream of examples; after the last one it starts again in another order.
+    """Infinite stream of examples, in another order in each epoch.
 
-    Where the files of `examples` divide among the processes each reads its own. Otherwise each reads all of them and
-    keeps its share, so that the batches do not depend on the number of processes.
+    If the number of files is a multiple of the number of processes, each process reads its own files. Otherwise each
+    process reads all files and keeps its share, so that batches do not depend on the number of processes.
     """
 
     def __init__(self, examples: datasets.IterableDataset, change: Change, training: TrainingArguments):
@@ -69,16 +69,16 @@ class Stream(IterableDataset):
                     yield self.change(example, draw(self.seed, epoch, position))
                 position += 1
             if position == start:
-                raise ValueError("the streamed training data have no example; see --block_size")
+                raise ValueError("the streamed training data have no examples; reduce --block_size")
 
 
 class StreamingTrainer(OrderedTrainer):
-    """Trainer that also accepts a `Stream` as training data."""
+    """Trainer that supports a `Stream` as training data."""
 
     def get_train_dataloader(self) -> DataLoader:
         if not isinstance(self.train_dataset, Stream):
             return super().get_train_dataloader()
-        # A stream has each process's part already; accelerate would divide it again.
+        # The stream is already distributed; Accelerate would distribute it again.
         options = {"num_workers": self.args.dataloader_num_workers, "pin_memory": self.args.dataloader_pin_memory}
         collator = self._get_collator_with_removed_columns(self.data_collator, description="training")
         return DataLoader(self.train_dataset, self.args.train_batch_size, collate_fn=collator, **options)

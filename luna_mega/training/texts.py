@@ -1,4 +1,4 @@
-"""Texts and pairs of texts for a classifier: a pair is one sequence, or has a tower for each text."""
+"""Texts and text pairs of classifiers; a pair is one sequence, or each text has a separate tower."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,27 +22,28 @@ from luna_mega.training.seeded import Redrawn
 
 @dataclass
 class TextArguments(ClassifierArguments):
-    """Options of classifiers of texts."""
+    """Options of text classifiers."""
 
     two_towers: bool = field(
         default=False,
-        metadata={"help": "encode the two texts of a pair one by one, and classify the pair of their vectors"},
+        metadata={"help": "encode the two texts of a pair separately, and classify the pair of their vectors"},
     )
     token_dropout: float = field(
-        default=0.0, metadata={"help": "hide this share of the training tokens, drawn again in each epoch"}
+        default=0.0,
+        metadata={"help": "share of the training tokens to replace by the mask token, different in each epoch"},
     )
 
 
 def check_pairs(data: TextArguments, columns: Sequence[str]) -> None:
-    """End the script if `--two_towers` is set for a single column of texts."""
+    """Exit if `--two_towers` is set for a single text column."""
     if data.two_towers and len(columns) == 1:
-        fail(f"--two_towers: {columns[0]} is one column of texts, and pairs have two")
+        fail(f"--two_towers: {columns[0]} is one text column, and pairs have two")
 
 
 def encode_texts(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[list[str]], max_length: int, two_towers: bool
 ) -> dict[str, list]:
-    """Return the inputs of a model for one or two columns of texts; a second tower reads `pair_*`."""
+    """Return the inputs of a model for one or two text columns; those of a second tower have the prefix `pair_`."""
     cut = {"truncation": True, "max_length": max_length}
     if not two_towers:
         return dict(tokenizer(*texts, **cut))
@@ -51,7 +52,7 @@ def encode_texts(
 
 
 def hide_tokens(split: Dataset, tokenizer: PreTrainedTokenizerBase, share: float, seed: int) -> TorchDataset:
-    """Replace `share` of the tokens, drawn again in every epoch, with `<mask>`; special tokens are kept."""
+    """Replace `share` of the tokens with `<mask>`, differently in each epoch; special tokens are kept."""
     if not share:
         return split
     if not 0.0 <= share < 1.0:
@@ -73,25 +74,28 @@ def hide_tokens(split: Dataset, tokenizer: PreTrainedTokenizerBase, share: float
 def choose_model(
     data: TextArguments, model_type: str, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[type, Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]]]:
-    """Return the class of the model, and the function that makes a batch of rows."""
+    """Return the model class and the collator."""
     if not data.two_towers:
         return AutoModelForSequenceClassification, DataCollatorWithPadding(tokenizer)
     return pair_class(model_type, "--two_towers"), make_pair_collator(tokenizer)
 
 
 def pair_class(model_type: str, option: str, others: str = "luna or mega") -> type[PreTrainedModel]:
-    """Return the class that encodes the two inputs of a pair one by one.
+    """Return the class that encodes the two inputs of a pair separately; exit if there is none.
 
-    Where there is none the script ends, and says which `option` asked for it and which types to take.
+    Args:
+        model_type: Type of the model.
+        option: Option that requires the class, for the message.
+        others: Supported model types, for the message.
     """
     name = f"{model_type.capitalize()}ForSequencePairClassification"
     if not hasattr(luna_mega, name):
-        fail(f"{option}: there is no {name}; take {others}")
+        fail(f"{option}: there is no {name}; use {others}")
     return getattr(luna_mega, name)
 
 
 def make_pair_collator(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]]:
-    """Return the function that makes a batch of rows in which each tower is as long as its longest text."""
+    """Return a collator that pads each tower to its longest text."""
     collate_first = DataCollatorWithPadding(tokenizer)
 
     def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Tokenizers that are trained on the texts of a run: byte-level BPE, words, characters and bytes."""
+"""Tokenizers trained on the texts of a run: byte-level BPE, words, characters and bytes."""
 
 import json
 from collections import Counter
@@ -15,13 +15,13 @@ MIN_VOCAB_SIZE = len(pre_tokenizers.ByteLevel.alphabet()) + len(SPECIAL_TOKENS) 
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, model_max_length: int) -> RobertaTokenizer:
-    """Train a byte-level BPE and return a tokenizer that writes `<s> a </s>` and `<s> a </s></s> b </s>`.
+    """Train a byte-level BPE with RoBERTa's format, `<s> a </s>` and `<s> a </s></s> b </s>`.
 
-    Ids are `<s>` 0, `<pad>` 1, `</s>` 2, `<unk>` 3, the 256 bytes, the merges and `<mask>` last; a small text can give
-    fewer than `vocab_size` entries. The first word of a text gets the leading space of any other word.
+    Ids are `<s>` 0, `<pad>` 1, `</s>` 2, `<unk>` 3, the 256 bytes, the merges and `<mask>`. The vocabulary of a short
+    text can be smaller than `vocab_size`. A leading space is added to the first word.
 
     Raises:
-        ValueError: `vocab_size` is below the special tokens and the 256 bytes.
+        ValueError: `vocab_size` is smaller than the number of special tokens and bytes.
     """
     if vocab_size < MIN_VOCAB_SIZE:
         raise ValueError(f"vocab_size ({vocab_size}) must be at least {MIN_VOCAB_SIZE}: 256 bytes and special tokens")
@@ -46,10 +46,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int, model_max_length: int) -> R
 
 
 def train_joint_bpe(texts: Iterable[str], vocab_size: int, model_max_length: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE for both languages; it writes `a </s>` and decodes to the text that it was given.
+    """Train a byte-level BPE for two languages, with the format `a </s>` and lossless decoding.
 
-    Ids are `<s>` 0, `<pad>` 1, `</s>` 2, `<unk>` 3, the 256 bytes and the merges. No text has an `<unk>`; the first
-    word of a text is encoded as any other word.
+    Ids are `<s>` 0, `<pad>` 1, `</s>` 2, `<unk>` 3, the 256 bytes and the merges. A leading space is added to the first
+    word.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     if vocab_size < len(SPECIAL_TOKENS) + len(alphabet):
@@ -82,7 +82,7 @@ def _word_level(words: Iterable[str]) -> Tokenizer:
 
 
 def train_characters(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Make every character of `texts` a token, newlines and spaces included; other characters become `<unk>`."""
+    """Return a tokenizer of the characters of `texts`, including newlines and spaces; others become `<unk>`."""
     tokenizer = _word_level(sorted(set(chain.from_iterable(texts))))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -90,7 +90,7 @@ def train_characters(texts: Iterable[str]) -> PreTrainedTokenizerFast:
 
 
 def make_bytes() -> PreTrainedTokenizerFast:
-    """Make a token of each of the 256 bytes; no text has an `<unk>`."""
+    """Return a tokenizer of bytes."""
     vocab = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(vocab)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -99,13 +99,13 @@ def make_bytes() -> PreTrainedTokenizerFast:
 
 
 def train_words(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Make tokens of the `vocab_size` most frequent words, the most frequent first, as adaptive softmax needs them."""
+    """Return a tokenizer of the `vocab_size` most frequent words, most frequent first, for adaptive softmax."""
     counts = Counter(word for text in texts for word in text.split() if word not in SPECIAL_TOKENS)
     return make_words(word for word, _ in counts.most_common(vocab_size - len(SPECIAL_TOKENS)))
 
 
 def make_words(words: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Make a token of each of `words`; texts are split at white space."""
+    """Return a tokenizer of `words`; texts are split at white space."""
     tokenizer = _word_level(words)
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return _wrap(tokenizer)

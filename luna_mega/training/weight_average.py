@@ -1,4 +1,4 @@
-"""Averages of weights: an exponential moving average during training, and the mean of checkpoints."""
+"""Averages of weights: exponential moving average during training, and mean of checkpoints."""
 
 import json
 from collections.abc import Iterator
@@ -19,17 +19,17 @@ FILE_NAME = "weight_average.pt"
 
 
 def add_average(trainer: Trainer, decay: float, checkpoint: str | None) -> None:
-    """Let a trainer that can evaluate the average (OrderedTrainer) keep it; `checkpoint` is the one that is resumed."""
+    """Add a `WeightAverage` to an `OrderedTrainer`; `checkpoint` is the one to resume from."""
     if not hasattr(trainer, "weight_average"):
-        fail(f"--ema_decay {decay}: {type(trainer).__name__} evaluates the weights as they are; leave it out")
+        fail(f"--ema_decay {decay}: {type(trainer).__name__} does not support weight averages; remove it")
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-        fail(f"--ema_decay {decay}: not where the weights are sharded; train with DDP, or without it")
+        fail(f"--ema_decay {decay}: sharded weights are not supported; train with DDP, or remove it")
     trainer.weight_average = WeightAverage(decay, checkpoint)
     trainer.add_callback(trainer.weight_average)
 
 
 class WeightAverage(TrainerCallback):
-    """Updates the average after every step, saves it with every checkpoint, and leaves it in the model at the end."""
+    """Update the average after each step, save it with each checkpoint, and copy it to the model after training."""
 
     def __init__(self, decay: float, checkpoint: str | None):
         self.decay, self.checkpoint = decay, checkpoint
@@ -54,7 +54,7 @@ class WeightAverage(TrainerCallback):
 
     @contextmanager
     def in_place(self, model: nn.Module) -> Iterator[None]:
-        """Put the average into `model` inside the block."""
+        """Context in which `model` has the averaged weights."""
         if self.average is None:
             yield
             return
@@ -67,9 +67,9 @@ class WeightAverage(TrainerCallback):
 
 
 def choose_checkpoints(folder: str, count: int, metric: str | None) -> list[Path]:
-    """Choose `count` of the checkpoints that a run has left in `folder`: the last or, by `metric`, the best.
+    """Return the last `count` checkpoints in `folder` or, with a `metric`, the best ones.
 
-    A metric is the better the higher it is, unless it is a loss ("eval_loss").
+    Higher values are better unless the name ends with "loss".
     """
     checkpoints = {
         int(path.parent.name.rpartition("-")[2]): path.parent
@@ -89,12 +89,12 @@ def choose_checkpoints(folder: str, count: int, metric: str | None) -> list[Path
 
 
 def average(checkpoints: list[Path]) -> dict[str, torch.Tensor]:
-    """Return the mean of the weights, added up in float32; tensors of integers come from the last checkpoint."""
+    """Return the mean of the weights, summed in float32; integer tensors are those of the last checkpoint."""
     total: dict[str, torch.Tensor] = {}
     for path in checkpoints:
         weights = load_file(path / SAFE_WEIGHTS_NAME)
         if total and total.keys() != weights.keys():
-            fail(f"{path} holds another model than {checkpoints[0]}")
+            fail(f"{path} contains another model than {checkpoints[0]}")
         for name, tensor in weights.items():
             summed = tensor.is_floating_point() and name in total
             total[name] = total[name] + tensor.float() if summed else tensor

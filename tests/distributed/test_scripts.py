@@ -234,5 +234,7 @@ def test_wrong_numbers_of_processes_are_one_line(ranks, tmp_path):
     (message,) = {answer["error"] for answer in ranks(2, call, "run_mlm", large)}
     assert "2 processes with --per_device_train_batch_size 1000 need 2000 examples for a batch" in message
     first, second = ranks(2, call, "run_mlm", options)  # without --use_cpu each process would train separately
-    assert "2 processes were launched, but each would train alone: on CPUs pass --use_cpu true" in first["error"]
+    assert (
+        "2 processes were launched, but they would train independently; on CPUs, pass --use_cpu true" in first["error"]
+    )
     assert second["error"] == "1" and not (tmp_path / "out").exists()

@@ -125,15 +125,15 @@ def test_released_pathfinder(prepare, tmp_path, capsys):
     source = tmp_path / "curv_contour_length_14"
     (source / "metadata").mkdir(parents=True)
     (source / "imgs" / "0").mkdir(parents=True)
-    lines = [f"imgs/0 sample_{index}.png {index} {index % 2} 1.0 14" for index in range(10)]
+    lines = [f"imgs/0 sample_{index}.png {index} {index % 2} 1.0 14" for index in range(20)]
     (source / "metadata" / "0.npy").write_text("\n".join(lines))
-    for index in range(10):
+    for index in range(20):
         Image.fromarray(np.full((32, 32), index, np.uint8)).save(source / "imgs" / "0" / f"sample_{index}.png")
     (source / "imgs" / "0" / "sample_3.png").write_bytes(b"")
     prepare("pathfinder", "--source", source, "--output", tmp_path / "out")
     assert "skipped, it is empty" in capsys.readouterr().out
     rows = [row for split in load_dataset(str(tmp_path / "out")).values() for row in split]
-    assert len(rows) == 9 and all(np.asarray(row["image"])[0, 0] % 2 == row["label"] for row in rows)
+    assert len(rows) == 19 and all(np.asarray(row["image"])[0, 0] % 2 == row["label"] for row in rows)
     with pytest.raises(SystemExit, match="has 32 x 32 pixels, not 128 x 128"):
         prepare("pathx", "--source", source, "--output", tmp_path / "large")
     (source / "metadata" / "0.npy").write_text(lines[0].replace(" 0 0 ", " 0 2 "))

@@ -294,4 +294,4 @@ def test_bad_data(run, folder, tmp_path):
 
 def test_a_pair_model_that_is_not_there(run, folder, tmp_path):
     arguments = options("retrieval", folder("retrieval"), tmp_path / "out", *TWO_STEPS, "--model_type", "roberta")
-    assert_refused(run, "PairClassification; take luna, mega or transformer", *arguments, "--config_overrides", "")
+    assert_refused(run, "PairClassification; use luna, mega or transformer", *arguments, "--config_overrides", "")

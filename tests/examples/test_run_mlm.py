@@ -188,7 +188,7 @@ def test_slow_bfloat16_warns(half, run, script, corpus, tmp_path, monkeypatch, c
     speeds = {torch.bfloat16: half, torch.float32: 2e9}
     monkeypatch.setattr("luna_mega.training.speed.measure_peak", lambda dtype, side=0: speeds[dtype])
     run(*scratch(corpus, tmp_path / "out"), "--bf16", "true", "--max_steps", 1, "--save_strategy", "no")
-    assert ("--bf16 is slow here: products take 2.0x as long" in caplog.text) == (half < 2e9)
+    assert ("--bf16 is slow on this CPU: matrix products take 2.0x as long" in caplog.text) == (half < 2e9)
 
 
 @pytest.mark.slow

@@ -204,7 +204,7 @@ def test_two_towers(task, run, script, race, csqa, tmp_path):
 def test_two_towers_of_a_model_without_pairs(run, race, tmp_path):
     arguments = [*scratch(race, tmp_path / "out"), "--model_type", "roberta", "--two_towers", "true"]
     arguments[arguments.index(TINY)] = "hidden_size=32"
-    assert_refused(run, "--two_towers: there is no RobertaForSequencePairClassification; take luna or mega", *arguments)
+    assert_refused(run, "--two_towers: there is no RobertaForSequencePairClassification; use luna or mega", *arguments)
 
 
 def test_one_level_has_no_accuracy_of_the_other(run, race, tmp_path):

@@ -142,7 +142,7 @@ def test_averages_of_checkpoints(script, checkpoints):
         with pytest.raises(SystemExit, match=message):
             averaging.choose_checkpoints(str(checkpoints), count, metric)
     save_file({"other": torch.zeros(1)}, checkpoints / "checkpoint-100" / "model.safetensors")
-    with pytest.raises(SystemExit, match="holds another model"):
+    with pytest.raises(SystemExit, match="contains another model"):
         averaging.average([checkpoints / "checkpoint-30", checkpoints / "checkpoint-100"])
 
 
